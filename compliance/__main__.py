@@ -217,7 +217,7 @@ def doctor(
         json: Print all as one JSON document.
     """
     from compliance.doctor.examination import print_examination
-    from compliance.doctor.plan import IntendedRun
+    from compliance.doctor.layout import IntendedRun
 
     return print_examination(IntendedRun(recipe, data, checkpoint, system, results, nodes, quick), as_json=json)
 

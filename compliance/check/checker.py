@@ -13,7 +13,7 @@ from compliance.check.checks import CHECKS, check_lines
 from compliance.check.grades import TIMELINE, CheckedLog
 from compliance.log import rules
 from compliance.log.findings import Finding, Verdict
-from compliance.log.records import MAX_LINE_BYTES, Log, read_log
+from compliance.log.reader import MAX_LINE_BYTES, Log, read_log
 from compliance.official import checker as official
 
 

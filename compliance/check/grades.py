@@ -15,8 +15,8 @@ from itertools import combinations
 from compliance.log import rules
 from compliance.log.findings import Finding, Severity, shown
 from compliance.log.order import Violation, left_open, violations
+from compliance.log.reader import Log
 from compliance.log.record import Record
-from compliance.log.records import Log
 from compliance.log.run import LoggedRun
 from console.text import counted
 

@@ -13,7 +13,7 @@ from typing import Any
 from compliance.check.checker import judge
 from compliance.log import rules
 from compliance.log.findings import Finding, Verdict
-from compliance.log.records import read_log
+from compliance.log.reader import read_log
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from compliance.convergence.reference_points import describe_origin
 from compliance.convergence.selection import FAILED, select
 from compliance.folders import numbered_logs
 from compliance.log import rules
-from compliance.log.records import Log, read_log
+from compliance.log.reader import Log, read_log
 from compliance.log.rules import SUBMISSION_RUNS
 
 RunStatus = Literal["converged", "not converged", "running"]

@@ -14,7 +14,7 @@ from compliance.doctor import gpus as nvidia
 from compliance.doctor.diagnosis import Diagnosis, fail, fail_or_warn, ok, warn
 from compliance.doctor.gpus import Gpu, Gpus
 from compliance.doctor.host import ExaminedHost
-from compliance.doctor.plan import RunLayout, shape_in_name
+from compliance.doctor.layout import RunLayout, shape_in_name
 
 DRIVER_FOR_CUDA = {11: 450, 12: 525, 13: 580}
 """Oldest branch of NVIDIA's driver that runs a major version of CUDA (CUDA's release notes, minor version compatibility)."""
@@ -23,44 +23,44 @@ IDLE_MEMORY_MIB = 1024
 """Maximum memory in use on an idle GPU, of which the driver takes some hundred MiB; more belongs to another process."""
 
 
-def accelerators(host: ExaminedHost, plan: RunLayout, found: Gpus, pytorch: Mapping[str, Any]) -> Iterator[Diagnosis]:
+def accelerators(host: ExaminedHost, layout: RunLayout, found: Gpus, pytorch: Mapping[str, Any]) -> Iterator[Diagnosis]:
     """The GPUs of this machine against what the recipe expects: number, kind, health, other processes, software."""
-    if not plan.on_gpus:
-        note = f"{len(found.gpus)} here, none used by {plan.recipe or 'a run without a recipe'}"
+    if not layout.on_gpus:
+        note = f"{len(found.gpus)} here, none used by {layout.recipe or 'a run without a recipe'}"
         yield ok("GPUs", note if found.gpus else "none here and none needed")
         return
     if not found.gpus:
         remedy = "load the driver (modprobe nvidia), and start the container with --gpus all; dmesg may tell more"
         yield fail("GPUs", found.trouble or "no nvidia-smi here, so no NVIDIA driver", remedy)
         return
-    yield from _number_and_kind(plan, found)
+    yield from _number_and_kind(layout, found)
     for gpu in found.gpus:
-        yield from _health(gpu, plan)
+        yield from _health(gpu, layout)
     yield from _other_processes(host, found)
     yield from _links(host, found)
-    yield from _gpu_software(plan, found, pytorch)
+    yield from _gpu_software(layout, found, pytorch)
 
 
-def _number_and_kind(plan: RunLayout, found: Gpus) -> Iterator[Diagnosis]:
+def _number_and_kind(layout: RunLayout, found: Gpus) -> Iterator[Diagnosis]:
     kinds = Counter(gpu.text("name") for gpu in found.gpus)
     named = ", ".join(f"{count}x {name}" for name, count in kinds.items())
     if len(kinds) > 1:
         yield fail("GPUs", f"of several kinds: {named}", "use those of one kind: CUDA_VISIBLE_DEVICES")
-    elif len(found.gpus) < plan.ranks:
+    elif len(found.gpus) < layout.ranks:
         remedy = "use a recipe for this machine, or make the others visible (CUDA_VISIBLE_DEVICES, --gpus, dmesg)"
-        yield fail("GPUs", f"{named}, but {plan.recipe} needs {plan.ranks} a node", remedy)
-    elif len(found.gpus) > plan.ranks:
-        yield warn("GPUs", f"{named}, of which {plan.ranks} would be used", "set NPROC, or take another recipe")
+        yield fail("GPUs", f"{named}, but {layout.recipe} needs {layout.ranks} a node", remedy)
+    elif len(found.gpus) > layout.ranks:
+        yield warn("GPUs", f"{named}, of which {layout.ranks} would be used", "set NPROC, or take another recipe")
     else:
         yield ok("GPUs", f"{named}, driver {found.driver}")
     # Only a name with a shape, as dgxa100_8x8, is one of a machine; others hold letters and digits by chance.
-    family = re.search(r"[abhv]\d{3}", plan.recipe)
-    if shape_in_name(plan.recipe) and family and not any(family[0] in name.lower() for name in kinds):
+    family = re.search(r"[abhv]\d{3}", layout.recipe)
+    if shape_in_name(layout.recipe) and family and not any(family[0] in name.lower() for name in kinds):
         remedy = "look for a recipe of this GPU; memory and speed decide the batch of a rank"
-        yield warn("GPU kind", f"{plan.recipe} was made for {family[0].upper()}, here is {named}", remedy)
+        yield warn("GPU kind", f"{layout.recipe} was made for {family[0].upper()}, here is {named}", remedy)
 
 
-def _health(gpu: Gpu, plan: RunLayout) -> Iterator[Diagnosis]:
+def _health(gpu: Gpu, layout: RunLayout) -> Iterator[Diagnosis]:
     subject = gpu.label
     if (errors := gpu.number("ecc.errors.uncorrected.volatile.total")) and errors > 0:
         remedy = "drain the node; reset the GPU, and have it replaced if they come back"
@@ -72,7 +72,7 @@ def _health(gpu: Gpu, plan: RunLayout) -> Iterator[Diagnosis]:
     if gpu.text("mig.mode.current") == "Enabled":
         remedy = "turn MIG off for this run (nvidia-smi -mig 0, root), or ask for whole GPUs"
         # A single rank needs no NCCL, and may run on a part of a GPU.
-        yield fail_or_warn(subject, plan.world_size > 1, "divided by MIG: ranks on its parts cannot use NCCL", remedy)
+        yield fail_or_warn(subject, layout.world_size > 1, "divided by MIG: ranks on its parts cannot use NCCL", remedy)
     if gpu.text("compute_mode") == "Prohibited":
         yield fail(subject, "compute mode is Prohibited", "nvidia-smi -c DEFAULT (root)")
     if gpu.text("persistence_mode") == "Disabled":
@@ -127,7 +127,7 @@ def _links(host: ExaminedHost, found: Gpus) -> Iterator[Diagnosis]:
         yield ok("GPU links", described)
 
 
-def _gpu_software(plan: RunLayout, found: Gpus, pytorch: Mapping[str, Any]) -> Iterator[Diagnosis]:
+def _gpu_software(layout: RunLayout, found: Gpus, pytorch: Mapping[str, Any]) -> Iterator[Diagnosis]:
     if not pytorch:
         remedy = "run `python -c 'import torch'` by hand, then install anew: rm -r .venv, and run run_and_time.sh"
         yield fail("PyTorch", "it cannot be imported, or gives no answer", remedy)
@@ -145,8 +145,8 @@ def _gpu_software(plan: RunLayout, found: Gpus, pytorch: Mapping[str, Any]) -> I
     elif not pytorch.get("gpus"):
         remedy = "look at CUDA_VISIBLE_DEVICES, /dev/nvidia* and, with NVSwitch, nvidia-fabricmanager"
         yield fail("PyTorch", f"{named} sees no GPU, though nvidia-smi lists {len(found.gpus)}", remedy)
-    elif pytorch["gpus"] < plan.ranks:
-        seen = f"{named} sees {pytorch['gpus']} of {len(found.gpus)} GPUs, and {plan.ranks} are needed"
+    elif pytorch["gpus"] < layout.ranks:
+        seen = f"{named} sees {pytorch['gpus']} of {len(found.gpus)} GPUs, and {layout.ranks} are needed"
         yield fail("PyTorch", seen, "look at CUDA_VISIBLE_DEVICES")
     elif not _has_code_for(pytorch):
         remedy = "install a PyTorch that was built for this GPU"

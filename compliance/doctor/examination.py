@@ -26,7 +26,7 @@ from compliance.doctor import gpus, vitals
 from compliance.doctor.accelerators import accelerators
 from compliance.doctor.diagnosis import Diagnosis, fail, fail_or_warn, ok, warn
 from compliance.doctor.host import ExaminedHost, Output
-from compliance.doctor.plan import IntendedRun, RunLayout, make_plan
+from compliance.doctor.layout import IntendedRun, RunLayout, layout_of
 from compliance.doctor.rendezvous import rendezvous
 from compliance.doctor.storage import linked_elsewhere, storage_of
 from compliance.doctor.system import ask_pytorch, container, version
@@ -53,7 +53,7 @@ class _Examined:
     """The run that is meant, with all that is known about it."""
 
     intended: IntendedRun
-    plan: RunLayout
+    layout: RunLayout
     host: ExaminedHost
     gpus: gpus.Gpus
     pytorch: Mapping[str, Any]
@@ -65,7 +65,7 @@ class _Examined:
             return self._named("data", name)
         inside = given / name
         # A folder that holds no two data sets is one.
-        return inside if inside.exists() or self.plan.recipe else given if name == "train" else None
+        return inside if inside.exists() or self.layout.recipe else given if name == "train" else None
 
     @property
     def results(self) -> Path | None:
@@ -80,13 +80,13 @@ class _Examined:
     @property
     def system_file(self) -> Path | None:
         """The system description."""
-        name = self.plan.setting("log", "system")
+        name = self.layout.setting("log", "system")
         in_results = self.results / "systems" / f"{name}.json" if self.results and name else None
         return self.intended.system or in_results
 
     def _named(self, section: str, name: str) -> Path | None:
         """A path of the recipe, which starts at the repository's root, as seen from the present folder."""
-        named = self.plan.setting(section, name)
+        named = self.layout.setting(section, name)
         return Path(os.path.relpath(REPOSITORY / named)) if named else None
 
 
@@ -101,53 +101,53 @@ def examine(intended: IntendedRun, host: ExaminedHost | None = None) -> Iterator
         if path is not None and not path.exists():
             raise ValueError(f"{path}: no such file or folder")
     found = gpus.query(host)
-    plan = make_plan(intended, host, len(found.gpus))
+    layout = layout_of(intended, host, len(found.gpus))
     # Only for GPUs: importing PyTorch takes long, and a run without them needs no answer.
-    about = _Examined(intended, plan, host, found, ask_pytorch(host) if plan.on_gpus else {})
+    about = _Examined(intended, layout, host, found, ask_pytorch(host) if layout.on_gpus else {})
     for check in _CHECKS:
         yield from check(about)
 
 
 def _check_batch(about: _Examined) -> Iterator[Diagnosis]:
-    plan = about.plan
-    if not plan.recipe:
+    layout = about.layout
+    if not layout.recipe:
         yield ok("recipe", "none given: only the machine is looked at (--recipe NAME looks at a run)")
         return
-    batch, steps = (plan.setting("training", name) for name in ("global_batch_size", "gradient_accumulation_steps"))
-    layout = f"{plan.nodes} node(s) x {plan.ranks} rank(s) x {steps} micro-batch(es)"
-    if plan.copy > 1:
-        layout += f", {plan.copy} ranks to a copy of the model,"
-    if plan.ranks % plan.tensor:
-        remedy = f"start a multiple of {plan.tensor} ranks on each node (NPROC), or change --parallel.tensor"
-        found = f"{plan.ranks} rank(s) of a node cannot share copies of the model by {plan.tensor}"
+    batch, steps = (layout.setting("training", name) for name in ("global_batch_size", "gradient_accumulation_steps"))
+    division = f"{layout.nodes} node(s) x {layout.ranks} rank(s) x {steps} micro-batch(es)"
+    if layout.copy > 1:
+        division += f", {layout.copy} ranks to a copy of the model,"
+    if layout.ranks % layout.tensor:
+        remedy = f"start a multiple of {layout.tensor} ranks on each node (NPROC), or change --parallel.tensor"
+        found = f"{layout.ranks} rank(s) of a node cannot share copies of the model by {layout.tensor}"
         yield fail("recipe", found, remedy)
-    elif not _is_whole(plan):
+    elif not _is_whole(layout):
         remedy = "change --parallel.pipeline: nodes hold whole copies of the model, or copies take whole nodes"
-        yield fail("recipe", f"{plan.pipeline} stages of {plan.tensor} rank(s) do not divide {layout}", remedy)
-    elif batch * plan.copy % (plan.world_size * steps):
+        yield fail("recipe", f"{layout.pipeline} stages of {layout.tensor} rank(s) do not divide {division}", remedy)
+    elif batch * layout.copy % (layout.world_size * steps):
         remedy = "change the number of nodes (--nodes) or ranks (NPROC), or --training.gradient-accumulation-steps"
-        yield fail("recipe", f"a batch of {batch} cannot be divided over {layout}", remedy)
+        yield fail("recipe", f"a batch of {batch} cannot be divided over {division}", remedy)
     else:
-        each = batch * plan.copy // (plan.world_size * steps)
-        yield ok("recipe", f"{plan.recipe}: a batch of {batch} over {layout} of {each} sequence(s)")
+        each = batch * layout.copy // (layout.world_size * steps)
+        yield ok("recipe", f"{layout.recipe}: a batch of {batch} over {division} of {each} sequence(s)")
 
 
-def _is_whole(plan: RunLayout) -> bool:
+def _is_whole(layout: RunLayout) -> bool:
     """Tell whether the ranks divide into copies of the model."""
-    groups, stages = plan.ranks // plan.tensor, plan.pipeline
-    return plan.nodes * groups % stages == 0 and (groups % stages == 0 or stages % groups == 0)
+    groups, stages = layout.ranks // layout.tensor, layout.pipeline
+    return layout.nodes * groups % stages == 0 and (groups % stages == 0 or stages % groups == 0)
 
 
 def _check_machine(about: _Examined) -> Iterator[Diagnosis]:
-    host, plan = about.host, about.plan
+    host, layout = about.host, about.layout
     # The time of a file comes from its server's clock, which may be ahead.
     not_before = Path(__file__).stat().st_mtime - 24 * 3600
-    yield from vitals.clock(host, plan, vitals.read_clock(), not_before)
-    yield from accelerators(host, plan, about.gpus, about.pytorch)
-    yield from vitals.memory(host, plan)
-    yield from vitals.processors(host, plan)
-    yield from vitals.limits(host, plan)
-    yield from vitals.network(host, plan)
+    yield from vitals.clock(host, layout, vitals.read_clock(), not_before)
+    yield from accelerators(host, layout, about.gpus, about.pytorch)
+    yield from vitals.memory(host, layout)
+    yield from vitals.processors(host, layout)
+    yield from vitals.limits(host, layout)
+    yield from vitals.network(host, layout)
     yield from rendezvous(host)
     yield ok("container", container(host) or "none")
 
@@ -188,7 +188,7 @@ def _check_caches(about: _Examined) -> Iterator[Diagnosis]:
             yield ok("caches", "may be dropped by way of sudo, as launch/slurm.sub does")
             return
         found = f"may not be dropped before the run: {switch}: {error.strerror}"
-        yield fail_or_warn("caches", about.plan.is_closed, found, f"{remedy} (TR 6.1)")
+        yield fail_or_warn("caches", about.layout.is_closed, found, f"{remedy} (TR 6.1)")
     else:
         yield ok("caches", "may be dropped before the run")
 
@@ -200,7 +200,7 @@ def _check_storage(about: _Examined) -> Iterator[Diagnosis]:
             storage = storage_of(place, about.host)
             if storage.durability == "memory":
                 remedy = "put the data on a disk: the rules want them on durable storage, not in memory (TR 6.1)"
-                yield fail_or_warn("data", about.plan.is_closed, f"{place} lies in {storage.description}", remedy)
+                yield fail_or_warn("data", about.layout.is_closed, f"{place} lies in {storage.description}", remedy)
             elif storage.durability == "durable":
                 yield ok("data", f"{place} lies on {storage.description}")
             else:
@@ -231,10 +231,10 @@ def _check_results(about: _Examined) -> Iterator[Diagnosis]:
 
 
 def _check_earlier(about: _Examined, results: Path) -> Iterator[Diagnosis]:
-    folder = results / str(about.plan.setting("log", "system") or "") / "bert"
-    wanted, target = about.plan.setting("log", "run"), SUBMISSION_RUNS
+    folder = results / str(about.layout.setting("log", "system") or "") / "bert"
+    wanted, target = about.layout.setting("log", "run"), SUBMISSION_RUNS
     there = sorted(int(match[1]) for path in folder.glob("*") if (match := rules.RESULT_FILE.fullmatch(path.name)))
-    if not about.plan.recipe:
+    if not about.layout.recipe:
         return
     if wanted is not None and wanted in there:
         yield fail("results", f"{folder}/result_{wanted}.txt is there already", "move it away, or set another log.run")
@@ -270,7 +270,7 @@ def _check_source(about: _Examined) -> Iterator[Diagnosis]:
 
 def _check_system_file(about: _Examined) -> Iterator[Diagnosis]:
     if path := about.system_file:
-        yield from compare(path, about.plan, about.host)
+        yield from compare(path, about.layout, about.host)
 
 
 def _check_checkpoint(about: _Examined) -> Iterator[Diagnosis]:
@@ -283,10 +283,10 @@ def _check_checkpoint(about: _Examined) -> Iterator[Diagnosis]:
     except ValueError as error:
         yield fail("checkpoint", str(error), remedy)
         return
-    vocabulary, hidden = (about.plan.setting("model", name) for name in ("vocab_size", "hidden_size"))
+    vocabulary, hidden = (about.layout.setting("model", name) for name in ("vocab_size", "hidden_size"))
     matrices = [shape for shape in tensors.values() if len(shape) == 2]
     if hidden and not any(rows >= vocabulary and columns == hidden for rows, columns in matrices):
-        found = f"{path} holds no word embeddings of {vocabulary} x {hidden}, which {about.plan.recipe} trains"
+        found = f"{path} holds no word embeddings of {vocabulary} x {hidden}, which {about.layout.recipe} trains"
         yield fail("checkpoint", found, remedy)
     else:
         yield ok("checkpoint", f"{path}: whole, {len(tensors)} tensors, {parameters / 1e6:.1f} million parameters")
@@ -322,9 +322,9 @@ def read_safetensors_header(path: Path) -> tuple[dict[str, list[int]], int]:
 
 def _check_dry_run(about: _Examined) -> Iterator[Diagnosis]:
     """The trainer's own checks: data, vocabulary, settings, the free number of the result."""
-    if not about.plan.recipe:
+    if not about.layout.recipe:
         return
-    arguments = ["-m", "bert.train", about.plan.recipe, "--dry-run"]
+    arguments = ["-m", "bert.train", about.layout.recipe, "--dry-run"]
     intended = about.intended
     given: dict[str, object] = {"log.results": intended.results, "data.initial-checkpoint": intended.checkpoint}
     if intended.data:
@@ -333,7 +333,7 @@ def _check_dry_run(about: _Examined) -> Iterator[Diagnosis]:
         # From the root on, as the trainer starts in the repository.
         arguments += [f"--{name}", str(Path(str(value)).absolute())] if value else []
     # One process, which checks the shares of as many as the run will have.
-    environment = {"WORLD_SIZE": str(about.plan.world_size)}
+    environment = {"WORLD_SIZE": str(about.layout.world_size)}
     output = about.host.python(*arguments, timeout_s=DRY_RUN_TIMEOUT_S, environment=environment)
     remedy = "do what it says; python -m bert.train RECIPE --dry-run asks again"
     yield _last_line("dry run", output, remedy)

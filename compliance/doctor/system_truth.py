@@ -8,7 +8,7 @@ from pathlib import Path
 
 from compliance.doctor.diagnosis import Diagnosis, fail, fail_or_warn, ok, warn
 from compliance.doctor.host import ExaminedHost
-from compliance.doctor.plan import RunLayout
+from compliance.doctor.layout import RunLayout
 from compliance.doctor.system import measure
 from compliance.log.rules import DIVISIONS, NEWEST_RULESET
 from compliance.submission.description import Description, description_findings, read_description
@@ -19,7 +19,7 @@ WANTED = ("submitter", "framework", "operating_system", "host_networking", "cool
 _MEMORY_UNITS = {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12}
 
 
-def compare(path: Path, plan: RunLayout, host: ExaminedHost) -> Iterator[Diagnosis]:
+def compare(path: Path, layout: RunLayout, host: ExaminedHost) -> Iterator[Diagnosis]:
     """Report what is missing, of the wrong kind, or different here. A description that is not there yet is a warning."""
     subject = "system file"
     if not path.is_file():
@@ -28,34 +28,34 @@ def compare(path: Path, plan: RunLayout, host: ExaminedHost) -> Iterator[Diagnos
         return
     description = read_description(path)
     fields = description.fields
-    faults = list(_faults(description, plan))
+    faults = list(_faults(description, layout))
     yield from faults
     if not any(fault.state == "fail" for fault in faults):
-        different = list(_differences(fields, measure(host), plan))
+        different = list(_differences(fields, measure(host), layout))
         yield from different
         if not faults and not different:
             yield ok(subject, f"{path}: complete, and true of this machine")
 
 
-def _faults(description: Description, plan: RunLayout) -> Iterator[Diagnosis]:
+def _faults(description: Description, layout: RunLayout) -> Iterator[Diagnosis]:
     fields = description.fields
     for finding in description_findings(description, NEWEST_RULESET):
         found = f"{finding.key}: {finding.sentence}" if finding.key else finding.sentence
         yield fail_or_warn("system file", finding.severity == "error", found, finding.remedy)
-    division = plan.setting("log", "division")
+    division = layout.setting("log", "division")
     if division and fields.get("division") in DIVISIONS and fields["division"] != division:
         found = f"division is {fields['division']!r}, but the run's is {division!r}"
         yield fail("system file", found, "correct it, or set log.division")
     # Fields that are absent have been reported.
     empty = [name for name in WANTED if fields.get(name) == ""]
-    if empty and plan.is_closed:
+    if empty and layout.is_closed:
         yield warn("system file", f"empty: {', '.join(empty)}", "fill them in before you submit")
 
 
-def _differences(fields: Mapping[str, object], found: Mapping[str, str], plan: RunLayout) -> Iterator[Diagnosis]:
+def _differences(fields: Mapping[str, object], found: Mapping[str, str], layout: RunLayout) -> Iterator[Diagnosis]:
     """Fields that say something else than this machine; people word them in their own way, so only the essence counts."""
-    if plan.recipe and str(fields.get("number_of_nodes")) != str(plan.nodes):
-        text = f"number_of_nodes is {fields.get('number_of_nodes')!r}, but the run takes {plan.nodes}"
+    if layout.recipe and str(fields.get("number_of_nodes")) != str(layout.nodes):
+        text = f"number_of_nodes is {fields.get('number_of_nodes')!r}, but the run takes {layout.nodes}"
         yield warn("system file", text, "correct it, or give --nodes")
     for name, same in _COMPARED.items():
         # What cannot be found out here, or was left empty, contradicts nothing.

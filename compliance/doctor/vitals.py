@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from compliance.doctor.diagnosis import Diagnosis, fail, fail_or_warn, ok, warn
 from compliance.doctor.host import ExaminedHost
-from compliance.doctor.plan import RunLayout
+from compliance.doctor.layout import RunLayout
 from compliance.doctor.system import adapter_ports
 
 GIB = 2**30
@@ -72,7 +72,7 @@ def _wall_minus_monotonic() -> float:
     return min(looks)[1]
 
 
-def clock(host: ExaminedHost, plan: RunLayout, reading: ClockReading, not_before: float) -> Iterator[Diagnosis]:
+def clock(host: ExaminedHost, layout: RunLayout, reading: ClockReading, not_before: float) -> Iterator[Diagnosis]:
     """Check that the time is right, runs evenly, and is kept so. Records of a log may not go back in time (TR 11).
 
     Args:
@@ -97,7 +97,7 @@ def clock(host: ExaminedHost, plan: RunLayout, reading: ClockReading, not_before
         return
     found = "nobody keeps the clock right" if reading.is_synchronised is False else "who keeps the clock cannot be told"
     remedy = "start chronyd or systemd-timesyncd on the host"
-    across = "; logs of several nodes then tell different times" if plan.nodes > 1 else ""
+    across = "; logs of several nodes then tell different times" if layout.nodes > 1 else ""
     yield warn("clock", found + across, remedy)
 
 
@@ -112,19 +112,19 @@ def _time_keeper(host: ExaminedHost) -> str:
     return "systemd-timesyncd" if host.path("/run/systemd/timesync/synchronized").exists() else ""
 
 
-def memory(host: ExaminedHost, plan: RunLayout) -> Iterator[Diagnosis]:
+def memory(host: ExaminedHost, layout: RunLayout) -> Iterator[Diagnosis]:
     """Memory that processes may still take, the shared memory that NCCL and PyTorch want, and swapping."""
     table = dict(re.findall(r"^(\w+):\s+(\d+) kB", host.read("/proc/meminfo"), re.MULTILINE))
     available = int(table.get("MemAvailable", 0)) * 1024
     # /proc/meminfo is the host's, and knows nothing of a container's limit.
     limit = _cgroup_limit(host)
     free = min(available, limit) if limit else available
-    needed = plan.ranks * (4 * GIB if plan.on_gpus else GIB // 2)
+    needed = layout.ranks * (4 * GIB if layout.on_gpus else GIB // 2)
     of = " of this container" if limit and limit < available else ""
     if not available:
         yield warn("memory", "how much is free cannot be told", "look at free -g")
     elif free < needed:
-        found = f"{free / GIB:.1f} GiB free{of}, {plan.ranks} rank(s) want about {needed / GIB:.0f} GiB"
+        found = f"{free / GIB:.1f} GiB free{of}, {layout.ranks} rank(s) want about {needed / GIB:.0f} GiB"
         yield warn("memory", found, "end other programs, or raise the container's limit")
     else:
         yield ok("memory", f"{free / GIB:.0f} GiB free{of}")
@@ -132,7 +132,7 @@ def memory(host: ExaminedHost, plan: RunLayout) -> Iterator[Diagnosis]:
     if swapped > GIB // 4:
         remedy = "swapoff -a (root), or find out who fills memory"
         yield warn("swap", f"{swapped / GIB:.1f} GiB are swapped out", remedy)
-    yield from _shared_memory(host, plan)
+    yield from _shared_memory(host, layout)
 
 
 def _cgroup_limit(host: ExaminedHost) -> int | None:
@@ -143,34 +143,34 @@ def _cgroup_limit(host: ExaminedHost) -> int | None:
     return None
 
 
-def _shared_memory(host: ExaminedHost, plan: RunLayout) -> Iterator[Diagnosis]:
+def _shared_memory(host: ExaminedHost, layout: RunLayout) -> Iterator[Diagnosis]:
     try:
         status = os.statvfs(host.path("/dev/shm"))
     except OSError:
         yield fail_or_warn(
-            "shared memory", plan.ranks > 1, "no /dev/shm", "mount a tmpfs there (docker run --ipc=host)"
+            "shared memory", layout.ranks > 1, "no /dev/shm", "mount a tmpfs there (docker run --ipc=host)"
         )
         return
     # f_bavail: what root alone may take is no use to a rank.
-    free, needed = status.f_bavail * status.f_frsize, plan.ranks * GIB // 8
-    if free < needed and plan.world_size > 1:
-        found = f"{free / 2**20:.0f} MiB free in /dev/shm, {plan.ranks} ranks want {needed / 2**20:.0f} MiB"
-        yield fail_or_warn("shared memory", plan.on_gpus, found, "docker run --ipc=host or --shm-size=8g")
+    free, needed = status.f_bavail * status.f_frsize, layout.ranks * GIB // 8
+    if free < needed and layout.world_size > 1:
+        found = f"{free / 2**20:.0f} MiB free in /dev/shm, {layout.ranks} ranks want {needed / 2**20:.0f} MiB"
+        yield fail_or_warn("shared memory", layout.on_gpus, found, "docker run --ipc=host or --shm-size=8g")
     else:
         yield ok("shared memory", f"{free / GIB:.1f} GiB free in /dev/shm")
 
 
-def processors(host: ExaminedHost, plan: RunLayout) -> Iterator[Diagnosis]:
+def processors(host: ExaminedHost, layout: RunLayout) -> Iterator[Diagnosis]:
     """Cores for every rank, at full clock, and nobody else on them."""
     cores = _cores(host)
-    if cores < plan.ranks:
+    if cores < layout.ranks:
         remedy = "fewer ranks (NPROC), or ask the scheduler for more cores (--cpus-per-task)"
-        yield fail("cores", f"{cores:g} for {plan.ranks} rank(s)", remedy)
-    elif plan.on_gpus and cores < 4 * plan.ranks:
+        yield fail("cores", f"{cores:g} for {layout.ranks} rank(s)", remedy)
+    elif layout.on_gpus and cores < 4 * layout.ranks:
         remedy = "ask the scheduler for more (--cpus-per-task): loading and launching need about four a rank"
-        yield warn("cores", f"{cores:g} for {plan.ranks} rank(s)", remedy)
+        yield warn("cores", f"{cores:g} for {layout.ranks} rank(s)", remedy)
     else:
-        yield ok("cores", f"{cores:g} for {plan.ranks} rank(s)")
+        yield ok("cores", f"{cores:g} for {layout.ranks} rank(s)")
     load = host.read("/proc/loadavg").split(" ")[0]
     if re.fullmatch(r"[\d.]+", load) and float(load) > max(1.0, cores / 4):
         yield warn("load", f"{load} over the last minute on {cores:g} cores", "find out who computes here (top)")
@@ -207,12 +207,12 @@ def _numa(host: ExaminedHost) -> Iterator[Diagnosis]:
         yield warn("huge pages", "transparent huge pages are off: more misses in address translation", remedy)
 
 
-def limits(host: ExaminedHost, plan: RunLayout) -> Iterator[Diagnosis]:
+def limits(host: ExaminedHost, layout: RunLayout) -> Iterator[Diagnosis]:
     """Limits of a process: pinned memory for network cards, and open files."""
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     # Only where there are adapters: TCP locks no memory.
-    if plan.nodes > 1 and adapter_ports(host) and locked != resource.RLIM_INFINITY and locked < 4 * GIB:
+    if layout.nodes > 1 and adapter_ports(host) and locked != resource.RLIM_INFINITY and locked < 4 * GIB:
         remedy = "ulimit -l unlimited (limits.conf, LimitMEMLOCK=infinity of slurmd, docker --ulimit memlock=-1)"
         yield fail("limits", f"a process may lock {locked >> 10} KiB, and RDMA locks what it sends", remedy)
     if files < 1024:
@@ -221,13 +221,13 @@ def limits(host: ExaminedHost, plan: RunLayout) -> Iterator[Diagnosis]:
         yield ok("limits", f"{files} open files a process")
 
 
-def network(host: ExaminedHost, plan: RunLayout) -> Iterator[Diagnosis]:
+def network(host: ExaminedHost, layout: RunLayout) -> Iterator[Diagnosis]:
     """Ports with RDMA, this host's name, and the port on which ranks meet."""
     ports = adapter_ports(host)
     active = [port for port in ports if port.state == "ACTIVE"]
     down = [f"{port.name} {port.state or 'unknown'}" for port in ports if port.state != "ACTIVE"]
     rates = Counter(port.rate for port in active)
-    several = plan.nodes > 1
+    several = layout.nodes > 1
     if ports and not active:
         remedy = "look at cables and the subnet manager (ibstat, ibdiagnet)"
         yield fail_or_warn("network", several, f"no port with RDMA is up: {', '.join(down)}", remedy)
@@ -239,7 +239,7 @@ def network(host: ExaminedHost, plan: RunLayout) -> Iterator[Diagnosis]:
         yield warn("network", f"ports of different rates: {found}", "name those of one rate in NCCL_IB_HCA")
     elif ports:
         yield ok("network", f"{len(ports)} ports with RDMA, {ports[0].rate}")
-    elif several and plan.on_gpus:
+    elif several and layout.on_gpus:
         remedy = "load the driver of the adapters (mlx5_ib), and give the container /dev/infiniband"
         yield warn("network", "no adapter with RDMA: ranks of different nodes would talk over TCP", remedy)
     else:

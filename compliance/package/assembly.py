@@ -16,7 +16,7 @@ from compliance.convergence.selection import FAILED, Selection, select
 from compliance.convergence.standing import batch_size_of, division_of, minutes_of, result_logs
 from compliance.log import rules
 from compliance.log.findings import Finding, Verdict
-from compliance.log.records import Log
+from compliance.log.reader import Log
 from compliance.log.rules import SUBMISSION_RUNS
 from compliance.package.source import SourceTree, tracked_source
 from compliance.package.tree import Package, PackageRequest, SubmittedRun, write_tree

@@ -27,7 +27,7 @@ from compliance.convergence.outlook import Outlook
 from compliance.convergence.selection import FAILED, Selection
 from compliance.log import rules
 from compliance.log.findings import Finding
-from compliance.log.records import Log
+from compliance.log.reader import Log
 from compliance.log.rules import SUBMISSION_RUNS
 from compliance.package.source import SourceTree
 from console.files import sync

@@ -1,6 +1,6 @@
 """The runs of one results folder: each log with its verdict, the metrics beside it, and the score over all.
 
-results/<system>/bert/result_<n>.txt      the log (compliance.log.records)
+results/<system>/bert/result_<n>.txt      the log (compliance.log.reader)
 results/<system>/bert/metrics_<n>.jsonl   one JSON object a line, by "event"; may be missing
 results/systems/<system>.json             the system description; may be missing
 """
@@ -21,7 +21,7 @@ from compliance.convergence.selection import FAILED, olympic_mean, select
 from compliance.folders import numbered_logs
 from compliance.log import rules
 from compliance.log.findings import Finding, Verdict
-from compliance.log.records import Log, read_log
+from compliance.log.reader import Log, read_log
 from compliance.log.rules import SUBMISSION_RUNS
 from compliance.log.run import LoggedRun
 from compliance.report.published import PublishedPlace, placement

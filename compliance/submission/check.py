@@ -28,8 +28,8 @@ from compliance.folders import (
 from compliance.log import rules
 from compliance.log.file import STDIN
 from compliance.log.findings import Finding, Severity, Verdict, shown
+from compliance.log.reader import read_log
 from compliance.log.record import Record
-from compliance.log.records import read_log
 from compliance.log.rules import SUBMISSION_RUNS
 from compliance.log.run import LoggedRun
 from compliance.official import package as official_package

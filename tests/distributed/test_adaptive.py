@@ -13,7 +13,7 @@ from typing import Self
 import pytest
 
 from compliance.check.checker import check_log
-from compliance.log.records import read_log
+from compliance.log.reader import read_log
 from console.text import counted
 from tests.conftest import REPOSITORY, SmallRun
 from tests.distributed.ranks import Ranks, free_port, wait_for

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from bert.log.mllog import MLLog, RuleViolation
 from compliance.check.checker import check_file
-from compliance.log.records import read_log
+from compliance.log.reader import read_log
 from tests.compliance.run_logs import CLOSED, OPEN, counting_clock, initialise, train, write_run
 
 

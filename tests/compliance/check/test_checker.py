@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from bert.log.mllog import MLLog
 from compliance.check import checks
 from compliance.check.checker import check_file
-from compliance.log import records as log_module
+from compliance.log import reader as log_module
 from compliance.log import rules
 from compliance.log.record import TOKEN
 from compliance.official import checker as official

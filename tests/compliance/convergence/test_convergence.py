@@ -16,7 +16,7 @@ from scipy.special import stdtrit
 from compliance.convergence.outlook import outlook
 from compliance.convergence.reference_points import points, pruned, reference, student_t_quantile
 from compliance.convergence.selection import olympic_mean
-from compliance.log.records import read_log
+from compliance.log.reader import read_log
 from compliance.log.rules import RULESETS
 from compliance.log.schedule import evaluation_interval, evaluation_samples
 from tests.compliance.run_logs import write_run

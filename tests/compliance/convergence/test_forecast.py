@@ -2,7 +2,7 @@ import pytest
 
 from compliance.convergence.forecast import Forecast, forecast, reach
 from compliance.convergence.reference_points import reference
-from compliance.log.records import read_log
+from compliance.log.reader import read_log
 from compliance.log.schedule import EvaluationSchedule, evaluation_interval
 from tests.conftest import REPOSITORY
 

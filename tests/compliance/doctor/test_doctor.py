@@ -15,7 +15,7 @@ from compliance.doctor import vitals
 from compliance.doctor.diagnosis import Diagnosis
 from compliance.doctor.examination import examine, read_safetensors_header
 from compliance.doctor.host import ExaminedHost, Output
-from compliance.doctor.plan import IntendedRun, RunLayout, make_plan
+from compliance.doctor.layout import IntendedRun, RunLayout, layout_of
 from compliance.doctor.system_file import write
 from compliance.doctor.system_truth import compare
 from tests.compliance import command
@@ -96,20 +96,20 @@ def test_nodes_and_ranks(
     tmp_path: Path, name: str, nodes: int | None, environment: dict[str, str], expected: tuple[int, int]
 ) -> None:
     machine = fake_host(tmp_path, answers={RECIPES: recipe()}, environment=environment)
-    plan = make_plan(IntendedRun(name, nodes=nodes), machine, gpus_here=3)
+    plan = layout_of(IntendedRun(name, nodes=nodes), machine, gpus_here=3)
     assert (plan.nodes, plan.ranks, plan.world_size) == (*expected, expected[0] * expected[1])
     assert plan.on_gpus
     assert plan.is_closed
 
 
 def test_the_recipes_of_this_repository_can_be_asked_for() -> None:
-    plan = make_plan(IntendedRun("dgxa100_8x8"), ExaminedHost(), 0)
+    plan = layout_of(IntendedRun("dgxa100_8x8"), ExaminedHost(), 0)
     assert (plan.setting("training", "global_batch_size"), plan.setting("log", "division")) == (3072, "closed")
-    assert make_plan(IntendedRun("tiny_cpu"), ExaminedHost(), 0).ranks in (1, 2)
+    assert layout_of(IntendedRun("tiny_cpu"), ExaminedHost(), 0).ranks in (1, 2)
     with pytest.raises(
         ValueError, match=r"unknown recipe 'nope': expected one of bert_3_9b_8x8, dgxa100_128x8, .*tiny_cpu"
     ):
-        make_plan(IntendedRun("nope"), ExaminedHost(), 0)
+        layout_of(IntendedRun("nope"), ExaminedHost(), 0)
 
 
 def test_recipes_that_cannot_be_read(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from compliance.doctor import gpus, vitals
 from compliance.doctor.accelerators import accelerators
 from compliance.doctor.diagnosis import Diagnosis
 from compliance.doctor.host import ExaminedHost, Output
-from compliance.doctor.plan import RunLayout
+from compliance.doctor.layout import RunLayout
 from compliance.doctor.vitals import ClockReading, limits, memory, network, processors
 from tests.compliance.doctor import fake_host as fake
 from tests.compliance.doctor.fake_host import expect, fake_host

@@ -13,7 +13,7 @@ from bert.log.mllog import MLLog
 from compliance.check.checker import check_file, check_log
 from compliance.log import digest
 from compliance.log.findings import Finding
-from compliance.log.records import read_log
+from compliance.log.reader import read_log
 from tests.compliance.run_logs import counting_clock, initialise, write_run
 
 OPENING, LAST = digest.OPENING, "# digest at the end: "

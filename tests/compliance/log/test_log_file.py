@@ -15,8 +15,8 @@ import pytest
 from compliance.check.checker import check_file, check_log
 from compliance.convergence.standing import standing
 from compliance.log import file as log_file
+from compliance.log.reader import read_log
 from compliance.log.record import TOKEN
-from compliance.log.records import read_log
 from compliance.report.results import load_results
 from compliance.submission.check import check_paths
 from tests.compliance import run_logs

@@ -8,8 +8,8 @@ import pytest
 from bert.log.mllog import MLLog, RuleViolation
 from compliance.check.checker import check_file
 from compliance.log.order import left_open, own_settings, unearned_success, violations
+from compliance.log.reader import read_log
 from compliance.log.record import Record
-from compliance.log.records import read_log
 from compliance.log.run import LoggedRun
 from compliance.watch.running import RunningLog
 from tests.compliance.log_edits import Edit, delete, epoch_nums, in_turn, later, log_after, move_before, repeat, value

@@ -13,8 +13,8 @@ from mlperf_logging.compliance_checker import mlp_compliance
 from mlperf_logging.compliance_checker.mlp_parser import ruleset_300, ruleset_500
 
 from compliance.log import rules
+from compliance.log.reader import read_log
 from compliance.log.record import TOKEN
-from compliance.log.records import read_log
 from compliance.official import checker as official
 from compliance.official import process
 from compliance.official.checker import Opinion, opinion

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from bert.optimizer import learning_rate
 from bert.train import parse
 from compliance.check.checker import check_log
-from compliance.log.records import read_log
+from compliance.log.reader import read_log
 from tests.conftest import SmallRun
 from tests.distributed.ranks import Ranks, last_record, records, result_of, torchrun, train, trained, wait_for
 from tests.distributed.workers.faulty_worker import AT_STEP

@@ -1,4 +1,4 @@
-"""The run that is to be looked at: what is asked for, and the plan that the launchers would make of it."""
+"""The run that is to be looked at: what is asked for, and the layout that the launchers would make of it."""
 
 from __future__ import annotations
 
@@ -89,8 +89,8 @@ def shape_in_name(recipe: str) -> tuple[int, int] | None:
     return (int(match[1]), int(match[2])) if match else None
 
 
-def make_plan(intended: IntendedRun, host: ExaminedHost, gpus_here: int) -> RunLayout:
-    """The run that is asked for: settings of the recipe, nodes and ranks as the launchers would choose them."""
+def layout_of(intended: IntendedRun, host: ExaminedHost, gpus_here: int) -> RunLayout:
+    """Lay out the run that is asked for: settings of the recipe, nodes and ranks as the launchers would choose them."""
     if intended.nodes is not None and intended.nodes < 1:
         raise ValueError(f"--nodes is {intended.nodes}, expected at least 1")
     shape = shape_in_name(intended.recipe)
@@ -110,14 +110,14 @@ def make_plan(intended: IntendedRun, host: ExaminedHost, gpus_here: int) -> RunL
     # A list in place of an object: the names that there are.
     if not isinstance(config, dict):
         raise ValueError(f"unknown recipe {intended.recipe!r}: expected one of {', '.join(map(str, config))}")
-    plan = RunLayout(intended.recipe, {name: part for name, part in config.items() if isinstance(part, dict)}, nodes)
+    layout = RunLayout(intended.recipe, {name: part for name, part in config.items() if isinstance(part, dict)}, nodes)
     # Those that this process may use, as the nproc of the launchers counts them.
     cores = len(os.sched_getaffinity(0))
     per_node = (
         # As `launch/processes.sh` counts them.
-        shape[1] if shape else gpus_here if plan.on_gpus else 2 if intended.recipe == "tiny_cpu" and cores > 1 else 1
+        shape[1] if shape else gpus_here if layout.on_gpus else 2 if intended.recipe == "tiny_cpu" and cores > 1 else 1
     )
-    return replace(plan, ranks=max(1, _count(host, "NPROC") or per_node))
+    return replace(layout, ranks=max(1, _count(host, "NPROC") or per_node))
 
 
 def _count(host: ExaminedHost, variable: str) -> int | None:

@@ -12,9 +12,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from mlperf_logging.compliance_checker.mlp_parser import ruleset_500
 
-from compliance.log import records as log_module
+from compliance.log import reader as log_module
+from compliance.log.reader import Log, read_log
 from compliance.log.record import MAX_RECORD_BYTES, TOKEN
-from compliance.log.records import Log, read_log
 
 Reader = Callable[[str | bytes], Log]
 
