@@ -55,7 +55,9 @@ venv_missing() {
   [[ ! -r .venv/installed/entries ]] || LC_ALL=C comm -23 .venv/installed/entries <(venv_entries) | sed -n 1p
 }
 
-venv_entries() { (shopt -s nullglob dotglob && cd .venv/lib && printf '%s\n' python*/site-packages/*) 2>/dev/null | LC_ALL=C sort; }
+venv_entries() {
+  (shopt -s nullglob dotglob && cd .venv/lib && printf '%s\n' python*/site-packages/*) 2>/dev/null | LC_ALL=C sort
+}
 
 venv_pins() { { .venv/bin/python -V && sha256sum constraints.txt pyproject.toml; } 2>/dev/null; }
 
@@ -76,7 +78,8 @@ install_venv() {
     fail "$python has no pip of version 22.3 or newer: install it (Debian and Ubuntu: apt install python3-pip)"
   if [[ -e .venv/incomplete ]] || ! .venv/bin/python -V &>/dev/null; then
     say "making .venv with $("$python" -V)"
-    "$python" -m venv --without-pip --clear ${SYSTEM_TORCH:+--system-site-packages} .venv || fail "could not make .venv in $PWD, see above"
+    "$python" -m venv --without-pip --clear ${SYSTEM_TORCH:+--system-site-packages} .venv ||
+      fail "could not make .venv in $PWD, see above"
   fi
   touch .venv/incomplete # pip takes a package that was cut off while it was installed for whole
   say "installing pinned packages into .venv (once, a minute or two)"

@@ -100,7 +100,7 @@ def _unexplained(context: CheckedLog, own: list[Finding], opinion: official.Opin
             min(complaint.keys, default=""),
             f"mlperf-logging, ruleset {context.ruleset}",
             f"the official checker says: {complaint.text}",
-            "see the rule file of that name in the package mlperf-logging",
+            f"see the rule files in mlperf_logging/compliance_checker/training_{context.ruleset}",
             record.logged_at if record else None,
             complaint.severity,
         )
@@ -108,7 +108,8 @@ def _unexplained(context: CheckedLog, own: list[Finding], opinion: official.Opin
         fails = fails or complaint.severity == "error"
     if opinion.outcome == "fail" and not fails:
         found = "the official checker fails the log without saying why"
-        yield Finding(None, "", f"mlperf-logging, ruleset {context.ruleset}", found, "run it by itself on this file")
+        remedy = "run `python -m mlperf_logging.compliance_checker` on this file"
+        yield Finding(None, "", f"mlperf-logging, ruleset {context.ruleset}", found, remedy)
 
 
 def _collapse(findings: list[Finding]) -> list[Finding]:

@@ -114,7 +114,9 @@ def outlook(
     """
     # The Olympic mean drops two runs, and of fewer than three nothing would be left.
     if runs < 3 or len(samples) > runs:
-        raise ValueError(f"{len(samples)} runs of {runs}, expected at least 3 in a set and no more than that")
+        raise ValueError(
+            f"{len(samples)} of {runs} runs, expected a set of at least 3 runs and no more than the set has"
+        )
     found = reference(ruleset, global_batch_size) if division == "closed" else None
     values = [NOT_CONVERGED if count is None else float(count) for count in samples]
     mean = _mean_so_far(values)

@@ -104,7 +104,9 @@ def make_plan(intended: IntendedRun, host: ExaminedHost, gpus_here: int) -> RunL
         config = json.loads(output.answer)
     except (ValueError, RecursionError):
         said = output.errors.strip().splitlines()[-1:] or [output.trouble]
-        raise ValueError(f"the recipes cannot be read: {said[0][:200]}; install the packages (rm -r .venv)") from None
+        raise ValueError(
+            f"the recipes cannot be read: {said[0][:200]}; install the packages again: rm -r .venv, and run run_and_time.sh"
+        ) from None
     # A list in place of an object: the names that there are.
     if not isinstance(config, dict):
         raise ValueError(f"unknown recipe {intended.recipe!r}: expected one of {', '.join(map(str, config))}")
