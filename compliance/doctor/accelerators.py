@@ -129,7 +129,7 @@ def _links(host: ExaminedHost, found: Gpus) -> Iterator[Diagnosis]:
 
 def _gpu_software(layout: RunLayout, found: Gpus, pytorch: Mapping[str, Any]) -> Iterator[Diagnosis]:
     if not pytorch:
-        remedy = "run `python -c 'import torch'` by hand, then install anew: rm -r .venv, and run run_and_time.sh"
+        remedy = "try `python -c 'import torch'`; install the packages again: rm -r .venv, and run run_and_time.sh"
         yield fail("PyTorch", "it cannot be imported, or gives no answer", remedy)
         return
     cuda, named = pytorch.get("CUDA"), f"PyTorch {pytorch.get('PyTorch')}"
