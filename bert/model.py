@@ -155,7 +155,7 @@ class Embeddings(nn.Module):
         self.placement = Placement()
 
     def forward(self, batch: "Batch", sites: DropoutSites) -> Tensor:
-        """[T, D]."""
+        """Embed a batch, [T, D]."""
         # Where ranks share the table, one of the own rows' words, and ids that count its rows.
         word_ids_T, word_VD, word_gradient_VD = self.placement.words(batch.input_ids, self.word)
         return embedding_layer_norm(
@@ -301,11 +301,11 @@ class BertForPreTraining(nn.Module):
         self.dropout_state.copy_(torch.tensor([seed, 0]))
 
     def forward(self, batch: "Batch") -> PretrainingOutput:
-        """Both losses of a micro-batch, as sums."""
+        """Compute both losses of a micro-batch, as sums."""
         return self.losses(*self.head_inputs(batch), batch)
 
     def losses(self, cls_SD: Tensor, masked_MD: Tensor, batch: "Batch") -> PretrainingOutput:
-        """Both losses, as sums, of what ``head_inputs`` returns."""
+        """Compute both losses, as sums, from what ``head_inputs`` returns."""
         # The search for the largest logit is a pass of its own over the logits, and training does not ask.
         loss, correct = self.placement.masked_lm_loss(
             self._transformed(masked_MD),
@@ -332,13 +332,13 @@ class BertForPreTraining(nn.Module):
         return self.last_layer(hidden_TD, batch, sites)
 
     def embedded(self, batch: "Batch", sites: DropoutSites) -> Tensor:
-        """What the first layer is given, [T, D]."""
+        """Compute what the first layer is given, [T, D]."""
         embedded_TD = self.embeddings(batch, sites)
         # The embeddings and their norm are fp32; from here on the residual stream has the type of autocast.
         return embedded_TD.to(compute_dtype(embedded_TD))
 
     def last_layer(self, hidden_TD: Tensor, batch: "Batch", sites: DropoutSites) -> tuple[Tensor, Tensor]:
-        """As ``head_inputs``, of what the last layer is given."""
+        """Compute what ``head_inputs`` returns, from what the last layer is given."""
         # [CLS] is the first token of every sequence.
         cls_S = batch.cu_seqlens[:-1].long()
         # Attention wants the queries of a sequence side by side, so rows ascend. Empty slots point at the first row

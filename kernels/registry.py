@@ -182,7 +182,7 @@ class Op(Generic[Parameters, Returned]):
         self._chosen.clear()
 
     def check(self, name: str) -> None:
-        """ValueError unless ``name`` can be asked for."""
+        """Raise ``ValueError`` unless ``name`` can be asked for."""
         if name != AUTO and name not in self.implementations:
             raise ValueError(
                 f"{self.name} has no implementation {name!r}; expected {AUTO}, {', '.join(self.implementations)}"

@@ -23,7 +23,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True)
 class Config:
-    """Everything that decides a run."""
+    """All settings of a run."""
 
     recipe: str
     """The recipe that the configuration started from."""
@@ -104,7 +104,7 @@ class Config:
                 )
 
     def _check_tensor(self) -> None:
-        """Nobody can have half a head; what is left of the vocabulary past the last whole share is filled up."""
+        """Refuse shares with half a head; what is left of the vocabulary past the last whole share is filled up."""
         tensor, model = self.parallel.tensor, self.model
         names = ("num_attention_heads", "intermediate_size")
         # What divides all of them divides their greatest common divisor.
@@ -119,7 +119,10 @@ class Config:
             )
 
     def _check_pipeline(self) -> None:
-        """A stage needs a layer; torch's schedules need a micro-batch for each rank, interleaved in whole rounds."""
+        """Refuse impossible pipelines.
+
+        A stage needs a layer; torch's schedules need a micro-batch for each rank, interleaved in whole rounds.
+        """
         parallel, training = self.parallel, self.training
         ranks, stages, steps = (
             parallel.pipeline,

@@ -33,7 +33,7 @@ PLANNED = (
 
 @dataclass(frozen=True)
 class RunPlan:
-    """What a run is to do, and what is expected of it.
+    """Settings of a run, and the times that are expected of it.
 
     Attributes:
         device: name of the devices that it was made for.

@@ -206,7 +206,7 @@ class TrainingConfig:
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """How ranks share a copy of the model."""
+    """Division of a copy of the model among ranks."""
 
     tensor: int = 1
     """Ranks of a host that share a copy: heads, the feed-forward layer and the vocabulary are divided among them."""

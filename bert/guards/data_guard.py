@@ -1,4 +1,4 @@
-"""Keeping the clock honest: no byte of the data sets is touched before it runs.
+"""Guard of an honest clock: no byte of the data sets is touched before it runs.
 
 The rules start the clock before any part of the system touches the data set (training_rules, section 11). An audit hook
 looks at every file that this process opens through Python; the data format opens its shards so, for the hook to see them.

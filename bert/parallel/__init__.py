@@ -1,1 +1,1 @@
-"""Everything that knows about ranks."""
+"""All that knows about ranks: mesh, reduction, tensor and pipeline parallelism, watchdog."""

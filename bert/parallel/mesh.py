@@ -125,7 +125,7 @@ class Mesh:
 
     @property
     def pipeline_rank(self) -> int:
-        """The number of this rank among those: what it has of the layers."""
+        """The number of this rank among ``pipeline_ranks``: what it has of the layers."""
         return self.copy_rank // self.tensor
 
     @property
@@ -140,7 +140,7 @@ class Mesh:
 
     @property
     def node_data_ranks(self) -> tuple[int, ...]:
-        """Those of them on this host, by local rank."""
+        """The ranks of ``data_ranks`` on this host, by local rank."""
         data = set(self.data_ranks)
         return tuple(rank for rank in self.node_ranks if rank in data)
 

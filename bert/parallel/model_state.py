@@ -17,7 +17,7 @@ _WORD = "embeddings.word"
 
 @dataclass(frozen=True)
 class ModelState:
-    """What ranks hold of a model that they share."""
+    """Parameters and bytes that ranks hold of a model that they share."""
 
     shape: str
     parameters: int

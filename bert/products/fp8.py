@@ -156,7 +156,7 @@ class Fp8State:
         self.refresh_weights_()
 
     def casts(self, places: Mapping[nn.Parameter, slice]) -> tuple[WeightCast, ...]:
-        """What an optimizer needs that makes the casts itself; ``places`` of parameters in its vector."""
+        """Return what an optimizer needs that makes the casts itself; ``places`` of parameters in its vector."""
         return tuple(
             WeightCast(places[fp8.dense.weight].start, fp8.weight.scale, fp8.weight.amax, fp8.weight_NK, fp8.weight_KN)
             for fp8 in self.denses
@@ -391,7 +391,7 @@ def enable_fp8(
 
 
 def require_fp8(device: torch.device) -> None:
-    """ValueError where ``device`` is a GPU that cannot multiply FP8, which Ada and Hopper were the first to do."""
+    """Raise ``ValueError`` where ``device`` is a GPU that cannot multiply FP8, which Ada and Hopper were the first to do."""
     if device.type == "cuda" and (capability := torch.cuda.get_device_capability(device)) < (8, 9):
         raise ValueError(
             f"training.precision is fp8, but {torch.cuda.get_device_name(device)} has compute capability "

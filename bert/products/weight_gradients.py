@@ -133,7 +133,7 @@ class AccumulatingTable(Placement):
     def masked_lm_loss(
         self, hidden_MD: Tensor, word_VD: nn.Parameter, bias_V: Tensor, labels_M: Tensor, count_correct: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """As ``kernels.masked_lm_loss``. The embeddings' backward pass, which comes later, has autograd call the hooks."""
+        """Return ``kernels.masked_lm_loss``. The backward pass of the embeddings, which comes later, calls the hooks."""
         return masked_lm_loss(
             hidden_MD,
             _copy(self._copies, word_VD, compute_dtype(hidden_MD)),

@@ -64,7 +64,7 @@ class EvaluationRecord:
 
 @dataclass(frozen=True)
 class WarningRecord:
-    """Something that a person should look at while the run goes on."""
+    """Message that a person should look at while the run goes on."""
 
     step: int
     time_s: float
@@ -104,7 +104,7 @@ Record = StepRecord | EvaluationRecord | WarningRecord | PlanRecord | EndRecord
 
 
 class Sink(Protocol):
-    """Somewhere that records go to."""
+    """Destination of records."""
 
     def write(self, record: Record) -> None:
         """Take one record."""

@@ -1,4 +1,4 @@
-"""Which loader makes a run's batches: the one that is set, or where both can, the faster one here.
+"""Choice of the loader that makes a run's batches: the one that is set, or where both can, the faster one here.
 
 Loaders give the same batches, so every process may choose for itself. What they load to be measured is made up, in the
 lengths of the run's own batches: training data is not touched before the clock starts.

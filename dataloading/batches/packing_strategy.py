@@ -65,7 +65,7 @@ class PackingStrategy:
 
     @property
     def efficiency_bound(self) -> float:
-        """No strategy is more efficient."""
+        """The efficiency that no strategy exceeds."""
         return self.tokens / (self.bound * self.capacity) if self.bound else 1.0
 
 

@@ -82,7 +82,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
 
 
 def require_absent_or_empty(folder: Path) -> None:
-    """ValueError unless a data set can be made at ``folder``."""
+    """Raise ``ValueError`` unless a data set can be made at ``folder``."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{folder} is there already; name a folder that does not exist or is empty")
 
@@ -136,7 +136,7 @@ class Dataset:
         return self._length_index[:, 1]
 
     def check_vocabulary(self, vocabulary: Vocabulary) -> None:
-        """ValueError unless the samples were made with this vocabulary file."""
+        """Raise ``ValueError`` unless the samples were made with this vocabulary file."""
         if vocabulary.sha256 != self.info.vocabulary_sha256:
             raise ValueError(
                 f"{self.folder}: made with the vocabulary of md5 {self.info.vocabulary_md5} "
@@ -206,7 +206,7 @@ class Dataset:
             visit(record, samples)
 
     def check_files(self) -> None:
-        """ValueError unless every shard is there in its full size; looks at the folder and opens no shard."""
+        """Raise ``ValueError`` unless every shard is there in its full size; looks at the folder and opens no shard."""
         for record in self.shards:
             path = self.folder / record.name
             size = path.stat().st_size if path.is_file() else None
@@ -229,7 +229,7 @@ class Dataset:
         return shard
 
     def close(self) -> None:
-        """Closes every open shard; they open again when needed."""
+        """Close every open shard; they open again when needed."""
         self._open_shards.clear()
 
     def _shard(self, index: int) -> Shard:

@@ -47,7 +47,7 @@ def index_shards(folder: Path, names: Iterable[str], info: DatasetInfo, part: Wo
 
 
 def merge(folders: list[Path], out: Path) -> Dataset:
-    """Joins the parts of a data set in ``folders``, or whole data sets in the order named, to one in ``out``.
+    """Join the parts of a data set in ``folders``, or whole data sets in the order named, to one in ``out``.
 
     Shards are linked where the file system can, and copied otherwise; parts that share one folder may be joined in place
     (``out`` is that folder).
@@ -85,7 +85,7 @@ def merge(folders: list[Path], out: Path) -> Dataset:
 
 
 def check_records(records: list[ShardRecord], folder: Path) -> None:
-    """ValueError where two shards hold the same samples."""
+    """Raise ``ValueError`` where two shards hold the same samples."""
     seen: dict[str, str] = {}
     for record in records:
         if record.digest in seen and record.samples:  # empty shards are all alike
@@ -122,7 +122,7 @@ def _members(folders: list[Path]) -> list[Dataset]:
 
 
 def _check_sources(members: list[Dataset]) -> None:
-    """ValueError where one text went into two of the data sets: its samples would be there twice."""
+    """Raise ``ValueError`` where one text went into two of the data sets: its samples would be there twice."""
     owner: dict[str, Path] = {}
     for dataset in members:
         for name, digest in dataset.info.sources.items():

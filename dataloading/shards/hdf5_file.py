@@ -166,7 +166,7 @@ class HDF5Array:
         return values
 
     def _check_storage(self) -> None:
-        """ValueError unless every byte that the array claims is stored, and in this file."""
+        """Raise ``ValueError`` unless every byte that the array claims is stored, and in this file."""
         storage = self._dataset.get_create_plist()
         layout, file_bytes = storage.get_layout(), len(self._file.content)
         # Others lie in the object's header, or in other files.

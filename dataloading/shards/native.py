@@ -88,7 +88,7 @@ def open_native(path: Path, file: HDF5File) -> FlatShard:
 
 
 def check_version(found_format: object, found_version: object) -> None:
-    """ValueError unless a file says that it has this format and schema version."""
+    """Raise ``ValueError`` unless a file says that it has this format and schema version."""
     # As text: what an attribute or a manifest holds may be of any type.
     if (str(found_format), str(found_version)) != (FORMAT, str(SCHEMA_VERSION)):
         raise ValueError(f"{found_format}, schema version {found_version}; expected {FORMAT}, {SCHEMA_VERSION}")

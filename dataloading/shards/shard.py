@@ -209,7 +209,7 @@ class Shard(ABC):
         )
 
     def require_whole(self) -> None:
-        """ValueError where the file has become shorter than it was: to read what is gone would end the process (SIGBUS)."""
+        """Raise ``ValueError`` where the file has become shorter: reading what is gone would end the process (SIGBUS)."""
         # size() asks the file, len() the map.
         if self._content is not None and self._content.size() < len(self._content):
             raise ValueError(f"{self.path}: it has become shorter while it was read; {REMEDY}")
@@ -308,13 +308,13 @@ def map_file(path: Path) -> mmap.mmap:
 
 
 def check_indices(indices: NDArray[np.int64], count: int, path: Path) -> None:
-    """IndexError unless every index is from 0 to ``count`` - 1."""
+    """Raise ``IndexError`` unless every index is from 0 to ``count`` - 1."""
     if len(indices) and not (indices.min() >= 0 and indices.max() < count):
         raise IndexError(f"{path}: indices {indices.min()} to {indices.max()} asked for; it holds {count:,} samples")
 
 
 def check_offsets(samples: Samples, path: Path) -> None:
-    """ValueError unless the arrays fit together: lengths agree, offsets rise from 0 to the end."""
+    """Raise ``ValueError`` unless the arrays fit together: lengths agree, offsets rise from 0 to the end."""
     count, token_count, masked_count = len(samples), len(samples.input_ids), len(samples.masked_lm_ids)
     if len(samples.segment_ids) != token_count or len(samples.masked_lm_positions) != masked_count:
         raise ValueError(f"{path}: arrays of one kind differ in length; {REMEDY}")
@@ -330,7 +330,7 @@ def check_offsets(samples: Samples, path: Path) -> None:
 
 
 def check_content(samples: Samples, info: DatasetInfo, path: Path, remedy: str = REMEDY) -> None:
-    """ValueError, which ends in ``remedy``, unless every value is in the range that ``info`` promises."""
+    """Raise ``ValueError``, which ends in ``remedy``, unless every value is in the range that ``info`` promises."""
     lengths, masked_counts = samples.lengths, samples.masked_counts
     # From a masked position to the end of its sample, in int64: below 1 where the position lies beyond it.
     room = np.repeat(lengths, masked_counts) - samples.masked_lm_positions

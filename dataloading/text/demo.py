@@ -61,7 +61,7 @@ def _source(name: str) -> str:
 
 
 def _require_ours(folder: Path, name: str) -> None:
-    """ValueError where the folder holds anything that no demo has made."""
+    """Raise ``ValueError`` where the folder holds anything that no demo has made."""
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return
     own = {MANIFEST_NAME, LENGTHS_NAME, *(shard_name(index, SHARDS) for index in range(SHARDS))}

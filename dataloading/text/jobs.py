@@ -125,7 +125,7 @@ def _end_with_parent() -> None:
 
 
 def _check_same(path: Path, description: Mapping[str, object]) -> None:
-    """ValueError unless the job begun in a folder is this one."""
+    """Raise ``ValueError`` unless the job begun in a folder is this one."""
     there = read_json(path, _MAX_DESCRIPTION_BYTES, _REMEDY)
     # By way of JSON, which makes lists of tuples: only so can the two be equal.
     wanted = json.loads(json.dumps(description))

@@ -1,4 +1,4 @@
-"""Anybody's text to a training set, an evaluation set of documents held out, and the vocabulary of both."""
+"""Own text to a training set, an evaluation set of documents held out, and the vocabulary of both."""
 
 import hashlib
 from collections.abc import Sequence

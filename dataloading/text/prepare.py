@@ -141,7 +141,7 @@ def _share(calls: int, part: WorkPart | None) -> range:
 
 
 def _check_texts(texts: Sequence[Path]) -> None:
-    """OSError or ValueError where a text cannot be read, is empty, or is another one's copy."""
+    """Raise ``OSError`` or ``ValueError`` where a text cannot be read, is empty, or is another one's copy."""
     by_size: dict[int, list[Path]] = {}
     for path in texts:
         with open_regular(path) as file:

@@ -143,7 +143,7 @@ class _Task:
 
 
 def _plan(files: Sequence[Path], out: Path, options: ExtractionOptions) -> list[_Task]:
-    """Divides files, in their order, into parts of at most ``part_bytes``; a larger file is a part by itself."""
+    """Divide files, in their order, into parts of at most ``part_bytes``; a larger file is a part by itself."""
     groups: list[list[int]] = []
     size = 0
     for index, file in enumerate(files):

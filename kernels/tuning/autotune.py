@@ -106,7 +106,7 @@ class Choices:
 
 
 def check_names(op: str, name: str | None = None) -> None:
-    """ValueError unless there is this op, with this implementation."""
+    """Raise ``ValueError`` unless there is this op, with this implementation."""
     if op not in OPS:
         raise ValueError(f"there is no op {op!r}; expected one of {', '.join(OPS)}")
     if name is not None and name not in OPS[op].implementations:
@@ -166,7 +166,7 @@ def apply(choices: Choices) -> None:
 
 
 def measure(request: CallKind, seconds: float = SECONDS) -> KernelChoice | None:
-    """Times the implementations that can compute the request; None where none of them ran.
+    """Time the implementations that can compute the request; None where none of them ran.
 
     They take turns, and medians count. On a GPU each call finds the L2 cache empty and the host ahead of the device, as in a
     captured step. Random states are as they were afterwards, and cached memory is given back.
@@ -278,7 +278,7 @@ def _cached(cache: Cache, request: CallKind) -> KernelChoice | None:
 
 
 def _cache_key(request: CallKind) -> dict[str, object]:
-    """Everything that a measured time depends on, as far as it can be known."""
+    """Collect all that a measured time depends on, as far as it can be known."""
     if request.device.type == "cuda":
         capability = "{}.{}".format(*torch.cuda.get_device_capability(request.device))
         device = f"{torch.cuda.get_device_name(request.device)}, {capability}, CUDA {torch.version.cuda}"

@@ -111,7 +111,7 @@ def _bias_gelu(make: _Maker) -> tuple[Any, ...]:
 
 
 def _accumulate_weight_gradient(make: _Maker) -> tuple[Any, ...]:
-    """That of the feed-forward half's first product."""
+    """Make operands of the gradient of the feed-forward half's first weight."""
     size = make.size
     operands = _detached(make, (make.tokens, size.intermediate), (make.tokens, size.hidden))
     return torch.zeros(size.intermediate, size.hidden, device=make.device), *operands
@@ -166,7 +166,7 @@ def _attention_cast_fp8(make: _Maker) -> tuple[Any, ...]:
 
 
 def _attention_backward_cast_fp8(make: _Maker) -> tuple[Any, ...]:
-    """Without dropout: what it kept would be the forward pass's."""
+    """Make inputs without dropout: what it kept would be the forward pass's."""
     size = make.size
     qkv, cu_seqlens, max_seqlen, _ = _varlen_self_attention(make)
     gradient, context = (values.detach() for values in (make.values(*qkv[:, 0].shape) for _ in range(2)))

@@ -1,1 +1,1 @@
-"""How a process finds out who it is, and joins the others: launcher's environment, port, attempt, hosts that sit out."""
+"""Joining of a process to the others: the launcher's environment, port, attempt, hosts that sit out."""

@@ -57,7 +57,7 @@ class Launch:
 
 
 def restarts() -> int:
-    """How often the launcher has started this again: an agent of torchrun its processes, or Slurm the job.
+    """Count how often the launcher has started this again: an agent of torchrun its processes, or Slurm the job.
 
     An agent that only starts its processes again because another one does so has not counted that.
     """

@@ -51,7 +51,7 @@ class PipelineParallel:
 
     @property
     def shared_parameters(self) -> list[nn.Parameter]:
-        """Those of this rank of which ``add_word_gradient_`` changes the gradient."""
+        """Parameters of this rank of which ``add_word_gradient_`` changes the gradient."""
         return [self.model.embeddings.word] if self.rank == 0 else []
 
     def rows(self, batch: Batch) -> int:
@@ -77,7 +77,7 @@ class PipelineParallel:
         return model.losses(*model.last_layer(hidden_WD, batch, sites), batch)
 
     def forward(self, batch: Batch) -> PretrainingOutput:
-        """Both losses of a batch, on the rank that has the last stage; zeros elsewhere. Every rank must call it."""
+        """Compute both losses of a batch, on the rank that has the last stage; zeros elsewhere. Every rank must call it."""
         sites = self.model.next_sites()
         zero = torch.zeros((), device=batch.input_ids.device)
         output = PretrainingOutput(zero, zero, zero.long())

@@ -1,4 +1,4 @@
-"""How gradients are summed over copies of the model, and LAMB on what a rank has of the sum.
+"""Sums of gradients over copies of the model, and LAMB on what a rank has of them.
 
 gradients.py           buckets of the flat gradient, summed beside backward
 sharded_gradients.py   the same where a rank keeps its shard of the sums alone

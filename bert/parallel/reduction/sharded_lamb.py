@@ -143,7 +143,7 @@ class ShardedLamb:
 
     @property
     def _gradients(self) -> Tensor:
-        """What the next step's gradients are added to."""
+        """The tensor that the next step's gradients are added to."""
         own_W = self._reduction.own_sums
         return self.flat.gradients_N if own_W is None else own_W
 

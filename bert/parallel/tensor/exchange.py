@@ -1,4 +1,4 @@
-"""What ranks of a tensor group exchange in the midst of a forward or backward pass."""
+"""Collectives of a tensor group in the midst of a forward or backward pass."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext

@@ -60,7 +60,7 @@ class SharedPlacement(Placement):
     def masked_lm_loss(
         self, hidden_MD: Tensor, word_VD: Tensor, bias_V: Tensor, labels_M: Tensor, count_correct: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """As ``kernels.masked_lm_loss``, from logits of which each rank has those of its words; the same on all ranks."""
+        """Return ``kernels.masked_lm_loss`` of logits of which each rank has those of its words; the same on all ranks."""
         hidden_MD = self.all_rows(hidden_MD)[: len(labels_M)]  # without the inert rows
         start = len(word_VD) * self._exchange.rank
         known = min(max(0, self._vocab_size - start), len(word_VD))
