@@ -129,30 +129,24 @@ def _note(run: Recorded, text: str, step: int) -> None:
 
 
 def savings(run: Recorded, view: View | None = None) -> list[Saving]:
-    """What the run would have been without, the largest saving first. ``view``: of the cluster that it ran on."""
+    """List what the run would have saved without, the largest first. ``view``: of the cluster that it ran on."""
     found = [
         Saving("waiting for the reduction (perfect overlap)", run.part("reduce_ms")),
         Saving("waiting for data", run.part("data_wait_ms")),
         Saving("evaluations", run.evaluations),
     ]
     ranks = {(each.rank, each.host) for each in run.stragglers}
-    found += [
-        # By the host as well: after a restart a rank's number may be on another.
-        Saving(
-            f"rank {each[0]} on host {each[1]}", _without(run, [e for e in run.stragglers if (e.rank, e.host) == each])
-        )
-        for each in ranks
-    ]
+    # By the host as well: after a restart a rank's number may be on another.
+    for rank, host in ranks:
+        its_own = [each for each in run.stragglers if (each.rank, each.host) == (rank, host)]
+        found.append(Saving(f"rank {rank} on host {host}", _without(run, its_own)))
     for host in {host for _, host in ranks}:
         # A host's line beside its only rank's would be the same figure twice.
         if sum(each == host for _, each in ranks) > 1:
-            found.append(Saving(f"host {host}", _without(run, [e for e in run.stragglers if e.host == host])))
+            found.append(Saving(f"host {host}", _without(run, [each for each in run.stragglers if each.host == host])))
     if view is not None and (ratio := _slowest_link(view)) > 1:
-        found.append(
-            Saving(
-                f"uneven links (the slowest takes {ratio:.2f} times as long)", run.part("reduce_ms") * (1 - 1 / ratio)
-            )
-        )
+        without = f"uneven links (the slowest takes {ratio:.2f} times as long)"
+        found.append(Saving(without, run.part("reduce_ms") * (1 - 1 / ratio)))
     return sorted((each for each in found if each.seconds > 0), key=lambda each: -each.seconds)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
 
@@ -47,3 +47,16 @@ def figure_list(figures: Iterable[tuple[str, str, str]]) -> str:
         for name, value, note in figures
     )
     return f'<dl class="figures">{items}</dl>'
+
+
+def table(name: str, columns: Iterable[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table of figures; cells are markup, and the first one heads its row."""
+    head = "".join(f'<th scope="col">{column}</th>' for column in columns)
+    body = "".join(
+        f'<tr><th scope="row">{first}</th>{"".join(f"<td>{cell}</td>" for cell in others)}</tr>'
+        for first, *others in rows
+    )
+    return (
+        f'<div class="scroll" role="region" tabindex="0" aria-label="{name}"><table class="numbers"><thead><tr>{head}</tr>'
+        f"</thead><tbody>{body}</tbody></table></div>"
+    )

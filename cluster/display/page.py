@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from cluster.display.markup import document, figure_list, section, text
+from cluster.display.markup import document, figure_list, section, table, text
 from cluster.display.summary import (
     COLLECTIVE_COLUMNS,
     bandwidth,
@@ -99,7 +99,7 @@ def _statements(view: View) -> str:
 
 
 def _heat_maps(view: View) -> str:
-    """Of links between hosts, and between the places in a host: from a row to a column."""
+    """Draw the links between hosts, and between the places in a host: from a row to a column."""
     names = [host.name for host in view.hosts]
     between = _heat_map("Between hosts", view.links_between_hosts, [rank.host for rank in view.ranks], names)
     places = [rank.place for rank in view.ranks]
@@ -199,26 +199,21 @@ def _devices(view: View) -> str:
         width = min(100.0, 100 * max(0.0, row.over - 1))
         rows.append(
             [
-                f'<th scope="row">{text(row.name)}</th>',
-                f"<td>{text(row.typical)}</td>",
-                f"<td>{text(row.slowest)}</td>",
-                f'<td><span class="over" style="width:{0.05 * width:.2f}rem"></span>{100 * (row.over - 1):.0f} %</td>',
-                f"<td>{row.rank} on {text(host, 60)}</td>",
+                *(text(cell) for cell in (row.name, row.typical, row.slowest)),
+                f'<span class="over" style="width:{0.05 * width:.2f}rem"></span>{100 * (row.over - 1):.0f} %',
+                f"{row.rank} on {text(host, 60)}",
             ]
         )
-    return _table("Rates of devices", ("", "Typical", "Slowest rank", "Slower by", "Rank"), rows)
+    return table("Rates of devices", ("", "Typical", "Slowest rank", "Slower by", "Rank"), rows)
 
 
 def _collectives(view: View) -> str:
-    rows = []
-    for first, *others in collective_rows(view):
-        rows.append([f'<th scope="row">{text(first)}</th>', *(f"<td>{text(each)}</td>" for each in others)])
+    rows = [[text(cell) for cell in row] for row in collective_rows(view)]
     note = (
         '<p class="aside">Time = latency + bytes / bandwidth, of the whole vector; the residual is the root mean square of '
         "the relative errors.</p>"
     )
-    columns = tuple(name.capitalize() for name in COLLECTIVE_COLUMNS)
-    return _table("Collectives", columns, rows) + note if rows else ""
+    return table("Collectives", (name.capitalize() for name in COLLECTIVE_COLUMNS), rows) + note if rows else ""
 
 
 def _hosts(view: View) -> str:
@@ -229,10 +224,13 @@ def _hosts(view: View) -> str:
         near = sorted({f"{view.ranks[rank].card}: {view.ranks[rank].place}" for rank in ranks if view.ranks[rank].card})
         rows.append(
             [
-                f'<th scope="row">{text(host.name)}</th>',
-                f"<td>{text(view.ranks[ranks[0]].device if ranks else '')}</td>",
-                f"<td>{len(ranks)}</td><td>{host.sockets} / {host.numa_nodes} / {host.cores}</td>",
-                f"<td>{host.memory_bytes / 2**30:.0f} GiB</td><td>{text(cards)}</td><td>{text(', '.join(near))}</td>",
+                text(host.name),
+                text(view.ranks[ranks[0]].device if ranks else ""),
+                str(len(ranks)),
+                f"{host.sockets} / {host.numa_nodes} / {host.cores}",
+                f"{host.memory_bytes / 2**30:.0f} GiB",
+                text(cards),
+                text(", ".join(near)),
             ]
         )
     more = f'<p class="aside">and {len(view.hosts) - _MOST_ROWS:,} more</p>' if len(view.hosts) > _MOST_ROWS else ""
@@ -245,13 +243,4 @@ def _hosts(view: View) -> str:
         "Network cards",
         "Card: rank of the host near it",
     )
-    return _table("Hosts", columns, rows) + more
-
-
-def _table(name: str, columns: Sequence[str], rows: Iterable[Iterable[str]]) -> str:
-    head = "".join(f'<th scope="col">{column}</th>' for column in columns)
-    body = "".join(f"<tr>{''.join(row)}</tr>" for row in rows)
-    return (
-        f'<div class="scroll" role="region" tabindex="0" aria-label="{name}"><table class="numbers"><thead><tr>{head}</tr>'
-        f"</thead><tbody>{body}</tbody></table></div>"
-    )
+    return table("Hosts", columns, rows) + more

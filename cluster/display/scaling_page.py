@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from cluster.devices import Device
-from cluster.display.markup import document, figure_list, section, text
+from cluster.display.markup import document, figure_list, section, table, text
 from cluster.plan.scaling import CAUSES, ScalingPoint
+from cluster.published.prediction import minutes_in_digits
 from cluster.published.results import Result
 from console.files import write_atomically
 
@@ -30,8 +31,8 @@ def render(recipe: str, device: Device, points: Sequence[ScalingPoint], publishe
     title = f"{text(recipe)} on up to {points[-1].accelerators:,} {text(device.name)}"
     fastest = min(points, key=lambda point: point.minutes)
     figures = (
-        ("Fastest", f"{_minutes(fastest.minutes)} min", f"on {fastest.accelerators:,} accelerators"),
-        ("One node", f"{_minutes(points[0].minutes)} min", f"{points[0].accelerators:,} accelerators"),
+        ("Fastest", f"{minutes_in_digits(fastest.minutes)} min", f"on {fastest.accelerators:,} accelerators"),
+        ("One node", f"{minutes_in_digits(points[0].minutes)} min", f"{points[0].accelerators:,} accelerators"),
         ("Published", str(len(published)), "closed results, MLPerf Training v2.0 to v3.1"),
     )
     subtitle = (
@@ -42,7 +43,7 @@ def render(recipe: str, device: Device, points: Sequence[ScalingPoint], publishe
         f'<header><h1>{title}</h1><p class="subtitle">{subtitle}</p></header>\n{figure_list(figures)}\n',
         section("Time to train", _curve(points, published)),
         section("What takes the time", _shares(points)),
-        section("Figures", _table(points)),
+        section("Figures", _figures(points)),
     )
     return document(
         title,
@@ -77,7 +78,9 @@ def _curve(points: Sequence[ScalingPoint], published: Sequence[Result]) -> str:
         + f'<g class="mark"><path class="stroke" d="M{_places(line, "L")}"/></g>'
         + f'<g class="mark invalid"><path class="dots" d="{dots}"/></g>'
     )
-    labels = "".join(f'<span class="y" style="bottom:{100 - y(tick):.2f}%">{_minutes(tick)}</span>' for tick in ticks)
+    labels = "".join(
+        f'<span class="y" style="bottom:{100 - y(tick):.2f}%">{minutes_in_digits(tick)}</span>' for tick in ticks
+    )
     key = (
         '<ul class="key"><li><i class="compute"></i>predicted, with its interval</li>'
         f'<li><i style="background:var(--bad)"></i>{len(shown)} published results</li></ul>'
@@ -104,42 +107,27 @@ def _shares(points: Sequence[ScalingPoint]) -> str:
     )
 
 
-def _table(points: Sequence[ScalingPoint]) -> str:
-    head = (
-        "accelerators",
-        "batch",
-        "precision",
-        "reduction",
-        "minutes",
-        "80 % between",
-        "efficiency",
-        "samples",
-        *CAUSES,
-    )
+def _figures(points: Sequence[ScalingPoint]) -> str:
+    columns = ("accelerators", "batch", "precision", "reduction", "minutes", "80 % between", "efficiency", "samples")
     rows = (
         (
             f"{point.accelerators:,}",
             f"{point.plan.strategy.global_batch_size:,}",
             point.plan.strategy.precision,
             point.plan.strategy.reduction,
-            _minutes(point.minutes),
-            f"{_minutes(point.low)} and {_minutes(point.high)}",
+            minutes_in_digits(point.minutes),
+            f"{minutes_in_digits(point.low)} and {minutes_in_digits(point.high)}",
             f"{point.efficiency:.0%}",
             f"{point.samples_factor:.2f}x",
             *(f"{point.share(cause):.0%}" for cause in CAUSES),
         )
         for point in points
     )
-    body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
-    head_cells = "".join(f"<th>{name}</th>" for name in head)
     note = (
         "Efficiency is sequences a second and accelerator over those of one node; samples are those to converge over "
         "what one node's batch needs."
     )
-    return (
-        f'<div class="scroll" tabindex="0"><table><thead><tr>{head_cells}</tr></thead><tbody>{body}</tbody></table></div>'
-        f'<p class="aside">{note}</p>'
-    )
+    return f'{table("Figures", (*columns, *CAUSES), rows)}<p class="aside">{note}</p>'
 
 
 def _across(points: Sequence[ScalingPoint]) -> Callable[[int], float]:
@@ -169,7 +157,3 @@ def _chart(drawing: str, labels: str, axis: str) -> str:
 
 def _places(places: Iterable[tuple[float, float]], between: str = " ") -> str:
     return between.join(f"{x:.2f},{y:.2f}" for x, y in places)
-
-
-def _minutes(minutes: float) -> str:
-    return f"{minutes:.3g}" if minutes < 100 else f"{minutes:,.0f}"

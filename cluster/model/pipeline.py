@@ -65,8 +65,8 @@ def through_stages(
     # A stage that waits leaves its processors to others, and the last line adds them up again.
     busy_PR = (compute_PAR / alone_in_stages(sharing, strategy.pipeline) + waits_P11).sum(1)
     costliest_R = busy_PR.max(0)
-    # One micro-batch through all other ranks fills and drains the pipeline; interleaved, one stage of each.
-    # One micro-batch, hence the division by their number; interleaved, the first stage is that much smaller.
+    # One micro-batch through all other ranks fills and drains the pipeline, hence the division by their number;
+    # interleaved, one stage of each.
     ends_R = (busy_PR.sum(0) - costliest_R) / compute_PAR.shape[1] / strategy.virtual_stages
     # Never below the processors' own work: where all ranks share them, waiting does not make anything disappear.
     return np.maximum(costliest_R + ends_R, compute_PAR.sum(1).mean(0))

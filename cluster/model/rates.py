@@ -274,8 +274,7 @@ def fitted_costs(view: View) -> dict[str, tuple[float, ...]]:
         seconds_K = np.array([each.seconds for each in timed])
         counts_KT = np.array([each.counts for each in timed])
         largest_T = counts_KT.max(axis=0)
-        # Rows over their seconds make errors relative; columns over their largest count keep the matrix well scaled. No
-        # cost is below zero.
+        # Rows over their seconds make errors relative; columns over their largest count keep the matrix well scaled.
         # nnls and not lstsq: a negative cost would make some sizes take less than no time.
         found_T, _ = nnls(counts_KT / largest_T / seconds_K[:, None], np.ones(len(timed)))
         costs[kind] = tuple((found_T / largest_T).tolist())

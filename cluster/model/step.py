@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import numpy as np
 
@@ -23,12 +23,9 @@ from cluster.model.timeline import Ends, Message, Piece, run
 from cluster.model.work import MicroBatches, Work
 from cluster.published.calibration import calibration
 from cluster.published.convergence import log_samples
-from cluster.published.cost_model import RunTime
+from cluster.published.cost_model import FORWARD_SHARE, RunTime
 from cluster.view import Operation, Scope
 
-# A product's backward pass is two products of the forward one's size, so forward is a third of both together.
-FORWARD = 1 / 3
-"""Share of a forward pass in forward and backward."""
 # A mean of few: each has a global batch dealt to all micro-batches and counted.
 _STEPS = 4
 """Steps of the plan that are counted."""
@@ -52,13 +49,12 @@ class PredictedStep:
     @property
     def total(self) -> float:
         """Seconds of the whole step."""
-        return self.data_wait + self.forward_backward + self.reduce + self.update
+        return sum(self.parts.values())
 
     @property
     def parts(self) -> dict[str, float]:
         """Seconds by part."""
-        names = ("data_wait", "forward_backward", "reduce", "update")
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in ("data_wait", "forward_backward", "reduce", "update")}
 
 
 def least_step(work: Work, strategy: Strategy, rates: Rates) -> PredictedStep:
@@ -93,8 +89,7 @@ def predict_step(work: Work, strategy: Strategy, rates: Rates, steps: int = _STE
     # Two functions, since with stages nothing overlaps: gradients travel after the last micro-batch of the step.
     predicted = _predicted if strategy.pipeline == 1 else _predicted_in_stages
     found = [predicted(work, strategy, rates, step) for step in range(steps)]
-    names = ("data_wait", "forward_backward", "reduce", "update", "hidden")
-    return PredictedStep(*(sum(getattr(each, name) for each in found) / steps for name in names))
+    return PredictedStep(*(sum(seconds) / steps for seconds in zip(*map(astuple, found), strict=True)))
 
 
 def _predicted(work: Work, strategy: Strategy, rates: Rates, step: int) -> PredictedStep:
@@ -136,7 +131,7 @@ def _predicted_in_stages(work: Work, strategy: Strategy, rates: Rates, step: int
     records have it; what goes on elsewhere meanwhile is waiting.
     """
     # Reductions of all stages begin together: the one with the most elements is the last.
-    layouts = layouts_of(work.model, *_shape(strategy))
+    layouts = layouts_of(work.model, strategy.tensor, strategy.pipeline, strategy.virtual_stages)
     layout = max(layouts, key=lambda each: each.elements)
     data_rates = rates.of_data_groups(strategy.tensor, strategy.pipeline)
     sizes = work.micro_batches(strategy, rates.world_size, step)
@@ -174,10 +169,6 @@ def _predicted_in_stages(work: Work, strategy: Strategy, rates: Rates, step: int
     )
 
 
-def _shape(strategy: Strategy) -> tuple[int, int, int]:
-    return strategy.tensor, strategy.pipeline, strategy.virtual_stages
-
-
 def _of_stages(parts: Sequence[np.ndarray], model: ModelConfig, strategy: Strategy) -> list[np.ndarray]:
     """Add up what each rank of a pipeline has of embeddings, layers, and the last one with the heads."""
     embedding, layer, last = parts
@@ -203,7 +194,7 @@ def _computing(model: ModelConfig, strategy: Strategy, rates: Rates, sizes: Micr
     ]
     # Recomputation repeats the forward third of these kinds, not their backward pass.
     again = [each for each in parts[1] if each.kind in REPEATED[strategy.recompute]]
-    found[1] += FORWARD * _seconds(again, rates, strategy.precision, sizes)
+    found[1] += FORWARD_SHARE * _seconds(again, rates, strategy.precision, sizes)
     found[1] += exchanged[1] / 2 if strategy.recompute == "full" else 0.0  # those of the forward pass once more
     return found
 
@@ -247,8 +238,8 @@ def _timeline(
     # One piece for each layer: a message of the timeline begins after a whole piece.
     parts = [embedding, *[layer] * layers, last]
     # The constant cost of a micro-batch is spread evenly over the parts.
-    forward = [FORWARD * (each + constant / len(parts)) for each in parts]
-    backward = [(1 - FORWARD) * (each + constant / len(parts)) for each in reversed(parts)]
+    forward = [FORWARD_SHARE * (each + constant / len(parts)) for each in parts]
+    backward = [(1 - FORWARD_SHARE) * (each + constant / len(parts)) for each in reversed(parts)]
     buckets = layout.buckets(rates.world_size, strategy.bucket_bytes)
     messages: list[Message] = []
     # needs[i]: messages that must have arrived before piece i begins; none where weights are whole on every rank.
@@ -379,12 +370,12 @@ def evaluation_seconds(work: Work, precision: Precision, parallel: ParallelConfi
         exchanged = _exchanged(work.model, precision, parallel.tensor, rates, sizes)
         embedding, layer, last = (
             # Half of what is exchanged: the other half belongs to the backward pass.
-            FORWARD * float(_seconds(part, rates, precision, sizes).sum()) + seconds / 2
+            FORWARD_SHARE * float(_seconds(part, rates, precision, sizes).sum()) + seconds / 2
             for part, seconds in zip(parts, exchanged, strict=True)
         )
         for place, own in enumerate(ranks):
             computing = own.has_embeddings * embedding + own.inner * layer + own.has_last * last
-            total_P[place] += FORWARD * rates.micro_batch_s + computing
+            total_P[place] += FORWARD_SHARE * rates.micro_batch_s + computing
     if parallel.virtual_stages > 1:
         # Interleaved stages are run one batch at a time in evaluation, so ranks wait for one another throughout.
         return float(total_P.sum())

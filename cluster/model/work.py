@@ -16,12 +16,11 @@ from bert.configuration.config import Config
 from bert.configuration.sections import ModelConfig
 from cluster.model.histogram import drawn_lengths
 from cluster.model.strategy import Strategy
+from cluster.published.cost_model import EVALUATION_SEQUENCES
 from compliance.log.schedule import evaluation_interval
 from dataloading.batches.sampler import BatchPlan, deal
 from dataloading.dataset.folder import open_dataset
 
-EVALUATION_SEQUENCES = 10_000
-"""Of the benchmark."""
 _DRAWN = 200_000
 # Masking rules of the benchmark's data: 15 % of the tokens, at least one.
 _MASKED_SHARE = 0.15

@@ -31,13 +31,15 @@ def as_lines(found: Found, world_size: int) -> Iterator[str]:
 
 def _row(place: int, each: Candidate, world_size: int) -> str:
     strategy, step = each.strategy, each.step
+    # Enough digits to tell the best plans apart.
+    minutes = f"{each.seconds / 60:.3f}" if each.seconds < 600 else f"{each.seconds / 60:,.1f}"
     micro = f"{strategy.gradient_accumulation_steps} x {strategy.sequences(world_size)}"
-    milliseconds = [1000 * seconds for seconds in (step.total, step.forward_backward, step.reduce, step.update)]
+    milliseconds = (1000 * seconds for seconds in (step.total, step.forward_backward, step.reduce, step.update))
     total, computing, reduce, update = milliseconds
-    reduction, mebibytes = strategy.summing, strategy.bucket_bytes / 2**20
     return (
-        f"{place:>2}{_minutes(each.seconds):>10}{strategy.global_batch_size:>8,}{strategy.stages:>10}{strategy.tensor:>8}{micro:>15}"
-        f"  {strategy.precision:<10}{reduction:<15}{strategy.reduce_dtype:<6}{mebibytes:>5.0f}"
+        f"{place:>2}{minutes:>10}{strategy.global_batch_size:>8,}{strategy.stages:>10}{strategy.tensor:>8}{micro:>15}"
+        f"  {strategy.precision:<10}{strategy.summing:<15}{strategy.reduce_dtype:<6}"
+        f"{strategy.bucket_bytes / 2**20:>5.0f}"
         f"{total:>10.2f}{computing:>10.2f}{reduce:>9.2f}{update:>9.2f}{each.memory / 1e9:>7.1f}  {strategy.recompute}"
     )
 
@@ -123,7 +125,3 @@ def summary(candidate: Candidate) -> str:
         f"{counted(optimizer.learning_rate_training_steps, 'step')}; {run.samples / 1e6:.3g} million samples; "
         f"{visible(candidate.schedule.source)}"
     )
-
-
-def _minutes(seconds: float) -> str:
-    return f"{seconds / 60:.3f}" if seconds < 600 else f"{seconds / 60:,.1f}"

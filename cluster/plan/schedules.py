@@ -16,7 +16,7 @@ from statistics import median
 from bert.configuration.config import Config
 from bert.configuration.recipes import RECIPES
 from bert.configuration.sections import ModelConfig, OptimizerConfig
-from cluster.published.results import TABLE
+from cluster.published.results import SAMPLES_NOT_LOGGED, TABLE
 from console.text import counted
 
 # What a log states of a schedule, and what makes two results comparable: batch, rate, betas, steps, warm-up.
@@ -75,7 +75,7 @@ def _published() -> dict[_Key, list[Mapping[str, str]]]:
     with TABLE.open(encoding="utf-8", newline="") as file:
         for row in csv.DictReader(file):
             # Open results may have changed the model or the target.
-            if row["division"] == "closed" and "Gaudi2" not in row["accelerator"]:  # whose logs state no true samples
+            if row["division"] == "closed" and not any(each in row["accelerator"] for each in SAMPLES_NOT_LOGGED):
                 steps, warmup = (
                     round(float(row[f"opt_learning_rate_{name}_steps"])) for name in ("training", "warmup")
                 )

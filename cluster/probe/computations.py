@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -71,6 +72,8 @@ _BATCH = (32, 256)
 _PRODUCT, _REPEATS = 256, 3
 """Size of the products by which ranks show what they take from each other, and how often they do them."""
 
+_Forward = tuple[Callable[[], Tensor], list[Tensor]]
+"""A forward pass, and the activations that it reads."""
 
 UNKNOWN = Contention(0, 0, 0.0, 0.0, 0.0, 0.0)
 """What ranks take from each other, where it has not been measured."""
@@ -96,9 +99,9 @@ def trials_of(device: torch.device) -> list[Trial]:
     if device.type == "cuda" or torch.ops.mkldnn._is_mkldnn_bf16_supported():
         dtypes.append(torch.bfloat16)
     trials = [
-        _linear(dtype, factor * shape[0], factor * shape[1], factor * shape[2], device)
+        _linear(dtype, factor * rows, factor * inputs, factor * outputs, device)
         for dtype in dtypes
-        for shape in _LINEAR
+        for rows, inputs, outputs in _LINEAR
     ]
     # Both, since a CPU draws dropout in passes of its own.
     for dropout in (False, True):
@@ -177,16 +180,21 @@ def measure_contention(mesh: Mesh, processors: int, seconds: float) -> Contentio
     return Contention(processors, torch.get_num_threads(), *(float(np.median(time_T)) for time_T in times))
 
 
-def _backward_of(make: Callable[[], Callable[[], Tensor]], kind: str, counts: tuple[float, ...]) -> Trial:
+def _backward_of(make: Callable[[], _Forward], kind: str, counts: tuple[float, ...]) -> Trial:
     """Time ``_COPIES`` of a computation forward, and then backward in the opposite order."""
     computations = [make() for _ in range(_COPIES)]
     with torch.enable_grad():
         # Ones: the values of a gradient do not change its time.
-        gradient = torch.ones_like(computations[0]())
+        gradient = torch.ones_like(computations[0][0]())
 
     def action() -> None:
+        outputs = []
         with torch.enable_grad():
-            outputs = [computation() for computation in computations]
+            for forward, activations in computations:
+                # Else gradients would pile up over the repetitions, which no activation's does.
+                for activation in activations:
+                    activation.grad = None
+                outputs.append(forward())
             # Popped, so that an output's graph is freed before the next backward pass, as in a model.
             while outputs:
                 output = outputs.pop()
@@ -206,17 +214,14 @@ def _leaf(*shape: int, device: torch.device) -> Tensor:
 def _linear(dtype: torch.dtype, rows: int, inputs: int, outputs: int, device: torch.device) -> Trial:
     name = {torch.float32: "fp32", torch.bfloat16: "bf16"}[dtype]
 
-    def make() -> Callable[[], Tensor]:
+    def forward(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        with torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
+            return F.linear(x, weight, bias)
+
+    def make() -> _Forward:
         weight, bias = _leaf(outputs, inputs, device=device), _leaf(outputs, device=device)
         x = torch.rand(rows, inputs, device=device, dtype=dtype, requires_grad=True)
-
-        def computation() -> Tensor:
-            # Else gradients would pile up over the repetitions, which no activation's does.
-            x.grad = None
-            with torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
-                return F.linear(x, weight, bias)
-
-        return computation
+        return partial(forward, x, weight, bias), [x]
 
     counts = linear(float(rows), inputs, outputs).counts
     return _backward_of(make, f"linear {name}", tuple(map(float, counts)))  # type: ignore[arg-type]
@@ -228,14 +233,9 @@ def _attention(
     cu_seqlens = torch.arange(count + 1, dtype=torch.int32, device=device) * length
     drops = _drops(dropout, device)
 
-    def make() -> Callable[[], Tensor]:
+    def make() -> _Forward:
         qkv = torch.rand(count * length, 3, heads, size, device=device, dtype=dtype, requires_grad=True)
-
-        def computation() -> Tensor:
-            qkv.grad = None
-            return varlen_self_attention(qkv, cu_seqlens, length, drops)
-
-        return computation
+        return partial(varlen_self_attention, qkv, cu_seqlens, length, drops), [qkv]
 
     pairs = count * length**2
     counts = (1.0, float(count * length * heads * size), float(pairs * heads), float(pairs * heads * size))
@@ -245,15 +245,11 @@ def _attention(
 def _norm(rows: int, size: int, dropout: bool, device: torch.device) -> Trial:
     drops = _drops(dropout, device)
 
-    def make() -> Callable[[], Tensor]:
+    def make() -> _Forward:
         bias, weight, norm_bias = (_leaf(size, device=device) for _ in range(3))
         x, residual = (torch.rand(rows, size, device=device, requires_grad=True) for _ in range(2))
-
-        def computation() -> Tensor:
-            x.grad = residual.grad = None
-            return dropout_add_layer_norm(x, bias, residual, weight, norm_bias, _EPS, drops)
-
-        return computation
+        arguments = x, bias, residual, weight, norm_bias, _EPS, drops
+        return partial(dropout_add_layer_norm, *arguments), [x, residual]
 
     return _backward_of(make, _named("norm", dropout), (1.0, float(rows * size)))
 
@@ -264,25 +260,19 @@ def _embedding(tokens: int, size: int, words: int, dropout: bool, device: torch.
     # The table below has 128 positions.
     positions, segments = torch.arange(tokens, device=device) % 128, torch.zeros_like(ids)
 
-    def make() -> Callable[[], Tensor]:
+    def make() -> _Forward:
         word, position, segment = (_leaf(rows, size, device=device) for rows in (words, 128, 2))
         weight, bias = (_leaf(size, device=device) for _ in range(2))
-        return lambda: embedding_layer_norm(
-            ids, positions, segments, word, position, segment, weight, bias, _EPS, drops
-        )  # fmt: skip
+        arguments = ids, positions, segments, word, position, segment, weight, bias, _EPS, drops
+        return partial(embedding_layer_norm, *arguments), []
 
     return _backward_of(make, _named("embedding", dropout), (1.0, float(tokens * size), float(words * size)))
 
 
 def _gelu(rows: int, size: int, device: torch.device) -> Trial:
-    def make() -> Callable[[], Tensor]:
+    def make() -> _Forward:
         x = torch.rand(rows, size, device=device, requires_grad=True)
-
-        def computation() -> Tensor:
-            x.grad = None
-            return F.gelu(x, approximate="tanh")
-
-        return computation
+        return partial(F.gelu, x, approximate="tanh"), [x]
 
     return _backward_of(make, "gelu", (1.0, float(rows * size)))
 
@@ -290,14 +280,9 @@ def _gelu(rows: int, size: int, device: torch.device) -> Trial:
 def _loss(rows: int, words: int, device: torch.device) -> Trial:
     labels = torch.randint(words, (rows,), device=device)
 
-    def make() -> Callable[[], Tensor]:
+    def make() -> _Forward:
         logits = torch.rand(rows, words, device=device, requires_grad=True)
-
-        def computation() -> Tensor:
-            logits.grad = None
-            return cross_entropy_sum(logits, labels)
-
-        return computation
+        return partial(cross_entropy_sum, logits, labels), [logits]
 
     return _backward_of(make, "loss", (1.0, float(rows * words)))
 
@@ -318,7 +303,7 @@ def _lamb(segments: int, size: int, device: torch.device) -> Trial:
 
 
 def _batch(size: int) -> Trial:
-    """What a rank does for its batch of a step: the plan of the whole global batch, and the assembly of its own part."""
+    """Make a rank's work for its batch of a step: the plan of the whole global batch, the assembly of its own part."""
     # uint16, as the length index on disk has it.
     lengths = np.random.default_rng(0).integers(8, 128, 8192).astype(np.uint16)
     # Four ranks: the plan is of the whole global batch, the assembly of a quarter.

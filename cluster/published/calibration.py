@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 from operator import itemgetter
 from pathlib import Path
+from typing import Any
 
 from cluster.published.cost_model import TimedRun, log_samples_needed, run_time, step_time, time_of_steps
 from cluster.published.parameters import CHIP, PRIORS, Parameters, chip_parameter, prior_of
@@ -254,7 +255,7 @@ def to_json(calibration: Calibration) -> str:
     def short(value: float) -> float:
         return float(f"{value:.6g}")
 
-    document = {
+    document: dict[str, Any] = {
         "made by": "python -m cluster calibrate",
         "source": calibration.source,
         "models": calibration.models,
@@ -267,13 +268,9 @@ def to_json(calibration: Calibration) -> str:
         "covariance": [[short(value) for value in row] for row in calibration.covariance],
     }
     # A row of the matrix a line: json.dumps with an indent would give each number its own.
-    text = json.dumps(document, indent=1)
-    head, _, rows = text.partition('"covariance": ')
-    return f'{head}"covariance": {_one_row_a_line(json.loads(rows.rsplit("}", 1)[0]))}\n}}\n'
-
-
-def _one_row_a_line(rows: list[list[float]]) -> str:
-    return "[\n  " + ",\n  ".join(json.dumps(row) for row in rows) + "\n ]"
+    head, _, _ = json.dumps(document, indent=1).partition('"covariance": ')
+    lines = ",\n  ".join(map(json.dumps, document["covariance"]))
+    return f'{head}"covariance": [\n  {lines}\n ]\n}}\n'
 
 
 @lru_cache

@@ -52,18 +52,15 @@ def log_samples(
     """
     found = log(_line(REFERENCE_POINTS, batch))
     practice = [(log(knot), p[f"practice_{knot}"]) for knot in BATCH_KNOTS]
-    # How practice differs from the reference.
-    # Clamped to the knots: beyond them the difference stays as it is at the last one.
+    # How practice differs from the reference; beyond the knots the difference stays as it is at the last one.
     found += _line(practice, min(max(log(batch), practice[0][0]), practice[-1][0]))
     if old_recipe:  # the less, the more a recipe was tuned for the very run
         growth = p["old_recipe_growth"] * max(0.0, log2(batch / 448))
         # The effect decays with scale: large runs had recipes of their own even in that round.
         found += (p["old_recipe"] + growth) * exp(-accelerators / TUNED_ACCELERATORS)
-    # Batches that memory does not take at once.
-    # Only above what memory takes: below it nothing is accumulated.
+    # Only above what memory takes at once: below it nothing is accumulated.
     found += p["accumulation"] * max(0.0, log2(batch / accelerators / (SEQUENCES_PER_GB * memory_gb)))
-    # The longer a trial takes, the fewer are made.
-    # How long a trial at the smallest reference batch would take on this system.
+    # The longer a trial takes, here one at the smallest reference batch, the fewer are made.
     minutes = REFERENCE_POINTS[0][1] / sequences_per_second / 60
     return found + p["tuning"] * max(0.0, log2(minutes / LONG_RUN_MINUTES))
 

@@ -35,7 +35,12 @@ FP8_SHARE = 0.87
 """Of these, the encoder's linear layers: 463.5 of 500 without attention and heads, less what stays in 16 bits."""
 
 EVALUATION_SEQUENCES = 10_000
+"""Of the benchmark."""
+
+# A product's backward pass is two products of the forward one's size, so forward is a third of both together.
 FORWARD_SHARE = 1 / 3
+"""Share of the forward pass in forward and backward."""
+
 UPDATE_EFFICIENCY = 0.8
 SHARPNESS = 4
 """Exponent by which two limits meet: the larger one counts, and 19 % are added where they are equal."""

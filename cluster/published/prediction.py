@@ -123,22 +123,22 @@ def as_document(prediction: Prediction) -> dict[str, object]:
 def as_lines(prediction: Prediction) -> list[str]:
     """Return a prediction in lines for people."""
     run, machine, time = prediction.run, prediction.run.machine, prediction.time
+    minutes, low, high = map(minutes_in_digits, (prediction.minutes, prediction.low, prediction.high))
     lines = [
         f"{machine.accelerators:,} x {machine.device.name}, {counted(machine.nodes, 'node')}, global batch size "
         f"{run.batch:,}, {'FP8' if uses_fp8(run) else 'bf16'}",
-        f"{_minutes(prediction.minutes)} min to 0.720, {INTERVAL:.0%} between {_minutes(prediction.low)} and "
-        f"{_minutes(prediction.high)}",
+        f"{minutes} min to 0.720, {INTERVAL:.0%} between {low} and {high}",
         f"{time.samples / 1e6:.2f} million samples, {time.steps:,.0f} steps, "
         f"{time.samples / time.total / machine.accelerators:,.0f} sequences/s on each accelerator",
         "",
     ]
     for name, seconds in sorted(time.parts.items(), key=lambda part: -part[1]):
-        lines.append(f"{PARTS[name]:28}{_minutes(seconds / 60):>9} min{seconds / time.total:8.1%}")
+        lines.append(f"{PARTS[name]:28}{minutes_in_digits(seconds / 60):>9} min{seconds / time.total:8.1%}")
     lines += ["", "published nearby:"]
     for result in prediction.near:
         there = result.run.machine
         lines.append(
-            f"{_minutes(result.seconds / 60):>9} min  {there.nodes} x {there.per_node} {there.device.name}, "
+            f"{minutes_in_digits(result.seconds / 60):>9} min  {there.nodes} x {there.per_node} {there.device.name}, "
             f"batch {result.run.batch:,}: {result.submitter} {result.system} ({result.run.round})"
         )
     notes = list(prediction.extrapolates)
@@ -150,7 +150,7 @@ def as_lines(prediction: Prediction) -> list[str]:
     return lines + ([""] if notes else []) + [f"note: {note}" for note in notes]
 
 
-def _minutes(minutes: float) -> str:
-    """Minutes in three digits, and never fewer decimals than make a difference."""
+def minutes_in_digits(minutes: float) -> str:
+    """Write minutes in three digits, and never fewer decimals than make a difference."""
     decimals = max(0, 2 - math.floor(math.log10(minutes))) if minutes > 0 else 2
     return f"{minutes:,.{min(decimals, 4)}f}"

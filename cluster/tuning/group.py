@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from bert.configuration.config import REPOSITORY
 from cluster.tuning.choice import TunedRun
@@ -32,12 +32,12 @@ class TrialError(ValueError):
 
 @dataclass(frozen=True)
 class Pace:
-    """Steps of all processes together."""
+    """Steps in a row, of one process or of all together."""
 
     seconds: float
     tokens: int
     waited: float
-    """Seconds that the processes waited for data, in the mean."""
+    """Seconds of waiting for data; of several processes, in the mean."""
 
     @property
     def seconds_a_token(self) -> float:
@@ -93,12 +93,12 @@ class Group:
                 process.stdin.flush()
             except BrokenPipeError:
                 raise self._failed("has ended") from None
-        windows = self._answers(time.monotonic() + _WINDOW_PATIENCE_S)
+        paces = [Pace(**answer) for answer in self._answers(time.monotonic() + _WINDOW_PATIENCE_S)]
         return Pace(
             # The window has ended when the slowest process has.
-            max(float(window["seconds"]) for window in windows),
-            sum(int(window["tokens"]) for window in windows),
-            sum(float(window["waited"]) for window in windows) / len(windows),
+            max(pace.seconds for pace in paces),
+            sum(pace.tokens for pace in paces),
+            sum(pace.waited for pace in paces) / len(paces),
         )
 
     @property
@@ -108,10 +108,10 @@ class Group:
         texts = [Path(f"/proc/{process.pid}/status").read_text() for process in self._processes]
         return sum(1024 * int(text.partition("VmHWM:")[2].split()[0]) for text in texts)
 
-    def _answers(self, deadline: float) -> list[dict[str, float]]:
-        """A line from every process. One that ends leaves the others waiting for it, so all are listened to at once."""
+    def _answers(self, deadline: float) -> list[dict[str, Any]]:
+        """Read a line from every process. One that ends leaves the others waiting for it, so all are listened to at once."""
         pending = {process.stdout.fileno(): rank for rank, process in enumerate(self._processes) if process.stdout}
-        answers: list[dict[str, float]] = [{} for _ in self._processes]
+        answers: list[dict[str, Any]] = [{} for _ in self._processes]
         while pending:
             # select over all: reading one pipe after another would wait for a rank whose partner has died.
             ready = select.select(list(pending), [], [], max(0.0, deadline - time.monotonic()))[0]
@@ -129,9 +129,7 @@ class Group:
         # The end of it is enough for a message.
         self._complaints.seek(max(0, size - 65536))
         lines = self._complaints.read().decode(errors="replace").strip().splitlines()
-        # The program's own complaints begin with "error: "; else the last line has to do.
-        said = [line for line in lines if line.startswith("error: ")] or lines[-1:]
-        return TrialError(f"{self.choice} {what}{': ' + said[0].removeprefix('error: ') if said else ''}")
+        return TrialError(f"{self.choice} {what}{': ' + complaint(lines) if lines else ''}")
 
     def close(self, patience: float = 5.0) -> None:
         """End them, after so many seconds by force."""
@@ -149,6 +147,11 @@ class Group:
             assert process.stdout is not None
             process.stdout.close()
         self._complaints.close()
+
+
+def complaint(lines: Sequence[str]) -> str:
+    """Pick what a program that failed complains about: its own line, "error: ...", or else the last one."""
+    return next((line for line in lines if line.startswith("error: ")), lines[-1]).removeprefix("error: ")
 
 
 def _environments(choice: TunedRun) -> list[dict[str, str]]:

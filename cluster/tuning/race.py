@@ -39,14 +39,12 @@ class Comparison:
         mean, many = statistics.fmean(logarithms), len(logarithms)
         error = statistics.stdev(logarithms) / math.sqrt(many) if many > 1 else math.inf
         reach = -float(stdtrit(max(1, many - 1), DOUBT)) * error
-        # After few turns the reach may be infinite, or beyond what exp takes.
-        # exp overflows a little above 700.
+        # After few turns the reach may be infinite, and exp overflows a little above 700.
         return cls(math.exp(mean), math.exp(mean - reach), math.exp(min(mean + reach, 700.0)), many)
 
     @property
     def is_faster(self) -> bool:
         """Tell whether the challenger gains, beyond the noise, and enough to be worth it."""
-        # Both significant and worth it.
         return self.high < 1 and self.ratio <= 1 - GAIN
 
     @property

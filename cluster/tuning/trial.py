@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -28,16 +28,8 @@ from bert.parallel.collectives import barrier
 from bert.parallel.mesh import Mesh, join_mesh, leave_mesh
 from bert.setup import build_run
 from bert.train import parse
+from cluster.tuning.group import Pace
 from console.program import complain
-
-
-@dataclass(frozen=True)
-class Window:
-    """Some steps in a row: their seconds, the tokens of this rank, and the seconds that it waited for data."""
-
-    seconds: float
-    tokens: int
-    waited: float
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -88,7 +80,8 @@ def _built(config: Config, mesh: Mesh) -> Run:
     return build_run(config, inputs, mesh, MLLog(None), Interruption(), world, config.training.seed, None)
 
 
-def _window(run: Run, mesh: Mesh, steps: int) -> Window:
+def _window(run: Run, mesh: Mesh, steps: int) -> Pace:
+    """Train some steps in a row, and return the pace of this rank."""
     run.stopwatch.reset()
     # All ranks begin together.
     barrier()
@@ -102,7 +95,7 @@ def _window(run: Run, mesh: Mesh, steps: int) -> Window:
     if mesh.device.type == "cuda":
         torch.cuda.synchronize(mesh.device)
     barrier()
-    return Window(time.perf_counter() - begin, tokens, run.stopwatch.take()["data_wait"])
+    return Pace(time.perf_counter() - begin, tokens, run.stopwatch.take()["data_wait"])
 
 
 if __name__ == "__main__":

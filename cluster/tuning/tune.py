@@ -15,7 +15,7 @@ from bert.checkpoints.weights import weight_shapes
 from bert.configuration.config import REPOSITORY, Config
 from bert.train import parse
 from cluster.tuning.choice import VARIABLES, TunedRun, given, keep
-from cluster.tuning.group import Group, TrialError
+from cluster.tuning.group import Group, TrialError, complaint
 from cluster.tuning.race import TURNS, Comparison, race, window_steps
 from console.program import say
 
@@ -50,7 +50,7 @@ def tune(recipe: str, settings: tuple[str, ...], seconds: float) -> TunedRun:
 
 
 def default_choice(recipe: str) -> TunedRun:
-    """What ``run_and_time.sh`` starts where nobody says anything."""
+    """Return what ``run_and_time.sh`` starts where nobody says anything."""
     # The script that run_and_time.sh itself uses, so that both agree on the default.
     script = 'source launch/processes.sh; default_processes "$1" .venv/bin/python; echo "$NPROC $OMP_NUM_THREADS"'
     # Variables of this shell would be taken for the user's wishes.
@@ -67,17 +67,14 @@ def _prepare(recipe: str, settings: tuple[str, ...]) -> None:
 
 
 def _shell(*arguments: str, environment: dict[str, str]) -> str:
-    """What a script of this checkout prints. Raises ``ValueError`` with its complaint."""
+    """Run a script of this checkout and return what it prints. Raises ``ValueError`` with its complaint."""
     if not (REPOSITORY / "run_and_time.sh").exists():
         raise ValueError(f"there is no {REPOSITORY}/run_and_time.sh, whose runs are tuned: expected a checkout")
     done = subprocess.run(
         ["bash", *arguments], cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False
     )
     if done.returncode:
-        lines = done.stderr.strip().splitlines() or ["run_and_time.sh --prepare failed"]
-        raise ValueError(
-            next((line for line in lines if line.startswith("error: ")), lines[-1]).removeprefix("error: ")
-        )
+        raise ValueError(complaint(done.stderr.strip().splitlines() or ["run_and_time.sh --prepare failed"]))
     return done.stdout
 
 

@@ -63,7 +63,7 @@ def test_the_page_holds_every_point_and_loads_nothing(points: list[ScalingPoint]
     assert f"{len(shown)} published results" in page
     for point in points:
         batch = f"{point.plan.strategy.global_batch_size:,}"
-        assert f"<td>{point.accelerators:,}</td><td>{batch}</td>" in page
+        assert f'<th scope="row">{point.accelerators:,}</th><td>{batch}</td>' in page
     assert "default-src 'none'" in page
     assert not re.search(r"https?://|<script|src=", page.replace("default-src", ""))
 
