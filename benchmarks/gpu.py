@@ -1,4 +1,4 @@
-"""Everything that is measured on a GPU, in one command.
+"""Measure all that is measured on a GPU, in one command.
 
     python benchmarks/gpu.py [--part NAME,...] [--out FOLDER] [--seconds N]
 
@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.gpu_parts.measuring.report import CUT_OFF, Figure, PartReport
 from benchmarks.gpu_parts.measuring.table import page
 from benchmarks.gpu_parts.part import LOST
+from console.program import RaisingParser
 
 
 @dataclass(frozen=True)
@@ -77,15 +78,9 @@ class StoppedError(Exception):
         self.number = number
 
 
-class _Parser(argparse.ArgumentParser):
-    # argparse would exit with its own text; here one line and status 2 are the rule.
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(message)
-
-
 def parse(arguments: Sequence[str]) -> Settings:
     """The settings that a command line asks for. Raises ``ValueError`` for wrong input."""
-    parser = _Parser(
+    parser = RaisingParser(
         prog="python benchmarks/gpu.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--part", default="all", metavar="NAME,...", help=f"all, or some of {', '.join(PARTS)}")

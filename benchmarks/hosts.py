@@ -71,6 +71,13 @@ def why_not() -> str | None:
     return None
 
 
+def require_hosts() -> None:
+    """End the program with status 2 where hosts cannot be made here."""
+    if missing := why_not():
+        print(f"error: {missing}", file=sys.stderr)
+        raise SystemExit(2)
+
+
 def _unique_name() -> str:
     return f"reduce{os.getpid()}{os.urandom(3).hex()}"
 
@@ -116,7 +123,7 @@ def block(hosts: int, local_size: int) -> list[int]:
 
 
 def environment_of(rank: int, order: Sequence[int]) -> dict[str, str]:
-    """What a launcher would set for a rank; ``order`` has the host of each."""
+    """Return what a launcher would set for a rank; ``order`` has the host of each."""
     # Local ranks are those of the same host, in the order of their numbers.
     local = [other for other, host in enumerate(order) if host == order[rank]]
     place = {"RANK": rank, "WORLD_SIZE": len(order), "LOCAL_RANK": local.index(rank), "LOCAL_WORLD_SIZE": len(local)}
@@ -157,8 +164,12 @@ def run_ranks(
             rank.kill()
     # 1 is no failure: a target was missed, or a probe has found something slow.
     if not {*statuses} <= {0, 1}:
-        said = "".join(path.read_text() for path in sorted(output.glob("rank_*.txt")))
-        raise SystemExit(f"error: ranks ended with {statuses}:\n{said[-4000:]}")
+        raise SystemExit(f"error: ranks ended with {statuses}:\n{said_by_ranks(output)}")
+
+
+def said_by_ranks(output: Path) -> str:
+    """Return the end of what `run_ranks` has written of its ranks."""
+    return "".join(path.read_text() for path in sorted(output.glob("rank_*.txt")))[-4000:]
 
 
 def _rank(

@@ -24,8 +24,7 @@ def flags(settings: Mapping[str, object]) -> list[str]:
 
 
 def write_demo_text(path: Path) -> Path:
-    """Write the standard library's prose, one sentence a line."""
-    # One sentence a line, an empty line between documents, as the preparation reads them.
+    """Write the standard library's prose, one sentence a line and an empty line between documents."""
     path.write_text("\n\n".join("\n".join(document.sentences) for document in demo_documents()), encoding="utf-8")
     return path
 

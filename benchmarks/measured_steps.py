@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.conditions import write_figures
-from benchmarks.hosts import BridgedHosts, block, go_first, run_ranks, why_not
+from benchmarks.hosts import BridgedHosts, block, go_first, require_hosts, run_ranks, said_by_ranks
 from benchmarks.inputs import flags, made_up_vocabulary, write_made_up_set
 from bert.configuration.sections import ReductionStrategy
 from bert.train import main as train
@@ -85,8 +85,7 @@ CASES = (
 
 def measured(cases: Iterable[int], seconds: float, out: Path | None) -> None:
     """Run the cases of these numbers, print predicted and measured, and add them to the figures in ``out``."""
-    if missing := why_not():
-        raise SystemExit(f"error: {missing}")
+    require_hosts()
     # The scheduler is to prefer what is measured.
     go_first()
     # Rows of other cases in the file stay: cases can be measured one at a time.
@@ -124,9 +123,9 @@ def _run(case: ClusterCase, folder: Path, seconds: float) -> list[dict[str, Any]
                 interval = max(1, min(20, round(_INTERVAL_S / predicted[way].total)))
                 arguments = [*_arguments(common, way), "--log.interval-steps", str(interval)]
                 others = run_together(names, case, lambda arguments=arguments: train(arguments), folder)
-                # The newest, as every run of a round writes a file of its own.
-                metrics = max((folder / way / "bert").glob("metrics_*.jsonl"), key=os.path.getmtime)
-                found[way].append({**steady(metrics), "others": others, "others_probing": others_probing})
+                found[way].append(
+                    {**steady(metrics_of(folder, way)), "others": others, "others_probing": others_probing}
+                )
     return [_row(case, way, predicted[way], min(found[way], key=lambda each: each["step_ms"])) for way in ways]
 
 
@@ -204,8 +203,22 @@ def settings_for(case: ClusterCase, folder: Path) -> list[str]:
     return ["tiny_cpu", *flags(settings)]
 
 
+def metrics_of(results: Path, system: str = "*") -> Path:
+    """Return the metrics of the newest run with results for a system; what its ranks said lies beside those.
+
+    SystemExit where no run has written any.
+    """
+    found = results.glob(f"{system}/bert/metrics_*.jsonl")
+    newest = max(found, key=os.path.getmtime, default=None)
+    if newest is None:
+        raise SystemExit(
+            f"error: the run left no metrics in {results}, and said:\n{said_by_ranks(results) or 'nothing'}"
+        )
+    return newest
+
+
 def steady(metrics: Path) -> dict[str, float]:
-    """The medians of a run's records but the first, which reads the first batches."""
+    """Return the medians of a run's records but the first, which reads the first batches."""
     records = [json.loads(line) for line in metrics.read_text().splitlines()]
     steps = [record for record in records if record["event"] == "step"]
     kept = steps[1:] or steps

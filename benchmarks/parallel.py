@@ -1,4 +1,4 @@
-"""Where each shape of ranks wins: copies of a model on 2 hosts of 4 ranks, whole, by heads and columns, in stages, or both.
+"""Comparison of shapes of ranks: copies of a model on 2 hosts of 4 ranks, whole, by heads and columns, in stages, or both.
 
     sudo python benchmarks/parallel.py [--links unshaped 50mbit] [--steps 12] [--out FILE]
 
@@ -22,9 +22,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before PyTorch is imported: of 
 import tyro
 
 from benchmarks.conditions import write_figures
-from benchmarks.hosts import BridgedHosts, go_first, why_not
+from benchmarks.hosts import BridgedHosts, go_first, require_hosts
 from benchmarks.inputs import flags
-from benchmarks.measured_steps import ClusterCase, run_together, settings_for, steady
+from benchmarks.measured_steps import ClusterCase, metrics_of, run_together, settings_for, steady
 from bert.configuration.sections import ParallelConfig
 from bert.train import main as train
 from bert.train import parse
@@ -56,8 +56,7 @@ def main(
         seconds: About how long a probe takes.
         out: Write the figures here as JSON.
     """
-    if missing := why_not():
-        raise SystemExit(f"error: {missing}")
+    require_hosts()
     if steps < 2:
         raise SystemExit(f"error: --steps is {steps}, expected at least 2: the first is not counted")
     # The scheduler is to prefer what is measured.
@@ -95,8 +94,7 @@ def measured(link: str, folder: Path, steps: int, seconds: float) -> list[dict[s
         for number, (strategy, predicted, by) in enumerate([*ways, (chosen.strategy, chosen.step, "planner")]):
             arguments = [*common, *arguments_of(strategy), "--log.system", f"shape{number}"]
             others = run_together(names, case, lambda arguments=arguments: train(arguments), folder)
-            (metrics,) = (folder / f"shape{number}" / "bert").glob("metrics_*.jsonl")
-            milliseconds = steady(metrics)["step_ms"]
+            milliseconds = steady(metrics_of(folder, f"shape{number}"))["step_ms"]
             rows.append(row(link, strategy, 1000 * predicted.total, milliseconds, others) | {"chosen_by": by})
     return rows
 

@@ -26,7 +26,7 @@ import tyro
 
 from benchmarks.conditions import write_figures
 from cluster.published.calibration import GROUPS, Calibration, Held, calibrate
-from cluster.published.results import Result, results
+from cluster.published.results import results
 
 
 def main(
@@ -81,13 +81,8 @@ def main(
         write_figures(out, {"errors": figures, "predicted_over_observed": groups})
 
 
-def is_in_data(held: Held) -> bool:
-    """Tell whether the model had seen results of the accelerator at that scale."""
-    return held.model_seen and held.scale_seen
-
-
 CASES: tuple[tuple[str, str, Callable[[Held], bool]], ...] = (
-    ("submitter", "accelerator and scale in the data", is_in_data),
+    ("submitter", "accelerator and scale in the data", lambda held: held.model_seen and held.scale_seen),
     ("submitter", "all", lambda _: True),
     ("scale", "accelerator in the data", lambda held: held.model_seen),
     ("accelerator", "all", lambda _: True),
@@ -128,9 +123,8 @@ def medians_of_groups(name: str, held: Iterable[Held]) -> dict[str, float]:
 
 
 def print_row(held: Held) -> None:
-    """One line of a result and what was predicted for it."""
-    result: Result = held.result
-    machine = result.run.machine
+    """Print a line of a result and what was predicted for it."""
+    result, machine = held.result, held.result.run.machine
     print(
         f"{result.run.round} {result.submitter[:14]:14} {machine.nodes:4} x {machine.per_node:2} {machine.device.name:15}"
         f"{result.run.batch:6} {result.seconds / 60:9.3f} min, predicted {held.seconds / 60:9.3f}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import io
 import itertools
@@ -12,7 +13,7 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial, wraps
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from console.text import annotation, json_document, visible
 from console.version import version_line
@@ -85,6 +86,14 @@ def answer_version(arguments: Sequence[str]) -> None:
     if arguments and arguments[0] == "--version":
         say(version_line())
         raise SystemExit(0)
+
+
+class RaisingParser(argparse.ArgumentParser):
+    """Parser that raises ``ValueError`` for wrong options, in one line, where argparse would print its usage and exit."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise the complaint."""
+        raise ValueError(message)
 
 
 def parsed(parse: Callable[[], Result]) -> Result:

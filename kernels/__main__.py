@@ -18,17 +18,12 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
 
 from console.interruption import in_one_line, reader_has_gone
+from console.program import RaisingParser
 from console.version import version_line
 
 COMMANDS = ("autotune", "show", "pin", "clear")
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(message)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -52,13 +47,13 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _parser(command: str | None) -> _Parser:
+def _parser(command: str | None) -> RaisingParser:
     if command is None:
-        parser = _Parser(
+        parser = RaisingParser(
             prog="python -m kernels", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
         )
     else:
-        parser = _Parser(prog=f"python -m kernels {command}")
+        parser = RaisingParser(prog=f"python -m kernels {command}")
     if command in (None, "autotune", "pin"):
         parser.add_argument("--device", choices=("cpu", "cuda"), help="by default cuda where PyTorch sees a GPU")
         parser.add_argument("--dtype", choices=("bf16", "fp32"), help="by default bf16 on cuda, fp32 on cpu")

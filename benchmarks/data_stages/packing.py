@@ -12,6 +12,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -85,13 +86,12 @@ def _algorithms(counts: NDArray[np.int64]) -> dict[tuple[str, int | None], Calla
 
     runs: dict[tuple[str, int | None], Callable[[], published_packing.Packing]] = {}
     for limit in LIMITS:
-        # `limit=limit` binds the value of this turn, not of the last.
-        runs["shortest pack first", limit] = lambda limit=limit: published_packing.shortest_pack_first(counts, limit)
-        runs["longest pack first", limit] = lambda limit=limit: published_packing.longest_pack_first(counts, limit)
+        runs["shortest pack first", limit] = partial(published_packing.shortest_pack_first, counts, limit)
+        runs["longest pack first", limit] = partial(published_packing.longest_pack_first, counts, limit)
         # With a larger limit there are too many combinations for a matrix.
         if limit == 3:
-            runs["least squares", limit] = lambda: published_packing.least_squares(counts, 3)
-        runs["ours", limit] = lambda limit=limit: ours(limit)
+            runs["least squares", limit] = partial(published_packing.least_squares, counts, 3)
+        runs["ours", limit] = partial(ours, limit)
     return runs
 
 

@@ -43,7 +43,6 @@ from dataloading.shards.shard import DatasetInfo, ShardRecord
 
 SAMPLES = 156_000_000
 STEPS = 20
-QUICK_SAMPLES = 100_000
 
 SHARES = (
     *((8, 56), (8, 96), (64, 48), (64, 72), (128, 24), (512, 6)),
@@ -78,7 +77,7 @@ def main(
     """
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     if quick:
-        batches, samples = 3, QUICK_SAMPLES
+        batches, samples = 3, 100_000
     generator = np.random.default_rng(0)
     print(f"imbalance (largest share over the mean one) of tokens / of work; means over {batches} global batches")
     print(f"{'ranks':>6}{'each':>6}" + "".join(f"{name:>20}" for name in DEALS) + f"{'ours, worst':>20}{'ms':>8}")
@@ -156,18 +155,6 @@ def least_imbalance(lengths: NDArray[np.int64], ranks: int) -> float:
     return high / mean
 
 
-def _in_order(lengths: NDArray[np.int64], ranks: int) -> Groups:
-    return list(np.arange(len(lengths)).reshape(ranks, -1))
-
-
-def _sorted_strided(lengths: NDArray[np.int64], ranks: int) -> Groups:
-    return list(np.argsort(-lengths, kind="stable").reshape(-1, ranks).T)
-
-
-def _ours(lengths: NDArray[np.int64], ranks: int) -> Groups:
-    return list(deal(lengths, ranks))
-
-
 def _unequal_numbers(lengths: NDArray[np.int64], ranks: int) -> Groups:
     cost_N = cost(lengths).tolist()
     shares: list[list[int]] = [[] for _ in range(ranks)]
@@ -181,9 +168,9 @@ def _unequal_numbers(lengths: NDArray[np.int64], ranks: int) -> Groups:
 
 
 DEALS: dict[str, Callable[[NDArray[np.int64], int], Groups]] = {
-    "random": _in_order,
-    "sorted, strided": _sorted_strided,
-    "ours": _ours,
+    "random": lambda lengths, ranks: list(np.arange(len(lengths)).reshape(ranks, -1)),
+    "sorted, strided": lambda lengths, ranks: list(np.argsort(-lengths, kind="stable").reshape(-1, ranks).T),
+    "ours": lambda lengths, ranks: list(deal(lengths, ranks)),
     "unequal numbers": _unequal_numbers,
 }
 
@@ -258,8 +245,7 @@ def _peak_bytes() -> int:
 
     Not ``ru_maxrss``, which begins with the size of the process that started this one.
     """
-    status = Path("/proc/self/status").read_text(encoding="ascii")
-    return 1024 * int(next(line for line in status.splitlines() if line.startswith("VmHWM")).split()[1])
+    return 1024 * int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0])
 
 
 if __name__ == "__main__":

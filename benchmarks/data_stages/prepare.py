@@ -78,7 +78,8 @@ def main(
             "plain Python": lambda: reference_prepare.prepare(paths, reference_prepare.read_vocab(vocab), options),
             "dataloading": lambda: _prepare(paths, vocab, options),
         }
-        info = _info(vocab, options)
+        sizes = options.max_seq_length, options.max_predictions_per_seq
+        info = DatasetInfo.of(Vocabulary.from_file(vocab), *sizes, asdict(options))
         sides["dataloading"]()  # loads what is compiled
         seconds: dict[str, list[float]] = {name: [] for name in sides}
         with_writing: dict[str, list[float]] = {name: [] for name in sides}
@@ -124,11 +125,6 @@ def main(
 def _prepare(paths: tuple[Path, ...], vocab: Path, options: PretrainingOptions) -> Samples:
     tokenizer = Tokenizer.from_vocab(vocab)
     return create_samples(tokenize_documents(read_documents(paths), tokenizer), options, tokenizer.vocabulary)
-
-
-def _info(vocab: Path, options: PretrainingOptions) -> DatasetInfo:
-    sizes = options.max_seq_length, options.max_predictions_per_seq
-    return DatasetInfo.of(Vocabulary.from_file(vocab), *sizes, asdict(options))
 
 
 def _first_call_seconds(vocab: Path, cache: Path) -> float:

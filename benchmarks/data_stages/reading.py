@@ -32,7 +32,7 @@ from benchmarks.inputs import write_made_up_set
 from cluster.model.histogram import drawn_lengths
 from dataloading.batches.loader import batch_of
 from dataloading.dataset.convert import convert
-from dataloading.dataset.folder import Dataset, open_dataset
+from dataloading.dataset.folder import open_dataset
 
 MAX_SEQ_LENGTH = 512
 COLUMNS = ("input_ids", "segment_ids", "masked_lm_positions", "masked_lm_ids", "next_sentence_labels")
@@ -53,7 +53,8 @@ def main(
     # One thread reads on our side; the other side's workers are processes of their own.
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        native = _make(Path(folder) / "native", samples)
+        write_made_up_set(Path(folder) / "native", drawn_lengths(np.random.default_rng(0), samples))
+        native = open_dataset(Path(folder) / "native")
         varlength = convert(native, Path(folder) / "varlength", "varlength")
         paths = [varlength.folder / record.name for record in varlength.shards]
         some = min(samples, 8000)  # of the slowest side
@@ -90,11 +91,6 @@ def main(
         f"varlength in place: {in_place / first:.1f}x of a sample at a time, {in_place / second:.1f}x of shards in memory"
     )
     print(f"native: {ours / first:.1f}x of a sample at a time, {ours / second:.1f}x of shards in memory")
-
-
-def _make(folder: Path, count: int) -> Dataset:
-    write_made_up_set(folder, drawn_lengths(np.random.default_rng(0), count))
-    return open_dataset(folder)
 
 
 def _ours(folder: Path, batch_size: int, seed: int) -> Iterator[object]:

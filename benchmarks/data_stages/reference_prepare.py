@@ -6,6 +6,7 @@ character, token by token, in strings, and shares no code with them.
 """
 
 import random
+import string
 import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -124,15 +125,8 @@ def split_punctuation(word: str) -> Iterator[str]:
 
 
 def is_punctuation(char: str) -> bool:
-    """All ASCII symbols, and Unicode's punctuation."""
-    code = ord(char)
-    return (
-        33 <= code <= 47
-        or 58 <= code <= 64
-        or 91 <= code <= 96
-        or 123 <= code <= 126
-        or (unicodedata.category(char).startswith("P"))
-    )
+    """Tell whether a character is an ASCII symbol, or punctuation to Unicode."""
+    return char in string.punctuation or unicodedata.category(char).startswith("P")
 
 
 def word_pieces(word: str, vocab: dict[str, int]) -> list[str]:

@@ -29,7 +29,7 @@ import tyro
 from torch import Tensor, nn
 
 from benchmarks.conditions import write_figures
-from benchmarks.hosts import BridgedHosts, block, run_ranks, why_not
+from benchmarks.hosts import BridgedHosts, block, require_hosts, run_ranks
 from bert.configuration.sections import ReduceDtype, ReductionStrategy
 from bert.optimizer import FlatParameters
 from bert.parallel.mesh import Mesh, join_mesh, leave_mesh
@@ -65,10 +65,7 @@ def main(quick: bool = False, out: Path | None = None) -> None:
         quick: Small messages, unshaped links and few rounds: whether it works, and bytes.
         out: Write the figures here as JSON.
     """
-    missing = why_not()
-    if missing:
-        print(f"error: {missing}", file=sys.stderr)
-        raise SystemExit(2)
+    require_hosts()
     if quick:
         cases = [HostLayout(2, 2, "block", None, 4, 2), HostLayout(2, 2, "cyclic", None, 4, 2)]
         cases += [

@@ -9,7 +9,6 @@ the leaves once each way where the order follows them, and twice where it altern
 an 8 MB gradient; of each training the median interval counts.
 """
 
-import json
 import os
 import random
 import statistics
@@ -26,7 +25,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before PyTorch is imported: of 
 import tyro
 
 from benchmarks.conditions import write_figures
-from benchmarks.hosts import BridgedHosts, ip, run_ranks, shape, why_not
+from benchmarks.hosts import BridgedHosts, ip, require_hosts, run_ranks, shape
+from benchmarks.measured_steps import metrics_of, steady
 from bert.train import main as train
 from cluster.__main__ import main as cluster
 
@@ -81,9 +81,7 @@ def main(steps: int = 12, out: Path | None = None) -> None:
         steps: Of each training.
         out: Write the figures here as JSON.
     """
-    if missing := why_not():
-        print(f"error: {missing}", file=sys.stderr)
-        raise SystemExit(2)
+    require_hosts()
     generator = random.Random(0)
     with TwoLeaves() as namespaces, tempfile.TemporaryDirectory() as folder:
         # Data for all trainings are made once.
@@ -121,13 +119,8 @@ def training(data: Path, results: Path, steps: int) -> list[str]:
 
 
 def median_step_seconds(results: Path) -> float:
-    """Of the intervals of a training but the first."""
-    (metrics,) = results.glob("*/bert/metrics_0.jsonl")
-    records = [json.loads(line) for line in metrics.read_text().splitlines()]
-    return (
-        statistics.median(record["step_ms"] for record in records if record["event"] == "step" and record["step"] > 2)
-        / 1e3
-    )
+    """Return the median over the intervals of a training but the first."""
+    return steady(metrics_of(results))["step_ms"] / 1e3
 
 
 def _step_seconds(namespaces: Sequence[str], order: Sequence[str], data: Path, results: Path, steps: int) -> float:
