@@ -90,7 +90,7 @@ def _algorithms(counts: NDArray[np.int64]) -> dict[tuple[str, int | None], Calla
         runs["longest pack first", limit] = partial(published_packing.longest_pack_first, counts, limit)
         # With a larger limit there are too many combinations for a matrix.
         if limit == 3:
-            runs["least squares", limit] = partial(published_packing.least_squares, counts, limit)
+            runs["least squares", limit] = partial(published_packing.least_squares, counts, 3)
         runs["ours", limit] = partial(ours, limit)
     return runs
 
