@@ -307,7 +307,7 @@ def test_a_batch_size_that_is_none_is_refused(batch: int) -> None:
 
 
 def test_more_runs_than_a_set_are_refused() -> None:
-    with pytest.raises(ValueError, match="11 runs of 10"):
+    with pytest.raises(ValueError, match="11 of 10 runs"):
         outlook([2_400_000] * 11, 448, "5.0.0")
     with pytest.raises(ValueError, match="at least 3"):
         outlook([], 448, "5.0.0", runs=2)
