@@ -50,7 +50,7 @@ _TARGET = re.compile(r"\((\.L_x_\d+)\)")
 
 @dataclass(frozen=True)
 class Tile:
-    """What a warp executes for a tile, and the block with it."""
+    """Instructions that a warp executes for a tile, and the block with it."""
 
     instructions: tuple[str, ...]
     """Opcodes with their modifiers, such as ``HGMMA.64x64x16.F32.BF16``."""

@@ -32,7 +32,7 @@ def heading(view: View) -> str:
 
 
 def rate_rows(view: View) -> list[RateRow]:
-    """All quantities that every rank has, with the slowest rank of each."""
+    """List the quantities that every rank has, with the slowest rank of each."""
     rows = []
     # Ranks measure the same cells in the same order; one with another device may lack some.
     for index, first in enumerate(view.ranks[0].rates):
@@ -63,7 +63,7 @@ def rate_rows(view: View) -> list[RateRow]:
 
 # Size is part of the name where the same quantity is measured at several.
 def name_of(rate: Rate) -> str:
-    """What was measured."""
+    """Name what was measured."""
     size = {"product": f"{rate.size} x {rate.size}", "launch": ""}.get(rate.quantity, byte_count(rate.size))
     return " ".join(part for part in (rate.quantity, rate.dtype, size) if part)
 
@@ -136,7 +136,7 @@ COLLECTIVE_COLUMNS = ("collective", "scope", "ranks", "latency", "bandwidth", "r
 
 
 def outlier_sentence(outlier: Outlier) -> str:
-    """What is wrong with a part, after its name."""
+    """Say what is wrong with a part, after its name."""
     # Ratio 0 marks a wrong result, whose quantity says all of it.
     if not outlier.ratio:
         return outlier.quantity

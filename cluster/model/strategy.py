@@ -72,7 +72,7 @@ class Strategy:
 
     @property
     def parallel(self) -> ParallelConfig:
-        """How ranks share a copy of the model."""
+        """Sharing of a copy of the model by ranks, as the configuration has it."""
         return ParallelConfig(self.tensor, self.pipeline, self.virtual_stages)
 
     @property

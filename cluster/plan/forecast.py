@@ -1,4 +1,4 @@
-"""What to expect of a run before it starts: the memory of a rank by part, and a step on devices that its recipe is for."""
+"""Forecast of a run before it starts: the memory of a rank by part, and a step on devices that its recipe is for."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class ScalingPoint:
 
     @property
     def accelerators(self) -> int:
-        """How many there are."""
+        """Number of accelerators."""
         return self.machine.accelerators
 
     @property

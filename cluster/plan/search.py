@@ -194,7 +194,7 @@ class _Search:
         return len(best) < BEST or least < best[-1].seconds
 
     def _is_divisible(self, tensor: int) -> bool:
-        """Whether so many ranks can share a copy of the model."""
+        """Tell whether so many ranks can share a copy of the model."""
         try:
             # The configuration itself knows which sizes divide; its message is the reason.
             replace(self._config, parallel=ParallelConfig(tensor))

@@ -45,7 +45,7 @@ class Cell:
 
 
 def cells_of(device: torch.device, data: Path | None) -> list[Cell]:
-    """What is measured on a device; ``data`` is a folder to read from."""
+    """List what is measured on a device; ``data`` is a folder to read from."""
     cells = _gpu_cells(device) if device.type == "cuda" else _cpu_cells()
     files = _largest_files(data) if data else []
     if files:

@@ -15,7 +15,7 @@ Parameters = Mapping[str, float]
 
 @dataclass(frozen=True)
 class Prior:
-    """What is held of a parameter beforehand.
+    """Belief about a parameter before any result is seen.
 
     Attributes:
         mean, deviation: of a normal distribution.

@@ -1,4 +1,4 @@
-"""What was found best for a recipe on this machine: kept by ``tune``, asked for by ``run_and_time.sh``.
+"""Choice that was found best for a recipe on this machine: kept by ``tune``, asked for by ``run_and_time.sh``.
 
     python -m cluster.tuning.choice RECIPE [--section.field value ...]
 
@@ -62,7 +62,7 @@ class TunedRun:
         return [f"--{name.replace('_', '-')}={value}" for name, value in self.settings]
 
     def to_json(self) -> dict[str, object]:
-        """What ``of`` reads."""
+        """Return what ``of`` reads."""
         return {"processes": self.processes, "threads": self.threads, "settings": dict(self.settings)}
 
     @classmethod
@@ -116,7 +116,7 @@ def given(settings: Sequence[str]) -> set[str]:
 
 
 def _key(config: Config) -> dict[str, object]:
-    """Everything that decides what is fastest, as far as it can be known without PyTorch."""
+    """Collect everything that decides what is fastest, as far as it can be known without PyTorch."""
     shape = flattened("model", config.model) + flattened("parallel", config.parallel)
     shape += [(f"training.{name}", getattr(config.training, name)) for name in _OF_THE_STEP]
     return {

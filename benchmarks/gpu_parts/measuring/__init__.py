@@ -1,1 +1,1 @@
-"""What the parts share: sizes, times, rows of figures and their page."""
+"""Sizes, times, rows of figures and their page, which the parts share."""
