@@ -1,4 +1,4 @@
-"""Cluster: facts of devices, a view of what machines can do, the time to train before it is spent, plans."""
+"""Machines and what to do with them: facts of devices, a view of the cluster, the time before it is spent."""
 
 from console.interruption import show_in_one_line
 

@@ -21,7 +21,7 @@ _LONGEST_NAME = 200
 
 @dataclass(frozen=True)
 class Device:
-    """Facts that a vendor states of a device. Rates are of dense operations; bandwidths go one way.
+    """Device by the figures of its vendor. Rates are of dense operations; bandwidths go one way.
 
     Attributes:
         vendor: who makes it.
@@ -69,7 +69,7 @@ class Device:
 
 @lru_cache
 def devices() -> tuple[Device, ...]:
-    """All devices of the facts file, in its order."""
+    """Return all devices of the facts file, in its order."""
     with TABLE.open("rb") as file:
         return tuple(Device(**entry) for entry in tomllib.load(file)["device"])
 

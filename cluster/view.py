@@ -119,7 +119,7 @@ class ComputationTime:
 
 @dataclass(frozen=True)
 class Contention:
-    """Speed that ranks take from each other.
+    """Contention of ranks: what they take from each other.
 
     Attributes:
         processors: of all machines, each counted once: hosts may be parts of one.

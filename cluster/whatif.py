@@ -1,4 +1,4 @@
-"""Time of a finished run, in seconds of its result, without this or that.
+"""Account of a run's time, in seconds of its result: what it would have been without this or that.
 
 All comes from the metrics that the run recorded: the parts of its steps on rank 0, its evaluations, and its warnings of
 stragglers. A part that is taken away takes no other part with it, and nothing is said of samples: the run is the same one.

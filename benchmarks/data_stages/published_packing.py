@@ -70,7 +70,7 @@ def least_squares(histogram: NDArray[np.int64], limit: int) -> Packing:
 
 
 def _partitions(total: int, pieces: int, largest: int) -> list[tuple[int, ...]]:
-    """All ways to write ``total`` as ``pieces`` lengths from 1 to ``largest``, longest first."""
+    """List all ways to write ``total`` as ``pieces`` lengths from 1 to ``largest``, longest first."""
     if pieces == 1:
         return [(total,)] if 1 <= total <= largest else []
     return [

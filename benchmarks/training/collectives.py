@@ -181,7 +181,7 @@ def _reduced(case: HostLayout, mesh: Mesh, flat: FlatParameters, reduction: Redu
 
 
 def sent_bytes() -> int:
-    """Read the bytes that this host's interface has sent so far; /sys would be that of the machine."""
+    """Return the bytes that this host's interface has sent so far; /sys would be that of the machine."""
     [line] = (line for line in Path("/proc/self/net/dev").read_text().splitlines() if line.lstrip().startswith("v0:"))
     return int(line.partition(":")[2].split()[8])
 

@@ -203,7 +203,7 @@ def _rows(
 
 
 def _needs(each: StepLaunch, instructions: Mapping[str, Any]) -> dict[str, float]:
-    """Count what a launch takes of each resource, in 10^12."""
+    """Return what a launch takes of each resource, in 10^12."""
     memory = {"update": "memory, update", "weights and gradients": "memory, passes over parameters"}
     needs = {memory.get(each.part, "memory, passes over tokens"): each.bytes / 1e12}
     launch = each.launch

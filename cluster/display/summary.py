@@ -32,7 +32,7 @@ def heading(view: View) -> str:
 
 
 def rate_rows(view: View) -> list[RateRow]:
-    """All quantities that every rank has, with the slowest rank of each."""
+    """List the quantities that every rank has, with the slowest rank of each."""
     rows = []
     # Ranks measure the same cells in the same order; one with another device may lack some.
     for index, first in enumerate(view.ranks[0].rates):

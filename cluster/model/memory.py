@@ -146,14 +146,14 @@ def kept_by_forward(
     """A norm keeps the sum that it normalizes, in fp32 as autocast has it; Triton's the terms."""
 
     def attended(rows: _Bytes, pairs: _Bytes) -> _Bytes:
-        """Tensor that attention keeps beside query, key and value: its output or its scaled query, and the output again."""
+        """Count what attention keeps besides query, key and value: its output or scaled query, and the output once more."""
         # PyTorch's fused CPU attention has no dropout, so scores, probabilities and mask are kept for every pair.
         if model.attention_dropout and not on_gpu:
             return rows * 2 * size * D + 3 * size * pairs * H
         return rows * (2 * size * D + 4 * H)
 
     def rest(rows: _Bytes, norms_kept: int) -> _Bytes:
-        """Both norms of a layer, of whose outputs products keep some, and the feed-forward half."""
+        """Count both norms of a layer, of whose outputs products keep some, and the feed-forward half."""
         # 8: fp32 mean and reciprocal deviation of each row.
         return rows * (2 * (summed + 8 + mask) + norms_kept * size * D + 2 * size * F)
 

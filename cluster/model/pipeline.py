@@ -1,4 +1,4 @@
-"""Pipeline of a copy: what its stages hold, how long micro-batches are on their way, and how many at once.
+"""Stages of a copy: what each has of the model, how long micro-batches take through them, and how many are there at once.
 
 The schedules are those of `bert.parallel.pipeline`. Shape legend: A micro-batches of a step, R copies of the model, P ranks
 of a pipeline.
@@ -19,7 +19,7 @@ from cluster.model.strategy import Strategy
 
 @dataclass(frozen=True)
 class OwnLayers:
-    """Share of the model that a rank of a pipeline has.
+    """Layers that a rank of a pipeline has of the model.
 
     Attributes:
         inner: layers but the model's last one.

@@ -63,7 +63,7 @@ class Curve:
 
 @dataclass(frozen=True, eq=False)
 class Rates:
-    """Rates of ranks that all work at once.
+    """Rates of ranks, all of them at work at once.
 
     Attributes:
         ranks: of a node.
@@ -206,7 +206,7 @@ class Rates:
 
 
 def _share_of_ring(members: int, of: int) -> float:
-    """Divide what a rank of a ring of so many members sends by what it sends in one ``of`` more."""
+    """Return what a rank of a ring of so many members sends, over what it sends in one ``of`` more."""
     # Each of n members sends (n - 1) / n of the vector; one member sends nothing.
     return (1 - 1 / members) / (1 - 1 / of) if of > 1 else 0.0
 
@@ -282,7 +282,7 @@ def fitted_costs(view: View) -> dict[str, tuple[float, ...]]:
 
 
 def _noise(view: View) -> float:
-    """Spread of a rank's products from one time to the next; what processors are shared by is in `last` already."""
+    """Return how much a rank's products differ from one time to the next; what sharing processors does is in `last`."""
     # The median of the ranks: one rank that is disturbed says nothing about the others.
     spreads = [r.spread for rank in view.ranks for r in rank.rates if r.quantity == "product"]
     return float(np.median(spreads)) if spreads else 0.0

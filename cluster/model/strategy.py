@@ -72,7 +72,7 @@ class Strategy:
 
     @property
     def parallel(self) -> ParallelConfig:
-        """Division of a copy of the model among ranks."""
+        """Sharing of a copy of the model by ranks, as the configuration has it."""
         return ParallelConfig(self.tensor, self.pipeline, self.virtual_stages)
 
     @property

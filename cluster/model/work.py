@@ -55,7 +55,7 @@ class MicroBatches:
 # eq=False: arrays have no single truth value, and identity is what the caches below need.
 @dataclass(frozen=True, eq=False)
 class Work:
-    """Model, data and batch of a run, and when it ends.
+    """Work of a run: what it trains, and until when.
 
     Attributes:
         lengths, masked_counts: [N] tokens, and masked ones, of every sequence of the data set: the length index.
@@ -99,7 +99,7 @@ class Work:
 
     @functools.cached_property
     def _means(self) -> list[float]:
-        """Average over sequences: tokens, masked ones, pairs, and those of the last layer."""
+        """Means of a sequence: tokens, masked ones, pairs, and those of the last layer."""
         lengths, masked = self.lengths.astype(np.float64), self.masked_counts.astype(np.float64)
         # Mean of squares, not square of the mean: attention's work is dominated by long sequences.
         return [float(each.mean()) for each in (lengths, masked, lengths**2, (1 + masked) * lengths)]

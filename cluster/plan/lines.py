@@ -87,7 +87,7 @@ def _rivals(found: Found, world_size: int) -> Iterator[str]:
 
 
 def _cause(best: Candidate, rival: Candidate) -> str:
-    """Name what makes a rival slower: another number of steps, or the part that takes the most longer."""
+    """Say what makes a rival slower: another number of steps, or the part that takes the most longer."""
     # Steps of different batches do not compare part by part: samples to converge differ as well.
     if rival.strategy.global_batch_size != best.strategy.global_batch_size:
         return _steps(rival)

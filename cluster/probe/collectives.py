@@ -36,7 +36,7 @@ _PERIOD = 61
 
 @dataclass(frozen=True)
 class WrongResult:
-    """Error that a rank found in a collective; ``source``: whose data is wrong, where that can be told, else -1."""
+    """Finding of a rank about a wrong collective; ``source``: whose data is wrong, where that can be told, else -1."""
 
     operation: Operation
     scope: Scope
@@ -170,7 +170,7 @@ class _Trial:
         return self._agreed(mesh, took, busy, wrong_elements, source)
 
     def _source(self, is_wrong: Tensor) -> int:
-        """Find whose piece is wrong: those of an all-gather and an all-to-all come from one rank each."""
+        """Name the rank whose piece is wrong: those of an all-gather and an all-to-all come from one rank each."""
         if self._operation not in ("all-gather", "all-to-all"):
             # Sums mix all ranks: a wrong element of them has no single source.
             return -1

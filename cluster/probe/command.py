@@ -49,7 +49,7 @@ _SHORT_S, _SHORT_TURNS, _SHORT_LIMIT_S = 3.0, 3, 10.0
 
 @dataclass(frozen=True)
 class _Together:
-    """Measurements that all ranks take at once."""
+    """Measurements of all ranks at once."""
 
     computations: tuple[ComputationTime, ...]
     contention: Contention

@@ -56,7 +56,7 @@ class _Step:
     reduce: float
 
     def share(self, quantity: str, ratio: float) -> float:
-        """Estimate how much longer a step gets. Launches are captured, transfers and reading go ahead: those have none."""
+        """Return how much longer a step gets. Launches are captured, transfers and reading go ahead: they claim no share."""
         part = {"product": self.compute, "copy": self.update, "bandwidth": self.reduce}.get(quantity.split()[0], 0.0)
         return (ratio - 1) * part / (self.compute + self.update + self.reduce)
 
@@ -98,7 +98,7 @@ def find_leaves(measured: Measured) -> tuple[list[tuple[str, ...]], Source]:
 def find_outliers(
     measured: Measured, switches: Sequence[tuple[str, ...]], wrong: Sequence[WrongResult] = (), chance: int = CHANCE
 ) -> list[Outlier]:
-    """Find what is slow or broken, what costs most first. ``chance``: see `cluster.outliers`."""
+    """List what is slow or broken, what costs most first. ``chance``: see `cluster.outliers`."""
     layers = [paths for paths in (measured.between_hosts, measured.in_hosts) if paths is not None]
     judged = [index for index, cell in enumerate(measured.cells) if cell.judged]
     # All comparisons of the probe share the one chance of a wrong name.

@@ -229,7 +229,7 @@ def _fabric(pynvml: Any, handle: Any) -> str:
 
 
 def _neighbours(pynvml: Any, handle: Any, address: str) -> str:
-    """Over an NVSwitch all devices of the host are one clique, else those that are joined directly."""
+    """Name the clique of a host's devices: all of them over an NVSwitch, else those that are joined directly."""
     joined = []
     for link in range(pynvml.NVML_NVLINK_MAX_LINKS):
         try:

@@ -33,7 +33,7 @@ INTERVAL = 0.8
 
 @dataclass(frozen=True)
 class Calibration:
-    """Parameters of the model that published results decide.
+    """Parameters of the model from published results.
 
     Attributes:
         parameters: by name.
@@ -132,7 +132,7 @@ def _asked_for(result: Result) -> tuple[str, ...]:
 
 
 def _misfits(parameters: Parameters, result: Result) -> list[float]:
-    """Measure how far a result is from the model, in usual spreads: in time for its samples, and in samples."""
+    """Return how far a result is from the model, in usual spreads: in time for its samples, and in samples."""
     step = step_time(parameters, result.run)
     log_samples = log_samples_needed(parameters, result.run, step)
     # Of such results only the time is known, whose spread holds that of the samples as well.

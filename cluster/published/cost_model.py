@@ -1,4 +1,4 @@
-"""Cost model of a run: seconds of its parts from facts of devices, links and the work.
+"""Time of a run and where it goes: seconds of its parts from facts of devices, links and the work.
 
 A step is the time that its sequences take on a device, what each micro-batch costs whatever its size, the reduction of the
 gradient, and the update. A sequence costs matrix products at a share of the peak rate, then memory traffic; and at least its
@@ -170,7 +170,7 @@ def sequence_time(p: Parameters, run: TimedRun, fp8: bool) -> tuple[float, float
 
 
 def _log_speed(p: Parameters, run: TimedRun) -> float:
-    """Sum what sets a device, its software or its kind apart from rates and power alone."""
+    """Return what sets a device, its software or its kind apart from rates and power alone."""
     device = run.machine.device
     speed = p.get(chip_parameter(device.chip), 0.0)
     speed -= p["graphics_memory"] if "GDDR" in device.memory else 0.0

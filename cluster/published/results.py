@@ -54,7 +54,7 @@ class Result:
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """Group of results that are of one system and recipe, by whomever."""
+        """Key that results share which are of one system and recipe, by whomever."""
         machine = self.run.machine
         return machine.device.name, machine.nodes, machine.per_node, self.run.batch, self.run.is_old
 
@@ -88,7 +88,7 @@ def whole_number(row: Mapping[str, str], column: str) -> int:
 
 @lru_cache
 def results() -> tuple[Result, ...]:
-    """All closed results on devices of the facts file, in the table's order."""
+    """Return all closed results on devices of the facts file, in the table's order."""
     found = []
     with TABLE.open(encoding="utf-8", newline="") as file:
         for row in csv.DictReader(file):

@@ -1,1 +1,1 @@
-"""Settings that a run of a recipe is started with, measured on this machine and kept: ``python -m cluster tune``."""
+"""Processes, threads and settings of a recipe, measured on this machine and kept: ``python -m cluster tune``."""

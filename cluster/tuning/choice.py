@@ -62,7 +62,7 @@ class TunedRun:
         return [f"--{name.replace('_', '-')}={value}" for name, value in self.settings]
 
     def to_json(self) -> dict[str, object]:
-        """Write what ``of`` reads."""
+        """Return what ``of`` reads."""
         return {"processes": self.processes, "threads": self.threads, "settings": dict(self.settings)}
 
     @classmethod
@@ -116,7 +116,7 @@ def given(settings: Sequence[str]) -> set[str]:
 
 
 def _key(config: Config) -> dict[str, object]:
-    """Name what decides what is fastest, as far as it can be known without PyTorch."""
+    """Collect everything that decides what is fastest, as far as it can be known without PyTorch."""
     shape = flattened("model", config.model) + flattened("parallel", config.parallel)
     shape += [(f"training.{name}", getattr(config.training, name)) for name in _OF_THE_STEP]
     return {

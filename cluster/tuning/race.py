@@ -34,7 +34,7 @@ class Comparison:
 
     @classmethod
     def of(cls, logarithms: Sequence[float]) -> Comparison:
-        """Estimate from the logarithm of the ratio of each turn."""
+        """Compare by the logarithm of the ratio of each turn."""
         # Logarithms: half and twice the time are equally far from equal.
         mean, many = statistics.fmean(logarithms), len(logarithms)
         error = statistics.stdev(logarithms) / math.sqrt(many) if many > 1 else math.inf

@@ -1,4 +1,4 @@
-"""One rank of a trial: a run up to where its clock would start, then as many training steps as it is asked for.
+"""Rank of a trial: a run up to where its clock would start, then as many training steps as it is asked for.
 
     python -m cluster.tuning.trial RECIPE [--section.field value ...]
 

@@ -1,1 +1,1 @@
-"""Measuring as the parts share it: sizes, times, rows of figures and their page."""
+"""Sizes, times, rows of figures and their page, which the parts share."""
