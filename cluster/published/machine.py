@@ -118,7 +118,7 @@ def _ports(part: str) -> Network | None:
 
 
 def _usual_network(device: Device, per_node: int) -> Network:
-    """Assume a port for each device of a training module, as fast as its generation has them; one of 100 Gbit/s for cards."""
+    """Assume a port for each device of a training module, as fast as its generation has them; of 100 Gbit/s for cards."""
     if device.form in ("PCIe", "NVL", "CPU"):
         return Network(1, 100, is_assumed=True)
     return Network(per_node, 200 if device.year <= 2020 else 400, is_assumed=True)
