@@ -4,8 +4,8 @@ A server imports packages once and forks. A fork is what ``python -m MODULE ARGU
 environment, folder, output, signals and an exit status of its own; only the interpreter is not taken down when all else has
 ended, which would copy its whole memory. There are two servers, which all workers share: one for ``Program``, which has
 imported ``bert.run`` too, and one for the ``python`` of copies of the repository, whose own modules each fork imports.
-Fresh interpreters are started by the tests of scripts and of signals, and by the command at the top of the README, which
-``.ci/run`` runs.
+Fresh interpreters are started by the tests of scripts, of a run from its first start on, and for torchrun of signals, and by
+the command at the top of the README, which ``.ci/run`` runs.
 """
 
 import atexit
