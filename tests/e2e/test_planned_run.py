@@ -8,8 +8,9 @@ from pathlib import Path
 from bert.configuration.run_plan import read_plan
 from cluster.view import read_view, write_view
 from compliance.report.page import write_report
-from tests.distributed.ranks import free_port
+from tests.distributed.ranks import torchrun
 from tests.e2e.test_scripts import NEVER_REACHED, SHORT, one_error, start
+from tests.programs import PATIENCE_S
 
 STEPS = 20
 
@@ -28,10 +29,8 @@ def make_sums_slow(path: Path) -> None:
 
 def test_a_machine_is_probed_and_planned_for_and_a_run_follows_the_plan(checkout: Path, tmp_path: Path) -> None:
     python, view, plan = checkout / ".venv/bin/python", tmp_path / "cluster.json", tmp_path / "plan.json"
-    launch = ("-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}")
-    probe = ("-m", "cluster", "probe", "--out", str(view), "--seconds", "2")
-    probed = start(python, *launch, *probe, cwd=checkout, OMP_NUM_THREADS="1")
-    assert view.exists(), probed.stdout + probed.stderr
+    probed, _ = torchrun(2, ["probe", "--out", str(view), "--seconds", "1"], module="cluster").communicate(PATIENCE_S)
+    assert view.exists(), probed
     make_sums_slow(view)
     planned = start(
         python, "-m", "cluster", "plan", "tiny_cpu", "--cluster", str(view), "--out", str(plan), cwd=checkout
