@@ -60,7 +60,7 @@ def test_prepare_verify_and_dump(run: Run, one_call: bool, tmp_path: Path, text:
     np.testing.assert_array_equal(arrays["next_sentence_label"], expected.next_sentence_labels)
     for name in ("input_ids", "segment_ids", "masked_lm_positions", "masked_lm_ids"):
         np.testing.assert_array_equal(arrays[name], getattr(expected, name))
-    golden = np.load(Path(__file__).parent / "text" / "golden" / "edge_128.npz", allow_pickle=False)
+    golden = np.load(Path(__file__).parent / "preparation" / "golden" / "edge_128.npz", allow_pickle=False)
     assert {name: arrays[name].dtype for name in arrays.files} == {name: golden[name].dtype for name in golden.files}
 
 

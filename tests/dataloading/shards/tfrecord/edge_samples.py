@@ -15,7 +15,7 @@ def edge_samples() -> Samples:
     """The first samples of the made-up text golden/edge.txt."""
     tokenizer = Tokenizer.from_vocab(REPOSITORY / "bert" / "artifacts" / "tiny_cpu" / "vocab.txt", True)
     documents = tokenize_documents(
-        read_documents([REPOSITORY / "tests" / "dataloading" / "text" / "golden" / "edge.txt"]), tokenizer
+        read_documents([REPOSITORY / "tests" / "dataloading" / "preparation" / "golden" / "edge.txt"]), tokenizer
     )
     options = PretrainingOptions(
         max_seq_length=MAX_SEQ_LENGTH, max_predictions_per_seq=MAX_PREDICTIONS_PER_SEQ, dupe_factor=1
