@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from console.files import read_json, sha256_of, shown, write_atomically
+from dataloading.jobs import WorkPart
 from dataloading.shards.native import FORMAT, SCHEMA_VERSION, check_version
 from dataloading.shards.shard import REMEDY, DatasetInfo, ShardRecord
 
@@ -17,21 +18,6 @@ MANIFEST_NAME = "manifest.json"
 LENGTHS_NAME = "lengths.npy"
 
 _MAX_MANIFEST_BYTES = 64 << 20
-
-
-@dataclass(frozen=True)
-class WorkPart:
-    """A share among several of the work of making a data set, counted from 1."""
-
-    index: int
-    count: int
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.index <= self.count:
-            raise ValueError(f"part {self.index}/{self.count}; expected i/n with i from 1 to n")
-
-    def __str__(self) -> str:
-        return f"{self.index}/{self.count}"
 
 
 def metadata_names(part: WorkPart | None) -> tuple[str, str]:
