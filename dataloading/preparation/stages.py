@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 
 from console.files import is_temporary, read_bounded, read_json, sha256_of, sync, write_atomically
-from console.program import complain, say
+from console.program import say
 from dataloading.dataset import known
 from dataloading.dataset.folder import Dataset, open_dataset, write_dataset
 from dataloading.dataset.manifest import MANIFEST_NAME, parts_in
@@ -142,7 +142,7 @@ class Preparation:
         self.progress = Progress(expected.seconds)
         self._check(files)
         if unlisted := check_digests({path: self.md5s[path] for path in files}, self.checksums):
-            complain(f"{unlisted:,} file(s) are in no list of MD5 sums, and were not compared", "warning")
+            say(f"note: {unlisted:,} file(s) are in no list of MD5 sums, and were not compared")
         if self.inputs.vocabulary:
             if not self.vocab.exists():
                 write_atomically(
@@ -230,8 +230,10 @@ class Preparation:
                 return
             text = self.inputs.evaluation or self._text_folder() / EVALUATION_NAME
             intermediate = self.work / f"evaluation-samples-{stage.digest}"
-            report = self._files("evaluation")
-            source = prepare(Job((text.resolve(),), self.vocab, self.options), intermediate, report=report)
+            if not (intermediate / MANIFEST_NAME).exists():
+                report = self._files("evaluation")
+                prepare(Job((text.resolve(),), self.vocab, self.options), intermediate, report=report)
+            source = open_dataset(intermediate)
             # Of less text than the benchmark's, all samples are taken.
             count = min(EVALUATION_SAMPLES, len(source))
             write_dataset(place, source.take(known.pick_evaluation(source, count)), shards=1, info=source.info)
