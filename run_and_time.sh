@@ -184,9 +184,13 @@ for ((run = 1; run <= runs && !stopped; run++)); do
     launcher+=(--master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" --log-dir "$claims") # or it leaves a folder in /tmp
   fi
   claim=$claims/$run
-  supervise env MLPERF_BERT_CLAIM="$claim" "${launcher[@]}" "${train[@]}" "${settings[@]}" "${cache[@]}" || status=$?
+  supervise tied env MLPERF_BERT_CLAIM="$claim" "${launcher[@]}" "${train[@]}" "${settings[@]}" "${cache[@]}" || status=$?
+  ((status <= 128)) || await_ranks "$claim" # a signal has ended the launcher
   [[ ! -s $claim ]] || results+=("$(<"$claim")")
   claim=
+  ((status > 128)) || continue
+  ((stopped)) || echo "warning: signal $((status - 128)) has ended run $run: no further runs are started" >&2
+  break
 done
 
 if ((${#results[@]})); then # on the first node
