@@ -166,6 +166,7 @@ while True:
         print(probe.getsockname()[1])
         break'
 
+trap '' PIPE # the reader of the output may end, as `| tee` does: runs go on without it
 claims=$(mktemp -d)
 trap 'rm -rf "$claims"' EXIT
 results=() status=0
@@ -189,7 +190,7 @@ for ((run = 1; run <= runs && !stopped; run++)); do
   [[ ! -s $claim ]] || results+=("$(<"$claim")")
   claim=
   ((status > 128)) || continue
-  ((stopped)) || echo "warning: signal $((status - 128)) has ended run $run: no further runs are started" >&2
+  ((stopped)) || echo "warning: signal $((status - 128)) has ended run $run: no further runs are started" >&2 || true
   break
 done
 

@@ -4,7 +4,9 @@ import os
 import shlex
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -28,7 +30,7 @@ from bert.parallel.mesh import Mesh, join_mesh, leave_mesh
 from bert.parallel.model_state import model_state
 from bert.parallel.watchdog.watchdog import FAULT_STATUS
 from bert.setup import build_run, log_settings
-from console.program import complain, say
+from console.program import complain, drop_lost_output, say
 from console.version import commit
 
 __all__ = ["Forecast", "Look", "leave_mesh", "run"]
@@ -119,6 +121,7 @@ def _timed_run(
         inputs = replace(inputs, **files._asdict())
     # The watchdog ends inside of the log, since the last lines there may be about a fault.
     with log, ended_together(config, mesh, log) as watchdog:
+        drop_lost_output(partial(_note_lost_output, log))
         if mesh.is_main:
             claim(inputs.result)
             say(f"log in {inputs.result}")
@@ -162,6 +165,11 @@ def _left_out(config: Config) -> list[str] | None:
     if config.training.leave_out_stragglers is None or config.checkpoint.folder is None:
         return None
     return left_out_hosts(config.checkpoint.folder)
+
+
+def _note_lost_output(log: MLLog, text: str) -> None:
+    with suppress(ValueError):  # the log is closed already
+        log.line(f"# {text}")
 
 
 def _note_changes(before: World, world: World, mesh: Mesh, log: MLLog, look: Look | None) -> None:

@@ -16,7 +16,7 @@ import pytest
 
 from tests.e2e.conftest import with_real_launcher
 from tests.e2e.test_nodes import two_nodes
-from tests.e2e.test_scripts import NEVER_REACHED, SHORT, begin, read, wait_for
+from tests.e2e.test_scripts import NEVER_REACHED, REACHED_AT_ONCE, SHORT, begin, read, wait_for
 from tests.programs import PATIENCE_S
 
 
@@ -83,6 +83,18 @@ def test_a_killed_script_ends_its_ranks(training: subprocess.Popen[str], tmp_pat
     training.wait()
     wait_for(lambda: not processes_of(tmp_path))
     assert is_aborted(tmp_path)
+
+
+def test_a_series_goes_on_when_nobody_reads_its_output(launching_checkout: Path, tmp_path: Path) -> None:
+    settings = (*SHORT, REACHED_AT_ONCE, "--log.results", str(tmp_path))
+    script = launching_checkout / "run_and_time.sh"
+    process = begin(script, "tiny_cpu", "2", "--", *settings, cwd=tmp_path, NPROC="1", OMP_NUM_THREADS="1")
+    assert process.stdout
+    assert any(line.startswith("==> tiny_cpu, run 1 of 2") for line in process.stdout)
+    process.stdout.close()
+    assert process.wait(timeout=PATIENCE_S) == 0
+    names = {path.name for path in (tmp_path / "tiny_cpu/bert").iterdir()}
+    assert {"result_0.txt", "result_1.txt", "report.html"} <= names
 
 
 def children(pid: int) -> list[int]:

@@ -219,8 +219,23 @@ def pickled() -> bytes:
     return file.getvalue()
 
 
+def with_header(text: str) -> bytes:
+    """An array file with such a header, which NumPy reads as Python source."""
+    return b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text.encode()
+
+
+DAMAGED = {
+    "empty": b"",
+    "text": b"text",
+    "long": b"\0" * 100_000,
+    "pickle": pickled(),
+    "open bracket": with_header("("),
+    "deep": with_header("-" * 5000 + "1"),
+}
+
+
 @pytest.mark.parametrize("known", [False, True])
-@pytest.mark.parametrize("content", [b"", b"text", b"\0" * 100_000, pickled()], ids=["empty", "text", "long", "pickle"])
+@pytest.mark.parametrize("content", DAMAGED.values(), ids=DAMAGED)
 def test_a_damaged_length_index_is_refused(folder: Path, content: bytes, known: bool) -> None:
     """Even where the manifest has its digest."""
     (folder / "lengths.npy").write_bytes(content)
