@@ -6,7 +6,9 @@ import json
 import mmap
 import multiprocessing
 import pickle
+import re
 import resource
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,8 @@ from dataloading.dataset import folder as dataset_module
 from dataloading.dataset import manifest as manifest_module
 from dataloading.dataset.folder import Dataset, open_dataset, write_dataset
 from dataloading.dataset.manifest import write_metadata
+from dataloading.options import Layout
+from dataloading.preparation.convert import convert
 from dataloading.shards.samples import Samples
 from dataloading.text.tokenization import Vocabulary
 from tests.dataloading.made_up import INFO, TOKENS, make_samples
@@ -139,6 +143,24 @@ def test_missing_and_swapped_shards_are_named(folder: Path) -> None:
     paths[1].write_bytes(first)
     with pytest.raises(ValueError, match=r"part_00000_of_00004\.hdf5: not the shard that manifest\.json lists"):
         open_dataset(folder).take(np.array([0]))
+
+
+@pytest.mark.parametrize("layout", ["native", "fixed", "varlength", "tfrecord"])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_shard_that_is_overwritten_while_it_is_in_use_is_named(tmp_path: Path, layout: Layout, seed: int) -> None:
+    samples = make_samples(COUNT)
+    # Position 0, which other layouts have for padding, is [CLS] and never masked.
+    samples = replace(samples, masked_lm_positions=np.maximum(samples.masked_lm_positions, 1))
+    write_dataset(tmp_path / "native", samples, shards=4, info=INFO)
+    if layout != "native":
+        convert(open_dataset(tmp_path / "native"), tmp_path / layout, layout)
+    dataset = open_dataset(tmp_path / layout)
+    dataset.take(EVERYTHING)
+    victim = dataset.folder / dataset.shards[1].name
+    with victim.open("r+b") as file:
+        file.write(np.random.default_rng(seed).bytes(victim.stat().st_size))
+    with pytest.raises(ValueError, match=re.escape(str(victim))):
+        dataset.take(EVERYTHING)
 
 
 FIRST = ("shards", 0)
