@@ -32,6 +32,7 @@ from bert.reporting.tensorboard import tensorboard_sinks
 from bert.step import TrainingStep
 from bert.timing.stopwatch import DeviceStopwatch, Stopwatch
 from compliance.log.schedule import EvaluationSchedule
+from console.live import clock
 from console.program import say
 from console.version import commit
 from dataloading.batches.shape_buckets import ShapeBucket
@@ -57,12 +58,17 @@ def build_run(
     stopwatch = DeviceStopwatch() if mesh.device.type == "cuda" else Stopwatch()
     shape_buckets = choose_shapes(config, inputs.train, mesh)
     evaluator = Evaluator(inputs.evaluation, mesh, config.evaluation.batch_size)
-    step = _warmed_up_step(config, inputs.train, mesh, seed, stopwatch, shape_buckets, log, evaluator)
+    step, step_seconds = _warmed_up_step(config, inputs.train, mesh, seed, stopwatch, shape_buckets, log, evaluator)
     start, skipped = Position(), 0
     if resumed:
         # After the warm-up, which leaves what a first step begins with.
         restore(step, resumed, mesh)
         start, skipped = Position(resumed.step, resumed.samples), resumed.step - resumed.optimizer_steps
+    # On a GPU the host only hands steps over, and their time is not known yet.
+    if mesh.is_main and mesh.device.type == "cpu" and step_seconds:
+        batch = config.training.global_batch_size
+        steps = -(-(config.training.sample_limit - start.samples) // batch)
+        say(f"at most {steps:,} steps of {batch} sequences: about {clock(steps * step_seconds)} and the evaluations")
     log.weights_initialization(config.model.num_hidden_layers)
     loader = build_loader(config, inputs.train, mesh, seed, shape_buckets, start.steps, log)
     checkpoints = None
@@ -141,8 +147,10 @@ def _warmed_up_step(
     shape_buckets: Sequence[ShapeBucket],
     log: MLLog,
     evaluator: Evaluator,
-) -> TrainingStep:
+) -> tuple[TrainingStep, float]:
     """Build the model from the initial checkpoint and warm it up on synthetic batches, without a look at the data.
+
+    Returns the seconds of the last step of the warm-up, too.
 
     Where it is captured, the step is for each of ``shape_buckets``, and the evaluation for its own.
     """
@@ -163,7 +171,7 @@ def _warmed_up_step(
     batches = made_up_batches(config, train, mesh, shape_buckets)
     capturer = CudaCapturer(mesh.device) if captures(config, mesh) else None
     measured = config.training.autotune and mesh.device.type == "cuda"
-    step.warm_up(
+    seconds = step.warm_up(
         batches,
         config.training.warmup_steps,
         capturer,
@@ -172,7 +180,7 @@ def _warmed_up_step(
     )
     # After the step: graphs of one pool are made largest first.
     evaluator.warm_up(model, step.autocast(), capturer)
-    return step
+    return step, seconds
 
 
 def _choose_implementations(step: Callable[[], None] | None, mesh: Mesh, log: MLLog) -> None:
