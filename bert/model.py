@@ -7,8 +7,9 @@ Post-LN encoder with learned positions, tanh-form GELU, masked-LM decoder tied t
 on the pooled [CLS] token (Devlin et al., arXiv 1810.04805). Every weight is [out, in].
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -114,6 +115,14 @@ class Placement:
     everything between products is of a rank's own rows.
     """
 
+    def share(self, length: int) -> int:
+        """Return how much of a dimension of this length a rank's shard of a weight has."""
+        return length
+
+    def share_of_words(self, vocab_size: int) -> int:
+        """Return how many rows of the word table a rank has."""
+        return vocab_size
+
     def all_rows(self, own: Tensor) -> Tensor:
         """Gather what each rank has of the rows."""
         return own
@@ -144,15 +153,15 @@ class Placement:
 class Embeddings(nn.Module):
     """Word, position and segment tables with the norm after their sum."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, placement: Placement) -> None:
         super().__init__()
         self.config = config
+        self.placement = placement
         # No nn.Embedding: one op reads all three tables, and the word table is the decoder as well.
-        self.word = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
+        self.word = nn.Parameter(torch.empty(placement.share_of_words(config.vocab_size), config.hidden_size))
         self.position = nn.Parameter(torch.empty(config.max_position_embeddings, config.hidden_size))
         self.segment = nn.Parameter(torch.empty(config.type_vocab_size, config.hidden_size))
         self.norm = LayerNorm(config.hidden_size)
-        self.placement = Placement()
 
     def forward(self, batch: "Batch", sites: DropoutSites) -> Tensor:
         """Embed a batch, [T, D]."""
@@ -192,27 +201,49 @@ class MatrixProducts:
         return F.linear(dense_gelu(x_TD, wide.weight, wide.bias), narrow.weight)
 
 
+Recomputation = Callable[..., Any]
+"""Calls the function that is its first argument with the other arguments, and may call it again in the backward pass."""
+
+
+def compute_once(function: Callable[..., Any], *inputs: Any) -> Any:
+    """Call a function and keep all that its backward pass reads: no recomputation."""
+    return function(*inputs)
+
+
 class EncoderLayer(nn.Module):
     """Attention and feed-forward halves, each followed by dropout, residual and norm."""
 
-    def __init__(self, config: ModelConfig, index: int) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        index: int,
+        placement: Placement,
+        products: MatrixProducts | None = None,
+        recomputation: Recomputation = compute_once,
+    ) -> None:
         super().__init__()
         self.config = config
         self.index = index
-        hidden, intermediate = config.hidden_size, config.intermediate_size
+        self.placement = placement
+        self.products = products or MatrixProducts()
+        self.recomputation = recomputation
+        hidden = config.hidden_size
+        # With tensor parallelism a rank has whole heads, and columns of the intermediate layer.
+        heads, intermediate = placement.share(hidden), placement.share(config.intermediate_size)
         # One product for all three; LAMB has them as three tensors, as the reference does (``lamb_segments``).
-        self.query_key_value = Dense(hidden, 3 * hidden)
-        self.attention_output = Dense(hidden, hidden)
+        self.query_key_value = Dense(hidden, 3 * heads)
+        self.attention_output = Dense(heads, hidden)
         self.attention_norm = LayerNorm(hidden)
         self.intermediate = Dense(hidden, intermediate)
         self.output = Dense(intermediate, hidden)
         self.output_norm = LayerNorm(hidden)
-        # Both are replaced from outside: products in FP8 or with sums of gradients, placement where ranks share it.
-        self.products = MatrixProducts()
-        self.placement = Placement()
 
     def forward(self, hidden_TD: Tensor, cu_seqlens: Tensor, max_seqlen: int, sites: DropoutSites) -> Tensor:
         """[T, D] for all tokens."""
+        return self.recomputation(self.compute, hidden_TD, cu_seqlens, max_seqlen, sites)
+
+    def compute(self, hidden_TD: Tensor, cu_seqlens: Tensor, max_seqlen: int, sites: DropoutSites) -> Tensor:
+        """Compute what ``forward`` returns."""
         all_TD = self.placement.all_rows(hidden_TD)
         # One product makes queries, keys and values, which attention reads as they lie: [T, 3 x H x E].
         qkv_T3HE = self.products.with_bias(all_TD, self.query_key_value).unflatten(-1, (3, -1, self._head_size))
@@ -274,24 +305,55 @@ class EncoderLayer(nn.Module):
         )
 
 
+class WordTable(nn.Module):
+    """The last stage's copy of the word table, a buffer: the parameter is the first stage's."""
+
+    def __init__(self, word_VD: Tensor) -> None:
+        super().__init__()
+        self.word: Tensor
+        self.register_buffer("word", word_VD, persistent=False)
+
+
+MakeLayer = Callable[[ModelConfig, int, Placement], EncoderLayer]
+"""Makes the encoder layer of a number."""
+
+
 class BertForPreTraining(nn.Module):
-    """The whole model; BERT-Large and the small default differ in ``ModelConfig`` only."""
+    """The model, or the part of it that one rank has; BERT-Large and the small default differ in ``ModelConfig`` only."""
 
     dropout_state: Tensor
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        placement: Placement | None = None,
+        make_layer: MakeLayer = EncoderLayer,
+        owns: Callable[[str], bool] = lambda _: True,
+        word_copy: Tensor | None = None,
+    ) -> None:
+        """``placement`` and ``make_layer`` say how the parts are built, and ``owns`` which of them, by name.
+
+        ``word_copy`` is the table that the heads read where they are without the embeddings.
+        """
         super().__init__()
         self.config = config
+        self.placement = placement = placement or Placement()
         hidden = config.hidden_size
-        self.embeddings = Embeddings(config)
-        self.layers = nn.ModuleList(EncoderLayer(config, index) for index in range(config.num_hidden_layers))
-        self.pooler = Dense(hidden, hidden)
-        self.next_sentence = Dense(hidden, 2)
-        self.transform = Dense(hidden, hidden)
-        self.transform_norm = LayerNorm(hidden)
-        # No decoder weight: ``losses`` takes the word table, and autograd adds up the gradients of both uses.
-        self.decoder_bias = nn.Parameter(torch.zeros(config.vocab_size))
-        self.placement = Placement()
+        # Parts of other ranks are empty modules, so that layers keep their numbers and parameters their names.
+        self.embeddings: Any = nn.Identity() if word_copy is None else WordTable(word_copy)
+        if owns("embeddings"):
+            self.embeddings = Embeddings(config, placement)
+        self.layers = nn.ModuleList(
+            make_layer(config, index, placement) if owns(f"layers.{index}") else nn.Identity()
+            for index in range(config.num_hidden_layers)
+        )
+        if owns("heads"):
+            self.pooler = Dense(hidden, hidden)
+            self.next_sentence = Dense(hidden, 2)
+            self.transform = Dense(hidden, hidden)
+            self.transform_norm = LayerNorm(hidden)
+            # No decoder weight: ``losses`` takes the word table, and autograd adds up the gradients of both uses.
+            self.decoder_bias = nn.Parameter(torch.zeros(placement.share_of_words(config.vocab_size)))
         # Seed and step, on the device so that each replay of a captured step draws anew; no part of the weights.
         self.register_buffer("dropout_state", torch.zeros(2, dtype=torch.int64), persistent=False)
 
@@ -384,6 +446,12 @@ class BertForPreTraining(nn.Module):
         # No dropout and no residual here, which the norms of ``kernels`` are fused with.
         norm = self.transform_norm
         return F.layer_norm(wide_MD, norm.weight.shape, norm.weight, norm.bias, self.config.layer_norm_eps)
+
+
+def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each parameter of the whole model by name, without its memory."""
+    with torch.device("meta"):
+        return {name: tuple(each.shape) for name, each in BertForPreTraining(config).named_parameters()}
 
 
 @torch.no_grad()

@@ -36,6 +36,8 @@ class FlatParameters:
     gradients_N: Tensor
     places: Mapping[nn.Parameter, slice]
     """Where each parameter is in the vectors, in the order of the model's parameters."""
+    names: tuple[str, ...] = ()
+    """Name of each parameter, in the same order."""
 
     @classmethod
     @torch.no_grad()
@@ -66,7 +68,8 @@ class FlatParameters:
                 # Autograd adds in place to a gradient that is there: none ever leaves the vector.
                 parameter.grad = gradients_N[place].view_as(parameter)
             start += padded(parameter.numel())
-        return cls(weights_N[:size], gradients_N[:size], segments, weights_N, gradients_N, places)
+        names = tuple(name for name, _ in model.named_parameters())
+        return cls(weights_N[:size], gradients_N[:size], segments, weights_N, gradients_N, places, names)
 
 
 def padded(size: int, shards: int = 1) -> int:

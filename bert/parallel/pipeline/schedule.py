@@ -11,7 +11,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleIn
 
 from bert.model import DropoutSites, PretrainingOutput
 from bert.parallel.pipeline.division import Stage
-from bert.parallel.pipeline.stages import PipelineParallel
+from bert.parallel.pipeline.stages import PipelineModel
 from bert.parallel.reduction.gradients import Reduction
 from bert.timing.stopwatch import Stopwatch
 from dataloading.batches.loader import Batch
@@ -27,7 +27,7 @@ class PipelineSchedule:
 
     def __init__(
         self,
-        pipeline: PipelineParallel,
+        pipeline: PipelineModel,
         micro_batches: int,
         reduction: Reduction,
         autocast: Callable[[], AbstractContextManager[object]],
@@ -54,7 +54,7 @@ class PipelineSchedule:
     def __call__(self, micro_batches: Sequence[Batch]) -> None:
         """Add the gradients of all micro-batches to those of this rank's stages. Every rank must call it."""
         self.batches = micro_batches
-        self.sites = [self.pipeline.model.next_sites() for _ in micro_batches]
+        self.sites = [self.pipeline.next_sites() for _ in micro_batches]
         rows = max(map(self.pipeline.rows, micro_batches))
         # PyTorch's stages have buffers of one shape. The ranks of a copy have the same micro-batches, and so grow at
         # once. The host then waits until all stages have said that they know their shapes.
@@ -91,10 +91,10 @@ class _TimedStage(PipelineStage):
 
     def __init__(self, schedule: PipelineSchedule, stage: Stage) -> None:
         pipeline = schedule.pipeline
-        weight = next(pipeline.model.parameters())
+        weight = next(pipeline.parameters())
         with schedule.autocast():
             dtype = pipeline.hidden_dtype()
-        shape = schedule.rows, pipeline.model.config.hidden_size
+        shape = schedule.rows, pipeline.config.hidden_size
         # Shapes that are given spare PyTorch a pass through the stages to find them.
         hidden_WD = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
         loss = torch.empty((), dtype=weight.dtype, device="meta")
@@ -109,7 +109,7 @@ class _TimedStage(PipelineStage):
         )
         self._schedule = schedule
         # With several stages a rank, each backward pass has gradients for one of them.
-        self._parameters = [each for name, each in pipeline.model.named_parameters() if stage.owns(name)]
+        self._parameters = [each for name, each in pipeline.named_parameters() if stage.owns(name)]
 
     def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
         with self._schedule.computing():
