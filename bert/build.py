@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from bert.configuration.config import Config
 from bert.configuration.sections import ModelConfig, Precision
-from bert.model import BertForPreTraining, EncoderLayer, MakeLayer, MatrixProducts, Placement
+from bert.layers import EncoderLayer, MatrixProducts, Placement
+from bert.model import BertForPreTraining, MakeLayer
 from bert.parallel.mesh import Mesh
 from bert.parallel.pipeline.stages import PipelineModel, pipeline_group
 from bert.parallel.tensor.exchange import Waiting

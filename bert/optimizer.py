@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from bert.configuration.sections import OptimizerConfig
-from bert.model import BertForPreTraining, EncoderLayer
+from bert.layers import EncoderLayer
+from bert.model import BertForPreTraining
 from kernels import LambHyperparameters, LambSegments, LambState, WeightCast, lamb_step
 
 ALIGNMENT = 16

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from bert.configuration.sections import ModelConfig
-from bert.model import Dense, EncoderLayer, MatrixProducts, Placement, Recomputation, compute_once
+from bert.layers import Dense, EncoderLayer, MatrixProducts, Placement, Recomputation, compute_once
 from bert.products.weight_gradients import WeightGradients
 from kernels import (
     WeightCast,

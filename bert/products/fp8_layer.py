@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from bert.configuration.sections import ModelConfig
-from bert.model import DropoutSites, LayerNorm, Placement, Recomputation, compute_once
+from bert.layers import DropoutSites, LayerNorm, Placement, Recomputation, compute_once
 from bert.products.fp8 import FeedForward, Fp8Dense, Fp8Layer, Fp8State, Site, product_of_casts
 from kernels import (
     Dropout,

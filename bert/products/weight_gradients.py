@@ -20,7 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from bert.model import BertForPreTraining, Dense, EncoderLayer, MatrixProducts, Placement
+from bert.layers import Dense, EncoderLayer, MatrixProducts, Placement
+from bert.model import BertForPreTraining
 from kernels import accumulate_weight_gradient, bias_gelu, compute_dtype, masked_lm_loss
 
 Add = Callable[[Tensor | None, bool], Tensor]

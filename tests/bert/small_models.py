@@ -11,7 +11,8 @@ from bert.checkpoints.initial_model import draw_model
 from bert.configuration.config import Config
 from bert.configuration.recipes import tiny_cpu
 from bert.configuration.sections import ModelConfig, OptimizerConfig
-from bert.model import BertForPreTraining, EncoderLayer, Placement, initialize_
+from bert.layers import EncoderLayer, Placement
+from bert.model import BertForPreTraining, initialize_
 from bert.parallel.mesh import Mesh
 from bert.products.fp8 import Fp8Layer, Fp8State
 from bert.step import TrainingStep

@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 
-from bert.model import DropoutSites, PretrainingOutput
+from bert.layers import DropoutSites
+from bert.model import PretrainingOutput
 from bert.parallel.pipeline.division import Stage
 from bert.parallel.pipeline.stages import PipelineModel
 from bert.parallel.reduction.gradients import Reduction

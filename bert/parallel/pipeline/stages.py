@@ -8,15 +8,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from bert.configuration.sections import ModelConfig
-from bert.model import (
-    BertForPreTraining,
-    DropoutSites,
-    EncoderLayer,
-    MakeLayer,
-    Placement,
-    PretrainingOutput,
-    parameter_shapes,
-)
+from bert.layers import DropoutSites, EncoderLayer, Placement
+from bert.model import BertForPreTraining, MakeLayer, PretrainingOutput, parameter_shapes
 from bert.parallel.mesh import Mesh, process_group, require_order
 from bert.parallel.pipeline.division import Stage, stages_of
 from dataloading.batches.loader import Batch

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bert.model import Placement
+from bert.layers import Placement
 from bert.parallel.tensor.exchange import Exchange
 from bert.parallel.tensor.vocabulary import shard_loss
 from kernels import masked_lm_logits

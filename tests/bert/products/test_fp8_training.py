@@ -19,7 +19,8 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 
 from bert.configuration.recipes import tiny_model
 from bert.configuration.sections import ModelConfig, OptimizerConfig
-from bert.model import BertForPreTraining, Dense, EncoderLayer
+from bert.layers import Dense, EncoderLayer
+from bert.model import BertForPreTraining
 from bert.optimizer import FlatParameters, Lamb
 from bert.products.fp8 import (
     FeedForward,

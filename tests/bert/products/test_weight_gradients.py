@@ -14,7 +14,7 @@ from torch import Tensor
 
 import bert.build
 from bert.configuration.sections import Precision, Recompute
-from bert.model import Dense, EncoderLayer
+from bert.layers import Dense, EncoderLayer
 from bert.optimizer import Lamb
 from bert.products.weight_gradients import AccumulatingProducts, WeightGradients, product_weights
 from bert.step import TrainingStep

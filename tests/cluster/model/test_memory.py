@@ -15,7 +15,8 @@ from torch.utils._pytree import tree_leaves
 
 from bert.configuration.recipes import tiny_cpu
 from bert.configuration.sections import ModelConfig, OptimizerConfig, ParallelConfig, Precision, Recompute
-from bert.model import BertForPreTraining, EncoderLayer, Placement, Recomputation, initialize_
+from bert.layers import EncoderLayer, Placement, Recomputation
+from bert.model import BertForPreTraining, initialize_
 from bert.optimizer import FlatParameters, Lamb
 from bert.parallel.model_state import model_state
 from bert.parallel.pipeline.stages import PipelineModel

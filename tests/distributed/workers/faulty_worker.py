@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import bert.train
+from bert.layers import EncoderLayer
 from bert.log.mllog import MLLog
-from bert.model import EncoderLayer
 from bert.parallel.pipeline.stages import PipelineModel
 from bert.parallel.watchdog import watchdog
 from bert.step import TrainingStep

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from bert.configuration.sections import ModelConfig
-from bert.model import BertForPreTraining, EncoderLayer, initialize_
+from bert.layers import EncoderLayer
+from bert.model import BertForPreTraining, initialize_
 from bert.optimizer import FlatParameters
 from bert.products.weight_gradients import AccumulatingProducts, AccumulatingTable, WeightGradients
 from dataloading.batches.loader import Batch, batch_of
