@@ -1,6 +1,5 @@
 """Recomputation: the same losses, moments and weights to the last bit; and what is computed again, and by what it may be."""
 
-import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -132,13 +131,6 @@ def test_what_is_computed_again(small_run: SmallRun) -> None:
     for name, selective, full in (("gelu", 2, 2), ("softmax", 0, 0), ("native_layer_norm", 4, 4), ("addmm", 0, 4)):
         again = {mode: calls[mode][name] - calls["none"][name] for mode in MODES}
         assert again == {"selective": 2 * selective, "full": 2 * full}, name
-
-
-def test_a_step_that_does_not_ask_for_it_does_not_import_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "bert.recompute", None)
-    step_of("none")
-    with pytest.raises(ImportError):
-        step_of("full")
 
 
 def test_a_captured_step_gets_no_dropout_that_cannot_be_repeated() -> None:
