@@ -101,15 +101,16 @@ class BatchGraphs:
             _copy_(static, batch)  # what lies in the buffers must be a batch: ids are indices
             self._captured[batch.shape_bucket] = static, capturer.prepare(lambda static=static: self._function(static))
 
-    def __call__(self, batch: Batch) -> None:
-        """Run the function, or its replay, on ``batch``."""
+    def __call__(self, batch: Batch) -> bool:
+        """Run the function, or its replay, on ``batch``; returns whether it was replayed."""
         # Larger than all that were drawn beforehand, and so rare: the same result, operator by operator.
         if batch.shape_bucket not in self._captured:
             self._function(batch)
-            return
+            return False
         static, replay = self._captured[batch.shape_bucket]
         _copy_(static, batch)
         replay()
+        return True
 
 
 def _copy_(static: Batch, batch: Batch) -> None:

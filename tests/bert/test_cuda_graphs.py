@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+import bert.step_parts
 from bert.cuda_graphs import BatchGraphs, Capturer, CudaCapturer
 from bert.evaluation.evaluator import Evaluator
 from bert.parallel.mesh import Mesh
@@ -51,6 +52,19 @@ def global_batches(run: SmallRun, count: int) -> list[list[Batch]]:
     return [batches[start : start + 2] for start in range(0, 2 * count, 2)]
 
 
+def test_micro_batches_in_a_role_that_was_not_captured_are_counted(
+    small_run: SmallRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second micro-batch, where steps were configured to have one, adds to gradients and does not overwrite them."""
+    monkeypatch.setattr(bert.step_parts, "accumulates_products", lambda *_: True)  # as on a GPU
+    step, micro_batches = step_of("fp8"), global_batches(small_run, 1)[0]
+    step.warm_up(micro_batches[:1], 1, Repeating(), SHAPE_BUCKETS)
+    step(micro_batches[:1])
+    assert step.uncaptured_batches == 0
+    step(micro_batches)
+    assert step.uncaptured_batches == 1
+
+
 @pytest.mark.parametrize("precision", ["fp32", "fp8"])
 def test_replayed_steps_are_the_steps(small_run: SmallRun, precision: Literal["fp32", "fp8"]) -> None:
     """Losses, moments and weights, over steps with changing shape buckets and one that is not captured."""
@@ -71,6 +85,7 @@ def test_replayed_steps_are_the_steps(small_run: SmallRun, precision: Literal["f
         if capturer is not None:
             # Captured: the larger shape bucket, the smaller, the update. Ten micro-batches, of which two have none.
             assert capturer.replays == [1, 0, 2, 0, 2, 1, 1, 2, 0, 0, 2, 1, 2]
+        assert step.uncaptured_batches == (0 if capturer is None else 2)
     (weights_P, momentum_P, means), (replayed_P, replayed_momentum_P, replayed_means) = results
     assert torch.equal(weights_P, replayed_P)
     assert torch.equal(momentum_P, replayed_momentum_P)
