@@ -29,6 +29,7 @@ from bert.parallel.model_state import model_state
 from bert.parallel.watchdog.watchdog import FAULT_STATUS
 from bert.setup import build_run, capturing, log_settings
 from console.program import complain, say
+from console.text import counted
 from console.version import commit
 
 __all__ = ["Forecast", "Look", "leave_mesh", "run"]
@@ -147,6 +148,8 @@ def _timed_run(
             with watchdog.getting_on(timed.stopwatch.tracker):
                 status = train(timed)
         timed.loader.close()
+        if capturer is not None:
+            _note_uncaptured(timed.step.uncaptured_batches, mesh, log)
         if config.save_checkpoint:
             # All ranks gather, one writes.
             model = timed.step.gather_whole_model()
@@ -175,6 +178,19 @@ def _note_changes(before: World, world: World, mesh: Mesh, log: MLLog, look: Loo
         log.line(f"# {line}")
         if mesh.is_main:
             say(line)
+
+
+def _note_uncaptured(batches: int, mesh: Mesh, log: MLLog) -> None:
+    """Warn if micro-batches of any rank ran without a CUDA graph."""
+    batches = int(all_reduce_sum_(torch.tensor([batches], device=mesh.device)).item())
+    if batches:
+        text = (
+            f"{counted(batches, 'micro-batch')} of all ranks ran without a CUDA graph, and slower: each was, on some rank, "
+            "larger than every shape that was captured before the clock started"
+        )
+        log.line(f"# warning: {text}")
+        if mesh.is_main:
+            complain(text, "warning")
 
 
 def _stopped_for_others(interruption: Interruption, mesh: Mesh) -> bool:
