@@ -41,6 +41,9 @@ class TrainingStep:
         self._mesh, self._stopwatch, self.precision = mesh, stopwatch, config.training.precision
         self._micro_batches = config.training.gradient_accumulation_steps
         self._train_on = {role: BatchGraphs(partial(self._forward_backward, role)) for role in ROLES}
+        self._is_captured = False
+        self.uncaptured_batches = 0
+        """Micro-batches since the warm-up that ran without a graph. It stays 0 if the step is not captured."""
         self._schedule: Callable[[Sequence[Batch]], None] = self._one_by_one
         if self._pipeline is not None:
             from bert.parallel.pipeline.schedule import PipelineSchedule
@@ -59,7 +62,8 @@ class TrainingStep:
     def _one_by_one(self, micro_batches: Sequence[Batch]) -> None:
         with self._stopwatch.time("forward_backward"):
             for role, batch in zip(self._roles(len(micro_batches)), micro_batches, strict=True):
-                self._train_on[role](batch)
+                replayed = self._train_on[role](batch)
+                self.uncaptured_batches += self._is_captured and not replayed
 
     def _through_stages(self, schedule: Callable[[Sequence[Batch]], None], micro_batches: Sequence[Batch]) -> None:
         schedule(micro_batches)
@@ -180,6 +184,7 @@ class TrainingStep:
         with torch.no_grad():
             self.model.dropout_state.copy_(dropout_state)
         self._stopwatch.reset()
+        self.uncaptured_batches = 0
 
     def _capture(self, capturer: Capturer, shape_buckets: Sequence[ShapeBucket]) -> None:
         batches = [inert_batch(shape_bucket).to(self._mesh.device) for shape_bucket in shape_buckets]
@@ -188,6 +193,7 @@ class TrainingStep:
             self._train_on[role].prepare(batches, capturer)
         replay = capturer.prepare(self._update_weights)
         capturer.capture()
+        self._is_captured = True
 
         def timed() -> None:
             with self._stopwatch.time("update"):

@@ -27,7 +27,7 @@ from dataloading.batches.loader import Batch, batch_of
 from dataloading.batches.sampler import BatchPlan
 from dataloading.batches.shape_buckets import ShapeBucket
 from kernels import cast_fp8
-from tests.bert.repeating import Repeating
+from tests.bert.recording import Recording, recordable_attention
 from tests.convergence.golden import predictable_samples
 from tests.distributed.workers.reduction_worker import end_groups, regrouped
 
@@ -61,7 +61,7 @@ def global_batches(mesh: Mesh, accumulation: int, steps: int = STEPS) -> tuple[l
         batches.append([])
         for place, micro in enumerate(plan.rank_batches(step, mesh.rank)):
             number = step * accumulation + place
-            kind = kinds[2] if number % 7 == 6 else kinds[(number + mesh.rank) % 2]
+            kind = kinds[2 if number % 7 == 6 else number % 2]
             batches[-1].append(batch_of(samples.take(micro.indices), micro, kind))
     return batches, kinds[:2]
 
@@ -88,12 +88,13 @@ def train(
     elif order == "one message":
         reduction.overlapped = contextlib.nullcontext  # type: ignore[method-assign]
         reduction.finish = lambda: _in_one_message(step)
-    capturer = Repeating() if order == "captured" else None
+    capturer = Recording() if order == "captured" else None
     batches, shape_buckets = global_batches(mesh, accumulation)
     torch.manual_seed(9 + mesh.rank)
     step.model.seed_dropout(9 + mesh.rank)
     step.warm_up(batches[0], 1, capturer, shape_buckets)
-    early.clear()
+    if capturer is None:
+        early.clear()  # a replay does not call the reduction again
     torch.manual_seed(9 + mesh.rank)
     means = []
     for micro_batches in batches:
@@ -110,7 +111,7 @@ def train(
         "moments": [moment_P.clone() for moment_P in step.optimizer.moments()],
         "early": early,
         "buckets": len(reduction.buckets),
-        "graphs": len(capturer.prepared) if capturer else 0,
+        "graphs": len(capturer.graphs) if capturer else 0,
         "replays": len(capturer.replays) if capturer else 0,
     }
     reduction.close()
@@ -254,4 +255,5 @@ def main(out: str, local_size: str, micro_batches: str, *strategies: ReductionSt
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])  # type: ignore[arg-type]
+    with recordable_attention():
+        main(*sys.argv[1:])  # type: ignore[arg-type]
