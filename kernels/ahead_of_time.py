@@ -107,7 +107,7 @@ def cost(module: str, configuration: Configuration, capability: int) -> Cost:
     of a compilation with all and one with none of the integers so; pointers are aligned in both, as PyTorch's are.
     """
     both = [compiled(configuration, capability, aligned) for aligned in (("*",), ("*", "i", "u"))]
-    registers, spilled, shared, in_flight = zip(*map(_figures, both), strict=True)
+    registers, spilled, shared, in_flight = zip(*map(figures, both), strict=True)
     names = module, configuration.kernel.__name__, configuration.name
     worst = max(registers), max(spilled), max(shared), min(in_flight)  # of copies fewer are worse
     ptx = "".join(each.asm["ptx"] for each in both)
@@ -134,8 +134,8 @@ def compiled(configuration: Configuration, capability: int, aligned_types: tuple
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
-def _figures(compiled: "CompiledKernel") -> tuple[int, int, int, int]:
-    """Registers, spilled bytes, shared memory, and copies in flight."""
+def figures(compiled: "CompiledKernel") -> tuple[int, int, int, int]:
+    """Return registers of a thread, spilled bytes, bytes of shared memory, and copies in flight."""
     from triton import knobs
 
     with tempfile.NamedTemporaryFile(suffix=".cubin") as binary:

@@ -14,7 +14,7 @@ from kernels import ahead_of_time
 from kernels.ahead_of_time import Cost
 from kernels.configuration import SHARED_MEMORY_LIMITS
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.oldest_torch]  # which brings Triton 3.6
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
