@@ -40,7 +40,7 @@ INSTRUCTIONS = {
 and sm_100, asynchronous copies, accesses of 16 bytes, and, which are slow, operations in double precision."""
 
 NEGLIGIBLE_SPILL = 16
-"""Bytes that a thread may spill. Triton 3.6 spills up to as many in one kernel for sm_80, of which Triton 3.7 spills none."""
+"""Bytes that a thread may spill. Triton 3.6 spills so many in one kernel for sm_80, where Triton 3.7 spills none."""
 _ALIGNED = ["tt.divisibility", 16]
 
 
