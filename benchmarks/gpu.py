@@ -96,8 +96,10 @@ def parse(arguments: Sequence[str]) -> Settings:
         raise ValueError(f"--part: unknown {unknown[0]!r}, expected all, or some of {', '.join(PARTS)}")
     if not chosen.seconds > 0:
         raise ValueError(f"--seconds: {chosen.seconds:g}, expected more than 0")
-    if chosen.device == "cpu" and not (chosen.tiny and chosen.out):
-        raise ValueError("--device cpu only tests the program: it needs --tiny, and a folder by --out")
+    if chosen.device == "cpu" and not chosen.tiny:
+        raise ValueError("--device cpu only tests the program: it needs --tiny")
+    if chosen.tiny and not chosen.out:
+        raise ValueError("--tiny only tests the program: name a folder for its figures by --out")
     folder = _folder_of_the_gpu(chosen.out) if chosen.device == "cuda" else chosen.out
     return Settings(list(dict.fromkeys(asked)), folder, chosen.device, chosen.tiny, chosen.seconds)
 

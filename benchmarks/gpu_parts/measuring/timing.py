@@ -9,6 +9,7 @@ from collections.abc import Callable
 import torch
 
 from benchmarks.gpu_parts.measuring.report import DeviceLostError, Figure, first_line
+from bert.cuda_graphs import CudaCapturer
 from kernels.tuning.contest import HEAD_START_CYCLES, flush_buffer
 
 # Compilation, allocation and choice of an implementation are done by then.
@@ -21,12 +22,14 @@ def measured(
     repeats: int,
     *,
     cold: bool,
+    capturable: bool = True,
     before: Callable[[], object] = lambda: None,
 ) -> list[float]:
-    """Seconds of each of ``repeats`` calls after a warm-up, without what ``before`` does ahead of each.
+    """Return the seconds of each of ``repeats`` calls after a warm-up, without the time that ``before`` takes.
 
-    On a GPU by events. ``cold``: what the call reads is not in the L2 cache, and the host is ahead of the device, as inside
-    a captured step; otherwise calls follow one another as they do in a training loop.
+    On a GPU, events measure the time. With ``cold``, the call is timed as a part of a captured step: its CUDA graph is
+    replayed (unless it is not ``capturable``), nothing that it reads is in the L2 cache, and the host is ahead of the
+    device. Otherwise calls follow one another as they do in a training loop.
     """
     # One call on a CPU, where nothing is compiled.
     for _ in range(_WARM_UP if device.type == "cuda" else 1):
@@ -34,6 +37,8 @@ def measured(
         work()
     if device.type == "cpu":
         return [_host_seconds(work, before) for _ in range(repeats)]
+    if cold and capturable:
+        work = _replay(work, device)
     cache = flush_buffer(device) if cold else None
     # Made before the loop: creating events costs time on the host.
     events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
@@ -51,6 +56,19 @@ def measured(
     # Once, at the end: synchronizing in between would empty the queue each time.
     torch.cuda.synchronize()
     return [start.elapsed_time(stop) / 1e3 for start, stop in events]
+
+
+def _replay(work: Callable[[], object], device: torch.device) -> Callable[[], object]:
+    """Capture ``work`` in a CUDA graph, as training does, and return its replay after running it once."""
+
+    def captured() -> None:
+        work()
+
+    capturer = CudaCapturer(device)
+    replay = capturer.prepare(captured)
+    capturer.capture()
+    replay()
+    return replay
 
 
 def timed_row(
