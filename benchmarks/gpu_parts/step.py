@@ -91,8 +91,8 @@ def _loss_row(context: Context, name: str, precision: Precision) -> Figure:
 
 def _parity_row(context: Context, name: str, low: Precision, high: Precision) -> Figure:
     rows = [context.report.row(_name_of_losses(precision)) for precision in (low, high)]
-    if not all(row and row.losses for row in rows):
-        raise NotUsableError("a side was not measured")
+    if not all(row and row.losses and not row.failed for row in rows):
+        raise NotUsableError("a side was not measured, or is wrong")
     differences = [
         abs(ours - theirs) / theirs for ours, theirs in zip(*(row.losses for row in rows if row), strict=True)
     ]

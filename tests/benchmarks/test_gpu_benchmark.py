@@ -291,8 +291,13 @@ def test_fp8_is_timed_and_learns_as_fp32(all_parts: Path) -> None:
 
 
 def test_a_loss_that_is_not_a_number_is_wrong(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_step, "_losses", lambda *_: [10.0, float("nan"), 9.0])
-    assert gpu_step._loss_row(context, "x", "fp8").failed
+    losses = {"bf16": [10.0, 9.0], "fp8": [10.0, float("nan")], "fp32": [10.0, 9.0]}
+    monkeypatch.setattr(gpu_step, "_losses", lambda _, precision: losses[precision])
+    gpu_step.fp8(context)
+    found = {row.name: row for row in PartReport.load(context.report.path).rows}
+    assert [row.name for row in context.report.failures] == ["loss in fp8 after the last step"]
+    assert found["losses in bf16 against fp32"].figure == 0
+    assert found["losses in fp8 against bf16"].figure is None
 
 
 def test_the_fp8_ops_are_timed_and_right(all_parts: Path) -> None:
