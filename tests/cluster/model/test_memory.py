@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from benchmarks.training.recomputation import Storages
 from bert.configuration.recipes import tiny_cpu
 from bert.configuration.sections import ModelConfig, OptimizerConfig, ParallelConfig, Precision, Recompute
 from bert.model import BertForPreTraining, initialize_
@@ -36,6 +38,24 @@ def work_and_samples(model: ModelConfig) -> tuple[Work, Samples]:
     samples = synthetic_samples(-np.sort(-lengths), model.vocab_size)
     counts = samples.masked_counts.astype(np.uint16)
     return Work(model, samples.lengths.astype(np.uint16), counts, lengths, counts), samples
+
+
+class Storages(TorchDispatchMode):
+    """Count the bytes of the storages that operators made in the body and that are still alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # Weak references: counting a storage must not keep it alive.
+        self._made: list[tuple[StorageWeakRef, int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        returned = func(*args, **(kwargs or {}))
+        storages = [each.untyped_storage() for each in tree_leaves(returned) if isinstance(each, Tensor)]
+        self._made += [(StorageWeakRef(storage), storage.nbytes()) for storage in storages]
+        return returned
+
+    def alive(self) -> int:
+        return sum({made.cdata: size for made, size in self._made if not made.expired()}.values())
 
 
 def kept_bytes(forward: Callable[[Batch], object], known: list[Tensor], samples: Samples, precision: Precision) -> int:
