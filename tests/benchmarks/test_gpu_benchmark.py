@@ -41,6 +41,7 @@ from benchmarks.gpu_parts.measuring.report import PartReport
 from benchmarks.gpu_parts.measuring.scale import FULL, TINY, Context, micro_batches, training_flop, wikipedia_lengths
 from benchmarks.gpu_parts.measuring.table import page
 from bert.configuration.sections import ModelConfig
+from kernels.tuning import contest
 from tests.bert.repeating import Repeating
 from tests.conftest import REPOSITORY
 
@@ -227,6 +228,9 @@ def test_what_can_be_captured_is_timed_as_a_replay(capturable: bool, monkeypatch
         def record(self) -> None:
             done.append("event")
 
+        def synchronize(self) -> None:
+            pass
+
         def elapsed_time(self, _stop: "Event") -> float:
             return 7.0
 
@@ -239,9 +243,8 @@ def test_what_can_be_captured_is_timed_as_a_replay(capturable: bool, monkeypatch
             return lambda: done.append("replay")
 
     monkeypatch.setattr(timing, "CudaCapturer", Capturer)
-    monkeypatch.setattr(timing, "flush_buffer", lambda _: torch.empty(1))
+    monkeypatch.setattr(contest, "flush_buffer", lambda _: torch.empty(1))
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "_sleep", lambda _: None)
     gpu = torch.device("cuda")
     seconds = timing.measured(lambda: done.append("call"), gpu, 2, cold=True, capturable=capturable)

@@ -3,14 +3,13 @@
 import gc
 import re
 import statistics
-import time
 from collections.abc import Callable
 
 import torch
 
 from benchmarks.gpu_parts.measuring.report import DeviceLostError, Figure, first_line
 from bert.cuda_graphs import CudaCapturer
-from kernels.tuning.contest import HEAD_START_CYCLES, flush_buffer
+from kernels.tuning.contest import Timer
 
 # Compilation, allocation and choice of an implementation are done by then.
 _WARM_UP = 3
@@ -25,31 +24,34 @@ def measured(
     capturable: bool = True,
     before: Callable[[], object] = lambda: None,
 ) -> list[float]:
-    """Return the seconds of each of ``repeats`` calls after a warm-up, without the time that ``before`` takes.
+    """Return the seconds of each of ``repeats`` calls after a warm-up.
 
-    On a GPU, events measure the time. With ``cold``, the call is timed as a part of a captured step: its CUDA graph is
+    On a GPU, events measure the time. With ``cold``, a call is timed as a part of a captured step: its CUDA graph is
     replayed (unless it is not ``capturable``), nothing that it reads is in the L2 cache, and the host is ahead of the
-    device. Otherwise calls follow one another as they do in a training loop.
+    device; ``before`` runs ahead of each call and is not timed. Otherwise calls follow one another as in a training loop.
     """
+    on_gpu = device.type == "cuda"
     # One call on a CPU, where nothing is compiled.
-    for _ in range(_WARM_UP if device.type == "cuda" else 1):
+    for _ in range(_WARM_UP if on_gpu else 1):
         before()
         work()
-    if device.type == "cpu":
-        return [_host_seconds(work, before) for _ in range(repeats)]
-    if cold and capturable:
+    if on_gpu and not cold:
+        return _in_a_row(work, repeats)
+    if on_gpu and capturable:
         work = _replay(work, device)
-    cache = flush_buffer(device) if cold else None
+    timed, seconds = Timer(device), []
+    for _ in range(repeats):
+        before()
+        seconds.append(timed(work))
+    return seconds
+
+
+def _in_a_row(work: Callable[[], object], repeats: int) -> list[float]:
     # Made before the loop: creating events costs time on the host.
     events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
     # Whatever was queued must not be in the first time.
     torch.cuda.synchronize()
     for start, stop in events:
-        before()
-        if cache is not None:
-            cache.zero_()
-            # The host queues the work while the device waits, so that launches do not show.
-            torch.cuda._sleep(HEAD_START_CYCLES)
         start.record()
         work()
         stop.record()
@@ -118,10 +120,3 @@ def device_name(device: torch.device) -> str:
 def folder_name(device: torch.device) -> str:
     """The device's name as that of a folder."""
     return re.sub(r"[^a-z0-9]+", "_", device_name(device).lower()).strip("_")
-
-
-def _host_seconds(work: Callable[[], object], before: Callable[[], object]) -> float:
-    before()
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
