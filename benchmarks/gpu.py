@@ -1,12 +1,12 @@
-"""Measure all that is measured on a GPU, in one command.
+"""Measure everything that this repository measures on a GPU (docs/gpu.md).
 
     python benchmarks/gpu.py [--part NAME,...] [--out FOLDER] [--seconds N]
 
-Needs torch, triton and numpy; peers and end-to-end say what else they would take. No network is used and no data set
-needed: samples are random tokens of Wikipedia's lengths. Without --part, all parts but end-to-end. Each is a process of its
-own with a share of the time: one that fails or is cut off leaves the others, and the rows that it has measured. Figures go
-to FOLDER/PART.json; a page of them is printed last. Exits with 0 when all is measured and right, 1 when not, 2 for wrong
-input, 128 + n after signal n.
+Needs torch, triton and numpy; the parts peers and end-to-end say which packages they need besides. Needs no network and no
+data set: samples are random tokens with Wikipedia's lengths. Without --part, all parts but end-to-end run. Each part is a
+process of its own with a share of the time: if it fails or is cut off, the other parts run, and the rows that it has
+measured stay. Figures go to FOLDER/PART.json; a table of the important rows is printed last. Exit status: 0 if everything
+was measured and is right, 1 if not, 2 for wrong input, 128 + n after signal n.
 """
 
 import argparse
