@@ -29,7 +29,6 @@ from bert.parallel.model_state import model_state
 from bert.parallel.watchdog.watchdog import FAULT_STATUS
 from bert.setup import build_run, capturing, log_settings
 from console.program import complain, say
-from console.text import counted
 from console.version import commit
 
 __all__ = ["Forecast", "Look", "leave_mesh", "run"]
@@ -185,8 +184,8 @@ def _note_uncaptured(batches: int, mesh: Mesh, log: MLLog) -> None:
     batches = int(all_reduce_sum_(torch.tensor([batches], device=mesh.device)).item())
     if batches:
         text = (
-            f"{counted(batches, 'micro-batch')} of all ranks ran without a CUDA graph, and slower: each was, on some rank, "
-            "larger than every shape that was captured before the clock started"
+            f"{batches:,} of the ranks' micro-batches ran without a CUDA graph, and slower, because one that ran at the "
+            "same time was larger than every captured shape"
         )
         log.line(f"# warning: {text}")
         if mesh.is_main:

@@ -154,12 +154,13 @@ def _warmed_up_step(
 
     Where it is captured, the step is for each of ``shape_buckets``, and the evaluation for its own.
     """
-    # On every rank the whole model, which ``TrainingStep`` then divides where ranks share it.
-    model = first_model(config, mesh, seed)
-    for parameter in model.parameters():
+    # On every rank the whole model, of which ``TrainingStep`` takes what the rank has.
+    whole = first_model(config, mesh, seed)
+    for parameter in whole.parameters():
         # All train from rank 0's weights, whatever each has drawn or read.
         broadcast_(parameter.data)
-    step = TrainingStep(model, config, mesh, stopwatch)
+    step = TrainingStep(whole, config, mesh, stopwatch)
+    del whole  # before the warm-up, which needs the memory
     if mesh.world_size > 1:
         shape = f"{mesh}, " if mesh.tensor * mesh.pipeline > 1 else ""
         log.line(f"# {shape}{step.choice}")
@@ -167,7 +168,7 @@ def _warmed_up_step(
             say(f"{shape}{step.choice}")
     # Each rank drops elements of its own. Stages of a copy have one seed, since their layers have streams of their own.
     torch.manual_seed(seed * mesh.world_size + mesh.rank)
-    model.seed_dropout(seed * (mesh.world_size // mesh.pipeline) + mesh.dropout_stream)
+    step.model.seed_dropout(seed * (mesh.world_size // mesh.pipeline) + mesh.dropout_stream)
     batches = made_up_batches(config, train, mesh, shape_buckets)
     measured = config.training.autotune and mesh.device.type == "cuda"
     step.warm_up(
@@ -178,7 +179,7 @@ def _warmed_up_step(
         lambda run: _choose_implementations(run if measured else None, mesh, log),
     )
     # After the step: graphs of one pool are made largest first.
-    evaluator.warm_up(model, step.autocast(), capturer)
+    evaluator.warm_up(step.model, step.autocast(), capturer)
     return step
 
 
