@@ -218,6 +218,9 @@ def join_mesh(
         if os.environ["MASTER_ADDR"] in ("127.0.0.1", "localhost"):
             # All ranks are on this host. Gloo would listen on the address of the host's name, and lets anybody in.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        if device == "cuda" and launch.local_size != launch.world_size:
+            # Between hosts, captured collectives on registered buffers can go wrong (NVIDIA/nccl #2389).
+            os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
         backend = "nccl" if device == "cuda" else "gloo"
         # init_process_group would make the store by itself; here the store is asked who is there before there is a
         # group.
