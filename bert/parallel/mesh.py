@@ -191,13 +191,7 @@ def join_mesh(
     launch = Launch.from_environment()
     set_product_precision()
     if device == "cuda":
-        if not torch.cuda.is_available():
-            raise ValueError("training.device is cuda, but PyTorch sees no GPU here: set training.device to cpu")
-        if launch.local_rank >= torch.cuda.device_count():
-            raise ValueError(
-                f"LOCAL_RANK={launch.local_rank}, but PyTorch sees {torch.cuda.device_count()} GPUs here: "
-                "start at most one process a GPU"
-            )
+        require_gpus(launch.local_rank + 1)
         torch.cuda.set_device(launch.local_rank)  # NCCL takes the current device
     # By the launcher's number and not by the place among the host's ranks, which is not known yet.
     place = torch.device(device, launch.local_rank) if device == "cuda" else torch.device(device)
@@ -249,6 +243,20 @@ def join_mesh(
         hosts,
         absent,
     )
+
+
+def require_gpus(processes: int) -> None:
+    """Raise ``ValueError`` unless PyTorch sees a GPU here for each of so many processes."""
+    if not torch.cuda.is_available():
+        raise ValueError(
+            "training.device is cuda, but PyTorch sees no GPU here: set training.device to cpu, or start the run on a machine "
+            "with GPUs"
+        )
+    if processes > torch.cuda.device_count():
+        raise ValueError(
+            f"{processes} processes on this host need a GPU each, but PyTorch sees {torch.cuda.device_count()}: start at most "
+            "one process a GPU"
+        )
 
 
 def require_whole_groups(tensor: int, ranks: int, where: str) -> None:
