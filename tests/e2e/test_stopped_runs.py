@@ -74,7 +74,9 @@ def test_ctrl_c_before_there_is_a_log_is_one_line(launching_checkout: Path, tmp_
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 130, output
-    assert [line for line in output.splitlines() if not line.startswith(("==> ", "data/", "verified "))] == ["interrupted"]
+    assert [line for line in output.splitlines() if not line.startswith(("==> ", "data/", "verified "))] == [
+        "interrupted"
+    ]
     assert not list(tmp_path.rglob("result_*"))
 
 
