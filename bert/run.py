@@ -19,12 +19,12 @@ from bert.guards.preflight import Inputs, check, check_shares, refuse_others, re
 from bert.guards.triton_cache import require_private_cache
 from bert.log.mllog import MLLog
 from bert.log.provenance import provenance
-from bert.log.result_files import claim, create_log
+from bert.log.result_files import CLAIM, claim, create_log
 from bert.loop import train
 from bert.parallel.collectives import agreed_integer, all_reduce_sum_, barrier
 from bert.parallel.joining.launch import Launch, job, may_start_again, restarts
 from bert.parallel.joining.left_out import LeftOut, left_out_hosts
-from bert.parallel.mesh import Mesh, join_mesh, leave_mesh
+from bert.parallel.mesh import Mesh, join_mesh, leave_mesh, require_gpus
 from bert.parallel.model_state import model_state
 from bert.parallel.watchdog.watchdog import FAULT_STATUS
 from bert.setup import build_run, capturing, log_settings
@@ -58,7 +58,10 @@ def run(config: Config, arguments: Sequence[str], look: Look | None = None, fore
     # Each rank for itself before they meet: what is wrong on one machine is said there, and nobody waits for its ranks.
     inputs = check(config, launch.world_size, launch.local_size)
     if config.dry_run:
-        if config.training.device == "cuda" and not torch.cuda.is_available():
+        if config.training.device == "cuda" and CLAIM in os.environ:
+            # Who waits for the name of a log is about to start the run here, and a launcher would end in a traceback.
+            require_gpus(max(1, launch.local_size))
+        elif config.training.device == "cuda" and not torch.cuda.is_available():
             complain("training.device is cuda, but PyTorch sees no GPU here: this machine could not run it", "warning")
         say(f"{config.recipe}: ready, results would go to {inputs.result}")
         if config.parallel.copy_ranks > 1:
