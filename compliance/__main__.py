@@ -142,14 +142,16 @@ def system(
     out: Path,
     division: Division | None = None,
     fields: Annotated[tuple[str, ...], arg(name="set", metavar="KEY=VALUE...")] = (),
+    measure: FlagCreatePairsOff[bool] = False,
     replace: FlagCreatePairsOff[bool] = False,
 ) -> int:
-    """Write the system description of this machine as JSON, or renew what is measured in one that is there.
+    """Write the system description of this machine as JSON, or change fields of a description that is there.
 
     Args:
         out: The file, results/systems/<system>.json.
-        division: The division of the submission; by default as the file says, or open.
-        fields: Fields to set instead of what was found out.
+        division: The division of the submission; in a new file open by default.
+        fields: Fields to set. In a file that is there, only these change.
+        measure: Measure this machine again, and replace what was measured before.
         replace: Write the file anew, whatever it holds.
     """
     from compliance.doctor.system_file import renew
@@ -159,9 +161,8 @@ def system(
     for name, equals, _ in pairs:
         if not equals:
             raise ValueError(f"--set {name}: expected KEY=VALUE, such as number_of_nodes=8")
-    given = {name: value for name, _, value in pairs}
-    # Left out where it was not given: a file that is there then keeps its own.
-    for text in renew(out, ({"division": division} if division else {}) | given, replace=replace):
+    given = ({"division": division} if division else {}) | {name: value for name, _, value in pairs}
+    for text in renew(out, given, measure_again=measure, replace=replace):
         say(text)
     say(out)
     return 0
