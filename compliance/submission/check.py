@@ -6,9 +6,10 @@ seed, is added to the verdict of that log. Of ten logs one may fail: it counts a
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,8 @@ from compliance.log.rules import SUBMISSION_RUNS
 from compliance.log.run import LoggedRun
 from compliance.official import package as official_package
 from compliance.official.package import Answer
-from compliance.submission.description import Description, description_findings, read_description
+from compliance.submission.agreement import against_logs
+from compliance.submission.description import description_findings, read_description
 from console.text import visible
 
 HYPERPARAMETERS = tuple(
@@ -64,12 +66,14 @@ class FolderRun:
         verdict: of the log by itself.
         logged: the run as its log tells it.
         seeds: its seed records.
+        digest: of the lines with its records; empty without records.
         findings: what the other logs have against this one.
     """
 
     verdict: Verdict
     logged: LoggedRun
     seeds: tuple[Record, ...] = ()
+    digest: bytes = b""
     findings: list[Finding] = field(default_factory=list)
 
     @property
@@ -140,7 +144,9 @@ def _read_run(path: Path, ruleset: str) -> FolderRun:
         finding = Finding(None, "", "log format", found, "put the log itself in its place")
         # So that the other logs are still held against each other.
         return FolderRun(Verdict(path, ruleset, "fail", (finding,), None, None), LoggedRun())
-    return FolderRun(check_log(log, ruleset), log.run, tuple(log.all("seed")))
+    # By the records and not by the file, so that a copy is one in gzip or with another comment, too.
+    digest = hashlib.sha256(b"\n".join(line for _, line in log.evidence)).digest() if log.evidence else b""
+    return FolderRun(check_log(log, ruleset), log.run, tuple(log.all("seed")), digest)
 
 
 def _division(runs: Sequence[FolderRun]) -> rules.Division:
@@ -164,13 +170,14 @@ def _check_folder(
             if PACKED in run.verdict.findings:
                 # A copy with the severity that a submission gives it: the official tools would read no record in it.
                 run.object(replace(PACKED, severity="error"))
-    _compare_settings(runs, division)
-    _compare_seeds(runs, division, folder.severity)
+    originals = _without_copies(runs)
+    _compare_settings(originals, division)
+    _compare_seeds(originals, division, folder.severity)
     findings = [
         *layout_findings(folder, SUBMISSION_RUNS),
         *description_missing(folder),
         *power_findings(folder),
-        *_overlaps(runs),
+        *_overlaps(originals),
     ]
     if any(not run.complete_verdict.passed for run in runs):
         findings.append(_failed_runs(runs, answer))
@@ -181,6 +188,17 @@ def _check_folder(
         findings.append(Finding(None, "", f"mlperf-logging, ruleset {ruleset}", found, "see its message"))
     verdict = Verdict(folder.path, ruleset, answer.outcome, tuple(findings), None, None)
     return [verdict, *(run.complete_verdict for run in runs)]
+
+
+def _without_copies(runs: Sequence[FolderRun]) -> list[FolderRun]:
+    """Add to each copy of an earlier log that it is one, and return the other runs."""
+    originals: dict[bytes, FolderRun] = {}
+    for run in runs:
+        original = originals.setdefault(run.digest, run) if run.digest else run
+        if original is not run:
+            found = f"{run.name} is a copy of {original.name}: all records are the same, expected a run of its own"
+            run.findings.append(Finding(None, "", "TR 12", found, "remove the copy, and run again"))
+    return [run for run in runs if originals.get(run.digest, run) is run]
 
 
 def _compare_settings(runs: Sequence[FolderRun], division: rules.Division) -> None:
@@ -332,54 +350,13 @@ def _check_description(path: Path, runs: Sequence[FolderRun], answer: Answer, ru
     description = read_description(path)
     findings = [*description_findings(description, ruleset)]
     if runs and not description.fault:
-        findings += _against_logs(description, runs)
+        findings += against_logs(description, [run.logged for run in runs])
     if answer.outcome == "fail" and not any(finding.severity == "error" for finding in findings):
         found = (
             f"the official description checker does not accept the description, expected no objection: {answer.message}"
         )
         findings.append(Finding(None, "", f"mlperf-logging, ruleset {ruleset}", found, "see its message"))
     return Verdict(path, ruleset, answer.outcome, tuple(findings), None, None)
-
-
-def _against_logs(description: Description, runs: Sequence[FolderRun]) -> Iterator[Finding]:
-    """Yield what most logs say otherwise than the description."""
-    logged = {key: _usual_text(runs, key) for key, _ in SUBMISSION_KEYS}
-    comparisons: tuple[tuple[str, str, Callable[[str, str], bool], Severity], ...] = (
-        ("division", "submission_division", lambda described, said: described == said, "error"),
-        ("submitter", "submission_org", _alike, "warning"),
-        ("system_name", "submission_platform", _alike, "warning"),
-        (
-            "status",
-            "submission_status",
-            lambda described, said: rules.SYSTEM_STATUSES.get(said) == described,
-            "warning",
-        ),
-    )
-    for name, key, agree, severity in comparisons:
-        described, said = description.text(name), logged[key]
-        # A field that is not there, or what no log says, has been reported or may be absent.
-        if described is None or said is None or agree(described, said):
-            continue
-        if name == "division" and not {described, said} <= {*rules.DIVISIONS}:
-            continue  # its spelling has been reported, here or in the log
-        if name == "status" and (said not in rules.SYSTEM_STATUSES or described not in rules.SYSTEM_STATUSES.values()):
-            continue
-        found = f"value {shown(described)}, expected what the logs say, {key} {shown(said)}"
-        remedy = f"correct {name}, or the setting that is logged as {key}"
-        rule = "SR System description; TR 4" if name == "division" else "SR System description"
-        yield Finding(description.lines.get(name), name, rule, found, remedy, severity=severity)
-
-
-def _usual_text(runs: Sequence[FolderRun], key: str) -> str | None:
-    texts = [run.logged.first[key].value for run in runs if key in run.logged.first]
-    counts = Counter(text for text in texts if isinstance(text, str) and text.strip())
-    return counts.most_common(1)[0][0] if counts else None
-
-
-def _alike(described: str, said: str) -> bool:
-    """Tell whether two names may mean the same: letters and digits of one within the other, in any case."""
-    one, other = ("".join(filter(str.isalnum, name.casefold())) for name in (described, said))
-    return one in other or other in one
 
 
 def _at(record: Record, rule: str, found: str, remedy: str, severity: Severity = "error", more: int = 0) -> Finding:

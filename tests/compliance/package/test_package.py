@@ -384,6 +384,27 @@ def test_a_description_that_will_not_do(ten: Path, changes: dict[str, Any], matc
     assert not (ten / "out").exists()
 
 
+def test_runs_of_another_system_are_not_renamed(ten: Path, tmp_path: Path) -> None:
+    other = shutil.copytree(ten / "runs", tmp_path / "results/old_node/bert")
+    with pytest.raises(
+        ValueError, match=r"old_node/bert holds the runs of 'old_node', but .*node\.json describes 'node'"
+    ):
+        make_package(request(tmp_path, other))
+    assert not (tmp_path / "out").exists()
+    own = shutil.copytree(other, tmp_path / "results/node/bert")
+    assert make_package(request(tmp_path, own)).results.parent.name == "node"
+
+
+def test_a_description_of_other_hardware_than_the_logs_name(tmp_path: Path) -> None:
+    header = {"accelerator": "NVIDIA H100 80GB HBM3", "processes": "8 x 14 threads", "torch": "2.13.0+cu130"}
+    write_series(tmp_path / "runs", PASSING, header=header)
+    with pytest.raises(ValueError, match=r"accelerator_model_name: value 'NVIDIA A100'.*'NVIDIA H100 80GB HBM3'"):
+        make_package(request(tmp_path, accelerator_model_name="NVIDIA A100"))
+    assert not (tmp_path / "out").exists()
+    made = make_package(request(tmp_path, accelerator_model_name="NVIDIA H100", framework="PyTorch 2.11"))
+    assert "framework" in [finding.key for finding in made.findings]
+
+
 def test_no_description(ten: Path) -> None:
     wanted = request(ten)
     wanted.system.write_text("{")
