@@ -4,6 +4,8 @@
 <org>/results/<system>/bert/result_<n>.txt   its logs
 <org>/benchmarks/                            its source
 
+A round is a folder of such submissions.
+
 A results folder on its own, results/<system>/bert beside results/systems, is laid out alike and called bare: its runs
 may still be growing. Folders behind symbolic links are not entered in a submission, and no search goes on without end.
 """
@@ -122,7 +124,7 @@ def find(path: Path) -> Tree:
         raise ValueError(f"{path}: no such folder, expected a log, results/<system>/bert, or a folder above it")
     if (path / "results").is_dir():  # a submission, or what holds results/
         # A folder that only holds results/ is no submission: its runs may still be growing.
-        submission = path if any((path / name).is_dir() for name in ("systems", "benchmarks")) else None
+        submission = path if _is_submission(path) else None
         found = _of_results(path / "results", submission)
     elif any(map(_is_benchmark, _folders(path, None))):  # results/<system>
         submission = _submission_above(path, 2)
@@ -142,6 +144,25 @@ def find(path: Path) -> Tree:
         # Each once, as a system may have several folders of BERT.
         descriptions = list(dict.fromkeys(folder.description for folder in found if folder.description.is_file()))
     return Tree(path, submission, tuple(found), tuple(descriptions))
+
+
+def find_all(path: Path) -> list[Tree]:
+    """The submissions of a round, <round>/<org>, that hold results of BERT; for any other folder what `find` finds.
+
+    Raises:
+        ValueError: see `find`.
+    """
+    # Folders behind links may lead out of the round, and back into it.
+    submissions = [folder for folder in _folders(path, path) if _is_submission(folder)]
+    if not submissions or (path / "results").is_dir() or any(map(_is_counted, _entries(path))):
+        return [find(path)]
+    trees = []
+    for submission in submissions:
+        with suppress(ValueError):  # its results are of other benchmarks
+            trees.append(find(submission))
+    if not trees:
+        raise ValueError(f"{path}: no logs of {BENCHMARK} in the {counted(len(submissions), 'submission')} below it")
+    return trees
 
 
 def layout_findings(folder: BenchmarkFolder, runs: int) -> Iterator[Finding]:
@@ -249,6 +270,10 @@ def power_findings(folder: BenchmarkFolder) -> Iterator[Finding]:
         (few, odd), *_ = sorted(kinds.items(), key=lambda item: len(item[1]))
         found = f"power/{odd[0]} holds {few[0]} nodes and {few[1]} switches, expected as many as in the other runs"
         yield Finding(None, "", "power measurement rules", found, "add what the meters wrote in this run")
+
+
+def _is_submission(path: Path) -> bool:
+    return (path / "results").is_dir() and any((path / name).is_dir() for name in ("systems", "benchmarks"))
 
 
 def _of_results(results: Path, submission: Path | None) -> list[BenchmarkFolder]:

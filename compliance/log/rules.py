@@ -23,6 +23,8 @@ Phase = Literal["before", "init", "ready", "run", "done"]
 # so that its package checker reports success without reading a log.
 RULESETS = ("1.0.0", "1.1.0", "2.0.0", "2.1.0", "3.0.0", "3.1.0", "4.0.0", "4.1.0", "5.0.0")
 NEWEST_RULESET = RULESETS[-1]
+AUTO = "auto"
+"""In place of a ruleset: the newest one that accepts the log."""
 DIVISIONS: tuple[Division, ...] = ("closed", "open")
 SYSTEM_STATUSES = {
     "onprem": "Available on-premise",

@@ -205,6 +205,8 @@ def load_results(folder: Path, ruleset: str = rules.NEWEST_RULESET) -> Results:
     """
     logs = numbered_logs(folder)
     verdicts = {verdict.path: verdict for verdict in check_paths([folder], ruleset)}
+    # Under "auto" the check has chosen one for the folder.
+    ruleset = verdicts[folder].ruleset
     runs: list[ReportedRun] = []
     for number, path in logs:  # result_1.txt and result_01.txt are two runs of one number
         log = read_log(path)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from compliance.folders import (
     BenchmarkFolder,
     Tree,
     description_missing,
-    find,
+    find_all,
     layout_findings,
     power_findings,
     repository_findings,
@@ -96,16 +96,24 @@ class FolderRun:
 
 
 def check_paths(paths: Iterable[Path], ruleset: str = rules.NEWEST_RULESET) -> list[Verdict]:
-    """Check logs and folders: a benchmark folder, a system, a results folder, a submission; "-" is a log on standard input.
+    """Check logs and folders: a benchmark folder, a system, a results folder, a submission, a round of submissions.
+
+    Args:
+        paths: "-" is a log on standard input.
+        ruleset: under `rules.AUTO` each log or benchmark folder gets the newest ruleset that accepts it.
 
     Raises:
         ValueError: no such path or ruleset, a folder without logs, or the official checker is not installed.
     """
-    rules.check_ruleset(ruleset)
+    if ruleset != rules.AUTO:
+        rules.check_ruleset(ruleset)
     verdicts: list[Verdict] = []
     for path in paths:
-        is_tree = path != STDIN and path.is_dir()
-        verdicts += _check_tree(find(path), ruleset) if is_tree else [check_file(path, ruleset)]
+        if path == STDIN or not path.is_dir():
+            verdicts.append(check_file(path, ruleset))
+            continue
+        for tree in find_all(path):
+            verdicts += _check_tree(tree, ruleset)
     return verdicts
 
 
@@ -116,24 +124,60 @@ def accepted(verdicts: Sequence[Verdict]) -> bool:
 
 
 def _check_tree(tree: Tree, ruleset: str) -> list[Verdict]:
-    runs = [[_read_run(log, ruleset) for log in folder.logs] for folder in tree.benchmarks]
-    # One division for the folder, as the rules that compare logs differ between the two.
-    divisions: list[rules.Division] = [_division(of_folder) for of_folder in runs]
-    # Bare results may still be growing, which the package checker does not allow for.
-    asked = [*zip(tree.benchmarks, divisions, strict=True)] if tree.submission else []
-    root = tree.path if tree.is_submission else None
-    folder_answers, system_answers, root_answer = official_package.ask(asked, tree.descriptions, root, ruleset)
+    read = [_read_runs(folder, ruleset) for folder in tree.benchmarks]
+    checked = [(folder, runs, chosen) for folder, (runs, chosen) in zip(tree.benchmarks, read, strict=True)]
+    newest = max((chosen for _, _, chosen in checked), key=rules.RULESETS.index)
+    of_description = dict.fromkeys(tree.descriptions, newest)
+    of_description |= {
+        folder.description: chosen for folder, _, chosen in checked if folder.description in of_description
+    }
+    answers = _ask_package_tools(tree, checked, of_description, newest)
     verdicts = []
-    if root_answer:
+    if tree.is_submission:
         findings = tuple(repository_findings(tree))
-        verdicts.append(Verdict(tree.path, ruleset, root_answer.outcome, findings, None, None))
-    for path, answer in zip(tree.descriptions, system_answers, strict=True):
-        described = [of for folder, of in zip(tree.benchmarks, runs, strict=True) if folder.description == path]
-        verdicts.append(_check_description(path, [run for of in described for run in of], answer, ruleset))
-    for index, folder in enumerate(tree.benchmarks):
-        answer = folder_answers[index] if asked else _bare_answer(runs[index])
-        verdicts += _check_folder(folder, runs[index], divisions[index], answer, ruleset)
+        verdicts.append(Verdict(tree.path, newest, answers[tree.path].outcome, findings, None, None))
+    for path, chosen in of_description.items():
+        described = [run for folder, runs, _ in checked if folder.description == path for run in runs]
+        verdicts.append(_check_description(path, described, answers[path], chosen))
+    for folder, runs, chosen in checked:
+        verdicts += _check_folder(folder, runs, answers.get(folder.path) or _bare_answer(runs), chosen)
     return verdicts
+
+
+def _ask_package_tools(
+    tree: Tree,
+    checked: Sequence[tuple[BenchmarkFolder, list[FolderRun], str]],
+    of_description: Mapping[Path, str],
+    newest: str,
+) -> dict[Path, Answer]:
+    """The answers of the official package tools about each folder of a submission, each description, and the root."""
+    answers: dict[Path, Answer] = {}
+    for ruleset in dict.fromkeys([newest, *(chosen for *_, chosen in checked)]):
+        # Bare results may still be growing, which the package checker does not allow for.
+        of_folders = [(folder, runs) for folder, runs, chosen in checked if tree.submission and chosen == ruleset]
+        descriptions = [path for path, chosen in of_description.items() if chosen == ruleset]
+        root = tree.path if tree.is_submission and ruleset == newest else None
+        asked = [(folder, _division(runs)) for folder, runs in of_folders]
+        folders, systems, whole = official_package.ask(asked, descriptions, root, ruleset)
+        answers |= dict(zip((folder.path for folder, _ in of_folders), folders, strict=True))
+        answers |= dict(zip(descriptions, systems, strict=True))
+        answers |= {tree.path: whole} if whole else {}
+    return answers
+
+
+def _read_runs(folder: BenchmarkFolder, ruleset: str) -> tuple[list[FolderRun], str]:
+    """Read and check the logs of a folder under one ruleset; returns it too."""
+    runs = [_read_run(log, ruleset) for log in folder.logs]
+    if ruleset != rules.AUTO:
+        return runs, ruleset
+    # Each log has been checked under the newest ruleset that accepts it. The oldest of these is meant for all logs.
+    accepting = [run.verdict.ruleset for run in runs if run.verdict.passed]
+    if accepting:
+        common = min(accepting, key=rules.RULESETS.index)
+    else:
+        usual = Counter(run.verdict.ruleset for run in runs if run.verdict.ruleset != rules.AUTO).most_common(1)
+        common = usual[0][0] if usual else rules.NEWEST_RULESET
+    return [run if run.verdict.ruleset == common else _read_run(run.verdict.path, common) for run in runs], common
 
 
 def _read_run(path: Path, ruleset: str) -> FolderRun:
@@ -162,9 +206,9 @@ def _bare_answer(runs: Sequence[FolderRun]) -> Answer:
     return Answer("pass" if failed <= (len(runs) >= SUBMISSION_RUNS) else "fail")
 
 
-def _check_folder(
-    folder: BenchmarkFolder, runs: list[FolderRun], division: rules.Division, answer: Answer, ruleset: str
-) -> list[Verdict]:
+def _check_folder(folder: BenchmarkFolder, runs: list[FolderRun], answer: Answer, ruleset: str) -> list[Verdict]:
+    # One division for the folder, as the rules that compare logs differ between the two.
+    division = _division(runs)
     if folder.submission:
         for run in runs:
             if PACKED in run.verdict.findings:

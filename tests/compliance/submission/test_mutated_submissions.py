@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from compliance.folders import find
 from compliance.log.findings import Finding, Verdict
 from compliance.log.schedule import evaluation_interval
 from compliance.official import package as official_package
@@ -243,9 +244,9 @@ ASKED: dict[str, tuple[Mutation, str]] = {
 def test_what_the_official_package_checker_fails_fails_here(root: Path, name: str) -> None:
     mutate, outcome = ASKED[name]
     mutate(root)
-    [folder] = submission.find(root).benchmarks
+    [folder] = find(root).benchmarks
     [answer], _, _ = official_package.ask([(folder, "closed")], [], None, "5.0.0")
     assert answer.outcome == outcome
     runs = [submission._read_run(log, "5.0.0") for log in folder.logs]
-    verdict, *_ = submission._check_folder(folder, runs, "closed", answer, "5.0.0")
+    verdict, *_ = submission._check_folder(folder, runs, answer, "5.0.0")
     assert outcome == "pass" or len(verdict.errors) == 1, verdict.errors
