@@ -262,7 +262,8 @@ def watch(
 def main() -> int:
     """Run the command; returns the exit status."""
     end_in_order()  # also of the installed command, which calls this function
-    return app.main("python -m compliance")
+    installed = Path(sys.argv[0]).name
+    return app.main(installed if installed == "mlperf-bert-compliance" else "python -m compliance")
 
 
 if __name__ == "__main__":

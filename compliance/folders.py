@@ -165,8 +165,12 @@ def find_all(path: Path) -> list[Tree]:
     return trees
 
 
-def layout_findings(folder: BenchmarkFolder, runs: int) -> Iterator[Finding]:
-    """Yield what is wrong with the names and the number of a folder's entries, without opening one."""
+def layout_findings(folder: BenchmarkFolder, runs: int | None) -> Iterator[Finding]:
+    """Yield what is wrong with the names and the number of a folder's entries, without opening one.
+
+    Args:
+        runs: how many logs a submission has; None if these are not meant for one.
+    """
     if not folder.named_right:
         found = f"the folder is named {_name(folder.path)}: the official package checker skips it and reports success"
         yield Finding(
@@ -185,7 +189,7 @@ def layout_findings(folder: BenchmarkFolder, runs: int) -> Iterator[Finding]:
     yield from _layout_warning(elsewhere, fault, "put the file itself in its place")
     count = len(folder.logs)
     # Not where the number is right as soon as the misnamed ones are renamed.
-    if count != runs and count + len(folder.misnamed) != runs:
+    if runs is not None and count != runs and count + len(folder.misnamed) != runs:
         remedy = "add the missing runs" if count < runs else "choose the runs to submit: `python -m compliance package`"
         found = f"{counted(count, 'log')} result_<n>.txt, expected exactly {runs} in a submission"
         yield Finding(None, "", "TR 12; package checker", found, remedy, severity=folder.severity)

@@ -25,7 +25,7 @@ from compliance.log.reader import Log, read_log
 from compliance.log.rules import SUBMISSION_RUNS
 from compliance.log.run import LoggedRun
 from compliance.report.published import PublishedPlace, placement
-from compliance.submission.check import check_paths
+from compliance.submission.check import check_paths, is_for_submission
 from compliance.submission.description import read_description
 
 MIN_RUNS_FOR_SCORE = 3
@@ -134,6 +134,17 @@ class Results:
         if self.score_seconds is None:
             return None
         return self.score_seconds * (self.convergence.scaling if self.convergence else 1.0)
+
+    @property
+    def notice(self) -> str:
+        """Say what this is: runs of this repository are no results; of others' logs only this summary is unofficial."""
+        own = any(run.log.chain.opened for run in self.runs)
+        return rules.NOT_A_RESULT if own else rules.UNOFFICIAL
+
+    @property
+    def for_submission(self) -> bool:
+        """Tell whether the runs may become a submission: open runs of this repository's recipes are not meant to."""
+        return any(is_for_submission(run.logged) for run in self.runs)
 
     @property
     def division(self) -> str | None:

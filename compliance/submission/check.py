@@ -180,6 +180,12 @@ def _read_runs(folder: BenchmarkFolder, ruleset: str) -> tuple[list[FolderRun], 
     return [run if run.verdict.ruleset == common else _read_run(run.verdict.path, common) for run in runs], common
 
 
+def is_for_submission(run: LoggedRun) -> bool:
+    """Tell whether a run may become part of a submission: an open run of this repository's recipes is not meant to."""
+    # Only logs of this repository name their configuration.
+    return run.header.get("config.log.division") != "open"
+
+
 def _read_run(path: Path, ruleset: str) -> FolderRun:
     try:
         log = read_log(path)
@@ -217,8 +223,9 @@ def _check_folder(folder: BenchmarkFolder, runs: list[FolderRun], answer: Answer
     originals = _without_copies(runs)
     _compare_settings(originals, division)
     _compare_seeds(originals, division, folder.severity)
+    is_meant = folder.submission or any(is_for_submission(run.logged) for run in runs)
     findings = [
-        *layout_findings(folder, SUBMISSION_RUNS),
+        *layout_findings(folder, SUBMISSION_RUNS if is_meant else None),
         *description_missing(folder),
         *power_findings(folder),
         *_overlaps(originals),
@@ -248,43 +255,44 @@ def _without_copies(runs: Sequence[FolderRun]) -> list[FolderRun]:
 def _compare_settings(runs: Sequence[FolderRun], division: rules.Division) -> None:
     """Add to each log what it says differently from most."""
     for key, severity in SUBMISSION_KEYS:
-        for run, record, usual in _odd_ones(runs, key):
+        for run, record, usual, named in _odd_ones(runs, key):
             remedy = "keep the logs of one system and entry in a folder"
-            run.object(_at(record, "TR 12", _unlike(record, usual), remedy, severity))
+            run.object(_at(record, "TR 12", _unlike(record, usual, named), remedy, severity))
     severity = "error" if division == "closed" else "warning"
     remedy = "submit runs of one configuration: run this one again"
     apart = set()
-    for run, record, usual in _odd_ones(runs, "global_batch_size"):
+    for run, record, usual, named in _odd_ones(runs, "global_batch_size"):
         apart.add(run.name)
-        run.object(_at(record, "TR 12; RCP checker", _unlike(record, usual), remedy, severity))
-    departures: dict[str, list[tuple[FolderRun, Record, Record]]] = {}
+        run.object(_at(record, "TR 12; RCP checker", _unlike(record, usual, named), remedy, severity))
+    departures: dict[str, list[tuple[FolderRun, Record, Record, str]]] = {}
     # With another batch size goes much else, which need not be said again.
     alike = [run for run in runs if run.name not in apart]
     for key in HYPERPARAMETERS:
         for odd in _odd_ones(alike, key):
             departures.setdefault(odd[0].name, []).append(odd)
-    for (run, record, usual), *others in departures.values():
-        named = ", ".join(other.key for _, other, _ in others)
-        found = _unlike(record, usual) + (f"; {named} likewise" if named else "")
+    for (run, record, usual, named), *others in departures.values():
+        keys = ", ".join(other.key for _, other, *_ in others)
+        found = _unlike(record, usual, named) + (f"; {keys} likewise" if keys else "")
         run.object(_at(record, "TR 9.1; TR 12", found, remedy, severity))
 
 
-def _unlike(record: Record, usual: Record) -> str:
-    return f"value {shown(record.value)}, expected {shown(usual.value)} as in most logs of the folder"
+def _unlike(record: Record, usual: Record, named: str) -> str:
+    return f"value {shown(record.value)}, expected {shown(usual.value)} as in {named}"
 
 
-def _odd_ones(runs: Sequence[FolderRun], key: str) -> Iterator[tuple[FolderRun, Record, Record]]:
-    """Each run whose record of `key` has another value than most, with that record and one of the usual ones."""
+def _odd_ones(runs: Sequence[FolderRun], key: str) -> Iterator[tuple[FolderRun, Record, Record, str]]:
+    """Each run whose record of `key` has another value than most, with that record, a usual one, and whose that is."""
     holders = [(run, run.logged.first[key]) for run in runs if key in run.logged.first]
     counts = Counter(_comparable(record.value) for _, record in holders)
     if len(counts) < 2:
         return
-    # The majority is taken for what was meant.
-    most, _ = counts.most_common(1)[0]
-    usual = next(record for _, record in holders if _comparable(record.value) == most)
+    # The most frequent value is taken for what was meant, the first of several that are equally frequent.
+    most, count = counts.most_common(1)[0]
+    first, usual = next((run, record) for run, record in holders if _comparable(record.value) == most)
+    named = "most logs of the folder" if 2 * count > len(holders) else f"{first.name}: all logs must agree"
     for run, record in holders:
         if _comparable(record.value) != most:
-            yield run, record, usual
+            yield run, record, usual, named
 
 
 def _comparable(value: Any) -> object:

@@ -312,6 +312,18 @@ def test_the_odd_log_is_the_one_unlike_most(bare: Path) -> None:
     assert found == {"result_0.txt": ["submission_org"], "result_6.txt": ["submission_org"]}
 
 
+def test_without_a_majority_no_value_is_called_that_of_most_logs(bare: Path) -> None:
+    folder = bare / SYSTEM / "bert"
+    for number in range(5, 10):
+        change(folder / f"result_{number}.txt", value("opt_base_learning_rate", 1e-3))
+    found = findings_by_log(folder)
+    texts = [finding.found for number in range(5, 10) for finding in found[f"result_{number}.txt"]]
+    assert len(texts) == 5
+    assert all("result_0.txt" in text and "most" not in text for text in texts)
+    change(folder / "result_5.txt", value("opt_base_learning_rate", 4.25e-4))
+    assert "most logs" in findings_by_log(folder)["result_6.txt"][0].found
+
+
 def test_numbers_are_compared_as_numbers() -> None:
     assert submission._comparable(448) == submission._comparable(448.0)
     assert submission._comparable("448") != submission._comparable(448)
