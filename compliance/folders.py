@@ -252,30 +252,6 @@ def repository_findings(tree: Tree) -> Iterator[Finding]:
             yield Finding(None, "", REPOSITORY, f"{first} {fault}", remedy, severity=severity, more=len(paths) - 1)
 
 
-def power_findings(folder: BenchmarkFolder) -> Iterator[Finding]:
-    """Check that power/ holds the measurements of each run, of as many nodes and switches each."""
-    power = folder.path / "power"
-    if not power.is_dir():
-        return
-    kinds: dict[tuple[int, int], list[str]] = {}
-    for log in folder.logs:
-        names = [entry.name for entry in _entries(power / log.stem)]
-        nodes = sorted(name for name in names if re.fullmatch(r"node_\d+\.txt", name))
-        switches = sorted(name for name in names if re.fullmatch(r"sw_\d+\.txt", name))
-        expected = [f"node_{i}.txt" for i in range(len(nodes))], [f"sw_{i}.txt" for i in range(len(switches))]
-        # In the order of texts, in which node_10 comes before node_2.
-        if not nodes or (nodes, switches) != (sorted(expected[0]), sorted(expected[1])):
-            found = f"power/{log.stem} is not whole, expected node_0.txt and on, one a node, and sw_0.txt and on"
-            yield Finding(None, "", "power measurement rules", found, "add what the meters wrote in this run")
-            return
-        kinds.setdefault((len(nodes), len(switches)), []).append(log.stem)
-    if len(kinds) > 1:
-        # The rarest kind is taken for the odd one.
-        (few, odd), *_ = sorted(kinds.items(), key=lambda item: len(item[1]))
-        found = f"power/{odd[0]} holds {few[0]} nodes and {few[1]} switches, expected as many as in the other runs"
-        yield Finding(None, "", "power measurement rules", found, "add what the meters wrote in this run")
-
-
 def _is_submission(path: Path) -> bool:
     return (path / "results").is_dir() and any((path / name).is_dir() for name in ("systems", "benchmarks"))
 

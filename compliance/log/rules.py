@@ -37,9 +37,7 @@ RUN_STATUSES = ("success", "aborted")
 
 NOT_A_RESULT = "Not an MLPerf result: not reviewed and not verified by MLCommons."
 """Notice in everything that is made here (TR 1)."""
-UNOFFICIAL = (
-    "Unofficial: computed from the logs by this program. MLCommons publishes the official results."
-)
+UNOFFICIAL = "Unofficial: computed from the logs by this program. MLCommons publishes the official results."
 """Notice about the logs of other software, which may be those of a published result."""
 
 QUALITY_TARGET = 0.720

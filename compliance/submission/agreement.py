@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from compliance.log import rules
 from compliance.log.findings import Finding, Severity, shown
@@ -42,7 +42,7 @@ def against_logs(description: Description, runs: Sequence[LoggedRun]) -> Iterato
     yield from _against_heads(description, [run.header for run in runs])
 
 
-def _against_heads(description: Description, heads: Sequence[dict[str, str]]) -> Iterator[Finding]:
+def _against_heads(description: Description, heads: Sequence[Mapping[str, str]]) -> Iterator[Finding]:
     """Yield the fields of hardware and software that differ from the heads of this repository's logs."""
     said = {
         key: _usual([head.get(key) for head in heads]) or "" for key in ("accelerator", "cpu", "torch", "processes")

@@ -23,7 +23,6 @@ from compliance.folders import (
     description_missing,
     find_all,
     layout_findings,
-    power_findings,
     repository_findings,
 )
 from compliance.log import rules
@@ -227,7 +226,6 @@ def _check_folder(folder: BenchmarkFolder, runs: list[FolderRun], answer: Answer
     findings = [
         *layout_findings(folder, SUBMISSION_RUNS if is_meant else None),
         *description_missing(folder),
-        *power_findings(folder),
         *_overlaps(originals),
     ]
     if any(not run.complete_verdict.passed for run in runs):
