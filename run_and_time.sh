@@ -166,6 +166,7 @@ while True:
         print(probe.getsockname()[1])
         break'
 
+trap '' PIPE # the reader of the output may end, as `| tee` does: runs go on without it
 claims=$(mktemp -d)
 trap 'rm -rf "$claims"' EXIT
 results=() status=0
@@ -189,9 +190,13 @@ for ((run = 1; run <= runs && !stopped; run++)); do
     launcher+=(-m torch.distributed.run --nproc-per-node "$NPROC" --nnodes "$nodes" --node-rank "$node")
     launcher+=(--master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" --log-dir "$claims") # or it leaves a folder in /tmp
   fi
-  supervise env MLPERF_BERT_CLAIM="$claim" "${launcher[@]}" "${train[@]}" "${settings[@]}" "${cache[@]}" || status=$?
+  supervise tied env MLPERF_BERT_CLAIM="$claim" "${launcher[@]}" "${train[@]}" "${settings[@]}" "${cache[@]}" || status=$?
+  ((status <= 128)) || await_ranks "$claim" # a signal has ended the launcher
   [[ ! -s $claim ]] || results+=("$(<"$claim")")
   claim=
+  ((status > 128)) || continue
+  ((stopped)) || echo "warning: signal $((status - 128)) has ended run $run: no further runs are started" >&2 || true
+  break
 done
 
 if ((${#results[@]})); then # on the first node

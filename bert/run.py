@@ -4,7 +4,9 @@ import os
 import shlex
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -28,7 +30,7 @@ from bert.parallel.mesh import Mesh, join_mesh, leave_mesh, require_gpus
 from bert.parallel.model_state import model_state
 from bert.parallel.watchdog.watchdog import FAULT_STATUS
 from bert.setup import build_run, capturing, log_settings
-from console.program import complain, say
+from console.program import complain, drop_lost_output, say
 from console.version import commit
 
 __all__ = ["Forecast", "Look", "leave_mesh", "run"]
@@ -123,6 +125,7 @@ def _timed_run(
     # The watchdog ends inside of the log, since the last lines there may be about a fault.
     # Graphs are reset outside of the watchdog, which first tells other ranks of an error.
     with log, capturing(config, mesh) as capturer, ended_together(config, mesh, log) as watchdog:
+        drop_lost_output(partial(_note_lost_output, log))
         if mesh.is_main:
             claim(inputs.result)
             say(f"log in {inputs.result}")
@@ -168,6 +171,11 @@ def _left_out(config: Config) -> list[str] | None:
     if config.training.leave_out_stragglers is None or config.checkpoint.folder is None:
         return None
     return left_out_hosts(config.checkpoint.folder)
+
+
+def _note_lost_output(log: MLLog, text: str) -> None:
+    with suppress(ValueError):  # the log is closed already
+        log.line(f"# {text}")
 
 
 def _note_changes(before: World, world: World, mesh: Mesh, log: MLLog, look: Look | None) -> None:

@@ -5,6 +5,7 @@ import io
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from tokenize import TokenError
 
 import numpy as np
 from numpy.typing import NDArray
@@ -129,7 +130,7 @@ def read_lengths(path: Path, count: int, sha256: str) -> NDArray[np.uint16]:
     try:
         # allow_pickle: an array of objects would be a pickle, which can run code.
         lengths = np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
-    except (ValueError, EOFError) as error:
+    except (ValueError, EOFError, TypeError, RecursionError, TokenError) as error:  # NumPy parses the header as Python
         raise ValueError(f"{path}: {error}; {REMEDY}") from None
     if lengths.dtype != np.dtype("<u2") or lengths.shape != (count, 2):
         raise ValueError(f"{path}: {lengths.dtype} {lengths.shape}, expected uint16 ({count}, 2); {REMEDY}")
