@@ -4,10 +4,10 @@
 #   launch/bind.sh COMMAND [ARGUMENT...]
 #
 # The local rank comes from the launcher (LOCAL_RANK, SLURM_LOCALID, OMPI_COMM_WORLD_LOCAL_RANK). GPU i is the i-th NVIDIA
-# display device in the order of PCI addresses, as with CUDA_DEVICE_ORDER=PCI_BUS_ID, which is set. Processes that share a
-# NUMA node split its cores; without GPUs or NUMA, all processes split the allowed cores. A core's hardware threads stay
-# together. Memory comes from the same NUMA node first. Where nothing is known, and without a local rank, the command runs
-# unbound. OMP_NUM_THREADS stays as it is if it is set. NCCL chooses the network cards: NCCL_IB_HCA must be the same on all
+# display device in the order of PCI addresses, as with CUDA_DEVICE_ORDER=PCI_BUS_ID, which is set, or the i-th number in
+# CUDA_VISIBLE_DEVICES. Processes that share a NUMA node split its cores; without GPUs or NUMA, with GPUs of several kinds, or
+# with GPUs named otherwise, all processes split the allowed cores. A core's hardware threads stay together. Memory comes
+# from the same NUMA node first. Without a local rank, the command runs unbound. OMP_NUM_THREADS stays as it is if it is set. NCCL chooses the network cards: NCCL_IB_HCA must be the same on all
 # ranks. BIND=off binds nothing, BIND=show prints what would be done. SYSFS (default /sys) is where the topology is read.
 set -euo pipefail
 # shellcheck source=launch/environment.sh
@@ -43,6 +43,13 @@ numa_node() { value "$sys/bus/pci/devices/$1/numa_node"; }
 
 allowed=$(expand "${ALLOWED_CPUS:-$(sed -n 's/^Cpus_allowed_list:[[:space:]]*//p' /proc/self/status)}")
 mapfile -t gpus < <(pci_devices 0x03 0x10de)
+# CUDA puts the fastest of unlike GPUs first, and only numbers tell which ones are visible.
+kinds=$(for gpu in "${gpus[@]}"; do value "$sys/bus/pci/devices/$gpu/device"; done | sort -u | wc -l)
+if ((kinds > 1)) || [[ ! ${CUDA_VISIBLE_DEVICES:-0} =~ ^[0-9]{1,3}(,[0-9]{1,3})*$ ]]; then
+  gpus=()
+elif [[ ${CUDA_VISIBLE_DEVICES-} ]]; then
+  mapfile -t gpus < <(for number in ${CUDA_VISIBLE_DEVICES//,/ }; do echo "${gpus[10#$number]-}"; done)
+fi
 node='' position=$rank sharers=$ranks
 if ((${#gpus[@]} >= ranks)); then
   node=$(numa_node "${gpus[rank]}")

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
+from console.files import is_private
 from tests.conftest import REPOSITORY
 from tests.e2e.test_scripts import environment, one_error, start
 
@@ -63,8 +64,8 @@ class Machine:
         )
         return done.stdout
 
-    def cores(self, rank: int, ranks: int, allowed: str) -> set[int]:
-        found = re.search(r"(?:--physcpubind=|--cpu-list )([\d,]+)", self.binding(rank, ranks, allowed))
+    def cores(self, rank: int, ranks: int, allowed: str, **env: str) -> set[int]:
+        found = re.search(r"(?:--physcpubind=|--cpu-list )([\d,]+)", self.binding(rank, ranks, allowed, **env))
         assert found
         return {int(cpu) for cpu in found[1].split(",")}
 
@@ -96,6 +97,22 @@ def test_gpus_that_sit_unevenly_share_their_own_nodes_cores(machine: Machine) ->
     machine.gpu("pci0000:80/0000:80:03.0/0000:04:01.0", numa=1)
     cores = [machine.cores(rank, 5, "0-15") for rank in range(5)]
     assert cores == [{4, 12}, {5, 13}, {6, 7, 14, 15}, {0, 1, 8, 9}, {2, 3, 10, 11}]
+
+
+def test_visible_gpus_decide(machine: Machine) -> None:
+    def cores(visible: str) -> list[set[int]]:
+        return [machine.cores(rank, 2, "0-15", CUDA_VISIBLE_DEVICES=visible) for rank in range(2)]
+
+    first, second = {0, 1, 2, 3, 8, 9, 10, 11}, {4, 5, 6, 7, 12, 13, 14, 15}
+    assert cores("3,0") == [first, second]
+    assert cores("0,1") == [{4, 5, 12, 13}, {6, 7, 14, 15}]
+    evenly = [first, second]  # of all cores
+    assert cores("GPU-8f2b3c,GPU-1d2e3f") == cores("a[$(touch opened)]") == cores("7,8") == evenly
+    # Of several kinds: CUDA's own order is by speed.
+    machine.write("devices/pci0000:80/0000:80:01.0/0000:01:00.0/device", "0x1fb0")
+    machine.write("devices/pci0000:80/0000:80:02.0/0000:02:00.0/device", "0x2330")
+    assert cores("") == evenly
+    assert "CUDA_DEVICE_ORDER" not in machine.binding(0, 2, "0-15")
 
 
 def test_processes_stay_on_the_cores_they_were_given(machine: Machine) -> None:
@@ -158,7 +175,7 @@ def docker(cwd: Path, *arguments: str, **env: object) -> subprocess.CompletedPro
 
 
 def test_docker_gets_folders_user_and_arguments(engine: Path, tmp_path: Path) -> None:
-    folders = {"DATA": tmp_path / "data", "RESULTS": tmp_path / "my results"}
+    folders = {"DATA": tmp_path / "data", "RESULTS": tmp_path / "my results", "CACHE": tmp_path / "kept"}
     done = docker(tmp_path, "tiny_cpu", "2", "--", "--log.run", "5", ENGINE=engine, **folders)
     given = done.stdout.splitlines()
     assert done.returncode == 3
@@ -168,12 +185,16 @@ def test_docker_gets_folders_user_and_arguments(engine: Path, tmp_path: Path) ->
     assert given[given.index("--security-opt") + 1] == "no-new-privileges"
     assert "--tty" not in given
     assert (tmp_path / "my results").is_dir()
+    # The home folder, in which Triton keeps what it has compiled, outlives the container.
+    assert f"{tmp_path}/kept:/cache" in given
+    assert "HOME=/cache" in given
+    assert is_private(tmp_path / "kept")
 
 
 def test_docker_gets_gpus_where_there_are_some(engine: Path, tmp_path: Path) -> None:
     (engine.parent / "nvidia-smi").symlink_to("/bin/true")
     (engine.parent / "podman").symlink_to(engine)
-    folders = {"DATA": tmp_path, "RESULTS": tmp_path, "PATH": f"{engine.parent}:{os.environ['PATH']}"}
+    folders = {"DATA": tmp_path, "RESULTS": tmp_path, "CACHE": tmp_path, "PATH": f"{engine.parent}:{os.environ['PATH']}"}
     assert "--gpus\nall\n" in docker(tmp_path, ENGINE="docker", **folders).stdout
     assert "nvidia.com/gpu=all" in docker(tmp_path, ENGINE="podman", **folders).stdout
 
