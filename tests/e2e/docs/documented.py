@@ -26,6 +26,7 @@ SHORT = " --training.max-samples 320 --evaluation.interval-samples 320 --evaluat
 ON_A_CPU = "env -u TRITON_INTERPRET python benchmarks/gpu.py --device cpu --tiny --out results/gpu"
 SHORTENED = {
     "./run_tests.sh": "./run_tests.sh --collect-only --numprocesses 0 tests/test_imports.py",  # this is that command
+    "PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu ./run_and_time.sh": "./run_and_time.sh --prepare",
     "./run_and_time.sh tiny_cpu 3": "NPROC=1 ./run_and_time.sh tiny_cpu 2 --" + EASY,
     "NPROC=2 ./run_and_time.sh tiny_cpu 1 -- --parallel.tensor 2": (
         "NPROC=2 ./run_and_time.sh tiny_cpu 1 -- --parallel.tensor 2" + EASY
