@@ -10,7 +10,7 @@ import re
 import subprocess
 import venv
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -201,7 +201,8 @@ def capturing(context: Context, monkeypatch: pytest.MonkeyPatch) -> Iterator[Con
 
 def test_every_micro_batch_of_a_measured_step_is_captured(capturing: Context) -> None:
     ceilings = Ceilings(None, None, None)
-    for config, micro in gpu_step._sizes(capturing):
+    four, _, _, one, _ = gpu_step._sizes(capturing)  # as many micro-batches a step
+    for config, micro in (four, one):
         assert gpu_step.rate(capturing, "x", config, micro, ceilings).figure
     gpu_step._losses(capturing, "bf16")
 
@@ -234,15 +235,7 @@ def test_what_can_be_captured_is_timed_as_a_replay(capturable: bool, monkeypatch
         def elapsed_time(self, _stop: "Event") -> float:
             return 7.0
 
-    class Capturer(Recording):
-        def __init__(self, _device: torch.device) -> None:
-            super().__init__()
-
-        def prepare(self, function: Callable[[], None]) -> Callable[[], None]:
-            super().prepare(function)
-            return lambda: done.append("replay")
-
-    monkeypatch.setattr(timing, "CudaCapturer", Capturer)
+    monkeypatch.setattr(timing, "replay_of", lambda _device, _work: lambda: done.append("replay"))
     monkeypatch.setattr(contest, "flush_buffer", lambda _: torch.empty(1))
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "_sleep", lambda _: None)
