@@ -27,7 +27,7 @@ from bert.parallel.joining.left_out import LeftOut, left_out_hosts
 from bert.parallel.mesh import Mesh, join_mesh, leave_mesh
 from bert.parallel.model_state import model_state
 from bert.parallel.watchdog.watchdog import FAULT_STATUS
-from bert.setup import build_run, log_settings
+from bert.setup import build_run, capturing, log_settings
 from console.program import complain, say
 from console.version import commit
 
@@ -118,7 +118,8 @@ def _timed_run(
         log, files = create_log(result_folder(config), config.log.run)
         inputs = replace(inputs, **files._asdict())
     # The watchdog ends inside of the log, since the last lines there may be about a fault.
-    with log, ended_together(config, mesh, log) as watchdog:
+    # Graphs are reset outside of the watchdog, which first tells other ranks of an error.
+    with log, capturing(config, mesh) as capturer, ended_together(config, mesh, log) as watchdog:
         if mesh.is_main:
             claim(inputs.result)
             say(f"log in {inputs.result}")
@@ -133,7 +134,7 @@ def _timed_run(
         # The rules count the initialisation from before the model is made (TR 11).
         log.init_start()
         log_settings(log, config, inputs, mesh, seed)
-        timed = build_run(config, inputs, mesh, log, interruption, world, seed, resumed)
+        timed = build_run(config, inputs, mesh, log, interruption, world, seed, resumed, capturer)
         with timed.reporter:
             log.init_stop()
             # Takes milliseconds, so it comes before the clock.
@@ -146,6 +147,8 @@ def _timed_run(
             with watchdog.getting_on(timed.stopwatch.tracker):
                 status = train(timed)
         timed.loader.close()
+        if capturer is not None:
+            _note_uncaptured(timed.step.uncaptured_batches, mesh, log)
         if config.save_checkpoint:
             # All ranks gather, one writes.
             model = timed.step.gather_whole_model()
@@ -174,6 +177,19 @@ def _note_changes(before: World, world: World, mesh: Mesh, log: MLLog, look: Loo
         log.line(f"# {line}")
         if mesh.is_main:
             say(line)
+
+
+def _note_uncaptured(batches: int, mesh: Mesh, log: MLLog) -> None:
+    """Warn if micro-batches of any rank ran without a CUDA graph."""
+    batches = int(all_reduce_sum_(torch.tensor([batches], device=mesh.device)).item())
+    if batches:
+        text = (
+            f"{batches:,} of the ranks' micro-batches ran without a CUDA graph, and slower, because one that ran at the "
+            "same time was larger than every captured shape"
+        )
+        log.line(f"# warning: {text}")
+        if mesh.is_main:
+            complain(text, "warning")
 
 
 def _stopped_for_others(interruption: Interruption, mesh: Mesh) -> bool:

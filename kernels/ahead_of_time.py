@@ -1,6 +1,6 @@
 """Compile every Triton kernel for GPUs that need not be there, and say what it costs them.
 
-    python -m kernels.ahead_of_time [--out docs/kernel_costs.md]
+    python -m kernels.ahead_of_time
 
 Each module of ``kernels/triton/`` lists the configurations that it can choose in ``configurations()``. Registers, spilled
 bytes and shared memory come from the compiler and cuobjdump that ship with Triton. Neither a GPU nor its driver is needed,
@@ -19,7 +19,6 @@ import tempfile
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import kernels.triton
@@ -40,7 +39,6 @@ INSTRUCTIONS = {
 """Kinds of instruction that a kernel's speed hangs on, and how PTX begins them: products by the tensor cores of sm_80, sm_90
 and sm_100, asynchronous copies, accesses of 16 bytes, and, which are slow, operations in double precision."""
 
-BEGIN, END = "<!-- kernels.ahead_of_time writes from here -->", "<!-- to here -->"
 _ALIGNED = ["tt.divisibility", 16]
 
 
@@ -173,35 +171,18 @@ def table(costs: Sequence[Cost]) -> str:
     return "\n".join([head, "|---" * len(cells[0]) + "|", *body])
 
 
-def rewrite(page: Path, text: str) -> None:
-    """Put ``text`` between the two markers of a page. ValueError where it does not have them."""
-    before, begin, rest = page.read_text(encoding="utf-8").partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not (begin and end):
-        raise ValueError(f"{page} has no place for the table: it needs the lines {BEGIN} and {END}")
-    page.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}", encoding="utf-8")
-
-
 def main(arguments: Sequence[str]) -> int:
-    """Compile, print, and write if asked; 1 when a configuration spills or does not fit, 2 for a wrong setting."""
+    """Compile and print; 1 when a configuration spills or does not fit, 2 for a wrong setting."""
     if arguments[:1] == ["--version"]:
         from console.version import version_line  # of the program alone, not of those who import a Configuration
 
         print(version_line())
         return 0
     parser = argparse.ArgumentParser("python -m kernels.ahead_of_time", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--out", type=Path, help="a page with two markers, between which the table is written")
-    out = parser.parse_args(arguments).out
+    parser.parse_args(arguments)
     try:
         costs = costs_of(all_configurations())
         print(table(costs))
-        if out is not None:
-            import triton
-
-            head = (
-                f"Triton {triton.__version__}; registers of a thread / spilled bytes / KiB of shared memory of a block."
-            )
-            rewrite(out, f"\n{head}\n\n{table(costs)}\n")
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

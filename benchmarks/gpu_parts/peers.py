@@ -19,7 +19,8 @@ from benchmarks.gpu_parts.measuring.timing import measured, release, timed_row
 from benchmarks.gpu_parts.step import rate
 from benchmarks.training.hugging_face import new_model, padded
 from bert.configuration.recipes import RECIPES
-from bert.model import BertForPreTraining, EncoderLayer, LayerNorm
+from bert.layers import EncoderLayer, LayerNorm
+from bert.model import BertForPreTraining
 from dataloading.batches.loader import Batch
 from kernels.reference.ops import summed_embeddings
 

@@ -20,7 +20,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import bert.step_parts
+import bert.build
 import kernels
 import kernels.libraries.pytorch
 from benchmarks import gpu
@@ -238,7 +238,7 @@ def test_inputs_are_those_of_training_by_type_and_alignment(tmp_path: Path, monk
     norm = kernels.libraries.pytorch.dropout_add_layer_norm
     keeping_type = lambda x, *more: norm(x, *more).to(x.dtype)  # noqa: E731, as Triton's does
     monkeypatch.setattr(kernels.libraries.pytorch, "dropout_add_layer_norm", keeping_type)
-    monkeypatch.setattr(bert.step_parts, "accumulates_products", lambda _device, precision: precision == "bf16")
+    monkeypatch.setattr(bert.build, "accumulates_products", lambda _device, precision: precision == "bf16")
     scale = replace(TINY, model=replace(TINY.model, vocab_size=502))
     context = Context(CPU, scale, PartReport(tmp_path / "part.json", {}))
     seen: dict[str, set[tuple[object, ...]]] = defaultdict(set)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kernels import ahead_of_time
-from kernels.ahead_of_time import BEGIN, END, Cost
+from kernels.ahead_of_time import Cost
 from kernels.configuration import SHARED_MEMORY_LIMITS
 
 pytestmark = pytest.mark.slow
@@ -143,17 +143,3 @@ def test_one_row_a_configuration_and_one_column_an_architecture() -> None:
 )
 def test_what_fits(capability: int, changes: dict[str, int], fits: bool) -> None:
     assert cost(capability, **changes).fits is fits
-
-
-def test_only_what_is_between_the_markers_changes(tmp_path: Path) -> None:
-    page = tmp_path / "kernels.md"
-    page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
-    for _ in range(2):
-        ahead_of_time.rewrite(page, "new")
-        assert page.read_text() == f"before\n{BEGIN}\nnew\n{END}\nafter\n"
-    page.write_text(f"{END}\n{BEGIN}\n")
-    with pytest.raises(ValueError, match="no place for the table"):
-        ahead_of_time.rewrite(page, "new")
-    assert page.read_text() == f"{END}\n{BEGIN}\n"
-    text = (REPOSITORY / "docs" / "kernel_costs.md").read_text(encoding="utf-8")
-    assert text.index(BEGIN) < text.index(END)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from benchmarks.gpu_parts.measuring.report import PartReport
-from bert.checkpoints.initial_model import build_model
+from bert.checkpoints.initial_model import draw_model
 from bert.configuration.recipes import RECIPES
 from bert.configuration.sections import ModelConfig
 from bert.cuda_graphs import CudaCapturer
@@ -75,7 +75,7 @@ class Context:
         """Random ones, drawn once a process and kept by the host, where they take no memory of the device."""
         recipe = RECIPES["h100_1x1"]()
         config = replace(recipe, model=self.scale.model, log=replace(recipe.log, division="open"))
-        model = build_model(config, self.mesh, seed=0)
+        model = draw_model(config, self.mesh, seed=0)
         return {name: tensor.cpu() for name, tensor in model.state_dict().items()}
 
     def capturer(self) -> CudaCapturer | None:

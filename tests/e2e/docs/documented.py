@@ -50,7 +50,6 @@ SHORTENED = {
     "./run_and_time.sh own_text_cpu 1 -- --data.initial-checkpoint data/own/model": (
         "./run_and_time.sh own_text_cpu 1 -- --data.initial-checkpoint data/own/model" + SHORT
     ),
-    "python benchmarks/training/attention_ablation.py": "python benchmarks/training/attention_ablation.py --max-samples 64",
     "python benchmarks/data_stages/prepare.py": "python benchmarks/data_stages/prepare.py --rounds 1 --dupe-factor 2 "
     "--text README.md docs/data.md",
     "python benchmarks/check_log.py": "python benchmarks/check_log.py --megabytes 1 --logs 2 --rounds 1",
