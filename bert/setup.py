@@ -170,30 +170,42 @@ def _warmed_up_step(
     torch.manual_seed(seed * mesh.world_size + mesh.rank)
     step.model.seed_dropout(seed * (mesh.world_size // mesh.pipeline) + mesh.dropout_stream)
     batches = made_up_batches(config, train, mesh, shape_buckets)
-    measured = config.training.autotune and mesh.device.type == "cuda"
-    step.warm_up(
-        batches,
-        config.training.warmup_steps,
-        capturer,
-        shape_buckets,
-        lambda run: _choose_implementations(run if measured else None, mesh, log),
-    )
+    choose = None
+    if config.training.autotune and mesh.device.type == "cuda":
+        # As the step will run: by replays of CUDA graphs if it is captured.
+        repeatable = partial(_replay_of, mesh.device) if capturer is not None else autotune.run_once
+        choose = partial(_choose_implementations, mesh=mesh, log=log, repeatable=repeatable)
+    step.warm_up(batches, config.training.warmup_steps, capturer, shape_buckets, choose)
     # After the step: graphs of one pool are made largest first.
     evaluator.warm_up(step.model, step.autocast(), capturer)
     return step
 
 
-def _choose_implementations(step: Callable[[], None] | None, mesh: Mesh, log: MLLog) -> None:
-    """The same on every rank: what is pinned on rank 0's machine, else what is fastest there for what ``step`` calls."""
+def _choose_implementations(
+    step: Callable[[], None], mesh: Mesh, log: MLLog, repeatable: Callable[[autotune.Work], autotune.Work]
+) -> None:
+    """Choose on every rank what is fastest on rank 0 for the calls of ``step``."""
     with autotune.observed() as requests:
-        if step is not None:
-            step()
-    # Measured by one rank: others might find something else to be the fastest.
-    choices = autotune.tune(requests).to_json() if mesh.is_main else ""
-    choices = autotune.Choices.from_json(agreed_text(choices, mesh))
+        step()
+    # Measured by one rank: another rank might find another implementation to be the fastest.
+    choices = autotune.to_json(autotune.tune(requests, repeatable)) if mesh.is_main else ""
+    choices = autotune.from_json(agreed_text(choices, mesh))
     autotune.apply(choices)
-    for line in choices.text().splitlines():
-        log.line(f"# kernels: {line}")
+    for choice in choices:
+        log.line(f"# kernels: {choice}")
+
+
+def _replay_of(device: torch.device, work: autotune.Work) -> autotune.Work:
+    """Run ``work`` and return the replay of its own CUDA graph. Raises what the capture raises, and leaves no trace of it.
+
+    PyTorch (2.13) keeps the pool of a failed capture reserved: the memory of this work, until the process ends.
+    """
+    # Exiting the block restores the stream: a capture that fails leaves its own stream current.
+    with torch.cuda.stream(torch.cuda.current_stream(device)):
+        capturer = CudaCapturer(device)
+        replay = capturer.prepare(work)
+        capturer.capture()
+    return replay
 
 
 def _reporter(

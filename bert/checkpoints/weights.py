@@ -100,7 +100,8 @@ def require_weights(path: Path) -> None:
         )
     if not path.is_file():
         raise ValueError(
-            f"no checkpoint at {path}: set data.initial_checkpoint to a safetensors file or a Hugging Face folder"
+            f"no checkpoint at {path}: `python -m dataloading wikipedia` makes the benchmark's (docs/data.md), or set "
+            "data.initial_checkpoint to a safetensors file or a Hugging Face folder"
         )
 
 

@@ -40,6 +40,7 @@ from console.version import REPOSITORY
 
 DRY_RUN_TIMEOUT_S = 300.0
 VERIFY_TIMEOUT_S = 3600.0
+_MAKE_DATA = "python -m dataloading wikipedia FOLDER... (docs/data.md)"
 
 RESULTS_BYTES = 2**30
 """Free space that the logs and metrics of ten runs need at most."""
@@ -279,7 +280,7 @@ def _check_checkpoint(about: _Examined) -> Iterator[Diagnosis]:
     path = about.checkpoint
     if path is None:
         return
-    remedy = "make it again: docs/checkpoints.md"
+    remedy = f"make it by {_MAKE_DATA}, or by python -m bert.convert (docs/checkpoints.md)"
     try:
         tensors, parameters = read_safetensors_header(path)
     except ValueError as error:
@@ -356,14 +357,14 @@ def _check_data(about: _Examined) -> Iterator[Diagnosis]:
         if folder is None:
             continue
         if not folder.exists():
-            yield fail("data", f"{folder}: no such folder", "make the data: docs/data.md")
+            yield fail("data", f"{folder}: no such folder", f"make the data by {_MAKE_DATA}")
         elif about.intended.quick:
             yield warn("data", f"{folder} was not read through", "leave --quick out once, before the first run")
         else:
             begin = time.monotonic()
             arguments = ("-m", "dataloading", "verify", str(folder.absolute()))
             output = about.host.python(*arguments, timeout_s=VERIFY_TIMEOUT_S)
-            remedy = "make it again, or copy it again: docs/data.md"
+            remedy = f"copy it again, or make it again by {_MAKE_DATA}"
             yield _last_line("data", output, remedy, f"; read in {time.monotonic() - begin:.0f} s")
 
 

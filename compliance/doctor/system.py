@@ -27,6 +27,7 @@ PYTORCH_TIMEOUT_S = 90.0
 # cuDNN counts 8.9.7 as 8907, and 9.1.0 as 90100.
 _ASK_PYTORCH = """
 import json, torch
+from console.cuda import lacks_of_triton
 cudnn = torch.backends.cudnn.version()
 nccl = torch.cuda.nccl.version() if torch.version.cuda and torch.distributed.is_nccl_available() else None
 seen = torch.cuda.is_available()
@@ -39,6 +40,7 @@ print(json.dumps({
     "gpus": torch.cuda.device_count() if seen else 0,
     "architectures": torch.cuda.get_arch_list() if seen else [],
     "capability": list(torch.cuda.get_device_capability()) if seen else None,
+    "Triton lacks": [(lack.found, lack.remedy) for lack in lacks_of_triton()],
 }))
 """
 

@@ -61,9 +61,14 @@ class Context:
         return self.scale is TINY
 
     @property
+    def on_gpu(self) -> bool:
+        """Tell whether this measures a GPU; on a CPU it only shows that the code runs."""
+        return self.device.type == "cuda"
+
+    @property
     def low_precision(self) -> torch.dtype:
-        """bf16, the type that figures are about; fp32 where the scale is tiny."""
-        return torch.float32 if self.tiny else torch.bfloat16
+        """bf16, the type that figures are about; fp32 for the tiny scale on a CPU."""
+        return torch.bfloat16 if self.on_gpu or not self.tiny else torch.float32
 
     @property
     def mesh(self) -> Mesh:
@@ -80,7 +85,7 @@ class Context:
 
     def capturer(self) -> CudaCapturer | None:
         """The capturer of a step, the same as in training, where there is a GPU."""
-        return CudaCapturer(self.device) if self.device.type == "cuda" else None
+        return CudaCapturer(self.device) if self.on_gpu else None
 
     def model(self, config: ModelConfig | None = None) -> BertForPreTraining:
         """A model on the device, to train; all of them start from the same weights."""

@@ -224,10 +224,13 @@ def test_what_a_killed_run_has_left_is_no_checkpoint_and_is_removed(make: Make) 
     (run.folder / "step_00000001").rename(run.folder / ".step_00000001.fedcba9876543210.partial")
     (run.folder / ".step_00000009.0123456789abcdef.partial").mkdir()
     (run.folder / "step_x").mkdir()
+    strangers = [".step_00000003.0123456789abcdef.partial", ".step_00000004.0123456789abcdef.partial"]
+    (run.folder / strangers[0]).write_text("a file")
+    (run.folder / strangers[1]).symlink_to("step_x")
     assert checkpoint_folders(run.folder) == []
     lock = lock_checkpoints(run.folder, patience_s=0)
     assert run.save(2) is None
-    assert sorted(path.name for path in run.folder.iterdir()) == [".lock", "step_00000002", "step_x"]
+    assert sorted(path.name for path in run.folder.iterdir()) == [".lock", *strangers, "step_00000002", "step_x"]
     os.close(lock)
 
 

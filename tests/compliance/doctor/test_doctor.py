@@ -199,6 +199,15 @@ def test_data(tmp_path: Path, name: str, changes: dict[str, Any], expected: list
     expect(look(tmp_path, name, **changes), *expected, about="data")
 
 
+def test_missing_data_and_checkpoint_name_the_command_that_makes_them(tmp_path: Path) -> None:
+    damaged = tmp_path / "damaged.safetensors"
+    damaged.touch()
+    found = look(tmp_path, "h100_1x8", checkpoint=damaged)
+    remedies = {one.subject: one.remedy for one in found if one.state == "fail"}
+    for subject in ("data", "checkpoint"):
+        assert "python -m dataloading wikipedia" in remedies[subject]
+
+
 def test_shards_that_are_linked_from_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "linked_elsewhere", lambda folder: [Path("/dev/shm")] * (folder.name == "train"))
     unread = ["warn data: was not read through"] * 2
