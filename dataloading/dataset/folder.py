@@ -21,13 +21,13 @@ from console.files import atomic_path
 from dataloading.dataset.manifest import (
     LENGTHS_NAME,
     MANIFEST_NAME,
-    WorkPart,
     metadata_names,
     read_lengths,
     read_manifest,
     shard_name,
     write_metadata,
 )
+from dataloading.jobs import WorkPart
 from dataloading.shards.formats import open_shard
 from dataloading.shards.native import write_shard
 from dataloading.shards.samples import SampleBuilder, Samples, concatenate

@@ -113,6 +113,21 @@ def is_aborted(results: Path) -> bool:
     return '"status": "aborted"' in stop
 
 
+@pytest.mark.parametrize("during", [b"--dry-run", b"torch.distributed.run"])
+def test_ctrl_c_before_there_is_a_log_is_one_line(launching_checkout: Path, tmp_path: Path, during: bytes) -> None:
+    settings = ("--", *SHORT, NEVER_REACHED, "--log.results", str(tmp_path))
+    process = begin(launching_checkout / "run_and_time.sh", "tiny_cpu", "1", *settings, cwd=tmp_path, NPROC="2")
+    commands = lambda: map(read, Path("/proc").glob("[0-9]*/cmdline"))  # noqa: E731
+    wait_for(lambda: any(during in command and str(tmp_path).encode() in command for command in commands()))
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 130, output
+    assert [line for line in output.splitlines() if not line.startswith(("==> ", "data/", "verified "))] == [
+        "interrupted"
+    ]
+    assert not list(tmp_path.rglob("result_*"))
+
+
 def test_a_signal_to_another_node_ends_the_run_in_order(launching_checkout: Path, tmp_path: Path) -> None:
     nodes = two_nodes(launching_checkout, NEVER_REACHED, "--log.results", str(tmp_path))
     metrics = tmp_path / "tiny_cpu/bert/metrics_0.jsonl"
