@@ -80,7 +80,7 @@ def test_from_text_says_what_it_made(run: Run, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"--text": "absent.txt"}, "absent.txt: no such file"),
+        ({"--text": "absent.txt"}, "absent.txt: No such file"),
         ({"--text": ""}, "--text names no file"),
         ({"--vocab": "absent.txt"}, "absent.txt: No such file"),
         ({"--vocab": "text.txt"}, "text.txt: 179 tokens without [PAD]"),
