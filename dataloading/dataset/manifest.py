@@ -5,6 +5,7 @@ import io
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from shlex import quote
 
 import numpy as np
 from numpy.typing import NDArray
@@ -108,7 +109,7 @@ def parts_in(folder: Path) -> list[WorkPart]:
 
 def _remedy_without_manifest(folder: Path) -> str:
     if folder.is_dir() and parts_in(folder):
-        return f"it holds parts of a data set: join them by `python -m dataloading merge {folder} ... --out DIR`"
+        return f"it holds parts of a data set: join them by `python -m dataloading merge {quote(str(folder))} ... --out DIR`"
     if folder.is_dir() and any(folder.glob("part*")):
         return "`python -m dataloading index` makes a data set of shards from elsewhere"
     return "name a folder that `python -m dataloading prepare` or `from-text` made"
