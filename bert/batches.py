@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from bert.configuration.config import Config
 from bert.log.mllog import MLLog
 from bert.parallel.mesh import Mesh
+from console.program import complain
 from dataloading.batches.loader import Batch, Loader, batch_of, shape_bucket_of
 from dataloading.batches.loader_choice import choose_loader
 from dataloading.batches.sampler import BatchPlan, MicroBatch
@@ -82,4 +83,7 @@ def build_loader(
     ahead = config.data.prefetch
     choice = choose_loader(config.data.loader, mesh.device, rank_batches, train.lengths, ahead, shape_buckets)
     log.line(f"# {choice}")
+    # Each rank chooses for itself, and the log is rank 0's: the failure of another host's DALI is told there.
+    if choice.is_fallback and mesh.local_rank == 0:
+        complain(choice, "warning")
     return choice.make(train, rank_batches, mesh.device, ahead, shape_buckets)

@@ -14,7 +14,7 @@ from bert.checkpoints.initial_model import first_model
 from bert.checkpoints.training_state import Checkpoints, RunState, restore
 from bert.checkpoints.world import World
 from bert.configuration.config import Config
-from bert.cuda_graphs import CudaCapturer
+from bert.cuda_graphs import CudaCapturer, replay_of
 from bert.evaluation.evaluator import Evaluator
 from bert.guards.interruption import Interruption
 from bert.guards.preflight import Inputs
@@ -154,12 +154,13 @@ def _warmed_up_step(
 
     Where it is captured, the step is for each of ``shape_buckets``, and the evaluation for its own.
     """
-    # On every rank the whole model, which ``TrainingStep`` then divides where ranks share it.
-    model = first_model(config, mesh, seed)
-    for parameter in model.parameters():
+    # On every rank the whole model, of which ``TrainingStep`` takes what the rank has.
+    whole = first_model(config, mesh, seed)
+    for parameter in whole.parameters():
         # All train from rank 0's weights, whatever each has drawn or read.
         broadcast_(parameter.data)
-    step = TrainingStep(model, config, mesh, stopwatch)
+    step = TrainingStep(whole, config, mesh, stopwatch)
+    del whole  # before the warm-up, which needs the memory
     if mesh.world_size > 1:
         shape = f"{mesh}, " if mesh.tensor * mesh.pipeline > 1 else ""
         log.line(f"# {shape}{step.choice}")
@@ -167,32 +168,31 @@ def _warmed_up_step(
             say(f"{shape}{step.choice}")
     # Each rank drops elements of its own. Stages of a copy have one seed, since their layers have streams of their own.
     torch.manual_seed(seed * mesh.world_size + mesh.rank)
-    model.seed_dropout(seed * (mesh.world_size // mesh.pipeline) + mesh.dropout_stream)
+    step.model.seed_dropout(seed * (mesh.world_size // mesh.pipeline) + mesh.dropout_stream)
     batches = made_up_batches(config, train, mesh, shape_buckets)
-    measured = config.training.autotune and mesh.device.type == "cuda"
-    step.warm_up(
-        batches,
-        config.training.warmup_steps,
-        capturer,
-        shape_buckets,
-        lambda run: _choose_implementations(run if measured else None, mesh, log),
-    )
+    choose = None
+    if config.training.autotune and mesh.device.type == "cuda":
+        # As the step will run: by replays of CUDA graphs if it is captured.
+        repeatable = partial(replay_of, mesh.device) if capturer is not None else autotune.run_once
+        choose = partial(_choose_implementations, mesh=mesh, log=log, repeatable=repeatable)
+    step.warm_up(batches, config.training.warmup_steps, capturer, shape_buckets, choose)
     # After the step: graphs of one pool are made largest first.
-    evaluator.warm_up(model, step.autocast(), capturer)
+    evaluator.warm_up(step.model, step.autocast(), capturer)
     return step
 
 
-def _choose_implementations(step: Callable[[], None] | None, mesh: Mesh, log: MLLog) -> None:
-    """The same on every rank: what is pinned on rank 0's machine, else what is fastest there for what ``step`` calls."""
+def _choose_implementations(
+    step: Callable[[], None], mesh: Mesh, log: MLLog, repeatable: Callable[[autotune.Work], autotune.Work]
+) -> None:
+    """Choose on every rank what is fastest on rank 0 for the calls of ``step``."""
     with autotune.observed() as requests:
-        if step is not None:
-            step()
-    # Measured by one rank: others might find something else to be the fastest.
-    choices = autotune.tune(requests).to_json() if mesh.is_main else ""
-    choices = autotune.Choices.from_json(agreed_text(choices, mesh))
+        step()
+    # Measured by one rank: another rank might find another implementation to be the fastest.
+    choices = autotune.to_json(autotune.tune(requests, repeatable)) if mesh.is_main else ""
+    choices = autotune.from_json(agreed_text(choices, mesh))
     autotune.apply(choices)
-    for line in choices.text().splitlines():
-        log.line(f"# kernels: {line}")
+    for choice in choices:
+        log.line(f"# kernels: {choice}")
 
 
 def _reporter(

@@ -29,13 +29,14 @@ from kernels import captured
 class TrainingStep:
     """Model, optimizer and what one step does with a global batch."""
 
-    def __init__(self, model: BertForPreTraining, config: Config, mesh: Mesh, stopwatch: Stopwatch) -> None:
-        self.model = model
-        parts = build_parts(model, config, mesh, stopwatch)
+    def __init__(self, whole: BertForPreTraining, config: Config, mesh: Mesh, stopwatch: Stopwatch) -> None:
+        """Train what this rank has of a model with the weights of ``whole``."""
+        parts = build_parts(whole, config, mesh, stopwatch)
+        self.model = parts.built.model
         self.flat, self.whole, self.choice = parts.flat, parts.whole, parts.choice
-        self.fp8, self.optimizer = parts.fp8, parts.optimizer
-        self._weight_gradients, self._recomputed = parts.weight_gradients, parts.recomputed
-        self._reduction, self._gather, self._pipeline = parts.reduction, parts.gather, parts.pipeline
+        self.fp8, self.optimizer = parts.built.fp8, parts.optimizer
+        self._weight_gradients, self._recomputed = parts.built.weight_gradients, parts.recomputed
+        self._reduction, self._gather, self._pipeline = parts.reduction, parts.gather, parts.built.pipeline
         self.statistics = Statistics(mesh)
         self._mesh, self._stopwatch, self.precision = mesh, stopwatch, config.training.precision
         self._micro_batches = config.training.gradient_accumulation_steps

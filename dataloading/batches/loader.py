@@ -283,6 +283,12 @@ class NumpyLoader:
         self._source = source
         self._rank_batches = rank_batches
         self._uploads = Uploads(device) if device.type == "cuda" else None
+        if self._uploads is not None and shape_buckets:
+            # Allocations take long: here they come before the clock starts. The allocators keep the memory. Besides the
+            # steps read ahead, one is being assembled, one waits for room, and one is in use.
+            step = [inert_batch(shape_buckets[-1])] * len(rank_batches(0))
+            for arriving in [self._uploads.start(step) for _ in range(prefetch + 3)]:
+                self._uploads.finish(arriving)
         # map() is lazy: nothing is assembled before the first next().
         self._prefetcher = Prefetcher(map(self._assemble, itertools.count()), prefetch)
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-import bert.step_parts
+import bert.build
 from bert.cuda_graphs import BatchGraphs, CudaCapturer
 from bert.evaluation.evaluator import Evaluator
 from bert.parallel.mesh import Mesh
@@ -63,7 +63,7 @@ def test_micro_batches_in_a_role_that_was_not_captured_are_counted(
     small_run: SmallRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A second micro-batch, where steps were configured to have one, adds to gradients and does not overwrite them."""
-    monkeypatch.setattr(bert.step_parts, "accumulates_products", lambda *_: True)  # as on a GPU
+    monkeypatch.setattr(bert.build, "accumulates_products", lambda *_: True)  # as on a GPU
     step, micro_batches = step_of("fp8"), global_batches(small_run, 1)[0]
     step.warm_up(micro_batches[:1], 1, Recording(), SHAPE_BUCKETS)
     step(micro_batches[:1])

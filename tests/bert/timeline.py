@@ -65,6 +65,7 @@ class Stream:
     """That it is part of at present."""
     freed: list[tuple[int, "Graph | None"]] = field(default_factory=list)
     """Storages that were made on it, and while it was captured into what; its next operator may be given their memory."""
+    priority: int = 0
     device = torch.device("cuda", 0)
 
     def wait_stream(self, other: "Stream") -> None:
@@ -313,8 +314,8 @@ class Timeline(TorchDispatchMode):
     def _record(self, tensor: Tensor, stream: Stream) -> None:
         self._recorded.setdefault(self._number(tensor.untyped_storage()), set()).add(stream)
 
-    def _new_stream(self, _: object = None) -> Stream:
-        self.streams.append(Stream(self, f"side {len(self.streams)}"))
+    def _new_stream(self, _: object = None, priority: int = 0) -> Stream:
+        self.streams.append(Stream(self, f"side {len(self.streams)}", priority=priority))
         return self.streams[-1]
 
     @contextmanager

@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
-import bert.step_parts
+import bert.build
 from bert.configuration.sections import Precision, Recompute
-from bert.model import Dense, EncoderLayer
+from bert.layers import Dense, EncoderLayer
 from bert.optimizer import Lamb
 from bert.products.weight_gradients import AccumulatingProducts, WeightGradients, product_weights
 from bert.recompute import RECOMPUTED_OPS
@@ -33,7 +33,7 @@ MODEL = replace(OF_SMALL_RUN, hidden_size=256, hidden_dropout=0.0, attention_dro
 @pytest.fixture
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     with monkeypatch.context() as patch:
-        patch.setattr(bert.step_parts, "accumulates_products", lambda _device, precision: precision != "fp32")
+        patch.setattr(bert.build, "accumulates_products", lambda _device, precision: precision != "fp32")
         yield patch
 
 
@@ -99,7 +99,7 @@ def test_steps_are_those_of_autograd(
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
 def test_the_first_micro_batch_writes_over_what_the_last_step_left(small_run: SmallRun, precision: str) -> None:
     expected, found = (made(precision) for _ in range(2))
-    weights = product_weights(found.model)
+    weights = product_weights(found.model, True)
     assert len(weights) == 4 * len(found.model.layers) - 1 + 1, "products and the word table"
     for weight in weights:
         assert weight.grad is not None
@@ -128,7 +128,7 @@ def test_steps_leave_copies_and_only_what_is_overwritten(small_run: SmallRun) ->
     assert not torch.equal(before, step.flat.weights_P)
     with step.autocast():
         loss = step.model(global_batch(small_run)[0]).masked_lm_loss
-        for weight in product_weights(step.model):
+        for weight in product_weights(step.model, True):
             if weight is not step.model.embeddings.word:  # which the embeddings read
                 weight.data.fill_(torch.nan)
         assert torch.equal(step.model(global_batch(small_run)[0]).masked_lm_loss, loss)

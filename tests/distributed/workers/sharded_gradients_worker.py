@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from bert.checkpoints.initial_model import build_model
+from bert.checkpoints.initial_model import draw_model
 from bert.configuration.config import Config
 from bert.optimizer import FlatParameters
 from bert.parallel.mesh import Mesh, join_mesh, leave_mesh
@@ -31,7 +31,7 @@ from tests.distributed.workers.tensor_worker import agreed
 def train(mesh: Mesh, chosen: Config, steps: int, captured: bool) -> dict[str, Any]:
     end_groups()
     stopwatch = Stopwatch()
-    step = TrainingStep(build_model(chosen, mesh, seed=3), chosen, mesh, stopwatch)
+    step = TrainingStep(draw_model(chosen, mesh, seed=3), chosen, mesh, stopwatch)
     step.model.seed_dropout(9 + mesh.rank)
     torch.manual_seed(9 + mesh.rank)
     batches, shape_buckets = global_batches(mesh, chosen.training.gradient_accumulation_steps, steps)

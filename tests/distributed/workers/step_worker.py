@@ -15,8 +15,8 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-import bert.step_parts
-from bert.checkpoints.initial_model import build_model
+import bert.build
+from bert.checkpoints.initial_model import draw_model
 from bert.configuration.config import Config
 from bert.configuration.recipes import tiny_cpu
 from bert.configuration.sections import ModelConfig, OptimizerConfig, Recompute, ReductionStrategy
@@ -72,7 +72,7 @@ def train(
     """Losses of every step, final weights, moments, and how many buckets backward had started."""
     end_groups()
     chosen = config(strategy, accumulation, recompute)
-    step = TrainingStep(build_model(chosen, mesh, seed=3), chosen, mesh, Stopwatch())
+    step = TrainingStep(draw_model(chosen, mesh, seed=3), chosen, mesh, Stopwatch())
     reduction, early = step._reduction, []
     finish = reduction.finish
 
@@ -189,7 +189,7 @@ def fp8_weights_follow(mesh: Mesh, strategy: ReductionStrategy) -> bool:
     """Tell whether FP8 copies are casts of the weights that all ranks have after some steps."""
     chosen = config(strategy, 1)
     chosen = replace(chosen, training=replace(chosen.training, precision="fp8"))
-    step = TrainingStep(build_model(chosen, mesh, seed=3), chosen, mesh, Stopwatch())
+    step = TrainingStep(draw_model(chosen, mesh, seed=3), chosen, mesh, Stopwatch())
     batches, _ = global_batches(mesh, 1)
     for micro_batches in batches[:2]:
         step(micro_batches)
@@ -208,7 +208,7 @@ def fp8_weights_follow(mesh: Mesh, strategy: ReductionStrategy) -> bool:
 def automatic(mesh: Mesh) -> list[str]:
     """Choose as is done where nothing is asked for."""
     chosen = config("auto", 1)
-    step = TrainingStep(build_model(chosen, mesh, seed=3), chosen, mesh, Stopwatch())
+    step = TrainingStep(draw_model(chosen, mesh, seed=3), chosen, mesh, Stopwatch())
     ways = [""] * mesh.world_size
     dist.all_gather_object(ways, str(step.choice))
     return ways
@@ -219,10 +219,10 @@ def main(out: str, local_size: str, micro_batches: str, *strategies: ReductionSt
     result: dict[str, Any] = {}
     # As on a GPU, where products add weight gradients themselves, in fp32 as well as in 16 bits; so do two of those below.
     # Parts of the word table's gradient are added in another order then: the others differ from this one by rounding.
-    bert.step_parts.accumulates_products = lambda *_: True
+    bert.build.accumulates_products = lambda *_: True
     whole = train(mesh, "flat", "one message", accumulation)
     for strategy in strategies:
-        bert.step_parts.accumulates_products = lambda *_, chosen=strategy: chosen in ("flat", "sharded")
+        bert.build.accumulates_products = lambda *_, chosen=strategy: chosen in ("flat", "sharded")
         orders = ["after", "overlapped", "captured"] + ["held"] * strategy.startswith("sharded")
         runs = {order: train(mesh, strategy, order, accumulation) for order in orders}
         last = "held" if "held" in runs else "overlapped"
