@@ -100,8 +100,8 @@ locked() {
   exec "$@"
 }
 
-extras=()
-! command -v nvidia-smi >/dev/null || extras=(dali nvml) # with a GPU, DALI loads the data
+extras=() gpus=$(command -v nvidia-smi || true)
+[[ ! $gpus ]] || extras=(dali nvml) # with a GPU, DALI loads the data
 asked=()
 [[ " ${settings[*]}" != *" --log.tensorboard"* ]] || asked=(tensorboard)
 supervise bash -euo pipefail -c 'source launch/venv.sh && prepare_venv "$@"' run_and_time.sh "${extras[@]}" "${asked[@]}"
@@ -166,6 +166,7 @@ while True:
         print(probe.getsockname()[1])
         break'
 
+trap '' PIPE # the reader of the output may end, as `| tee` does: runs go on without it
 claims=$(mktemp -d)
 trap 'rm -rf "$claims"' EXIT
 results=() status=0
@@ -188,10 +189,15 @@ for ((run = 1; run <= runs && !stopped; run++)); do
     ((nodes > 1)) || { MASTER_ADDR=127.0.0.1 && MASTER_PORT=$("$python" -c "$free_port"); }
     launcher+=(-m torch.distributed.run --nproc-per-node "$NPROC" --nnodes "$nodes" --node-rank "$node")
     launcher+=(--master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" --log-dir "$claims") # or it leaves a folder in /tmp
+    [[ ! $gpus ]] || launcher+=(--no-python launch/bind.sh "$python")
   fi
-  supervise env MLPERF_BERT_CLAIM="$claim" "${launcher[@]}" "${train[@]}" "${settings[@]}" "${cache[@]}" || status=$?
+  supervise tied env MLPERF_BERT_CLAIM="$claim" "${launcher[@]}" "${train[@]}" "${settings[@]}" "${cache[@]}" || status=$?
+  ((status <= 128)) || await_ranks "$claim" # a signal has ended the launcher
   [[ ! -s $claim ]] || results+=("$(<"$claim")")
   claim=
+  ((status > 128)) || continue
+  ((stopped)) || echo "warning: signal $((status - 128)) has ended run $run: no further runs are started" >&2 || true
+  break
 done
 
 if ((${#results[@]})); then # on the first node

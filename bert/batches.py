@@ -59,7 +59,7 @@ def made_up_batches(config: Config, train: Dataset, mesh: Mesh, shape_buckets: S
     # Lengths may be read before the clock starts (training_rules, section 6.4), tokens may not: these are made up.
     for micro in plan_of(config, train, mesh.data_size, seed=0).rank_batches(0, mesh.data_rank):
         samples = synthetic_samples(train.lengths[micro.indices], config.model.vocab_size)
-        batches.append(batch_of(samples, micro, shape_bucket_of(samples, shape_buckets)).to(mesh.device))
+        batches.append(batch_of(samples, micro, shape_bucket_of(samples, shape_buckets, micro)).to(mesh.device))
     return batches
 
 

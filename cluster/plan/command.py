@@ -92,10 +92,10 @@ def draw_scale(
                 f"{device.name:>14}{'batch':>8}  {'precision':<10}{'reduction':<14}{'minutes':>8}{'efficiency':>12}{names}"
             )
         strategy = point.plan.strategy
-        shares = "".join(f"{point.share(cause):11.1%}" for cause in CAUSES)
+        shares = "".join(f" {point.share(cause):10.1%}" for cause in CAUSES)
         say(
-            f"{point.accelerators:14,}{strategy.global_batch_size:8,}  {strategy.precision:<10}{strategy.reduction:<14}"
-            f"{point.minutes:8.3g}{point.efficiency:12.0%}{shares}"
+            f"{point.accelerators:14,} {strategy.global_batch_size:7,}  {strategy.precision:<9} {strategy.reduction:<13}"
+            f" {point.minutes:8.3g} {point.efficiency:11.0%}{shares}"
         )
 
     # Each row as soon as it is there: a plan takes seconds.

@@ -92,18 +92,23 @@ class SampleSource(Protocol):
         ...
 
 
-def shape_bucket_of(samples: Samples, shape_buckets: Sequence[ShapeBucket]) -> ShapeBucket | None:
+def shape_bucket_of(
+    samples: Samples, shape_buckets: Sequence[ShapeBucket], micro_batch: MicroBatch | None = None
+) -> ShapeBucket | None:
     """Choose what a batch of ``samples`` is padded to: the first shape bucket that holds it, or None where none are given.
 
+    With a ``micro_batch`` of a plan, the shape bucket also holds what the other ranks run at the same time. All ranks then
+    replay the same graph, as NCCL requires of graphs that contain collectives, and wait for the largest micro-batch anyway.
     A batch that fits none gets one of its own, which nothing was captured for.
     """
     if not shape_buckets:
         return None
+    tokens, masked = len(samples.input_ids), len(samples.masked_lm_ids)
+    if micro_batch is not None:
+        tokens, masked = max(tokens, micro_batch.largest_tokens), max(masked, micro_batch.largest_masked)
     # All shape buckets have one max_seqlen, which only a sample that none of them was made for exceeds.
     longest = max(int(samples.lengths.max()), shape_buckets[-1].max_seqlen)
-    return fitting(
-        ShapeBucket.around(len(samples.input_ids), len(samples), len(samples.masked_lm_ids), longest), shape_buckets
-    )
+    return fitting(ShapeBucket.around(tokens, len(samples), masked, longest), shape_buckets)
 
 
 def flat_arrays(
@@ -300,5 +305,5 @@ class NumpyLoader:
         batches = []
         for micro in self._rank_batches(step):
             samples = self._source.take(micro.indices)
-            batches.append(batch_of(samples, micro, shape_bucket_of(samples, self.shape_buckets)))
+            batches.append(batch_of(samples, micro, shape_bucket_of(samples, self.shape_buckets, micro)))
         return (batches, None) if self._uploads is None else self._uploads.start(batches)

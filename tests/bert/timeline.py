@@ -129,6 +129,11 @@ class Graph:
         self._timeline.run("replay", self.accesses)
         self._timeline.collectives += self.collectives
 
+    def reset(self) -> None:
+        """Let go of what was captured."""
+        self.accesses.clear()
+        self.collectives.clear()
+
 
 class Timeline(TorchDispatchMode):
     """Work that a rank gives its device in a block, in which its streams, events, graphs and groups are these."""
@@ -143,6 +148,7 @@ class Timeline(TorchDispatchMode):
         self.collectives: list[Collective] = []
         self.operators: Counter[Stream] = Counter()
         """By stream, how many."""
+        self._graphs: list[Graph] = []
         self._past: dict[int, list[_Past]] = {}
         self._numbers = itertools.count()
         self._storages: dict[int, int] = {}
@@ -156,6 +162,7 @@ class Timeline(TorchDispatchMode):
         stream = gradients.CommunicationStream
         patch.setattr(gradients, "CommunicationStream", lambda _: stream(torch.device("cuda", 0)))
         patch.setattr(dist, "new_group", lambda ranks, **_: self._new_group(patch, tuple(ranks)))
+        patch.setattr(dist, "destroy_process_group", self._destroy)
         patch.setattr(dist, "batch_isend_irecv", exchange_batch)
         # PyTorch finds a rank's place in a group by the group of all.
         patch.setattr(distributed_c10d, "_get_default_group", lambda: SimpleNamespace(rank=lambda: self.rank))
@@ -168,7 +175,7 @@ class Timeline(TorchDispatchMode):
             "is_initialized": lambda: True,
             "is_current_stream_capturing": lambda: self.current.capture is not None,
             "graph_pool_handle": lambda: None,
-            "CUDAGraph": lambda: Graph(self),
+            "CUDAGraph": self._new_graph,
             "graph": self._capturing,
         }.items():
             patch.setattr(torch.cuda, name, stand_in)
@@ -275,6 +282,15 @@ class Timeline(TorchDispatchMode):
         group = Group(self, ranks)
         patch.setitem(distributed_c10d._world.pg_group_ranks, group, {rank: place for place, rank in enumerate(ranks)})
         return group
+
+    def _destroy(self, group: Group | None = None) -> None:
+        for graph in self._graphs:
+            if any(group is None or each.group == group.ranks for each in graph.collectives):
+                raise TimelineError(f"a graph lives that captured {graph.collectives[0]}: NCCL waits for it for ever")
+
+    def _new_graph(self) -> Graph:
+        self._graphs.append(Graph(self))
+        return self._graphs[-1]
 
     def _access(self, tensor: Tensor, writes: bool) -> _Access:
         reach = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)) + 1

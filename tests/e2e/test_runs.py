@@ -1,5 +1,6 @@
 """``run_and_time.sh`` trains, in a copy of the checkout: with data of one's own, and twice at once."""
 
+import os
 import re
 import shutil
 from pathlib import Path
@@ -72,6 +73,22 @@ def test_a_run_leaves_nothing_among_temporary_files(checkout: Path, tmp_path: Pa
     assert done.returncode == 0, done.stdout + done.stderr
     assert [*results.rglob("result_0.txt")]
     assert [*temporary.iterdir()] == []
+
+
+def test_ranks_are_bound_where_there_are_gpus(checkout: Path, tmp_path: Path, small_run: SmallRun) -> None:
+    bind = checkout / "launch/bind.sh"
+    original = bind.read_text()
+    try:
+        bind.write_text(f'#!/bin/bash\necho "$LOCAL_RANK of $LOCAL_WORLD_SIZE" >>"{tmp_path}/bound"\nexec "$@"\n')
+        (tmp_path / "nvidia-smi").symlink_to("/bin/true")
+        for path in (os.environ["PATH"], f"{tmp_path}:{os.environ['PATH']}"):
+            assert not (tmp_path / "bound").exists()
+            arguments = ("tiny_cpu", "1", "--", *small_run.arguments(tmp_path / "results")[1:])
+            done = start(checkout / "run_and_time.sh", *arguments, cwd=tmp_path, NPROC="2", PATH=path)
+            assert "end: aborted after 160 samples" in done.stdout, done.stdout + done.stderr  # it misses its target
+    finally:
+        bind.write_text(original)
+    assert sorted((tmp_path / "bound").read_text().splitlines()) == ["0 of 2", "1 of 2"]
 
 
 def test_what_was_tuned_is_used_unless_something_is_set(

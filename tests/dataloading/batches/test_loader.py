@@ -92,20 +92,32 @@ def test_dali_gives_the_same_stream_as_numpy(small_run: SmallRun, accumulation: 
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])
-def test_a_loader_pads_to_the_smallest_shape_bucket_that_holds_the_batch(
+def test_loaders_pad_to_the_smallest_shape_bucket_that_holds_the_batch_of_every_rank(
     small_run: SmallRun, accumulation: int
 ) -> None:
-    given, chosen = SHAPE_BUCKETS[accumulation], rank_batches(small_run, accumulation, 0)
-    loaders = [NumpyLoader(small_run.train, chosen, CPU, 4, some) for some in ([], given)]
-    seen = set()
+    """NCCL requires all ranks to replay the same graph, or none."""
+    given, seen, ranks_differ = SHAPE_BUCKETS[accumulation], set(), False
+    loaders = [
+        NumpyLoader(small_run.train, rank_batches(small_run, accumulation, rank), CPU, 4, some)
+        for rank in (0, 1)
+        for some in ([], given)
+    ]
     for _ in range(40):
-        for plain, padded in zip(*(next(loader) for loader in loaders), strict=True):
-            needed = ShapeBucket.around(plain.tokens, plain.sequences, plain.masked_lm_ids.numel(), MAX_SEQ_LENGTH)
-            assert padded.shape_bucket == fitting(needed, given)
-            seen.add(padded.shape_bucket)
-            assert_padded(padded, plain)
+        for batches in zip(*map(next, loaders), strict=True):
+            plain, padded = batches[::2], batches[1::2]
+            tokens, masked = (
+                max(getattr(each, name).numel() for each in plain) for name in ("input_ids", "masked_lm_ids")
+            )
+            needed = ShapeBucket.around(tokens, plain[0].sequences, masked, MAX_SEQ_LENGTH)
+            assert {each.shape_bucket for each in padded} == {fitting(needed, given)}
+            seen.add(padded[0].shape_bucket)
+            own = [ShapeBucket.around(each.tokens, each.sequences, each.masked_lm_ids.numel(), 0) for each in plain]
+            ranks_differ |= own[0] != own[1]
+            for pair in zip(padded, plain, strict=True):
+                assert_padded(*pair)
     assert seen - set(given)
     assert seen >= set(given)
+    assert ranks_differ
     for loader in loaders:
         loader.close()
 
