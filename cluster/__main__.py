@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 from tyro.conf import FlagCreatePairsOff, Positional, arg
 
@@ -282,34 +282,6 @@ def _scale(
     from cluster.plan.command import draw_scale
 
     draw_scale(recipe, accelerator, gpus_per_node, networking, out, page)
-
-
-@app.command(name="budget")
-def _budget(
-    accelerator: str = "H100-SXM",
-    precision: Literal["bf16", "fp8"] = "fp8",
-    micro_batch: int = 64,
-    measured: Path | None = None,
-    json: FlagCreatePairsOff[bool] = False,
-) -> None:
-    """Time a training step of BERT-Large on paper, kernel by kernel, beside its budget and the best published.
-
-    Args:
-        accelerator: Its name; A100, H100, H200 and B200 as SXM have efficiencies.
-        precision: Of the encoder's products.
-        micro_batch: Sequences of a micro-batch, of Wikipedia's lengths; four make a step.
-        measured: Folder of benchmarks/gpu.py, whose figures take the place of what is assumed.
-        json: Print one JSON document.
-    """
-    from cluster.budget.paper import as_document, as_lines, paper_budget
-    from cluster.devices import device_named
-
-    found = paper_budget(device_named(accelerator), precision, micro_batch, measured)
-    if json:
-        say_json(as_document(found))
-        return
-    for line in as_lines(found):
-        say(line)
 
 
 @app.command

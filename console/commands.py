@@ -5,10 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 from tyro.extras import SubcommandApp
 
+from console.extras import needed
 from console.interruption import reader_has_gone
 from console.program import accept_any_text, answer_version, bound, complain, parsed
 
@@ -46,4 +48,11 @@ class Commands(SubcommandApp):
             return reader_has_gone()
         except (ValueError, OSError) as error:
             complain(error)
+            return 2
+        # Commands import what they need when they run, and only some need more than an installation without extras has.
+        except ModuleNotFoundError as error:
+            package = (error.name or "").split(".")[0]
+            if not package or find_spec(package) is not None:
+                raise
+            complain(needed(package))
             return 2

@@ -15,11 +15,11 @@ import torch
 from bert.batches import plan_of
 from bert.checkpoints.initial_model import check_initial_weights
 from bert.checkpoints.training_state import BYTES_PER_PARAMETER, checkpoint_folders, find
-from bert.checkpoints.weights import weight_shapes
 from bert.configuration.config import Config
 from bert.configuration.run_plan import RunPlan, read_plan
 from bert.log.mllog import evaluation_interval, evaluation_samples
 from bert.log.result_files import choose_files
+from bert.model import parameter_shapes
 from bert.parallel.joining.launch import job, may_start_again, restarts
 from bert.parallel.mesh import Mesh, require_whole_copies, require_whole_groups
 from bert.reporting.tensorboard import require_installed
@@ -198,7 +198,7 @@ def _check_places(config: Config) -> None:
     if config.log.tensorboard is not None:
         require_installed()
         _require_room(config.log.tensorboard, _LOGS_BYTES, "log.tensorboard")
-    parameters = sum(torch.Size(shape).numel() for shape in weight_shapes(config.model).values())
+    parameters = sum(torch.Size(shape).numel() for shape in parameter_shapes(config.model).values())
     if config.save_checkpoint is not None:
         if config.save_checkpoint.is_dir():
             raise ValueError(f"{config.save_checkpoint} is a folder: set save_checkpoint to a file")

@@ -191,13 +191,7 @@ def join_mesh(
     launch = Launch.from_environment()
     set_product_precision()
     if device == "cuda":
-        if not torch.cuda.is_available():
-            raise ValueError("training.device is cuda, but PyTorch sees no GPU here: set training.device to cpu")
-        if launch.local_rank >= torch.cuda.device_count():
-            raise ValueError(
-                f"LOCAL_RANK={launch.local_rank}, but PyTorch sees {torch.cuda.device_count()} GPUs here: "
-                "start at most one process a GPU"
-            )
+        require_gpus(launch.local_rank + 1)
         torch.cuda.set_device(launch.local_rank)  # NCCL takes the current device
     # By the launcher's number and not by the place among the host's ranks, which is not known yet.
     place = torch.device(device, launch.local_rank) if device == "cuda" else torch.device(device)
@@ -218,6 +212,9 @@ def join_mesh(
         if os.environ["MASTER_ADDR"] in ("127.0.0.1", "localhost"):
             # All ranks are on this host. Gloo would listen on the address of the host's name, and lets anybody in.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        if device == "cuda" and launch.local_size != launch.world_size:
+            # Between hosts, captured collectives on registered buffers can go wrong (NVIDIA/nccl #2389).
+            os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
         backend = "nccl" if device == "cuda" else "gloo"
         # init_process_group would make the store by itself; here the store is asked who is there before there is a
         # group.
@@ -246,6 +243,20 @@ def join_mesh(
         hosts,
         absent,
     )
+
+
+def require_gpus(processes: int) -> None:
+    """Raise ``ValueError`` unless PyTorch sees a GPU here for each of so many processes."""
+    if not torch.cuda.is_available():
+        raise ValueError(
+            "training.device is cuda, but PyTorch sees no GPU here: set training.device to cpu, or start the run where "
+            "there are GPUs"
+        )
+    if processes > torch.cuda.device_count():
+        raise ValueError(
+            f"{processes} processes on this host need a GPU each, but PyTorch sees {torch.cuda.device_count()}: start at "
+            "most one process a GPU"
+        )
 
 
 def require_whole_groups(tensor: int, ranks: int, where: str) -> None:

@@ -85,10 +85,10 @@ def draw_scale(
     say(f"{device.name:>14}{'batch':>8}  {'precision':<10}{'reduction':<14}{'minutes':>8}{'efficiency':>12}{names}")
     for point in points:
         strategy = point.plan.strategy
-        shares = "".join(f"{point.share(cause):11.1%}" for cause in CAUSES)
+        shares = "".join(f" {point.share(cause):10.1%}" for cause in CAUSES)
         say(
-            f"{point.accelerators:14,}{strategy.global_batch_size:8,}  {strategy.precision:<10}{strategy.reduction:<14}"
-            f"{point.minutes:8.3g}{point.efficiency:12.0%}{shares}"
+            f"{point.accelerators:14,} {strategy.global_batch_size:7,}  {strategy.precision:<9} {strategy.reduction:<13}"
+            f" {point.minutes:8.3g} {point.efficiency:11.0%}{shares}"
         )
     if out is not None:
         write_table(points, out)

@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from bert.train import parse
 from cluster.tuning.choice import TunedRun, keep
@@ -43,6 +44,23 @@ def test_two_runs_at_once_in_one_folder_each_report_their_own(checkout: Path, de
         assert re.findall(r"^(?:PASS|FAIL) (.*?): official", output, re.M) == [log]
         assert "end: success" in output
     assert {path: path.read_text() for path in earlier} == earlier
+
+
+def test_a_run_on_gpus_that_are_not_there_is_refused_before_anything_starts(
+    checkout: Path, tmp_path: Path, small_run: SmallRun
+) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there are GPUs here")
+    recipe, *settings = small_run.arguments(tmp_path / "results", training__device="cuda")
+    script = checkout / "run_and_time.sh"
+    done = start(script, recipe, "1", "--", *settings, cwd=tmp_path, NPROC="2")
+    assert done.returncode == 2, done.stdout + done.stderr
+    (said,) = done.stderr.splitlines()
+    assert said.startswith("error: training.device is cuda, but PyTorch sees no GPU here: set training.device to cpu")
+    assert not (tmp_path / "results").exists()
+    # Data and settings of a run elsewhere are checked without GPUs.
+    done = start(script, recipe, "1", "--", *settings, "--dry-run", cwd=tmp_path, NPROC="2")
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_a_run_leaves_nothing_among_temporary_files(checkout: Path, tmp_path: Path) -> None:

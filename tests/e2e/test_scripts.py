@@ -174,6 +174,7 @@ def test_a_version_that_is_none_is_one_line(bare: Path, version: str) -> None:
         ("launch/bind.sh", "  launch/bind.sh COMMAND [ARGUMENT...]"),
         ("launch/elastic.sh", "  launch/elastic.sh MIN:MAX HOST:PORT RECIPE -- --checkpoint.folder DIR"),
         ("launch/slurm.sub", "  sbatch -N8 launch/slurm.sub dgxa100_8x8 10"),
+        ("launch/data.sub", "  sbatch --array=1-16 --cpus-per-task=32 --mem-per-cpu=1G launch/data.sub FOLDER..."),
     ],
 )
 def test_help_is_the_head_of_the_script_and_needs_no_packages(bare: Path, script: str, says: str, option: str) -> None:

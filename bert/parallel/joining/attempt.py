@@ -11,6 +11,8 @@ from collections.abc import Callable
 
 from torch._C._distributed_c10d import Store
 
+from bert.parallel.joining.launch import lost_launcher
+
 _LONGEST_PAUSE_S = 1.0
 
 
@@ -68,11 +70,16 @@ def _follow(store: Store, rank: int, seconds: float) -> str:
 
 
 def _in_time(condition: Callable[[], bool], seconds: float) -> bool:
-    """Tell whether it comes true in time. Asked again and again, because a signal ends no wait inside the store."""
+    """Tell whether it comes true in time. Asked again and again, because a signal ends no wait inside the store.
+
+    Raises ``ValueError`` when the launcher of this process is gone.
+    """
     deadline, pause = time.monotonic() + seconds, 0.01
     while not condition():
         if time.monotonic() > deadline:
             return False
+        if lost := lost_launcher():
+            raise ValueError(lost)
         time.sleep(pause)
         # Less and less often, as thousands of ranks may ask the one store.
         pause = min(1.5 * pause, _LONGEST_PAUSE_S)

@@ -1,8 +1,8 @@
 """Planner: what it finds is feasible and the fastest of what it predicts, and its file is one that a run takes."""
 
 from collections.abc import Callable
-from dataclasses import replace
-from itertools import product
+from dataclasses import fields, replace
+from itertools import islice, product
 from pathlib import Path
 
 import pytest
@@ -172,6 +172,15 @@ def test_a_large_model_is_shared_as_its_memory_asks(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     write_plan(run_plan(config, target, best), path)
     assert parse([config.recipe, "--plan", str(path)]).training.shard_gradients
+
+
+def test_huge_numbers_stay_in_columns_of_their_own(found: Found) -> None:
+    best = found.best[0]
+    parts = {part.name: 1e8 for part in fields(best.step) if isinstance(getattr(best.step, part.name), float)}
+    strategy = replace(best.strategy, global_batch_size=10**9, bucket_bytes=10**15)
+    huge = replace(best, strategy=strategy, step=replace(best.step, **parts), memory=1e18)
+    usual, row = (next(islice(as_lines(replace(found, best=(one,)), 8), 1, None)) for one in (best, huge))
+    assert len(row.split()) == len(usual.split())
 
 
 def test_lines_say_why_every_other_value_loses(found: Found) -> None:
