@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 
 from compliance.artefact import MAX_FILE_BYTES
 from compliance.log import rules
@@ -211,7 +212,7 @@ def description_missing(folder: BenchmarkFolder) -> Iterator[Finding]:
     if folder.description.is_file() or not (folder.submission or folder.description.parent.is_dir()):
         return
     name = f"systems/{folder.system}.json"
-    remedy = f"write it: `python -m compliance system --out {name}`; its name is that of the results folder"
+    remedy = f"write it: `python -m compliance system --out {quote(name)}`; its name is that of the results folder"
     found = f"there is no {name}, expected the system description: the official package checker crashes without it"
     yield Finding(None, "", LAYOUT, found, remedy, severity=folder.severity)
 

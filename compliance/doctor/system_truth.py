@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from shlex import quote
 
 from compliance.doctor.diagnosis import Diagnosis, fail, fail_or_warn, ok, warn
 from compliance.doctor.host import ExaminedHost
@@ -21,7 +22,7 @@ def compare(path: Path, layout: RunLayout, host: ExaminedHost) -> Iterator[Diagn
     """Report what is missing, of the wrong kind, or different here. A description that is not there yet is a warning."""
     subject = "system file"
     if not path.is_file():
-        remedy = f"python -m compliance system --out {path} --set submitter=NAME, then look at it"
+        remedy = f"python -m compliance system --out {quote(str(path))} --set submitter=NAME, then look at it"
         yield warn(subject, f"{path}: not there; the first run writes one", remedy)
         return
     description = read_description(path)

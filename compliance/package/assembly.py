@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from compliance.artefact import MAX_FILE_BYTES
@@ -80,7 +81,8 @@ def _description(
         raise ValueError(f"{path}: {field}{faults[0].found}; {faults[0].remedy}{more}")
     for name in INDISPENSABLE_FIELDS:
         if description.text(name) is None:
-            raise ValueError(f"{path}: {name} is empty: `python -m compliance system --out {path} --set {name}=...`")
+            remedy = f"`python -m compliance system --out {quote(str(path))} --set {name}=...`"
+            raise ValueError(f"{path}: {name} is empty: {remedy}")
     if description.fields["division"] != division:
         raise ValueError(
             f"{path}: division is {description.fields['division']!r}, but the logs say {division!r}; no official "
@@ -101,7 +103,7 @@ def _refuse_unsuitable(logs: list[Log]) -> None:
         running = f", and {len(logs) - len(ended)} without an end" if len(ended) < len(logs) else ""
         raise ValueError(
             f"{folder}: {len(ended)} complete logs{running}, expected {SUBMISSION_RUNS} (TR 12): make the missing runs; "
-            f"`python -m compliance convergence {folder}` says what they must do"
+            f"`python -m compliance convergence {quote(str(folder))}` says what they must do"
         )
     digests: dict[str, Path] = {}
     for log in logs:

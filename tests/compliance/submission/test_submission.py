@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import shlex
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
@@ -449,6 +450,15 @@ def test_the_check_compares_the_description_with_the_logs(root: Path) -> None:
     verdicts = check_paths([root])
     [error] = verdicts[1].errors
     assert ("A100" in error.found, "H100" in error.found, accepted(verdicts)) == (True, True, False)
+
+
+def test_the_remedy_for_missing_fields_repairs_the_description(tmp_path: Path) -> None:
+    path = write_description(tmp_path / "a folder", cooling=None, sw_notes=None)
+    [finding] = description_findings(read_description(path), "5.0.0")
+    command = shlex.split(finding.remedy.split("`")[1])
+    assert command[:3] == ["python", "-m", "compliance"]
+    assert run(*command[3:])[0] == 0
+    assert [*description_findings(read_description(path), "5.0.0")] == []
 
 
 # The official tools
