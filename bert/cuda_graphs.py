@@ -90,6 +90,21 @@ class CudaCapturer:
         self._waiting.clear()
 
 
+def replay_of(device: torch.device, function: Function) -> Function:
+    """Run ``function`` and return the replay of its own CUDA graph.
+
+    Raises what the capture raises, and leaves no trace of it.
+
+    PyTorch (2.13) keeps the pool of a failed capture reserved: the memory of this function, until the process ends.
+    """
+    # Exiting the block restores the stream: a capture that fails leaves its own stream current.
+    with torch.cuda.stream(torch.cuda.current_stream(device)):
+        capturer = CudaCapturer(device)
+        replay = capturer.prepare(function)
+        capturer.capture()
+    return replay
+
+
 class BatchGraphs:
     """A function of a batch, callable like it: replayed where its shape bucket was captured, otherwise run.
 

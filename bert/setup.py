@@ -14,7 +14,7 @@ from bert.checkpoints.initial_model import first_model
 from bert.checkpoints.training_state import Checkpoints, RunState, restore
 from bert.checkpoints.world import World
 from bert.configuration.config import Config
-from bert.cuda_graphs import Capturer, CudaCapturer
+from bert.cuda_graphs import Capturer, CudaCapturer, replay_of
 from bert.evaluation.evaluator import Evaluator
 from bert.guards.interruption import Interruption
 from bert.guards.preflight import Inputs
@@ -173,7 +173,7 @@ def _warmed_up_step(
     choose = None
     if config.training.autotune and mesh.device.type == "cuda":
         # As the step will run: by replays of CUDA graphs if it is captured.
-        repeatable = partial(_replay_of, mesh.device) if capturer is not None else autotune.run_once
+        repeatable = partial(replay_of, mesh.device) if capturer is not None else autotune.run_once
         choose = partial(_choose_implementations, mesh=mesh, log=log, repeatable=repeatable)
     step.warm_up(batches, config.training.warmup_steps, capturer, shape_buckets, choose)
     # After the step: graphs of one pool are made largest first.
@@ -193,19 +193,6 @@ def _choose_implementations(
     autotune.apply(choices)
     for choice in choices:
         log.line(f"# kernels: {choice}")
-
-
-def _replay_of(device: torch.device, work: autotune.Work) -> autotune.Work:
-    """Run ``work`` and return the replay of its own CUDA graph. Raises what the capture raises, and leaves no trace of it.
-
-    PyTorch (2.13) keeps the pool of a failed capture reserved: the memory of this work, until the process ends.
-    """
-    # Exiting the block restores the stream: a capture that fails leaves its own stream current.
-    with torch.cuda.stream(torch.cuda.current_stream(device)):
-        capturer = CudaCapturer(device)
-        replay = capturer.prepare(work)
-        capturer.capture()
-    return replay
 
 
 def _reporter(

@@ -2,6 +2,7 @@
 
 import math
 import statistics
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,10 +17,12 @@ from benchmarks.gpu_parts.measuring.timing import measured, timed_row
 from bert.configuration.config import Config
 from bert.configuration.recipes import RECIPES
 from bert.configuration.sections import Precision
+from bert.cuda_graphs import replay_of
 from bert.step import TrainingStep
 from bert.timing.stopwatch import DeviceStopwatch, Stopwatch
 from dataloading.batches.loader import Batch
 from kernels.reference.fp8 import capability_reasons
+from kernels.tuning import autotune
 
 
 def step(context: Context) -> None:
@@ -123,7 +126,17 @@ def training_step(
 def prepare(context: Context, trained: TrainingStep, batches: list[Batch]) -> None:
     """Warm a step up for these batches and, on a GPU, capture it, as training does before its clock starts."""
     shape_buckets = sorted({batch.shape_bucket for batch in batches}, key=lambda size: size.tokens)
-    trained.warm_up(batches, 1, context.capturer(), shape_buckets)
+    choose = partial(_choose_implementations, context.device) if context.on_gpu else None
+    trained.warm_up(batches, 1, context.capturer(), shape_buckets, choose)
+
+
+def _choose_implementations(device: torch.device, run: Callable[[], None]) -> None:
+    """Choose as training does: what is fastest, as a replay, for the calls of a step."""
+    with autotune.observed() as requests:
+        run()
+    choices = autotune.tune(requests, partial(replay_of, device))
+    autotune.apply(choices)
+    print(*choices, sep="\n", flush=True)
 
 
 def take_step(trained: TrainingStep, batches: list[Batch]) -> None:

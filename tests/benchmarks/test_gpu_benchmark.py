@@ -10,7 +10,7 @@ import re
 import subprocess
 import venv
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -42,7 +42,7 @@ from benchmarks.gpu_parts.measuring.scale import FULL, TINY, Context, micro_batc
 from benchmarks.gpu_parts.measuring.table import page
 from bert.configuration.sections import ModelConfig
 from kernels.tuning import contest
-from tests.bert.repeating import Repeating
+from tests.bert.recording import Recording, recordable_attention
 from tests.conftest import REPOSITORY
 
 CPU = torch.device("cpu")
@@ -191,19 +191,20 @@ def test_steps_are_those_of_one_of_the_recipes_gpus() -> None:
 
 
 @pytest.fixture
-def capturing(context: Context, monkeypatch: pytest.MonkeyPatch) -> Context:
+def capturing(context: Context, monkeypatch: pytest.MonkeyPatch) -> Iterator[Context]:
     """A context whose steps are captured by a stand-in, with the roles that micro-batches have on a GPU."""
-    monkeypatch.setattr(Context, "capturer", lambda _: Repeating())
-    monkeypatch.setattr(bert.step_parts, "accumulates_products", lambda *_: True)
-    return context
+    monkeypatch.setattr(Context, "capturer", lambda _: Recording())
+    monkeypatch.setattr(bert.build, "accumulates_products", lambda *_: True)
+    with recordable_attention():
+        yield context
 
 
 def test_every_micro_batch_of_a_measured_step_is_captured(capturing: Context) -> None:
     ceilings = Ceilings(None, None, None)
-    for config, micro in gpu_step._sizes(capturing):
+    four, _, _, one, _ = gpu_step._sizes(capturing)  # as many micro-batches a step
+    for config, micro in (four, one):
         assert gpu_step.rate(capturing, "x", config, micro, ceilings).figure
     gpu_step._losses(capturing, "bf16")
-    gpu_memory._train(capturing, "fp8", 4)
 
 
 def test_a_micro_batch_without_its_graph_is_an_error(capturing: Context) -> None:
@@ -234,15 +235,7 @@ def test_what_can_be_captured_is_timed_as_a_replay(capturable: bool, monkeypatch
         def elapsed_time(self, _stop: "Event") -> float:
             return 7.0
 
-    class Capturer(Repeating):
-        def __init__(self, _device: torch.device) -> None:
-            super().__init__()
-
-        def prepare(self, function: Callable[[], None]) -> Callable[[], None]:
-            super().prepare(function)
-            return lambda: done.append("replay")
-
-    monkeypatch.setattr(timing, "CudaCapturer", Capturer)
+    monkeypatch.setattr(timing, "replay_of", lambda _device, _work: lambda: done.append("replay"))
     monkeypatch.setattr(contest, "flush_buffer", lambda _: torch.empty(1))
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "_sleep", lambda _: None)

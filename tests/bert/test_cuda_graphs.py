@@ -265,8 +265,12 @@ def test_graphs_are_captured_after_all_runs_in_one_pool_on_their_stream(monkeypa
 def test_closed_graphs_are_not_replayed() -> None:
     """Whoever still has a replay: the step, which the graphs' functions refer to in their turn."""
     total = torch.zeros(())
+
+    def add() -> None:
+        total.add_(1)
+
     with Recording() as capturer:
-        replay = capturer.prepare(lambda: total.add_(1))
+        replay = capturer.prepare(add)
         capturer.capture()
         replay()
         assert total.item() == 3
@@ -285,8 +289,12 @@ def test_a_capture_that_reads_on_the_host_is_noticed(read: str) -> None:
 def test_what_only_python_changes_is_noticed() -> None:
     """A replay has the number that was there when the graph was captured."""
     rates, weight = iter([1.0, 2.0, 3.0]), torch.zeros(())
+
+    def update() -> None:
+        weight.add_(next(rates))
+
     with Recording() as capturer:
-        replay = capturer.prepare(lambda: weight.add_(next(rates)))
+        replay = capturer.prepare(update)
         capturer.capture()
         replay()
     assert weight.item() == 1 + 2 + 2

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 
 from benchmarks.gpu_parts.measuring.report import DeviceLostError, Figure, first_line
-from bert.cuda_graphs import CudaCapturer
+from bert.cuda_graphs import replay_of
 from kernels.tuning.contest import Timer
 
 # Compilation, allocation and choice of an implementation are done by then.
@@ -37,12 +37,15 @@ def measured(
         work()
     if on_gpu and not cold:
         return _in_a_row(work, repeats)
-    if on_gpu and capturable:
-        work = _replay(work, device)
+
+    def run() -> None:
+        work()
+
+    repeated = replay_of(device, run) if on_gpu and capturable else run
     timed, seconds = Timer(device), []
     for _ in range(repeats):
         before()
-        seconds.append(timed(work))
+        seconds.append(timed(repeated))
     return seconds
 
 
@@ -58,19 +61,6 @@ def _in_a_row(work: Callable[[], object], repeats: int) -> list[float]:
     # Once, at the end: synchronizing in between would empty the queue each time.
     torch.cuda.synchronize()
     return [start.elapsed_time(stop) / 1e3 for start, stop in events]
-
-
-def _replay(work: Callable[[], object], device: torch.device) -> Callable[[], object]:
-    """Capture ``work`` in a CUDA graph, as training does, and return its replay after running it once."""
-
-    def captured() -> None:
-        work()
-
-    capturer = CudaCapturer(device)
-    replay = capturer.prepare(captured)
-    capturer.capture()
-    replay()
-    return replay
 
 
 def timed_row(
@@ -105,7 +95,7 @@ def settle(device: torch.device) -> None:
     """
     if device.type == "cuda":
         try:
-            torch.cuda.set_stream(torch.cuda.default_stream(device))  # a capture that fails leaves its own
+            torch.cuda.set_stream(torch.cuda.default_stream(device))  # a step's capture that fails leaves its own
             torch.cuda.synchronize(device)
         except RuntimeError as error:
             raise DeviceLostError(first_line(error)) from error
