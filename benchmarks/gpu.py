@@ -1,12 +1,12 @@
-"""Measure all that is measured on a GPU, in one command.
+"""Measure everything that this repository measures on a GPU (docs/gpu.md).
 
     python benchmarks/gpu.py [--part NAME,...] [--out FOLDER] [--seconds N]
 
-Needs torch, triton and numpy; peers and end-to-end say what else they would take. No network is used and no data set
-needed: samples are random tokens of Wikipedia's lengths. Without --part, all parts but end-to-end. Each is a process of its
-own with a share of the time: one that fails or is cut off leaves the others, and the rows that it has measured. Figures go
-to FOLDER/PART.json; a page of them is printed last. Exits with 0 when all is measured and right, 1 when not, 2 for wrong
-input, 128 + n after signal n.
+Needs torch, triton and numpy; the parts peers and end-to-end say which packages they need besides. Needs no network and no
+data set: samples are random tokens with Wikipedia's lengths. Without --part, all parts but end-to-end run. Each part is a
+process of its own with a share of the time: if it fails or is cut off, the other parts run, and the rows that it has
+measured stay. Figures go to FOLDER/PART.json; a table of the important rows is printed last. Exit status: 0 if everything
+was measured and is right, 1 if not, 2 for wrong input, 128 + n after signal n.
 """
 
 import argparse
@@ -96,8 +96,10 @@ def parse(arguments: Sequence[str]) -> Settings:
         raise ValueError(f"--part: unknown {unknown[0]!r}, expected all, or some of {', '.join(PARTS)}")
     if not chosen.seconds > 0:
         raise ValueError(f"--seconds: {chosen.seconds:g}, expected more than 0")
-    if chosen.device == "cpu" and not (chosen.tiny and chosen.out):
-        raise ValueError("--device cpu only tests the program: it needs --tiny, and a folder by --out")
+    if chosen.device == "cpu" and not chosen.tiny:
+        raise ValueError("--device cpu only tests the program: it needs --tiny")
+    if chosen.tiny and not chosen.out:
+        raise ValueError("--tiny only tests the program: name a folder for its figures by --out")
     folder = _folder_of_the_gpu(chosen.out) if chosen.device == "cuda" else chosen.out
     return Settings(list(dict.fromkeys(asked)), folder, chosen.device, chosen.tiny, chosen.seconds)
 

@@ -7,9 +7,10 @@ file runs on any device.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Protocol
+from typing import Protocol, Self
 
 import torch
 
@@ -38,12 +39,26 @@ class CudaCapturer:
     the blocks that it has made. All functions run before any is captured: what a run takes from the ordinary memory is
     given back when the first capture begins, so that there is never need for both at a time.
     (``torch.cuda.use_mem_pool`` would not let a run take the graphs' memory: it does not reach the thread of autograd.)
+
+    Close it before a process group is destroyed, or use it as a context manager: NCCL destroys a communicator only after
+    every graph that captured it, and waits for ever.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
         self._waiting: list[tuple[torch.cuda.CUDAGraph, Function]] = []
+        self._graphs = ExitStack()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Reset all graphs. Their replays raise from then on, whoever still refers to them."""
+        self._graphs.close()
 
     def prepare(self, function: Function) -> Function:
         """Run it on a side stream, and return the replay of its capture there, which is to come.
@@ -60,6 +75,7 @@ class CudaCapturer:
             function()
         before.wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
+        self._graphs.callback(graph.reset)
         self._waiting.append((graph, function))
         # The graph is empty until `capture`; who gets this must not call it before.
         return graph.replay
@@ -72,6 +88,21 @@ class CudaCapturer:
             with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
                 function()
         self._waiting.clear()
+
+
+def replay_of(device: torch.device, function: Function) -> Function:
+    """Run ``function`` and return the replay of its own CUDA graph.
+
+    Raises what the capture raises, and leaves no trace of it.
+
+    PyTorch (2.13) keeps the pool of a failed capture reserved: the memory of this function, until the process ends.
+    """
+    # Exiting the block restores the stream: a capture that fails leaves its own stream current.
+    with torch.cuda.stream(torch.cuda.current_stream(device)):
+        capturer = CudaCapturer(device)
+        replay = capturer.prepare(function)
+        capturer.capture()
+    return replay
 
 
 class BatchGraphs:
@@ -101,15 +132,16 @@ class BatchGraphs:
             _copy_(static, batch)  # what lies in the buffers must be a batch: ids are indices
             self._captured[batch.shape_bucket] = static, capturer.prepare(lambda static=static: self._function(static))
 
-    def __call__(self, batch: Batch) -> None:
-        """Run the function, or its replay, on ``batch``."""
+    def __call__(self, batch: Batch) -> bool:
+        """Run the function, or its replay, on ``batch``; returns whether it was replayed."""
         # Larger than all that were drawn beforehand, and so rare: the same result, operator by operator.
         if batch.shape_bucket not in self._captured:
             self._function(batch)
-            return
+            return False
         static, replay = self._captured[batch.shape_bucket]
         _copy_(static, batch)
         replay()
+        return True
 
 
 def _copy_(static: Batch, batch: Batch) -> None:

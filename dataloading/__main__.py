@@ -16,15 +16,12 @@ import tyro
 from console.commands import Commands
 from console.interruption import end_in_order
 from console.program import complain, say
-from dataloading.options import EVALUATION_SAMPLES, Compression, ExtractionOptions, Layout, OwnText, PretrainingOptions
+from dataloading.options import Compression, ExtractionOptions, Layout, OwnText, PretrainingOptions
 
 if TYPE_CHECKING:
     from dataloading.dataset.folder import Dataset
-    from dataloading.dataset.manifest import WorkPart
     from dataloading.dataset.shuffle import ShuffleProgress
-    from dataloading.jobs import JobProgress
-    from dataloading.shards.samples import Samples
-    from dataloading.shards.shard import ShardRecord
+    from dataloading.jobs import JobProgress, WorkPart
 
 app = Commands()
 
@@ -83,6 +80,36 @@ def _prepare(
     share = None if part is None else _parse_part(part)
     dataset = prepare(job, out, jobs=jobs, part=share, report=partial(_print_progress, "samples"))
     say(f"{out}: {_counts(dataset)}{f', part {share}: join the parts by merge' if share else ''}")
+
+
+@app.command
+def wikipedia(
+    folders: tyro.conf.Positional[tuple[Path, ...]],
+    extraction: Annotated[ExtractionOptions, tyro.conf.arg(name="")],
+    out: Path = Path("data/wikipedia"),
+    shards: int = 4320,
+    jobs: int = 1,
+    part: str | None = None,
+    checksums: Path | None = None,
+) -> int:
+    """Make all data of the GPU recipes from MLCommons' files, and verify them. Run again, it goes on.
+
+    Exit status: 0 when everything is there, 1 when something could not be made of what the folders hold, 2 on an error.
+
+    Args:
+        folders: Folders of the downloader (docs/data.md), or WikiExtractor's: text, checkpoint, vocab.txt, in any mixture.
+        extraction: How WikiExtractor's files are made text, where there are such.
+        out: Folder for train, evaluation, vocab.txt and phase1.safetensors.
+        shards: Number of files of the training set.
+        jobs: Processes to use.
+        part: i/n: make the i-th of n shares of the samples; the process that completes the last one makes the rest.
+        checksums: A list of MD5 sums, in md5sum's format, in place of the built-in one: for stand-ins and mirrors.
+    """
+    from dataloading.preparation.stages import Request
+    from dataloading.preparation.wikipedia import make_wikipedia
+
+    share = None if part is None else _parse_part(part)
+    return 0 if make_wikipedia(Request(folders, out, extraction, shards, jobs, share, checksums)) else 1
 
 
 @app.command
@@ -237,26 +264,6 @@ def _convert(
 
 
 @app.command
-def pick_evaluation(folder: tyro.conf.Positional[Path], out: Path, samples: int = EVALUATION_SAMPLES) -> None:
-    """Pick the evaluation set from the samples of the evaluation text, evenly spaced, as the reference does.
-
-    Args:
-        folder: The data set that `prepare` made of eval.txt.
-        out: Folder to make.
-        samples: How many to pick.
-    """
-    from dataloading.dataset import known
-    from dataloading.dataset.folder import open_dataset, write_dataset
-
-    source = open_dataset(folder)
-    picked = source.take(known.pick_evaluation(source, samples))
-    write_dataset(out, picked, shards=1, info=source.info)
-    dataset = open_dataset(out)
-    say(f"{out}: {_counts(dataset)}")
-    say(known.describe_samples(dataset))
-
-
-@app.command
 def verify(folder: tyro.conf.Positional[Path], checksums: Path | None = None) -> None:
     """Read a whole data set, compare every digest, look for repeats, say whether it was shuffled and is a known one.
 
@@ -264,34 +271,21 @@ def verify(folder: tyro.conf.Positional[Path], checksums: Path | None = None) ->
         folder: The data set.
         checksums: A published list of the shards' content digests (4320_shards_varlength.chk, say) to compare with.
     """
-    from dataloading.dataset import known
-    from dataloading.dataset.order import OrderCheck
     from dataloading.dataset.sources import open_to_verify
+    from dataloading.dataset.verification import verify as verify_dataset
 
     dataset = open_to_verify(folder)
-    # Digests, repeats and order come of one pass over the data.
-    census, order = known.Census(dataset), OrderCheck(len(dataset))
-
-    def visit(shard: ShardRecord, samples: Samples) -> None:
-        census.add(samples)
-        order.add(samples)
-        say(f"{shard.name}: {shard.samples:,} samples, digest right")
-
-    dataset.verify(visit)
-    if checksums is not None:
-        for line in known.check_published(dataset, checksums):
-            say(line)
-    say(known.describe_vocabulary(dataset.info))
-    say(known.describe_options(dataset.info))
-    say(known.describe_samples(dataset))
-    say(census.describe_repeats())
-    found, unshuffled = order.finding()
-    if unshuffled:
+    found = verify_dataset(
+        dataset, checksums, lambda shard: say(f"{shard.name}: {shard.samples:,} samples, digest right")
+    )
+    for line in found.lines:
+        say(line)
+    if found.unshuffled:
         # A warning alone: what `prepare` makes stands in the order of its text, and that is as it should be.
-        complain(found, "warning")
+        complain(found.order, "warning")
     else:
-        say(found)
-    say(f"{folder}: whole, {_counts(dataset)}, multiset digest {census.multiset_digest:016x}")
+        say(found.order)
+    say(f"{folder}: whole, {_counts(dataset)}, multiset digest {found.multiset_digest:016x}")
 
 
 @app.command
@@ -334,8 +328,10 @@ def dump(shards: tyro.conf.Positional[tuple[Path, ...]], out: Path) -> None:
 
 def _print_progress(unit: str, progress: JobProgress) -> None:
     """A line for a file that is finished."""
+    from dataloading.jobs import duration
+
     left = progress.seconds / progress.done * (progress.total - progress.done)
-    rest = (", was there" if progress.kept else "") + (f", about {_duration(left)} left" if left else "")
+    rest = (", was there" if progress.kept else "") + (f", about {duration(left)} left" if left else "")
     place = f"[{progress.done}/{progress.total}] {progress.name}"
     say(f"{progress.seconds:7.1f} s  {place}: {progress.count:,} {unit}{rest}")
 
@@ -347,13 +343,8 @@ def _counts(dataset: Dataset) -> str:
     return f"{len(dataset):,} samples of {mean:.1f} tokens in {len(dataset.shards):,} shard(s), {size / 1e6:,.1f} MB"
 
 
-def _duration(seconds: float) -> str:
-    minutes, seconds = divmod(round(seconds), 60)
-    return f"{minutes // 60} h {minutes % 60:02d} min" if minutes >= 60 else f"{minutes}:{seconds:02d}"
-
-
 def _parse_part(text: str) -> WorkPart:
-    from dataloading.dataset.manifest import WorkPart
+    from dataloading.jobs import WorkPart
 
     index, slash, count = text.partition("/")
     # int() would take signs, spaces and underscores too.

@@ -23,6 +23,33 @@ _REMEDY = "delete the folder and begin again"
 
 
 @dataclass(frozen=True)
+class WorkPart:
+    """A share among several of the work of making a data set, counted from 1."""
+
+    index: int
+    count: int
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.index <= self.count:
+            raise ValueError(f"part {self.index}/{self.count}; expected i/n with i from 1 to n")
+
+    def __str__(self) -> str:
+        return f"{self.index}/{self.count}"
+
+    def share_of(self, tasks: int) -> range:
+        """Return the tasks of this part: consecutive ones, in shares that differ by one at most.
+
+        Raises:
+            ValueError: there are fewer tasks than parts.
+        """
+        if self.count > tasks:
+            raise ValueError(
+                f"part {self} of {tasks} text(s); expected at most as many parts as texts: use {tasks} parts"
+            )
+        return range(tasks * (self.index - 1) // self.count, tasks * self.index // self.count)
+
+
+@dataclass(frozen=True)
 class JobProgress:
     """Work done so far, for whoever waits."""
 
@@ -144,3 +171,9 @@ def _settings(description: object) -> dict[str, object]:
     for name, value in description.items() if isinstance(description, dict) else ():
         settings |= _settings(value) if isinstance(value, dict) else {name: value}
     return settings
+
+
+def duration(seconds: float) -> str:
+    """Format a time that work takes."""
+    minutes, seconds = divmod(round(seconds), 60)
+    return f"{minutes // 60} h {minutes % 60:02d} min" if minutes >= 60 else f"{minutes}:{seconds:02d}"

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from benchmarks.gpu_parts.measuring.report import NotUsableError
 from bert.configuration.sections import ModelConfig
-from bert.model import BertForPreTraining, EncoderLayer, LayerNorm
+from bert.layers import EncoderLayer, LayerNorm
+from bert.model import BertForPreTraining
 from bert.optimizer import FlatParameters
 from kernels import OPS
 from kernels.tuning.examples import Size, example_inputs

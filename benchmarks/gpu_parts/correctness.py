@@ -39,7 +39,7 @@ _ERRORS_FOUND = 99
 def correctness(context: Context) -> None:
     """The rule of the tests on the device: at most twice plain PyTorch's error in the same types."""
     model = drawn_model(context.scale.model, context.device)
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+    for dtype in (torch.float32, torch.bfloat16):
         for case in cases(model, _awkward_lengths(context), 101, dtype, counting=True):
             for name in OPS[case.op].implementations:
                 # The definition is what the others are compared with.
@@ -97,7 +97,7 @@ def _sanitizer_row(context: Context, tool: str) -> Figure:
     program = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
     if program is None:
         raise NotUsableError("compute-sanitizer is not installed")
-    if context.device.type != "cuda":
+    if not context.on_gpu:
         raise NotUsableError("looks at what a GPU does")
     return sanitized(context, tool, [program, "--tool", tool, "--error-exitcode", str(_ERRORS_FOUND)])
 

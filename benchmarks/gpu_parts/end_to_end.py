@@ -91,6 +91,7 @@ def _write_data(context: Context, folder: Path, counts: dict[str, int]) -> None:
 def _train(context: Context, folder: Path, samples: int) -> None:
     """Start the run, and keep the rows up to date with what it has told so far."""
     settings = {
+        "training.device": context.device.type,
         "data.train": folder / "train",
         "data.evaluation": folder / "evaluation",
         "data.vocab": folder / "vocab.txt",

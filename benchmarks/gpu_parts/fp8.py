@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bert.model import BertForPreTraining, EncoderLayer
+from bert.layers import EncoderLayer
+from bert.model import BertForPreTraining
 from kernels.reference.fp8 import E4M3, E5M2, padded
 from kernels.tuning.examples import Size, example_inputs
 

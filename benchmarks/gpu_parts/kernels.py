@@ -7,7 +7,6 @@ import importlib
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -64,7 +63,10 @@ def _time(context: Context, case: Case, sides: dict[str, Callable[..., object]],
     for both_ways, direction in enumerate(_DIRECTIONS):
         for name, side in sides.items():
             title = f"{case.op} {direction}, {name}"
-            context.report.attempt(title, partial(_time_row, context, title, case, side, ceilings, bool(both_ways)))
+            ours = OPS[case.op].implementations.get(name)
+            capturable = ours is None or ours.capturable
+            measure = partial(_time_row, context, title, case, side, ceilings, bool(both_ways), capturable)
+            context.report.attempt(title, measure)
         _compare(context, case.op, f"{case.op} {direction}")
 
 
@@ -87,7 +89,13 @@ def _compare(context: Context, op: str, what: str) -> None:
 
 
 def _time_row(
-    context: Context, title: str, case: Case, side: Callable[..., object], ceilings: Ceilings, both_ways: bool
+    context: Context,
+    title: str,
+    case: Case,
+    side: Callable[..., object],
+    ceilings: Ceilings,
+    both_ways: bool,
+    capturable: bool,
 ) -> Figure:
     upstream = case.upstream(side)
 
@@ -99,12 +107,14 @@ def _time_row(
         case.outputs(side)
 
     # Cold: in a step the cache holds what other kernels have touched.
-    seconds = measured(both if both_ways else forward, context.device, 3 * context.scale.repeats, cold=True)
+    work, repeats = both if both_ways else forward, 3 * context.scale.repeats
+    seconds = measured(work, context.device, repeats, cold=True, capturable=capturable)
     flop, moved = case.work.flop[both_ways], case.work.moved[both_ways]
     floor, ceiling = ceilings.floor(flop, moved)
     # In the unit of the limit that the row is held against.
     amount, unit = (moved, "TB/s") if not flop or "copy" in ceiling else (flop, "TFLOP/s")
-    return timed_row(title, seconds, amount / 1e12, unit, floor, ceiling)
+    note = ceiling if capturable or not context.on_gpu else f"{ceiling}; not captured: it times the host as well"
+    return timed_row(title, seconds, amount / 1e12, unit, floor, note)
 
 
 def _fp8_time_row(context: Context, title: str, case: Fp8Case, name: str, ceilings: Ceilings) -> Figure:
@@ -148,9 +158,8 @@ def _peers(case: Case, lengths: list[int]) -> dict[str, Callable[..., object]]:
     if case.op == "varlen_self_attention":
         return {
             "PyTorch varlen_attn without dropout": _torch_varlen,
-            # SDPA knows no lengths: one pads and masks, which is part of its cost.
-            "PyTorch SDPA, padded, mask": partial(_padded_sdpa, lengths=lengths),
-            "flash-attn 3 without dropout": _flash_attention_3,
+            # SDPA knows no lengths: padding and masking are a part of its cost.
+            "PyTorch SDPA, padded, mask": _padded_sdpa(lengths, case.leaves[0].device),
         }
     if case.op == "varlen_attention":
         return {}  # those of varlen_self_attention, which all layers but the last call
@@ -176,24 +185,22 @@ def _torch_varlen(qkv_T3HE: Tensor, bounds: Tensor, max_seqlen: int, _dropout: o
     return varlen.varlen_attn(query, key, value, bounds, bounds, max_seqlen, max_seqlen)
 
 
-def _padded_sdpa(qkv_T3HE: Tensor, _bounds: Tensor, max_seqlen: int, dropout: Dropout, *, lengths: list[int]) -> Tensor:
-    """Fill up before and cut out after, outside of which there is padding anyway where one trains padded."""
-    rows = [slice(*bounds) for bounds in pairwise([0, *torch.tensor(lengths).cumsum(0).tolist()])]
-    padded = [
-        torch.nn.utils.rnn.pad_sequence([x[row] for row in rows], batch_first=True).transpose(1, 2)
-        for x in qkv_T3HE.unbind(1)
-    ]
-    counts = torch.tensor(lengths, device=qkv_T3HE.device)
-    real = torch.arange(max_seqlen, device=qkv_T3HE.device) < counts[:, None]
-    # True where a key may be seen, broadcast over heads and queries.
-    output = F.scaled_dot_product_attention(*padded, attn_mask=real[:, None, None, :], dropout_p=dropout.p)
-    return output.transpose(1, 2)[real]
+def _padded_sdpa(lengths: list[int], device: torch.device) -> Callable[..., Tensor]:
+    """Return attention that fills sequences up to the longest, and cuts the padding out of its output."""
+    longest = max(lengths)
+    counts = torch.tensor(lengths)
+    real_SL = torch.arange(longest) < counts[:, None]
+    # Indices and mask are made here, because a CUDA graph captures no copy from the host.
+    slots_T = real_SL.flatten().nonzero()[:, 0].to(device)
+    mask_S11L = real_SL[:, None, None, :].to(device)
 
+    def attention(qkv_T3HE: Tensor, _bounds: Tensor, _longest: int, dropout: Dropout) -> Tensor:
+        padded = qkv_T3HE.new_zeros(real_SL.numel(), *qkv_T3HE.shape[1:]).index_copy(0, slots_T, qkv_T3HE)
+        query, key, value = (x.transpose(1, 2) for x in padded.unflatten(0, real_SL.shape).unbind(2))
+        output = F.scaled_dot_product_attention(query, key, value, attn_mask=mask_S11L, dropout_p=dropout.p)
+        return output.transpose(1, 2).flatten(0, 1)[slots_T]
 
-def _flash_attention_3(qkv_T3HE: Tensor, bounds: Tensor, max_seqlen: int, _dropout: object) -> object:
-    flash = importlib.import_module("flash_attn_interface")
-    returned = flash.flash_attn_varlen_func(*qkv_T3HE.unbind(1), bounds, bounds, max_seqlen, max_seqlen)
-    return returned[0] if isinstance(returned, tuple) else returned
+    return attention
 
 
 def _plain_add_norm(x, bias, residual, weight, norm_bias, eps, dropout) -> Tensor:  # noqa: ANN001

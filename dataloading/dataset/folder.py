@@ -21,13 +21,13 @@ from console.files import atomic_path
 from dataloading.dataset.manifest import (
     LENGTHS_NAME,
     MANIFEST_NAME,
-    WorkPart,
     metadata_names,
     read_lengths,
     read_manifest,
     shard_name,
     write_metadata,
 )
+from dataloading.jobs import WorkPart
 from dataloading.shards.formats import open_shard
 from dataloading.shards.native import write_shard
 from dataloading.shards.samples import SampleBuilder, Samples, concatenate
@@ -160,16 +160,16 @@ class Dataset:
         # Before the samples are read, whose pages would otherwise be given back and read again.
         self._forget_now_and_then(len(indices))
         builder = SampleBuilder()
-        # Sample by sample where all shards can: index arrays would take a fixed time for each of many shards.
-        if all(shards[shard].add_to(builder, row) for shard, row in zip(shard_of.tolist(), rows.tolist(), strict=True)):
-            samples = builder.samples()
-            # Checked here, as add_to() checks nothing.
-            try:
+        places = zip(shard_of.tolist(), rows.tolist(), strict=True)
+        try:
+            # Sample by sample where all shards can: index arrays would take a fixed time for each of many shards.
+            if all(shards[shard].add_to(builder, row) for shard, row in places):
+                samples = builder.samples()
+                # Checked here, as add_to() checks nothing.
                 check_content(samples, self.info, self.folder)
-            except ValueError:
-                pass  # what follows names the shard
-            else:
                 return samples
+        except ValueError:
+            pass  # what follows names the shard
         return self._take_by_shard(shards, shard_of, rows)
 
     def _take_by_shard(self, shards: dict[int, Shard], shard_of: NDArray[np.int64], rows: NDArray[np.int64]) -> Samples:

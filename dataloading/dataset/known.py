@@ -64,13 +64,16 @@ def describe_options(info: DatasetInfo) -> str:
     return f"settings: not the benchmark's ({', '.join(different)})"
 
 
+def is_training_count(count: int) -> bool:
+    """Tell whether the benchmark's training set may have so many samples."""
+    return TRAINING_SAMPLES_4320 <= count <= TRAINING_SAMPLES
+
+
 def describe_samples(dataset: Dataset) -> str:
     """Say in words whether the samples are the benchmark's training or evaluation set; a set of 10,000 is read."""
     count = len(dataset)
-    if count == TRAINING_SAMPLES:
+    if is_training_count(count):
         return f"samples: {count:,}, as many as the benchmark's training set has"
-    if count == TRAINING_SAMPLES_4320:
-        return f"samples: {count:,}, as many as the training sets of 4,320 equal shards in circulation have"
     if count == EVALUATION_SAMPLES:
         found = content_md5(dataset.blocks())
         if found == EVALUATION_CONTENT_MD5:

@@ -5,11 +5,14 @@ import io
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from shlex import quote
+from tokenize import TokenError
 
 import numpy as np
 from numpy.typing import NDArray
 
 from console.files import read_json, sha256_of, shown, write_atomically
+from dataloading.jobs import WorkPart
 from dataloading.shards.native import FORMAT, SCHEMA_VERSION, check_version
 from dataloading.shards.shard import REMEDY, DatasetInfo, ShardRecord
 
@@ -17,21 +20,6 @@ MANIFEST_NAME = "manifest.json"
 LENGTHS_NAME = "lengths.npy"
 
 _MAX_MANIFEST_BYTES = 64 << 20
-
-
-@dataclass(frozen=True)
-class WorkPart:
-    """A share among several of the work of making a data set, counted from 1."""
-
-    index: int
-    count: int
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.index <= self.count:
-            raise ValueError(f"part {self.index}/{self.count}; expected i/n with i from 1 to n")
-
-    def __str__(self) -> str:
-        return f"{self.index}/{self.count}"
 
 
 def metadata_names(part: WorkPart | None) -> tuple[str, str]:
@@ -108,10 +96,10 @@ def parts_in(folder: Path) -> list[WorkPart]:
 
 def _remedy_without_manifest(folder: Path) -> str:
     if folder.is_dir() and parts_in(folder):
-        return f"it holds parts of a data set: join them by `python -m dataloading merge {folder} ... --out DIR`"
+        return f"it holds parts of a data set: join them by `python -m dataloading merge {quote(str(folder))} ... --out DIR`"
     if folder.is_dir() and any(folder.glob("part*")):
         return "`python -m dataloading index` makes a data set of shards from elsewhere"
-    return "name a folder that `python -m dataloading prepare` or `from-text` made"
+    return "`python -m dataloading wikipedia` makes the benchmark's data (docs/data.md), `from-text` data of your own text"
 
 
 def read_lengths(path: Path, count: int, sha256: str) -> NDArray[np.uint16]:
@@ -129,7 +117,7 @@ def read_lengths(path: Path, count: int, sha256: str) -> NDArray[np.uint16]:
     try:
         # allow_pickle: an array of objects would be a pickle, which can run code.
         lengths = np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
-    except (ValueError, EOFError) as error:
+    except (ValueError, EOFError, TypeError, RecursionError, TokenError) as error:  # NumPy parses the header as Python
         raise ValueError(f"{path}: {error}; {REMEDY}") from None
     if lengths.dtype != np.dtype("<u2") or lengths.shape != (count, 2):
         raise ValueError(f"{path}: {lengths.dtype} {lengths.shape}, expected uint16 ({count}, 2); {REMEDY}")

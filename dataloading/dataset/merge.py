@@ -10,7 +10,8 @@ import numpy as np
 
 from console.files import sync
 from dataloading.dataset.folder import Dataset, new_folder, open_dataset
-from dataloading.dataset.manifest import WorkPart, parts_in, shard_name, write_metadata
+from dataloading.dataset.manifest import parts_in, shard_name, write_metadata
+from dataloading.jobs import WorkPart
 from dataloading.shards.formats import open_shard
 from dataloading.shards.shard import DatasetInfo, ShardRecord
 

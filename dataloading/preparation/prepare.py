@@ -17,9 +17,9 @@ from pathlib import Path
 
 from console.files import open_regular, sha256_of
 from dataloading.dataset.folder import Dataset
-from dataloading.dataset.manifest import WorkPart, shard_name
+from dataloading.dataset.manifest import shard_name
 from dataloading.dataset.merge import index_shards
-from dataloading.jobs import JobProgress, begun, run_tasks
+from dataloading.jobs import JobProgress, WorkPart, begun, run_tasks
 from dataloading.options import Compression, PretrainingOptions
 from dataloading.preparation.pretraining_data import create_samples, read_documents, samples_info, tokenize_documents
 from dataloading.shards.formats import whole_shard
@@ -72,7 +72,7 @@ def prepare(
         OSError: the disk is full, or will not be written for another reason.
     """
     info = samples_info(Vocabulary.from_file(job.vocab), job.options)
-    mine = _share(len(job.calls), part)
+    mine = part.share_of(len(job.calls)) if part else range(len(job.calls))
     # Before anything is made: a text that cannot be read would else end the job after hours.
     _check_texts([path for index in mine for path in job.calls[index]])
     # Without jobs and part, which change nothing in what is made.
@@ -129,15 +129,6 @@ def _compile(job: Job, info: DatasetInfo) -> None:
     """Make the compiled core ready before processes are forked."""
     tokenizer = _tokenizer(job.vocab, info.vocabulary_sha256, job.options.do_lower_case)
     create_samples(tokenize_documents([["a", "b"], ["c"]], tokenizer), job.options, tokenizer.vocabulary)
-
-
-def _share(calls: int, part: WorkPart | None) -> range:
-    """The calls that belong to a part: consecutive ones, in shares that differ by one at most."""
-    if part is None:
-        return range(calls)
-    if part.count > calls:
-        raise ValueError(f"part {part} of {calls} call(s); there are fewer calls than parts: use at most {calls} parts")
-    return range(calls * (part.index - 1) // part.count, calls * part.index // part.count)
 
 
 def _check_texts(texts: Sequence[Path]) -> None:

@@ -66,7 +66,10 @@ class Vocabulary:
         Raises:
             ValueError: it cannot be read, is not UTF-8, a special token is missing, or more tokens than 16-bit ids can name.
         """
-        return cls._of(read_bounded(path, _MAX_VOCABULARY_BYTES, "name a BERT vocabulary, one token a line"), path)
+        remedy = (
+            "name a BERT vocabulary, one token a line; `python -m dataloading wikipedia` puts the benchmark's in place"
+        )
+        return cls._of(read_bounded(path, _MAX_VOCABULARY_BYTES, remedy), path)
 
     @classmethod
     def from_folder(cls, folder: Path) -> Self | None:

@@ -18,7 +18,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from console.files import atomic_path, read_bounded, read_json, sha256_of, write_atomically
-from dataloading.jobs import JobProgress, begun, run_tasks
+from dataloading.jobs import JobProgress, WorkPart, begun, run_tasks
 from dataloading.options import ExtractionOptions, Sentences
 from dataloading.text.cleanup import articles, clean, gathered, hold_out, joined, segment, sentence_splitter
 
@@ -106,6 +106,19 @@ def extract(
             otherwise.
         OSError: the disk is full, or will not be written for another reason.
     """
+    return _finish(out, extract_part(inputs, out, options, None, jobs=jobs, report=report))
+
+
+def extract_part(
+    inputs: Sequence[Path],
+    out: Path,
+    options: ExtractionOptions,
+    part: WorkPart | None,
+    *,
+    jobs: int = 1,
+    report: Callable[[JobProgress], None] = lambda _: None,
+) -> list[PartRecord]:
+    """Make one share of the text shards, or all of them; `extract` joins the shares. Raises as `extract` does."""
     # For its error alone: that punkt is missing is said before anything is made.
     sentence_splitter(options.sentences)
     tasks = _plan(find_inputs(inputs), out, options)
@@ -115,7 +128,11 @@ def extract(
         "nltk": _nltk_version() if options.sentences == "punkt" else None,
         "inputs": [[task.path.name, *map(_input_name, task.inputs)] for task in tasks],
     }
-    with begun(out, JOB_NAME, description, finished=f"{_FINISHED}/*.json"):
+    if part is not None:
+        mine = part.share_of(len(tasks))
+        tasks = tasks[mine.start : mine.stop]
+    # Other parts may be at work in the same folder.
+    with begun(out, JOB_NAME, description, finished=f"{_FINISHED}/*.json", alone=part is None):
         (out / _FINISHED).mkdir(exist_ok=True)
         started = time.perf_counter()
         records: dict[int, PartRecord] = {}  # they finish in any order
@@ -123,7 +140,12 @@ def extract(
             records[index] = record
             seconds = time.perf_counter() - started
             report(JobProgress(record.output.name, record.articles, done, len(tasks), kept, seconds))
-        return _finish(out, [records[task.index] for task in tasks])
+        return [records[task.index] for task in tasks]
+
+
+def text_names(inputs: Sequence[Path], options: ExtractionOptions) -> list[str]:
+    """Return the names of the text shards that `extract` makes of ``inputs``."""
+    return [task.path.name for task in _plan(find_inputs(inputs), Path(), options)]
 
 
 @dataclass(frozen=True)

@@ -93,7 +93,7 @@ def test_from_text_says_what_it_made(run: Run, tmp_path: Path) -> None:
         ({"--part": "0/3"}, "part 0/3"),
         ({"--part": "4/3"}, "part 4/3"),
         ({"--part": "1"}, "--part is '1'"),
-        ({"--part": "1/2"}, "fewer calls than parts"),
+        ({"--part": "1/2"}, "expected at most as many parts as texts"),
         ({"--text": "text.txt text.txt"}, "named twice"),
         ({"--text": "text.txt copy.txt"}, "copy.txt is a copy of text.txt"),
         ({"--out": "text.txt/data"}, "text.txt"),
@@ -114,7 +114,7 @@ def test_a_mistake_gets_one_line_and_leaves_nothing(
     assert sorted(tmp_path.iterdir()) == before
 
 
-def test_from_wikiextractors_files_to_an_evaluation_set(run: Run, tmp_path: Path) -> None:
+def test_from_wikiextractors_files_to_samples(run: Run, tmp_path: Path) -> None:
     vocab, texts = REPOSITORY / "bert" / "artifacts" / "tiny_cpu" / "vocab.txt", tmp_path / "text"
     inputs = Path(__file__).parent / "text" / "wikipedia" / "text"
     extract = ["extract", inputs, "--out", texts, "--sentences", "plain", "--part-bytes", 20_000]
@@ -124,15 +124,7 @@ def test_from_wikiextractors_files_to_an_evaluation_set(run: Run, tmp_path: Path
     parts = sorted(texts.glob("part-*"))
     assert f"in {len(parts)} part(s), 9 held out in eval.txt" in printed
     run("prepare", "--text", *parts, "--vocab", vocab, "--out", tmp_path / "train")
-    run("prepare", "--text", texts / "eval.txt", "--vocab", vocab, "--out", tmp_path / "all")
-    run("pick-evaluation", tmp_path / "all", "--out", tmp_path / "eval", "--samples", 20)
     run("verify", tmp_path / "train")
-    dataset = open_dataset(tmp_path / "all")
-    ratio = len(dataset) / 20
-    expected = dataset.take(np.array([int(index * ratio) for index in range(20)]))
-    assert open_dataset(tmp_path / "eval").take(np.arange(20)).digest() == expected.digest()
-    too_many = ["--out", tmp_path / "x", "--samples", len(dataset) + 1]
-    assert "are to be picked" in run("pick-evaluation", tmp_path / "all", *too_many, fails=True)
 
 
 def test_a_part_can_be_verified_and_parts_are_merged(

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from benchmarks.gpu_parts.measuring.report import PartReport
-from bert.checkpoints.initial_model import build_model
+from bert.checkpoints.initial_model import draw_model
 from bert.configuration.recipes import RECIPES
 from bert.configuration.sections import ModelConfig
 from bert.cuda_graphs import CudaCapturer
@@ -61,9 +61,14 @@ class Context:
         return self.scale is TINY
 
     @property
+    def on_gpu(self) -> bool:
+        """Tell whether this measures a GPU; on a CPU it only shows that the code runs."""
+        return self.device.type == "cuda"
+
+    @property
     def low_precision(self) -> torch.dtype:
-        """bf16, the type that figures are about; fp32 where the scale is tiny."""
-        return torch.float32 if self.tiny else torch.bfloat16
+        """bf16, the type that figures are about; fp32 for the tiny scale on a CPU."""
+        return torch.bfloat16 if self.on_gpu or not self.tiny else torch.float32
 
     @property
     def mesh(self) -> Mesh:
@@ -75,12 +80,12 @@ class Context:
         """Random ones, drawn once a process and kept by the host, where they take no memory of the device."""
         recipe = RECIPES["h100_1x1"]()
         config = replace(recipe, model=self.scale.model, log=replace(recipe.log, division="open"))
-        model = build_model(config, self.mesh, seed=0)
+        model = draw_model(config, self.mesh, seed=0)
         return {name: tensor.cpu() for name, tensor in model.state_dict().items()}
 
     def capturer(self) -> CudaCapturer | None:
         """The capturer of a step, the same as in training, where there is a GPU."""
-        return CudaCapturer(self.device) if self.device.type == "cuda" else None
+        return CudaCapturer(self.device) if self.on_gpu else None
 
     def model(self, config: ModelConfig | None = None) -> BertForPreTraining:
         """A model on the device, to train; all of them start from the same weights."""

@@ -75,6 +75,21 @@ def look(
     return list(examine(IntendedRun(recipe, **{"quick": True, **request}), host(root, answers, mounts)))
 
 
+def test_an_installed_package_looks_for_data_in_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def found() -> str:
+        return next(one.found for one in look(tmp_path / "host") if one.subject == "data" and "train" in one.found)
+
+    monkeypatch.chdir(REPOSITORY)
+    assert found().startswith("data/w/train: ")
+    (tmp_path / "site-packages").mkdir()
+    monkeypatch.setattr("compliance.doctor.host.REPOSITORY", tmp_path / "site-packages")
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    assert found().startswith("data/w/train: ")
+
+
 # The plan
 
 
@@ -182,6 +197,15 @@ PLACE, WHOLE = "ok data: lies on a disk (ext4 at /)", "ok data: whole, 10 sample
 )
 def test_data(tmp_path: Path, name: str, changes: dict[str, Any], expected: list[str]) -> None:
     expect(look(tmp_path, name, **changes), *expected, about="data")
+
+
+def test_missing_data_and_checkpoint_name_the_command_that_makes_them(tmp_path: Path) -> None:
+    damaged = tmp_path / "damaged.safetensors"
+    damaged.touch()
+    found = look(tmp_path, "h100_1x8", checkpoint=damaged)
+    remedies = {one.subject: one.remedy for one in found if one.state == "fail"}
+    for subject in ("data", "checkpoint"):
+        assert "python -m dataloading wikipedia" in remedies[subject]
 
 
 def test_shards_that_are_linked_from_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,7 +35,6 @@ def test_every_command_that_reads_and_writes_data(
         ["verify", made],
         ["shuffle", made, "--out", out / "shuffled", "--shards", "2"],
         ["convert", made, "--out", out / "other", "--to", "fixed"],
-        ["pick-evaluation", made, "--out", out / "picked", "--samples", "5"],
         ["dump", made / "part_00000_of_00001.hdf5", "--out", out / f"{LONG[:200]}.npz"],
     ):
         assert_said(0, monkeypatch, capfdbinary, *step)
@@ -55,7 +54,7 @@ def test_every_command_that_reads_and_writes_data(
         "merge --out OUT/x",
         "shuffle OUT/NAME --out OUT/x --shards 2",
         "convert OUT/NAME --out OUT/x --to fixed",
-        "pick-evaluation OUT/NAME --out OUT/x",
+        "wikipedia OUT/NAME --out OUT/x",
         "verify --NAME",
         "NAME",
     ],

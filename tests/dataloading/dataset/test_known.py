@@ -65,14 +65,15 @@ def test_the_benchmarks_settings_and_vocabulary_are_recognised() -> None:
 def test_sizes_are_recognised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dataset = make(tmp_path / "data", [5, 70, 30])
     assert "3; neither" in known.describe_samples(dataset)
-    for name, words in (
-        ("TRAINING_SAMPLES", "as many as the benchmark's training set has"),
-        ("TRAINING_SAMPLES_4320", "4,320 equal shards"),
-        ("EVALUATION_SAMPLES", "but not those: content md5 is"),
-    ):
+    for least, most, is_benchmarks in ((3, 5, True), (1, 3, True), (4, 5, False), (1, 2, False)):
         with monkeypatch.context() as patch:
-            patch.setattr(known, name, 3)
+            patch.setattr(known, "TRAINING_SAMPLES_4320", least)
+            patch.setattr(known, "TRAINING_SAMPLES", most)
+            words = "as many as the benchmark's training set has" if is_benchmarks else "3; neither"
             assert words in known.describe_samples(dataset)
+    with monkeypatch.context() as patch:
+        patch.setattr(known, "EVALUATION_SAMPLES", 3)
+        assert "but not those: content md5 is" in known.describe_samples(dataset)
     monkeypatch.setattr(known, "EVALUATION_SAMPLES", 3)
     monkeypatch.setattr(known, "EVALUATION_CONTENT_MD5", known.content_md5(dataset.blocks()))
     assert "samples: the benchmark's evaluation set, 3 samples" in known.describe_samples(dataset)

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from dataloading.dataset.folder import open_dataset
-from dataloading.dataset.manifest import WorkPart, shard_name
+from dataloading.dataset.manifest import shard_name
 from dataloading.dataset.merge import merge
+from dataloading.jobs import WorkPart
 from dataloading.options import PretrainingOptions
 from dataloading.preparation.prepare import Job, JobProgress, prepare
 from tests.conftest import REPOSITORY

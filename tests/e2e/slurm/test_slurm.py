@@ -11,6 +11,7 @@ import pytest
 from cluster.view import write_view
 from tests.cluster.test_view import made_up
 from tests.conftest import SmallRun
+from tests.dataloading.preparation.stand_in import write_stand_in
 from tests.e2e.slurm.slurm_cluster import Cluster, missing
 from tests.e2e.slurm.slurm_jobs import RESULTS, output, small, submit, training
 
@@ -180,3 +181,24 @@ def test_submitted_from_elsewhere_is_one_line(cluster: Cluster, checkout: Path, 
     job = cluster.run("sbatch", "--parsable", str(checkout / "launch/slurm.sub"), "tiny_cpu", cwd=tmp_path).strip()
     assert cluster.finish(job)["ExitCode"] == "2:0"
     assert "is not the repository's root" in output(tmp_path, job)
+
+
+def test_an_array_of_tasks_makes_the_data_and_one_of_them_ends_with_everything(
+    cluster: Cluster, checkout: Path, tmp_path: Path
+) -> None:
+    given, out = write_stand_in(tmp_path), tmp_path / "wikipedia"
+    made = (str(given.files), str(given.text), "--checksums", str(given.checksums), "--shards", "2", "--out", str(out))
+    command = ("sbatch", "--parsable", "--array=0-2", "launch/data.sub", *made)
+    job = cluster.run(*command, cwd=checkout, OMP_NUM_THREADS="1").strip()
+    cluster.finish(job)
+    outputs = [(checkout / f"results/slurm-{job}_{task}.out").read_text() for task in range(3)]
+    assert {path.name for path in out.iterdir()} == {
+        "train",
+        "evaluation",
+        "vocab.txt",
+        "phase1.safetensors",
+        "preparation",
+    }
+    assert sum("python -m bert.train h100_1x8 --dry-run" in shown for shown in outputs) == 1, outputs
+    assert sum("/3 is done" in shown for shown in outputs) == 2, outputs
+    assert not [shown for shown in outputs if "error" in shown]

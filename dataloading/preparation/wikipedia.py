@@ -1,0 +1,107 @@
+"""The benchmark's data from MLCommons' files: everything that the GPU recipes expect, made in stages and verified.
+
+OUT/vocab.txt, phase1.safetensors, evaluation/, train/   the results; each appears when it is whole
+OUT/preparation/                                         what stages leave for one another (`stages`, beside this)
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+from console.program import say
+from dataloading.dataset.folder import open_dataset
+from dataloading.preparation.alone import BusyError, locked
+from dataloading.preparation.mlcommons import Checksums, Inputs, check_sizes, find_inputs
+from dataloading.preparation.stages import CHECKPOINT, EVALUATION, TRAIN, VOCABULARY, Preparation, Request, in_units
+
+_ACCURACY_BEFORE_TRAINING = 0.34085
+"""Of the phase-1 checkpoint on the evaluation set, by the reference's README."""
+_SOURCES = {
+    VOCABULARY: "vocab.txt",
+    CHECKPOINT: "the TF1 checkpoint (tf1_ckpt/model.ckpt-28252.index and .data-00000-of-00001)",
+    EVALUATION: "eval.txt",
+    TRAIN: "the text (part-00000-of-00500 ...)",
+}
+
+
+def make_wikipedia(request: Request) -> bool:
+    """Make all that the inputs allow, or one part of it; return whether nothing is missing in the end.
+
+    The process that completes the last part makes the rest, too.
+
+    Raises:
+        ValueError: an input is wrong, or a result is there that was made from other inputs.
+        OSError: the disk is full, or cannot be written for another reason.
+    """
+    inputs = find_inputs(request.folders, request.out)
+    if not inputs.files:
+        folders = ", ".join(map(str, request.folders)) or "no folder named"
+        raise ValueError(f"{folders}: none of MLCommons' files found; docs/data.md says how to download them")
+    checksums = Checksums(request.checksums, inputs.lists)
+    check_sizes(inputs.files, checksums)
+    _describe(request, inputs)
+    request.work.mkdir(parents=True, exist_ok=True)
+    # Where the training set is there already, a part that is asked for again has no share of its own.
+    if request.part is not None and not (request.out / TRAIN).exists():
+        with locked(request.work, shared=True):
+            is_last = Preparation(request, inputs, checksums).make_part(request.part)
+        if not is_last:
+            say(f"part {request.part} is done; the process that completes the last part makes the rest")
+            return True
+    try:
+        with locked(request.work, shared=False):
+            Preparation(replace(request, part=None), inputs, checksums).make()
+    except BusyError:
+        if request.part is None:
+            raise
+        # Whoever holds the lock completes a part later than this one, or is at the rest already.
+        say(f"part {request.part} is done; another process makes the rest")
+        return True
+    return _conclude(request.out, inputs)
+
+
+def _describe(request: Request, inputs: Inputs) -> None:
+    """Say what was found, and what is missing."""
+    found = {
+        "vocabulary": [inputs.vocabulary] if inputs.vocabulary else [],
+        "checkpoint": inputs.checkpoint,
+        "text": inputs.text,
+        "evaluation text": [inputs.evaluation] if inputs.evaluation else [],
+        "WikiExtractor's files": inputs.articles,
+    }
+    for name, paths in found.items():
+        if paths:
+            size = sum(path.stat().st_size for path in paths)
+            more = f" ... ({len(paths):,} files)" if len(paths) > 1 else ""
+            say(f"found: {name}, {paths[0]}{more}, {in_units(size)}")
+    for note in inputs.notes:
+        say(f"note: {note}")
+    for name in _missing(request.out, inputs):
+        say(f"missing: {_SOURCES[name]}, from which {request.out / name} is made; docs/data.md says how to download it")
+
+
+def _missing(out: Path, inputs: Inputs) -> list[str]:
+    """Return the results that are not there and cannot be made."""
+    sources = {
+        VOCABULARY: inputs.vocabulary,
+        CHECKPOINT: inputs.checkpoint,
+        EVALUATION: inputs.evaluation or inputs.articles,
+        TRAIN: inputs.text or inputs.articles,
+    }
+    return [name for name, found in sources.items() if not found and not (out / name).exists()]
+
+
+def _conclude(out: Path, inputs: Inputs) -> bool:
+    """Say what is there and what to do next; return whether nothing is missing."""
+    for folder in (out / TRAIN, out / EVALUATION):
+        if folder.exists():
+            say(f"{folder}: {len(open_dataset(folder)):,} samples, verified")
+    if missing := _missing(out, inputs):
+        names = ", ".join(str(out / name) for name in missing)
+        say(f"not made: {names}; run the command again with the folders of what is missing")
+        return False
+    settings = {"train": TRAIN, "evaluation": EVALUATION, "vocab": VOCABULARY, "initial-checkpoint": CHECKPOINT}
+    given = "".join(f" --data.{key} {out / name}" for key, name in settings.items())
+    given = "" if out == Path("data/wikipedia") else given
+    say(f"accuracy before training: python -m bert.evaluate h100_1x1 --expect {_ACCURACY_BEFORE_TRAINING}{given}")
+    say(f"whether a run would start: python -m bert.train h100_1x8 --dry-run{given}")
+    return True

@@ -1,0 +1,67 @@
+"""Small stand-ins of what MLCommons distributes, with the names of the real files."""
+
+import hashlib
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from tests.conftest import REPOSITORY
+
+_BUNDLES = REPOSITORY / "tests" / "bert" / "checkpoints" / "tf_bundles"
+_VOCAB = REPOSITORY / "bert" / "artifacts" / "tiny_cpu" / "vocab.txt"
+PARTS = 3
+EVALUATION_DOCUMENTS = 1100
+"""Each gives at least ten samples."""
+
+
+@dataclass(frozen=True)
+class StandIn:
+    """The two downloads, and a list of the MD5 sums of all their files."""
+
+    files: Path
+    text: Path
+    checksums: Path
+
+    @property
+    def part(self) -> Path:
+        """One part of the text."""
+        return self.text / f"part-00001-of-{PARTS:05d}"
+
+
+def write_stand_in(folder: Path) -> StandIn:
+    """Write both downloads to ``folder``."""
+    files, text = folder / "bert-input-files", folder / "bert-preprocessed-wikipedia-dataset"
+    for name in ("tf1", "tf2"):
+        (files / f"{name}_ckpt").mkdir(parents=True)
+        for path in _BUNDLES.glob(f"{name}.*"):
+            shutil.copy(path, files / f"{name}_ckpt" / path.name.replace(name, "model.ckpt-28252"))
+    shutil.copy(_VOCAB, files / "vocab.txt")
+    (files / "bert_config.json").write_text('{"num_attention_heads": 2}\n')
+    text.mkdir()
+    rng = np.random.default_rng(7)
+    for index in range(PARTS):
+        (text / f"part-{index:05d}-of-{PARTS:05d}").write_text(documents(rng, 40, sentences=20))
+    (text / "eval.txt").write_text(documents(rng, EVALUATION_DOCUMENTS, sentences=3))
+    (text / "eval.md5").write_text(f"{'0' * 32}\n")  # of articles, in the format of no list
+    for each in (files, text):
+        (each / f"{each.name}.md5").write_text(_sums(each, each))
+    checksums = folder / "checksums.md5"
+    checksums.write_text(_sums(files, folder) + _sums(text, folder))
+    return StandIn(files, text, checksums)
+
+
+def documents(rng: np.random.Generator, count: int, *, sentences: int) -> str:
+    """Return documents of random words, none like another."""
+    words = [line for line in _VOCAB.read_text().split() if line.isalpha() and len(line) > 2]
+    one = lambda: " ".join(rng.choice(words, rng.integers(4, 14))).capitalize() + ".\n"  # noqa: E731
+    return "".join("".join(one() for _ in range(sentences)) + "\n" for _ in range(count))
+
+
+def _sums(folder: Path, top: Path) -> str:
+    paths = sorted(path for path in folder.rglob("*") if path.is_file() and path.suffix != ".md5")
+    return "".join(
+        f"{hashlib.md5(path.read_bytes(), usedforsecurity=False).hexdigest()}  ./{path.relative_to(top)}\n"
+        for path in paths
+    )

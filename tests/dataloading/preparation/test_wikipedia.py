@@ -1,0 +1,355 @@
+"""``python -m dataloading wikipedia`` on small stand-ins of MLCommons' downloads."""
+
+import hashlib
+import json
+import os
+import resource
+import shutil
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bert.configuration.recipes import RECIPES
+from dataloading.__main__ import main
+from dataloading.dataset.folder import open_dataset
+from dataloading.dataset.shuffle import shuffle
+from dataloading.options import PretrainingOptions
+from dataloading.preparation import alone, estimate
+from dataloading.preparation.mlcommons import KNOWN, Checksums
+from dataloading.preparation.prepare import Job, prepare
+from dataloading.text.tokenization import Vocabulary
+from tests.conftest import REPOSITORY
+from tests.dataloading.conftest import Run
+from tests.dataloading.preparation.stand_in import PARTS, StandIn, write_stand_in
+
+ARTICLES = REPOSITORY / "tests" / "dataloading" / "text" / "wikipedia" / "text"
+OF_ARTICLES = ("--sentences", "plain", "--evaluation-articles", "9", "--part-bytes", "20000")
+
+
+@pytest.fixture(scope="module")
+def stand_in(tmp_path_factory: pytest.TempPathFactory) -> StandIn:
+    return write_stand_in(tmp_path_factory.mktemp("stand-in"))
+
+
+@pytest.fixture
+def own(stand_in: StandIn, tmp_path: Path) -> StandIn:
+    """A stand-in that a test may damage, with everything but the checkpoint."""
+    files, text = (shutil.copytree(each, tmp_path / each.name) for each in (stand_in.files, stand_in.text))
+    for form in ("tf1_ckpt", "tf2_ckpt"):
+        shutil.rmtree(files / form)
+    return StandIn(files, text, stand_in.checksums)
+
+
+@pytest.fixture(scope="module")
+def whole(stand_in: StandIn, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """What the command makes of the text without an interruption."""
+    out = tmp_path_factory.mktemp("whole") / "out"
+    assert child(lambda: None, *arguments(stand_in, out)) == 1  # no checkpoint
+    return results(out)
+
+
+def arguments(given: StandIn, out: Path, *more: object) -> list[object]:
+    """Options for the text and the vocabulary, without the checkpoint."""
+    vocabulary = out.parent / "vocabulary"
+    vocabulary.mkdir(exist_ok=True)
+    shutil.copy2(given.files / "vocab.txt", vocabulary)
+    return ["wikipedia", vocabulary, given.text, "--out", out, "--shards", 3, "--checksums", given.checksums, *more]
+
+
+def results(out: Path) -> dict[str, bytes]:
+    """The results, without what the stages leave for one another, and without the names of the texts."""
+    paths = (path for path in out.rglob("*") if path.is_file() and "preparation" not in path.relative_to(out).parts)
+    contents = {str(path.relative_to(out)): path.read_bytes() for path in paths}
+    for name in ("train/manifest.json", "evaluation/manifest.json"):
+        manifest = json.loads(contents[name])
+        manifest["info"]["sources"] = sorted(manifest["info"]["sources"].values())
+        contents[name] = json.dumps(manifest).encode()
+    # The one shard of the evaluation set says it as well.
+    contents["evaluation"] = open_dataset(out / "evaluation").shards[0].digest.encode()
+    del contents["evaluation/part_00000_of_00001.hdf5"]
+    return contents
+
+
+def child(prepare_child: Callable[[], object], *words: object) -> int:
+    """Run the command in a forked process, and return its exit status, negative after a signal."""
+    if (process := os.fork()) == 0:
+        status = 99
+        try:
+            prepare_child()
+            sys.argv = ["dataloading", *map(str, words)]
+            status = main()
+        finally:
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+
+
+def test_both_downloads_make_what_the_recipes_expect(run: Run, stand_in: StandIn, tmp_path: Path) -> None:
+    out = tmp_path / "wikipedia"
+    command = ["wikipedia", stand_in.files, stand_in.text, "--out", out, "--shards", 3, "--jobs", 2]
+    printed = run(*command, "--checksums", stand_in.checksums)
+    data = RECIPES["h100_1x8"]().data
+    assert data.initial_checkpoint is not None
+    for path in (data.train, data.evaluation, data.vocab, data.initial_checkpoint):
+        assert (out / path.relative_to("data/wikipedia")).exists()
+    assert (out / "vocab.txt").read_bytes() == (stand_in.files / "vocab.txt").read_bytes()
+    assert "missing" not in printed
+    for said in ("tf2_ckpt/model.ckpt-28252: not used", "expected time with --jobs 2", "[ 99 %]", "GB are free"):
+        assert said in printed
+    for key, name in (("train", "train"), ("initial-checkpoint", "phase1.safetensors")):
+        assert printed.count(f"--data.{key} {out / name}") == 2  # bert.evaluate, and the dry run
+    assert {path.suffix or path.name for path in (out / "preparation").iterdir()} == {".json", "lock"}
+
+    texts = tuple(stand_in.text / f"part-{index:05d}-of-{PARTS:05d}" for index in range(PARTS))
+    samples = prepare(Job(texts, out / "vocab.txt", PretrainingOptions()), tmp_path / "samples")
+    expected = shuffle(samples, tmp_path / "shuffled", shards=3, seed=24)
+    assert [shard.digest for shard in open_dataset(out / "train").shards] == [shard.digest for shard in expected.shards]
+    of_eval = prepare(Job((stand_in.text / "eval.txt",), out / "vocab.txt", PretrainingOptions()), tmp_path / "all")
+    picked = np.array([int(index * (len(of_eval) / 10_000)) for index in range(10_000)])
+    evaluation = open_dataset(out / "evaluation")
+    assert evaluation.take(np.arange(10_000)).digest() == of_eval.take(picked).digest()
+
+    before = {path: path.stat().st_ino for path in out.rglob("*") if "preparation" not in path.parts}
+    again = run(*command, "--checksums", stand_in.checksums)
+    assert again.count("is there already") == 3
+    assert "expected time" not in again
+    assert {path: path.stat().st_ino for path in out.rglob("*") if "preparation" not in path.parts} == before
+
+
+def test_a_checkpoint_that_cannot_be_read_is_refused_with_the_reason(run: Run, tmp_path: Path) -> None:
+    bundles = REPOSITORY / "tests" / "bert" / "checkpoints" / "tf_bundles"
+    for path in bundles.glob("tf2_encoder.*"):
+        (tmp_path / "tf2_ckpt").mkdir(exist_ok=True)
+        shutil.copy(path, tmp_path / "tf2_ckpt" / path.name.replace("tf2_encoder", "model.ckpt-28252"))
+    (tmp_path / "empty.md5").touch()
+    words = ["wikipedia", tmp_path / "tf2_ckpt", "--out", tmp_path / "out", "--checksums", tmp_path / "empty.md5"]
+    assert "lacks " in run(*words, fails=True)
+    assert not (tmp_path / "out" / "phase1.safetensors").exists()
+
+
+def test_inputs_come_in_any_mixture(run: Run, stand_in: StandIn, whole: dict[str, bytes], tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    base = ["--out", out, "--shards", 3, "--checksums", stand_in.checksums]
+    assert "vocab.txt is missing" in run("wikipedia", stand_in.text, *base, fails=True)
+    only = tmp_path / "only"
+    only.mkdir()
+    assert "none of MLCommons' files" in run("wikipedia", only, *base, fails=True)
+    shutil.copy(stand_in.text / "eval.txt", only)
+    shutil.copy(stand_in.files / "vocab.txt", only)
+    assert child(lambda: None, "wikipedia", only, *base) == 1
+    assert {path.name for path in out.iterdir()} == {"vocab.txt", "evaluation", "preparation"}
+    # The vocabulary is there by now; parts of the text are not in the first call's folder.
+    (only / "eval.txt").unlink()
+    for path in stand_in.text.glob("part-*"):
+        shutil.copy(path, only)
+    evaluation = (out / "evaluation" / "manifest.json").stat().st_ino
+    assert child(lambda: None, "wikipedia", only, *base) == 1
+    assert (out / "evaluation" / "manifest.json").stat().st_ino == evaluation
+    assert results(out) == whole
+
+
+def test_wrong_files_are_named_and_nothing_is_made(run: Run, own: StandIn, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    command = ["wikipedia", own.files, own.text, "--out", out, "--checksums", own.checksums]
+    evaluation, vocab = own.text / "eval.txt", own.files / "vocab.txt"
+    first, other = own.part, own.text / own.part.name.replace("00001", "00002")
+    contents = {path: path.read_bytes() for path in (first, other, evaluation, vocab)}
+    flipped = bytearray(contents[first])
+    flipped[100] ^= 1
+    for wrong in (
+        {first: bytes(flipped)},
+        {evaluation: contents[evaluation][:-1]},
+        {first: contents[other], other: contents[first]},
+        {vocab: contents[vocab] + b"x\n", evaluation: b"\xff\xfe"},
+    ):
+        for path, content in wrong.items():
+            path.write_bytes(content)
+        said = run(*command, fails=True).partition("error: ")[2]
+        assert {path for path in contents if str(path) in said} == set(wrong)
+        assert not {"train", "evaluation"} & {path.name for path in out.iterdir()}
+        for path in wrong:
+            path.write_bytes(contents[path])
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda own: own.part.unlink(), "the text lacks part-00001-of-00003"),
+        (lambda own: own.part.rename(own.text / "part-00009-of-00003"), "part-00001-of-00003"),
+        (lambda own: shutil.copy(own.part, own.text / "part-00000-of-00004"), "3 and 4 parts"),
+        (lambda own: shutil.copy(own.text / "eval.txt", own.files), "eval.txt is in "),
+        (lambda own: (own.files / "model.ckpt-28252.index").touch(), "model.ckpt-28252.data-00000-of-00001"),
+        (lambda own: (own.files / "model.ckpt-28252.data-00001-of-00002").touch(), "28252.index"),
+        (lambda own: own.part.write_bytes(b""), "part-00001-of-00003"),
+        (lambda own: shutil.rmtree(own.files), "no such folder"),
+    ],
+)
+def test_an_incomplete_set_of_files_is_refused(
+    run: Run, own: StandIn, tmp_path: Path, change: Callable[[StandIn], object], named: str
+) -> None:
+    change(own)
+    command = ["wikipedia", own.files, own.text, "--out", tmp_path / "out", "--checksums", own.checksums]
+    assert named in run(*command, fails=True)
+    assert not (tmp_path / "out" / "evaluation").exists()
+
+
+def test_known_sizes_and_sums_hold_without_a_list(run: Run, stand_in: StandIn, tmp_path: Path) -> None:
+    said = run("wikipedia", stand_in.files, stand_in.text, "--out", tmp_path / "out", fails=True)
+    for name in ("vocab.txt", "eval.txt", "bert_config.json", "28252.index", "28252.data-00000-of-00001"):
+        assert name in said
+    for size in ("231,508", "32,851,144", "314", "17,371", "4,034,713,312"):
+        assert size in said
+    assert "6,420" not in said  # of the TF2 form, which lies beside and is not used
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_rest_is_compared_with_the_list_beside_it(stand_in: StandIn, tmp_path: Path) -> None:
+    beside = Checksums(None, [stand_in.text / f"{stand_in.text.name}.md5", stand_in.text / "eval.md5"])
+    md5 = hashlib.md5(stand_in.part.read_bytes()).hexdigest()
+    assert [each.md5 for each in beside.expected(stand_in.part)] == [md5]
+    # The known value comes first, and the folder tells one checkpoint from the other.
+    assert [each.md5 for each in beside.expected(stand_in.text / "eval.txt")] == [KNOWN["eval.txt"][1]]
+    for form in ("tf1_ckpt", "tf2_ckpt"):
+        name = f"{form}/model.ckpt-28252.index"
+        assert [(each.size, each.md5) for each in beside.expected(tmp_path / name)] == [KNOWN[name]]
+    assert len(beside.expected(tmp_path / "elsewhere" / "model.ckpt-28252.index")) == 2
+    (tmp_path / "list").write_text("no list\n")
+    with pytest.raises(ValueError, match="line 1"):
+        Checksums(tmp_path / "list", [])
+
+
+def test_it_goes_on_after_a_kill_at_every_step(stand_in: StandIn, whole: dict[str, bytes], tmp_path: Path) -> None:
+    """Each run is killed at its third new name in OUT, before or after the renaming, until one has no more to make."""
+    out, runs = tmp_path / "out", 0
+    kept: dict[str, int] = {}
+    while True:
+        before = runs % 2 == 0
+
+        def die_at_third_name(before: bool = before) -> None:
+            names = [0]
+            for name in ("replace", "rename"):
+                rename = getattr(Path, name)
+
+                def counted(self: Path, target: Path, rename: Callable[..., Path] = rename) -> Path:
+                    # Not in folders that get their own name later, and not in those of the measurement.
+                    hidden = any(part[0] == "." or "estimate-" in part for part in Path(target).parts)
+                    names[0] += out in Path(target).parents and not hidden
+                    if before and names[0] == 3:
+                        os.kill(os.getpid(), signal.SIGKILL)
+                    result = rename(self, target)
+                    if names[0] == 3:
+                        os.kill(os.getpid(), signal.SIGKILL)
+                    return result
+
+                setattr(Path, name, counted)
+
+        status = child(die_at_third_name, *arguments(stand_in, out))
+        runs += 1
+        for path in kept:
+            assert (out / path).stat().st_ino == kept[path], f"{path} was made again"
+        kept |= {
+            str(path.relative_to(out)): path.stat().st_ino
+            for path in [out / "vocab.txt", out / "evaluation" / "manifest.json", out / "train" / "manifest.json"]
+            if path.exists()
+        }
+        if status != -signal.SIGKILL:
+            break
+        assert runs < 60
+    assert status == 1
+    assert runs > 5
+    assert results(out) == whole
+    assert {path.suffix or path.name for path in (out / "preparation").iterdir()} == {".json", "lock"}
+
+
+def test_a_full_disk_is_one_error_and_it_goes_on_later(
+    stand_in: StandIn, whole: dict[str, bytes], tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    for limit in (400_000, 1_100_000):  # in the middle of the evaluation's samples, and of the training set's
+
+        def limited(limit: int = limit) -> None:
+            # The measurement writes less.
+            estimate._PIECE_BYTES = 1 << 12
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+
+        assert child(limited, *arguments(stand_in, out)) == 2
+        assert not (out / "train").exists()
+    assert child(lambda: None, *arguments(stand_in, out)) == 1
+    assert results(out) == whole
+
+
+def test_too_little_room_is_refused_at_once(
+    run: Run, stand_in: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: type("Usage", (), {"free": 1_000_000}))
+    assert "1.0 MB are free" in run(*arguments(stand_in, tmp_path / "out"), fails=True)
+    assert not (tmp_path / "out" / "vocab.txt").exists()
+
+
+def test_parts_make_the_same_and_the_last_one_makes_the_rest(
+    stand_in: StandIn, whole: dict[str, bytes], tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    for part, status in (("3/3", 0), ("1/3", 0)):
+        assert child(lambda: None, *arguments(stand_in, out, "--part", part)) == status
+        assert {path.name for path in out.iterdir()} == {"vocab.txt", "preparation"}
+    assert child(lambda: None, *arguments(stand_in, out, "--part", "2/3")) == 1  # no checkpoint
+    assert results(out) == whole
+    # A part that is made again, as when its job is requeued, finds everything there.
+    assert child(lambda: None, *arguments(stand_in, out, "--part", "1/3")) == 1
+    assert results(out) == whole
+
+
+def test_articles_of_the_dump_are_made_text_in_parts_too(stand_in: StandIn, tmp_path: Path) -> None:
+    made = []
+    for name, parts in (("whole", [()]), ("parts", [("--part", "2/2"), ("--part", "1/2")])):
+        out = tmp_path / name
+        for part in parts:
+            words = ["wikipedia", ARTICLES, stand_in.files / "tf1_ckpt" / "..", "--out", out, "--shards", 2]
+            (tmp_path / "vocabulary").mkdir(exist_ok=True)
+            shutil.copy(stand_in.files / "vocab.txt", tmp_path / "vocabulary")
+            words[2] = tmp_path / "vocabulary"
+            assert child(lambda: None, *words, "--checksums", stand_in.checksums, *OF_ARTICLES, *part) in (0, 1)
+        made.append({name: open_dataset(out / name).shards for name in ("train", "evaluation")})
+    assert made[0] == made[1]
+    assert all(shard.samples for shard in made[0]["train"])
+
+
+def test_what_was_made_from_something_else_is_left_alone(
+    run: Run, own: StandIn, whole: dict[str, bytes], tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    assert child(lambda: None, *arguments(own, out)) == 1
+    assert f"{out / 'train'} is there, and was not made from these" in run(
+        *arguments(own, out, "--shards", 2), fails=True
+    )
+    empty = tmp_path / "empty.md5"
+    empty.touch()
+    (own.text / f"{own.text.name}.md5").unlink()
+    own.part.write_bytes(own.part.read_bytes() + b"One more sentence.\n")
+    assert f"{out / 'train'} is there" in run(*arguments(own, out, "--checksums", empty), fails=True)
+    assert results(out) == whole
+    elsewhere = tmp_path / "elsewhere"
+    (elsewhere / "evaluation").mkdir(parents=True)
+    assert f"{elsewhere / 'evaluation'} is there" in run(*arguments(own, elsewhere, "--checksums", empty), fails=True)
+    assert list((elsewhere / "evaluation").iterdir()) == []
+
+
+def test_missing_data_name_the_command(tmp_path: Path) -> None:
+    command = "python -m dataloading wikipedia"
+    for read in (open_dataset, Vocabulary.from_file):
+        with pytest.raises(ValueError, match=command):
+            read(tmp_path / "absent")
+
+
+def test_one_process_works_in_a_folder_at_a_time(stand_in: StandIn, tmp_path: Path) -> None:
+    work = tmp_path / "out" / "preparation"
+    work.mkdir(parents=True)
+    with alone.locked(work, shared=False):
+        assert child(lambda: None, *arguments(stand_in, tmp_path / "out")) == 2
+    with alone.locked(work, shared=True):
+        assert child(lambda: None, *arguments(stand_in, tmp_path / "out")) == 2
+        assert child(lambda: None, *arguments(stand_in, tmp_path / "out", "--part", "1/3")) == 0
