@@ -44,9 +44,9 @@ class Machine:
     def gpu(self, path: str, numa: int) -> None:
         self.pci(path, "0x10de", "0x030200", numa)
 
-    def hca(self, name: str, path: str) -> None:
+    def hca(self, name: str, path: str, state: str = "4: ACTIVE") -> None:
         self.pci(path, "0x15b3", "0x020700", 0)
-        self.write(f"devices/{path}/infiniband/{name}/ports/1/state", "4: ACTIVE")
+        self.write(f"devices/{path}/infiniband/{name}/ports/1/state", state)
         (self.sys / f"devices/{path}/infiniband/{name}/device").symlink_to(self.sys / "devices" / path)
         (self.sys / "class/infiniband" / name).symlink_to(self.sys / f"devices/{path}/infiniband/{name}")
 
