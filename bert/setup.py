@@ -33,6 +33,7 @@ from bert.reporting.tensorboard import tensorboard_sinks
 from bert.step import TrainingStep
 from bert.timing.stopwatch import DeviceStopwatch, Stopwatch
 from compliance.log.schedule import EvaluationSchedule
+from console.live import clock
 from console.program import say
 from console.version import commit
 from dataloading.batches.shape_buckets import ShapeBucket
@@ -64,12 +65,19 @@ def build_run(
     stopwatch = DeviceStopwatch() if mesh.device.type == "cuda" else Stopwatch()
     shape_buckets = choose_shapes(config, inputs.train, mesh)
     evaluator = Evaluator(inputs.evaluation, mesh, config.evaluation.batch_size)
-    step = _warmed_up_step(config, inputs.train, mesh, seed, stopwatch, shape_buckets, log, evaluator, capturer)
+    step, step_seconds = _warmed_up_step(
+        config, inputs.train, mesh, seed, stopwatch, shape_buckets, log, evaluator, capturer
+    )
     start, skipped = Position(), 0
     if resumed:
         # After the warm-up, which leaves what a first step begins with.
         restore(step, resumed, mesh)
         start, skipped = Position(resumed.step, resumed.samples), resumed.step - resumed.optimizer_steps
+    # On a GPU the host only hands steps over, and their time is not known yet.
+    if mesh.is_main and mesh.device.type == "cpu" and step_seconds:
+        batch = config.training.global_batch_size
+        steps = -(-(config.training.sample_limit - start.samples) // batch)
+        say(f"at most {steps:,} steps of {batch} sequences: about {clock(steps * step_seconds)} and the evaluations")
     log.weights_initialization(config.model.num_hidden_layers)
     loader = build_loader(config, inputs.train, mesh, seed, shape_buckets, start.steps, log)
     checkpoints = None
@@ -149,8 +157,10 @@ def _warmed_up_step(
     log: MLLog,
     evaluator: Evaluator,
     capturer: CudaCapturer | None,
-) -> TrainingStep:
+) -> tuple[TrainingStep, float]:
     """Build the model from the initial checkpoint and warm it up on synthetic batches, without a look at the data.
+
+    Returns the seconds of the last step of the warm-up, too.
 
     Where it is captured, the step is for each of ``shape_buckets``, and the evaluation for its own.
     """
@@ -175,10 +185,10 @@ def _warmed_up_step(
         # As the step will run: by replays of CUDA graphs if it is captured.
         repeatable = partial(replay_of, mesh.device) if capturer is not None else autotune.run_once
         choose = partial(_choose_implementations, mesh=mesh, log=log, repeatable=repeatable)
-    step.warm_up(batches, config.training.warmup_steps, capturer, shape_buckets, choose)
+    seconds = step.warm_up(batches, config.training.warmup_steps, capturer, shape_buckets, choose)
     # After the step: graphs of one pool are made largest first.
     evaluator.warm_up(step.model, step.autocast(), capturer)
-    return step
+    return step, seconds
 
 
 def _choose_implementations(

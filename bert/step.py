@@ -6,6 +6,7 @@ micro-batch once for each shape bucket and role (the last one's reduction runs b
 gather weights or write over gradients), the update once.
 """
 
+import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -153,12 +154,13 @@ class TrainingStep:
         capturer: CudaCapturer | None = None,
         shape_buckets: Sequence[ShapeBucket] = (),
         choose: Callable[[Callable[[], None]], None] | None = None,
-    ) -> None:
+    ) -> float:
         """Run steps on synthetic batches, then restore weights, optimizer, statistics and random states.
 
         ``choose`` gets a step to run first, to see what it calls and choose what computes it. With a ``capturer`` the step
         is then captured as well, for each of ``shape_buckets``, and replayed from now on; batches of other ones run as
-        before. FP8 scales are found last, for the weights that training starts from.
+        before. FP8 scales are found last, for the weights that training starts from. Returns the host's seconds for the last
+        of ``steps``, 0 without any.
         """
         weights_P, dropout_state = self.flat.weights_P.clone(), self.model.dropout_state.clone()
         devices = [self._mesh.device] if self._mesh.device.type == "cuda" else []  # else fork_rng takes every GPU
@@ -166,8 +168,11 @@ class TrainingStep:
         with torch.random.fork_rng(devices), nullcontext() if capturer is None else captured(self._recomputed):
             if choose is not None:
                 choose(lambda: self(micro_batches))
+            seconds = 0.0
             for _ in range(steps):
+                began = time.perf_counter()
                 self(micro_batches)
+                seconds = time.perf_counter() - began
             if capturer is not None:
                 self._capture(capturer, shape_buckets)
             with torch.no_grad():
@@ -185,6 +190,7 @@ class TrainingStep:
             self.model.dropout_state.copy_(dropout_state)
         self._stopwatch.reset()
         self.uncaptured_batches = 0
+        return seconds
 
     def _capture(self, capturer: CudaCapturer, shape_buckets: Sequence[ShapeBucket]) -> None:
         batches = [inert_batch(shape_bucket).to(self._mesh.device) for shape_bucket in shape_buckets]

@@ -6,6 +6,7 @@ A command imports what it needs when it runs, so that --help and a wrong option 
 from __future__ import annotations
 
 import re
+import shlex
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -215,7 +216,8 @@ def _place(
         if strange := [name for name in lines if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name)]:
             raise ValueError(f"{view}: a host is called {strange[0]!r}, which is no name for a file of hosts")
         write_atomically(out, "".join(f"{line}\n" for line in lines).encode())
-        say(f"{out}: {len(lines)} lines; SLURM_HOSTFILE={out} sbatch --distribution=arbitrary launch/slurm.sub")
+        submit = f"SLURM_HOSTFILE={shlex.quote(str(out))} sbatch --distribution=arbitrary launch/slurm.sub"
+        say(f"{out}: {len(lines)} lines; {submit}")
 
 
 @app.command(name="plan")
