@@ -142,7 +142,8 @@ def probe(
     Args:
         out: The file to write, such as cluster.json.
         data: Also time the reading of this folder, on every rank.
-        seconds: About how long it may take; a second look, where something is suspicious, takes up to as long again.
+        seconds: About how long it may take, 5 or more; a second look, where something is suspicious, takes up to as long
+            again, and a busy machine takes longer.
         limit: Seconds within which all processes must have come.
         hosts: Names of the hosts in the order of their nodes, to name those that do not come; under Slurm not needed.
     """

@@ -252,8 +252,8 @@ def require_gpus(processes: int) -> None:
     """Raise ``ValueError`` unless PyTorch sees a GPU here for each of so many processes."""
     if not torch.cuda.is_available():
         raise ValueError(
-            "training.device is cuda, but PyTorch sees no GPU here: set training.device to cpu, or run where there "
-            "are GPUs"
+            "training.device is cuda, but PyTorch sees no GPU here: set training.device to cpu, or start the run where "
+            "there are GPUs"
         )
     if processes > torch.cuda.device_count():
         raise ValueError(

@@ -10,7 +10,7 @@ from bert.configuration.recipes import RECIPES
 from bert.configuration.run_plan import RunPlan, settings_of, write_plan
 from bert.own_text import FOLLOWING
 from cluster.plan.lines import as_lines, summary
-from cluster.plan.scaling import CAUSES, published_on, scale, write_table
+from cluster.plan.scaling import CAUSES, ScalingPoint, published_on, scale, write_table
 from cluster.plan.scaling_page import write_page
 from cluster.plan.search import Candidate, configured, search
 from cluster.plan.target import Target, device_of, target_of, work_for
@@ -84,17 +84,22 @@ def draw_scale(
             require_writable(file)
     config = recipe_named(recipe)
     device, _ = device_of(recipe, accelerator)
-    # All points before any output: a plan that fails leaves no half table.
-    points = scale(config, device, gpus_per_node, networking)
     names = "".join(f"{cause.split()[0]:>11}" for cause in CAUSES)
-    say(f"{device.name:>14}{'batch':>8}  {'precision':<10}{'reduction':<14}{'minutes':>8}{'efficiency':>12}{names}")
-    for point in points:
+
+    def show(point: ScalingPoint) -> None:
+        if point.machine.nodes == 1:
+            say(
+                f"{device.name:>14}{'batch':>8}  {'precision':<10}{'reduction':<14}{'minutes':>8}{'efficiency':>12}{names}"
+            )
         strategy = point.plan.strategy
         shares = "".join(f" {point.share(cause):10.1%}" for cause in CAUSES)
         say(
             f"{point.accelerators:14,} {strategy.global_batch_size:7,}  {strategy.precision:<9} {strategy.reduction:<13}"
             f" {point.minutes:8.3g} {point.efficiency:11.0%}{shares}"
         )
+
+    # Each row as soon as it is there: a plan takes seconds.
+    points = scale(config, device, gpus_per_node, networking, show)
     if out is not None:
         write_table(points, out)
         say(out)

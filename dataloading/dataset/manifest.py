@@ -99,7 +99,9 @@ def _remedy_without_manifest(folder: Path) -> str:
         return f"it holds parts of a data set: join them by `python -m dataloading merge {quote(str(folder))} ... --out DIR`"
     if folder.is_dir() and any(folder.glob("part*")):
         return "`python -m dataloading index` makes a data set of shards from elsewhere"
-    return "`python -m dataloading wikipedia` makes the benchmark's data (docs/data.md), `from-text` data of your own text"
+    return (
+        "`python -m dataloading wikipedia` makes the benchmark's data (docs/data.md), `from-text` data of your own text"
+    )
 
 
 def read_lengths(path: Path, count: int, sha256: str) -> NDArray[np.uint16]:
