@@ -194,7 +194,12 @@ def test_docker_gets_folders_user_and_arguments(engine: Path, tmp_path: Path) ->
 def test_docker_gets_gpus_where_there_are_some(engine: Path, tmp_path: Path) -> None:
     (engine.parent / "nvidia-smi").symlink_to("/bin/true")
     (engine.parent / "podman").symlink_to(engine)
-    folders = {"DATA": tmp_path, "RESULTS": tmp_path, "CACHE": tmp_path, "PATH": f"{engine.parent}:{os.environ['PATH']}"}
+    folders = {
+        "DATA": tmp_path,
+        "RESULTS": tmp_path,
+        "CACHE": tmp_path,
+        "PATH": f"{engine.parent}:{os.environ['PATH']}",
+    }
     assert "--gpus\nall\n" in docker(tmp_path, ENGINE="docker", **folders).stdout
     assert "nvidia.com/gpu=all" in docker(tmp_path, ENGINE="podman", **folders).stdout
 
