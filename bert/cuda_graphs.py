@@ -2,15 +2,15 @@
 
 A replay costs the host one launch where the step itself is some thousands. It reads and writes the memory that the
 captured run saw, so batches are copied into buffers that stay, and everything else that a step changes (weights,
-gradients, moments, counters, sums) keeps its place anyway. How a device captures is behind ``Capturer``; the rest of this
-file runs on any device.
+gradients, moments, counters, sums) keeps its place anyway. How a device captures is behind ``CudaCapturer``; the rest
+of this file runs on any device.
 """
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Protocol, Self
+from typing import Self
 
 import torch
 
@@ -18,18 +18,6 @@ from dataloading.batches.loader import Batch
 from dataloading.batches.shape_buckets import ShapeBucket
 
 Function = Callable[[], None]
-
-
-class Capturer(Protocol):
-    """Interface by which functions that take and return nothing are made repeatable."""
-
-    def prepare(self, function: Function) -> Function:
-        """Run ``function``, and return what will repeat it, once ``capture`` was called, on the tensors that it uses now."""
-        ...
-
-    def capture(self) -> None:
-        """Capture all that was handed to ``prepare`` since the last call; functions may run again, so state changes."""
-        ...
 
 
 class CudaCapturer:
@@ -115,7 +103,7 @@ class BatchGraphs:
         self._function = function
         self._captured: dict[ShapeBucket, tuple[Batch, Function]] = {}
 
-    def prepare(self, batches: Sequence[Batch], capturer: Capturer) -> None:
+    def prepare(self, batches: Sequence[Batch], capturer: CudaCapturer) -> None:
         """Prepare to capture the function for each batch's shape bucket, the largest first, in buffers that all share.
 
         Batches of these shape buckets can be given to it again when ``capturer`` has captured.

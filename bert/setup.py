@@ -14,7 +14,7 @@ from bert.checkpoints.initial_model import first_model
 from bert.checkpoints.training_state import Checkpoints, RunState, restore
 from bert.checkpoints.world import World
 from bert.configuration.config import Config
-from bert.cuda_graphs import Capturer, CudaCapturer, replay_of
+from bert.cuda_graphs import CudaCapturer, replay_of
 from bert.evaluation.evaluator import Evaluator
 from bert.guards.interruption import Interruption
 from bert.guards.preflight import Inputs
@@ -41,7 +41,7 @@ from dataloading.dataset.folder import Dataset
 from kernels.tuning import autotune
 
 
-def capturing(config: Config, mesh: Mesh) -> AbstractContextManager[Capturer | None]:
+def capturing(config: Config, mesh: Mesh) -> AbstractContextManager[CudaCapturer | None]:
     """Return the capturer of a run's graphs, if it captures, to be closed before its process groups are destroyed."""
     return CudaCapturer(mesh.device) if captures(config, mesh) else nullcontext()
 
@@ -55,7 +55,7 @@ def build_run(
     world: World,
     seed: int,
     resumed: RunState | None,
-    capturer: Capturer | None,
+    capturer: CudaCapturer | None,
 ) -> Run:
     """Build what the training loop needs, warmed up and as ``resumed`` says; ``world`` is noted in checkpoints.
 
@@ -156,7 +156,7 @@ def _warmed_up_step(
     shape_buckets: Sequence[ShapeBucket],
     log: MLLog,
     evaluator: Evaluator,
-    capturer: Capturer | None,
+    capturer: CudaCapturer | None,
 ) -> tuple[TrainingStep, float]:
     """Build the model from the initial checkpoint and warm it up on synthetic batches, without a look at the data.
 

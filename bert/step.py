@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from bert.configuration.config import Config
-from bert.cuda_graphs import ROLES, BatchGraphs, Capturer, Role, roles_of
+from bert.cuda_graphs import ROLES, BatchGraphs, CudaCapturer, Role, roles_of
 from bert.model import BertForPreTraining, PretrainingOutput
 from bert.optimizer import Lamb
 from bert.parallel.mesh import Mesh
@@ -151,7 +151,7 @@ class TrainingStep:
         self,
         micro_batches: Sequence[Batch],
         steps: int,
-        capturer: Capturer | None = None,
+        capturer: CudaCapturer | None = None,
         shape_buckets: Sequence[ShapeBucket] = (),
         choose: Callable[[Callable[[], None]], None] | None = None,
     ) -> float:
@@ -192,7 +192,7 @@ class TrainingStep:
         self.uncaptured_batches = 0
         return seconds
 
-    def _capture(self, capturer: Capturer, shape_buckets: Sequence[ShapeBucket]) -> None:
+    def _capture(self, capturer: CudaCapturer, shape_buckets: Sequence[ShapeBucket]) -> None:
         batches = [inert_batch(shape_bucket).to(self._mesh.device) for shape_bucket in shape_buckets]
         # The last micro-batch first: it takes the most memory.
         for role in dict.fromkeys(reversed(self._roles(self._micro_batches))):

@@ -6,6 +6,7 @@ A command imports what it needs when it runs, so that --help and a wrong option 
 from __future__ import annotations
 
 import re
+import shlex
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -141,7 +142,8 @@ def probe(
     Args:
         out: The file to write, such as cluster.json.
         data: Also time the reading of this folder, on every rank.
-        seconds: About how long it may take; a second look, where something is suspicious, takes up to as long again.
+        seconds: About how long it may take, 5 or more; a second look, where something is suspicious, takes up to as long
+            again, and a busy machine takes longer.
         limit: Seconds within which all processes must have come.
         hosts: Names of the hosts in the order of their nodes, to name those that do not come; under Slurm not needed.
     """
@@ -215,7 +217,8 @@ def _place(
         if strange := [name for name in lines if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name)]:
             raise ValueError(f"{view}: a host is called {strange[0]!r}, which is no name for a file of hosts")
         write_atomically(out, "".join(f"{line}\n" for line in lines).encode())
-        say(f"{out}: {len(lines)} lines; SLURM_HOSTFILE={out} sbatch --distribution=arbitrary launch/slurm.sub")
+        submit = f"SLURM_HOSTFILE={shlex.quote(str(out))} sbatch --distribution=arbitrary launch/slurm.sub"
+        say(f"{out}: {len(lines)} lines; {submit}")
 
 
 @app.command(name="plan")

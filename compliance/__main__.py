@@ -129,7 +129,7 @@ def summary(folder: Folder, ruleset: AnyRuleset = AUTO) -> int:
 def system(
     out: Path,
     division: Division | None = None,
-    fields: Annotated[tuple[str, ...], arg(name="set", metavar="KEY=VALUE...")] = (),
+    set: Annotated[tuple[str, ...], arg(metavar="KEY=VALUE...")] = (),
     measure: FlagCreatePairsOff[bool] = False,
     replace: FlagCreatePairsOff[bool] = False,
 ) -> int:
@@ -138,14 +138,14 @@ def system(
     Args:
         out: The file, results/systems/<system>.json.
         division: The division of the submission; in a new file open by default.
-        fields: Fields to set. In a file that is there, only these change.
+        set: Fields to set. In a file that is there, only these change.
         measure: Measure this machine again, and replace what was measured before.
         replace: Write the file anew, whatever it holds.
     """
     from compliance.doctor.system_file import renew
 
     # At the first "=" only, as a value may hold others.
-    pairs = [field.partition("=") for field in fields]
+    pairs = [field.partition("=") for field in set]
     for name, equals, _ in pairs:
         if not equals:
             raise ValueError(f"--set {name}: expected KEY=VALUE, such as number_of_nodes=8")

@@ -1,4 +1,4 @@
-"""Software that a run on NVIDIA GPUs needs beside PyTorch: a driver for its CUDA, and what Triton builds its launcher with."""
+"""Software that a run on NVIDIA GPUs needs beside PyTorch: a driver for its CUDA, and a compiler for Triton's launcher."""
 
 import os
 import re
@@ -57,7 +57,7 @@ def lacks_of_triton() -> list[Lack]:
         lacks.append(Lack(f"no C compiler ({' or '.join(compilers)}) for Triton", "install gcc, or set CC"))
     # Debian's own scheme names a folder in which no headers are.
     scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")
-    header = Path(sysconfig.get_paths(scheme)["include"], "Python.h")
+    header = Path(sysconfig.get_paths(scheme=scheme)["include"], "Python.h")
     if not header.is_file():
         lacks.append(Lack(f"no {header} for Triton", "install Python's headers (Debian and Ubuntu: python3-dev)"))
     if not _libcuda_is_found():

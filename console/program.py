@@ -153,7 +153,12 @@ def _unframed(complaint: str) -> str:
     lines = [text.strip("│ ") for text in complaint.splitlines()[1:]]
     paragraphs = itertools.groupby(lines, key=lambda text: bool(text.strip("─-╰╯") or not text))
     said = next((" ".join(paragraph).strip() for is_text, paragraph in paragraphs if is_text), "") or complaint.strip()
-    return re.sub(r"^Error parsing \w+: ", "", said)
+    said = re.sub(r"^Error parsing \w+: ", "", said)
+    wrong = re.match(r"Error parsing (\S+): .*(?:literal for (int)\(\)|string to (float)).*: ('.*')$", said)
+    if wrong is None:
+        return said
+    kind = "a whole number" if wrong[2] else "a number"
+    return f"{wrong[1]} is {wrong[4]}, expected {kind}{' or None' if '{None}' in said else ''}"
 
 
 def bound(function: Callable[..., Result]) -> Callable[..., Callable[[], Result]]:

@@ -1,4 +1,4 @@
-"""Every op with every implementation: its time against the floor, and against what others make of it.
+"""Time every implementation of every op, against its floor and against other libraries.
 
 Shape legend in ``kernels/__init__.py``.
 """
@@ -30,7 +30,7 @@ zeros, 4), the step (4 written). What is read twice is in the L2 cache the secon
 
 
 def kernels(context: Context) -> None:
-    """Forward alone and both ways at the size of one micro-batch of training; what has to be compiled first comes last."""
+    """Time ops forward alone and both ways on one micro-batch of training; peers that must be compiled first come last."""
     ceilings, report = Ceilings.of(context), context.report
     # The same samples in every part, by their seed.
     samples = samples_of(context.scale, context.scale.sequences)
@@ -39,7 +39,7 @@ def kernels(context: Context) -> None:
     made = cases(model, lengths, masked, context.low_precision)
     for case in made:
         names = list(OPS[case.op].implementations)
-        # But where tiny: there it is quick, and shows that the code runs.
+        # At the tiny scale the definition is quick, and shows that the code runs.
         if case.op.startswith("varlen") and not context.tiny:
             names.remove("reference")  # a sequence at a time: seconds that tell nothing
         _time(context, case, {name: partial(call, case.op, name) for name in names}, ceilings)
@@ -71,10 +71,10 @@ def _time(context: Context, case: Case, sides: dict[str, Callable[..., object]],
 
 
 def _compare(context: Context, op: str, what: str) -> None:
-    """A row for what training takes on this device, against the fastest of the others that have been timed so far."""
+    """Add a row that compares the first usable implementation with the fastest of the others timed so far."""
     rows = [row for row in context.report.rows if row.name.startswith(f"{what}, ") and row.milliseconds]
     order = [f"{what}, {implementation.name}" for implementation in OPS[op].order(context.device.type)]
-    # What training takes is the first in the order of those that ran.
+    # The first in the order that ran. Training measures as well, and may take another one that is faster.
     ours = min((row for row in rows if row.name in order), key=lambda row: order.index(row.name), default=None)
     if ours is None:
         return
@@ -126,7 +126,7 @@ def _fp8_time_row(context: Context, title: str, case: Fp8Case, name: str, ceilin
 
 
 def _lamb_time_row(context: Context, name: str, ceilings: Ceilings) -> Figure:
-    """The optimizer's step on the model's own flat buffers."""
+    """Return the row of the optimizer's step on the flat buffers of the whole model."""
     # Flat buffers on the device from the start, as training has them.
     with context.device:
         flat = FlatParameters.of(BertForPreTraining(context.scale.model))
@@ -154,7 +154,7 @@ def _lamb_time_row(context: Context, name: str, ceilings: Ceilings) -> Figure:
 
 
 def _peers(case: Case, lengths: list[int]) -> dict[str, Callable[..., object]]:
-    """Return what else computes an op, of PyTorch and of libraries; they may do less (no dropout), never more."""
+    """Return other ways to compute an op. They may do less (no dropout), never more."""
     if case.op == "varlen_self_attention":
         return {
             "PyTorch varlen_attn without dropout": _torch_varlen,

@@ -1,4 +1,4 @@
-"""Memory of captured training against the sequences of a micro-batch, and the most that fit."""
+"""Measure the memory of captured training by sequences of a micro-batch, and the most sequences that fit."""
 
 from functools import partial
 
@@ -19,7 +19,7 @@ _SHAPE_BUCKETS = 4
 
 
 def memory(context: Context) -> None:
-    """Double the micro-batch up to one that does not fit, then halve what lies between."""
+    """Double the micro-batch until it does not fit, then bisect."""
     for precision in ("bf16", "fp8"):
         _search(context, precision)
 
@@ -43,9 +43,9 @@ def _search(context: Context, precision: Precision) -> None:
 
 
 def _peak(context: Context, name: str, precision: Precision, sequences: int) -> Figure:
-    """The most memory that start-up, captured graphs and a replay of one size take."""
+    """Return the row of peak memory for one size: start-up, capture and a replay."""
     if context.on_gpu:
-        # Peaks of the search so far would hide this one's.
+        # Earlier peaks would hide this one.
         torch.cuda.reset_peak_memory_stats()
     try:
         _train(context, precision, sequences)

@@ -1,4 +1,4 @@
-"""The training step of BERT-Large: its rate, where the time goes, how it learns in FP8."""
+"""Measure the training step of BERT-Large: its rate, where its time goes, and its losses in FP8."""
 
 import math
 import statistics
@@ -174,7 +174,7 @@ def rate(
 def _add_phases(
     context: Context, trained: TrainingStep, batches: list[Batch], stopwatch: Stopwatch, step_seconds: float
 ) -> None:
-    """A step by the stopwatch of training: its phases add up to the step, or it measures something else."""
+    """Add a row for each phase of a step by training's stopwatch; the phases should add up to the step."""
     repeats = max(1, context.scale.repeats // 3)
     # What warming up took is no phase of a step.
     stopwatch.reset()
@@ -190,7 +190,7 @@ def _add_phases(
 
 
 def _losses(context: Context, precision: Precision) -> list[float]:
-    """The masked-LM loss of every step, without dropout."""
+    """Return the masked-LM loss of every step, without dropout."""
     config = recipe("h100_1x1", gradient_accumulation_steps=1, precision=precision)
     trained = training_step(context, config, dropout=False)
     sequences = context.scale.parity_sequences

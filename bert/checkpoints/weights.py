@@ -7,6 +7,7 @@ digest, with which vocabulary it was trained.
 import json
 import math
 import re
+import shlex
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -95,8 +96,8 @@ def require_weights(path: Path) -> None:
     if index.is_file() or ".data-" in path.name or path.suffix in (".index", ".meta"):
         source = path if index.is_file() else path.with_name(re.sub(r"\.data-.*|\.index$|\.meta$", "", path.name))
         raise ValueError(
-            f"{path} is a TensorFlow checkpoint: convert it with `python -m bert.convert {source} --to safetensors --out "
-            "FILE.safetensors` and set data.initial_checkpoint to that file"
+            f"{path} is a TensorFlow checkpoint: convert it with `python -m bert.convert {shlex.quote(str(source))} "
+            "--to safetensors --out FILE.safetensors` and set data.initial_checkpoint to that file"
         )
     if not path.is_file():
         raise ValueError(

@@ -31,9 +31,10 @@ class ModelConfig:
     type_vocab_size: int = 2
     hidden_dropout: float = 0.1
     attention_dropout: float = 0.1
-    # BERT's own: PyTorch's default is 1e-5.
     layer_norm_eps: float = 1e-12
+    """BERT's own; PyTorch's default is 1e-5."""
     initializer_range: float = 0.02
+    """Standard deviation of the weights that are drawn."""
 
     def __post_init__(self) -> None:
         for name in ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size"):

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bert.cuda_graphs import BatchGraphs, Capturer
+from bert.cuda_graphs import BatchGraphs, CudaCapturer
 from bert.model import BertForPreTraining
 from bert.parallel.collectives import all_reduce_sum_
 from bert.parallel.mesh import Mesh
@@ -83,7 +83,7 @@ class Evaluator:
         self._batches: list[Batch] = []
 
     @torch.inference_mode()
-    def warm_up(self, model: BertForPreTraining, autocast: torch.autocast, capturer: Capturer | None) -> None:
+    def warm_up(self, model: BertForPreTraining, autocast: torch.autocast, capturer: CudaCapturer | None) -> None:
         """Compile what an evaluation calls, on empty batches and before the clock starts; nothing to do on a CPU.
 
         With a ``capturer`` it is captured too, by shape bucket, and replayed from now on: for this ``model`` alone.

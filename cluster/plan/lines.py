@@ -65,8 +65,7 @@ def _rivals(found: Found, world_size: int) -> Iterator[str]:
 
     Micro-batches are compared at the best's own batch and copies: those of others follow from them.
     """
-    # By equal strategies, not the same object: `best` holds candidates that were predicted again.
-    best = next(each for each in found.ranked if each.strategy == found.best[0].strategy)
+    best = found.best[0]
     own = _values(best, world_size)
     rivals: dict[tuple[str, str], Candidate] = {}
     # `ranked` is sorted, so that the first candidate with a value is the fastest with it.

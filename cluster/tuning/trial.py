@@ -20,7 +20,7 @@ import torch
 from bert.checkpoints.world import World
 from bert.configuration.config import Config
 from bert.configuration.sections import CheckpointConfig
-from bert.cuda_graphs import Capturer
+from bert.cuda_graphs import CudaCapturer
 from bert.guards.interruption import Interruption
 from bert.guards.preflight import check
 from bert.log.mllog import MLLog
@@ -74,7 +74,7 @@ def _leaving_nothing(config: Config, folder: Path) -> Config:
     )
 
 
-def _built(config: Config, mesh: Mesh, capturer: Capturer | None) -> Run:
+def _built(config: Config, mesh: Mesh, capturer: CudaCapturer | None) -> Run:
     inputs = check(config, mesh.world_size)
     inputs.metrics.parent.mkdir(parents=True)
     assert config.training.seed is not None

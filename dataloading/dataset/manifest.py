@@ -5,6 +5,7 @@ import io
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from shlex import quote
 from tokenize import TokenError
 
 import numpy as np
@@ -95,10 +96,12 @@ def parts_in(folder: Path) -> list[WorkPart]:
 
 def _remedy_without_manifest(folder: Path) -> str:
     if folder.is_dir() and parts_in(folder):
-        return f"it holds parts of a data set: join them by `python -m dataloading merge {folder} ... --out DIR`"
+        return f"it holds parts of a data set: join them by `python -m dataloading merge {quote(str(folder))} ... --out DIR`"
     if folder.is_dir() and any(folder.glob("part*")):
         return "`python -m dataloading index` makes a data set of shards from elsewhere"
-    return "`python -m dataloading wikipedia` makes the benchmark's data (docs/data.md), `from-text` data of your own text"
+    return (
+        "`python -m dataloading wikipedia` makes the benchmark's data (docs/data.md), `from-text` data of your own text"
+    )
 
 
 def read_lengths(path: Path, count: int, sha256: str) -> NDArray[np.uint16]:

@@ -205,6 +205,9 @@ def _run_between_fp8_products(implementation: Implementation, request: CallKind,
         cast_transpose_sum_fp8(gradient_T3HE.flatten(1), scale, amax, E5M2)
 
 
-def _first_line(error: Exception) -> str:
+def _first_line(error: BaseException) -> str:
+    # The end of a capture that failed raises an error of its own, which does not name the cause.
+    while error.__context__ is not None:
+        error = error.__context__
     line = str(error).strip().partition("\n")[0]
     return f"{type(error).__name__}: {line[:200]}"

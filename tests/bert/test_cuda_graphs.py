@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import bert.build
-from bert.cuda_graphs import BatchGraphs, Capturer, CudaCapturer
+from bert.cuda_graphs import BatchGraphs, CudaCapturer
 from bert.evaluation.evaluator import Evaluator
 from bert.parallel.mesh import Mesh
 from bert.step import TrainingStep
@@ -102,7 +102,7 @@ def test_replayed_steps_are_the_steps(small_run: SmallRun, precision: Literal["f
 
 @pytest.mark.parametrize("capturer", [None, Recording()], ids=["run", "captured"])
 def test_fp8_starts_with_the_scales_of_the_weights_that_it_starts_from(
-    small_run: SmallRun, capturer: Capturer | None
+    small_run: SmallRun, capturer: CudaCapturer | None
 ) -> None:
     """Not those of inert batches, nor of weights that were trained while warming up; and it follows every update."""
     step = step_of("fp8")
@@ -140,7 +140,7 @@ def test_all_is_chosen_and_run_before_anything_is_captured(small_run: SmallRun) 
 
 
 @pytest.mark.parametrize("capturer", [None, Recording()], ids=["run", "captured"])
-def test_warming_up_leaves_no_trace(small_run: SmallRun, capturer: Capturer | None) -> None:
+def test_warming_up_leaves_no_trace(small_run: SmallRun, capturer: CudaCapturer | None) -> None:
     step = step_of()
     weights_P, random_state = step.flat.weights_P.clone(), torch.get_rng_state()
     step.warm_up(global_batches(small_run, 1)[0], 2, capturer, SHAPE_BUCKETS)

@@ -70,7 +70,7 @@ def test_batches_that_are_read_too_early_or_too_late_are_noticed(
 def test_an_evaluation_is_summed_before_the_next_step_reduces(timeline: Timeline, monkeypatch: pytest.MonkeyPatch):
     def all_reduce(tensor: Tensor, async_op: bool = False) -> SimpleNamespace:
         # As NCCL's process group: what is asked for asynchronously runs on a stream of the group's own.
-        stream = torch.cuda.Stream() if async_op else timeline.current
+        stream = Stream(timeline, "of the group") if async_op else timeline.current
         stream.wait_stream(timeline.current)
         with timeline.on(stream):
             timeline.collective("all_reduce", (0, 1), tensor)

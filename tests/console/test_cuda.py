@@ -45,7 +45,7 @@ def test_what_triton_lacks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setenv("TRITON_LIBCUDA_PATH", str(tmp_path))
-    monkeypatch.setattr(sysconfig, "get_paths", lambda scheme: {"include": str(tmp_path / "include")})
+    monkeypatch.setattr(sysconfig, "get_paths", lambda **_: {"include": str(tmp_path / "include")})
     compiler, header, driver = (lack.found for lack in lacks_of_triton())
     assert "C compiler" in compiler
     assert f"{tmp_path}/include/Python.h" in header

@@ -44,9 +44,9 @@ class Machine:
     def gpu(self, path: str, numa: int) -> None:
         self.pci(path, "0x10de", "0x030200", numa)
 
-    def hca(self, name: str, path: str) -> None:
+    def hca(self, name: str, path: str, state: str = "4: ACTIVE") -> None:
         self.pci(path, "0x15b3", "0x020700", 0)
-        self.write(f"devices/{path}/infiniband/{name}/ports/1/state", "4: ACTIVE")
+        self.write(f"devices/{path}/infiniband/{name}/ports/1/state", state)
         (self.sys / f"devices/{path}/infiniband/{name}/device").symlink_to(self.sys / "devices" / path)
         (self.sys / "class/infiniband" / name).symlink_to(self.sys / f"devices/{path}/infiniband/{name}")
 
@@ -194,7 +194,12 @@ def test_docker_gets_folders_user_and_arguments(engine: Path, tmp_path: Path) ->
 def test_docker_gets_gpus_where_there_are_some(engine: Path, tmp_path: Path) -> None:
     (engine.parent / "nvidia-smi").symlink_to("/bin/true")
     (engine.parent / "podman").symlink_to(engine)
-    folders = {"DATA": tmp_path, "RESULTS": tmp_path, "CACHE": tmp_path, "PATH": f"{engine.parent}:{os.environ['PATH']}"}
+    folders = {
+        "DATA": tmp_path,
+        "RESULTS": tmp_path,
+        "CACHE": tmp_path,
+        "PATH": f"{engine.parent}:{os.environ['PATH']}",
+    }
     assert "--gpus\nall\n" in docker(tmp_path, ENGINE="docker", **folders).stdout
     assert "nvidia.com/gpu=all" in docker(tmp_path, ENGINE="podman", **folders).stdout
 

@@ -117,7 +117,7 @@ def synchronisations(context: Context, name: str, run: Callable[[], None]) -> Fi
 
 
 def _rows_of_own_kernels() -> dict[str, str]:
-    """Names of this package's Triton kernels, which say little by themselves, with their row of the budget."""
+    """Return the budget row of each Triton kernel of this package by the kernel's name."""
     try:
         from kernels.ahead_of_time import all_configurations
 

@@ -73,14 +73,14 @@ def timed_row(
     *,
     page: bool = False,
 ) -> Figure:
-    """A row for ``amount`` of work a call, such as TFLOP; ``floor`` are the seconds that it takes at the ceiling."""
+    """Return a row for ``amount`` of work a call, such as TFLOP, which takes ``floor`` seconds at the ceiling."""
     median = statistics.median(seconds)
     share = None if floor is None else floor / median
     return Figure(name, 1e3 * median, amount / median, unit, share, note=note, page=page, seconds=seconds)
 
 
 def release(device: torch.device) -> None:
-    """Give cached memory back, for the next to have it; what only cycles hold counts as free."""
+    """Return unused device memory to the driver, also that of objects in reference cycles."""
     if device.type == "cuda":
         # Reference cycles hold tensors until the collector looks for them.
         gc.collect()
@@ -88,10 +88,10 @@ def release(device: torch.device) -> None:
 
 
 def settle(device: torch.device) -> None:
-    """Leave the device to the next measurement as the first one found it.
+    """Clean up the device after a measurement.
 
     Raises:
-        DeviceLostError: the device answers this process no more.
+        DeviceLostError: the device no longer answers this process.
     """
     if device.type == "cuda":
         try:
@@ -103,10 +103,10 @@ def settle(device: torch.device) -> None:
 
 
 def device_name(device: torch.device) -> str:
-    """Name of the device, such as ``NVIDIA H100 80GB HBM3``."""
+    """Return the device's name, such as ``NVIDIA H100 80GB HBM3``."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
 def folder_name(device: torch.device) -> str:
-    """The device's name as that of a folder."""
+    """Return the device's name in a form that suits a folder."""
     return re.sub(r"[^a-z0-9]+", "_", device_name(device).lower()).strip("_")

@@ -263,7 +263,9 @@ def test_ranks_end_when_torchrun_is_killed(small_run: SmallRun, tmp_path: Path, 
     command = [sys.executable, "-m", "torch.distributed.run", *place, "-m", "bert.train", *arguments]
     with (tmp_path / "output").open("w") as output:
         # No fork: of those, another process is the parent.
-        agent = subprocess.Popen(command, cwd=REPOSITORY, stdout=output, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        agent = subprocess.Popen(
+            command, cwd=REPOSITORY, stdout=output, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
+        )
     result = result_of(tmp_path)
     wait_for(lambda: result.exists() and '"eval_stop"' in result.read_text(), agent)
     ranks = Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()

@@ -81,6 +81,8 @@ class Grown:
         self.capturing = True
         try:
             work()
+        except RuntimeError:
+            raise RuntimeError("operation failed due to a previous error during capture")  # noqa: B904 as PyTorch does
         finally:
             self.capturing = False
         return work
