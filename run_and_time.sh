@@ -192,7 +192,7 @@ for ((run = 1; run <= runs && !stopped; run++)); do
     [[ ! $gpus ]] || launcher+=(--no-python launch/bind.sh "$python")
   fi
   supervise tied env MLPERF_BERT_CLAIM="$claim" "${launcher[@]}" "${train[@]}" "${settings[@]}" "${cache[@]}" || status=$?
-  ((status <= 128)) || await_ranks "$claim" # a signal has ended the launcher
+  ((status <= 128 || stopped)) || await_ranks "$claim" # a signal has ended the launcher
   [[ ! -s $claim ]] || results+=("$(<"$claim")")
   claim=
   ((status > 128)) || continue
