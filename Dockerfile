@@ -4,8 +4,8 @@
 #   CPUs:  docker build --tag mlperf-bert-cpu --build-arg BASE=python:3.12-slim-bookworm --build-arg EXTRAS= .
 #          (it is gigabytes smaller with --secret id=pip,src=FILE, a pip.conf with the index of PyTorch's CPU builds)
 #
-# BASE needs bash and CPython 3.11 or newer with pip. If it has a PyTorch, as NGC's has, that one is used, and must be 2.11 or
-# newer (26.02 and 26.03 bring 2.11); else the pinned one.
+# BASE needs bash and CPython 3.11 or newer with pip. If it has a PyTorch, as NGC's has, that one is used with the base's NumPy and
+# setuptools, and must be 2.11 or newer (26.02 and 26.03 bring 2.11); else the pinned one.
 ARG BASE=nvcr.io/nvidia/pytorch:26.03-py3
 FROM ${BASE}
 SHELL ["/bin/bash", "-o", "pipefail", "-c"]
@@ -27,10 +27,12 @@ RUN --mount=type=secret,id=pip,target=/run/secrets/pip.conf \
     . launch/venv.sh; \
     prepare_venv ${EXTRAS}; \
     .venv/bin/python -m compileall -qq .venv/lib || true; \
-    .venv/bin/python -c 'import torch; print("PyTorch", torch.__version__, torch.__file__)'
+    .venv/bin/python -c 'import numpy, torch; print(torch.__version__, torch.__file__, torch.from_numpy(numpy.zeros(1)))'
 
 COPY . .
-RUN mkdir data results && chown bert: data results && .venv/bin/python -m compileall -qq bert cluster compliance console dataloading kernels
+RUN mkdir data results && chown bert: data results && .venv/bin/python -m compileall -qq bert cluster compliance console dataloading kernels \
+    && .venv/bin/python -c 'import importlib, kernels.libraries as adapters, pkgutil; \
+[importlib.import_module(found.name) for found in pkgutil.iter_modules(adapters.__path__, "kernels.libraries.")]'
 
 ARG REVISION=unknown
 LABEL org.opencontainers.image.title="mlperf-bert" \
@@ -47,5 +49,6 @@ VOLUME ["/workspace/bert/data", "/workspace/bert/results"]
 HEALTHCHECK --interval=60s --timeout=5s --start-period=30s --retries=3 \
     CMD ["bash", "-c", "grep -qs '[.]venv/bin/python' /proc/[0-9]*/cmdline"]
 
-ENTRYPOINT ["./run_and_time.sh"]
+# NGC's entrypoint puts CUDA's compatibility libraries on the path where the driver is older than the image.
+ENTRYPOINT ["bash", "-c", "exec $(ls /opt/nvidia/nvidia_entrypoint.sh 2>/dev/null) ./run_and_time.sh \"$@\"", "run_and_time.sh"]
 CMD ["tiny_cpu"]

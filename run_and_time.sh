@@ -59,15 +59,15 @@ fi
 stopped=0 launched='' claim=
 # Pass a signal on. What prepares gives up as at Ctrl-C and leaves nothing half made. The processes that train end the run as
 # aborted with its log complete; torchrun itself does not get the signal, because it would cut them off, and ends when they
-# have ended. Before there is a log, nothing is worth a word; only the first node learns that there is one.
+# have ended. Before there is a log, one line says so; only the first node learns that there is one.
 # shellcheck disable=SC2329  # traps call it
 stop() {
   stopped=$2
-  [[ $launched ]] || exit "$stopped"
+  [[ $launched ]] || { [[ ${run-} && ${results[*]-} ]] || echo interrupted >&2; exit "$stopped"; }
   [[ $claim ]] || { kill -s INT -- "-$launched" 2>/dev/null || true; return 0; }
   local workers=
   ((world_size == 1)) || workers=$(grep -lsx "PPid:[[:space:]]*$launched" /proc/[0-9]*/status | cut -d/ -f3) || true
-  [[ -s $claim ]] || ((node)) || { kill -s KILL "$launched" && set -- TERM; }
+  [[ -s $claim ]] || ((node)) || { kill -s KILL "$launched" && echo interrupted >&2 && set -- TERM; }
   # shellcheck disable=SC2086  # one word a process
   kill -s "$1" ${workers:-"$launched"} 2>/dev/null || true
 }
@@ -100,8 +100,8 @@ locked() {
   exec "$@"
 }
 
-extras=()
-! command -v nvidia-smi >/dev/null || extras=(dali nvml) # with a GPU, DALI loads the data
+extras=() gpus=$(command -v nvidia-smi || true)
+[[ ! $gpus ]] || extras=(dali nvml) # with a GPU, DALI loads the data
 asked=()
 [[ " ${settings[*]}" != *" --log.tensorboard"* ]] || asked=(tensorboard)
 supervise bash -euo pipefail -c 'source launch/venv.sh && prepare_venv "$@"' run_and_time.sh "${extras[@]}" "${asked[@]}"
@@ -166,27 +166,38 @@ while True:
         print(probe.getsockname()[1])
         break'
 
+trap '' PIPE # the reader of the output may end, as `| tee` does: runs go on without it
 claims=$(mktemp -d)
 trap 'rm -rf "$claims"' EXIT
 results=() status=0
 for ((run = 1; run <= runs && !stopped; run++)); do
   ((nodes == 1 || node)) || MASTER_PORT=$MASTER_PORT "$python" -m bert.parallel.joining.master_port || { status=$? && break; }
-  ready=$(WORLD_SIZE=$world_size "$python" "${train[@]}" "${settings[@]}" --dry-run) || { status=$? && break; }
+  # That a run is to follow here, the check learns from the claim: without one, a machine need have no GPUs.
+  here=(WORLD_SIZE="$world_size")
+  [[ " ${settings[*]} " == *" --dry-run "* ]] || here+=(LOCAL_WORLD_SIZE="$NPROC" MLPERF_BERT_CLAIM="$claims/$run")
+  claim=$claims/$run
+  supervise env "${here[@]}" "$python" "${train[@]}" "${settings[@]}" --dry-run >"$claims/ready" || { status=$? && break; }
+  ready=$(<"$claims/ready")
   [[ $ready == *"results would go to "* && " ${settings[*]} " != *" --dry-run "* ]] || { echo "$ready" && exit; } # --help
   say "$recipe, run $run of $runs: $NPROC process(es) with $OMP_NUM_THREADS thread(s) each"
   cache=()
   # needs root
-  ((CLEAR_CACHES)) && { sync && echo 3 >/proc/sys/vm/drop_caches; } 2>/dev/null && cache=(--log.cache-cleared) || true
+  ((CLEAR_CACHES)) && [[ -w /proc/sys/vm/drop_caches ]] && sync && { echo 3 >/proc/sys/vm/drop_caches; } 2>/dev/null &&
+    cache=(--log.cache-cleared)
   launcher=("$python")
   if ((world_size > 1)); then
     ((nodes > 1)) || { MASTER_ADDR=127.0.0.1 && MASTER_PORT=$("$python" -c "$free_port"); }
     launcher+=(-m torch.distributed.run --nproc-per-node "$NPROC" --nnodes "$nodes" --node-rank "$node")
     launcher+=(--master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" --log-dir "$claims") # or it leaves a folder in /tmp
+    [[ ! $gpus ]] || launcher+=(--no-python launch/bind.sh "$python")
   fi
-  claim=$claims/$run
-  supervise env MLPERF_BERT_CLAIM="$claim" "${launcher[@]}" "${train[@]}" "${settings[@]}" "${cache[@]}" || status=$?
+  supervise tied env MLPERF_BERT_CLAIM="$claim" "${launcher[@]}" "${train[@]}" "${settings[@]}" "${cache[@]}" || status=$?
+  ((status <= 128 || stopped)) || await_ranks "$claim" # a signal has ended the launcher
   [[ ! -s $claim ]] || results+=("$(<"$claim")")
   claim=
+  ((status > 128)) || continue
+  ((stopped)) || echo "warning: signal $((status - 128)) has ended run $run: no further runs are started" >&2 || true
+  break
 done
 
 if ((${#results[@]})); then # on the first node

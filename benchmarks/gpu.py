@@ -1,12 +1,12 @@
-"""Measure all that is measured on a GPU, in one command.
+"""Measure everything that this repository measures on a GPU (docs/gpu.md).
 
     python benchmarks/gpu.py [--part NAME,...] [--out FOLDER] [--seconds N]
 
-Needs torch, triton and numpy; peers and end-to-end say what else they would take. No network is used and no data set
-needed: samples are random tokens of Wikipedia's lengths. Without --part, all parts but end-to-end. Each is a process of its
-own with a share of the time: one that fails or is cut off leaves the others, and the rows that it has measured. Figures go
-to FOLDER/PART.json; a page of them is printed last. Exits with 0 when all is measured and right, 1 when not, 2 for wrong
-input, 128 + n after signal n.
+Needs torch, triton and numpy; the parts peers and end-to-end say which packages they need besides. Needs no network and no
+data set: samples are random tokens with Wikipedia's lengths. Without --part, all parts but end-to-end run. Each part is a
+process of its own with a share of the time: if it fails or is cut off, the other parts run, and the rows that it has
+measured stay. Figures go to FOLDER/PART.json; a table of the important rows is printed last. Exit status: 0 if everything
+was measured and is right, 1 if not, 2 for wrong input, 128 + n after signal n.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from console.program import RaisingParser
 
 @dataclass(frozen=True)
 class Part:
-    """A function of ``benchmarks`` that gets a ``Context``, and its share of the time where others run too."""
+    """Function that gets a ``Context``, and its share of the time if several parts run."""
 
     function: str
     # A relative share: parts that are not asked for leave theirs to the others.
@@ -49,13 +49,13 @@ PARTS = {
     "memory": Part("memory:memory", 60),
     "end-to-end": Part("end_to_end:end_to_end", 450),
 }
-"""In the order in which a first run wants them: what later figures are held against comes first."""
+"""In the order for a first run: later parts compare with what earlier parts measure."""
 
 ALONE = ("end-to-end",)
-"""Only when asked for."""
+"""Parts that run only if they are named."""
 
 SECONDS = 530
-"""In all: under nine minutes."""
+"""Time for all parts together: under nine minutes."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Settings:
 
 # An exception, so that the part under way is ended and the page still printed.
 class StoppedError(Exception):
-    """A signal asks this process to end."""
+    """Error for a signal that asks this process to end."""
 
     def __init__(self, number: int) -> None:
         super().__init__(f"cut off by {signal.Signals(number).name}")
@@ -79,7 +79,7 @@ class StoppedError(Exception):
 
 
 def parse(arguments: Sequence[str]) -> Settings:
-    """The settings that a command line asks for. Raises ``ValueError`` for wrong input."""
+    """Return the settings of a command line. Raises ``ValueError`` for wrong input."""
     parser = RaisingParser(
         prog="python benchmarks/gpu.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -96,8 +96,10 @@ def parse(arguments: Sequence[str]) -> Settings:
         raise ValueError(f"--part: unknown {unknown[0]!r}, expected all, or some of {', '.join(PARTS)}")
     if not chosen.seconds > 0:
         raise ValueError(f"--seconds: {chosen.seconds:g}, expected more than 0")
-    if chosen.device == "cpu" and not (chosen.tiny and chosen.out):
-        raise ValueError("--device cpu only tests the program: it needs --tiny, and a folder by --out")
+    if chosen.device == "cpu" and not chosen.tiny:
+        raise ValueError("--device cpu only tests the program: it needs --tiny")
+    if chosen.tiny and not chosen.out:
+        raise ValueError("--tiny only tests the program: name a folder for its figures by --out")
     folder = _folder_of_the_gpu(chosen.out) if chosen.device == "cuda" else chosen.out
     return Settings(list(dict.fromkeys(asked)), folder, chosen.device, chosen.tiny, chosen.seconds)
 
@@ -113,7 +115,7 @@ def _folder_of_the_gpu(out: Path | None) -> Path:
 
 
 def measure(settings: Settings) -> bool:
-    """Run the parts one after another; whether all ended well. What one leaves of its time, the others get."""
+    """Run the parts one after another, and tell whether all ended well. Later parts get the time that a part leaves."""
     end, well = time.monotonic() + settings.seconds, True
     for at, part in enumerate(settings.parts):
         # Of the shares that are still to come, so that what a part leaves goes to the later ones.
@@ -156,7 +158,7 @@ def run_part(part: str, function: str, settings: Settings, seconds: float) -> Pa
 
 
 def _run(function: str, path: Path, settings: Settings, seconds: float) -> int | None:
-    """The exit status of one process, or None when its time was up; nothing that it has started is left."""
+    """Return the exit status of one process, or None if its time was up; end everything that it has started."""
     command = [sys.executable, str(Path(__file__).parent / "gpu_parts" / "part.py"), function, str(path), str(seconds)]
     command += ["--device", settings.device, *(["--tiny"] if settings.tiny else [])]
     # In a group of its own, which Ctrl-C does not reach and with which all that the part has started is ended.
@@ -174,7 +176,7 @@ def _run(function: str, path: Path, settings: Settings, seconds: float) -> int |
 
 
 def _end(path: Path, error: str) -> PartReport:
-    """Say in a part's file why it is not complete; what was being measured stays named."""
+    """Write into a part's file why it is not complete, and what was being measured."""
     report = PartReport.load(path)
     place = f" while measuring {report.measuring}" if report.measuring else ""
     report.end(f"{error}{place}")

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from bert.configuration.config import Config
 from bert.log.mllog import MLLog
 from bert.parallel.mesh import Mesh
+from console.program import complain
 from dataloading.batches.loader import Batch, Loader, batch_of, shape_bucket_of
 from dataloading.batches.loader_choice import choose_loader
 from dataloading.batches.sampler import BatchPlan, MicroBatch
@@ -58,7 +59,7 @@ def made_up_batches(config: Config, train: Dataset, mesh: Mesh, shape_buckets: S
     # Lengths may be read before the clock starts (training_rules, section 6.4), tokens may not: these are made up.
     for micro in plan_of(config, train, mesh.data_size, seed=0).rank_batches(0, mesh.data_rank):
         samples = synthetic_samples(train.lengths[micro.indices], config.model.vocab_size)
-        batches.append(batch_of(samples, micro, shape_bucket_of(samples, shape_buckets)).to(mesh.device))
+        batches.append(batch_of(samples, micro, shape_bucket_of(samples, shape_buckets, micro)).to(mesh.device))
     return batches
 
 
@@ -82,4 +83,7 @@ def build_loader(
     ahead = config.data.prefetch
     choice = choose_loader(config.data.loader, mesh.device, rank_batches, train.lengths, ahead, shape_buckets)
     log.line(f"# {choice}")
+    # Each rank chooses for itself, and the log is rank 0's: the failure of another host's DALI is told there.
+    if choice.is_fallback and mesh.local_rank == 0:
+        complain(choice, "warning")
     return choice.make(train, rank_batches, mesh.device, ahead, shape_buckets)

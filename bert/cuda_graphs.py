@@ -2,14 +2,15 @@
 
 A replay costs the host one launch where the step itself is some thousands. It reads and writes the memory that the
 captured run saw, so batches are copied into buffers that stay, and everything else that a step changes (weights,
-gradients, moments, counters, sums) keeps its place anyway. How a device captures is behind ``Capturer``; the rest of this
-file runs on any device.
+gradients, moments, counters, sums) keeps its place anyway. How a device captures is behind ``CudaCapturer``; the rest
+of this file runs on any device.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Protocol
+from typing import Self
 
 import torch
 
@@ -19,18 +20,6 @@ from dataloading.batches.shape_buckets import ShapeBucket
 Function = Callable[[], None]
 
 
-class Capturer(Protocol):
-    """Interface by which functions that take and return nothing are made repeatable."""
-
-    def prepare(self, function: Function) -> Function:
-        """Run ``function``, and return what will repeat it, once ``capture`` was called, on the tensors that it uses now."""
-        ...
-
-    def capture(self) -> None:
-        """Capture all that was handed to ``prepare`` since the last call; functions may run again, so state changes."""
-        ...
-
-
 class CudaCapturer:
     """CUDA graphs that share one pool of memory, since nothing that one leaves there is read after its replay.
 
@@ -38,12 +27,26 @@ class CudaCapturer:
     the blocks that it has made. All functions run before any is captured: what a run takes from the ordinary memory is
     given back when the first capture begins, so that there is never need for both at a time.
     (``torch.cuda.use_mem_pool`` would not let a run take the graphs' memory: it does not reach the thread of autograd.)
+
+    Close it before a process group is destroyed, or use it as a context manager: NCCL destroys a communicator only after
+    every graph that captured it, and waits for ever.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
         self._waiting: list[tuple[torch.cuda.CUDAGraph, Function]] = []
+        self._graphs = ExitStack()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Reset all graphs. Their replays raise from then on, whoever still refers to them."""
+        self._graphs.close()
 
     def prepare(self, function: Function) -> Function:
         """Run it on a side stream, and return the replay of its capture there, which is to come.
@@ -60,6 +63,7 @@ class CudaCapturer:
             function()
         before.wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
+        self._graphs.callback(graph.reset)
         self._waiting.append((graph, function))
         # The graph is empty until `capture`; who gets this must not call it before.
         return graph.replay
@@ -74,6 +78,21 @@ class CudaCapturer:
         self._waiting.clear()
 
 
+def replay_of(device: torch.device, function: Function) -> Function:
+    """Run ``function`` and return the replay of its own CUDA graph.
+
+    Raises what the capture raises, and leaves no trace of it.
+
+    PyTorch (2.13) keeps the pool of a failed capture reserved: the memory of this function, until the process ends.
+    """
+    # Exiting the block restores the stream: a capture that fails leaves its own stream current.
+    with torch.cuda.stream(torch.cuda.current_stream(device)):
+        capturer = CudaCapturer(device)
+        replay = capturer.prepare(function)
+        capturer.capture()
+    return replay
+
+
 class BatchGraphs:
     """A function of a batch, callable like it: replayed where its shape bucket was captured, otherwise run.
 
@@ -84,7 +103,7 @@ class BatchGraphs:
         self._function = function
         self._captured: dict[ShapeBucket, tuple[Batch, Function]] = {}
 
-    def prepare(self, batches: Sequence[Batch], capturer: Capturer) -> None:
+    def prepare(self, batches: Sequence[Batch], capturer: CudaCapturer) -> None:
         """Prepare to capture the function for each batch's shape bucket, the largest first, in buffers that all share.
 
         Batches of these shape buckets can be given to it again when ``capturer`` has captured.
@@ -101,15 +120,16 @@ class BatchGraphs:
             _copy_(static, batch)  # what lies in the buffers must be a batch: ids are indices
             self._captured[batch.shape_bucket] = static, capturer.prepare(lambda static=static: self._function(static))
 
-    def __call__(self, batch: Batch) -> None:
-        """Run the function, or its replay, on ``batch``."""
+    def __call__(self, batch: Batch) -> bool:
+        """Run the function, or its replay, on ``batch``; returns whether it was replayed."""
         # Larger than all that were drawn beforehand, and so rare: the same result, operator by operator.
         if batch.shape_bucket not in self._captured:
             self._function(batch)
-            return
+            return False
         static, replay = self._captured[batch.shape_bucket]
         _copy_(static, batch)
         replay()
+        return True
 
 
 def _copy_(static: Batch, batch: Batch) -> None:

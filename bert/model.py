@@ -7,26 +7,17 @@ Post-LN encoder with learned positions, tanh-form GELU, masked-LM decoder tied t
 on the pooled [CLS] token (Devlin et al., arXiv 1810.04805). Every weight is [out, in].
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bert.configuration.sections import ModelConfig
-from kernels import (
-    Dropout,
-    compute_dtype,
-    cross_entropy_sum,
-    dense_gelu,
-    dropout_add_layer_norm,
-    embedding_layer_norm,
-    masked_lm_logits,
-    masked_lm_loss,
-    varlen_attention,
-    varlen_self_attention,
-)
+from bert.layers import Dense, DropoutSites, Embeddings, EncoderLayer, LayerNorm, Placement, WordTable
+from kernels import compute_dtype, cross_entropy_sum, dense_gelu, masked_lm_logits
 
 if TYPE_CHECKING:
     from dataloading.batches.loader import Batch
@@ -55,243 +46,46 @@ class PretrainingOutput:
         return self.masked_lm_loss / masked.clamp(min=1), self.next_sentence_loss / sequences
 
 
-@dataclass(frozen=True)
-class DropoutSites:
-    """The dropout of each call site of one forward pass, each with a stream of its own."""
-
-    config: ModelConfig
-    state: Tensor | None
-    """int64 [2] seed and step, or None outside training."""
-
-    def embeddings(self) -> Dropout | None:
-        """Return the dropout after the norm of the embeddings."""
-        return self._at(self.config.hidden_dropout, 0)
-
-    def attention(self, layer: int) -> Dropout | None:
-        """Return the dropout on a layer's attention probabilities."""
-        return self._at(self.config.attention_dropout, 3 * layer + 1)
-
-    def after_attention(self, layer: int) -> Dropout | None:
-        """Return the dropout on what a layer's attention adds to the residual."""
-        return self._at(self.config.hidden_dropout, 3 * layer + 2)
-
-    def after_feed_forward(self, layer: int) -> Dropout | None:
-        """Return the dropout on what a layer's feed-forward half adds to the residual."""
-        return self._at(self.config.hidden_dropout, 3 * layer + 3)
-
-    # Streams are numbered by layer, not by call, so that stages of a pipeline draw what one rank would.
-    def _at(self, p: float, stream: int) -> Dropout | None:
-        return None if self.state is None or p == 0 else Dropout(p, self.state, stream)
-
-
-class LayerNorm(nn.Module):
-    """Gain and bias of a layer norm; the arithmetic is in the kernels, fused with what stands before it."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.bias = nn.Parameter(torch.zeros(size))
-
-
-class Dense(nn.Module):
-    """Weight [out, in] and bias [out] of a dense layer."""
-
-    def __init__(self, inputs: int, outputs: int) -> None:
-        super().__init__()
-        # Filled by a checkpoint or by ``initialize_``: drawing BERT-Large's weights takes a CPU half a minute.
-        self.weight = nn.Parameter(torch.empty(outputs, inputs))
-        self.bias = nn.Parameter(torch.zeros(outputs))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """``x @ weight.T + bias``."""
-        return F.linear(x, self.weight, self.bias)
-
-
-class Placement:
-    """Placement of weights and hidden states: all of them are here, so that there is nothing to do.
-
-    ``bert.parallel.tensor`` has the one where ranks share them: products are of all rows with a rank's shard of a weight,
-    everything between products is of a rank's own rows.
-    """
-
-    def all_rows(self, own: Tensor) -> Tensor:
-        """Gather what each rank has of the rows."""
-        return own
-
-    def own_rows(self, rows: Tensor, empty: int = 0) -> Tensor:  # noqa: ARG002
-        """Take this rank's part of what all ranks have; ``empty`` is what rows past the end hold."""
-        return rows
-
-    def summed(self, product: Tensor) -> Tensor:
-        """Return this rank's rows of the sum of products of shards."""
-        return product
-
-    def words(self, input_ids_T: Tensor, word_VD: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return for the own rows where in a table their words are, the table, and what its gradient is added to."""
-        return input_ids_T, word_VD, None
-
-    def masked_lm_loss(
-        self, hidden_MD: Tensor, word_VD: Tensor, bias_V: Tensor, labels_M: Tensor, count_correct: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return ``masked_lm_loss`` over all rows, of which ``hidden_MD`` are the own."""
-        return masked_lm_loss(hidden_MD, word_VD, bias_V, labels_M, count_correct=count_correct)
-
-    def total(self, loss: Tensor) -> Tensor:
-        """Add up a loss of own rows."""
-        return loss
-
-
-class Embeddings(nn.Module):
-    """Word, position and segment tables with the norm after their sum."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.config = config
-        # No nn.Embedding: one op reads all three tables, and the word table is the decoder as well.
-        self.word = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
-        self.position = nn.Parameter(torch.empty(config.max_position_embeddings, config.hidden_size))
-        self.segment = nn.Parameter(torch.empty(config.type_vocab_size, config.hidden_size))
-        self.norm = LayerNorm(config.hidden_size)
-        self.placement = Placement()
-
-    def forward(self, batch: "Batch", sites: DropoutSites) -> Tensor:
-        """Embed a batch, [T, D]."""
-        # Where ranks share the table, one of the own rows' words, and ids that count its rows.
-        word_ids_T, word_VD, word_gradient_VD = self.placement.words(batch.input_ids, self.word)
-        return embedding_layer_norm(
-            word_ids_T,
-            self.placement.own_rows(batch.position_ids),
-            self.placement.own_rows(batch.segment_ids),
-            word_VD,
-            self.position,
-            self.segment,
-            self.norm.weight,
-            self.norm.bias,
-            self.config.layer_norm_eps,
-            sites.embeddings(),
-            word_gradient_VD,
-        )
-
-
-class MatrixProducts:
-    """Products of an encoder layer with weights: in the precision of its input or, under autocast, of autocast.
-
-    ``bert.products.fp8`` has the same in FP8.
-    """
-
-    def with_bias(self, x: Tensor, dense: Dense) -> Tensor:
-        """``x @ weight.T + bias``."""
-        return dense(x)
-
-    def without_bias(self, x: Tensor, dense: Dense) -> Tensor:
-        """``x @ weight.T``, where the bias is added by what comes next."""
-        return F.linear(x, dense.weight)
-
-    def feed_forward(self, x_TD: Tensor, wide: Dense, narrow: Dense) -> Tensor:
-        """[T, D] ``gelu(x @ wide.T + bias) @ narrow.T``, without the second bias."""
-        return F.linear(dense_gelu(x_TD, wide.weight, wide.bias), narrow.weight)
-
-
-class EncoderLayer(nn.Module):
-    """Attention and feed-forward halves, each followed by dropout, residual and norm."""
-
-    def __init__(self, config: ModelConfig, index: int) -> None:
-        super().__init__()
-        self.config = config
-        self.index = index
-        hidden, intermediate = config.hidden_size, config.intermediate_size
-        # One product for all three; LAMB has them as three tensors, as the reference does (``lamb_segments``).
-        self.query_key_value = Dense(hidden, 3 * hidden)
-        self.attention_output = Dense(hidden, hidden)
-        self.attention_norm = LayerNorm(hidden)
-        self.intermediate = Dense(hidden, intermediate)
-        self.output = Dense(intermediate, hidden)
-        self.output_norm = LayerNorm(hidden)
-        # Both are replaced from outside: products in FP8 or with sums of gradients, placement where ranks share it.
-        self.products = MatrixProducts()
-        self.placement = Placement()
-
-    def forward(self, hidden_TD: Tensor, cu_seqlens: Tensor, max_seqlen: int, sites: DropoutSites) -> Tensor:
-        """[T, D] for all tokens."""
-        all_TD = self.placement.all_rows(hidden_TD)
-        # One product makes queries, keys and values, which attention reads as they lie: [T, 3 x H x E].
-        qkv_T3HE = self.products.with_bias(all_TD, self.query_key_value).unflatten(-1, (3, -1, self._head_size))
-        context_THE = varlen_self_attention(qkv_T3HE, cu_seqlens, max_seqlen, sites.attention(self.index))
-        return self._after_attention(context_THE.flatten(1), hidden_TD, sites)
-
-    def forward_rows(
-        self,
-        hidden_TD: Tensor,
-        cu_seqlens: Tensor,
-        max_seqlen: int,
-        sites: DropoutSites,
-        rows_Q: Tensor,
-        cu_seqlens_q: Tensor,
-    ) -> Tensor:
-        """[Q, D] for the chosen rows only: keys and values of all tokens, everything else of ``rows_Q``.
-
-        Exact, because nothing after the last attention mixes tokens.
-        """
-        hidden_TD = self.placement.all_rows(hidden_TD)
-        weight, bias = self.query_key_value.weight, self.query_key_value.bias
-        # Rows of the fused weight: queries, keys, values. With tensor parallelism they are of this rank's heads alone.
-        queries = len(weight) // 3
-        # Not by ``products``: rows of queries are others than those of keys, and FP8 leaves the last layer as it is.
-        keys_values = F.linear(hidden_TD, weight[queries:], bias[queries:])
-        key, value = keys_values.unflatten(-1, (2, -1, self._head_size)).unbind(1)
-        chosen_QD = hidden_TD.index_select(0, rows_Q)
-        query = F.linear(chosen_QD, weight[:queries], bias[:queries]).unflatten(-1, (-1, self._head_size))
-        dropout = sites.attention(self.index)
-        context_QHE = varlen_attention(query, key, value, cu_seqlens_q, cu_seqlens, max_seqlen, dropout)
-        return self._after_attention(context_QHE.flatten(1), self.placement.own_rows(chosen_QD), sites)
-
-    @property
-    def _head_size(self) -> int:
-        return self.config.hidden_size // self.config.num_attention_heads
-
-    def _after_attention(self, context_TD: Tensor, residual_TD: Tensor, sites: DropoutSites) -> Tensor:
-        # The op behind the product adds the bias in the pass that it makes anyway.
-        projected_TD = self.products.without_bias(context_TD, self.attention_output)
-        attended_TD = self._added(
-            # The bias comes after the sum over ranks, which would otherwise hold it once for each.
-            self.placement.summed(projected_TD),
-            self.attention_output.bias,
-            residual_TD,
-            self.attention_norm,
-            sites.after_attention(self.index),
-        )
-        all_TD = self.placement.all_rows(attended_TD)
-        narrow_TD = self.placement.summed(self.products.feed_forward(all_TD, self.intermediate, self.output))
-        dropout = sites.after_feed_forward(self.index)
-        return self._added(narrow_TD, self.output.bias, attended_TD, self.output_norm, dropout)
-
-    def _added(
-        self, product_TD: Tensor, bias_D: Tensor, residual_TD: Tensor, norm: LayerNorm, dropout: Dropout | None
-    ) -> Tensor:
-        """[T, D] product and bias, dropped out, added to the residual, normalized."""
-        return dropout_add_layer_norm(
-            product_TD, bias_D, residual_TD, norm.weight, norm.bias, self.config.layer_norm_eps, dropout
-        )
+MakeLayer = Callable[[ModelConfig, int, Placement], EncoderLayer]
+"""Makes the encoder layer of a number."""
 
 
 class BertForPreTraining(nn.Module):
-    """The whole model; BERT-Large and the small default differ in ``ModelConfig`` only."""
+    """The model, or the part of it that one rank has; BERT-Large and the small default differ in ``ModelConfig`` only."""
 
     dropout_state: Tensor
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        placement: Placement | None = None,
+        make_layer: MakeLayer = EncoderLayer,
+        owns: Callable[[str], bool] = lambda _: True,
+        word_copy: Tensor | None = None,
+    ) -> None:
+        """``placement`` and ``make_layer`` say how the parts are built, and ``owns`` which of them, by name.
+
+        ``word_copy`` is the table that the heads read where they are without the embeddings.
+        """
         super().__init__()
         self.config = config
+        self.placement = placement = placement or Placement()
         hidden = config.hidden_size
-        self.embeddings = Embeddings(config)
-        self.layers = nn.ModuleList(EncoderLayer(config, index) for index in range(config.num_hidden_layers))
-        self.pooler = Dense(hidden, hidden)
-        self.next_sentence = Dense(hidden, 2)
-        self.transform = Dense(hidden, hidden)
-        self.transform_norm = LayerNorm(hidden)
-        # No decoder weight: ``losses`` takes the word table, and autograd adds up the gradients of both uses.
-        self.decoder_bias = nn.Parameter(torch.zeros(config.vocab_size))
-        self.placement = Placement()
+        # Parts of other ranks are empty modules, so that layers keep their numbers and parameters their names.
+        self.embeddings: Any = nn.Identity() if word_copy is None else WordTable(word_copy)
+        if owns("embeddings"):
+            self.embeddings = Embeddings(config, placement)
+        self.layers = nn.ModuleList(
+            make_layer(config, index, placement) if owns(f"layers.{index}") else nn.Identity()
+            for index in range(config.num_hidden_layers)
+        )
+        if owns("heads"):
+            self.pooler = Dense(hidden, hidden)
+            self.next_sentence = Dense(hidden, 2)
+            self.transform = Dense(hidden, hidden)
+            self.transform_norm = LayerNorm(hidden)
+            # No decoder weight: ``losses`` takes the word table, and autograd adds up the gradients of both uses.
+            self.decoder_bias = nn.Parameter(torch.zeros(placement.share_of_words(config.vocab_size)))
         # Seed and step, on the device so that each replay of a captured step draws anew; no part of the weights.
         self.register_buffer("dropout_state", torch.zeros(2, dtype=torch.int64), persistent=False)
 
@@ -384,6 +178,12 @@ class BertForPreTraining(nn.Module):
         # No dropout and no residual here, which the norms of ``kernels`` are fused with.
         norm = self.transform_norm
         return F.layer_norm(wide_MD, norm.weight.shape, norm.weight, norm.bias, self.config.layer_norm_eps)
+
+
+def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each parameter of the whole model by name, without its memory."""
+    with torch.device("meta"):
+        return {name: tuple(each.shape) for name, each in BertForPreTraining(config).named_parameters()}
 
 
 @torch.no_grad()

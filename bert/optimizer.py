@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from bert.configuration.sections import OptimizerConfig
-from bert.model import BertForPreTraining, EncoderLayer
+from bert.layers import EncoderLayer
+from bert.model import BertForPreTraining
 from kernels import LambHyperparameters, LambSegments, LambState, WeightCast, lamb_step
 
 ALIGNMENT = 16
@@ -36,6 +37,8 @@ class FlatParameters:
     gradients_N: Tensor
     places: Mapping[nn.Parameter, slice]
     """Where each parameter is in the vectors, in the order of the model's parameters."""
+    names: tuple[str, ...] = ()
+    """Name of each parameter, in the same order."""
 
     @classmethod
     @torch.no_grad()
@@ -66,7 +69,8 @@ class FlatParameters:
                 # Autograd adds in place to a gradient that is there: none ever leaves the vector.
                 parameter.grad = gradients_N[place].view_as(parameter)
             start += padded(parameter.numel())
-        return cls(weights_N[:size], gradients_N[:size], segments, weights_N, gradients_N, places)
+        names = tuple(name for name, _ in model.named_parameters())
+        return cls(weights_N[:size], gradients_N[:size], segments, weights_N, gradients_N, places, names)
 
 
 def padded(size: int, shards: int = 1) -> int:

@@ -124,7 +124,8 @@ def _informed_start(model: BertForPreTraining, seed: int) -> BertForPreTraining:
     """
     import torch
 
-    from bert.model import EncoderLayer, initialize_
+    from bert.layers import EncoderLayer
+    from bert.model import initialize_
 
     initialize_(model, torch.Generator().manual_seed(seed))
     config = model.config

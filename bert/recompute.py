@@ -3,7 +3,7 @@
 All of it is PyTorch's ``torch.utils.checkpoint``, with its selective contexts; written here is only what it is applied to.
 PyTorch's own ways to apply it to a module are private and do other things: its wrapper changes the names of parameters, and
 its hooks call the module again with all its hooks, so that the backward pass would wait once more for weights that are
-gathered beside the forward pass. Here a layer's ``forward`` is replaced, which hooks stand before and behind.
+gathered beside the forward pass. Here a layer's ``forward`` calls what is recomputed, and hooks stand before and behind it.
 
 The same bits come out: kernels draw dropout by a counter, whose step the layer is given. What draws by PyTorch's generator
 finds it as the forward pass did; but not while a CUDA graph is captured, when its state can be neither read nor set, so
@@ -16,12 +16,13 @@ the first, before anything was freed.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
-from bert.model import BertForPreTraining, EncoderLayer
+from bert.configuration.sections import Recompute
+from bert.layers import Recomputation, compute_once
 from bert.timing.stopwatch import is_capturing
 
 RECOMPUTED_OPS = ("varlen_self_attention", "dropout_add_layer_norm")
@@ -31,26 +32,22 @@ RECOMPUTED_OPS = ("varlen_self_attention", "dropout_add_layer_norm")
 _PRODUCTS = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten._scaled_mm.default]
 
 
-def recompute_layers(model: BertForPreTraining, mode: Literal["selective", "full"]) -> None:
-    """Let all encoder layers but the last recompute in training.
+def recomputation(mode: Recompute) -> Recomputation:
+    """Return how an encoder layer computes in training.
 
-    selective: keep the products with weights, the four of a layer, and compute attention, GELU, norms and dropout again,
-    which are much of the memory and little of the work. full: keep a layer's input alone.
+    none: once. selective: keep the products with weights, the four of a layer, and compute attention, GELU, norms and
+    dropout again, which are much of the memory and little of the work. full: keep a layer's input alone.
     """
+    if mode == "none":
+        return compute_once
     contexts = partial(create_selective_checkpoint_contexts, _PRODUCTS) if mode == "selective" else noop_context_fn
-    for layer in model.layers[:-1]:
-        assert isinstance(layer, EncoderLayer)
-        # On the object, not by a wrapping module: names of parameters stay, and hooks run once.
-        layer.forward = _recomputing(layer.forward, contexts)
 
-
-def _recomputing(plain: Callable[..., Any], contexts: Callable[[], Any]) -> Callable[..., Any]:
-    def forward(*inputs: Any) -> Any:
+    def recompute(function: Callable[..., Any], *inputs: Any) -> Any:
         if not torch.is_grad_enabled():  # an evaluation
-            return plain(*inputs)
+            return function(*inputs)
         # The generator's state can be neither read nor set while capturing, and nothing draws by it there.
         preserve = not is_capturing()
         # PyTorch takes contexts in its non-reentrant form alone.
-        return checkpoint(plain, *inputs, use_reentrant=False, context_fn=contexts, preserve_rng_state=preserve)
+        return checkpoint(function, *inputs, use_reentrant=False, context_fn=contexts, preserve_rng_state=preserve)
 
-    return forward
+    return recompute

@@ -4,7 +4,9 @@ import os
 import shlex
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -19,16 +21,16 @@ from bert.guards.preflight import Inputs, check, check_shares, refuse_others, re
 from bert.guards.triton_cache import require_private_cache
 from bert.log.mllog import MLLog
 from bert.log.provenance import provenance
-from bert.log.result_files import claim, create_log
+from bert.log.result_files import CLAIM, claim, create_log
 from bert.loop import train
 from bert.parallel.collectives import agreed_integer, all_reduce_sum_, barrier
 from bert.parallel.joining.launch import Launch, job, may_start_again, restarts
 from bert.parallel.joining.left_out import LeftOut, left_out_hosts
-from bert.parallel.mesh import Mesh, join_mesh, leave_mesh
+from bert.parallel.mesh import Mesh, join_mesh, leave_mesh, require_gpus
 from bert.parallel.model_state import model_state
 from bert.parallel.watchdog.watchdog import FAULT_STATUS
-from bert.setup import build_run, log_settings
-from console.program import complain, say
+from bert.setup import build_run, capturing, log_settings
+from console.program import complain, drop_lost_output, say
 from console.version import commit
 
 __all__ = ["Forecast", "Look", "leave_mesh", "run"]
@@ -58,7 +60,10 @@ def run(config: Config, arguments: Sequence[str], look: Look | None = None, fore
     # Each rank for itself before they meet: what is wrong on one machine is said there, and nobody waits for its ranks.
     inputs = check(config, launch.world_size, launch.local_size)
     if config.dry_run:
-        if config.training.device == "cuda" and not torch.cuda.is_available():
+        if config.training.device == "cuda" and CLAIM in os.environ:
+            # Who waits for the name of a log is about to start the run here, and a launcher would end in a traceback.
+            require_gpus(max(1, launch.local_size))
+        elif config.training.device == "cuda" and not torch.cuda.is_available():
             complain("training.device is cuda, but PyTorch sees no GPU here: this machine could not run it", "warning")
         say(f"{config.recipe}: ready, results would go to {inputs.result}")
         if config.parallel.copy_ranks > 1:
@@ -118,7 +123,9 @@ def _timed_run(
         log, files = create_log(result_folder(config), config.log.run)
         inputs = replace(inputs, **files._asdict())
     # The watchdog ends inside of the log, since the last lines there may be about a fault.
-    with log, ended_together(config, mesh, log) as watchdog:
+    # Graphs are reset outside of the watchdog, which first tells other ranks of an error.
+    with log, capturing(config, mesh) as capturer, ended_together(config, mesh, log) as watchdog:
+        drop_lost_output(partial(_note_lost_output, log))
         if mesh.is_main:
             claim(inputs.result)
             say(f"log in {inputs.result}")
@@ -133,7 +140,7 @@ def _timed_run(
         # The rules count the initialisation from before the model is made (TR 11).
         log.init_start()
         log_settings(log, config, inputs, mesh, seed)
-        timed = build_run(config, inputs, mesh, log, interruption, world, seed, resumed)
+        timed = build_run(config, inputs, mesh, log, interruption, world, seed, resumed, capturer)
         with timed.reporter:
             log.init_stop()
             # Takes milliseconds, so it comes before the clock.
@@ -146,6 +153,8 @@ def _timed_run(
             with watchdog.getting_on(timed.stopwatch.tracker):
                 status = train(timed)
         timed.loader.close()
+        if capturer is not None:
+            _note_uncaptured(timed.step.uncaptured_batches, mesh, log)
         if config.save_checkpoint:
             # All ranks gather, one writes.
             model = timed.step.gather_whole_model()
@@ -164,6 +173,11 @@ def _left_out(config: Config) -> list[str] | None:
     return left_out_hosts(config.checkpoint.folder)
 
 
+def _note_lost_output(log: MLLog, text: str) -> None:
+    with suppress(ValueError):  # the log is closed already
+        log.line(f"# {text}")
+
+
 def _note_changes(before: World, world: World, mesh: Mesh, log: MLLog, look: Look | None) -> None:
     """Say what has changed since the checkpoint was written, and look at the machines when they are others."""
     lines = changes(before, world)
@@ -174,6 +188,19 @@ def _note_changes(before: World, world: World, mesh: Mesh, log: MLLog, look: Loo
         log.line(f"# {line}")
         if mesh.is_main:
             say(line)
+
+
+def _note_uncaptured(batches: int, mesh: Mesh, log: MLLog) -> None:
+    """Warn if micro-batches of any rank ran without a CUDA graph."""
+    batches = int(all_reduce_sum_(torch.tensor([batches], device=mesh.device)).item())
+    if batches:
+        text = (
+            f"{batches:,} of the ranks' micro-batches ran without a CUDA graph, and slower, because one that ran at the "
+            "same time was larger than every captured shape"
+        )
+        log.line(f"# warning: {text}")
+        if mesh.is_main:
+            complain(text, "warning")
 
 
 def _stopped_for_others(interruption: Interruption, mesh: Mesh) -> bool:

@@ -1,6 +1,7 @@
 """Objects that a run works with, built before its clock starts: without a look at the data but for their metadata."""
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import UTC, datetime
 from functools import partial
 
@@ -13,7 +14,7 @@ from bert.checkpoints.initial_model import first_model
 from bert.checkpoints.training_state import Checkpoints, RunState, restore
 from bert.checkpoints.world import World
 from bert.configuration.config import Config
-from bert.cuda_graphs import CudaCapturer
+from bert.cuda_graphs import CudaCapturer, replay_of
 from bert.evaluation.evaluator import Evaluator
 from bert.guards.interruption import Interruption
 from bert.guards.preflight import Inputs
@@ -32,11 +33,17 @@ from bert.reporting.tensorboard import tensorboard_sinks
 from bert.step import TrainingStep
 from bert.timing.stopwatch import DeviceStopwatch, Stopwatch
 from compliance.log.schedule import EvaluationSchedule
+from console.live import clock
 from console.program import say
 from console.version import commit
 from dataloading.batches.shape_buckets import ShapeBucket
 from dataloading.dataset.folder import Dataset
 from kernels.tuning import autotune
+
+
+def capturing(config: Config, mesh: Mesh) -> AbstractContextManager[CudaCapturer | None]:
+    """Return the capturer of a run's graphs, if it captures, to be closed before its process groups are destroyed."""
+    return CudaCapturer(mesh.device) if captures(config, mesh) else nullcontext()
 
 
 def build_run(
@@ -48,6 +55,7 @@ def build_run(
     world: World,
     seed: int,
     resumed: RunState | None,
+    capturer: CudaCapturer | None,
 ) -> Run:
     """Build what the training loop needs, warmed up and as ``resumed`` says; ``world`` is noted in checkpoints.
 
@@ -57,12 +65,19 @@ def build_run(
     stopwatch = DeviceStopwatch() if mesh.device.type == "cuda" else Stopwatch()
     shape_buckets = choose_shapes(config, inputs.train, mesh)
     evaluator = Evaluator(inputs.evaluation, mesh, config.evaluation.batch_size)
-    step = _warmed_up_step(config, inputs.train, mesh, seed, stopwatch, shape_buckets, log, evaluator)
+    step, step_seconds = _warmed_up_step(
+        config, inputs.train, mesh, seed, stopwatch, shape_buckets, log, evaluator, capturer
+    )
     start, skipped = Position(), 0
     if resumed:
         # After the warm-up, which leaves what a first step begins with.
         restore(step, resumed, mesh)
         start, skipped = Position(resumed.step, resumed.samples), resumed.step - resumed.optimizer_steps
+    # On a GPU the host only hands steps over, and their time is not known yet.
+    if mesh.is_main and mesh.device.type == "cpu" and step_seconds:
+        batch = config.training.global_batch_size
+        steps = -(-(config.training.sample_limit - start.samples) // batch)
+        say(f"at most {steps:,} steps of {batch} sequences: about {clock(steps * step_seconds)} and the evaluations")
     log.weights_initialization(config.model.num_hidden_layers)
     loader = build_loader(config, inputs.train, mesh, seed, shape_buckets, start.steps, log)
     checkpoints = None
@@ -141,17 +156,21 @@ def _warmed_up_step(
     shape_buckets: Sequence[ShapeBucket],
     log: MLLog,
     evaluator: Evaluator,
-) -> TrainingStep:
+    capturer: CudaCapturer | None,
+) -> tuple[TrainingStep, float]:
     """Build the model from the initial checkpoint and warm it up on synthetic batches, without a look at the data.
+
+    Returns the seconds of the last step of the warm-up, too.
 
     Where it is captured, the step is for each of ``shape_buckets``, and the evaluation for its own.
     """
-    # On every rank the whole model, which ``TrainingStep`` then divides where ranks share it.
-    model = first_model(config, mesh, seed)
-    for parameter in model.parameters():
+    # On every rank the whole model, of which ``TrainingStep`` takes what the rank has.
+    whole = first_model(config, mesh, seed)
+    for parameter in whole.parameters():
         # All train from rank 0's weights, whatever each has drawn or read.
         broadcast_(parameter.data)
-    step = TrainingStep(model, config, mesh, stopwatch)
+    step = TrainingStep(whole, config, mesh, stopwatch)
+    del whole  # before the warm-up, which needs the memory
     if mesh.world_size > 1:
         shape = f"{mesh}, " if mesh.tensor * mesh.pipeline > 1 else ""
         log.line(f"# {shape}{step.choice}")
@@ -159,33 +178,31 @@ def _warmed_up_step(
             say(f"{shape}{step.choice}")
     # Each rank drops elements of its own. Stages of a copy have one seed, since their layers have streams of their own.
     torch.manual_seed(seed * mesh.world_size + mesh.rank)
-    model.seed_dropout(seed * (mesh.world_size // mesh.pipeline) + mesh.dropout_stream)
+    step.model.seed_dropout(seed * (mesh.world_size // mesh.pipeline) + mesh.dropout_stream)
     batches = made_up_batches(config, train, mesh, shape_buckets)
-    capturer = CudaCapturer(mesh.device) if captures(config, mesh) else None
-    measured = config.training.autotune and mesh.device.type == "cuda"
-    step.warm_up(
-        batches,
-        config.training.warmup_steps,
-        capturer,
-        shape_buckets,
-        lambda run: _choose_implementations(run if measured else None, mesh, log),
-    )
+    choose = None
+    if config.training.autotune and mesh.device.type == "cuda":
+        # As the step will run: by replays of CUDA graphs if it is captured.
+        repeatable = partial(replay_of, mesh.device) if capturer is not None else autotune.run_once
+        choose = partial(_choose_implementations, mesh=mesh, log=log, repeatable=repeatable)
+    seconds = step.warm_up(batches, config.training.warmup_steps, capturer, shape_buckets, choose)
     # After the step: graphs of one pool are made largest first.
-    evaluator.warm_up(model, step.autocast(), capturer)
-    return step
+    evaluator.warm_up(step.model, step.autocast(), capturer)
+    return step, seconds
 
 
-def _choose_implementations(step: Callable[[], None] | None, mesh: Mesh, log: MLLog) -> None:
-    """The same on every rank: what is pinned on rank 0's machine, else what is fastest there for what ``step`` calls."""
+def _choose_implementations(
+    step: Callable[[], None], mesh: Mesh, log: MLLog, repeatable: Callable[[autotune.Work], autotune.Work]
+) -> None:
+    """Choose on every rank what is fastest on rank 0 for the calls of ``step``."""
     with autotune.observed() as requests:
-        if step is not None:
-            step()
-    # Measured by one rank: others might find something else to be the fastest.
-    choices = autotune.tune(requests).to_json() if mesh.is_main else ""
-    choices = autotune.Choices.from_json(agreed_text(choices, mesh))
+        step()
+    # Measured by one rank: another rank might find another implementation to be the fastest.
+    choices = autotune.to_json(autotune.tune(requests, repeatable)) if mesh.is_main else ""
+    choices = autotune.from_json(agreed_text(choices, mesh))
     autotune.apply(choices)
-    for line in choices.text().splitlines():
-        log.line(f"# kernels: {line}")
+    for choice in choices:
+        log.line(f"# kernels: {choice}")
 
 
 def _reporter(

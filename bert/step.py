@@ -6,6 +6,7 @@ micro-batch once for each shape bucket and role (the last one's reduction runs b
 gather weights or write over gradients), the update once.
 """
 
+import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from bert.configuration.config import Config
-from bert.cuda_graphs import ROLES, BatchGraphs, Capturer, Role, roles_of
+from bert.cuda_graphs import ROLES, BatchGraphs, CudaCapturer, Role, roles_of
 from bert.model import BertForPreTraining, PretrainingOutput
 from bert.optimizer import Lamb
 from bert.parallel.mesh import Mesh
@@ -29,17 +30,21 @@ from kernels import captured
 class TrainingStep:
     """Model, optimizer and what one step does with a global batch."""
 
-    def __init__(self, model: BertForPreTraining, config: Config, mesh: Mesh, stopwatch: Stopwatch) -> None:
-        self.model = model
-        parts = build_parts(model, config, mesh, stopwatch)
+    def __init__(self, whole: BertForPreTraining, config: Config, mesh: Mesh, stopwatch: Stopwatch) -> None:
+        """Train what this rank has of a model with the weights of ``whole``."""
+        parts = build_parts(whole, config, mesh, stopwatch)
+        self.model = parts.built.model
         self.flat, self.whole, self.choice = parts.flat, parts.whole, parts.choice
-        self.fp8, self.optimizer = parts.fp8, parts.optimizer
-        self._weight_gradients, self._recomputed = parts.weight_gradients, parts.recomputed
-        self._reduction, self._gather, self._pipeline = parts.reduction, parts.gather, parts.pipeline
+        self.fp8, self.optimizer = parts.built.fp8, parts.optimizer
+        self._weight_gradients, self._recomputed = parts.built.weight_gradients, parts.recomputed
+        self._reduction, self._gather, self._pipeline = parts.reduction, parts.gather, parts.built.pipeline
         self.statistics = Statistics(mesh)
         self._mesh, self._stopwatch, self.precision = mesh, stopwatch, config.training.precision
         self._micro_batches = config.training.gradient_accumulation_steps
         self._train_on = {role: BatchGraphs(partial(self._forward_backward, role)) for role in ROLES}
+        self._is_captured = False
+        self.uncaptured_batches = 0
+        """Micro-batches since the warm-up that ran without a graph. It stays 0 if the step is not captured."""
         self._schedule: Callable[[Sequence[Batch]], None] = self._one_by_one
         if self._pipeline is not None:
             from bert.parallel.pipeline.schedule import PipelineSchedule
@@ -58,7 +63,8 @@ class TrainingStep:
     def _one_by_one(self, micro_batches: Sequence[Batch]) -> None:
         with self._stopwatch.time("forward_backward"):
             for role, batch in zip(self._roles(len(micro_batches)), micro_batches, strict=True):
-                self._train_on[role](batch)
+                replayed = self._train_on[role](batch)
+                self.uncaptured_batches += self._is_captured and not replayed
 
     def _through_stages(self, schedule: Callable[[Sequence[Batch]], None], micro_batches: Sequence[Batch]) -> None:
         schedule(micro_batches)
@@ -145,15 +151,16 @@ class TrainingStep:
         self,
         micro_batches: Sequence[Batch],
         steps: int,
-        capturer: Capturer | None = None,
+        capturer: CudaCapturer | None = None,
         shape_buckets: Sequence[ShapeBucket] = (),
         choose: Callable[[Callable[[], None]], None] | None = None,
-    ) -> None:
+    ) -> float:
         """Run steps on synthetic batches, then restore weights, optimizer, statistics and random states.
 
         ``choose`` gets a step to run first, to see what it calls and choose what computes it. With a ``capturer`` the step
         is then captured as well, for each of ``shape_buckets``, and replayed from now on; batches of other ones run as
-        before. FP8 scales are found last, for the weights that training starts from.
+        before. FP8 scales are found last, for the weights that training starts from. Returns the host's seconds for the last
+        of ``steps``, 0 without any.
         """
         weights_P, dropout_state = self.flat.weights_P.clone(), self.model.dropout_state.clone()
         devices = [self._mesh.device] if self._mesh.device.type == "cuda" else []  # else fork_rng takes every GPU
@@ -161,8 +168,11 @@ class TrainingStep:
         with torch.random.fork_rng(devices), nullcontext() if capturer is None else captured(self._recomputed):
             if choose is not None:
                 choose(lambda: self(micro_batches))
+            seconds = 0.0
             for _ in range(steps):
+                began = time.perf_counter()
                 self(micro_batches)
+                seconds = time.perf_counter() - began
             if capturer is not None:
                 self._capture(capturer, shape_buckets)
             with torch.no_grad():
@@ -179,14 +189,17 @@ class TrainingStep:
         with torch.no_grad():
             self.model.dropout_state.copy_(dropout_state)
         self._stopwatch.reset()
+        self.uncaptured_batches = 0
+        return seconds
 
-    def _capture(self, capturer: Capturer, shape_buckets: Sequence[ShapeBucket]) -> None:
+    def _capture(self, capturer: CudaCapturer, shape_buckets: Sequence[ShapeBucket]) -> None:
         batches = [inert_batch(shape_bucket).to(self._mesh.device) for shape_bucket in shape_buckets]
         # The last micro-batch first: it takes the most memory.
         for role in dict.fromkeys(reversed(self._roles(self._micro_batches))):
             self._train_on[role].prepare(batches, capturer)
         replay = capturer.prepare(self._update_weights)
         capturer.capture()
+        self._is_captured = True
 
         def timed() -> None:
             with self._stopwatch.time("update"):

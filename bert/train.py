@@ -1,7 +1,8 @@
 """The timed run, from configuration to result file: ``python -m bert.train RECIPE [--section.field value ...]``.
 
 ``--config FILE`` takes settings from a TOML file, or those of an earlier run from its result file, recipe included; what
-stands on the command line counts more. ``--plan FILE`` takes those of a plan, recipe included.
+stands on the command line counts more. ``--plan FILE`` takes those of a plan, recipe included. ``--list`` lists the recipes,
+``--print-config`` prints all settings of a run, for ``--config``, instead of starting it.
 
 Under torchrun it is one rank of many, and by itself a run of one process. It exits with 0 when the target was reached, 1
 when the run ended without, 2 when an input or a setting is wrong, 3 after a fault (``bert.parallel.watchdog``), and 128 + n
@@ -21,18 +22,26 @@ from typing import TYPE_CHECKING
 
 import tyro
 
-from bert.configuration.config import Config
-from bert.configuration.config_file import arguments_of, did_you_mean, setting_names
-from bert.configuration.recipes import RECIPES
+from bert.configuration.config import Config, flattened
+from bert.configuration.config_file import arguments_of, setting_names
+from bert.configuration.recipes import RECIPES, described
 from bert.configuration.run_plan import read_plan
 from bert.guards.interruption import Interrupted
 from bert.own_text import FOLLOWING
 from bert.parallel.joining.launch import Launch
 from console.interruption import reader_has_gone
-from console.program import accept_any_text, answer_version, complain, parsed, say_document
+from console.program import accept_any_text, answer_version, complain, parsed, say, say_document
+from console.text import did_you_mean
 
 if TYPE_CHECKING:
     from bert.run import Forecast, Look
+
+_SETTINGS = (
+    "All settings of a run. --config FILE takes them from a TOML file, or from the result file of an earlier run; what "
+    "stands on the command line counts more. --print-config prints them, for --config, instead of starting a run."
+)
+
+_PRINT = "--print-config"
 
 OLDEST_TORCH = (2, 11)
 """PyTorch's oldest release that this is tested with, of the images of NGC from 26.02 on. Installing asks for it too."""
@@ -43,7 +52,15 @@ def main(arguments: Sequence[str], look: Look | None = None, forecast: Forecast 
     accept_any_text()
     answer_version(arguments)
     try:
-        config = parse(arguments)
+        if list(arguments) == ["--list"]:
+            for name in RECIPES:
+                say(f"{name:14}  {described(name)}")
+            return 0
+        config = parse([argument for argument in arguments if argument != _PRINT])
+        if _PRINT in arguments:
+            for name, value in flattened("config", config):
+                say(f"# {name}: {value}")
+            return 0
         # Behind the parsing, since it imports PyTorch.
         require_torch()
     except (ValueError, OSError) as error:
@@ -71,10 +88,10 @@ def parse(arguments: Sequence[str], module: str = "bert.train") -> Config:
     if arguments and arguments[0] in ("-h", "--help"):
         say_document(f"{__doc__}\nRecipes: {known}\n\nThe settings of a recipe: python -m bert.train RECIPE --help")
         raise SystemExit(0)
-    named, *rest = arguments if arguments and not arguments[0].startswith("-") else (None, *arguments)
+    file, given = _config_file(arguments)
+    named, *rest = given if given and not given[0].startswith("-") else (None, *given)
     if named is not None and named not in RECIPES:
         raise ValueError(f"unknown recipe {named!r}: expected one of {known}{did_you_mean(named, list(RECIPES))}")
-    file, rest = _config_file(rest)
     recipe, settings = (named, []) if file is None else arguments_of(file, named)
     # Behind the file's: of a setting that is given twice, the latter counts.
     settings += rest
@@ -87,7 +104,7 @@ def parse(arguments: Sequence[str], module: str = "bert.train") -> Config:
     if recipe is None:
         raise ValueError(f"no recipe given: expected one of {known}, or --config FILE")
     program = f"python -m {module} {recipe}"
-    read = partial(tyro.cli, Config, prog=program, args=settings)
+    read = partial(tyro.cli, Config, prog=program, args=settings, description=_SETTINGS)
     try:
         config = parsed(partial(read, default=RECIPES[recipe]()))
         for follow in FOLLOWING.get(recipe, ()):  # what is given counts more than what would follow

@@ -6,9 +6,10 @@ A command imports what it needs when it runs, so that --help and a wrong option 
 from __future__ import annotations
 
 import re
+import shlex
 import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 from tyro.conf import FlagCreatePairsOff, Positional, arg
 
@@ -141,7 +142,8 @@ def probe(
     Args:
         out: The file to write, such as cluster.json.
         data: Also time the reading of this folder, on every rank.
-        seconds: About how long it may take; a second look, where something is suspicious, takes up to as long again.
+        seconds: About how long it may take, 5 or more; a second look, where something is suspicious, takes up to as long
+            again, and a busy machine takes longer.
         limit: Seconds within which all processes must have come.
         hosts: Names of the hosts in the order of their nodes, to name those that do not come; under Slurm not needed.
     """
@@ -215,7 +217,8 @@ def _place(
         if strange := [name for name in lines if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name)]:
             raise ValueError(f"{view}: a host is called {strange[0]!r}, which is no name for a file of hosts")
         write_atomically(out, "".join(f"{line}\n" for line in lines).encode())
-        say(f"{out}: {len(lines)} lines; SLURM_HOSTFILE={out} sbatch --distribution=arbitrary launch/slurm.sub")
+        submit = f"SLURM_HOSTFILE={shlex.quote(str(out))} sbatch --distribution=arbitrary launch/slurm.sub"
+        say(f"{out}: {len(lines)} lines; {submit}")
 
 
 @app.command(name="plan")
@@ -282,34 +285,6 @@ def _scale(
     from cluster.plan.command import draw_scale
 
     draw_scale(recipe, accelerator, gpus_per_node, networking, out, page)
-
-
-@app.command(name="budget")
-def _budget(
-    accelerator: str = "H100-SXM",
-    precision: Literal["bf16", "fp8"] = "fp8",
-    micro_batch: int = 64,
-    measured: Path | None = None,
-    json: FlagCreatePairsOff[bool] = False,
-) -> None:
-    """Time a training step of BERT-Large on paper, kernel by kernel, beside its budget and the best published.
-
-    Args:
-        accelerator: Its name; A100, H100, H200 and B200 as SXM have efficiencies.
-        precision: Of the encoder's products.
-        micro_batch: Sequences of a micro-batch, of Wikipedia's lengths; four make a step.
-        measured: Folder of benchmarks/gpu.py, whose figures take the place of what is assumed.
-        json: Print one JSON document.
-    """
-    from cluster.budget.paper import as_document, as_lines, paper_budget
-    from cluster.devices import device_named
-
-    found = paper_budget(device_named(accelerator), precision, micro_batch, measured)
-    if json:
-        say_json(as_document(found))
-        return
-    for line in as_lines(found):
-        say(line)
 
 
 @app.command

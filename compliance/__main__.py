@@ -12,13 +12,16 @@ from typing import Annotated, Literal
 from tyro.conf import FlagCreatePairsOff, Positional, arg
 
 from compliance.log.file import STDIN
-from compliance.log.rules import NEWEST_RULESET, RULESETS, Division
+from compliance.log.rules import AUTO, NEWEST_RULESET, RULESETS, Division
 from compliance.report import Format
 from console.commands import Commands
 from console.interruption import end_in_order
 from console.program import say, say_document, say_json
 
 Ruleset = Annotated[str, arg(metavar="RULESET", help=f"One of {', '.join(RULESETS)}.")]
+AnyRuleset = Annotated[
+    str, arg(metavar="RULESET", help=f"One of {', '.join(RULESETS)}; auto is the newest that accepts the logs.")
+]
 Folder = Annotated[Positional[Path], arg(metavar="FOLDER", help="results/<system>/bert")]
 
 app = Commands()
@@ -27,23 +30,27 @@ app = Commands()
 @app.command
 def check(
     paths: Annotated[Positional[tuple[Path, ...]], arg(metavar="PATH...", help="Logs, or folders of them")],
-    ruleset: Ruleset = NEWEST_RULESET,
+    ruleset: AnyRuleset = AUTO,
     # The parameters bear the names of their options, even where that hides a builtin or a module. FlagCreatePairsOff
     # keeps tyro from adding a --no-... to each flag.
+    quiet: FlagCreatePairsOff[bool] = False,
+    ignore: Path | None = None,
     json: FlagCreatePairsOff[bool] = False,
     sarif: Path | None = None,
-    matrix: FlagCreatePairsOff[bool] = False,
+    junit: Path | None = None,
     format: Literal["text", "github"] = "text",
 ) -> int:
     """Check logs with the official checker and stricter rules. Exit status 0 only if all pass, 1 if one does not.
 
     A PATH is a log result_<n>.txt, plain or in gzip, "-" for one on standard input, results/<system>/bert,
-    results/<system>, results, or a whole submission.
+    results/<system>, results, a whole submission, or a round of submissions.
 
     Args:
+        quiet: Print errors and the total only.
+        ignore: Leave out the findings in this file, which an earlier check wrote with --json.
         json: Print the verdicts as one JSON document.
         sarif: Write the findings to this file too, in the form of code review: SARIF 2.1.0.
-        matrix: Show instead which rulesets accept each log, and what keeps the others from it. Exit status 1 if none does.
+        junit: Write the verdicts to this file too, in the form of test results: JUnit XML.
         format: github adds annotations for a workflow, which GitHub shows beside the lines.
     """
     # tyro lets a tuple of positional arguments be empty, and nothing checked must not look like all passed.
@@ -53,60 +60,41 @@ def check(
         given = f"{STDIN}: given {paths.count(STDIN)} times"
         raise ValueError(f"{given}, expected once: standard input can be read only once")
     # An annotation is a line of its own, among which a document would be no JSON.
-    if format == "github" and (json or matrix):
-        raise ValueError(f"--format github and --{'json' if json else 'matrix'}: choose one of them")
-    if matrix:
-        return _print_matrix(paths, json)
+    if format == "github" and json:
+        raise ValueError("--format github and --json: choose one of them")
+    from compliance.check.known import read_known, without_known
     from compliance.submission.check import accepted, check_paths
 
+    known = read_known(ignore) if ignore else frozenset()
     # All verdicts come first: a path that cannot be checked ends the command before anything is printed or written.
-    verdicts = check_paths(paths, ruleset)
+    verdicts, ignored = without_known(check_paths(paths, ruleset), known)
+    # Before the first line of output, so that a file that cannot be written is the only thing that is said.
     if sarif:
         from compliance.check.sarif import write_sarif
 
-        # Before the first line of output, so that a file that cannot be written is the only thing that is said.
         write_sarif(sarif, verdicts)
+    if junit:
+        from compliance.check.junit import write_junit
+
+        write_junit(junit, verdicts)
+    # Not simply that all pass: a folder of ten can do without one of its logs.
+    is_accepted = accepted(verdicts)
     if json:
         say_json([verdict.as_dict() for verdict in verdicts])
-    else:
-        for verdict in verdicts:
-            word = "PASS" if verdict.passed else "FAIL"
-            say(f"{word} {verdict.path}: official {verdict.official}, ours {verdict.ours}: {verdict.summary}")
-            for finding in verdict.findings:
-                say(f"    {finding}")
+        return 0 if is_accepted else 1
+    from compliance.check.terminal import say_verdicts, total
+
+    say_verdicts(verdicts, quiet=quiet)
     if format == "github":
         from compliance.check.annotations import say_annotations
 
         say_annotations(verdicts)
-    # Not simply that all pass: a folder of ten can do without one of its logs.
-    return 0 if accepted(verdicts) else 1
-
-
-def _logs_of(path: Path) -> list[Path]:
-    from compliance.folders import find
-
-    # A path that is not there goes on to the reader of logs, whose error says so.
-    if path == STDIN or not path.is_dir():
-        return [path]
-    return [log for folder in find(path).benchmarks for log in folder.logs]
-
-
-def _print_matrix(paths: tuple[Path, ...], json: bool) -> int:
-    from compliance.check.matrix import acceptance, table
-
-    logs = [log for path in paths for log in _logs_of(path)]
-    tables = [acceptance(log) for log in logs]
-    if json:
-        say_json([row.as_dict() for rows in tables for row in rows])
-    else:
-        for index, rows in enumerate(tables):
-            for text in [*([""] if index else []), *table(rows)]:
-                say(text)
-    return 0 if all(any(row.verdict.official == "pass" for row in rows) for rows in tables) else 1
+    say(total(verdicts, is_accepted=is_accepted, ignored=ignored))
+    return 0 if is_accepted else 1
 
 
 @app.command
-def report(folder: Folder, ruleset: Ruleset = NEWEST_RULESET, format: Format = "html", out: Path | None = None) -> int:
+def report(folder: Folder, ruleset: AnyRuleset = AUTO, format: Format = "html", out: Path | None = None) -> int:
     """Report on the logs and metrics in FOLDER: an HTML page, or the same as Markdown, JSON or CSV.
 
     Args:
@@ -128,7 +116,7 @@ def report(folder: Folder, ruleset: Ruleset = NEWEST_RULESET, format: Format = "
 
 
 @app.command
-def summary(folder: Folder, ruleset: Ruleset = NEWEST_RULESET) -> int:
+def summary(folder: Folder, ruleset: AnyRuleset = AUTO) -> int:
     """Print the table of all runs in FOLDER: time to train, accuracy, sequences, throughput, verdict."""
     from compliance.report.results import load_results
     from compliance.report.summary import print_summary
@@ -141,27 +129,28 @@ def summary(folder: Folder, ruleset: Ruleset = NEWEST_RULESET) -> int:
 def system(
     out: Path,
     division: Division | None = None,
-    fields: Annotated[tuple[str, ...], arg(name="set", metavar="KEY=VALUE...")] = (),
+    set: Annotated[tuple[str, ...], arg(metavar="KEY=VALUE...")] = (),
+    measure: FlagCreatePairsOff[bool] = False,
     replace: FlagCreatePairsOff[bool] = False,
 ) -> int:
-    """Write the system description of this machine as JSON, or renew what is measured in one that is there.
+    """Write the system description of this machine as JSON, or change fields of a description that is there.
 
     Args:
         out: The file, results/systems/<system>.json.
-        division: The division of the submission; by default as the file says, or open.
-        fields: Fields to set instead of what was found out.
+        division: The division of the submission; in a new file open by default.
+        set: Fields to set. In a file that is there, only these change.
+        measure: Measure this machine again, and replace what was measured before.
         replace: Write the file anew, whatever it holds.
     """
     from compliance.doctor.system_file import renew
 
     # At the first "=" only, as a value may hold others.
-    pairs = [field.partition("=") for field in fields]
+    pairs = [field.partition("=") for field in set]
     for name, equals, _ in pairs:
         if not equals:
             raise ValueError(f"--set {name}: expected KEY=VALUE, such as number_of_nodes=8")
-    given = {name: value for name, _, value in pairs}
-    # Left out where it was not given: a file that is there then keeps its own.
-    for text in renew(out, ({"division": division} if division else {}) | given, replace=replace):
+    given = ({"division": division} if division else {}) | {name: value for name, _, value in pairs}
+    for text in renew(out, given, measure_again=measure, replace=replace):
         say(text)
     say(out)
     return 0
@@ -273,7 +262,8 @@ def watch(
 def main() -> int:
     """Run the command; returns the exit status."""
     end_in_order()  # also of the installed command, which calls this function
-    return app.main("python -m compliance")
+    installed = Path(sys.argv[0]).name
+    return app.main(installed if installed == "mlperf-bert-compliance" else "python -m compliance")
 
 
 if __name__ == "__main__":

@@ -4,6 +4,8 @@
 <org>/results/<system>/bert/result_<n>.txt   its logs
 <org>/benchmarks/                            its source
 
+A round is a folder of such submissions.
+
 A results folder on its own, results/<system>/bert beside results/systems, is laid out alike and called bare: its runs
 may still be growing. Folders behind symbolic links are not entered in a submission, and no search goes on without end.
 """
@@ -17,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 
 from compliance.artefact import MAX_FILE_BYTES
 from compliance.log import rules
@@ -122,7 +125,7 @@ def find(path: Path) -> Tree:
         raise ValueError(f"{path}: no such folder, expected a log, results/<system>/bert, or a folder above it")
     if (path / "results").is_dir():  # a submission, or what holds results/
         # A folder that only holds results/ is no submission: its runs may still be growing.
-        submission = path if any((path / name).is_dir() for name in ("systems", "benchmarks")) else None
+        submission = path if _is_submission(path) else None
         found = _of_results(path / "results", submission)
     elif any(map(_is_benchmark, _folders(path, None))):  # results/<system>
         submission = _submission_above(path, 2)
@@ -144,8 +147,31 @@ def find(path: Path) -> Tree:
     return Tree(path, submission, tuple(found), tuple(descriptions))
 
 
-def layout_findings(folder: BenchmarkFolder, runs: int) -> Iterator[Finding]:
-    """Yield what is wrong with the names and the number of a folder's entries, without opening one."""
+def find_all(path: Path) -> list[Tree]:
+    """The submissions of a round, <round>/<org>, that hold results of BERT; for any other folder what `find` finds.
+
+    Raises:
+        ValueError: see `find`.
+    """
+    # Folders behind links may lead out of the round, and back into it.
+    submissions = [folder for folder in _folders(path, path) if _is_submission(folder)]
+    if not submissions or (path / "results").is_dir() or any(map(_is_counted, _entries(path))):
+        return [find(path)]
+    trees = []
+    for submission in submissions:
+        with suppress(ValueError):  # its results are of other benchmarks
+            trees.append(find(submission))
+    if not trees:
+        raise ValueError(f"{path}: no logs of {BENCHMARK} in the {counted(len(submissions), 'submission')} below it")
+    return trees
+
+
+def layout_findings(folder: BenchmarkFolder, runs: int | None) -> Iterator[Finding]:
+    """Yield what is wrong with the names and the number of a folder's entries, without opening one.
+
+    Args:
+        runs: how many logs a submission has; None if these are not meant for one.
+    """
     if not folder.named_right:
         found = f"the folder is named {_name(folder.path)}: the official package checker skips it and reports success"
         yield Finding(
@@ -164,7 +190,7 @@ def layout_findings(folder: BenchmarkFolder, runs: int) -> Iterator[Finding]:
     yield from _layout_warning(elsewhere, fault, "put the file itself in its place")
     count = len(folder.logs)
     # Not where the number is right as soon as the misnamed ones are renamed.
-    if count != runs and count + len(folder.misnamed) != runs:
+    if runs is not None and count != runs and count + len(folder.misnamed) != runs:
         remedy = "add the missing runs" if count < runs else "choose the runs to submit: `python -m compliance package`"
         found = f"{counted(count, 'log')} result_<n>.txt, expected exactly {runs} in a submission"
         yield Finding(None, "", "TR 12; package checker", found, remedy, severity=folder.severity)
@@ -186,7 +212,7 @@ def description_missing(folder: BenchmarkFolder) -> Iterator[Finding]:
     if folder.description.is_file() or not (folder.submission or folder.description.parent.is_dir()):
         return
     name = f"systems/{folder.system}.json"
-    remedy = f"write it: `python -m compliance system --out {name}`; its name is that of the results folder"
+    remedy = f"write it: `python -m compliance system --out {quote(name)}`; its name is that of the results folder"
     found = f"there is no {name}, expected the system description: the official package checker crashes without it"
     yield Finding(None, "", LAYOUT, found, remedy, severity=folder.severity)
 
@@ -227,28 +253,8 @@ def repository_findings(tree: Tree) -> Iterator[Finding]:
             yield Finding(None, "", REPOSITORY, f"{first} {fault}", remedy, severity=severity, more=len(paths) - 1)
 
 
-def power_findings(folder: BenchmarkFolder) -> Iterator[Finding]:
-    """Check that power/ holds the measurements of each run, of as many nodes and switches each."""
-    power = folder.path / "power"
-    if not power.is_dir():
-        return
-    kinds: dict[tuple[int, int], list[str]] = {}
-    for log in folder.logs:
-        names = [entry.name for entry in _entries(power / log.stem)]
-        nodes = sorted(name for name in names if re.fullmatch(r"node_\d+\.txt", name))
-        switches = sorted(name for name in names if re.fullmatch(r"sw_\d+\.txt", name))
-        expected = [f"node_{i}.txt" for i in range(len(nodes))], [f"sw_{i}.txt" for i in range(len(switches))]
-        # In the order of texts, in which node_10 comes before node_2.
-        if not nodes or (nodes, switches) != (sorted(expected[0]), sorted(expected[1])):
-            found = f"power/{log.stem} is not whole, expected node_0.txt and on, one a node, and sw_0.txt and on"
-            yield Finding(None, "", "power measurement rules", found, "add what the meters wrote in this run")
-            return
-        kinds.setdefault((len(nodes), len(switches)), []).append(log.stem)
-    if len(kinds) > 1:
-        # The rarest kind is taken for the odd one.
-        (few, odd), *_ = sorted(kinds.items(), key=lambda item: len(item[1]))
-        found = f"power/{odd[0]} holds {few[0]} nodes and {few[1]} switches, expected as many as in the other runs"
-        yield Finding(None, "", "power measurement rules", found, "add what the meters wrote in this run")
+def _is_submission(path: Path) -> bool:
+    return (path / "results").is_dir() and any((path / name).is_dir() for name in ("systems", "benchmarks"))
 
 
 def _of_results(results: Path, submission: Path | None) -> list[BenchmarkFolder]:

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 from tyro.extras import SubcommandApp
 
+from console.extras import needed
 from console.interruption import reader_has_gone
 from console.program import accept_any_text, answer_version, bound, complain, parsed
+from console.text import did_you_mean
 
 
 class Commands(SubcommandApp):
     """Commands of one program: the command line is understood before one of them runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._functions: dict[str, Callable[..., Any]] = {}
+        """Commands by name."""
 
     def command(self, function: Callable[..., Any] | None = None, *, name: str | None = None) -> Any:
         """Register a function as a command, under its own name or another."""
@@ -23,6 +33,7 @@ class Commands(SubcommandApp):
             # tyro calls the function while it parses. Bound, that call only takes the arguments: the command runs after
             # it, so that errors of its own are not taken for errors in the options.
             super(Commands, self).command(name=name)(bound(function))
+            self._functions[name or function.__name__.replace("_", "-")] = function
             return function
 
         return register(function) if function is not None else register
@@ -33,8 +44,28 @@ class Commands(SubcommandApp):
         Raises:
             ValueError: see `parsed`.
         """
-        answer_version(sys.argv[1:] if arguments is None else arguments)
-        return parsed(partial(self.cli, prog=program, args=arguments))()
+        given = sys.argv[1:] if arguments is None else arguments
+        answer_version(given)
+        try:
+            call = parsed(partial(self.cli, prog=program, args=arguments))
+        except ValueError as error:
+            unknown = re.match(r"Unrecognized (?:or misplaced )?options: ([^\s,=]+)", str(error))
+            raise ValueError(self._unknown(unknown[1], given[0]) if unknown else str(error)) from None
+        return call()
+
+    def _unknown(self, name: str, command: str) -> str:
+        """Say what ``name`` is not, with what may have been meant."""
+        function = self._functions.get(command)
+        if function is None and not command.startswith("-"):
+            known = ", ".join(self._functions)
+            return f"there is no command {command}, expected one of {known}{did_you_mean(command, self._functions)}"
+        if function is None or not name.startswith("-"):
+            return f"unexpected argument {name}"
+        parameters = inspect.signature(function).parameters.values()
+        options = [
+            f"--{each.name.replace('_', '-')}" for each in parameters if "Positional" not in str(each.annotation)
+        ]
+        return f"{command} has no option {name}{did_you_mean(name, options)}"
 
     def main(self, program: str) -> int:
         """Run the command and return the exit status; a user's error is one line on standard error, and 2."""
@@ -46,4 +77,11 @@ class Commands(SubcommandApp):
             return reader_has_gone()
         except (ValueError, OSError) as error:
             complain(error)
+            return 2
+        # Commands import what they need when they run, and only some need more than an installation without extras has.
+        except ModuleNotFoundError as error:
+            package = (error.name or "").split(".")[0]
+            if not package or find_spec(package) is not None:
+                raise
+            complain(needed(package))
             return 2

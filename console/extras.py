@@ -16,5 +16,10 @@ def require_extra(extra: str, *modules: str) -> None:
     if missing is not None:
         from console.program import complain  # takes time that is lost where nothing is missing
 
-        complain(f"{missing} is not installed: pip install 'mlperf-bert[{extra}]'")
+        complain(needed(missing, extra))
         raise SystemExit(2)
+
+
+def needed(module: str, extra: str = "train") -> str:
+    """Say how to install a module that is missing."""
+    return f"{module} is not installed: pip install 'mlperf-bert[{extra}]'"

@@ -8,6 +8,7 @@ import re
 import secrets
 import shutil
 import stat
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from io import BufferedReader
@@ -51,6 +52,18 @@ def write_atomically(path: Path, content: bytes | memoryview) -> None:
     # "x": what somebody put there first, such as a link to another file, is an error and not written through.
     with atomic_path(path) as temporary, temporary.open("xb") as file:
         file.write(content)
+
+
+def require_writable(path: Path) -> None:
+    """Raise ``ValueError`` unless a file can be made at ``path``, for programs that work for long before they write it."""
+    try:
+        # By trying: permissions do not tell of a file system that is read-only.
+        with tempfile.TemporaryFile(dir=path.absolute().parent):
+            pass
+    except OSError as error:
+        raise ValueError(f"{path} cannot be written ({path.absolute().parent}: {error.strerror})") from None
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder, expected the name of a file to write")
 
 
 def is_temporary(path: Path) -> bool:

@@ -65,6 +65,40 @@ def accept_any_text() -> None:
     warnings.showwarning = _show_warning
 
 
+def drop_lost_output(note: Callable[[str], None]) -> None:
+    """Go on without standard output or error when it fails from here on, as when `tee` has ended or a disk is full.
+
+    What a stream cannot take is dropped; `note` gets a sentence when a stream fails for the first time.
+    """
+    for name, title in (("stdout", "standard output"), ("stderr", "standard error")):
+        stream = getattr(sys, name)
+        if isinstance(stream, io.TextIOWrapper):
+            stream.flush()
+            raw = _Expendable(stream.fileno(), title, note)
+            same = {"encoding": stream.encoding, "errors": stream.errors, "line_buffering": stream.line_buffering}
+            setattr(sys, name, io.TextIOWrapper(io.BufferedWriter(raw), **same))
+
+
+class _Expendable(io.FileIO):
+    """Descriptor of an output stream to which a write never fails."""
+
+    def __init__(self, descriptor: int, title: str, note: Callable[[str], None]) -> None:
+        super().__init__(descriptor, "w", closefd=False)
+        self._title = title
+        self._note: Callable[[str], None] | None = note
+
+    def write(self, data: Any, /) -> int:
+        """Write ``data``, or drop it."""
+        written: int | None = None  # what stays None if a terminal that does not block has no room
+        try:
+            written = super().write(data)
+        except OSError as error:
+            note, self._note = self._note, None
+            if note:
+                note(f"{self._title} failed ({error.strerror}): what it cannot take is dropped")
+        return len(data) if written is None else written
+
+
 class _Visible(logging.Formatter):
     """Formatter of what a module logs into one harmless line; a traceback below it keeps its lines."""
 
@@ -119,7 +153,12 @@ def _unframed(complaint: str) -> str:
     lines = [text.strip("│ ") for text in complaint.splitlines()[1:]]
     paragraphs = itertools.groupby(lines, key=lambda text: bool(text.strip("─-╰╯") or not text))
     said = next((" ".join(paragraph).strip() for is_text, paragraph in paragraphs if is_text), "") or complaint.strip()
-    return re.sub(r"^Error parsing \w+: ", "", said)
+    said = re.sub(r"^Error parsing \w+: ", "", said)
+    wrong = re.match(r"Error parsing (\S+): .*(?:literal for (int)\(\)|string to (float)).*: ('.*')$", said)
+    if wrong is None:
+        return said
+    kind = "a whole number" if wrong[2] else "a number"
+    return f"{wrong[1]} is {wrong[4]}, expected {kind}{' or None' if '{None}' in said else ''}"
 
 
 def bound(function: Callable[..., Result]) -> Callable[..., Callable[[], Result]]:

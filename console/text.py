@@ -10,9 +10,10 @@ Escaping twice changes nothing: backslashes stay as they are, and an escape may 
 
 from __future__ import annotations
 
+import difflib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 _INVISIBLE = re.compile("[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u3164\ufe00-\ufe0f\uffa0\U000e0100-\U000e01ef]")
 """Letters and marks without a shape (Unicode's Default_Ignorable_Code_Point) that `str.isprintable` lets pass."""
@@ -78,6 +79,13 @@ def _escape(letter: str) -> str:
 def _in_json(match: re.Match[str]) -> str:
     is_surrogate = "\ud800" <= match[0] <= "\udfff"
     return f"\\{_escape(match[0])}" if is_surrogate else json.dumps(match[0])[1:-1]
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Suggest a known name that resembles ``name`` or ends with it, as the end of a message; empty if none does."""
+    known = list(known)
+    close = difflib.get_close_matches(name, known, n=1) or [each for each in known if each.endswith(f".{name}")][:1]
+    return f"; did you mean {close[0]}?" if close else ""
 
 
 def counted(number: int, noun: str) -> str:

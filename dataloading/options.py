@@ -84,7 +84,7 @@ class OwnText:
     """Settings of a data set from own text: the text, and what is made of it."""
 
     text: tuple[Path, ...]
-    """Files of UTF-8 text, with an empty line between documents."""
+    """Files of UTF-8 text with an empty line between documents, folders of such files, or patterns ("texts/**/*.txt")."""
     vocab: Path | None = None
     """The vocabulary to use, one token a line, or the folder of a Hugging Face model. By default one is learned."""
     vocab_size: int = 2048

@@ -1,16 +1,9 @@
-"""Implementations that compute each op here.
+"""List the implementations that compute each op here.
 
     python -m kernels [--device cpu|cuda] [--dtype bf16|fp32]
 
-For every op and implementation: whether it can be used on this machine and why not, and which one ``auto`` takes.
-
-    python -m kernels autotune [OP ...] [--device cpu|cuda] [--dtype bf16|fp32] [--sequences N ...]
-
-measures them at the size of BERT-Large with N sequences, both ways; what was measured before is measured again.
-
-    python -m kernels show              what was measured, for these calls and in training
-    python -m kernels pin OP NAME       from now on, for this checkout on this machine, this implementation or an error
-    python -m kernels clear [OP]        forgets what was measured and pinned, of one op or of all
+For every op and implementation: whether it can be used on this machine and why not, and which one ``auto`` takes without
+measurements.
 """
 
 from __future__ import annotations
@@ -23,22 +16,16 @@ from console.interruption import in_one_line, reader_has_gone
 from console.program import RaisingParser
 from console.version import version_line
 
-COMMANDS = ("autotune", "show", "pin", "clear")
-
 
 def main(arguments: Sequence[str]) -> int:
-    """Run a command; 2 with one line on stderr for wrong input."""
-    command = arguments[0] if arguments and arguments[0] in COMMANDS else None
+    """Print the table; return 2 and print one line on stderr for wrong input."""
     try:
         if arguments[:1] == ["--version"]:
             print(version_line())
         else:
-            # One parser for each command, so that --help shows its own options alone.
-            chosen = _parser(command).parse_args(arguments[1:] if command else arguments)
-            from kernels.tuning import commands  # imports PyTorch, for which --help does not wait
-
-            getattr(commands, command or "table")(chosen)
-        sys.stdout.flush()  # not first when Python ends, where nobody could catch that the reader has gone
+            chosen = _parser().parse_args(arguments)
+            _print_table(chosen.device, chosen.dtype)
+        sys.stdout.flush()  # here, where a reader that has gone can still be handled
     except BrokenPipeError:
         return reader_has_gone()
     except (ValueError, OSError) as error:
@@ -47,25 +34,37 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _parser(command: str | None) -> RaisingParser:
-    if command is None:
-        parser = RaisingParser(
-            prog="python -m kernels", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-        )
-    else:
-        parser = RaisingParser(prog=f"python -m kernels {command}")
-    if command in (None, "autotune", "pin"):
-        parser.add_argument("--device", choices=("cpu", "cuda"), help="by default cuda where PyTorch sees a GPU")
-        parser.add_argument("--dtype", choices=("bf16", "fp32"), help="by default bf16 on cuda, fp32 on cpu")
-    if command == "autotune":
-        parser.add_argument("ops", nargs="*", metavar="OP", help="by default all")
-        parser.add_argument("--sequences", type=int, nargs="+", metavar="N", help="by default 96 on a GPU, 1 on a CPU")
-    elif command == "pin":
-        parser.add_argument("op", metavar="OP")
-        parser.add_argument("name", metavar="NAME")
-    elif command == "clear":
-        parser.add_argument("op", metavar="OP", nargs="?")
+def _parser() -> RaisingParser:
+    parser = RaisingParser(
+        prog="python -m kernels", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="by default cuda if PyTorch sees a GPU")
+    parser.add_argument("--dtype", choices=("bf16", "fp32"), help="by default bf16 on cuda, fp32 on cpu")
     return parser
+
+
+def _print_table(device: str | None, dtype: str | None) -> None:
+    # PyTorch is imported here, because --help need not wait for it.
+    import torch
+
+    from kernels import OPS
+    from kernels.tuning.examples import example_inputs
+
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device is cuda, and PyTorch sees no GPU")
+    dtype = dtype or ("bf16" if device == "cuda" else "fp32")
+    print(f"{'op':28}{'implementation':20}{'auto':6}on {device}, {dtype}, with gradients and dropout")
+    for name, op in OPS.items():
+        # Small inputs are enough: reasons depend on types, the device and what divides sizes.
+        args, kwargs = example_inputs(
+            name, torch.device(device), {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype]
+        )
+        taken = op.chosen(*args, **kwargs)
+        for index, implementation in enumerate(op.order(device)):
+            reasons = "; ".join(implementation.unsupported_reasons(name, *args, **kwargs)) or "usable"
+            mark = "<-" if implementation is taken else ""
+            print(f"{name if index == 0 else '':28}{implementation.name:20}{mark:6}{reasons}")
 
 
 if __name__ == "__main__":

@@ -26,15 +26,8 @@ _FLASH_ATTENTION = Implementation(
 _FLASH_ATTENTION_3 = Implementation(
     "flash_attn_3", "kernels.libraries.flash_attention_3", requires="flash_attn_interface"
 )
-_TRANSFORMER_ENGINE = Implementation(
-    "transformer_engine",
-    "kernels.libraries.transformer_engine",
-    requires="transformer_engine_torch",
-    repeatable=False,
-)
 _APEX_NORM = Implementation("apex", "kernels.libraries.apex", requires="fused_layer_norm_cuda", repeatable=False)
 _APEX_LOSS = Implementation("apex", "kernels.libraries.apex", requires="xentropy_cuda")
-_TORCH_VARLEN = Implementation("torch_varlen", "kernels.libraries.torch_varlen", requires="torch.nn.attention.varlen")
 
 
 # One order for a GPU and one for a CPU: interpreting a kernel is for tests, and takes seconds to minutes.
@@ -51,7 +44,7 @@ def _op(
     return Op(definition, {"cuda": (compiled, *plain), "cpu": (*plain, compiled)})
 
 
-_ATTENTIONS = (_FLASH_ATTENTION, _FLASH_ATTENTION_3, _TRANSFORMER_ENGINE, _TORCH_VARLEN, _PYTORCH_ATTENTION)
+_ATTENTIONS = (_FLASH_ATTENTION, _FLASH_ATTENTION_3, _PYTORCH_ATTENTION)
 varlen_attention = _op(reference.varlen_attention, "kernels.triton.attention.varlen", *_ATTENTIONS, capturable=False)
 varlen_self_attention = _op(
     reference.varlen_self_attention, "kernels.triton.attention.varlen", *_ATTENTIONS, capturable=False

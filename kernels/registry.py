@@ -1,9 +1,9 @@
 """Choice of the implementation of an op: the first that can, or the one that was asked for.
 
-An op has one signature and several implementations. ``auto`` takes the one that was measured to be the fastest
-(``kernels.tuning.autotune``), otherwise the first in the order for the device that has nothing against the inputs, and
-remembers its choice by what matters of them, so that a call costs one look-up. An explicit choice works or raises, with the
-reasons. What is chosen while a step is prepared for capture can be captured.
+An op has one signature and several implementations. ``auto`` takes the implementation that was measured to be fastest
+(``kernels.tuning.autotune``), otherwise the first in the order for the device that supports the inputs, and remembers its
+choice for calls of the same kind, so that a call costs one look-up. An explicit choice works or raises, with the reasons.
+Implementations that are chosen while a step is prepared for capture can be captured.
 """
 
 import importlib
@@ -80,12 +80,11 @@ class Op(Generic[Parameters, Returned]):
         self.__doc__ = definition.__doc__
         self._orders = orders
         self._asked = AUTO
-        self._remedy: str | None = None
         self._measured: Mapping[str, str] = {}
+        self._dropped: Mapping[str, str] = {}
         self._said: set[str] = set()
         self._observer: Observer | None = None
         self._captured = self._recomputed = False
-        self._supposed: Implementation | None = None
         # By all of a call that can change the choice. Settings that change it clear this; the end of `captured` does
         # not, so that what has warmed up is also what is captured.
         self._chosen: dict[tuple[object, ...], Callable[Parameters, Returned]] = {}
@@ -126,15 +125,12 @@ class Op(Generic[Parameters, Returned]):
         Raises:
             ValueError: the one asked for cannot compute them, or none can be captured; the message has the reasons.
         """
-        # Supposed before anything else: tensors without values must not be asked about.
-        if self._supposed is not None:
-            return self._supposed
         if self._asked != AUTO:
             asked = self.implementations[self._asked]
             if reasons := self.unsupported_reasons(asked, *args, **kwargs):
-                others = f"set it to {AUTO} or to another of {', '.join(self.implementations)}"
                 raise ValueError(
-                    f"{self.name}={self._asked} cannot be used: {'; '.join(reasons)}; {self._remedy or others}"
+                    f"{self.name}={self._asked} cannot be used: {'; '.join(reasons)}; "
+                    f"set it to {AUTO} or to another of {', '.join(self.implementations)}"
                 )
             return asked
         measured = self._measured.get(signature(*args, **kwargs)) if self._measured else None
@@ -147,7 +143,7 @@ class Op(Generic[Parameters, Returned]):
             if not reasons:
                 return implementation
             against.append(f"{implementation.name}: {', '.join(reasons)}")
-        # Outside of a capture some implementation, the definition at the latest, can compute any call.
+        # Outside of a capture the definition, at the latest, can compute any call.
         raise ValueError(
             f"{self.name} has no implementation that a CUDA graph can capture for such inputs ({'; '.join(against)}): "
             "set training.cuda_graphs to False, or change what is asked of it"
@@ -156,7 +152,9 @@ class Op(Generic[Parameters, Returned]):
     def unsupported_reasons(
         self, implementation: Implementation, *args: Parameters.args, **kwargs: Parameters.kwargs
     ) -> list[str]:
-        """Say why this implementation is not to compute the op for these arguments, or nothing."""
+        """Return the reasons why this implementation must not compute the op for these arguments; empty if it may."""
+        if error := self._dropped.get(implementation.name):
+            return [f"it failed when it was measured ({error})"]
         if not self.permits(implementation, device_type(*args, **kwargs)):
             return [
                 "it draws dropout by PyTorch's generator, which training.recompute cannot repeat in a CUDA graph"
@@ -171,13 +169,10 @@ class Op(Generic[Parameters, Returned]):
         # On a CPU there is nothing to capture, whatever the block asks for.
         return capturable or not self._captured or device != "cuda"
 
-    def ask_for(self, name: str, remedy: str | None = None) -> None:
-        """Make ``name`` the explicit choice; ``auto`` takes it back. Raises ``ValueError`` for an unknown name.
-
-        ``remedy`` tells users what to do where that implementation cannot compute a call, by default to ask for another.
-        """
+    def ask_for(self, name: str) -> None:
+        """Make ``name`` the explicit choice; ``auto`` takes it back. Raises ``ValueError`` for an unknown name."""
         self.check(name)
-        self._asked, self._remedy = name, remedy
+        self._asked = name
         # Choices made under another wish are void.
         self._chosen.clear()
 
@@ -188,11 +183,14 @@ class Op(Generic[Parameters, Returned]):
                 f"{self.name} has no implementation {name!r}; expected {AUTO}, {', '.join(self.implementations)}"
             )
 
-    def prefer(self, measured: Mapping[str, str]) -> None:
-        """Make ``auto`` take, for calls with these signatures, these implementations where they can; {} forgets them."""
-        if unknown := set(measured.values()) - set(self.implementations):
+    def prefer(self, measured: Mapping[str, str], dropped: Mapping[str, str] | None = None) -> None:
+        """Make ``auto`` take, for calls with these signatures, these implementations if they can; {} forgets them.
+
+        Implementations that are ``dropped``, for a reason each, are taken for no call.
+        """
+        if unknown := {*measured.values(), *(dropped or {})} - set(self.implementations):
             raise ValueError(f"{self.name} has no implementation {', '.join(sorted(unknown))}")
-        self._measured = dict(measured)
+        self._measured, self._dropped = dict(measured), dict(dropped or {})
         self._chosen.clear()
 
     @contextmanager
@@ -221,25 +219,14 @@ class Op(Generic[Parameters, Returned]):
             self._captured, self._recomputed = before
 
     @contextmanager
-    def supposed(self, implementation: Implementation) -> Iterator[None]:
-        """Take ``implementation`` for the length of a block, and ask it nothing: for tensors that stand for a GPU's."""
-        self._supposed = implementation
-        self._chosen.clear()
-        try:
-            yield
-        finally:
-            self._supposed = None
-            self._chosen.clear()
-
-    @contextmanager
     def using(self, name: str) -> Iterator[None]:
         """``ask_for`` for the length of a block."""
-        before = self._asked, self._remedy
+        before = self._asked
         self.ask_for(name)
         try:
             yield
         finally:
-            self.ask_for(*before)
+            self.ask_for(before)
 
     # Told once for each set of reasons: a call is made in every layer of every step.
     def _say_fall_back(self, chosen: Implementation, *args: Any, **kwargs: Any) -> None:

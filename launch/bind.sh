@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# Run one process of a node's on the cores and the network card nearest to its GPU:
+# Run one process of a node's on the cores nearest to its GPU:
 #
 #   launch/bind.sh COMMAND [ARGUMENT...]
 #
 # The local rank comes from the launcher (LOCAL_RANK, SLURM_LOCALID, OMPI_COMM_WORLD_LOCAL_RANK). GPU i is the i-th NVIDIA
-# display device in the order of PCI addresses, as with CUDA_DEVICE_ORDER=PCI_BUS_ID, which is set. Processes that share a
-# NUMA node split its cores; without GPUs or NUMA, all processes split the allowed cores. A core's hardware threads stay
-# together. Memory comes from the same NUMA node first. Where nothing is known, and without a local rank, the command runs
-# unbound. Set already, NCCL_IB_HCA, UCX_NET_DEVICES and OMP_NUM_THREADS stay as they are. BIND=off binds nothing, BIND=show
-# prints what would be done. SYSFS (default /sys) is where the topology is read.
+# display device in the order of PCI addresses, as with CUDA_DEVICE_ORDER=PCI_BUS_ID, which is set, or the i-th number in
+# CUDA_VISIBLE_DEVICES. Processes that share a NUMA node split its cores; without GPUs or NUMA, with GPUs of several kinds, or
+# with GPUs named otherwise, all processes split the allowed cores. A core's hardware threads stay together. Memory comes
+# from the same NUMA node first. Without a local rank, the command runs unbound. OMP_NUM_THREADS stays as it is if it is set. NCCL chooses the network cards: NCCL_IB_HCA must be the same on all
+# ranks. BIND=off binds nothing, BIND=show prints what would be done. SYSFS (default /sys) is where the topology is read.
 set -euo pipefail
 # shellcheck source=launch/environment.sh
 source "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/environment.sh"
@@ -40,19 +40,17 @@ pci_devices() {
   done
 }
 numa_node() { value "$sys/bus/pci/devices/$1/numa_node"; }
-# How many leading parts of their paths (devices/pci0000:00/SWITCH/...) two devices share.
-closeness() {
-  local -a one two
-  local depth=0
-  IFS=/ read -ra one <<<"$(realpath --relative-to="$sys" "$sys/bus/pci/devices/$1")"
-  IFS=/ read -ra two <<<"$(realpath --relative-to="$sys" "$2")"
-  while [[ ${one[depth]-} && ${one[depth]-} == "${two[depth]-}" ]]; do depth=$((depth + 1)); done
-  echo "$depth"
-}
 
 allowed=$(expand "${ALLOWED_CPUS:-$(sed -n 's/^Cpus_allowed_list:[[:space:]]*//p' /proc/self/status)}")
 mapfile -t gpus < <(pci_devices 0x03 0x10de)
-node='' position=$rank sharers=$ranks hca=
+# CUDA puts the fastest of unlike GPUs first, and only numbers tell which ones are visible.
+kinds=$(for gpu in "${gpus[@]}"; do value "$sys/bus/pci/devices/$gpu/device"; done | sort -u | wc -l)
+if ((kinds > 1)) || [[ ! ${CUDA_VISIBLE_DEVICES:-0} =~ ^[0-9]{1,3}(,[0-9]{1,3})*$ ]]; then
+  gpus=()
+elif [[ ${CUDA_VISIBLE_DEVICES-} ]]; then
+  mapfile -t gpus < <(for number in ${CUDA_VISIBLE_DEVICES//,/ }; do echo "${gpus[10#$number]-}"; done)
+fi
+node='' position=$rank sharers=$ranks
 if ((${#gpus[@]} >= ranks)); then
   node=$(numa_node "${gpus[rank]}")
   [[ $node =~ ^[0-9]+$ ]] || node= # -1: the firmware does not say
@@ -86,21 +84,8 @@ else # fewer cores than processes: one each, some twice
 fi
 mine=$(IFS=, && echo "${cores[*]:begin:end-begin}")
 
-# The nearest active cards behind the same root complex; of several, GPUs take turns. No nearest: NCCL and UCX choose.
-if ((${#gpus[@]} >= ranks)); then
-  best=2 nearest=() # devices/pci0000:00
-  for device in "$sys"/class/infiniband/*; do
-    grep -qs ACTIVE "$device"/ports/*/state || continue
-    near=$(closeness "${gpus[rank]}" "$device/device")
-    ((near <= best)) || { best=$near && nearest=(); }
-    ((near < best)) || nearest+=("${device##*/}")
-  done
-  ((${#nearest[@]} == 0)) || hca=${nearest[rank % ${#nearest[@]}]}
-fi
-
 environment=(OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((end - begin))}")
 ((${#gpus[@]} == 0)) || environment+=(CUDA_DEVICE_ORDER=PCI_BUS_ID)
-[[ ! $hca ]] || environment+=(NCCL_IB_HCA="${NCCL_IB_HCA:-=$hca}" UCX_NET_DEVICES="${UCX_NET_DEVICES:-$hca:1}")
 place=(taskset --cpu-list "$mine")
 if command -v numactl >/dev/null; then
   place=(numactl --physcpubind="$mine")

@@ -4,8 +4,9 @@
 #   IMAGE=mlperf-bert launch/docker.sh h100_1x8 10 [-- --section.field value ...]
 #
 # Environment: IMAGE (default: mlperf-bert); ENGINE, docker or podman (default: what is there); DATA and RESULTS, the folders
-# on this machine that are data/ and results/ inside (default: those of the repository). NPROC and OMP_NUM_THREADS are passed
-# on. Ctrl-C and SIGTERM end the run with its log complete. The exit status is that of run_and_time.sh.
+# on this machine that are data/ and results/ inside (default: those of the repository); CACHE, the folder that keeps compiled
+# kernels and measured choices for the next container (default: .cache/container of the repository). NPROC and OMP_NUM_THREADS
+# are passed on. Ctrl-C and SIGTERM end the run with its log complete. The exit status is that of run_and_time.sh.
 set -euo pipefail
 cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.."
 source launch/environment.sh
@@ -23,6 +24,7 @@ folder() {
 }
 data=$(folder DATA "${DATA:-data}")
 results=$(folder RESULTS "${RESULTS:-results}")
+cache=$(umask 077 && folder CACHE "${CACHE:-.cache/container}") # Triton uses no cache that others may write
 
 options=(
   run --rm --init --user "$(id -u):$(id -g)" --network host --ipc host # NCCL shares memory between processes
@@ -30,6 +32,7 @@ options=(
   --ulimit memlock=-1 --ulimit stack=67108864 --cap-add SYS_NICE # page-locked buffers; numactl --preferred
   --stop-timeout 120
   --volume "$data:/workspace/bert/data" --volume "$results:/workspace/bert/results"
+  --volume "$cache:/cache" --env HOME=/cache
   --env NPROC --env OMP_NUM_THREADS --env PYTHONUNBUFFERED=1
 )
 [[ ! -t 0 || ! -t 1 ]] || options+=(--tty --interactive) # the panel

@@ -2,7 +2,8 @@
 # Sourced by the commands: how they speak, and numbers from outside. A number is compared with a pattern before anything is
 # computed with it: arithmetic in bash runs commands that stand in a variable, and takes 08 for a broken octal number.
 
-say() { echo "==> $*"; }
+# If nobody reads the output any more, or its disk is full, go on without it.
+say() { echo "==> $*" 2>/dev/null || exec >/dev/null; }
 fail() { echo "error: $*" >&2 && exit 2; }
 
 # version: print what console/version.py does for the programs in Python; there may be no Python yet.

@@ -1,7 +1,8 @@
 # shellcheck shell=bash
-# Sourced by the commands: .venv holds pinned packages, is made once and reused. Needs CPython >= 3.11 with pip, and
-# neither python3-venv nor ensurepip. The environment variable PYTHON names another interpreter than python3. With
-# SYSTEM_TORCH=1, its PyTorch and Triton stay in use, at their versions (for containers that bring a build of their own).
+# Sourced by the commands: .venv holds pinned packages, pip among them, is made once and reused. Needs CPython >= 3.11 with
+# pip, and neither python3-venv nor ensurepip. The environment variable PYTHON names another interpreter than python3. With
+# SYSTEM_TORCH=1, its PyTorch and Triton stay in use, at their versions, with the NumPy that PyTorch was compiled against and
+# the setuptools that it requires (for containers that bring a build of their own).
 
 # shellcheck source=launch/environment.sh
 source "${BASH_SOURCE[0]%/*}/environment.sh"
@@ -20,7 +21,7 @@ prepare_venv() {
   local missing
   missing=$(venv_missing)
   [[ ! $missing ]] || { say "$missing is gone from .venv: making it anew" && rm -rf .venv; }
-  venv_is_current "$@" || install_venv "$@"
+  venv_is_current "$@" || run_apart install_venv "$@"
   exec {lock}>&-
 }
 
@@ -28,9 +29,13 @@ prepare_venv() {
 # in PYTHONPATH it takes the place of the pinned one. Where .venv is, in the root of the repository. The interpreter of Triton
 # 3.6, which PyTorch 2.11 brings, fails with NumPy 2.4.
 prepare_torch() {
-  local python folder=.venv/torch-$1
+  local folder=.venv/torch-$1
   [[ $1 =~ ^[0-9]+([.+][0-9a-z]+)*$ ]] || fail "TORCH is ${1@Q}, expected a version such as 2.11.0" # it is part of a path
-  [[ -e $folder/installed ]] && return
+  [[ -e $folder/installed ]] || run_apart install_torch "$1" "$folder"
+}
+
+install_torch() {
+  local python folder=$2
   python=$(venv_maker)
   say "installing PyTorch $1 into $folder (once, a minute or two)"
   rm -rf "$folder" && mkdir -p "$folder"
@@ -39,6 +44,27 @@ prepare_torch() {
     --only-binary=:all: --constraint "$folder/constraints.txt" --target "$folder" "torch==$1" "numpy<2.4" ||
     fail "pip could not install PyTorch $1, see above"
   touch "$folder/installed"
+}
+
+# run_apart COMMAND...: run a command in a process group of its own, out of reach of the terminal's Ctrl-C, at which pip would
+# say more than a line; exit if it fails. What it leaves unfinished is marked as such.
+run_apart() {
+  set -m
+  "$@" &
+  apart=$!
+  set +m
+  trap 'stop_apart 130' INT
+  trap 'stop_apart 143' TERM
+  trap 'stop_apart 129' HUP
+  wait "$apart" || exit
+  trap - INT TERM HUP
+}
+
+# shellcheck disable=SC2329  # traps call it
+stop_apart() {
+  kill -s KILL -- "-$apart" 2>/dev/null || true
+  echo "interrupted: the next start installs the packages anew" >&2
+  exit "$1"
 }
 
 venv_is_current() {
@@ -59,9 +85,20 @@ venv_entries() {
   (shopt -s nullglob dotglob && cd .venv/lib && printf '%s\n' python*/site-packages/*) 2>/dev/null | LC_ALL=C sort
 }
 
+# Without an NVIDIA GPU, pip still takes PyTorch's build for CUDA unless its index has one for CPUs.
+warn_of_cuda() {
+  local torch
+  torch=$(sed -n 's/^torch==//p' constraints.txt)
+  if [[ ${SYSTEM_TORCH-} || $(uname -s) != Linux ]] || command -v nvidia-smi >/dev/null ||
+    compgen -G ".venv/lib/python*/site-packages/torch" >/dev/null ||
+    [[ $("$1" -m pip index versions torch 2>/dev/null) == *" $torch+cpu"* ]]; then return; fi
+  say "no NVIDIA GPU here, and pip's index has PyTorch for CUDA only: 2.7 GB to download, 5 GB on disk." \
+    "For the CPU build of 0.2 GB press Ctrl-C and set PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu"
+}
+
 venv_pins() { { .venv/bin/python -V && sha256sum constraints.txt pyproject.toml; } 2>/dev/null; }
 
-# The interpreter that makes .venv. Where that is activated its own comes first, which has no pip and would clear itself.
+# The interpreter that makes .venv. Where that is activated its own comes first, which would clear itself.
 venv_maker() {
   local python=${PYTHON:-python3}
   [[ $(command -v -- "$python") != "$PWD"/.venv/* ]] || python=$("$python" -c 'import sys; print(sys._base_executable)')
@@ -78,23 +115,27 @@ install_venv() {
     fail "$python has no pip of version 22.3 or newer: install it (Debian and Ubuntu: apt install python3-pip)"
   if [[ -e .venv/incomplete ]] || ! .venv/bin/python -V &>/dev/null; then
     say "making .venv with $("$python" -V)"
-    "$python" -m venv --without-pip --clear ${SYSTEM_TORCH:+--system-site-packages} .venv ||
+    rm -rf .venv && mkdir .venv && touch .venv/incomplete
+    "$python" -m venv --without-pip ${SYSTEM_TORCH:+--system-site-packages} .venv ||
       fail "could not make .venv in $PWD, see above"
   fi
   touch .venv/incomplete # pip takes a package that was cut off while it was installed for whole
+  warn_of_cuda "$python"
   say "installing pinned packages into .venv (once, a minute or two)"
   requirements=$("$python" -c '
 import sys, tomllib
 project = tomllib.load(open("pyproject.toml", "rb"))["project"]
-print(*project["dependencies"], *(name for extra in sys.argv[1:] for name in project["optional-dependencies"][extra]))
+print("pip", *project["dependencies"], *(name for extra in sys.argv[1:] for name in project["optional-dependencies"][extra]))
 ' train "$@")
   "$python" -c '
-import importlib.metadata, os, sys
-kept = ("torch", "triton") if os.environ.get("SYSTEM_TORCH") else ()
-there = {package.name.lower(): package.version for package in importlib.metadata.distributions() if package.name}
+import importlib.metadata, os
+kept = ("numpy", "setuptools", "torch", "triton") if os.environ.get("SYSTEM_TORCH") else ()
 for line in open("constraints.txt"):
-    name = line.partition("==")[0].lower()
-    print(f"{name}=={there[name]}" if name in kept and name in there else line.rstrip())
+    name = line.partition("==")[0]
+    try:
+        print(f"{name}=={importlib.metadata.version(name)}" if name in kept else line.rstrip())
+    except importlib.metadata.PackageNotFoundError:
+        print(line.rstrip())
 ' >.venv/constraints.txt
   # shellcheck disable=SC2086  # one word a requirement
   "$python" -m pip --python .venv/bin/python install -qq --disable-pip-version-check --no-input --no-compile \

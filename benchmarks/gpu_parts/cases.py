@@ -1,4 +1,4 @@
-"""Inputs of every op as training has them, and the least work that it can be.
+"""Inputs of every op as in training, and the least work that a call of it takes.
 
 Parameters are fp32 and views of a flat buffer, also where the matrix products are in 16 bits under autocast; everything else
 has the type that the model hands on there. Shape legend in ``kernels/__init__.py``.
@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from benchmarks.gpu_parts.measuring.report import NotUsableError
 from bert.configuration.sections import ModelConfig
-from bert.model import BertForPreTraining, EncoderLayer, LayerNorm
+from bert.layers import EncoderLayer, LayerNorm
+from bert.model import BertForPreTraining
 from bert.optimizer import FlatParameters
 from kernels import OPS
 from kernels.tuning.examples import Size, example_inputs
@@ -22,40 +23,40 @@ from kernels.tuning.examples import Size, example_inputs
 
 @dataclass(frozen=True)
 class LeastWork:
-    """The least work that a call can be: forward, and both ways."""
+    """Least work of a call: forward alone, and forward and backward."""
 
     flop: tuple[float, float] = (0.0, 0.0)
-    """Of the matrix products."""
+    """FLOP of the matrix products."""
     moved: tuple[float, float] = (0.0, 0.0)
     """Bytes that must be read and written."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """Arguments of one call, of which the floating-point tensors are differentiable; the model's are ``nn.Parameter``."""
+    """Arguments of one call. Floating-point tensors require gradients; those of the model are ``nn.Parameter``."""
 
     op: str
     arguments: tuple[object, ...]
     autocast: torch.dtype | None
-    """The type of matrix products, where it is not that of the arguments."""
+    """Type of the matrix products, if the arguments have another type."""
     work: LeastWork
 
     def fresh(self) -> "Case":
-        """The same values as new leaves of the graph."""
+        """Return the same case with new leaves."""
         # New leaves, since gradients of an earlier call hang on the old ones.
         return replace(self, arguments=tuple(map(_leaf, self.arguments)))
 
     def exact(self) -> "Case":
-        """The same values in float64, without autocast."""
+        """Return the same case in float64, without autocast."""
         return replace(self, arguments=tuple(_leaf(value, torch.float64) for value in self.arguments), autocast=None)
 
     @property
     def leaves(self) -> list[Tensor]:
-        """The tensors that gradients are asked of."""
+        """The tensors that require gradients."""
         return [value for value in self.arguments if isinstance(value, Tensor) and value.requires_grad]
 
     def outputs(self, function: Callable[..., object]) -> list[Tensor]:
-        """Return what a function gives for the arguments."""
+        """Return the results of a function for the arguments."""
         device = self.leaves[0].device.type
         with torch.autocast(device, self.autocast, enabled=self.autocast is not None):
             # Under the autocast of training, which decides the types that the op meets.
@@ -64,7 +65,7 @@ class Case:
         return [cast("Tensor", output) for output in outputs if output is not None]
 
     def upstream(self, function: Callable[..., object]) -> Tensor:
-        """A gradient of the first output, always the same."""
+        """Draw a gradient of the first output, with a fixed seed."""
         with torch.no_grad():
             output = self.outputs(function)[0]
         # The same seed each time: all implementations of a case are compared by one gradient.
@@ -72,7 +73,7 @@ class Case:
         return torch.randn(output.shape, generator=generator, device=output.device).to(output.dtype)
 
     def forward_and_gradients(self, function: Callable[..., object], upstream: Tensor) -> list[Tensor]:
-        """Return what a function gives for the arguments, and the gradients for an upstream one."""
+        """Return the results of a function for the arguments, and the gradients of the leaves."""
         outputs = self.outputs(function)
         gradients = torch.autograd.grad(outputs[0], self.leaves, upstream.to(outputs[0].dtype))
         return [*(output.detach() for output in outputs), *gradients]
@@ -87,7 +88,7 @@ def _leaf(value: object, dtype: torch.dtype | None = None) -> object:
 
 @torch.no_grad()
 def drawn_model(config: ModelConfig, device: torch.device) -> BertForPreTraining:
-    """A model of one layer in flat buffers, as training has it, with every parameter at random."""
+    """Build a model of one layer with flat parameters, as in training, and draw every parameter."""
     with device:
         model = BertForPreTraining(replace(config, num_hidden_layers=1))
     FlatParameters.of(model)
@@ -104,7 +105,7 @@ def drawn_model(config: ModelConfig, device: torch.device) -> BertForPreTraining
 def cases(
     model: BertForPreTraining, lengths: Sequence[int], masked: int, dtype: torch.dtype, *, counting: bool = False
 ) -> list[Case]:
-    """Each op as the model calls it for sequences of these lengths, with ``masked`` masked tokens, in training.
+    """Return a case for each op as the model calls it in training, with ``masked`` masked tokens.
 
     ``dtype`` is that of matrix products and of the residual stream. A length may be 0. Labels of the last two masked tokens
     are -1: slots that are not in use. ``counting``: right answers are counted too, as in evaluation.
@@ -121,7 +122,7 @@ def cases(
         after_norm = F.layer_norm(
             torch.zeros(1, hidden, dtype=dtype, device=device), (hidden,), norm.weight, norm.bias
         ).dtype
-    # Products both ways are three times those forward: each has two gradients. Attention has two forward.
+    # The backward pass has two products for each product of the forward pass.
     # Two operations for each multiply-add.
     feed_forward, decoder = 2.0 * sum(lengths) * hidden * wide, 2.0 * masked * hidden * config.vocab_size
     scores = 4.0 * hidden * sum(length**2 for length in lengths)
@@ -134,7 +135,7 @@ def cases(
     embeddings = tables.word, tables.position, tables.segment, tables.norm.weight, tables.norm.bias
 
     def case(op: str, work: LeastWork, weights: Mapping[int, object]) -> Case:
-        """The op with the model's own weights, and what else is not drawn, in their places."""
+        """Return a case whose arguments at the given places are the model's own weights or fixed values."""
         arguments, _ = example_inputs(op, device, dtype, size)
         # By place, as `example_inputs` has its arguments by position.
         placed = (weights.get(place, value) for place, value in enumerate(arguments))
@@ -173,7 +174,7 @@ def cases(
 
 
 def call(op: str, name: str, *arguments: object, **settings: object) -> Any:
-    """Call one implementation of an op; ``NotUsableError`` where it cannot take these arguments."""
+    """Call one implementation of an op. Raises ``NotUsableError`` if it cannot take these arguments."""
     chosen = OPS[op].implementations[name]
     if reasons := chosen.unsupported_reasons(op, *arguments, **settings):
         raise NotUsableError("; ".join(reasons))

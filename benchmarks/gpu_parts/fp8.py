@@ -12,31 +12,32 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bert.model import BertForPreTraining, EncoderLayer
+from bert.layers import EncoderLayer
+from bert.model import BertForPreTraining
 from kernels.reference.fp8 import E4M3, E5M2, padded
 from kernels.tuning.examples import Size, example_inputs
 
 
 @dataclass(frozen=True)
 class Fp8Case:
-    """Arguments of one call, what it would give without rounding, and the least work that it can be."""
+    """Arguments of one call, its result without rounding, and its least work."""
 
     op: str
     arguments: tuple[object, ...]
     exact: Callable[[], list[Tensor]]
-    """In float64, times the scale where the result is in FP8; without the transposed copies."""
+    """Computes the result in float64, scaled if the result is in FP8, without transposed copies."""
     flop: float = 0.0
     moved: float = 0.0
     variant: str = ""
-    """What it is taken of, where the op is there twice."""
+    """Tells cases of the same op apart."""
 
     @property
     def title(self) -> str:
-        """The op and what it is taken of."""
+        """Name of the op and of the variant."""
         return f"{self.op}{self.variant}"
 
     def results(self, function: Callable[..., object]) -> list[Tensor]:
-        """Return what a function gives, beside the transposed copies, which must equal the others."""
+        """Return the results of a function without transposed copies. Raises ``ValueError`` if a copy differs."""
         # In-place ops return nothing: their results are the last two arguments.
         returned = function(*self.arguments)
         written = self.arguments[-2:] if returned is None else (returned,)
@@ -51,7 +52,7 @@ class Fp8Case:
 
 
 def fp8_cases(model: BertForPreTraining, tokens: int) -> list[Fp8Case]:
-    """Each op as an encoder layer calls it in training: bf16 beside the fp32 parameters, gradients as small as they are."""
+    """Return cases for the FP8 ops as an encoder layer calls them: bf16 beside fp32 parameters, small gradients."""
     config, layer = model.config, model.layers[0]
     assert isinstance(layer, EncoderLayer)
     device, hidden, wide = model.decoder_bias.device, config.hidden_size, config.intermediate_size
@@ -61,7 +62,7 @@ def fp8_cases(model: BertForPreTraining, tokens: int) -> list[Fp8Case]:
     def case(
         op: str, exact: Callable[..., list[Tensor]], placed: Mapping[int, object], variant: str = "", **work: float
     ) -> Fp8Case:
-        """The op with scales, and what of training is not drawn, in their places."""
+        """Return a case whose arguments at the given places are fixed values such as scales."""
         drawn, _ = example_inputs(op, device, torch.bfloat16, size)
         arguments = tuple(placed.get(place, value) for place, value in enumerate(drawn))
         return Fp8Case(op, arguments, partial(exact, *arguments), variant=variant, **work)

@@ -1,4 +1,4 @@
-"""Every op with every implementation: its time against the floor, and against what others make of it.
+"""Time every implementation of every op, against its floor and against other libraries.
 
 Shape legend in ``kernels/__init__.py``.
 """
@@ -7,7 +7,6 @@ import importlib
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -31,7 +30,7 @@ zeros, 4), the step (4 written). What is read twice is in the L2 cache the secon
 
 
 def kernels(context: Context) -> None:
-    """Forward alone and both ways at the size of one micro-batch of training; what has to be compiled first comes last."""
+    """Time ops forward alone and both ways on one micro-batch of training; peers that must be compiled first come last."""
     ceilings, report = Ceilings.of(context), context.report
     # The same samples in every part, by their seed.
     samples = samples_of(context.scale, context.scale.sequences)
@@ -40,7 +39,7 @@ def kernels(context: Context) -> None:
     made = cases(model, lengths, masked, context.low_precision)
     for case in made:
         names = list(OPS[case.op].implementations)
-        # But where tiny: there it is quick, and shows that the code runs.
+        # At the tiny scale the definition is quick, and shows that the code runs.
         if case.op.startswith("varlen") and not context.tiny:
             names.remove("reference")  # a sequence at a time: seconds that tell nothing
         _time(context, case, {name: partial(call, case.op, name) for name in names}, ceilings)
@@ -64,15 +63,18 @@ def _time(context: Context, case: Case, sides: dict[str, Callable[..., object]],
     for both_ways, direction in enumerate(_DIRECTIONS):
         for name, side in sides.items():
             title = f"{case.op} {direction}, {name}"
-            context.report.attempt(title, partial(_time_row, context, title, case, side, ceilings, bool(both_ways)))
+            ours = OPS[case.op].implementations.get(name)
+            capturable = ours is None or ours.capturable
+            measure = partial(_time_row, context, title, case, side, ceilings, bool(both_ways), capturable)
+            context.report.attempt(title, measure)
         _compare(context, case.op, f"{case.op} {direction}")
 
 
 def _compare(context: Context, op: str, what: str) -> None:
-    """A row for what training takes on this device, against the fastest of the others that have been timed so far."""
+    """Add a row that compares the first usable implementation with the fastest of the others timed so far."""
     rows = [row for row in context.report.rows if row.name.startswith(f"{what}, ") and row.milliseconds]
     order = [f"{what}, {implementation.name}" for implementation in OPS[op].order(context.device.type)]
-    # What training takes is the first in the order of those that ran.
+    # The first in the order that ran. Training measures as well, and may take another one that is faster.
     ours = min((row for row in rows if row.name in order), key=lambda row: order.index(row.name), default=None)
     if ours is None:
         return
@@ -87,7 +89,13 @@ def _compare(context: Context, op: str, what: str) -> None:
 
 
 def _time_row(
-    context: Context, title: str, case: Case, side: Callable[..., object], ceilings: Ceilings, both_ways: bool
+    context: Context,
+    title: str,
+    case: Case,
+    side: Callable[..., object],
+    ceilings: Ceilings,
+    both_ways: bool,
+    capturable: bool,
 ) -> Figure:
     upstream = case.upstream(side)
 
@@ -99,12 +107,14 @@ def _time_row(
         case.outputs(side)
 
     # Cold: in a step the cache holds what other kernels have touched.
-    seconds = measured(both if both_ways else forward, context.device, 3 * context.scale.repeats, cold=True)
+    work, repeats = both if both_ways else forward, 3 * context.scale.repeats
+    seconds = measured(work, context.device, repeats, cold=True, capturable=capturable)
     flop, moved = case.work.flop[both_ways], case.work.moved[both_ways]
     floor, ceiling = ceilings.floor(flop, moved)
     # In the unit of the limit that the row is held against.
     amount, unit = (moved, "TB/s") if not flop or "copy" in ceiling else (flop, "TFLOP/s")
-    return timed_row(title, seconds, amount / 1e12, unit, floor, ceiling)
+    note = ceiling if capturable or not context.on_gpu else f"{ceiling}; not captured: it times the host as well"
+    return timed_row(title, seconds, amount / 1e12, unit, floor, note)
 
 
 def _fp8_time_row(context: Context, title: str, case: Fp8Case, name: str, ceilings: Ceilings) -> Figure:
@@ -116,7 +126,7 @@ def _fp8_time_row(context: Context, title: str, case: Fp8Case, name: str, ceilin
 
 
 def _lamb_time_row(context: Context, name: str, ceilings: Ceilings) -> Figure:
-    """The optimizer's step on the model's own flat buffers."""
+    """Return the row of the optimizer's step on the flat buffers of the whole model."""
     # Flat buffers on the device from the start, as training has them.
     with context.device:
         flat = FlatParameters.of(BertForPreTraining(context.scale.model))
@@ -144,13 +154,12 @@ def _lamb_time_row(context: Context, name: str, ceilings: Ceilings) -> Figure:
 
 
 def _peers(case: Case, lengths: list[int]) -> dict[str, Callable[..., object]]:
-    """Return what else computes an op, of PyTorch and of libraries; they may do less (no dropout), never more."""
+    """Return other ways to compute an op. They may do less (no dropout), never more."""
     if case.op == "varlen_self_attention":
         return {
             "PyTorch varlen_attn without dropout": _torch_varlen,
-            # SDPA knows no lengths: one pads and masks, which is part of its cost.
-            "PyTorch SDPA, padded, mask": partial(_padded_sdpa, lengths=lengths),
-            "flash-attn 3 without dropout": _flash_attention_3,
+            # SDPA knows no lengths: padding and masking are a part of its cost.
+            "PyTorch SDPA, padded, mask": _padded_sdpa(lengths, case.leaves[0].device),
         }
     if case.op == "varlen_attention":
         return {}  # those of varlen_self_attention, which all layers but the last call
@@ -176,24 +185,22 @@ def _torch_varlen(qkv_T3HE: Tensor, bounds: Tensor, max_seqlen: int, _dropout: o
     return varlen.varlen_attn(query, key, value, bounds, bounds, max_seqlen, max_seqlen)
 
 
-def _padded_sdpa(qkv_T3HE: Tensor, _bounds: Tensor, max_seqlen: int, dropout: Dropout, *, lengths: list[int]) -> Tensor:
-    """Fill up before and cut out after, outside of which there is padding anyway where one trains padded."""
-    rows = [slice(*bounds) for bounds in pairwise([0, *torch.tensor(lengths).cumsum(0).tolist()])]
-    padded = [
-        torch.nn.utils.rnn.pad_sequence([x[row] for row in rows], batch_first=True).transpose(1, 2)
-        for x in qkv_T3HE.unbind(1)
-    ]
-    counts = torch.tensor(lengths, device=qkv_T3HE.device)
-    real = torch.arange(max_seqlen, device=qkv_T3HE.device) < counts[:, None]
-    # True where a key may be seen, broadcast over heads and queries.
-    output = F.scaled_dot_product_attention(*padded, attn_mask=real[:, None, None, :], dropout_p=dropout.p)
-    return output.transpose(1, 2)[real]
+def _padded_sdpa(lengths: list[int], device: torch.device) -> Callable[..., Tensor]:
+    """Return attention that fills sequences up to the longest, and cuts the padding out of its output."""
+    longest = max(lengths)
+    counts = torch.tensor(lengths)
+    real_SL = torch.arange(longest) < counts[:, None]
+    # Indices and mask are made here, because a CUDA graph captures no copy from the host.
+    slots_T = real_SL.flatten().nonzero()[:, 0].to(device)
+    mask_S11L = real_SL[:, None, None, :].to(device)
 
+    def attention(qkv_T3HE: Tensor, _bounds: Tensor, _longest: int, dropout: Dropout) -> Tensor:
+        padded = qkv_T3HE.new_zeros(real_SL.numel(), *qkv_T3HE.shape[1:]).index_copy(0, slots_T, qkv_T3HE)
+        query, key, value = (x.transpose(1, 2) for x in padded.unflatten(0, real_SL.shape).unbind(2))
+        output = F.scaled_dot_product_attention(query, key, value, attn_mask=mask_S11L, dropout_p=dropout.p)
+        return output.transpose(1, 2).flatten(0, 1)[slots_T]
 
-def _flash_attention_3(qkv_T3HE: Tensor, bounds: Tensor, max_seqlen: int, _dropout: object) -> object:
-    flash = importlib.import_module("flash_attn_interface")
-    returned = flash.flash_attn_varlen_func(*qkv_T3HE.unbind(1), bounds, bounds, max_seqlen, max_seqlen)
-    return returned[0] if isinstance(returned, tuple) else returned
+    return attention
 
 
 def _plain_add_norm(x, bias, residual, weight, norm_bias, eps, dropout) -> Tensor:  # noqa: ANN001

@@ -1,4 +1,4 @@
-"""Memory of captured training against the sequences of a micro-batch, and the most that fit."""
+"""Measure the memory of captured training by sequences of a micro-batch, and the most sequences that fit."""
 
 from functools import partial
 
@@ -7,7 +7,7 @@ import torch
 
 from benchmarks.gpu_parts.measuring.report import Figure
 from benchmarks.gpu_parts.measuring.scale import Context, clipped_lengths, samples_of
-from benchmarks.gpu_parts.step import training_step
+from benchmarks.gpu_parts.step import recipe, take_step, training_step
 from bert.configuration.recipes import RECIPES
 from bert.configuration.sections import Precision
 from dataloading.batches.loader import batch_of, shape_bucket_of
@@ -19,7 +19,7 @@ _SHAPE_BUCKETS = 4
 
 
 def memory(context: Context) -> None:
-    """Double the micro-batch up to one that does not fit, then halve what lies between."""
+    """Double the micro-batch until it does not fit, then bisect."""
     for precision in ("bf16", "fp8"):
         _search(context, precision)
 
@@ -43,10 +43,9 @@ def _search(context: Context, precision: Precision) -> None:
 
 
 def _peak(context: Context, name: str, precision: Precision, sequences: int) -> Figure:
-    """The most memory that start-up, captured graphs and a replay of one size take."""
-    on_gpu = context.device.type == "cuda"
-    if on_gpu:
-        # Peaks of the search so far would hide this one's.
+    """Return the row of peak memory for one size: start-up, capture and a replay."""
+    if context.on_gpu:
+        # Earlier peaks would hide this one.
         torch.cuda.reset_peak_memory_stats()
     try:
         _train(context, precision, sequences)
@@ -55,7 +54,7 @@ def _peak(context: Context, name: str, precision: Precision, sequences: int) -> 
         if _is_lack_of_memory(error):
             return Figure(name, note=_DOES_NOT_FIT)
         raise
-    if not on_gpu:
+    if not context.on_gpu:
         return Figure(name, note=f"{_FITS}; a CPU keeps no count")
     free, total = torch.cuda.mem_get_info()
     # Reserved counts: what the allocator holds is not free for others.
@@ -71,11 +70,11 @@ def _train(context: Context, precision: Precision, sequences: int) -> None:
     shape_buckets = _shape_buckets(context, sequences)
     samples = samples_of(context.scale, sequences)
     batch = batch_of(samples, shape_bucket=shape_bucket_of(samples, shape_buckets)).to(context.device)
-    trained = training_step(context, precision=precision)
+    trained = training_step(context, recipe("h100_1x1", precision=precision))
     # As training starts up: graphs for all shape buckets, which share one pool.
     trained.warm_up([batch], 1, context.capturer(), shape_buckets)
-    trained([batch])
-    if context.device.type == "cuda":
+    take_step(trained, [batch])
+    if context.on_gpu:
         torch.cuda.synchronize()
 
 

@@ -16,10 +16,10 @@ from benchmarks.gpu_parts.ceilings import Ceilings
 from benchmarks.gpu_parts.measuring.report import Figure, NotUsableError
 from benchmarks.gpu_parts.measuring.scale import Context, micro_batches, samples_of
 from benchmarks.gpu_parts.measuring.timing import measured, release, timed_row
-from benchmarks.gpu_parts.step import rate
+from benchmarks.gpu_parts.step import rate, recipe
 from benchmarks.training.hugging_face import new_model, padded
-from bert.configuration.recipes import RECIPES
-from bert.model import BertForPreTraining, EncoderLayer, LayerNorm
+from bert.layers import EncoderLayer, LayerNorm
+from bert.model import BertForPreTraining
 from dataloading.batches.loader import Batch
 from kernels.reference.ops import summed_embeddings
 
@@ -34,9 +34,8 @@ def peers(context: Context) -> None:
         "Hugging Face, padded, SDPA, torch.compile": partial(_hugging_face, compiled=True),
     }
     ceilings = Ceilings.of(context)
-    context.report.attempt(
-        OURS, partial(rate, context, OURS, RECIPES["h100_1x1"](), context.scale.sequences, 1, ceilings)
-    )
+    config = recipe("h100_1x1", gradient_accumulation_steps=1)
+    context.report.attempt(OURS, partial(rate, context, OURS, config, context.scale.sequences, ceilings))
     for name, side in sides.items():
         context.report.attempt(name, partial(_peer_row, context, name, side))
     context.report.attempt("ours against the fastest peer", partial(_against_fastest, context, list(sides)))
@@ -89,7 +88,7 @@ def _hugging_face(context: Context, sequences: int, *, compiled: bool = False) -
     called = model
     if compiled:
         # Static shapes, as padded batches have one alone.
-        called = torch.compile(model, dynamic=False, backend="aot_eager" if context.tiny else "inductor")
+        called = torch.compile(model, dynamic=False, backend="inductor" if context.on_gpu else "aot_eager")
     return _step(context, model, lambda: called(**inputs).loss)
 
 
@@ -104,7 +103,7 @@ def _step(context: Context, model: torch.nn.Module, loss: Callable[[], Tensor]) 
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
     def run() -> None:
-        with torch.autocast(context.device.type, torch.bfloat16, enabled=not context.tiny):
+        with torch.autocast(context.device.type, torch.bfloat16, enabled=context.on_gpu):
             value = loss()
         value.backward()
         optimizer.step()

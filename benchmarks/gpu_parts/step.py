@@ -1,8 +1,13 @@
-"""The training step of BERT-Large: its rate, where the time goes, how it learns in FP8."""
+"""Measure the training step of BERT-Large: its rate, where its time goes, and its losses in FP8."""
 
+import math
 import statistics
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
+
+import torch
 
 from benchmarks.gpu_parts.ceilings import Ceilings
 from benchmarks.gpu_parts.measuring.budget import split, synchronisations
@@ -12,56 +17,61 @@ from benchmarks.gpu_parts.measuring.timing import measured, timed_row
 from bert.configuration.config import Config
 from bert.configuration.recipes import RECIPES
 from bert.configuration.sections import Precision
+from bert.cuda_graphs import replay_of
 from bert.step import TrainingStep
 from bert.timing.stopwatch import DeviceStopwatch, Stopwatch
 from dataloading.batches.loader import Batch
 from kernels.reference.fp8 import capability_reasons
+from kernels.tuning import autotune
 
 
 def step(context: Context) -> None:
-    """Global batches of the recipe of one GPU and of two of eight, and one micro-batch; captured, as in training."""
-    ceilings, report, sequences = Ceilings.of(context), context.report, context.scale.sequences
-    for index, (config, micro, count) in enumerate(_sizes(context)):
+    """Measure one GPU's captured step of the recipe of one GPU and of two recipes of eight, and 96 sequences at once."""
+    ceilings, report = Ceilings.of(context), context.report
+    for index, (config, micro) in enumerate(_sizes(context)):
+        count = config.training.gradient_accumulation_steps
         name = f"{micro * count} sequences as {count} x {micro}, {config.recipe}, {config.training.precision}"
-        # Phases of the first alone: should the stopwatch fail, the others' rates are there.
-        report.attempt(name, partial(rate, context, name, config, micro, count, ceilings, phases=index == 0))
+        # Only the first step has phases: should the stopwatch fail, the other rates are there.
+        report.attempt(name, partial(rate, context, name, config, micro, ceilings, phases=index == 0))
     for precision in ("bf16", "fp8"):
-        name = f"host synchronisations in a step, {precision}"
+        name = f"split, {precision}"
         report.attempt(name, partial(_look_into, context, name, precision))
-    name = f"{sequences} sequences, operator by operator"
-    report.attempt(name, partial(rate, context, name, RECIPES["h100_1x1"](), sequences, 1, ceilings, captured=False))
 
 
-def _sizes(context: Context) -> list[tuple[Config, int, int]]:
-    """Recipe, size and number of micro-batches; what is eight GPUs' there is taken one after another here."""
-    one, sequences = RECIPES["h100_1x1"](), context.scale.sequences
-    count = one.training.gradient_accumulation_steps
-    micro, gpus = (2, 2) if context.tiny else (one.training.global_batch_size // count, 8)
-    return [
-        (one, micro, count),
-        (with_precision(one, "fp8"), micro, count),
-        (one, sequences, 1),
-        (RECIPES["h100_1x8"](), sequences, gpus),
-        (RECIPES["dgxa100_1x8"](), max(2, sequences * 56 // 96), gpus),  # the recipes have 56 and 96 of them
-    ]
+def _sizes(context: Context) -> list[tuple[Config, int]]:
+    """Return recipes and the sequences of a micro-batch of each, as one of the recipe's GPUs takes them."""
+    found = []
+    for config, gpus in (
+        (recipe("h100_1x1"), 1),
+        (recipe("h100_1x1", precision="fp8"), 1),
+        (recipe("h100_1x1", global_batch_size=context.scale.sequences, gradient_accumulation_steps=1), 1),
+        (recipe("h100_1x8"), 8),
+        (recipe("dgxa100_1x8"), 8),
+    ):
+        training = config.training
+        micro = training.global_batch_size // (training.gradient_accumulation_steps * gpus)
+        found.append((config, 2 if context.tiny else micro))
+    return found
 
 
-def _look_into(context: Context, name: str, precision: Precision) -> Figure:
-    """Split the time of a captured step, and check whether the host waits in one."""
+def _look_into(context: Context, name: str, precision: Precision) -> None:
+    """Check whether the host waits in a captured step of one micro-batch, and split the step's time."""
+    sequences = context.scale.sequences
     # Padded to a shape bucket, as captured steps are.
-    batches = micro_batches(context, context.scale.sequences, 1, padded=True)
-    trained = training_step(context, precision=precision)
+    batches = micro_batches(context, sequences, 1, padded=True)
+    trained = training_step(context, recipe("h100_1x1", gradient_accumulation_steps=1, precision=precision))
     prepare(context, trained, batches)
-    split(context, lambda: trained(batches), context.scale.sequences, precision)
-    return synchronisations(context, name, lambda: trained(batches))
+    run = partial(take_step, trained, batches)
+    # First, because profilers need rights that a container may not have.
+    context.report.add(synchronisations(context, f"host synchronisations in a step, {precision}", run))
+    split(context, name, run, sequences)
 
 
 def fp8(context: Context) -> None:
-    """The step in FP8, and the losses of many steps in low precision: same weights, same samples, no dropout."""
-    ceilings, report, sequences = Ceilings.of(context), context.report, context.scale.sequences
-    config = with_precision(RECIPES["h100_1x1"](), "fp8")
-    for name, captured in (("step in FP8", True), ("step in FP8, operator by operator", False)):
-        report.attempt(name, partial(rate, context, name, config, sequences, 1, ceilings, captured=captured))
+    """Measure the step in FP8, and the losses of many steps in each precision: same weights and samples, no dropout."""
+    report, sequences = context.report, context.scale.sequences
+    config = recipe("h100_1x1", gradient_accumulation_steps=1, precision="fp8")
+    report.attempt("step in FP8", partial(rate, context, "step in FP8", config, sequences, Ceilings.of(context)))
     for precision in ("bf16", "fp8", "fp32"):
         name = _name_of_losses(precision)
         report.attempt(name, partial(_loss_row, context, name, precision))
@@ -77,14 +87,15 @@ def _name_of_losses(precision: Precision) -> str:
 
 def _loss_row(context: Context, name: str, precision: Precision) -> Figure:
     losses = _losses(context, precision)
-    note = f"from {losses[0]:.4f} in {len(losses)} steps"
+    finite = all(map(math.isfinite, losses))
+    note = f"{'' if finite else 'WRONG, not finite: '}from {losses[0]:.4f} in {len(losses)} steps"
     return Figure(name, figure=losses[-1], note=note, page=True, losses=losses)
 
 
 def _parity_row(context: Context, name: str, low: Precision, high: Precision) -> Figure:
     rows = [context.report.row(_name_of_losses(precision)) for precision in (low, high)]
-    if not all(row and row.losses for row in rows):
-        raise NotUsableError("a side was not measured")
+    if not all(row and row.losses and not row.failed for row in rows):
+        raise NotUsableError("a side was not measured, or is wrong")
     differences = [
         abs(ours - theirs) / theirs for ours, theirs in zip(*(row.losses for row in rows if row), strict=True)
     ]
@@ -92,60 +103,64 @@ def _parity_row(context: Context, name: str, low: Precision, high: Precision) ->
     return Figure(name, figure=max(differences), note=note, page=True)
 
 
-def with_precision(config: Config, precision: Precision) -> Config:
-    """The same recipe with other matrix products."""
-    return replace(config, training=replace(config.training, precision=precision))
+def recipe(name: str, **training: Any) -> Config:
+    """Return a recipe with some settings of its section ``training`` changed."""
+    config = RECIPES[name]()
+    return replace(config, training=replace(config.training, **training))
 
 
 def training_step(
-    context: Context,
-    config: Config | None = None,
-    *,
-    precision: Precision | None = None,
-    dropout: bool = True,
-    stopwatch: Stopwatch | None = None,
+    context: Context, config: Config, *, dropout: bool = True, stopwatch: Stopwatch | None = None
 ) -> TrainingStep:
-    """The step of a recipe, by default that of one H100, on the model of the context; where that is tiny, fp32 for bf16."""
-    config = config or RECIPES["h100_1x1"]()
-    model = context.scale.model if dropout else replace(context.scale.model, hidden_dropout=0.0, attention_dropout=0.0)
-    precision = precision or config.training.precision
+    """Return the step of a recipe on the context's model; its bf16 is the context's low precision."""
+    precision = config.training.precision
     if precision == "fp8" and (reasons := capability_reasons(context.device)):
         raise NotUsableError("; ".join(reasons))
+    if precision == "bf16" and context.low_precision == torch.float32:
+        config = replace(config, training=replace(config.training, precision="fp32"))
+    model = context.scale.model if dropout else replace(context.scale.model, hidden_dropout=0.0, attention_dropout=0.0)
     config = replace(config, log=replace(config.log, division="open"), model=model)
-    # Tiny models run on CPUs, whose tests are of fp32.
-    config = with_precision(config, "fp32" if context.tiny and precision == "bf16" else precision)
     return TrainingStep(context.model(model), config, context.mesh, stopwatch or Stopwatch())
 
 
-def prepare(context: Context, trained: TrainingStep, batches: list[Batch], *, captured: bool = True) -> None:
-    """Warm a step up for these batches, and capture it where there is a GPU, as training does before its clock starts."""
-    capturer = context.capturer() if captured else None
+def prepare(context: Context, trained: TrainingStep, batches: list[Batch]) -> None:
+    """Warm a step up for these batches and, on a GPU, capture it, as training does before its clock starts."""
     shape_buckets = sorted({batch.shape_bucket for batch in batches}, key=lambda size: size.tokens)
-    trained.warm_up(batches, 1, capturer, shape_buckets)
+    choose = partial(_choose_implementations, context.device) if context.on_gpu else None
+    trained.warm_up(batches, 1, context.capturer(), shape_buckets, choose)
+
+
+def _choose_implementations(device: torch.device, run: Callable[[], None]) -> None:
+    """Choose as training does: what is fastest, as a replay, for the calls of a step."""
+    with autotune.observed() as requests:
+        run()
+    choices = autotune.tune(requests, partial(replay_of, device))
+    autotune.apply(choices)
+    print(*choices, sep="\n", flush=True)
+
+
+def take_step(trained: TrainingStep, batches: list[Batch]) -> None:
+    """Take a step, and raise ``RuntimeError`` if a micro-batch ran without its CUDA graph: its time is not training's."""
+    trained(batches)
+    if trained.uncaptured_batches:
+        raise RuntimeError(f"{trained.uncaptured_batches} micro-batches ran without their CUDA graph")
 
 
 def rate(
-    context: Context,
-    name: str,
-    config: Config,
-    micro: int,
-    count: int,
-    ceilings: Ceilings,
-    *,
-    captured: bool = True,
-    phases: bool = False,
+    context: Context, name: str, config: Config, micro: int, ceilings: Ceilings, *, phases: bool = False
 ) -> Figure:
-    """Row of a step's rate; with ``phases`` rows for those, by the stopwatch of training: should it fail, others do not."""
+    """Return the row of a captured step's rate; with ``phases``, training's stopwatch adds a row for each phase."""
     # The stopwatch of a GPU records events, the host's reads the clock.
-    stopwatch = DeviceStopwatch() if phases and context.device.type == "cuda" else Stopwatch()
+    stopwatch = DeviceStopwatch() if phases and context.on_gpu else Stopwatch()
     trained = training_step(context, config, stopwatch=stopwatch)
+    count = config.training.gradient_accumulation_steps
     # Model work counts real tokens alone: padding to a bucket is no work.
     real = micro_batches(context, micro, count)
     flop = sum(training_flop(context.scale.model, batch) for batch in real)
-    batches = micro_batches(context, micro, count, padded=True) if captured else real
-    prepare(context, trained, batches, captured=captured)
+    batches = micro_batches(context, micro, count, padded=True)
+    prepare(context, trained, batches)
     repeats = context.scale.repeats if count == 1 else max(1, context.scale.repeats // 3)
-    seconds = measured(lambda: trained(batches), context.device, repeats, cold=False)
+    seconds = measured(partial(take_step, trained, batches), context.device, repeats, cold=False)
     median = statistics.median(seconds)
     if phases:
         _add_phases(context, trained, batches, stopwatch, median)
@@ -159,12 +174,12 @@ def rate(
 def _add_phases(
     context: Context, trained: TrainingStep, batches: list[Batch], stopwatch: Stopwatch, step_seconds: float
 ) -> None:
-    """A step by the stopwatch of training: its phases add up to the step, or it measures something else."""
+    """Add a row for each phase of a step by training's stopwatch; the phases should add up to the step."""
     repeats = max(1, context.scale.repeats // 3)
     # What warming up took is no phase of a step.
     stopwatch.reset()
     for _ in range(repeats):
-        trained(batches)
+        take_step(trained, batches)
     for phase, seconds in stopwatch.take().items():
         if seconds:
             a_step = seconds / repeats
@@ -175,13 +190,14 @@ def _add_phases(
 
 
 def _losses(context: Context, precision: Precision) -> list[float]:
-    """The masked-LM loss of every step, without dropout."""
-    trained = training_step(context, precision=precision, dropout=False)
+    """Return the masked-LM loss of every step, without dropout."""
+    config = recipe("h100_1x1", gradient_accumulation_steps=1, precision=precision)
+    trained = training_step(context, config, dropout=False)
     sequences = context.scale.parity_sequences
     prepare(context, trained, micro_batches(context, sequences, 1, padded=True))
     losses = []
     for index in range(context.scale.parity_steps):
         # Other samples at each step, the same on all sides by their seed.
-        trained(micro_batches(context, sequences, 1, seed=index, padded=True))
+        take_step(trained, micro_batches(context, sequences, 1, seed=index, padded=True))
         losses.append(trained.statistics.fetch()[0]["masked_lm_loss"])
     return losses

@@ -34,19 +34,19 @@ def first_model(config: Config, mesh: Mesh, seed: int) -> BertForPreTraining:
     """The model that training starts from: the initial checkpoint's weights if there is one, else random ones."""
     start = config.data.initial_checkpoint
     if start is None:
-        return build_model(config, mesh, seed)
+        return draw_model(config, mesh, seed)
     if not start.is_dir():
         model = empty_model(config, mesh)
         load_initial_weights(model, start)  # all of them, or it raises
         return model
     # Heads that the folder lacks stay as they are drawn here.
-    model = build_model(config, mesh, seed)
+    model = draw_model(config, mesh, seed)
     if (missing := load_initial_weights(model, start)) and mesh.is_main:
         say(f"{start} lacks {', '.join(missing)}: random at the start")
     return model
 
 
-def build_model(config: Config, mesh: Mesh, seed: int) -> BertForPreTraining:
+def draw_model(config: Config, mesh: Mesh, seed: int) -> BertForPreTraining:
     """The model on its device, from random weights that are drawn there: a CPU takes half a minute for BERT-Large's."""
     model = empty_model(config, mesh)
     # A generator of its own: the draw depends on the seed alone, not on what PyTorch's has been asked before.

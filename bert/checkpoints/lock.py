@@ -47,7 +47,7 @@ def lock_checkpoints(folder: Path, patience_s: float) -> int:
             os.pwrite(descriptor, f"process {os.getpid()} on host {socket.gethostname()}".encode(), 0)
         # Nobody writes these while this process has the lock.
         for left in filter(is_temporary, folder.glob(".step_*.partial")):
-            shutil.rmtree(left)
+            shutil.rmtree(left, ignore_errors=True)  # what is no folder, or somebody else's, stays
     except BaseException:
         os.close(descriptor)
         raise

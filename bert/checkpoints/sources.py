@@ -20,7 +20,7 @@ from bert.checkpoints.tensorflow import INDEX_SUFFIX, TensorBundle, tf1_name, tf
 from bert.checkpoints.tensorflow_index import MAGIC
 from bert.checkpoints.weights import VOCABULARY, Weight, read_header, stated_model
 from bert.configuration.sections import ModelConfig
-from bert.model import BertForPreTraining
+from bert.model import parameter_shapes
 from console.files import open_regular, sha256_of
 
 _FORMER_ENDINGS = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
@@ -330,9 +330,7 @@ def _model_of(
     except ValueError as error:
         raise ValueError(f"{source}: {error}") from None
     # Layers are alike: one is built for all, however many a file claims.
-    one_layer = replace(model, num_hidden_layers=1)
-    with torch.device("meta"):
-        expected = {name: tuple(tensor.shape) for name, tensor in BertForPreTraining(one_layer).state_dict().items()}
+    expected = parameter_shapes(replace(model, num_hidden_layers=1))
     for ours, theirs in hugging_face_names(layers).items():
         rows, *columns = expected[re.sub(r"^layers\.\d+", "layers.0", ours)]
         for name in theirs:

@@ -7,9 +7,10 @@ digest, with which vocabulary it was trained.
 import json
 import math
 import re
+import shlex
 import struct
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -18,7 +19,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from bert.configuration.sections import ModelConfig
-from bert.model import BertForPreTraining
+from bert.model import BertForPreTraining, parameter_shapes
 from console.files import atomic_path
 
 
@@ -95,8 +96,8 @@ def require_weights(path: Path) -> None:
     if index.is_file() or ".data-" in path.name or path.suffix in (".index", ".meta"):
         source = path if index.is_file() else path.with_name(re.sub(r"\.data-.*|\.index$|\.meta$", "", path.name))
         raise ValueError(
-            f"{path} is a TensorFlow checkpoint: convert it with `python -m bert.convert {source} --to safetensors --out "
-            "FILE.safetensors` and set data.initial_checkpoint to that file"
+            f"{path} is a TensorFlow checkpoint: convert it with `python -m bert.convert {shlex.quote(str(source))} "
+            "--to safetensors --out FILE.safetensors` and set data.initial_checkpoint to that file"
         )
     if not path.is_file():
         raise ValueError(
@@ -105,22 +106,11 @@ def require_weights(path: Path) -> None:
         )
 
 
-def weight_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """The shapes of all weights of such a model, by name."""
-    with torch.device("meta"):
-        state = BertForPreTraining(replace(model, num_hidden_layers=1)).state_dict()  # layers are alike
-    return {
-        name.replace("layers.0.", f"layers.{index}."): tuple(tensor.shape)
-        for index in range(model.num_hidden_layers)
-        for name, tensor in state.items()
-    }
-
-
 def check_weights(path: Path, model: ModelConfig, vocabulary_sha256: str) -> None:
     """Raise ``ValueError``, by the header alone, where ``load_weights`` would, or where another vocabulary was in use."""
     require_weights(path)
     shapes, metadata = _header(path)
-    _require_fit(weight_shapes(model), shapes, str(path))
+    _require_fit(parameter_shapes(model), shapes, str(path))
     _require_stated(metadata, model, str(path))
     # A file that does not say which vocabulary it was trained with passes.
     stated = metadata.get(VOCABULARY, vocabulary_sha256)

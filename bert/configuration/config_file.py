@@ -1,7 +1,7 @@
 """Settings from a file: TOML, or the head of a result file, whose run is then configured once more."""
 
-import difflib
 import re
+import shlex
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -9,6 +9,7 @@ from pathlib import Path
 from bert.configuration.config import flattened
 from bert.configuration.recipes import RECIPES
 from console.files import open_regular, read_bounded
+from console.text import did_you_mean
 
 _MOST_BYTES = 1 << 20
 _HEAD_BYTES = 1 << 16
@@ -30,6 +31,11 @@ def arguments_of(path: Path, recipe: str | None) -> tuple[str, list[str]]:
     stated = values.pop("recipe", None)
     if recipe is not None and stated not in (None, recipe):
         raise ValueError(f"{path} is of the recipe {stated}, expected {recipe}: name that one, or leave the recipe out")
+    if recipe is None and stated is None:
+        raise ValueError(
+            f'{path} names no recipe: write it there (recipe = "tiny_cpu"), or put it before --config '
+            f"{shlex.quote(str(path))} on the command line"
+        )
     # TOML may have a number or a list there.
     chosen = recipe or str(stated)
     if chosen not in RECIPES:
@@ -45,12 +51,6 @@ def arguments_of(path: Path, recipe: str | None) -> tuple[str, list[str]]:
 def setting_names(recipe: str) -> list[str]:
     """All settings, as section.field."""
     return [name.removeprefix("config.") for name, _ in flattened("config", RECIPES[recipe]())]
-
-
-def did_you_mean(name: str, known: list[str]) -> str:
-    """Suggest a known name that looks like the one complained about, as an ending of the message; empty if none does."""
-    close = difflib.get_close_matches(name, known, n=1)
-    return f"; did you mean {close[0]}?" if close else ""
 
 
 def _read(path: Path) -> Iterator[tuple[str, object]]:

@@ -25,7 +25,7 @@ ARTIFACTS = Path(__file__).resolve().parents[1] / "artifacts"
 
 
 def tiny_cpu() -> Config:
-    """The built-in default: a small BERT on the standard library's prose, minutes on two CPU cores."""
+    """A small BERT on the standard library's prose: minutes on two CPU cores."""
     return Config(
         recipe="tiny_cpu",
         model=tiny_model(),
@@ -48,7 +48,10 @@ def tiny_cpu() -> Config:
 
 
 def own_text_cpu() -> Config:
-    """``tiny_cpu`` on one's own text (docs/own_text.md): what is not given follows from it (``own_text.py``)."""
+    """The model of tiny_cpu on your own text.
+
+    What is not given follows from the text (``own_text.py``, docs/own_text.md).
+    """
     tiny = tiny_cpu()
     return replace(
         tiny,
@@ -196,3 +199,14 @@ RECIPES: dict[str, Callable[[], Config]] = {
     **{config.recipe: lambda config=config: config for config in _ON_GPUS},
     "bert_3_9b_8x8": bert_3_9b_8x8,
 }
+
+
+def described(name: str) -> str:
+    """Describe a recipe in one line."""
+    config = RECIPES[name]()
+    nodes, _, gpus = name.rpartition("_")[2].partition("x")
+    # Only recipes of a shape of their own are functions with a docstring.
+    what = (
+        (RECIPES[name].__doc__ or f"BERT-Large on Wikipedia, {nodes} nodes x {gpus} GPUs").splitlines()[0].rstrip(".")
+    )
+    return f"{what}; global batch {config.training.global_batch_size:,}, {config.training.precision}"

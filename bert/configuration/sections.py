@@ -31,9 +31,10 @@ class ModelConfig:
     type_vocab_size: int = 2
     hidden_dropout: float = 0.1
     attention_dropout: float = 0.1
-    # BERT's own: PyTorch's default is 1e-5.
     layer_norm_eps: float = 1e-12
+    """BERT's own; PyTorch's default is 1e-5."""
     initializer_range: float = 0.02
+    """Standard deviation of the weights that are drawn."""
 
     def __post_init__(self) -> None:
         for name in ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size"):
@@ -137,7 +138,8 @@ class TrainingConfig:
     """On a GPU: pad micro-batches to a few sizes, capture the step of each before the clock starts and replay it, so that
     the host launches once where it would some thousand times. False is for finding faults, and for profiles by operator."""
     autotune: bool = True
-    """On a GPU: time what can compute each op before the clock starts, and take the fastest. Times are kept between runs."""
+    """On a GPU: before the clock starts, time the implementations of each op as the step will run them, and take the
+    fastest. Implementations that fail are dropped."""
     reduction: Literal["auto", ReductionStrategy] = "auto"
     """How ranks add up gradients. flat: over all at once. hierarchical: inside each host, between hosts, inside again.
     sharded: hierarchical, with the optimizer divided among the ranks of a host. sharded_world: divided among all ranks.
@@ -159,7 +161,7 @@ class TrainingConfig:
     all encoder layers but the last, which keep the products with weights. full: these layers as a whole."""
     implementations: dict[str, str] = field(default_factory=dict)
     """What computes an op, by its name, such as ``varlen_attention flash_attn``; ``python -m kernels`` lists them. It is
-    taken or the run fails, and what is pinned or measured does not count."""
+    taken or the run fails, whatever is faster."""
 
     @property
     def sample_limit(self) -> int:

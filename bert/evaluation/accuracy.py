@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import torch
 
+from bert.build import divided_model
 from bert.checkpoints.initial_model import first_model
 from bert.configuration.config import Config
 from bert.evaluation.evaluator import Accuracy, Evaluator
@@ -39,12 +40,8 @@ def _evaluate(config: Config, dataset: Dataset, mesh: Mesh) -> Accuracy:
     """FP8 is training's: where a recipe has it, the products are in bf16 here."""
     started = time.perf_counter()
     # A fixed seed: heads that a folder lacks must be the same on all ranks, and nothing is broadcast here.
-    model = first_model(config, mesh, seed=0)
-    tensor_parallel(model, mesh)
-    if mesh.pipeline > 1:
-        from bert.parallel.pipeline.stages import pipeline_parallel
-
-        pipeline_parallel(model, mesh, config.parallel)
+    whole = first_model(config, mesh, seed=0)
+    model = divided_model(whole, mesh, tensor_parallel(config.model, mesh), config.parallel.virtual_stages)
     # No warm-up: no clock of a benchmark runs, and every batch comes once.
     evaluator = Evaluator(dataset, mesh, config.evaluation.batch_size)
     autocast = torch.autocast(mesh.device.type, torch.bfloat16, enabled=config.training.precision != "fp32")

@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bert.cuda_graphs import BatchGraphs, Capturer
+from bert.cuda_graphs import BatchGraphs, CudaCapturer
 from bert.model import BertForPreTraining
-from bert.parallel.collectives import start_all_reduce_sum_
+from bert.parallel.collectives import all_reduce_sum_
 from bert.parallel.mesh import Mesh
 from dataloading.batches.loader import Batch, batch_of, inert_batch, shape_bucket_of
-from dataloading.batches.shape_buckets import ShapeBucket, choose_shape_buckets
+from dataloading.batches.shape_buckets import ShapeBucket, choose_shape_buckets, fitting
 from dataloading.dataset.folder import Dataset
 from kernels import captured
 
@@ -33,34 +33,24 @@ class Accuracy:
 
 
 class PendingAccuracy:
-    """An evaluation that the device has been given, and whose counts are on their way over all ranks to the host.
+    """An evaluation that the device has been given, whose counts travel to the host beside the step that follows."""
 
-    Whatever the device gets next does not wait for them: on a GPU they take ``stream``, another than the current one.
-    """
-
-    def __init__(self, counts: Tensor, stream: torch.cuda.Stream | None) -> None:
-        self._counts = counts  # must live until they are summed and copied
-        self._work = start_all_reduce_sum_(counts)
-        if stream is not None:
-            stream.wait_stream(torch.cuda.current_stream(counts.device))
-            with torch.cuda.stream(stream):
-                # Makes the current stream wait, and not the host: this one, while training's goes on.
-                if self._work is not None:
-                    self._work.wait()
-                # Pinned: a copy into other memory would make the host wait.
-                self._host_counts = torch.empty(2, dtype=counts.dtype, pin_memory=True)
-                self._host_counts.copy_(counts, non_blocking=True)
-                self._arrived = torch.cuda.Event()
-                self._arrived.record()
+    def __init__(self, counts: Tensor, host_counts: Tensor | None) -> None:
+        """Sum ``counts`` over all ranks; on a GPU, copy them to ``host_counts``, which is page-locked."""
+        # On the stream that trains: beside the next step, this sum and the step's reductions would be on two communicators
+        # in an order that differs from rank to rank, by which NCCL can stall.
+        all_reduce_sum_(counts)
+        self._host_counts, self._arrived = counts, None
+        if host_counts is not None:
+            self._host_counts = host_counts.copy_(counts, non_blocking=True)
+            self._arrived = torch.cuda.Event()
+            self._arrived.record()
 
     def result(self) -> Accuracy:
         """The accuracy over all ranks; waits for it."""
-        if self._counts.is_cuda:
+        if self._arrived is not None:
             self._arrived.synchronize()
-            return Accuracy(*self._host_counts.tolist())
-        if self._work is not None:
-            self._work.wait()
-        return Accuracy(*self._counts.tolist())
+        return Accuracy(*self._host_counts.tolist())
 
 
 class Evaluator:
@@ -83,13 +73,17 @@ class Evaluator:
         self._shape_buckets: list[ShapeBucket] = []
         # Integers, so that sums are exact in whatever order ranks and batches are added.
         self._counts = torch.zeros(2, dtype=torch.int64, device=mesh.device)
-        self._counts_stream = torch.cuda.Stream(mesh.device) if mesh.device.type == "cuda" else None
+        self._host_counts: Tensor | None = None
+        if mesh.device.type == "cuda":
+            self._host_counts = torch.empty(2, dtype=torch.int64, pin_memory=True)
+        self._reserved: list[tuple[Batch, Batch]] = []
+        """Page-locked and device memory for this rank's share, until it is read."""
         self._captured: BatchGraphs | None = None
         self._read: Future[list[Batch]] | None = None
         self._batches: list[Batch] = []
 
     @torch.inference_mode()
-    def warm_up(self, model: BertForPreTraining, autocast: torch.autocast, capturer: Capturer | None) -> None:
+    def warm_up(self, model: BertForPreTraining, autocast: torch.autocast, capturer: CudaCapturer | None) -> None:
         """Compile what an evaluation calls, on empty batches and before the clock starts; nothing to do on a CPU.
 
         With a ``capturer`` it is captured too, by shape bucket, and replayed from now on: for this ``model`` alone.
@@ -103,6 +97,10 @@ class Evaluator:
         # Sizes are known exactly here: each batch of the set comes as it is at every evaluation.
         sequences, longest = max(map(len, self._indices)), self._dataset.info.max_seq_length
         shape_buckets = choose_shape_buckets(tokens_N, masked_N, sequences, longest)
+        shapes = [
+            fitting(ShapeBucket.around(int(tokens), len(indices), int(masked), longest), shape_buckets)
+            for tokens, indices, masked in zip(tokens_N, self._indices, masked_N, strict=True)
+        ]
         batches = [inert_batch(shape_bucket).to(self._device) for shape_bucket in shape_buckets]
         count = partial(self._count, model, autocast)
         model.eval()
@@ -114,9 +112,13 @@ class Evaluator:
                 self._captured.prepare(batches, capturer)
                 capturer.capture()
         model.train()
+        # Allocations take long, and the clock need not wait for them. Last, since a capture empties the allocators' caches.
+        pinned = [inert_batch(shape).pin() for shape in shapes] if self._device.type == "cuda" else []
+        self._reserved = [(batch, batch.to(self._device)) for batch in pinned]
 
     def read_ahead(self) -> None:
         """Begin to read this rank's share in the background, once the data may be touched."""
+        self._reserved.clear()  # the allocators keep the memory
         reader = ThreadPoolExecutor(1, "evaluation")
         self._read = reader.submit(self._read_all)
         # The thread ends with its one task, and nobody need close it.
@@ -130,7 +132,7 @@ class Evaluator:
     def start(
         self, model: BertForPreTraining, autocast: torch.autocast, report: Callable[[float], None] = lambda _: None
     ) -> PendingAccuracy:
-        """Hand an evaluation to the device; dropout is off while it runs. One at a time may be pending on all ranks.
+        """Hand an evaluation to the device; dropout is off while it runs. The result before must have been read.
 
         ``report`` is told after each batch which share of this rank's has been handed over; a CPU has done that by then.
         """
@@ -145,8 +147,7 @@ class Evaluator:
             count(batch)
             report(done / len(self._batches))
         model.train()
-        # A copy: the next evaluation begins with the counts at zero, and graphs add to them in place.
-        return PendingAccuracy(self._counts.clone(), self._counts_stream)
+        return PendingAccuracy(self._counts, self._host_counts)
 
     def _count(self, model: BertForPreTraining, autocast: torch.autocast, batch: Batch) -> None:
         """Add the batch's correct predictions and masked tokens to the counts."""

@@ -15,14 +15,15 @@ import torch
 from bert.batches import plan_of
 from bert.checkpoints.initial_model import check_initial_weights
 from bert.checkpoints.training_state import BYTES_PER_PARAMETER, checkpoint_folders, find
-from bert.checkpoints.weights import weight_shapes
 from bert.configuration.config import Config
 from bert.configuration.run_plan import RunPlan, read_plan
 from bert.log.mllog import evaluation_interval, evaluation_samples
 from bert.log.result_files import choose_files
+from bert.model import parameter_shapes
 from bert.parallel.joining.launch import job, may_start_again, restarts
 from bert.parallel.mesh import Mesh, require_whole_copies, require_whole_groups
 from bert.reporting.tensorboard import require_installed
+from console.cuda import lacks_of_triton, loaded_driver, outdated_driver
 from dataloading.batches.loader_choice import check_loader
 from dataloading.dataset.folder import Dataset, open_dataset
 from dataloading.text.tokenization import Vocabulary
@@ -69,6 +70,7 @@ def check(config: Config, world_size: int, local_size: int = 0) -> Inputs:
         check_shares(config, train, world_size // config.parallel.copy_ranks)
     _require_masked(evaluation)
     _choose_implementations(config)
+    _check_gpu_software(config)
     check_loader(config.data.loader)
     if not (may_go_on or job()):
         refuse_others(config)
@@ -94,6 +96,7 @@ def check_evaluation(config: Config) -> Dataset:
     check_initial_weights(config.data.initial_checkpoint, config, vocabulary)
     _require_masked(evaluation)
     _choose_implementations(config)
+    _check_gpu_software(config)
     return evaluation
 
 
@@ -155,6 +158,19 @@ def _choose_implementations(config: Config) -> None:
         raise ValueError(f"training.implementations: {error}") from None
 
 
+def _check_gpu_software(config: Config) -> None:
+    """Raise ``ValueError`` where the driver is too old for PyTorch, or Triton cannot compile its launcher."""
+    if config.training.device != "cuda":
+        return
+    if torch.cuda.is_available():
+        lacks = lacks_of_triton()
+    else:  # on a machine without a driver, a dry run checks everything else
+        outdated = outdated_driver(loaded_driver(), torch.version.cuda or "")
+        lacks = [outdated] if outdated else []
+    if lacks:
+        raise ValueError(f"training.device is cuda, but {'; '.join(map(str, lacks))}")
+
+
 def _interval(config: Config) -> int:
     """Training samples between evaluations, of which there must be one."""
     interval = config.evaluation.interval_samples or evaluation_interval(config.training.global_batch_size)
@@ -182,7 +198,7 @@ def _check_places(config: Config) -> None:
     if config.log.tensorboard is not None:
         require_installed()
         _require_room(config.log.tensorboard, _LOGS_BYTES, "log.tensorboard")
-    parameters = sum(torch.Size(shape).numel() for shape in weight_shapes(config.model).values())
+    parameters = sum(torch.Size(shape).numel() for shape in parameter_shapes(config.model).values())
     if config.save_checkpoint is not None:
         if config.save_checkpoint.is_dir():
             raise ValueError(f"{config.save_checkpoint} is a folder: set save_checkpoint to a file")

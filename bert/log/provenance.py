@@ -31,6 +31,9 @@ def provenance(config: Config, mesh: Mesh, seed: int) -> dict[str, object]:
         "accelerator": torch.cuda.get_device_name() if mesh.device.type == "cuda" else "none",
         "seed": seed,
     }
+    nccl = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith("NCCL_")]
+    if nccl and mesh.device.type == "cuda":
+        head["nccl"] = " ".join(nccl)
     return head | dict(flattened("config", config))
 
 

@@ -28,11 +28,6 @@ def all_reduce_max_(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def start_all_reduce_sum_(tensor: Tensor) -> dist.Work | None:
-    """Begin what ``all_reduce_sum_`` does: the sum is there after ``wait()`` on what this returns, at once if it is None."""
-    return dist.all_reduce(tensor, async_op=True) if dist.is_initialized() else None
-
-
 def broadcast_(tensor: Tensor) -> Tensor:
     """Overwrite ``tensor`` on every rank with rank 0's, and return it."""
     if dist.is_initialized():
@@ -54,7 +49,9 @@ def agreed_text(text: str, mesh: Mesh) -> str:
     return bytes(broadcast_(torch.tensor(numbers, dtype=torch.uint8, device=mesh.device)).tolist()).decode()
 
 
-def barrier() -> None:
-    """Wait for every rank."""
+def barrier(group: dist.ProcessGroup | None = None) -> None:
+    """Wait for every rank, or for those of a group."""
     if dist.is_initialized():
-        dist.barrier()
+        # NCCL's barrier is a sum on a device; PyTorch warns if it has to guess which device.
+        devices = [torch.cuda.current_device()] if dist.get_backend() == "nccl" else None
+        dist.barrier(group, device_ids=devices)

@@ -29,7 +29,7 @@ from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from bert.configuration.sections import ParallelConfig
-from bert.parallel.joining.attempt import agree_on_attempt
+from bert.parallel.joining.attempt import agree_on_attempt, explained_store_errors
 from bert.parallel.joining.launch import Launch
 from bert.parallel.joining.left_out import Absent, take_part
 from bert.parallel.joining.master_port import require_free_port
@@ -191,13 +191,7 @@ def join_mesh(
     launch = Launch.from_environment()
     set_product_precision()
     if device == "cuda":
-        if not torch.cuda.is_available():
-            raise ValueError("training.device is cuda, but PyTorch sees no GPU here: set training.device to cpu")
-        if launch.local_rank >= torch.cuda.device_count():
-            raise ValueError(
-                f"LOCAL_RANK={launch.local_rank}, but PyTorch sees {torch.cuda.device_count()} GPUs here: "
-                "start at most one process a GPU"
-            )
+        require_gpus(launch.local_rank + 1)
         torch.cuda.set_device(launch.local_rank)  # NCCL takes the current device
     # By the launcher's number and not by the place among the host's ranks, which is not known yet.
     place = torch.device(device, launch.local_rank) if device == "cuda" else torch.device(device)
@@ -218,17 +212,23 @@ def join_mesh(
         if os.environ["MASTER_ADDR"] in ("127.0.0.1", "localhost"):
             # All ranks are on this host. Gloo would listen on the address of the host's name, and lets anybody in.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        if device == "cuda" and launch.local_size != launch.world_size:
+            # Between hosts, captured collectives on registered buffers can go wrong (NVIDIA/nccl #2389).
+            os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
         backend = "nccl" if device == "cuda" else "gloo"
         # init_process_group would make the store by itself; here the store is asked who is there before there is a
         # group.
-        store, _, _ = next(rendezvous("env://", launch.rank, launch.world_size, timeout=timeout))
-        attempt = agree_on_attempt(store, launch.rank, launch.world_size, timeout.total_seconds())
-        store = PrefixStore(attempt, store)  # keys of earlier attempts are out of sight
-        if left_out is not None:
-            launch, absent = take_part(store, launch, left_out)
-        # Hosts have been left out before, since the group's size counts those alone who take part.
-        dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.world_size, timeout=timeout)
-        identities = _all_identities(launch, place)
+        with explained_store_errors():
+            store, _, _ = next(rendezvous("env://", launch.rank, launch.world_size, timeout=timeout))
+            attempt = agree_on_attempt(store, launch.rank, launch.world_size, timeout.total_seconds())
+            store = PrefixStore(attempt, store)  # keys of earlier attempts are out of sight
+            if left_out is not None:
+                launch, absent = take_part(store, launch, left_out)
+            # Hosts have been left out before, since the group's size counts those alone who take part.
+            dist.init_process_group(
+                backend, store=store, rank=launch.rank, world_size=launch.world_size, timeout=timeout
+            )
+            identities = _all_identities(launch, place)
         nodes = group_by_host(identities, one_launcher=device == "cuda")
         hosts = tuple(identity.host for identity in identities)
     a_host = len(nodes[0]) if nodes else launch.world_size  # all hosts have as many, says group_by_host
@@ -246,6 +246,20 @@ def join_mesh(
         hosts,
         absent,
     )
+
+
+def require_gpus(processes: int) -> None:
+    """Raise ``ValueError`` unless PyTorch sees a GPU here for each of so many processes."""
+    if not torch.cuda.is_available():
+        raise ValueError(
+            "training.device is cuda, but PyTorch sees no GPU here: set training.device to cpu, or start the run where "
+            "there are GPUs"
+        )
+    if processes > torch.cuda.device_count():
+        raise ValueError(
+            f"{processes} processes on this host need a GPU each, but PyTorch sees {torch.cuda.device_count()}: start at "
+            "most one process a GPU"
+        )
 
 
 def require_whole_groups(tensor: int, ranks: int, where: str) -> None:

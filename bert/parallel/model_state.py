@@ -3,10 +3,8 @@
 import math
 from dataclasses import dataclass
 
-import torch
-
 from bert.configuration.config import Config
-from bert.model import BertForPreTraining
+from bert.model import parameter_shapes
 from bert.optimizer import padded
 from bert.parallel.pipeline.division import stages_of
 from bert.parallel.reduction.sharded_gradients import gradient_elements
@@ -43,8 +41,7 @@ def model_state(config: Config, world_size: int, local_size: int = 0) -> ModelSt
     # Where a copy takes several hosts, each has one rank of a data group at most.
     a_node = max(1, (local_size or world_size) // parallel.copy_ranks)
     shards = {"sharded": a_node, "sharded_world": data}.get(config.training.reduction, 1)
-    with torch.device("meta"):  # shapes alone, without memory
-        shapes = {name: tuple(each.shape) for name, each in BertForPreTraining(config.model).named_parameters()}
+    shapes = parameter_shapes(config.model)
     elements = {}
     for name, shape in shapes.items():
         split = split_of(name, shape, parallel.tensor) if parallel.tensor > 1 else None
@@ -52,7 +49,7 @@ def model_state(config: Config, world_size: int, local_size: int = 0) -> ModelSt
     stages = stages_of(config.model, parallel.pipeline * parallel.virtual_stages)
     held = []
     for rank in range(parallel.pipeline):
-        # As ``PipelineParallel`` deals them: with several stages a rank, every so many.
+        # As ``PipelineModel`` deals them: with several stages a rank, every so many.
         own = stages[rank :: parallel.pipeline]
         count = sum(size for name, size in elements.items() if any(stage.owns(name) for stage in own))
         copied = elements[_WORD] if parallel.pipeline > 1 and own[-1].is_last else 0

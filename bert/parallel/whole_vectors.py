@@ -9,13 +9,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bert.configuration.sections import ModelConfig
-from bert.model import BertForPreTraining
+from bert.model import BertForPreTraining, parameter_shapes
 from bert.optimizer import FlatParameters
 from bert.parallel.single import all_gather_single
 from bert.parallel.tensor.shards import Split, TensorParallel
 
 if TYPE_CHECKING:
-    from bert.parallel.pipeline.stages import PipelineParallel
+    from bert.parallel.pipeline.stages import PipelineModel
 
 
 class WholeVectors:
@@ -29,7 +29,7 @@ class WholeVectors:
         model: BertForPreTraining,
         flat: FlatParameters,
         tensor: TensorParallel | None,
-        pipeline: "PipelineParallel | None" = None,
+        pipeline: "PipelineModel | None" = None,
     ) -> None:
         self._tensor = tensor
         self._pipeline = pipeline
@@ -40,9 +40,7 @@ class WholeVectors:
         """Elements of a whole vector."""
         if tensor is None and pipeline is None:
             return
-        with torch.device("meta"):  # shapes of the undivided model, without its memory
-            whole = BertForPreTraining(model.config)
-        self._shapes = {name: tuple(parameter.shape) for name, parameter in whole.named_parameters()}
+        self._shapes = parameter_shapes(model.config)
         # Without the padding of flat vectors: no optimizer divides a whole one.
         self._places, self.size = {}, 0
         for name, shape in self._shapes.items():
@@ -95,14 +93,13 @@ class WholeVectors:
             return
         for name, part in self.parts(whole):
             if name in self._own:
-                split = self._split(name)
-                shard = part if split is None or self._tensor is None else split.shard(part, self._tensor.rank)
-                vector_P[self._own[name]] = shard.flatten()
+                own = part if self._tensor is None else self._tensor.own(name, part)
+                vector_P[self._own[name]] = own.flatten()
 
     def _split(self, name: str) -> Split | None:
         return None if self._tensor is None else self._tensor.splits[name]
 
-    def _bring(self, whole: Tensor, rank: int, pipeline: "PipelineParallel") -> None:
+    def _bring(self, whole: Tensor, rank: int, pipeline: "PipelineModel") -> None:
         """Bring what a rank of the pipeline has to the others, in one message."""
         parts = [part.flatten() for name, part in self.parts(whole) if pipeline.owners[name] == rank]
         # Parts are views of the whole vector: what is copied into them below is in it.

@@ -27,7 +27,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from bert.model import BertForPreTraining, Dense, EncoderLayer, MatrixProducts
+from bert.configuration.sections import ModelConfig
+from bert.layers import Dense, EncoderLayer, MatrixProducts, Placement, Recomputation, compute_once
 from bert.products.weight_gradients import WeightGradients
 from kernels import (
     WeightCast,
@@ -42,6 +43,9 @@ from kernels import (
     scaled_matmul,
 )
 from kernels.reference.fp8 import E4M3, E5M2, largest_scaled
+
+DENSES = 4
+"""Dense layers of an encoder layer."""
 
 # Two reach all sites (``calibrate_``); the others find scales from gradients that were rounded well.
 _CALIBRATION_ROUNDS = 4
@@ -130,24 +134,40 @@ class Fp8State:
 
     def __init__(
         self,
-        denses: Iterable[Dense],
+        layers: int,
         device: torch.device,
         agree_: Callable[[Tensor], None] = lambda _: None,
         gradients: WeightGradients | None = None,
     ) -> None:
-        """``agree_`` leaves the largest of all magnitudes where several ranks have parts of a tensor."""
-        denses = list(denses)
+        """``agree_`` leaves the largest of all magnitudes where several ranks have parts of a tensor.
+
+        Weight gradients are added by ``gradients``. Activations and gradients have a scale of 1 until ``calibrate_``.
+        """
         self._agree_ = agree_
+        self._sums = gradients or WeightGradients()
         largest = [largest_scaled(dtype) for dtype in (E4M3, E4M3, E5M2)]  # of input, weight, gradient
-        self._largest_S = torch.tensor(largest * len(denses), device=device)
+        self._largest_S = torch.tensor(largest * DENSES * layers, device=device)
         self.scale_S = torch.ones_like(self._largest_S)
         self.inverse_S = torch.ones_like(self._largest_S)
         self.amax_S = torch.zeros_like(self._largest_S)
         vectors = self.scale_S, self.inverse_S, self.amax_S
         # Views: one update serves all sites, and captured graphs find each at its address.
-        sites = [Site(*(vector.select(0, at) for vector in vectors)) for at in range(len(self.scale_S))]
-        sums = gradients or WeightGradients()
-        self.denses = [Fp8Dense(dense, *sites[3 * at : 3 * at + 3], sums=sums) for at, dense in enumerate(denses)]
+        self._sites = [Site(*(vector.select(0, at) for vector in vectors)) for at in range(len(self.scale_S))]
+        self.denses: list[Fp8Dense] = []
+
+    def quantized(self, *denses: Dense) -> list[Fp8Dense]:
+        """Return the FP8 weights of the next layer, in the order of their sites."""
+        made = []
+        for dense in denses:
+            at = 3 * len(self.denses)
+            made.append(Fp8Dense(dense, *self._sites[at : at + 3], sums=self._sums))
+            self.denses.append(made[-1])
+        return made
+
+    def input_of(self, layer: int) -> Site | None:
+        """Return the site of what a layer is given, or None where that layer does not multiply in FP8."""
+        at = 3 * DENSES * layer
+        return self._sites[at] if at < len(self._sites) else None
 
     def update_(self) -> None:
         """Update scales from what the last step has seen, and FP8 weights to what the optimizer left."""
@@ -365,29 +385,22 @@ class _FeedForward(torch.autograd.Function):
         return *passes.backward(*gradient, input_DT, product_TF, bias_F, wide_FT, ctx.dtype), None, None
 
 
-def enable_fp8(
-    model: BertForPreTraining,
-    agree_: Callable[[Tensor], None] = lambda _: None,
-    gradients: WeightGradients | None = None,
-) -> Fp8State:
-    """Let the encoder compute in FP8, on the device where its parameters are; ``agree_`` as of ``Fp8State``.
+class Fp8Layer(EncoderLayer):
+    """An encoder layer whose products are in FP8."""
 
-    Weight gradients are added by ``gradients``.
-
-    The state reads parameters when it casts them: they may move into flat buffers afterwards. Weights have their scales at
-    once, activations and gradients have 1 until ``calibrate_``.
-    """
-    layers = [layer for layer in model.layers[:-1] if isinstance(layer, EncoderLayer)]
-    by_layer = [(layer.query_key_value, layer.attention_output, layer.intermediate, layer.output) for layer in layers]
-    # Four a layer, in this order: ``Fp8Products`` and ``FusedLayer`` take them so.
-    denses = (dense for denses in by_layer for dense in denses)
-    state = Fp8State(denses, model.dropout_state.device, agree_, gradients)
-    for index, layer in enumerate(layers):
-        layer.products = Fp8Products(state.denses[4 * index : 4 * index + 4])
-    # The first cast finds the magnitudes of the weights, the update makes scales of them and casts again.
-    state.refresh_weights_()
-    state.update_()
-    return state
+    def __init__(
+        self,
+        config: ModelConfig,
+        index: int,
+        placement: Placement,
+        state: Fp8State,
+        recomputation: Recomputation = compute_once,
+    ) -> None:
+        """Layers take their sites of ``state`` in the order in which they are made."""
+        super().__init__(config, index, placement, recomputation=recomputation)
+        denses = self.query_key_value, self.attention_output, self.intermediate, self.output
+        self.denses = state.quantized(*denses)
+        self.products = Fp8Products(self.denses)
 
 
 def require_fp8(device: torch.device) -> None:

@@ -12,17 +12,16 @@ norms (``bert.parallel.tensor.placement``). Passes without gradients are those o
 Shape legend in ``bert.products.fp8``.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from bert.model import BertForPreTraining, DropoutSites, EncoderLayer, LayerNorm
-from bert.products.fp8 import FeedForward, Fp8Dense, Fp8State, Site, product_of_casts
+from bert.configuration.sections import ModelConfig
+from bert.layers import DropoutSites, LayerNorm, Placement, Recomputation, compute_once
+from bert.products.fp8 import FeedForward, Fp8Dense, Fp8Layer, Fp8State, Site, product_of_casts
 from kernels import (
     Dropout,
     add_norm_backward_cast_fp8,
@@ -242,48 +241,62 @@ class _FeedForwardNorm(torch.autograd.Function):
         return *inputs, *weight_gradients, *vector_gradients, None, None, None
 
 
-class FusedLayer:
-    """``EncoderLayer.forward`` in FP8; takes hidden states as they are, or as the layer before hands them over."""
+class FusedLayer(Fp8Layer):
+    """An encoder layer in FP8 that takes hidden states as they are, or as the layer before hands them over.
 
-    def __init__(self, layer: EncoderLayer, denses: list[Fp8Dense], reader: Site | None, is_last: bool) -> None:
-        """``reader``: as of ``_AddNorm``, in the next layer. The last layer of its kind hands over a tensor."""
-        self._layer = layer
-        self._plain: Callable[..., Tensor] = layer.forward  # before this takes its place
-        self._query_key_value, self._attention_output, *halves = denses
+    The last layer of its kind hands over a tensor.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        index: int,
+        placement: Placement,
+        state: Fp8State,
+        recomputation: Recomputation = compute_once,
+        casts_between_layers: bool = True,
+    ) -> None:
+        """Without ``casts_between_layers`` each layer casts what it is given.
+
+        Where layers are recomputed, what one hands to the next is all that is kept, and casts would double that.
+        """
+        super().__init__(config, index, placement, state, recomputation)
+        self._query_key_value, self._attention_output, *halves = self.denses
         self._feed_forward = FeedForward(*halves)
-        self._reader = reader
-        self._is_last = is_last
+        following = state.input_of(index + 1)
+        self._is_last = following is None
+        # Behind the last of these comes a layer that does not multiply in FP8 and reads no casts.
+        self._reader = following if casts_between_layers else None
 
-    def __call__(
-        self, hidden: Tensor | HiddenStates, cu_seqlens: Tensor, max_seqlen: int, sites: DropoutSites
-    ) -> Tensor | HiddenStates:
+    def compute(self, hidden: Tensor | HiddenStates, cu_seqlens: Tensor, max_seqlen: int, sites: DropoutSites) -> Any:
         """[T, D] for all tokens."""
         # An evaluation must leave the magnitudes of training alone.
         if not torch.is_grad_enabled():
-            return self._plain(hidden, cu_seqlens, max_seqlen, sites)
+            assert isinstance(hidden, Tensor)
+            return super().compute(hidden, cu_seqlens, max_seqlen, sites)
         if isinstance(hidden, Tensor):
             # From the embeddings, which make no casts; autograd adds the gradients of both readers.
             hidden = HiddenStates(hidden, hidden, None, None)
-        index, heads = self._layer.index, self._layer.config.num_attention_heads
+        index, heads = self.index, self.config.num_attention_heads
         attention = _SelfAttention(heads, cu_seqlens, max_seqlen, sites.attention(index))
         context = self._attention(hidden, attention)
-        attended = self._after_attention(*context, hidden.residual_TD, sites.after_attention(index))
+        attended = self._attended(*context, hidden.residual_TD, sites.after_attention(index))
         output = self._after_feed_forward(attended, sites.after_feed_forward(index))
         return output.residual_TD if self._is_last else output
 
     def _attention(self, hidden: HiddenStates, attention: _SelfAttention) -> tuple[Tensor, Tensor, Tensor]:
         """[T, D] and its casts."""
-        dense, x_TD, bias_N = self._query_key_value, hidden.input_TD, self._layer.query_key_value.bias
+        dense, x_TD, bias_N = self._query_key_value, hidden.input_TD, self.query_key_value.bias
         # Casts are a pass of their own where the implementation makes none.
         if not attention.casts(x_TD):
             context_TD = attention.plain(product_of_casts(x_TD, *hidden.casts(dense), dense, bias_N))
             return context_TD, *self._attention_output.cast_input(context_TD)
         # Attention casts for the product behind it, with the scale of that.
-        site, weight_ND = self._attention_output.input, self._layer.query_key_value.weight
+        site, weight_ND = self._attention_output.input, self.query_key_value.weight
         casts = hidden.casts(dense)
         return _ProductAttention.apply(x_TD, *casts, weight_ND, bias_N, dense, attention, site, compute_dtype(x_TD))
 
-    def _after_attention(
+    def _attended(
         self,
         context_TD: Tensor,
         quantized_TD: Tensor,
@@ -291,7 +304,7 @@ class FusedLayer:
         residual_TD: Tensor,
         dropout: Dropout | None,
     ) -> HiddenStates:
-        layer, dense = self._layer, self._attention_output
+        dense = self._attention_output
         # The norm casts for FC1, which reads its output next.
         norm = self._add_norm(dropout, dense, self._feed_forward.wide.input)
         outputs = _ProjectionNorm.apply(
@@ -299,9 +312,9 @@ class FusedLayer:
             context_TD,
             quantized_TD,
             quantized_DT,
-            layer.attention_output.weight,
-            layer.attention_output.bias,
-            *_vectors(layer.attention_norm),
+            self.attention_output.weight,
+            self.attention_output.bias,
+            *_vectors(self.attention_norm),
             dense,
             norm,
             compute_dtype(context_TD),
@@ -309,18 +322,18 @@ class FusedLayer:
         return HiddenStates(*outputs)
 
     def _after_feed_forward(self, attended: HiddenStates, dropout: Dropout | None) -> HiddenStates:
-        layer, passes = self._layer, self._feed_forward
+        passes = self._feed_forward
         # The norm casts for the next layer, where that takes casts.
         norm = self._add_norm(dropout, passes.narrow, self._reader)
         outputs = _FeedForwardNorm.apply(
             attended.residual_TD,
             attended.input_TD,
             *attended.casts(passes.wide),
-            layer.intermediate.weight,
-            layer.intermediate.bias,
-            layer.output.weight,
-            layer.output.bias,
-            *_vectors(layer.output_norm),
+            self.intermediate.weight,
+            self.intermediate.bias,
+            self.output.weight,
+            self.output.bias,
+            *_vectors(self.output_norm),
             passes,
             norm,
             compute_dtype(attended.input_TD),
@@ -328,27 +341,8 @@ class FusedLayer:
         return HiddenStates(*outputs)
 
     def _add_norm(self, dropout: Dropout | None, before: Fp8Dense, reader: Site | None) -> _AddNorm:
-        return _AddNorm(self._layer.config.layer_norm_eps, dropout, before.gradient, reader)
+        return _AddNorm(self.config.layer_norm_eps, dropout, before.gradient, reader)
 
 
 def _vectors(norm: LayerNorm) -> tuple[Tensor, Tensor]:
     return norm.weight, norm.bias
-
-
-def _fused(layer: FusedLayer) -> Callable[..., Any]:
-    """Return it as what a module's ``forward`` may be: the layers alone know what they hand over to one another."""
-    return layer
-
-
-def fuse_layers(model: BertForPreTraining, state: Fp8State, casts_between_layers: bool = True) -> None:
-    """Let all layers that compute in FP8 make their casts where tensors are computed.
-
-    Without ``casts_between_layers`` each casts what it is given: where layers are recomputed, what is handed from one to
-    the next is all that is kept, and would be twice as much.
-    """
-    by_layer = [state.denses[at : at + 4] for at in range(0, len(state.denses), 4)]
-    for layer, denses, following in zip_longest(model.layers[: len(by_layer)], by_layer, by_layer[1:]):
-        assert isinstance(layer, EncoderLayer)
-        # Behind the last of these comes a layer that does not multiply in FP8 and reads no casts.
-        reader = following[0].input if following is not None and casts_between_layers else None
-        layer.forward = _fused(FusedLayer(layer, denses, reader, is_last=following is None))

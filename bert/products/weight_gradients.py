@@ -20,7 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from bert.model import BertForPreTraining, Dense, EncoderLayer, MatrixProducts, Placement
+from bert.layers import Dense, EncoderLayer, MatrixProducts, Placement
+from bert.model import BertForPreTraining
 from kernels import accumulate_weight_gradient, bias_gelu, compute_dtype, masked_lm_loss
 
 Add = Callable[[Tensor | None, bool], Tensor]
@@ -151,8 +152,8 @@ def _copy(copies: Mapping[nn.Parameter, Tensor], weight: nn.Parameter, dtype: to
     return weight.detach().to(dtype) if copy is None or copy.dtype != dtype else copy
 
 
-def product_weights(model: BertForPreTraining) -> list[nn.Parameter]:
-    """The weights here that an encoder layer multiplies with by its ``products``, and the word table where it is whole.
+def product_weights(model: BertForPreTraining, table: bool) -> list[nn.Parameter]:
+    """Return the weights that encoder layers multiply with by their ``products``, and with ``table`` the word table.
 
     The last layer has its queries of some rows only, and takes keys and values by themselves. Of the word table's gradient
     every backward pass brings the decoder's part before that of the embeddings, which is added.
@@ -162,24 +163,4 @@ def product_weights(model: BertForPreTraining) -> list[nn.Parameter]:
         assert isinstance(layer, EncoderLayer)
         denses = [layer.query_key_value, layer.attention_output, layer.intermediate, layer.output]
         found += [dense.weight for dense in (denses if layer is not model.layers[-1] else denses[1:])]
-    return [weight for weight in [*found, _table(model)] if weight is not None]  # others are of other stages
-
-
-def accumulate_products(
-    model: BertForPreTraining, gradients: WeightGradients, copies: Mapping[nn.Parameter, Tensor]
-) -> None:
-    """Let the layers that multiply as PyTorch does, and the decoder, have their weight gradients added to ``gradients``."""
-    for layer in model.layers:
-        # Not isinstance of the products: FP8's are of a subclass, and stay.
-        if isinstance(layer, EncoderLayer) and type(layer.products) is MatrixProducts:
-            layer.products = AccumulatingProducts(gradients, copies)
-    word_VD = _table(model)
-    if word_VD is not None and word_VD.grad is not None:  # a rank that keeps its shard alone has none
-        model.placement = model.embeddings.placement = AccumulatingTable(gradients, copies)
-
-
-def _table(model: BertForPreTraining) -> nn.Parameter | None:
-    """Return the word table, unless ranks share it; the last of several stages has a copy that is no parameter."""
-    word_VD = model.embeddings.word
-    is_whole = type(model.placement) in (Placement, AccumulatingTable) and isinstance(word_VD, nn.Parameter)
-    return word_VD if is_whole else None
+    return found + [model.embeddings.word] * table

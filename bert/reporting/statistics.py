@@ -52,8 +52,9 @@ class Statistics:
         rank tells all others of its own work.
         The host waits for the device here; every rank must call it after the same step.
         """
-        self._sums[-1] = float(stop)
-        self._all[self._rank] = own_seconds
+        # Filled: an assignment copies from the host, which then waits for the device.
+        self._sums[-1].fill_(float(stop))
+        self._all[self._rank].fill_(own_seconds)
         values = all_reduce_sum_(self._all).tolist()
         ranks = len(self.own_seconds)
         self.own_seconds, (*sums, steps, stopping) = values[:ranks], values[ranks:]

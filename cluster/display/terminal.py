@@ -7,6 +7,7 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
+from rich.measure import Measurement
 from rich.table import Table
 from rich.tree import Tree
 
@@ -25,6 +26,8 @@ from cluster.view import View
 from console.text import visible
 
 _MOST_HOSTS_A_LEAF = 24
+MAX_COLUMNS = 10_000
+"""Width to which a table is measured; a wider one fits no terminal."""
 
 
 def print_view(view: View) -> None:
@@ -35,13 +38,13 @@ def print_view(view: View) -> None:
         console.print(f"[bold red]{_safe(outlier.name)}[/]  {_safe(outlier_sentence(outlier))}", highlight=False)
     if not view.outliers:
         console.print("[green]no part is named as slow[/]")
-    console.print(_table(("device", "typical", "slowest", "rank", "over"), [
+    _print_table(console, ("device", "typical", "slowest", "rank", "over"), [
         (row.name, row.typical, row.slowest, str(row.rank), f"{100 * (row.over - 1):.0f} %") for row in rate_rows(view)
-    ]))  # fmt: skip
+    ])  # fmt: skip
     for name, line in link_lines(view):
         console.print(f"{name}: {_safe(line)}", highlight=False)
     if view.collectives:
-        console.print(_table(COLLECTIVE_COLUMNS, collective_rows(view)))
+        _print_table(console, COLLECTIVE_COLUMNS, collective_rows(view))
     console.print(_tree(view))
 
 
@@ -50,13 +53,19 @@ def _safe(text: str) -> str:
     return escape(visible(text))
 
 
-def _table(columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> Table:
+def _print_table(console: Console, columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
+    """Print a table, or a few lines for each row if the terminal is too narrow for it."""
     table = Table(box=SIMPLE_HEAD)
     for index, name in enumerate(columns):
-        table.add_column(name, justify="right" if index else "left", overflow="fold")
+        table.add_column(name, justify="right" if index else "left", no_wrap=True)
     for row in rows:
         table.add_row(*map(_safe, row))
-    return table
+    if Measurement.get(console, console.options.update(max_width=MAX_COLUMNS), table).maximum <= console.width:
+        console.print(table)
+        return
+    for first, *others in rows:
+        named = ", ".join(f"{name} {value}" for name, value in zip(columns[1:], others, strict=True))
+        console.print(f"[bold]{_safe(first)}[/]: {_safe(named)}", highlight=False)
 
 
 def _tree(view: View) -> Tree:

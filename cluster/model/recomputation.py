@@ -1,7 +1,7 @@
 """Costs of recomputation: bytes that an encoder layer keeps for its backward pass, and computations that are done again.
 
 Bytes are those of the GPU's kernels. PyTorch's own on a CPU keep masks and probabilities besides under `none`, and
-otherwise as much; `benchmarks/training/recomputation.py` counts both. While a layer's backward pass runs, what it has
+otherwise as much. While a layer's backward pass runs, what it has
 computed again is there once, as under `none`. Shape legend: D hidden, F intermediate, H heads.
 """
 

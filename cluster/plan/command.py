@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 from bert.configuration.config import Config
-from bert.configuration.config_file import did_you_mean
 from bert.configuration.recipes import RECIPES
 from bert.configuration.run_plan import RunPlan, settings_of, write_plan
 from bert.own_text import FOLLOWING
 from cluster.plan.lines import as_lines, summary
-from cluster.plan.scaling import CAUSES, published_on, scale, write_table
+from cluster.plan.scaling import CAUSES, ScalingPoint, published_on, scale, write_table
 from cluster.plan.scaling_page import write_page
 from cluster.plan.search import Candidate, configured, search
 from cluster.plan.target import Target, device_of, target_of, work_for
+from console.files import require_writable
 from console.program import say
-from console.text import counted
+from console.text import counted, did_you_mean
 
 
 def recipe_named(name: str) -> Config:
@@ -38,20 +39,21 @@ def plan(
     Raises:
         ValueError: a request that cannot be met, or nothing is feasible.
     """
+    require_writable(out)
     config = recipe_named(recipe)
     target = target_of(recipe, cluster, gpus, accelerator, networking)
     found = search(config, work_for(config), target)
+    best = found.best[0]
+    # Before it prints: a reader such as `head` may go before the end.
+    write_plan(run_plan(config, target, best), out)
     where = f"{counted(target.nodes, 'node')} of {target.ranks_per_node} x {target.device}"
     source = f"as {cluster} measured" if cluster else "by its facts"
     say(f"{recipe} on {where}, {source}: {counted(len(found.ranked), 'way')} predicted")
     for line in as_lines(found, target.world_size):
         say(line)
-    # `best`, not `ranked`: the few were predicted again by several steps, which may have changed their order.
-    best = found.best[0]
-    write_plan(run_plan(config, target, best), out)
     say()
     say(summary(best))
-    say(f"{out}: ./run_and_time.sh {recipe} -- --plan {out}")
+    say(f"{out}: ./run_and_time.sh {recipe} -- --plan {shlex.quote(str(out))}")
 
 
 def run_plan(config: Config, target: Target, chosen: Candidate) -> RunPlan:
@@ -77,19 +79,27 @@ def draw_scale(
     Raises:
         ValueError: a request that cannot be met.
     """
+    for file in (out, page):
+        if file is not None:
+            require_writable(file)
     config = recipe_named(recipe)
     device, _ = device_of(recipe, accelerator)
-    # All points before any output: a plan that fails leaves no half table.
-    points = scale(config, device, gpus_per_node, networking)
     names = "".join(f"{cause.split()[0]:>11}" for cause in CAUSES)
-    say(f"{device.name:>14}{'batch':>8}  {'precision':<10}{'reduction':<14}{'minutes':>8}{'efficiency':>12}{names}")
-    for point in points:
+
+    def show(point: ScalingPoint) -> None:
+        if point.machine.nodes == 1:
+            say(
+                f"{device.name:>14}{'batch':>8}  {'precision':<10}{'reduction':<14}{'minutes':>8}{'efficiency':>12}{names}"
+            )
         strategy = point.plan.strategy
-        shares = "".join(f"{point.share(cause):11.1%}" for cause in CAUSES)
+        shares = "".join(f" {point.share(cause):10.1%}" for cause in CAUSES)
         say(
-            f"{point.accelerators:14,}{strategy.global_batch_size:8,}  {strategy.precision:<10}{strategy.reduction:<14}"
-            f"{point.minutes:8.3g}{point.efficiency:12.0%}{shares}"
+            f"{point.accelerators:14,} {strategy.global_batch_size:7,}  {strategy.precision:<9} {strategy.reduction:<13}"
+            f" {point.minutes:8.3g} {point.efficiency:11.0%}{shares}"
         )
+
+    # Each row as soon as it is there: a plan takes seconds.
+    points = scale(config, device, gpus_per_node, networking, show)
     if out is not None:
         write_table(points, out)
         say(out)

@@ -37,10 +37,10 @@ def _row(place: int, each: Candidate, world_size: int) -> str:
     milliseconds = (1000 * seconds for seconds in (step.total, step.forward_backward, step.reduce, step.update))
     total, computing, reduce, update = milliseconds
     return (
-        f"{place:>2}{minutes:>10}{strategy.global_batch_size:>8,}{strategy.stages:>10}{strategy.tensor:>8}{micro:>15}"
-        f"  {strategy.precision:<10}{strategy.summing:<15}{strategy.reduce_dtype:<6}"
-        f"{strategy.bucket_bytes / 2**20:>5.0f}"
-        f"{total:>10.2f}{computing:>10.2f}{reduce:>9.2f}{update:>9.2f}{each.memory / 1e9:>7.1f}  {strategy.recompute}"
+        f"{place:>2} {minutes:>9} {strategy.global_batch_size:>7,} {strategy.stages:>9} {strategy.tensor:>7} {micro:>14}"
+        f"  {strategy.precision:<9} {strategy.summing:<14} {strategy.reduce_dtype:<5} "
+        f"{strategy.bucket_bytes / 2**20:>5.0f} {total:>9.2f} {computing:>9.2f} {reduce:>8.2f} {update:>8.2f}"
+        f" {each.memory / 1e9:>6.1f}  {strategy.recompute}"
     )
 
 
@@ -65,8 +65,7 @@ def _rivals(found: Found, world_size: int) -> Iterator[str]:
 
     Micro-batches are compared at the best's own batch and copies: those of others follow from them.
     """
-    # By equal strategies, not the same object: `best` holds candidates that were predicted again.
-    best = next(each for each in found.ranked if each.strategy == found.best[0].strategy)
+    best = found.best[0]
     own = _values(best, world_size)
     rivals: dict[tuple[str, str], Candidate] = {}
     # `ranked` is sorted, so that the first candidate with a value is the fastest with it.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,8 +59,14 @@ class ScalingPoint:
         return self.seconds[cause] / self.plan.seconds
 
 
-def scale(config: Config, device: Device, per_node: int, networking: str = "") -> list[ScalingPoint]:
-    """Plan a recipe for whole nodes in powers of two, from one up to `LARGEST` accelerators.
+def scale(
+    config: Config,
+    device: Device,
+    per_node: int,
+    networking: str = "",
+    report: Callable[[ScalingPoint], None] = lambda _: None,
+) -> list[ScalingPoint]:
+    """Plan a recipe for whole nodes in powers of two, from one up to `LARGEST` accelerators; ``report`` gets each point.
 
     Raises:
         ValueError: a node has more of them, the recipe trains no BERT-Large, or nothing is feasible.
@@ -93,9 +99,9 @@ def scale(config: Config, device: Device, per_node: int, networking: str = "") -
         first = points[0].plan if points else plan
         efficiency = _rate(plan, nodes * per_node) / _rate(first, per_node)
         samples = plan.run.samples / first.run.samples
-        points.append(
-            ScalingPoint(machine, plan, seconds, low * plan.seconds / 60, high * plan.seconds / 60, efficiency, samples)
-        )
+        minutes = plan.seconds / 60
+        points.append(ScalingPoint(machine, plan, seconds, low * minutes, high * minutes, efficiency, samples))
+        report(points[-1])
         nodes *= 2
     return points
 

@@ -27,13 +27,14 @@ def write_page(
 
 def render(recipe: str, device: Device, points: Sequence[ScalingPoint], published: Sequence[Result]) -> str:
     """Return the page; a policy forbids it to run or load anything."""
-    # Points come in ascending order of accelerators, from one node on.
+    # Points come in ascending order of accelerators, from one node on: results on fewer would lie left of the axis.
+    published = [result for result in published if result.run.machine.accelerators >= points[0].accelerators]
     title = f"{text(recipe)} on up to {points[-1].accelerators:,} {text(device.name)}"
     fastest = min(points, key=lambda point: point.minutes)
     figures = (
         ("Fastest", f"{minutes_in_digits(fastest.minutes)} min", f"on {fastest.accelerators:,} accelerators"),
         ("One node", f"{minutes_in_digits(points[0].minutes)} min", f"{points[0].accelerators:,} accelerators"),
-        ("Published", str(len(published)), "closed results, MLPerf Training v2.0 to v3.1"),
+        ("Published", str(len(published)), f"closed results on {points[0].accelerators:,} or more, v2.0 to v3.1"),
     )
     subtitle = (
         "Predicted time to train to 0.720, each number of accelerators with its best plan, and intervals as wide as those "
@@ -56,8 +57,8 @@ def _curve(points: Sequence[ScalingPoint], published: Sequence[Result]) -> str:
     """Minutes over accelerators, both in logarithms: the band, the line, and the published results as dots."""
     minutes = [bound for point in points for bound in (point.low, point.high)]
     minutes += [result.seconds / 60 for result in published]
-    # Half decades: the grid lines at 1, 3.2, 10, ... of the ticks below.
-    low, high = math.floor(math.log10(min(minutes)) * 2) / 2, math.ceil(math.log10(max(minutes)) * 2) / 2
+    ticks = _ticks(min(minutes), max(minutes))
+    low, high = math.log10(ticks[0]), math.log10(ticks[-1])
 
     def y(value: float) -> float:
         # SVG counts from the top.
@@ -67,25 +68,29 @@ def _curve(points: Sequence[ScalingPoint], published: Sequence[Result]) -> str:
     upper = [(x(point.accelerators), y(point.high)) for point in points]
     lower = [(x(point.accelerators), y(point.low)) for point in reversed(points)]
     line = [(x(point.accelerators), y(point.minutes)) for point in points]
-    # Results on fewer accelerators than one node of the plan lie left of the axis.
-    shown = [result for result in published if result.run.machine.accelerators >= points[0].accelerators]
     # A line of no length with round caps is drawn as a dot.
-    dots = "".join(f"M{x(result.run.machine.accelerators):.2f} {y(result.seconds / 60):.2f}h0" for result in shown)
-    ticks = [10 ** (step / 2) for step in range(round(2 * low), round(2 * high) + 1)]
+    dots = "".join(f"M{x(result.run.machine.accelerators):.2f} {y(result.seconds / 60):.2f}h0" for result in published)
     drawing = (
         "".join(f'<path class="grid" d="M0 {y(tick):.2f}H100"/>' for tick in ticks)
         + f'<polygon style="fill:var(--band)" points="{_places(upper + lower)}"/>'
         + f'<g class="mark"><path class="stroke" d="M{_places(line, "L")}"/></g>'
         + f'<g class="mark invalid"><path class="dots" d="{dots}"/></g>'
     )
-    labels = "".join(
-        f'<span class="y" style="bottom:{100 - y(tick):.2f}%">{minutes_in_digits(tick)}</span>' for tick in ticks
-    )
+    labels = "".join(f'<span class="y" style="bottom:{100 - y(tick):.2f}%">{tick:,g}</span>' for tick in ticks)
     key = (
         '<ul class="key"><li><i class="compute"></i>predicted, with its interval</li>'
-        f'<li><i style="background:var(--bad)"></i>{len(shown)} published results</li></ul>'
+        f'<li><i style="background:var(--bad)"></i>{len(published)} published results</li></ul>'
     )
-    return _chart(drawing, labels + _numbers(points), "minutes to 0.720, by accelerators") + key
+    return _chart(drawing, labels + _numbers(points), "minutes to 0.720") + key
+
+
+def _ticks(least: float, most: float) -> list[float]:
+    """Return 1 and 3 times powers of ten, from the last up to ``least`` to the first from ``most`` on."""
+    decades = range(math.floor(math.log10(least)), math.ceil(math.log10(most)) + 1)
+    ticks = [factor * 10.0**decade for decade in decades for factor in (1, 3)]
+    first = max(place for place, tick in enumerate(ticks) if tick <= least)
+    last = min(place for place, tick in enumerate(ticks) if tick >= most)
+    return ticks[first : last + 1]
 
 
 def _shares(points: Sequence[ScalingPoint]) -> str:
@@ -102,9 +107,7 @@ def _shares(points: Sequence[ScalingPoint]) -> str:
         key += f'<li><i class="{_CLASSES[cause]}"></i>{cause}</li>'
         floor = top
     labels = "".join(f'<span class="y" style="bottom:{share}%">{share} %</span>' for share in (0, 50, 100))
-    return (
-        _chart(drawing, labels + _numbers(points), "share of the time, by accelerators") + f'<ul class="key">{key}</ul>'
-    )
+    return _chart(drawing, labels + _numbers(points), "share of the time") + f'<ul class="key">{key}</ul>'
 
 
 def _figures(points: Sequence[ScalingPoint]) -> str:
@@ -119,7 +122,6 @@ def _figures(points: Sequence[ScalingPoint]) -> str:
             f"{minutes_in_digits(point.low)} and {minutes_in_digits(point.high)}",
             f"{point.efficiency:.0%}",
             f"{point.samples_factor:.2f}x",
-            *(f"{point.share(cause):.0%}" for cause in CAUSES),
         )
         for point in points
     )
@@ -127,7 +129,12 @@ def _figures(points: Sequence[ScalingPoint]) -> str:
         "Efficiency is sequences a second and accelerator over those of one node; samples are those to converge over "
         "what one node's batch needs."
     )
-    return f'{table("Figures", (*columns, *CAUSES), rows)}<p class="aside">{note}</p>'
+    shares = ((f"{point.accelerators:,}", *(f"{point.share(cause):.0%}" for cause in CAUSES)) for point in points)
+    # Two tables: all columns side by side are wider than a page.
+    return (
+        f'{table("Plans", columns, rows)}<p class="aside">{note}</p>\n'
+        f"{table('Shares of the time', ('accelerators', *CAUSES), shares)}"
+    )
 
 
 def _across(points: Sequence[ScalingPoint]) -> Callable[[int], float]:
@@ -151,8 +158,8 @@ def _numbers(points: Sequence[ScalingPoint]) -> str:
 def _chart(drawing: str, labels: str, axis: str) -> str:
     # Stretched to the box; text would be stretched as well, and stands outside as HTML.
     svg = f'<svg viewBox="0 0 100 100" preserveAspectRatio="none" aria-hidden="true">{drawing}</svg>'
-    plot = f'<div class="plot">{svg}{labels}</div><p class="axis">{axis}</p>'
-    return f'<figure class="wide"><div class="chart">{plot}</div></figure>'
+    plot = f'<div class="plot">{svg}{labels}</div><p class="axis">accelerators</p>'
+    return f'<figure class="wide"><p class="aside">{axis}</p><div class="chart">{plot}</div></figure>'
 
 
 def _places(places: Iterable[tuple[float, float]], between: str = " ") -> str:

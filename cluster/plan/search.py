@@ -81,8 +81,8 @@ class Found:
     """Result of a search.
 
     Attributes:
-        best: the few that are fastest, predicted by several steps of their plans, the first one first.
-        ranked: all that fit, predicted by one step, the fastest first.
+        best: the few that are fastest, the first one first.
+        ranked: all that fit, the fastest first.
         refusals: what was not predicted, in the order in which it was found.
     """
 
@@ -106,11 +106,9 @@ def search(config: Config, work: Work, target: Target) -> Found:
         # Until there are enough to compare with, every candidate is worth a look.
         if len(best) < BEST or each.least_seconds < best[-1].seconds:
             ranked += search.other_ways(each)
-    ranked.sort(key=lambda candidate: candidate.seconds)
-    # Again by several steps: one step of the plan is enough to sort by, and not to state a time.
-    best = [search.looked_at(each) for each in _best(ranked)]
-    best.sort(key=lambda candidate: candidate.seconds)
-    return Found(tuple(best), tuple(ranked), tuple(search.refusals))
+    # Again by several steps, and all of them, so that their times compare: one step of the plan is enough to prune by.
+    ranked = sorted(map(search.refined, ranked), key=lambda candidate: candidate.seconds)
+    return Found(tuple(_best(ranked)), tuple(ranked), tuple(search.refusals))
 
 
 def _best(candidates: Sequence[Candidate]) -> list[Candidate]:
@@ -315,7 +313,7 @@ class _Search:
                 if strategy.reduction == self._reductions[-1]:  # which takes the least memory of all
                     self._too_many[memory_by] = sequences
                 return None
-            # One step of the plan is enough to rank by (see `looked_at`).
+            # One step of the plan is enough to prune by (see `refined`).
             step = predict_step(work, strategy, rates, steps=1)
             run = self._run(strategy, step)
         # Rates may lack a collective in that scope.
@@ -325,7 +323,7 @@ class _Search:
             return None
         return Candidate(schedule, strategy, step, run, memory)
 
-    def looked_at(self, each: Candidate) -> Candidate:
+    def refined(self, each: Candidate) -> Candidate:
         """Predict a candidate again, by several steps of its plan."""
         step = predict_step(self._work, each.strategy, self._target.rates[each.strategy.precision])
         return replace(each, step=step, run=self._run(each.strategy, step))

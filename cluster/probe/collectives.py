@@ -17,6 +17,7 @@ import torch.distributed as dist
 from scipy.optimize import nnls
 from torch import Tensor
 
+from bert.parallel.collectives import barrier
 from bert.parallel.mesh import Mesh
 from bert.parallel.reduction.gradients import Communicators
 from bert.parallel.single import all_gather_single, reduce_scatter_single
@@ -152,7 +153,7 @@ class _Trial:
             # What the repetition before left there would pass for right.
             self._out.copy_(self._own) if self._operation == "all-reduce" else self._out.zero_()
             # All ranks begin together: otherwise the first one times how late the others are.
-            dist.barrier()
+            barrier()
             start, before = time.perf_counter(), time.process_time()
             # process_time has all threads of the process: gloo's do the work of a collective.
             self._run()

@@ -25,9 +25,10 @@ from cluster.probe.computing import cells_of, gather_numbers, measure_rates
 from cluster.probe.findings import SCREENING, Measured, find_leaves, find_outliers, sentence
 from cluster.probe.links import Paths, measure_paths
 from cluster.probe.machine import Facts, facts_of
+from cluster.probe.others import processor_seconds, watch_others
 from cluster.probe.schedule import Pairs, rounds_of_pairs
 from cluster.view import Collective, ComputationTime, Contention, Link, Rate, View, write_view
-from console.program import say
+from console.program import complain, say
 from console.version import commit
 
 TURNS = 5
@@ -148,6 +149,7 @@ def _measure(mesh: Mesh, seconds: float, turns: int, data: Path | None = None, l
             measure_paths(mesh, between, turns, seconds_for["paths between hosts"]) if between else None,
         )
 
+    before = processor_seconds()
     # Devices and paths; where rank 0 finds something suspicious, it has all ranks measure them once more.
     measured = once()
     suspicious = False
@@ -162,6 +164,9 @@ def _measure(mesh: Mesh, seconds: float, turns: int, data: Path | None = None, l
     if limit == math.inf:  # many kinds, each of which takes its time; they are for predictions, and name nothing slow
         contention = measure_contention(mesh, _processors(every), seconds_for["contention"])
         computations = measure_computations(mesh, _processors(every), seconds_for["computations"])
+    for line in watch_others(mesh, before, every):
+        if mesh.is_main:
+            complain(line, "warning")
     collectives: list[Collective] = []
     wrong: list[WrongResult] = []
     if mesh.world_size > 1:

@@ -9,11 +9,14 @@ each, and settings, a line each; else nothing. Without PyTorch, whose import wou
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import io
+import json
 import os
 import platform
 import re
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata
@@ -22,13 +25,15 @@ from pathlib import Path
 from bert.configuration.config import Config, flattened
 from bert.train import parse
 from cluster.probe.machine import host_memory, processor_name
+from console.files import read_json, write_atomically
 from console.program import say
-from kernels.tuning.cache import Cache
 
 SETTINGS = {"data.prefetch": (1, 64), "training.bucket_bytes": (1 << 16, 1 << 30)}
 """Settings that are tuned, with the least and the most that is taken from a file. None of them changes what is computed."""
 VARIABLES = ("NPROC", "OMP_NUM_THREADS")
+FOLDER_VARIABLE = "MLPERF_BERT_CACHE"
 _MOST_PROCESSES = 4096
+_MOST_BYTES = 1 << 20
 _OF_THE_STEP = (
     "global_batch_size",
     "gradient_accumulation_steps",
@@ -84,21 +89,57 @@ class TunedRun:
         return cls(*counts, tuple(settings.items()))
 
 
+def default_folder() -> Path:
+    """Return ``$MLPERF_BERT_CACHE``, or the folder of this machine and checkout in ``$XDG_CACHE_HOME`` (``~/.cache``).
+
+    A choice for one machine is wrong for another machine that shares its home.
+    """
+    if chosen := os.environ.get(FOLDER_VARIABLE):
+        return Path(chosen)
+    checkout = hashlib.sha256(os.fsencode(Path(__file__).resolve().parents[2])).hexdigest()[:8]
+    return _user_folder() / "mlperf-bert" / f"{platform.node()}-{checkout}"
+
+
+def _user_folder() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    if base.startswith("/"):  # the XDG base directory specification ignores relative paths
+        return Path(base)
+    try:
+        return Path.home() / ".cache"
+    except RuntimeError:  # a container's user without a name
+        return Path(tempfile.gettempdir())
+
+
 def keep(config: Config, choice: TunedRun) -> None:
-    """Keep a choice for this machine and for what ``config`` trains; a warning where nothing can be written."""
-    Cache(room="runs").store(config.recipe, _key(config), choice.to_json())
+    """Keep a choice for this machine and for what ``config`` trains; print a warning if it cannot be written."""
+    path, key = _file_and_key(config)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, json.dumps({"key": key, "choice": choice.to_json()}, indent=1).encode())
+    except OSError as error:
+        say(f"warning: what was tuned is not kept: {error}")
 
 
 def kept(config: Config) -> TunedRun | None:
-    """The choice that was kept for this machine and for what ``config`` trains; a warning where it is damaged."""
-    found = Cache(room="runs").load(config.recipe, _key(config))
-    if found is None:
+    """Return the choice that was kept for this machine and for what ``config`` trains; print a warning if it is damaged."""
+    path, key = _file_and_key(config)
+    if not path.exists():
         return None
     try:
-        return TunedRun.of(found)
+        found = read_json(path, _MOST_BYTES, "delete it")
+        # The file's name has a part of the digest only.
+        if not isinstance(found, dict) or found.get("key") != key:
+            raise ValueError(f"{path} was made for another machine or configuration; delete it")
+        return TunedRun.of(found.get("choice"))
     except ValueError as error:
         say(f"warning: what was tuned for {config.recipe} is ignored: {error}")
         return None
+
+
+def _file_and_key(config: Config) -> tuple[Path, dict[str, object]]:
+    key = _key(config)
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24]
+    return default_folder() / "runs" / f"{config.recipe}-{digest}.json", key
 
 
 def set_by_hand(choice: TunedRun, settings: Sequence[str]) -> str | None:

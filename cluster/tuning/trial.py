@@ -20,13 +20,14 @@ import torch
 from bert.checkpoints.world import World
 from bert.configuration.config import Config
 from bert.configuration.sections import CheckpointConfig
+from bert.cuda_graphs import CudaCapturer
 from bert.guards.interruption import Interruption
 from bert.guards.preflight import check
 from bert.log.mllog import MLLog
 from bert.loop import Run
 from bert.parallel.collectives import barrier
 from bert.parallel.mesh import Mesh, join_mesh, leave_mesh
-from bert.setup import build_run
+from bert.setup import build_run, capturing
 from bert.train import parse
 from cluster.tuning.group import Pace
 from console.program import complain
@@ -41,16 +42,17 @@ def main(arguments: Sequence[str]) -> int:
         with tempfile.TemporaryDirectory() as folder:
             config = _leaving_nothing(parse(arguments), Path(folder))
             mesh = join_mesh(config.training.device)
-            run = _built(config, mesh)
-            answers.write("{}\n")
-            # The wait for a line is also the wait between windows: a process that reads takes no processor.
-            for line in sys.stdin:
-                untimed, timed = map(int, line.split())
-                # Steps before the window use up what was read ahead while others had the machine.
-                _window(run, mesh, untimed)
-                answers.write(json.dumps(asdict(_window(run, mesh, timed))) + "\n")
-            run.loader.close()
-            run.reporter.__exit__(None, None, None)
+            with capturing(config, mesh) as capturer:
+                run = _built(config, mesh, capturer)
+                answers.write("{}\n")
+                # The wait for a line is also the wait between windows: a process that reads takes no processor.
+                for line in sys.stdin:
+                    untimed, timed = map(int, line.split())
+                    # Steps before the window use up what was read ahead while others had the machine.
+                    _window(run, mesh, untimed)
+                    answers.write(json.dumps(asdict(_window(run, mesh, timed))) + "\n")
+                run.loader.close()
+                run.reporter.__exit__(None, None, None)
     except (ValueError, OSError) as error:
         complain(error)
         return 2
@@ -72,12 +74,14 @@ def _leaving_nothing(config: Config, folder: Path) -> Config:
     )
 
 
-def _built(config: Config, mesh: Mesh) -> Run:
+def _built(config: Config, mesh: Mesh, capturer: CudaCapturer | None) -> Run:
     inputs = check(config, mesh.world_size)
     inputs.metrics.parent.mkdir(parents=True)
     assert config.training.seed is not None
     world = World.of(mesh.hosts, config)
-    return build_run(config, inputs, mesh, MLLog(None), Interruption(), world, config.training.seed, None)
+    return build_run(
+        config, inputs, mesh, MLLog(None), Interruption(), world, config.training.seed, resumed=None, capturer=capturer
+    )
 
 
 def _window(run: Run, mesh: Mesh, steps: int) -> Pace:

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import torch
 
-from bert.checkpoints.weights import weight_shapes
 from bert.configuration.config import REPOSITORY, Config
+from bert.model import parameter_shapes
 from bert.train import parse
 from cluster.tuning.choice import VARIABLES, TunedRun, given, keep
 from cluster.tuning.group import Group, TrialError, complaint
@@ -188,7 +188,7 @@ class _TuneSearch:
         """Sizes with which the gradient is sent in another number of buckets."""
         if self._holder.choice.processes == 1 or "training.bucket_bytes" in given(self._settings):
             return []
-        parameters = sum(torch.Size(shape).numel() for shape in weight_shapes(self._config.model).values())
+        parameters = sum(torch.Size(shape).numel() for shape in parameter_shapes(self._config.model).values())
         usual = self._config.training.bucket_bytes
         # Of sizes that make equally many buckets one is enough; the usual size is last, and stands for those that do as
         # it does.

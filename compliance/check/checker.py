@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from compliance.check.checks import CHECKS, check_lines
+from compliance.check.checks import checks_of
 from compliance.check.grades import TIMELINE, CheckedLog
 from compliance.log import rules
 from compliance.log.findings import Finding, Verdict
@@ -27,28 +27,43 @@ def check_file(path: Path, ruleset: str = rules.NEWEST_RULESET) -> Verdict:
 
 
 def check_log(log: Log, ruleset: str = rules.NEWEST_RULESET) -> Verdict:
-    """Check a log that has been read.
+    """Check a log that has been read, under one ruleset or, by `rules.AUTO`, the newest one that accepts it.
 
     Raises:
         ValueError: no such ruleset, or the official checker is not installed.
     """
-    verdict, _ = judge(log, ruleset)
-    return verdict
-
-
-def judge(log: Log, ruleset: str) -> tuple[Verdict, official.Opinion]:
-    """The verdict on a log that has been read, and what the official checker said.
-
-    Raises:
-        ValueError: no such ruleset, or the official checker is not installed.
-    """
+    if ruleset == rules.AUTO:
+        return _newest_acceptance(log)
     rules.check_ruleset(ruleset)
+    return _verdict(log, ruleset, _official_opinion(log, ruleset))
+
+
+def _newest_acceptance(log: Log) -> Verdict:
+    """The verdict under the newest ruleset that accepts the log, or else the one with the fewest official errors."""
+    opinion = _official_opinion(log, rules.NEWEST_RULESET)
+    best = _verdict(log, rules.NEWEST_RULESET, opinion)
+    # The logs of this repository satisfy every ruleset: what the newest one objects to is a fault.
+    if best.passed or log.chain.opened or not opinion.judged:
+        return best
+    fewest = opinion.errors
+    for older in reversed(rules.RULESETS[:-1]):
+        opinion = _official_opinion(log, older)
+        if opinion.outcome == "fail" and (opinion.errors >= fewest or not opinion.judged):
+            continue
+        verdict = _verdict(log, older, opinion)
+        if verdict.passed:
+            return verdict
+        if opinion.errors < fewest:
+            best, fewest = verdict, opinion.errors
+    return best
+
+
+def _verdict(log: Log, ruleset: str, opinion: official.Opinion) -> Verdict:
     context = CheckedLog(log, ruleset)
-    # Of a log that was given up, most would complain of what was not read.
-    own = [finding for check in ((check_lines,) if log.given_up else CHECKS) for finding in check(context)]
-    opinion = _official_opinion(log, ruleset)
-    findings = own + list(_unexplained(context, own, opinion))
-    verdict = Verdict(
+    own = [finding for check in checks_of(context) for finding in check(context)]
+    # If the file is not the log of one whole run, the official checker's complaints all follow from that.
+    findings = own if context.defect else [*own, *_unexplained(context, own, opinion)]
+    return Verdict(
         path=log.path,
         ruleset=ruleset,
         official=opinion.outcome,
@@ -59,16 +74,15 @@ def judge(log: Log, ruleset: str) -> tuple[Verdict, official.Opinion]:
         division=str(named.value) if (named := context.run.first.get("submission_division")) else None,
         status=None if context.run.status is None else str(context.run.status),
     )
-    return verdict, opinion
 
 
 def _official_opinion(log: Log, ruleset: str) -> official.Opinion:
     if log.given_up:
-        return official.Opinion("fail", (official.Complaint(f"not asked: {log.given_up}"),))
+        return official.Opinion("fail", (official.Complaint(f"not asked: {log.given_up}"),), judged=False)
     # The evidence lacks that line, so that an answer would be about another log.
     if log.overlong:
         text = f"not asked: it would need hours for a record of more than {MAX_LINE_BYTES} bytes"
-        return official.Opinion("fail", (official.Complaint(text),))
+        return official.Opinion("fail", (official.Complaint(text),), judged=False)
     return official.opinion(log.evidence, ruleset)
 
 

@@ -57,6 +57,24 @@ def check_lines(context: CheckedLog) -> Iterator[Finding]:
         yield Finding(None, "", "SR Submission form", found, "keep telemetry and other programs' output in other files")
 
 
+def _check_defect(context: CheckedLog) -> Iterator[Finding]:
+    """Yield the one finding about a file that is not the log of one whole run."""
+    run, records = context.run, context.log.records
+    match context.defect:
+        case "joined":
+            start = run.first["run_start"].line
+            second = next(record.line for record in context.log.all("init_start") if record.line > start)
+            found = f"two logs in one file: a run starts on line {start}, and another initialises on line {second}"
+            yield Finding(None, "run_start", "log format", f"{found}; expected the log of one run", "split the file")
+        case "cut off":
+            found = f"no record: the log ends on line {records[-1].line}; expected the log of a whole run"
+            remedy = "wait for the run_stop, or copy the whole log again; a run that was killed is no result"
+            yield Finding(None, "run_stop", "log format; TR 11", found, remedy)
+        case "headless":
+            found = f"the log begins on line {records[0].line} in the middle of a run; expected the log of a whole run"
+            yield Finding(None, "run_start", "log format; TR 11", found, "copy the whole log again")
+
+
 def _check_chain(context: CheckedLog) -> Iterator[Finding]:
     chain = context.log.chain
     # Logs of other software carry no digests, which is no fault.
@@ -68,13 +86,13 @@ def _check_chain(context: CheckedLog) -> Iterator[Finding]:
         first, last = chain.broken
         found = f"the digest on line {last} is not that of the lines above; expected lines {first} to {last} as written"
         yield Finding(first, "", rule, found, remedy)
-    elif not chain.digests:
+    elif not chain.digests and not context.defect:
         found = "no digest in a log that opens with saying that it carries them; expected one at the end at least"
         yield Finding(1, "", rule, found, remedy)
     elif chain.after_end:
         found = "a line below the digest at the end; expected none"
         yield Finding(chain.after_end, "", rule, found, remedy)
-    elif not chain.ended and not context.aborted:
+    elif not chain.ended and not context.aborted and not context.defect:
         found = f"no digest at the end; expected one below line {chain.covered}: the log was cut off, or the run was"
         stop = context.run.last.get("run_stop")
         # The digest below run_stop bears out the run; what is missing was written after it.
@@ -232,15 +250,14 @@ def _check_result(context: CheckedLog) -> Iterator[Finding]:
         yield at(trained, f"value {shown(trained.value)}", f"at least one batch of {batch}", remedy, "TR 24.6")
 
 
-# Findings of one line are shown in this order.
-CHECKS: tuple[Callable[[CheckedLog], Iterator[Finding]], ...] = (
-    check_lines,
-    _check_chain,
-    _check_whole_run,
-    _check_presence,
-    check_records,
-    _check_time,
-    _check_fixed_settings,
-    _check_weights,
-    _check_result,
-)
+def checks_of(context: CheckedLog) -> tuple[Callable[[CheckedLog], Iterator[Finding]], ...]:
+    """The checks that apply to a log; findings of one line are shown in their order."""
+    # Most checks would complain of records that were not read, or belong to another run.
+    if context.log.given_up:
+        return (check_lines,)
+    if context.defect in ("joined", "headless"):
+        return (_check_defect, check_lines)
+    of_records = (check_lines, _check_chain, _check_whole_run, check_records, _check_time, _check_fixed_settings)
+    if context.defect:
+        return (_check_defect, *of_records)
+    return (*of_records, _check_presence, _check_weights, _check_result)

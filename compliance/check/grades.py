@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations
+from typing import Literal
 
 from compliance.log import rules
 from compliance.log.findings import Finding, Severity, shown
@@ -22,6 +23,9 @@ from console.text import counted
 
 TIMELINE = tuple(rules.NEXT_PHASE)
 """The records that divide a log into phases, in their order."""
+
+
+Defect = Literal["joined", "cut off", "headless"]
 
 
 @dataclass(frozen=True)
@@ -59,6 +63,24 @@ class CheckedLog:
     def aborted(self) -> bool:
         """Tell whether the run was ended early, by its own words."""
         return self.run.status == "aborted"
+
+    @cached_property
+    def defect(self) -> Defect | None:
+        """Tell why the file is not the log of one whole run; None if it may be one, whatever else is wrong with it."""
+        run, log = self.run, self.log
+        if not run.first or log.given_up:
+            return None
+        start = run.first.get("run_start")
+        if start:
+            later = {key: record.line for key, record in run.last.items() if record.line > start.line}
+            # Every process may log init_start, but none logs it beside other settings once the run has started.
+            if "init_start" in later and {"submission_benchmark", "init_stop"} & later.keys():
+                return "joined"
+        if not {"run_stop"} & {*run.first, *self.lost_keys}:
+            return "cut off"
+        if not {"init_start", "submission_benchmark", "run_start"} & {*run.first, *self.lost_keys}:
+            return "headless"
+        return None
 
     @cached_property
     def lost_keys(self) -> frozenset[str]:
@@ -101,7 +123,8 @@ def check_records(context: CheckedLog) -> Iterator[Finding]:
     for record, violation in context.broken:
         if severity := _grade(context, record, violation):
             yield finding_of(record, violation, severity)
-    for violation in left_open(context.run):
+    # The end of a log that was cut off is missing as a whole, which is one finding of its own.
+    for violation in left_open(context.run) if context.run.is_ended else ():
         record = context.run.open[violation.key]
         if severity := _grade(context, record, violation):
             yield finding_of(record, violation, severity)

@@ -234,8 +234,11 @@ def _head(values: list[float], mean: float | None, runs: int) -> str:
         count += f", {failed} of them not converged"
     if failed == 1:
         count += " and dropped as the slowest"
+    if mean is None:
+        return count
     so_far = "" if len(values) == runs else " so far"
-    return count + (f", mean{so_far} {mean:,.0f} samples" if mean is not None else "")
+    trimmed = " without the fastest and the slowest run" if len(values) >= 3 else ""
+    return f"{count}, mean{so_far} {mean:,.0f} samples{trimmed}"
 
 
 def _describe(found: Reference, mean: float) -> str:

@@ -15,9 +15,7 @@ from compliance.doctor.diagnosis import Diagnosis, fail, fail_or_warn, ok, warn
 from compliance.doctor.gpus import Gpu, Gpus
 from compliance.doctor.host import ExaminedHost
 from compliance.doctor.layout import RunLayout, shape_in_name
-
-DRIVER_FOR_CUDA = {11: 450, 12: 525, 13: 580}
-"""Oldest branch of NVIDIA's driver that runs a major version of CUDA (CUDA's release notes, minor version compatibility)."""
+from console.cuda import outdated_driver
 
 IDLE_MEMORY_MIB = 1024
 """Maximum memory in use on an idle GPU, of which the driver takes some hundred MiB; more belongs to another process."""
@@ -133,15 +131,12 @@ def _gpu_software(layout: RunLayout, found: Gpus, pytorch: Mapping[str, Any]) ->
         yield fail("PyTorch", "it cannot be imported, or gives no answer", remedy)
         return
     cuda, named = pytorch.get("CUDA"), f"PyTorch {pytorch.get('PyTorch')}"
-    # An odd answer gives no branch to compare.
-    branch = int(found.driver.partition(".")[0]) if re.match(r"\d+\.", found.driver) else None
-    needed = DRIVER_FOR_CUDA.get(int(cuda.partition(".")[0])) if cuda else None
+    outdated = outdated_driver(found.driver, cuda) if cuda else None
     if not cuda:
         yield fail("PyTorch", f"{named} is built without CUDA", "install the build for CUDA (rm -r .venv, see README)")
     # A GPU that PyTorch sees works, whatever the table says: an image may bring CUDA's compatibility libraries.
-    elif branch and needed and branch < needed and not pytorch.get("gpus"):
-        remedy = f"update the driver to {needed} or newer, or use a PyTorch for an older CUDA"
-        yield fail("PyTorch", f"{named} needs CUDA {cuda}, too new for driver {found.driver}", remedy)
+    elif outdated and not pytorch.get("gpus"):
+        yield fail("PyTorch", f"{named}: {outdated.found}", outdated.remedy)
     elif not pytorch.get("gpus"):
         remedy = "look at CUDA_VISIBLE_DEVICES, /dev/nvidia* and, with NVSwitch, nvidia-fabricmanager"
         yield fail("PyTorch", f"{named} sees no GPU, though nvidia-smi lists {len(found.gpus)}", remedy)
@@ -155,6 +150,8 @@ def _gpu_software(layout: RunLayout, found: Gpus, pytorch: Mapping[str, Any]) ->
     else:
         parts = [f"{name} {pytorch[name]}" for name in ("CUDA", "cuDNN", "NCCL") if pytorch.get(name)]
         yield ok("PyTorch", ", ".join([named, *parts, f"driver {found.driver}"]))
+    for lacking, remedy in pytorch.get("Triton lacks", []):
+        yield fail("Triton", lacking, remedy)
 
 
 def _has_code_for(pytorch: Mapping[str, Any]) -> bool:

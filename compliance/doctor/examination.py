@@ -25,7 +25,7 @@ from rich.text import Text
 from compliance.doctor import gpus, vitals
 from compliance.doctor.accelerators import accelerators
 from compliance.doctor.diagnosis import Diagnosis, fail, fail_or_warn, ok, warn
-from compliance.doctor.host import ExaminedHost, Output
+from compliance.doctor.host import ExaminedHost, Output, run_root
 from compliance.doctor.layout import IntendedRun, RunLayout, layout_of
 from compliance.doctor.rendezvous import rendezvous
 from compliance.doctor.storage import linked_elsewhere, storage_of
@@ -86,9 +86,9 @@ class _Examined:
         return self.intended.system or in_results
 
     def _named(self, section: str, name: str) -> Path | None:
-        """A path of the recipe, which starts at the repository's root, as seen from the present folder."""
+        """A path of the recipe, which is relative to `run_root`, as seen from the current folder."""
         named = self.layout.setting(section, name)
-        return Path(os.path.relpath(REPOSITORY / named)) if named else None
+        return Path(os.path.relpath(run_root() / named)) if named else None
 
 
 def examine(intended: IntendedRun, host: ExaminedHost | None = None) -> Iterator[Diagnosis]:
@@ -239,7 +239,7 @@ def _check_earlier(about: _Examined, results: Path) -> Iterator[Diagnosis]:
         return
     if wanted is not None and wanted in there:
         yield fail("results", f"{folder}/result_{wanted}.txt is there already", "move it away, or set another log.run")
-    elif len(there) >= target:
+    elif len(there) >= target and about.layout.is_closed:
         remedy = "move them away (with metrics_*), or set log.system to another name"
         yield warn("results", f"{len(there)} logs in {folder} already, and a submission has {target}", remedy)
     elif there:
@@ -259,7 +259,9 @@ def _check_source(about: _Examined) -> Iterator[Diagnosis]:
             # Two letters of state and a space come first.
             files = ", ".join(line[3:] for line in changed[:3]) + (" ..." if len(changed) > 3 else "")
             found = f"{len(changed)} file(s) differ from commit {head}: {files}"
-            yield warn("source", found, "commit them: a submission holds the source that was run (SR Source code)")
+            why = "a submission holds the source that was run (SR Source code)"
+            remedy = f"commit them: {why if about.layout.is_closed else 'the log names the commit that was run'}"
+            yield warn("source", found, remedy)
         else:
             yield ok("source", f"commit {head}, without changes")
     elif commit := about.host.environment.get("MLPERF_BERT_COMMIT", "unknown").replace("unknown", ""):

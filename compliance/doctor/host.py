@@ -41,6 +41,11 @@ class Output:
         return "" if self.trouble else self.text
 
 
+def run_root() -> Path:
+    """The folder in which runs start: the checkout, or the current folder if the package was installed from a wheel."""
+    return REPOSITORY if (REPOSITORY / "run_and_time.sh").is_file() else Path.cwd()
+
+
 @dataclass(frozen=True)
 class ExaminedHost:
     """A machine: where its file system begins, and the variables of this process."""
@@ -71,7 +76,7 @@ class ExaminedHost:
     def run(
         self, *command: str, timeout_s: float = COMMAND_TIMEOUT_S, environment: Mapping[str, str] | None = None
     ) -> Output:
-        """Run a command in the repository's root, in the C locale; a command that hangs is killed with its children."""
+        """Run a command in `run_root`, in the C locale; a command that hangs is killed with its children."""
         try:
             process = subprocess.Popen(
                 command,
@@ -83,7 +88,7 @@ class ExaminedHost:
                 errors="replace",
                 # The parsers know the words of this locale.
                 env={**self.environment, "LC_ALL": "C", **(environment or {})},
-                cwd=REPOSITORY,
+                cwd=run_root(),
                 start_new_session=True,  # a group of its own, to be killed as one
             )
         except FileNotFoundError:

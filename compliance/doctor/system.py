@@ -27,6 +27,7 @@ PYTORCH_TIMEOUT_S = 90.0
 # cuDNN counts 8.9.7 as 8907, and 9.1.0 as 90100.
 _ASK_PYTORCH = """
 import json, torch
+from console.cuda import lacks_of_triton
 cudnn = torch.backends.cudnn.version()
 nccl = torch.cuda.nccl.version() if torch.version.cuda and torch.distributed.is_nccl_available() else None
 seen = torch.cuda.is_available()
@@ -39,6 +40,7 @@ print(json.dumps({
     "gpus": torch.cuda.device_count() if seen else 0,
     "architectures": torch.cuda.get_arch_list() if seen else [],
     "capability": list(torch.cuda.get_device_capability()) if seen else None,
+    "Triton lacks": [(lack.found, lack.remedy) for lack in lacks_of_triton()],
 }))
 """
 
@@ -79,24 +81,28 @@ def complete(measured: Mapping[str, str], given: Mapping[str, str]) -> dict[str,
     # The status is true of every system that nobody sells or rents out as such.
     fields |= {"division": "open", "status": SYSTEM_STATUSES["research"]}
     fields |= {"system_name": socket.gethostname(), "number_of_nodes": "1"}
-    for name in given:
-        if name not in fields:
-            raise ValueError(f"system field {name!r} does not exist, expected one of {', '.join(SYSTEM_FIELDS)}")
     # In this order: what is given counts most, what is measured more than what is true of most machines.
     fields |= {**measured, **given}
-    _check(fields)
+    check_values(fields)
     return fields
 
 
-def _check(fields: Mapping[str, str]) -> None:
-    if fields["division"] not in DIVISIONS:
-        raise ValueError(f"division is {fields['division']!r}, expected 'closed' or 'open' in lower case")
+def check_values(fields: Mapping[str, str]) -> None:
+    """Refuse an unknown field, division or status, or a count that is no number.
+
+    Raises:
+        ValueError: which field is wrong, and what was expected.
+    """
     statuses = SYSTEM_STATUSES.values()
-    if fields["status"] not in statuses:
-        raise ValueError(f"status is {fields['status']!r}, expected one of {', '.join(map(repr, statuses))}")
-    for name in SYSTEM_INTEGERS:
-        if not re.fullmatch(r"\d+", fields[name]):
-            raise ValueError(f"{name} is {fields[name]!r}, expected a number such as '8'")
+    for name, value in fields.items():
+        if name not in SYSTEM_FIELDS:
+            raise ValueError(f"system field {name!r} does not exist, expected one of {', '.join(SYSTEM_FIELDS)}")
+        if name == "division" and value not in DIVISIONS:
+            raise ValueError(f"division is {value!r}, expected 'closed' or 'open' in lower case")
+        if name == "status" and value not in statuses:
+            raise ValueError(f"status is {value!r}, expected one of {', '.join(map(repr, statuses))}")
+        if name in SYSTEM_INTEGERS and not re.fullmatch(r"\d+", value, re.ASCII):
+            raise ValueError(f"{name} is {value!r}, expected a number such as '8'")
 
 
 def processors(lscpu: str, host: ExaminedHost) -> dict[str, str]:

@@ -1,7 +1,6 @@
-"""Write the description of this machine to a file, and keep what people gave in it.
+"""Write the description of this machine to a file, and change one that is there without losing what people wrote in it.
 
-A file that is there is renewed: what the machine tells is measured anew, everything else stays as it was given. A file
-that is no description belongs to somebody else.
+A file that is no description belongs to somebody else and is left alone.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import Any
 
 from compliance.artefact import write_whole
 from compliance.doctor.host import ExaminedHost
-from compliance.doctor.system import complete, measure
+from compliance.doctor.system import check_values, complete, measure
 from compliance.log.findings import shown
 from compliance.log.rules import SYSTEM_FIELDS
 from compliance.submission.description import read_description
@@ -30,24 +29,43 @@ def write(path: Path, fields: Mapping[str, Any]) -> None:
 
 
 def renew(
-    path: Path, given: Mapping[str, str], *, replace: bool = False, host: ExaminedHost | None = None
+    path: Path,
+    given: Mapping[str, str],
+    *,
+    measure_again: bool = False,
+    replace: bool = False,
+    host: ExaminedHost | None = None,
 ) -> list[str]:
-    """Write the description of this machine to `path`; returns a line for each text that was measured differently.
+    """Write the description of this machine to `path`, or change the given fields of a description that is there.
 
     Args:
-        given: fields that count more than the file's and the machine's.
-        replace: take nothing over from the file that is there, whatever it holds.
-        host: the machine; default the one this runs on.
+        given: fields that take precedence over the file and the machine.
+        measure_again: also replace the fields that this machine tells, in a description that is there.
+        replace: write the file anew and keep nothing of it.
+        host: the machine; by default the one that this program runs on.
+
+    Returns:
+        A line for each text of the file that a measurement replaced.
 
     Raises:
-        ValueError: the file is no system description, or cannot be written; an unknown field or value.
+        ValueError: the file is no system description, or cannot be written; an unknown field or value; nothing to change.
     """
     before = _read(path, replace)
+    if before and not measure_again:
+        if not given:
+            raise ValueError(
+                f"{path} is there already: --set KEY=VALUE changes fields of it, --measure measures this machine again"
+            )
+        check_values(given)
+        write(path, before | dict(given))
+        return []
+    # Numbers become text, because the official tools end with a traceback on numbers.
+    before = {name: str(value) if name in SYSTEM_FIELDS else value for name, value in before.items()}
     measured = {name: value for name, value in measure(host or ExaminedHost()).items() if value}
-    # What the machine tells is never kept: it may have changed since the file was written.
+    # A field that the machine tells is never kept: it may have changed since the file was written.
     kept = {name: value for name, value in before.items() if name in SYSTEM_FIELDS and name not in measured and value}
     fields = complete(measured, {"system_name": path.stem} | kept | dict(given))
-    # Fields of the submitter's own stay, behind those that are asked for.
+    # Fields of the submitter's own stay, behind the fields that the rules ask for.
     write(path, fields | {name: value for name, value in before.items() if name not in fields})
     return [
         f"{name} was {shown(before[name])}, measured is {shown(measured[name])}"
@@ -57,7 +75,7 @@ def renew(
 
 
 def _read(path: Path, replace: bool) -> dict[str, Any]:
-    """Read what a description that is there says, its fields as text; empty when there is none to keep."""
+    """Return the fields of a description that is there; empty when there is none to keep."""
     if not os.path.lexists(path):
         return {}
     # Before `replace` is looked at: a pipe, a device or a folder is never written anew.
@@ -70,8 +88,7 @@ def _read(path: Path, replace: bool) -> dict[str, Any]:
     if fault:
         remedy = "choose another --out, or give --replace to write it anew"
         raise ValueError(f"{path}: is no system description: {fault}; {remedy}")
-    # Numbers become text, as the official tools end with a traceback on them.
-    return {name: str(value) if name in SYSTEM_FIELDS else value for name, value in description.fields.items()}
+    return description.fields
 
 
 def _foreign(fields: Mapping[str, Any]) -> str:

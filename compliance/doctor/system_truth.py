@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from shlex import quote
 
 from compliance.doctor.diagnosis import Diagnosis, fail, fail_or_warn, ok, warn
 from compliance.doctor.host import ExaminedHost
 from compliance.doctor.layout import RunLayout
 from compliance.doctor.system import measure
 from compliance.log.rules import DIVISIONS, NEWEST_RULESET
+from compliance.submission.agreement import ESSENTIAL, same_model, same_number, same_release, same_size
 from compliance.submission.description import Description, description_findings, read_description
 
 WANTED = ("submitter", "framework", "operating_system", "host_networking", "cooling")
 """Fields that a reader of a submission looks for; the tools accept them empty."""
-
-_MEMORY_UNITS = {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12}
 
 
 def compare(path: Path, layout: RunLayout, host: ExaminedHost) -> Iterator[Diagnosis]:
     """Report what is missing, of the wrong kind, or different here. A description that is not there yet is a warning."""
     subject = "system file"
     if not path.is_file():
-        remedy = f"python -m compliance system --out {path} --set submitter=NAME, then look at it"
+        remedy = f"python -m compliance system --out {quote(str(path))} --set submitter=NAME, then look at it"
         yield warn(subject, f"{path}: not there; the first run writes one", remedy)
         return
     description = read_description(path)
@@ -61,59 +60,18 @@ def _differences(fields: Mapping[str, object], found: Mapping[str, str], layout:
         # What cannot be found out here, or was left empty, contradicts nothing.
         written, here = str(fields.get(name, "")), found.get(name, "")
         if written and here and not same(written, here):
-            # Other GPUs make it the description of another system; the rest people word in their own ways.
-            is_essential = name in ("accelerators_per_node", "accelerator_model_name")
             text = f"{name} is {written!r}, but here it is {here!r}"
-            yield fail_or_warn("system file", is_essential, text, "describe the machines that the run takes")
-
-
-def _same_number(written: str, here: str) -> bool:
-    return written.strip() == here.strip()
-
-
-def _same_model(written: str, here: str) -> bool:
-    """Tell whether two names of a product share its number: "Intel Xeon 8480C" and "Intel(R) Xeon(R) Platinum 8480C"."""
-    # Words with numbers in them that are no model: cores, sizes, frequencies.
-    ignored = re.compile(r"\d+-core|\d+(\.\d+)?(gb|ghz)|cpu|processor|gpu")
-
-    def words(text: str) -> set[str]:
-        return {word for word in re.split(r"[^a-z0-9.]+", text.lower()) if word and not ignored.fullmatch(word)}
-
-    numbered = {word for word in words(here) if re.search(r"\d{2,}", word)}
-    if not numbered:
-        return bool(words(written) & words(here)) or not words(here)
-    return any(a.startswith(b) or b.startswith(a) for a in numbered for b in words(written) if re.search(r"\d{2,}", b))
-
-
-def _same_size(written: str, here: str) -> bool:
-    """Tell whether two sizes of memory are the same within 10 %: part of it is never free to use."""
-    sizes = [_size(written), _size(here)]
-    if None in sizes:
-        return True  # what cannot be read is no difference
-    first, second = (float(size or 0) for size in sizes)
-    return abs(first - second) <= 0.1 * max(first, second)
-
-
-def _size(text: str) -> float | None:
-    match = re.search(r"(\d+(?:\.\d+)?)\s*([kmgt]i?b)\b", text.lower())
-    return float(match[1]) * _MEMORY_UNITS[match[2]] if match else None
-
-
-def _same_release(written: str, here: str) -> bool:
-    """Tell whether the first number, and a word beside it, are the same: "Ubuntu 22.04" and "Ubuntu 22.04.5 LTS"."""
-    numbers = [re.search(r"\d+(\.\d+)?", text) for text in (written, here)]
-    same_number = not all(numbers) or numbers[0][0] == numbers[1][0]  # type: ignore[index]
-    return same_number and written.split()[0].lower() == here.split()[0].lower()
+            yield fail_or_warn("system file", name in ESSENTIAL, text, "describe the machines that the run takes")
 
 
 _COMPARED: dict[str, Callable[[str, str], bool]] = {
-    "accelerators_per_node": _same_number,
-    "accelerator_model_name": _same_model,
-    "accelerator_memory_capacity": _same_size,
-    "host_processors_per_node": _same_number,
-    "host_processor_model_name": _same_model,
-    "host_processor_core_count": _same_number,
-    "host_memory_capacity": _same_size,
-    "framework": _same_release,
-    "operating_system": _same_release,
+    "accelerators_per_node": same_number,
+    "accelerator_model_name": same_model,
+    "accelerator_memory_capacity": same_size,
+    "host_processors_per_node": same_number,
+    "host_processor_model_name": same_model,
+    "host_processor_core_count": same_number,
+    "host_memory_capacity": same_size,
+    "framework": same_release,
+    "operating_system": same_release,
 }

@@ -23,6 +23,8 @@ Phase = Literal["before", "init", "ready", "run", "done"]
 # so that its package checker reports success without reading a log.
 RULESETS = ("1.0.0", "1.1.0", "2.0.0", "2.1.0", "3.0.0", "3.1.0", "4.0.0", "4.1.0", "5.0.0")
 NEWEST_RULESET = RULESETS[-1]
+AUTO = "auto"
+"""In place of a ruleset: the newest one that accepts the log."""
 DIVISIONS: tuple[Division, ...] = ("closed", "open")
 SYSTEM_STATUSES = {
     "onprem": "Available on-premise",
@@ -35,6 +37,8 @@ RUN_STATUSES = ("success", "aborted")
 
 NOT_A_RESULT = "Not an MLPerf result: not reviewed and not verified by MLCommons."
 """Notice in everything that is made here (TR 1)."""
+UNOFFICIAL = "Unofficial: computed from the logs by this program. MLCommons publishes the official results."
+"""Notice about the logs of other software, which may be those of a published result."""
 
 QUALITY_TARGET = 0.720
 """Masked-LM accuracy that ends a closed run, as a fraction (TR 24.2)."""

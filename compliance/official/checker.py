@@ -44,10 +44,20 @@ class Complaint:
 
 @dataclass(frozen=True)
 class Opinion:
-    """The verdict of the official checker on one log, its warnings not counted as errors."""
+    """The verdict of the official checker on one log, its warnings not counted as errors.
+
+    Attributes:
+        judged: False if the checker was not asked, crashed or did not end, so that `outcome` is not its own verdict.
+    """
 
     outcome: Outcome
     complaints: tuple[Complaint, ...] = ()
+    judged: bool = True
+
+    @property
+    def errors(self) -> int:
+        """Number of the complaints that fail the log."""
+        return sum(complaint.severity == "error" for complaint in self.complaints)
 
 
 def opinion(lines: Sequence[tuple[int, bytes]], ruleset: str) -> Opinion:
@@ -62,7 +72,7 @@ def opinion(lines: Sequence[tuple[int, bytes]], ruleset: str) -> Opinion:
     # Numbered anew by this: `places` leads back from the checker's count to the lines of the file.
     answer = process.ask_about(b"\n".join(line for _, line in lines), ruleset, TIMEOUT_S)
     if "crash" in answer:
-        return Opinion("fail", (Complaint(visible(answer["crash"], MAX_TEXT_CHARACTERS)),))
+        return Opinion("fail", (Complaint(visible(answer["crash"], MAX_TEXT_CHARACTERS)),), judged=False)
     places = [number for number, _ in lines]
     complaints = [_parse_message(key, text, places, "error") for key, text in answer["errors"]]
     complaints += [_parse_message(key, text, places, "warning") for key, text in answer["warnings"]]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from compliance.artefact import MAX_FILE_BYTES
@@ -14,12 +15,14 @@ from compliance.check.checker import check_log
 from compliance.convergence.outlook import outlook
 from compliance.convergence.selection import FAILED, Selection, select
 from compliance.convergence.standing import batch_size_of, division_of, minutes_of, result_logs
+from compliance.folders import BENCHMARK, absolute
 from compliance.log import rules
 from compliance.log.findings import Finding, Verdict
 from compliance.log.reader import Log
 from compliance.log.rules import SUBMISSION_RUNS
 from compliance.package.source import SourceTree, tracked_source
 from compliance.package.tree import Package, PackageRequest, SubmittedRun, write_tree
+from compliance.submission.agreement import against_logs
 from compliance.submission.description import description_findings, read_description
 from console.files import sha256_of
 
@@ -37,13 +40,14 @@ def make_package(request: PackageRequest) -> Package:
         raise ValueError(f"{request.tree} is there already: choose another --out, or give --replace to write it anew")
     logs = result_logs(request.runs)
     division = division_of(logs)
-    description = _description(request, division)
+    _refuse_renamed(request)
+    description, differences = _description(request, division, logs)
     _refuse_unsuitable(logs)
     chosen, selection = _choose(logs, request.ruleset)
     samples = [run.log.run.converged_samples() for run in chosen]
     ahead = outlook(samples, batch_size_of(logs), request.ruleset, division=division)
     source = tracked_source()
-    findings = tuple(_findings(description, logs, source))
+    findings = (*differences, *_findings(description, logs, source))
     package = Package(request, division, chosen, selection, len(logs), ahead, source.left_out, findings)
     write_tree(package, description, source)
     return package
@@ -52,7 +56,21 @@ def make_package(request: PackageRequest) -> Package:
 # What makes no submission
 
 
-def _description(request: PackageRequest, division: rules.Division) -> dict[str, Any]:
+def _refuse_renamed(request: PackageRequest) -> None:
+    """Refuse runs that lie in the folder of another system: they would be submitted under a name that is not theirs."""
+    folder, system = absolute(request.runs), request.system.stem
+    # A folder of another name may lie anywhere, and its parent names no system.
+    if folder.name == BENCHMARK and folder.parent.name != system:
+        raise ValueError(
+            f"{request.runs} holds the runs of {folder.parent.name!r}, but --system {request.system} describes {system!r}. "
+            f"Give --system .../{folder.parent.name}.json, or rename one of the two if they are the same system"
+        )
+
+
+def _description(
+    request: PackageRequest, division: rules.Division, logs: list[Log]
+) -> tuple[dict[str, Any], list[Finding]]:
+    """The description's fields, and where the logs say something else that does not stop a submission."""
     path = request.system
     description = read_description(path)
     # Warnings about a description stop no submission.
@@ -63,14 +81,19 @@ def _description(request: PackageRequest, division: rules.Division) -> dict[str,
         raise ValueError(f"{path}: {field}{faults[0].found}; {faults[0].remedy}{more}")
     for name in INDISPENSABLE_FIELDS:
         if description.text(name) is None:
-            raise ValueError(f"{path}: {name} is empty: `python -m compliance system --out {path} --set {name}=...`")
+            remedy = f"`python -m compliance system --out {quote(str(path))} --set {name}=...`"
+            raise ValueError(f"{path}: {name} is empty: {remedy}")
     if description.fields["division"] != division:
         raise ValueError(
             f"{path}: division is {description.fields['division']!r}, but the logs say {division!r}; no official "
             "tool compares the two, and seeds and convergence are checked only where the file says 'closed': "
             "put the wrong one right"
         )
-    return description.fields
+    differences = [*against_logs(description, [log.run for log in logs])]
+    for finding in differences:
+        if finding.severity == "error":
+            raise ValueError(f"{path}: {finding.key}: {finding.found}; {finding.remedy}")
+    return description.fields, differences
 
 
 def _refuse_unsuitable(logs: list[Log]) -> None:
@@ -80,7 +103,7 @@ def _refuse_unsuitable(logs: list[Log]) -> None:
         running = f", and {len(logs) - len(ended)} without an end" if len(ended) < len(logs) else ""
         raise ValueError(
             f"{folder}: {len(ended)} complete logs{running}, expected {SUBMISSION_RUNS} (TR 12): make the missing runs; "
-            f"`python -m compliance convergence {folder}` says what they must do"
+            f"`python -m compliance convergence {quote(str(folder))}` says what they must do"
         )
     digests: dict[str, Path] = {}
     for log in logs:

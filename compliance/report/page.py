@@ -10,7 +10,7 @@ from typing import Literal
 from compliance.artefact import write_whole
 from compliance.convergence.outlook import Outlook
 from compliance.convergence.reference_points import Reference
-from compliance.log.rules import NEWEST_RULESET, NOT_A_RESULT
+from compliance.log.rules import NEWEST_RULESET
 from compliance.report import Format
 from compliance.report.charts import Axes, Bar, Guide, Line, level, line_chart, run_chart, short_count
 from compliance.report.markup import MAX_FACTS, escaped, fact_list, figure, pair, scrolling_table, section
@@ -61,7 +61,7 @@ def render(results: Results) -> str:
     """The report as HTML. Everything from the files is escaped, and a policy forbids the page to run or load anything."""
     footer = (
         f"Checked with the official compliance checker (mlperf-logging), ruleset {escaped(results.ruleset)}, and "
-        f"this repository's stricter rules. {NOT_A_RESULT}"
+        f"this repository's stricter rules. {escaped(results.notice)}"
     )
     body = [
         _header(results),
@@ -107,7 +107,7 @@ def _header(results: Results) -> str:
     return (
         f"<header><h1>{escaped(heading(results))}</h1>"
         f'<p class="subtitle">{escaped(", ".join(filter(None, pieces)), MAX_SENTENCE)}</p>'
-        f'<p class="notice">{NOT_A_RESULT}</p></header>'
+        f'<p class="notice">{escaped(results.notice)}</p></header>'
     )
 
 

@@ -25,7 +25,7 @@ from compliance.log.reader import Log, read_log
 from compliance.log.rules import SUBMISSION_RUNS
 from compliance.log.run import LoggedRun
 from compliance.report.published import PublishedPlace, placement
-from compliance.submission.check import check_paths
+from compliance.submission.check import check_paths, is_for_submission
 from compliance.submission.description import read_description
 
 MIN_RUNS_FOR_SCORE = 3
@@ -136,6 +136,17 @@ class Results:
         return self.score_seconds * (self.convergence.scaling if self.convergence else 1.0)
 
     @property
+    def notice(self) -> str:
+        """Say what this is: runs of this repository are no results; of others' logs only this summary is unofficial."""
+        own = any(run.log.chain.opened for run in self.runs)
+        return rules.NOT_A_RESULT if own else rules.UNOFFICIAL
+
+    @property
+    def for_submission(self) -> bool:
+        """Tell whether the runs may become a submission: open runs of this repository's recipes are not meant to."""
+        return any(is_for_submission(run.logged) for run in self.runs)
+
+    @property
     def division(self) -> str | None:
         """The division, when all logs that name one name the same."""
         return _only({run.verdict.division for run in self.runs})
@@ -205,6 +216,8 @@ def load_results(folder: Path, ruleset: str = rules.NEWEST_RULESET) -> Results:
     """
     logs = numbered_logs(folder)
     verdicts = {verdict.path: verdict for verdict in check_paths([folder], ruleset)}
+    # Under "auto" the check has chosen one for the folder.
+    ruleset = verdicts[folder].ruleset
     runs: list[ReportedRun] = []
     for number, path in logs:  # result_1.txt and result_01.txt are two runs of one number
         log = read_log(path)

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from compliance.log.rules import NOT_A_RESULT, SUBMISSION_RUNS
+from compliance.log.rules import SUBMISSION_RUNS
 from compliance.report.published import SOURCE
 from compliance.report.results import MIN_RUNS_FOR_SCORE, ReportedRun, Results, breakdown
 from console.program import say
@@ -78,7 +78,8 @@ def _score_statement(results: Results) -> Statement:
         why = f"{results.lost} of {len(results.submitted)} runs are no valid results, and only one may be"
         return Statement("bad", "Score", f"No score: {why}.")
     if results.score_seconds is None:
-        needed = f"it needs at least {MIN_RUNS_FOR_SCORE} runs, a submission {SUBMISSION_RUNS}"
+        needed = f"it needs at least {MIN_RUNS_FOR_SCORE} runs"
+        needed += f", a submission {SUBMISSION_RUNS}" if results.for_submission else ""
         return Statement("plain", "Score", f"No score yet: {needed}.")
     kept = len(results.runs) - len(results.dropped)
     text = f"Mean of {counted(kept, 'run')} without the fastest and the slowest: "
@@ -89,7 +90,7 @@ def _score_statement(results: Results) -> Statement:
     invalid = next((run.number for run in results.submitted if run not in results.valid), None)
     if invalid is not None:
         text += f" Run {invalid} is no valid result and counts as the slowest."
-    if len(results.runs) != SUBMISSION_RUNS:
+    if len(results.runs) != SUBMISSION_RUNS and (results.for_submission or results.submitted != results.runs):
         text += f" A submission has {SUBMISSION_RUNS} runs, here are {len(results.runs)}"
         text += (
             ": these are the consecutive ones of median score (TR 12.1)." if results.submitted != results.runs else "."
@@ -139,7 +140,7 @@ def print_summary(results: Results) -> None:
         for row in rows:
             say("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
     say(score_line(results))
-    say(NOT_A_RESULT)
+    say(results.notice)
 
 
 def heading(results: Results) -> str:
@@ -153,7 +154,7 @@ def as_markdown(results: Results) -> str:
     rows = "".join(f"| {' | '.join(cells(run))} |\n" for run in results.runs)
     said = "".join(f"- **{item.title}**: {_markdown(item.text)}\n" for item in statements(results))
     findings = "".join(f"- {_markdown(about)}, {_markdown(finding)}\n" for about, finding in results.findings)
-    parts = [f"# {_markdown(heading(results))}\n", f"{NOT_A_RESULT}\n", said, head + rows]
+    parts = [f"# {_markdown(heading(results))}\n", f"{results.notice}\n", said, head + rows]
     if findings:
         parts += ["## Findings\n", findings]
     return "\n".join(parts)
@@ -174,7 +175,7 @@ def as_dict(results: Results) -> dict[str, Any]:
     """Return the report as one JSON document; an absent figure is null."""
     outlook = results.convergence
     return {
-        "note": NOT_A_RESULT,
+        "note": results.notice,
         "system": results.system,
         "ruleset": results.ruleset,
         "division": results.division,

@@ -6,9 +6,10 @@ seed, is added to the verdict of that log. Of ten logs one may fail: it counts a
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,8 @@ from compliance.folders import (
     BenchmarkFolder,
     Tree,
     description_missing,
-    find,
+    find_all,
     layout_findings,
-    power_findings,
     repository_findings,
 )
 from compliance.log import rules
@@ -34,7 +34,8 @@ from compliance.log.rules import SUBMISSION_RUNS
 from compliance.log.run import LoggedRun
 from compliance.official import package as official_package
 from compliance.official.package import Answer
-from compliance.submission.description import Description, description_findings, read_description
+from compliance.submission.agreement import against_logs
+from compliance.submission.description import description_findings, read_description
 from console.text import visible
 
 HYPERPARAMETERS = tuple(
@@ -64,12 +65,14 @@ class FolderRun:
         verdict: of the log by itself.
         logged: the run as its log tells it.
         seeds: its seed records.
+        digest: of the lines with its records; empty without records.
         findings: what the other logs have against this one.
     """
 
     verdict: Verdict
     logged: LoggedRun
     seeds: tuple[Record, ...] = ()
+    digest: bytes = b""
     findings: list[Finding] = field(default_factory=list)
 
     @property
@@ -92,16 +95,24 @@ class FolderRun:
 
 
 def check_paths(paths: Iterable[Path], ruleset: str = rules.NEWEST_RULESET) -> list[Verdict]:
-    """Check logs and folders: a benchmark folder, a system, a results folder, a submission; "-" is a log on standard input.
+    """Check logs and folders: a benchmark folder, a system, a results folder, a submission, a round of submissions.
+
+    Args:
+        paths: "-" is a log on standard input.
+        ruleset: under `rules.AUTO` each log or benchmark folder gets the newest ruleset that accepts it.
 
     Raises:
         ValueError: no such path or ruleset, a folder without logs, or the official checker is not installed.
     """
-    rules.check_ruleset(ruleset)
+    if ruleset != rules.AUTO:
+        rules.check_ruleset(ruleset)
     verdicts: list[Verdict] = []
     for path in paths:
-        is_tree = path != STDIN and path.is_dir()
-        verdicts += _check_tree(find(path), ruleset) if is_tree else [check_file(path, ruleset)]
+        if path == STDIN or not path.is_dir():
+            verdicts.append(check_file(path, ruleset))
+            continue
+        for tree in find_all(path):
+            verdicts += _check_tree(tree, ruleset)
     return verdicts
 
 
@@ -112,24 +123,66 @@ def accepted(verdicts: Sequence[Verdict]) -> bool:
 
 
 def _check_tree(tree: Tree, ruleset: str) -> list[Verdict]:
-    runs = [[_read_run(log, ruleset) for log in folder.logs] for folder in tree.benchmarks]
-    # One division for the folder, as the rules that compare logs differ between the two.
-    divisions: list[rules.Division] = [_division(of_folder) for of_folder in runs]
-    # Bare results may still be growing, which the package checker does not allow for.
-    asked = [*zip(tree.benchmarks, divisions, strict=True)] if tree.submission else []
-    root = tree.path if tree.is_submission else None
-    folder_answers, system_answers, root_answer = official_package.ask(asked, tree.descriptions, root, ruleset)
+    read = [_read_runs(folder, ruleset) for folder in tree.benchmarks]
+    checked = [(folder, runs, chosen) for folder, (runs, chosen) in zip(tree.benchmarks, read, strict=True)]
+    newest = max((chosen for _, _, chosen in checked), key=rules.RULESETS.index)
+    of_description = dict.fromkeys(tree.descriptions, newest)
+    of_description |= {
+        folder.description: chosen for folder, _, chosen in checked if folder.description in of_description
+    }
+    answers = _ask_package_tools(tree, checked, of_description, newest)
     verdicts = []
-    if root_answer:
+    if tree.is_submission:
         findings = tuple(repository_findings(tree))
-        verdicts.append(Verdict(tree.path, ruleset, root_answer.outcome, findings, None, None))
-    for path, answer in zip(tree.descriptions, system_answers, strict=True):
-        described = [of for folder, of in zip(tree.benchmarks, runs, strict=True) if folder.description == path]
-        verdicts.append(_check_description(path, [run for of in described for run in of], answer, ruleset))
-    for index, folder in enumerate(tree.benchmarks):
-        answer = folder_answers[index] if asked else _bare_answer(runs[index])
-        verdicts += _check_folder(folder, runs[index], divisions[index], answer, ruleset)
+        verdicts.append(Verdict(tree.path, newest, answers[tree.path].outcome, findings, None, None))
+    for path, chosen in of_description.items():
+        described = [run for folder, runs, _ in checked if folder.description == path for run in runs]
+        verdicts.append(_check_description(path, described, answers[path], chosen))
+    for folder, runs, chosen in checked:
+        verdicts += _check_folder(folder, runs, answers.get(folder.path) or _bare_answer(runs), chosen)
     return verdicts
+
+
+def _ask_package_tools(
+    tree: Tree,
+    checked: Sequence[tuple[BenchmarkFolder, list[FolderRun], str]],
+    of_description: Mapping[Path, str],
+    newest: str,
+) -> dict[Path, Answer]:
+    """The answers of the official package tools about each folder of a submission, each description, and the root."""
+    answers: dict[Path, Answer] = {}
+    for ruleset in dict.fromkeys([newest, *(chosen for *_, chosen in checked)]):
+        # Bare results may still be growing, which the package checker does not allow for.
+        of_folders = [(folder, runs) for folder, runs, chosen in checked if tree.submission and chosen == ruleset]
+        descriptions = [path for path, chosen in of_description.items() if chosen == ruleset]
+        root = tree.path if tree.is_submission and ruleset == newest else None
+        asked = [(folder, _division(runs)) for folder, runs in of_folders]
+        folders, systems, whole = official_package.ask(asked, descriptions, root, ruleset)
+        answers |= dict(zip((folder.path for folder, _ in of_folders), folders, strict=True))
+        answers |= dict(zip(descriptions, systems, strict=True))
+        answers |= {tree.path: whole} if whole else {}
+    return answers
+
+
+def _read_runs(folder: BenchmarkFolder, ruleset: str) -> tuple[list[FolderRun], str]:
+    """Read and check the logs of a folder under one ruleset; returns it too."""
+    runs = [_read_run(log, ruleset) for log in folder.logs]
+    if ruleset != rules.AUTO:
+        return runs, ruleset
+    # Each log has been checked under the newest ruleset that accepts it. The oldest of these is meant for all logs.
+    accepting = [run.verdict.ruleset for run in runs if run.verdict.passed]
+    if accepting:
+        common = min(accepting, key=rules.RULESETS.index)
+    else:
+        usual = Counter(run.verdict.ruleset for run in runs if run.verdict.ruleset != rules.AUTO).most_common(1)
+        common = usual[0][0] if usual else rules.NEWEST_RULESET
+    return [run if run.verdict.ruleset == common else _read_run(run.verdict.path, common) for run in runs], common
+
+
+def is_for_submission(run: LoggedRun) -> bool:
+    """Tell whether a run may become part of a submission: an open run of this repository's recipes is not meant to."""
+    # Only logs of this repository name their configuration.
+    return run.header.get("config.log.division") != "open"
 
 
 def _read_run(path: Path, ruleset: str) -> FolderRun:
@@ -140,7 +193,9 @@ def _read_run(path: Path, ruleset: str) -> FolderRun:
         finding = Finding(None, "", "log format", found, "put the log itself in its place")
         # So that the other logs are still held against each other.
         return FolderRun(Verdict(path, ruleset, "fail", (finding,), None, None), LoggedRun())
-    return FolderRun(check_log(log, ruleset), log.run, tuple(log.all("seed")))
+    # By the records and not by the file, so that a copy is one in gzip or with another comment, too.
+    digest = hashlib.sha256(b"\n".join(line for _, line in log.evidence)).digest() if log.evidence else b""
+    return FolderRun(check_log(log, ruleset), log.run, tuple(log.all("seed")), digest)
 
 
 def _division(runs: Sequence[FolderRun]) -> rules.Division:
@@ -156,21 +211,22 @@ def _bare_answer(runs: Sequence[FolderRun]) -> Answer:
     return Answer("pass" if failed <= (len(runs) >= SUBMISSION_RUNS) else "fail")
 
 
-def _check_folder(
-    folder: BenchmarkFolder, runs: list[FolderRun], division: rules.Division, answer: Answer, ruleset: str
-) -> list[Verdict]:
+def _check_folder(folder: BenchmarkFolder, runs: list[FolderRun], answer: Answer, ruleset: str) -> list[Verdict]:
+    # One division for the folder, as the rules that compare logs differ between the two.
+    division = _division(runs)
     if folder.submission:
         for run in runs:
             if PACKED in run.verdict.findings:
                 # A copy with the severity that a submission gives it: the official tools would read no record in it.
                 run.object(replace(PACKED, severity="error"))
-    _compare_settings(runs, division)
-    _compare_seeds(runs, division, folder.severity)
+    originals = _without_copies(runs)
+    _compare_settings(originals, division)
+    _compare_seeds(originals, division, folder.severity)
+    is_meant = folder.submission or any(is_for_submission(run.logged) for run in runs)
     findings = [
-        *layout_findings(folder, SUBMISSION_RUNS),
+        *layout_findings(folder, SUBMISSION_RUNS if is_meant else None),
         *description_missing(folder),
-        *power_findings(folder),
-        *_overlaps(runs),
+        *_overlaps(originals),
     ]
     if any(not run.complete_verdict.passed for run in runs):
         findings.append(_failed_runs(runs, answer))
@@ -183,46 +239,58 @@ def _check_folder(
     return [verdict, *(run.complete_verdict for run in runs)]
 
 
+def _without_copies(runs: Sequence[FolderRun]) -> list[FolderRun]:
+    """Add to each copy of an earlier log that it is one, and return the other runs."""
+    originals: dict[bytes, FolderRun] = {}
+    for run in runs:
+        original = originals.setdefault(run.digest, run) if run.digest else run
+        if original is not run:
+            found = f"{run.name} is a copy of {original.name}: all records are the same, expected a run of its own"
+            run.findings.append(Finding(None, "", "TR 12", found, "remove the copy, and run again"))
+    return [run for run in runs if originals.get(run.digest, run) is run]
+
+
 def _compare_settings(runs: Sequence[FolderRun], division: rules.Division) -> None:
     """Add to each log what it says differently from most."""
     for key, severity in SUBMISSION_KEYS:
-        for run, record, usual in _odd_ones(runs, key):
+        for run, record, usual, named in _odd_ones(runs, key):
             remedy = "keep the logs of one system and entry in a folder"
-            run.object(_at(record, "TR 12", _unlike(record, usual), remedy, severity))
+            run.object(_at(record, "TR 12", _unlike(record, usual, named), remedy, severity))
     severity = "error" if division == "closed" else "warning"
     remedy = "submit runs of one configuration: run this one again"
     apart = set()
-    for run, record, usual in _odd_ones(runs, "global_batch_size"):
+    for run, record, usual, named in _odd_ones(runs, "global_batch_size"):
         apart.add(run.name)
-        run.object(_at(record, "TR 12; RCP checker", _unlike(record, usual), remedy, severity))
-    departures: dict[str, list[tuple[FolderRun, Record, Record]]] = {}
+        run.object(_at(record, "TR 12; RCP checker", _unlike(record, usual, named), remedy, severity))
+    departures: dict[str, list[tuple[FolderRun, Record, Record, str]]] = {}
     # With another batch size goes much else, which need not be said again.
     alike = [run for run in runs if run.name not in apart]
     for key in HYPERPARAMETERS:
         for odd in _odd_ones(alike, key):
             departures.setdefault(odd[0].name, []).append(odd)
-    for (run, record, usual), *others in departures.values():
-        named = ", ".join(other.key for _, other, _ in others)
-        found = _unlike(record, usual) + (f"; {named} likewise" if named else "")
+    for (run, record, usual, named), *others in departures.values():
+        keys = ", ".join(other.key for _, other, *_ in others)
+        found = _unlike(record, usual, named) + (f"; {keys} likewise" if keys else "")
         run.object(_at(record, "TR 9.1; TR 12", found, remedy, severity))
 
 
-def _unlike(record: Record, usual: Record) -> str:
-    return f"value {shown(record.value)}, expected {shown(usual.value)} as in most logs of the folder"
+def _unlike(record: Record, usual: Record, named: str) -> str:
+    return f"value {shown(record.value)}, expected {shown(usual.value)} as in {named}"
 
 
-def _odd_ones(runs: Sequence[FolderRun], key: str) -> Iterator[tuple[FolderRun, Record, Record]]:
-    """Each run whose record of `key` has another value than most, with that record and one of the usual ones."""
+def _odd_ones(runs: Sequence[FolderRun], key: str) -> Iterator[tuple[FolderRun, Record, Record, str]]:
+    """Each run whose record of `key` has another value than most, with that record, a usual one, and whose that is."""
     holders = [(run, run.logged.first[key]) for run in runs if key in run.logged.first]
     counts = Counter(_comparable(record.value) for _, record in holders)
     if len(counts) < 2:
         return
-    # The majority is taken for what was meant.
-    most, _ = counts.most_common(1)[0]
-    usual = next(record for _, record in holders if _comparable(record.value) == most)
+    # The most frequent value is taken for what was meant, the first of several that are equally frequent.
+    most, count = counts.most_common(1)[0]
+    first, usual = next((run, record) for run, record in holders if _comparable(record.value) == most)
+    named = "most logs of the folder" if 2 * count > len(holders) else f"{first.name}: all logs must agree"
     for run, record in holders:
         if _comparable(record.value) != most:
-            yield run, record, usual
+            yield run, record, usual, named
 
 
 def _comparable(value: Any) -> object:
@@ -332,54 +400,13 @@ def _check_description(path: Path, runs: Sequence[FolderRun], answer: Answer, ru
     description = read_description(path)
     findings = [*description_findings(description, ruleset)]
     if runs and not description.fault:
-        findings += _against_logs(description, runs)
+        findings += against_logs(description, [run.logged for run in runs])
     if answer.outcome == "fail" and not any(finding.severity == "error" for finding in findings):
         found = (
             f"the official description checker does not accept the description, expected no objection: {answer.message}"
         )
         findings.append(Finding(None, "", f"mlperf-logging, ruleset {ruleset}", found, "see its message"))
     return Verdict(path, ruleset, answer.outcome, tuple(findings), None, None)
-
-
-def _against_logs(description: Description, runs: Sequence[FolderRun]) -> Iterator[Finding]:
-    """Yield what most logs say otherwise than the description."""
-    logged = {key: _usual_text(runs, key) for key, _ in SUBMISSION_KEYS}
-    comparisons: tuple[tuple[str, str, Callable[[str, str], bool], Severity], ...] = (
-        ("division", "submission_division", lambda described, said: described == said, "error"),
-        ("submitter", "submission_org", _alike, "warning"),
-        ("system_name", "submission_platform", _alike, "warning"),
-        (
-            "status",
-            "submission_status",
-            lambda described, said: rules.SYSTEM_STATUSES.get(said) == described,
-            "warning",
-        ),
-    )
-    for name, key, agree, severity in comparisons:
-        described, said = description.text(name), logged[key]
-        # A field that is not there, or what no log says, has been reported or may be absent.
-        if described is None or said is None or agree(described, said):
-            continue
-        if name == "division" and not {described, said} <= {*rules.DIVISIONS}:
-            continue  # its spelling has been reported, here or in the log
-        if name == "status" and (said not in rules.SYSTEM_STATUSES or described not in rules.SYSTEM_STATUSES.values()):
-            continue
-        found = f"value {shown(described)}, expected what the logs say, {key} {shown(said)}"
-        remedy = f"correct {name}, or the setting that is logged as {key}"
-        rule = "SR System description; TR 4" if name == "division" else "SR System description"
-        yield Finding(description.lines.get(name), name, rule, found, remedy, severity=severity)
-
-
-def _usual_text(runs: Sequence[FolderRun], key: str) -> str | None:
-    texts = [run.logged.first[key].value for run in runs if key in run.logged.first]
-    counts = Counter(text for text in texts if isinstance(text, str) and text.strip())
-    return counts.most_common(1)[0][0] if counts else None
-
-
-def _alike(described: str, said: str) -> bool:
-    """Tell whether two names may mean the same: letters and digits of one within the other, in any case."""
-    one, other = ("".join(filter(str.isalnum, name.casefold())) for name in (described, said))
-    return one in other or other in one
 
 
 def _at(record: Record, rule: str, found: str, remedy: str, severity: Severity = "error", more: int = 0) -> Finding:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from compliance.artefact import MAX_FILE_BYTES
@@ -86,7 +87,11 @@ def description_findings(description: Description, ruleset: str) -> Iterator[Fin
     if missing:
         named = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
         found = f"there is no {named}, expected all {len(rules.SYSTEM_FIELDS)} fields"
-        yield Finding(None, missing[0], RULE, found, "add what is missing; the text may be empty")
+        empty = " ".join(f"{name}=" for name in missing[:5])
+        remedy = (
+            f"`python -m compliance system --out {quote(str(description.path))} --set {empty}`; a text may be empty"
+        )
+        yield Finding(None, missing[0], RULE, found, remedy)
     for name, value in fields.items():
         yield from _value_findings(name, value, description.lines.get(name))
     division, status = fields.get("division"), fields.get("status")

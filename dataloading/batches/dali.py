@@ -93,7 +93,7 @@ class DaliLoader:
 
     def _feed(self) -> tuple[NDArray[np.generic], ...]:
         samples, micro_batch = next(self._micro_batches)
-        shape_bucket = shape_bucket_of(samples, self.shape_buckets)
+        shape_bucket = shape_bucket_of(samples, self.shape_buckets, micro_batch)
         # Batches leave the pipeline in the order in which they were fed.
         self._in_flight.append(max_seqlen(samples, shape_bucket))
         arrays = flat_arrays(samples, micro_batch, shape_bucket)

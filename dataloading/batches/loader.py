@@ -92,18 +92,23 @@ class SampleSource(Protocol):
         ...
 
 
-def shape_bucket_of(samples: Samples, shape_buckets: Sequence[ShapeBucket]) -> ShapeBucket | None:
+def shape_bucket_of(
+    samples: Samples, shape_buckets: Sequence[ShapeBucket], micro_batch: MicroBatch | None = None
+) -> ShapeBucket | None:
     """Choose what a batch of ``samples`` is padded to: the first shape bucket that holds it, or None where none are given.
 
+    With a ``micro_batch`` of a plan, the shape bucket also holds what the other ranks run at the same time. All ranks then
+    replay the same graph, as NCCL requires of graphs that contain collectives, and wait for the largest micro-batch anyway.
     A batch that fits none gets one of its own, which nothing was captured for.
     """
     if not shape_buckets:
         return None
+    tokens, masked = len(samples.input_ids), len(samples.masked_lm_ids)
+    if micro_batch is not None:
+        tokens, masked = max(tokens, micro_batch.largest_tokens), max(masked, micro_batch.largest_masked)
     # All shape buckets have one max_seqlen, which only a sample that none of them was made for exceeds.
     longest = max(int(samples.lengths.max()), shape_buckets[-1].max_seqlen)
-    return fitting(
-        ShapeBucket.around(len(samples.input_ids), len(samples), len(samples.masked_lm_ids), longest), shape_buckets
-    )
+    return fitting(ShapeBucket.around(tokens, len(samples), masked, longest), shape_buckets)
 
 
 def flat_arrays(
@@ -278,6 +283,12 @@ class NumpyLoader:
         self._source = source
         self._rank_batches = rank_batches
         self._uploads = Uploads(device) if device.type == "cuda" else None
+        if self._uploads is not None and shape_buckets:
+            # Allocations take long: here they come before the clock starts. The allocators keep the memory. Besides the
+            # steps read ahead, one is being assembled, one waits for room, and one is in use.
+            step = [inert_batch(shape_buckets[-1])] * len(rank_batches(0))
+            for arriving in [self._uploads.start(step) for _ in range(prefetch + 3)]:
+                self._uploads.finish(arriving)
         # map() is lazy: nothing is assembled before the first next().
         self._prefetcher = Prefetcher(map(self._assemble, itertools.count()), prefetch)
 
@@ -294,5 +305,5 @@ class NumpyLoader:
         batches = []
         for micro in self._rank_batches(step):
             samples = self._source.take(micro.indices)
-            batches.append(batch_of(samples, micro, shape_bucket_of(samples, self.shape_buckets)))
+            batches.append(batch_of(samples, micro, shape_bucket_of(samples, self.shape_buckets, micro)))
         return (batches, None) if self._uploads is None else self._uploads.start(batches)

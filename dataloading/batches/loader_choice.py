@@ -14,9 +14,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from console.program import reason
 from dataloading.batches.loader import Loader, NumpyLoader, RankBatches, SampleSource
+from dataloading.batches.sampler import MicroBatch
 from dataloading.batches.shape_buckets import ShapeBucket
 from dataloading.batches.synthetic import synthetic_samples
+from dataloading.shards.samples import Samples
 
 _TURNS = 3
 """Of each loader, in alternation; the best one counts."""
@@ -37,6 +40,8 @@ class LoaderChoice:
     make: MakeLoader
     name: str
     reason: str
+    is_fallback: bool = False
+    """Whether another loader was preferred and could not start."""
 
     def __str__(self) -> str:
         """Say the choice in one line."""
@@ -61,16 +66,35 @@ def choose_loader(
 ) -> LoaderChoice:
     """Choose what ``data.loader`` stands for on this machine: "numpy", "dali", or for "auto" what is faster on a GPU's host.
 
-    ``rank_batches(step)`` gives this rank's micro-batches of samples that have ``lengths_N``.
+    ``rank_batches(step)`` gives this rank's micro-batches of samples that have ``lengths_N``. DALI loads a synthetic step
+    before it is chosen: if that fails, "auto" falls back to NumPy, and "dali" raises ``ValueError``.
     """
     check_loader(kind)
-    if kind != "auto":
-        return LoaderChoice(_dali() if kind == "dali" else NumpyLoader, kind, "as set")
-    if device.type != "cuda":
+    if kind == "numpy":
+        return LoaderChoice(NumpyLoader, kind, "as set")
+    if kind == "auto" and device.type != "cuda":
         return LoaderChoice(NumpyLoader, "numpy", "no GPU")
-    if not _is_dali_installed():
+    if kind == "auto" and not _is_dali_installed():
         return LoaderChoice(NumpyLoader, "numpy", "nvidia-dali is not installed")
-    return faster_loader(_dali(), device, rank_batches, lengths_N, prefetch, shape_buckets)
+    try:
+        dali = _dali()
+        samples, micro_batches = _synthetic_step(rank_batches(0), lengths_N)
+        loader = dali(samples, lambda _: micro_batches, device, prefetch, shape_buckets)
+        try:
+            next(loader)
+        finally:
+            loader.close()
+    except Exception as error:  # whatever an import, a driver or a pipeline raises
+        why = f"{type(error).__name__}: {next(iter(reason(error).splitlines()), '')[:300]}"
+        if kind == "dali":
+            raise ValueError(
+                f"data.loader is dali, but DALI cannot start here ({why}): repair its installation, or set data.loader to "
+                "numpy"
+            ) from error
+        return LoaderChoice(NumpyLoader, "numpy", f"DALI is installed but cannot start: {why}", is_fallback=True)
+    if kind == "dali":
+        return LoaderChoice(dali, kind, "as set")
+    return faster_loader(dali, device, rank_batches, lengths_N, prefetch, shape_buckets)
 
 
 def faster_loader(
@@ -81,16 +105,9 @@ def faster_loader(
     prefetch: int,
     shape_buckets: Sequence[ShapeBucket] = (),
 ) -> LoaderChoice:
-    """Measure both loaders on made-up samples, and choose ``dali`` where it is clearly faster than NumPy's."""
-    micro_batches = rank_batches(0)
-    # Which ids they are makes no difference to a loader, how long they are does.
-    samples = synthetic_samples(lengths_N[np.concatenate([micro.indices for micro in micro_batches])], vocab_size=2**15)
-    ends = np.cumsum([len(micro.indices) for micro in micro_batches])
-    made_up = [
-        replace(micro, indices=np.arange(end - len(micro.indices), end))
-        for micro, end in zip(micro_batches, ends.tolist(), strict=True)
-    ]
-    loaders = [make(samples, lambda _: made_up, device, prefetch, shape_buckets) for make in (NumpyLoader, dali)]
+    """Measure both loaders on synthetic samples, and choose ``dali`` where it is clearly faster than NumPy's."""
+    samples, micro_batches = _synthetic_step(rank_batches(0), lengths_N)
+    loaders = [make(samples, lambda _: micro_batches, device, prefetch, shape_buckets) for make in (NumpyLoader, dali)]
     best = [math.inf, math.inf]
     try:
         # In turns, so that what else the machine does meets both.
@@ -103,6 +120,19 @@ def faster_loader(
     if best[1] < _CLEARLY * best[0]:
         return LoaderChoice(dali, "dali", shown)
     return LoaderChoice(NumpyLoader, "numpy", shown)
+
+
+def _synthetic_step(
+    micro_batches: Sequence[MicroBatch], lengths_N: NDArray[np.integer]
+) -> tuple[Samples, list[MicroBatch]]:
+    """Return synthetic samples in the lengths of a step's micro-batches, and the micro-batches that index them."""
+    # Which ids they are makes no difference to a loader, how long they are does.
+    samples = synthetic_samples(lengths_N[np.concatenate([micro.indices for micro in micro_batches])], vocab_size=2**15)
+    ends = np.cumsum([len(micro.indices) for micro in micro_batches])
+    return samples, [
+        replace(micro, indices=np.arange(end - len(micro.indices), end))
+        for micro, end in zip(micro_batches, ends.tolist(), strict=True)
+    ]
 
 
 def _turn(loader: Loader, device: torch.device, prefetch: int) -> float:

@@ -34,6 +34,10 @@ class MicroBatch:
     """Sequences in the global batch: what the next-sentence loss is divided by."""
     global_masked: int
     """Masked tokens in the global batch: what the masked-LM loss is divided by."""
+    largest_tokens: int = 0
+    """The most tokens in any of the micro-batches that the ranks run at the same time, if there is a plan."""
+    largest_masked: int = 0
+    """The most masked tokens in any of these micro-batches."""
 
 
 @dataclass(frozen=True)
@@ -97,8 +101,17 @@ class BatchPlan:
         # Of the whole batch, from the index: the step need not add up counts over the ranks before it divides by them.
         masked = int(self.masked_counts[batch].sum())
         mine = micro_batches[rank :: self.world_size]
+        largest = (self._largest(sizes[batch], micro_batches) for sizes in (self.lengths, self.masked_counts))
         # Places that stayed empty, where the batch does not divide, are -1.
-        return [MicroBatch(batch[rows[rows >= 0]], len(batch), masked) for rows in mine]
+        return [
+            MicroBatch(batch[rows[rows >= 0]], len(batch), masked, *both)
+            for rows, *both in zip(mine, *largest, strict=True)
+        ]
+
+    def _largest(self, sizes: NDArray[np.integer], micro_batches: NDArray[np.int64]) -> list[int]:
+        """Return the largest sum of ``sizes`` over a micro-batch, for each turn in which every rank runs one."""
+        sums = np.append(sizes, 0)[micro_batches].sum(axis=1, dtype=np.int64)  # an empty place, -1, takes the last
+        return sums.reshape(-1, self.world_size).max(axis=1).tolist()
 
 
 def cost(lengths: NDArray[np.integer]) -> NDArray[np.int64]:

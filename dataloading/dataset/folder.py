@@ -160,16 +160,16 @@ class Dataset:
         # Before the samples are read, whose pages would otherwise be given back and read again.
         self._forget_now_and_then(len(indices))
         builder = SampleBuilder()
-        # Sample by sample where all shards can: index arrays would take a fixed time for each of many shards.
-        if all(shards[shard].add_to(builder, row) for shard, row in zip(shard_of.tolist(), rows.tolist(), strict=True)):
-            samples = builder.samples()
-            # Checked here, as add_to() checks nothing.
-            try:
+        places = zip(shard_of.tolist(), rows.tolist(), strict=True)
+        try:
+            # Sample by sample where all shards can: index arrays would take a fixed time for each of many shards.
+            if all(shards[shard].add_to(builder, row) for shard, row in places):
+                samples = builder.samples()
+                # Checked here, as add_to() checks nothing.
                 check_content(samples, self.info, self.folder)
-            except ValueError:
-                pass  # what follows names the shard
-            else:
                 return samples
+        except ValueError:
+            pass  # what follows names the shard
         return self._take_by_shard(shards, shard_of, rows)
 
     def _take_by_shard(self, shards: dict[int, Shard], shard_of: NDArray[np.int64], rows: NDArray[np.int64]) -> Samples:

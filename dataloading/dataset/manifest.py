@@ -5,6 +5,8 @@ import io
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from shlex import quote
+from tokenize import TokenError
 
 import numpy as np
 from numpy.typing import NDArray
@@ -94,7 +96,7 @@ def parts_in(folder: Path) -> list[WorkPart]:
 
 def _remedy_without_manifest(folder: Path) -> str:
     if folder.is_dir() and parts_in(folder):
-        return f"it holds parts of a data set: join them by `python -m dataloading merge {folder} ... --out DIR`"
+        return f"it holds parts of a data set: join them by `python -m dataloading merge {quote(str(folder))} ... --out DIR`"
     if folder.is_dir() and any(folder.glob("part*")):
         return "`python -m dataloading index` makes a data set of shards from elsewhere"
     return (
@@ -117,7 +119,7 @@ def read_lengths(path: Path, count: int, sha256: str) -> NDArray[np.uint16]:
     try:
         # allow_pickle: an array of objects would be a pickle, which can run code.
         lengths = np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
-    except (ValueError, EOFError) as error:
+    except (ValueError, EOFError, TypeError, RecursionError, TokenError) as error:  # NumPy parses the header as Python
         raise ValueError(f"{path}: {error}; {REMEDY}") from None
     if lengths.dtype != np.dtype("<u2") or lengths.shape != (count, 2):
         raise ValueError(f"{path}: {lengths.dtype} {lengths.shape}, expected uint16 ({count}, 2); {REMEDY}")

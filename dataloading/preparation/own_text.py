@@ -1,5 +1,6 @@
 """Own text to a training set, an evaluation set of documents held out, and the vocabulary of both."""
 
+import glob
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -45,13 +46,14 @@ def write_own_text(own: OwnText, out: Path) -> TextSplit:
     Raises:
         ValueError: a text or the vocabulary cannot be used, there are too few documents, or ``out`` holds something.
     """
-    split = split_documents([document for path in own.text for document in _documents(path, own)], own.evaluation_share)
+    texts = text_files(own.text)
+    split = split_documents([document for path in texts for document in _documents(path, own)], own.evaluation_share)
     with new_folder(out) as aside:
         # Learned of the training text alone: the documents held out stay unseen.
         vocabulary, lower = _vocabulary(own, split.train)
         write_atomically(aside / "vocab.txt", vocabulary.content)
         tokenizer = Tokenizer(vocabulary, lower)
-        sources = {path.as_posix(): sha256_of(path) for path in own.text}
+        sources = {path.as_posix(): sha256_of(path) for path in texts}
         for name, documents, dupes, seed in (
             ("train", split.train, own.dupe_factor, own.seed),
             ("evaluation", split.evaluation, 2, own.seed + _SEED_OF_EVALUATION),
@@ -66,6 +68,25 @@ def write_own_text(own: OwnText, out: Path) -> TextSplit:
             )
             _write(aside / name, documents, tokenizer, options, sources)
     return split
+
+
+def text_files(places: Sequence[Path]) -> list[Path]:
+    """Return the files that files, folders and patterns name, each once. Hidden files of folders are left out.
+
+    Raises ``ValueError`` if a place names no file.
+    """
+    found: dict[Path, None] = {}
+    for place in places:
+        if place.is_dir():
+            inside = [path for path in sorted(place.rglob("*")) if path.is_file()]
+            files = [path for path in inside if not any(part[0] == "." for part in path.relative_to(place).parts)]
+        else:
+            matches = glob.glob(str(place), recursive=True)  # noqa: PTH207 - leaves hidden files out, as a shell does
+            files = [place] if place.exists() else [path for path in sorted(map(Path, matches)) if path.is_file()]
+        if not files:
+            raise ValueError(f"--text {place}: there is no such file, expected a file, a folder of files or a pattern")
+        found |= dict.fromkeys(files)
+    return list(found)
 
 
 def split_documents(documents: Sequence[Document], share: float) -> TextSplit:

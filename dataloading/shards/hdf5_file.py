@@ -8,6 +8,7 @@ So it is asked where things are, and what is there is taken from the file and un
 
 import math
 import mmap
+import struct
 import zlib
 from collections.abc import Iterator
 from itertools import product
@@ -16,6 +17,7 @@ from typing import Any, Self
 
 import h5py
 import h5py.h5l
+import h5py.h5o
 import numpy as np
 from numpy.typing import NDArray
 
@@ -78,6 +80,8 @@ class HDF5File:
         # Only a single value: an attribute may hold an array as large as it likes.
         if found.shape != () or (dtype.kind not in "iu" and h5py.check_string_dtype(dtype) is None):
             raise ValueError(f"the attribute {name} is {dtype} {found.shape}, expected a text or an integer")
+        if dtype.kind == "O":  # a text of variable length
+            self._require_inside(name)
         value: Any = np.empty((), dtype)
         found.read(value)
         return value.item().decode() if dtype.kind in "OS" else value.item()
@@ -94,6 +98,17 @@ class HDF5File:
                 f"{name} claims {size:,} bytes in a file of {len(self.content):,}; all arrays may take at most "
                 f"{MOST_EXPANSION} times the file"
             )
+
+    def _require_inside(self, name: str) -> None:
+        """Raise ``ValueError`` if a text attribute claims more bytes than the file has, all of which would be allocated."""
+        header = h5py.h5o.get_info(self._file.id).addr
+        sizes = list(_text_sizes(self.content, header, name)) if self.plain_references else []
+        if not sizes:
+            raise ValueError(
+                f"the attribute {name} is stored in an unknown way, expected it in the root's object header"
+            )
+        if max(sizes) > len(self.content):
+            raise ValueError(f"the attribute {name} claims {max(sizes):,} bytes in a file of {len(self.content):,}")
 
     def _open(self, name: str) -> h5py.h5d.DatasetID:
         """An object of the root group, by the library's low-level interface: a run opens thousands of files."""
@@ -224,6 +239,44 @@ class HDF5Array:
             # The filter puts the first bytes of all elements first, then their second ones.
             content = np.frombuffer(content, np.uint8).reshape(self._stored.itemsize, -1).T.tobytes()
         return np.frombuffer(content, self._stored)
+
+
+_ATTRIBUTE, _CONTINUATION = 0x0C, 0x10
+"""Types of header messages (HDF5 File Format Specification 3.0, sections IV.A.2.m and IV.A.2.q)."""
+_MOST_MESSAGES = 4096
+
+
+def _text_sizes(content: mmap.mmap, header: int, name: str) -> Iterator[int]:
+    """Yield the size that the attribute ``name`` of an object header claims, if its text has variable length.
+
+    Yields nothing if the header is not of version 1, or stores its attributes elsewhere: h5py writes neither by default.
+    """
+    key = name.encode() + b"\0"
+    for kind, message in _messages(content, header):
+        if kind == _ATTRIBUTE and len(message) >= 9:
+            version, name_bytes, type_bytes, space_bytes = struct.unpack_from("<BxHHH", message)
+            # Version 3 adds an encoding; version 1 pads each part to 8 bytes.
+            start, unit = (9 if version == 3 else 8), (8 if version == 1 else 1)
+            data = start + sum(-(-size // unit) * unit for size in (name_bytes, type_bytes, space_bytes))
+            if message[start : start + name_bytes] == key and data + REFERENCE.itemsize <= len(message):
+                yield int.from_bytes(message[data : data + 4], "little")
+
+
+def _messages(content: mmap.mmap, header: int) -> Iterator[tuple[int, bytes]]:
+    """Yield the type and the body of each message of an object header of version 1 (section IV.A.1.a)."""
+    if header + 16 > len(content) or content[header] != 1:
+        return
+    blocks = [(header + 16, int.from_bytes(content[header + 8 : header + 12], "little"))]
+    found = 0
+    for start, size in blocks:  # continuations are appended meanwhile
+        place, end = start, min(start + size, len(content))
+        while place + 8 <= end and (found := found + 1) <= _MOST_MESSAGES:
+            kind, length = struct.unpack_from("<HH", content, place)
+            message = content[place + 8 : min(place + 8 + length, end)]
+            if kind == _CONTINUATION and len(message) >= 16:
+                blocks.append(struct.unpack_from("<QQ", message))
+            yield kind, message
+            place += 8 + length
 
 
 def _without_checksum(content: bytes) -> bytes:

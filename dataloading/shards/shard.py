@@ -6,6 +6,7 @@ Readers differ in how they find the samples of a file; what they promise, and ho
 import json
 import mmap
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
@@ -170,17 +171,23 @@ class Shard(ABC):
         """
         if not 0 <= start <= stop <= len(self):
             raise IndexError(f"{self.path}: samples {start} to {stop} asked for; it holds {len(self):,}")
-        self.require_whole()
-        samples = self._between(start, stop)
-        check_content(samples, self.info, self.path, self.remedy)
-        return samples
+        return self._checked(lambda: self._between(start, stop))
 
     def take(self, indices: NDArray[np.int64]) -> Samples:
         """The samples at ``indices`` in that order, copied; errors as in `read`."""
         check_indices(indices, len(self), self.path)
+        return self._checked(lambda: self._at(indices))
+
+    def _checked(self, find: Callable[[], Samples]) -> Samples:
+        """Return samples after checking them; ``ValueError`` names this file, which others may overwrite at any time."""
         self.require_whole()
-        samples = self._at(indices)
-        check_content(samples, self.info, self.path, self.remedy)
+        try:
+            samples = find()
+            check_content(samples, self.info, self.path, self.remedy)
+        except (ValueError, IndexError, MemoryError) as error:
+            if str(error).startswith(str(self.path)):
+                raise
+            raise ValueError(f"{self.path}: overwritten while it was read ({error}); {REMEDY}") from None
         return samples
 
     def verify(self, digest: str | None = None) -> Samples:
@@ -270,7 +277,16 @@ class FlatShard(Shard):
         return self._samples.slice(start, stop)
 
     def _at(self, indices: NDArray[np.int64]) -> Samples:
-        return self._samples.take(indices)
+        samples, info = self._samples, self.info
+        # Memory for a batch is allocated by its lengths, which may have changed since the file was opened.
+        for offsets, most in (
+            (samples.sequence_offsets, info.max_seq_length),
+            (samples.masked_lm_offsets, info.max_predictions_per_seq),
+        ):
+            lengths = offsets[indices + 1] - offsets[indices]
+            if len(lengths) and not (lengths.min() >= 0 and lengths.max() <= most):
+                raise ValueError(f"lengths of {lengths.min()} to {lengths.max()}, expected 0 to {most}")
+        return samples.take(indices)
 
     def add_to(self, builder: SampleBuilder, index: int) -> bool:
         """Add one sample, unchecked, to ``builder``."""

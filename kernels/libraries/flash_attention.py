@@ -99,13 +99,6 @@ def unsupported_reasons(query_QHE: Tensor, *_: Any, **__: Any) -> list[str]:
     return reasons
 
 
-def reasons_without_dropout(query_QHE: Tensor, *args: Any, **kwargs: Any) -> list[str]:
-    """``unsupported_reasons`` of a library with the same limits that has no dropout."""
-    # By type, wherever the argument stands: positional or by name.
-    drops = any(isinstance(value, Dropout) for value in (*args, *kwargs.values()))
-    return unsupported_reasons(query_QHE) + (["it has no dropout"] if drops else [])
-
-
 def capability_of(x: Tensor) -> tuple[int, int] | None:
     """Compute capability of the GPU that a tensor is on; None on a CPU, and where a GPU is only pretended."""
     return torch.cuda.get_device_capability(x.device) if x.is_cuda and torch.cuda.is_available() else None

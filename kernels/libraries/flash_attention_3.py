@@ -8,7 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
-from kernels.libraries.flash_attention import capability_of, of_one_tensor, on_owned_rows, reasons_without_dropout
+from kernels.libraries import flash_attention
+from kernels.libraries.flash_attention import capability_of, of_one_tensor, on_owned_rows
+from kernels.reference.random import Dropout
 
 
 @on_owned_rows
@@ -27,8 +29,10 @@ varlen_self_attention = of_one_tensor(varlen_attention)
 
 
 def unsupported_reasons(query_QHE: Tensor, *args: Any, **kwargs: Any) -> list[str]:
-    """Say why these inputs cannot be computed."""
-    reasons = reasons_without_dropout(query_QHE, *args, **kwargs)
+    """Return the reasons why these inputs cannot be computed; empty if they can."""
+    reasons = flash_attention.unsupported_reasons(query_QHE)
+    if any(isinstance(value, Dropout) for value in (*args, *kwargs.values())):
+        reasons.append("it has no dropout")
     capability = capability_of(query_QHE)
     # FlashAttention-3 is written for Hopper alone.
     if capability is not None and capability[0] != 9:

@@ -25,7 +25,7 @@ HEADROOM_BITS = {E4M3: 2, E5M2: 4}
 
 A gradient's largest magnitude at times grows ninefold in one step, that of inputs and weights by less than a third. The
 price is paid by what is too small, and is nothing as long as the largest magnitude is below some 2^10 (E4M3) or 2^20 (E5M2)
-deviations (``benchmarks/training/fp8_headroom.py``).
+deviations.
 """
 
 ALIGNMENT = 16

@@ -56,9 +56,9 @@ def _gelu_kernel(
     LARGEST: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Cast one tile of ``gelu(product + bias)``."""
-    y = _tile(product, rows, columns, ROWS, COLUMNS) + _bias(bias, columns, ROWS, COLUMNS)
+    y = _tile(product, rows, columns, ROWS, COLUMNS, "") + _bias(bias, columns, ROWS, COLUMNS)
     gate, _ = gelu_gates(y)
-    _write(y * gate, scale, amax, q, transposed, None, rows, columns, LARGEST, ROWS, COLUMNS)
+    _write(y * gate, scale, amax, q, transposed, None, rows, columns, LARGEST, ROWS, COLUMNS, "")
 
 
 @triton.jit(do_not_specialize_on_alignment=SCALARS)
@@ -67,14 +67,14 @@ def _gelu_backward_kernel(
     LARGEST: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Cast one tile of the product's gradient, and sum its columns."""
-    upstream = _tile(output_gradient, rows, columns, ROWS, COLUMNS)
-    y = _tile(product, rows, columns, ROWS, COLUMNS) + _bias(bias, columns, ROWS, COLUMNS)
+    upstream = _tile(output_gradient, rows, columns, ROWS, COLUMNS, "")
+    y = _tile(product, rows, columns, ROWS, COLUMNS, "") + _bias(bias, columns, ROWS, COLUMNS)
     gradient = upstream * gelu_derivative(y)
-    _write(gradient, scale, amax, q, transposed, partials, rows, columns, LARGEST, ROWS, COLUMNS)
+    _write(gradient, scale, amax, q, transposed, partials, rows, columns, LARGEST, ROWS, COLUMNS, "")
 
 
 @triton.jit
-def _tile(x, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EVICTION: tl.constexpr = ""):
+def _tile(x, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EVICTION: tl.constexpr):
     """Load this program's [ROWS, COLUMNS] in fp32, with zeros outside of [rows, columns]."""
     places, inside = _places(x, rows, columns, ROWS, COLUMNS)
     return tl.load(places, mask=inside, other=0.0, eviction_policy=EVICTION).to(tl.float32)
@@ -111,7 +111,7 @@ def _bias(bias, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 @triton.jit
 def _write(
     value, scale, amax, q, transposed, partials, rows, columns,
-    LARGEST: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EVICTION: tl.constexpr = "",
+    LARGEST: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EVICTION: tl.constexpr,
 ):  # fmt: skip
     """Write everything asked of a tile; ``transposed`` and ``partials`` may be None. ``amax`` points to its bits, int32."""
     places, inside = _places(q, rows, columns, ROWS, COLUMNS)

@@ -1,1 +1,1 @@
-"""Measured choice among implementations, what it keeps, and the inputs that it measures with."""
+"""Measured choice among implementations, and the inputs that ops are tried with."""

@@ -11,6 +11,9 @@ from torch import Tensor
 
 from kernels.registry import signature
 
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""Arguments by position and by name."""
+
 
 @dataclass(frozen=True)
 class CallKind:
@@ -43,7 +46,7 @@ class CallKind:
         size = " x ".join(map(str, first.shape)) or "scalar"
         return f"{self.op} ({size}, {str(first.dtype).removeprefix('torch.')}{'' if self.gradients else ', forward'})"
 
-    def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def arguments(self) -> Arguments:
         """Arguments like those of the call, in memory of their own; random between 0 and 1."""
         return tuple(_made(value) for value in self.args), {name: _made(value) for name, value in self.kwargs.items()}
 

@@ -34,7 +34,8 @@ def test_without_a_gpu_the_message_is_clear(capsys: pytest.CaptureFixture[str]) 
     ("arguments", "complaint"),
     [
         (["--device", "cpu"], "--device cpu only tests the program"),
-        (["--device", "cpu", "--tiny"], "--device cpu only tests the program"),
+        (["--device", "cpu", "--tiny"], "--tiny only tests the program: name a folder for its figures by --out"),
+        (["--tiny"], "--tiny only tests the program: name a folder for its figures by --out"),
         (["--device", "cpu", "--out", "x"], "--device cpu only tests the program"),
         (["--part", "step,speed"], "--part: unknown 'speed', expected all, or some of ceilings, correctness, step"),
         (["--part", ""], "--part: unknown ''"),

@@ -1,18 +1,20 @@
 """Small models and steps, and how results of two are compared."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from bert.checkpoints.initial_model import build_model
+from bert.checkpoints.initial_model import draw_model
 from bert.configuration.config import Config
 from bert.configuration.recipes import tiny_cpu
 from bert.configuration.sections import ModelConfig, OptimizerConfig
+from bert.layers import EncoderLayer, Placement
 from bert.model import BertForPreTraining, initialize_
 from bert.parallel.mesh import Mesh
+from bert.products.fp8 import Fp8Layer, Fp8State
 from bert.step import TrainingStep
 from bert.timing.stopwatch import Stopwatch
 from dataloading.batches.loader import Batch
@@ -43,6 +45,21 @@ def drawn_model(config: ModelConfig, seed: int) -> BertForPreTraining:
     return model.train()
 
 
+def fp8_model(config: ModelConfig, make: Callable[..., Fp8Layer] = Fp8Layer) -> tuple[BertForPreTraining, Fp8State]:
+    """Draw a model as training does, with all layers but the last in FP8."""
+    state = Fp8State(config.num_hidden_layers - 1, torch.device("cpu"))
+
+    def make_layer(config: ModelConfig, index: int, placement: Placement) -> EncoderLayer:
+        is_last = index == config.num_hidden_layers - 1
+        return EncoderLayer(config, index, placement) if is_last else make(config, index, placement, state)
+
+    model = BertForPreTraining(config, make_layer=make_layer)
+    initialize_(model, torch.Generator().manual_seed(1))
+    state.refresh_weights_()
+    state.update_()
+    return model.train(), state
+
+
 def step_config(model: ModelConfig = OF_SMALL_RUN, **training: Any) -> Config:
     recipe = tiny_cpu()
     return replace(
@@ -51,7 +68,7 @@ def step_config(model: ModelConfig = OF_SMALL_RUN, **training: Any) -> Config:
 
 
 def training_step(config: Config, mesh: Mesh = CPU) -> TrainingStep:
-    return TrainingStep(build_model(config, mesh, seed=3), config, mesh, Stopwatch())
+    return TrainingStep(draw_model(config, mesh, seed=3), config, mesh, Stopwatch())
 
 
 def mean_loss(model: BertForPreTraining, batch: Batch) -> Tensor:

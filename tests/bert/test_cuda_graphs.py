@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from bert.cuda_graphs import BatchGraphs, Capturer, CudaCapturer
+import bert.build
+from bert.cuda_graphs import BatchGraphs, CudaCapturer
 from bert.evaluation.evaluator import Evaluator
 from bert.parallel.mesh import Mesh
 from bert.step import TrainingStep
@@ -17,13 +18,20 @@ from dataloading.batches.loader import Batch, batch_of, inert_batch
 from dataloading.batches.sampler import MicroBatch
 from dataloading.batches.shape_buckets import ShapeBucket
 from dataloading.dataset.folder import open_dataset
-from kernels import OPS, cast_fp8
+from kernels import OPS, Dropout, cast_fp8
 from kernels.tuning import autotune
-from tests.bert.repeating import Repeating
+from tests.bert.recording import CaptureError, Recording, dense_attention, recordable_attention
 from tests.bert.small_models import CPU, OF_SMALL_RUN, step_config, training_step
 from tests.conftest import MAX_SEQ_LENGTH, SmallRun
 
 pytestmark = pytest.mark.oldest_torch
+
+
+@pytest.fixture(autouse=True)
+def recordable() -> Iterator[None]:
+    with recordable_attention():
+        yield
+
 
 SHAPE_BUCKETS = [ShapeBucket(192, 8, 48, MAX_SEQ_LENGTH), ShapeBucket(320, 8, 64, MAX_SEQ_LENGTH)]
 LARGER = ShapeBucket(448, 8, 80, MAX_SEQ_LENGTH)
@@ -51,11 +59,24 @@ def global_batches(run: SmallRun, count: int) -> list[list[Batch]]:
     return [batches[start : start + 2] for start in range(0, 2 * count, 2)]
 
 
+def test_micro_batches_in_a_role_that_was_not_captured_are_counted(
+    small_run: SmallRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second micro-batch, where steps were configured to have one, adds to gradients and does not overwrite them."""
+    monkeypatch.setattr(bert.build, "accumulates_products", lambda *_: True)  # as on a GPU
+    step, micro_batches = step_of("fp8"), global_batches(small_run, 1)[0]
+    step.warm_up(micro_batches[:1], 1, Recording(), SHAPE_BUCKETS)
+    step(micro_batches[:1])
+    assert step.uncaptured_batches == 0
+    step(micro_batches)
+    assert step.uncaptured_batches == 1
+
+
 @pytest.mark.parametrize("precision", ["fp32", "fp8"])
 def test_replayed_steps_are_the_steps(small_run: SmallRun, precision: Literal["fp32", "fp8"]) -> None:
     """Losses, moments and weights, over steps with changing shape buckets and one that is not captured."""
     results = []
-    for capturer in (None, Repeating()):
+    for capturer in (None, Recording()):
         step = step_of(precision)
         batches = global_batches(small_run, 5)
         torch.manual_seed(9)
@@ -71,6 +92,7 @@ def test_replayed_steps_are_the_steps(small_run: SmallRun, precision: Literal["f
         if capturer is not None:
             # Captured: the larger shape bucket, the smaller, the update. Ten micro-batches, of which two have none.
             assert capturer.replays == [1, 0, 2, 0, 2, 1, 1, 2, 0, 0, 2, 1, 2]
+        assert step.uncaptured_batches == (0 if capturer is None else 2)
     (weights_P, momentum_P, means), (replayed_P, replayed_momentum_P, replayed_means) = results
     assert torch.equal(weights_P, replayed_P)
     assert torch.equal(momentum_P, replayed_momentum_P)
@@ -78,9 +100,9 @@ def test_replayed_steps_are_the_steps(small_run: SmallRun, precision: Literal["f
     assert 4 < means[0]["masked_lm_loss"] < 7
 
 
-@pytest.mark.parametrize("capturer", [None, Repeating()], ids=["run", "captured"])
+@pytest.mark.parametrize("capturer", [None, Recording()], ids=["run", "captured"])
 def test_fp8_starts_with_the_scales_of_the_weights_that_it_starts_from(
-    small_run: SmallRun, capturer: Capturer | None
+    small_run: SmallRun, capturer: CudaCapturer | None
 ) -> None:
     """Not those of inert batches, nor of weights that were trained while warming up; and it follows every update."""
     step = step_of("fp8")
@@ -109,7 +131,7 @@ def test_all_is_chosen_and_run_before_anything_is_captured(small_run: SmallRun) 
             run()
         events.append(" ".join(sorted({request.op for request in requests})))
 
-    step_of().warm_up(global_batches(small_run, 1)[0], 0, Repeating(events.append), [*SHAPE_BUCKETS, LARGER], choose)
+    step_of().warm_up(global_batches(small_run, 1)[0], 0, Recording(events.append), [*SHAPE_BUCKETS, LARGER], choose)
     called = (
         "dense_gelu dropout_add_layer_norm embedding_layer_norm lamb_step masked_lm_loss varlen_attention "
         "varlen_self_attention"
@@ -117,8 +139,8 @@ def test_all_is_chosen_and_run_before_anything_is_captured(small_run: SmallRun) 
     assert events == [called, *["run"] * 4, "capture"]  # three shape buckets and the update
 
 
-@pytest.mark.parametrize("capturer", [None, Repeating()], ids=["run", "captured"])
-def test_warming_up_leaves_no_trace(small_run: SmallRun, capturer: Capturer | None) -> None:
+@pytest.mark.parametrize("capturer", [None, Recording()], ids=["run", "captured"])
+def test_warming_up_leaves_no_trace(small_run: SmallRun, capturer: CudaCapturer | None) -> None:
     step = step_of()
     weights_P, random_state = step.flat.weights_P.clone(), torch.get_rng_state()
     step.warm_up(global_batches(small_run, 1)[0], 2, capturer, SHAPE_BUCKETS)
@@ -134,23 +156,31 @@ def test_warming_up_leaves_no_trace(small_run: SmallRun, capturer: Capturer | No
 def test_captured_graphs_share_buffers_largest_first() -> None:
     """Every batch is found where the captured graphs read, and what a larger one left behind its end is not looked at."""
     seen: list[Batch] = []
-    graphs, capturer = BatchGraphs(seen.append), Repeating()
+
+    def function(batch: Batch) -> None:
+        seen.append(batch)
+        batch.input_ids.clone()
+
+    graphs, capturer = BatchGraphs(function), Recording()
     order = [SHAPE_BUCKETS[0], LARGER, SHAPE_BUCKETS[1]]
     graphs.prepare([inert_batch(shape_bucket) for shape_bucket in order], capturer)
     capturer.capture()
-    assert [batch.shape_bucket for batch in seen] == [LARGER, SHAPE_BUCKETS[1], SHAPE_BUCKETS[0]]
+    assert [batch.shape_bucket for batch in seen] == [LARGER, SHAPE_BUCKETS[1], SHAPE_BUCKETS[0]] * 2
     for name, largest in seen[0].tensors.items():
         assert {batch.tensors[name].data_ptr() for batch in seen} == {largest.data_ptr()}
     batches = [inert_batch(shape_bucket) for shape_bucket in (*order, SHAPE_BUCKETS[0])]
+    static = {batch.shape_bucket: batch for batch in seen}
+    seen.clear()
     for number, batch in enumerate(batches):
         filled = replace(batch, input_ids=batch.input_ids + number + 1)
-        graphs(filled)
-        assert seen[-1] is not filled
+        assert graphs(filled)
         for name, value in filled.tensors.items():
-            assert torch.equal(seen[-1].tensors[name], value), name
+            assert torch.equal(static[batch.shape_bucket].tensors[name], value), name
+    assert seen == [], "replays run no Python"
+    assert capturer.replays == [2, 0, 1, 2]
     other = inert_batch(ShapeBucket(192, 8, 48, MAX_SEQ_LENGTH - 1))
-    graphs(other)
-    assert seen[-1] is other  # another longest sequence is another shape of launches
+    assert not graphs(other), "another longest sequence is another shape of launches"
+    assert seen[-1] is other
 
 
 @pytest.mark.parametrize("captured", [True, False])
@@ -161,7 +191,7 @@ def test_what_is_chosen_for_a_captured_step_can_be_captured(small_run: SmallRun,
     def look(_: object) -> None:
         seen.append(OPS["varlen_attention"].permits(plain, "cuda"))
 
-    capturer = Repeating(look) if captured else None
+    capturer = Recording(look) if captured else None
     step.warm_up(global_batches(small_run, 1)[0], 1, capturer, SHAPE_BUCKETS, look)
     evaluator = Evaluator(open_dataset(small_run.folder / "evaluation"), CPU, 64)
     evaluator.warm_up(step.model, step.autocast(), capturer)
@@ -187,6 +217,9 @@ def test_graphs_are_captured_after_all_runs_in_one_pool_on_their_stream(monkeypa
     class Graph:
         def replay(self) -> None:
             events.append(self)
+
+        def reset(self) -> None:
+            events.append(("reset", self))
 
     @contextmanager
     def within(name: str) -> Iterator[None]:
@@ -224,6 +257,61 @@ def test_graphs_are_captured_after_all_runs_in_one_pool_on_their_stream(monkeypa
     for replay in replays:
         replay()
     assert events == graphs, "what was captured is not captured again"
+    events.clear()
+    capturer.close()
+    assert events == [("reset", graph) for graph in reversed(graphs)]
+
+
+def test_closed_graphs_are_not_replayed() -> None:
+    """Whoever still has a replay: the step, which the graphs' functions refer to in their turn."""
+    total = torch.zeros(())
+
+    def add() -> None:
+        total.add_(1)
+
+    with Recording() as capturer:
+        replay = capturer.prepare(add)
+        capturer.capture()
+        replay()
+        assert total.item() == 3
+    with pytest.raises(CaptureError, match="a replay of a graph that is empty"):
+        replay()
+
+
+@pytest.mark.parametrize("read", ["item", "tolist", "numpy", "__bool__"])
+def test_a_capture_that_reads_on_the_host_is_noticed(read: str) -> None:
+    with Recording() as capturer:
+        capturer.prepare(lambda: getattr(torch.ones(()), read)())
+        with pytest.raises(CaptureError):
+            capturer.capture()
+
+
+def test_what_only_python_changes_is_noticed() -> None:
+    """A replay has the number that was there when the graph was captured."""
+    rates, weight = iter([1.0, 2.0, 3.0]), torch.zeros(())
+
+    def update() -> None:
+        weight.add_(next(rates))
+
+    with Recording() as capturer:
+        replay = capturer.prepare(update)
+        capturer.capture()
+        replay()
+    assert weight.item() == 1 + 2 + 2
+
+
+@pytest.mark.parametrize("p", [0.0, 0.3])
+def test_attention_that_can_be_recorded_is_attention(p: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(24, 2, 8, generator=generator, dtype=torch.float64) for _ in range(3))
+    bounds = torch.tensor([0, 5, 6, 20, 20, 20], dtype=torch.int32)
+    dropout = Dropout(p, torch.tensor([3, 1]), 2) if p else None
+    arguments = query.requires_grad_(), key, value, bounds, bounds, 16, dropout
+    found = []
+    for function in (OPS["varlen_attention"].definition, dense_attention):
+        output = function(*arguments)
+        found.append((output, *torch.autograd.grad(output.square().sum(), query)))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.gpu

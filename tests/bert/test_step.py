@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from bert.checkpoints.initial_model import build_model, first_model
+from bert.checkpoints.initial_model import draw_model, first_model
 from bert.configuration.recipes import tiny_cpu
 from bert.evaluation.evaluator import Accuracy, Evaluator
 from bert.optimizer import learning_rate
@@ -243,7 +243,7 @@ def test_random_weights_are_drawn_where_the_model_is(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(torch, "Generator", Generator)
     monkeypatch.setattr("bert.checkpoints.initial_model.initialize_", draw)
-    model = build_model(step_config(), Mesh(0, 1, 0, device), seed=3)
+    model = draw_model(step_config(), Mesh(0, 1, 0, device), seed=3)
     assert seen == [(device, 3), (device, device)]
     assert model.training
 
@@ -256,7 +256,7 @@ def test_weights_that_a_checkpoint_brings_are_not_drawn_first(monkeypatch: pytes
     random_state = torch.get_rng_state()
     drawn = first_model(replace(config, data=replace(config.data, initial_checkpoint=None)), CPU, seed=3)
     assert torch.equal(torch.get_rng_state(), random_state)
-    assert all(map(torch.equal, drawn.parameters(), build_model(config, CPU, seed=3).parameters()))
+    assert all(map(torch.equal, drawn.parameters(), draw_model(config, CPU, seed=3).parameters()))
     monkeypatch.setattr("bert.checkpoints.initial_model.initialize_", None)
     loaded = first_model(config, CPU, seed=3)
     assert torch.equal(torch.get_rng_state(), random_state)

@@ -1,12 +1,15 @@
 """Work of a GPU beside the step: copies of the next step's batches, and the counts of an evaluation."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from bert.evaluation.evaluator import PendingAccuracy
+from bert.parallel.reduction.gradients import CommunicationStream
 from dataloading.batches.loader import Uploads, inert_batch
 from dataloading.batches.shape_buckets import ShapeBucket
 from tests.bert.process_groups import TimelineError
@@ -64,28 +67,22 @@ def test_batches_that_are_read_too_early_or_too_late_are_noticed(
         three_steps()
 
 
-def evaluated() -> PendingAccuracy:
+def test_an_evaluation_is_summed_before_the_next_step_reduces(timeline: Timeline, monkeypatch: pytest.MonkeyPatch):
+    def all_reduce(tensor: Tensor, async_op: bool = False) -> SimpleNamespace:
+        # As NCCL's process group: what is asked for asynchronously runs on a stream of the group's own.
+        stream = Stream(timeline, "of the group") if async_op else timeline.current
+        stream.wait_stream(timeline.current)
+        with timeline.on(stream):
+            timeline.collective("all_reduce", (0, 1), tensor)
+        return SimpleNamespace(wait=lambda: timeline.current.wait_stream(stream))
+
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
     counts = torch.zeros(2, dtype=torch.int64, device=META)
-    counts += 1
-    pending = PendingAccuracy(counts, torch.cuda.Stream())
-    torch.zeros(1, device=META)
-    return pending
-
-
-def test_the_step_does_not_wait_for_an_evaluation(timeline: Timeline):
-    evaluated()
-    main, side = timeline.streams
-    assert timeline.operators[side] > 0
-    assert main.clock[side] == 0
-    assert side.clock[main] == 2, "counts, and nothing that comes after them"
-
-
-@pytest.mark.usefixtures("timeline")
-def test_counts_that_are_read_too_early_or_kept_too_briefly_are_noticed(monkeypatch: pytest.MonkeyPatch):
-    pending = evaluated()
-    del pending._counts
-    with pytest.raises(TimelineError, match=r"on main may be given memory that .*copy_.* on side 1 has"):
-        torch.zeros(1, device=META)
-    monkeypatch.setattr(Stream, "wait_stream", lambda *_: None)
-    with pytest.raises(TimelineError, match=r"on side 2 reads what .*add_.* on main wrote"):
-        evaluated()
+    PendingAccuracy(counts, torch.zeros_like(counts))
+    beside = CommunicationStream(torch.device("cuda", 0))
+    beside.run(lambda: timeline.collective("all_reduce", (0, 1, 2, 3), torch.zeros(1, device=META)))
+    evaluation, reduction = timeline.collectives
+    assert reduction.comes_after(evaluation)
+    assert reduction.stream.priority < evaluation.stream.priority, "so that it does not queue behind matrix products"
+    counts.zero_()  # by the next evaluation, in the same memory

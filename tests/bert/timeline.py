@@ -65,6 +65,7 @@ class Stream:
     """That it is part of at present."""
     freed: list[tuple[int, "Graph | None"]] = field(default_factory=list)
     """Storages that were made on it, and while it was captured into what; its next operator may be given their memory."""
+    priority: int = 0
     device = torch.device("cuda", 0)
 
     def wait_stream(self, other: "Stream") -> None:
@@ -128,6 +129,11 @@ class Graph:
         self._timeline.run("replay", self.accesses)
         self._timeline.collectives += self.collectives
 
+    def reset(self) -> None:
+        """Let go of what was captured."""
+        self.accesses.clear()
+        self.collectives.clear()
+
 
 class Timeline(TorchDispatchMode):
     """Work that a rank gives its device in a block, in which its streams, events, graphs and groups are these."""
@@ -142,6 +148,7 @@ class Timeline(TorchDispatchMode):
         self.collectives: list[Collective] = []
         self.operators: Counter[Stream] = Counter()
         """By stream, how many."""
+        self._graphs: list[Graph] = []
         self._past: dict[int, list[_Past]] = {}
         self._numbers = itertools.count()
         self._storages: dict[int, int] = {}
@@ -155,6 +162,7 @@ class Timeline(TorchDispatchMode):
         stream = gradients.CommunicationStream
         patch.setattr(gradients, "CommunicationStream", lambda _: stream(torch.device("cuda", 0)))
         patch.setattr(dist, "new_group", lambda ranks, **_: self._new_group(patch, tuple(ranks)))
+        patch.setattr(dist, "destroy_process_group", self._destroy)
         patch.setattr(dist, "batch_isend_irecv", exchange_batch)
         # PyTorch finds a rank's place in a group by the group of all.
         patch.setattr(distributed_c10d, "_get_default_group", lambda: SimpleNamespace(rank=lambda: self.rank))
@@ -167,7 +175,7 @@ class Timeline(TorchDispatchMode):
             "is_initialized": lambda: True,
             "is_current_stream_capturing": lambda: self.current.capture is not None,
             "graph_pool_handle": lambda: None,
-            "CUDAGraph": lambda: Graph(self),
+            "CUDAGraph": self._new_graph,
             "graph": self._capturing,
         }.items():
             patch.setattr(torch.cuda, name, stand_in)
@@ -275,6 +283,15 @@ class Timeline(TorchDispatchMode):
         patch.setitem(distributed_c10d._world.pg_group_ranks, group, {rank: place for place, rank in enumerate(ranks)})
         return group
 
+    def _destroy(self, group: Group | None = None) -> None:
+        for graph in self._graphs:
+            if any(group is None or each.group == group.ranks for each in graph.collectives):
+                raise TimelineError(f"a graph lives that captured {graph.collectives[0]}: NCCL waits for it for ever")
+
+    def _new_graph(self) -> Graph:
+        self._graphs.append(Graph(self))
+        return self._graphs[-1]
+
     def _access(self, tensor: Tensor, writes: bool) -> _Access:
         reach = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)) + 1
         start = int(tensor.storage_offset()) * tensor.element_size()
@@ -297,8 +314,8 @@ class Timeline(TorchDispatchMode):
     def _record(self, tensor: Tensor, stream: Stream) -> None:
         self._recorded.setdefault(self._number(tensor.untyped_storage()), set()).add(stream)
 
-    def _new_stream(self, _: object = None) -> Stream:
-        self.streams.append(Stream(self, f"side {len(self.streams)}"))
+    def _new_stream(self, _: object = None, priority: int = 0) -> Stream:
+        self.streams.append(Stream(self, f"side {len(self.streams)}", priority=priority))
         return self.streams[-1]
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""Order of hosts: exact where few, close to exact where many, never worse than given; and what it does to a ring."""
+"""Order of hosts: exact where few, close to exact where many, never worse than given."""
 
 import itertools
 import random
@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster import placement
-from cluster.fat_tree import FatTree
 from cluster.placement import Placing, climb, cost, place
 from cluster.view import Contention, Host, Rank, View, write_view
 from tests.cluster.conftest import Command
@@ -60,16 +59,12 @@ def test_without_the_search_few_orders_are_dearer(monkeypatch: pytest.MonkeyPatc
     assert dearer < 35
 
 
-@pytest.mark.parametrize("oversubscription", [1, 4])
-def test_a_ring_in_this_order_is_slowed_by_no_uplink(oversubscription: int) -> None:
-    tree = FatTree(pods=4, leaves_per_pod=8, hosts_per_leaf=16, oversubscription=oversubscription)
-    hosts = tree.paths()
+def test_a_ring_leaves_each_leaf_and_each_pod_once() -> None:
+    hosts = [(f"pod {pod}", f"leaf {pod}.{leaf}") for pod in range(4) for leaf in range(8) for _ in range(16)]
     random.Random(1).shuffle(hosts)
     order = [hosts[host] for host in place(hosts, Placing(len(hosts)))]
     assert sorted(order) == sorted(hosts)
-    assert tree.ring_slowdown(order) == 1
-    assert tree.ring_slowdown(hosts) == 1 if oversubscription == 1 else tree.ring_slowdown(hosts) > 2
-    assert cost(order, Placing(len(hosts))) == 32 + 4  # each leaf is left once, each pod once
+    assert cost(order, Placing(len(hosts))) == 32 + 4
 
 
 def test_a_part_of_the_hosts_comes_from_as_few_leaves_as_can_be() -> None:

@@ -2,6 +2,7 @@
 
 import math
 import os
+import platform
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -99,11 +100,9 @@ def damaged(**changes: Any) -> dict[str, object]:
 def test_what_is_no_choice_is_ignored_in_one_line(capsys: pytest.CaptureFixture[str], content: object) -> None:
     keep(tiny_cpu(), cast(Any, Written(content)))
     assert kept(tiny_cpu()) is None
-    said = capsys.readouterr().out.splitlines()
-    assert len(said) == (content is not None)
-    assert all(
-        line.isprintable() and line.startswith("warning: what was tuned for tiny_cpu is ignored") for line in said
-    )
+    (said,) = capsys.readouterr().out.splitlines()
+    assert said.isprintable()
+    assert said.startswith("warning: what was tuned for tiny_cpu is ignored")
 
 
 class Written:
@@ -136,6 +135,34 @@ def test_a_damaged_file_is_ignored(folder: Path, spoil: Callable[[Path], object]
     if not path.is_fifo():
         keep(tiny_cpu(), FOUND)
         assert kept(tiny_cpu()) == FOUND
+
+
+def test_a_folder_that_cannot_be_written_stops_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("MLPERF_BERT_CACHE", str(tmp_path / "file"))
+    keep(tiny_cpu(), FOUND)
+    assert capsys.readouterr().out.startswith("warning: ")
+    assert kept(tiny_cpu()) is None
+
+
+def test_the_folder_belongs_to_one_machine_and_one_checkout(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("MLPERF_BERT_CACHE", str(tmp_path / "cache"))
+    assert module.default_folder() == tmp_path / "cache"
+    monkeypatch.delenv("MLPERF_BERT_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    here = module.default_folder()
+    assert here.parent == tmp_path / "mlperf-bert"
+    monkeypatch.setattr(platform, "node", lambda: "elsewhere")
+    assert module.default_folder() != here
+    monkeypatch.undo()
+    monkeypatch.delenv("MLPERF_BERT_CACHE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert module.default_folder() == tmp_path / ".cache" / "mlperf-bert" / here.name
+    monkeypatch.setattr(module, "__file__", str(tmp_path / "cluster" / "tuning" / "choice.py"))
+    assert module.default_folder().name != here.name
 
 
 def test_layouts_use_all_cores_then_half_and_divide_the_batch() -> None:

@@ -145,6 +145,17 @@ def test_show_prints_and_writes_a_page(file: Path, cluster: Command) -> None:
     assert "takes 200 % longer than the others" in page
 
 
+def test_a_narrow_terminal_shows_whole_words(file: Path, cluster: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    def words(columns: int) -> set[str]:
+        monkeypatch.setenv("COLUMNS", str(columns))
+        shown = cluster("show", file).out
+        assert max(map(len, shown.splitlines()[:-1])) <= columns  # the last line is the page's path
+        return {word.rstrip(":,") for word in shown.split()}
+
+    figures = {word for word in words(200) if word[0].isdigit() or word.endswith("/s")}
+    assert figures <= words(40)
+
+
 def test_names_from_a_file_steer_neither_page_nor_terminal(file: Path, cluster: Command) -> None:
     write_view(made_up(name="<script>[red]\x1b[2J"), file)
     out, page = cluster("show", file).out, file.with_suffix(".html").read_text()

@@ -53,7 +53,8 @@ def log(results: Path) -> Path:
     [
         (["check", "LOG"], 0),
         (["check", "LOG", "--json"], 0),
-        (["check", "LOG", "--matrix"], 0),
+        (["check", "RESULTS", "--quiet"], 1),
+        (["check", "RESULTS", "--junit", f"OUT/{NAME}.xml"], 1),
         (["check", "RESULTS"], 1),
         (["check", "BERT", "--json"], 1),
         (["check", "RESULTS", "--sarif", f"OUT/{NAME}.sarif"], 1),
@@ -94,7 +95,7 @@ def test_a_name_forges_nothing(
     assert "Traceback" not in text
     assert found in ((0, 1) if status is None else (status,)), text
     if arguments == ["check", "LOG"]:
-        assert (text[:5], text.count("\n"), FORGED in text) == ("PASS ", 1, True)
+        assert (text[:5], text.count("\n"), FORGED in text) == ("PASS ", 2, True)
     if status == 2:
         assert text.startswith("error: ")
         assert text.count("\n") == 1

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from console.program import complain, say, say_document, say_json
+from console.program import complain, drop_lost_output, say, say_document, say_json
 from console.text import json_document, visible
 from tests.conftest import SmallRun
 from tests.hostile import NAME, REPOSITORY, assert_harmless
@@ -29,6 +29,7 @@ ALLOWED = {  # rich's consoles show what has passed `visible`; a fault's traceba
     "bert/parallel/watchdog/watchdog.py": {"print_exception"},
     "bert/setup.py": {"Console"},
     "cluster/display/terminal.py": {"Console", "print"},
+    "compliance/check/terminal.py": {"Console", "print"},
     "compliance/doctor/examination.py": {"Console", "print"},
     "compliance/official/worker.py": {"print"},  # JSON to the program that asked
     "compliance/report/summary.py": {"Console", "print"},
@@ -214,3 +215,17 @@ def test_a_reader_that_has_seen_enough_is_no_error(program: list[str], small_run
         process.stdout.close()
         assert process.stderr.read() == ""
     assert process.returncode == 1
+
+
+def test_output_that_is_lost_is_noted_once_and_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    notes: list[str] = []
+    with Path("/dev/full").open("w") as output, Path("/dev/full").open("w") as errors:
+        monkeypatch.setattr(sys, "stdout", output)
+        monkeypatch.setattr(sys, "stderr", errors)
+        drop_lost_output(notes.append)
+        for number in range(1000):
+            say(number)
+            complain("x" * number)
+    assert len(notes) == 2
+    for name, note in zip(("output", "error"), notes, strict=True):
+        assert note.startswith(f"standard {name} failed (No space left on device)")

@@ -31,7 +31,7 @@ COMMANDS = {  # the empty one is the program itself
     "dataloading": ("", *DATALOADING.split()),
     "compliance": ("", *COMPLIANCE.split()),
     "cluster": ("", "devices", "predict", "calibrate", "probe", "show", "tune", "whatif"),
-    "kernels": ("", "autotune", "show", "pin", "clear"),
+    "kernels": ("",),
     "kernels.ahead_of_time": ("",),
     "bert.convert": ("",),
     "bert.train": ("", "tiny_cpu"),

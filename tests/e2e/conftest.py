@@ -34,10 +34,11 @@ def left_behind(folder: str, names: list[str]) -> set[str]:
 
 
 REAL_LAUNCHER = """#!/bin/bash
-[[ "$1 $2" != "-m torch.distributed.run" ]] || PYTHON_EXEC=$0 exec {python} "$@"
+[[ "$1 $2" != "-m torch.distributed.run" ]] || PYTHON_EXEC=${{RANKS_PYTHON-$0}} exec {python} "$@"
 exec "${{0%/*}}/forked/python" "$@"
 """
-"""A ``python`` that is torchrun itself where it is asked for, and starts everything else, ranks among it, as a fork."""
+"""A ``python`` that is torchrun itself where it is asked for, and starts everything else as a fork, ranks among it
+unless ``RANKS_PYTHON`` names their interpreter."""
 
 
 def with_forked_python(checkout: Path) -> Path:

@@ -79,6 +79,20 @@ def test_a_program_without_its_extra_names_it(installed: Path, tmp_path: Path, m
         assert done.stderr.startswith("error: ")
 
 
+@pytest.mark.parametrize("command", ["plan h100_1x8", "scale h100_1x8", "probe --out view.json", "tune tiny_cpu"])
+def test_a_command_without_its_extra_names_it(installed: Path, tmp_path: Path, command: str) -> None:
+    done = run(installed, tmp_path, "cluster", *command.split())
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.endswith(" is not installed: pip install 'mlperf-bert[train]'\n")
+
+
+def test_devices_are_listed_and_times_predicted_without_extras(installed: Path, tmp_path: Path) -> None:
+    for command in ("devices", "predict --accelerator H100-SXM"):
+        done = run(installed, tmp_path, "cluster", *command.split())
+        assert done.returncode == 0, done.stderr
+
+
 def test_logs_are_checked_without_extras(installed: Path, tmp_path: Path) -> None:
     done = run(installed, tmp_path, "compliance", "check", str(REPOSITORY / "results/cpu_2cores/bert/result_0.txt"))
     assert done.returncode == 0, done.stderr

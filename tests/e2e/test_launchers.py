@@ -1,4 +1,4 @@
-"""Launchers: binding to cores and network cards, files for containers, the script for Slurm without Slurm."""
+"""Launchers: binding to cores, files for containers, the script for Slurm without Slurm."""
 
 import os
 import re
@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
+from console.files import is_private
 from tests.conftest import REPOSITORY
 from tests.e2e.test_scripts import environment, one_error, start
 
@@ -63,8 +64,8 @@ class Machine:
         )
         return done.stdout
 
-    def cores(self, rank: int, ranks: int, allowed: str) -> set[int]:
-        found = re.search(r"(?:--physcpubind=|--cpu-list )([\d,]+)", self.binding(rank, ranks, allowed))
+    def cores(self, rank: int, ranks: int, allowed: str, **env: str) -> set[int]:
+        found = re.search(r"(?:--physcpubind=|--cpu-list )([\d,]+)", self.binding(rank, ranks, allowed, **env))
         assert found
         return {int(cpu) for cpu in found[1].split(",")}
 
@@ -81,7 +82,6 @@ def machine(tmp_path: Path) -> Machine:
     machine.pci("pci0000:00/0000:00:1f.0", "0x1a03", "0x030000", 0)  # the screen of a server
     machine.hca("mlx5_0", "pci0000:80/0000:80:02.0/0000:03:00.0")
     machine.hca("mlx5_1", "pci0000:80/0000:80:01.0/0000:04:00.0")
-    machine.hca("mlx5_2", "pci0000:00/0000:00:02.0/0000:83:00.0", state="1: DOWN")
     return machine
 
 
@@ -97,6 +97,22 @@ def test_gpus_that_sit_unevenly_share_their_own_nodes_cores(machine: Machine) ->
     machine.gpu("pci0000:80/0000:80:03.0/0000:04:01.0", numa=1)
     cores = [machine.cores(rank, 5, "0-15") for rank in range(5)]
     assert cores == [{4, 12}, {5, 13}, {6, 7, 14, 15}, {0, 1, 8, 9}, {2, 3, 10, 11}]
+
+
+def test_visible_gpus_decide(machine: Machine) -> None:
+    def cores(visible: str) -> list[set[int]]:
+        return [machine.cores(rank, 2, "0-15", CUDA_VISIBLE_DEVICES=visible) for rank in range(2)]
+
+    first, second = {0, 1, 2, 3, 8, 9, 10, 11}, {4, 5, 6, 7, 12, 13, 14, 15}
+    assert cores("3,0") == [first, second]
+    assert cores("0,1") == [{4, 5, 12, 13}, {6, 7, 14, 15}]
+    evenly = [first, second]  # of all cores
+    assert cores("GPU-8f2b3c,GPU-1d2e3f") == cores("a[$(touch opened)]") == cores("7,8") == evenly
+    # Of several kinds: CUDA's own order is by speed.
+    machine.write("devices/pci0000:80/0000:80:01.0/0000:01:00.0/device", "0x1fb0")
+    machine.write("devices/pci0000:80/0000:80:02.0/0000:02:00.0/device", "0x2330")
+    assert cores("") == evenly
+    assert "CUDA_DEVICE_ORDER" not in machine.binding(0, 2, "0-15")
 
 
 def test_processes_stay_on_the_cores_they_were_given(machine: Machine) -> None:
@@ -116,19 +132,9 @@ def test_without_gpus_the_allowed_cores_are_split(tmp_path: Path, ranks: int) ->
         assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
 
-def test_nearest_network_card_is_named(machine: Machine) -> None:
-    assert "NCCL_IB_HCA==mlx5_1 UCX_NET_DEVICES=mlx5_1:1" in machine.binding(0, 4, "0-15")
-    assert "NCCL_IB_HCA==mlx5_0 " in machine.binding(1, 4, "0-15")
-    for rank in (2, 3):  # one has no card behind its root complex, the other's is down
-        assert "NCCL_IB_HCA" not in machine.binding(rank, 4, "0-15")
-    assert "NCCL_IB_HCA=mlx5_7 " in machine.binding(0, 4, "0-15", NCCL_IB_HCA="mlx5_7")
-
-
-def test_equally_near_cards_are_taken_in_turns(machine: Machine) -> None:
-    machine.hca("mlx5_3", "pci0000:80/0000:80:01.0/0000:05:00.0")
-    machine.gpu("pci0000:80/0000:80:01.0/0000:00:1e.0", numa=1)  # now the first of the machine
-    named = [re.findall(r"NCCL_IB_HCA==(\w+)", machine.binding(rank, 5, "0-15")) for rank in (0, 1)]
-    assert named == [["mlx5_1"], ["mlx5_3"]]
+def test_all_processes_get_the_same_network_cards(machine: Machine) -> None:
+    """NCCL requires one NCCL_IB_HCA for all ranks."""
+    assert not any("HCA" in machine.binding(rank, 4, "0-15") for rank in range(4))
 
 
 @pytest.mark.parametrize(
@@ -169,7 +175,7 @@ def docker(cwd: Path, *arguments: str, **env: object) -> subprocess.CompletedPro
 
 
 def test_docker_gets_folders_user_and_arguments(engine: Path, tmp_path: Path) -> None:
-    folders = {"DATA": tmp_path / "data", "RESULTS": tmp_path / "my results"}
+    folders = {"DATA": tmp_path / "data", "RESULTS": tmp_path / "my results", "CACHE": tmp_path / "kept"}
     done = docker(tmp_path, "tiny_cpu", "2", "--", "--log.run", "5", ENGINE=engine, **folders)
     given = done.stdout.splitlines()
     assert done.returncode == 3
@@ -179,12 +185,21 @@ def test_docker_gets_folders_user_and_arguments(engine: Path, tmp_path: Path) ->
     assert given[given.index("--security-opt") + 1] == "no-new-privileges"
     assert "--tty" not in given
     assert (tmp_path / "my results").is_dir()
+    # The home folder, in which Triton keeps what it has compiled, outlives the container.
+    assert f"{tmp_path}/kept:/cache" in given
+    assert "HOME=/cache" in given
+    assert is_private(tmp_path / "kept")
 
 
 def test_docker_gets_gpus_where_there_are_some(engine: Path, tmp_path: Path) -> None:
     (engine.parent / "nvidia-smi").symlink_to("/bin/true")
     (engine.parent / "podman").symlink_to(engine)
-    folders = {"DATA": tmp_path, "RESULTS": tmp_path, "PATH": f"{engine.parent}:{os.environ['PATH']}"}
+    folders = {
+        "DATA": tmp_path,
+        "RESULTS": tmp_path,
+        "CACHE": tmp_path,
+        "PATH": f"{engine.parent}:{os.environ['PATH']}",
+    }
     assert "--gpus\nall\n" in docker(tmp_path, ENGINE="docker", **folders).stdout
     assert "nvidia.com/gpu=all" in docker(tmp_path, ENGINE="podman", **folders).stdout
 

@@ -1,6 +1,7 @@
 """The script of the workflow that checks results, run as GitHub's runner runs it, in a repository with a pull request."""
 
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -84,6 +85,10 @@ def two_logs(system: Path) -> list[Path]:
     return [system / f"bert/result_{run}.txt" for run in (3, 7)]
 
 
+def copy_log(results: Path, name: str) -> None:
+    shutil.copy(results / "node/bert/result_0.txt", results / name)
+
+
 @pytest.mark.parametrize(
     ("change", "status", "checked"),
     [
@@ -94,9 +99,17 @@ def two_logs(system: Path) -> list[Path]:
         (lambda results: spoil(results / "systems/node.json"), 1, ["results/node"]),
         (lambda results: (results / "systems/node.json").unlink(), 0, ["results/node"]),
         (lambda results: (results / "node").rename(results / "an older node/bert/node"), 0, ["results/an older node"]),
+        (lambda results: shutil.copytree(results / "node", results / "systems", dirs_exist_ok=True), 0, ["results/systems"]),
+        (lambda results: copy_log(results, "result_0.txt"), 0, ["results/result_0.txt"]),
+        (lambda results: copy_log(results, "systems/result_0.txt"), 0, ["results/systems/result_0.txt"]),
+        (lambda results: (results / "linked").symlink_to("node"), 1, []),
+        (lambda results: (results / "result_1.txt").symlink_to("/etc/passwd"), 1, []),
     ],
-    ids=["nothing", "log", "space", "removed log", "description", "removed description", "moved"],
-)
+    ids=[
+        "nothing", "log", "space", "removed log", "description", "removed description", "moved", "a system named systems",
+        "a log beside the systems", "a log beside the descriptions", "a linked system", "a linked log",
+    ],
+)  # fmt: skip
 def test_what_a_pull_request_changes_is_checked(
     pull_request: PullRequest, change: Callable[[Path], object], status: int, checked: list[str]
 ) -> None:
@@ -112,7 +125,37 @@ def test_a_system_that_is_removed_as_a_whole_needs_no_check(pull_request: PullRe
     (pull_request.results / "systems/node.json").unlink()
     pull_request.commit()
     done = pull_request.check()
-    assert (done.returncode, done.stdout) == (0, "no logs of node are left\n")
+    assert (done.returncode, done.stdout) == (0, "nothing is left of results/node\n")
+
+
+@pytest.mark.parametrize("kind", ["removed", "linked"])
+def test_no_name_is_a_command_to_the_runner(pull_request: PullRequest, kind: str) -> None:
+    name = "x\n::error file=a::forged\r\n\x1b[2J$(touch made)]`"
+    place = pull_request.results / name
+    if kind == "removed":
+        shutil.copytree(pull_request.results / "node", place)
+        base = pull_request.commit()
+        shutil.rmtree(place)
+    else:
+        base = pull_request.base
+        place.symlink_to("node")
+    pull_request.commit()
+    done = pull_request.check(base)
+    assert (done.returncode, done.stdout.count("\n"), done.stderr) == (int(kind == "linked"), 1, "")
+    assert done.stdout.strip().isprintable()
+    assert not (pull_request.root / "made").exists()
+
+
+def test_the_workflow_runs_what_was_reviewed() -> None:
+    """Actions by commit, a checkout that leaves no credentials, and the pinned packages."""
+    steps = WORKFLOW["jobs"]["check"]["steps"]
+    actions = [step["uses"] for step in steps if "uses" in step]
+    assert actions
+    assert all(re.fullmatch(r"[\w/-]+@[0-9a-f]{40}", action) for action in actions)
+    (checkout,) = (step for step in steps if step.get("uses", "").startswith("actions/checkout@"))
+    assert checkout["with"]["persist-credentials"] is False
+    (install,) = (step["run"] for step in steps if "pip install" in step.get("run", ""))
+    assert "constraints.txt" in install.split()
 
 
 def test_changes_that_cannot_be_told_fail(pull_request: PullRequest) -> None:

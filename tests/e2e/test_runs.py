@@ -1,10 +1,12 @@
 """``run_and_time.sh`` trains, in a copy of the checkout: with data of one's own, and twice at once."""
 
+import os
 import re
 import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from bert.train import parse
 from cluster.tuning.choice import TunedRun, keep
@@ -44,6 +46,23 @@ def test_two_runs_at_once_in_one_folder_each_report_their_own(checkout: Path, de
     assert {path: path.read_text() for path in earlier} == earlier
 
 
+def test_a_run_on_gpus_that_are_not_there_is_refused_before_anything_starts(
+    checkout: Path, tmp_path: Path, small_run: SmallRun
+) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there are GPUs here")
+    recipe, *settings = small_run.arguments(tmp_path / "results", training__device="cuda")
+    script = checkout / "run_and_time.sh"
+    done = start(script, recipe, "1", "--", *settings, cwd=tmp_path, NPROC="2")
+    assert done.returncode == 2, done.stdout + done.stderr
+    (said,) = done.stderr.splitlines()
+    assert said.startswith("error: training.device is cuda, but PyTorch sees no GPU here: set training.device to cpu")
+    assert not (tmp_path / "results").exists()
+    # Data and settings of a run elsewhere are checked without GPUs.
+    done = start(script, recipe, "1", "--", *settings, "--dry-run", cwd=tmp_path, NPROC="2")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_a_run_leaves_nothing_among_temporary_files(checkout: Path, tmp_path: Path) -> None:
     temporary, results = tmp_path / "temporary", tmp_path / "results"
     temporary.mkdir()
@@ -54,6 +73,22 @@ def test_a_run_leaves_nothing_among_temporary_files(checkout: Path, tmp_path: Pa
     assert done.returncode == 0, done.stdout + done.stderr
     assert [*results.rglob("result_0.txt")]
     assert [*temporary.iterdir()] == []
+
+
+def test_ranks_are_bound_where_there_are_gpus(checkout: Path, tmp_path: Path, small_run: SmallRun) -> None:
+    bind = checkout / "launch/bind.sh"
+    original = bind.read_text()
+    try:
+        bind.write_text(f'#!/bin/bash\necho "$LOCAL_RANK of $LOCAL_WORLD_SIZE" >>"{tmp_path}/bound"\nexec "$@"\n')
+        (tmp_path / "nvidia-smi").symlink_to("/bin/true")
+        for path in (os.environ["PATH"], f"{tmp_path}:{os.environ['PATH']}"):
+            assert not (tmp_path / "bound").exists()
+            arguments = ("tiny_cpu", "1", "--", *small_run.arguments(tmp_path / "results")[1:])
+            done = start(checkout / "run_and_time.sh", *arguments, cwd=tmp_path, NPROC="2", PATH=path)
+            assert "end: aborted after 160 samples" in done.stdout, done.stdout + done.stderr  # it misses its target
+    finally:
+        bind.write_text(original)
+    assert sorted((tmp_path / "bound").read_text().splitlines()) == ["0 of 2", "1 of 2"]
 
 
 def test_what_was_tuned_is_used_unless_something_is_set(

@@ -31,6 +31,7 @@ def bare(tmp_path: Path) -> Path:
         f"""#!/bin/bash
         case "$*" in
           "-m pip --python"*--version) ;;
+          "-m pip index"*) echo "Available versions: $BUILDS" ;;
           "-m pip"*) echo pip "$@" >>calls ;;
           "-m venv"*) echo venv >>calls; mkdir -p .venv/bin && ln -sf {sys.executable!r} .venv/bin/python ;;
           *) exec {sys.executable!r} "$@" ;;
@@ -102,6 +103,10 @@ def test_unknown_recipe_is_one_line(checkout: Path, tmp_path: Path) -> None:
 
 
 TWO_NODES = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "127.0.0.1"}
+PINS = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
+CUDA_BUILD = f"2.99.0, {PINS['torch']}, 2.0.0"
+CPU_BUILD = f"2.99.0, {PINS['torch']}+cpu, 2.0.0"
+"""What pip may find."""
 OPENS = "a[$(touch opened)]"
 """What bash would run where it computes with the variable."""
 
@@ -293,9 +298,48 @@ def test_another_pytorch_stands_beside_the_packages_and_is_installed_once(bare: 
     assert sorted(line.partition("==")[0] for line in left_out) == ["numpy", "setuptools", "torch"]
 
 
+def test_gigabytes_of_cuda_are_announced_where_no_gpu_needs_them(bare: Path) -> None:
+    """Once, before pip begins, and not where pip finds PyTorch's build for CPUs."""
+    no_gpu = [folder for folder in os.environ["PATH"].split(":") if not Path(folder, "nvidia-smi").exists()]
+
+    def said(builds: str, path: str, **env: str) -> str:
+        shutil.rmtree(bare / ".venv", ignore_errors=True)
+        command = "source launch/venv.sh; prepare_venv"
+        done = start(Path("/bin/bash"), "-c", command, cwd=bare, PYTHON="./python", PATH=path, BUILDS=builds, **env)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.partition("installing pinned packages")[0]
+
+    path = ":".join(no_gpu)
+    assert "PIP_EXTRA_INDEX_URL=" in said(CUDA_BUILD, path)
+    assert "2.7 GB" in said("", path)
+    assert "GB" not in said(CPU_BUILD, path)
+    assert "GB" not in said(CUDA_BUILD, path, SYSTEM_TORCH="1")
+    (bare / "nvidia-smi").symlink_to("/bin/true")
+    assert "GB" not in said(CUDA_BUILD, f"{bare}:{path}")
+
+
+def test_with_the_systems_pytorch_its_numpy_and_setuptools_stay(bare: Path) -> None:
+    for name, number in {"torch": "2.11.0a0+nv26.3", "numpy": "1.26.4", "setuptools": "81.0.0"}.items():
+        folder = bare / f"base/{name}-{number}.dist-info"
+        folder.mkdir(parents=True)
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {number}\n")
+    command = "source launch/venv.sh; prepare_venv"
+    base = {"SYSTEM_TORCH": "1", "PYTHONPATH": str(bare / "base")}
+    assert start(Path("/bin/bash"), "-c", command, cwd=bare, PYTHON="./python", **base).returncode == 0
+    pinned = set((bare / ".venv/constraints.txt").read_text().splitlines())
+    assert {"torch==2.11.0a0+nv26.3", "numpy==1.26.4", "setuptools==81.0.0"} <= pinned
+    others = {name for name, number in PINS.items() if f"{name}=={number}" not in pinned}
+    assert others <= {"torch", "numpy", "setuptools", "triton"}
+
+
+def test_packages_can_be_added_to_the_venv(bare: Path) -> None:
+    prepare(bare)
+    assert " pip " in (bare / "calls").read_text().partition("constraints.txt")[2]
+
+
 @pytest.mark.parametrize("activated", [True, False])
 def test_the_interpreter_that_made_an_activated_venv_makes_it_anew(activated: bool, bare: Path) -> None:
-    """Its own has no pip, and would be cleared with it."""
+    """Its own would be cleared with it."""
     made = sys.executable
     subprocess.run([made, "-m", "venv", "--without-pip", bare / ".venv"], check=True, timeout=PATIENCE_S)
     path = f"{bare / '.venv/bin'}:{os.environ['PATH']}" if activated else os.environ["PATH"]
@@ -351,16 +395,27 @@ def test_failed_installation_is_tried_again(bare: Path, monkeypatch: pytest.Monk
     assert calls(bare) == ["venv", "venv", "venv", "pip"]  # each time from the beginning
 
 
-def test_preparation_that_is_stopped_ends_at_once_and_is_made_anew(bare: Path) -> None:
-    """SIGTERM as from ``docker stop``, to the script alone, while pip is in the middle of a package."""
-    shutil.copy(ROOT / "run_and_time.sh", bare)
+@pytest.mark.parametrize("script", ["run_and_time.sh", "run_tests.sh"])
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_preparation_that_is_stopped_ends_at_once_in_a_line_and_is_made_anew(
+    bare: Path, script: str, number: signal.Signals, status: int
+) -> None:
+    """SIGTERM as from ``docker stop``, to the script alone, or Ctrl-C, while pip is in the middle of a package."""
+    shutil.copy(ROOT / script, bare)
     working = (bare / "python").read_text()
-    half = "mkdir -p .venv/half && mkfifo .venv/end && echo $$ >pip && exec sleep infinity"
+    half = "mkdir -p .venv/half && echo $$ >pip; trap 'echo Operation cancelled' INT; while true; do sleep 0.1; done"
     (bare / "python").write_text(working.replace('echo pip "$@" >>calls', half))
-    process = begin(bare / "run_and_time.sh", "--", "--help", cwd=bare, PYTHON="./python")
+    process = begin(bare / script, "--", "--help", cwd=bare, PYTHON="./python", BUILDS=CPU_BUILD)
     wait_for(lambda: (bare / "pip").exists() and (bare / "pip").read_text().endswith("\n"))
-    process.terminate()
-    assert process.wait(timeout=PATIENCE_S) == 143
+    if number == signal.SIGINT:
+        os.killpg(process.pid, number)  # as a terminal does
+    else:
+        process.terminate()
+    lines = process.communicate(timeout=PATIENCE_S)[0].splitlines()
+    assert process.returncode == status
+    assert [line for line in lines if not line.startswith("==> ")] == [
+        "interrupted: the next start installs the packages anew"
+    ]
     pip = Path("/proc") / (bare / "pip").read_text().strip() / "cmdline"
     wait_for(lambda: not read(pip))
     (bare / "python").write_text(working)

@@ -3,10 +3,12 @@
 Ranks are children of torchrun, by which the script finds them; so that is a program of its own here.
 """
 
+import os
 import re
 import shutil
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +16,7 @@ import pytest
 
 from tests.e2e.conftest import with_real_launcher
 from tests.e2e.test_nodes import two_nodes
-from tests.e2e.test_scripts import NEVER_REACHED, SHORT, begin, read, wait_for
+from tests.e2e.test_scripts import NEVER_REACHED, REACHED_AT_ONCE, SHORT, begin, read, wait_for
 from tests.programs import PATIENCE_S
 
 
@@ -30,7 +32,7 @@ def training(
 ) -> Iterator[subprocess.Popen[str]]:
     """A run of as many processes as the parameter says, after its first steps; results are in ``tmp_path``."""
     settings = (*SHORT, NEVER_REACHED, "--log.results", str(tmp_path))
-    shared = {"NPROC": str(request.param), "OMP_NUM_THREADS": "1"}
+    shared = {"NPROC": str(request.param), "OMP_NUM_THREADS": "1", "RANKS_PYTHON": sys.executable}
     process = begin(launching_checkout / "run_and_time.sh", "tiny_cpu", "2", "--", *settings, cwd=tmp_path, **shared)
     assert process.stdout
     for line in process.stdout:
@@ -58,11 +60,72 @@ def test_signal_ends_run_as_aborted(
     failed = next(line for line in output.splitlines() if line.startswith("FAIL"))
     assert f"{tmp_path}/tiny_cpu/bert/result_0.txt: official " in failed
     assert "ours fail: not a valid result (aborted)" in failed
-    (log,) = (tmp_path / "tiny_cpu/bert").glob("result_*.txt")
-    (stop,) = (line for line in log.read_text().splitlines() if '"run_stop"' in line)
-    assert '"status": "aborted"' in stop
+    assert is_aborted(tmp_path)
     assert (tmp_path / "tiny_cpu/bert/report.html").exists()
-    assert not [path for path in Path("/proc").glob("[0-9]*/cmdline") if str(tmp_path).encode() in read(path)]
+    assert not processes_of(tmp_path)
+
+
+@pytest.mark.parametrize("training", [1, 2], indirect=True)
+def test_a_killed_launcher_ends_its_ranks_and_the_series(training: subprocess.Popen[str], tmp_path: Path) -> None:
+    [launcher] = (pid for pid in children(training.pid) if b"cluster.train" in read(Path(f"/proc/{pid}/cmdline")))
+    alone = not children(launcher)
+    os.kill(launcher, signal.SIGKILL)
+    output, _ = training.communicate(timeout=PATIENCE_S)
+    assert training.returncode == 1, output
+    assert "run 2 of 2" not in output
+    assert alone or is_aborted(tmp_path)  # a single process has been killed itself
+    assert not processes_of(tmp_path)
+
+
+@pytest.mark.parametrize("training", [1, 2], indirect=True)
+def test_a_killed_script_ends_its_ranks(training: subprocess.Popen[str], tmp_path: Path) -> None:
+    training.kill()
+    training.wait()
+    wait_for(lambda: not processes_of(tmp_path))
+    assert is_aborted(tmp_path)
+
+
+def test_a_series_goes_on_when_nobody_reads_its_output(launching_checkout: Path, tmp_path: Path) -> None:
+    settings = (*SHORT, REACHED_AT_ONCE, "--log.results", str(tmp_path))
+    script = launching_checkout / "run_and_time.sh"
+    process = begin(script, "tiny_cpu", "2", "--", *settings, cwd=tmp_path, NPROC="1", OMP_NUM_THREADS="1")
+    assert process.stdout
+    assert any(line.startswith("==> tiny_cpu, run 1 of 2") for line in process.stdout)
+    process.stdout.close()
+    assert process.wait(timeout=PATIENCE_S) == 0
+    names = {path.name for path in (tmp_path / "tiny_cpu/bert").iterdir()}
+    assert {"result_0.txt", "result_1.txt", "report.html"} <= names
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def processes_of(results: Path) -> list[Path]:
+    """Processes that name this folder on their command line."""
+    return [path for path in Path("/proc").glob("[0-9]*/cmdline") if str(results).encode() in read(path)]
+
+
+def is_aborted(results: Path) -> bool:
+    """Tell whether there is a single log, which ends as aborted."""
+    (log,) = (results / "tiny_cpu/bert").glob("result_*.txt")
+    (stop,) = (line for line in log.read_text().splitlines() if '"run_stop"' in line)
+    return '"status": "aborted"' in stop
+
+
+@pytest.mark.parametrize("during", [b"--dry-run", b"torch.distributed.run"])
+def test_ctrl_c_before_there_is_a_log_is_one_line(launching_checkout: Path, tmp_path: Path, during: bytes) -> None:
+    settings = ("--", *SHORT, NEVER_REACHED, "--log.results", str(tmp_path))
+    process = begin(launching_checkout / "run_and_time.sh", "tiny_cpu", "1", *settings, cwd=tmp_path, NPROC="2")
+    commands = lambda: map(read, Path("/proc").glob("[0-9]*/cmdline"))  # noqa: E731
+    wait_for(lambda: any(during in command and str(tmp_path).encode() in command for command in commands()))
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 130, output
+    assert [line for line in output.splitlines() if not line.startswith(("==> ", "data/", "verified "))] == [
+        "interrupted"
+    ]
+    assert not list(tmp_path.rglob("result_*"))
 
 
 def test_a_signal_to_another_node_ends_the_run_in_order(launching_checkout: Path, tmp_path: Path) -> None:

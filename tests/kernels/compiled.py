@@ -1,9 +1,9 @@
 """Costs of every configuration of the Triton kernels, kept in a file: compiling them all takes minutes.
 
-    python -m tests.kernels.compiled        # compiles what the file lacks, and writes it anew
+    python -m tests.kernels.compiled        # compiles what the file lacks for the installed Triton, and writes the file
 
-The file knows a configuration by a digest of everything that its compilation depends on. The tests compile the others, and
-one of each module again to see that the file is right.
+The file has a section for each version of Triton and identifies a configuration by a digest of everything that its
+compilation depends on. The tests compile the other configurations, and one of each module again to validate the file.
 """
 
 import hashlib
@@ -37,7 +37,7 @@ class Item:
         return f"{self.module}: {kernel}, {self.configuration.name}, sm_{self.capability}"
 
     def digest(self) -> str:
-        """Digest the kernel and what it calls, the configuration, Triton, and the way that it is compiled and measured."""
+        """Digest the kernel and what it calls, the configuration, and the functions that compile and measure it."""
         import triton
 
         kernel = self.configuration.kernel
@@ -46,7 +46,10 @@ class Item:
                 function.starting_line_number = 0  # where a function stands in its file is no difference
         chosen = self.configuration
         settings = chosen.signature, chosen.constexprs, chosen.num_warps, chosen.num_stages, chosen.max_registers
-        parts = self.name, kernel.cache_key, settings, inspect.getsource(ahead_of_time)
+        measuring = (
+            inspect.getsource(each) for each in (ahead_of_time.cost, ahead_of_time.compiled, ahead_of_time.figures)
+        )
+        parts = self.name, kernel.cache_key, settings, ahead_of_time.INSTRUCTIONS, *measuring
         return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
 
@@ -65,7 +68,7 @@ class Findings:
 
 def find() -> Findings:
     """Take from the file what it knows; compile the rest, and a sample of what it knows."""
-    kept = {digest: Cost(**figures) for digest, figures in _read().items()}
+    kept = {digest: Cost(**figures) for digest, figures in _read().get(_version(), {}).items()}
     items = {item.digest(): item for item in _items()}
     lacking = [digest for digest in items if digest not in kept]
     again = [digest for digest in _sample(items) if digest in kept]
@@ -84,10 +87,9 @@ def _specialized(configuration: Configuration) -> list[str]:
     return [each.name for each in numbers if not each.do_not_specialize]
 
 
-def _read() -> dict[str, dict]:
-    """Figures by digest; none where the file was made with another version of Triton."""
-    content = json.loads(FILE.read_text(encoding="utf-8")) if FILE.exists() else {}
-    return content["costs"] if content.get("triton") == _version() else {}
+def _read() -> dict[str, dict[str, dict]]:
+    """Return the figures by version of Triton and digest."""
+    return json.loads(FILE.read_text(encoding="utf-8")) if FILE.exists() else {}
 
 
 def _version() -> str:
@@ -119,13 +121,20 @@ def _compile(items: Iterable[Item]) -> list[Cost]:
 
 
 def main() -> None:
-    """Write the file."""
-    kept, items = _read(), {item.digest(): item for item in _items()}
+    """Write the section of the installed Triton."""
+    versions, items = _read(), {item.digest(): item for item in _items()}
+    kept = versions.get(_version(), {})
     lacking = {digest: item for digest, item in items.items() if digest not in kept}
     costs = kept | {digest: asdict(cost) for digest, cost in zip(lacking, _compile(lacking.values()), strict=True)}
-    rows = ",\n".join(f'"{digest}": {json.dumps(costs[digest])}' for digest in items)
-    FILE.write_text(f'{{"triton": "{_version()}", "costs": {{\n{rows}\n}}}}\n', encoding="utf-8")
-    print(f"{FILE}: {len(items)} configurations, of which {len(lacking)} were compiled")
+    versions[_version()] = {digest: costs[digest] for digest in items}
+    # One line a configuration, so that a difference shows what has changed.
+    rows = {
+        version: ",\n".join(f'"{digest}": {json.dumps(figures)}' for digest, figures in its_own.items())
+        for version, its_own in sorted(versions.items())
+    }
+    sections = ",\n".join(f'"{version}": {{\n{its_own}\n}}' for version, its_own in rows.items())
+    FILE.write_text(f"{{{sections}}}\n", encoding="utf-8")
+    print(f"{FILE}: {len(items)} configurations, of which {len(lacking)} were compiled with Triton {_version()}")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ import torch
 
 from benchmarks.gpu_parts import part as gpu_part
 from bert.parallel.mesh import join_mesh
-from kernels.__main__ import main
 from kernels.precision import set_product_precision
 from tests.conftest import REPOSITORY
 
@@ -45,18 +44,11 @@ def benchmark(folder: Path) -> None:
     assert gpu_part.run("benchmarks.gpu_parts.ceilings:ceilings", folder / "ceilings.json", "cpu", tiny=True) == 0
 
 
-def autotune(_: Path) -> None:
-    assert main(["autotune", "dense_gelu", "--device", "cpu", "--dtype", "fp32"]) == 0
-
-
 @pytest.mark.parametrize(
-    "set_up", [lambda _: set_product_precision(), lambda _: join_mesh("cpu"), benchmark, autotune],
-    ids=["itself", "training", "benchmark", "autotune"],
+    "set_up", [lambda _: set_product_precision(), lambda _: join_mesh("cpu"), benchmark],
+    ids=["itself", "training", "benchmark"],
 )  # fmt: skip
-def test_a_device_is_set_up_with_sums_in_fp32(
-    set_up: Callable[[Path], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("MLPERF_BERT_CACHE", str(tmp_path))
+def test_a_device_is_set_up_with_sums_in_fp32(set_up: Callable[[Path], object], tmp_path: Path) -> None:
     set_up(tmp_path)
     assert settings() == (False, False, False, "highest")
 

@@ -1,7 +1,6 @@
 """The choice of an implementation: by order and inputs, or as asked, with reasons."""
 
 import sys
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -15,11 +14,6 @@ from kernels import OPS, Dropout, captured, choose, varlen_attention
 from kernels.__main__ import main
 from kernels.registry import Implementation, Op, signature
 from kernels.tuning.examples import example_inputs
-
-
-@pytest.fixture(autouse=True)
-def _own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("MLPERF_BERT_CACHE", str(tmp_path))
 
 
 def scaled(x: Tensor, factor: float) -> Tensor:
@@ -94,6 +88,18 @@ def test_auto_takes_what_was_measured_where_it_can(op: Op[[Tensor, float], Tenso
     assert op(ones, 2.0).tolist() == [3, 3, 3]
     with pytest.raises(ValueError, match="no implementation slow"):
         op.prefer({"": "slow"})
+
+
+def test_what_failed_when_it_was_measured_is_taken_for_no_call(op: Op[[Tensor, float], Tensor]):
+    ones = torch.ones(3)
+    op.prefer({}, {"fast": "RuntimeError: operation not permitted when stream is capturing"})
+    assert op.chosen(ones, 2.0).name == op.chosen(torch.ones(5), 2.0).name == "reference"
+    with op.using("fast"), pytest.raises(ValueError, match="not permitted when stream is capturing"):
+        op(ones, 2.0)
+    op.prefer({})
+    assert op.chosen(ones, 2.0).name == "fast"
+    with pytest.raises(ValueError, match="no implementation slow"):
+        op.prefer({}, {"slow": "no reason"})
 
 
 @pytest.mark.oldest_torch
@@ -249,6 +255,15 @@ def test_the_table_of_implementations(capsys: pytest.CaptureFixture[str]):
     if not torch.cuda.is_available():
         assert main(["--device", "cuda"]) == 2
         assert "PyTorch sees no GPU" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["--device", "tpu"], ["autotune"], ["pin", "varlen_attention", "triton"]])
+def test_wrong_input_is_one_line(arguments: list[str], capsys: pytest.CaptureFixture[str]):
+    assert main(arguments) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("error: ")
+    assert printed.err.count("\n") == 1
 
 
 @pytest.mark.oldest_torch

@@ -1,5 +1,5 @@
 # pyright: reportPrivateImportUsage=false
-"""Split the time of a training step by the rows of the budget, and see whether the host ever waits in one."""
+"""Split the time of a training step by the rows of the budget, and check whether the host ever waits in a step."""
 
 import statistics
 from collections.abc import Callable
@@ -51,9 +51,9 @@ _ON_PAGE = 0.01
 """Share of the step from which a row of the split is on the page."""
 
 
-def split(context: Context, run: Callable[[], None], sequences: int, precision: str) -> None:
+def split(context: Context, name: str, run: Callable[[], None], sequences: int) -> None:
     """Add a row for each part of the budget: time on the device in one step, and what is left idle."""
-    on_gpu = context.device.type == "cuda"
+    on_gpu = context.on_gpu
     # Timed without the profiler, which slows launches down; its own record gives the parts.
     seconds = measured(run, context.device, context.scale.repeats, cold=False)
     # One step: the profiler's record of many would be large, and their parts are alike.
@@ -83,7 +83,7 @@ def split(context: Context, run: Callable[[], None], sequences: int, precision: 
         figure, share = microseconds / sequences, microseconds / whole
         context.report.add(
             Figure(
-                f"split, {precision}: {row}",
+                f"{name}: {row}",
                 microseconds / 1e3,
                 figure,
                 "us a sequence",
@@ -95,16 +95,14 @@ def split(context: Context, run: Callable[[], None], sequences: int, precision: 
     # The dozen that take the most, by name, for whoever wants to know what a row consists of.
     for key, microseconds in sorted(kernels.items(), key=lambda item: -item[1])[:12]:
         context.report.add(
-            Figure(
-                f"kernel, {precision}: {key[:100]}", microseconds / 1e3, share=microseconds / whole, note="of the step"
-            )
+            Figure(f"kernel, {name}: {key[:100]}", microseconds / 1e3, share=microseconds / whole, note="of the step")
         )
 
 
 def synchronisations(context: Context, name: str, run: Callable[[], None]) -> Figure:
-    """Check, by PyTorch's own watch, whether anything makes the host wait; on a CPU there is nothing to wait for."""
-    if context.device.type == "cpu":
-        raise NotUsableError("nothing to see on a CPU")
+    """Return a row that says whether PyTorch sees the host wait for the device in a step."""
+    if not context.on_gpu:
+        return Figure(name, note="nothing to see on a CPU")
     # Work that is queued already must not be what makes the host wait.
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
@@ -119,7 +117,7 @@ def synchronisations(context: Context, name: str, run: Callable[[], None]) -> Fi
 
 
 def _rows_of_own_kernels() -> dict[str, str]:
-    """Names of this package's Triton kernels, which say little by themselves, with their row of the budget."""
+    """Return the budget row of each Triton kernel of this package by the kernel's name."""
     try:
         from kernels.ahead_of_time import all_configurations
 

@@ -17,11 +17,11 @@ _OWN_PACKAGES = ("benchmarks", "bert", "dataloading", "kernels")
 
 
 class NotUsableError(Exception):
-    """Error for something to be measured that is not there, or cannot be used here."""
+    """Error for something that is not installed, or cannot be used on this device."""
 
 
 class DeviceLostError(Exception):
-    """The device answers this process no more, as after an access out of bounds; it may answer another."""
+    """Error for a device that no longer answers this process, as after an access out of bounds; a new process may use it."""
 
 
 @dataclass(frozen=True)
@@ -30,24 +30,24 @@ class Figure:
 
     name: str
     milliseconds: float | None = None
-    """Median."""
+    """Median time."""
     figure: float | None = None
     unit: str = ""
     share: float | None = None
-    """Of the ceiling or floor that ``note`` names, measured in the same run."""
+    """Fraction of the ceiling or floor that ``note`` names, measured in the same run."""
     peer: float | None = None
-    """How many times as fast as the fastest of the others in the same run."""
+    """Speed relative to the fastest peer in the same run."""
     note: str = ""
     page: bool = False
     """Whether the row is on the one page that is printed last; all others are in the file."""
     seconds: list[float] = field(default_factory=list)
     """Every single time, in order."""
     losses: list[float] = field(default_factory=list)
-    """Of every step, where those are looked at."""
+    """Loss of every step, in parts that compare losses."""
 
     @property
     def failed(self) -> bool:
-        """Tell whether something is wrong, which is more than not being usable here."""
+        """Tell whether the row is wrong or could not be measured; a row that is not usable here has not failed."""
         return self.note.startswith(("failed", "WRONG"))
 
 
@@ -60,7 +60,7 @@ class PartReport:
     """What the figures depend on: part, device, commit, versions."""
     # The default does nothing: reports are also made without a device.
     settle: Callable[[], None] = lambda: None
-    """Called after each measurement, for the next to find the device as it was; may raise ``DeviceLostError``."""
+    """Called after each measurement to clean up the device; may raise ``DeviceLostError``."""
     rows: list[Figure] = field(default_factory=list)
     measuring: str | None = None
     """The row that is being measured."""
@@ -97,7 +97,7 @@ class PartReport:
         return next((row for row in self.rows if row.name == name), None)
 
     def add(self, *rows: Figure, quiet: bool = False) -> None:
-        """Take rows, instead of earlier ones of the same names, and print them."""
+        """Add rows in place of earlier rows of the same names, and print them."""
         names = {row.name for row in rows}
         # Rows replace earlier ones of their name: a run that goes on reports the same rows anew.
         self.rows = [*(row for row in self.rows if row.name not in names), *rows]
@@ -196,4 +196,6 @@ def _kind(error: Exception) -> str:
 
 def _json_value(value: object) -> object:
     # JSON has no NaN and no infinity.
+    if isinstance(value, list):
+        return [_json_value(each) for each in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

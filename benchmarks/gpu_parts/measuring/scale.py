@@ -1,4 +1,4 @@
-"""Subject of the measurements: the model, its batches, and the work that they are.
+"""What is measured: the model, its batches, and their work.
 
 Shape legend: T tokens, S sequences, M masked tokens, D hidden, F intermediate, V vocabulary, H heads, E head size.
 """
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from benchmarks.gpu_parts.measuring.report import PartReport
-from bert.checkpoints.initial_model import build_model
+from bert.checkpoints.initial_model import draw_model
 from bert.configuration.recipes import RECIPES
 from bert.configuration.sections import ModelConfig
 from bert.cuda_graphs import CudaCapturer
@@ -31,7 +31,7 @@ class Scale:
 
     model: ModelConfig
     sequences: int
-    """Of one micro-batch."""
+    """Sequences of one micro-batch."""
     repeats: int
     """Timed steps; kernels are timed three times as often."""
     square: int
@@ -49,7 +49,7 @@ TINY = Scale(ModelConfig(2, 64, 2, 128, 500, 64), 4, 1, 64, 2**16, 3, 4)
 
 @dataclass(frozen=True)
 class Context:
-    """The context that every part gets."""
+    """Device, scale and report of a part."""
 
     device: torch.device
     scale: Scale
@@ -61,9 +61,14 @@ class Context:
         return self.scale is TINY
 
     @property
+    def on_gpu(self) -> bool:
+        """Tell whether this measures a GPU; on a CPU it only shows that the code runs."""
+        return self.device.type == "cuda"
+
+    @property
     def low_precision(self) -> torch.dtype:
-        """bf16, the type that figures are about; fp32 where the scale is tiny."""
-        return torch.float32 if self.tiny else torch.bfloat16
+        """bf16, the type that figures are about; fp32 for the tiny scale on a CPU."""
+        return torch.bfloat16 if self.on_gpu or not self.tiny else torch.float32
 
     @property
     def mesh(self) -> Mesh:
@@ -72,18 +77,18 @@ class Context:
 
     @cached_property
     def _weights(self) -> dict[str, Tensor]:
-        """Random ones, drawn once a process and kept by the host, where they take no memory of the device."""
+        """Initial weights, drawn once a process and kept on the host, where they take no device memory."""
         recipe = RECIPES["h100_1x1"]()
         config = replace(recipe, model=self.scale.model, log=replace(recipe.log, division="open"))
-        model = build_model(config, self.mesh, seed=0)
+        model = draw_model(config, self.mesh, seed=0)
         return {name: tensor.cpu() for name, tensor in model.state_dict().items()}
 
     def capturer(self) -> CudaCapturer | None:
-        """The capturer of a step, the same as in training, where there is a GPU."""
-        return CudaCapturer(self.device) if self.device.type == "cuda" else None
+        """Return training's capturer on a GPU, and None on a CPU."""
+        return CudaCapturer(self.device) if self.on_gpu else None
 
     def model(self, config: ModelConfig | None = None) -> BertForPreTraining:
-        """A model on the device, to train; all of them start from the same weights."""
+        """Build a model on the device. All models start from the same weights."""
         with self.device:
             model = BertForPreTraining(config or self.scale.model)
         model.load_state_dict(self._weights)
@@ -91,13 +96,13 @@ class Context:
 
 
 def clipped_lengths(count: int, longest: int, seed: int) -> NDArray[np.int64]:
-    """Lengths [count] drawn from Wikipedia's."""
+    """Draw lengths [count] from Wikipedia's distribution."""
     # At least 3: [CLS] and [SEP] twice.
     return np.clip(drawn_lengths(np.random.default_rng(seed), count), 3, longest)
 
 
 def wikipedia_lengths(sequences: int, longest: int) -> NDArray[np.int64]:
-    """Lengths [sequences], longest first, spread over Wikipedia's as evenly as so many can be."""
+    """Return quantiles of Wikipedia's lengths, [sequences], longest first."""
     length, count = length_counts()
     below = np.cumsum(count) / count.sum()
     # Quantiles instead of draws: small batches would scatter, and figures with them.
@@ -107,13 +112,13 @@ def wikipedia_lengths(sequences: int, longest: int) -> NDArray[np.int64]:
 
 
 def samples_of(scale: Scale, sequences: int, seed: int = 0) -> Samples:
-    """Random tokens of Wikipedia's lengths."""
+    """Draw samples of random tokens with Wikipedia's lengths."""
     lengths = wikipedia_lengths(sequences, scale.model.max_position_embeddings)
     return synthetic_samples(lengths, scale.model.vocab_size, seed)
 
 
 def micro_batches(context: Context, sequences: int, count: int, seed: int = 0, *, padded: bool = False) -> list[Batch]:
-    """A global batch as ``count`` micro-batches of ``sequences``, on the device; ``padded``: each to its shape bucket."""
+    """Return a global batch of ``count`` micro-batches on the device; ``padded`` pads each to its shape bucket."""
     batches = []
     for index in range(count):
         # Each micro-batch has samples of its own.
@@ -127,7 +132,7 @@ def micro_batches(context: Context, sequences: int, count: int, seed: int = 0, *
 
 
 def training_flop(model: ModelConfig, batch: Batch) -> float:
-    """Model FLOP of a training step on a micro-batch: three times the forward pass, nothing padded, nothing left out."""
+    """Return the model FLOP of a training step on a micro-batch: three times the forward pass, without padding."""
     hidden, layers = model.hidden_size, model.num_hidden_layers
     lengths = batch.cu_seqlens.diff().double()
     # Products of the layers: query, key, value and output, and the two of the feed-forward half.

@@ -1,4 +1,4 @@
-"""The one page: the rows that are asked for first, of every part that has a file in a folder."""
+"""The table that is printed last: the important rows of every part that has a file in a folder."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +11,7 @@ _WIDEST = (13, 58, 9, 9, 18, 10, 6, 62)
 
 
 def page(folder: Path, parts: Sequence[str]) -> str:
-    """A table in Markdown; failed rows are always on it, and a line for each part says how it ended."""
+    """Return a table in Markdown with the important and the failed rows, and a line for each part that says how it ended."""
     lines = [_COLUMNS]
     for part in parts:
         path = folder / f"{part}.json"

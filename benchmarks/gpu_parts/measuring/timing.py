@@ -3,13 +3,13 @@
 import gc
 import re
 import statistics
-import time
 from collections.abc import Callable
 
 import torch
 
 from benchmarks.gpu_parts.measuring.report import DeviceLostError, Figure, first_line
-from kernels.tuning.contest import HEAD_START_CYCLES, flush_buffer
+from bert.cuda_graphs import replay_of
+from kernels.tuning.contest import Timer
 
 # Compilation, allocation and choice of an implementation are done by then.
 _WARM_UP = 3
@@ -21,30 +21,40 @@ def measured(
     repeats: int,
     *,
     cold: bool,
+    capturable: bool = True,
     before: Callable[[], object] = lambda: None,
 ) -> list[float]:
-    """Seconds of each of ``repeats`` calls after a warm-up, without what ``before`` does ahead of each.
+    """Return the seconds of each of ``repeats`` calls after a warm-up.
 
-    On a GPU by events. ``cold``: what the call reads is not in the L2 cache, and the host is ahead of the device, as inside
-    a captured step; otherwise calls follow one another as they do in a training loop.
+    On a GPU, events measure the time. With ``cold``, a call is timed as a part of a captured step: its CUDA graph is
+    replayed (unless it is not ``capturable``), nothing that it reads is in the L2 cache, and the host is ahead of the
+    device; ``before`` runs ahead of each call and is not timed. Otherwise calls follow one another as in a training loop.
     """
+    on_gpu = device.type == "cuda"
     # One call on a CPU, where nothing is compiled.
-    for _ in range(_WARM_UP if device.type == "cuda" else 1):
+    for _ in range(_WARM_UP if on_gpu else 1):
         before()
         work()
-    if device.type == "cpu":
-        return [_host_seconds(work, before) for _ in range(repeats)]
-    cache = flush_buffer(device) if cold else None
+    if on_gpu and not cold:
+        return _in_a_row(work, repeats)
+
+    def run() -> None:
+        work()
+
+    repeated = replay_of(device, run) if on_gpu and capturable else run
+    timed, seconds = Timer(device), []
+    for _ in range(repeats):
+        before()
+        seconds.append(timed(repeated))
+    return seconds
+
+
+def _in_a_row(work: Callable[[], object], repeats: int) -> list[float]:
     # Made before the loop: creating events costs time on the host.
     events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
     # Whatever was queued must not be in the first time.
     torch.cuda.synchronize()
     for start, stop in events:
-        before()
-        if cache is not None:
-            cache.zero_()
-            # The host queues the work while the device waits, so that launches do not show.
-            torch.cuda._sleep(HEAD_START_CYCLES)
         start.record()
         work()
         stop.record()
@@ -63,14 +73,14 @@ def timed_row(
     *,
     page: bool = False,
 ) -> Figure:
-    """A row for ``amount`` of work a call, such as TFLOP; ``floor`` are the seconds that it takes at the ceiling."""
+    """Return a row for ``amount`` of work a call, such as TFLOP, which takes ``floor`` seconds at the ceiling."""
     median = statistics.median(seconds)
     share = None if floor is None else floor / median
     return Figure(name, 1e3 * median, amount / median, unit, share, note=note, page=page, seconds=seconds)
 
 
 def release(device: torch.device) -> None:
-    """Give cached memory back, for the next to have it; what only cycles hold counts as free."""
+    """Return unused device memory to the driver, also that of objects in reference cycles."""
     if device.type == "cuda":
         # Reference cycles hold tensors until the collector looks for them.
         gc.collect()
@@ -78,14 +88,14 @@ def release(device: torch.device) -> None:
 
 
 def settle(device: torch.device) -> None:
-    """Leave the device to the next measurement as the first one found it.
+    """Clean up the device after a measurement.
 
     Raises:
-        DeviceLostError: the device answers this process no more.
+        DeviceLostError: the device no longer answers this process.
     """
     if device.type == "cuda":
         try:
-            torch.cuda.set_stream(torch.cuda.default_stream(device))  # a capture that fails leaves its own
+            torch.cuda.set_stream(torch.cuda.default_stream(device))  # a step's capture that fails leaves its own
             torch.cuda.synchronize(device)
         except RuntimeError as error:
             raise DeviceLostError(first_line(error)) from error
@@ -93,17 +103,10 @@ def settle(device: torch.device) -> None:
 
 
 def device_name(device: torch.device) -> str:
-    """Name of the device, such as ``NVIDIA H100 80GB HBM3``."""
+    """Return the device's name, such as ``NVIDIA H100 80GB HBM3``."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
 def folder_name(device: torch.device) -> str:
-    """The device's name as that of a folder."""
+    """Return the device's name in a form that suits a folder."""
     return re.sub(r"[^a-z0-9]+", "_", device_name(device).lower()).strip("_")
-
-
-def _host_seconds(work: Callable[[], object], before: Callable[[], object]) -> float:
-    before()
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start

@@ -6,12 +6,33 @@ only because another agent did so does not.
 """
 
 import os
+import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from torch._C._distributed_c10d import Store
 
+from bert.parallel.joining.launch import lost_launcher
+
 _LONGEST_PAUSE_S = 1.0
+
+
+@contextmanager
+def explained_store_errors() -> Iterator[None]:
+    """Raise ``ValueError`` with a sentence for errors of PyTorch's store, which anybody who reaches its port can cause."""
+    try:
+        yield
+    except (RuntimeError, ValueError, IndexError) as error:
+        # Of a number that a stranger has overwritten, C++ only names the function that could not parse it.
+        reason = str(error).partition("\n")[0]
+        if isinstance(error, ValueError) and not re.fullmatch("sto[a-z]+", reason):
+            raise
+        address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        raise ValueError(
+            f"the ranks could not meet at {address} ({reason}): rank 0 or its store has ended, or another program writes to "
+            "this port. Choose another MASTER_PORT, which other hosts than those of the run cannot reach"
+        ) from None
 
 
 def agree_on_attempt(store: Store, rank: int, world_size: int, seconds: float) -> str:
@@ -68,11 +89,16 @@ def _follow(store: Store, rank: int, seconds: float) -> str:
 
 
 def _in_time(condition: Callable[[], bool], seconds: float) -> bool:
-    """Tell whether it comes true in time. Asked again and again, because a signal ends no wait inside the store."""
+    """Tell whether it comes true in time. Asked again and again, because a signal ends no wait inside the store.
+
+    Raises ``ValueError`` when the launcher of this process is gone.
+    """
     deadline, pause = time.monotonic() + seconds, 0.01
     while not condition():
         if time.monotonic() > deadline:
             return False
+        if lost := lost_launcher():
+            raise ValueError(lost)
         time.sleep(pause)
         # Less and less often, as thousands of ranks may ask the one store.
         pause = min(1.5 * pause, _LONGEST_PAUSE_S)

@@ -6,6 +6,7 @@ Needs no PyTorch, so that a command line is understood, or an error told with it
 import os
 import re
 from dataclasses import dataclass
+from functools import cache
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class Launch:
         torchrun comes first because mpirun and srun may have started it, and mpirun before srun for the same reason. Raises
         ``ValueError`` when a variable is no whole number or the rank lies outside the world.
         """
+        _parent()
         launch = cls._read()
         if not 0 <= launch.rank < launch.world_size:
             raise ValueError(
@@ -54,6 +56,23 @@ class Launch:
             _environment(name, default) for name, default in zip(names, (0, 1, 0, 0), strict=True)
         )
         return cls(rank, world_size, local_rank, local_size, names[0], names[1])
+
+
+def lost_launcher() -> str:
+    """Say that the launcher of this process is gone, which would have ended it; "" while it is there, or there is none.
+
+    A process that a shell has started in the background goes on when that shell ends: only launchers that stay count.
+    """
+    launched = any(name in os.environ for name in ("TORCHELASTIC_RUN_ID", "OMPI_COMM_WORLD_RANK", "SLURM_STEP_ID"))
+    if not launched or os.getppid() == _parent():
+        return ""
+    return f"its launcher, process {_parent()}, is gone: killed, perhaps because memory ran out"
+
+
+@cache
+def _parent() -> int:
+    """Return the process that had started this one when this was first called."""
+    return os.getppid()
 
 
 def restarts() -> int:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from torch._C._distributed_c10d import Store
 
-from bert.parallel.joining.launch import Launch
+from bert.parallel.joining.launch import Launch, lost_launcher
 from bert.parallel.watchdog.hub import FAULT_STATUS
 from console.files import read_json, write_atomically
 
@@ -34,10 +34,12 @@ class LeftOut(Exception):  # noqa: N818 an event, not an error
         self._rank = rank
 
     def wait(self) -> int:
-        """Wait for the end of the run; returns the exit status, which is a fault's where rank 0 goes without a word."""
+        """Wait for the end of the run; returns the exit status, a fault's if rank 0 or this process's launcher is lost."""
         try:
             # Asked again and again, as a wait inside the store ends by no signal.
             while not self._store.check(["over"]):
+                if lost_launcher():
+                    return FAULT_STATUS
                 time.sleep(_PAUSE_S)
             self._store.set(f"heard/{self._rank}", "")
         except RuntimeError:  # the store has gone with rank 0, or its agent

@@ -9,9 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 
-from bert.model import DropoutSites, PretrainingOutput
+from bert.layers import DropoutSites
+from bert.model import PretrainingOutput
 from bert.parallel.pipeline.division import Stage
-from bert.parallel.pipeline.stages import PipelineParallel
+from bert.parallel.pipeline.stages import PipelineModel
 from bert.parallel.reduction.gradients import Reduction
 from bert.timing.stopwatch import Stopwatch
 from dataloading.batches.loader import Batch
@@ -27,7 +28,7 @@ class PipelineSchedule:
 
     def __init__(
         self,
-        pipeline: PipelineParallel,
+        pipeline: PipelineModel,
         micro_batches: int,
         reduction: Reduction,
         autocast: Callable[[], AbstractContextManager[object]],
@@ -54,7 +55,7 @@ class PipelineSchedule:
     def __call__(self, micro_batches: Sequence[Batch]) -> None:
         """Add the gradients of all micro-batches to those of this rank's stages. Every rank must call it."""
         self.batches = micro_batches
-        self.sites = [self.pipeline.model.next_sites() for _ in micro_batches]
+        self.sites = [self.pipeline.next_sites() for _ in micro_batches]
         rows = max(map(self.pipeline.rows, micro_batches))
         # PyTorch's stages have buffers of one shape. The ranks of a copy have the same micro-batches, and so grow at
         # once. The host then waits until all stages have said that they know their shapes.
@@ -91,10 +92,10 @@ class _TimedStage(PipelineStage):
 
     def __init__(self, schedule: PipelineSchedule, stage: Stage) -> None:
         pipeline = schedule.pipeline
-        weight = next(pipeline.model.parameters())
+        weight = next(pipeline.parameters())
         with schedule.autocast():
             dtype = pipeline.hidden_dtype()
-        shape = schedule.rows, pipeline.model.config.hidden_size
+        shape = schedule.rows, pipeline.config.hidden_size
         # Shapes that are given spare PyTorch a pass through the stages to find them.
         hidden_WD = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
         loss = torch.empty((), dtype=weight.dtype, device="meta")
@@ -109,7 +110,7 @@ class _TimedStage(PipelineStage):
         )
         self._schedule = schedule
         # With several stages a rank, each backward pass has gradients for one of them.
-        self._parameters = [each for name, each in pipeline.model.named_parameters() if stage.owns(name)]
+        self._parameters = [each for name, each in pipeline.named_parameters() if stage.owns(name)]
 
     def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
         with self._schedule.computing():

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from bert.configuration.sections import ReduceDtype, ReductionStrategy, TrainingConfig
 from bert.optimizer import FlatParameters
+from bert.parallel.collectives import barrier
 from bert.parallel.reduction.gradients import Communicators, Reduction, Way
 
 _ENOUGH_S = 3.0
@@ -103,7 +104,7 @@ def measured_choice(
         # Every way in each round: what slows the machine for a while then slows all of them.
         for place, reduction in enumerate(reductions):
             if communicators.world:
-                dist.barrier(group=communicators.world)  # so that ranks that are late do not count as a slow sum
+                barrier(communicators.world)  # so that ranks that are late do not count as a slow sum
             begin = time.perf_counter()
             reduction.finish()
             # ``finish`` lets the stream wait for the sums, and not the host.

@@ -114,7 +114,8 @@ class CommunicationStream:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        # High priority: a collective's few blocks would otherwise queue behind waves of a matrix product's blocks.
+        self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
         # One thread: all ranks must begin collectives in the same order.
         self._thread = None if self._stream else ThreadPoolExecutor(1, thread_name_prefix="reduction")
         self._pending: list[Future[None]] = []

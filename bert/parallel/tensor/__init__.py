@@ -1,7 +1,7 @@
 """Tensor parallelism: the ranks of a tensor group share one copy of the model and compute the same micro-batches together.
 
     shards.py       which parameter is divided how
-    placement.py    hidden states by rows: what ``bert.model.Placement`` leaves alone is gathered and summed here
+    placement.py    hidden states by rows: what ``bert.layers.Placement`` leaves alone is gathered and summed here
     vocabulary.py   the masked-LM loss of logits that no rank has all of
 
 Every rank has some heads, some columns of fc1 with the rows of fc2 that read them, and some words, after Megatron-LM

@@ -8,16 +8,14 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from bert.model import BertForPreTraining
+from bert.configuration.sections import ModelConfig
+from bert.model import parameter_shapes
 from bert.optimizer import FlatParameters
 from bert.parallel.mesh import Mesh, process_group, require_order
 from bert.parallel.tensor.exchange import Exchange, Waiting
-from bert.parallel.tensor.placement import SharedPlacement, place
-
-_WORDS_MULTIPLE = 8
-"""Shards of the vocabulary are rounded up to this many words, as rows of 16 bytes of logits are multiplied faster."""
+from bert.parallel.tensor.placement import WORDS_MULTIPLE, SharedPlacement
 
 
 @dataclass(frozen=True)
@@ -65,7 +63,7 @@ class Split:
 def split_of(name: str, shape: tuple[int, ...], ranks: int) -> Split | None:
     """Return how a parameter is divided; None for what every rank has: norms, biases of sums, small tables, heads."""
     if name in ("embeddings.word", "decoder_bias"):
-        return Split(shape, ranks, 0, multiple=_WORDS_MULTIPLE)
+        return Split(shape, ranks, 0, multiple=WORDS_MULTIPLE)
     match name.split("."):
         case ["layers", _, "query_key_value", _]:  # whole heads of each of the three
             return Split(shape, ranks, 0, blocks=3)
@@ -78,43 +76,38 @@ def split_of(name: str, shape: tuple[int, ...], ranks: int) -> Split | None:
 
 
 class TensorParallel:
-    """A model divided among the ranks of a tensor group: each parameter is a rank's shard, or what all have."""
+    """Division of a model among the ranks of a tensor group: of each parameter a rank has a shard, or what all have."""
 
-    def __init__(self, model: BertForPreTraining, group: dist.ProcessGroup, waiting: Waiting = nullcontext) -> None:
-        """Divide the whole model that each rank has, in place."""
+    def __init__(self, config: ModelConfig, group: dist.ProcessGroup, waiting: Waiting = nullcontext) -> None:
         self.group = group
         self.rank = group.rank()
-        self.splits: dict[str, Split | None] = {}
+        self.placement = SharedPlacement(Exchange(group, waiting), config.vocab_size)
+        self.splits = {name: split_of(name, shape, group.size()) for name, shape in parameter_shapes(config).items()}
         """Of each parameter, by name."""
-        self._model = model
-        # A list, since parameters are replaced on the way.
-        for name, parameter in list(model.named_parameters()):
-            self.splits[name] = split = split_of(name, tuple(parameter.shape), group.size())
-            if split is not None:
-                module, _, own = name.rpartition(".")
-                # A copy, or a view would keep the whole parameter in memory.
-                shard = nn.Parameter(split.shard(parameter.detach(), self.rank))
-                setattr(model.get_submodule(module), own, shard)
-        place(model, SharedPlacement(Exchange(group, waiting), model.config.vocab_size))
 
     def all_reduce_max_(self, values: Tensor) -> None:
         """Leave the largest of the ranks' values on each."""
         dist.all_reduce(values, dist.ReduceOp.MAX, group=self.group)
 
+    def own(self, name: str, whole: Tensor) -> Tensor:
+        """Return what this rank has of a parameter."""
+        split = self.splits[name]
+        return whole if split is None else split.shard(whole, self.rank)
+
     def on_all_ranks(self, flat: FlatParameters) -> list[bool]:
         """Tell of each segment whether every rank has it."""
-        named = self._model.named_parameters()
-        starts = {flat.places[parameter].start for name, parameter in named if self.splits[name] is None}
+        named = zip(flat.names, flat.places.values(), strict=True)
+        starts = {place.start for name, place in named if self.splits[name] is None}
         ends = torch.tensor(flat.segments.sizes).cumsum(0).tolist()
         return [start in starts for start in [0, *ends[:-1]]]  # of parameters that are divided, no segment begins there
 
 
-def tensor_parallel(model: BertForPreTraining, mesh: Mesh, waiting: Waiting = nullcontext) -> TensorParallel | None:
-    """Divide the model among the tensor group of this rank; None where that has no other. Every rank must call it."""
+def tensor_parallel(config: ModelConfig, mesh: Mesh, waiting: Waiting = nullcontext) -> TensorParallel | None:
+    """Return this rank's part in its tensor group; None where that has no other rank. Every rank must call it."""
     if mesh.tensor == 1:
         return None
     # Shards are numbered by local rank, which the group must keep to.
     require_order(mesh)
     group = process_group(mesh.tensor_ranks)
     assert group is not None
-    return TensorParallel(model, group, waiting)
+    return TensorParallel(config, group, waiting)

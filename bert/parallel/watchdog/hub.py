@@ -209,7 +209,9 @@ class Hub:
         # A greeting may come in pieces, and the first messages with it.
         stranger.received += data
         greeting, end, rest = stranger.received.partition(b"\n")
-        if end and (found := self._known(greeting)):
+        found = self._known(greeting) if end else None
+        # A rank that has been answered greets no more: it is a stranger who has overheard the greeting.
+        if found and not found[0].beating:
             self._introduce(stranger, *found, rest)
         elif end or not data or len(stranger.received) >= _GREETING:
             self._send_away(stranger)

@@ -12,6 +12,7 @@ import contextlib
 import os
 import random
 import select
+import signal
 import socket
 import sys
 import threading
@@ -20,6 +21,7 @@ import traceback
 from collections.abc import Callable, Iterator
 
 from bert.parallel.collectives import agreed_integer, agreed_text
+from bert.parallel.joining.launch import lost_launcher
 from bert.parallel.mesh import Mesh
 from bert.parallel.watchdog.hub import FAULT_STATUS, LINE, Ending, Hub, encoded, parsed
 from bert.timing.phases import PhaseTracker
@@ -36,7 +38,7 @@ _ANSWER_S = 10.0
 
 
 class Watchdog:
-    """This rank's thread, and on rank 0 the hub. Without other ranks it does nothing.
+    """This rank's thread, and on rank 0 the hub. Without other ranks it only watches the launcher.
 
     Every rank must create it at the same time. ``seconds`` is how long a rank may be silent, or all may wait for one. When
     the run ends by a fault, ``on_fault`` gets the message first and has some seconds; it runs in a thread of its own, as
@@ -54,6 +56,7 @@ class Watchdog:
         self._sending = threading.Lock()  # the main thread sends as well, and lines must stay whole
         self._error: BaseException | None = None
         self._hub: Hub | None = None
+        threading.Thread(target=self._watch_launcher, name="launcher-watch", daemon=True).start()
         if mesh.world_size == 1:
             return
         alone = len(mesh.node_ranks) == mesh.world_size  # then no other host can reach the port
@@ -102,15 +105,26 @@ class Watchdog:
 
     def close(self) -> None:
         """Part from the others in good order; on rank 0, with the end of the watch for all."""
-        if self._mesh.world_size == 1 or self._closing.is_set():
+        if self._closing.is_set():
             return
         # First: the thread is not to take the end of the connection for that of the hub.
         self._closing.set()
+        if self._mesh.world_size == 1:
+            return
         self._send({"left": True})
         if self._hub:
             self._hub.close(_GRACE_S)
         self._thread.join(_GRACE_S)
         self._connection.close()
+
+    def _watch_launcher(self) -> None:
+        """End the run when this rank's launcher is gone, for example killed because memory ran out."""
+        while not self._closing.wait(self._beat_s):
+            if lost := lost_launcher():
+                self.failed(lost)
+                # Still here, as there are no other ranks: end in order, as after any other signal.
+                os.kill(os.getpid(), signal.SIGTERM)
+                return
 
     def _run(self) -> None:
         """Say where this rank is; end the process when the hub says so, or says nothing."""

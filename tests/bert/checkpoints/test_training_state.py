@@ -19,10 +19,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-import bert.step_parts
+import bert.build
 from bert.checkpoints import training_state as resume
 from bert.checkpoints.during_run import RunCheckpoints
-from bert.checkpoints.initial_model import build_model
+from bert.checkpoints.initial_model import draw_model
 from bert.checkpoints.lock import lock_checkpoints
 from bert.checkpoints.training_state import Checkpoints, checkpoint_folders, find, fixed_settings, reseed, restore
 from bert.configuration.config import Config
@@ -94,7 +94,7 @@ def make(small_run: SmallRun, tmp_path: Path) -> Callable[..., Run]:
         folder = tmp_path / "checkpoints"
         config = parse(small_run.arguments(tmp_path, checkpoint__folder=folder, **changes))
         train = open_dataset(config.data.train)
-        step = TrainingStep(build_model(config, MESH, seed), config, MESH, Stopwatch())
+        step = TrainingStep(draw_model(config, MESH, seed), config, MESH, Stopwatch())
         step.model.seed_dropout(SEED)
         return Run(config, train, small_run, step, Checkpoints(config, train, MESH, SEED, step), folder)
 
@@ -148,7 +148,7 @@ def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp8"])
 def test_what_follows_is_the_same_to_the_last_bit(make: Make, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With dropout; in bf16 as on a GPU, with copies of weights; in FP8 with all scales, and weights as they were cast."""
-    monkeypatch.setattr(bert.step_parts, "accumulates_products", lambda _, precision: precision == "bf16")
+    monkeypatch.setattr(bert.build, "accumulates_products", lambda _, precision: precision == "bf16")
     changes = {"training__precision": precision, "model__num_hidden_layers": 3, "model__hidden_dropout": 0.1}
     changes |= {"model__hidden_size": 256} if precision == "bf16" else {}
     run = make(**changes)
@@ -224,10 +224,13 @@ def test_what_a_killed_run_has_left_is_no_checkpoint_and_is_removed(make: Make) 
     (run.folder / "step_00000001").rename(run.folder / ".step_00000001.fedcba9876543210.partial")
     (run.folder / ".step_00000009.0123456789abcdef.partial").mkdir()
     (run.folder / "step_x").mkdir()
+    strangers = [".step_00000003.0123456789abcdef.partial", ".step_00000004.0123456789abcdef.partial"]
+    (run.folder / strangers[0]).write_text("a file")
+    (run.folder / strangers[1]).symlink_to("step_x")
     assert checkpoint_folders(run.folder) == []
     lock = lock_checkpoints(run.folder, patience_s=0)
     assert run.save(2) is None
-    assert sorted(path.name for path in run.folder.iterdir()) == [".lock", "step_00000002", "step_x"]
+    assert sorted(path.name for path in run.folder.iterdir()) == [".lock", *strangers, "step_00000002", "step_x"]
     os.close(lock)
 
 

@@ -31,10 +31,10 @@ from bert.configuration.sections import ModelConfig
 from bert.convert import convert
 from bert.model import BertForPreTraining
 from bert.optimizer import FlatParameters
+from bert.predict import fill, predict
 from dataloading.batches.loader import batch_of
 from dataloading.batches.synthetic import synthetic_samples
-from dataloading.shards.samples import Samples
-from dataloading.text.tokenization import Tokenizer, Vocabulary
+from dataloading.text.tokenization import Vocabulary
 from tests.bert.checkpoints.tf_bundles import make
 from tests.bert.small_models import drawn_model
 
@@ -237,19 +237,6 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(
     assert equal(model, drawn_model(config, 1))
 
 
-def one_sample(ids: list[int], masked: int) -> Samples:
-    """A single segment with one masked token."""
-    return Samples(
-        input_ids=np.array(ids, np.uint16),
-        segment_ids=np.zeros(len(ids), np.uint8),
-        sequence_offsets=np.array([0, len(ids)]),
-        masked_lm_positions=np.array([masked], np.uint16),
-        masked_lm_ids=np.array([0], np.uint16),
-        masked_lm_offsets=np.array([0, 1]),
-        next_sentence_labels=np.array([0], np.uint8),
-    )
-
-
 @pytest.mark.slow
 def test_an_exported_folder_fills_masks_as_the_model_does(tmp_path: Path):
     """With heads of an odd width, and the tokenizer that comes along."""
@@ -262,18 +249,23 @@ def test_an_exported_folder_fills_masks_as_the_model_does(tmp_path: Path):
     digest = write_vocabulary(tmp_path / "vocab.txt")
     save_weights(model, tmp_path / "ours.safetensors", {"vocabulary_sha256": digest})
     convert(tmp_path / "ours.safetensors", "hugging-face", tmp_path / "theirs")
-    fill: Any = transformers.pipeline("fill-mask", model=str(tmp_path / "theirs"))
-    found = fill("W3 [MASK] w7w1, w5", top_k=30)
-    tokenizer = Tokenizer.from_vocab(tmp_path / "vocab.txt")
-    words = tokenizer.vocabulary.ids
-    ids = [words[token] for token in ("[CLS]", "w3", "[MASK]", "[UNK]", "[UNK]", "w5", "[SEP]")]
-    batch = batch_of(one_sample(ids, masked=2))
-    with torch.no_grad():
-        expected_V = model.masked_lm_logits(model.head_inputs(batch)[1])[0].softmax(0)
-    got_V = torch.zeros(30)
-    for one in found:
-        got_V[one["token"]] = one["score"]
-    torch.testing.assert_close(got_V, expected_V, rtol=1e-4, atol=1e-6)
+    text = "W3 [MASK] w7w1, [MASK] w5"
+    pipeline: Any = transformers.pipeline("fill-mask", model=str(tmp_path / "theirs"))
+    tokens = Vocabulary.from_file(tmp_path / "vocab.txt").tokens
+    theirs = [{tokens[one["token"]]: one["score"] for one in gap} for gap in pipeline(text, top_k=30)]
+    for checkpoint in ("ours.safetensors", "theirs"):
+        gaps = fill(tmp_path / checkpoint, text, None, top=30)
+        assert [dict(gap) for gap in gaps] == [pytest.approx(gap, rel=1e-4, abs=1e-6) for gap in theirs]
+        assert [word for word, _ in fill(tmp_path / checkpoint, text, None, top=1)[1]] == [gaps[1][0][0]]
+
+
+def test_gaps_that_cannot_be_filled_are_refused(tmp_path: Path):
+    digest = write_vocabulary(tmp_path / "vocab.txt")
+    save_weights(drawn_model(CONFIG, 0), tmp_path / "ours.safetensors", {"vocabulary_sha256": digest})
+    with pytest.raises(ValueError, match="the text has no gap"):
+        predict(tmp_path / "ours.safetensors", "w3")
+    with pytest.raises(ValueError, match=f"the model {CONFIG.max_position_embeddings} positions"):
+        predict(tmp_path / "ours.safetensors", "[MASK]" + " w3" * CONFIG.max_position_embeddings)
 
 
 def test_a_vocabulary_is_asked_for_and_must_be_the_models(tmp_path: Path):

@@ -10,7 +10,7 @@ import pytest
 from bert.configuration.config import Config, flattened
 from bert.configuration.recipes import RECIPES
 from bert.log.mllog import MLLog
-from bert.train import parse
+from bert.train import main, parse
 from tests.conftest import REPOSITORY
 
 
@@ -49,6 +49,45 @@ def test_a_result_file_of_an_earlier_version_does_so_too() -> None:
     assert (config.log.system, config.training.reduce_dtype) == ("cpu_2cores", "fp32")
 
 
+def test_printed_settings_configure_the_same_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    own = ("--training.seed=5", "--data.initial-checkpoint=None", f"--log.results={tmp_path / 'a b'}")
+    given = ["tiny_cpu", *own]
+    assert main([*given, "--print-config"]) == 0
+    printed = tmp_path / "my settings"
+    printed.write_text(capsys.readouterr().out)
+    found = parse(["--config", str(printed)])
+    assert dict(flattened("config", found)) == dict(flattened("config", parse(given)))
+    assert not (tmp_path / "a b").exists()
+
+
+def test_a_recipe_may_stand_behind_the_file(tmp_path: Path) -> None:
+    (tmp_path / "a.toml").write_text("training.seed = 3")
+    config = parse(["--config", str(tmp_path / "a.toml"), "tiny_cpu", "--data.prefetch", "7"])
+    assert (config.recipe, config.training.seed, config.data.prefetch) == ("tiny_cpu", 3, 7)
+
+
+def test_recipes_are_listed_with_what_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == list(RECIPES)
+    assert "768, fp8" in next(line for line in lines if line.startswith("h100_1x8 "))
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--training.seed", "abc"], r"^--training\.seed is 'abc', expected a whole number or None$"),
+        (["--data.prefetch", "1.5"], r"^--data\.prefetch is '1\.5', expected a whole number$"),
+        (["--optimizer.epsilon", "tiny"], r"^--optimizer\.epsilon is 'tiny', expected a number$"),
+        (["--traning.seed", "1"], r"--traning\.seed; did you mean training\.seed\?$"),
+        (["--seed", "1"], r"--seed; did you mean training\.seed\?$"),
+    ],
+)
+def test_a_wrong_setting_says_what_is_expected(given: list[str], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        parse(["tiny_cpu", *given])
+
+
 def write_log(path: Path, config: Config) -> Path:
     with MLLog(path) as log:
         log.header(dict(flattened("config", config)))
@@ -62,7 +101,7 @@ def write_log(path: Path, config: Config) -> Path:
         ("a.toml", "training = [", "is no TOML"),
         ("a.toml", "\x00", "is no TOML"),
         ("a.toml", "x = " + "[" * 100_000, "is no TOML"),
-        ("a.toml", "", r"names the recipe 'None': expected recipe = one of"),
+        ("a.toml", "", r"names no recipe: .* put it before --config '?/.*a\.toml"),
         ("a.toml", 'recipe = "tiny"', r"names the recipe 'tiny'"),
         (
             "a.toml",

@@ -1,6 +1,7 @@
 """Evaluations that are captured, read ahead, and whose result is asked for later."""
 
 import threading
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -13,11 +14,17 @@ from bert.model import BertForPreTraining
 from bert.parallel.mesh import Mesh
 from dataloading.batches.loader import Batch, batch_of
 from dataloading.dataset.folder import Dataset, open_dataset
-from tests.bert.repeating import Repeating
+from tests.bert.recording import Recording, recordable_attention
 from tests.bert.small_models import OF_SMALL_RUN, PLAIN, drawn_model
 from tests.conftest import SmallRun
 
 pytestmark = pytest.mark.oldest_torch
+
+
+@pytest.fixture(autouse=True)
+def recordable() -> Iterator[None]:
+    with recordable_attention():
+        yield
 
 
 @pytest.fixture
@@ -40,9 +47,9 @@ def test_a_captured_evaluation_counts_the_same(
     dataset: Dataset, model: BertForPreTraining, batch_size: int, most: int
 ) -> None:
     expected = evaluator(dataset, batch_size)(model, PLAIN)
-    captured, capturer = evaluator(dataset, batch_size), Repeating()
+    captured, capturer = evaluator(dataset, batch_size), Recording()
     captured.warm_up(model, PLAIN, capturer)
-    assert 1 <= len(capturer.prepared) <= most
+    assert 1 <= len(capturer.graphs) <= most
     for _ in range(2):
         capturer.replays.clear()
         assert captured(model, PLAIN) == expected
@@ -54,7 +61,7 @@ def test_capturing_reads_no_data_and_leaves_the_model_as_it_was(
 ) -> None:
     monkeypatch.setattr(dataset, "take", None)
     weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    evaluator(dataset, 16).warm_up(model, PLAIN, Repeating())
+    evaluator(dataset, 16).warm_up(model, PLAIN, Recording())
     assert model.training
     assert model.dropout_state.tolist() == [0, 0]
     assert all(torch.equal(tensor, weights[name]) for name, tensor in model.state_dict().items())
@@ -62,7 +69,7 @@ def test_capturing_reads_no_data_and_leaves_the_model_as_it_was(
 
 def test_a_rank_without_a_share_evaluates_nothing(dataset: Dataset, model: BertForPreTraining) -> None:
     idle = evaluator(dataset, 16, rank=len(dataset), world_size=len(dataset) + 1)
-    idle.warm_up(model, PLAIN, Repeating())
+    idle.warm_up(model, PLAIN, Recording())
     assert idle(model, PLAIN).count == 0
 
 
@@ -72,10 +79,10 @@ def test_the_result_is_that_of_the_weights_it_began_with(dataset: Dataset, model
     pending = evaluate.start(model, PLAIN)
     with torch.no_grad():
         model.decoder_bias[7] = 1e6  # from now on it predicts one token alone
-    later = evaluate.start(model, PLAIN)
     assert pending.result() == expected
-    assert later.result().correct != expected.correct
-    assert later.result().count == expected.count
+    later = evaluate.start(model, PLAIN).result()
+    assert later.correct != expected.correct
+    assert later.count == expected.count
 
 
 def test_data_is_read_ahead_once_and_its_faults_surface(

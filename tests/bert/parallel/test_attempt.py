@@ -1,14 +1,18 @@
 """Processes that come together through a store in which others of the same run have left their traces."""
 
+import socket
+import struct
 import threading
 import time
+from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
-from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_c10d import HashStore, TCPStore
 
 from bert.parallel.joining import attempt
-from bert.parallel.joining.attempt import agree_on_attempt
+from bert.parallel.joining.attempt import agree_on_attempt, explained_store_errors
+from tests.distributed.ranks import free_port
 from tests.programs import PATIENCE_S
 
 
@@ -96,3 +100,29 @@ def test_rank_0_names_those_that_are_missing(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_one_process_agrees_with_itself() -> None:
     assert agree_on_attempt(HashStore(), 0, 1, 1)
+
+
+def test_a_store_that_a_stranger_has_spoilt_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    port = free_port()
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    over = threading.Event()
+
+    def spoil() -> None:
+        """Overwrite the number of processes that have come."""
+        while not over.is_set():
+            try:
+                with socket.create_connection(("127.0.0.1", port), timeout=1) as connection:
+                    text = [struct.pack("<Q", len(part)) + part for part in (b"init/", b"none")]
+                    connection.sendall(b"\x00" + struct.pack("<I", 0x3C85F7CE) + b"\x01" + b"".join(text))
+            except OSError:
+                time.sleep(0.01)
+
+    stranger = threading.Thread(target=spoil)
+    stranger.start()
+    try:
+        with pytest.raises(ValueError, match=f"127.0.0.1:{port}.*MASTER_PORT"), explained_store_errors():
+            TCPStore("127.0.0.1", port, 2, is_master=True, timeout=timedelta(seconds=PATIENCE_S))
+    finally:
+        over.set()
+        stranger.join()

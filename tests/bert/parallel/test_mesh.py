@@ -263,3 +263,29 @@ def test_a_limit_that_cannot_do_is_refused_on_rank_0(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 4096))
     with pytest.raises(ValueError, match=r"may open 4096 files, but serves 4096 ranks .* to 13312 \(ulimit -Hn"):
         _allow_descriptors(Launch(0, 4096))
+
+
+@pytest.mark.parametrize(
+    ("local_size", "chosen", "expected"), [("4", None, "0"), ("4", "1", "1"), ("8", None, None), ("0", None, "0")]
+)
+def test_ranks_on_several_hosts_do_not_register_buffers_of_captured_collectives(
+    monkeypatch: pytest.MonkeyPatch, local_size: str, chosen: str | None, expected: str | None
+) -> None:
+    class MetError(Exception):
+        """The ranks meet: communicators are made after this."""
+
+    def rendezvous(*_: object, **__: object) -> Iterator[object]:
+        raise MetError
+
+    for name, value in (TORCHRUN | {"LOCAL_WORLD_SIZE": local_size, "MASTER_ADDR": "a", "MASTER_PORT": "1"}).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("NCCL_GRAPH_REGISTER", chosen or "")  # so that it is put back
+    if chosen is None:
+        monkeypatch.delenv("NCCL_GRAPH_REGISTER")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    monkeypatch.setattr("bert.parallel.mesh.rendezvous", rendezvous)
+    with pytest.raises(MetError):
+        join_mesh("cuda")
+    assert os.environ.get("NCCL_GRAPH_REGISTER") == expected

@@ -201,6 +201,16 @@ def test_who_said_good_bye_may_go(play: Play) -> None:
     assert hub.ranks[1].hear("over") == {"over": True}
 
 
+def test_a_greeting_that_is_replayed_changes_nothing(play: Play) -> None:
+    hub = play()
+    assert hub.stranger(f"{TOKEN} 1 elsewhere\n".encode()).is_sent_away()
+    assert hub.after(2 * SECONDS) is None
+    assert hub.ranks[1].member.host == "h0"
+    hub.end(hub.ranks[1])
+    assert hub.stranger(f"{TOKEN} 1 elsewhere\n".encode()).is_sent_away()
+    assert hub.ended(BEAT).text.startswith("rank 1 on host h0: ended without a word")
+
+
 def test_silence_is_an_end_in_its_time_and_not_before(play: Play) -> None:
     hub = play()
     hub.at(hub.ranks[1], "forward_backward", 7, limit=1000)

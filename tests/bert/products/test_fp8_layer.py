@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,12 +13,12 @@ from torch import Tensor
 
 from bert.configuration.sections import ModelConfig
 from bert.model import BertForPreTraining
-from bert.products.fp8 import Fp8State, enable_fp8
-from bert.products.fp8_layer import fuse_layers
+from bert.products.fp8 import Fp8Layer, Fp8State
+from bert.products.fp8_layer import FusedLayer
 from dataloading.batches.loader import Batch, batch_of
 from dataloading.batches.synthetic import synthetic_samples
 from kernels import OPS
-from tests.bert.small_models import drawn_model, gradients, mean_loss
+from tests.bert.small_models import fp8_model, gradients, mean_loss
 
 CONFIG = ModelConfig(4, 64, 2, 128, 128, 32, hidden_dropout=0.0, attention_dropout=0.0, initializer_range=0.04)
 DROPPING = replace(CONFIG, hidden_dropout=0.1, attention_dropout=0.1)
@@ -39,11 +40,7 @@ def definitions(*besides: str) -> Iterator[None]:
 
 
 def made(config: ModelConfig, fused: bool, **how: Any) -> tuple[BertForPreTraining, Fp8State]:
-    model = drawn_model(config, 1)
-    state = enable_fp8(model)
-    if fused:
-        fuse_layers(model, state, **how)
-    return model, state
+    return fp8_model(config, partial(FusedLayer, **how) if fused else Fp8Layer)
 
 
 def trained(config: ModelConfig, batch: Batch, autocast: bool, fused: bool, **how: Any) -> Found:

@@ -19,7 +19,8 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 
 from bert.configuration.recipes import tiny_model
 from bert.configuration.sections import ModelConfig, OptimizerConfig
-from bert.model import BertForPreTraining, Dense, EncoderLayer
+from bert.layers import Dense, EncoderLayer
+from bert.model import BertForPreTraining
 from bert.optimizer import FlatParameters, Lamb
 from bert.products.fp8 import (
     FeedForward,
@@ -28,14 +29,13 @@ from bert.products.fp8 import (
     Fp8State,
     _FeedForward,
     _Fp8Product,
-    enable_fp8,
     require_fp8,
 )
 from dataloading.batches.loader import Batch, batch_of
 from dataloading.batches.synthetic import synthetic_samples
 from kernels import OPS
 from kernels.reference.fp8 import E4M3, E5M2, largest_scaled
-from tests.bert.small_models import drawn_model, gradients, mean_loss, step_config
+from tests.bert.small_models import drawn_model, fp8_model, gradients, mean_loss, step_config
 
 pytestmark = pytest.mark.slow
 
@@ -66,8 +66,7 @@ def forward_backward(model: BertForPreTraining, batch: Batch) -> float:
 
 
 def calibrated() -> tuple[BertForPreTraining, Fp8State, Batch]:
-    model, (batch,) = drawn_model(CONFIG, 1), batches(1)
-    state = enable_fp8(model)
+    (model, state), (batch,) = fp8_model(CONFIG), batches(1)
     state.calibrate_(lambda: forward_backward(model, batch))
     model.zero_grad()
     return model, state, batch
@@ -82,8 +81,8 @@ def made(*denses: Dense) -> tuple[Fp8State, Fp8Products]:
         for dense in denses:
             dense.weight.normal_(0, 0.05, generator=generator)
             dense.bias.normal_(0, 0.1, generator=generator)
-    state = Fp8State(denses, torch.device("cpu"))
-    return state, Fp8Products(state.denses)
+    state = Fp8State(1, torch.device("cpu"))
+    return state, Fp8Products(state.quantized(*denses))
 
 
 def input_and_upstream() -> tuple[Tensor, Tensor]:
@@ -324,8 +323,7 @@ def holds_the_weights(dense: Fp8Dense) -> bool:
 
 
 def test_weights_follow_the_flat_buffer() -> None:
-    model, (batch,) = drawn_model(CONFIG, 1), batches(1)
-    state = enable_fp8(model)
+    (model, state), (batch,) = fp8_model(CONFIG), batches(1)
     flat = FlatParameters.of(model)
     addresses = [(dense.weight_NK.data_ptr(), dense.weight_KN.data_ptr()) for dense in state.denses]
     for change in (state.refresh_weights_, state.update_):
@@ -354,8 +352,8 @@ NEAR = 0.01
 
 def loss_curve(fp8: bool, mistake: str = "") -> Tensor:
     """Losses [STEPS] of training on four batches again and again."""
-    model, data = drawn_model(CONFIG, 1), batches(4)
-    state = enable_fp8(model) if fp8 else None
+    data = batches(4)
+    model, state = fp8_model(CONFIG) if fp8 else (drawn_model(CONFIG, 1), None)
     optimizer = Lamb(FlatParameters.of(model), OPTIMIZER)
     if state is not None:
         state.calibrate_(lambda: forward_backward(model, data[0]))
@@ -430,7 +428,8 @@ def test_the_host_reads_nothing_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Non
         stack.enter_context(FakeTensorMode())
         with cuda:
             denses = [Dense(64, 192), Dense(64, 128), Dense(128, 64)]
-        state = Fp8State(denses, cuda)
+        state = Fp8State(1, cuda)
+        state.quantized(*denses)
         state.update_()
         x = torch.empty(TOKENS, 64, dtype=dtype, device=cuda)
         (dense, wide, narrow), products = state.denses, Fp8Products(state.denses)

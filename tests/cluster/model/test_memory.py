@@ -9,16 +9,19 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from benchmarks.training.recomputation import Storages
 from bert.configuration.recipes import tiny_cpu
 from bert.configuration.sections import ModelConfig, OptimizerConfig, ParallelConfig, Precision, Recompute
+from bert.layers import EncoderLayer, Placement, Recomputation
 from bert.model import BertForPreTraining, initialize_
 from bert.optimizer import FlatParameters, Lamb
 from bert.parallel.model_state import model_state
-from bert.parallel.pipeline.stages import PipelineParallel
+from bert.parallel.pipeline.stages import PipelineModel
 from bert.parallel.tensor.shards import TensorParallel
-from bert.recompute import recompute_layers
+from bert.recompute import recomputation
 from cluster.model.computations import layout_of
 from cluster.model.memory import held_by_rank, kept_by_forward, memory_of_rank
 from cluster.model.pipeline import hidden_bytes, own_layers, under_way
@@ -36,6 +39,24 @@ def work_and_samples(model: ModelConfig) -> tuple[Work, Samples]:
     samples = synthetic_samples(-np.sort(-lengths), model.vocab_size)
     counts = samples.masked_counts.astype(np.uint16)
     return Work(model, samples.lengths.astype(np.uint16), counts, lengths, counts), samples
+
+
+class Storages(TorchDispatchMode):
+    """Count the bytes of the storages that operators made in the body and that are still alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # Weak references: counting a storage must not keep it alive.
+        self._made: list[tuple[StorageWeakRef, int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        returned = func(*args, **(kwargs or {}))
+        storages = [each.untyped_storage() for each in tree_leaves(returned) if isinstance(each, Tensor)]
+        self._made += [(StorageWeakRef(storage), storage.nbytes()) for storage in storages]
+        return returned
+
+    def alive(self) -> int:
+        return sum({made.cdata: size for made, size in self._made if not made.expired()}.values())
 
 
 def kept_bytes(forward: Callable[[Batch], object], known: list[Tensor], samples: Samples, precision: Precision) -> int:
@@ -87,10 +108,9 @@ def test_a_rank_that_shares_a_copy_keeps_what_is_predicted(dropout: float, monke
     monkeypatch.setattr(exchange.dist, "all_to_all_single", lambda received, rows, **_: received.copy_(rows))
     monkeypatch.setattr(exchange.dist, "all_reduce", lambda *_, **__: None)
     config = ModelConfig(4, 128, 4, 512, 1024, 128, hidden_dropout=dropout, attention_dropout=dropout)
-    model = BertForPreTraining(config)
-    initialize_(model, torch.Generator().manual_seed(0))
     group = SimpleNamespace(size=lambda: 2, rank=lambda: 0)
-    TensorParallel(model, cast(Any, group))
+    model = BertForPreTraining(config, TensorParallel(config, cast(Any, group)).placement)
+    initialize_(model, torch.Generator().manual_seed(0))
     flat = FlatParameters.of(model)
     work, samples = work_and_samples(config)
     parts = memory_of_rank(work, Strategy(SEQUENCES, tensor=2), 1, 2)
@@ -102,19 +122,19 @@ def test_a_rank_that_shares_a_copy_keeps_what_is_predicted(dropout: float, monke
 @pytest.mark.parametrize("place", [0, 1])
 def test_a_stage_keeps_what_is_predicted(place: int) -> None:
     config = ModelConfig(6, 128, 4, 512, 1024, 128)
-    model = BertForPreTraining(config)
-    initialize_(model, torch.Generator().manual_seed(0))
-    pipeline = PipelineParallel(model, cast(Any, SimpleNamespace(size=lambda: 2, rank=lambda: place)), 1)
-    flat = FlatParameters.of(model)
+    group = cast(Any, SimpleNamespace(size=lambda: 2, rank=lambda: place))
+    pipeline = PipelineModel(config, group, 1, torch.zeros(config.vocab_size, config.hidden_size))
+    initialize_(pipeline, torch.Generator().manual_seed(0))
+    flat = FlatParameters.of(pipeline)
     work, samples = work_and_samples(config)
     strategy = Strategy(SEQUENCES, pipeline=2)
     held = held_by_rank(work, strategy, 1, 2, place)
-    word = pipeline.model.embeddings.word.detach()
+    word = pipeline.embeddings.word.detach()
     assert held["weights"] == flat.weights_N.nbytes + place * word.nbytes
     [stage], given = pipeline.stages, torch.zeros(int(samples.lengths.sum()), 128, requires_grad=True)
 
     def forward(batch: Batch) -> object:
-        return pipeline.through(stage, given if place else None, batch, model.next_sites())
+        return pipeline.through(stage, given if place else None, batch, pipeline.next_sites())
 
     kept = kept_bytes(forward, [flat.weights_N, given, word], samples, "fp32")
     sizes = work.micro_batches(strategy, 2, 0)
@@ -196,10 +216,15 @@ def test_recomputation_keeps_what_is_predicted(precision: Precision) -> None:
     batch = batch_of(samples)
     kept, parts = {}, {}
     for mode in get_args(Recompute):
-        model = BertForPreTraining(config)
+        recomputations = [recomputation(mode)] * 2 + [recomputation("none")]  # the last layer keeps little
+
+        def make_layer(
+            config: ModelConfig, index: int, placement: Placement, by_layer: list[Recomputation] = recomputations
+        ) -> EncoderLayer:
+            return EncoderLayer(config, index, placement, recomputation=by_layer[index])
+
+        model = BertForPreTraining(config, make_layer=make_layer)
         initialize_(model, torch.Generator().manual_seed(0))
-        if mode != "none":
-            recompute_layers(model, mode)
         with Storages() as storages, torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
             output = model(batch)
             kept[mode] = storages.alive()

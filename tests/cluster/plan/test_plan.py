@@ -1,8 +1,9 @@
 """Planner: what it finds is feasible and the fastest of what it predicts, and its file is one that a run takes."""
 
+import re
 from collections.abc import Callable
-from dataclasses import replace
-from itertools import product
+from dataclasses import fields, replace
+from itertools import islice, product
 from pathlib import Path
 
 import pytest
@@ -79,7 +80,7 @@ def test_the_best_is_the_fastest_of_all_ways_to_run_its_batch(found: Found, targ
         )
         rates = target.rates[precision]
         if sum(memory_of_rank(work, strategy, 1, 8, on_gpu=True).values()) <= USABLE_MEMORY * rates.memory_bytes:
-            step = predict_step(work, strategy, rates, steps=1)
+            step = predict_step(work, strategy, rates)
             others.append((predict_run(work, strategy, rates, step).total, strategy))
     fastest = min(others, key=lambda other: other[0])
     assert found.ranked[0].seconds == pytest.approx(fastest[0])
@@ -174,6 +175,15 @@ def test_a_large_model_is_shared_as_its_memory_asks(tmp_path: Path) -> None:
     assert parse([config.recipe, "--plan", str(path)]).training.shard_gradients
 
 
+def test_huge_numbers_stay_in_columns_of_their_own(found: Found) -> None:
+    best = found.best[0]
+    parts = {part.name: 1e8 for part in fields(best.step) if isinstance(getattr(best.step, part.name), float)}
+    strategy = replace(best.strategy, global_batch_size=10**9, bucket_bytes=10**15)
+    huge = replace(best, strategy=strategy, step=replace(best.step, **parts), memory=1e18)
+    usual, row = (next(islice(as_lines(replace(found, best=(one,)), 8), 1, None)) for one in (best, huge))
+    assert len(row.split()) == len(usual.split())
+
+
 def test_lines_say_why_every_other_value_loses(found: Found) -> None:
     lines = list(as_lines(found, 8))
     assert lines[1].split()[0] == "1"
@@ -192,6 +202,13 @@ def test_lines_say_why_every_other_value_loses(found: Found) -> None:
     assert "precision fp32: the facts of H100-SXM-80GB have no rate of it" in text
     losses = [line.split("%")[0].split()[-1] for line in lines if line.startswith("  batch ") and "%" in line]
     assert losses == sorted(losses, key=float), "the nearest first"
+    assert not re.search(r"  -\d+\.\d%", text), "nothing is faster than the first"
+    # A plan has one time of a step, wherever it stands.
+    rows = {(row[2], row[12]) for row in (line.split() for line in lines[1:6])}
+    rivals = re.findall(r"  batch ([\d,]+): .* steps of ([\d.]+) ms", text)
+    shown_twice = [rival for rival in rivals if rival[0] in {batch for batch, _ in rows}]
+    assert shown_twice
+    assert set(shown_twice) <= rows
 
 
 def test_a_plan_for_4096_ranks_is_one_that_a_run_takes(tmp_path: Path, cluster: Command) -> None:

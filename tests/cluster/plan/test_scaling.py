@@ -19,7 +19,10 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def points() -> list[ScalingPoint]:
     """Points of 4,096 accelerators a node, so that there are few from few nodes to the largest number."""
-    return scale(RECIPES["dgxa100_8x8"](), DEVICE, 4096)
+    reported: list[ScalingPoint] = []
+    found = scale(RECIPES["dgxa100_8x8"](), DEVICE, 4096, report=reported.append)
+    assert reported == found, "each as soon as it is planned"
+    return found
 
 
 def test_the_curve_falls_and_its_time_goes_to_causes_that_add_up(points: list[ScalingPoint]) -> None:
@@ -61,6 +64,7 @@ def test_the_page_holds_every_point_and_loads_nothing(points: list[ScalingPoint]
     page = render("dgxa100_8x8", DEVICE, points, published)
     shown = [one for one in published if one.run.machine.accelerators >= points[0].accelerators]
     assert f"{len(shown)} published results" in page
+    assert f"<dt>Published</dt><dd>{len(shown)}<" in page, "the same number wherever it stands"
     for point in points:
         batch = f"{point.plan.strategy.global_batch_size:,}"
         assert f'<th scope="row">{point.accelerators:,}</th><td>{batch}</td>' in page
@@ -68,10 +72,13 @@ def test_the_page_holds_every_point_and_loads_nothing(points: list[ScalingPoint]
     assert not re.search(r"https?://|<script|src=", page.replace("default-src", ""))
 
 
-def test_the_curve_fills_its_axis_to_half_a_decade(points: list[ScalingPoint]) -> None:
+def test_the_curve_fills_its_axis_between_round_numbers(points: list[ScalingPoint]) -> None:
     page = render("dgxa100_8x8", DEVICE, points, [])
     [band] = re.findall(r'var\(--band\)" points="([^"]*)"', page)
     heights = [float(place.partition(",")[2]) for place in band.split()]
-    between = 100 / (page.count('class="grid"') - 1)
-    assert 0 <= min(heights) < between
-    assert 100 - between < max(heights) <= 100
+    lines = sorted(float(line) for line in re.findall(r'class="grid" d="M0 ([\d.]+)H', page))
+    assert lines[0] <= min(heights) < lines[1]
+    assert lines[-2] < max(heights) <= lines[-1]
+    labels = re.findall(r'class="y" style="bottom:[\d.]+%">([\d.,]+)</span>', page)
+    assert len(labels) == len(lines)
+    assert {label.strip("0.,") for label in labels} <= {"1", "3"}

@@ -48,6 +48,19 @@ def test_the_installed_command_is_that_of_the_hooks_and_the_workflow() -> None:
     assert any(f"{COMMAND} check" in run and "--sarif findings.sarif" in run for run in steps)
 
 
+@pytest.mark.parametrize(
+    ("program", "shown"), [(f"/usr/bin/{COMMAND}", COMMAND), ("compliance/__main__.py", "python -m compliance")]
+)
+def test_the_usage_names_the_program_as_it_was_started(
+    program: str, shown: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("compliance.__main__.end_in_order", lambda: None)
+    monkeypatch.setattr("sys.argv", [program, "check", "--help"])
+    with pytest.raises(SystemExit):
+        main()
+    assert capsys.readouterr().out.startswith(f"usage: {shown} check")
+
+
 def test_every_file_that_the_command_reads_is_installed() -> None:
     data = [
         path for path in (REPOSITORY / "compliance").rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")

@@ -237,7 +237,8 @@ def test_what_the_missing_runs_need_is_what_brute_force_finds(data, batch: int, 
 def test_the_statement_while_runs_are_missing() -> None:
     found = outlook([2_550_528, 2_400_000, 2_400_000, None], 768, "5.0.0")
     assert found.sentence.startswith(
-        "4 of 10 runs, 1 of them not converged and dropped as the slowest, mean so far 2,475,264 samples. The complete set "
+        "4 of 10 runs, 1 of them not converged and dropped as the slowest, mean so far 2,475,264 samples "
+        "without the fastest and the slowest run. The complete set "
         "passes from a mean of 2,306,738, and its score stands unscaled from 2,443,934 (interpolated between the reference "
         "points at batch sizes 448 and 4608). It will pass if all 6 missing runs converge at evaluation 15 (2,250,240) or "
         "later. It will stand unscaled if all 6 missing runs converge at evaluation 17 (2,550,528) or later."

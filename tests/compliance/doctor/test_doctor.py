@@ -75,6 +75,21 @@ def look(
     return list(examine(IntendedRun(recipe, **{"quick": True, **request}), host(root, answers, mounts)))
 
 
+def test_an_installed_package_looks_for_data_in_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def found() -> str:
+        return next(one.found for one in look(tmp_path / "host") if one.subject == "data" and "train" in one.found)
+
+    monkeypatch.chdir(REPOSITORY)
+    assert found().startswith("data/w/train: ")
+    (tmp_path / "site-packages").mkdir()
+    monkeypatch.setattr("compliance.doctor.host.REPOSITORY", tmp_path / "site-packages")
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    assert found().startswith("data/w/train: ")
+
+
 # The plan
 
 

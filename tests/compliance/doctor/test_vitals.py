@@ -197,7 +197,7 @@ def test_one_sick_gpu_is_named(tmp_path: Path, name: str, value: str, expected: 
     [
         (None, "580.65.06", "fail PyTorch: cannot be imported"),
         ({"CUDA": None}, "580.65.06", "fail PyTorch: built without CUDA"),
-        ({"gpus": 0}, "550.54.15", "fail PyTorch: needs CUDA 13.0, too new for driver 550.54.15"),
+        ({"gpus": 0}, "550.54.15", "fail PyTorch: driver 550.54.15 is too old for CUDA 13.0"),
         ({"gpus": 0}, "580.65.06", "fail PyTorch: sees no GPU, though nvidia-smi lists 8"),
         ({"gpus": 8}, "550.54.15", "ok PyTorch: driver 550.54.15"),  # NVIDIA's forward compatibility package
         ({"gpus": 4}, "580.65.06", "fail PyTorch: sees 4 of 8 GPUs, and 8 are needed"),
@@ -213,6 +213,11 @@ def test_pytorch_and_driver(tmp_path: Path, pytorch: dict[str, Any] | None, driv
     expect(
         look_at_gpus(tmp_path, rows, pytorch={} if pytorch is None else PYTORCH | pytorch), expected, about="PyTorch"
     )
+
+
+def test_what_triton_lacks_fails_before_a_run(tmp_path: Path) -> None:
+    lacks = {"Triton lacks": [["no C compiler", "install gcc"], ["no libcuda.so.1", "run ldconfig"]]}
+    expect(look_at_gpus(tmp_path, pytorch=PYTORCH | lacks), "fail Triton: C compiler", "fail Triton: libcuda.so.1")
 
 
 # Memory, processors, limits, network

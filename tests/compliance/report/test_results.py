@@ -1,4 +1,5 @@
 import csv
+import itertools
 import json
 import re
 import sys
@@ -12,11 +13,13 @@ from compliance.convergence.selection import select
 from compliance.log import rules
 from compliance.report import results as module
 from compliance.report import summary
+from compliance.report.page import render
 from compliance.report.published import family, form, placement, published
 from compliance.report.results import ReportedRun, Results, breakdown, load_results, read_metrics
 from tests.compliance import command
+from tests.compliance.log_edits import value
 from tests.compliance.report.report_folders import write_closed_run, write_description
-from tests.compliance.run_logs import OPEN, initialise, train, write_metrics, write_run
+from tests.compliance.run_logs import OPEN, START_MS, initialise, train, without_chain, write_metrics, write_run
 
 
 @pytest.fixture(scope="module")
@@ -179,7 +182,8 @@ def test_what_the_logs_have_against_each_other_is_found(tmp_path: Path) -> None:
     folder = tmp_path / "results" / "node" / "bert"
     for number in range(3):
         write_closed_run(folder, number)
-    (folder / "result_2.txt").write_bytes((folder / "result_1.txt").read_bytes())
+    text = without_chain((folder / "result_2.txt").read_text())
+    (folder / "result_2.txt").write_text(value("seed", 1001)(text))
     results = load_results(folder)
     assert [run.outcome for run in results.runs] == ["valid", "valid", "invalid"]
     about, finding = results.findings[0]
@@ -297,6 +301,35 @@ def test_formats_of_the_report_on_the_command_line(folder: Path, tmp_path: Path)
     assert (first["outcome"], last["outcome"], first["configuration"]["recipe"]) == ("valid", "aborted", "tiny_cpu")
     assert first["evaluations"][-1] == {"samples": 3008, "accuracy": pytest.approx(0.315)}
     assert last["verdict"]["findings"]
+
+
+def test_a_summary_of_logs_of_other_software_calls_itself_unofficial_and_not_them(tmp_path: Path) -> None:
+    folder = tmp_path / "results" / "node" / "bert"
+    for number in range(3):
+        write_closed_run(folder, number)
+        log = folder / f"result_{number}.txt"
+        log.write_text(without_chain(log.read_text()))
+    results = load_results(folder)
+    shown = [command.run("summary", folder)[1], summary.as_markdown(results), render(results), summary.as_json(results)]
+    for text in shown:
+        assert rules.UNOFFICIAL in text
+        assert rules.NOT_A_RESULT not in text
+
+
+def test_runs_that_are_not_for_submission_get_no_advice_on_it(tmp_path: Path) -> None:
+    folder = tmp_path / "results" / "node" / "bert"
+    for header, for_submission in (({"config.log.division": "open"}, False), ({"config.log.division": "closed"}, True)):
+        for number in range(2):
+            log = folder / f"result_{number}.txt"
+            log.unlink(missing_ok=True)
+            with MLLog(log, clock_ms=itertools.count(START_MS + number * 10**7, 1000).__next__) as writer:
+                writer.header(header)
+                initialise(writer, "open", seed=number)
+                writer.run_stop("success", samples=train(writer, OPEN, [0.2, 0.4]), eval_samples=500)
+        results = load_results(folder)
+        assert results.for_submission is for_submission
+        said = " ".join(item.text for item in summary.statements(results)) + command.run("check", folder)[1]
+        assert ("submission" in said) is for_submission
 
 
 def test_json_holds_the_convergence_and_the_place(closed: Results) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
+import shlex
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
@@ -24,6 +26,7 @@ from compliance.report.page import render
 from compliance.report.results import load_results
 from compliance.report.summary import as_json, as_markdown
 from compliance.submission import check as submission
+from compliance.submission.agreement import against_logs
 from compliance.submission.check import accepted, check_paths
 from compliance.submission.description import description_findings, read_description
 from tests.compliance.command import run
@@ -32,6 +35,7 @@ from tests.compliance.submission.submission_trees import (
     SYSTEM,
     benchmark_folder,
     describe_system,
+    without_chain,
     write_description,
     write_log,
 )
@@ -270,11 +274,31 @@ def test_a_fault_that_only_we_see_cannot_be_dropped(bare: Path) -> None:
 def test_open_logs_are_held_to_less(tmp_path: Path) -> None:
     for number in range(10):
         batch = {"global_batch_size": 32 if number else 64}
-        write_log(tmp_path / "results" / SYSTEM / "bert" / f"result_{number}.txt", 0, division="open", settings=batch)
+        path = tmp_path / "results" / SYSTEM / "bert" / f"result_{number}.txt"
+        change(without_chain(write_log(path, number, division="open", settings=batch)), value("seed", 1000))
     verdicts = check_paths([tmp_path])
     assert accepted(verdicts)
     found = {(finding.key, finding.severity) for verdict in verdicts for finding in verdict.findings}
     assert {("global_batch_size", "warning"), ("seed", "warning")} <= found
+
+
+@pytest.mark.parametrize("division", ["closed", "open"])
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_copy_of_a_log_is_one_error_that_names_both(tmp_path: Path, division: str, packed: bool) -> None:
+    folder = tmp_path / "results" / SYSTEM / "bert"
+    for number in range(3):
+        without_chain(write_log(folder / f"result_{number}.txt", number, division=division))
+    if packed:
+        (folder / "result_2.txt").unlink()
+        (folder / "result_2.txt.gz").write_bytes(gzip.compress((folder / "result_1.txt").read_bytes()))
+    else:
+        (folder / "result_2.txt").write_bytes(b"# a copy\n" + (folder / "result_1.txt").read_bytes())
+    verdicts = check_paths([folder])
+    [copy] = [verdict for verdict in verdicts if verdict.path.name.startswith("result_2")]
+    [error] = copy.errors
+    assert {copy.path.name, "result_1.txt"} <= set(error.found.replace(":", "").split())
+    assert [verdict.passed for verdict in verdicts[1:]] == [True, True, False]
+    assert not accepted(verdicts)
 
 
 def findings_by_log(folder: Path) -> dict[str, list[Finding]]:
@@ -287,6 +311,18 @@ def test_the_odd_log_is_the_one_unlike_most(bare: Path) -> None:
         change(folder / name, value("submission_org", "Other"))
     found = {name: [finding.key for finding in findings] for name, findings in findings_by_log(folder).items()}
     assert found == {"result_0.txt": ["submission_org"], "result_6.txt": ["submission_org"]}
+
+
+def test_without_a_majority_no_value_is_called_that_of_most_logs(bare: Path) -> None:
+    folder = bare / SYSTEM / "bert"
+    for number in range(5, 10):
+        change(folder / f"result_{number}.txt", value("opt_base_learning_rate", 1e-3))
+    found = findings_by_log(folder)
+    texts = [finding.found for number in range(5, 10) for finding in found[f"result_{number}.txt"]]
+    assert len(texts) == 5
+    assert all("result_0.txt" in text and "most" not in text for text in texts)
+    change(folder / "result_5.txt", value("opt_base_learning_rate", 4.25e-4))
+    assert "most logs" in findings_by_log(folder)["result_6.txt"][0].found
 
 
 def test_numbers_are_compared_as_numbers() -> None:
@@ -374,6 +410,55 @@ def test_every_field_is_asked_for(tmp_path: Path) -> None:
         path.write_text(json.dumps({key: value for key, value in describe_system().items() if key != name}))
         [finding] = description_findings(read_description(path), "5.0.0")
         assert (finding.key, finding.line) == (name, None)
+
+
+HEAD = {"accelerator": "NVIDIA H100 80GB HBM3", "cpu": "Intel(R) Xeon(R) Platinum 8480C, 224 logical cores"}
+HEAD |= {"torch": "2.13.0+cu130", "processes": "16 x 14 threads, data 16"}
+MACHINE = {"number_of_nodes": "2", "accelerators_per_node": "8", "accelerator_model_name": "NVIDIA H100-SXM5-80GB"}
+MACHINE |= {"host_processor_model_name": "Intel Xeon 8480C", "framework": "PyTorch 2.13.0"}
+
+
+@pytest.mark.parametrize(
+    ("head", "described", "expected"),
+    [
+        ({}, {}, []),
+        ({}, {"accelerator_model_name": "NVIDIA A100-SXM4-80GB"}, [("accelerator_model_name", "error")]),
+        ({}, {"accelerator_model_name": "N/A"}, [("accelerator_model_name", "error")]),
+        ({}, {"number_of_nodes": "1"}, [("accelerators_per_node", "error")]),
+        ({}, {"number_of_nodes": "9" * 5000}, []),
+        ({}, {"host_processor_model_name": "EPYC 7742"}, [("host_processor_model_name", "warning")]),
+        ({}, {"framework": "PyTorch 2.11.0"}, [("framework", "warning")]),
+        ({}, {"framework": ""}, []),
+        ({"accelerator": "none"}, {}, [("accelerator_model_name", "error")]),
+        ({"accelerator": "none"}, {"accelerator_model_name": "N/A", "accelerators_per_node": "0"}, []),
+        (dict.fromkeys(HEAD, ""), {"accelerator_model_name": "TPU"}, []),
+        ({"processes": "many"}, {}, [("accelerators_per_node", "error")]),
+    ],
+)
+def test_a_description_is_held_against_the_heads_of_the_logs(
+    tmp_path: Path, head: dict[str, str], described: dict[str, str], expected: list[tuple[str, str]]
+) -> None:
+    description = read_description(write_description(tmp_path, **(MACHINE | described)))
+    found = [*against_logs(description, [LoggedRun(HEAD | head)] * 3)]
+    assert [(finding.key, finding.severity) for finding in found] == expected
+
+
+def test_the_check_compares_the_description_with_the_logs(root: Path) -> None:
+    for log in benchmark_folder(root).iterdir():
+        log.write_text("# accelerator: NVIDIA H100 80GB HBM3\n" + log.read_text())
+    write_description(root, accelerator_model_name="NVIDIA A100-SXM4-80GB")
+    verdicts = check_paths([root])
+    [error] = verdicts[1].errors
+    assert ("A100" in error.found, "H100" in error.found, accepted(verdicts)) == (True, True, False)
+
+
+def test_the_remedy_for_missing_fields_repairs_the_description(tmp_path: Path) -> None:
+    path = write_description(tmp_path / "a folder", cooling=None, sw_notes=None)
+    [finding] = description_findings(read_description(path), "5.0.0")
+    command = shlex.split(finding.remedy.split("`")[1])
+    assert command[:3] == ["python", "-m", "compliance"]
+    assert run(*command[3:])[0] == 0
+    assert [*description_findings(read_description(path), "5.0.0")] == []
 
 
 # The official tools

@@ -92,20 +92,32 @@ def test_dali_gives_the_same_stream_as_numpy(small_run: SmallRun, accumulation: 
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])
-def test_a_loader_pads_to_the_smallest_shape_bucket_that_holds_the_batch(
+def test_loaders_pad_to_the_smallest_shape_bucket_that_holds_the_batch_of_every_rank(
     small_run: SmallRun, accumulation: int
 ) -> None:
-    given, chosen = SHAPE_BUCKETS[accumulation], rank_batches(small_run, accumulation, 0)
-    loaders = [NumpyLoader(small_run.train, chosen, CPU, 4, some) for some in ([], given)]
-    seen = set()
+    """NCCL requires all ranks to replay the same graph, or none."""
+    given, seen, ranks_differ = SHAPE_BUCKETS[accumulation], set(), False
+    loaders = [
+        NumpyLoader(small_run.train, rank_batches(small_run, accumulation, rank), CPU, 4, some)
+        for rank in (0, 1)
+        for some in ([], given)
+    ]
     for _ in range(40):
-        for plain, padded in zip(*(next(loader) for loader in loaders), strict=True):
-            needed = ShapeBucket.around(plain.tokens, plain.sequences, plain.masked_lm_ids.numel(), MAX_SEQ_LENGTH)
-            assert padded.shape_bucket == fitting(needed, given)
-            seen.add(padded.shape_bucket)
-            assert_padded(padded, plain)
+        for batches in zip(*map(next, loaders), strict=True):
+            plain, padded = batches[::2], batches[1::2]
+            tokens, masked = (
+                max(getattr(each, name).numel() for each in plain) for name in ("input_ids", "masked_lm_ids")
+            )
+            needed = ShapeBucket.around(tokens, plain[0].sequences, masked, MAX_SEQ_LENGTH)
+            assert {each.shape_bucket for each in padded} == {fitting(needed, given)}
+            seen.add(padded[0].shape_bucket)
+            own = [ShapeBucket.around(each.tokens, each.sequences, each.masked_lm_ids.numel(), 0) for each in plain]
+            ranks_differ |= own[0] != own[1]
+            for pair in zip(padded, plain, strict=True):
+                assert_padded(*pair)
     assert seen - set(given)
     assert seen >= set(given)
+    assert ranks_differ
     for loader in loaders:
         loader.close()
 
@@ -211,3 +223,31 @@ def test_uploads_begin_on_their_own_gpu(small_run: SmallRun, monkeypatch: pytest
     in_thread = [call[1:] for call in calls if call[0] == "prefetch"]
     assert in_thread[0] == ("set_device", own)
     assert [name for name, *_ in in_thread[:5]] == ["set_device", "stream", "pin", "to", "record"]
+
+
+def test_memory_for_the_steps_ahead_is_allocated_before_anything_is_read(
+    small_run: SmallRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arriving: list[list[Batch]] = []
+
+    class Uploads:
+        """Those of a GPU."""
+
+        def __init__(self, _: torch.device) -> None:
+            """No stream is made."""
+
+        def start(self, batches: list[Batch]) -> tuple[list[Batch], None]:
+            arriving.append(batches)
+            return batches, None
+
+        def finish(self, step: tuple[list[Batch], None]) -> list[Batch]:
+            return step[0]
+
+    monkeypatch.setattr("dataloading.batches.loader.Uploads", Uploads)
+    monkeypatch.setattr(Samples, "take", None)
+    steps = rank_batches(small_run, 1, 0)
+    shape_buckets = [ShapeBucket(1024, 8, 128, 128), ShapeBucket(4096, 16, 640, 128)]
+    NumpyLoader(small_run.train, steps, torch.device("cuda", 0), 4, shape_buckets).close()
+    assert len(arriving) > 4
+    for step in arriving:
+        assert [batch.shape_bucket for batch in step] == shape_buckets[-1:] * len(steps(0)), "the largest"

@@ -88,3 +88,47 @@ def test_what_is_set_or_alone_possible_is_taken_without_a_measurement(monkeypatc
     for check in (check_loader, lambda kind: chosen(kind, "cpu")):
         with pytest.raises(ValueError, match=r"data\.loader is dali, but nvidia-dali is not installed"):
             check("dali")
+
+
+class Unable:
+    """A loader whose pipeline cannot be built, as that of DALI with a driver that is too old."""
+
+    closed = 0
+
+    def __init__(self, *_: Any) -> None:
+        """Nothing fails before the first step, as with DALI."""
+
+    def __next__(self) -> list[Batch]:
+        raise RuntimeError("CUDA driver version is insufficient\nStacktrace (12 entries):\n[frame 0]: libdali.so")
+
+    def close(self) -> None:
+        Unable.closed += 1
+
+
+@pytest.mark.parametrize("fails_at", ["import", "first step"])
+def test_a_dali_that_cannot_start_is_no_end_unless_it_was_set(monkeypatch: pytest.MonkeyPatch, fails_at: str) -> None:
+    def missing() -> type:
+        raise ImportError("libnvimgcodec.so: cannot open shared object file")
+
+    monkeypatch.setattr(loader_choice, "_is_dali_installed", lambda: True)
+    monkeypatch.setattr(loader_choice, "_dali", missing if fails_at == "import" else lambda: Unable)
+    said = "libnvimgcodec.so" if fails_at == "import" else "CUDA driver version is insufficient"
+    closed = Unable.closed
+
+    choice = choose_loader("auto", torch.device("cuda", 0), lambda _: STEP, LENGTHS, 1)
+    assert (choice.name, choice.make, choice.is_fallback) == ("numpy", NumpyLoader, True)
+    assert said in choice.reason
+    assert "\n" not in choice.reason
+
+    with pytest.raises(ValueError, match=rf"data\.loader is dali.*{said}.*set data\.loader to numpy"):
+        choose_loader("dali", CPU, lambda _: STEP, LENGTHS, 1)
+    assert Unable.closed == closed + (0 if fails_at == "import" else 2)
+
+
+def test_dali_has_loaded_a_step_before_it_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    dali = Clock()
+    monkeypatch.setattr(loader_choice, "_is_dali_installed", lambda: True)
+    monkeypatch.setattr(loader_choice, "_dali", lambda: dali.loader(0.0))
+    assert str(choose_loader("dali", CPU, lambda _: STEP, LENGTHS, 1)) == "loader: dali (as set)"
+    assert len(dali.batches) == 1
+    assert dali.open == 0

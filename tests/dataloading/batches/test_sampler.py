@@ -58,6 +58,11 @@ def test_ranks_share_what_one_alone_trains_on_in_numbers_as_equal_as_may_be(made
     expected = (made.global_batch_size, int(made.masked_counts[batch].sum()))
     micro_batches = [whole, *(micro for share in shares for micro in share)]
     assert {(micro.global_sequences, micro.global_masked) for micro in micro_batches} == {expected}
+    for turn in zip(*shares, strict=True):
+        most = tuple(
+            max(int(sizes[micro.indices].sum()) for micro in turn) for sizes in (made.lengths, made.masked_counts)
+        )
+        assert {(micro.largest_tokens, micro.largest_masked) for micro in turn} == {most}
 
 
 def test_epochs_and_seeds_give_different_orders() -> None:

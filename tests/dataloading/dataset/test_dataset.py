@@ -6,7 +6,9 @@ import json
 import mmap
 import multiprocessing
 import pickle
+import re
 import resource
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,8 @@ from dataloading.dataset import folder as dataset_module
 from dataloading.dataset import manifest as manifest_module
 from dataloading.dataset.folder import Dataset, open_dataset, write_dataset
 from dataloading.dataset.manifest import write_metadata
+from dataloading.options import Layout
+from dataloading.preparation.convert import convert
 from dataloading.shards.samples import Samples
 from dataloading.text.tokenization import Vocabulary
 from tests.dataloading.made_up import INFO, TOKENS, make_samples
@@ -141,6 +145,24 @@ def test_missing_and_swapped_shards_are_named(folder: Path) -> None:
         open_dataset(folder).take(np.array([0]))
 
 
+@pytest.mark.parametrize("layout", ["native", "fixed", "varlength", "tfrecord"])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_shard_that_is_overwritten_while_it_is_in_use_is_named(tmp_path: Path, layout: Layout, seed: int) -> None:
+    samples = make_samples(COUNT)
+    # Position 0, which other layouts have for padding, is [CLS] and never masked.
+    samples = replace(samples, masked_lm_positions=np.maximum(samples.masked_lm_positions, 1))
+    write_dataset(tmp_path / "native", samples, shards=4, info=INFO)
+    if layout != "native":
+        convert(open_dataset(tmp_path / "native"), tmp_path / layout, layout)
+    dataset = open_dataset(tmp_path / layout)
+    dataset.take(EVERYTHING)
+    victim = dataset.folder / dataset.shards[1].name
+    with victim.open("r+b") as file:
+        file.write(np.random.default_rng(seed).bytes(victim.stat().st_size))
+    with pytest.raises(ValueError, match=re.escape(str(victim))):
+        dataset.take(EVERYTHING)
+
+
 FIRST = ("shards", 0)
 NO_NUMBERS = r"counts of part_00000_of_00004\.hdf5 are no whole numbers"
 
@@ -219,8 +241,23 @@ def pickled() -> bytes:
     return file.getvalue()
 
 
+def with_header(text: str) -> bytes:
+    """An array file with such a header, which NumPy reads as Python source."""
+    return b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text.encode()
+
+
+DAMAGED = {
+    "empty": b"",
+    "text": b"text",
+    "long": b"\0" * 100_000,
+    "pickle": pickled(),
+    "open bracket": with_header("("),
+    "deep": with_header("-" * 5000 + "1"),
+}
+
+
 @pytest.mark.parametrize("known", [False, True])
-@pytest.mark.parametrize("content", [b"", b"text", b"\0" * 100_000, pickled()], ids=["empty", "text", "long", "pickle"])
+@pytest.mark.parametrize("content", DAMAGED.values(), ids=DAMAGED)
 def test_a_damaged_length_index_is_refused(folder: Path, content: bytes, known: bool) -> None:
     """Even where the manifest has its digest."""
     (folder / "lengths.npy").write_bytes(content)

@@ -1,6 +1,7 @@
 """Own text to data sets: which documents are held out, which vocabulary is used, and what is refused."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from dataloading.dataset.folder import open_dataset
 from dataloading.options import OwnText
 from dataloading.preparation import own_text
-from dataloading.preparation.own_text import split_documents, write_own_text
+from dataloading.preparation.own_text import split_documents, text_files, write_own_text
 from dataloading.text.tokenization import Tokenizer, Vocabulary
 
 WORDS = ["alpha", "beta", "gamma", "delta", "Épsilon", "zeta", "eta", "theta", "iota", "kappa"]
@@ -49,6 +50,23 @@ def test_few_documents_hold_five_out_and_fewer_are_refused() -> None:
     assert (len(split.train), len(split.evaluation)) == (15, 5)
     with pytest.raises(ValueError, match=r"19 different documents, expected at least 20, .* put an empty line between"):
         split_documents([document(number % 19) for number in range(38)], 0.05)
+
+
+def test_folders_and_patterns_name_their_files_once(tmp_path: Path) -> None:
+    names = ["a.txt", "b.md", "deep/c.txt", ".git/d.txt", "deep/.hidden.txt"]
+    for name in names:
+        (tmp_path / "texts" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "texts" / name).write_text("text")
+    folder = tmp_path / "texts"
+    assert text_files([folder]) == [folder / name for name in names[:3]]
+    assert text_files([folder / "**/*.txt", folder / "a.txt"]) == [folder / "a.txt", folder / "deep/c.txt"]
+
+
+@pytest.mark.parametrize("name", ["nowhere.txt", "*.nothing", ""])
+def test_a_place_without_text_is_named(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"{tmp_path / name}: there is no such file")):
+        write_own_text(OwnText((tmp_path / name,)), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_both_sets_and_their_vocabulary(text: Path, tmp_path: Path) -> None:
@@ -141,7 +159,7 @@ def test_a_long_text_makes_several_shards(text: Path, tmp_path: Path, monkeypatc
         ({"vocab_size": 10}, "a vocabulary of 10 has no room"),
         ({"vocab": Path("empty")}, "empty holds neither vocab.txt nor tokenizer.json"),
         ({"vocab": Path("absent")}, "absent: No such file"),
-        ({"text": (Path("absent"),)}, "absent: No such file"),
+        ({"text": (Path("absent"),)}, "absent: there is no such file"),
         ({"text": (Path("few.txt"),)}, "3 different documents, expected at least 20"),
     ],
 )

@@ -120,6 +120,14 @@ def attribute_of_one_object(path: Path) -> None:
     path.write_bytes(content[:place] + content[place : place + 16] * 4000 + content[place + 64_000 :])
 
 
+def attribute_of_four_gigabytes(path: Path) -> None:
+    write_shard(path, make_samples(4), INFO)
+    content = bytearray(path.read_bytes())
+    place = content.index(struct.pack("<I", 64), content.index(b"digest\0"))
+    content[place : place + 4] = b"\xff" * 4
+    path.write_bytes(content)
+
+
 def a_chunk_that_inflates_to_more(path: Path) -> None:
     chunk_of(zlib.compress(bytes(500 << 20), 1))(path)
 
@@ -144,6 +152,7 @@ GREEDY: dict[str, Make] = {
     "chunks that share bytes": chunks_that_share_bytes,
     "more elements than a number holds": more_elements_than_a_number_holds,
     "an attribute of one object": attribute_of_one_object,
+    "an attribute of four gigabytes": attribute_of_four_gigabytes,
     "small records": small_records,
 }
 

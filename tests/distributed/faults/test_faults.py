@@ -10,6 +10,8 @@ import os
 import re
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -23,8 +25,8 @@ from bert.optimizer import learning_rate
 from bert.parallel.watchdog.watchdog import FAULT_STATUS
 from bert.train import parse
 from tests.conftest import SmallRun
-from tests.distributed.ranks import Ranks, last_record, records, result_of, torchrun, wait_for
-from tests.programs import PATIENCE_S
+from tests.distributed.ranks import Ranks, free_port, last_record, records, result_of, torchrun, wait_for
+from tests.programs import PATIENCE_S, REPOSITORY
 
 SECONDS = 4.0
 """The setting ``training.fault_seconds`` of runs that are to wait for it to pass."""
@@ -245,6 +247,40 @@ def test_under_torchrun_a_killed_rank_is_named_first(small_run: SmallRun, tmp_pa
     assert process.returncode != 0
     assert output.count(f"error: rank 1 on host {socket.gethostname()}: ended without a word") == 1
     assert '"status": "aborted"' in last_record(result)
+
+
+def is_running(pid: str) -> bool:
+    """Tell whether a process has not ended; nobody may have waited for one that has."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes() != b""
+    return False
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_ranks_end_when_torchrun_is_killed(small_run: SmallRun, tmp_path: Path, count: int) -> None:
+    arguments = small_run.arguments(tmp_path, training__max_samples=10_000_000, evaluation__interval_samples=320)
+    place = [f"--nproc-per-node={count}", "--master-addr=127.0.0.1", f"--master-port={free_port()}"]
+    command = [sys.executable, "-m", "torch.distributed.run", *place, "-m", "bert.train", *arguments]
+    with (tmp_path / "output").open("w") as output:
+        # No fork: of those, another process is the parent.
+        agent = subprocess.Popen(
+            command, cwd=REPOSITORY, stdout=output, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
+        )
+    result = result_of(tmp_path)
+    wait_for(lambda: result.exists() and '"eval_stop"' in result.read_text(), agent)
+    ranks = Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()
+    agent.kill()
+    agent.wait()
+    deadline = time.monotonic() + PATIENCE_S
+    while any(map(is_running, ranks)):
+        assert time.monotonic() < deadline, "ranks go on without their launcher"
+        time.sleep(0.1)
+    assert len(ranks) == count
+    assert '"status": "aborted"' in last_record(result)
+    if count > 1:
+        assert re.search(
+            rf"^# ended by a fault: rank \d on host .*launcher, process {agent.pid},", result.read_text(), re.M
+        )
 
 
 def test_a_slow_rank_is_named_while_the_run_goes_on(start: Start, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from bert.train import parse
 from compliance.log.schedule import EvaluationSchedule
 from tests.conftest import SmallRun
 from tests.distributed.ranks import Ranks, records
-from tests.programs import PATIENCE_S, Program
+from tests.programs import PATIENCE_S, REPOSITORY, Program
 
 FULL = os.strerror(errno.ENOSPC)
 
@@ -95,6 +96,20 @@ def test_a_file_that_cannot_be_written_ends_the_run_with_one_line(
     text = (written / "result_0.txt").read_text()
     assert '"run_start"' in text
     assert '"success"' not in text  # if metrics were first, there may be room for the end as aborted
+
+
+def test_a_run_goes_on_when_nobody_reads_its_output(small_run: SmallRun, tmp_path: Path) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "wb") as output:
+        command = [sys.executable, "-m", "bert.train", *small_run.arguments(tmp_path)]
+        process = subprocess.run(command, cwd=REPOSITORY, stdout=output, stderr=output, timeout=PATIENCE_S, check=False)
+    assert process.returncode == 1  # the target is missed
+    assert [record["step"] for record in records(tmp_path, "step")] == list(range(1, 11))
+    assert [record["status"] for record in records(tmp_path, "end")] == ["aborted"]
+    text = (tmp_path / "tiny_cpu/bert/result_0.txt").read_text()
+    assert text.count(f"# standard output failed ({os.strerror(errno.EPIPE)})") == 1
+    assert '"train_samples", "value": 160' in text
 
 
 def test_metrics_name_their_file_and_their_other_sinks_are_closed(disk: Disk) -> None:

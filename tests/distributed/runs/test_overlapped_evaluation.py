@@ -38,7 +38,7 @@ def plain(small_run: SmallRun, tmp_path_factory: pytest.TempPathFactory) -> list
 def test_a_run_without_success_is_the_same(
     small_run: SmallRun, tmp_path: Path, plain: list[dict[str, Any]], ranks: int
 ) -> None:
-    overlapped = run(small_run, tmp_path, "tests.distributed.workers.overlap_worker", ranks)
+    overlapped = run(small_run, tmp_path, "tests.distributed.workers.captured_worker", ranks)
     assert events(overlapped, "eval", "step", "samples", "correct", "count") == events(
         plain, "eval", "step", "samples", "correct", "count"
     )
@@ -70,7 +70,7 @@ def test_success_counts_the_samples_that_were_evaluated(
 ) -> None:
     (first,), *_ = events(plain, "eval", "masked_lm_accuracy")
     assert first > 0
-    worker = "tests.distributed.workers.overlap_worker"
+    worker = "tests.distributed.workers.captured_worker"
     overlapped = run(small_run, tmp_path, worker, ranks, evaluation__target=first / 2)
     assert events(overlapped, "end", "status", "samples") == [("success", 80)]
     assert order(tmp_path)[-7:] == [

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.training.collectives import sent_bytes
-from bert.checkpoints.initial_model import build_model
+from bert.checkpoints.initial_model import draw_model
 from bert.configuration.config import Config
 from bert.configuration.recipes import tiny_cpu
 from bert.configuration.sections import ModelConfig, ParallelConfig
@@ -61,7 +61,7 @@ def measured(joined: Mesh, shape: str) -> dict[str, Any]:
     chosen = config(shape)
     tensor, pipeline = chosen.parallel.tensor, chosen.parallel.pipeline
     mesh = replace(regrouped(joined, "block", int(shape.split(",")[4])), tensor=tensor, pipeline=pipeline)
-    step = TrainingStep(build_model(chosen, Mesh(0, 1, 0, torch.device("cpu")), seed=3), chosen, mesh, Stopwatch())
+    step = TrainingStep(draw_model(chosen, Mesh(0, 1, 0, torch.device("cpu")), seed=3), chosen, mesh, Stopwatch())
     micro_batches = [micro_batch()] * chosen.training.gradient_accumulation_steps
     sent = []
     for _ in range(1 + STEPS):  # the first one connects

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import bert.train
+from bert.layers import EncoderLayer
 from bert.log.mllog import MLLog
-from bert.model import EncoderLayer
-from bert.parallel.pipeline.stages import PipelineParallel
+from bert.parallel.pipeline.stages import PipelineModel
 from bert.parallel.watchdog import watchdog
 from bert.step import TrainingStep
 from dataloading.batches.loader import NumpyLoader
@@ -69,7 +69,7 @@ def hang_in_stage() -> None:
         while count == AT_STEP:
             time.sleep(1)
 
-    _before_each(PipelineParallel, "through", stuck)
+    _before_each(PipelineModel, "through", stuck)
 
 
 def slow_down() -> None:

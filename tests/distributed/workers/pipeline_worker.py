@@ -14,8 +14,8 @@ from unittest.mock import patch
 
 import torch
 
-import bert.step_parts
-from bert.checkpoints.initial_model import build_model
+import bert.build
+from bert.checkpoints.initial_model import draw_model
 from bert.configuration.config import Config
 from bert.configuration.recipes import tiny_cpu
 from bert.configuration.sections import ModelConfig, OptimizerConfig, ParallelConfig
@@ -70,14 +70,14 @@ def train(joined: Mesh, shape: str) -> dict[str, Any]:
     chosen = config(shape)
     parallel = chosen.parallel
     mesh = replace(regrouped(joined, order, int(local_size)), tensor=parallel.tensor, pipeline=parallel.pipeline)
-    model = build_model(chosen, Mesh(0, 1, 0, torch.device("cpu")), seed=3)
+    model = draw_model(chosen, Mesh(0, 1, 0, torch.device("cpu")), seed=3)
     if precision != "fp32":
         model.double()
     reference = {"dropout_add_layer_norm": "reference", "varlen_self_attention": "reference"}
     choose(reference | {"embedding_layer_norm": "reference", "varlen_attention": "reference"})
-    with patch.object(bert.step_parts, "accumulates_products", lambda *_: precision == "accumulating"):
+    with patch.object(bert.build, "accumulates_products", lambda *_: precision == "accumulating"):
         step = TrainingStep(model, chosen, mesh, Stopwatch())
-    model.seed_dropout(7)
+    step.model.seed_dropout(7)
     batches = global_batches(mesh, int(accumulation), padded=order == "cyclic", count=int(steps))
     if precision != "deep":  # a warm-up is no other for that
         step.warm_up(batches[0], 1)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from bert.checkpoints.initial_model import build_model
+from bert.checkpoints.initial_model import draw_model
 from bert.configuration.config import Config
 from bert.optimizer import FlatParameters
 from bert.parallel.mesh import Mesh, join_mesh, leave_mesh
@@ -22,7 +22,7 @@ from bert.parallel.reduction.sharded_gradients import ShardedReduction
 from bert.parallel.reduction.sharded_lamb import ShardedLamb
 from bert.step import TrainingStep
 from bert.timing.stopwatch import Stopwatch
-from tests.bert.repeating import Repeating
+from tests.bert.recording import Recording, recordable_attention
 from tests.distributed.workers.reduction_worker import end_groups, regrouped
 from tests.distributed.workers.step_worker import config, global_batches
 from tests.distributed.workers.tensor_worker import agreed
@@ -31,13 +31,14 @@ from tests.distributed.workers.tensor_worker import agreed
 def train(mesh: Mesh, chosen: Config, steps: int, captured: bool) -> dict[str, Any]:
     end_groups()
     stopwatch = Stopwatch()
-    step = TrainingStep(build_model(chosen, mesh, seed=3), chosen, mesh, stopwatch)
+    step = TrainingStep(draw_model(chosen, mesh, seed=3), chosen, mesh, stopwatch)
     step.model.seed_dropout(9 + mesh.rank)
     torch.manual_seed(9 + mesh.rank)
     batches, shape_buckets = global_batches(mesh, chosen.training.gradient_accumulation_steps, steps)
-    step.warm_up(batches[0], 1, Repeating() if captured else None, shape_buckets)
-    torch.manual_seed(9 + mesh.rank)
+    # Before the warm-up: a replay does not call the reduction again.
     pending = note_pending(step._reduction) if isinstance(step._reduction, ShardedReduction) else []
+    step.warm_up(batches[0], 1, Recording() if captured else None, shape_buckets)
+    torch.manual_seed(9 + mesh.rank)
     means = []
     for micro_batches in batches:
         step(micro_batches)
@@ -112,4 +113,5 @@ def main(out: str, *cases: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    with recordable_attention():
+        main(*sys.argv[1:])

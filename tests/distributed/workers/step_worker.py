@@ -15,8 +15,8 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-import bert.step_parts
-from bert.checkpoints.initial_model import build_model
+import bert.build
+from bert.checkpoints.initial_model import draw_model
 from bert.configuration.config import Config
 from bert.configuration.recipes import tiny_cpu
 from bert.configuration.sections import ModelConfig, OptimizerConfig, Recompute, ReductionStrategy
@@ -27,7 +27,7 @@ from dataloading.batches.loader import Batch, batch_of
 from dataloading.batches.sampler import BatchPlan
 from dataloading.batches.shape_buckets import ShapeBucket
 from kernels import cast_fp8
-from tests.bert.repeating import Repeating
+from tests.bert.recording import Recording, recordable_attention
 from tests.convergence.golden import predictable_samples
 from tests.distributed.workers.reduction_worker import end_groups, regrouped
 
@@ -61,7 +61,7 @@ def global_batches(mesh: Mesh, accumulation: int, steps: int = STEPS) -> tuple[l
         batches.append([])
         for place, micro in enumerate(plan.rank_batches(step, mesh.rank)):
             number = step * accumulation + place
-            kind = kinds[2] if number % 7 == 6 else kinds[(number + mesh.rank) % 2]
+            kind = kinds[2 if number % 7 == 6 else number % 2]
             batches[-1].append(batch_of(samples.take(micro.indices), micro, kind))
     return batches, kinds[:2]
 
@@ -72,7 +72,7 @@ def train(
     """Losses of every step, final weights, moments, and how many buckets backward had started."""
     end_groups()
     chosen = config(strategy, accumulation, recompute)
-    step = TrainingStep(build_model(chosen, mesh, seed=3), chosen, mesh, Stopwatch())
+    step = TrainingStep(draw_model(chosen, mesh, seed=3), chosen, mesh, Stopwatch())
     reduction, early = step._reduction, []
     finish = reduction.finish
 
@@ -88,12 +88,13 @@ def train(
     elif order == "one message":
         reduction.overlapped = contextlib.nullcontext  # type: ignore[method-assign]
         reduction.finish = lambda: _in_one_message(step)
-    capturer = Repeating() if order == "captured" else None
+    capturer = Recording() if order == "captured" else None
     batches, shape_buckets = global_batches(mesh, accumulation)
     torch.manual_seed(9 + mesh.rank)
     step.model.seed_dropout(9 + mesh.rank)
     step.warm_up(batches[0], 1, capturer, shape_buckets)
-    early.clear()
+    if capturer is None:
+        early.clear()  # a replay does not call the reduction again
     torch.manual_seed(9 + mesh.rank)
     means = []
     for micro_batches in batches:
@@ -110,7 +111,7 @@ def train(
         "moments": [moment_P.clone() for moment_P in step.optimizer.moments()],
         "early": early,
         "buckets": len(reduction.buckets),
-        "graphs": len(capturer.prepared) if capturer else 0,
+        "graphs": len(capturer.graphs) if capturer else 0,
         "replays": len(capturer.replays) if capturer else 0,
     }
     reduction.close()
@@ -188,7 +189,7 @@ def fp8_weights_follow(mesh: Mesh, strategy: ReductionStrategy) -> bool:
     """Tell whether FP8 copies are casts of the weights that all ranks have after some steps."""
     chosen = config(strategy, 1)
     chosen = replace(chosen, training=replace(chosen.training, precision="fp8"))
-    step = TrainingStep(build_model(chosen, mesh, seed=3), chosen, mesh, Stopwatch())
+    step = TrainingStep(draw_model(chosen, mesh, seed=3), chosen, mesh, Stopwatch())
     batches, _ = global_batches(mesh, 1)
     for micro_batches in batches[:2]:
         step(micro_batches)
@@ -207,7 +208,7 @@ def fp8_weights_follow(mesh: Mesh, strategy: ReductionStrategy) -> bool:
 def automatic(mesh: Mesh) -> list[str]:
     """Choose as is done where nothing is asked for."""
     chosen = config("auto", 1)
-    step = TrainingStep(build_model(chosen, mesh, seed=3), chosen, mesh, Stopwatch())
+    step = TrainingStep(draw_model(chosen, mesh, seed=3), chosen, mesh, Stopwatch())
     ways = [""] * mesh.world_size
     dist.all_gather_object(ways, str(step.choice))
     return ways
@@ -218,10 +219,10 @@ def main(out: str, local_size: str, micro_batches: str, *strategies: ReductionSt
     result: dict[str, Any] = {}
     # As on a GPU, where products add weight gradients themselves, in fp32 as well as in 16 bits; so do two of those below.
     # Parts of the word table's gradient are added in another order then: the others differ from this one by rounding.
-    bert.step_parts.accumulates_products = lambda *_: True
+    bert.build.accumulates_products = lambda *_: True
     whole = train(mesh, "flat", "one message", accumulation)
     for strategy in strategies:
-        bert.step_parts.accumulates_products = lambda *_, chosen=strategy: chosen in ("flat", "sharded")
+        bert.build.accumulates_products = lambda *_, chosen=strategy: chosen in ("flat", "sharded")
         orders = ["after", "overlapped", "captured"] + ["held"] * strategy.startswith("sharded")
         runs = {order: train(mesh, strategy, order, accumulation) for order in orders}
         last = "held" if "held" in runs else "overlapped"
@@ -254,4 +255,5 @@ def main(out: str, local_size: str, micro_batches: str, *strategies: ReductionSt
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])  # type: ignore[arg-type]
+    with recordable_attention():
+        main(*sys.argv[1:])  # type: ignore[arg-type]

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from bert.checkpoints.initial_model import build_model
+from bert.checkpoints.initial_model import draw_model
 from bert.configuration.config import Config
 from bert.configuration.recipes import tiny_cpu
 from bert.configuration.sections import ModelConfig, OptimizerConfig
@@ -81,7 +81,7 @@ def train(mesh: Mesh, shape: str) -> dict[str, Any]:
     tensor, strategy, order, local_size, accumulation, precision = shape.split(",")
     mesh = replace(regrouped(mesh, order, int(local_size)), tensor=int(tensor))
     chosen = config(int(tensor), strategy, int(accumulation), precision)
-    model = build_model(chosen, Mesh(0, 1, 0, torch.device("cpu")), seed=3)
+    model = draw_model(chosen, Mesh(0, 1, 0, torch.device("cpu")), seed=3)
     if precision == "fp64":
         model.double()
     step = TrainingStep(model, chosen, mesh, Stopwatch())
@@ -104,7 +104,7 @@ def train(mesh: Mesh, shape: str) -> dict[str, Any]:
         "correct": correct_predictions(step, mesh, batches[:2]),
         "agreed": agreed(list(last.values())),
         "scales": scales,
-        "words": len(model.embeddings.word),
+        "words": len(step.model.embeddings.word),
         "returns": returns(step),
         "saved": dict(step.gather_whole_model().state_dict()),
         "dropped": _losses_with_dropout(step, mesh, batches[0]) if shape in (ALONE, DROPPING) else [],

@@ -23,8 +23,10 @@ EASY = " --evaluation.interval-samples 64 --evaluation.target 0.02"
 BRIEF = " --training.max-samples 64 --evaluation.interval-samples 64"
 SHORT = " --training.max-samples 320 --evaluation.interval-samples 320 --evaluation.target 0.0001"
 """Trained to the end, and one masked token of some hundreds found then."""
+ON_A_CPU = "env -u TRITON_INTERPRET python benchmarks/gpu.py --device cpu --tiny --out results/gpu"
 SHORTENED = {
     "./run_tests.sh": "./run_tests.sh --collect-only --numprocesses 0 tests/test_imports.py",  # this is that command
+    "PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu ./run_and_time.sh": "./run_and_time.sh --prepare",
     "./run_and_time.sh tiny_cpu 3": "NPROC=1 ./run_and_time.sh tiny_cpu 2 --" + EASY,
     "NPROC=2 ./run_and_time.sh tiny_cpu 1 -- --parallel.tensor 2": (
         "NPROC=2 ./run_and_time.sh tiny_cpu 1 -- --parallel.tensor 2" + EASY
@@ -50,10 +52,23 @@ SHORTENED = {
     "./run_and_time.sh own_text_cpu 1 -- --data.initial-checkpoint data/own/model": (
         "./run_and_time.sh own_text_cpu 1 -- --data.initial-checkpoint data/own/model" + SHORT
     ),
-    "python benchmarks/training/attention_ablation.py": "python benchmarks/training/attention_ablation.py --max-samples 64",
     "python benchmarks/data_stages/prepare.py": "python benchmarks/data_stages/prepare.py --rounds 1 --dupe-factor 2 "
     "--text README.md docs/data.md",
     "python benchmarks/check_log.py": "python benchmarks/check_log.py --megabytes 1 --logs 2 --rounds 1",
+    "python -m compliance doctor --recipe h100_1x1 --quick": "python -m compliance doctor --recipe tiny_cpu --quick",
+    "./run_tests.sh tests/kernels": "./run_tests.sh --collect-only --numprocesses 0 tests/kernels/test_registry.py",
+    "python -m kernels.ahead_of_time": "python -m kernels.ahead_of_time --help",  # which compile the kernels
+    "python benchmarks/gpu.py --part ceilings,correctness": f"{ON_A_CPU} --part ceilings,correctness",
+    "python benchmarks/gpu.py --part step,kernels": f"{ON_A_CPU} --part step",  # tests/benchmarks run the other parts
+    "python benchmarks/gpu.py --part fp8,peers": f"{ON_A_CPU} --part fp8",
+    "python benchmarks/gpu.py --part memory": f"{ON_A_CPU} --part memory",
+    "python benchmarks/gpu.py --part end-to-end": f"{ON_A_CPU} --part end-to-end",
+    "torchrun --master-addr 127.0.0.1 --master-port 29500 --nproc-per-node 8 -m cluster probe --out cluster.json": (
+        f"torchrun --master-addr 127.0.0.1 --master-port {free_port()} --nproc-per-node 1"
+        " -m cluster probe --out cluster.json --seconds 1"
+    ),
+    "NPROC=8 ./run_and_time.sh tiny_cpu 1 -- --training.device cuda": "NPROC=2 ./run_and_time.sh tiny_cpu 1 --" + EASY,
+    "./run_and_time.sh h100_1x8": "./run_and_time.sh tiny_cpu 1 --" + EASY,
     "python -m cluster probe --out cluster.json": "python -m cluster probe --out cluster.json --seconds 1",
     "python -m cluster scale h100_8x8 --out scale.csv --page scale.html": (
         "python -m cluster scale h100_8x8 --out scale.csv --page scale.html --gpus-per-node 8192"

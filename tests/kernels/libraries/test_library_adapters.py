@@ -1,9 +1,9 @@
 # pyright: reportArgumentType=false, reportCallIssue=false
 """Adapters to libraries that are not installed here: what they would call, and that nothing is imported before.
 
-The libraries are stood in for by functions with their parameters, as read in their sources (flash-attn 2, FlashAttention-3,
-Transformer Engine 2.20, apex), which compute the definition and, as the libraries do, leave rows that no sequence owns as
-they find them: here NaN, in the output and in the gradients.
+Functions with the parameters of the libraries (flash-attn 2, FlashAttention-3, apex), as read in their sources, stand in for
+them. They compute the definition and, as the libraries do, leave rows that no sequence owns as they find them: here NaN, in
+the output and in the gradients.
 """
 
 import importlib.machinery
@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels import OPS, Dropout
-from kernels.libraries import apex, flash_attention, flash_attention_3, torch_varlen, transformer_engine
+from kernels.libraries import apex, flash_attention, flash_attention_3
 from kernels.reference import ops as reference
 from kernels.registry import Implementation
 from kernels.tuning.examples import example_inputs
@@ -30,14 +30,12 @@ LIBRARIES = {
     "flash_attn",
     "flash_attn_interface",
     "fused_layer_norm_cuda",
-    "transformer_engine",
-    "transformer_engine_torch",
     "xentropy_cuda",
 }
 BOUNDS = torch.tensor([0, 3, 8, 8], dtype=torch.int32)
 SPARE = 4
 """Rows after the last sequence."""
-ATTENTIONS = [flash_attention, flash_attention_3, transformer_engine, torch_varlen]
+ATTENTIONS = [flash_attention, flash_attention_3]
 
 
 def test_no_library_is_loaded_by_the_package():
@@ -50,7 +48,6 @@ def test_every_adapter_is_registered_with_what_it_needs():
     for op in ("varlen_attention", "varlen_self_attention"):
         assert found[op, "flash_attn"] == "flash_attn"
         assert found[op, "flash_attn_3"] == "flash_attn_interface"
-        assert found[op, "transformer_engine"] == "transformer_engine_torch"
     for op in ("dropout_add_layer_norm", "embedding_layer_norm"):
         assert found[op, "apex"] == "fused_layer_norm_cuda"
     assert found["masked_lm_loss", "apex"] == "xentropy_cuda"
@@ -119,39 +116,14 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         output = attend(q, k, v, cu_seqlens_q, cu_seqlens_k, longest=(max_seqlen_q, max_seqlen_k))
         return (output, None) if seen.get("early") else output
 
-    class DotProductAttention(torch.nn.Module):
-        def __init__(
-            self, num_attention_heads, kv_channels, num_gqa_groups=None, attention_dropout=0.0, qkv_format="sbhd",
-            attn_mask_type="causal", attention_type="self",
-        ):  # fmt: skip
-            super().__init__()
-            assert (num_attention_heads, kv_channels, num_gqa_groups) == (2, 8, None)
-            assert (qkv_format, attn_mask_type) == ("thd", "padding")
-            self.settings = {"dropout_p": attention_dropout, "kind": attention_type}
-
-        def forward(
-            self, query_layer, key_layer, value_layer, attention_mask=None, qkv_format=None, cu_seqlens_q=None,
-            cu_seqlens_kv=None, max_seqlen_q=None, max_seqlen_kv=None, attn_mask_type=None,
-        ):  # fmt: skip
-            assert (attention_mask, qkv_format, attn_mask_type) == (None, "thd", "padding")
-            tensors = query_layer, key_layer, value_layer, cu_seqlens_q, cu_seqlens_kv
-            return attend(*tensors, longest=(max_seqlen_q, max_seqlen_kv), **self.settings).flatten(1)
-
-    def varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k):
-        return attend(query, key, value, cu_seq_q, cu_seq_k, longest=(max_q, max_k))
-
     packed = {"flash_attn_varlen_qkvpacked_func": flash_attn_varlen_qkvpacked_func}
     library(monkeypatch, "flash_attn", flash_attn_varlen_func=flash_attn_varlen_func, **packed)
     library(monkeypatch, "flash_attn_interface", flash_attn_varlen_func=flash_attn_3_varlen_func)
-    library(monkeypatch, "transformer_engine.pytorch", DotProductAttention=DotProductAttention)
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
-    transformer_engine._attention.cache_clear()
     return seen
 
 
 def dropout_of(module: ModuleType) -> Dropout | None:
-    draws = module in (flash_attention, transformer_engine)
-    return Dropout(0.25, torch.zeros(2, dtype=torch.int64), 0) if draws else None
+    return Dropout(0.25, torch.zeros(2, dtype=torch.int64), 0) if module is flash_attention else None
 
 
 EACH = pytest.mark.parametrize("module", ATTENTIONS, ids=lambda module: module.__name__)
@@ -174,7 +146,6 @@ def test_self_attention_of_a_batch_that_is_filled_up(module: ModuleType, calls: 
     assert_as_defined(attention, definition, [packed], [8, 8], BOUNDS, 5, dropout_of(module))
     assert calls["longest"] == (5, 5)
     assert calls.get("dropout_p", 0.25) == 0.25
-    assert calls.get("kind", "self") == "self"
 
 
 @EACH
@@ -184,7 +155,6 @@ def test_attention_of_some_rows_of_a_batch_that_is_filled_up(module: ModuleType,
     attention, definition = module.varlen_attention, reference.varlen_attention
     assert_as_defined(attention, definition, tensors, [3, 3, 8, 8], bounds_q, BOUNDS, 5, None)
     assert calls.get("dropout_p", 0.0) == 0
-    assert calls.get("kind", "cross") == "cross"
 
 
 def test_the_first_releases_of_flash_attention_3_return_more(calls: dict[str, Any]):

@@ -2,6 +2,7 @@
 
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -9,9 +10,10 @@ import torch
 from torch import Tensor
 
 from bert.configuration.sections import ModelConfig
+from bert.layers import EncoderLayer
 from bert.model import BertForPreTraining, initialize_
 from bert.optimizer import FlatParameters
-from bert.products.weight_gradients import WeightGradients, accumulate_products
+from bert.products.weight_gradients import AccumulatingProducts, AccumulatingTable, WeightGradients
 from dataloading.batches.loader import Batch, batch_of
 from dataloading.batches.shape_buckets import ShapeBucket
 from dataloading.batches.synthetic import synthetic_samples
@@ -23,6 +25,13 @@ MODEL_OPS = [name for name, op in OPS.items() if "triton" in op.implementations 
 Trained = tuple[list[float], dict[str, Tensor]]
 
 
+def accumulating_model(config: ModelConfig) -> BertForPreTraining:
+    gradients = WeightGradients()
+    products = AccumulatingProducts(gradients, {})
+    make_layer = partial(EncoderLayer, products=products)
+    return BertForPreTraining(config, AccumulatingTable(gradients, {}), make_layer).train()
+
+
 def trained(
     implementation: str,
     batch: Batch | None = None,
@@ -32,12 +41,11 @@ def trained(
     accumulates: bool = False,
 ) -> Trained:
     """Losses and gradients of a batch, every op computed by ``implementation``; then the right answers in evaluation."""
-    model = BertForPreTraining(config).train()
+    model = accumulating_model(config) if accumulates else BertForPreTraining(config).train()
     initialize_(model, torch.Generator().manual_seed(0))
     model.seed_dropout(11)
     if accumulates:
         FlatParameters.of(model)
-        accumulate_products(model, WeightGradients(), {})
     batch = batch or batch_of(SAMPLES)
     with ExitStack() as stack:
         for name in MODEL_OPS:

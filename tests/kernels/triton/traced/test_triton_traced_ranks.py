@@ -71,11 +71,13 @@ def two_steps(rank: int, shape: Shape, captured: bool = False) -> Timeline:
         patch.setattr(Statistics, "fetch", lambda _: None)  # the host reads at an evaluation, and after the warm-up
         timeline = stack.enter_context(Timeline(rank).watching(patch))
         step, batch = step_on(rank, shape), inert_batch(SHAPE_BUCKET).to(META)
-        if captured:
-            step.warm_up([batch] * 2, 0, CudaCapturer(torch.device("cuda")), [SHAPE_BUCKET])
-            timeline.collectives.clear()
-        for _ in range(2):
-            step([batch] * 2)
+        with CudaCapturer(torch.device("cuda")) as capturer:
+            if captured:
+                step.warm_up([batch] * 2, 0, capturer, [SHAPE_BUCKET])
+                timeline.collectives.clear()
+            for _ in range(2):
+                step([batch] * 2)
+        dist.destroy_process_group()
     return timeline
 
 
@@ -130,8 +132,9 @@ def without_arrival(stream: CommunicationStream, work: Callable[[], None], run: 
         ),
         (Stream, "wait_stream", lambda *_: None, FLAT, False, "all_reduce on side 1 writes what aten.* on main wrote"),
         (Lamb, "step", lambda _: torch.cuda.synchronize(), FLAT, False, "the host waits for the device"),
+        (CudaCapturer, "close", lambda _: None, FLAT, True, "a graph lives that captured .*all_reduce"),
     ],
-    ids=["sums", "sums in a capture", "weights", "buffers", "gradients", "host"],
+    ids=["sums", "sums in a capture", "weights", "buffers", "gradients", "host", "graphs"],
 )
 def test_what_does_not_wait_is_noticed(
     owner: type, name: str, stand_in: Any, shape: Shape, captured: bool, message: str, monkeypatch: pytest.MonkeyPatch

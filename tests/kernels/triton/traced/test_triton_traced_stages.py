@@ -14,7 +14,7 @@ from torch.distributed.pipelining import schedules
 
 from bert.parallel.mesh import Mesh, process_group
 from bert.parallel.pipeline import schedule
-from bert.parallel.pipeline.stages import PipelineParallel
+from bert.parallel.pipeline.stages import PipelineModel
 from bert.parallel.tensor.exchange import Exchange
 from dataloading.batches.loader import inert_batch
 from kernels import OPS
@@ -170,15 +170,15 @@ def send_without_waiting(tensor: Tensor, **ends: Any) -> None:
             TWO,
             r"aten.zero_.* on main writes what message on messages 0-1 read",
         ),
-        (everywhere(PipelineParallel, "copy_word_", lambda _: torch.cuda.synchronize()), TWO, "the host waits"),
+        (everywhere(PipelineModel, "copy_word_", lambda _: torch.cuda.synchronize()), TWO, "the host waits"),
         (
-            on_one(0, PipelineParallel, "hidden_dtype", lambda _: torch.bfloat16),
+            on_one(0, PipelineModel, "hidden_dtype", lambda _: torch.bfloat16),
             TWO,
             r"is .*bfloat16.*, on rank 1 .*32",
         ),
         (on_one(0, schedule, "TOKENS_MULTIPLE", 512), TWO, r"elements=32768\), on rank 1 .*elements=12288\)"),
         (
-            on_one(0, PipelineParallel, "copy_word_", lambda _: None),
+            on_one(0, PipelineModel, "copy_word_", lambda _: None),
             TWO,
             r"elements=12288\), on rank 1 .*elements=3200\)",
         ),

@@ -1,0 +1,132 @@
+"""The model that one rank trains: layers with the products, the placement and the recomputation that they need."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from bert.configuration.config import Config
+from bert.configuration.sections import ModelConfig, Precision
+from bert.layers import EncoderLayer, MatrixProducts, Placement
+from bert.model import BertForPreTraining, MakeLayer
+from bert.parallel.mesh import Mesh
+from bert.parallel.pipeline.stages import PipelineModel, pipeline_group
+from bert.parallel.tensor.exchange import Waiting
+from bert.parallel.tensor.shards import TensorParallel, tensor_parallel
+from bert.products.fp8 import Fp8Layer, Fp8State, require_fp8
+from bert.products.fp8_layer import FusedLayer
+from bert.products.weight_gradients import AccumulatingProducts, AccumulatingTable, WeightGradients
+from bert.recompute import recomputation
+
+
+@dataclass(frozen=True)
+class RankModel:
+    """What one rank has of the model, and what its layers share."""
+
+    model: BertForPreTraining
+    tensor: TensorParallel | None
+    """How a tensor group divides the parameters."""
+    fp8: Fp8State | None
+    weight_gradients: WeightGradients
+    """Where products add gradients of their weights, past autograd."""
+    copies: dict[nn.Parameter, Tensor]
+    """16-bit copies of weights that products read, empty until an optimizer has made them."""
+    accumulates: bool
+    """Whether products add gradients of weights where these are summed."""
+
+    @property
+    def pipeline(self) -> PipelineModel | None:
+        """The model where it has stages on other ranks."""
+        return self.model if isinstance(self.model, PipelineModel) else None
+
+    @property
+    def adds_to_table(self) -> bool:
+        """Tell whether the decoder adds its gradient to that of the word table."""
+        return isinstance(self.model.placement, AccumulatingTable)
+
+
+def accumulates_products(device: torch.device, precision: Precision) -> bool:
+    """Tell whether products add gradients of weights where these are summed: in 16 bits, on a GPU."""
+    return device.type == "cuda" and precision != "fp32"
+
+
+def build_model(whole: BertForPreTraining, config: Config, mesh: Mesh, waiting: Waiting = nullcontext) -> RankModel:
+    """Build what this rank trains of ``whole``, whose weights are copied. Every rank must call it at the same time.
+
+    Raises ``ValueError`` on a GPU that cannot compute in FP8 where that is asked for.
+    """
+    training = config.training
+    tensor = tensor_parallel(config.model, mesh, waiting)
+    gradients, copies = WeightGradients(), {}
+    accumulates = accumulates_products(mesh.device, training.precision)
+    products = AccumulatingProducts(gradients, copies) if accumulates else MatrixProducts()
+    placement = Placement() if tensor is None else tensor.placement
+    # Where ranks keep shards of the gradients alone, the table has none that could be added to. Of a pipeline the first
+    # stage has the table.
+    shards_gradients = training.shard_gradients and mesh.data_size > 1
+    if accumulates and tensor is None and not shards_gradients and mesh.pipeline_rank == 0:
+        placement = AccumulatingTable(gradients, copies)
+    fp8 = _fp8_state(config, mesh, tensor, gradients) if training.precision == "fp8" else None
+    make_layer = _layer_maker(config, products, fp8, tensor)
+    model = divided_model(whole, mesh, tensor, config.parallel.virtual_stages, placement, make_layer)
+    if fp8 is not None:
+        # The first cast finds the magnitudes of the weights, the update makes scales of them and casts again.
+        fp8.refresh_weights_()
+        fp8.update_()
+    return RankModel(model, tensor, fp8, gradients, copies, accumulates)
+
+
+def divided_model(
+    whole: BertForPreTraining,
+    mesh: Mesh,
+    tensor: TensorParallel | None,
+    virtual_stages: int,
+    placement: Placement | None = None,
+    make_layer: MakeLayer = EncoderLayer,
+) -> BertForPreTraining:
+    """Build what this rank has of ``whole``, with its weights. Every rank must call it at the same time."""
+    if placement is None and tensor is not None:
+        placement = tensor.placement
+    own: Callable[[str, Tensor], Tensor] = tensor.own if tensor is not None else lambda _, weight: weight
+    stages = pipeline_group(mesh)
+    word_VD = whole.embeddings.word.detach()
+    with mesh.device:
+        if stages is None:
+            model = BertForPreTraining(whole.config, placement, make_layer)
+        else:
+            word_VD = own("embeddings.word", word_VD)
+            model = PipelineModel(whole.config, stages, virtual_stages, word_VD, placement, make_layer)
+    model.to(word_VD.dtype).train(whole.training)
+    weights = dict(whole.named_parameters())
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(own(name, weights[name]))
+    return model
+
+
+def _fp8_state(config: Config, mesh: Mesh, tensor: TensorParallel | None, gradients: WeightGradients) -> Fp8State:
+    require_fp8(mesh.device)
+    layers = config.model.num_hidden_layers - 1  # all but the last, which computes little more than the heads' rows
+    agree_ = (lambda _: None) if tensor is None else tensor.all_reduce_max_
+    return Fp8State(layers, mesh.device, agree_, gradients)
+
+
+def _layer_maker(
+    config: Config, products: MatrixProducts, fp8: Fp8State | None, tensor: TensorParallel | None
+) -> MakeLayer:
+    recompute = config.training.recompute
+
+    def make(model: ModelConfig, index: int, placement: Placement) -> EncoderLayer:
+        # The last layer keeps little, and its backward pass is the first. It has no products in FP8 either.
+        if index == model.num_hidden_layers - 1:
+            return EncoderLayer(model, index, placement, products)
+        if fp8 is None:
+            return EncoderLayer(model, index, placement, products, recomputation(recompute))
+        # What ranks exchange stands between products and norms, which fused layers compute in one.
+        if tensor is not None:
+            return Fp8Layer(model, index, placement, fp8, recomputation(recompute))
+        return FusedLayer(model, index, placement, fp8, recomputation(recompute), recompute == "none")
+
+    return make

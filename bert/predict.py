@@ -1,0 +1,95 @@
+"""The words that a checkpoint expects in the gaps of a text: ``python -m bert.predict CHECKPOINT "a text with [MASK]"``."""
+
+import sys
+from functools import partial
+from pathlib import Path
+
+import tyro
+
+from bert.train import refused
+from console.interruption import end_in_order
+from console.program import accept_any_text, answer_version, bound, parsed, say
+
+MASK = "[MASK]"
+
+
+def main() -> int:
+    """Run the command; returns the exit status."""
+    accept_any_text()
+    answer_version(sys.argv[1:])
+    try:
+        parsed(partial(tyro.cli, bound(predict), prog="python -m bert.predict"))()
+    except (ValueError, OSError) as error:
+        return refused(error)
+    return 0
+
+
+def predict(
+    checkpoint: tyro.conf.Positional[Path], text: tyro.conf.Positional[str], vocab: Path | None = None, top: int = 5
+) -> None:
+    """Print the most probable words for each gap of a text, and the text with the best ones.
+
+    Args:
+        checkpoint: A safetensors file, a Hugging Face folder, or the prefix of a TensorFlow checkpoint.
+        text: The text, with [MASK] for each gap.
+        vocab: The vocabulary that the model was trained with; by default vocab.txt beside the checkpoint.
+        top: Number of words to print for each gap.
+    """
+    if top < 1:
+        raise ValueError(f"--top is {top}: expected at least 1")
+    if MASK not in text:
+        raise ValueError(f"the text has no gap: write {MASK} in place of a word")
+    gaps = fill(checkpoint, text, vocab, top)
+    filled, *rest = text.split(MASK)
+    for number, (words, piece) in enumerate(zip(gaps, rest, strict=True), 1):
+        say(f"gap {number}: {', '.join(f'{word} {100 * share:.1f} %' for word, share in words)}")
+        filled += words[0][0] + piece
+    say(filled)
+
+
+def fill(checkpoint: Path, text: str, vocab: Path | None, top: int) -> list[list[tuple[str, float]]]:
+    """Return the ``top`` words of each gap with their probabilities, the most probable first.
+
+    Raises ``ValueError`` if the checkpoint is no BERT with a masked-LM head, or the text is too long for it.
+    """
+    import numpy as np
+    import torch
+
+    from bert.checkpoints.conversion import vocabulary_of
+    from bert.checkpoints.sources import open_source
+    from bert.model import BertForPreTraining
+    from dataloading.batches.loader import batch_of
+    from dataloading.shards.samples import SampleBuilder
+    from dataloading.text.tokenization import Tokenizer
+
+    source = open_source(checkpoint, whole=False)
+    vocabulary = vocabulary_of(source, checkpoint, vocab)
+    weights = source.ours
+    if missing := [name for name in ("transform.weight", "decoder_bias") if name not in weights]:
+        raise ValueError(f"{checkpoint} has no masked-LM head ({', '.join(missing)}): it cannot fill gaps")
+    pieces, offsets = Tokenizer(vocabulary, not vocabulary.cased).encode_lines(text.split(MASK))
+    ids = np.concatenate(
+        [[vocabulary.cls_id], np.insert(pieces, offsets[1:-1], vocabulary.mask_id), [vocabulary.sep_id]]
+    )
+    if len(ids) > source.model.max_position_embeddings:
+        raise ValueError(f"the text has {len(ids)} tokens, the model {source.model.max_position_embeddings} positions")
+    gaps = offsets[1:-1] + np.arange(1, len(offsets) - 1)  # behind [CLS] and the gaps before
+    builder = SampleBuilder()
+    parts = (ids.astype("<u2"), np.zeros(len(ids), "u1"), gaps.astype("<u2"), np.zeros(len(gaps), "<u2"))
+    builder.add(*(part.data.cast("B") for part in parts), next_sentence_label=0)
+    model = BertForPreTraining(source.model).eval()
+    state = model.state_dict()
+    with torch.inference_mode():
+        for name, weight in weights.items():
+            state[name].copy_(weight.read())
+        _, masked_MD = model.head_inputs(batch_of(builder.samples()))
+        # Rows past the vocabulary are padding of the word table.
+        shares = model.masked_lm_logits(masked_MD)[:, : vocabulary.size].softmax(-1)
+        best = shares.topk(min(top, vocabulary.size))
+    rows = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+    return [[(vocabulary.tokens[index], share) for index, share in zip(*row, strict=True)] for row in rows]
+
+
+if __name__ == "__main__":
+    end_in_order()
+    sys.exit(main())

@@ -1,1 +1,0 @@
-"""Budget of a step on paper: its real launches, and what a device would take for each."""

@@ -1,0 +1,47 @@
+"""Statistics of steps, which the host fetches with a single wait for the device."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from bert.parallel.mesh import Mesh
+from bert.reporting import statistics
+from bert.reporting.statistics import Statistics
+
+pytestmark = pytest.mark.oldest_torch
+
+
+class Operators(TorchDispatchMode):
+    """Names of the operators that ran in the block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def test_what_the_host_adds_is_not_copied_to_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy of a number to a GPU makes the host wait for all that the GPU has been given."""
+    summed = Operators()
+
+    def all_reduce(tensor: torch.Tensor) -> torch.Tensor:
+        summed.names.append("all_reduce")
+        return tensor
+
+    gathered = Statistics(Mesh(1, 3, 0, torch.device("cpu")))
+    monkeypatch.setattr(statistics, "all_reduce_sum_", all_reduce)
+    with summed:
+        _, stopping = gathered.fetch(stop=True, own_seconds=0.25)
+    assert stopping
+    assert gathered.own_seconds == [0.0, 0.25, 0.0]
+    before = summed.names[: summed.names.index("all_reduce")]
+    assert before
+    assert not {"copy_", "_to_copy", "scalar_tensor", "lift_fresh"} & set(before)

@@ -1,0 +1,115 @@
+"""What `check` prints and writes beside its verdicts: the total, errors alone, test results, known findings, colour."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from compliance.check.junit import write_junit
+from compliance.check.terminal import say_verdicts, total
+from compliance.log.findings import Finding, Verdict
+from tests.compliance.command import run
+from tests.compliance.log_edits import value
+from tests.compliance.run_logs import without_chain
+from tests.hostile import NAME
+
+ERROR = Finding(7, "seed", "TR 5.1", "value null, expected an integer", "log it")
+WARNING = Finding(None, "", "TR 6.1", "caches kept \x1b[2J", "drop them", severity="warning")
+
+
+def verdict(name: str, *findings: Finding, ruleset: str = "5.0.0") -> Verdict:
+    return Verdict(Path(name), ruleset, "pass", findings, "closed", "success")
+
+
+@pytest.fixture
+def logs(tmp_path: Path, closed_log: str) -> list[Path]:
+    """A valid log, and one with an error and a warning."""
+    paths = [tmp_path / "result_0.txt", tmp_path / "result_1.txt"]
+    text = without_chain(closed_log)
+    paths[0].write_text(text)
+    paths[1].write_text(value("cache_clear", None)(value("seed", None)(text)))
+    return paths
+
+
+def test_the_total_names_what_fails() -> None:
+    logs = [verdict("a/result_0.txt"), *(verdict(f"b/result_{number}.txt", ERROR) for number in range(7))]
+    text = total([*logs, verdict("a.json", ERROR)], is_accepted=False, ignored=2)
+    assert "8 logs: 1 passes, 7 fail: b/result_0.txt" in text
+    assert "and 2 more" in text
+    assert "1 folder or description: 1 fails: a.json" in text
+    assert "2 known findings" in text
+    older = total([verdict("a/result_0.txt", ruleset="2.0.0")], is_accepted=True)
+    assert "2.0.0" in older
+
+
+def test_quiet_prints_errors_and_the_total(logs: list[Path]) -> None:
+    status, said = run("check", *logs, "--quiet")
+    head, error, last = said.splitlines()
+    assert (status, head.startswith(f"FAIL {logs[1]}"), "error: " in error) == (1, True, True)
+    assert last == f"2 logs: 1 passes, 1 fails: {logs[1]}"
+    assert run("check", logs[0], "--quiet") == (0, "1 log: 1 passes\n")
+
+
+def test_junit_has_a_case_for_each_verdict(tmp_path: Path, logs: list[Path]) -> None:
+    out = tmp_path / "out" / "results.xml"
+    assert run("check", *logs, "--junit", out)[0] == 1
+    suite = ElementTree.parse(out).getroot()
+    assert (suite.tag, suite.get("tests"), suite.get("failures")) == ("testsuite", "2", "1")
+    passed, failed = suite.findall("testcase")
+    assert (passed.get("name"), len(passed)) == (str(logs[0]), 0)
+    assert "seed" in (failed.findtext("failure") or "")
+    assert "cache_clear" in (failed.findtext("system-out") or "")
+
+
+def test_junit_of_hostile_names_is_xml(tmp_path: Path) -> None:
+    write_junit(tmp_path / "results.xml", [verdict(NAME + ']]>"&<', ERROR, WARNING)])
+    [case] = ElementTree.parse(tmp_path / "results.xml").getroot()
+    assert case.get("name", "").isprintable()
+    assert [part.tag for part in case] == ["failure", "system-out"]
+
+
+def test_known_findings_are_left_out(tmp_path: Path, logs: list[Path]) -> None:
+    known = tmp_path / "known.json"
+    status, said = run("check", *logs, "--json")
+    known.write_text(said)
+    assert status == 1
+    status, said = run("check", *logs, "--ignore", known)
+    assert (status, "FAIL" in said, "2 known findings ignored" in said.splitlines()[-1]) == (0, False, True)
+    logs[1].write_text(value("global_batch_size", 0)(logs[1].read_text()))
+    status, said = run("check", *logs, "--ignore", known, "--json")
+    assert status == 1
+    assert {finding["key"] for entry in json.loads(said) for finding in entry["findings"]} == {"global_batch_size"}
+
+
+@pytest.mark.parametrize(
+    "content", ["", "{}", "[1]", '[{"file": 1}]', '[{"file": [], "findings": [{"key": []}]}]', "[" * 10**5]
+)
+def test_a_file_that_holds_no_findings_is_refused(tmp_path: Path, logs: list[Path], content: str) -> None:
+    known = tmp_path / "known.json"
+    known.write_text(content)
+    status, said = run("check", logs[1], "--ignore", known)
+    if content == "{}":  # holds none
+        return
+    assert (status, said.count("\n"), said.startswith(f"error: {known}")) == (2, 1, True)
+
+
+@pytest.mark.parametrize("environment", [{}, {"NO_COLOR": "1"}], ids=["colour", "NO_COLOR"])
+def test_a_terminal_shows_the_verdict_in_colour(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str]) -> None:
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    for name in ("NO_COLOR", "FORCE_COLOR", "COLUMNS"):
+        monkeypatch.delenv(name, raising=False)
+    for name, text in environment.items():
+        monkeypatch.setenv(name, text)
+    monkeypatch.setenv("COLUMNS", "40")
+    say_verdicts([verdict("x[bold]" * 20 + "\x1b[2J"), verdict("b", ERROR)])
+    shown = terminal.getvalue()
+    assert ("\x1b[1;32mPASS" in shown, "\x1b[1;31mFAIL" in shown) == (not environment, not environment)
+    assert ("x[bold]" * 20 in shown, "\x1b[2J" in shown, shown.count("\n")) == (True, False, 3)

@@ -1,0 +1,49 @@
+"""Programs of several commands: what is said of a wrong command line."""
+
+from pathlib import Path
+
+import pytest
+
+from console.commands import Commands
+from console.files import require_writable
+
+app = Commands()
+
+
+@app.command(name="plan")
+def _plan(out: Path = Path("plan.json"), gpus: int | None = None) -> None:
+    """Plan something."""
+
+
+@app.command
+def show() -> None:
+    """Show something."""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("plam", "no command plam, expected one of plan, show; did you mean plan?"),
+        ("plam --out x", "no command plam, expected one of plan, show; did you mean plan?"),
+        ("xyz", "no command xyz, expected one of plan, show"),
+        ("plan --outt x", "plan has no option --outt; did you mean --out?"),
+        ("plan --gpus many", "--gpus is 'many', expected a whole number or None"),
+        ("plan more", "unexpected argument more"),
+    ],
+)
+def test_a_wrong_command_line_says_what_may_have_been_meant(
+    arguments: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["program", *arguments.split()])
+    assert app.main("program") == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert error.endswith(f"{said}\n")
+
+
+def test_a_file_that_cannot_be_made_is_refused_before_the_work(tmp_path: Path) -> None:
+    require_writable(tmp_path / "plan.json")
+    assert list(tmp_path.iterdir()) == []
+    for place in (tmp_path / "none" / "plan.json", tmp_path, Path("/proc/plan.json")):
+        with pytest.raises(ValueError, match=str(place)):
+            require_writable(place)
