@@ -2,14 +2,16 @@
 
 import contextlib
 import hashlib
+import json
 import math
 import os
 import tempfile
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from console.files import read_json, write_atomically
 from console.program import say
 from dataloading.dataset.folder import open_dataset
 from dataloading.dataset.shuffle import shuffle
@@ -17,7 +19,13 @@ from dataloading.jobs import duration
 from dataloading.options import EVALUATION_SAMPLES, ExtractionOptions, PretrainingOptions
 from dataloading.preparation.mlcommons import Inputs
 from dataloading.preparation.prepare import Job, prepare
+from dataloading.shards.samples import Samples
+from dataloading.shards.shard import ShardRecord
 from dataloading.text.wikipedia import extract
+
+_RATES_NAME = "rates.json"
+MEASURED_IN = "estimate-"
+"""How the names of the folders begin that the measurement works in."""
 
 _PIECE_BYTES = 4 << 20
 """Text that is prepared for the measurement, in about a second."""
@@ -70,7 +78,7 @@ def estimate(
     if to_make["evaluation"] or to_make["train"]:
         piece = sources[0] if sources else inputs.evaluation
         assert piece is not None  # one of the two is to be made
-        rates = _measure(piece, vocab, work, bool(inputs.articles), options)
+        rates = _kept_rates(work) or _measure(piece, vocab, work, bool(inputs.articles), options)
         text = _total(inputs.text) + _total(inputs.articles) * rates.text_per_article_byte
         most += text if inputs.articles else 0
         if inputs.articles:
@@ -112,9 +120,18 @@ class _Rates:
     """samples"""
 
 
+def _kept_rates(work: Path) -> _Rates | None:
+    """Return what an earlier attempt measured, so that the work goes on at once."""
+    path = work / _RATES_NAME
+    try:
+        return _Rates(**read_json(path, 1 << 16, "measure again")) if path.exists() else None
+    except (TypeError, ValueError):
+        return None
+
+
 def _measure(piece: Path, vocab: Path, folder: Path, articles: bool, options: ExtractionOptions) -> _Rates:
     """Run every stage on the beginning of ``piece``, a text or a file of ``articles``, on the file system of ``folder``."""
-    with tempfile.TemporaryDirectory(prefix="estimate-", dir=folder) as name:
+    with tempfile.TemporaryDirectory(prefix=MEASURED_IN, dir=folder) as name:
         here = Path(name)
         text, extracted, share = here / "text.txt", math.inf, 1.0
         if articles:
@@ -132,9 +149,9 @@ def _measure(piece: Path, vocab: Path, folder: Path, articles: bool, options: Ex
         prepared = _seconds_of(lambda: prepare(Job((text,), vocab, PretrainingOptions()), here / "samples"))
         samples = open_dataset(here / "samples")
         shuffled = _seconds_of(lambda: shuffle(samples, here / "train", shards=1, seed=0))
-        verified = _seconds_of(lambda: open_dataset(here / "train").verify(lambda _, block: block.sample_digests()))
+        verified = _seconds_of(lambda: open_dataset(here / "train").verify(_digest))
         size, count = text.stat().st_size, max(1, len(samples))
-        return _Rates(
+        rates = _Rates(
             extracted=extracted,
             text_per_article_byte=share,
             prepared=size / prepared,
@@ -143,6 +160,8 @@ def _measure(piece: Path, vocab: Path, folder: Path, articles: bool, options: Ex
             shuffled=count / shuffled,
             verified=count / verified,
         )
+    write_atomically(folder / _RATES_NAME, json.dumps(asdict(rates)).encode())
+    return rates
 
 
 class Progress:
@@ -177,6 +196,10 @@ class Progress:
     def finish(self, stage: str) -> None:
         """Note the end of a stage, whatever it took."""
         self.set(stage, 1.0, kept=True)
+
+
+def _digest(_: ShardRecord, samples: Samples) -> None:
+    samples.sample_digests()
 
 
 def _total(paths: Collection[Path]) -> int:

@@ -3,6 +3,7 @@
     OUT/preparation/checked*.json    MD5 sums of the input files, by name, size and time of change
     OUT/preparation/NAME.json        inputs and settings that a result in OUT was made from
     OUT/preparation/NAME-DIGEST      a stage at work, named by the digest of its inputs and settings
+    OUT/preparation/rates.json       the speed of each stage, measured on a small piece
     OUT/preparation/verified.json    digests of the manifests of data sets that were read through
 
 Every stage goes on where it was stopped, after ``kill -9`` too. What is no longer needed is deleted at the end.
@@ -30,7 +31,7 @@ from dataloading.dataset.shuffle import JOB_NAME, ShuffleProgress, shuffle
 from dataloading.dataset.verification import verify
 from dataloading.jobs import JobProgress, WorkPart
 from dataloading.options import EVALUATION_SAMPLES, ExtractionOptions, PretrainingOptions
-from dataloading.preparation.estimate import Estimate, Progress, estimate
+from dataloading.preparation.estimate import MEASURED_IN, Estimate, Progress, estimate
 from dataloading.preparation.mlcommons import TEXT_PARTS, Checksums, Inputs, check_digests, digests_of
 from dataloading.preparation.prepare import Job, prepare
 from dataloading.text.wikipedia import EVALUATION_NAME, extract, extract_part, text_names
@@ -39,7 +40,7 @@ VOCABULARY, CHECKPOINT, EVALUATION, TRAIN = "vocab.txt", "phase1.safetensors", "
 _SEED = 24
 _SMALL_BYTES = 1 << 20
 _MAX_RECORD_BYTES = 64 << 20
-_WORK = re.compile(r"[a-z-]+-[0-9a-f]{16}|estimate-.*")
+_WORK = re.compile(r"[a-z-]+-[0-9a-f]{16}")
 _STAGES_IN_PARTS = ("check", "text", "samples")
 _ELSEWHERE = "move it away, or name another --out"
 
@@ -92,8 +93,8 @@ class Preparation:
 
     def make(self) -> None:
         """Make everything that the inputs allow, and verify it."""
-        for leftover in filter(is_temporary, self.work.iterdir()):
-            shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+        # Of attempts that were killed: no other process is at work here.
+        self._delete(lambda path: is_temporary(path) or path.name.startswith(MEASURED_IN))
         self._begin(self.inputs.files)
         if self.inputs.checkpoint:
             self._run(self._checkpoint_stage())
@@ -103,9 +104,12 @@ class Preparation:
             self._run(self._train_stage())
         self._verify()
         # Before there is a training set, parts of it may be there.
-        for path in self.work.iterdir() if (self.out / TRAIN).exists() else ():
-            if _WORK.fullmatch(path.name):
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        if (self.out / TRAIN).exists():
+            self._delete(lambda path: _WORK.fullmatch(path.name) is not None)
+
+    def _delete(self, is_useless: Callable[[Path], bool]) -> None:
+        for path in filter(is_useless, list(self.work.iterdir())):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
 
     def make_part(self, part: WorkPart) -> bool:
         """Make one part of the samples; return whether all parts are there."""
