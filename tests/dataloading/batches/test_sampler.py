@@ -1,11 +1,7 @@
 """The plan: every sample once an epoch, equal shares, balanced tokens, and the same for everybody."""
 
-import json
-import subprocess
-import sys
 import tracemalloc
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,7 +11,6 @@ from hypothesis import strategies as st
 from cluster.model.histogram import drawn_lengths
 from dataloading.batches import sampler
 from dataloading.batches.sampler import BatchPlan, _match, cost, deal
-from tests.conftest import REPOSITORY
 
 pytestmark = pytest.mark.slow
 
@@ -150,24 +145,6 @@ def test_cost_is_in_proportion_to_the_encoders_operations() -> None:
     tokens = lengths.astype(np.int64)
     operations = 3 * layers * (24 * hidden**2 * tokens + 4 * hidden * tokens**2)
     assert (cost(lengths) * 12 * layers * hidden == operations).all()
-
-
-def test_the_quick_benchmark_prints_and_writes_its_figures(tmp_path: Path) -> None:
-    out = tmp_path / "plan.json"
-    done = subprocess.run(
-        [sys.executable, REPOSITORY / "benchmarks" / "data_stages" / "plan.py", "--quick", "--out", out],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1].startswith("tokens at 64 ranks of 48 sequences: random 1.")
-    figures = json.loads(out.read_text(encoding="utf-8"))
-    at_64 = next(row for row in figures["imbalance"] if (row["ranks"], row["sequences"]) == (64, 48))
-    assert at_64["random"]["tokens"]["mean"] > 1.15
-    assert at_64["ours"]["tokens"]["worst"] < 1.003
-    assert [plan["ranks"] for plan in figures["plans"]] == [64, 4096]
-    assert all(0 < plan["peak_mb"] < 2048 and len(plan["step_ms"]) == 20 for plan in figures["plans"])
 
 
 def imbalance(sums: np.ndarray) -> float:
