@@ -95,6 +95,8 @@ class Preparation:
         """Make everything that the inputs allow, and verify it."""
         # Of attempts that were killed: no other process is at work here.
         self._delete(lambda path: is_temporary(path) or path.name.startswith(MEASURED_IN))
+        for path in filter(is_temporary, list(self.out.glob(f".{VOCABULARY}.*"))):
+            path.unlink()
         self._begin(self.inputs.files)
         if self.inputs.checkpoint:
             self._run(self._checkpoint_stage())
