@@ -22,4 +22,5 @@ def require_extra(extra: str, *modules: str) -> None:
 
 def needed(module: str, extra: str = "train") -> str:
     """Say how to install a module that is missing."""
-    return f"{module} is not installed: pip install 'mlperf-bert[{extra}]'"
+    # By path: no package index holds this project, and somebody else could take its name there.
+    return f"{module} is not installed: pip install '.[{extra}]' in the repository's root"

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 if find_spec("torch") is None:
-    raise ModuleNotFoundError("torch is not installed: pip install 'mlperf-bert[train]'", name="torch")
+    raise ModuleNotFoundError("torch is not installed: pip install '.[train]'", name="torch")
 
 if TYPE_CHECKING:
     from kernels.ops import *  # noqa: F403

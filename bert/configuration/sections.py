@@ -293,7 +293,7 @@ class LogConfig:
     """Steps between two lines of metrics."""
     tensorboard: Path | None = None
     """A folder for TensorBoard, which gets the metrics in <system>/result_<n>, by training samples. None: nothing. It needs
-    pip install 'mlperf-bert[tensorboard]'."""
+    pip install '.[tensorboard]'."""
 
     def __post_init__(self) -> None:
         # It names a folder, out of which nothing must lead.

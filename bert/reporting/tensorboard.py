@@ -28,7 +28,7 @@ def require_installed() -> None:
     """Raise ``ValueError`` where the package is missing."""
     if find_spec("tensorboard") is None:
         raise ValueError(
-            "log.tensorboard is set, but tensorboard is not installed: pip install 'mlperf-bert[tensorboard]', or leave the "
+            "log.tensorboard is set, but tensorboard is not installed: pip install '.[tensorboard]', or leave the "
             "setting out"
         )
 

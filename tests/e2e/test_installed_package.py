@@ -73,7 +73,7 @@ def test_every_file_of_the_packages_is_in_the_wheel(wheel: Path) -> None:
 def test_a_program_without_its_extra_names_it(installed: Path, tmp_path: Path, module: str) -> None:
     done = run(installed, tmp_path, module, "--help")
     assert done.returncode != 0
-    assert done.stderr.endswith(" is not installed: pip install 'mlperf-bert[train]'\n")
+    assert " is not installed: pip install '.[train]'" in done.stderr
     if not module.startswith("kernels"):  # which import nothing that could print
         assert (done.returncode, done.stderr.count("\n")) == (2, 1)
         assert done.stderr.startswith("error: ")
@@ -84,7 +84,7 @@ def test_a_command_without_its_extra_names_it(installed: Path, tmp_path: Path, c
     done = run(installed, tmp_path, "cluster", *command.split())
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert done.stderr.startswith("error: ")
-    assert done.stderr.endswith(" is not installed: pip install 'mlperf-bert[train]'\n")
+    assert " is not installed: pip install '.[train]'" in done.stderr
 
 
 def test_devices_are_listed_and_times_predicted_without_extras(installed: Path, tmp_path: Path) -> None:
