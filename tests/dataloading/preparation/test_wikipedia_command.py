@@ -2,12 +2,14 @@
 
 import hashlib
 import json
+import multiprocessing
 import os
 import resource
 import shutil
 import signal
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -48,7 +50,7 @@ def own(stand_in: StandIn, tmp_path: Path) -> StandIn:
 def whole(stand_in: StandIn, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     """What the command makes of the text without an interruption."""
     out = tmp_path_factory.mktemp("whole") / "out"
-    assert child(lambda: None, *arguments(stand_in, out)) == 1  # no checkpoint
+    assert child(nothing, *arguments(stand_in, out)) == 1  # no checkpoint
     return results(out)
 
 
@@ -74,17 +76,53 @@ def results(out: Path) -> dict[str, bytes]:
     return contents
 
 
+FRESH = multiprocessing.get_context("forkserver")
+"""Forks of this process would have its garbage, and locks that its threads held."""
+
+
 def child(prepare_child: Callable[[], object], *words: object) -> int:
-    """Run the command in a forked process, and return its exit status, negative after a signal."""
-    if (process := os.fork()) == 0:
-        status = 99
-        try:
-            prepare_child()
-            sys.argv = ["dataloading", *map(str, words)]
-            status = main()
-        finally:
-            os._exit(status)
-    return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+    """Run the command in a process of its own, and return its exit status, negative after a signal."""
+    process = FRESH.Process(target=run_command, args=(prepare_child, [str(word) for word in words]))
+    process.start()
+    process.join()
+    assert process.exitcode is not None
+    return process.exitcode
+
+
+def run_command(prepare_child: Callable[[], object], words: list[str]) -> None:
+    prepare_child()
+    sys.argv = ["dataloading", *words]
+    sys.exit(main())
+
+
+def nothing() -> None:
+    """Change nothing in the process of the command."""
+
+
+def die_at_third_name(out: Path, before: bool) -> None:
+    """Kill this process at its third new name in ``out``, before or after the renaming."""
+    names = [0]
+    for name in ("replace", "rename"):
+        rename = getattr(Path, name)
+
+        def counted(self: Path, target: Path, rename: Callable[..., Path] = rename) -> Path:
+            # Not in folders that get their own name later, and not in those of the measurement.
+            hidden = any(part[0] == "." or "estimate-" in part for part in Path(target).parts)
+            names[0] += out in Path(target).parents and not hidden
+            if before and names[0] == 3:
+                os.kill(os.getpid(), signal.SIGKILL)
+            result = rename(self, target)
+            if names[0] == 3:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return result
+
+        setattr(Path, name, counted)
+
+
+def limited(file_bytes: int) -> None:
+    """Let no file of this process grow larger."""
+    estimate._PIECE_BYTES = 1 << 12  # the measurement writes less
+    resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, file_bytes))
 
 
 def test_both_downloads_make_what_the_recipes_expect(run: Run, stand_in: StandIn, tmp_path: Path) -> None:
@@ -139,14 +177,14 @@ def test_inputs_come_in_any_mixture(run: Run, stand_in: StandIn, whole: dict[str
     assert "none of MLCommons' files" in run("wikipedia", only, *base, fails=True)
     shutil.copy(stand_in.text / "eval.txt", only)
     shutil.copy(stand_in.files / "vocab.txt", only)
-    assert child(lambda: None, "wikipedia", only, *base) == 1
+    assert child(nothing, "wikipedia", only, *base) == 1
     assert {path.name for path in out.iterdir()} == {"vocab.txt", "evaluation", "preparation"}
     # The vocabulary is there by now; parts of the text are not in the first call's folder.
     (only / "eval.txt").unlink()
     for path in stand_in.text.glob("part-*"):
         shutil.copy(path, only)
     evaluation = (out / "evaluation" / "manifest.json").stat().st_ino
-    assert child(lambda: None, "wikipedia", only, *base) == 1
+    assert child(nothing, "wikipedia", only, *base) == 1
     assert (out / "evaluation" / "manifest.json").stat().st_ino == evaluation
     assert results(out) == whole
 
@@ -226,27 +264,7 @@ def test_it_goes_on_after_a_kill_at_every_step(stand_in: StandIn, whole: dict[st
     out, runs = tmp_path / "out", 0
     kept: dict[str, int] = {}
     while True:
-        before = runs % 2 == 0
-
-        def die_at_third_name(before: bool = before) -> None:
-            names = [0]
-            for name in ("replace", "rename"):
-                rename = getattr(Path, name)
-
-                def counted(self: Path, target: Path, rename: Callable[..., Path] = rename) -> Path:
-                    # Not in folders that get their own name later, and not in those of the measurement.
-                    hidden = any(part[0] == "." or "estimate-" in part for part in Path(target).parts)
-                    names[0] += out in Path(target).parents and not hidden
-                    if before and names[0] == 3:
-                        os.kill(os.getpid(), signal.SIGKILL)
-                    result = rename(self, target)
-                    if names[0] == 3:
-                        os.kill(os.getpid(), signal.SIGKILL)
-                    return result
-
-                setattr(Path, name, counted)
-
-        status = child(die_at_third_name, *arguments(stand_in, out))
+        status = child(partial(die_at_third_name, out, runs % 2 == 0), *arguments(stand_in, out))
         runs += 1
         for path in kept:
             assert (out / path).stat().st_ino == kept[path], f"{path} was made again"
@@ -269,15 +287,9 @@ def test_a_full_disk_is_one_error_and_it_goes_on_later(
 ) -> None:
     out = tmp_path / "out"
     for limit in (400_000, 1_100_000):  # in the middle of the evaluation's samples, and of the training set's
-
-        def limited(limit: int = limit) -> None:
-            # The measurement writes less.
-            estimate._PIECE_BYTES = 1 << 12
-            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-
-        assert child(limited, *arguments(stand_in, out)) == 2
+        assert child(partial(limited, limit), *arguments(stand_in, out)) == 2
         assert not (out / "train").exists()
-    assert child(lambda: None, *arguments(stand_in, out)) == 1
+    assert child(nothing, *arguments(stand_in, out)) == 1
     assert results(out) == whole
 
 
@@ -294,12 +306,12 @@ def test_parts_make_the_same_and_the_last_one_makes_the_rest(
 ) -> None:
     out = tmp_path / "out"
     for part, status in (("3/3", 0), ("1/3", 0)):
-        assert child(lambda: None, *arguments(stand_in, out, "--part", part)) == status
+        assert child(nothing, *arguments(stand_in, out, "--part", part)) == status
         assert {path.name for path in out.iterdir()} == {"vocab.txt", "preparation"}
-    assert child(lambda: None, *arguments(stand_in, out, "--part", "2/3")) == 1  # no checkpoint
+    assert child(nothing, *arguments(stand_in, out, "--part", "2/3")) == 1  # no checkpoint
     assert results(out) == whole
     # A part that is made again, as when its job is requeued, finds everything there.
-    assert child(lambda: None, *arguments(stand_in, out, "--part", "1/3")) == 1
+    assert child(nothing, *arguments(stand_in, out, "--part", "1/3")) == 1
     assert results(out) == whole
 
 
@@ -312,7 +324,7 @@ def test_articles_of_the_dump_are_made_text_in_parts_too(stand_in: StandIn, tmp_
             (tmp_path / "vocabulary").mkdir(exist_ok=True)
             shutil.copy(stand_in.files / "vocab.txt", tmp_path / "vocabulary")
             words[2] = tmp_path / "vocabulary"
-            assert child(lambda: None, *words, "--checksums", stand_in.checksums, *OF_ARTICLES, *part) in (0, 1)
+            assert child(nothing, *words, "--checksums", stand_in.checksums, *OF_ARTICLES, *part) in (0, 1)
         made.append({name: open_dataset(out / name).shards for name in ("train", "evaluation")})
     assert made[0] == made[1]
     assert all(shard.samples for shard in made[0]["train"])
@@ -322,7 +334,7 @@ def test_what_was_made_from_something_else_is_left_alone(
     run: Run, own: StandIn, whole: dict[str, bytes], tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
-    assert child(lambda: None, *arguments(own, out)) == 1
+    assert child(nothing, *arguments(own, out)) == 1
     assert f"{out / 'train'} is there, and was not made from these" in run(
         *arguments(own, out, "--shards", 2), fails=True
     )
@@ -349,7 +361,7 @@ def test_one_process_works_in_a_folder_at_a_time(stand_in: StandIn, tmp_path: Pa
     work = tmp_path / "out" / "preparation"
     work.mkdir(parents=True)
     with alone.locked(work, shared=False):
-        assert child(lambda: None, *arguments(stand_in, tmp_path / "out")) == 2
+        assert child(nothing, *arguments(stand_in, tmp_path / "out")) == 2
     with alone.locked(work, shared=True):
-        assert child(lambda: None, *arguments(stand_in, tmp_path / "out")) == 2
-        assert child(lambda: None, *arguments(stand_in, tmp_path / "out", "--part", "1/3")) == 0
+        assert child(nothing, *arguments(stand_in, tmp_path / "out")) == 2
+        assert child(nothing, *arguments(stand_in, tmp_path / "out", "--part", "1/3")) == 0
