@@ -81,7 +81,7 @@ def test_without_the_package_the_error_says_what_to_install(
     config = parse(small_run.arguments(tmp_path / "r", log__tensorboard=tmp_path / "t"))
     check(config, 1)
     monkeypatch.setattr(tensorboard, "find_spec", lambda _: None)
-    with pytest.raises(ValueError, match=r"^log.tensorboard is set, .*: pip install 'mlperf-bert\[tensorboard\]', or"):
+    with pytest.raises(ValueError, match=r"^log.tensorboard is set, .*: pip install '\.\[tensorboard\]', or"):
         check(config, 1)
     assert list(tmp_path.iterdir()) == []
 
