@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from bert.build import RankModel, build_model
+from bert.build import RankModel, build_model, shards_gradients
 from bert.configuration.config import Config
 from bert.configuration.sections import SHARDED
 from bert.model import BertForPreTraining
@@ -46,17 +46,16 @@ def build_parts(whole: BertForPreTraining, config: Config, mesh: Mesh, stopwatch
     model, tensor, pipeline, fp8 = built.model, built.tensor, built.pipeline, built.fp8
     # How gradients are summed: groups of ranks, flat vectors, then the way, which may be measured on these vectors.
     communicators = Communicators.create(mesh, training.in_network, training.reduce_dtype)
-    # One copy of the model has no other to share gradients with.
-    shards_gradients = training.shard_gradients and communicators.world is not None
+    is_sharded = shards_gradients(training, mesh)
     # Stages have several micro-batches under way at once.
-    overwrites = built.accumulates and pipeline is None and not shards_gradients
+    overwrites = built.accumulates and pipeline is None and not is_sharded
     overwritten = product_weights(model, built.adds_to_table) if overwrites else ()
-    flat = FlatParameters.of(model, communicators.world_size, not shards_gradients, overwritten)
+    flat = FlatParameters.of(model, communicators.world_size, not is_sharded, overwritten)
     choice = choose(training, flat, communicators)
     # The rail that is not used is given back before the reduction keeps the groups.
     communicators = communicators.settle(choice.way)
     settings = flat, communicators, choice.way.strategy, training.reduce_dtype, training.bucket_bytes
-    reduction = ShardedReduction(*settings, stopwatch.waiting) if shards_gradients else Reduction(*settings)
+    reduction = ShardedReduction(*settings, stopwatch.waiting) if is_sharded else Reduction(*settings)
     gather = WeightGather(model, flat, reduction) if choice.way.strategy in SHARDED else None
     # A rank that has parts of tensors needs sums over ranks for their norms, which ``ShardedLamb`` makes.
     if gather is None and tensor is None and pipeline is None:

@@ -50,7 +50,7 @@ def agreed_text(text: str, mesh: Mesh) -> str:
 
 
 def barrier(group: dist.ProcessGroup | None = None) -> None:
-    """Wait for every rank, or for those of a group."""
+    """Wait for every rank, or for the ranks of a group."""
     if dist.is_initialized():
         # NCCL's barrier is a sum on a device; PyTorch warns if it has to guess which device.
         devices = [torch.cuda.current_device()] if dist.get_backend() == "nccl" else None

@@ -1,8 +1,8 @@
 """Costs of recomputation: bytes that an encoder layer keeps for its backward pass, and computations that are done again.
 
 Bytes are those of the GPU's kernels. PyTorch's own on a CPU keep masks and probabilities besides under `none`, and
-otherwise as much. While a layer's backward pass runs, what it has
-computed again is there once, as under `none`. Shape legend: D hidden, F intermediate, H heads.
+otherwise as much. While a layer's backward pass runs, what it has computed again is there once, as under `none`.
+Shape legend: D hidden, F intermediate, H heads.
 """
 
 from __future__ import annotations

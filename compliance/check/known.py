@@ -1,4 +1,4 @@
-"""Leave out findings that are known: those of a file that `check --json` wrote earlier."""
+"""Leave out known findings, which `check --json` wrote to a file earlier."""
 
 from __future__ import annotations
 

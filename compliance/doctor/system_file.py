@@ -75,7 +75,7 @@ def renew(
 
 
 def _read(path: Path, replace: bool) -> dict[str, Any]:
-    """Return the fields of a description that is there; empty when there is none to keep."""
+    """Return the fields of an existing description; empty if there is none to keep."""
     if not os.path.lexists(path):
         return {}
     # Before `replace` is looked at: a pipe, a device or a folder is never written anew.

@@ -107,7 +107,7 @@ def same_number(written: str, here: str) -> bool:
 
 
 def same_device(written: str, here: str) -> bool:
-    """Tell whether two names are of one accelerator, or both say that there is none."""
+    """Tell whether two names mean the same accelerator, or both say that there is none."""
     absent = [name.strip().lower() in _NONE for name in (written, here)]
     return all(absent) if any(absent) else same_model(written, here)
 

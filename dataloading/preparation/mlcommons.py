@@ -173,7 +173,7 @@ class Expected:
 
 
 class Checksums:
-    """MD5 sums by name: those of a list that was given or the known ones, and those of the lists beside the data."""
+    """Expected MD5 sums by file name: a given list or else the known sums, then the lists beside the data."""
 
     def __init__(self, given: Path | None, lists: Iterable[Path]) -> None:
         if given is None:

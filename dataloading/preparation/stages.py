@@ -146,8 +146,7 @@ class Preparation:
             expected = replace(expected, seconds=own)
         self._announce(expected)
         self.progress = Progress(expected.seconds)
-        self._check(files)
-        if unlisted := check_digests({path: self.md5s[path] for path in files}, self.checksums):
+        if unlisted := self._check(files):
             say(f"note: {unlisted:,} file(s) are in no list of MD5 sums, and were not compared")
         if self.inputs.vocabulary:
             if not self.vocab.exists():
@@ -172,14 +171,14 @@ class Preparation:
                 "another --out"
             )
 
-    def _check(self, files: list[Path]) -> None:
-        """Compare files with their MD5 sums, as far as lists have them."""
+    def _check(self, files: list[Path]) -> int:
+        """Compare files with their MD5 sums, as far as lists have them; return how many files no list has."""
         total = sum(path.stat().st_size for path in files) or 1
         self.md5s |= digests_of(
             *(files, self.work, self.request.part, self.request.jobs),
             report=lambda path: self.progress.add("check", path.stat().st_size / total),
         )
-        check_digests({path: self.md5s[path] for path in files}, self.checksums)
+        return check_digests({path: self.md5s[path] for path in files}, self.checksums)
 
     def _run(self, stage: _Stage) -> None:
         """Make a result, unless it is there."""
@@ -260,8 +259,8 @@ class Preparation:
             else:
                 prepare(self._job(), place, jobs=self.request.jobs, report=self._files("samples"))
 
-        # By their sizes: a machine that makes one part does not read the texts of the others. Each shard has the digest of
-        # its own text, and the training set those of all.
+        # Texts are identified by size here, because a machine that makes one part does not read the texts of the other
+        # parts. Each shard holds the digest of its own text, and the training set holds the digests of all texts.
         return _Stage("samples", "", self._sizes(self.inputs.text or self.inputs.articles) | self._settings(), make)
 
     def _train_stage(self) -> _Stage:
