@@ -18,7 +18,7 @@ WORKDIR /workspace/bert
 # index, a password perhaps, comes as a secret, of which the image keeps nothing; its history would show a build argument.
 COPY pyproject.toml constraints.txt ./
 COPY launch/environment.sh launch/venv.sh launch/
-ARG EXTRAS="dali nvml"
+ARG EXTRAS="dali"
 # hadolint ignore=SC2086  # one word an extra
 RUN --mount=type=secret,id=pip,target=/run/secrets/pip.conf \
     set -eu; [ ! -e /run/secrets/pip.conf ] || export PIP_CONFIG_FILE=/run/secrets/pip.conf; \

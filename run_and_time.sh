@@ -67,7 +67,11 @@ stop() {
   [[ $claim ]] || { kill -s INT -- "-$launched" 2>/dev/null || true; return 0; }
   local workers=
   ((world_size == 1)) || workers=$(grep -lsx "PPid:[[:space:]]*$launched" /proc/[0-9]*/status | cut -d/ -f3) || true
-  [[ -s $claim ]] || ((node)) || { kill -s KILL "$launched" && echo interrupted >&2 && set -- TERM; }
+  # Killing and waiting share one redirection, because bash announces a killed job on standard error.
+  if [[ ! -s $claim ]] && ((!node)) && { kill -s KILL "$launched" && { wait "$launched" || true; }; } 2>/dev/null; then
+    echo interrupted >&2
+    set -- TERM
+  fi
   # shellcheck disable=SC2086  # one word a process
   kill -s "$1" ${workers:-"$launched"} 2>/dev/null || true
 }
@@ -101,7 +105,7 @@ locked() {
 }
 
 extras=() gpus=$(command -v nvidia-smi || true)
-[[ ! $gpus ]] || extras=(dali nvml) # with a GPU, DALI loads the data
+[[ ! $gpus ]] || extras=(dali) # with a GPU, DALI loads the data
 asked=()
 [[ " ${settings[*]}" != *" --log.tensorboard"* ]] || asked=(tensorboard)
 supervise bash -euo pipefail -c 'source launch/venv.sh && prepare_venv "$@"' run_and_time.sh "${extras[@]}" "${asked[@]}"
