@@ -50,7 +50,7 @@ class TrainingStep:
             from bert.parallel.pipeline.schedule import PipelineSchedule
 
             through_stages = PipelineSchedule(
-                self._pipeline, self._micro_batches, self._reduction, self.autocast, self._mean_loss, stopwatch
+                self._pipeline, self._micro_batches, self.autocast, self._mean_loss, stopwatch
             )
             self._schedule = partial(self._through_stages, through_stages)
         self._update: Callable[[], None] = self._update_weights

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from bert.build import RankModel, build_model, shards_gradients
+from bert.build import RankModel, build_model
 from bert.configuration.config import Config
 from bert.configuration.sections import SHARDED
 from bert.model import BertForPreTraining
@@ -13,7 +13,6 @@ from bert.optimizer import FlatParameters, Lamb
 from bert.parallel.mesh import Mesh
 from bert.parallel.reduction.choice import ReductionChoice, choose
 from bert.parallel.reduction.gradients import Communicators, Reduction
-from bert.parallel.reduction.sharded_gradients import ShardedReduction
 from bert.parallel.reduction.sharded_lamb import ShardedLamb, WeightGather
 from bert.parallel.whole_vectors import WholeVectors
 from bert.products.weight_gradients import product_weights
@@ -44,19 +43,15 @@ def build_parts(whole: BertForPreTraining, config: Config, mesh: Mesh, stopwatch
     training = config.training
     built = build_model(whole, config, mesh, stopwatch.exchanging)
     model, tensor, pipeline, fp8 = built.model, built.tensor, built.pipeline, built.fp8
-    # How gradients are summed: groups of ranks, flat vectors, then the way, which may be measured on these vectors.
-    communicators = Communicators.create(mesh, training.in_network, training.reduce_dtype)
-    is_sharded = shards_gradients(training, mesh)
+    # How gradients are summed: groups of ranks, flat vectors, then the strategy, which may be measured on these vectors.
+    communicators = Communicators.create(mesh)
     # Stages have several micro-batches under way at once.
-    overwrites = built.accumulates and pipeline is None and not is_sharded
+    overwrites = built.accumulates and pipeline is None
     overwritten = product_weights(model, built.adds_to_table) if overwrites else ()
-    flat = FlatParameters.of(model, communicators.world_size, not is_sharded, overwritten)
+    flat = FlatParameters.of(model, communicators.world_size, overwritten)
     choice = choose(training, flat, communicators)
-    # The rail that is not used is given back before the reduction keeps the groups.
-    communicators = communicators.settle(choice.way)
-    settings = flat, communicators, choice.way.strategy, training.reduce_dtype, training.bucket_bytes
-    reduction = ShardedReduction(*settings, stopwatch.waiting) if is_sharded else Reduction(*settings)
-    gather = WeightGather(model, flat, reduction) if choice.way.strategy in SHARDED else None
+    reduction = Reduction(flat, communicators, choice.strategy, training.reduce_dtype, training.bucket_bytes)
+    gather = WeightGather(model, flat, reduction) if choice.strategy in SHARDED else None
     # A rank that has parts of tensors needs sums over ranks for their norms, which ``ShardedLamb`` makes.
     if gather is None and tensor is None and pipeline is None:
         dtype = torch.bfloat16 if built.accumulates and fp8 is None else None
