@@ -88,9 +88,8 @@ def render(results: Results) -> str:
 
 
 def _header(results: Results) -> str:
-    facts = results.shown.metrics["run"][-1] if results.shown.metrics["run"] else {}
-    recipe, started = results.shown.log.header.get("recipe"), facts.get("started")
-    batch, processes = results.global_batch_size, facts.get("world_size")
+    run = results.shown.metrics.run or RunRecord()
+    recipe, batch, processes = results.shown.log.header.get("recipe"), results.global_batch_size, run.world_size
     header = results.shown.log.header
     # "1" where the log does not say: then nothing is said of it.
     tensor, pipeline = (header.get(f"config.parallel.{name}", "1") for name in ("tensor", "pipeline"))
@@ -102,7 +101,7 @@ def _header(results: Results) -> str:
         f"tensor parallel {tensor}" if tensor != "1" else "",
         f"pipeline parallel {pipeline}" if pipeline != "1" else "",
         f"global batch size {batch:,}" if batch else "",
-        f"started {str(started).replace('T', ' ')[:16]}" if started else "",
+        f"started {run.started.replace('T', ' ')[:16]}" if run.started else "",
     ]
     return (
         f"<header><h1>{escaped(heading(results))}</h1>"
@@ -252,9 +251,9 @@ def _table(results: Results) -> str:
 
 def _warnings(runs: Iterable[ReportedRun]) -> str:
     """List what the runs warned of while they ran."""
-    said = [(run.number, entry) for run in runs for entry in run.metrics["warning"]]
+    said = [(run.number, warning) for run in runs for warning in run.metrics.warnings]
     item = "<li>Run {}, step {}: {}</li>".format
-    items = [item(number, *map(escaped, (at.get("step"), at.get("text")))) for number, at in said[:MAX_WARNINGS]]
+    items = [item(number, warning.step, escaped(warning.text)) for number, warning in said[:MAX_WARNINGS]]
     if len(said) > MAX_WARNINGS:
         items.append(f"<li>and {len(said) - MAX_WARNINGS} more</li>")
     return f'<h3>Warnings while it ran</h3><ul class="plain">{"".join(items)}</ul>' if items else ""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from compliance.report.charts import Axes, Line, level, line_chart, stacked_chart
 from compliance.report.markup import escaped, figure, pair, scrolling_table, section
-from compliance.report.results import STEP_PARTS, ReportedRun, Results, breakdown, numbers, steps_taken
+from compliance.report.results import STEP_PARTS, ReportedRun, Results, breakdown, steps_taken
 from compliance.report.summary import duration
 from console.text import counted
 
@@ -46,17 +46,15 @@ def _curve(runs: Iterable[ReportedRun], curve: Curve) -> str:
     title, key, drawable = curve
     lines = []
     for run in runs:
-        # Empty or one number each: only a record with both has two.
-        pairs = [numbers([step], "samples") + numbers([step], key) for step in run.metrics["step"]]
-        points = [(pair[0], pair[1]) for pair in pairs if len(pair) == 2 and pair[0] >= 0 and drawable(pair[1])]
+        points = [(step.samples, value) for step in run.metrics.steps if drawable(value := getattr(step, key))]
         if points:
             lines.append(Line(f"run {run.number}, {run.outcome}", points, run.outcome))
     if not lines:
         return ""
     description = f"{title} over sequences trained, {counted(len(lines), 'run')}"
     axes = Axes(description, "sequences trained", level, from_zero=curve is RATE)
-    skipped = sum(sum(numbers(run.metrics["step"], "skipped_steps")) for run in runs) if key == "loss" else 0
-    note = f"{skipped:,.0f} steps changed nothing: a gradient was not finite." if skipped > 0 else ""
+    skipped = sum(step.skipped_steps for run in runs for step in run.metrics.steps) if key == "loss" else 0
+    note = f"{skipped:,} steps changed nothing: a gradient was not finite." if skipped > 0 else ""
     return figure(title, line_chart(lines, axes), note)
 
 
@@ -93,9 +91,8 @@ def _bar(name: str, seconds: dict[str, float]) -> str:
 def _timeline(run: ReportedRun) -> str:
     """The parts of a step over the run, stacked; empty with fewer than two step records."""
     keys = ("samples", "step_ms", *STEP_PARTS.values())
-    # As above: a row is whole when it has a number for each key.
-    rows = [tuple(value for key in keys for value in numbers([step], key)) for step in run.metrics["step"]]
-    rows = [row for row in rows if len(row) == len(keys) and min(row) >= 0 and max(row[1:]) < MAX_STEP_MS]
+    rows = [tuple(getattr(step, key) for key in keys) for step in run.metrics.steps]
+    rows = [row for row in rows if max(row[1:]) < MAX_STEP_MS]
     if len(rows) < 2:
         return ""
     xs, wholes, *parts = zip(*rows, strict=True)
@@ -112,13 +109,11 @@ def _timeline(run: ReportedRun) -> str:
 
 def _against_plan(run: ReportedRun) -> str:
     """A step beside the one that the run's plan expects, by part; empty for a run without a plan."""
-    rows = []
+    plan, rows = run.metrics.plan, []
+    if plan is None:
+        return ""
     for name, key in [*STEP_PARTS.items(), ("other", "other_ms"), ("step", "step_ms")]:
-        # The last plan of the run counts.
-        planned, measured = (numbers(run.metrics["plan"][-1:], which) for which in (f"planned_{key}", key))
-        if not planned or not measured:
-            return ""
-        (planned_ms,), (measured_ms,) = planned, measured
+        planned_ms, measured_ms = getattr(plan, f"planned_{key}"), getattr(plan, key)
         difference = f"{measured_ms / planned_ms - 1:+.0%}" if planned_ms > 0 else "-"
         cells = (f"{planned_ms:.3g}", f"{measured_ms:.3g}", difference)
         rows.append([f'<th scope="row">{name}</th>', *(f"<td>{cell}</td>" for cell in cells)])
