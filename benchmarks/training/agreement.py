@@ -14,7 +14,6 @@ default, filled up to BERT's size: norms are of as many elements as they would b
 
 import importlib.util
 import itertools
-import json
 import os
 import socket
 import subprocess
@@ -42,6 +41,7 @@ from bert.checkpoints.weights import save_weights
 from bert.configuration.recipes import ARTIFACTS
 from bert.configuration.sections import ModelConfig, OptimizerConfig
 from bert.model import BertForPreTraining, initialize_
+from compliance.log.records import read_metrics
 from dataloading.batches.sampler import BatchPlan
 from dataloading.dataset.folder import Dataset, write_dataset
 from dataloading.options import PretrainingOptions
@@ -203,12 +203,11 @@ def _train_by_the_program(model: ModelConfig, vocab: Path, steps: int, folder: P
     )
     if done.returncode or not saved.exists():
         raise RuntimeError(f"the program ended with {done.returncode}: {done.stdout[-1000:]}{done.stderr[-2000:]}")
-    lines = (folder / "tiny_cpu" / "bert" / "metrics_0.jsonl").read_text(encoding="utf-8").splitlines()
-    records = [record for record in map(json.loads, lines) if record["event"] == "step"]
+    records = read_metrics(folder / "tiny_cpu" / "bert" / "metrics_0.jsonl").steps
     return Trained(
-        masked_lm_loss=[record["masked_lm_loss"] for record in records],
-        next_sentence_loss=[record["next_sentence_loss"] for record in records],
-        gradient_norm=[record["gradient_norm"] for record in records],
+        masked_lm_loss=[record.masked_lm_loss for record in records],
+        next_sentence_loss=[record.next_sentence_loss for record in records],
+        gradient_norm=[record.gradient_norm for record in records],
         # Names of Hugging Face, under which the independent sides have their weights.
         weights={name: weight.double() for name, weight in to_hugging_face(load_file(saved)).items()},
     )

@@ -10,6 +10,7 @@ from typing import Literal
 from compliance.artefact import write_whole
 from compliance.convergence.outlook import Outlook
 from compliance.convergence.reference_points import Reference
+from compliance.log.records import RunRecord
 from compliance.log.rules import NEWEST_RULESET
 from compliance.report import Format
 from compliance.report.charts import Axes, Bar, Guide, Line, level, line_chart, run_chart, short_count

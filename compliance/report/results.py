@@ -7,13 +7,10 @@ results/systems/<system>.json             the system description; may be missing
 
 from __future__ import annotations
 
-import json
-import math
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 from compliance.check.checker import check_log
 from compliance.convergence.outlook import Outlook, outlook
