@@ -40,6 +40,7 @@ from benchmarks.gpu_parts.measuring.report import PartReport
 from benchmarks.gpu_parts.measuring.scale import FULL, TINY, Context, micro_batches, training_flop, wikipedia_lengths
 from benchmarks.gpu_parts.measuring.table import page
 from bert.configuration.sections import ModelConfig
+from compliance.log.records import EndRecord, EvaluationRecord, Metrics, StepRecord
 from kernels.tuning import contest
 from tests.bert.recording import Recording, recordable_attention
 from tests.conftest import REPOSITORY
@@ -328,24 +329,20 @@ def test_a_run_from_end_to_end(tmp_path: Path) -> None:
 
 def test_drift_and_waiting_come_from_the_steps() -> None:
     steps = [
-        {
-            "event": "step",
-            "step_ms": ms,
-            "data_wait_ms": ms / 10,
-            "sequences_per_s": 1e3 / ms,
-            "samples": 8,
-            "time_s": 1,
-        }
+        StepRecord(1, 8, time_s=1, step_ms=ms, data_wait_ms=ms / 10, sequences_per_s=1e3 / ms)
         for ms in (10, 10, 10, 10, 20, 20, 30, 30)
     ]
-    ends = [{"event": "eval", "eval_s": 0.5, "count": 7}, {"event": "end", "samples": 100, "time_s": 4.0}]
-    found = {row.name: row for row in gpu_end_to_end.rows_of(steps + ends)}
+    evaluations, end = [EvaluationRecord(1, 8, eval_s=0.5, count=7)], EndRecord("success", time_s=4.0, samples=100)
+    found = {row.name: row for row in gpu_end_to_end.rows_of(Metrics(None, steps, evaluations, end=end))}
     assert found["last quarter of the steps against the first"].figure == 3
     assert found["host waiting for data"].share == pytest.approx(0.1)
     assert found["inside the clock"].figure == 25
     assert found["evaluation"].milliseconds == 500
-    assert {row.name for row in gpu_end_to_end.rows_of(steps)} == set(found) - {"inside the clock", "evaluation"}
-    assert gpu_end_to_end.rows_of([]) == []
+    assert {row.name for row in gpu_end_to_end.rows_of(Metrics(None, steps))} == set(found) - {
+        "inside the clock",
+        "evaluation",
+    }
+    assert gpu_end_to_end.rows_of(Metrics()) == []
 
 
 def test_memory_ends_with_what_fits(all_parts: Path) -> None:

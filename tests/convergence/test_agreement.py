@@ -10,7 +10,6 @@ AGREEMENT_LAYERS=4 also finds what grows slowly, such as a variance that drifts;
 """
 
 import itertools
-import json
 import os
 import subprocess
 import sys
@@ -29,6 +28,7 @@ from bert.checkpoints.weights import save_weights
 from bert.configuration.recipes import ARTIFACTS
 from bert.configuration.sections import ModelConfig, OptimizerConfig
 from bert.model import BertForPreTraining, initialize_
+from compliance.log.records import read_metrics
 from dataloading.batches.sampler import BatchPlan
 from dataloading.dataset.folder import Dataset, write_dataset
 from dataloading.options import PretrainingOptions
@@ -137,12 +137,11 @@ def train_by_the_program(model: ModelConfig, vocab: Path, folder: Path) -> Train
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    lines = (folder / "tiny_cpu" / "bert" / "metrics_0.jsonl").read_text(encoding="utf-8").splitlines()
-    records = [record for record in map(json.loads, lines) if record["event"] == "step"]
+    records = read_metrics(folder / "tiny_cpu" / "bert" / "metrics_0.jsonl").steps
     return Trained(
-        masked_lm_loss=[record["masked_lm_loss"] for record in records],
-        next_sentence_loss=[record["next_sentence_loss"] for record in records],
-        gradient_norm=[record["gradient_norm"] for record in records],
+        masked_lm_loss=[record.masked_lm_loss for record in records],
+        next_sentence_loss=[record.next_sentence_loss for record in records],
+        gradient_norm=[record.gradient_norm for record in records],
         weights={name: weight.double() for name, weight in to_hugging_face(load_file(saved)).items()},
     )
 
