@@ -26,12 +26,11 @@ from bert.parallel.mesh import Mesh
 from bert.reporting.against_plan import AgainstPlan
 from bert.reporting.displays import RunPanel, RunProgress, StepLines
 from bert.reporting.intervals import Stragglers
-from bert.reporting.json_lines import JsonLines
-from bert.reporting.records import Position, Sink
-from bert.reporting.reporter import Reporter
+from bert.reporting.reporter import Position, Reporter, Sink
 from bert.reporting.tensorboard import tensorboard_sinks
 from bert.step import TrainingStep
 from bert.timing.stopwatch import DeviceStopwatch, Stopwatch
+from compliance.log.records import MetricsWriter, RunRecord
 from compliance.log.schedule import EvaluationSchedule
 from console.live import clock
 from console.program import say
@@ -215,22 +214,17 @@ def _reporter(
         return Reporter(progress, [])
     against_plan = AgainstPlan(inputs.plan, config.plan) if inputs.plan and config.plan else None
     console = Console()
-    sinks: list[Sink] = [
-        JsonLines(
-            inputs.metrics,
-            {
-                "recipe": config.recipe,
-                "system": config.log.system,
-                "target": config.evaluation.target,
-                "global_batch_size": config.training.global_batch_size,
-                "world_size": mesh.world_size,
-                "parameters": step.whole.parameters,
-                "commit": commit(),
-                "started": datetime.now(UTC).isoformat(timespec="seconds"),
-            },
-        )
-    ]
-    sinks += tensorboard_sinks(config, inputs.result)
+    run = RunRecord(
+        recipe=config.recipe,
+        system=config.log.system,
+        target=config.evaluation.target,
+        global_batch_size=config.training.global_batch_size,
+        world_size=mesh.world_size,
+        parameters=step.whole.parameters,
+        commit=commit(),
+        started=datetime.now(UTC).isoformat(timespec="seconds"),
+    )
+    sinks: list[Sink] = [MetricsWriter(inputs.metrics, run), *tensorboard_sinks(config, inputs.result)]
     if console.is_terminal:
         title = f"{config.recipe} · {config.log.division}"
         # The panel is redrawn in place, and lines between would break it: they go to the log alone.

@@ -288,9 +288,9 @@ def whatif(metrics: Positional[Path], cluster: Path | None = None) -> None:
         cluster: The file of a probe of the cluster that it ran on, for the cost of uneven links.
     """
     from cluster.view import read_view
-    from cluster.whatif import read_metrics, report
+    from cluster.whatif import read_run, report
 
-    for line in report(read_metrics(metrics), read_view(cluster) if cluster else None):
+    for line in report(read_run(metrics), read_view(cluster) if cluster else None):
         say(line)
 
 

@@ -6,10 +6,10 @@ from statistics import median
 
 from bert.configuration.config import Config
 from bert.optimizer import learning_rate
-from bert.reporting.records import Position, StepRecord
-from bert.reporting.reporter import Reporter
+from bert.reporting.reporter import Position, Reporter
 from bert.reporting.statistics import Statistics
 from bert.timing.stopwatch import Stopwatch
+from compliance.log.records import StepRecord, Straggler
 from console.program import reason
 
 SLOW_RATIO = 1.2
@@ -45,14 +45,14 @@ class Stragglers:
         """Intervals in which each was slow, or no longer slow if it has been named."""
         self._named = [False] * len(hosts)
 
-    def add(self, seconds: Sequence[float]) -> list[str]:
-        """Take in an interval's seconds a step, by rank; returns what to say, if anything."""
+    def add(self, seconds: Sequence[float]) -> list[tuple[str, Straggler | None]]:
+        """Take in an interval's seconds a step, by rank; return warnings, with the rank whose state has changed."""
         # The median, which a few slow ranks do not move, as they would a mean.
         middles = {
             stage: median(own for own, other in zip(seconds, self._stages, strict=True) if other == stage)
             for stage in set(self._stages)
         }
-        lines = []
+        lines: list[tuple[str, Straggler | None]] = []
         for rank, (host, own) in enumerate(zip(self._hosts, seconds, strict=True)):
             middle = middles[self._stages[rank]]
             is_slow = own > SLOW_RATIO * middle
@@ -65,10 +65,11 @@ class Stragglers:
                 times = own / middle if middle else float("inf")
                 state = "is slow" if self._named[rank] else "is no longer slow"
                 spent = f"{1000 * own:.1f} ms a step of its own, {times:.2f} times the median"
-                lines.append(f"rank {rank} on host {host}{self._places[rank]} {state}: {spent}")
+                straggler = Straggler(rank, host, self._named[rank], 1000 * own, 1000 * middle)
+                lines.append((f"rank {rank} on host {host}{self._places[rank]} {state}: {spent}", straggler))
             # Equal, not at least: once in a row of slow intervals.
             if self._leave_out is not None and self._slow_for[rank] == self._after:
-                lines.append(self._noted(host))
+                lines.append((self._noted(host), None))
         return lines
 
     def _noted(self, host: str) -> str:
@@ -148,8 +149,8 @@ class Intervals:
         self._since, self._steps = now, at.steps
         # Made known with the next fetch: telling it at once would be another collective.
         self._own_seconds = (phases["data_wait_ms"] + phases["forward_backward_ms"] - exchanged_ms) / 1000
-        for line in self._stragglers.add(self._statistics.own_seconds):
-            self._reporter.warn(at.steps, line)
+        for text, straggler in self._stragglers.add(self._statistics.own_seconds):
+            self._reporter.warn(at.steps, text, straggler)
         self.bad = self.bad + 1 if skipped == steps else 0
         # Statistics are sums over all ranks: all end here after the same step.
         if self.bad == self._config.training.bad_intervals:

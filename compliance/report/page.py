@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from compliance.artefact import write_whole
+from compliance.log.records import RunRecord
 from compliance.log.rules import NEWEST_RULESET
 from compliance.report import Format
 from compliance.report.published import SOURCE, Published
@@ -59,7 +60,7 @@ def render(results: Results) -> str:
         run_charts=[chart for chart in (_times(results), _convergence(results)) if chart],
         run_columns=RUN_COLUMNS,
         run_cells=_run_cells(results),
-        warnings=[(run.number, entry) for run in results.runs for entry in run.metrics["warning"]],
+        warnings=[(run.number, entry) for run in results.runs for entry in run.metrics.warnings],
         time=time_section(results),
         neighbours=_neighbours(results),
         rate=rate,
@@ -72,9 +73,9 @@ def render(results: Results) -> str:
 
 
 def _subtitle(results: Results) -> str:
-    facts = results.shown.metrics["run"][-1] if results.shown.metrics["run"] else {}
+    run = results.shown.metrics.run or RunRecord()
     header, batch = results.shown.log.header, results.global_batch_size
-    recipe, started, processes = header.get("recipe"), facts.get("started"), facts.get("world_size")
+    recipe, processes = header.get("recipe"), run.world_size
     parallel = {kind: header.get(f"config.parallel.{kind}", "1") for kind in ("tensor", "pipeline")}
     pieces = [
         f"recipe {recipe}" if recipe else "",
@@ -83,7 +84,7 @@ def _subtitle(results: Results) -> str:
         f"{processes} process{'es' if processes != 1 else ''}" if processes and not results.accelerators else "",
         *(f"{kind} parallel {size}" for kind, size in parallel.items() if size != "1"),
         f"global batch size {batch:,}" if batch else "",
-        f"started {str(started).replace('T', ' ')[:16]}" if started else "",
+        f"started {run.started.replace('T', ' ')[:16]}" if run.started else "",
     ]
     return ", ".join(filter(None, pieces))
 

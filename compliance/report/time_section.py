@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from compliance.report.results import STEP_PARTS, ReportedRun, Results, breakdown, numbers, steps_taken
+from compliance.report.results import STEP_PARTS, ReportedRun, Results, breakdown, steps_taken
 from compliance.report.summary import duration
 from console.charts import Axes, Line, level, line_chart, stacked_chart
 from console.text import counted
@@ -68,17 +68,15 @@ def time_section(results: Results) -> TimeSection:
 def _curve(runs: Iterable[ReportedRun], title: str, key: str, drawable: Callable[[float], bool]) -> Figure | None:
     lines = []
     for run in runs:
-        # Only a record with both numbers has two.
-        pairs = [numbers([step], "samples") + numbers([step], key) for step in run.metrics["step"]]
-        points = [(pair[0], pair[1]) for pair in pairs if len(pair) == 2 and pair[0] >= 0 and drawable(pair[1])]
+        points = [(step.samples, value) for step in run.metrics.steps if drawable(value := getattr(step, key))]
         if points:
             lines.append(Line(f"run {run.number}, {run.outcome}", points, run.outcome))
     if not lines:
         return None
     description = f"{title} over sequences trained, {counted(len(lines), 'run')}"
     axes = Axes(description, "sequences trained", level, from_zero=key != "loss")
-    skipped = sum(sum(numbers(run.metrics["step"], "skipped_steps")) for run in runs) if key == "loss" else 0
-    note = f"{skipped:,.0f} steps were skipped: a gradient was not finite." if skipped > 0 else ""
+    skipped = sum(step.skipped_steps for run in runs for step in run.metrics.steps) if key == "loss" else 0
+    note = f"{skipped:,} steps were skipped: a gradient was not finite." if skipped > 0 else ""
     return Figure(title, line_chart(lines, axes), note)
 
 
@@ -112,8 +110,8 @@ def _bar(seconds: dict[str, float]) -> list[BarPart]:
 def _timeline(run: ReportedRun) -> Figure | None:
     """The parts of a step over the run, stacked; None with fewer than two step records."""
     keys = ("samples", "step_ms", *STEP_PARTS.values())
-    rows = [tuple(value for key in keys for value in numbers([step], key)) for step in run.metrics["step"]]
-    rows = [row for row in rows if len(row) == len(keys) and min(row) >= 0 and max(row[1:]) < MAX_STEP_MS]
+    rows = [tuple(getattr(step, key) for key in keys) for step in run.metrics.steps]
+    rows = [row for row in rows if max(row[1:]) < MAX_STEP_MS]
     if len(rows) < 2:
         return None
     xs, wholes, *parts = zip(*rows, strict=True)
@@ -129,12 +127,11 @@ def _timeline(run: ReportedRun) -> Figure | None:
 
 def _against_plan(run: ReportedRun) -> list[tuple[str, ...]]:
     """The parts of a step as planned and as measured; empty for a run without a plan."""
-    rows = []
+    plan, rows = run.metrics.plan, []
+    if plan is None:
+        return []
     for name, key in [*STEP_PARTS.items(), ("other", "other_ms"), ("step", "step_ms")]:
-        # The last plan of the run counts.
-        planned, measured = (numbers(run.metrics["plan"][-1:], which) for which in (f"planned_{key}", key))
-        if not planned or not measured:
-            return []
-        difference = f"{measured[0] / planned[0] - 1:+.0%}" if planned[0] > 0 else "-"
-        rows.append((name, f"{planned[0]:.3g}", f"{measured[0]:.3g}", difference))
+        planned, measured = getattr(plan, f"planned_{key}"), getattr(plan, key)
+        difference = f"{measured / planned - 1:+.0%}" if planned > 0 else "-"
+        rows.append((name, f"{planned:.3g}", f"{measured:.3g}", difference))
     return rows
