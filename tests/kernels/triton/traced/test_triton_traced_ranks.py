@@ -114,7 +114,14 @@ def without_arrival(stream: CommunicationStream, work: Callable[[], None], run: 
     ("owner", "name", "stand_in", "shape", "captured", "message"),
     [
         (CommunicationStream, "join", lambda _: None, FLAT, False, r"on main reads what all_reduce on side \d wrote"),
-        (CommunicationStream, "join", lambda _: None, FLAT, True, r"on side \d writes what all_reduce on side \d wrote"),
+        (
+            CommunicationStream,
+            "join",
+            lambda _: None,
+            FLAT,
+            True,
+            r"on side \d writes what all_reduce on side \d wrote",
+        ),
         (
             CommunicationStream,
             "run",
@@ -131,7 +138,14 @@ def without_arrival(stream: CommunicationStream, work: Callable[[], None], run: 
             True,
             r"aten.zero_.* on side \d writes what .* on side \d",
         ),
-        (Stream, "wait_stream", lambda *_: None, FLAT, False, r"all_reduce on side \d writes what aten.* on main wrote"),
+        (
+            Stream,
+            "wait_stream",
+            lambda *_: None,
+            FLAT,
+            False,
+            r"all_reduce on side \d writes what aten.* on main wrote",
+        ),
         (Lamb, "step", lambda _: torch.cuda.synchronize(), FLAT, False, "the host waits for the device"),
         (CudaCapturer, "close", lambda _: None, FLAT, True, "a graph lives that captured .*all_reduce"),
     ],
