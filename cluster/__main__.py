@@ -73,7 +73,7 @@ def _predict(
     from cluster.devices import device_named
     from cluster.published.cost_model import TimedRun
     from cluster.published.machine import describe_machine
-    from cluster.published.prediction import as_document, as_lines, predict, usual_run
+    from cluster.published.prediction import as_document, as_lines, machine_of, predict, usual_run
 
     if table is not None or out is not None:
         if table is None or out is None or accelerator is not None or cluster is not None or json:
@@ -81,10 +81,8 @@ def _predict(
         _predict_table(table, out)
         return
     if cluster is not None:
-        from cluster.published.probed import machine_of
         from cluster.view import read_view
 
-        # The file of a probe describes the machine whole; a second description could only contradict it.
         if accelerator is not None or interconnect or networking:
             raise ValueError(
                 "--cluster says all of the machine, without --accelerator, --interconnect and --networking"
@@ -106,12 +104,9 @@ def _predict(
 def _predict_table(table: Path, out: Path) -> None:
     from cluster.published.prediction_table import predict_table
 
-    rows = predict_table(table, out)
-    # All rows are worked off first: a row that cannot be predicted leaves its cells empty and is no reason to stop.
-    for row in rows:
-        if row.prediction is None:
-            complain(f"{table}: row {row.number} is left empty: {row.reason}", "warning")
-    say(f"{out}: {sum(row.prediction is not None for row in rows):,} of {len(rows):,} rows predicted")
+    for row, reason in predict_table(table, out).items():
+        complain(f"{table}: row {row} is left empty: {reason}", "warning")
+    say(out)
 
 
 @app.command(name="calibrate")
@@ -125,7 +120,7 @@ def _calibrate(out: Path) -> None:
     from console.files import write_atomically
 
     made, _ = calibrate()
-    write_atomically(out, to_json(made).encode())
+    write_atomically(out, to_json(made))
     say(f"{out}: {len(made.parameters)} parameters")
 
 

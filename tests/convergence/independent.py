@@ -1,7 +1,7 @@
 """Pretraining by other code than the program's: Hugging Face's BERT on padded batches, and LAMB tensor by tensor.
 
-The benchmark's definition in its plainest form, for ``benchmarks/training/agreement.py`` to hold the program against. Of
-the program it takes samples, settings and initial weights. LAMB, the schedule and what is excluded from decay and
+The benchmark's definition in its plainest form, which ``test_agreement.py`` compares with the program. It takes samples,
+settings and initial weights from the program. LAMB, the schedule and what is excluded from decay and
 adaptation follow the reference's ``lamb_optimizer_v1.py`` and ``optimization.py`` (MLPerf Training,
 ``retired_benchmarks/bert``): by name, one variable at a time. Norms are float64, whatever the weights are.
 """
