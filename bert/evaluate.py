@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 import tyro
 
-from bert.parallel.joining.launch import Launch
+from bert.parallel.launch import Launch
 from bert.train import parse, refused, require_torch
 from console.interruption import end_in_order
 from console.program import accept_any_text, answer_version, complain, parsed, say, say_document

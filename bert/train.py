@@ -1,6 +1,6 @@
 """The timed run, from configuration to result file: ``python -m bert.train RECIPE [--section.field value ...]``.
 
-``--config FILE`` takes settings from a TOML file, or from the result file of an earlier run, and ``--plan FILE`` from a plan;
+``--config FILE`` takes settings from a TOML file, or from the result file of an earlier run, ``--plan FILE`` from a plan;
 both include the recipe. Settings on the command line override the file's. ``--list`` lists the recipes. ``--print-config``
 prints all settings of a run, for ``--config``, instead of starting it.
 
@@ -26,7 +26,7 @@ from bert.configuration.recipes import RECIPES, described
 from bert.configuration.run_plan import read_plan
 from bert.guards.interruption import Interrupted
 from bert.own_text import FOLLOWING
-from bert.parallel.joining.launch import Launch
+from bert.parallel.launch import Launch
 from console.interruption import reader_has_gone
 from console.program import accept_any_text, answer_version, complain, parsed, say, say_document
 from console.text import did_you_mean

@@ -2,13 +2,13 @@
 
     python -m cluster.dry_run RECIPE [--section.field value ...]
 
-This is ``python -m bert.train RECIPE --dry-run``, followed by a forecast for GPUs and for ranks that share a copy of the model.
+This is ``python -m bert.train RECIPE --dry-run`` and a forecast, for GPUs and for ranks that share a copy of the model.
 """
 
 import sys
 from collections.abc import Sequence
 
-from bert.parallel.joining.launch import Launch
+from bert.parallel.launch import Launch
 from bert.train import main as train
 from bert.train import parse
 from console.program import say
