@@ -190,23 +190,6 @@ def test_half_the_bytes_travel_in_bf16(way: str) -> None:
 
 
 @pytest.mark.parametrize("way", ["sharded", "sharded_world"])
-def test_sharded_gradients_travel_with_every_micro_batch(way: str) -> None:
-    """Four of them by hand, where links are what takes time; along rails sums go once."""
-    slow = rates(seconds_per_byte=1e-3)
-    once, each = (
-        predict_step(TINY, Strategy(32, 4, reduction=way, shard_gradients=shard), slow)  # type: ignore[arg-type]
-        for shard in (False, True)
-    )
-    size = 4 * layout_of(TINY.model).padded(4)
-    assert each.reduce - once.reduce == pytest.approx(3 * 1e-3 * size, rel=1e-3)
-    assert each.forward_backward == pytest.approx(once.forward_backward, rel=1e-3)
-    alone = predict_step(TINY, Strategy(32, reduction=way), slow)  # type: ignore[arg-type]
-    assert predict_step(TINY, Strategy(32, reduction=way, shard_gradients=True), slow).total == alone.total  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="shard_gradients goes with sharded"):
-        Strategy(32, shard_gradients=True)
-
-
-@pytest.mark.parametrize("way", ["sharded", "sharded_world"])
 def test_the_wait_for_the_first_weights_is_none_of_computing(way: str) -> None:
     """Which are all of them, in one bucket."""
     fast, slow = (
@@ -269,8 +252,6 @@ def test_a_strategy_that_cannot_be_is_refused_in_one_line() -> None:
     for settings in (
         {"reduction": "ring"},
         {"gradient_accumulation_steps": 0},
-        {"reduction": "flat", "in_network": True},
-        {"reduction": "sharded", "in_network": True, "reduce_dtype": "bf16"},
         {"precision": "fp16"},
         {"recompute": "some"},
     ):
