@@ -7,8 +7,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from console.durations import clock
 from console.program import say
-from dataloading.jobs import duration
 from dataloading.preparation.mlcommons import CHECKPOINT, EVALUATION, TRAIN, Inputs
 
 # Seconds on one core of a virtual server for each byte that goes into a stage. They decide how the percentage rises; the
@@ -39,8 +39,8 @@ class Estimate:
     """Disk that is needed while the results are made."""
 
     def __str__(self) -> str:
-        parts = ", ".join(f"{name} {duration(seconds)}" for name, seconds in self.seconds.items())
-        return f"{duration(sum(self.seconds.values()))} ({parts})"
+        parts = ", ".join(f"{name} {clock(seconds)}" for name, seconds in self.seconds.items())
+        return f"{clock(sum(self.seconds.values()))} ({parts})"
 
 
 def estimate(inputs: Inputs, existing: Collection[str], jobs: int) -> Estimate:
@@ -95,7 +95,7 @@ class Progress:
         if int(100 * done / total) > self._percent:
             self._percent = int(100 * done / total)
             slowness = (time.perf_counter() - self._started + _PRIOR * total) / (done - self._kept + _PRIOR * total)
-            say(f"[{self._percent:3} %] {stage}, about {duration(slowness * (total - done))} left")
+            say(f"[{self._percent:3} %] {stage}, about {clock(slowness * (total - done))} left")
 
     def add(self, stage: str, share: float) -> None:
         """Note a further share of a stage."""
