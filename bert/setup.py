@@ -168,7 +168,7 @@ def _warmed_up_step(
     for parameter in whole.parameters():
         # All train from rank 0's weights, whatever each has drawn or read.
         broadcast_(parameter.data)
-    step = TrainingStep(whole, config, mesh, stopwatch)
+    step = TrainingStep(whole, config, mesh, stopwatch, capturer)
     del whole  # before the warm-up, which needs the memory
     if mesh.world_size > 1:
         shape = f"{mesh}, " if mesh.tensor * mesh.pipeline > 1 else ""
@@ -184,7 +184,7 @@ def _warmed_up_step(
         # As the step will run: by replays of CUDA graphs if it is captured.
         repeatable = partial(replay_of, mesh.device) if capturer is not None else autotune.run_once
         choose = partial(_choose_implementations, mesh=mesh, log=log, repeatable=repeatable)
-    seconds = step.warm_up(batches, config.training.warmup_steps, capturer, shape_buckets, choose)
+    seconds = step.warm_up(batches, config.training.warmup_steps, shape_buckets, choose)
     # After the step: graphs of one pool are made largest first.
     evaluator.warm_up(step.model, step.autocast(), capturer)
     return step, seconds

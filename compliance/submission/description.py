@@ -77,7 +77,7 @@ def read_description(path: Path) -> Description:
 
 def description_findings(description: Description, ruleset: str) -> Iterator[Finding]:
     """Yield what is wrong with a description by itself."""
-    remedy = "write it again: `python -m compliance system --out FILE --replace`"
+    remedy = "move it away, and write it again: `python -m compliance system --out FILE`"
     if description.fault:
         found = f"{description.fault}, expected a JSON object with the {len(rules.SYSTEM_FIELDS)} fields"
         yield Finding(description.lines.get(""), "", RULE, found, remedy)

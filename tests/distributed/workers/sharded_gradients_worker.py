@@ -31,13 +31,13 @@ from tests.distributed.workers.tensor_worker import agreed
 def train(mesh: Mesh, chosen: Config, steps: int, captured: bool) -> dict[str, Any]:
     end_groups()
     stopwatch = Stopwatch()
-    step = TrainingStep(draw_model(chosen, mesh, seed=3), chosen, mesh, stopwatch)
+    step = TrainingStep(draw_model(chosen, mesh, seed=3), chosen, mesh, stopwatch, Recording() if captured else None)
     step.model.seed_dropout(9 + mesh.rank)
     torch.manual_seed(9 + mesh.rank)
     batches, shape_buckets = global_batches(mesh, chosen.training.gradient_accumulation_steps, steps)
     # Before the warm-up: a replay does not call the reduction again.
     pending = note_pending(step._reduction) if isinstance(step._reduction, ShardedReduction) else []
-    step.warm_up(batches[0], 1, Recording() if captured else None, shape_buckets)
+    step.warm_up(batches[0], 1, shape_buckets)
     torch.manual_seed(9 + mesh.rank)
     means = []
     for micro_batches in batches:

@@ -72,7 +72,8 @@ def train(
     """Losses of every step, final weights, moments, and how many buckets backward had started."""
     end_groups()
     chosen = config(strategy, accumulation, recompute)
-    step = TrainingStep(draw_model(chosen, mesh, seed=3), chosen, mesh, Stopwatch())
+    capturer = Recording() if order == "captured" else None
+    step = TrainingStep(draw_model(chosen, mesh, seed=3), chosen, mesh, Stopwatch(), capturer)
     reduction, early = step._reduction, []
     finish = reduction.finish
 
@@ -88,11 +89,10 @@ def train(
     elif order == "one message":
         reduction.overlapped = contextlib.nullcontext  # type: ignore[method-assign]
         reduction.finish = lambda: _in_one_message(step)
-    capturer = Recording() if order == "captured" else None
     batches, shape_buckets = global_batches(mesh, accumulation)
     torch.manual_seed(9 + mesh.rank)
     step.model.seed_dropout(9 + mesh.rank)
-    step.warm_up(batches[0], 1, capturer, shape_buckets)
+    step.warm_up(batches[0], 1, shape_buckets)
     if capturer is None:
         early.clear()  # a replay does not call the reduction again
     torch.manual_seed(9 + mesh.rank)
@@ -195,7 +195,7 @@ def fp8_weights_follow(mesh: Mesh, strategy: ReductionStrategy) -> bool:
         step(micro_batches)
     step.gather_weights()
     assert step.fp8 is not None
-    equal = not step._roles(1)[0].gathers_weights  # nothing is left to gather in the next forward pass
+    equal = not step.execution._duties.gathers_weights  # nothing is left to gather in the next forward pass
     for dense in step.fp8.denses:
         expected = cast_fp8(dense.dense.weight.detach(), dense.weight.scale, torch.zeros(()), torch.float8_e4m3fn)
         equal &= torch.equal(dense.weight_NK.float(), expected.float())

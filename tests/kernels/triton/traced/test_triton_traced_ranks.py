@@ -56,10 +56,10 @@ SHAPES = [
 ]
 
 
-def step_on(rank: int, shape: Shape) -> TracedStep:
+def step_on(rank: int, shape: Shape, capturer: CudaCapturer | None) -> TracedStep:
     training = {name: value for name, value in vars(shape).items() if name != "tensor"}
     mesh = Mesh(rank, RANKS, rank % 2, META, ((0, 1), (2, 3)), shape.tensor)
-    return shared_step(mesh, layers=2, gradient_accumulation_steps=2, **training)
+    return shared_step(mesh, layers=2, capturer=capturer, gradient_accumulation_steps=2, **training)
 
 
 def two_steps(rank: int, shape: Shape, captured: bool = False) -> Timeline:
@@ -70,10 +70,11 @@ def two_steps(rank: int, shape: Shape, captured: bool = False) -> Timeline:
         patch.setattr(torch, "autocast", lambda *_, **__: nullcontext())  # which "meta" does not have
         patch.setattr(Statistics, "fetch", lambda _: None)  # the host reads at an evaluation, and after the warm-up
         timeline = stack.enter_context(Timeline(rank).watching(patch))
-        step, batch = step_on(rank, shape), inert_batch(SHAPE_BUCKET).to(META)
+        batch = inert_batch(SHAPE_BUCKET).to(META)
         with CudaCapturer(torch.device("cuda")) as capturer:
+            step = step_on(rank, shape, capturer if captured else None)
             if captured:
-                step.warm_up([batch] * 2, 0, capturer, [SHAPE_BUCKET])
+                step.warm_up([batch] * 2, 0, [SHAPE_BUCKET])
                 timeline.collectives.clear()
             for _ in range(2):
                 step([batch] * 2)
@@ -112,15 +113,22 @@ def without_arrival(stream: CommunicationStream, work: Callable[[], None], run: 
 @pytest.mark.parametrize(
     ("owner", "name", "stand_in", "shape", "captured", "message"),
     [
-        (CommunicationStream, "join", lambda _: None, FLAT, False, "on main reads what all_reduce on side 1 wrote"),
-        (CommunicationStream, "join", lambda _: None, FLAT, True, "on side 2 writes what all_reduce on side 1 wrote"),
+        (CommunicationStream, "join", lambda _: None, FLAT, False, r"on main reads what all_reduce on side \d wrote"),
+        (
+            CommunicationStream,
+            "join",
+            lambda _: None,
+            FLAT,
+            True,
+            r"on side \d writes what all_reduce on side \d wrote",
+        ),
         (
             CommunicationStream,
             "run",
             without_arrival,
             SHAPES[1],
             False,
-            "on main reads what all_gather on side 1 wrote",
+            r"on main reads what all_gather on side \d wrote",
         ),
         (
             CommunicationStream,
@@ -128,9 +136,16 @@ def without_arrival(stream: CommunicationStream, work: Callable[[], None], run: 
             without_arrival,
             SHAPES[2],
             True,
-            "aten.zero_.* on side 2 writes what .* on side 1",
+            r"aten.zero_.* on side \d writes what .* on side \d",
         ),
-        (Stream, "wait_stream", lambda *_: None, FLAT, False, "all_reduce on side 1 writes what aten.* on main wrote"),
+        (
+            Stream,
+            "wait_stream",
+            lambda *_: None,
+            FLAT,
+            False,
+            r"all_reduce on side \d writes what aten.* on main wrote",
+        ),
         (Lamb, "step", lambda _: torch.cuda.synchronize(), FLAT, False, "the host waits for the device"),
         (CudaCapturer, "close", lambda _: None, FLAT, True, "a graph lives that captured .*all_reduce"),
     ],
@@ -160,9 +175,9 @@ def test_what_ends_a_capture_is_noticed(monkeypatch: pytest.MonkeyPatch):
             with torch.cuda.stream(side):
                 torch.zeros(1)
 
-        with pytest.raises(TimelineError, match="side 2 is captured and waits for an event, which is not"):
+        with pytest.raises(TimelineError, match=r"side \d is captured and waits for an event, which is not"):
             capture(lambda stream: stream.wait_event(event))
-        with pytest.raises(TimelineError, match="side 1 is not waited for at the end of the capture"):
+        with pytest.raises(TimelineError, match=r"side \d is not waited for at the end of the capture"):
             capture(fork)
 
 
