@@ -76,7 +76,9 @@ def parts_of(model: ModelConfig, sizes: MicroBatches, tensor: int = 1) -> tuple[
     def norm(rows: Count) -> Computation:
         return Computation("norm", (1.0, rows * own_D), hidden_dropout)
 
-    def layer(rows: Count, projections: list[Computation], calls: Count, pairs: Count, inner: bool) -> list[Computation]:
+    def layer(
+        rows: Count, projections: list[Computation], calls: Count, pairs: Count, inner: bool
+    ) -> list[Computation]:
         # (T + rows) / 2 averages keys and values with queries.
         attention = (calls, (T + rows) / 2 * own_D, pairs * heads, pairs * own_D)
         return [

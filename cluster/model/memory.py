@@ -58,7 +58,9 @@ def _largest_micro_batch(work: Work, strategy: Strategy, ranks: int, on_gpu: boo
         sizes = work.micro_batches(strategy, ranks, step)
         kept_AR = kept_by_forward(work, strategy, sizes, on_gpu, share)
         # On a CPU the loss casts logits to fp32 first.
-        logits_AR = sizes.masked_AR * work.model.vocab_size * (2.0 if on_gpu else 4.0) / strategy.tensor * share.has_last
+        logits_AR = (
+            sizes.masked_AR * work.model.vocab_size * (2.0 if on_gpu else 4.0) / strategy.tensor * share.has_last
+        )
         worst = np.unravel_index(np.argmax(kept_AR + logits_AR), kept_AR.shape)
         # A layer that recomputes keeps everything again while its backward pass runs.
         keeping_all = kept_by_forward(work, replace(strategy, recompute="none"), sizes, on_gpu, share)
@@ -68,7 +70,7 @@ def _largest_micro_batch(work: Work, strategy: Strategy, ranks: int, on_gpu: boo
         kept = (float(kept_AR[worst]) + float(others)) * kept_at_once / whole
         largest = max(largest, (kept, float(logits_AR[worst]), recomputed), key=sum)
         rows = max(rows, float(sizes.tokens_AR.max()) / strategy.tensor)
-    found = dict(zip(("activations", "logits", "recomputed"), largest, strict=True))
+    found: dict[str, float] = dict(zip(("activations", "logits", "recomputed"), largest, strict=True))
     if strategy.pipeline > 1:  # PyTorch's schedules have a buffer for each micro-batch and neighbour
         buffers = strategy.gradient_accumulation_steps * share.neighbours
         found["stage buffers"] = buffers * rows * work.model.hidden_size * hidden_bytes(strategy.precision, on_gpu)
@@ -117,8 +119,8 @@ def kept_by_forward(
     D, F, H = model.hidden_size, model.intermediate_size, model.num_attention_heads
     T, S, M = sizes.tokens_AR, sizes.sequences, sizes.masked_AR
     Q = S + M
-    # PyTorch's attention on a CPU keeps scores, probabilities and mask if it drops out, and copies keys and values of
-    # sequences of equal length; here all of them count.
+    # With dropout, PyTorch's attention on a CPU keeps scores, probabilities and mask, and copies keys and values of
+    # sequences of equal length.
     cpu_dropout = model.attention_dropout > 0 and not on_gpu
     # A norm keeps the sum that it normalizes, in fp32 as autocast has it, or on a GPU its terms; fp32 mean and deviation of
     # each row; and on a CPU the dropout mask.
@@ -137,7 +139,7 @@ def kept_by_forward(
         # On a CPU, norms return fp32, which the next layer gets.
         inner = inner + (0 if on_gpu else max(0, share.inner - 1) * T * (4 - size) * D)
     else:
-        copied = T * 2 * size * D if cpu_dropout else 0
+        copied = sizes.equal_AR * 2 * size * D if cpu_dropout else 0
         inner = share.inner * (T * 3 * size * D + copied + attention(T, sizes.pairs_AR) + rest(T, 2))
     embedding = T * (norm + size * D)
     last = T * 2 * size * D + Q * (16 + size * D + (0 if cpu_dropout else size * D))

@@ -17,7 +17,7 @@ from scipy.optimize import nnls
 
 from cluster.model.computations import TERMS, Computation, Count, parts_of
 from cluster.model.strategy import BUCKET_BYTES, Strategy
-from cluster.model.work import MicroBatches, wikipedia_work
+from cluster.model.work import wikipedia_work
 from cluster.published.calibration import calibration
 from cluster.published.cost_model import (
     FP8_SHARE,
@@ -105,7 +105,9 @@ class Rates:
         if computation.dropout and f"{kind} with dropout" in self.costs:
             kind = f"{kind} with dropout"
         if kind not in self.costs:
-            raise ValueError(f"neither the probe nor the device's facts have a rate of {kind}: choose another precision")
+            raise ValueError(
+                f"neither the probe nor the device's facts have a rate of {kind}: choose another precision"
+            )
         return sum((cost * count for cost, count in zip(self.costs[kind], computation.counts, strict=True)), 0.0)
 
     def members(self, scope: Scope) -> int:

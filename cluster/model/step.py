@@ -158,7 +158,9 @@ def through_stages(
     The costliest rank computes all the time, except while others fill and drain the pipeline. Each micro-batch waits for
     its messages. Ranks that share processors take at least their mean work.
     """
-    busy_PR = (compute_PAR / alone_in_stages(sharing, strategy.pipeline) + message_s * neighbours_P[:, None, None]).sum(1)
+    busy_PR = (compute_PAR / alone_in_stages(sharing, strategy.pipeline) + message_s * neighbours_P[:, None, None]).sum(
+        1
+    )
     costliest_R = busy_PR.max(0)
     # One micro-batch through the other ranks fills and drains the pipeline; interleaved, through one stage of each.
     ends_R = (busy_PR.sum(0) - costliest_R) / compute_PAR.shape[1] / strategy.virtual_stages
@@ -277,24 +279,26 @@ def _reduce(strategy: Strategy, rates: Rates, bucket: slice, last: bool) -> tupl
     Along rails, only the sums of a step's ``last`` backward pass travel.
     """
     size = _bytes(bucket)
-    collectives: dict[str, list[tuple[Operation, Scope, float]]] = {
-        "flat": [("all-reduce", "world", size)],
-        "sharded_world": [("reduce-scatter", "world", size)],
-        "sharded": [("reduce-scatter", "node", size), *([("all-reduce", "rail", size / rates.ranks)] * last)],
-    }
-    collectives["hierarchical"] = [*collectives["sharded"], ("all-gather", "node", size)]
-    calls = []
-    for operation, scope, each in collectives[strategy.reduction]:
-        if strategy.reduce_dtype == "fp32":
-            calls.append(rates.collective(operation, scope, each))
-            continue
+    collectives: list[tuple[Operation, Scope, float]]
+    if strategy.reduction == "flat":
+        collectives = [("all-reduce", "world", size)]
+    elif strategy.reduction == "sharded_world":
+        collectives = [("reduce-scatter", "world", size)]
+    else:
+        collectives = [("reduce-scatter", "node", size)]
+        if last:
+            collectives.append(("all-reduce", "rail", size / rates.ranks))
+        if strategy.reduction == "hierarchical":
+            collectives.append(("all-gather", "node", size))
+    if strategy.reduce_dtype == "bf16":
         # Contributions travel in half of the bytes to where they are added in fp32, and the sums travel back.
-        halves: dict[Operation, tuple[Operation, ...]] = {
-            "reduce-scatter": ("all-to-all",),
-            "all-gather": ("all-gather",),
-            "all-reduce": ("all-to-all", "all-gather"),
+        halves: dict[Operation, list[Operation]] = {
+            "reduce-scatter": ["all-to-all"],
+            "all-gather": ["all-gather"],
+            "all-reduce": ["all-to-all", "all-gather"],
         }
-        calls += [rates.collective(half, scope, each / 2) for half in halves[operation]]
+        collectives = [(half, scope, each / 2) for whole, scope, each in collectives for half in halves[whole]]
+    calls = [rates.collective(*each) for each in collectives]
     seconds = sum(each for each, _ in calls)
     return seconds, sum(each * busy for each, busy in calls) / seconds if seconds else 0.0
 

@@ -36,6 +36,7 @@ class MicroBatches:
         pairs_AR: Pairs of tokens that attend to each other: the sum of squared lengths.
         last_pairs_AR: These pairs in the last layer, whose queries are the masked tokens and [CLS].
         lengths_AR: Number of different lengths.
+        equal_AR: Tokens of sequences that share their length with another sequence.
     """
 
     sequences: float
@@ -44,6 +45,7 @@ class MicroBatches:
     pairs_AR: NDArray[np.float64]
     last_pairs_AR: NDArray[np.float64]
     lengths_AR: NDArray[np.float64]
+    equal_AR: NDArray[np.float64]
 
 
 # eq=False: the caches below compare by identity.
@@ -85,7 +87,7 @@ class Work:
     def typical(self, sequences: float) -> MicroBatches:
         """Return a micro-batch of sequences of mean cost, [1, 1]."""
         tokens, masked, pairs, last_pairs = (np.full((1, 1), sequences * each) for each in self._means)
-        return MicroBatches(sequences, tokens, masked, pairs, last_pairs, np.ones((1, 1)))
+        return MicroBatches(sequences, tokens, masked, pairs, last_pairs, np.ones((1, 1)), np.zeros((1, 1)))
 
     @functools.cached_property
     def _means(self) -> list[float]:
@@ -110,13 +112,17 @@ class Work:
         dealt_AS = batch[deal(self.lengths[batch], micro_batches)]
         lengths_AS = np.sort(self.lengths[dealt_AS].astype(np.float64), axis=-1)
         masked_AS = self.masked_counts[dealt_AS].astype(np.float64)
+        is_new = np.diff(lengths_AS, axis=-1) > 0
+        edge = np.ones((micro_batches, 1), dtype=bool)
+        is_single = np.hstack([edge, is_new]) & np.hstack([is_new, edge])
         return (
             lengths_AS.shape[-1],
             lengths_AS.sum(-1),
             masked_AS.sum(-1),
             (lengths_AS**2).sum(-1),
             ((1 + masked_AS) * self.lengths[dealt_AS]).sum(-1),
-            1.0 + (np.diff(lengths_AS, axis=-1) > 0).sum(-1),
+            1.0 + is_new.sum(-1),
+            np.where(is_single, 0.0, lengths_AS).sum(-1),
         )
 
     @functools.lru_cache(maxsize=1024)  # noqa: B019

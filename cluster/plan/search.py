@@ -16,8 +16,8 @@ from itertools import islice, product, takewhile
 from bert.configuration.config import Config
 from bert.configuration.sections import SHARDED, ParallelConfig, Precision, Recompute, ReductionStrategy
 from bert.parallel.mesh import are_whole_copies
-from cluster.model.computations import layouts_of
 from cluster.model.memory import held_by_rank, memory_of_rank
+from cluster.model.shares import model_shares
 from cluster.model.step import PredictedStep, least_step, predict_run, predict_step
 from cluster.model.strategy import Strategy
 from cluster.model.work import Work
@@ -276,7 +276,7 @@ class _Search:
         if self._target.world_size == 1:
             return
         shape = like.strategy.tensor, like.strategy.pipeline, like.strategy.virtual_stages
-        vector = 4 * max(layout.elements for layout in layouts_of(self._work.model, *shape))
+        vector = 4 * max(share.elements for share in model_shares(self._work.model, *shape))
         # Larger ones would be one as well.
         buckets = [size for size in BUCKETS if size == like.strategy.bucket_bytes or size < vector]
         # Gradients on a shard need a reduction that leaves shards.

@@ -22,9 +22,8 @@ from bert.parallel.model_state import model_state
 from bert.parallel.pipeline.stages import PipelineModel
 from bert.parallel.tensor.shards import TensorParallel
 from bert.recompute import recomputation
-from cluster.model.computations import layout_of
 from cluster.model.memory import held_by_rank, kept_by_forward, memory_of_rank
-from cluster.model.pipeline import hidden_bytes, own_layers, under_way
+from cluster.model.shares import hidden_bytes, model_shares, under_way
 from cluster.model.strategy import Strategy
 from cluster.model.work import Work
 from dataloading.batches.loader import Batch, batch_of
@@ -38,7 +37,7 @@ def work_and_samples(model: ModelConfig) -> tuple[Work, Samples]:
     lengths = np.random.default_rng(0).integers(8, model.max_position_embeddings + 1, SEQUENCES)
     samples = synthetic_samples(-np.sort(-lengths), model.vocab_size)
     counts = samples.masked_counts.astype(np.uint16)
-    return Work(model, samples.lengths.astype(np.uint16), counts, lengths, counts), samples
+    return Work(model, samples.lengths.astype(np.uint16), counts), samples
 
 
 class Storages(TorchDispatchMode):
@@ -138,8 +137,8 @@ def test_a_stage_keeps_what_is_predicted(place: int) -> None:
 
     kept = kept_bytes(forward, [flat.weights_N, given, word], samples, "fp32")
     sizes = work.micro_batches(strategy, 2, 0)
-    own = own_layers(config, 2)[place]
-    predicted = float(kept_by_forward(work, strategy, sizes, False, own).max())
+    share = model_shares(config, 1, 2)[place]
+    predicted = float(kept_by_forward(work, strategy, sizes, False, share).max())
     predicted += place * 4 * float(sizes.masked_AR.max()) * config.vocab_size
     assert predicted - place * given.nbytes == pytest.approx(kept, rel=0.03)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
@@ -179,7 +178,7 @@ def test_what_is_divided_and_what_is_not() -> None:
     assert sharded["moments"] == pytest.approx(flat["moments"] / 4)
     assert world["moments"] + world["update"] == pytest.approx(20 / 4 * world["weights"] / 8)
     kept = memory_of_rank(work, Strategy(16, reduction="sharded", shard_gradients=True), nodes=2, ranks=4)
-    assert kept["gradients"] == 2 * 4 * layout_of(work.model).padded(8), "two buffers of the only bucket"
+    assert kept["gradients"] == 2 * 4 * model_shares(work.model)[0].padded(8), "two buffers of the only bucket"
     assert {**kept, "gradients": 0} == {**sharded, "gradients": 0}
     small = Strategy(16, reduction="sharded_world", shard_gradients=True, bucket_bytes=50_000)
     assert 90_000 < memory_of_rank(work, small, nodes=2, ranks=4)["gradients"] <= 100_000
