@@ -21,7 +21,6 @@ from bert.guards.preflight import Inputs
 from bert.log.mllog import MLLog
 from bert.loop import Run
 from bert.parallel.collectives import agreed_text, broadcast_
-from bert.parallel.joining.left_out import leave_out
 from bert.parallel.mesh import Mesh
 from bert.reporting.against_plan import AgainstPlan
 from bert.reporting.displays import RunPanel, RunProgress, StepLines
@@ -32,7 +31,7 @@ from bert.step import TrainingStep
 from bert.timing.stopwatch import DeviceStopwatch, Stopwatch
 from compliance.log.records import MetricsWriter, RunRecord
 from compliance.log.schedule import EvaluationSchedule
-from console.live import clock
+from console.durations import clock
 from console.program import say
 from console.version import commit
 from dataloading.batches.shape_buckets import ShapeBucket
@@ -97,7 +96,7 @@ def build_run(
         step=step,
         evaluator=evaluator,
         checkpoints=RunCheckpoints(checkpoints, stopwatch.tracker, reporter) if checkpoints else NoCheckpoints(),
-        stragglers=_stragglers(config, mesh),
+        stragglers=Stragglers(mesh.hosts, mesh.stages(), mesh.places()),
         interruption=interruption,
     )
 
@@ -137,13 +136,6 @@ def log_settings(log: MLLog, config: Config, inputs: Inputs, mesh: Mesh, seed: i
             "eval_interval_samples": inputs.interval,
         }
     )
-
-
-def _stragglers(config: Config, mesh: Mesh) -> Stragglers:
-    after, folder = config.training.leave_out_stragglers, config.checkpoint.folder
-    # All ranks find the same stragglers; one writes them down.
-    note = None if after is None or folder is None or not mesh.is_main else partial(leave_out, folder)
-    return Stragglers(mesh.hosts, note, after, mesh.stages(), mesh.places())
 
 
 def _warmed_up_step(

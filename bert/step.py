@@ -11,7 +11,7 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
-from bert.build import build_model, shards_gradients
+from bert.build import build_model
 from bert.configuration.config import Config
 from bert.configuration.sections import SHARDED
 from bert.cuda_graphs import CudaCapturer, Graph
@@ -21,7 +21,6 @@ from bert.optimizer import FlatParameters, Lamb
 from bert.parallel.mesh import Mesh
 from bert.parallel.reduction.choice import choose
 from bert.parallel.reduction.gradients import Communicators, Reduction
-from bert.parallel.reduction.sharded_gradients import ShardedReduction
 from bert.parallel.reduction.sharded_lamb import ShardedLamb, WeightGather
 from bert.parallel.whole_vectors import WholeVectors
 from bert.products.weight_gradients import product_weights
@@ -55,21 +54,17 @@ class TrainingStep:
         built = build_model(whole, config, mesh, stopwatch.exchanging)
         self.model, self.fp8 = built.model, built.fp8
         self._weight_gradients, self._pipeline = built.weight_gradients, built.pipeline
-        # The reduction: groups of ranks, flat vectors, then the way, which may be measured on these vectors.
-        communicators = Communicators.create(mesh, training.in_network, training.reduce_dtype)
-        is_sharded = shards_gradients(training, mesh)
+        # The reduction: groups of ranks, flat vectors, then the strategy, which may be measured on these vectors.
+        communicators = Communicators.create(mesh)
         # Pipeline stages have several micro-batches under way at once.
-        overwrites = built.accumulates and self._pipeline is None and not is_sharded
+        overwrites = built.accumulates and self._pipeline is None
         overwritten = product_weights(self.model, built.adds_to_table) if overwrites else ()
-        self.flat = FlatParameters.of(self.model, communicators.world_size, not is_sharded, overwritten)
+        self.flat = FlatParameters.of(self.model, communicators.world_size, overwritten)
         self.whole = WholeVectors(self.model, self.flat, built.tensor, self._pipeline)
         self.choice = choose(training, self.flat, communicators)
-        # The rail that is not used is given back before the reduction keeps the groups.
-        communicators = communicators.settle(self.choice.way)
-        settings = self.flat, communicators, self.choice.way.strategy, training.reduce_dtype, training.bucket_bytes
-        self._reduction = ShardedReduction(*settings, stopwatch.waiting) if is_sharded else Reduction(*settings)
-        is_gathered = self.choice.way.strategy in SHARDED
-        self._gather = WeightGather(self.model, self.flat, self._reduction) if is_gathered else None
+        strategy = self.choice.strategy
+        self._reduction = Reduction(self.flat, communicators, strategy, training.reduce_dtype, training.bucket_bytes)
+        self._gather = WeightGather(self.model, self.flat, self._reduction) if strategy in SHARDED else None
         # A rank that has parts of tensors needs sums over ranks for their norms, which ``ShardedLamb`` makes.
         if self._gather is None and built.tensor is None and self._pipeline is None:
             dtype = torch.bfloat16 if built.accumulates and self.fp8 is None else None
@@ -88,7 +83,7 @@ class TrainingStep:
             from bert.parallel.pipeline.schedule import PipelineSchedule
 
             schedule = PipelineSchedule(
-                self._pipeline, self._micro_batches, self._reduction, self.autocast, self._mean_loss, self._stopwatch
+                self._pipeline, self._micro_batches, self.autocast, self._mean_loss, self._stopwatch
             )
             return Pipelined(schedule, self._reduction.finish, self._stopwatch)
         duties = Role(

@@ -16,7 +16,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bert.configuration.sections import ModelConfig, Precision, Recompute
-from bert.parallel.reduction.sharded_gradients import gradient_elements
 from cluster.model.shares import ModelShare, hidden_bytes, model_shares, under_way
 from cluster.model.strategy import Strategy
 from cluster.model.work import MicroBatches, Work
@@ -35,7 +34,7 @@ def memory_of_rank(work: Work, strategy: Strategy, nodes: int, ranks: int, on_gp
         ValueError: the global batch does not divide over the ranks.
     """
     # Micro-batches do not depend on how gradients are summed, so one cache entry serves all ways.
-    computing = replace(strategy, bucket_bytes=1, reduction="flat", reduce_dtype="fp32", shard_gradients=False)
+    computing = replace(strategy, bucket_bytes=1, reduction="flat", reduce_dtype="fp32")
     shares = model_shares(work.model, strategy.tensor, strategy.pipeline, strategy.virtual_stages)
     layers = [each.inner * under_way(strategy, place) for place, each in enumerate(shares)]
     # Only these places can need the most: both ends, and the place with the most layers under way.
@@ -88,7 +87,6 @@ def held_by_rank(
     # Ranks that share a copy use the sharded LAMB too.
     sharded_lamb = strategy.is_sharded or strategy.copy_ranks > 1
     bucket = max(each.stop - each.start for each in share.buckets(copies, strategy.bucket_bytes))
-    gradients = gradient_elements(elements, copies, strategy.bucket_bytes) if strategy.shard_gradients else elements
     # 16-bit copies of weights: on a GPU, LAMB on whole vectors writes those of all weights; otherwise autocast casts those
     # of products. Autocast always casts those of the heads.
     D, F = work.model.hidden_size, work.model.intermediate_size
@@ -97,7 +95,7 @@ def held_by_rank(
     cast += share.has_last * (2 * D * D + work.model.vocab_size * D + 2 * D)
     return {
         "weights": 4.0 * (elements + share.copied),
-        "gradients": 4.0 * (gradients + share.copied),
+        "gradients": 4.0 * (elements + share.copied),
         "moments": 8.0 * shard,
         # The sharded LAMB also holds the gradients and weights of its shard without gaps.
         "update": (12.0 if sharded_lamb else 4.0) * shard,

@@ -135,9 +135,8 @@ def _predicted_in_stages(work: Work, strategy: Strategy, rates: Rates, step: int
     computing = min(rates.mean * float(compute_PAR[0].sum(0).mean()), through)
     # The gradient of the copied word table travels before the sums, and the table itself after the update.
     word_s = rates.message_seconds(strategy.tensor, strategy.pipeline, 4.0 * shares[-1].copied)
-    passes = [True] + [False] * (strategy.gradient_accumulation_steps - 1 if strategy.shard_gradients else 0)
     buckets = largest.buckets(data_rates.world_size, strategy.bucket_bytes)
-    reducing = sum(_reduce(strategy, data_rates, bucket, last)[0] for last in passes for bucket in buckets)
+    reducing = sum(_reduce(strategy, data_rates, bucket)[0] for bucket in buckets)
     return PredictedStep(
         max(0.0, assembly - computing) if rates.demand < 1 else 0.0,
         computing,
@@ -231,8 +230,8 @@ def _timeline(
 ) -> tuple[Ends, float]:
     """Simulate a mean rank's step, given the seconds of its parts; also return the seconds of all messages alone.
 
-    The first forward pass and the backward passes that send gradients have one piece for each part of the model, because a
-    message begins after a whole piece.
+    The first forward pass and the last backward pass have one piece for each part of the model, because a message begins
+    after a whole piece.
     """
     embedding, layer, last = means
     parts = [each + constant / (share.inner + 2) for each in (embedding, *[layer] * share.inner, last)]
@@ -247,19 +246,15 @@ def _timeline(
         # Each part waits for the buckets that begin before its parameters end; the last layer and the heads for all.
         needs = [sum(bucket.start < stop for bucket in buckets) for stop in (*share.ends[:-1], share.elements)]
         pieces = [Piece(0.0, 1), *(Piece(seconds, need) for seconds, need in zip(forward, needs, strict=True))]
-    # Number of backward passes whose gradients travel; the micro-batches between form one piece.
-    sending = strategy.gradient_accumulation_steps if strategy.shard_gradients and rates.world_size > 1 else 1
-    pieces.append(Piece((strategy.gradient_accumulation_steps - sending) * (sum(forward) + sum(backward))))
-    for number in range(sending):
-        if number:  # wait until the previous pass has sent its gradients
-            pieces += [Piece(0.0, len(messages)), *map(Piece, forward)]
-        before = len(pieces)
-        pieces += map(Piece, backward)
-        for bucket in buckets if rates.world_size > 1 else ():
-            # A bucket is complete after the backward pass of the part in which it begins; the embeddings come last.
-            part = sum(end <= bucket.start for end in share.ends)
-            seconds, busy = _reduce(strategy, rates, bucket, number == sending - 1)
-            messages.append(Message(seconds, before + len(parts) - min(part, len(parts) - 1), busy))
+    # No message can begin or end in the passes between, which form one piece.
+    pieces.append(Piece((strategy.gradient_accumulation_steps - 1) * (sum(forward) + sum(backward))))
+    before = len(pieces)
+    pieces += map(Piece, backward)
+    for bucket in buckets if rates.world_size > 1 else ():
+        # A bucket is complete after the backward pass of the part in which it begins; the embeddings come last.
+        part = sum(end <= bucket.start for end in share.ends)
+        seconds, busy = _reduce(strategy, rates, bucket)
+        messages.append(Message(seconds, before + len(parts) - min(part, len(parts) - 1), busy))
     return run(pieces, messages, rates.demand), sum(message.seconds for message in messages)
 
 
@@ -273,11 +268,8 @@ def _gather(strategy: Strategy, rates: Rates, bucket: slice) -> Message:
     return Message(seconds, 0, busy)
 
 
-def _reduce(strategy: Strategy, rates: Rates, bucket: slice, last: bool) -> tuple[float, float]:
-    """Return the seconds of a bucket's reduction and the share of processors it keeps busy.
-
-    Along rails, only the sums of a step's ``last`` backward pass travel.
-    """
+def _reduce(strategy: Strategy, rates: Rates, bucket: slice) -> tuple[float, float]:
+    """Return the seconds of a bucket's reduction and the share of processors it keeps busy."""
     size = _bytes(bucket)
     collectives: list[tuple[Operation, Scope, float]]
     if strategy.reduction == "flat":
@@ -285,9 +277,7 @@ def _reduce(strategy: Strategy, rates: Rates, bucket: slice, last: bool) -> tupl
     elif strategy.reduction == "sharded_world":
         collectives = [("reduce-scatter", "world", size)]
     else:
-        collectives = [("reduce-scatter", "node", size)]
-        if last:
-            collectives.append(("all-reduce", "rail", size / rates.ranks))
+        collectives = [("reduce-scatter", "node", size), ("all-reduce", "rail", size / rates.ranks)]
         if strategy.reduction == "hierarchical":
             collectives.append(("all-gather", "node", size))
     if strategy.reduce_dtype == "bf16":

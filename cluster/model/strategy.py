@@ -33,7 +33,6 @@ class Strategy:
     tensor: int = 1
     pipeline: int = 1
     virtual_stages: int = 1
-    shard_gradients: bool = False
 
     @property
     def parallel(self) -> ParallelConfig:
@@ -44,11 +43,6 @@ class Strategy:
     def stages(self) -> str:
         """Number of pipeline ranks in words, with the stages of each if there are several."""
         return str(self.pipeline) + (f" x {self.virtual_stages}" if self.virtual_stages > 1 else "")
-
-    @property
-    def summing(self) -> str:
-        """The reduction in words, with a + if gradients are sharded."""
-        return self.reduction + "+" * self.shard_gradients
 
     @property
     def is_sharded(self) -> bool:
@@ -90,5 +84,4 @@ def strategy_of(config: Config) -> Strategy:
         config.parallel.tensor,
         config.parallel.pipeline,
         config.parallel.virtual_stages,
-        training.shard_gradients,
     )

@@ -12,9 +12,10 @@ from compliance.log.rules import NEWEST_RULESET
 from compliance.report import Format
 from compliance.report.published import SOURCE, Published
 from compliance.report.results import Results, load_results
-from compliance.report.summary import as_csv, as_json, as_markdown, count, duration, fraction, heading, rate, statements
+from compliance.report.summary import as_csv, as_json, as_markdown, count, fraction, heading, rate, statements
 from compliance.report.time_section import Figure, time_section
 from console.charts import Axes, Bar, Guide, Line, level, line_chart, run_chart, short_count
+from console.durations import duration
 from console.page import render_page
 from console.text import counted, visible
 

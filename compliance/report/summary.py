@@ -16,6 +16,7 @@ from rich.table import Table
 from compliance.log.rules import SUBMISSION_RUNS
 from compliance.report.published import SOURCE
 from compliance.report.results import MIN_RUNS_FOR_SCORE, ReportedRun, Results, breakdown
+from console.durations import duration
 from console.page import MAX_SENTENCE, MAX_TEXT
 from console.program import say
 from console.text import counted, json_document, visible
@@ -225,13 +226,6 @@ def as_csv(results: Results) -> str:
     writer.writeheader()
     writer.writerows(rows)
     return text.getvalue()
-
-
-def duration(seconds: float | None) -> str:
-    """Seconds up to two minutes, then minutes."""
-    if seconds is None:
-        return "-"
-    return f"{seconds:.1f} s" if seconds < 120 else f"{seconds / 60:.2f} min"
 
 
 def fraction(value: float | None) -> str:

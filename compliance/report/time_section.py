@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from compliance.report.results import STEP_PARTS, ReportedRun, Results, breakdown, steps_taken
-from compliance.report.summary import duration
 from console.charts import Axes, Line, level, line_chart, stacked_chart
+from console.durations import duration
 from console.text import counted
 
 if TYPE_CHECKING:

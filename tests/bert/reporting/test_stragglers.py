@@ -51,30 +51,6 @@ def test_times_of_zero_name_nobody_and_a_median_of_zero_divides_nothing() -> Non
     assert said == ["rank 3 on host n1 is slow: 500.0 ms a step of its own, inf times the median"]
 
 
-def test_a_host_is_left_out_after_so_many_intervals_in_a_row_and_once() -> None:
-    noted: list[str] = []
-    ranks = Stragglers(HOSTS, noted.append, after=5)
-    for slow in [1.5] * 4 + [1.0] + [1.5] * 4:
-        ranks.add(interval(slow))
-    assert noted == []
-    assert said_by(ranks, interval(1.5)) == [
-        "host n1 was slow in 5 intervals in a row: it sits out from the next start on"
-    ]
-    assert [said_by(ranks, interval(1.5)) for _ in range(9)] == [[]] * 9
-    assert noted == ["n1"]
-
-
-def test_a_note_that_cannot_be_written_is_said_and_costs_nothing() -> None:
-    def full(_: str) -> None:
-        raise OSError(28, "No space left on device", "left_out.json")
-
-    ranks = Stragglers(HOSTS, full, after=3)
-    said = [line for _ in range(5) for line in said_by(ranks, interval(1.5))]
-    assert said[1] == (
-        "host n1 was slow in 3 intervals in a row, but cannot be left out: left_out.json: No space left on device"
-    )
-
-
 def test_ranks_are_compared_with_those_of_their_own_stage_and_named_with_their_place() -> None:
     """Half of them have twice the work; one of the others is slower than its like, and still as fast as those."""
     places = [f" (data {rank // 2}, pipeline {rank % 2}, tensor 0)" for rank in range(6)]

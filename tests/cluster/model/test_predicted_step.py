@@ -186,21 +186,6 @@ def test_half_the_bytes_travel_in_bf16(way: str) -> None:
 
 
 @pytest.mark.parametrize("way", ["sharded", "sharded_world"])
-def test_sharded_gradients_travel_with_every_micro_batch(way: str) -> None:
-    """Four of them by hand, where links are what takes time; along rails sums go once."""
-    slow = rates(seconds_per_byte=1e-3)
-    once, each = (
-        predict_step(TINY, Strategy(32, 4, reduction=way, shard_gradients=shard), slow)  # type: ignore[arg-type]
-        for shard in (False, True)
-    )
-    size = 4 * model_shares(TINY.model)[0].padded(4)
-    assert each.reduce - once.reduce == pytest.approx(3 * 1e-3 * size, rel=1e-3)
-    assert each.forward_backward == pytest.approx(once.forward_backward, rel=1e-3)
-    alone = predict_step(TINY, Strategy(32, reduction=way), slow)  # type: ignore[arg-type]
-    assert predict_step(TINY, Strategy(32, reduction=way, shard_gradients=True), slow).total == alone.total  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("way", ["sharded", "sharded_world"])
 def test_the_wait_for_the_first_weights_is_none_of_computing(way: str) -> None:
     """Which are all of them, in one bucket."""
     fast, slow = (

@@ -39,20 +39,17 @@ class Shape:
     tensor: int = 1
     precision: str = "fp32"
     reduce_dtype: str = "fp32"
-    shard_gradients: bool = False
 
     def __str__(self) -> str:
-        sharded = "+" * self.shard_gradients
-        return f"{self.reduction}{sharded}-tensor {self.tensor}-{self.precision}-{self.reduce_dtype}"
+        return f"{self.reduction}-tensor {self.tensor}-{self.precision}-{self.reduce_dtype}"
 
 
 FLAT = Shape("flat")
 SHAPES = [
     Shape("hierarchical", reduce_dtype="bf16"),
-    Shape("sharded"),
-    Shape("sharded", shard_gradients=True, reduce_dtype="bf16"),
+    Shape("sharded", reduce_dtype="bf16"),
     Shape("flat", tensor=2, precision="fp8"),
-    Shape("sharded_world", tensor=2, shard_gradients=True),
+    Shape("sharded_world", tensor=2),
 ]
 
 
@@ -131,14 +128,6 @@ def without_arrival(stream: CommunicationStream, work: Callable[[], None], run: 
             r"on main reads what all_gather on side \d wrote",
         ),
         (
-            CommunicationStream,
-            "run",
-            without_arrival,
-            SHAPES[2],
-            True,
-            r"aten.zero_.* on side \d writes what .* on side \d",
-        ),
-        (
             Stream,
             "wait_stream",
             lambda *_: None,
@@ -149,7 +138,7 @@ def without_arrival(stream: CommunicationStream, work: Callable[[], None], run: 
         (Lamb, "step", lambda _: torch.cuda.synchronize(), FLAT, False, "the host waits for the device"),
         (CudaCapturer, "close", lambda _: None, FLAT, True, "a graph lives that captured .*all_reduce"),
     ],
-    ids=["sums", "sums in a capture", "weights", "buffers", "gradients", "host", "graphs"],
+    ids=["sums", "sums in a capture", "weights", "gradients", "host", "graphs"],
 )
 def test_what_does_not_wait_is_noticed(
     owner: type, name: str, stand_in: Any, shape: Shape, captured: bool, message: str, monkeypatch: pytest.MonkeyPatch
