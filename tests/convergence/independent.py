@@ -16,8 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.training.cpu_step import hugging_face_model
-from benchmarks.training.hugging_face import padded
+from benchmarks.training.hugging_face import model_with_weights_of, padded
 from bert.configuration.sections import OptimizerConfig
 from bert.model import BertForPreTraining
 from dataloading.shards.samples import Samples
@@ -51,7 +50,7 @@ class Trained:
 
 def train(side: Side, initial: BertForPreTraining, batches: Iterable[Samples], optimizer: OptimizerConfig) -> Trained:
     """Train from the weights of ``initial``, a step a global batch."""
-    model: Any = hugging_face_model(initial).to(side.dtype).train()
+    model: Any = model_with_weights_of(initial).to(side.dtype).train()
     model.set_attn_implementation(side.attention)
     # Hugging Face's embedding leaves [PAD] untrained; the reference's does not, and [PAD] is among the tokens that masking
     # draws at random.
