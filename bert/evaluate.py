@@ -17,7 +17,7 @@ from functools import partial
 
 import tyro
 
-from bert.parallel.joining.launch import Launch
+from bert.parallel.launch import Launch
 from bert.train import parse, refused, require_torch
 from console.interruption import end_in_order
 from console.program import accept_any_text, answer_version, parsed, say, say_document

@@ -24,10 +24,8 @@ from bert.log.provenance import provenance
 from bert.log.result_files import CLAIM, claim, create_log
 from bert.loop import train
 from bert.parallel.collectives import agreed_integer, all_reduce_sum_, barrier
-from bert.parallel.joining.launch import Launch, job, may_start_again, restarts
-from bert.parallel.joining.left_out import LeftOut, left_out_hosts
+from bert.parallel.launch import Launch, job, may_start_again, restarts
 from bert.parallel.mesh import Mesh, join_mesh, leave_mesh, require_gpus
-from bert.parallel.model_state import model_state
 from bert.parallel.watchdog.watchdog import FAULT_STATUS
 from bert.setup import build_run, capturing, log_settings
 from console.program import complain, drop_lost_output, say
@@ -66,17 +64,10 @@ def run(config: Config, arguments: Sequence[str], look: Look | None = None, fore
         elif config.training.device == "cuda" and not torch.cuda.is_available():
             complain("training.device is cuda, but PyTorch sees no GPU here: this machine could not run it", "warning")
         say(f"{config.recipe}: ready, results would go to {inputs.result}")
-        if config.parallel.copy_ranks > 1:
-            say(f"{config.recipe}: {model_state(config, launch.world_size, launch.local_size)}")
         for line in forecast(config, launch.world_size, launch.local_size) if forecast else ():
             say(f"{config.recipe}: {line}")
         return 0
-    try:
-        mesh = join_mesh(config.training.device, parallel=config.parallel, left_out=_left_out(config))
-    except LeftOut as left_out:
-        say(left_out)
-        # Not an end: an agent of torchrun whose processes are done ends all others with it.
-        return left_out.wait()
+    mesh = join_mesh(config.training.device, parallel=config.parallel)
     # Before the first kernel is compiled: Triton loads and runs what it finds in that folder.
     if mesh.device.type == "cuda" and (warning := require_private_cache()) and mesh.is_main:
         say(f"warning: {warning}")
@@ -85,8 +76,6 @@ def run(config: Config, arguments: Sequence[str], look: Look | None = None, fore
     if status == "aborted" and may_start_again() and _stopped_for_others(interruption, mesh):
         complain("stopped with ranks of another host: to be started again without them", "warning")
         return FAULT_STATUS
-    if mesh.absent and mesh.is_main and interruption.number is None:
-        mesh.absent.release()
     if interruption.number is None:
         return orderly(0 if status == "success" else 1)
     if mesh.is_main:
@@ -132,8 +121,6 @@ def _timed_run(
         log.header(provenance(config, mesh, seed))
         if resumed:
             log.resumed(resumed.path, resumed.samples)
-        if mesh.absent and mesh.absent.hosts:
-            log.line(f"# left out as stragglers: {', '.join(mesh.absent.hosts)}")
         if before:
             _note_changes(before, world, mesh, log, look)
         log.cache_clear(config.log.cache_cleared)
@@ -164,13 +151,6 @@ def _timed_run(
         if mesh.is_main:
             say(f"{status}: {inputs.result}" + (" (resumed: no timed result)" if resumed else ""))
     return status
-
-
-def _left_out(config: Config) -> list[str] | None:
-    """Names of hosts that are to sit out; None where stragglers are not left out."""
-    if config.training.leave_out_stragglers is None or config.checkpoint.folder is None:
-        return None
-    return left_out_hosts(config.checkpoint.folder)
 
 
 def _note_lost_output(log: MLLog, text: str) -> None:

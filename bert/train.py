@@ -28,7 +28,7 @@ from bert.configuration.recipes import RECIPES, described
 from bert.configuration.run_plan import read_plan
 from bert.guards.interruption import Interrupted
 from bert.own_text import FOLLOWING
-from bert.parallel.joining.launch import Launch
+from bert.parallel.launch import Launch
 from console.interruption import reader_has_gone
 from console.program import accept_any_text, answer_version, complain, parsed, say, say_document
 from console.text import did_you_mean

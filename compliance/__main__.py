@@ -121,7 +121,6 @@ def system(
     division: Division | None = None,
     set: Annotated[tuple[str, ...], arg(metavar="KEY=VALUE...")] = (),
     measure: FlagCreatePairsOff[bool] = False,
-    replace: FlagCreatePairsOff[bool] = False,
 ) -> int:
     """Write the system description of this machine as JSON, or change fields of a description that is there.
 
@@ -130,7 +129,6 @@ def system(
         division: The division of the submission; in a new file open by default.
         set: Fields to set. In a file that is there, only these change.
         measure: Measure this machine again, and replace what was measured before.
-        replace: Write the file anew, whatever it holds.
     """
     from compliance.doctor.system_file import renew
 
@@ -140,8 +138,7 @@ def system(
         if not equals:
             raise ValueError(f"--set {name}: expected KEY=VALUE, such as number_of_nodes=8")
     given = ({"division": division} if division else {}) | {name: value for name, _, value in pairs}
-    for text in renew(out, given, measure_again=measure, replace=replace):
-        say(text)
+    renew(out, given, measure_again=measure)
     say(out)
     return 0
 
@@ -179,22 +176,23 @@ def doctor(
     quick: FlagCreatePairsOff[bool] = False,
     json: FlagCreatePairsOff[bool] = False,
 ) -> int:
-    """Look, before a run, at what would stop it, slow it down or make it invalid. Exit status 1 if something fails.
+    """Find, before a run, what would stop it, slow it down or make it invalid. Exit status 1 if something fails.
 
     Args:
-        recipe: The run that is meant; without one only the machine is looked at.
+        recipe: The run; without one only the machine is examined.
         data: A data set, or the folder with train and evaluation in it; by default the recipe's.
         checkpoint: The weights that the run starts from; by default the recipe's.
         system: The system description; by default results/systems/<system>.json.
         results: Where results go; by default the recipe's.
         nodes: Machines that take part; by default as Slurm or NNODES says, or the recipe's name.
-        quick: Do not read the data through.
+        quick: Do not read the data.
         json: Print all as one JSON document.
     """
-    from compliance.doctor.examination import print_examination
+    from compliance.doctor.examination import examine, print_diagnoses
     from compliance.doctor.layout import IntendedRun
 
-    return print_examination(IntendedRun(recipe, data, checkpoint, system, results, nodes, quick), as_json=json)
+    intended = IntendedRun(recipe, data, checkpoint, system, results, nodes, quick)
+    return print_diagnoses(examine(intended), as_json=json)
 
 
 @app.command

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 
 from rich.console import Console
 
-from bert.reporting.records import EndRecord, EvaluationRecord, PlanRecord, Record, StepRecord, WarningRecord
 from compliance.convergence.forecast import forecast
+from compliance.log.records import EndRecord, EvaluationRecord, PlanRecord, Record, StepRecord, WarningRecord
 from compliance.log.schedule import EvaluationSchedule
 from console import live
 from console.live import Row, clock

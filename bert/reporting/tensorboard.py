@@ -12,7 +12,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from bert.configuration.config import Config
-from bert.reporting.records import EvaluationRecord, Record, Sink, StepRecord
+from bert.reporting.reporter import Sink
+from compliance.log.records import EvaluationRecord, Record, StepRecord
 
 _GROUPS = {
     "loss": ("loss", "masked_lm_loss", "next_sentence_loss"),

@@ -18,7 +18,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bert.configuration.sections import SHARDED
-from bert.parallel.reduction.sharded_gradients import gradient_elements
 from cluster.model.computations import layouts_of
 from cluster.model.pipeline import OwnLayers, hidden_bytes, own_layers, under_way
 from cluster.model.recomputation import kept_bytes
@@ -42,7 +41,7 @@ def memory_of_rank(work: Work, strategy: Strategy, nodes: int, ranks: int, on_gp
         ValueError: the global batch does not divide over the ranks.
     """
     # One value for all that micro-batches do not depend on, so that the cache below serves every way to sum gradients.
-    summed = {"reduction": "flat", "in_network": False, "reduce_dtype": "fp32", "shard_gradients": False}
+    summed = {"reduction": "flat", "reduce_dtype": "fp32"}
     computing = replace(strategy, bucket_bytes=1, **summed)
     places = [
         held_by_rank(work, strategy, nodes, ranks, place, on_gpu)
@@ -111,13 +110,12 @@ def held_by_rank(
     # Only these two reductions shard the optimizer; the others keep whole moments on every rank.
     shard = elements / {"sharded": here, "sharded_world": copies}.get(strategy.reduction, 1)
     bucket = max(each.stop - each.start for each in layout.buckets(copies, strategy.bucket_bytes))
-    gradients = gradient_elements(elements, copies, strategy.bucket_bytes) if strategy.shard_gradients else elements
     # There LAMB on whole vectors leaves copies of all weights, and autocast casts those of the heads alone.
     leaves_copies = on_gpu and strategy.precision == "bf16" and not on_shards
     cast = _cast_weights(work, layers, elements if leaves_copies else None)
     return {
         "weights": 4.0 * (elements + layout.copied),
-        "gradients": 4.0 * (gradients + layout.copied),
+        "gradients": 4.0 * (elements + layout.copied),
         "moments": 8.0 * shard,  # Two fp32 moments.
         # The shard's own gradients and weights lie without gaps beside the update.
         "update": (12.0 if on_shards else 4.0) * shard,

@@ -155,10 +155,8 @@ def _predicted_in_stages(work: Work, strategy: Strategy, rates: Rates, step: int
     # Twice on the way: the gradient of the last stage's word table before the sums, the table itself after the update.
     word_s = rates.message_seconds(strategy.tensor, strategy.pipeline, 4.0 * layouts[-1].copied)
     buckets = layout.buckets(data_rates.world_size, strategy.bucket_bytes)
-    # Along rails go the sums of all micro-batches, with the last one.
-    lasts = [False] * (strategy.gradient_accumulation_steps - 1 if strategy.shard_gradients else 0) + [True]
     sizes_B = [4 * (bucket.stop - bucket.start) for bucket in buckets]
-    reducing = sum(_reduce(strategy, data_rates, size, last)[0] for last in lasts for size in sizes_B)
+    reducing = sum(_reduce(strategy, data_rates, size)[0] for size in sizes_B)
     return PredictedStep(
         max(0.0, assembly - computing) if rates.demand < 1 else 0.0,
         computing,
@@ -230,8 +228,6 @@ def _timeline(
 ) -> tuple[Ends, float]:
     """Run a mean rank's step: pieces are the parts of the first forward pass, what is between, and of the last backward.
 
-    Where gradients are sharded, they are those of all passes.
-
     Returns its ends, and the seconds of all messages with nothing beside them.
     """
     embedding, layer, last, constant = means
@@ -255,22 +251,16 @@ def _timeline(
     pieces = [Piece(seconds, need) for seconds, need in zip(forward, needs, strict=True)]
     if messages:
         pieces.insert(0, Piece(0.0, 1))  # the step waits for the first weights before all else
-    reduced = strategy.gradient_accumulation_steps if strategy.shard_gradients and rates.world_size > 1 else 1
-    """Backward passes whose gradients travel."""
     # Micro-batches whose gradients stay local are one piece: no message can begin or end inside them.
-    pieces.append(Piece((strategy.gradient_accumulation_steps - reduced) * (sum(forward) + sum(backward))))
-    for number in range(reduced):
-        # Gradients on a shard share two buffers of a bucket, which a pass finds free.
-        if number:  # which waits for the sums of the one before
-            pieces += [Piece(0.0, len(messages)), *map(Piece, forward)]
-        before = len(pieces)
-        pieces += map(Piece, backward)
-        for bucket in buckets if rates.world_size > 1 else ():
-            # Of the part in which a bucket begins, all gradients are there when its backward pass is done; the first
-            # elements are those of the decoder's bias and the embeddings, which are last.
-            part = sum(end <= bucket.start for end in layout.ends)
-            seconds, share = _reduce(strategy, rates, 4 * (bucket.stop - bucket.start), number == reduced - 1)
-            messages.append(Message(seconds, before + len(parts) - min(part, len(parts) - 1), share))
+    pieces.append(Piece((strategy.gradient_accumulation_steps - 1) * (sum(forward) + sum(backward))))
+    before = len(pieces)
+    pieces += map(Piece, backward)
+    for bucket in buckets if rates.world_size > 1 else ():
+        # Of the part in which a bucket begins, all gradients are there when its backward pass is done; the first
+        # elements are those of the decoder's bias and the embeddings, which are last.
+        part = sum(end <= bucket.start for end in layout.ends)
+        seconds, share = _reduce(strategy, rates, 4 * (bucket.stop - bucket.start))
+        messages.append(Message(seconds, before + len(parts) - min(part, len(parts) - 1), share))
     # The second value is what the messages would take alone: the difference to what shows is what overlap hides.
     return run(pieces, messages, rates.demand), sum(message.seconds for message in messages)
 
@@ -281,8 +271,8 @@ def _gather(strategy: Strategy, rates: Rates, size: int) -> Message:
     return Message(seconds, 0, share)
 
 
-def _reduce(strategy: Strategy, rates: Rates, size: float, last: bool) -> tuple[float, float]:
-    """Seconds of a bucket's reduction, along rails with a step's ``last``, and the share of processors it keeps busy."""
+def _reduce(strategy: Strategy, rates: Rates, size: float) -> tuple[float, float]:
+    """Seconds of a bucket's reduction, and the share of processors that it keeps busy."""
     # `shard` is what is left for the rails after the sum in the node: each rank of a host carries its own part.
     whole, shard = size, size / rates.ranks
     if strategy.reduction == "flat":
@@ -291,8 +281,7 @@ def _reduce(strategy: Strategy, rates: Rates, size: float, last: bool) -> tuple[
         calls = _sum(strategy, rates, "reduce-scatter", "world", whole)
     else:
         calls = _sum(strategy, rates, "reduce-scatter", "node", whole)
-        # Along rails only a step's last sums travel; before, sums of the node are accumulated on the shard.
-        calls += _sum(strategy, rates, "all-reduce", "rail", shard) if last else []
+        calls += _sum(strategy, rates, "all-reduce", "rail", shard)
         if strategy.reduction == "hierarchical":
             calls += _sum(strategy, rates, "all-gather", "node", whole)
     seconds = sum(each for each, _ in calls)

@@ -7,7 +7,6 @@ from typing import get_args
 
 from bert.configuration.config import Config
 from bert.configuration.sections import (
-    SHARDED,
     ParallelConfig,
     Precision,
     Recompute,
@@ -26,13 +25,11 @@ class Strategy:
     """Settings of a run that decide where its time and memory go, and not what it computes.
 
     Attributes:
-        in_network: switches add up what goes between hosts.
         reduce_dtype: in which gradients travel.
         bucket_bytes: of a bucket of the flat fp32 gradient.
         tensor: neighbours of a host that share a copy of the model, or a stage of one.
         pipeline: such groups that share a copy, layer by layer.
         virtual_stages: of each of them.
-        shard_gradients: ranks keep gradients of their shard alone, and send those of every micro-batch.
 
     Raises:
         ValueError: a number is not positive, a name is none that there is, or two settings do not go together.
@@ -42,14 +39,12 @@ class Strategy:
     gradient_accumulation_steps: int = 1
     precision: Precision = "fp32"
     reduction: ReductionStrategy = "flat"
-    in_network: bool = False
     reduce_dtype: ReduceDtype = "fp32"
     bucket_bytes: int = BUCKET_BYTES
     recompute: Recompute = "none"
     tensor: int = 1
     pipeline: int = 1
     virtual_stages: int = 1
-    shard_gradients: bool = False
 
     def __post_init__(self) -> None:
         for name in ("global_batch_size", "gradient_accumulation_steps", "bucket_bytes"):
@@ -62,13 +57,6 @@ class Strategy:
         ParallelConfig(self.tensor, self.pipeline, self.virtual_stages)  # refuses what there is not
         if self.reduce_dtype not in ("fp32", "bf16"):
             raise ValueError(f"reduce_dtype is {self.reduce_dtype!r}, expected fp32 or bf16")
-        if self.shard_gradients and self.reduction not in SHARDED:
-            raise ValueError(f"shard_gradients goes with sharded or sharded_world reduction, not with {self.reduction}")
-        # Flat and sharded_world reductions have no step between hosts by itself, which alone switches could add up.
-        if self.in_network and self.reduction in ("flat", "sharded_world"):
-            raise ValueError(f"in_network goes with hierarchical or sharded reduction, not with {self.reduction}")
-        if self.in_network and self.reduce_dtype == "bf16":
-            raise ValueError("in_network goes with reduce_dtype fp32: switches would round every sum of two in bf16")
 
     @property
     def parallel(self) -> ParallelConfig:
@@ -82,8 +70,8 @@ class Strategy:
 
     @property
     def summing(self) -> str:
-        """The reduction, in words: with a + where ranks keep gradients of their shard alone."""
-        return self.reduction + "+" * self.shard_gradients
+        """The reduction, in words."""
+        return self.reduction
 
     @property
     def copy_ranks(self) -> int:
@@ -112,13 +100,10 @@ def strategy_of(config: Config) -> Strategy:
         training.gradient_accumulation_steps,
         training.precision,
         "flat" if training.reduction == "auto" else training.reduction,
-        # "auto" counts as off: no rate of switches is known before a run measures them.
-        training.in_network == "on",
         training.reduce_dtype,
         training.bucket_bytes,
         training.recompute,
         config.parallel.tensor,
         config.parallel.pipeline,
         config.parallel.virtual_stages,
-        training.shard_gradients,
     )

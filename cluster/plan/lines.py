@@ -21,8 +21,6 @@ def as_lines(found: Found, world_size: int) -> Iterator[str]:
     yield _HEAD
     for place, each in enumerate(found.best, 1):
         yield _row(place, each, world_size)
-    if any(each.strategy.shard_gradients for each in found.best):
-        yield " + ranks keep gradients of their shard alone: training.shard_gradients"
     yield ""
     yield f"time to train against the first ({_steps(found.best[0])}), at best with"
     yield from _rivals(found, world_size)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from bert.parallel.collectives import agreed_integer
-from bert.parallel.joining.launch import Launch
+from bert.parallel.launch import Launch
 from bert.parallel.mesh import Mesh, join_mesh, leave_mesh
 from cluster.probe.arrival import meet
 from cluster.probe.collectives import WrongResult, measure_collectives

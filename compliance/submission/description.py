@@ -84,7 +84,7 @@ def description_findings(description: Description, ruleset: str) -> Iterator[Fin
     fields, all_fields = description.fields, f"{len(rules.SYSTEM_FIELDS)} fields"
     if description.fault:
         found = f"{description.fault}, expected a JSON object with the {all_fields}"
-        yield at("", found, "write it again: `python -m compliance system --out FILE --replace`")
+        yield at("", found, "move it away, and write it again: `python -m compliance system --out FILE`")
         return
     if missing := [name for name in rules.SYSTEM_FIELDS if name not in fields]:
         named = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from typing import Any
 from compliance.log import rules
 from compliance.log.order import Violation, own_settings, violations
 from compliance.log.record import TOKEN_BYTES, Record, parse_line
+from compliance.log.records import RunRecord, StepRecord, WarningRecord, parse_record
 from compliance.log.run import LoggedRun, samples_of
 
 # The rules set no such mark; it leaves some minutes to act.
@@ -98,19 +98,13 @@ class RunningLog(LoggedRun):
 
     def take_metrics(self, line: bytes) -> None:
         """Take in one line of the metrics file."""
-        try:
-            entry = json.loads(line)
-        except (ValueError, RecursionError):
-            return
-        if not isinstance(entry, dict):
-            return
-        if entry.get("event") == "run" and rules.POSITIVE_INTEGER.accepts(entry.get("world_size")):
-            self.processes = entry["world_size"]
-        samples, rate = entry.get("samples"), entry.get("sequences_per_s")
-        if entry.get("event") == "step" and rules.is_integer(samples) and samples >= 0 and rules.is_number(rate):
-            self._take_step(samples, float(rate))
-        if entry.get("event") == "warning":
-            self._quote(f"warning at step {_brief(entry.get('step'))}: {_brief(entry.get('text'))}")
+        record = parse_record(line)
+        if isinstance(record, RunRecord) and record.world_size:
+            self.processes = record.world_size
+        elif isinstance(record, StepRecord):
+            self._take_step(record.samples, record.sequences_per_s)
+        elif isinstance(record, WarningRecord):
+            self._quote(f"warning at step {record.step}: {record.text}")
 
     # What follows from it
 

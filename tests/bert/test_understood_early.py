@@ -49,7 +49,7 @@ OWN = {
     "bert.own_text",
     "bert.parallel",
     "bert.parallel.joining",
-    "bert.parallel.joining.launch",
+    "bert.parallel.launch",
     "bert.timing",
     "bert.timing.phases",
     "bert.train",

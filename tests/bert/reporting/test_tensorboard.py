@@ -10,10 +10,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from bert.guards.preflight import check
 from bert.reporting import tensorboard
-from bert.reporting.records import StepRecord
 from bert.reporting.tensorboard import TensorBoard
 from bert.train import parse
-from tests.bert.reporting.test_records import END, EVALUATION, STEP
+from compliance.log.records import StepRecord
+from tests.bert.reporting.test_displays import END, EVALUATION, STEP
 from tests.conftest import SmallRun
 from tests.distributed.ranks import Ranks
 

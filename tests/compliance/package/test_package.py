@@ -127,7 +127,8 @@ def test_the_score_is_the_summarizers(scaled: tuple[Path, str], tmp_path: Path) 
     score = ask_for_score(made.request.tree, "5.0.0")
     assert score.minutes == pytest.approx(made.minutes, rel=1e-9)
     assert score.scaling == pytest.approx(made.scaling, rel=1e-9)
-    assert score.scaling and score.scaling > 1
+    assert score.scaling
+    assert score.scaling > 1
     assert score.samples == made.outlook.mean
     (made.request.tree / "systems/node.json").unlink()
     assert ask_for_score(made.request.tree, "5.0.0").fault

@@ -275,7 +275,7 @@ def test_rate_and_time_left() -> None:
     run = begun()
     assert run.rate is None
     assert run.seconds_until(FIRST, BASE) is None
-    run.take_metrics(json.dumps({"event": "step", "samples": 4480, "sequences_per_s": 448.0}).encode())
+    run.take_metrics(json.dumps({"event": "step", "step": 10, "samples": 4480, "sequences_per_s": 448.0}).encode())
     assert run.rate == 448.0
     assert run.seconds_until(44_800, BASE + 10_000) == pytest.approx(90)
     evaluate(run, FIRST, 0.4, BASE + 100_000)

@@ -195,7 +195,7 @@ def test_metrics_count_as_news(tmp_path: Path) -> None:
     assert watched.look()
     assert not watched.look()
     watched.news_s = 0.0
-    entry = json.dumps({"event": "step", "samples": 451_136, "sequences_per_s": 9.0})
+    entry = json.dumps({"event": "step", "step": 1, "samples": 451_136, "sequences_per_s": 9.0})
     (tmp_path / "metrics_0.jsonl").write_text(entry + "\n")
     assert watched.look()
     assert watched.news_s > 0
@@ -356,7 +356,9 @@ def shown(watched: Watch, now_ms: float, width: int = 100) -> str:
 
 def test_the_panel_of_a_run_in_progress(tmp_path: Path) -> None:
     path = closed_run(tmp_path / "result_0.txt", 6, ends="running", last=0.7145)
-    (tmp_path / "metrics_0.jsonl").write_text('{"event": "step", "samples": 940000, "sequences_per_s": 123.4}\n')
+    (tmp_path / "metrics_0.jsonl").write_text(
+        '{"event": "step", "step": 1, "samples": 940000, "sequences_per_s": 123.4}\n'
+    )
     watched = looked_at(path)
     text = shown(watched, watched.run.last_ms + 10_000, width=160)
     assert "0.7145 of 0.7200 at 900,032 samples, evaluation 6" in text

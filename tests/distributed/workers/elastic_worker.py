@@ -8,7 +8,6 @@ FOLDER asks for; and on fewer hosts until its agent stops it, as one does when a
 """
 
 import ctypes
-import math
 import os
 import runpy
 import socket
@@ -30,16 +29,15 @@ def be_on(host: str) -> None:
         socket.sethostname(host)
 
 
-def main(folder: Path, arguments: list[str], is_slow: bool) -> int:
+def main(folder: Path, arguments: list[str]) -> int:
     import cluster.train
     from bert.guards.interruption import Interruption
     from bert.step import TrainingStep
     from cluster.probe import command
-    from dataloading.batches.loader import NumpyLoader
 
     command._SHORT_S, command._SHORT_LIMIT_S = 0.3, 0.0  # measured once, whatever that finds
     made: list[Interruption] = []
-    steps, came = 0, math.inf
+    steps = 0
 
     def made_one(interruption: Interruption) -> None:
         made.append(interruption)
@@ -53,16 +51,9 @@ def main(folder: Path, arguments: list[str], is_slow: bool) -> int:
             while made[0].number is None:
                 time.sleep(0.05)
 
-    def late(_: NumpyLoader) -> None:
-        nonlocal came
-        time.sleep(max(0.1, 5 * (time.monotonic() - came)))
-        came = time.monotonic()
-
     before_each(Interruption, "__init__", made_one)
     if "TORCHELASTIC_RUN_ID" in os.environ:
         before_each(TrainingStep, "__call__", at_step)
-    if is_slow:
-        before_each(NumpyLoader, "__next__", late)
     return cluster.train.main(arguments, cluster.train.look)
 
 
@@ -81,7 +72,7 @@ if __name__ == "__main__":
     be_on(host)
     folder, *arguments = rest
     if role != "agent":
-        sys.exit(main(Path(folder), arguments, role == "slow"))
+        sys.exit(main(Path(folder), arguments))
     Path(folder, f"{host}.agent").write_text(str(os.getpid()))
     place = arguments.index("cluster.train")
     arguments[place : place + 1] = ["tests.distributed.workers.elastic_worker", host, "rank", folder]

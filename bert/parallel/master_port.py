@@ -1,4 +1,4 @@
-"""Check that this node can listen where the processes of a run are to meet: `python -m bert.parallel.joining.master_port`.
+"""Check that this node can listen where the processes of a run are to meet: `python -m bert.parallel.master_port`.
 
 PyTorch would say at length, and in words of its own, that it cannot.
 """

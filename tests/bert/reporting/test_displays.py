@@ -1,20 +1,14 @@
-"""Records of a run about itself: every sink gets every one, times are where they belong, the time left is honest."""
+"""Lines, panel and time left of a run, as a person sees them."""
 
 import io
-import json
-import math
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from bert.reporting.displays import RunPanel, RunProgress, StepLines
-from bert.reporting.json_lines import JsonLines
-from bert.reporting.records import EndRecord, EvaluationRecord, StepRecord
-from bert.reporting.reporter import Reporter
+from compliance.log.records import EndRecord, EvaluationRecord, StepRecord, read_metrics
 from compliance.log.schedule import EvaluationSchedule
-from compliance.report.results import numbers
 from tests.conftest import REPOSITORY
 
 STEP = StepRecord(
@@ -45,31 +39,6 @@ def progress(*records: StepRecord | EvaluationRecord) -> RunProgress:
     for record in records:
         made.add(record)
     return made
-
-
-def test_json_lines_hold_every_record_and_what_is_no_number_is_null(tmp_path: Path) -> None:
-    """NaN and Infinity, as Python would write them, are no JSON. Small numbers keep their digits; nothing is overwritten."""
-
-    def refuse(constant: str) -> None:
-        raise AssertionError(constant)
-
-    path = tmp_path / "metrics.jsonl"
-    bad = replace(
-        STEP, loss=math.nan, masked_lm_loss=math.inf, next_sentence_loss=-math.inf, learning_rate=1.23456789e-7
-    )
-    with Reporter(progress(), [JsonLines(path, {"recipe": "r", "x": math.nan})]) as reporter:
-        for record in (bad, EVALUATION, END):
-            reporter.write(record)
-    run, step, evaluation, end = (json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines())
-    assert run == {"event": "run", "recipe": "r", "x": None}
-    assert (step["loss"], step["masked_lm_loss"], step["next_sentence_loss"]) == (None, None, None)
-    assert (step["event"], step["data_wait_ms"], step["gradient_norm"]) == ("step", 5.0, 2.0)
-    assert step["learning_rate"] == pytest.approx(1.23456789e-7, rel=1e-8)
-    assert numbers([step], "loss") == []
-    assert (evaluation["event"], evaluation["correct"], evaluation["count"]) == ("eval", 25, 100)
-    assert (end["event"], end["status"]) == ("end", "success")
-    with pytest.raises(FileExistsError):
-        JsonLines(path, {})
 
 
 def test_plain_lines_are_one_line_a_record() -> None:
@@ -128,18 +97,18 @@ def test_the_time_left_that_recorded_runs_would_have_shown_held() -> None:
     """At every evaluation of the runs in results/: in at least 9 of 10 runs no range that was shown missed the end."""
     ranges, missed = 0, set()
     for path in sorted((REPOSITORY / "results/cpu_2cores/bert").glob("metrics_*.jsonl")):
-        records = [json.loads(line) for line in path.read_text().splitlines()]
-        end = next(record for record in records if record["event"] == "end")
-        shown = RunProgress(target=records[0]["target"], max_samples=96_000, schedule=EvaluationSchedule(4800, 32))
-        for record in (record for record in records if record["event"] == "eval"):
-            samples, time_s = record["samples"], record["time_s"]
-            shown.add(replace(EVALUATION, samples=samples, masked_lm_accuracy=record["masked_lm_accuracy"]))
-            shown.add(replace(STEP, samples=samples, time_s=time_s))
-            if record["masked_lm_accuracy"] >= shown.target or "to" not in (said := shown.eta).split():
+        metrics = read_metrics(path)
+        assert metrics.run is not None
+        assert metrics.end is not None
+        shown = RunProgress(target=metrics.run.target, max_samples=96_000, schedule=EvaluationSchedule(4800, 32))
+        for evaluation in metrics.evaluations:
+            shown.add(evaluation)
+            shown.add(replace(STEP, samples=evaluation.samples, time_s=evaluation.time_s))
+            if evaluation.masked_lm_accuracy >= shown.target or "to" not in (said := shown.eta).split():
                 continue
             ranges += 1
             early, late = (seconds(part) for part in said.split(" to "))
-            left = end["time_s"] - time_s
+            left = metrics.end.time_s - evaluation.time_s
             if not 0.9 * early - 1 <= left <= 1.1 * late + 1:  # the speed of a shared machine changes as well
                 missed.add(path.name)
     assert ranges > 20

@@ -1,7 +1,7 @@
 """Pretraining by other code than the program's: Hugging Face's BERT on padded batches, and LAMB tensor by tensor.
 
-The benchmark's definition in its plainest form, for ``benchmarks/training/agreement.py`` to hold the program against. Of
-the program it takes samples, settings and initial weights. LAMB, the schedule and what is excluded from decay and
+The benchmark's definition in its plainest form, which ``test_agreement.py`` compares with the program. It takes samples,
+settings and initial weights from the program. LAMB, the schedule and what is excluded from decay and
 adaptation follow the reference's ``lamb_optimizer_v1.py`` and ``optimization.py`` (MLPerf Training,
 ``retired_benchmarks/bert``): by name, one variable at a time. Norms are float64, whatever the weights are.
 """
@@ -16,8 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.training.cpu_step import hugging_face_model
-from benchmarks.training.hugging_face import padded
+from benchmarks.training.hugging_face import model_with_weights_of, padded
 from bert.configuration.sections import OptimizerConfig
 from bert.model import BertForPreTraining
 from dataloading.shards.samples import Samples
@@ -51,7 +50,7 @@ class Trained:
 
 def train(side: Side, initial: BertForPreTraining, batches: Iterable[Samples], optimizer: OptimizerConfig) -> Trained:
     """Train from the weights of ``initial``, a step a global batch."""
-    model: Any = hugging_face_model(initial).to(side.dtype).train()
+    model: Any = model_with_weights_of(initial).to(side.dtype).train()
     model.set_attn_implementation(side.attention)
     # Hugging Face's embedding leaves [PAD] untrained; the reference's does not, and [PAD] is among the tokens that masking
     # draws at random.
