@@ -31,7 +31,7 @@ from bert.step import TrainingStep
 from bert.timing.stopwatch import DeviceStopwatch, Stopwatch
 from compliance.log.records import MetricsWriter, RunRecord
 from compliance.log.schedule import EvaluationSchedule
-from console.live import clock
+from console.durations import clock
 from console.program import say
 from console.version import commit
 from dataloading.batches.shape_buckets import ShapeBucket

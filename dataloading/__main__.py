@@ -328,10 +328,10 @@ def dump(shards: tyro.conf.Positional[tuple[Path, ...]], out: Path) -> None:
 
 def _print_progress(unit: str, progress: JobProgress) -> None:
     """A line for a file that is finished."""
-    from dataloading.jobs import duration
+    from console.durations import clock
 
     left = progress.seconds / progress.done * (progress.total - progress.done)
-    rest = (", was there" if progress.kept else "") + (f", about {duration(left)} left" if left else "")
+    rest = (", was there" if progress.kept else "") + (f", about {clock(left)} left" if left else "")
     place = f"[{progress.done}/{progress.total}] {progress.name}"
     say(f"{progress.seconds:7.1f} s  {place}: {progress.count:,} {unit}{rest}")
 

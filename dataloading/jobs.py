@@ -171,9 +171,3 @@ def _settings(description: object) -> dict[str, object]:
     for name, value in description.items() if isinstance(description, dict) else ():
         settings |= _settings(value) if isinstance(value, dict) else {name: value}
     return settings
-
-
-def duration(seconds: float) -> str:
-    """Format a time that work takes."""
-    minutes, seconds = divmod(round(seconds), 60)
-    return f"{minutes // 60} h {minutes % 60:02d} min" if minutes >= 60 else f"{minutes}:{seconds:02d}"

@@ -11,11 +11,11 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from console.durations import clock
 from console.files import read_json, write_atomically
 from console.program import say
 from dataloading.dataset.folder import open_dataset
 from dataloading.dataset.shuffle import shuffle
-from dataloading.jobs import duration
 from dataloading.options import EVALUATION_SAMPLES, ExtractionOptions, PretrainingOptions
 from dataloading.preparation.mlcommons import Inputs
 from dataloading.preparation.prepare import Job, prepare
@@ -51,8 +51,8 @@ class Estimate:
     """Of intermediate results that an earlier attempt left."""
 
     def __str__(self) -> str:
-        parts = ", ".join(f"{name} {duration(seconds)}" for name, seconds in self.seconds.items())
-        return f"{duration(sum(self.seconds.values()))} ({parts})"
+        parts = ", ".join(f"{name} {clock(seconds)}" for name, seconds in self.seconds.items())
+        return f"{clock(sum(self.seconds.values()))} ({parts})"
 
 
 def estimate(
@@ -187,7 +187,7 @@ class Progress:
             self._told = int(100 * done / total)
             # The estimate counts for a tenth, so that the first seconds do not decide.
             slowness = (time.perf_counter() - self._started + _PRIOR * total) / (done - self._kept + _PRIOR * total)
-            say(f"[{self._told:3} %] {stage}, about {duration(slowness * (total - done))} left")
+            say(f"[{self._told:3} %] {stage}, about {clock(slowness * (total - done))} left")
 
     def add(self, stage: str, share: float) -> None:
         """Note a further share of a stage."""

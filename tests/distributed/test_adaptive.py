@@ -154,7 +154,6 @@ def check_logs(results: list[Path]) -> None:
     ):
         for line in lines:
             assert f"# {line}\n" in text
-        assert re.search(r"# probe: \d host\(s\), \d rank\(s\), gloo, measured in \d+ s\n", text)
     settings = [
         re.findall(r'"(?:global_batch_size|d_batch_size|gradient_accumulation_steps)", "value": (\d+)', text)
         for text in (whole, fewer, again)

@@ -37,7 +37,7 @@ def launcher(folder: Path) -> int:
     for command in Path("/proc").glob("[0-9]*/cmdline"):
         words = read(command)
         if (
-            b"cluster.train" in words
+            b"bert.train" in words
             and b"torch.distributed.run" not in words
             and Path(f"/proc/{command.parent.name}/cwd").resolve() == folder
         ):

@@ -103,8 +103,8 @@ def test_the_largest_recipe_is_checked_without_a_gpu(wikipedia: Path, tmp_path: 
 def test_the_largest_model_is_checked_without_a_gpu(wikipedia: Path, tmp_path: Path) -> None:
     """With what a rank holds of it and of its micro-batches, and the time of a step."""
     step = {"SLURM_STEP_ID": 0, "SLURM_NTASKS": 64, "SLURM_NNODES": 8, "SLURM_PROCID": 63}
-    own = [*arguments("bert_3_9b_8x8", wikipedia, tmp_path), "--data.initial-checkpoint", "None", "--dry-run"]
-    done = Program("cluster.train", own, **step)
+    own = [*arguments("bert_3_9b_8x8", wikipedia, tmp_path), "--data.initial-checkpoint", "None"]
+    done = Program("cluster.dry_run", own, **step)
     assert done.wait(PATIENCE_S) == 0, done.output
     assert re.search(r"a rank holds [\d.]+ GB at most: weights [\d.]+ GB, .* activations [\d.]+ GB", done.output)
     assert re.search(r"recomputes selective; none would hold [\d.]+ GB, full would hold [\d.]+ GB", done.output)
