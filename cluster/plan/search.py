@@ -16,8 +16,8 @@ from itertools import islice, product, takewhile
 from bert.configuration.config import Config
 from bert.configuration.sections import ParallelConfig, Precision, Recompute, ReductionStrategy
 from bert.parallel.mesh import are_whole_copies
-from cluster.model.computations import layouts_of
 from cluster.model.memory import held_by_rank, memory_of_rank
+from cluster.model.shares import model_shares
 from cluster.model.step import PredictedStep, least_step, predict_run, predict_step
 from cluster.model.strategy import Strategy
 from cluster.model.work import Work
@@ -267,7 +267,7 @@ class _Search:
         if self._target.world_size == 1:
             return
         shape = like.strategy.tensor, like.strategy.pipeline, like.strategy.virtual_stages
-        vector = 4 * max(layout.elements for layout in layouts_of(self._work.model, *shape))
+        vector = 4 * max(share.elements for share in model_shares(self._work.model, *shape))
         # Larger ones would be one as well.
         buckets = [size for size in BUCKETS if size == like.strategy.bucket_bytes or size < vector]
         for reduction, reduce_dtype, bucket_bytes in product(self._reductions, ("fp32", "bf16"), buckets):
@@ -297,7 +297,7 @@ class _Search:
                 if strategy.pipeline == 1 and alike not in self._said:  # of stages it is said where none fits
                     self._said.add(alike)
                     gigabytes = f"{memory / 1e9:,.1f} of {USABLE_MEMORY * rates.memory_bytes / 1e9:,.1f} GB"
-                    way = f"{precision}, {strategy.summing}, recompute {strategy.recompute}, tensor {strategy.tensor}"
+                    way = f"{precision}, {strategy.reduction}, recompute {strategy.recompute}, tensor {strategy.tensor}"
                     self.refusals.append(Refusal("micro-batch", sequences, f"does not fit in {way}: {gigabytes}"))
                 if strategy.reduction == self._reductions[-1]:  # which takes the least memory of all
                     self._too_many[memory_by] = sequences

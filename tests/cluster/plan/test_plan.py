@@ -228,7 +228,7 @@ def test_a_plan_for_4096_ranks_is_one_that_a_run_takes(tmp_path: Path, cluster: 
         (["h100_1x8", "--accelerator", "H900"], "accelerator 'H900' is unknown; nearest:"),
         (["h100_1x8", "--gpus", "12"], "--gpus is 12, expected whole nodes of 8"),
         (["h100_1x8", "--gpus", "0"], "--gpus is 0, expected at least 1"),
-        (["h100_1x8", "--gpus", "16777216"], "nodes: 2097152, expected 1 to 1,048,576"),
+        (["h100_1x8", "--gpus", "16777216"], "nodes: 2,097,152, expected 1 to 1,048,576"),
         (["h100_1x8", "--gpus", "262144"], "global batch size 262,144 on 262,144 accelerators: expected at least one"),
         (["h100_1x8", "--cluster", "none.json"], "none.json: No such file or directory"),
         (["h100_1x8", "--cluster", "x.json", "--accelerator", "H100"], "leave --accelerator and --networking out"),
