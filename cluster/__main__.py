@@ -73,7 +73,7 @@ def _predict(
     from cluster.devices import device_named
     from cluster.published.cost_model import TimedRun
     from cluster.published.machine import describe_machine
-    from cluster.published.prediction import as_document, as_lines, predict, usual_run
+    from cluster.published.prediction import as_document, as_lines, machine_of, predict, usual_run
 
     if table is not None or out is not None:
         if table is None or out is None or accelerator is not None or cluster is not None or json:
@@ -81,10 +81,8 @@ def _predict(
         _predict_table(table, out)
         return
     if cluster is not None:
-        from cluster.published.probed import machine_of
         from cluster.view import read_view
 
-        # The file of a probe describes the machine whole; a second description could only contradict it.
         if accelerator is not None or interconnect or networking:
             raise ValueError(
                 "--cluster says all of the machine, without --accelerator, --interconnect and --networking"
@@ -106,12 +104,9 @@ def _predict(
 def _predict_table(table: Path, out: Path) -> None:
     from cluster.published.prediction_table import predict_table
 
-    rows = predict_table(table, out)
-    # All rows are worked off first: a row that cannot be predicted leaves its cells empty and is no reason to stop.
-    for row in rows:
-        if row.prediction is None:
-            complain(f"{table}: row {row.number} is left empty: {row.reason}", "warning")
-    say(f"{out}: {sum(row.prediction is not None for row in rows):,} of {len(rows):,} rows predicted")
+    for row, reason in predict_table(table, out).items():
+        complain(f"{table}: row {row} is left empty: {reason}", "warning")
+    say(out)
 
 
 @app.command(name="calibrate")
@@ -125,7 +120,7 @@ def _calibrate(out: Path) -> None:
     from console.files import write_atomically
 
     made, _ = calibrate()
-    write_atomically(out, to_json(made).encode())
+    write_atomically(out, to_json(made))
     say(f"{out}: {len(made.parameters)} parameters")
 
 
@@ -176,7 +171,6 @@ def _place(
     view: Positional[Path],
     nodes: int | None = None,
     group: int = 1,
-    apart: bool = False,
     tasks_per_node: int = 1,
     out: Path | None = None,
 ) -> None:
@@ -185,28 +179,26 @@ def _place(
     Args:
         view: cluster.json, as `probe` writes it.
         nodes: Hosts to take; all of them unless given.
-        group: Hosts next to each other in the order that talk the most, such as the stages of a pipeline.
-        apart: The hosts of a group go under different leaves, so that one switch does not take all of them.
+        group: Consecutive hosts that communicate the most, such as the stages of a pipeline.
         tasks_per_node: Lines for each host in the file.
         out: File for `SLURM_HOSTFILE`, which srun and sbatch read with `--distribution=arbitrary`.
     """
-    from cluster.placement import Placing, cost, place
+    from cluster.placement import cost, place
     from cluster.view import read_view
     from console.files import write_atomically
 
     seen = read_view(view)
     if tasks_per_node < 1:
         raise ValueError(f"--tasks-per-node is {tasks_per_node}, expected at least 1")
-    placing = Placing(len(seen.hosts) if nodes is None else nodes, group, apart)
     paths = [host.switches for host in seen.hosts]
-    order = place(paths, placing)
+    order = place(paths, len(paths) if nodes is None else nodes, group)
     width = max(len(seen.hosts[host].name) for host in order)
     say(f"{'node rank':>9}  {'host':{width}}  switches, from the top to the leaf")
     for number, host in enumerate(order):
         say(f"{number:9}  {seen.hosts[host].name:{width}}  {' / '.join(paths[host])}")
     say()
     # The cost of the first so many hosts of the file is what one gets without placing anything.
-    before, after = (cost([paths[host] for host in each], placing) for each in (range(placing.nodes), order))
+    before, after = (cost([paths[host] for host in each], group) for each in (range(len(order)), order))
     # Without switches all orders cost the same, so the table is still right but prefers nothing.
     if seen.switches_from == "unknown":
         say(f"{view} says nothing of switches, so there is no order to prefer")
@@ -296,9 +288,9 @@ def whatif(metrics: Positional[Path], cluster: Path | None = None) -> None:
         cluster: The file of a probe of the cluster that it ran on, for the cost of uneven links.
     """
     from cluster.view import read_view
-    from cluster.whatif import read_metrics, report
+    from cluster.whatif import read_run, report
 
-    for line in report(read_metrics(metrics), read_view(cluster) if cluster else None):
+    for line in report(read_run(metrics), read_view(cluster) if cluster else None):
         say(line)
 
 

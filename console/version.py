@@ -4,9 +4,9 @@ import functools
 import importlib.metadata
 import os
 import re
-import subprocess
 from pathlib import Path
 
+from console.processes import Output, run
 from console.text import visible
 
 NAME = "mlperf-bert"
@@ -31,18 +31,14 @@ def version_line() -> str:
 
 @functools.cache
 def commit() -> str:
-    """The checkout's commit, marked when files differ from it; in an image, the one that it was built from, or "unknown"."""
-    try:
-        revision = _git("rev-parse", "HEAD")
-        # Only files that git tracks: results and data lie beside the source.
-        changed = _git("status", "--porcelain", "--untracked-files=no")
-    except (OSError, subprocess.SubprocessError):
+    """Return the checkout's commit, marked if tracked files differ; in an image, its source's commit or "unknown"."""
+    revision = _git("rev-parse", "HEAD")
+    # Untracked files do not count: results and data lie beside the source.
+    changed = _git("status", "--porcelain", "--untracked-files=no")
+    if revision.trouble or changed.trouble:
         return os.environ.get("MLPERF_BERT_COMMIT", "unknown")
-    return f"{revision} with local changes" if changed else revision
+    return revision.text.strip() + (" with local changes" if changed.text.strip() else "")
 
 
-def _git(*arguments: str) -> str:
-    done = subprocess.run(
-        ["git", "-C", str(REPOSITORY), *arguments], capture_output=True, text=True, check=True, timeout=30
-    )
-    return done.stdout.strip()
+def _git(*arguments: str) -> Output:
+    return run(["git", "-C", str(REPOSITORY), *arguments], timeout_s=30)

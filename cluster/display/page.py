@@ -13,7 +13,6 @@ from cluster.display.summary import (
     COLLECTIVE_COLUMNS,
     bandwidth,
     collective_rows,
-    duration,
     heading,
     named_hosts,
     outlier_sentence,
@@ -21,6 +20,7 @@ from cluster.display.summary import (
     switch_tree,
 )
 from cluster.view import Link, View
+from console.durations import duration
 from console.files import write_atomically
 from console.text import counted
 

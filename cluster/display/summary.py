@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from cluster.view import Outlier, Rate, View
+from console.durations import duration
 from console.text import counted
 
 
@@ -74,14 +75,6 @@ def speed(rate: Rate, seconds: float) -> str:
         operations = 2 * rate.size**3 / max(seconds, 1e-15)
         return f"{operations / 1e12:.3g} TFLOP/s" if operations >= 1e12 else f"{operations / 1e9:.3g} GFLOP/s"
     return duration(seconds) if rate.quantity == "launch" else bandwidth(seconds / max(1, rate.size))
-
-
-def duration(seconds: float) -> str:
-    """A short time with three digits."""
-    for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
-        if seconds >= size:
-            return f"{seconds / size:.3g} {unit}"
-    return f"{seconds * 1e9:.3g} ns"
 
 
 def bandwidth(seconds_per_byte: float) -> str:

@@ -21,8 +21,6 @@ def as_lines(found: Found, world_size: int) -> Iterator[str]:
     yield _HEAD
     for place, each in enumerate(found.best, 1):
         yield _row(place, each, world_size)
-    if any(each.strategy.shard_gradients for each in found.best):
-        yield " + ranks keep gradients of their shard alone: training.shard_gradients"
     yield ""
     yield f"time to train against the first ({_steps(found.best[0])}), at best with"
     yield from _rivals(found, world_size)
@@ -38,7 +36,7 @@ def _row(place: int, each: Candidate, world_size: int) -> str:
     total, computing, reduce, update = milliseconds
     return (
         f"{place:>2} {minutes:>9} {strategy.global_batch_size:>7,} {strategy.stages:>9} {strategy.tensor:>7} {micro:>14}"
-        f"  {strategy.precision:<9} {strategy.summing:<14} {strategy.reduce_dtype:<5} "
+        f"  {strategy.precision:<9} {strategy.reduction:<14} {strategy.reduce_dtype:<5} "
         f"{strategy.bucket_bytes / 2**20:>5.0f} {total:>9.2f} {computing:>9.2f} {reduce:>8.2f} {update:>8.2f}"
         f" {each.memory / 1e9:>6.1f}  {strategy.recompute}"
     )
@@ -53,7 +51,7 @@ def _values(each: Candidate, world_size: int) -> dict[str, str]:
         "tensor": str(strategy.tensor),
         "micro-batch": f"{strategy.sequences(world_size):,}",
         "precision": strategy.precision,
-        "reduction": strategy.summing,
+        "reduction": strategy.reduction,
         "sums in": strategy.reduce_dtype,
         "recompute": strategy.recompute,
         "buckets of": f"{strategy.bucket_bytes / 2**20:g} MiB",

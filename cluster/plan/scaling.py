@@ -131,7 +131,6 @@ def write_table(points: Sequence[ScalingPoint], path: Path) -> None:
         "reduction",
         "reduce_dtype",
         "bucket_bytes",
-        "shard_gradients",
     )
     header = (
         "accelerators",

@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 from itertools import islice, product, takewhile
 
 from bert.configuration.config import Config
-from bert.configuration.sections import SHARDED, ParallelConfig, Precision, Recompute, ReductionStrategy
+from bert.configuration.sections import ParallelConfig, Precision, Recompute, ReductionStrategy
 from bert.parallel.mesh import are_whole_copies
-from cluster.model.computations import layouts_of
 from cluster.model.memory import held_by_rank, memory_of_rank
+from cluster.model.shares import model_shares
 from cluster.model.step import PredictedStep, least_step, predict_run, predict_step
 from cluster.model.strategy import Strategy
 from cluster.model.work import Work
@@ -137,7 +137,7 @@ class _Search:
         self.refusals += [Refusal("precision", *missing) for missing in target.missing.items()]
         self._samples: dict[int, float | None] = {}
         """To the target, by global batch size; None as `Work.samples` has it."""
-        self._too_many: dict[tuple[Precision, Recompute, bool, ParallelConfig], int] = {}
+        self._too_many: dict[tuple[Precision, Recompute, ParallelConfig], int] = {}
         """Sequences of the smallest micro-batch that does not fit; larger ones are not looked at."""
         self._said: set[tuple[int, Strategy]] = set()
         """Of what does not fit, whatever the buckets are."""
@@ -205,7 +205,7 @@ class _Search:
         """Batches in each precision on copies of so many ranks, in one micro-batch."""
         target = self._target
         # Hosts hold whole copies, or copies take whole hosts: else a data group would leave its rail.
-        if not are_whole_copies(target.nodes, target.ranks_per_node // tensor, pipeline):
+        if not are_whole_copies(ParallelConfig(tensor, pipeline), target.nodes, target.ranks_per_node):
             return
         copies = target.world_size // (tensor * pipeline)
         for schedule in self._schedules:
@@ -230,32 +230,23 @@ class _Search:
     def _with_micro_batches(self, schedule: BatchSchedule, way: Strategy) -> Iterator[Candidate]:
         """Candidates with the largest micro-batches that fit, and with those that recomputing makes room for."""
         target, usable = self._target, USABLE_MEMORY * self._target.rates[way.precision].memory_bytes
-        # A single copy has nobody to shard gradients with.
-        shards = (False, True) if target.world_size > way.copy_ranks else (False,)
-        held = {
-            each: sum(
-                held_by_rank(self._work, each, target.nodes, target.ranks_per_node, on_gpu=target.on_gpu).values()
-            )
-            for each in (replace(way, shard_gradients=shard) for shard in shards)
-        }
+        held = sum(held_by_rank(self._work, way, target.nodes, target.ranks_per_node, on_gpu=target.on_gpu).values())
         # Before any micro-batch: weights that do not fit need no search of accumulation.
-        if min(held.values()) > usable:
-            gigabytes = f"{min(held.values()) / 1e9:,.1f} of {usable / 1e9:,.1f} GB"
+        if held > usable:
+            gigabytes = f"{held / 1e9:,.1f} of {usable / 1e9:,.1f} GB"
             self.refusals.append(Refusal(*_shape(way), f"weights do not fit in {way.precision}: {gigabytes}"))
             return
         # One more than the largest accumulation there can be, so that all divisors are tried at first.
         enough = way.sequences(target.world_size) + 1
-        # From the fastest on: what recomputes or shards more is worth it only with less accumulation than those before.
-        for recompute, each in product(RECOMPUTES, held):
-            if held[each] > usable:
-                continue
-            fitting = self._fitting(schedule, replace(each, recompute=recompute), enough)
+        # From the fastest on: what recomputes more is worth it only with less accumulation than those before.
+        for recompute in RECOMPUTES:
+            fitting = self._fitting(schedule, replace(way, recompute=recompute), enough)
             found = list(islice(fitting, _MICRO_BATCHES) if way.pipeline == 1 else _while_faster(fitting))
             yield from found
             if found:
                 # What recomputes more has to do with less accumulation than this to be worth trying.
                 enough = found[0].strategy.gradient_accumulation_steps
-        too_large = any((key[0], key[3]) == (way.precision, way.parallel) for key in self._too_many)
+        too_large = any((key[0], key[2]) == (way.precision, way.parallel) for key in self._too_many)
         if enough > way.sequences(target.world_size) and way.pipeline > 1 and too_large:
             self.refusals.append(Refusal(*_shape(way), f"no micro-batch fits in {way.precision}"))
 
@@ -276,12 +267,10 @@ class _Search:
         if self._target.world_size == 1:
             return
         shape = like.strategy.tensor, like.strategy.pipeline, like.strategy.virtual_stages
-        vector = 4 * max(layout.elements for layout in layouts_of(self._work.model, *shape))
+        vector = 4 * max(share.elements for share in model_shares(self._work.model, *shape))
         # Larger ones would be one as well.
         buckets = [size for size in BUCKETS if size == like.strategy.bucket_bytes or size < vector]
-        # Gradients on a shard need a reduction that leaves shards.
-        reductions = [each for each in self._reductions if each in SHARDED or not like.strategy.shard_gradients]
-        for reduction, reduce_dtype, bucket_bytes in product(reductions, ("fp32", "bf16"), buckets):
+        for reduction, reduce_dtype, bucket_bytes in product(self._reductions, ("fp32", "bf16"), buckets):
             strategy = replace(like.strategy, reduction=reduction, reduce_dtype=reduce_dtype, bucket_bytes=bucket_bytes)
             if strategy != like.strategy and (candidate := self.candidate(like.schedule, strategy)):
                 yield candidate
@@ -290,7 +279,7 @@ class _Search:
         """Predict a strategy; None where it is not feasible."""
         target, work, precision = self._target, self._work, strategy.precision
         rates, sequences = target.rates[precision], strategy.sequences(target.world_size)
-        memory_by = precision, strategy.recompute, strategy.shard_gradients, strategy.parallel
+        memory_by = precision, strategy.recompute, strategy.parallel
         # Memory only grows with the micro-batch: what failed once rules out all larger ones of its kind.
         if sequences >= self._too_many.get(memory_by, sequences + 1):
             return None
@@ -308,7 +297,7 @@ class _Search:
                 if strategy.pipeline == 1 and alike not in self._said:  # of stages it is said where none fits
                     self._said.add(alike)
                     gigabytes = f"{memory / 1e9:,.1f} of {USABLE_MEMORY * rates.memory_bytes / 1e9:,.1f} GB"
-                    way = f"{precision}, {strategy.summing}, recompute {strategy.recompute}, tensor {strategy.tensor}"
+                    way = f"{precision}, {strategy.reduction}, recompute {strategy.recompute}, tensor {strategy.tensor}"
                     self.refusals.append(Refusal("micro-batch", sequences, f"does not fit in {way}: {gigabytes}"))
                 if strategy.reduction == self._reductions[-1]:  # which takes the least memory of all
                     self._too_many[memory_by] = sequences
@@ -336,8 +325,7 @@ class _Search:
 def configured(config: Config, schedule: BatchSchedule, strategy: Strategy) -> Config:
     """Return the configuration with a strategy and the hyperparameters of its batch.
 
-    Switches are left to the run, which measures whether they add up faster: no rate of theirs is known before. Raises
-    ``ValueError`` where settings do not go together.
+    Raises ``ValueError`` where settings do not go together.
     """
     training = replace(
         config.training,
@@ -346,10 +334,8 @@ def configured(config: Config, schedule: BatchSchedule, strategy: Strategy) -> C
         max_samples=schedule.max_samples,
         precision=strategy.precision,
         reduction=strategy.reduction,
-        in_network="auto",
         reduce_dtype=strategy.reduce_dtype,
         bucket_bytes=strategy.bucket_bytes,
-        shard_gradients=strategy.shard_gradients,
         recompute=strategy.recompute,
         cuda_graphs=strategy.pipeline == 1,  # what stages send one another is not captured
     )

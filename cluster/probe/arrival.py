@@ -14,8 +14,8 @@ from datetime import timedelta
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from bert.parallel.joining.launch import Launch
-from bert.parallel.joining.master_port import require_free_port
+from bert.parallel.launch import Launch
+from bert.parallel.master_port import require_free_port
 from cluster.probe.machine import scontrol_show
 
 # Short beside an arrival, long beside a question to the store.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 import time
 from collections.abc import Sequence
@@ -16,11 +15,11 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from bert.parallel.collectives import agreed_integer
-from bert.parallel.joining.launch import Launch
+from bert.parallel.launch import Launch
 from bert.parallel.mesh import Mesh, join_mesh, leave_mesh
 from cluster.probe.arrival import meet
 from cluster.probe.collectives import WrongResult, measure_collectives
-from cluster.probe.computations import UNKNOWN, measure_computations, measure_contention
+from cluster.probe.computations import measure_computations, measure_contention
 from cluster.probe.computing import cells_of, gather_numbers, measure_rates
 from cluster.probe.findings import SCREENING, Measured, find_leaves, find_outliers, sentence
 from cluster.probe.links import Paths, measure_paths
@@ -43,9 +42,6 @@ SHARES = {
     "collectives": 0.2,
 }
 """Of the seconds that are asked for, what each kind of measuring is to take: all of them together."""
-
-_SHORT_S, _SHORT_TURNS, _SHORT_LIMIT_S = 3.0, 3, 10.0
-"""Of measuring in a short probe, which takes longer where ranks wait for others in every turn, and its end."""
 
 
 @dataclass(frozen=True)
@@ -102,16 +98,6 @@ def probe(
         del store  # last of all: rank 0 serves it to the others
 
 
-def short_probe(mesh: Mesh) -> list[str]:
-    """Probe ranks that have joined already, within ten seconds where devices and links are as fast as usual.
-
-    Every rank must call it at the same time; where measuring takes long, there is no second look. Returns what was found,
-    on rank 0; [] on the others.
-    """
-    view = _measure(mesh, _SHORT_S, _SHORT_TURNS, limit=_SHORT_LIMIT_S)
-    return [] if view is None else report(view)
-
-
 def report(view: View) -> list[str]:
     """Lines that say what was found."""
     many = len(view.ranks)
@@ -124,7 +110,7 @@ def report(view: View) -> list[str]:
 
 # Computations that need gradients enable them by themselves.
 @torch.no_grad()
-def _measure(mesh: Mesh, seconds: float, turns: int, data: Path | None = None, limit: float = math.inf) -> View | None:
+def _measure(mesh: Mesh, seconds: float, turns: int, data: Path | None = None) -> View | None:
     """The view, on rank 0; None on the others."""
     start = time.perf_counter()
     # Facts go to all ranks, since each computes the same schedule from them; as bytes, so that nothing is unpickled.
@@ -153,17 +139,14 @@ def _measure(mesh: Mesh, seconds: float, turns: int, data: Path | None = None, l
     # Devices and paths; where rank 0 finds something suspicious, it has all ranks measure them once more.
     measured = once()
     suspicious = False
-    # Only where there is time for as much again, and for the collectives that follow: over slow links twice their share.
-    if mesh.is_main and 2 * (time.perf_counter() - start) + 0.4 * seconds < limit:
+    if mesh.is_main:
         # Screening has a limit of its own, much lower: a second look costs time, a missed fault more.
         suspicious = bool(find_outliers(measured, find_leaves(measured)[0], chance=SCREENING))
     # Every rank takes part in this agreement, whether suspicious or not: else the others would wait for ever.
     if agreed_integer(int(suspicious), mesh):
         measured = _all_turns(measured, once())
-    computations, contention = [], UNKNOWN
-    if limit == math.inf:  # many kinds, each of which takes its time; they are for predictions, and name nothing slow
-        contention = measure_contention(mesh, _processors(every), seconds_for["contention"])
-        computations = measure_computations(mesh, _processors(every), seconds_for["computations"])
+    contention = measure_contention(mesh, _processors(every), seconds_for["contention"])
+    computations = measure_computations(mesh, _processors(every), seconds_for["computations"])
     for line in watch_others(mesh, before, every):
         if mesh.is_main:
             complain(line, "warning")

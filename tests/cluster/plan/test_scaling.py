@@ -44,7 +44,7 @@ def test_the_table_has_what_the_curve_has(points: list[ScalingPoint], tmp_path: 
         rows = list(csv.DictReader(file))
     assert [int(row["accelerators"]) for row in rows] == [point.accelerators for point in points]
     for row, point in zip(rows, points, strict=True):
-        for name in ("reduction", "tensor", "pipeline", "shard_gradients"):
+        for name in ("reduction", "tensor", "pipeline"):
             assert row[name] == str(getattr(point.plan.strategy, name))
         assert float(row["minutes"]) == pytest.approx(point.minutes, rel=1e-5)
         assert float(row["low_minutes"]) < float(row["minutes"]) < float(row["high_minutes"])

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from bert.parallel.joining.launch import Launch
+from bert.parallel.launch import Launch
 from cluster.probe.arrival import describe_absent, slurm_hosts
 from cluster.probe.machine import Facts, nearest_card, network_cards, nvlink_clique, slurm_switches, switches_of
 from cluster.view import Card

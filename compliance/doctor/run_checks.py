@@ -1,0 +1,196 @@
+"""Check what a run reads and writes: recipe, packages, caches, data, results, source."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal
+
+from compliance.doctor.diagnosis import Diagnosis, fail, fail_or_warn, ok, warn
+from compliance.doctor.host import ExaminedHost
+from compliance.doctor.layout import IntendedRun, RunLayout
+from compliance.doctor.machine import Machine
+from compliance.doctor.storage import Mount, storage_of
+from compliance.doctor.system import version
+from compliance.log import rules
+from compliance.log.rules import SUBMISSION_RUNS
+from console.processes import Output
+
+DRY_RUN_TIMEOUT_S = 300.0
+VERIFY_TIMEOUT_S = 3600.0
+
+
+@dataclass(frozen=True)
+class ExaminedRun:
+    """The run that is intended, with all that is known about it."""
+
+    intended: IntendedRun
+    layout: RunLayout
+    host: ExaminedHost
+    machine: Machine
+    mounts: Sequence[Mount]
+    pytorch: Mapping[str, Any]
+
+    def folder(self, name: Literal["train", "evaluation"]) -> Path | None:
+        """Return a data set of the run."""
+        given = self.intended.data
+        if given is None:
+            return self.layout.named_path("data", name)
+        inside = given / name
+        # A folder without train and evaluation in it is a data set itself.
+        return inside if inside.exists() or self.layout.recipe else given if name == "train" else None
+
+    @property
+    def results(self) -> Path | None:
+        """The run's results/ folder."""
+        return self.intended.results or self.layout.named_path("log", "results")
+
+    @property
+    def system_file(self) -> Path | None:
+        """The system description."""
+        name = self.layout.setting("log", "system")
+        in_results = self.results / "systems" / f"{name}.json" if self.results and name else None
+        return self.intended.system or in_results
+
+
+def check_recipe(run: ExaminedRun) -> Iterator[Diagnosis]:
+    """Name the ranks of the run; the dry run checks that they can share its batch."""
+    layout = run.layout
+    division = f"{layout.nodes} node(s) x {layout.ranks} rank(s)"
+    if not layout.recipe:
+        yield ok("recipe", "none given: only the machine is examined (--recipe NAME examines a run)")
+    elif layout.ranks % layout.tensor:
+        remedy = "change the number of ranks (NPROC), or --parallel.tensor"
+        yield fail("recipe", f"groups of {layout.tensor} tensor-parallel ranks cannot share {division}", remedy)
+    else:
+        batch = layout.setting("training", "global_batch_size")
+        yield ok("recipe", f"{layout.recipe}: a batch of {batch} over {division}")
+
+
+def check_packages() -> Iterator[Diagnosis]:
+    """Check that the official package is installed and has the newest rules."""
+    installed, rules_file = version("mlperf-logging"), f"training_{rules.NEWEST_RULESET}/closed_bert.yaml"
+    if not installed or not (resources.files("mlperf_logging.compliance_checker") / rules_file).is_file():
+        found = f"{installed or 'not installed'}: no rules of BERT for {rules.NEWEST_RULESET}"
+        yield fail("mlperf-logging", found, "install the pinned packages: rm -r .venv, and run run_and_time.sh again")
+    else:
+        yield ok("mlperf-logging", f"{installed}, with the rules of {rules.NEWEST_RULESET}")
+
+
+def check_caches(run: ExaminedRun) -> Iterator[Diagnosis]:
+    """Open the switch that drops caches for writing, which drops nothing; root in a container may not."""
+    switch = run.host.path("/proc/sys/vm/drop_caches")
+    try:
+        os.close(os.open(switch, os.O_WRONLY))
+    except OSError as error:
+        # -l asks whether the command would be allowed; -n asks for no password.
+        if run.host.run("sudo", "-n", "-l", "sysctl", "-q", "vm.drop_caches=3", timeout_s=10).answer:
+            yield ok("caches", "may be dropped by sudo, as launch/slurm.sub does")
+            return
+        found = f"may not be dropped before the run: {switch}: {error.strerror}"
+        remedy = (
+            "run as root, in a container with --privileged, or allow sudo sysctl (Slurm: see launch/slurm.sub; TR 6.1)"
+        )
+        yield fail_or_warn("caches", run.layout.is_closed, found, remedy)
+    else:
+        yield ok("caches", "may be dropped before the run")
+
+
+def check_storage(run: ExaminedRun) -> Iterator[Diagnosis]:
+    """Check that the data lie on durable storage (TR 6.1)."""
+    folders = [run.folder("train"), run.folder("evaluation")]
+    for folder in dict.fromkeys(folder for folder in folders if folder and folder.exists()):
+        storage = storage_of(folder, run.mounts)
+        found = f"{folder} lies on {storage.description}"
+        if storage.durability == "memory":
+            remedy = "put the data on a disk: the rules want durable storage (TR 6.1)"
+            yield fail_or_warn("data", run.layout.is_closed, found, remedy)
+        elif storage.durability == "durable":
+            yield ok("data", found)
+        else:
+            yield warn("data", found, "mount the data into the container from a disk of the host")
+
+
+def check_results(run: ExaminedRun) -> Iterator[Diagnosis]:
+    """Check what results lie on, and what is there already; the dry run checks that they can be written."""
+    results = run.results
+    if results is None:
+        return
+    storage = storage_of(results, run.mounts)
+    folder = results / str(run.layout.setting("log", "system") or "") / "bert"
+    there = sum(bool(rules.RESULT_FILE.fullmatch(path.name)) for path in folder.glob("*"))
+    found = f"{results}, on {storage.description}: {there} log(s) of this system already"
+    if storage.durability == "memory":
+        yield warn("results", f"{results} lies on {storage.description}", "choose a folder on a disk (--log.results)")
+    elif there >= SUBMISSION_RUNS and run.layout.is_closed:
+        remedy = "move them away (with metrics_*), or set log.system to another name"
+        yield warn("results", f"{found}, and a submission has {SUBMISSION_RUNS}", remedy)
+    else:
+        yield ok("results", found)
+
+
+def check_source(run: ExaminedRun) -> Iterator[Diagnosis]:
+    """Check that the commit of the source is known, and that no file differs from it."""
+    # Results and data change with every run and are no source.
+    status = run.host.run("git", "status", "--porcelain", "--", ".", ":!results", ":!data", timeout_s=30)
+    changed = status.text.splitlines()
+    built_from = run.host.environment.get("MLPERF_BERT_COMMIT", "unknown")
+    if status.trouble and built_from == "unknown":
+        yield warn(
+            "source", "its commit is unknown", "run from a checkout, or build the image with --build-arg REVISION"
+        )
+    elif status.trouble:
+        yield ok("source", f"an image built from commit {built_from[:12]}")
+    elif changed:
+        # Two letters of state and a space come first.
+        files = ", ".join(line[3:] for line in changed[:3]) + (" ..." if len(changed) > 3 else "")
+        remedy = (
+            "commit them: the log names the commit, and a submission holds the source that was run (SR Source code)"
+        )
+        yield warn("source", f"{len(changed)} file(s) differ from the commit: {files}", remedy)
+    else:
+        head = run.host.run("git", "rev-parse", "--short", "HEAD").answer.strip()
+        yield ok("source", f"commit {head}, without changes")
+
+
+def check_dry_run(run: ExaminedRun) -> Iterator[Diagnosis]:
+    """Ask the trainer for its own checks: data, vocabulary, settings, the free number of the result."""
+    if not run.layout.recipe:
+        return
+    arguments = ["-m", "bert.train", run.layout.recipe, "--dry-run"]
+    given = {"log.results": run.intended.results, "data.initial-checkpoint": run.intended.checkpoint}
+    if run.intended.data:
+        given |= {"data.train": run.folder("train"), "data.evaluation": run.folder("evaluation")}
+    for name, path in given.items():
+        # Absolute, as the trainer starts in the repository.
+        arguments += [f"--{name}", str(path.absolute())] if path else []
+    # One process, which checks the shares of as many ranks as the run will have.
+    environment = {"WORLD_SIZE": str(run.layout.world_size)}
+    output = run.host.python(*arguments, timeout_s=DRY_RUN_TIMEOUT_S, environment=environment)
+    yield _last_line("dry run", output, "do what it says; python -m bert.train RECIPE --dry-run asks again")
+
+
+def check_data(run: ExaminedRun) -> Iterator[Diagnosis]:
+    """Check every byte of the data against the manifest, which takes as long as reading the data."""
+    for name in ("train", "evaluation"):
+        folder = run.folder(name)
+        if folder is None or not folder.exists():  # the dry run names the command that makes it
+            continue
+        if run.intended.quick:
+            yield warn("data", f"{folder} was not read", "omit --quick once, before the first run")
+        else:
+            begin = time.monotonic()
+            arguments = ("-m", "dataloading", "verify", str(folder.absolute()))
+            output = run.host.python(*arguments, timeout_s=VERIFY_TIMEOUT_S)
+            remedy = "copy it again, or make it again (docs/data.md)"
+            yield _last_line("data", output, remedy, f"; read in {time.monotonic() - begin:.0f} s")
+
+
+def _last_line(subject: str, output: Output, remedy: str, note: str = "") -> Diagnosis:
+    if output.trouble:
+        return fail(subject, output.complaint[:400], remedy)
+    return ok(subject, output.text.strip().splitlines()[-1][:400] + note)

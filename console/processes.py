@@ -1,0 +1,92 @@
+"""Run another program to its end and read its output."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Output:
+    """What a program printed, and how it ended.
+
+    Attributes:
+        text: standard output. Bytes that are not UTF-8 are kept as surrogates, so that file names can be opened.
+        errors: standard error.
+        trouble: why there is no answer, in words; empty if the program ended with status 0.
+        missing: whether the program does not exist.
+    """
+
+    text: str = ""
+    errors: str = ""
+    trouble: str = ""
+    missing: bool = False
+
+    @property
+    def answer(self) -> str:
+        """Standard output of a program that succeeded, otherwise an empty text."""
+        return "" if self.trouble else self.text
+
+    @property
+    def complaint(self) -> str:
+        """The last line on standard error, otherwise the trouble: what to show if the program failed."""
+        lines = self.errors.strip().splitlines()
+        return lines[-1].removeprefix("error: ") if lines else self.trouble
+
+
+def run(
+    command: Sequence[str | Path],
+    *,
+    timeout_s: float | None = None,
+    folder: Path | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> Output:
+    """Run a program without standard input. Raises nothing for a program that is missing, fails or hangs.
+
+    The program gets a session of its own. After `timeout_s`, and on Ctrl-C, it is killed with its children.
+
+    Args:
+        environment: all variables of the program; by default the variables of this process.
+    """
+    name = Path(command[0]).name
+    try:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            encoding="utf-8",
+            errors="surrogateescape",
+            env=environment,
+            cwd=folder,
+            start_new_session=True,
+        )
+    except FileNotFoundError:
+        return Output(trouble=f"no command {name} here", missing=True)
+    except OSError as error:
+        return Output(trouble=f"{name} cannot be started: {error.strerror}")
+    try:
+        text, errors = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        _kill_session(process)
+        return Output(trouble=f"{name} gave no answer within {timeout_s:g} s")
+    except BaseException:  # Ctrl-C does not reach another session
+        _kill_session(process)
+        raise
+    return Output(text, errors, f"{name} failed with status {process.returncode}" if process.returncode else "")
+
+
+def _kill_session(process: subprocess.Popen[str]) -> None:
+    with suppress(OSError):
+        os.killpg(process.pid, signal.SIGKILL)
+    # A process that waits for a dead network disk cannot be killed. It is left behind.
+    with suppress(OSError, subprocess.TimeoutExpired):
+        process.communicate(timeout=2)
+    for pipe in (process.stdout, process.stderr):
+        if pipe:
+            pipe.close()

@@ -1,0 +1,46 @@
+"""Running a program: its output, its failure, its time limit."""
+
+import sys
+import time
+from pathlib import Path
+
+from console.processes import run
+
+
+def test_output_and_errors_are_read_and_bytes_of_names_survive() -> None:
+    done = run(
+        [sys.executable, "-c", r"import sys; sys.stdout.buffer.write(b'a\xff\n'); print('why', file=sys.stderr)"]
+    )
+    assert (done.answer, done.errors, done.trouble) == ("a\udcff\n", "why\n", "")
+
+
+def test_a_failure_keeps_the_output_and_has_no_answer() -> None:
+    done = run([sys.executable, "-c", "print('half'); raise SystemExit('error: disk full')"])
+    assert (done.text, done.answer, done.complaint) == ("half\n", "", "disk full")
+    assert "status 1" in done.trouble
+
+
+def test_a_missing_program_is_said() -> None:
+    done = run(["/nonexistent/program"])
+    assert done.missing
+    assert "program" in done.trouble
+
+
+def test_a_program_that_hangs_is_killed_with_its_children(tmp_path: Path) -> None:
+    number = tmp_path / "child"
+    hanging = f"sleep 600 & echo $! > {number}; wait"
+    done = run(["bash", "-c", hanging], timeout_s=2)
+    assert "2 s" in done.trouble
+    if number.exists():  # a busy machine may not have started the child within the limit
+        child = Path("/proc", number.read_text().strip(), "stat")
+        patience = time.monotonic() + 60
+        while is_alive(child):
+            assert time.monotonic() < patience
+            time.sleep(0.01)
+
+
+def is_alive(stat: Path) -> bool:
+    try:
+        return stat.read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
