@@ -15,23 +15,20 @@ from kernels.reference.lamb import LambHyperparameters, LambSegments, LambState,
 from kernels.reference.ops import compute_dtype, cross_entropy_sum, masked_lm_logits
 from kernels.reference.random import Dropout
 from kernels.registry import Functions, Implementation, Op
+from kernels.weight_gradient import accumulate_weight_gradient
 
 _Parameters = ParamSpec("_Parameters")
 _Returned = TypeVar("_Returned")
 
 
 def _pytorch() -> Functions:
-    from kernels.libraries import pytorch, pytorch_fp8, pytorch_products
+    from kernels.libraries import pytorch, pytorch_fp8
 
     return {
         "varlen_attention": (pytorch.varlen_attention, None),
         "varlen_self_attention": (pytorch.varlen_self_attention, None),
         "dropout_add_layer_norm": (pytorch.dropout_add_layer_norm, None),
         "embedding_layer_norm": (pytorch.embedding_layer_norm, None),
-        "accumulate_weight_gradient": (
-            pytorch_products.accumulate_weight_gradient,
-            pytorch_products.unsupported_reasons,
-        ),
         "scaled_matmul": (pytorch_fp8.scaled_matmul, pytorch_fp8.unsupported_reasons),
     }
 
@@ -102,12 +99,6 @@ def _op(
     return Op(definition, {"cuda": (*fast, plain), "cpu": (*others, plain, *compiled)})
 
 
-def _pytorch_op(definition: Callable[_Parameters, _Returned]) -> Op[_Parameters, _Returned]:
-    """Make an op that PyTorch computes on a GPU; on a CPU PyTorch has no such product, or a slow one."""
-    plain = Implementation("reference", lambda: {definition.__name__: (definition, None)})
-    return Op(definition, {"cuda": (_PYTORCH, plain), "cpu": (plain, _PYTORCH)})
-
-
 _ATTENTIONS = _TRITON, _FLASH_ATTN, _PYTORCH_ATTENTION
 varlen_attention = _op(reference.varlen_attention, *_ATTENTIONS, capturable=False)
 varlen_self_attention = _op(reference.varlen_self_attention, *_ATTENTIONS, capturable=False)
@@ -116,8 +107,6 @@ dense_gelu = _op(reference.dense_gelu, _TRITON)
 bias_gelu = _op(reference.bias_gelu, _TRITON)
 embedding_layer_norm = _op(reference.embedding_layer_norm, _TRITON, _PYTORCH_NORM)
 masked_lm_loss = _op(reference.masked_lm_loss, _TRITON)
-# There is no Triton kernel: cuBLAS adds to the gradient in the epilogue of its product.
-accumulate_weight_gradient = _pytorch_op(reference.accumulate_weight_gradient)
 lamb_step = _op(lamb.lamb_step, _TRITON)
 lamb_directions = _op(lamb.lamb_directions, _TRITON)
 lamb_apply = _op(lamb.lamb_apply, _TRITON)
@@ -132,7 +121,9 @@ attention_cast_fp8 = _op(attention_fp8.attention_cast_fp8, _TRITON, capturable=F
 attention_backward_cast_fp8 = _op(attention_fp8.attention_backward_cast_fp8, _TRITON, capturable=False)
 add_norm_cast_fp8 = _op(layer_norm_fp8.add_norm_cast_fp8, _TRITON)
 add_norm_backward_cast_fp8 = _op(layer_norm_fp8.add_norm_backward_cast_fp8, _TRITON)
-scaled_matmul = _pytorch_op(fp8.scaled_matmul)
+_REFERENCE_PRODUCT = Implementation("reference", lambda: {"scaled_matmul": (fp8.scaled_matmul, None)})
+# On a CPU PyTorch's product is several times as slow.
+scaled_matmul = Op(fp8.scaled_matmul, {"cuda": (_PYTORCH, _REFERENCE_PRODUCT), "cpu": (_REFERENCE_PRODUCT, _PYTORCH)})
 
 # Collected from the module itself, so that no op can be left out of the table.
 OPS: dict[str, Op[..., Any]] = {op.name: op for op in tuple(globals().values()) if isinstance(op, Op)}

@@ -280,7 +280,7 @@ def casts_of(x_RC: Tensor, amax: float, dtype: torch.dtype) -> tuple[Tensor, Ten
     return *casts, sums, largest
 
 
-@pytest.mark.parametrize(("case", "amax"), zip(FUSED, cycle([0.0, 1e9]), strict=False), ids=str)
+@pytest.mark.parametrize(("case", "amax"), list(zip(FUSED, cycle([0.0, 1e9]), strict=False)), ids=str)
 def test_kernels_with_casts_are_the_plain_ones_with_a_cast_behind(case: Case, amax: float) -> None:
     """To the last bit, rows that are no sequence's and the padding of the transpose included."""
     args, _ = case.draw(0)
