@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed.rendezvous import rendezvous
 
 from bert.configuration.sections import ParallelConfig
@@ -178,6 +178,7 @@ def join_mesh(
     timeout: timedelta = TIMEOUT,
     parallel: ParallelConfig | None = None,
     left_out: Collection[str] | None = None,
+    arrival: timedelta | None = None,
 ) -> Mesh:
     """Join the run that the launcher describes in the environment; without one, a run of a single process.
 
@@ -219,8 +220,9 @@ def join_mesh(
         # init_process_group would make the store by itself; here the store is asked who is there before there is a
         # group.
         with explained_store_errors():
-            store, _, _ = next(rendezvous("env://", launch.rank, launch.world_size, timeout=timeout))
-            attempt = agree_on_attempt(store, launch.rank, launch.world_size, timeout.total_seconds())
+            attempt_s = (arrival or timeout).total_seconds()
+            store = _open_store(launch, timeout + (arrival or timeout))
+            attempt = agree_on_attempt(store, launch, attempt_s)
             store = PrefixStore(attempt, store)  # keys of earlier attempts are out of sight
             if left_out is not None:
                 launch, absent = take_part(store, launch, left_out)
@@ -246,6 +248,15 @@ def join_mesh(
         hosts,
         absent,
     )
+
+
+def _open_store(launch: Launch, timeout: timedelta) -> Store:
+    """Open the store where ranks meet: the one of torchrun's agent, otherwise one that rank 0 serves."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return next(rendezvous("env://", launch.rank, launch.world_size, timeout=timeout))[0]
+    # PyTorch's rendezvous would wait for all ranks here and would not say which ones are missing.
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return TCPStore(address, port, None, launch.rank == 0, timeout, wait_for_workers=False, multi_tenant=True)
 
 
 def require_gpus(processes: int) -> None:

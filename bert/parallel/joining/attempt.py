@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 from torch._C._distributed_c10d import Store
 
-from bert.parallel.joining.launch import lost_launcher
+from bert.parallel.joining.launch import Launch, host_of, lost_launcher
 
 _LONGEST_PAUSE_S = 1.0
 
@@ -35,18 +35,18 @@ def explained_store_errors() -> Iterator[None]:
         ) from None
 
 
-def agree_on_attempt(store: Store, rank: int, world_size: int, seconds: float) -> str:
-    """A name that all processes get that are there now, and that no others ever got.
+def agree_on_attempt(store: Store, launch: Launch, seconds: float) -> str:
+    """Agree on a name for this attempt, which no earlier attempt had and which all present processes get.
 
     Rank 0 makes it up, and the others answer to it. They take it when rank 0 has heard all of them, but not where it had
     before they came. Raises ``ValueError`` after ``seconds``, on rank 0 with the ranks that are missing.
     """
-    if rank:
-        return _follow(store, rank, seconds)
+    if launch.rank:
+        return _follow(store, launch.rank, seconds)
     # Random, as no number is counted alike on all hosts, and as the store still has the names of earlier attempts.
     name = os.urandom(8).hex()
     store.set("attempt", name)
-    missing = [f"{name}/{other}" for other in range(1, world_size)]
+    missing = [f"{name}/{other}" for other in range(1, launch.world_size)]
 
     def heard() -> bool:
         while missing and store.check([missing[-1]]):  # one key a request, and none again that has been seen
@@ -55,10 +55,10 @@ def agree_on_attempt(store: Store, rank: int, world_size: int, seconds: float) -
 
     if not _in_time(heard, seconds):
         # The list still has those behind the first absent one, after whom nobody has asked.
-        absent = [key for key in missing if not store.check([key])]
-        ranks = ", ".join(key.partition("/")[2] for key in absent[:8])
+        absent = [int(key.partition("/")[2]) for key in missing if not store.check([key])]
+        ranks = ", ".join(f"rank {rank}{host_of(rank, launch)}" for rank in absent[:8])
         raise ValueError(
-            f"{len(absent)} of {world_size} ranks have not come within {seconds:.0f} s (rank {ranks}"
+            f"{len(absent)} of {launch.world_size} ranks have not come within {seconds:.0f} s ({ranks}"
             f"{' and others' if len(absent) > 8 else ''}): see whether their processes were started, and reach MASTER_ADDR"
         )
     store.set(f"{name}/complete", "")
