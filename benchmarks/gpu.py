@@ -169,7 +169,7 @@ def _run(function: str, path: Path, settings: Settings, seconds: float) -> int |
     except subprocess.TimeoutExpired:
         return None
     finally:
-        # The whole group: a part starts compilers and sanitizers of its own.
+        # The whole group: a part starts compilers of its own.
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()

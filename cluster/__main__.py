@@ -176,7 +176,6 @@ def _place(
     view: Positional[Path],
     nodes: int | None = None,
     group: int = 1,
-    apart: bool = False,
     tasks_per_node: int = 1,
     out: Path | None = None,
 ) -> None:
@@ -185,28 +184,26 @@ def _place(
     Args:
         view: cluster.json, as `probe` writes it.
         nodes: Hosts to take; all of them unless given.
-        group: Hosts next to each other in the order that talk the most, such as the stages of a pipeline.
-        apart: The hosts of a group go under different leaves, so that one switch does not take all of them.
+        group: Consecutive hosts that communicate the most, such as the stages of a pipeline.
         tasks_per_node: Lines for each host in the file.
         out: File for `SLURM_HOSTFILE`, which srun and sbatch read with `--distribution=arbitrary`.
     """
-    from cluster.placement import Placing, cost, place
+    from cluster.placement import cost, place
     from cluster.view import read_view
     from console.files import write_atomically
 
     seen = read_view(view)
     if tasks_per_node < 1:
         raise ValueError(f"--tasks-per-node is {tasks_per_node}, expected at least 1")
-    placing = Placing(len(seen.hosts) if nodes is None else nodes, group, apart)
     paths = [host.switches for host in seen.hosts]
-    order = place(paths, placing)
+    order = place(paths, len(paths) if nodes is None else nodes, group)
     width = max(len(seen.hosts[host].name) for host in order)
     say(f"{'node rank':>9}  {'host':{width}}  switches, from the top to the leaf")
     for number, host in enumerate(order):
         say(f"{number:9}  {seen.hosts[host].name:{width}}  {' / '.join(paths[host])}")
     say()
     # The cost of the first so many hosts of the file is what one gets without placing anything.
-    before, after = (cost([paths[host] for host in each], placing) for each in (range(placing.nodes), order))
+    before, after = (cost([paths[host] for host in each], group) for each in (range(len(order)), order))
     # Without switches all orders cost the same, so the table is still right but prefers nothing.
     if seen.switches_from == "unknown":
         say(f"{view} says nothing of switches, so there is no order to prefer")

@@ -1,24 +1,18 @@
-"""Check every implementation of every op: errors against a float64 oracle, and memory accesses under compute-sanitizer.
+"""Check every implementation of every op: its errors against a float64 oracle.
 
 Shape legend in ``kernels/__init__.py``.
 """
 
-import os
-import shutil
-import subprocess
-import sys
-import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from benchmarks.gpu_parts.cases import Case, call, cases, drawn_model
 from benchmarks.gpu_parts.fp8 import Fp8Case, fp8_cases
-from benchmarks.gpu_parts.measuring.report import Figure, NotUsableError, PartReport
+from benchmarks.gpu_parts.measuring.report import Figure
 from benchmarks.gpu_parts.measuring.scale import Context
 from kernels import (
     OPS,
@@ -29,11 +23,6 @@ from kernels import (
     accumulate_weight_gradient,
     lamb_step,
 )
-
-_PART = Path(__file__).with_name("part.py")
-_TOOLS = ("memcheck", "racecheck")
-# An exit status that the program under the tool does not use.
-_ERRORS_FOUND = 99
 
 
 def correctness(context: Context) -> None:
@@ -60,71 +49,6 @@ def correctness(context: Context) -> None:
     worst = max((row.figure or 0 for row in checked), default=None)
     note = f"{len(checked)} checked, {len(context.report.failures)} wrong"
     context.report.add(Figure("largest error", figure=worst, unit="of allowed error", note=note, page=True))
-    # Last: they start processes of their own.
-    for tool in _TOOLS:
-        context.report.attempt(f"compute-sanitizer {tool}", partial(_sanitizer_row, context, tool))
-
-
-def one_call_each(context: Context) -> None:
-    """Call each Triton kernel once on one shape, for ``compute-sanitizer``."""
-    # One small case each: the tool slows kernels down many times.
-    model = drawn_model(context.scale.model, context.device)
-    lengths = [17, 1, 0] if context.tiny else [130, 37, 1, 0]
-    calls: dict[str, Callable[[], object]] = {}
-    for case in cases(model, lengths, 11, context.low_precision, counting=True):
-        calls[case.op] = partial(_both_ways, case)
-    for case in fp8_cases(model, sum(lengths)):
-        # Not every op has a kernel of Triton's.
-        name = "triton" if "triton" in OPS[case.op].implementations else "pytorch"
-        calls[case.title] = partial(case.results, partial(call, case.op, name))
-    step = partial(call, lamb_step.name, "triton")
-    calls[lamb_step.name] = partial(_lamb_steps, context, step, torch.float32, [1030, 77, 5], steps=1)
-    for title, made in calls.items():
-        context.report.attempt(title, partial(_called, title, made))
-
-
-def _both_ways(case: Case) -> None:
-    function = partial(call, case.op, "triton")
-    case.forward_and_gradients(function, case.upstream(function))
-
-
-def _called(title: str, made: Callable[[], object]) -> Figure:
-    made()
-    return Figure(title, note="called")
-
-
-def _sanitizer_row(context: Context, tool: str) -> Figure:
-    program = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
-    if program is None:
-        raise NotUsableError("compute-sanitizer is not installed")
-    if not context.on_gpu:
-        raise NotUsableError("looks at what a GPU does")
-    return sanitized(context, tool, [program, "--tool", tool, "--error-exitcode", str(_ERRORS_FOUND)])
-
-
-def sanitized(context: Context, tool: str, command: list[str]) -> Figure:
-    """Return a row with the findings of ``compute-sanitizer``, started by ``command``, in one call of each kernel."""
-    name = f"compute-sanitizer {tool}"
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "one_call_each.json"
-        part = [sys.executable, str(_PART), "benchmarks.gpu_parts.correctness:one_call_each", str(file), "500"]
-        part += ["--device", context.device.type, *(["--tiny"] if context.tiny else [])]
-        # Every tensor gets memory of its own, behind whose end the tool can see.
-        environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-        done = subprocess.run([*command, *part], env=environment, check=False, capture_output=True, text=True)
-        report = PartReport.load(file)
-    said = [line.strip("= ") for line in (done.stdout + done.stderr).splitlines() if line.startswith("=====")]
-    if done.returncode == _ERRORS_FOUND:
-        # Errors of the tool first: under it the program may end well all the same.
-        return Figure(name, note=f"WRONG: {'; '.join(said)[:400]}", page=True)
-    if not report.complete or report.failures:
-        why = "; ".join(f"{row.name}: {row.note}" for row in report.failures) or report.error
-        raise RuntimeError(f"the program under it did not end well: {why}; {' '.join(said)[:200]}")
-    called = sum(row.note == "called" for row in report.rows)
-    # A report in which nothing was called would pass for a clean one.
-    if not called:
-        raise RuntimeError(f"no op could be called: {report.rows[0].note}")
-    return Figure(name, note=f"{said[-1] if said else 'says nothing'}, {called} ops called", page=True)
 
 
 def _awkward_lengths(context: Context) -> list[int]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu_parts.ceilings import Ceilings
-from benchmarks.gpu_parts.measuring.budget import split, synchronisations
+from benchmarks.gpu_parts.measuring.profiled import split, synchronisations
 from benchmarks.gpu_parts.measuring.report import Figure, NotUsableError
 from benchmarks.gpu_parts.measuring.scale import Context, micro_batches, training_flop
 from benchmarks.gpu_parts.measuring.timing import measured, timed_row

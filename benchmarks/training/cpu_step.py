@@ -1,13 +1,11 @@
-"""Measure a training step on a CPU (forward, backward, optimizer): real tokens only, against padded.
+"""Measure a training step on a CPU (forward, backward, optimizer): this model on real tokens, Hugging Face's on padded rows.
 
-    python benchmarks/training/cpu_step.py [--workload tiny] [--repeats N] [--dropout P] [--out FILE]
+    python benchmarks/training/cpu_step.py [--workload tiny] [--repeats N] [--out FILE]
 
-Three sides take the same step on the same samples and, at the start, with the same weights: this model on real tokens
-only with LAMB, the same with every sequence filled up to the maximum length, and Hugging Face's ``BertForPreTraining`` on
-the padded batch with attention mask, scaled-dot-product attention and PyTorch's fused AdamW. Before the clock the first and
-the last must agree on the loss. Where the processor multiplies bf16, a fourth side is the first with its products in bf16.
-Every repeat draws new samples and runs the sides in turn, so that other load on the machine falls on all of them; times are
-medians, ratios are medians of the ratios of a repeat. Collating samples into a batch is not timed on any side.
+Both sides take the same step on the same samples and begin with the same weights: this model with LAMB, and Hugging Face's
+``BertForPreTraining`` with attention mask, scaled-dot-product attention and PyTorch's fused AdamW. Before the clock they
+must agree on the loss. A processor that multiplies bf16 adds a third side: this model with products in bf16. Each repeat
+draws new samples and runs the sides in turn. Times are medians; ratios are medians over repeats. Collating is not timed.
 """
 
 import importlib.util
@@ -15,7 +13,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -43,18 +41,16 @@ Prepare = Callable[[Samples], Callable[[], None]]
 """Collates samples, and returns the step to time."""
 
 SEQUENCES = 32
-OURS, OURS_PADDED, HUGGING_FACE, OURS_BF16 = "ours", "ours, padded", "Hugging Face, padded", "ours, bf16"
+OURS, HUGGING_FACE, OURS_BF16 = "ours", "Hugging Face, padded", "ours, bf16"
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings: what to measure."""
+    """What to measure."""
 
     workload: Literal["wikipedia", "tiny"] = "wikipedia"
     """wikipedia: 6 layers of 256, 30,522 words, Wikipedia's lengths, 2 threads; tiny: the built-in default, 1 thread."""
     repeats: int = 7
-    dropout: float = 0.1
-    """On all sides, hidden and attention; BERT's own is 0.1."""
     out: Path | None = None
     """Write the figures here as JSON."""
 
@@ -73,18 +69,15 @@ class Workload:
 
     def samples(self, seed: int) -> Samples:
         """``SEQUENCES`` synthetic samples, longest first as the loader has them."""
-        # A generator for each repeat: all sides meet the same samples.
         lengths = self.draw_lengths(np.random.default_rng(seed), SEQUENCES)
         return synthetic_samples(-np.sort(-lengths), self.model.vocab_size, seed)
 
 
 def workload(settings: Settings) -> Workload:
-    """The workload of that name."""
+    """Return the workload that the settings name."""
     if settings.workload == "tiny":
-        load = Workload(ModelConfig(2, 128, 4, 512, 1024, 128), tiny_lengths, threads=1)
-    else:
-        load = Workload(ModelConfig(6, 256, 4, 1024, 30522, 512), drawn_lengths, threads=2)
-    return replace(load, model=replace(load.model, hidden_dropout=settings.dropout, attention_dropout=settings.dropout))
+        return Workload(ModelConfig(2, 128, 4, 512, 1024, 128), tiny_lengths, threads=1)
+    return Workload(ModelConfig(6, 256, 4, 1024, 30522, 512), drawn_lengths, threads=2)
 
 
 def tiny_lengths(generator: np.random.Generator, count: int) -> NDArray[np.int64]:
@@ -95,18 +88,17 @@ def tiny_lengths(generator: np.random.Generator, count: int) -> NDArray[np.int64
 
 def multiplies_bf16() -> bool:
     """Tell whether this processor has instructions for products in bf16: AVX-512 BF16 or AMX."""
-    # Asked of the kernel: PyTorch computes in bf16 with or without such instructions.
+    # PyTorch itself would also compute in bf16 without such instructions.
     flags = Path("/proc/cpuinfo").read_text(encoding="utf-8") if Path("/proc/cpuinfo").exists() else ""
     return "avx512_bf16" in flags or "amx_bf16" in flags
 
 
-def our_side(model: BertForPreTraining, fill_to: int | None, *, bf16: bool = False) -> Prepare:
-    """This repository's step; ``fill_to`` gives every sequence that length."""
+def our_side(model: BertForPreTraining, *, bf16: bool = False) -> Prepare:
+    """Return this repository's step."""
     optimizer = Lamb(FlatParameters.of(model), OptimizerConfig(1e-4, 100_000))
 
     def prepare(samples: Samples) -> Callable[[], None]:
-        # Collated before the clock.
-        batch = batch_of(samples if fill_to is None else filled(samples, fill_to))
+        batch = batch_of(samples)
 
         def step() -> None:
             with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
@@ -121,7 +113,7 @@ def our_side(model: BertForPreTraining, fill_to: int | None, *, bf16: bool = Fal
 
 
 def hugging_face_side(model: torch.nn.Module, max_length: int) -> Prepare:
-    """The usual step on the padded batch."""
+    """Return the usual step on the padded batch."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
     def prepare(samples: Samples) -> Callable[[], None]:
@@ -137,22 +129,8 @@ def hugging_face_side(model: torch.nn.Module, max_length: int) -> Prepare:
     return prepare
 
 
-def filled(samples: Samples, length: int) -> Samples:
-    """The samples with pad tokens, which count as real ones, up to ``length``; the masked tokens stay the same."""
-    inputs = padded(samples, length)
-    return Samples(
-        input_ids=inputs["input_ids"].flatten().numpy().astype(np.uint16),
-        segment_ids=inputs["token_type_ids"].flatten().numpy().astype(np.uint8),
-        sequence_offsets=np.arange(len(samples) + 1, dtype=np.int64) * length,
-        masked_lm_positions=samples.masked_lm_positions,
-        masked_lm_ids=samples.masked_lm_ids,
-        masked_lm_offsets=samples.masked_lm_offsets,
-        next_sentence_labels=samples.next_sentence_labels,
-    )
-
-
 def hugging_face_model(model: BertForPreTraining) -> torch.nn.Module:
-    """Hugging Face's model of the same architecture and with the same weights."""
+    """Return Hugging Face's model with the same architecture and weights."""
     theirs = new_model(model.config)
     theirs.load_state_dict(to_hugging_face(model.state_dict()))
     return theirs
@@ -160,16 +138,14 @@ def hugging_face_model(model: BertForPreTraining) -> torch.nn.Module:
 
 @torch.no_grad()
 def check_same_loss(ours: BertForPreTraining, theirs: torch.nn.Module, samples: Samples) -> None:
-    """Check that both models are the same function; end the benchmark otherwise."""
-    # Without dropout, which each side draws in its own way.
+    """Raise ``RuntimeError`` unless both models compute the same loss, without dropout."""
     ours.eval()
     theirs.eval()
-    # The same samples unpadded and padded: only then do times compare the same work.
     batch = batch_of(samples)
     masked_lm_loss, next_sentence_loss = ours(batch).mean_losses(batch)
     loss = masked_lm_loss + next_sentence_loss
     reference = theirs(**padded(samples, ours.config.max_position_embeddings)).loss
-    # fp32 sums in another order; far below any difference of the models.
+    # The sides sum in different orders, which costs far less than this tolerance.
     if not torch.isclose(loss, reference, rtol=1e-4):
         raise RuntimeError(f"the sides do different work: loss {loss:.6f} against {reference:.6f}")
     ours.train()
@@ -177,24 +153,22 @@ def check_same_loss(ours: BertForPreTraining, theirs: torch.nn.Module, samples: 
 
 
 def measure(settings: Settings) -> tuple[dict[str, list[float]], list[int]]:
-    """Seconds of every step of every side, and the real tokens of every repeat."""
+    """Return the seconds of every step by side, and the real tokens of every repeat."""
     load = workload(settings)
     torch.set_num_threads(load.threads)
     torch.manual_seed(0)
-    # A model for each side: they train, and would disturb one another's weights.
-    models = [BertForPreTraining(load.model) for _ in range(3)]
+    models = [BertForPreTraining(load.model) for _ in range(2)]
     for model in models:
         initialize_(model, torch.Generator().manual_seed(0))
     theirs = hugging_face_model(models[0])
     check_same_loss(models[0], theirs, load.samples(0))
     length = load.model.max_position_embeddings
     sides = {
-        OURS: our_side(models[0], None),
-        OURS_PADDED: our_side(models[1], length),
+        OURS: our_side(models[0]),
         HUGGING_FACE: hugging_face_side(theirs, length),
     }
     if multiplies_bf16() and settings.workload == "wikipedia":  # the tiny model is too small to gain
-        sides[OURS_BF16] = our_side(models[2], None, bf16=True)
+        sides[OURS_BF16] = our_side(models[1], bf16=True)
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     tokens: list[int] = []
     for repeat in range(-1, settings.repeats):  # the first one warms up
@@ -214,23 +188,21 @@ def measure(settings: Settings) -> tuple[dict[str, list[float]], list[int]]:
 
 
 def ratio(seconds: dict[str, list[float]], slow: str) -> float:
-    """Return how many times as fast our unpadded step is as ``slow``: median over the repeats."""
-    # Ratios within a repeat, since load on the machine changes between repeats.
+    """Return how many times as fast our step is as ``slow``: the median over ratios within a repeat."""
     return statistics.median(theirs / ours for ours, theirs in zip(seconds[OURS], seconds[slow], strict=True))
 
 
 def report(settings: Settings, seconds: dict[str, list[float]], tokens: list[int]) -> None:
-    """The table, then one line a ratio."""
+    """Print the table and a line for each ratio."""
     load = workload(settings)
-    title = f"{settings.workload}: {load.threads} threads, fp32, dropout {settings.dropout}, {settings.repeats} repeats"
+    title = f"{settings.workload}: {load.threads} threads, fp32, {settings.repeats} repeats"
     table = Table("side", "median ms", "fastest ms", "sequences/s", title=title)
     for name, times in seconds.items():
         median = statistics.median(times)
         table.add_row(name, f"{1e3 * median:.1f}", f"{1e3 * min(times):.1f}", f"{SEQUENCES / median:.1f}")
     Console().print(table)
     print(f"mean length {statistics.mean(tokens) / SEQUENCES:.1f} of {load.model.max_position_embeddings} tokens")
-    for slow in (OURS_PADDED, HUGGING_FACE):
-        print(f"sequences/s of ours against {slow}: {ratio(seconds, slow):.2f}x")
+    print(f"sequences/s of ours against {HUGGING_FACE}: {ratio(seconds, HUGGING_FACE):.2f}x")
     if OURS_BF16 in seconds:
         print(f"sequences/s of {OURS_BF16} against ours in fp32: {1 / ratio(seconds, OURS_BF16):.2f}x")
 
@@ -239,7 +211,6 @@ def figures(settings: Settings, seconds: dict[str, list[float]], tokens: list[in
     """Return the content of the JSON file: everything that is needed to judge the ratios."""
     return {
         "workload": settings.workload,
-        "dropout": settings.dropout,
         "sequences": SEQUENCES,
         "tokens": tokens,
         "seconds": seconds,

@@ -6,14 +6,10 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
 
-import compliance.log
+from console.page import TEMPLATES
 from console.text import visible
 
-# The report's style sheet is found through its package: installed or in a checkout, it is beside the modules.
-STYLE_SHEETS = (
-    Path(compliance.log.__file__).parents[1] / "report" / "report.css",
-    Path(__file__).with_name("page.css"),
-)
+STYLE_SHEETS = (TEMPLATES / "style.css", Path(__file__).with_name("page.css"))
 
 
 def document(title: str, body: str, footer: str) -> str:

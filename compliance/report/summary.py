@@ -5,8 +5,8 @@ from __future__ import annotations
 import csv
 import io
 import sys
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from dataclasses import asdict
+from typing import Any, Literal, NamedTuple
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -16,15 +16,11 @@ from rich.table import Table
 from compliance.log.rules import SUBMISSION_RUNS
 from compliance.report.published import SOURCE
 from compliance.report.results import MIN_RUNS_FOR_SCORE, ReportedRun, Results, breakdown
+from console.page import MAX_SENTENCE, MAX_TEXT
 from console.program import say
 from console.text import counted, json_document, visible
 
 COLUMNS = ("run", "official", "verdict", "time to train", "accuracy", "target", "sequences", "sequences/s")
-
-MAX_TEXT = 400
-"""Maximum characters shown of a text from a log or a description."""
-MAX_SENTENCE = 2000
-"""Maximum characters shown of a sentence that holds some of them."""
 
 Kind = Literal["good", "warn", "bad", "plain"]
 
@@ -32,9 +28,8 @@ _STYLES = {"valid": "green", "aborted": "yellow", "invalid": "red"}
 _KINDS: dict[str, Kind] = {"pass": "good", "scaled": "warn", "fail": "bad"}
 
 
-@dataclass(frozen=True)
-class Statement:
-    """Statement of the folder about itself: good, to look at, bad, or neither."""
+class Statement(NamedTuple):
+    """A sentence about the folder: good, to look at, bad, or neither."""
 
     kind: Kind
     title: str
@@ -184,7 +179,7 @@ def as_dict(results: Results) -> dict[str, Any]:
         "global_batch_size": results.global_batch_size,
         "score_seconds": results.score_seconds,
         "scaled_score_seconds": results.scaled_seconds,
-        "statements": [asdict(statement) for statement in statements(results)],
+        "statements": [statement._asdict() for statement in statements(results)],
         "convergence": asdict(outlook) if outlook else None,
         "published": asdict(results.placement) | {"source": SOURCE},
         "beside": [verdict.as_dict() for verdict in results.beside],

@@ -162,9 +162,7 @@ def test_the_large_copy_is_of_random_bytes(context: Context) -> None:
 def test_the_step_is_split_into_parts_that_add_up(all_parts: Path) -> None:
     found = rows(all_parts, "step")
     split = {name: row for name, row in found.items() if name.startswith("split, bf16: ")}
-    assert {"split, bf16: attention", "split, bf16: LAMB", "split, bf16: matrix products, encoder and heads"} <= set(
-        split
-    )
+    assert "split, bf16: idle: launches, host" in split
     assert sum(row["share"] for row in split.values()) > 0.5
     assert sum(row["unit"] == "sequences/s" for row in found.values()) == 5
 
@@ -459,24 +457,6 @@ def test_not_a_number_is_wrong() -> None:
     judged = functools.partial(gpu_correctness.judged, "x", exact, plain)
     assert judged(ours, torch.float32).note.startswith("WRONG, worst in the result 1")
     assert judged(plain, torch.float32).note.startswith("right")
-
-
-def test_the_sanitizer_looks_at_one_call_of_each_kernel(
-    context: Context, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With a stand-in that runs what it is given: there is nothing for the tool to look at without a GPU."""
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    tool = tmp_path / "tool"
-    tool.write_text('#!/bin/sh\nshift\n"$@" || exit\necho "========= ERROR SUMMARY: 0 errors"\n')
-    tool.chmod(0o755)
-    row = gpu_correctness.sanitized(context, "memcheck", [str(tool), "--option"])
-    assert row.note == "ERROR SUMMARY: 0 errors, 16 ops called"
-    finding = f"#!/bin/sh\necho '========= Invalid __global__ read'; exit {gpu_correctness._ERRORS_FOUND}\n"
-    tool.write_text(finding)
-    assert gpu_correctness.sanitized(context, "memcheck", [str(tool)]).note == "WRONG: Invalid __global__ read"
-    tool.write_text("#!/bin/sh\necho 'no device'; exit 1\n")
-    with pytest.raises(RuntimeError, match="did not end well"):
-        gpu_correctness.sanitized(context, "memcheck", [str(tool)])
 
 
 def test_names_of_pytorchs_gpu_interface_exist() -> None:

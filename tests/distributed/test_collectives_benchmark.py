@@ -1,7 +1,6 @@
 """The benchmark of reductions on network namespaces: bytes on the wire, and host identities that differ by name alone."""
 
 import json
-import math
 import subprocess
 import sys
 from pathlib import Path
@@ -26,7 +25,7 @@ def test_between_hosts_hierarchical_sends_what_it_must(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     figures = json.loads(out.read_text())
-    *reduced, in_bf16, overlapped = figures["cases"]
+    *reduced, in_bf16 = figures["cases"]
     assert [case["order"] for case in reduced] == ["block", "cyclic"]
     assert in_bf16["reduce_dtype"] == "bf16"
     for strategy in ("hierarchical", "sharded"):
@@ -39,8 +38,3 @@ def test_between_hosts_hierarchical_sends_what_it_must(tmp_path: Path) -> None:
         for strategy in ("flat", "sharded_world"):
             assert case[strategy]["megabytes_per_host"] > 1.4 * case["megabytes"], strategy
         assert case["choice"] in ("flat", "hierarchical")
-    # 4 MB over 300 Mbit/s take 0.1 s; the computation is made as long.
-    assert overlapped["communication_seconds"] > 0.09
-    assert overlapped["computation_seconds"] > 0.02
-    # Differences of times, which on a busy machine may have either sign.
-    assert all(math.isfinite(overlapped[name]) for name in ("exposed_off", "exposed_on"))

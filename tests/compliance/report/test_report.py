@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from compliance.log.findings import Finding
 from compliance.report import page as report
-from compliance.report.charts import (
+from compliance.report.results import EVENTS, Results, load_results, read_metrics
+from console.charts import (
     MAX_POINTS,
     Axes,
     Bar,
@@ -26,7 +27,6 @@ from compliance.report.charts import (
     thin,
     ticks,
 )
-from compliance.report.results import EVENTS, Results, load_results, read_metrics
 from tests.compliance.report.report_folders import write_closed_run, write_failing_folder
 from tests.compliance.run_logs import write_metrics
 
@@ -49,7 +49,7 @@ class Page(HTMLParser):
         self.stack: list[str] = []
         self.tags: list[tuple[str, dict[str, str | None]]] = []
         self.text = ""
-        self.feed(text)
+        self.feed(str(text))
         self.close()
         assert not self.stack
         assert {tag for tag, _ in self.tags} <= ALLOWED
@@ -246,7 +246,7 @@ def test_skipped_steps_are_told_and_losses_that_are_no_numbers_left_out(one: Pat
     ]
     (one / "metrics_0.jsonl").write_text("\n".join(lines))
     text = report.render(load_results(one))
-    assert "7 steps changed nothing" in Page(text).text
+    assert "7 steps were skipped" in Page(text).text
     assert "nan" not in text.lower().replace("finance", "")
     loss = text[text.index("Training loss over sequences") :]
     stroke = re.search(r'class="stroke" d="M([^"]*)"', loss)
@@ -379,9 +379,13 @@ def test_settings_that_differ_are_named(closed: Results) -> None:
         return replace(run, log=replace(run.log, header=header))
 
     runs = [headed(n, same="a", seed=str(n), commit="x" if n else "y") for n in range(10)]
-    assert report._differences(runs) == {"seed": ", ".join(map(str, range(10))), "commit": "y, x"}
-    assert report._differences([headed(0, a="1"), headed(1)]) == {"a": "1, absent"}
-    assert report._differences(runs[:1]) == {}
+
+    def found(*headed: Any) -> dict[str, str]:
+        return report.differences(replace(closed, runs=headed))
+
+    assert found(*runs) == {"seed": ", ".join(map(str, range(10))), "commit": "y, x"}
+    assert found(headed(0, a="1"), headed(1)) == {"a": "1, absent"}
+    assert found(runs[0]) == {}
 
 
 def test_short_counts() -> None:
@@ -428,7 +432,7 @@ def test_marks_lie_where_their_values_say() -> None:
     assert [band[name] for name in ("x", "y", "width", "height")] == ["0.0", "600.0", "1000.0", "200.0"]
     assert [across[name] for name in ("x", "y", "width", "height")] == ["100.0", "0.0", "200.0", "1000.0"]
     assert page.of("path", "mean")[0]["d"] == "M0 500.0H1000"
-    assert page.text.endswith("bm")  # the key, without the guide that has no label
+    assert page.text.endswith("bm\n")  # the key, without the guide that has no label
 
 
 def test_columns_stand_on_zero_and_dots_do_not() -> None:

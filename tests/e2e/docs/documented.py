@@ -54,7 +54,6 @@ SHORTENED = {
     ),
     "python benchmarks/data_stages/prepare.py": "python benchmarks/data_stages/prepare.py --rounds 1 --dupe-factor 2 "
     "--text README.md docs/data.md",
-    "python benchmarks/check_log.py": "python benchmarks/check_log.py --megabytes 1 --logs 2 --rounds 1",
     "python -m compliance doctor --recipe h100_1x1 --quick": "python -m compliance doctor --recipe tiny_cpu --quick",
     "./run_tests.sh tests/kernels": "./run_tests.sh --collect-only --numprocesses 0 tests/kernels/test_registry.py",
     "python -m kernels.ahead_of_time": "python -m kernels.ahead_of_time --help",  # which compile the kernels
