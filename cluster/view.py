@@ -1,4 +1,4 @@
-"""Measurements of a cluster: what `probe` writes to ``cluster.json``, and what predictions, plans and pages read.
+"""Measurements of a cluster: written by `probe`, read by predictions, plans and pages.
 
 Hosts and ranks are identified by their index in `View.hosts` and `View.ranks`. Times are seconds and sizes are bytes, unless
 an attribute says otherwise.
@@ -140,6 +140,21 @@ class Outlier:
     deviations: float
     step_share: float
     ranks: tuple[int, ...]
+
+    @property
+    def finding(self) -> str:
+        """What is wrong, without the name."""
+        if not self.ratio:
+            return self.quantity
+        cost = f", {100 * self.step_share:.1f} % of a step" if self.step_share else ""
+        deviations = "more than 999" if self.deviations > 999 else f"{self.deviations:.0f}"
+        slower = 100 * (self.ratio - 1)
+        return f"{self.quantity}, time {slower:.0f} % above the others ({deviations} deviations{cost})"
+
+    @property
+    def sentence(self) -> str:
+        """The outlier in one line."""
+        return f"SLOW  {self.name}: {self.finding}" if self.ratio else f"BROKEN  {self.name}"
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from bert.parallel.mesh import Mesh, join_mesh, leave_mesh
 from cluster.probe.collectives import measure_collectives
 from cluster.probe.computations import UNKNOWN, measure_computations, measure_contention
 from cluster.probe.computing import cells_of, gather_numbers, measure_rates
-from cluster.probe.findings import SCREENING, Measured, find_leaves, find_outliers, sentence
+from cluster.probe.findings import SCREENING, Measured, find_leaves, find_outliers
 from cluster.probe.links import Paths, measure_paths
 from cluster.probe.machine import Facts, facts_of
 from cluster.probe.others import processor_seconds, watch_others
@@ -90,7 +90,7 @@ def report(view: View) -> list[str]:
     """Return lines that describe the findings."""
     many = len(view.ranks)
     lines = [f"{len(view.hosts)} host(s), {many} rank(s), {view.backend}, measured in {view.seconds:.0f} s"]
-    lines += [sentence(outlier) for outlier in view.outliers]
+    lines += [outlier.sentence for outlier in view.outliers]
     if not view.outliers:
         lines.append("no part is slower than the others" if many > 2 else "too few parts to compare with one another")
     return lines
@@ -149,7 +149,7 @@ def _measure(mesh: Mesh, seconds: float, turns: int, limit: float = math.inf) ->
     return View(
         datetime.now(UTC).isoformat(timespec="seconds"),
         commit(),
-        torch.__version__,
+        str(torch.__version__),
         "none" if mesh.world_size == 1 else dist.get_backend(),
         time.perf_counter() - start,
         source,

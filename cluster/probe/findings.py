@@ -78,7 +78,7 @@ class _Found:
         cls, ranks: tuple[int, ...], way: str, quantity: str, judgement: Judgement, place: int, step: _Step
     ) -> _Found:
         ratio = float(judgement.ratios[place])
-        return cls(ranks, way, quantity, ratio, float(judgement.deviations[place]), step.share(quantity, ratio))
+        return cls(ranks, way, quantity, ratio, float(judgement.deviations[place]), float(step.share(quantity, ratio)))
 
     @property
     def cost(self) -> tuple[float, float]:
@@ -273,15 +273,3 @@ def _describe_wrong(measured: Measured, wrong: WrongResult) -> Outlier:
     name = f"{_name(measured, wrong.rank)} got {wrong.elements} wrong elements from {wrong.operation} ({wrong.scope}){whose}"
     ranks = (wrong.rank,) if wrong.source in (-1, wrong.rank) else (wrong.rank, wrong.source)
     return Outlier("rank", name, "wrong result", 0.0, 0.0, 0.0, ranks)
-
-
-def sentence(outlier: Outlier) -> str:
-    """Describe an outlier in one line."""
-    if not outlier.ratio:
-        return f"BROKEN  {outlier.name}"
-    cost = f", {100 * outlier.step_share:.1f} % of a step" if outlier.step_share else ""
-    deviations = "more than 999" if outlier.deviations > 999 else f"{outlier.deviations:.0f}"
-    return (
-        f"SLOW  {outlier.name}: {outlier.quantity}, time {100 * (outlier.ratio - 1):.0f} % above the others "
-        f"({deviations} deviations{cost})"
-    )

@@ -30,7 +30,7 @@ def machine_of(view: View) -> Machine:
     device = _device(names[0])
     # Published results of CPUs count sockets, not ranks.
     per_node = view.hosts[0].sockets if device.form == "CPU" else len(view.ranks) // len(view.hosts)
-    machine = describe_machine(device, len(view.hosts), per_node, "bridge" if _has_pairs(view) else "")
+    machine = describe_machine(device, len(view.hosts), per_node)
     # Cards in use: ranks may share one, and a host may have more.
     ports = len({(rank.host, rank.card) for rank in view.ranks if rank.card}) // len(view.hosts)
     rate = _measured_gbit_s(view)
@@ -56,12 +56,6 @@ def _device(name: str) -> Device:
         f"the device of the probe is {name!r}, of which the facts file knows nothing: expected one of "
         "`python -m cluster devices`, by whose published results the model is fitted"
     )
-
-
-def _has_pairs(view: View) -> bool:
-    """Tell whether NVLink joins devices of a host by twos."""
-    joined = Counter((rank.host, rank.clique) for rank in view.ranks if rank.clique)
-    return bool(joined) and max(joined.values()) == 2
 
 
 def _measured_gbit_s(view: View) -> float | None:
