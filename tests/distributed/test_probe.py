@@ -88,8 +88,8 @@ def test_a_slow_link_and_a_rank_with_a_quarter_of_a_core_are_named_and_nothing_e
     view = read_view(out)
     check_whole(view)
     slow = {outlier.name: outlier for outlier in view.outliers}
-    assert set(slow) == {"rank 1 on host h1", "network link of host h2, sending"}, output
-    assert slow["network link of host h2, sending"].ratio == pytest.approx(3, rel=0.15)
+    assert set(slow) == {"rank 1 on host h1", "network link of host h2, card v0, sending"}, output
+    assert slow["network link of host h2, card v0, sending"].ratio == pytest.approx(3, rel=0.15)
     assert 1.8 < slow["rank 1 on host h1"].ratio < 6
     assert len(re.findall("^SLOW", output, re.M)) == 2
 
