@@ -110,7 +110,7 @@ asked=()
 [[ " ${settings[*]}" != *" --log.tensorboard"* ]] || asked=(tensorboard)
 supervise bash -euo pipefail -c 'source launch/venv.sh && prepare_venv "$@"' run_and_time.sh "${extras[@]}" "${asked[@]}"
 python=.venv/bin/python
-train=(-m cluster.train "$recipe")
+train=(-m bert.train "$recipe") check=(-m cluster.dry_run "$recipe")
 
 # Check the result files, and show and write the table and the report of their folder.
 verdict() {
@@ -155,7 +155,7 @@ fi
 source launch/processes.sh
 default_processes "$recipe" "$python"
 world_size=$((nodes * NPROC))
-[[ $part != prepare ]] || WORLD_SIZE=${WORLD_SIZE:-$world_size} exec "$python" "${train[@]}" "${settings[@]}" --dry-run
+[[ $part != prepare ]] || WORLD_SIZE=${WORLD_SIZE:-$world_size} exec "$python" "${check[@]}" "${settings[@]}"
 
 # Not torchrun's elastic agents (--standalone, --rdzv-backend c10d): those unpickle what stands in a store without a password,
 # which listens on all addresses. Variables could ask for them, too. One node: any port that is free, below those of connections.
@@ -175,12 +175,12 @@ claims=$(mktemp -d)
 trap 'rm -rf "$claims"' EXIT
 results=() status=0
 for ((run = 1; run <= runs && !stopped; run++)); do
-  ((nodes == 1 || node)) || MASTER_PORT=$MASTER_PORT "$python" -m bert.parallel.joining.master_port || { status=$? && break; }
+  ((nodes == 1 || node)) || MASTER_PORT=$MASTER_PORT "$python" -m bert.parallel.master_port || { status=$? && break; }
   # That a run is to follow here, the check learns from the claim: without one, a machine need have no GPUs.
   here=(WORLD_SIZE="$world_size")
   [[ " ${settings[*]} " == *" --dry-run "* ]] || here+=(LOCAL_WORLD_SIZE="$NPROC" MLPERF_BERT_CLAIM="$claims/$run")
   claim=$claims/$run
-  supervise env "${here[@]}" "$python" "${train[@]}" "${settings[@]}" --dry-run >"$claims/ready" || { status=$? && break; }
+  supervise env "${here[@]}" "$python" "${check[@]}" "${settings[@]}" >"$claims/ready" || { status=$? && break; }
   ready=$(<"$claims/ready")
   [[ $ready == *"results would go to "* && " ${settings[*]} " != *" --dry-run "* ]] || { echo "$ready" && exit; } # --help
   say "$recipe, run $run of $runs: $NPROC process(es) with $OMP_NUM_THREADS thread(s) each"

@@ -28,6 +28,7 @@ from cluster.model.strategy import strategy_of
 from cluster.model.work import work_of
 from cluster.view import read_view
 from cluster.whatif import PARTS
+from compliance.log.records import read_metrics
 
 _SAMPLES, _LONGEST = 20_000, 128
 _INTERVAL_S = 0.4
@@ -219,10 +220,9 @@ def metrics_of(results: Path, system: str = "*") -> Path:
 
 def steady(metrics: Path) -> dict[str, float]:
     """Return the medians of a run's records but the first, which reads the first batches."""
-    records = [json.loads(line) for line in metrics.read_text().splitlines()]
-    steps = [record for record in records if record["event"] == "step"]
+    steps = read_metrics(metrics).steps
     kept = steps[1:] or steps
-    return {name: statistics.median(record[name] for record in kept) for name in ("step_ms", *PARTS)}
+    return {name: statistics.median(getattr(record, name) for record in kept) for name in ("step_ms", *PARTS)}
 
 
 def _print(rows: list[dict[str, Any]]) -> None:

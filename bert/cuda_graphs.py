@@ -8,8 +8,7 @@ of this file runs on any device.
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
-from itertools import product
+from dataclasses import replace
 from typing import Self
 
 import torch
@@ -93,6 +92,21 @@ def replay_of(device: torch.device, function: Function) -> Function:
     return replay
 
 
+class Graph:
+    """A function without arguments: replayed once it is captured, otherwise run."""
+
+    def __init__(self, function: Function) -> None:
+        self._function, self._replay = function, function
+
+    def prepare(self, capturer: CudaCapturer) -> None:
+        """Prepare to capture the function; it can be called again when ``capturer`` has captured."""
+        self._replay = capturer.prepare(self._function)
+
+    def __call__(self) -> None:
+        """Run the function, or its replay."""
+        self._replay()
+
+
 class BatchGraphs:
     """A function of a batch, callable like it: replayed where its shape bucket was captured, otherwise run.
 
@@ -136,28 +150,3 @@ def _copy_(static: Batch, batch: Batch) -> None:
     for name, buffer in static.tensors.items():
         # On the stream of the replays, and so after the one before, which may still be reading the buffer.
         buffer.copy_(batch.tensors[name], non_blocking=True)
-
-
-@dataclass(frozen=True)
-class Role:
-    """Role of a micro-batch in its step, besides its forward and backward passes; those of each role are captured apart."""
-
-    gathers_weights: bool
-    """The first of a step: weights of a sharded optimizer come while its forward pass runs."""
-    reduces_gradients: bool
-    """The last of a step: buckets of gradients are summed over the ranks as its backward pass fills them. Sharded gradients
-    are so with every micro-batch, and the sums are complete after this one."""
-    overwrites_gradients: bool
-    """The first of a step: products write gradients of weights over those of the step before."""
-
-
-# More than any run has: what is never prepared is never captured, and costs nothing.
-ROLES = [Role(*duties) for duties in product((False, True), repeat=3)]
-
-
-def roles_of(count: int, gathers: bool, reduces: bool, overwrites: bool) -> list[Role]:
-    """Return the roles of so many micro-batches, in their order, in a run that has these duties at all."""
-    return [
-        Role(gathers and place == 0, reduces and place == count - 1, overwrites and place == 0)
-        for place in range(count)
-    ]

@@ -12,10 +12,10 @@ from bert.evaluation.evaluator import Evaluator
 from bert.guards.interruption import Interruption
 from bert.log.mllog import MLLog, evaluation_samples
 from bert.reporting.intervals import Intervals, Stragglers
-from bert.reporting.records import EndRecord, Position
-from bert.reporting.reporter import Reporter
+from bert.reporting.reporter import Position, Reporter
 from bert.step import TrainingStep
 from bert.timing.stopwatch import Stopwatch
+from compliance.log.records import NAN, EndRecord
 from dataloading.batches.loader import Loader
 
 Status = Literal["success", "aborted"]
@@ -107,7 +107,8 @@ def train(run: Run) -> Status:
     seconds = run.reporter.seconds
     # A checkpoint that is still being written is no part of the timed run.
     run.checkpoints.wait(at)
-    run.reporter.end(at.steps, EndRecord(status, seconds, samples, evaluations.accuracy))
+    accuracy = NAN if evaluations.accuracy is None else evaluations.accuracy
+    run.reporter.end(at.steps, EndRecord(status, seconds, samples, accuracy))
     return status
 
 

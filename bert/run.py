@@ -3,7 +3,7 @@
 import os
 import shlex
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -24,69 +24,43 @@ from bert.log.provenance import provenance
 from bert.log.result_files import CLAIM, claim, create_log
 from bert.loop import train
 from bert.parallel.collectives import agreed_integer, all_reduce_sum_, barrier
-from bert.parallel.joining.launch import Launch, job, may_start_again, restarts
-from bert.parallel.joining.left_out import LeftOut, left_out_hosts
+from bert.parallel.launch import Launch, job, may_start_again, restarts
 from bert.parallel.mesh import Mesh, join_mesh, leave_mesh, require_gpus
-from bert.parallel.model_state import model_state
 from bert.parallel.watchdog.watchdog import FAULT_STATUS
 from bert.setup import build_run, capturing, log_settings
 from console.program import complain, drop_lost_output, say
 from console.version import commit
 
-__all__ = ["Forecast", "Look", "leave_mesh", "run"]
-
-Look = Callable[[Mesh], list[str]]
-"""A look at machines that have changed, by all ranks at the same time; on rank 0 it returns lines for the log."""
-
-Forecast = Callable[[Config, int, int], list[str]]
-"""What to expect of a run on so many ranks, of which so many are a node's (0: unknown), in lines."""
+__all__ = ["leave_mesh", "run"]
 
 _OWN_SIGNAL_S = 15.0
 """Agents that stop their ranks at the same event do so within this time."""
 
 
-def run(config: Config, arguments: Sequence[str], look: Look | None = None, forecast: Forecast | None = None) -> int:
-    """Check everything, join the other ranks and train, unless it is a dry run; returns the exit status.
+def run(config: Config, arguments: Sequence[str]) -> int:
+    """Check everything, join the other ranks and train, unless it is a dry run; return the exit status.
 
-    ``look`` is taken when the run goes on from a checkpoint on other hosts than those that wrote it, ``forecast`` in a dry
-    run.
-    Raises ``ValueError`` or ``OSError`` where an input or a setting is wrong, and ``Interrupted`` when a signal comes before
-    training does. ``leave_mesh`` is for the caller, however it ends.
+    Raises ``ValueError`` or ``OSError`` for a wrong input or setting, and ``Interrupted`` if a signal comes before training
+    starts. The caller must call ``leave_mesh``, however this ends.
     """
-    # Before anything else: an audit hook sees only what is opened after it.
+    # Before anything else: an audit hook sees only files that are opened after it.
     guard = DataGuard([config.data.train, config.data.evaluation])
     interruption = Interruption()
     launch = Launch.from_environment()
-    # Each rank for itself before they meet: what is wrong on one machine is said there, and nobody waits for its ranks.
+    # Each rank by itself before they meet: a fault of one machine is reported there, and nobody waits for its ranks.
     inputs = check(config, launch.world_size, launch.local_size)
     if config.dry_run:
-        if config.training.device == "cuda" and CLAIM in os.environ:
-            # Who waits for the name of a log is about to start the run here, and a launcher would end in a traceback.
-            require_gpus(max(1, launch.local_size))
-        elif config.training.device == "cuda" and not torch.cuda.is_available():
-            complain("training.device is cuda, but PyTorch sees no GPU here: this machine could not run it", "warning")
-        say(f"{config.recipe}: ready, results would go to {inputs.result}")
-        if config.parallel.copy_ranks > 1:
-            say(f"{config.recipe}: {model_state(config, launch.world_size, launch.local_size)}")
-        for line in forecast(config, launch.world_size, launch.local_size) if forecast else ():
-            say(f"{config.recipe}: {line}")
+        _say_ready(config, inputs, launch)
         return 0
-    try:
-        mesh = join_mesh(config.training.device, parallel=config.parallel, left_out=_left_out(config))
-    except LeftOut as left_out:
-        say(left_out)
-        # Not an end: an agent of torchrun whose processes are done ends all others with it.
-        return left_out.wait()
+    mesh = join_mesh(config.training.device, parallel=config.parallel)
     # Before the first kernel is compiled: Triton loads and runs what it finds in that folder.
     if mesh.device.type == "cuda" and (warning := require_private_cache()) and mesh.is_main:
         say(f"warning: {warning}")
-    status = _timed_run(config, inputs, mesh, guard, interruption, look)
+    status = _timed_run(config, inputs, mesh, guard, interruption)
     # What is asked last is a collective; status and launcher are the same on all ranks, so that all come to it or none.
     if status == "aborted" and may_start_again() and _stopped_for_others(interruption, mesh):
         complain("stopped with ranks of another host: to be started again without them", "warning")
         return FAULT_STATUS
-    if mesh.absent and mesh.is_main and interruption.number is None:
-        mesh.absent.release()
     if interruption.number is None:
         return orderly(0 if status == "success" else 1)
     if mesh.is_main:
@@ -94,10 +68,17 @@ def run(config: Config, arguments: Sequence[str], look: Look | None = None, fore
     return orderly(128 + interruption.number)
 
 
-def _timed_run(
-    config: Config, inputs: Inputs, mesh: Mesh, guard: DataGuard, interruption: Interruption, look: Look | None
-) -> str:
-    """Initialise, start the clock, train to the target, stop the clock; returns how it ended."""
+def _say_ready(config: Config, inputs: Inputs, launch: Launch) -> None:
+    if config.training.device == "cuda" and CLAIM in os.environ:
+        # A launcher that waits for the name of a log is about to start the run here, and would end in a traceback.
+        require_gpus(max(1, launch.local_size))
+    elif config.training.device == "cuda" and not torch.cuda.is_available():
+        complain("training.device is cuda, but PyTorch sees no GPU here: this machine could not run it", "warning")
+    say(f"{config.recipe}: ready, results would go to {inputs.result}")
+
+
+def _timed_run(config: Config, inputs: Inputs, mesh: Mesh, guard: DataGuard, interruption: Interruption) -> str:
+    """Initialise, start the clock, train to the target, stop the clock; return how it ended."""
     # Where the run starts from, and with which shares, is settled before there is a log to write.
     again = _started_again(config, mesh)
     if config.checkpoint.folder is not None:
@@ -132,10 +113,11 @@ def _timed_run(
         log.header(provenance(config, mesh, seed))
         if resumed:
             log.resumed(resumed.path, resumed.samples)
-        if mesh.absent and mesh.absent.hosts:
-            log.line(f"# left out as stragglers: {', '.join(mesh.absent.hosts)}")
         if before:
-            _note_changes(before, world, mesh, log, look)
+            for line in changes(before, world):
+                log.line(f"# {line}")
+                if mesh.is_main:
+                    say(line)
         log.cache_clear(config.log.cache_cleared)
         # The rules count the initialisation from before the model is made (TR 11).
         log.init_start()
@@ -166,28 +148,9 @@ def _timed_run(
     return status
 
 
-def _left_out(config: Config) -> list[str] | None:
-    """Names of hosts that are to sit out; None where stragglers are not left out."""
-    if config.training.leave_out_stragglers is None or config.checkpoint.folder is None:
-        return None
-    return left_out_hosts(config.checkpoint.folder)
-
-
 def _note_lost_output(log: MLLog, text: str) -> None:
     with suppress(ValueError):  # the log is closed already
         log.line(f"# {text}")
-
-
-def _note_changes(before: World, world: World, mesh: Mesh, log: MLLog, look: Look | None) -> None:
-    """Say what has changed since the checkpoint was written, and look at the machines when they are others."""
-    lines = changes(before, world)
-    # A look takes seconds, and tells nothing new of machines that are the same.
-    if before.hosts != world.hosts and look is not None:
-        lines += look(mesh)
-    for line in lines:
-        log.line(f"# {line}")
-        if mesh.is_main:
-            say(line)
 
 
 def _note_uncaptured(batches: int, mesh: Mesh, log: MLLog) -> None:

@@ -21,19 +21,17 @@ from bert.guards.preflight import Inputs
 from bert.log.mllog import MLLog
 from bert.loop import Run
 from bert.parallel.collectives import agreed_text, broadcast_
-from bert.parallel.joining.left_out import leave_out
 from bert.parallel.mesh import Mesh
 from bert.reporting.against_plan import AgainstPlan
 from bert.reporting.displays import RunPanel, RunProgress, StepLines
 from bert.reporting.intervals import Stragglers
-from bert.reporting.json_lines import JsonLines
-from bert.reporting.records import Position, Sink
-from bert.reporting.reporter import Reporter
+from bert.reporting.reporter import Position, Reporter, Sink
 from bert.reporting.tensorboard import tensorboard_sinks
 from bert.step import TrainingStep
 from bert.timing.stopwatch import DeviceStopwatch, Stopwatch
+from compliance.log.records import MetricsWriter, RunRecord
 from compliance.log.schedule import EvaluationSchedule
-from console.live import clock
+from console.durations import clock
 from console.program import say
 from console.version import commit
 from dataloading.batches.shape_buckets import ShapeBucket
@@ -98,7 +96,7 @@ def build_run(
         step=step,
         evaluator=evaluator,
         checkpoints=RunCheckpoints(checkpoints, stopwatch.tracker, reporter) if checkpoints else NoCheckpoints(),
-        stragglers=_stragglers(config, mesh),
+        stragglers=Stragglers(mesh.hosts, mesh.stages(), mesh.places()),
         interruption=interruption,
     )
 
@@ -140,13 +138,6 @@ def log_settings(log: MLLog, config: Config, inputs: Inputs, mesh: Mesh, seed: i
     )
 
 
-def _stragglers(config: Config, mesh: Mesh) -> Stragglers:
-    after, folder = config.training.leave_out_stragglers, config.checkpoint.folder
-    # All ranks find the same stragglers; one writes them down.
-    note = None if after is None or folder is None or not mesh.is_main else partial(leave_out, folder)
-    return Stragglers(mesh.hosts, note, after, mesh.stages(), mesh.places())
-
-
 def _warmed_up_step(
     config: Config,
     train: Dataset,
@@ -169,7 +160,7 @@ def _warmed_up_step(
     for parameter in whole.parameters():
         # All train from rank 0's weights, whatever each has drawn or read.
         broadcast_(parameter.data)
-    step = TrainingStep(whole, config, mesh, stopwatch)
+    step = TrainingStep(whole, config, mesh, stopwatch, capturer)
     del whole  # before the warm-up, which needs the memory
     if mesh.world_size > 1:
         shape = f"{mesh}, " if mesh.tensor * mesh.pipeline > 1 else ""
@@ -185,7 +176,7 @@ def _warmed_up_step(
         # As the step will run: by replays of CUDA graphs if it is captured.
         repeatable = partial(replay_of, mesh.device) if capturer is not None else autotune.run_once
         choose = partial(_choose_implementations, mesh=mesh, log=log, repeatable=repeatable)
-    seconds = step.warm_up(batches, config.training.warmup_steps, capturer, shape_buckets, choose)
+    seconds = step.warm_up(batches, config.training.warmup_steps, shape_buckets, choose)
     # After the step: graphs of one pool are made largest first.
     evaluator.warm_up(step.model, step.autocast(), capturer)
     return step, seconds
@@ -215,22 +206,17 @@ def _reporter(
         return Reporter(progress, [])
     against_plan = AgainstPlan(inputs.plan, config.plan) if inputs.plan and config.plan else None
     console = Console()
-    sinks: list[Sink] = [
-        JsonLines(
-            inputs.metrics,
-            {
-                "recipe": config.recipe,
-                "system": config.log.system,
-                "target": config.evaluation.target,
-                "global_batch_size": config.training.global_batch_size,
-                "world_size": mesh.world_size,
-                "parameters": step.whole.parameters,
-                "commit": commit(),
-                "started": datetime.now(UTC).isoformat(timespec="seconds"),
-            },
-        )
-    ]
-    sinks += tensorboard_sinks(config, inputs.result)
+    run = RunRecord(
+        recipe=config.recipe,
+        system=config.log.system,
+        target=config.evaluation.target,
+        global_batch_size=config.training.global_batch_size,
+        world_size=mesh.world_size,
+        parameters=step.whole.parameters,
+        commit=commit(),
+        started=datetime.now(UTC).isoformat(timespec="seconds"),
+    )
+    sinks: list[Sink] = [MetricsWriter(inputs.metrics, run), *tensorboard_sinks(config, inputs.result)]
     if console.is_terminal:
         title = f"{config.recipe} · {config.log.division}"
         # The panel is redrawn in place, and lines between would break it: they go to the log alone.

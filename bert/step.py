@@ -1,26 +1,31 @@
 """Training step: forward, loss, backward, reduction, update.
 
 Nothing here reads the device: the rate and the step count live there, losses and norms are summed there, and the host
-fetches the sums once an interval. So both halves can be captured (``bert.cuda_graphs``): forward and backward of a
-micro-batch once for each shape bucket and role (the last one's reduction runs beside its backward pass, the first one may
-gather weights or write over gradients), the update once.
+fetches the sums once an interval. So the passes of a micro-batch and the update can be captured (``bert.cuda_graphs``).
 """
 
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from functools import partial
 
 import torch
 from torch import Tensor
 
+from bert.build import build_model
 from bert.configuration.config import Config
-from bert.cuda_graphs import ROLES, BatchGraphs, CudaCapturer, Role, roles_of
+from bert.configuration.sections import SHARDED
+from bert.cuda_graphs import CudaCapturer, Graph
+from bert.execution import Captured, Eager, Pipelined, Role
 from bert.model import BertForPreTraining, PretrainingOutput
-from bert.optimizer import Lamb
+from bert.optimizer import FlatParameters, Lamb
 from bert.parallel.mesh import Mesh
+from bert.parallel.reduction.choice import choose
+from bert.parallel.reduction.gradients import Communicators, Reduction
+from bert.parallel.reduction.sharded_lamb import ShardedLamb, WeightGather
+from bert.parallel.whole_vectors import WholeVectors
+from bert.products.weight_gradients import product_weights
+from bert.recompute import RECOMPUTED_OPS
 from bert.reporting.statistics import Statistics
-from bert.step_parts import build_parts
 from bert.timing.stopwatch import Stopwatch, is_capturing
 from dataloading.batches.loader import Batch, inert_batch
 from dataloading.batches.shape_buckets import ShapeBucket
@@ -28,57 +33,81 @@ from kernels import captured
 
 
 class TrainingStep:
-    """Model, optimizer and what one step does with a global batch."""
+    """This rank's model, gradients, reduction and optimizer, and what one step does with a global batch."""
 
-    def __init__(self, whole: BertForPreTraining, config: Config, mesh: Mesh, stopwatch: Stopwatch) -> None:
-        """Train what this rank has of a model with the weights of ``whole``."""
-        parts = build_parts(whole, config, mesh, stopwatch)
-        self.model = parts.built.model
-        self.flat, self.whole, self.choice = parts.flat, parts.whole, parts.choice
-        self.fp8, self.optimizer = parts.built.fp8, parts.optimizer
-        self._weight_gradients, self._recomputed = parts.built.weight_gradients, parts.recomputed
-        self._reduction, self._gather, self._pipeline = parts.reduction, parts.gather, parts.built.pipeline
+    def __init__(
+        self,
+        whole: BertForPreTraining,
+        config: Config,
+        mesh: Mesh,
+        stopwatch: Stopwatch,
+        capturer: CudaCapturer | None = None,
+    ) -> None:
+        """Build what this rank trains of a model with the weights of ``whole``. Every rank must call it at the same time.
+
+        With a ``capturer``, ``warm_up`` captures the step.
+        """
+        training = config.training
+        self._mesh, self._stopwatch, self._capturer = mesh, stopwatch, capturer
+        self.precision, self._micro_batches = training.precision, training.gradient_accumulation_steps
+        self._recomputed = () if training.recompute == "none" else RECOMPUTED_OPS
+        built = build_model(whole, config, mesh, stopwatch.exchanging)
+        self.model, self.fp8 = built.model, built.fp8
+        self._weight_gradients, self._pipeline = built.weight_gradients, built.pipeline
+        # The reduction: groups of ranks, flat vectors, then the strategy, which may be measured on these vectors.
+        communicators = Communicators.create(mesh)
+        # Pipeline stages have several micro-batches under way at once.
+        overwrites = built.accumulates and self._pipeline is None
+        overwritten = product_weights(self.model, built.adds_to_table) if overwrites else ()
+        self.flat = FlatParameters.of(self.model, communicators.world_size, overwritten)
+        self.whole = WholeVectors(self.model, self.flat, built.tensor, self._pipeline)
+        self.choice = choose(training, self.flat, communicators)
+        strategy = self.choice.strategy
+        self._reduction = Reduction(self.flat, communicators, strategy, training.reduce_dtype, training.bucket_bytes)
+        self._gather = WeightGather(self.model, self.flat, self._reduction) if strategy in SHARDED else None
+        # A rank that has parts of tensors needs sums over ranks for their norms, which ``ShardedLamb`` makes.
+        if self._gather is None and built.tensor is None and self._pipeline is None:
+            dtype = torch.bfloat16 if built.accumulates and self.fp8 is None else None
+            casts = () if self.fp8 is None else self.fp8.casts(self.flat.places)  # in place of copies
+            self.optimizer = Lamb(self.flat, config.optimizer, dtype, casts)
+            built.copies.update(self.optimizer.copies())
+        else:
+            group = None if self._pipeline is None else self._pipeline.group
+            self.optimizer = ShardedLamb(self.flat, config.optimizer, self._reduction, built.tensor, group)
         self.statistics = Statistics(mesh)
-        self._mesh, self._stopwatch, self.precision = mesh, stopwatch, config.training.precision
-        self._micro_batches = config.training.gradient_accumulation_steps
-        self._train_on = {role: BatchGraphs(partial(self._forward_backward, role)) for role in ROLES}
-        self._is_captured = False
-        self.uncaptured_batches = 0
-        """Micro-batches since the warm-up that ran without a graph. It stays 0 if the step is not captured."""
-        self._schedule: Callable[[Sequence[Batch]], None] = self._one_by_one
+        self.execution = self._choose_execution()
+        self.update = Graph(self._update_weights)
+
+    def _choose_execution(self) -> Eager | Captured | Pipelined:
         if self._pipeline is not None:
             from bert.parallel.pipeline.schedule import PipelineSchedule
 
-            through_stages = PipelineSchedule(
-                self._pipeline, self._micro_batches, self._reduction, self.autocast, self._mean_loss, stopwatch
+            schedule = PipelineSchedule(
+                self._pipeline, self._micro_batches, self.autocast, self._mean_loss, self._stopwatch
             )
-            self._schedule = partial(self._through_stages, through_stages)
-        self._update: Callable[[], None] = self._update_weights
+            return Pipelined(schedule, self._reduction.finish, self._stopwatch)
+        duties = Role(
+            # With FP8 all weights have been gathered right after the update.
+            gathers_weights=self._gather is not None and self.fp8 is None,
+            reduces_gradients=self._mesh.data_size > 1,
+            overwrites_gradients=bool(self.flat.segments.overwritten),
+        )
+        execution = Eager if self._capturer is None else Captured
+        return execution(self._forward_backward, duties, self._stopwatch)
 
     def __call__(self, micro_batches: Sequence[Batch]) -> None:
         """Train on this rank's micro-batches of one global batch."""
-        self._schedule(micro_batches)
-        self._update()
+        self.execution(micro_batches)
+        with self._stopwatch.time("update"):
+            self.update()
 
-    def _one_by_one(self, micro_batches: Sequence[Batch]) -> None:
-        with self._stopwatch.time("forward_backward"):
-            for role, batch in zip(self._roles(len(micro_batches)), micro_batches, strict=True):
-                replayed = self._train_on[role](batch)
-                self.uncaptured_batches += self._is_captured and not replayed
-
-    def _through_stages(self, schedule: Callable[[Sequence[Batch]], None], micro_batches: Sequence[Batch]) -> None:
-        schedule(micro_batches)
-        with self._stopwatch.time("reduce"):
-            self._reduction.finish()
-
-    def _roles(self, count: int) -> list[Role]:
-        """The roles of a step's micro-batches, in their order."""
-        # With FP8 all weights have been gathered right after the update.
-        gathers, overwrites = self._gather is not None and self.fp8 is None, bool(self.flat.segments.overwritten)
-        return roles_of(count, gathers, self._mesh.data_size > 1, overwrites)
+    @property
+    def uncaptured_batches(self) -> int:
+        """Number of micro-batches since the warm-up that ran without a CUDA graph; 0 if the step is not captured."""
+        return self.execution.uncaptured_batches if isinstance(self.execution, Captured) else 0
 
     def _forward_backward(self, role: Role, batch: Batch) -> None:
-        """Add the micro-batch's gradients to the flat ones, and its losses and tokens to the statistics."""
+        """Add the micro-batch's gradients to the flat gradients, and its losses and tokens to the statistics."""
         if role.gathers_weights:
             self._begin_gathering()
         overwritten = self._weight_gradients.overwritten(role.overwrites_gradients)
@@ -91,13 +120,13 @@ class TrainingStep:
                 self._reduction.finish()
 
     def _mean_loss(self, output: PretrainingOutput, batch: Batch) -> Tensor:
-        """Return what is trained on, []; the losses and the tokens go to the statistics."""
+        """Return the loss to train on, []; add losses and tokens to the statistics."""
         masked_lm_loss, next_sentence_loss = output.mean_losses(batch)
         self.statistics.add_micro_batch(masked_lm_loss, next_sentence_loss, batch.cu_seqlens[-1])
         return masked_lm_loss + next_sentence_loss
 
     def _begin_gathering(self) -> None:
-        """The forward pass can begin with the first weights; how long they take says how late other ranks are."""
+        """Wait for the first weights, with which the forward pass can begin; their delay shows how late other ranks are."""
         assert self._gather is not None
         self._gather.start()
         if not is_capturing():
@@ -105,15 +134,14 @@ class TrainingStep:
                 self._gather.wait(1)
 
     def _update_weights(self) -> None:
-        with self._stopwatch.time("update"):
-            if self.fp8 is not None:
-                self.fp8.update_scales_()  # first, as weights are cast with the new ones
-            self.statistics.add_step(self.optimizer.step())
-            # Before the next forward pass: FP8 casts whole weights, the last stage copies the first one's word table.
-            if self.fp8 is not None or self._pipeline is not None:
-                self.gather_weights()
-            if self.fp8 is not None and not isinstance(self.optimizer, Lamb):  # which leaves casts
-                self.fp8.refresh_weights_()
+        if self.fp8 is not None:
+            self.fp8.update_scales_()  # first, as weights are cast with the new scales
+        self.statistics.add_step(self.optimizer.step())
+        # Before the next forward pass: FP8 casts whole weights, the last stage copies the first one's word table.
+        if self.fp8 is not None or self._pipeline is not None:
+            self.gather_weights()
+        if self.fp8 is not None and not isinstance(self.optimizer, Lamb):  # which casts by itself
+            self.fp8.refresh_weights_()
 
     def gather_weights(self) -> BertForPreTraining:
         """Gather all weights of the last step, some of which only other ranks may have, and return the model.
@@ -127,7 +155,7 @@ class TrainingStep:
         return self.model
 
     def gather_whole_model(self) -> BertForPreTraining:
-        """``gather_weights``, and where ranks share a copy of the model, return one of their own with all weights of it.
+        """Gather all weights; if ranks share a copy of the model, return a new model with all its weights.
 
         Every rank must call it at the same time.
         """
@@ -137,35 +165,34 @@ class TrainingStep:
         return self.whole.gather_model(self.flat.weights_P, model.config)
 
     def refresh_copies_(self) -> None:
-        """Copy the weights again for those who compute with copies, after any change but a step's."""
+        """Refresh the low-precision weight copies after any change that was not made by a step."""
         if isinstance(self.optimizer, Lamb):
             self.optimizer.refresh_copies_()
         if self.fp8 is not None:
             self.fp8.refresh_weights_()
 
     def autocast(self) -> torch.autocast:
-        """The context in which the model computes."""
+        """Return the context in which the model computes."""
         return torch.autocast(self._mesh.device.type, torch.bfloat16, enabled=self.precision != "fp32")
 
     def warm_up(
         self,
         micro_batches: Sequence[Batch],
         steps: int,
-        capturer: CudaCapturer | None = None,
         shape_buckets: Sequence[ShapeBucket] = (),
         choose: Callable[[Callable[[], None]], None] | None = None,
     ) -> float:
-        """Run steps on synthetic batches, then restore weights, optimizer, statistics and random states.
+        """Run ``steps`` steps on synthetic batches, then restore weights, optimizer, statistics and random states.
 
-        ``choose`` gets a step to run first, to see what it calls and choose what computes it. With a ``capturer`` the step
-        is then captured as well, for each of ``shape_buckets``, and replayed from now on; batches of other ones run as
-        before. FP8 scales are found last, for the weights that training starts from. Returns the host's seconds for the last
-        of ``steps``, 0 without any.
+        ``choose`` gets a step to run first, to see which ops it calls and choose their implementations. With a capturer, the
+        step is then captured for each of ``shape_buckets``. FP8 scales are found last, for the weights that training starts
+        from. Returns the host's seconds for the last step, 0 without any.
         """
         weights_P, dropout_state = self.flat.weights_P.clone(), self.model.dropout_state.clone()
         devices = [self._mesh.device] if self._mesh.device.type == "cuda" else []  # else fork_rng takes every GPU
-        # Choices of implementations stay: steps before the capture must choose among what can be captured already.
-        with torch.random.fork_rng(devices), nullcontext() if capturer is None else captured(self._recomputed):
+        # Steps before the capture must choose among implementations that can be captured.
+        capturable = nullcontext() if self._capturer is None else captured(self._recomputed)
+        with torch.random.fork_rng(devices), capturable:
             if choose is not None:
                 choose(lambda: self(micro_batches))
             seconds = 0.0
@@ -173,14 +200,17 @@ class TrainingStep:
                 began = time.perf_counter()
                 self(micro_batches)
                 seconds = time.perf_counter() - began
-            if capturer is not None:
-                self._capture(capturer, shape_buckets)
+            if self._capturer is not None and isinstance(self.execution, Captured):
+                batches = [inert_batch(shape_bucket).to(self._mesh.device) for shape_bucket in shape_buckets]
+                self.execution.prepare(self._micro_batches, batches, self._capturer)
+                self.update.prepare(self._capturer)
+                self._capturer.capture()
             with torch.no_grad():
-                # In place, as all that is restored: captured graphs have these addresses.
+                # In place, like everything that is restored: captured graphs have these addresses.
                 self.flat.weights_P.copy_(weights_P)
             self.refresh_copies_()
             if self.fp8 is not None:
-                self.fp8.calibrate_(lambda: self._schedule(micro_batches))
+                self.fp8.calibrate_(lambda: self.execution(micro_batches))
             if self._pipeline is not None:
                 self._pipeline.copy_word_()
         # Sums of the steps, moments, gradients that calibration left, and the dropout steps of all these passes.
@@ -189,20 +219,6 @@ class TrainingStep:
         with torch.no_grad():
             self.model.dropout_state.copy_(dropout_state)
         self._stopwatch.reset()
-        self.uncaptured_batches = 0
+        if isinstance(self.execution, Captured):
+            self.execution.uncaptured_batches = 0
         return seconds
-
-    def _capture(self, capturer: CudaCapturer, shape_buckets: Sequence[ShapeBucket]) -> None:
-        batches = [inert_batch(shape_bucket).to(self._mesh.device) for shape_bucket in shape_buckets]
-        # The last micro-batch first: it takes the most memory.
-        for role in dict.fromkeys(reversed(self._roles(self._micro_batches))):
-            self._train_on[role].prepare(batches, capturer)
-        replay = capturer.prepare(self._update_weights)
-        capturer.capture()
-        self._is_captured = True
-
-        def timed() -> None:
-            with self._stopwatch.time("update"):
-                replay()
-
-        self._update = timed

@@ -68,20 +68,17 @@ def _predict(
     from cluster.devices import device_named
     from cluster.published.cost_model import TimedRun
     from cluster.published.machine import describe_machine
-    from cluster.published.prediction import as_document, as_lines, predict, usual_run
+    from cluster.published.prediction import as_document, as_lines, machine_of, predict, usual_run
     from cluster.published.prediction_table import predict_table
 
     if table is not None and out is not None:
-        rows = predict_table(table, out)
-        for row in rows:
-            if row.prediction is None:
-                complain(f"{table}: row {row.number} is left empty: {row.reason}", "warning")
-        say(f"{out}: {sum(row.prediction is not None for row in rows):,} of {len(rows):,} rows predicted")
+        for row, reason in predict_table(table, out).items():
+            complain(f"{table}: row {row} is left empty: {reason}", "warning")
+        say(out)
         return
     if table is not None or out is not None:
         raise ValueError("--table and --out belong together")
     if cluster is not None:
-        from cluster.published.probed import machine_of
         from cluster.view import read_view
 
         if accelerator is not None or interconnect or networking:
@@ -110,7 +107,7 @@ def _calibrate(out: Path) -> None:
     from console.files import write_atomically
 
     made, _ = calibrate()
-    write_atomically(out, to_json(made).encode())
+    write_atomically(out, to_json(made))
     say(f"{out}: {len(made.parameters)} parameters")
 
 
@@ -266,9 +263,9 @@ def whatif(metrics: Positional[Path], cluster: Path | None = None) -> None:
         cluster: File of a probe of its machines, for the cost of uneven links.
     """
     from cluster.view import read_view
-    from cluster.whatif import read_metrics, report
+    from cluster.whatif import read_run, report
 
-    for line in report(read_metrics(metrics), read_view(cluster) if cluster else None):
+    for line in report(read_run(metrics), read_view(cluster) if cluster else None):
         say(line)
 
 

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
+from compliance.log.accelerator import form
+
 TABLE = Path(__file__).with_name("devices.toml")
 
 # Names come from untrusted files; cut long ones before any regular expression reads them.
@@ -73,16 +75,7 @@ def device_named(name: str) -> Device:
             f"accelerator {name[:_LONGEST_NAME]!r} is unknown; nearest: {', '.join(names[each] for each in nearest)}; "
             "`python -m cluster devices` lists all"
         )
-    form = _form(words)
-    alike = [device for device in alike if device.form == form] or alike
+    alike = [device for device in alike if device.form == form(name)] or alike
     memory = re.search(r"(\d{2,3}) ?GB\b", words)
     # Choose the nearest memory size because names round it in different ways.
     return min(alike, key=lambda device: abs(device.memory_gb - int(memory[1]))) if memory else alike[0]
-
-
-def _form(words: str) -> str | None:
-    # Test PCIe first: drivers name SXM devices by their kind of memory, which names of PCIe cards may contain as well.
-    for pattern, form in ((r"PCIE", "PCIe"), (r"\bNVL\b", "NVL"), (r"SXM|\bHBM3E?\b", "SXM")):
-        if re.search(pattern, words):
-            return form
-    return None

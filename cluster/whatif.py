@@ -6,24 +6,16 @@ stragglers. A part that is taken away takes no other part with it, and nothing i
 
 from __future__ import annotations
 
-import json
 import math
-import re
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from cluster.view import View
-from console.files import read_bounded, shown
+from compliance.log.records import Straggler, read_metrics
 
-_LARGEST_BYTES = 512 * 2**20
-_REMEDY = "expected metrics_N.jsonl of a run, beside its result_N.txt"
 PARTS = ("data_wait_ms", "forward_backward_ms", "reduce_ms", "update_ms")
-# As bert/reporting/intervals.py words its warnings, where a rank's place may come behind its host.
-_SLOW = re.compile(r"rank (\d+) on host (\S+)(?: \(.*\))? is slow: ([\d.]+) ms a step of its own, ([\d.]+) times")
-_FAST = re.compile(r"rank (\d+) on host .+ is no longer slow")
 
 
 @dataclass(frozen=True)
@@ -36,7 +28,7 @@ class Interval:
 
 
 @dataclass(frozen=True)
-class Straggler:
+class SlowRank:
     """A rank that the run named, from one step to another, with its own and the median milliseconds of a step."""
 
     rank: int
@@ -54,7 +46,7 @@ class Recorded:
     seconds: float = 0.0
     evaluations: float = 0.0
     intervals: list[Interval] = field(default_factory=list)
-    stragglers: list[Straggler] = field(default_factory=list)
+    stragglers: list[SlowRank] = field(default_factory=list)
 
     def part(self, name: str) -> float:
         """Seconds of a part, of all steps."""
@@ -69,63 +61,41 @@ class Saving:
     seconds: float
 
 
-def read_metrics(path: Path) -> Recorded:
-    """Read a run's metrics. Raises ``ValueError``, in one line, where the file is of another kind or has no steps."""
-    run, last = Recorded(), 0
-    for number, line in enumerate(read_bounded(path, _LARGEST_BYTES, _REMEDY).split(b"\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-            kind = record["event"]
-            if kind in ("step", "eval", "end"):
-                # Each of these has the run's clock; the largest is the end even of a run that was cut off.
-                run.seconds = max(run.seconds, _number(record, "time_s"))
-            if kind == "step":
-                step = int(_number(record, "step"))
-                steps = step - last
-                if steps < 1:
-                    raise ValueError(f"step {step} comes after step {last}")
-                # Records have means over their interval, which covers several steps.
-                seconds = {name: steps * _number(record, name) / 1000 for name in PARTS}
-                run.intervals.append(Interval(step, steps, seconds))
-                last = step
-            elif kind == "eval":
-                run.evaluations += _number(record, "eval_s")
-            elif kind == "warning":
-                _note(run, str(record["text"])[:1000], int(_number(record, "step")))
-        # RecursionError: JSON may nest deeper than the parser goes.
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise ValueError(f"{path}, line {number}: no record of a run ({shown(error)}); {_REMEDY}") from None
-    if not run.intervals or not run.seconds:
-        raise ValueError(f"{path}: no record of steps; {_REMEDY}")
+def read_run(path: Path) -> Recorded:
+    """Read a run's metrics. Raises ``ValueError`` where the file has no records of steps."""
+    metrics = read_metrics(path)
+    # Each of these has the run's clock; the largest is the end even of a run that was cut off.
+    timed = [*metrics.steps, *metrics.evaluations, *([metrics.end] if metrics.end else [])]
+    run = Recorded(
+        seconds=max((record.time_s for record in timed), default=0.0),
+        evaluations=sum(record.eval_s for record in metrics.evaluations),
+    )
+    last = 0
+    for record in metrics.steps:
+        # Records have means over their interval, which covers several steps.
+        steps = max(0, record.step - last)
+        run.intervals.append(
+            Interval(record.step, steps, {name: steps * getattr(record, name) / 1000 for name in PARTS})
+        )
+        last = max(last, record.step)
+    for warning in metrics.warnings:
+        if warning.straggler is not None:
+            _note(run, warning.straggler, warning.step)
+    if not last or not run.seconds:
+        raise ValueError(f"{path}: no record of steps; expected metrics_N.jsonl of a run, beside its result_N.txt")
     return run
 
 
-def _number(record: dict[str, Any], name: str) -> float:
-    value = record[name]
-    # bool is an int, and JSON has true.
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, int | float)
-        or not math.isfinite(value)
-        or not 0 <= value < 1e12
-    ):
-        raise ValueError(f"{name} is {shown(value)}")
-    return value
-
-
-def _note(run: Recorded, text: str, step: int) -> None:
-    """Take in a warning, if it is about a straggler."""
-    if slow := _SLOW.match(text):
-        # A ratio below 1 would be a rank that is not slow; rounding may print one.
-        own, ratio = float(slow[3]), max(1.0, float(slow[4]))
-        run.stragglers.append(Straggler(int(slow[1]), slow[2], step, math.inf, own, own / ratio))
-    elif fast := _FAST.match(text):
-        # Only the open entry of the rank: it may have been slow before, and fast, and slow again.
-        for place, each in enumerate(run.stragglers):
-            if each.rank == int(fast[1]) and each.last_step == math.inf:
-                run.stragglers[place] = replace(each, last_step=step)
+def _note(run: Recorded, rank: Straggler, step: int) -> None:
+    if rank.is_slow:
+        # A median above its own time would be a rank that is not slow.
+        median_ms = min(rank.own_ms, rank.median_ms)
+        run.stragglers.append(SlowRank(rank.rank, rank.host, step, math.inf, rank.own_ms, median_ms))
+        return
+    # Only the open entry of the rank: it may have been slow before, and fast, and slow again.
+    for place, each in enumerate(run.stragglers):
+        if each.rank == rank.rank and each.last_step == math.inf:
+            run.stragglers[place] = replace(each, last_step=step)
 
 
 def savings(run: Recorded, view: View | None = None) -> list[Saving]:
@@ -150,7 +120,7 @@ def savings(run: Recorded, view: View | None = None) -> list[Saving]:
     return sorted((each for each in found if each.seconds > 0), key=lambda each: -each.seconds)
 
 
-def _without(run: Recorded, left_out: Sequence[Straggler]) -> float:
+def _without(run: Recorded, left_out: Sequence[SlowRank]) -> float:
     """Seconds that others had to wait for ranks: their own time over that of the next slowest, or the median."""
     saved = 0.0
     for interval in run.intervals:
@@ -163,7 +133,7 @@ def _without(run: Recorded, left_out: Sequence[Straggler]) -> float:
     return saved
 
 
-def _slowest(stragglers: Iterable[Straggler]) -> float:
+def _slowest(stragglers: Iterable[SlowRank]) -> float:
     return max((each.own_ms for each in stragglers), default=0.0)
 
 

@@ -103,21 +103,6 @@ def line_chart(lines: Sequence[Line], axes: Axes, *, dots: bool = False) -> Mark
     return plot.render()
 
 
-def stacked_chart(lines: Sequence[Line], axes: Axes) -> Markup:
-    """Draw an area for each line, one on top of the other. All lines have the same x; their kinds are the colours."""
-    xs = [x for x, _ in lines[0].points]
-    levels = [[0.0] * len(xs)]
-    for line in lines:
-        levels.append([below + y for below, (_, y) in zip(levels[-1], line.points, strict=True)])
-    # All edges have the same x, so thinning cuts them at the same places and the areas fit.
-    edges = [thin(list(zip(xs, level, strict=True))) for level in levels]
-    plot = _Plot(replace(axes, from_zero=True), xs, levels[-1])
-    for line, lower, upper in zip(lines, edges, edges[1:], strict=False):
-        corners = " ".join(plot.place(point) for point in [*upper, *reversed(lower)])
-        plot.marks.append(_Mark("", line.name, [("polygon", {"class": line.kind, "points": corners})]))
-    return plot.render()
-
-
 def run_chart(bars: Sequence[Bar], axes: Axes, *, columns: bool) -> Markup:
     """Draw a mark for each run, side by side: columns from zero, or dots near their own range."""
     values = [bar.value for bar in bars]

@@ -55,4 +55,4 @@ unset "${!PET_@}"
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 exec .venv/bin/python -m torch.distributed.run --nnodes "$hosts" --nproc-per-node "$NPROC" --max-restarts 1000 \
   --rdzv-backend c10d --rdzv-endpoint "$place" --rdzv-id "$folder" ${ADDRESS:+--local-addr "$ADDRESS"} \
-  --rdzv-conf "is_host=0,last_call_timeout=$LAST_CALL" --log-dir /dev/null -m cluster.train "$recipe" "${settings[@]}"
+  --rdzv-conf "is_host=0,last_call_timeout=$LAST_CALL" --log-dir /dev/null -m bert.train "$recipe" "${settings[@]}"

@@ -1,19 +1,21 @@
 """Start a timed run as a user does, on random samples with Wikipedia's lengths: rate, drift, waiting, verdict on the log."""
 
 import importlib.util
-import json
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from benchmarks.gpu_parts.measuring.report import Figure, NotUsableError, PartReport
 from benchmarks.gpu_parts.measuring.scale import Context, clipped_lengths
 
-NEEDS = ("h5py", "mlperf_logging", "rich", "safetensors", "tokenizers", "tyro")
+if TYPE_CHECKING:
+    from compliance.log.records import Metrics
+
+NEEDS = ("h5py", "mlperf_logging", "msgspec", "rich", "safetensors", "tokenizers", "tyro")
 """Packages besides PyTorch and NumPy that training, data sets and the check of the log import."""
 
 _REPOSITORY = Path(__file__).resolve().parents[2]
@@ -45,35 +47,31 @@ def _samples(context: Context) -> int:
     return int(rate * _SECONDS)
 
 
-def rows_of(records: list[dict[str, Any]]) -> list[Figure]:
-    """Return the rows that the lines of a metrics file give; the run may still go on."""
-    steps, evaluations, ends = (
-        [record for record in records if record["event"] == event] for event in ("step", "eval", "end")
-    )
+def rows_of(metrics: "Metrics") -> list[Figure]:
+    """Return the rows that a run's metrics give; the run may still go on."""
+    steps, evaluations, end = metrics.steps, metrics.evaluations, metrics.end
     rows = []
     if steps:
-        milliseconds = [record["step_ms"] for record in steps]
+        milliseconds = [record.step_ms for record in steps]
         quarter = max(1, len(steps) // 4)
         drift = statistics.median(milliseconds[-quarter:]) / statistics.median(milliseconds[:quarter])
-        waiting = sum(record["data_wait_ms"] for record in steps) / sum(milliseconds)
-        note = f"a step; {steps[-1]['samples']:,} samples in {steps[-1]['time_s']:.0f} s"
-        rate = _median(steps, "sequences_per_s")
+        waiting = sum(record.data_wait_ms for record in steps) / sum(milliseconds)
+        note = f"a step; {steps[-1].samples:,} samples in {steps[-1].time_s:.0f} s"
+        rate = statistics.median(record.sequences_per_s for record in steps)
         rows += [
             Figure("training", statistics.median(milliseconds), rate, "sequences/s", note=note, page=True),
             Figure("last quarter of the steps against the first", figure=drift, unit="x", note="step time", page=True),
             Figure("host waiting for data", share=waiting, note="of the time of all steps", page=True),
         ]
     if evaluations:
-        note = f"{evaluations[0]['count']} masked tokens"
-        rows.append(Figure("evaluation", 1e3 * _median(evaluations, "eval_s"), note=note, page=True))
-    if ends and ends[0]["time_s"]:
-        rate = ends[0]["samples"] / ends[0]["time_s"]
+        note = f"{evaluations[0].count} masked tokens"
+        rows.append(
+            Figure("evaluation", 1e3 * statistics.median(record.eval_s for record in evaluations), note=note, page=True)
+        )
+    if end is not None and end.time_s:
+        rate = end.samples / end.time_s
         rows.append(Figure("inside the clock", figure=rate, unit="sequences/s", note="evaluation too", page=True))
     return rows
-
-
-def _median(records: list[dict[str, Any]], name: str) -> float:
-    return statistics.median(record[name] for record in records)
 
 
 def _write_data(context: Context, folder: Path, counts: dict[str, int]) -> None:
@@ -123,9 +121,10 @@ def _train(context: Context, folder: Path, samples: int) -> None:
 
 
 def _add_rows(context: Context, folder: Path, *, quiet: bool = False) -> None:
-    for metrics in folder.glob("results/*/bert/metrics_*.jsonl"):
-        lines = metrics.read_text(encoding="utf-8").split("\n")[:-1]  # the last one may still be written
-        context.report.add(*rows_of([json.loads(line) for line in lines]), quiet=quiet)
+    from compliance.log.records import read_metrics  # imports some of what has been looked for
+
+    for path in folder.glob("results/*/bert/metrics_*.jsonl"):
+        context.report.add(*rows_of(read_metrics(path)), quiet=quiet)
 
 
 def _verdict(log: Path) -> Figure:

@@ -72,7 +72,7 @@ def _train(context: Context, precision: Precision, sequences: int) -> None:
     batch = batch_of(samples, shape_bucket=shape_bucket_of(samples, shape_buckets)).to(context.device)
     trained = training_step(context, recipe("h100_1x1", precision=precision))
     # As training starts up: graphs for all shape buckets, which share one pool.
-    trained.warm_up([batch], 1, context.capturer(), shape_buckets)
+    trained.warm_up([batch], 1, shape_buckets)
     take_step(trained, [batch])
     if context.on_gpu:
         torch.cuda.synchronize()

@@ -120,14 +120,14 @@ def training_step(
         config = replace(config, training=replace(config.training, precision="fp32"))
     model = context.scale.model if dropout else replace(context.scale.model, hidden_dropout=0.0, attention_dropout=0.0)
     config = replace(config, log=replace(config.log, division="open"), model=model)
-    return TrainingStep(context.model(model), config, context.mesh, stopwatch or Stopwatch())
+    return TrainingStep(context.model(model), config, context.mesh, stopwatch or Stopwatch(), context.capturer())
 
 
 def prepare(context: Context, trained: TrainingStep, batches: list[Batch]) -> None:
     """Warm a step up for these batches and, on a GPU, capture it, as training does before its clock starts."""
     shape_buckets = sorted({batch.shape_bucket for batch in batches}, key=lambda size: size.tokens)
     choose = partial(_choose_implementations, context.device) if context.on_gpu else None
-    trained.warm_up(batches, 1, context.capturer(), shape_buckets, choose)
+    trained.warm_up(batches, 1, shape_buckets, choose)
 
 
 def _choose_implementations(device: torch.device, run: Callable[[], None]) -> None:

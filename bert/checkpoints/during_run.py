@@ -1,8 +1,7 @@
 """Checkpoints as the training loop sees them: one that cannot be written costs a warning, not the run."""
 
 from bert.checkpoints.training_state import Checkpoints
-from bert.reporting.records import Position
-from bert.reporting.reporter import Reporter
+from bert.reporting.reporter import Position, Reporter
 from bert.timing.phases import PhaseTracker
 
 

@@ -18,10 +18,11 @@ from torch import Tensor
 from bert.checkpoints.hugging_face import hugging_face_names, stated_configuration
 from bert.checkpoints.tensorflow import INDEX_SUFFIX, TensorBundle, tf1_name, tf2_names
 from bert.checkpoints.tensorflow_index import MAGIC
-from bert.checkpoints.weights import VOCABULARY, Weight, read_header, stated_model
+from bert.checkpoints.weights import VOCABULARY, Weight, stated_model
 from bert.configuration.sections import ModelConfig
 from bert.model import parameter_shapes
 from console.files import open_regular, sha256_of
+from console.safetensors_header import read_header
 
 _FORMER_ENDINGS = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
 """Hugging Face's names of today to those in its older files."""

@@ -256,7 +256,7 @@ def _state_of(content: dict[str, Any]) -> RunState:
 
 
 def written_by(folder: Path, mesh: Mesh) -> str:
-    """The job (``bert.parallel.joining.launch.job``) that wrote the newest checkpoint in ``folder``, as far as known, or "".
+    """The job (``bert.parallel.launch.job``) that wrote the newest checkpoint in ``folder``, as far as known, or "".
 
     Every rank must call it at the same time.
     """

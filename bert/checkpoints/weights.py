@@ -14,13 +14,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
 from bert.configuration.sections import ModelConfig
 from bert.model import BertForPreTraining, parameter_shapes
 from console.files import atomic_path
+from console.safetensors_header import read_header
 
 
 @dataclass(frozen=True)
@@ -129,17 +129,6 @@ def load_weights(model: BertForPreTraining, path: Path) -> None:
     require_weights(path)
     _require_stated(_header(path)[1], model.config, str(path))
     copy_weights(model, load_file(path), str(path))
-
-
-def read_header(path: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
-    """Read shapes by name, and the metadata, of a safetensors file. Raises ``ValueError`` where it is not a whole one."""
-    try:
-        with safe_open(path, "pt") as file:
-            shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-            metadata = file.metadata() or {}
-    except (SafetensorError, OSError) as error:
-        raise ValueError(f"{path} is not a whole safetensors file ({error}): fetch or make it again") from error
-    return shapes, metadata
 
 
 def _header(path: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:

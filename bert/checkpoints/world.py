@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from bert.configuration.config import Config
-from bert.parallel.joining.launch import job
+from bert.parallel.launch import job
 from console.files import shown
 from console.text import counted
 
@@ -25,7 +25,7 @@ class World:
     fitting: int
     """Most sequences that a micro-batch had on the way here: they fit in the devices' memory."""
     job: str = ""
-    """That the run belongs to, see ``bert.parallel.joining.launch.job``."""
+    """That the run belongs to, see ``bert.parallel.launch.job``."""
 
     @classmethod
     def of(cls, hosts: Sequence[str], config: Config, before: "World | None" = None) -> "World":

@@ -52,11 +52,6 @@ class Config:
             _finite(section)
         if self.log.division == "closed":
             self._check_closed()
-        if self.training.leave_out_stragglers is not None and self.checkpoint.folder is None:
-            raise ValueError(
-                "training.leave_out_stragglers is set, but checkpoint.folder is not: hosts are left out where a run goes on "
-                "from a checkpoint; set both, or neither"
-            )
         if self.training.max_samples < self.training.global_batch_size:
             raise ValueError(
                 f"training.max_samples {self.training.max_samples} is less than one global batch of "

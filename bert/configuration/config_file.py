@@ -16,8 +16,14 @@ _HEAD_BYTES = 1 << 16
 """Of a result file, which may be long: its configuration stands at the top."""
 _OF_ONE_RUN = ("dry_run", "log.run", "log.cache_cleared")
 """Settings of a result file that are that run's own."""
-_FORMER_NAMES = {"training.wire": "training.reduce_dtype", "training.fp32_sums": None}
-"""Settings of earlier versions by the names of today; sums in fp32 are no longer something to set."""
+_FORMER_NAMES = {
+    "training.wire": "training.reduce_dtype",
+    "training.fp32_sums": None,
+    "training.in_network": None,
+    "training.leave_out_stragglers": None,
+    "training.shard_gradients": None,
+}
+"""Settings of earlier versions by their names today; None for settings that were removed."""
 
 
 def arguments_of(path: Path, recipe: str | None) -> tuple[str, list[str]]:

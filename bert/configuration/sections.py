@@ -11,7 +11,6 @@ from typing import Literal
 Recompute = Literal["none", "selective", "full"]
 Precision = Literal["fp32", "bf16", "fp8"]
 ReductionStrategy = Literal["flat", "hierarchical", "sharded", "sharded_world"]
-InNetwork = Literal["auto", "on", "off"]
 ReduceDtype = Literal["fp32", "bf16"]
 
 SHARDED = ("sharded", "sharded_world")
@@ -97,8 +96,8 @@ class DataConfig:
     """The vocabulary that the shards were made with; its digest is compared with theirs."""
     initial_checkpoint: Path | None
     """Weights to start from, a safetensors file or a Hugging Face folder; None starts from random weights."""
-    loader: Literal["auto", "numpy", "dali"] = "auto"
-    """auto: DALI where it is installed and there is a GPU, otherwise NumPy. Both give the same batches."""
+    loader: Literal["numpy", "dali"] = "numpy"
+    """numpy or dali, which needs nvidia-dali. Both give the same batches."""
     prefetch: int = 4
     """Steps that are assembled ahead."""
 
@@ -129,9 +128,6 @@ class TrainingConfig:
     fault_seconds: float = 60.0
     """After this long without a sign of life from a rank, or with all ranks waiting for one, the run ends on all ranks. A
     phase may take ten times its longest so far, and ten times as long as this when it comes for the first time."""
-    leave_out_stragglers: int | None = None
-    """After so many log intervals in a row in which a rank is a straggler, its host sits out from the next start on, until
-    its name is taken out of left_out.json in checkpoint.folder. None: stragglers are only named."""
     warmup_steps: int = 2
     """Steps on synthetic batches before the clock starts; every state is restored after them."""
     cuda_graphs: bool = True
@@ -144,12 +140,6 @@ class TrainingConfig:
     """How ranks add up gradients. flat: over all at once. hierarchical: inside each host, between hosts, inside again.
     sharded: hierarchical, with the optimizer divided among the ranks of a host. sharded_world: divided among all ranks.
     auto: the faster of the first two."""
-    shard_gradients: bool = False
-    """With sharded and sharded_world: a rank keeps gradients of its shard alone, as it does the optimizer's state (ZeRO-2).
-    That saves 4 bytes a parameter; with gradient accumulation every micro-batch sends its gradients."""
-    in_network: InNetwork = "auto"
-    """Whether switches add up what hosts exchange in hierarchical and sharded (NCCL's CollNet, SHARP). auto: where GPUs are
-    on several hosts, the faster of both, measured at start-up."""
     reduce_dtype: ReduceDtype = "fp32"
     """The type in which gradients travel between ranks; they are added in fp32. bf16: half the bytes, more messages, and an
     error of 0.2 to 0.3 % in the norm of a tensor's gradient, at any number of ranks."""
@@ -184,25 +174,6 @@ class TrainingConfig:
         _at_least(1, "training.bad_intervals", self.bad_intervals)
         if not 1 <= self.fault_seconds <= 3600:
             raise ValueError(f"training.fault_seconds is {self.fault_seconds}: expected 1 to 3600")
-        if self.shard_gradients and self.reduction not in SHARDED:
-            raise ValueError(
-                f"training.shard_gradients is on, but training.reduction is {self.reduction}, after which every rank needs "
-                "all gradients: set training.reduction to sharded or sharded_world, or leave shard_gradients out"
-            )
-        # Only what goes along rails is given to switches; auto does without where it cannot be.
-        if self.in_network == "on" and (self.device == "cpu" or self.reduction in ("flat", "sharded_world")):
-            where = "training.device is cpu" if self.device == "cpu" else f"training.reduction is {self.reduction}"
-            raise ValueError(
-                f"training.in_network is on, but {where}: it needs GPUs, and hierarchical or sharded reduction (or auto)"
-            )
-        if self.in_network == "on" and self.reduce_dtype == "bf16":
-            raise ValueError(
-                "training.in_network is on, but training.reduce_dtype is bf16, in which switches would round every sum of "
-                "two: set reduce_dtype to fp32, or in_network to auto or off"
-            )
-        if self.leave_out_stragglers is not None:
-            # As many as it takes for a straggler to be named.
-            _at_least(3, "training.leave_out_stragglers", self.leave_out_stragglers)
         if self.seed is not None and not 0 <= self.seed < 2**31:
             raise ValueError(f"training.seed is {self.seed}: expected 0 to 2147483647")
 

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 from bert.evaluation.evaluator import Evaluator, PendingAccuracy
 from bert.log.mllog import MLLog
-from bert.reporting.records import EvaluationRecord, Position
-from bert.reporting.reporter import Reporter
+from bert.reporting.reporter import Position, Reporter
 from bert.step import TrainingStep
 from bert.timing.phases import PhaseTracker
+from compliance.log.records import EvaluationRecord
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from bert.configuration.config import Config
 from bert.guards.interruption import Interrupted
 from bert.log.mllog import MLLog
-from bert.parallel.joining.launch import may_start_again
+from bert.parallel.launch import may_start_again
 from bert.parallel.mesh import Mesh
 from bert.parallel.watchdog.watchdog import FAULT_STATUS, Watchdog
 from console.program import reason

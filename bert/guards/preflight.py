@@ -20,8 +20,8 @@ from bert.configuration.run_plan import RunPlan, read_plan
 from bert.log.mllog import evaluation_interval, evaluation_samples
 from bert.log.result_files import choose_files
 from bert.model import parameter_shapes
-from bert.parallel.joining.launch import job, may_start_again, restarts
-from bert.parallel.mesh import Mesh, require_whole_copies, require_whole_groups
+from bert.parallel.launch import job, may_start_again, restarts
+from bert.parallel.mesh import Mesh, require_whole_copies
 from bert.reporting.tensorboard import require_installed
 from console.cuda import lacks_of_triton, loaded_driver, outdated_driver
 from dataloading.batches.loader_choice import check_loader
@@ -64,7 +64,6 @@ def check(config: Config, world_size: int, local_size: int = 0) -> Inputs:
     if config.data.initial_checkpoint is not None:
         check_initial_weights(config.data.initial_checkpoint, config, vocabulary)
     # As if all ranks were on one host: who shares one is known when they have joined, and looked at again then.
-    require_whole_groups(config.parallel.tensor, world_size, "in all")
     require_whole_copies(config.parallel, 1, world_size)
     if not may_go_on:  # then the checkpoint may say how shares are planned anew
         check_shares(config, train, world_size // config.parallel.copy_ranks)

@@ -4,8 +4,8 @@ from pathlib import Path
 from statistics import median
 
 from bert.configuration.run_plan import RunPlan
-from bert.reporting.records import PlanRecord, StepRecord
 from bert.timing.phases import PHASES
+from compliance.log.records import PlanRecord, StepRecord
 
 WORTH_SAYING = 0.2
 """Difference of a step from the plan's, as a share of that, which a person should look at."""

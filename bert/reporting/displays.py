@@ -1,28 +1,32 @@
-"""A run as a person sees it: how far it is, in one line an interval or in a panel that is redrawn in place."""
+"""A run as a person sees it: one line an interval, or a panel that is redrawn in place."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from rich.console import Console
 
-from bert.reporting.records import EndRecord, EvaluationRecord, PlanRecord, Record, StepRecord, WarningRecord
-from compliance.convergence.forecast import forecast
+from compliance.convergence.forecast import forecast, time_left
+from compliance.log.records import EndRecord, EvaluationRecord, PlanRecord, Record, StepRecord, WarningRecord
 from compliance.log.schedule import EvaluationSchedule
-from console import live
-from console.live import Row, clock
+from console.durations import clock, clock_span
+from console.live import LivePanel, RunView
 from console.text import visible
 
 
 @dataclass
 class RunProgress:
-    """Progress of the run, as far as the displays know it."""
+    """Progress of the run, as far as the displays know it.
+
+    Attributes:
+        max_samples: samples at which the run ends in any case.
+        schedule: schedule of the evaluations.
+        resumed_samples: samples that were trained before the run was resumed, in none of its time.
+    """
 
     target: float
     max_samples: int
     schedule: EvaluationSchedule
-    """Of the evaluations."""
     resumed_samples: int = 0
-    """Trained before the run went on from a checkpoint, in none of its time."""
     latest: StepRecord | None = None
     warning: WarningRecord | None = None
     evaluations: list[EvaluationRecord] = field(default_factory=list)
@@ -38,22 +42,15 @@ class RunProgress:
 
     @property
     def eta(self) -> str:
-        """Time to the evaluation that reaches the target: a range where its curve tells one, else at most."""
-        # Nothing has been trained yet in this run, and so there is no rate.
-        if self.latest is None or self.latest.samples == self.resumed_samples:
+        """Time to the evaluation that reaches the target: a range if the curve rises, otherwise an upper bound."""
+        latest = self.latest
+        # Before this run has trained anything there is no rate.
+        if latest is None or latest.samples == self.resumed_samples:
             return "-"
-        # With the time of evaluations in it, as more of them will come.
-        rate = (self.latest.samples - self.resumed_samples) / self.latest.time_s
-        limit = (self.max_samples - self.latest.samples) / rate
+        rate = (latest.samples - self.resumed_samples) / latest.time_s
         curve = [(evaluation.samples, evaluation.masked_lm_accuracy) for evaluation in self.evaluations]
-        expected = forecast(curve, self.target, self.schedule, None)
-        if expected.earliest is None:
-            return f"at most {clock(limit)}"
-        samples = [self.schedule.samples(index) for index in (expected.earliest, expected.latest) if index is not None]
-        early, late = ((one - self.latest.samples) / rate for one in (samples[0], samples[-1]))
-        # The limit on samples ends a run in any case.
-        late = limit if expected.latest is None else min(late, limit)
-        return f"{clock(min(early, late))} to {clock(late)}"
+        found = forecast(curve, self.target, self.schedule, None)
+        return clock_span(*time_left(found, self.schedule, latest.samples, rate, self.max_samples))
 
 
 class StepLines:
@@ -86,7 +83,7 @@ class StepLines:
                 f"({record.correct}/{record.count})  target {self._progress.target:.4f}  {record.eval_s:.2f} s"
             )
         if isinstance(record, WarningRecord):
-            # It may name hosts and files: what a terminal would obey is escaped.
+            # It may name hosts and files, whose names may hold control characters.
             return f"warning at step {record.step}: {visible(record.text)}"
         if isinstance(record, PlanRecord):
             return f"plan: a step took {record.step_ms:.1f} ms, planned {record.planned_step_ms:.1f} ms"
@@ -99,32 +96,36 @@ class RunPanel:
     def __init__(self, title: str, progress: RunProgress, console: Console) -> None:
         self._title = title
         self._progress = progress
-        self._panel = live.LivePanel(console)
+        self._panel = LivePanel(console)
 
     def write(self, record: Record) -> None:
         """Show the run as of this record."""
-        self._panel.show(self._title, self._rows(record))
+        self._panel.show(self._view(record))
 
     def close(self) -> None:
         """Leave the last state on the screen."""
         self._panel.close()
 
-    def _rows(self, record: Record) -> list[Row]:
-        progress, rows = self._progress, []
-        if evaluations := progress.evaluations:
-            accuracies = [evaluation.masked_lm_accuracy for evaluation in evaluations]
-            rows += live.accuracy_rows(accuracies, progress.target, evaluations[-1].samples)
-        if (step := progress.latest) is not None:
-            rows += [
-                ("samples", f"{step.samples:,} of at most {progress.max_samples:,}  (step {step.step:,})"),
-                ("rate", f"{step.sequences_per_s:,.1f} sequences/s   {step.tokens_per_s:,.0f} tokens/s"),
+    def _view(self, record: Record) -> RunView:
+        progress, step, warning = self._progress, self._progress.latest, self._progress.warning
+        ended = isinstance(record, EndRecord)
+        details = (
+            []
+            if step is None
+            else [
                 ("step", f"{step.step_ms:.1f} ms, of it {step.data_wait_ms:.2f} ms waiting for data"),
                 ("loss", f"{step.loss:.4f}   (masked LM {step.masked_lm_loss:.4f})   lr {step.learning_rate:.2e}"),
             ]
-        if isinstance(record, EndRecord):
-            words = f"{record.status} after {clock(record.time_s)}"
-            rows.append(live.end_row(words, is_success=record.status == "success"))
-        else:
-            rows.append(("target", f"{progress.target:.4f}, time left {progress.eta}"))
-        warning = progress.warning
-        return rows + live.warning_rows([f"step {warning.step}: {warning.text}"] if warning else [])
+        )
+        return RunView(
+            title=self._title,
+            accuracies=[evaluation.masked_lm_accuracy for evaluation in progress.evaluations],
+            target=progress.target,
+            evaluated_samples=progress.evaluations[-1].samples if progress.evaluations else 0,
+            samples=f"{step.samples:,} of at most {progress.max_samples:,}  (step {step.step:,})" if step else "",
+            rate=f"{step.sequences_per_s:,.1f} sequences/s   {step.tokens_per_s:,.0f} tokens/s" if step else "",
+            details=details,
+            time_left="" if ended else f"{progress.target:.4f}, time left {progress.eta}",
+            warnings=[f"step {warning.step}: {warning.text}"] if warning else [],
+            end=(f"{record.status} after {clock(record.time_s)}", record.status == "success") if ended else None,
+        )

@@ -1,16 +1,15 @@
 """The steps of an interval, reported: but for the results of evaluations, where the loop's host waits for the device."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from statistics import median
 
 from bert.configuration.config import Config
 from bert.optimizer import learning_rate
-from bert.reporting.records import Position, StepRecord
-from bert.reporting.reporter import Reporter
+from bert.reporting.reporter import Position, Reporter
 from bert.reporting.statistics import Statistics
 from bert.timing.stopwatch import Stopwatch
-from console.program import reason
+from compliance.log.records import StepRecord, Straggler
 
 SLOW_RATIO = 1.2
 """A rank is slow if it takes so many times the median."""
@@ -24,39 +23,30 @@ class Stragglers:
     def __init__(
         self,
         hosts: Sequence[str],
-        leave_out: Callable[[str], None] | None = None,
-        after: int | None = None,
         stages: Sequence[int] | None = None,
         places: Sequence[str] | None = None,
     ) -> None:
-        """``leave_out`` gets the host of a rank that was slow in so many intervals in a row as ``after`` says.
-
-        Ranks are compared with those of the same one of ``stages``, whose work is the same. ``places`` are those in the
+        """Ranks are compared with those of the same one of ``stages``, whose work is the same. ``places`` are those in the
         mesh, as a rank's name goes on with them.
         """
         self._hosts = hosts
         self._stages = stages or [0] * len(hosts)
         self._places = places or [""] * len(hosts)
-        self._leave_out = leave_out
-        self._after = after
-        self._slow_for = [0] * len(hosts)
-        """Intervals in a row in which each was slow."""
         self._in_a_row = [0] * len(hosts)
         """Intervals in which each was slow, or no longer slow if it has been named."""
         self._named = [False] * len(hosts)
 
-    def add(self, seconds: Sequence[float]) -> list[str]:
-        """Take in an interval's seconds a step, by rank; returns what to say, if anything."""
+    def add(self, seconds: Sequence[float]) -> list[tuple[str, Straggler | None]]:
+        """Take in an interval's seconds a step, by rank; return warnings, with the rank whose state has changed."""
         # The median, which a few slow ranks do not move, as they would a mean.
         middles = {
             stage: median(own for own, other in zip(seconds, self._stages, strict=True) if other == stage)
             for stage in set(self._stages)
         }
-        lines = []
+        lines: list[tuple[str, Straggler | None]] = []
         for rank, (host, own) in enumerate(zip(self._hosts, seconds, strict=True)):
             middle = middles[self._stages[rank]]
             is_slow = own > SLOW_RATIO * middle
-            self._slow_for[rank] = self._slow_for[rank] + 1 if is_slow else 0
             # Both ways by one count: a rank is named, and taken back, after as many intervals.
             changed = is_slow != self._named[rank]
             self._in_a_row[rank] = self._in_a_row[rank] + 1 if changed else 0
@@ -65,19 +55,9 @@ class Stragglers:
                 times = own / middle if middle else float("inf")
                 state = "is slow" if self._named[rank] else "is no longer slow"
                 spent = f"{1000 * own:.1f} ms a step of its own, {times:.2f} times the median"
-                lines.append(f"rank {rank} on host {host}{self._places[rank]} {state}: {spent}")
-            # Equal, not at least: once in a row of slow intervals.
-            if self._leave_out is not None and self._slow_for[rank] == self._after:
-                lines.append(self._noted(host))
+                straggler = Straggler(rank, host, self._named[rank], 1000 * own, 1000 * middle)
+                lines.append((f"rank {rank} on host {host}{self._places[rank]} {state}: {spent}", straggler))
         return lines
-
-    def _noted(self, host: str) -> str:
-        assert self._leave_out is not None
-        try:
-            self._leave_out(host)
-        except (OSError, ValueError) as error:  # a note that cannot be written costs no run
-            return f"host {host} was slow in {self._after} intervals in a row, but cannot be left out: {reason(error)}"
-        return f"host {host} was slow in {self._after} intervals in a row: it sits out from the next start on"
 
 
 class Intervals:
@@ -148,8 +128,8 @@ class Intervals:
         self._since, self._steps = now, at.steps
         # Made known with the next fetch: telling it at once would be another collective.
         self._own_seconds = (phases["data_wait_ms"] + phases["forward_backward_ms"] - exchanged_ms) / 1000
-        for line in self._stragglers.add(self._statistics.own_seconds):
-            self._reporter.warn(at.steps, line)
+        for text, straggler in self._stragglers.add(self._statistics.own_seconds):
+            self._reporter.warn(at.steps, text, straggler)
         self.bad = self.bad + 1 if skipped == steps else 0
         # Statistics are sums over all ranks: all end here after the same step.
         if self.bad == self._config.training.bad_intervals:

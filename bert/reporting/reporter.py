@@ -5,11 +5,38 @@ The sinks that a person reads are in ``bert.reporting.displays``.
 
 import time
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from types import TracebackType
+from typing import Protocol
 
 from bert.reporting.against_plan import AgainstPlan
 from bert.reporting.displays import RunProgress
-from bert.reporting.records import EndRecord, Record, Sink, StepRecord, WarningRecord
+from compliance.log.records import EndRecord, Record, StepRecord, Straggler, WarningRecord
+
+
+@dataclass(frozen=True)
+class Position:
+    """Position of a run: how far it has trained."""
+
+    steps: int = 0
+    """Global batches."""
+    samples: int = 0
+
+    def after(self, global_batch_size: int) -> "Position":
+        """Return the position one step further on."""
+        return Position(self.steps + 1, self.samples + global_batch_size)
+
+
+class Sink(Protocol):
+    """Destination of records."""
+
+    def write(self, record: Record) -> None:
+        """Take one record."""
+        ...
+
+    def close(self) -> None:
+        """Finish."""
+        ...
 
 
 class Reporter:
@@ -63,6 +90,6 @@ class Reporter:
                 self.warn(steps, text)
         self.write(record)
 
-    def warn(self, steps: int, text: str) -> None:
+    def warn(self, steps: int, text: str, straggler: Straggler | None = None) -> None:
         """Report something to look at, after so many steps."""
-        self.write(WarningRecord(steps, self.seconds, text))
+        self.write(WarningRecord(steps, self.seconds, text, straggler))

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from cluster.view import Rate, View
+from console.durations import duration
 from console.text import counted
 
 _MOST_NAMES = 24
@@ -110,14 +111,6 @@ def switch_source(view: View) -> str:
 def hosts_with_outliers(view: View) -> set[int]:
     """Return the hosts that outliers concern. A path concerns the hosts at both ends."""
     return {view.ranks[rank].host for outlier in view.outliers for rank in outlier.ranks}
-
-
-def duration(seconds: float) -> str:
-    """Format a short time with three digits."""
-    for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
-        if seconds >= size:
-            return f"{seconds / size:.3g} {unit}"
-    return f"{seconds * 1e9:.3g} ns"
 
 
 def bandwidth(seconds_per_byte: float) -> str:

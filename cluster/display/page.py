@@ -11,7 +11,6 @@ from typing import Any
 from cluster.display.lines import (
     bandwidth,
     collective_rows,
-    duration,
     heading,
     hosts_with_outliers,
     leaves,
@@ -20,6 +19,7 @@ from cluster.display.lines import (
     switch_source,
 )
 from cluster.view import Link, View
+from console.durations import duration
 from console.files import write_atomically
 from console.page import render_page
 

@@ -22,8 +22,6 @@ def as_lines(found: Found, world_size: int) -> Iterator[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         yield "  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True))
-    if any(each.strategy.shard_gradients for each in found.best):
-        yield " + ranks keep only the gradients of their shard: training.shard_gradients"
     yield ""
     yield f"time to train compared with the first plan ({_steps(found.best[0])}), at best with"
     yield from _rivals(found, world_size)
@@ -56,7 +54,7 @@ def _row(place: int, each: Candidate, world_size: int) -> tuple[str, ...]:
     times = (f"{1000 * seconds:.2f}" for seconds in (step.total, step.forward_backward, step.reduce, step.update))
     return (
         *(str(place), minutes, f"{strategy.global_batch_size:,}", strategy.stages, str(strategy.tensor), micro_batches),
-        *(strategy.precision, strategy.summing, strategy.reduce_dtype, strategy.recompute),
+        *(strategy.precision, strategy.reduction, strategy.reduce_dtype, strategy.recompute),
         *(*times, f"{each.memory / 1e9:.1f}"),
     )
 
@@ -69,7 +67,7 @@ def _values(each: Candidate, world_size: int) -> dict[str, str]:
         "tensor": str(strategy.tensor),
         "micro-batch": f"{strategy.sequences(world_size):,}",
         "precision": strategy.precision,
-        "reduction": strategy.summing,
+        "reduction": strategy.reduction,
         "sums in": strategy.reduce_dtype,
         "recompute": strategy.recompute,
     }

@@ -17,7 +17,7 @@ from cluster.published.cost_model import TimedRun
 from cluster.published.machine import Machine, describe_machine
 from cluster.published.prediction import minutes_in_digits
 from cluster.published.results import results
-from console.charts import Axes, Line, line_chart, stacked_chart
+from console.charts import Axes, Line, line_chart
 from console.files import write_atomically
 from console.page import render_page
 
@@ -25,8 +25,6 @@ LARGEST = 16_384
 
 CAUSES = ("devices at work", "launches and small kernels", "reduction", "update", "evaluation", "start")
 """Parts of the time to train. Devices compute while data is loaded, so waiting for data is not one of them."""
-
-_COLOURS = ("compute", "data-wait", "reduce", "update", "evaluation", "other")
 
 
 @dataclass(frozen=True)
@@ -128,10 +126,6 @@ def render(recipe: str, device: Device, points: Sequence[ScalingPoint]) -> str:
         for name, (curve, kind) in curves.items()
         if curve
     ]
-    shares = [
-        Line(cause, [(log2(each.accelerators), each.share(cause)) for each in points], colour)
-        for cause, colour in zip(CAUSES, _COLOURS, strict=True)
-    ]
     axes = Axes(
         "Minutes to train against the number of accelerators",
         "accelerators",
@@ -145,9 +139,6 @@ def render(recipe: str, device: Device, points: Sequence[ScalingPoint]) -> str:
         fastest=min(points, key=lambda each: each.minutes),
         published=published,
         curve=line_chart(lines, axes, dots=True),
-        shares=stacked_chart(
-            shares, Axes("Shares of the time to train", "accelerators", "{:.0%}".format, x_format=axes.x_format)
-        ),
-        key=[*zip(_COLOURS, CAUSES, strict=True)],
+        causes=CAUSES,
         minutes=minutes_in_digits,
     )

@@ -2,7 +2,7 @@
 
 Ways that compute longer than the best ways take in total are skipped. Micro-batches are as large as memory allows, or the
 next smaller size, since more accumulation costs launches and saves nothing. A pipeline gets as many micro-batches as make
-its step fastest. Recomputation and sharded gradients are tried only if they make room for larger micro-batches.
+its step fastest. Recomputation is tried only if it makes room for larger micro-batches.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import islice, product, takewhile
 
 from bert.configuration.config import Config
-from bert.configuration.sections import SHARDED, ParallelConfig, Precision, Recompute, ReductionStrategy
+from bert.configuration.sections import ParallelConfig, Precision, Recompute, ReductionStrategy
 from bert.parallel.mesh import are_whole_copies
 from cluster.model.memory import held_by_rank, memory_of_rank
 from cluster.model.step import PredictedStep, least_step, predict_run, predict_step
@@ -107,7 +107,7 @@ class _Search:
         self._reductions = REDUCTIONS if has_levels else ("flat", "sharded_world")
         self._schedules = schedules(config)
         self._tensors = [each for each in TENSORS if target.ranks_per_node % each == 0 and self._is_divisible(each)]
-        self._too_many: dict[tuple[Precision, Recompute, bool, ParallelConfig], int] = {}
+        self._too_many: dict[tuple[Precision, Recompute, ParallelConfig], int] = {}
         """Sequences of the smallest micro-batch that did not fit."""
 
     def _refuse(self, setting: str, value: object, reason: str) -> None:
@@ -164,7 +164,7 @@ class _Search:
         """Return all batches and precisions on copies of so many ranks, in one micro-batch."""
         target = self._target
         # Otherwise a data group would leave its rail.
-        if not are_whole_copies(target.nodes, target.ranks_per_node // tensor, pipeline):
+        if not are_whole_copies(ParallelConfig(tensor, pipeline), target.nodes, target.ranks_per_node):
             return
         copies = target.world_size // (tensor * pipeline)
         for schedule in self._schedules:
@@ -182,32 +182,24 @@ class _Search:
     def _with_micro_batches(self, schedule: BatchSchedule, way: Strategy) -> Iterator[Candidate]:
         """Return candidates with the largest micro-batches that fit, and those for which recomputation makes room."""
         target, usable = self._target, self._usable_memory(way)
-        shards = (False, True) if target.world_size > way.copy_ranks else (False,)
-        held = {
-            each: sum(
-                held_by_rank(self._work, each, target.nodes, target.ranks_per_node, on_gpu=target.on_gpu).values()
-            )
-            for each in (replace(way, shard_gradients=shard) for shard in shards)
-        }
+        held = sum(held_by_rank(self._work, way, target.nodes, target.ranks_per_node, on_gpu=target.on_gpu).values())
         setting = (
             ("tensor", str(way.tensor)) if way.pipeline == 1 else ("pipeline", f"{way.stages} x tensor {way.tensor}")
         )
-        if min(held.values()) > usable:
-            gigabytes = f"{min(held.values()) / 1e9:,.1f} of {usable / 1e9:,.1f} GB"
+        if held > usable:
+            gigabytes = f"{held / 1e9:,.1f} of {usable / 1e9:,.1f} GB"
             self._refuse(*setting, f"weights do not fit in {way.precision}: {gigabytes}")
             return
         most = way.sequences(target.world_size)
         enough = most + 1
-        # From fast to slow: more recomputation or sharding pays only with less accumulation than before.
-        for recompute, each in product(RECOMPUTES, held):
-            if held[each] > usable:
-                continue
-            fitting = self._fitting(schedule, replace(each, recompute=recompute), enough)
+        # From fast to slow: more recomputation pays only with less accumulation than before.
+        for recompute in RECOMPUTES:
+            fitting = self._fitting(schedule, replace(way, recompute=recompute), enough)
             found = list(islice(fitting, _MICRO_BATCHES) if way.pipeline == 1 else _while_faster(fitting))
             yield from found
             if found:
                 enough = found[0].strategy.gradient_accumulation_steps
-        is_too_large = any((key[0], key[3]) == (way.precision, way.parallel) for key in self._too_many)
+        is_too_large = any((key[0], key[2]) == (way.precision, way.parallel) for key in self._too_many)
         if enough > most and way.pipeline > 1 and is_too_large:
             self._refuse(*setting, f"no micro-batch fits in {way.precision}")
 
@@ -227,8 +219,7 @@ class _Search:
         """Return candidates that compute the same, and reduce gradients in another way."""
         if self._target.world_size == 1:
             return
-        reductions = [each for each in self._reductions if each in SHARDED or not like.strategy.shard_gradients]
-        for reduction, reduce_dtype in product(reductions, ("fp32", "bf16")):
+        for reduction, reduce_dtype in product(self._reductions, ("fp32", "bf16")):
             strategy = replace(like.strategy, reduction=reduction, reduce_dtype=reduce_dtype)
             if strategy != like.strategy and (candidate := self._candidate(like.schedule, strategy)):
                 yield candidate
@@ -237,7 +228,7 @@ class _Search:
         """Predict a strategy; None if it is not feasible."""
         target, work, precision = self._target, self._work, strategy.precision
         sequences, usable = strategy.sequences(target.world_size), self._usable_memory(strategy)
-        memory_by = precision, strategy.recompute, strategy.shard_gradients, strategy.parallel
+        memory_by = precision, strategy.recompute, strategy.parallel
         if sequences >= self._too_many.get(memory_by, sequences + 1):
             return None
         try:
@@ -249,7 +240,7 @@ class _Search:
             memory = sum(memory_of_rank(work, strategy, target.nodes, target.ranks_per_node, target.on_gpu).values())
             if memory > usable:
                 if strategy.pipeline == 1 and strategy.reduce_dtype == "fp32":
-                    way = f"{precision}, {strategy.summing}, recompute {strategy.recompute}, tensor {strategy.tensor}"
+                    way = f"{precision}, {strategy.reduction}, recompute {strategy.recompute}, tensor {strategy.tensor}"
                     gigabytes = f"{memory / 1e9:,.1f} of {usable / 1e9:,.1f} GB"
                     self._refuse("micro-batch", sequences, f"does not fit in {way}: {gigabytes}")
                 if strategy.reduction == self._reductions[-1]:
@@ -278,7 +269,7 @@ class _Search:
 def configured(config: Config, schedule: BatchSchedule, strategy: Strategy) -> Config:
     """Return the configuration with a strategy and the hyperparameters of its batch.
 
-    The run itself measures whether switches sum faster. Raises ``ValueError`` if settings contradict each other.
+    Raises ``ValueError`` if settings contradict each other.
     """
     training = replace(
         config.training,
@@ -287,10 +278,8 @@ def configured(config: Config, schedule: BatchSchedule, strategy: Strategy) -> C
         max_samples=schedule.max_samples,
         precision=strategy.precision,
         reduction=strategy.reduction,
-        in_network="auto",
         reduce_dtype=strategy.reduce_dtype,
         bucket_bytes=strategy.bucket_bytes,
-        shard_gradients=strategy.shard_gradients,
         recompute=strategy.recompute,
         cuda_graphs=strategy.pipeline == 1,  # messages between stages are not captured
     )

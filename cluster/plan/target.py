@@ -115,4 +115,4 @@ def work_for(config: Config) -> Work:
     work = wikipedia_work(config.model)
     if config.log.division == "closed":
         return work
-    return replace(work, target=config.evaluation.target, samples=float(config.training.sample_limit))
+    return replace(work, samples=float(config.training.sample_limit))

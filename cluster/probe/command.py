@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 import time
 from collections.abc import Sequence
@@ -16,10 +15,10 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from bert.parallel.collectives import agreed_integer
-from bert.parallel.joining.launch import Launch
+from bert.parallel.launch import Launch
 from bert.parallel.mesh import Mesh, join_mesh, leave_mesh
 from cluster.probe.collectives import measure_collectives
-from cluster.probe.computations import UNKNOWN, measure_computations, measure_contention
+from cluster.probe.computations import measure_computations, measure_contention
 from cluster.probe.computing import cells_of, gather_numbers, measure_rates
 from cluster.probe.findings import SCREENING, Measured, find_leaves, find_outliers
 from cluster.probe.links import Paths, measure_paths
@@ -36,9 +35,6 @@ TURNS = 5
 
 _DEVICES, _PATHS_IN_HOSTS, _PATHS_BETWEEN, _CONTENTION, _COMPUTATIONS, _COLLECTIVES = 0.25, 0.1, 0.15, 0.1, 0.2, 0.2
 """Shares of the requested seconds."""
-
-_SHORT_S, _SHORT_TURNS, _SHORT_LIMIT_S = 3.0, 3, 10.0
-"""Seconds and turns of a short probe, and the limit beyond which it measures nothing a second time."""
 
 
 def probe(out: Path, seconds: float = 30.0, limit: float = 60.0) -> int:
@@ -61,7 +57,7 @@ def probe(out: Path, seconds: float = 30.0, limit: float = 60.0) -> int:
         # A collective may wait for the slowest rank.
         timeout = timedelta(seconds=max(60.0, 4 * seconds))
         mesh = join_mesh(device, timeout, arrival=timedelta(seconds=limit))
-        view = _measure(mesh, seconds, TURNS)
+        view = _measure(mesh, seconds)
         status = 0
         if view is not None:
             write_view(view, out)
@@ -77,15 +73,6 @@ def probe(out: Path, seconds: float = 30.0, limit: float = 60.0) -> int:
         leave_mesh()
 
 
-def short_probe(mesh: Mesh) -> list[str]:
-    """Probe ranks that have joined already, usually within ten seconds. All ranks must call it at the same time.
-
-    Returns the findings on rank 0, and nothing on the other ranks.
-    """
-    view = _measure(mesh, _SHORT_S, _SHORT_TURNS, limit=_SHORT_LIMIT_S)
-    return [] if view is None else report(view)
-
-
 def report(view: View) -> list[str]:
     """Return lines that describe the findings."""
     many = len(view.ranks)
@@ -98,7 +85,7 @@ def report(view: View) -> list[str]:
 
 # Computations that need gradients enable them.
 @torch.no_grad()
-def _measure(mesh: Mesh, seconds: float, turns: int, limit: float = math.inf) -> View | None:
+def _measure(mesh: Mesh, seconds: float) -> View | None:
     """Return the view on rank 0, and None on the other ranks."""
     start = time.perf_counter()
     facts = np.frombuffer(bytearray(facts_of(mesh).encoded()), np.uint8)
@@ -117,28 +104,23 @@ def _measure(mesh: Mesh, seconds: float, turns: int, limit: float = math.inf) ->
     in_hosts, between = _schedules(nodes, every)
 
     def once() -> Measured:
-        rates_TC = measure_rates(mesh, cells, sharers, slots, turns, _DEVICES * seconds)
+        rates_TC = measure_rates(mesh, cells, sharers, slots, TURNS, _DEVICES * seconds)
         return Measured(
             every,
             host_of,
             cells,
             gather_numbers(rates_TC, mesh),
-            measure_paths(mesh, in_hosts, turns, _PATHS_IN_HOSTS * seconds) if in_hosts else None,
-            measure_paths(mesh, between, turns, _PATHS_BETWEEN * seconds) if between else None,
+            measure_paths(mesh, in_hosts, TURNS, _PATHS_IN_HOSTS * seconds) if in_hosts else None,
+            measure_paths(mesh, between, TURNS, _PATHS_BETWEEN * seconds) if between else None,
         )
 
     before = processor_seconds()
     measured = once()
-    suspicious = False
-    # Only if time is left for a second measurement and the collectives, which take up to twice their share on slow links.
-    if mesh.is_main and 2 * (time.perf_counter() - start) + 0.4 * seconds < limit:
-        suspicious = bool(find_outliers(measured, find_leaves(measured)[0], chance=SCREENING))
+    suspicious = mesh.is_main and bool(find_outliers(measured, find_leaves(measured)[0], chance=SCREENING))
     if agreed_integer(int(suspicious), mesh):
         measured = _join_turns(measured, once())
-    computations, contention = [], UNKNOWN
-    if limit == math.inf:  # only predictions need these, and a short probe has no time for them
-        contention = measure_contention(mesh, processors, _CONTENTION * seconds)
-        computations = measure_computations(mesh, processors, _COMPUTATIONS * seconds)
+    contention = measure_contention(mesh, processors, _CONTENTION * seconds)
+    computations = measure_computations(mesh, processors, _COMPUTATIONS * seconds)
     for line in watch_others(mesh, before, every):
         if mesh.is_main:
             complain(line, "warning")

@@ -72,9 +72,6 @@ _PRODUCT, _REPEATS = 256, 3
 _Forward = tuple[Callable[[], Tensor], list[Tensor]]
 """A forward pass and the activations that it reads."""
 
-UNKNOWN = Contention(0, 0, 0.0, 0.0, 0.0, 0.0)
-"""Contention that was not measured."""
-
 
 @dataclass(frozen=True)
 class Trial:

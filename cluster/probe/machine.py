@@ -11,7 +11,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bert.parallel.joining.launch import scontrol_show
+from bert.parallel.launch import scontrol_show
 from cluster.view import Host
 
 if TYPE_CHECKING:  # imports PyTorch, which is not needed to name a processor

@@ -1,14 +1,17 @@
-"""Time to train of a run that nobody has made: minutes, where they go, how sure that is, and what was published nearby."""
+"""Prediction of the time to train: minutes, their parts, an interval, and the nearest published results."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+import statistics
+from dataclasses import dataclass, replace
 
+from cluster.devices import device_named
 from cluster.published.calibration import INTERVAL, calibration
-from cluster.published.cost_model import RunTime, TimedRun, run_time, uses_fp8
-from cluster.published.machine import Machine
+from cluster.published.cost_model import RunTime, TimedRun, run_time
+from cluster.published.machine import Machine, Network, describe_machine
 from cluster.published.results import Result, nearest, results, usual_batches
+from cluster.view import View
 from console.text import counted
 
 PARTS = {
@@ -29,10 +32,10 @@ class Prediction:
     """A predicted time to train.
 
     Attributes:
-        time: where it goes, in seconds.
-        low, high: minutes between which 80 % of results are expected.
-        extrapolates: what no published result covers: the accelerator, the scale.
-        near: the published results on the machines most like this one.
+        time: In seconds, by part.
+        low, high: Minutes that bound the interval.
+        extrapolates: How the run lies outside all published results, in words.
+        near: The published results on the most similar machines.
     """
 
     run: TimedRun
@@ -49,33 +52,49 @@ class Prediction:
 
 
 def predict(run: TimedRun) -> Prediction:
-    """Predict the time to train of a run, by the calibration that is shipped."""
+    """Predict the time to train of a run."""
     time = run_time(calibration().parameters, run)
     low, high = calibration().interval(run)
     return Prediction(run, time, time.total / 60 * low, time.total / 60 * high, _extrapolates(run), nearest(run))
 
 
 def usual_run(machine: Machine, round: str | None = None) -> TimedRun:
-    """Return a run with the global batch size, of those published at the nearest scales, that is predicted fastest.
+    """Return the run with the fastest of the batch sizes published at the nearest scales.
 
     Raises:
         ValueError: no batch size converges on so many accelerators.
     """
-    # Only batches with which runs near this scale reached the target, however fast steps of others would be.
     runs = [TimedRun(machine, batch, round) for batch in usual_batches(machine.accelerators)]
-    parameters = calibration().parameters
-    return min(runs, key=lambda run: run_time(parameters, run).total)
+    return min(runs, key=lambda run: run_time(calibration().parameters, run).total)
+
+
+def machine_of(view: View) -> Machine:
+    """Return the machine that a probe measured: its accelerators, and the median rate of paths between its hosts.
+
+    Raises:
+        ValueError: the ranks have different devices, or none that `cluster devices` lists.
+    """
+    names = sorted({rank.device for rank in view.ranks})
+    device = device_named(names[0])
+    if len(names) > 1 or device.form == "CPU":
+        raise ValueError(f"the probe is of {', '.join(names[:4])}: expected accelerators of one kind")
+    machine = describe_machine(device, len(view.hosts), len(view.ranks) // len(view.hosts))
+    if not view.links_between_hosts:
+        return machine
+    gbit_s = 8e-9 / statistics.median(link.seconds_per_byte for link in view.links_between_hosts)
+    # The model applies this efficiency to nominal rates; a measured rate already includes it.
+    nominal = gbit_s / math.exp(calibration().parameters["network_efficiency"])
+    ports = len({(rank.host, rank.card) for rank in view.ranks}) // len(view.hosts)
+    return replace(machine, network=Network(max(1, ports), nominal))
 
 
 def _extrapolates(run: TimedRun) -> tuple[str, ...]:
-    machine = run.machine
-    # Of the data, not of the fit: the model answers for any scale.
     largest = max(result.run.machine.accelerators for result in results())
     largest_batch = max(result.run.batch for result in results())
     found = []
-    if machine.device.model not in calibration().models:
-        found.append(f"no published result of {machine.device.name}: by its data sheet alone")
-    if machine.accelerators > largest:
+    if run.machine.device.model not in calibration().models:
+        found.append(f"no published result of {run.machine.device.name}: by its data sheet alone")
+    if run.machine.accelerators > largest:
         found.append(f"no published result of more than {largest:,} accelerators")
     if run.batch > largest_batch:
         found.append(f"no published result of a global batch size above {largest_batch:,}")
@@ -83,40 +102,19 @@ def _extrapolates(run: TimedRun) -> tuple[str, ...]:
 
 
 def as_document(prediction: Prediction) -> dict[str, object]:
-    """Return a prediction as a JSON document: minutes throughout."""
-    run, machine = prediction.run, prediction.run.machine
+    """Return a prediction as a JSON document. Times are in minutes."""
+    run, time = prediction.run, prediction.time
     return {
-        "accelerator": machine.device.name,
-        "nodes": machine.nodes,
-        "accelerators_per_node": machine.per_node,
+        "accelerator": run.machine.device.name,
+        "nodes": run.machine.nodes,
+        "accelerators_per_node": run.machine.per_node,
         "global_batch_size": run.batch,
         "minutes": prediction.minutes,
         "low": prediction.low,
         "high": prediction.high,
-        "interval": INTERVAL,
-        "parts": {name: seconds / 60 for name, seconds in prediction.time.parts.items()},
-        "samples": prediction.time.samples,
-        "steps": prediction.time.steps,
-        "evaluations": prediction.time.evaluations,
-        "network": {
-            "ports_per_node": machine.network.ports,
-            "gbit_s": machine.network.gbit_s,
-            "assumed": machine.network.is_assumed,
-        },
-        "extrapolates": list(prediction.extrapolates),
-        "nearest": [
-            {
-                "round": result.run.round,
-                "submitter": result.submitter,
-                "system": result.system,
-                "accelerator": result.run.machine.device.name,
-                "nodes": result.run.machine.nodes,
-                "accelerators_per_node": result.run.machine.per_node,
-                "global_batch_size": result.run.batch,
-                "minutes": result.seconds / 60,
-            }
-            for result in prediction.near
-        ],
+        "parts": {name: seconds / 60 for name, seconds in time.parts.items()},
+        "samples": time.samples,
+        "extrapolates": prediction.extrapolates,
     }
 
 
@@ -126,7 +124,7 @@ def as_lines(prediction: Prediction) -> list[str]:
     minutes, low, high = map(minutes_in_digits, (prediction.minutes, prediction.low, prediction.high))
     lines = [
         f"{machine.accelerators:,} x {machine.device.name}, {counted(machine.nodes, 'node')}, global batch size "
-        f"{run.batch:,}, {'FP8' if uses_fp8(run) else 'bf16'}",
+        f"{run.batch:,}, {'FP8' if run.uses_fp8 else 'bf16'}",
         f"{minutes} min to 0.720, {INTERVAL:.0%} between {low} and {high}",
         f"{time.samples / 1e6:.2f} million samples, {time.steps:,.0f} steps, "
         f"{time.samples / time.total / machine.accelerators:,.0f} sequences/s on each accelerator",
@@ -142,15 +140,14 @@ def as_lines(prediction: Prediction) -> list[str]:
             f"batch {result.run.batch:,}: {result.submitter} {result.system} ({result.run.round})"
         )
     notes = list(prediction.extrapolates)
-    # What the device itself brings is a fact; only an assumed network is to be said.
-    if machine.groups > 1 and machine.network.is_assumed and machine.device.network_gb_s is None:
-        network = machine.network
+    network = machine.network
+    if machine.groups > 1 and network.is_assumed and machine.device.network_gb_s is None:
         ports = counted(network.ports, "port")
-        notes.append(f"the network is assumed: {ports} of {network.gbit_s:.0f} Gbit/s a node (--networking tells)")
+        notes.append(f"the network is assumed: {ports} of {network.gbit_s:.0f} Gbit/s a node (set --networking)")
     return lines + ([""] if notes else []) + [f"note: {note}" for note in notes]
 
 
 def minutes_in_digits(minutes: float) -> str:
-    """Write minutes in three digits, and never fewer decimals than make a difference."""
+    """Format minutes with three significant digits, and at most four decimals."""
     decimals = max(0, 2 - math.floor(math.log10(minutes))) if minutes > 0 else 2
     return f"{minutes:,.{min(decimals, 4)}f}"

@@ -40,7 +40,6 @@ _OF_THE_STEP = (
     "device",
     "precision",
     "reduction",
-    "in_network",
     "reduce_dtype",
     "recompute",
     "implementations",

@@ -108,3 +108,22 @@ def reach(points: Sequence[tuple[int, float]], power: float, target: float) -> f
     except (OverflowError, ZeroDivisionError):
         return None
     return reached if reached <= MAX_SAMPLES else None
+
+
+def time_left(
+    found: Forecast, schedule: EvaluationSchedule, samples: int, rate: float, limit: int | None = None
+) -> tuple[float | None, float | None]:
+    """Return the seconds to the early and to the late end of a forecast; None for an end that is unknown.
+
+    Args:
+        samples: samples trained so far.
+        rate: samples a second, evaluations included.
+        limit: samples at which the run ends in any case.
+    """
+    longest = math.inf if limit is None else limit / rate
+
+    def seconds(index: int | None) -> float | None:
+        at = math.inf if index is None else schedule.samples(index) / rate
+        return None if index is None and limit is None else max(0.0, min(at, longest) - samples / rate)
+
+    return None if found.earliest is None else seconds(found.earliest), seconds(found.latest)

@@ -10,14 +10,14 @@ State = Literal["ok", "warn", "fail"]
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Diagnosis of one thing that was looked at before a run.
+    """Diagnosis of one thing that was examined before a run.
 
     Attributes:
         subject: a word or two.
-        state: "fail" when the run would not start, would fail or would be no valid result; "warn" when it may be slower
-            or when something could not be looked at.
+        state: "fail" if the run would not start, would fail or would be no valid result; "warn" if it may be slower or if
+            something could not be examined.
         found: one sentence.
-        remedy: what to do about it; "" when it is well.
+        remedy: what to do about it; "" if nothing is wrong.
     """
 
     subject: str
@@ -27,20 +27,20 @@ class Diagnosis:
 
 
 def ok(subject: str, found: str) -> Diagnosis:
-    """Diagnosis that all is well."""
+    """Return the diagnosis that nothing is wrong."""
     return Diagnosis(subject, "ok", found)
 
 
 def warn(subject: str, found: str, remedy: str) -> Diagnosis:
-    """Diagnosis that the run would work, perhaps worse."""
+    """Return the diagnosis that the run would work, perhaps worse."""
     return Diagnosis(subject, "warn", found, remedy)
 
 
 def fail(subject: str, found: str, remedy: str) -> Diagnosis:
-    """Diagnosis that the run would fail, or be no valid result."""
+    """Return the diagnosis that the run would fail, or be no valid result."""
     return Diagnosis(subject, "fail", found, remedy)
 
 
 def fail_or_warn(subject: str, is_fatal: bool, found: str, remedy: str) -> Diagnosis:
-    """A `fail` where that is fatal, elsewhere a `warn`."""
+    """Return a failure if it is fatal, otherwise a warning."""
     return Diagnosis(subject, "fail" if is_fatal else "warn", found, remedy)

@@ -1,4 +1,4 @@
-"""The run that is to be looked at: what is asked for, and the layout that the launchers would make of it."""
+"""The run to examine: what is asked for, and the layout that the launchers would make of it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from compliance.doctor.host import ExaminedHost
+from compliance.doctor.host import ExaminedHost, run_root
 
 RECIPE_TIMEOUT_S = 60.0
 
@@ -25,7 +25,7 @@ print(json.dumps(asdict(RECIPES[name]()) if name in RECIPES else sorted(RECIPES)
 
 @dataclass(frozen=True)
 class IntendedRun:
-    """The run that is meant, as far as it is named; None stands for what the recipe says."""
+    """The run that the user names; None stands for the recipe's value."""
 
     recipe: str = ""
     data: Path | None = None
@@ -38,7 +38,7 @@ class IntendedRun:
 
 @dataclass(frozen=True)
 class RunLayout:
-    """The run that is to be started: its recipe, "" when only the machine is looked at, and `ranks` on each of `nodes`.
+    """A recipe and its ranks: `ranks` on each of `nodes`. Without a recipe only the machine is examined.
 
     `config` has the recipe's settings by section, as `bert.configuration.recipes` has them.
     """
@@ -49,8 +49,13 @@ class RunLayout:
     ranks: int = 1
 
     def setting(self, section: str, name: str) -> Any:
-        """A setting, None when there is no recipe."""
+        """Return a setting; None without a recipe."""
         return self.config.get(section, {}).get(name)
+
+    def named_path(self, section: str, name: str) -> Path | None:
+        """Return a path of the recipe, which is relative to `run_root`, as seen from the current folder."""
+        named = self.setting(section, name)
+        return Path(os.path.relpath(run_root() / named)) if named else None
 
     @property
     def on_gpus(self) -> bool:
@@ -64,60 +69,56 @@ class RunLayout:
 
     @property
     def world_size(self) -> int:
-        """Processes over all nodes."""
+        """Ranks of all nodes."""
         return self.nodes * self.ranks
 
     @property
     def tensor(self) -> int:
-        """Processes of a node that share a copy of the model, or a stage of it."""
+        """Ranks of a node that share a copy of the model, or a stage of it."""
         return self.setting("parallel", "tensor") or 1
 
     @property
-    def pipeline(self) -> int:
-        """Stages of a copy of the model."""
-        return self.setting("parallel", "pipeline") or 1
-
-    @property
     def copy(self) -> int:
-        """Processes that share a copy of the model."""
-        return self.tensor * self.pipeline
+        """Ranks that share a copy of the model."""
+        return self.tensor * (self.setting("parallel", "pipeline") or 1)
 
 
 def shape_in_name(recipe: str) -> tuple[int, int] | None:
-    """(nodes, GPUs of each) that a recipe is made for, by its name: dgxa100_8x8."""
+    """Return the nodes and the GPUs per node that a recipe's name tells: dgxa100_8x8."""
     match = re.search(r"_(\d+)x(\d+)$", recipe)
     return (int(match[1]), int(match[2])) if match else None
 
 
 def layout_of(intended: IntendedRun, host: ExaminedHost, gpus_here: int) -> RunLayout:
-    """Lay out the run that is asked for: settings of the recipe, nodes and ranks as the launchers would choose them."""
+    """Lay out the run that is asked for, with nodes and ranks as the launchers would choose them.
+
+    Raises:
+        ValueError: an unknown recipe, or a number of nodes below 1.
+    """
     if intended.nodes is not None and intended.nodes < 1:
         raise ValueError(f"--nodes is {intended.nodes}, expected at least 1")
     shape = shape_in_name(intended.recipe)
-    # What is given counts most, then the launcher's environment, then the job's, then the name.
     nodes = intended.nodes or _count(host, "NNODES") or _count(host, "SLURM_JOB_NUM_NODES") or (shape or (1,))[0]
     if not intended.recipe:
         return RunLayout(nodes=nodes, ranks=max(1, gpus_here))
+    layout = RunLayout(intended.recipe, _ask_recipe(intended.recipe, host), nodes)
+    # As `launch/processes.sh` counts them.
+    on_cpu = 2 if intended.recipe == "tiny_cpu" and len(os.sched_getaffinity(0)) > 1 else 1
+    per_node = shape[1] if shape else gpus_here if layout.on_gpus else on_cpu
+    return replace(layout, ranks=max(1, _count(host, "NPROC") or per_node))
+
+
+def _ask_recipe(recipe: str, host: ExaminedHost) -> dict[str, Mapping[str, Any]]:
     # In a process of its own: no module here may import bert, nor PyTorch with it.
-    output = host.python("-c", _ASK_RECIPE, intended.recipe, timeout_s=RECIPE_TIMEOUT_S)
+    output = host.python("-c", _ASK_RECIPE, recipe, timeout_s=RECIPE_TIMEOUT_S)
     try:
         config = json.loads(output.answer)
-    except (ValueError, RecursionError):
-        said = output.errors.strip().splitlines()[-1:] or [output.trouble]
-        raise ValueError(
-            f"the recipes cannot be read: {said[0][:200]}; install the packages again: rm -r .venv, and run run_and_time.sh"
-        ) from None
-    # A list in place of an object: the names that there are.
+    except ValueError:
+        remedy = "install the packages again: rm -r .venv, and run run_and_time.sh"
+        raise ValueError(f"the recipes cannot be read: {output.complaint[:200]}; {remedy}") from None
     if not isinstance(config, dict):
-        raise ValueError(f"unknown recipe {intended.recipe!r}: expected one of {', '.join(map(str, config))}")
-    layout = RunLayout(intended.recipe, {name: part for name, part in config.items() if isinstance(part, dict)}, nodes)
-    # Those that this process may use, as the nproc of the launchers counts them.
-    cores = len(os.sched_getaffinity(0))
-    per_node = (
-        # As `launch/processes.sh` counts them.
-        shape[1] if shape else gpus_here if layout.on_gpus else 2 if intended.recipe == "tiny_cpu" and cores > 1 else 1
-    )
-    return replace(layout, ranks=max(1, _count(host, "NPROC") or per_node))
+        raise ValueError(f"unknown recipe {recipe!r}: expected one of {', '.join(map(str, config))}")
+    return {name: part for name, part in config.items() if isinstance(part, dict)}
 
 
 def _count(host: ExaminedHost, variable: str) -> int | None:

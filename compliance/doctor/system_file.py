@@ -1,22 +1,36 @@
-"""Write the description of this machine to a file, and change one that is there without losing what people wrote in it.
-
-A file that is no description belongs to somebody else and is left alone.
-"""
+"""The system description as a file: written, changed without losing what people wrote, and compared with this machine."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from compliance.artefact import write_whole
+from compliance.doctor.diagnosis import Diagnosis, fail, fail_or_warn, ok, warn
 from compliance.doctor.host import ExaminedHost
+from compliance.doctor.layout import RunLayout
+from compliance.doctor.machine import Machine, read_machine
 from compliance.doctor.system import check_values, complete, measure
-from compliance.log.findings import shown
-from compliance.log.rules import SYSTEM_FIELDS
-from compliance.submission.description import read_description
+from compliance.log.rules import DIVISIONS, NEWEST_RULESET, SYSTEM_FIELDS
+from compliance.submission.agreement import ESSENTIAL, same_model, same_number, same_release, same_size
+from compliance.submission.description import description_findings, read_description
+
+_COMPARED = {
+    "accelerators_per_node": same_number,
+    "accelerator_model_name": same_model,
+    "accelerator_memory_capacity": same_size,
+    "host_processors_per_node": same_number,
+    "host_processor_model_name": same_model,
+    "host_processor_core_count": same_number,
+    "host_memory_capacity": same_size,
+    "framework": same_release,
+    "operating_system": same_release,
+}
+"""How fields are compared: people word them in their own way, so only the essence counts."""
 
 
 def write(path: Path, fields: Mapping[str, Any]) -> None:
@@ -33,69 +47,80 @@ def renew(
     given: Mapping[str, str],
     *,
     measure_again: bool = False,
-    replace: bool = False,
     host: ExaminedHost | None = None,
-) -> list[str]:
-    """Write the description of this machine to `path`, or change the given fields of a description that is there.
+    machine: Machine | None = None,
+) -> None:
+    """Write the description of this machine to `path`, or change the given fields of an existing description.
 
     Args:
         given: fields that take precedence over the file and the machine.
-        measure_again: also replace the fields that this machine tells, in a description that is there.
-        replace: write the file anew and keep nothing of it.
-        host: the machine; by default the one that this program runs on.
-
-    Returns:
-        A line for each text of the file that a measurement replaced.
+        measure_again: also replace the fields that this machine tells, in an existing description.
+        host, machine: what to describe; by default the machine that this program runs on.
 
     Raises:
         ValueError: the file is no system description, or cannot be written; an unknown field or value; nothing to change.
     """
-    before = _read(path, replace)
+    before = _read(path)
     if before and not measure_again:
         if not given:
             raise ValueError(
-                f"{path} is there already: --set KEY=VALUE changes fields of it, --measure measures this machine again"
+                f"{path} exists: --set KEY=VALUE changes its fields, --measure measures this machine again"
             )
         check_values(given)
         write(path, before | dict(given))
-        return []
-    # Numbers become text, because the official tools end with a traceback on numbers.
-    before = {name: str(value) if name in SYSTEM_FIELDS else value for name, value in before.items()}
-    measured = {name: value for name, value in measure(host or ExaminedHost()).items() if value}
-    # A field that the machine tells is never kept: it may have changed since the file was written.
-    kept = {name: value for name, value in before.items() if name in SYSTEM_FIELDS and name not in measured and value}
+        return
+    host = host or ExaminedHost()
+    measured = {name: value for name, value in measure(host, machine or read_machine(host)).items() if value}
+    # A field that the machine tells may have changed since the file was written. Numbers become text.
+    kept = {
+        name: str(value) for name, value in before.items() if name in SYSTEM_FIELDS and name not in measured and value
+    }
     fields = complete(measured, {"system_name": path.stem} | kept | dict(given))
-    # Fields of the submitter's own stay, behind the fields that the rules ask for.
     write(path, fields | {name: value for name, value in before.items() if name not in fields})
-    return [
-        f"{name} was {shown(before[name])}, measured is {shown(measured[name])}"
-        for name in fields
-        if before.get(name) and name in measured and name not in given and before[name] != measured[name]
-    ]
 
 
-def _read(path: Path, replace: bool) -> dict[str, Any]:
-    """Return the fields of an existing description; empty if there is none to keep."""
+def _read(path: Path) -> dict[str, Any]:
+    """Return the fields of an existing description; empty if there is no file."""
     if not os.path.lexists(path):
         return {}
-    # Before `replace` is looked at: a pipe, a device or a folder is never written anew.
-    if not path.is_file():
-        raise ValueError(f"{path}: is no regular file, expected a file such as results/systems/<system>.json")
-    if replace:
-        return {}
     description = read_description(path)
-    fault = description.fault or _foreign(description.fields)
-    if fault:
-        remedy = "choose another --out, or give --replace to write it anew"
-        raise ValueError(f"{path}: is no system description: {fault}; {remedy}")
+    known = [name for name in description.fields if name in SYSTEM_FIELDS]
+    # A file of something else may have a field "status" too.
+    if description.fault or len(known) < max(1, len(description.fields) / 2):
+        fault = description.fault or f"{len(known)} of its {len(description.fields)} names are fields of a description"
+        raise ValueError(f"{path} is no system description: {fault}; choose another --out, or move the file away")
     return description.fields
 
 
-def _foreign(fields: Mapping[str, Any]) -> str:
-    """Say why a JSON object is no description, also none that was begun by hand; "" when it is one."""
-    known = [name for name in fields if name in SYSTEM_FIELDS]
-    # By half of its names at least, so that a file of something else with a field "status" in it is not overwritten.
-    if not known or len(known) < len(fields) / 2:
-        return f"{len(known)} of its {len(fields)} names are fields of one, expected most"
-    odd = [name for name in known if isinstance(fields[name], bool) or not isinstance(fields[name], str | int)]
-    return f"{odd[0]} is {shown(fields[odd[0]])}, expected text" if odd else ""
+def compare(path: Path, layout: RunLayout, host: ExaminedHost, machine: Machine) -> Iterator[Diagnosis]:
+    """Report what a description lacks, and where it differs from this machine or from the run."""
+    subject = "system file"
+    if not path.is_file():
+        remedy = f"python -m compliance system --out {quote(str(path))} --set submitter=NAME, then look at it"
+        yield warn(subject, f"{path}: no such file; the first run writes it", remedy)
+        return
+    description = read_description(path)
+    fields, faults = description.fields, 0
+    for finding in description_findings(description, NEWEST_RULESET):
+        found = f"{finding.key}: {finding.sentence}" if finding.key else finding.sentence
+        yield fail_or_warn(subject, finding.severity == "error", found, finding.remedy)
+        faults += 1
+    division = layout.setting("log", "division")
+    if division and fields.get("division") in DIVISIONS and fields["division"] != division:
+        found = f"division is {fields['division']!r}, but the run's division is {division!r}"
+        yield fail(subject, found, "correct it, or set log.division")
+        faults += 1
+    if layout.recipe and fields.get("number_of_nodes", "1") not in ("", str(layout.nodes)):
+        found = f"number_of_nodes is {fields['number_of_nodes']!r}, but the run takes {layout.nodes}"
+        yield warn(subject, found, "correct it, or give --nodes")
+        faults += 1
+    measured = measure(host, machine)
+    for name, agree in _COMPARED.items():
+        # A field that is empty, or that the machine does not tell, contradicts nothing.
+        written, here = str(fields.get(name, "")), measured.get(name, "")
+        if written and here and not agree(written, here):
+            found = f"{name} is {written!r}, but here it is {here!r}"
+            yield fail_or_warn(subject, name in ESSENTIAL, found, "describe the machines that the run takes")
+            faults += 1
+    if not faults:
+        yield ok(subject, f"{path}: complete, and true of this machine")

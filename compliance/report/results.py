@@ -1,19 +1,16 @@
 """The runs of one results folder: each log with its verdict, the metrics beside it, and the score over all.
 
 results/<system>/bert/result_<n>.txt      the log (compliance.log.reader)
-results/<system>/bert/metrics_<n>.jsonl   one JSON object a line, by "event"; may be missing
+results/<system>/bert/metrics_<n>.jsonl   the records of the run (compliance.log.records); may be missing
 results/systems/<system>.json             the system description; may be missing
 """
 
 from __future__ import annotations
 
-import json
-import math
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 from compliance.check.checker import check_log
 from compliance.convergence.outlook import Outlook, outlook
@@ -22,6 +19,7 @@ from compliance.folders import numbered_logs
 from compliance.log import rules
 from compliance.log.findings import Finding, Verdict
 from compliance.log.reader import Log, read_log
+from compliance.log.records import Metrics, read_metrics
 from compliance.log.rules import SUBMISSION_RUNS
 from compliance.log.run import LoggedRun
 from compliance.report.published import PublishedPlace, placement
@@ -39,18 +37,13 @@ STEP_PARTS = {
 }
 """Parts of a step and their keys in the metrics."""
 
-MAX_METRICS_BYTES = 512 * 2**20
-MAX_METRICS_LINE_BYTES = 64 * 2**10
-EVENTS = ("run", "step", "eval", "warning", "plan", "end")
-
-Metrics = dict[str, list[dict[str, Any]]]
 Outcome = Literal["valid", "aborted", "invalid"]
 Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
 class ReportedRun:
-    """A run of a folder: result_<number>.txt, and the objects of its metrics file by event, in file order."""
+    """A run of a folder: result_<number>.txt, and the records of its metrics file."""
 
     number: int
     log: Log
@@ -187,7 +180,7 @@ class Results:
         if not self.accelerator:
             return None
         # Processes stand for accelerators only where there are some: a run on processors has none.
-        return next((int(size) for size in numbers(self.shown.metrics["run"], "world_size") if size >= 1), None)
+        return (self.shown.metrics.run.world_size or None) if self.shown.metrics.run else None
 
     @cached_property
     def shown(self) -> ReportedRun:
@@ -231,70 +224,30 @@ def load_results(folder: Path, ruleset: str = rules.NEWEST_RULESET) -> Results:
     return Results(folder, tuple(runs), system.name, description, ruleset, tuple(verdicts.values()))
 
 
-def read_metrics(path: Path) -> Metrics:
-    """The objects of a metrics file by their event; a missing file and broken lines (a killed run) are left out."""
-    events: Metrics = {event: [] for event in EVENTS}
-    for line in _lines(path):
-        try:
-            entry = json.loads(line)
-        # The last line of a killed run may be cut off.
-        except (ValueError, RecursionError):
-            continue
-        event = entry.get("event") if isinstance(entry, dict) else None
-        if isinstance(event, str) and event in events:
-            events[event].append(entry)
-    return events
-
-
-def _lines(path: Path) -> Iterator[bytes]:
-    """The lines of a file that are not too long, one at a time; none when it cannot be read."""
-    if not path.is_file():  # also of a pipe, for which the page would wait
-        return
-    try:
-        with path.open("rb") as file:
-            left, within = MAX_METRICS_BYTES, False
-            # Bounded: a file without line ends would come as a single line.
-            while left > 0 and (line := file.readline(MAX_METRICS_LINE_BYTES)):
-                left -= len(line)
-                # A line beyond the bound comes in pieces: none of them is whole.
-                whole, within = not within, not line.endswith(b"\n")
-                if whole and (not within or len(line) < MAX_METRICS_LINE_BYTES):
-                    yield line
-    except OSError:
-        return
-
-
-def numbers(entries: Sequence[dict[str, Any]], key: str) -> list[float]:
-    """The finite numbers under `key`; entries without one (null, NaN, text) are left out."""
-    return [float(entry[key]) for entry in entries if rules.is_number(entry.get(key))]
-
-
 def breakdown(run: ReportedRun) -> dict[str, float]:
     """Seconds of the run by part, in drawing order; empty without step metrics.
 
     A step entry holds means over the steps since the entry before it. What the steps and evaluations do not account
     for is "other": start of the data pipeline, logging, checkpoints.
     """
-    steps = [entry for entry in run.metrics["step"] if numbers([entry], "step")]
-    if not steps or not run.logged.seconds:
+    if not run.metrics.steps or not run.logged.seconds:
         return {}
     seconds = dict.fromkeys(STEP_PARTS, 0.0)
-    done = 0.0
-    for entry in steps:
+    done = 0
+    for record in run.metrics.steps:
         # A step that goes back, as after a restart, has taken nothing.
-        taken = max(0.0, float(entry["step"]) - done)
+        taken = max(0, record.step - done)
         done += taken
         for name, key in STEP_PARTS.items():
-            # A metrics file may hold anything: a negative time must not take from the others.
-            seconds[name] += max(0.0, sum(numbers([entry], key))) / 1000 * taken
-    seconds["evaluation"] = max(0.0, sum(numbers(run.metrics["eval"], "eval_s")))
+            seconds[name] += getattr(record, key) / 1000 * taken
+    seconds["evaluation"] = sum(record.eval_s for record in run.metrics.evaluations)
     whole = sum(seconds.values())
-    return seconds | {"other": max(0.0, run.logged.seconds - whole)} if 0 < whole < math.inf else {}
+    return seconds | {"other": max(0.0, run.logged.seconds - whole)} if whole > 0 else {}
 
 
-def steps_taken(run: ReportedRun) -> float:
+def steps_taken(run: ReportedRun) -> int:
     """Optimizer steps that the metrics account for."""
-    return max(numbers(run.metrics["step"], "step"), default=0.0)
+    return max((record.step for record in run.metrics.steps), default=0)
 
 
 def _only(values: set[Value | None]) -> Value | None:

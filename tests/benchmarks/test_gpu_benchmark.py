@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -41,6 +40,7 @@ from benchmarks.gpu_parts.measuring.report import PartReport
 from benchmarks.gpu_parts.measuring.scale import FULL, TINY, Context, micro_batches, training_flop, wikipedia_lengths
 from benchmarks.gpu_parts.measuring.table import page
 from bert.configuration.sections import ModelConfig
+from compliance.log.records import EndRecord, EvaluationRecord, Metrics, StepRecord
 from kernels.tuning import contest
 from tests.bert.recording import Recording, recordable_attention
 from tests.conftest import REPOSITORY
@@ -128,28 +128,6 @@ def test_ceilings_are_rates(all_parts: Path) -> None:
     copy, product = found["ceiling: device copy"], found["ceiling: bf16 product"]
     assert copy["figure"] == pytest.approx(2 * TINY.copied / 1e12 / min(copy["seconds"]))
     assert product["figure"] == pytest.approx(2 * 64**3 / 1e12 / min(product["seconds"]))
-    of_weights = [row for name, row in found.items() if name.startswith("FP8 weight gradient ")]
-    assert len(of_weights) == 4
-    for kind in gpu_ceilings.KINDS:
-        layer = found[f"FP8 {kind}, the 4 products of a layer"]
-        assert layer["share"] == pytest.approx(layer["figure"] / found["ceiling: FP8 product"]["figure"])
-
-
-def test_products_of_the_ceilings_are_those_of_training(context: Context) -> None:
-    products = {
-        kind: gpu_ceilings._fp8_operands(context, gpu_ceilings._Shape(kind, 32, 48, 64)) for kind in gpu_ceilings.KINDS
-    }
-    settings = {kind: product.keywords["use_fast_accum"] for kind, product in products.items()}  # pyright: ignore
-    assert settings == {"forward": True, "input gradient": True, "weight gradient": False}
-    dtypes = {kind: product().dtype for kind, product in products.items()}
-    assert dtypes == {
-        "forward": torch.bfloat16,
-        "input gradient": torch.bfloat16,
-        "weight gradient": torch.float32,
-    }
-    shape = gpu_ceilings._Shape("weight gradient", *gpu_ceilings._sizes_of_a_layer(context, "weight gradient")[0])
-    assert (shape.rows, shape.inner, shape.columns) == (192, 512, 64)
-    assert gpu_ceilings._operands(context, shape)().shape == (192, 64)
 
 
 def test_the_large_copy_is_of_random_bytes(context: Context) -> None:
@@ -284,16 +262,6 @@ def test_fp8_is_timed_and_learns_as_fp32(all_parts: Path) -> None:
     assert FULL.parity_steps == 200
 
 
-def test_a_loss_that_is_not_a_number_is_wrong(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
-    losses = {"bf16": [10.0, 9.0], "fp8": [10.0, float("nan")], "fp32": [10.0, 9.0]}
-    monkeypatch.setattr(gpu_step, "_losses", lambda _, precision: losses[precision])
-    gpu_step.fp8(context)
-    found = {row.name: row for row in PartReport.load(context.report.path).rows}
-    assert [row.name for row in context.report.failures] == ["loss in fp8 after the last step"]
-    assert found["losses in bf16 against fp32"].figure == 0
-    assert found["losses in fp8 against bf16"].figure is None
-
-
 def test_the_fp8_ops_are_timed_and_right(all_parts: Path) -> None:
     for part in ("kernels", "correctness"):
         found = rows(all_parts, part)
@@ -348,16 +316,6 @@ def traits(*arguments: object) -> tuple[object, ...]:
     )
 
 
-def test_all_steps_start_from_the_same_weights(context: Context) -> None:
-    config = gpu_step.recipe("h100_1x1")
-    first = gpu_step.training_step(context, config)
-    start = first.flat.weights_P.clone()
-    first(micro_batches(context, 4, 1))
-    assert not torch.equal(first.flat.weights_P, start)
-    again = gpu_step.training_step(context, gpu_step.recipe("h100_1x1", precision="fp8"), dropout=False)
-    assert torch.equal(again.flat.weights_P, start)
-
-
 @pytest.mark.usefixtures("forked_python")
 def test_a_run_from_end_to_end(tmp_path: Path) -> None:
     file = tmp_path / "end-to-end.json"
@@ -369,41 +327,22 @@ def test_a_run_from_end_to_end(tmp_path: Path) -> None:
     assert 0.2 < found["last quarter of the steps against the first"]["figure"] < 5
 
 
-def test_a_run_from_end_to_end_is_on_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where it is tiny, whose recipe is one for a CPU."""
-    commands: list[list[str]] = []
-
-    def popen(command: list[str], **_: object) -> SimpleNamespace:
-        commands.append(command)
-        return SimpleNamespace(poll=lambda: 0)
-
-    monkeypatch.setattr(gpu_end_to_end, "subprocess", SimpleNamespace(Popen=popen, DEVNULL=subprocess.DEVNULL))
-    context = Context(torch.device("cuda", 0), TINY, PartReport(tmp_path / "part.json", {}))
-    gpu_end_to_end._train(context, tmp_path, 480)
-    (command,) = commands
-    assert command[command.index("--training.device") + 1] == "cuda"
-
-
 def test_drift_and_waiting_come_from_the_steps() -> None:
     steps = [
-        {
-            "event": "step",
-            "step_ms": ms,
-            "data_wait_ms": ms / 10,
-            "sequences_per_s": 1e3 / ms,
-            "samples": 8,
-            "time_s": 1,
-        }
+        StepRecord(1, 8, time_s=1, step_ms=ms, data_wait_ms=ms / 10, sequences_per_s=1e3 / ms)
         for ms in (10, 10, 10, 10, 20, 20, 30, 30)
     ]
-    ends = [{"event": "eval", "eval_s": 0.5, "count": 7}, {"event": "end", "samples": 100, "time_s": 4.0}]
-    found = {row.name: row for row in gpu_end_to_end.rows_of(steps + ends)}
+    evaluations, end = [EvaluationRecord(1, 8, eval_s=0.5, count=7)], EndRecord("success", time_s=4.0, samples=100)
+    found = {row.name: row for row in gpu_end_to_end.rows_of(Metrics(None, steps, evaluations, end=end))}
     assert found["last quarter of the steps against the first"].figure == 3
     assert found["host waiting for data"].share == pytest.approx(0.1)
     assert found["inside the clock"].figure == 25
     assert found["evaluation"].milliseconds == 500
-    assert {row.name for row in gpu_end_to_end.rows_of(steps)} == set(found) - {"inside the clock", "evaluation"}
-    assert gpu_end_to_end.rows_of([]) == []
+    assert {row.name for row in gpu_end_to_end.rows_of(Metrics(None, steps))} == set(found) - {
+        "inside the clock",
+        "evaluation",
+    }
+    assert gpu_end_to_end.rows_of(Metrics()) == []
 
 
 def test_memory_ends_with_what_fits(all_parts: Path) -> None:

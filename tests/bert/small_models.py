@@ -11,6 +11,7 @@ from bert.checkpoints.initial_model import draw_model
 from bert.configuration.config import Config
 from bert.configuration.recipes import tiny_cpu
 from bert.configuration.sections import ModelConfig, OptimizerConfig
+from bert.cuda_graphs import CudaCapturer
 from bert.layers import EncoderLayer, Placement
 from bert.model import BertForPreTraining, initialize_
 from bert.parallel.mesh import Mesh
@@ -67,8 +68,8 @@ def step_config(model: ModelConfig = OF_SMALL_RUN, **training: Any) -> Config:
     )
 
 
-def training_step(config: Config, mesh: Mesh = CPU) -> TrainingStep:
-    return TrainingStep(draw_model(config, mesh, seed=3), config, mesh, Stopwatch())
+def training_step(config: Config, mesh: Mesh = CPU, capturer: CudaCapturer | None = None) -> TrainingStep:
+    return TrainingStep(draw_model(config, mesh, seed=3), config, mesh, Stopwatch(), capturer)
 
 
 def mean_loss(model: BertForPreTraining, batch: Batch) -> Tensor:

@@ -38,11 +38,13 @@ LARGER = ShapeBucket(448, 8, 80, MAX_SEQ_LENGTH)
 """Which nothing is captured for."""
 
 
-def step_of(precision: Literal["fp32", "fp8"] = "fp32", mesh: Mesh = CPU) -> TrainingStep:
+def step_of(
+    precision: Literal["fp32", "fp8"] = "fp32", mesh: Mesh = CPU, capturer: CudaCapturer | None = None
+) -> TrainingStep:
     """Build a step, with dropout in fp32 alone: capturing draws numbers too, and FP8 scales follow from what is drawn."""
     dropout = 0.1 if precision == "fp32" else 0.0
     model = replace(OF_SMALL_RUN, hidden_dropout=dropout, attention_dropout=dropout)
-    return training_step(step_config(model, precision=precision), mesh)
+    return training_step(step_config(model, precision=precision), mesh, capturer)
 
 
 def global_batches(run: SmallRun, count: int) -> list[list[Batch]]:
@@ -64,8 +66,8 @@ def test_micro_batches_in_a_role_that_was_not_captured_are_counted(
 ) -> None:
     """A second micro-batch, where steps were configured to have one, adds to gradients and does not overwrite them."""
     monkeypatch.setattr(bert.build, "accumulates_products", lambda *_: True)  # as on a GPU
-    step, micro_batches = step_of("fp8"), global_batches(small_run, 1)[0]
-    step.warm_up(micro_batches[:1], 1, Recording(), SHAPE_BUCKETS)
+    step, micro_batches = step_of("fp8", capturer=Recording()), global_batches(small_run, 1)[0]
+    step.warm_up(micro_batches[:1], 1, SHAPE_BUCKETS)
     step(micro_batches[:1])
     assert step.uncaptured_batches == 0
     step(micro_batches)
@@ -77,10 +79,10 @@ def test_replayed_steps_are_the_steps(small_run: SmallRun, precision: Literal["f
     """Losses, moments and weights, over steps with changing shape buckets and one that is not captured."""
     results = []
     for capturer in (None, Recording()):
-        step = step_of(precision)
+        step = step_of(precision, capturer=capturer)
         batches = global_batches(small_run, 5)
         torch.manual_seed(9)
-        step.warm_up(batches[0], 1, capturer, SHAPE_BUCKETS)
+        step.warm_up(batches[0], 1, SHAPE_BUCKETS)
         if capturer is not None:
             capturer.replays.clear()  # of looking for FP8 scales
         torch.manual_seed(9)
@@ -105,9 +107,9 @@ def test_fp8_starts_with_the_scales_of_the_weights_that_it_starts_from(
     small_run: SmallRun, capturer: CudaCapturer | None
 ) -> None:
     """Not those of inert batches, nor of weights that were trained while warming up; and it follows every update."""
-    step = step_of("fp8")
+    step = step_of("fp8", capturer=capturer)
     model = step.model
-    step.warm_up(global_batches(small_run, 1)[0], 3, capturer, SHAPE_BUCKETS)
+    step.warm_up(global_batches(small_run, 1)[0], 3, SHAPE_BUCKETS)
     state = step.fp8
     assert state is not None
     for dense in state.denses:
@@ -131,7 +133,8 @@ def test_all_is_chosen_and_run_before_anything_is_captured(small_run: SmallRun) 
             run()
         events.append(" ".join(sorted({request.op for request in requests})))
 
-    step_of().warm_up(global_batches(small_run, 1)[0], 0, Recording(events.append), [*SHAPE_BUCKETS, LARGER], choose)
+    step = step_of(capturer=Recording(events.append))
+    step.warm_up(global_batches(small_run, 1)[0], 0, [*SHAPE_BUCKETS, LARGER], choose)
     called = (
         "dense_gelu dropout_add_layer_norm embedding_layer_norm lamb_step masked_lm_loss varlen_attention "
         "varlen_self_attention"
@@ -141,9 +144,9 @@ def test_all_is_chosen_and_run_before_anything_is_captured(small_run: SmallRun) 
 
 @pytest.mark.parametrize("capturer", [None, Recording()], ids=["run", "captured"])
 def test_warming_up_leaves_no_trace(small_run: SmallRun, capturer: CudaCapturer | None) -> None:
-    step = step_of()
+    step = step_of(capturer=capturer)
     weights_P, random_state = step.flat.weights_P.clone(), torch.get_rng_state()
-    step.warm_up(global_batches(small_run, 1)[0], 2, capturer, SHAPE_BUCKETS)
+    step.warm_up(global_batches(small_run, 1)[0], 2, SHAPE_BUCKETS)
     assert torch.equal(step.flat.weights_P, weights_P)
     assert torch.equal(torch.get_rng_state(), random_state)
     assert step.optimizer.steps.item() == 0
@@ -186,13 +189,14 @@ def test_captured_graphs_share_buffers_largest_first() -> None:
 @pytest.mark.parametrize("captured", [True, False])
 def test_what_is_chosen_for_a_captured_step_can_be_captured(small_run: SmallRun, captured: bool) -> None:
     """While implementations are measured and while steps and evaluations run first; afterwards anything again."""
-    plain, step, seen = OPS["varlen_attention"].implementations["pytorch"], step_of(), []
+    plain, seen = OPS["varlen_attention"].implementations["pytorch"], []
 
     def look(_: object) -> None:
         seen.append(OPS["varlen_attention"].permits(plain, "cuda"))
 
     capturer = Recording(look) if captured else None
-    step.warm_up(global_batches(small_run, 1)[0], 1, capturer, SHAPE_BUCKETS, look)
+    step = step_of(capturer=capturer)
+    step.warm_up(global_batches(small_run, 1)[0], 1, SHAPE_BUCKETS, look)
     evaluator = Evaluator(open_dataset(small_run.folder / "evaluation"), CPU, 64)
     evaluator.warm_up(step.model, step.autocast(), capturer)
     assert seen == ([False] * len(seen) if captured else [True])
@@ -321,10 +325,10 @@ def test_captured_steps_on_a_gpu_are_the_steps_and_do_not_wait(small_run: SmallR
     device = torch.device("cuda")
     results = []
     for capturer in (None, CudaCapturer(device)):
-        step = step_of(mesh=Mesh(0, 1, 0, device))
+        step = step_of(mesh=Mesh(0, 1, 0, device), capturer=capturer)
         batches = [[batch.to(device) for batch in micro] for micro in global_batches(small_run, 5)]
         step.model.seed_dropout(5)
-        step.warm_up(batches[0], 2, capturer, SHAPE_BUCKETS)
+        step.warm_up(batches[0], 2, SHAPE_BUCKETS)
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
         try:

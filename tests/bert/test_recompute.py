@@ -30,9 +30,10 @@ MODES: tuple[Recompute, ...] = ("selective", "full")
 SHAPE_BUCKETS = [ShapeBucket(size, 2, 16, MAX_SEQ_LENGTH) for size in (64, 96)]
 
 
-def step_of(recompute: Recompute, precision: Precision = "fp32") -> TrainingStep:
+def step_of(recompute: Recompute, precision: Precision = "fp32", capturer: Recording | None = None) -> TrainingStep:
     model = replace(OF_SMALL_RUN, num_hidden_layers=3, hidden_size=256 if precision == "bf16" else 32)
-    return training_step(step_config(model, precision=precision, recompute=recompute, gradient_accumulation_steps=2))
+    config = step_config(model, precision=precision, recompute=recompute, gradient_accumulation_steps=2)
+    return training_step(config, capturer=capturer)
 
 
 def global_batches(run: SmallRun) -> list[list[Batch]]:
@@ -45,11 +46,11 @@ def global_batches(run: SmallRun) -> list[list[Batch]]:
     return [batches[:2], batches[2:]]
 
 
-def trained(step: TrainingStep, run: SmallRun, capturer: Recording | None = None) -> dict[str, Any]:
+def trained(step: TrainingStep, run: SmallRun) -> dict[str, Any]:
     """Return all that steps leave."""
     batches = global_batches(run)
     torch.manual_seed(9)
-    step.warm_up(batches[0], 1, capturer, SHAPE_BUCKETS)
+    step.warm_up(batches[0], 1, SHAPE_BUCKETS)
     means = []
     for micro_batches in batches:
         step(micro_batches)
@@ -105,9 +106,9 @@ def test_captured_steps_are_recomputed_by_the_counter(
         recorded = implementation == "reference"  # PyTorch's attention reads lengths on the host
         if recorded:
             stack.enter_context(recordable_attention())
-        plain = trained(step_of("none"), small_run, Recording() if recorded else None)
+        plain = trained(step_of("none", capturer=Recording() if recorded else None), small_run)
         for mode in MODES:
-            found = trained(step_of(mode), small_run, Recording() if recorded else None)
+            found = trained(step_of(mode, capturer=Recording() if recorded else None), small_run)
             if recorded:
                 assert_same(found, plain)
             else:

@@ -11,11 +11,10 @@ from bert.configuration.recipes import RECIPES
 from bert.configuration.run_plan import PLANNED, RunPlan, read_plan, settings_of, write_plan
 from bert.reporting.against_plan import AgainstPlan
 from bert.reporting.displays import RunProgress, StepLines
-from bert.reporting.json_lines import JsonLines
-from bert.reporting.records import EndRecord, StepRecord
 from bert.reporting.reporter import Reporter
 from bert.timing.phases import PHASES
 from bert.train import main, parse
+from compliance.log.records import EndRecord, MetricsWriter, RunRecord, StepRecord
 from compliance.log.schedule import EvaluationSchedule
 from tests.hostile import NAME, assert_harmless
 
@@ -160,7 +159,7 @@ def test_a_run_says_where_it_differs_from_its_plan(
 ) -> None:
     progress = RunProgress(0.36, 1000, EvaluationSchedule(100, 32))
     lines: list[str] = []
-    sinks = [JsonLines(tmp_path / "metrics.jsonl", {}), StepLines(progress, lines.append)]
+    sinks = [MetricsWriter(tmp_path / "metrics.jsonl", RunRecord()), StepLines(progress, lines.append)]
     with Reporter(progress, sinks, AgainstPlan(planned(), Path("p.json"))) as reporter:
         reporter.write(interval(20, data_wait=500.0))  # the first one starts the loader
         for step in (40, 60, 80):

@@ -49,7 +49,7 @@ OWN = {
     "bert.own_text",
     "bert.parallel",
     "bert.parallel.joining",
-    "bert.parallel.joining.launch",
+    "bert.parallel.launch",
     "bert.timing",
     "bert.timing.phases",
     "bert.train",
@@ -70,7 +70,7 @@ def test_a_command_line_is_understood_without_pytorch() -> None:
 
 @pytest.mark.parametrize(
     ("command", "unbuffered"),
-    [("train tiny_cpu", ""), ("train tiny_cpu", "1"), ("evaluate", ""), ("convert", ""), ("phase1", "1")],
+    [("train tiny_cpu", ""), ("train tiny_cpu", "1"), ("evaluate", ""), ("convert", "1")],
 )
 def test_a_reader_of_the_help_may_go(command: str, unbuffered: str) -> None:
     read, write = os.pipe()

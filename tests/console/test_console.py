@@ -35,7 +35,7 @@ ALLOWED = {  # rich's consoles show what has passed `visible`; a fault's traceba
     "compliance/watch/screen.py": {"Console", "print"},
 }
 
-WITH_TYRO = ("bert.train", "bert.convert", "bert.phase1", "cluster", "compliance", "dataloading")
+WITH_TYRO = ("bert.train", "bert.convert", "cluster", "compliance", "dataloading")
 ANY_TEXT = st.text(st.characters() | st.sampled_from("\n\r\x1b\x9b\u202e\u200b\udcff:#[\u034f\u3164"), max_size=60)
 
 

@@ -36,7 +36,6 @@ COMMANDS = {  # the empty one is the program itself
     "bert.convert": ("",),
     "bert.train": ("", "tiny_cpu"),
     "bert.evaluate": ("",),
-    "bert.phase1": ("",),
 }
 RUN = """
 import json, runpy, sys

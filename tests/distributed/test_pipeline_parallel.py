@@ -23,17 +23,15 @@ EIGHT = [
     "1,2,1,flat,cyclic,2,2,3,fp64",
     "1,2,1,sharded,block,4,2,3,fp32",
     "1,4,1,hierarchical,block,2,4,3,fp64",  # each copy on two hosts
-    "2,2,2,sharded_world,turning,4,2,3,fp64",
+    "2,2,2,sharded_world,cyclic,4,2,3,fp64",
     "4,2,1,flat,block,4,2,3,fp64",
     "2,2,1,sharded,block,8,2,1,deep",
-    "2,2,1,sharded_world+,block,4,3,3,fp64",
-    "1,2,1,sharded+,cyclic,4,2,3,fp64",
+    "1,2,1,sharded,cyclic,4,2,3,fp64",
 ]
 FOUR = [
     "1,4,1,flat,block,4,4,3,dropout",
     "2,2,1,flat,cyclic,2,2,3,recomputed",
     "1,2,2,sharded,block,4,4,3,fp64",
-    "1,2,2,sharded+,block,4,4,3,fp64",
 ]
 TWO = ["1,2,1,flat,block,1,2,6,fp64", "1,2,1,flat,block,1,3,3,accumulating", "1,2,2,sharded,block,2,4,3,dropout"]
 ALONE = {

@@ -19,7 +19,6 @@ PROGRAMS = (
     "bert.train",
     "bert.evaluate",
     "bert.convert",
-    "bert.phase1",
     "dataloading",
     "kernels",
     "kernels.ahead_of_time",

@@ -67,7 +67,7 @@ def test_signal_ends_run_as_aborted(
 
 @pytest.mark.parametrize("training", [1, 2], indirect=True)
 def test_a_killed_launcher_ends_its_ranks_and_the_series(training: subprocess.Popen[str], tmp_path: Path) -> None:
-    [launcher] = (pid for pid in children(training.pid) if b"cluster.train" in read(Path(f"/proc/{pid}/cmdline")))
+    [launcher] = (pid for pid in children(training.pid) if b"bert.train" in read(Path(f"/proc/{pid}/cmdline")))
     alone = not children(launcher)
     os.kill(launcher, signal.SIGKILL)
     output, _ = training.communicate(timeout=PATIENCE_S)
@@ -113,7 +113,7 @@ def is_aborted(results: Path) -> bool:
     return '"status": "aborted"' in stop
 
 
-@pytest.mark.parametrize("during", [b"--dry-run", b"torch.distributed.run"])
+@pytest.mark.parametrize("during", [b"cluster.dry_run", b"torch.distributed.run"])
 def test_ctrl_c_before_there_is_a_log_is_one_line(launching_checkout: Path, tmp_path: Path, during: bytes) -> None:
     settings = ("--", *SHORT, NEVER_REACHED, "--log.results", str(tmp_path))
     process = begin(launching_checkout / "run_and_time.sh", "tiny_cpu", "1", *settings, cwd=tmp_path, NPROC="2")

@@ -34,8 +34,8 @@ def split(context: Context, name: str, run: Callable[[], None], sequences: int) 
     if not spent:
         raise NotUsableError("the profiler saw nothing on the device")
     whole = seconds * 1e6
-    spent["idle: launches, host"] = max(0.0, whole - sum(spent.values()))
-    for key, microseconds in sorted(spent.items(), key=lambda item: -item[1])[:_MOST_ROWS]:
+    idle = "idle: launches, host", max(0.0, whole - sum(spent.values()))
+    for key, microseconds in [*sorted(spent.items(), key=lambda item: -item[1])[:_MOST_ROWS], idle]:
         share = microseconds / whole
         row = Figure(
             f"{name}: {key[:100]}",

@@ -13,7 +13,6 @@ from bert.layers import DropoutSites
 from bert.model import PretrainingOutput
 from bert.parallel.pipeline.division import Stage
 from bert.parallel.pipeline.stages import PipelineModel
-from bert.parallel.reduction.gradients import Reduction
 from bert.timing.stopwatch import Stopwatch
 from dataloading.batches.loader import Batch
 from dataloading.batches.shape_buckets import TOKENS_MULTIPLE
@@ -30,14 +29,12 @@ class PipelineSchedule:
         self,
         pipeline: PipelineModel,
         micro_batches: int,
-        reduction: Reduction,
         autocast: Callable[[], AbstractContextManager[object]],
         mean_loss: Callable[[PretrainingOutput, Batch], Tensor],
         stopwatch: Stopwatch,
     ) -> None:
         """``mean_loss`` gives what the last stage's backward pass begins with, and may note what it sees."""
         self.pipeline = pipeline
-        self.reduction = reduction
         self.autocast = autocast
         self.mean_loss = mean_loss
         self.batches: Sequence[Batch] = ()
@@ -65,10 +62,7 @@ class PipelineSchedule:
         with self._stopwatch.time("reduce"):
             numbers = self._micro_batches  # as the target too: PyTorch computes no loss without one
             self._schedule.step(target=numbers, return_outputs=False, micro_batch=numbers)
-            # The table's gradient was not there when its own backward passes ended: sharded gradients go out here once
-            # more.
-            with self.reduction.overlapped(False, self.pipeline.shared_parameters):
-                self.pipeline.add_word_gradient_()
+            self.pipeline.add_word_gradient_()
 
     @contextmanager
     def computing(self) -> Iterator[None]:
@@ -109,16 +103,13 @@ class _TimedStage(PipelineStage):
             group=pipeline.group,
         )
         self._schedule = schedule
-        # With several stages a rank, each backward pass has gradients for one of them.
-        self._parameters = [each for name, each in pipeline.named_parameters() if stage.owns(name)]
 
     def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
         with self._schedule.computing():
             return super().forward_one_chunk(*args, **kwargs)
 
     def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-        schedule = self._schedule
-        with schedule.computing(), schedule.reduction.overlapped(False, self._parameters):
+        with self._schedule.computing():
             return super().backward_one_chunk(*args, **kwargs)
 
 

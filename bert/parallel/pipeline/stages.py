@@ -5,12 +5,12 @@ Shape legend in ``bert/model.py``; besides W own rows of T, where stages are sha
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from bert.configuration.sections import ModelConfig
 from bert.layers import DropoutSites, EncoderLayer, Placement
 from bert.model import BertForPreTraining, MakeLayer, PretrainingOutput, parameter_shapes
-from bert.parallel.mesh import Mesh, process_group, require_order
+from bert.parallel.mesh import Mesh, process_group
 from bert.parallel.pipeline.division import Stage, stages_of
 from dataloading.batches.loader import Batch
 from kernels import compute_dtype
@@ -52,11 +52,6 @@ class PipelineModel(BertForPreTraining):
     def has_losses(self) -> bool:
         """Tell whether this rank has the last stage."""
         return self.rank == self.size - 1
-
-    @property
-    def shared_parameters(self) -> list[nn.Parameter]:
-        """Parameters of this rank of which ``add_word_gradient_`` changes the gradient."""
-        return [self.embeddings.word] if self.rank == 0 else []
 
     def rows(self, batch: Batch) -> int:
         """W of a micro-batch: rows of hidden states that this rank gets and gives."""
@@ -108,10 +103,7 @@ class PipelineModel(BertForPreTraining):
             word = self.embeddings.word
             received = torch.empty_like(word)
             dist.recv(received, group=self.group, group_src=self.size - 1)
-            if word.grad is None:  # sharded gradients are freed when they are packed
-                word.grad = received
-            else:
-                word.grad += received
+            word.grad += received
 
     @torch.no_grad()
     def copy_word_(self) -> None:
@@ -126,6 +118,4 @@ def pipeline_group(mesh: Mesh) -> dist.ProcessGroup | None:
     """Return the group of ranks that have this rank's shard of each stage; None without stages. Every rank must call it."""
     if mesh.pipeline == 1:
         return None
-    # Stages are numbered by the place in the copy, which the group must keep to.
-    require_order(mesh)
     return process_group(mesh.pipeline_ranks)

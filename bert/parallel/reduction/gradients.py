@@ -1,47 +1,32 @@
-"""The sum of the flat gradient over all ranks: in buckets, while backward still runs.
+"""Sum of the flat gradient over all copies of the model: in buckets, while the backward pass still runs.
 
-Losses are divided by counts of the whole global batch, so that gradients add up: nothing is scaled before or after.
+Losses are divided by the counts of the whole global batch, so gradients add up: nothing is scaled before or after.
+
+flat is one all-reduce over all ranks. hierarchical is a reduce-scatter in the node, an all-reduce of each shard between
+nodes along its rail, and an all-gather in the node. sharded omits the all-gather; ``WeightGather`` gathers weights instead.
+sharded_world is a reduce-scatter over all ranks, after which weights are gathered over all ranks. With tensor or pipeline
+parallelism "all ranks" are the ranks of a data group, which hold the same shards of the model.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from bert.configuration.sections import InNetwork, ReduceDtype, ReductionStrategy, TrainingConfig
+from bert.configuration.sections import ReduceDtype, ReductionStrategy, TrainingConfig
 from bert.optimizer import ALIGNMENT, FlatParameters
-from bert.parallel.mesh import Mesh, process_group, require_order
+from bert.parallel.mesh import Mesh, process_group
 from bert.parallel.reduction.sums import Bf16Sums, Fp32Sums, shard_of
 from bert.parallel.single import all_gather_single
 
 
 @dataclass(frozen=True)
-class Way:
-    """Way in which gradients are summed.
-
-    flat: one all-reduce over all ranks. hierarchical: reduce-scatter in the node, all-reduce of each shard across nodes
-    along its rail, all-gather in the node. sharded: the same without the all-gather; ``WeightGather`` gathers weights
-    instead. sharded_world: reduce-scatter over all ranks, and weights gathered over all. With tensor parallelism, ranks are
-    here those of a data group, which have the same shards of the model. ``in_network``: what goes along the rails is added
-    up in the switches.
-    """
-
-    strategy: ReductionStrategy
-    in_network: bool = False
-
-    def __str__(self) -> str:
-        """Name the way as a table or a log does."""
-        return f"{self.strategy} in-network" if self.in_network else self.strategy
-
-
-@dataclass(frozen=True)
 class Communicators:
-    """Groups of their own, so that reductions meet no other traffic: this rank's data group, its part in the node, the rail.
+    """Groups for reductions alone: this rank's data group, its part in the node, and the rail.
 
     None where this rank would be alone.
     """
@@ -50,67 +35,23 @@ class Communicators:
     node: dist.ProcessGroup | None
     rail: dist.ProcessGroup | None
     world_size: int
-    in_network_rail: dist.ProcessGroup | None = None
-    """The rail once more, for sums in the switches."""
-    why_not_in_network: str = ""
-    """Why there is none."""
 
     @classmethod
-    def create(cls, mesh: Mesh, in_network: InNetwork = "off", reduce_dtype: ReduceDtype = "fp32") -> "Communicators":
-        """Create the groups; every rank must call it at the same time.
-
-        Unless ``in_network`` is off, NCCL is asked for a second rail that adds up in the switches (CollNet, SHARP), where
-        there are several hosts and what travels is fp32, as switches add in the type that travels. What NCCL does where
-        switches cannot is its own affair: it sends as otherwise, and warns. Raises ``ValueError`` when it is on and cannot
-        be asked for, or when this PyTorch has no groups in the order of local ranks.
-        """
-        require_order(mesh)
-        options, why_not = None, "as set"
-        if in_network != "off":
-            options, why_not = _in_network_options(mesh, reduce_dtype)
-            if in_network == "on" and options is None and len(mesh.rail_ranks) > 1:
-                raise ValueError(f"training.in_network is on, but {why_not}: set it to auto or off")
+    def create(cls, mesh: Mesh) -> "Communicators":
+        """Create the groups; every rank must call it at the same time."""
+        # Created in the same order on all ranks: each group is made when all of its ranks ask for it.
         return cls(
-            # In one order on all ranks: each group is made when all of its ranks ask for it.
             process_group(mesh.data_ranks),
             process_group(mesh.node_data_ranks),
             process_group(mesh.rail_ranks),
             mesh.data_size,
-            process_group(mesh.rail_ranks, options) if options is not None else None,
-            why_not,
         )
-
-    def along(self, way: Way) -> "Communicators":
-        """Return these communicators with the rail that ``way`` uses."""
-        return replace(self, rail=self.in_network_rail) if way.in_network else self
-
-    def settle(self, way: Way) -> "Communicators":
-        """The same for good: the other rail is given back, as switches have few trees to give. Every rank must call it."""
-        unused = self.rail if way.in_network else self.in_network_rail
-        if unused is not None:
-            dist.destroy_process_group(unused)
-        return replace(self.along(way), in_network_rail=None)
-
-
-def _in_network_options(mesh: Mesh, reduce_dtype: ReduceDtype = "fp32") -> tuple[Any, str]:
-    """``ProcessGroupNCCL.Options`` that ask for sums in the switches; or None, and why."""
-    if len(mesh.rail_ranks) == 1:
-        return None, "one host"
-    if reduce_dtype == "bf16":
-        return None, "switches would add in bf16"
-    if mesh.device.type != "cuda":
-        return None, "gloo has none"
-    options = dist.ProcessGroupNCCL.Options()
-    if not hasattr(options.config, "collnet_enable"):
-        return None, "this PyTorch cannot ask NCCL for it"
-    setattr(options.config, "collnet_enable", 1)  # noqa: B010  absent from PyTorch's type stubs
-    return options, ""
 
 
 class CommunicationStream:
     """Stream of collectives that run in order beside the computation: a stream on a GPU, a thread otherwise.
 
-    On a GPU neither ``run`` nor ``join`` makes the host wait, so that both can be captured in a CUDA graph.
+    On a GPU neither ``run`` nor ``join`` makes the host wait, so both can be captured in a CUDA graph.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -121,16 +62,16 @@ class CommunicationStream:
         self._pending: list[Future[None]] = []
 
     def run(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Do ``work`` after all that was computed, and all that was handed over, before.
+        """Do ``work`` after everything that was computed or handed over before.
 
-        Returns what makes all that is computed from then on come after the work; it raises what the work raised.
+        Returns a function that orders all later computation behind the work; it raises what the work raised.
         """
         if self._stream:
             self._stream.wait_stream(torch.cuda.current_stream())  # gradients must be there before they are sent
-            # Without record_stream: what the work reads and writes is allocated once for the run, and never given back.
+            # Without record_stream: the memory that the work reads and writes is allocated once for the run.
             with torch.cuda.stream(self._stream):
                 work()
-            # An event for each work, so that who waits for a bucket does not wait for those behind it.
+            # One event for each work, so that waiting for a bucket does not wait for the buckets behind it.
             done = torch.cuda.Event()
             done.record(self._stream)
             return lambda: torch.cuda.current_stream().wait_event(done)
@@ -140,9 +81,9 @@ class CommunicationStream:
         return pending.result
 
     def join(self) -> None:
-        """Let what is computed from now on come after all that was handed over. Raises what the work raised."""
+        """Order all later computation behind all work that was handed over. Raises what the work raised."""
         if self._stream:
-            # In a capture this also joins what ``run`` has forked; one that ends before that is an error of CUDA.
+            # In a capture this also joins the fork that ``run`` made; a capture that ends before that is an error of CUDA.
             torch.cuda.current_stream().wait_stream(self._stream)
         pending, self._pending = self._pending, []
         for work in pending:
@@ -150,7 +91,7 @@ class CommunicationStream:
 
 
 def bucket_slices(size: int, shards: int, bucket_bytes: int) -> list[slice]:
-    """Slices of a flat fp32 vector in the order in which backward fills it, from its end to its start.
+    """Return slices of a flat fp32 vector in the order in which backward fills it, from its end to its start.
 
     Each divides into ``shards`` equal and aligned shards, as ``size`` must.
     """
@@ -163,11 +104,12 @@ def bucket_slices(size: int, shards: int, bucket_bytes: int) -> list[slice]:
 class Reduction:
     """Sum of the flat gradient over all ranks, bucket by bucket.
 
-    In the backward of the last micro-batch, under ``overlapped``, a bucket starts when the last of its gradients is there;
-    ``finish`` starts the rest and waits. Without ``overlapped``, ``finish`` does it all.
+    In the backward pass of the last micro-batch, under ``overlapped``, a bucket starts when its last gradient is there;
+    ``finish`` starts the remaining buckets and waits. Without ``overlapped``, ``finish`` does it all.
 
     ``reduce_dtype`` is the type that travels; sums are fp32. With bf16 a gradient's contribution is rounded once, and so is
-    each sum that is sent on: flat 2 times in all, sharded_world once, the others 3 times, or 1 less without node or rail.
+    each sum that is sent on: flat rounds twice, sharded_world once, and hierarchical and sharded three times, or once less
+    without node or rail.
     """
 
     def __init__(
@@ -181,33 +123,32 @@ class Reduction:
         self.strategy = strategy
         self.communicators = communicators
         self._gradients_N = flat.gradients_N
-        # By the weights, since sharded gradients have no vector. What all copies divide, those of a node divide too.
+        # A vector that divides by the ranks of all nodes also divides by the ranks of one.
         self.buckets = bucket_slices(len(flat.weights_N), communicators.world_size, bucket_bytes)
         self.stream = CommunicationStream(flat.weights_N.device)
         self._sums: Fp32Sums | Bf16Sums = Fp32Sums()
         if reduce_dtype == "bf16" and communicators.world is not None:
-            # The last bucket is what is left, and may be shorter.
+            # The last bucket holds the remainder and may be shorter.
             longest = max(bucket.stop - bucket.start for bucket in self.buckets)
             self._sums = Bf16Sums(longest, flat.weights_N.device)
         self._armed = False
         self._started = 0
         self._waiting: list[int] = []
-        """Of each bucket, the gradients that are still to come in this backward pass."""
-        self._touched: dict[nn.Parameter, list[int]] = {}
-        """The buckets that each parameter has a part in: it may lie across a boundary, and long ones across several."""
+        """Number of gradients still to come in this backward pass, for each bucket."""
+        self._gradients_of = [0] * len(self.buckets)
+        """Number of parameters with a part in each bucket: one may lie across a boundary, long ones across several."""
         self._hooks = list(self._hook(flat)) if communicators.world else []
 
     @contextmanager
-    def overlapped(self, last: bool = True, parameters: Iterable[nn.Parameter] | None = None) -> Iterator[None]:
+    def overlapped(self, last: bool = True) -> Iterator[None]:
         """Start buckets during the backward pass in the body, of which there must be exactly one.
 
-        Nothing starts unless it is the ``last`` of the step, with which all gradients are there. ``parameters``: those that
-        it gives gradients, if not all.
+        Nothing starts unless it is the ``last`` of the step, which completes the gradients.
         """
         if not last:
             yield
             return
-        self._expect(self._touched if parameters is None else parameters)
+        self._waiting = [*self._gradients_of]
         # Counted first: a hook that runs from here on lowers the counts.
         self._armed = True
         try:
@@ -216,7 +157,7 @@ class Reduction:
             self._armed = False
 
     def finish(self) -> None:
-        """Reduce what has not been started; afterwards the gradients, or with sharded this rank's shards, are the sums."""
+        """Reduce the buckets that have not started; then the gradients, or this rank's shards of them, are the sums."""
         self._start(len(self.buckets))
         self._started = 0
         self.stream.join()
@@ -232,18 +173,13 @@ class Reduction:
             all_gather_single(flat_N[bucket], self.shard(flat_N, bucket), group=self.shard_group)
 
     @property
-    def own_sums(self) -> Tensor | None:
-        """[W] the sums of this rank's shard, bucket after bucket, where those are all that it keeps of the gradients."""
-        return None
-
-    @property
     def shard_group(self) -> dist.ProcessGroup | None:
-        """The ranks that each have a shard of the sum of a bucket; None where this one has all of it."""
+        """The ranks that each have a shard of the sum of a bucket; None if this one has all of it."""
         groups = self.communicators
         return {"sharded": groups.node, "sharded_world": groups.world}.get(self.strategy)
 
     def close(self) -> None:
-        """Take the hooks off the model again."""
+        """Remove the hooks from the model."""
         for hook in self._hooks:
             hook.remove()
 
@@ -252,28 +188,23 @@ class Reduction:
             touched = [
                 i for i, bucket in enumerate(self.buckets) if bucket.start < place.stop and place.start < bucket.stop
             ]
-            self._touched[parameter] = touched
-            # Of a shared parameter all uses have been added up when its hook runs.
+            for bucket in touched:
+                self._gradients_of[bucket] += 1
+            # The hook of a shared parameter runs after the gradients of all its uses have been added up.
             yield parameter.register_post_accumulate_grad_hook(lambda _, touched=touched: self._filled(touched))
 
-    def _expect(self, parameters: Iterable[nn.Parameter]) -> None:
-        self._waiting = [0] * len(self.buckets)
-        for parameter in parameters:
-            for bucket in self._touched[parameter]:
-                self._waiting[bucket] += 1
-
     def _filled(self, buckets: list[int]) -> None:
-        if self._armed:  # hooks run in the passes of earlier micro-batches, too
+        if self._armed:  # hooks also run in the passes of earlier micro-batches
             for bucket in buckets:
                 self._waiting[bucket] -= 1
             ready = self._started
-            # A bucket that is full waits for those before it.
+            # A full bucket waits for the buckets before it.
             while ready < len(self._waiting) and self._waiting[ready] <= 0:
                 ready += 1
             self._start(ready)
 
     def _start(self, stop: int) -> None:
-        """Start buckets up to ``stop`` in order, so that all ranks start the same bucket next."""
+        # In order, so that all ranks start the same bucket next.
         if self.communicators.world:
             for bucket in self.buckets[self._started : stop]:
                 self.stream.run(lambda bucket=bucket: self._reduce(bucket))
@@ -288,7 +219,7 @@ class Reduction:
         if self.strategy == "sharded_world":
             sums.reduce_scatter_(gradients, groups.world)
             return
-        # Between hosts goes a shard of the node's sum alone, by each rank along its rail.
+        # Only a shard of the node's sum travels between hosts, sent by each rank along its rail.
         sums.reduce_scatter_(gradients, groups.node)
         sums.all_reduce_(shard_of(gradients, groups.node), groups.rail)
         if self.strategy == "hierarchical":

@@ -50,12 +50,9 @@ class ShardedLamb:
         self._pipeline = pipeline
         shard = len(flat.weights_N) // (self._group.size() if self._group else 1)
         device = flat.weights_N.device
-        self.momentum_W, self.variance_W, self._weight_W, self._update_W = (
-            flat.weights_N.new_zeros(shard) for _ in range(4)
+        self.momentum_W, self.variance_W, self._gradient_W, self._weight_W, self._update_W = (
+            flat.weights_N.new_zeros(shard) for _ in range(5)
         )
-        own_W = reduction.own_sums
-        # Of sharded gradients the reduction's own vector, which lies without gaps already.
-        self._gradient_W = flat.weights_N.new_zeros(shard) if own_W is None else own_W
         self.steps = torch.zeros((), dtype=torch.int64, device=device)
         """int64 [], the steps taken."""
         self.skipped = torch.zeros((), dtype=torch.int64, device=device)
@@ -84,8 +81,7 @@ class ShardedLamb:
         """
         config, flat = self.config, self.flat
         # A rank's shard is scattered over the buckets, and LAMB takes vectors without gaps.
-        if self._reduction.own_sums is None:
-            self._collect(flat.gradients_N, self._gradient_W)
+        self._collect(flat.gradients_N, self._gradient_W)
         self._collect(flat.weights_N, self._weight_W)
         gradient_W, weight_W = self._gradient_W, self._weight_W
         # The global norm, by which gradients are clipped, over all that any rank has.
@@ -112,13 +108,13 @@ class ShardedLamb:
         # Other ranks' parts stay as of the last step, until weights are gathered.
         self._spread(weight_W, flat.weights_N)
         # Not the own shard alone: elsewhere in a flat gradient the reduction has left anything.
-        self._gradients.zero_()
+        flat.gradients_N.zero_()
         return norm
 
     @torch.no_grad()
     def reset(self) -> None:
         """Forget moments and counts, as after warm-up."""
-        for tensor in (self.momentum_W, self.variance_W, self._gradients, self.steps, self.skipped):
+        for tensor in (self.momentum_W, self.variance_W, self.flat.gradients_N, self.steps, self.skipped):
             tensor.zero_()
 
     @torch.no_grad()
@@ -140,12 +136,6 @@ class ShardedLamb:
             moment_N = torch.zeros_like(self.flat.weights_N)
             moment_N[: len(moment_P)] = moment_P
             self._collect(moment_N, shard_W)
-
-    @property
-    def _gradients(self) -> Tensor:
-        """The tensor that the next step's gradients are added to."""
-        own_W = self._reduction.own_sums
-        return self.flat.gradients_N if own_W is None else own_W
 
     def _squares_with_sums_(self) -> Tensor:
         """Sum what the tensor group has the gradients of together; the squares that this rank counts, fp64 []."""

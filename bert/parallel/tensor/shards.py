@@ -13,7 +13,7 @@ from torch import Tensor
 from bert.configuration.sections import ModelConfig
 from bert.model import parameter_shapes
 from bert.optimizer import FlatParameters
-from bert.parallel.mesh import Mesh, process_group, require_order
+from bert.parallel.mesh import Mesh, process_group
 from bert.parallel.tensor.exchange import Exchange, Waiting
 from bert.parallel.tensor.placement import WORDS_MULTIPLE, SharedPlacement
 
@@ -106,8 +106,6 @@ def tensor_parallel(config: ModelConfig, mesh: Mesh, waiting: Waiting = nullcont
     """Return this rank's part in its tensor group; None where that has no other rank. Every rank must call it."""
     if mesh.tensor == 1:
         return None
-    # Shards are numbered by local rank, which the group must keep to.
-    require_order(mesh)
     group = process_group(mesh.tensor_ranks)
     assert group is not None
     return TensorParallel(config, group, waiting)

@@ -21,7 +21,7 @@ import traceback
 from collections.abc import Callable, Iterator
 
 from bert.parallel.collectives import agreed_integer, agreed_text
-from bert.parallel.joining.launch import lost_launcher
+from bert.parallel.launch import lost_launcher
 from bert.parallel.mesh import Mesh
 from bert.parallel.watchdog.hub import FAULT_STATUS, LINE, Ending, Hub, encoded, parsed
 from bert.timing.phases import PhaseTracker

@@ -28,8 +28,7 @@ from bert.checkpoints.training_state import Checkpoints, checkpoint_folders, fin
 from bert.configuration.config import Config
 from bert.parallel.mesh import Mesh
 from bert.reporting.displays import RunProgress, StepLines
-from bert.reporting.records import Position
-from bert.reporting.reporter import Reporter
+from bert.reporting.reporter import Position, Reporter
 from bert.step import TrainingStep
 from bert.timing.phases import PhaseTracker
 from bert.timing.stopwatch import Stopwatch

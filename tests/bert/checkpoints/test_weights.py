@@ -23,7 +23,6 @@ from bert.checkpoints.weights import (
     check_weights,
     copy_weights,
     load_weights,
-    read_header,
     save_weights,
     write_safetensors,
 )
@@ -32,6 +31,7 @@ from bert.convert import convert
 from bert.model import BertForPreTraining
 from bert.optimizer import FlatParameters
 from bert.predict import fill, predict
+from console.safetensors_header import read_header
 from dataloading.batches.loader import batch_of
 from dataloading.batches.synthetic import synthetic_samples
 from dataloading.text.tokenization import Vocabulary

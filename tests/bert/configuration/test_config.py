@@ -56,10 +56,6 @@ def test_paths_in_the_repository_are_told_from_its_root_on(tmp_path: Path) -> No
         (["tiny_cpu", "--training.precision", "bf16"], "training.precision"),
         (["tiny_cpu", "--training.reduce-dtype", "fp16"], "training.reduce-dtype"),
         (["tiny_cpu", "--training.reduction", "ring"], "training.reduction"),
-        (
-            ["tiny_cpu", "--training.shard-gradients"],
-            "but training.reduction is auto, after which every rank needs all",
-        ),
         (["tiny_cpu", "--parallel.tensor", "0"], "parallel.tensor is 0: expected at least 1"),
         (
             ["tiny_cpu", "--parallel.tensor", "3"],

@@ -101,13 +101,11 @@ def test_the_largest_recipe_is_checked_without_a_gpu(wikipedia: Path, tmp_path: 
 
 @pytest.mark.slow
 def test_the_largest_model_is_checked_without_a_gpu(wikipedia: Path, tmp_path: Path) -> None:
-    """With its shape, what a rank holds of it and of its micro-batches, and the time of a step."""
+    """With what a rank holds of it and of its micro-batches, and the time of a step."""
     step = {"SLURM_STEP_ID": 0, "SLURM_NTASKS": 64, "SLURM_NNODES": 8, "SLURM_PROCID": 63}
-    own = [*arguments("bert_3_9b_8x8", wikipedia, tmp_path), "--data.initial-checkpoint", "None", "--dry-run"]
-    done = Program("cluster.train", own, **step)
+    own = [*arguments("bert_3_9b_8x8", wikipedia, tmp_path), "--data.initial-checkpoint", "None"]
+    done = Program("cluster.dry_run", own, **step)
     assert done.wait(PATIENCE_S) == 0, done.output
-    assert "bert_3_9b_8x8: data 8 x pipeline 2 x tensor 4: 3,869,081,404 parameters, at most 505," in done.output
-    assert "weights, gradients and optimizer take 5." in done.output
     assert re.search(r"a rank holds [\d.]+ GB at most: weights [\d.]+ GB, .* activations [\d.]+ GB", done.output)
     assert re.search(r"recomputes selective; none would hold [\d.]+ GB, full would hold [\d.]+ GB", done.output)
     assert re.search(r"a step is predicted to take \d+ ms on 8 x 8 A100-SXM-40GB: forward backward", done.output)

@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import pytest
 from torch._C._distributed_c10d import HashStore, TCPStore
 
-from bert.parallel.joining import attempt
-from bert.parallel.joining.attempt import agree_on_attempt, explained_store_errors
-from bert.parallel.joining.launch import Launch, host_of, scontrol_show
+from bert.parallel import rendezvous as attempt
+from bert.parallel.launch import Launch, host_of, scontrol_show
+from bert.parallel.rendezvous import agree_on_attempt, explained_store_errors
 from tests.distributed.ranks import free_port
 from tests.programs import PATIENCE_S
 

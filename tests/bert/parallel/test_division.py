@@ -1,15 +1,12 @@
-"""Division of layers into stages, and what ranks then hold."""
+"""Division of layers into stages."""
 
-from dataclasses import replace
 from itertools import combinations, pairwise
 
 import pytest
 import torch
 
-from bert.configuration.recipes import RECIPES, bert_3_9b_8x8
 from bert.configuration.sections import ModelConfig
 from bert.model import BertForPreTraining
-from bert.parallel.model_state import model_state
 from bert.parallel.pipeline.division import divided, layer_costs, stages_of
 
 
@@ -44,19 +41,3 @@ def test_every_parameter_has_one_stage_that_updates_it() -> None:
         [owner] = [stage for stage in stages if stage.owns(name)]
         assert owner.is_first or not name.startswith("embeddings.")
         assert owner.is_last or name.startswith(("embeddings.", "layers."))
-
-
-def test_what_a_rank_holds_is_counted() -> None:
-    state = model_state(bert_3_9b_8x8(), 64, 8)
-    assert str(state).startswith("data 8 x pipeline 2 x tensor 4: 3,869,081,404 parameters, at most 505,")
-    assert 5.2e9 < state.state_bytes < 5.3e9
-    large = RECIPES["dgxa100_1x8"]()
-    tensor = replace(large, parallel=replace(large.parallel, tensor=2))
-    assert model_state(tensor, 8, 8).state_bytes == pytest.approx(28 * model_state(tensor, 8, 8).most, rel=1e-4)
-    sharded = replace(tensor, training=replace(large.training, reduction="sharded"))
-    assert model_state(sharded, 16, 8).state_bytes == pytest.approx(13 * model_state(tensor, 8, 8).most, rel=1e-4)
-    gradients = replace(sharded, training=replace(sharded.training, shard_gradients=True))
-    buffers = 2 * large.training.bucket_bytes
-    assert model_state(gradients, 16, 8).state_bytes == pytest.approx(
-        9 * model_state(tensor, 8, 8).most + buffers, rel=1e-4
-    )

@@ -10,17 +10,10 @@ import pytest
 import torch
 
 from bert.configuration.sections import ParallelConfig
-from bert.parallel.joining.launch import Launch
-from bert.parallel.joining.master_port import require_free_port
-from bert.parallel.mesh import (
-    Identity,
-    Mesh,
-    _allow_descriptors,
-    group_by_host,
-    join_mesh,
-    require_whole_copies,
-    require_whole_groups,
-)
+from bert.parallel.launch import Launch
+from bert.parallel.master_port import require_free_port
+from bert.parallel.mesh import Mesh, join_mesh, require_whole_copies
+from bert.parallel.rendezvous import Identity, allow_descriptors, group_by_host
 
 pytestmark = pytest.mark.oldest_torch
 
@@ -122,51 +115,22 @@ def test_block_and_cyclic_orders_are_understood() -> None:
     assert group_by_host(hosts("cyclic", 2, 3)) == ((0, 2, 4), (1, 3, 5))
 
 
-def test_any_order_makes_a_grid() -> None:
-    identities = hosts("block", 4, 8)
-    random.Random(1).shuffle(identities)
-    nodes = group_by_host(identities)
-    for ranks in nodes:
-        assert [identities[rank].local_rank for rank in ranks] == list(range(8))
-        assert len({identities[rank].host for rank in ranks}) == 1
-    for rank in range(32):
-        mesh = Mesh(rank, 32, identities[rank].local_rank, CPU, nodes)
-        assert rank in mesh.node_ranks
-        assert rank in mesh.rail_ranks
-        assert {identities[other].local_rank for other in mesh.rail_ranks} == {identities[rank].local_rank}
-        assert len(mesh.rail_ranks) == 4
+def any_order(seed: int) -> list[Identity]:
+    """Deal the ranks of four hosts of eight at random, each host's in the order of its local ranks."""
+    dealt = [host for host in range(4) for _ in range(8)]
+    random.Random(seed).shuffle(dealt)
+    return [Identity(f"n{host}", "boot", dealt[:rank].count(host), 8) for rank, host in enumerate(dealt)]
 
 
-@pytest.mark.parametrize("tensor", [1, 2, 4, 8])
-def test_copies_of_the_model_stay_in_a_node_and_on_their_rails(tensor: int) -> None:
-    identities = hosts("block", 4, 8)
-    random.Random(tensor).shuffle(identities)
-    meshes = [Mesh(rank, 32, 0, CPU, group_by_host(identities), tensor) for rank in range(32)]
-    for mesh in meshes:
-        assert (mesh.data_size, len(mesh.tensor_ranks), str(mesh)) == (
-            32 // tensor,
-            tensor,
-            f"data {32 // tensor} x tensor {tensor}",
-        )
-        assert mesh.tensor_ranks[mesh.tensor_rank] == mesh.data_ranks[mesh.data_rank] == mesh.rank
-        assert set(mesh.tensor_ranks) <= set(mesh.node_ranks)
-        assert set(mesh.rail_ranks) <= set(mesh.data_ranks)
-        assert set(mesh.node_data_ranks) == set(mesh.node_ranks) & set(mesh.data_ranks)
-        for other in mesh.tensor_ranks:  # with the same shard of a sharded optimizer
-            assert meshes[other].data_rank == mesh.data_rank
-            assert meshes[other].node_data_ranks.index(other) == mesh.node_data_ranks.index(mesh.rank)
-    assert [mesh.data_rank for mesh in meshes] == list(range(32)) or tensor > 1
-
-
-@pytest.mark.parametrize(("tensor", "pipeline"), [(1, 2), (2, 2), (2, 4), (4, 4), (2, 8), (8, 4), (1, 32)])
+@pytest.mark.parametrize(("tensor", "pipeline"), [(1, 1), (4, 1), (1, 2), (2, 4), (2, 8), (8, 4), (1, 32)])
 def test_stages_of_a_copy_are_near_and_data_groups_on_their_rails(tensor: int, pipeline: int) -> None:
-    identities = hosts("block", 4, 8)
-    random.Random(tensor + pipeline).shuffle(identities)
+    identities = any_order(tensor + pipeline)
     nodes = group_by_host(identities)
     meshes = [Mesh(rank, 32, 0, CPU, nodes, tensor, pipeline) for rank in range(32)]
     size = tensor * pipeline
     for mesh in meshes:
-        assert str(mesh) == f"data {32 // size} x pipeline {pipeline} x tensor {tensor}"
+        stages = f" x pipeline {pipeline}" if pipeline > 1 else ""
+        assert str(mesh) == f"data {32 // size}{stages} x tensor {tensor}"
         assert mesh.pipeline_ranks[mesh.pipeline_rank] == mesh.tensor_ranks[mesh.tensor_rank] == mesh.rank
         assert mesh.data_ranks[mesh.data_rank] == mesh.rank
         assert set(mesh.tensor_ranks) <= set(mesh.node_ranks), "shards of a stage stay on a host"
@@ -179,8 +143,9 @@ def test_stages_of_a_copy_are_near_and_data_groups_on_their_rails(tensor: int, p
         assert len(mesh.rail_ranks) * len(mesh.node_data_ranks) == mesh.data_size
         for other in mesh.rail_ranks:  # with the same shard of a sharded optimizer
             assert meshes[other].node_data_ranks.index(other) == mesh.node_data_ranks.index(mesh.rank)
-        place = f" (data {mesh.data_rank}, pipeline {mesh.pipeline_rank}, tensor {mesh.tensor_rank})"
-        assert mesh.places()[mesh.rank] == place
+        if pipeline > 1:
+            place = f" (data {mesh.data_rank}, pipeline {mesh.pipeline_rank}, tensor {mesh.tensor_rank})"
+            assert mesh.places()[mesh.rank] == place
         assert mesh.stages()[mesh.rank] == mesh.pipeline_rank
     assert sum(mesh.counts_losses for mesh in meshes) == meshes[0].data_size
     streams = {(mesh.data_rank, mesh.tensor_rank): mesh.dropout_stream for mesh in meshes}
@@ -199,14 +164,20 @@ def test_stages_that_ranks_do_not_divide_into_are_refused_with_the_nearest() -> 
         require_whole_copies(ParallelConfig(1, 4), 2, 6)
 
 
-def test_ranks_that_do_not_divide_into_copies_are_refused() -> None:
-    require_whole_groups(4, 8, "on each host")
+def test_ranks_that_do_not_divide_into_tensor_groups_are_refused() -> None:
+    require_whole_copies(ParallelConfig(4), 2, 8)
     with pytest.raises(
-        ValueError, match=r"6 ranks on each host do not divide .*: set it to 2, or start a multiple of 4"
+        ValueError, match=r"parallel.tensor is 4, but .* 6 ranks .*: set it to 2, or start a multiple of 4"
     ):
-        require_whole_groups(4, 6, "on each host")
-    with pytest.raises(ValueError, match="2, but 1 rank on each host do not divide"):
+        require_whole_copies(ParallelConfig(4), 2, 6)
+    with pytest.raises(ValueError, match=r"parallel\.tensor is 2, but 1 host of 1 rank"):
         join_mesh("cpu", parallel=ParallelConfig(2))
+
+
+def test_local_ranks_that_do_not_ascend_are_refused() -> None:
+    identities = [Identity("a", "boot", local, 2) for local in (1, 0)]
+    with pytest.raises(ValueError, match="host a runs ranks 0, 1 with local ranks 1, 0"):
+        group_by_host(identities)
 
 
 def test_hosts_of_one_name_are_told_apart_by_their_boot() -> None:
@@ -253,7 +224,7 @@ def descriptors() -> Iterator[int]:
 
 def test_a_rank_may_open_as_many_files_as_its_connections_take(descriptors: int) -> None:
     for world_size, expected in ((8, 1048), (1024, 4096), (100_000, 301_024)):
-        _allow_descriptors(Launch(1, world_size))
+        allow_descriptors(Launch(1, world_size))
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         assert soft == (expected if descriptors == resource.RLIM_INFINITY else min(expected, descriptors))
         assert hard == descriptors
@@ -262,7 +233,7 @@ def test_a_rank_may_open_as_many_files_as_its_connections_take(descriptors: int)
 def test_a_limit_that_cannot_do_is_refused_on_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 4096))
     with pytest.raises(ValueError, match=r"may open 4096 files, but serves 4096 ranks .* to 13312 \(ulimit -Hn"):
-        _allow_descriptors(Launch(0, 4096))
+        allow_descriptors(Launch(0, 4096))
 
 
 @pytest.mark.parametrize(
@@ -286,7 +257,7 @@ def test_ranks_on_several_hosts_do_not_register_buffers_of_captured_collectives(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
-    monkeypatch.setattr("bert.parallel.mesh.rendezvous", rendezvous)
+    monkeypatch.setattr("bert.parallel.rendezvous.rendezvous", rendezvous)
     with pytest.raises(MetError):
         join_mesh("cuda")
     assert os.environ.get("NCCL_GRAPH_REGISTER") == expected

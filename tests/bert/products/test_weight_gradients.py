@@ -47,7 +47,7 @@ def global_batch(run: SmallRun) -> list[Batch]:
 
 def gradients(step: TrainingStep, run: SmallRun) -> list[Tensor]:
     """Gradients of two micro-batches, by segments."""
-    step._schedule(global_batch(run))
+    step.execution(global_batch(run))
     return [view.clone() for view in step.flat.segments.views(step.flat.gradients_P)]
 
 
@@ -77,9 +77,9 @@ def test_steps_are_those_of_autograd(
         step = training_step(step_config(MODEL, precision=precision, gradient_accumulation_steps=accumulation))
         gradients = []
         for _ in range(3):
-            step._schedule(micro_batches)
+            step.execution(micro_batches)
             gradients += [view.clone() for view in step.flat.segments.views(step.flat.gradients_P)]
-            step._update()
+            step.update()
         with torch.no_grad(), step.autocast():
             output = step.model.eval()(micro_batches[0])
         losses = [*step.statistics.fetch()[0].values(), output.masked_lm_loss, output.next_sentence_loss]
@@ -149,10 +149,10 @@ def test_steps_leave_fp8_weights_as_a_pass_of_their_own_does(small_run: SmallRun
         step.warm_up(global_batch(small_run), 1)
     for number in range(3):
         for step in steps:
-            step._schedule(global_batch(small_run))
+            step.execution(global_batch(small_run))
             if number == 1:
                 step.flat.gradients_P[5] = torch.nan
-            step._update()
+            step.update()
         assert expected.fp8 is not None
         expected.fp8.refresh_weights_()
         assert all(map(torch.equal, *map(fp8_numbers, steps)))
@@ -176,7 +176,7 @@ def test_recomputed_and_captured_steps_are_the_steps(small_run: SmallRun, recomp
             stack.enter_context(OPS[name].using("reference"))
         stack.enter_context(recordable_attention())
         expected = trained(step_of("none", "bf16"), small_run)
-        assert_same(trained(step_of(recompute, "bf16"), small_run, capturer), expected)
+        assert_same(trained(step_of(recompute, "bf16", capturer), small_run), expected)
     assert len(capturer.graphs) == 2 * 2 + 1
 
 
@@ -191,7 +191,7 @@ def test_every_parameter_says_once_that_its_gradient_is_there(small_run: SmallRu
         parameter.register_post_accumulate_grad_hook(
             lambda parameter, name=name: said.append((name, parameter.grad.clone()))
         )
-    step._schedule(global_batch(small_run)[:1])
+    step.execution(global_batch(small_run)[:1])
     parameters = dict(step.model.named_parameters())
     assert Counter(name for name, _ in said) == dict.fromkeys(parameters, 1)
     for name, gradient in said:

@@ -6,6 +6,10 @@ INTERVALS, RATIO = 3, 1.2
 HOSTS = ["n0", "n0", "n1", "n1"]
 
 
+def said_by(ranks: Stragglers, seconds: list[float]) -> list[str]:
+    return [text for text, _ in ranks.add(seconds)]
+
+
 def interval(slow: float = 1.0, rank: int = 3) -> list[float]:
     """Seconds a step of each rank: 0.1, and ``slow`` times as many for one."""
     return [0.1 * slow if place == rank else 0.1 for place in range(4)]
@@ -16,7 +20,7 @@ def test_a_rank_is_named_after_some_intervals_in_a_row_and_once_until_it_is_fast
     ranks = Stragglers(HOSTS)
     said = []
     for slow, intervals in ((1.5, INTERVALS - 1), (1.0, 1), (1.5, INTERVALS + 5), (1.0, INTERVALS), (1.5, INTERVALS)):
-        said.append([line for _ in range(intervals) for line in ranks.add(interval(slow))])
+        said.append([line for _ in range(intervals) for line in said_by(ranks, interval(slow))])
     slow = "rank 3 on host n1 is slow: 150.0 ms a step of its own, 1.50 times the median"
     fast = "rank 3 on host n1 is no longer slow: 100.0 ms a step of its own, 1.00 times the median"
     assert said == [[], [], [slow], [fast], [slow]]
@@ -28,13 +32,13 @@ def test_the_measure_is_the_median_of_all() -> None:
     """A single rank far off does not move it, as it would move the mean, and who is below the ratio is not slow."""
     for seconds, named in (([0.1, 0.1, 0.1 * (RATIO - 0.01), 10.0], 3), ([0.1, 0.1, 0.1 * (RATIO + 0.01), 0.1], 2)):
         ranks = Stragglers(HOSTS)
-        [said] = [line for _ in range(INTERVALS) for line in ranks.add(seconds)]
+        [said] = [line for _ in range(INTERVALS) for line in said_by(ranks, seconds)]
         assert said.startswith(f"rank {named} on host n1 is slow")
 
 
 def test_several_are_named_each_with_its_own_time() -> None:
     ranks = Stragglers(["a", "b", "c", "d", "e"])
-    said = [line for _ in range(INTERVALS) for line in ranks.add([0.2, 0.1, 0.1, 0.1, 0.4])]
+    said = [line for _ in range(INTERVALS) for line in said_by(ranks, [0.2, 0.1, 0.1, 0.1, 0.4])]
     assert [line[:18] for line in said] == ["rank 0 on host a i", "rank 4 on host e i"]
     assert "200.0 ms a step of its own, 2.00 times" in said[0]
     assert "400.0 ms a step of its own, 4.00 times" in said[1]
@@ -42,38 +46,16 @@ def test_several_are_named_each_with_its_own_time() -> None:
 
 def test_times_of_zero_name_nobody_and_a_median_of_zero_divides_nothing() -> None:
     ranks = Stragglers(HOSTS)
-    assert [ranks.add([0.0] * 4) for _ in range(INTERVALS)] == [[]] * INTERVALS
-    said = [line for _ in range(INTERVALS) for line in ranks.add([0.0, 0.0, 0.0, 0.5])]
+    assert [said_by(ranks, [0.0] * 4) for _ in range(INTERVALS)] == [[]] * INTERVALS
+    said = [line for _ in range(INTERVALS) for line in said_by(ranks, [0.0, 0.0, 0.0, 0.5])]
     assert said == ["rank 3 on host n1 is slow: 500.0 ms a step of its own, inf times the median"]
-
-
-def test_a_host_is_left_out_after_so_many_intervals_in_a_row_and_once() -> None:
-    noted: list[str] = []
-    ranks = Stragglers(HOSTS, noted.append, after=5)
-    for slow in [1.5] * 4 + [1.0] + [1.5] * 4:
-        ranks.add(interval(slow))
-    assert noted == []
-    assert ranks.add(interval(1.5)) == ["host n1 was slow in 5 intervals in a row: it sits out from the next start on"]
-    assert [ranks.add(interval(1.5)) for _ in range(9)] == [[]] * 9
-    assert noted == ["n1"]
-
-
-def test_a_note_that_cannot_be_written_is_said_and_costs_nothing() -> None:
-    def full(_: str) -> None:
-        raise OSError(28, "No space left on device", "left_out.json")
-
-    ranks = Stragglers(HOSTS, full, after=3)
-    said = [line for _ in range(5) for line in ranks.add(interval(1.5))]
-    assert said[1] == (
-        "host n1 was slow in 3 intervals in a row, but cannot be left out: left_out.json: No space left on device"
-    )
 
 
 def test_ranks_are_compared_with_those_of_their_own_stage_and_named_with_their_place() -> None:
     """Half of them have twice the work; one of the others is slower than its like, and still as fast as those."""
     places = [f" (data {rank // 2}, pipeline {rank % 2}, tensor 0)" for rank in range(6)]
     ranks = Stragglers(["n"] * 6, stages=[0, 1] * 3, places=places)
-    said = [ranks.add([0.1, 0.2, 0.2, 0.2, 0.1, 0.2]) for _ in range(INTERVALS)]
+    said = [said_by(ranks, [0.1, 0.2, 0.2, 0.2, 0.1, 0.2]) for _ in range(INTERVALS)]
     expected = (
         "rank 2 on host n (data 1, pipeline 0, tensor 0) is slow: 200.0 ms a step of its own, 2.00 times the median"
     )

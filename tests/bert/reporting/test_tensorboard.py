@@ -10,10 +10,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from bert.guards.preflight import check
 from bert.reporting import tensorboard
-from bert.reporting.records import StepRecord
-from bert.reporting.tensorboard import TensorBoard
 from bert.train import parse
-from tests.bert.reporting.test_records import END, EVALUATION, STEP
 from tests.conftest import SmallRun
 from tests.distributed.ranks import Ranks
 
@@ -50,29 +47,6 @@ def test_a_run_shows_the_numbers_of_its_metrics_by_samples(small_run: SmallRun, 
             assert [scalar.step for scalar in shown] == [record["samples"] for record in expected]
             values = [record[tag.partition("/")[2]] for record in expected]
             assert [scalar.value for scalar in shown] == pytest.approx(values, rel=1e-6)
-
-
-def test_every_number_of_a_record_is_shown(tmp_path: Path) -> None:
-    sink = TensorBoard(tmp_path)
-    for record in (STEP, EVALUATION, END):
-        sink.write(record)
-    assert set(read(tmp_path).Tags()["scalars"]) == OF_A_STEP | OF_AN_EVALUATION  # while the file is still open
-    sink.close()
-    with pytest.raises(ValueError, match="closed file"):
-        sink.write(STEP)
-    not_shown = {"step", "samples", "time_s"}  # the axes
-    assert {field for field in StepRecord.__annotations__ if field not in not_shown} == {
-        tag.partition("/")[2] for tag in OF_A_STEP
-    }
-
-
-def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sink = TensorBoard(tmp_path)
-    with Path("/dev/full").open("wb", buffering=0) as full:
-        monkeypatch.setattr(sink._writer, "_writer", full)
-        with pytest.raises(OSError, match="No space left on device") as caught:
-            sink.write(STEP)
-        assert caught.value.filename == str(next(tmp_path.iterdir()))
 
 
 def test_without_the_package_the_error_says_what_to_install(

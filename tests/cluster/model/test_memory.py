@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any, Literal, cast, get_args
+from typing import Any, cast, get_args
 
 import numpy as np
 import pytest
@@ -13,18 +13,15 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from bert.configuration.recipes import tiny_cpu
-from bert.configuration.sections import ModelConfig, OptimizerConfig, ParallelConfig, Precision, Recompute
+from bert.configuration.sections import ModelConfig, OptimizerConfig, Precision, Recompute
 from bert.layers import EncoderLayer, Placement, Recomputation
 from bert.model import BertForPreTraining, initialize_
 from bert.optimizer import FlatParameters, Lamb
-from bert.parallel.model_state import model_state
 from bert.parallel.pipeline.stages import PipelineModel
 from bert.parallel.tensor.shards import TensorParallel
 from bert.recompute import recomputation
-from cluster.model.computations import layout_of
 from cluster.model.memory import held_by_rank, kept_by_forward, memory_of_rank
-from cluster.model.pipeline import hidden_bytes, own_layers, under_way
+from cluster.model.shares import hidden_bytes, model_shares, under_way
 from cluster.model.strategy import Strategy
 from cluster.model.work import Work
 from dataloading.batches.loader import Batch, batch_of
@@ -38,7 +35,7 @@ def work_and_samples(model: ModelConfig) -> tuple[Work, Samples]:
     lengths = np.random.default_rng(0).integers(8, model.max_position_embeddings + 1, SEQUENCES)
     samples = synthetic_samples(-np.sort(-lengths), model.vocab_size)
     counts = samples.masked_counts.astype(np.uint16)
-    return Work(model, samples.lengths.astype(np.uint16), counts, lengths, counts), samples
+    return Work(model, samples.lengths.astype(np.uint16), counts), samples
 
 
 class Storages(TorchDispatchMode):
@@ -138,8 +135,8 @@ def test_a_stage_keeps_what_is_predicted(place: int) -> None:
 
     kept = kept_bytes(forward, [flat.weights_N, given, word], samples, "fp32")
     sizes = work.micro_batches(strategy, 2, 0)
-    own = own_layers(config, 2)[place]
-    predicted = float(kept_by_forward(work, strategy, sizes, False, own).max())
+    share = model_shares(config, 1, 2)[place]
+    predicted = float(kept_by_forward(work, strategy, sizes, False, share).max())
     predicted += place * 4 * float(sizes.masked_AR.max()) * config.vocab_size
     assert predicted - place * given.nbytes == pytest.approx(kept, rel=0.03)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
@@ -152,23 +149,6 @@ def test_a_stage_keeps_what_is_predicted(place: int) -> None:
     assert under_way(replace(strategy, gradient_accumulation_steps=8), 0) == 2
 
 
-@pytest.mark.parametrize(
-    ("reduction", "tensor", "pipeline"), [("flat", 2, 1), ("flat", 1, 2), ("sharded", 2, 1), ("sharded_world", 2, 2)]
-)
-def test_the_state_of_a_shared_model_is_what_the_dry_run_says(
-    reduction: Literal["flat", "sharded", "sharded_world"], tensor: int, pipeline: int
-) -> None:
-    work, _ = work_and_samples(ModelConfig(4, 128, 4, 512, 1024, 128))
-    strategy = Strategy(SEQUENCES, reduction=reduction, tensor=tensor, pipeline=pipeline)
-    recipe = tiny_cpu()
-    training = replace(recipe.training, reduction=reduction, gradient_accumulation_steps=2)
-    parallel = ParallelConfig(tensor, pipeline)
-    state = model_state(replace(recipe, model=work.model, training=training, parallel=parallel), 8, 8)
-    held = [held_by_rank(work, strategy, 1, 8, place) for place in range(pipeline)]
-    most = max(sum(each[name] for name in ("weights", "gradients", "moments", "update")) for each in held)
-    assert most == pytest.approx(state.state_bytes, rel=0.01)
-
-
 def test_what_is_divided_and_what_is_not() -> None:
     work, _ = work_and_samples(ModelConfig(2, 128, 4, 512, 1024, 128))
     ways = ("flat", "hierarchical", "sharded", "sharded_world")
@@ -178,11 +158,6 @@ def test_what_is_divided_and_what_is_not() -> None:
     assert flat == hierarchical
     assert sharded["moments"] == pytest.approx(flat["moments"] / 4)
     assert world["moments"] + world["update"] == pytest.approx(20 / 4 * world["weights"] / 8)
-    kept = memory_of_rank(work, Strategy(16, reduction="sharded", shard_gradients=True), nodes=2, ranks=4)
-    assert kept["gradients"] == 2 * 4 * layout_of(work.model).padded(8), "two buffers of the only bucket"
-    assert {**kept, "gradients": 0} == {**sharded, "gradients": 0}
-    small = Strategy(16, reduction="sharded_world", shard_gradients=True, bucket_bytes=50_000)
-    assert 90_000 < memory_of_rank(work, small, nodes=2, ranks=4)["gradients"] <= 100_000
     accumulated = memory_of_rank(work, Strategy(16, 2), nodes=2, ranks=4)
     assert accumulated["activations"] < flat["activations"]
     assert memory_of_rank(work, Strategy(16, reduce_dtype="bf16"), 2, 4)["reduction buffers"] > 0

@@ -1,7 +1,6 @@
 """The calibration that is shipped is what the command makes, and its predictions are as good as the page says."""
 
 import hashlib
-import json
 import math
 import statistics
 from dataclasses import replace
@@ -52,8 +51,7 @@ def test_it_knows_the_table_that_it_was_made_of() -> None:
 
 
 def test_writing_and_reading_change_nothing() -> None:
-    assert to_json(calibration()) == CALIBRATION.read_text(encoding="utf-8")
-    assert json.loads(to_json(calibration()))["parameters"]["launch"]["meaning"] == prior_of("launch").meaning
+    assert to_json(calibration()) == CALIBRATION.read_bytes()
 
 
 @pytest.mark.parametrize("name", GROUPS)
@@ -62,6 +60,8 @@ def test_errors_of_results_that_were_left_out_are_bounded(
 ) -> None:
     held = made[1][name]
     assert len(held) == len(results())
+    assert not any(each.model_seen for each in made[1]["accelerator"])
+    assert not any(each.scale_seen for each in made[1]["scale"])
     assert statistics.median(abs(each.deviation) for each in held) <= BOUNDS[name]
 
 
@@ -80,11 +80,6 @@ def test_what_is_known_of_a_model_decides_its_interval() -> None:
     assert tuple(map(math.log, known.interval(run))) == pytest.approx(seen)
     assert tuple(map(math.log, replace(known, models=()).interval(run))) == pytest.approx(unseen)
     assert unseen[0] < seen[0] < 0 < seen[1]
-
-
-def test_what_is_left_out_was_not_seen(made: tuple[object, dict[str, list[Held]]]) -> None:
-    assert not any(held.model_seen for held in made[1]["accelerator"])
-    assert not any(held.scale_seen for held in made[1]["scale"])
 
 
 def test_a_result_that_takes_ten_times_as_long_moves_predictions_by_little() -> None:

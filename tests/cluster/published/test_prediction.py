@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from cluster.devices import device_named, devices
 from cluster.published.cost_model import TimedRun
 from cluster.published.machine import describe_machine
-from cluster.published.prediction import PARTS, predict, usual_run
-from cluster.published.prediction_table import ADDED, COLUMNS, MOST_BYTES, MOST_ROWS, predict_table
-from cluster.published.probed import machine_of
+from cluster.published.prediction import PARTS, machine_of, predict, usual_run
+from cluster.published.prediction_table import COLUMNS, MOST_BYTES, predict_table
 from cluster.published.results import TABLE, results
 from cluster.view import Link, Rank, View, write_view
 from tests.cluster.conftest import Command
@@ -44,13 +43,13 @@ def test_an_interval_is_wider_for_what_is_known_by_its_data_sheet_alone() -> Non
 
 
 def test_what_is_extrapolated_is_said() -> None:
-    assert predict(TimedRun(describe_machine(device_named("H100"), 1, 8), 768)).extrapolates == ()
-    assert "data sheet alone" in predict(TimedRun(describe_machine(device_named("B200"), 1, 8), 768)).extrapolates[0]
-    largest = predict(TimedRun(describe_machine(device_named("H100"), 1, 8), 32768))
-    assert "batch size above 16,384" in largest.extrapolates[0]
-    assert (
-        "more than 4,096" in predict(TimedRun(describe_machine(device_named("H100"), 1024, 8), 16384)).extrapolates[0]
-    )
+    def notes(name: str, nodes: int, batch: int) -> str:
+        return "; ".join(predict(TimedRun(describe_machine(device_named(name), nodes, 8), batch)).extrapolates)
+
+    assert notes("H100", 1, 768) == ""
+    assert "B200" in notes("B200", 1, 768)
+    assert "16,384" in notes("H100", 1, 32768)
+    assert "4,096" in notes("H100", 1024, 16384)
 
 
 def test_the_nearest_result_of_a_published_system_is_one_of_its_kind() -> None:
@@ -84,22 +83,22 @@ def test_json_is_what_the_lines_say(cluster: Command) -> None:
     assert set(document["parts"]) == set(PARTS)
     assert sum(document["parts"].values()) == pytest.approx(document["minutes"])
     assert document["minutes"] == predict(TimedRun(describe_machine(device_named("A100-SXM"), 8, 8), 3072)).minutes
-    assert len(document["nearest"]) == 3
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--accelerator", "NVIDIA Z9000"), "accelerator 'NVIDIA Z9000' is unknown; nearest:"),
-        (("--accelerator", "H100", "--nodes", "0"), "nodes: 0, expected 1 to"),
-        (("--accelerator", "H100", "--gpus-per-node", "-4"), "GPUs per node: -4, expected 1 to"),
-        (("--accelerator", "H100", "--batch", "4"), "global batch size 4 on 8 accelerators"),
+        (("--accelerator", "NVIDIA Z9000"), "Z9000"),
+        (("--accelerator", "H100", "--nodes", "0"), "nodes: 0"),
+        (("--accelerator", "H100", "--gpus-per-node", "-4"), "GPUs per node: -4"),
+        (("--accelerator", "H100", "--batch", "4"), "global batch size 4"),
         (("--accelerator", "H100", "--batch", "many"), "many"),
-        (("--accelerator", "H100", "--nodes", "1000000"), "expected at most 1,048,576 GPUs"),
-        (("--accelerator", "H100", "--round", "3"), "round is '3', expected one such as v3.1"),
-        ((), "no --accelerator given"),
-        (("--table", "a.csv"), "--table and --out belong together"),
-        (("--table", "missing.csv", "--out", "out.csv"), "missing.csv: No such file"),
+        (("--accelerator", "H100", "--nodes", "1000000"), "1,048,576"),
+        (("--accelerator", "H100", "--round", "3"), "v3.1"),
+        ((), "--accelerator"),
+        (("--table", "a.csv"), "--out"),
+        (("--accelerator", "H100", "--table", "a.csv", "--out", "b.csv"), "--table"),
+        (("--table", "missing.csv", "--out", "out.csv"), "missing.csv"),
     ],
 )
 def test_wrong_options_are_refused_in_one_line(
@@ -109,7 +108,7 @@ def test_wrong_options_are_refused_in_one_line(
 
 
 def test_the_published_table_is_predicted_and_kept(tmp_path: Path, cluster: Command) -> None:
-    out = tmp_path / "out.csv"
+    out, again = tmp_path / "out.csv", tmp_path / "again.csv"
     done = cluster("predict", "--table", TABLE, "--out", out)
     assert done.status == 0, done.err
     with TABLE.open(newline="") as before, out.open(newline="") as after:
@@ -117,19 +116,12 @@ def test_the_published_table_is_predicted_and_kept(tmp_path: Path, cluster: Comm
     assert [{name: row[name] for name in given[0]} for row in found] == given
     predicted = [row for row in found if row["predicted_minutes"]]
     assert len(predicted) + done.err.count("is left empty") == len(found)
-    assert f"{len(predicted)} of {len(found)} rows predicted" in done.out
     for row in predicted:
         assert float(row["low_minutes"]) < float(row["predicted_minutes"]) < float(row["high_minutes"])
-    assert all(
-        row["accelerator"].startswith(("TPU", "Graphcore", "Habana Gaudi")) for row in found if row not in predicted
-    )
-
-
-def test_a_predicted_table_can_be_predicted_again(tmp_path: Path) -> None:
-    once, twice = tmp_path / "once.csv", tmp_path / "twice.csv"
-    predict_table(TABLE, once)
-    predict_table(once, twice)
-    assert once.read_bytes() == twice.read_bytes()
+    unknown = ("TPU", "Graphcore", "Habana Gaudi")
+    assert all(row["accelerator"].startswith(unknown) for row in found if row not in predicted)
+    predict_table(out, again)
+    assert out.read_bytes() == again.read_bytes()
 
 
 HEADER = ",".join(COLUMNS)
@@ -142,64 +134,46 @@ def write(folder: Path, *lines: str) -> Path:
     return path
 
 
-def test_a_table_needs_only_its_columns_and_may_leave_the_batch_open(tmp_path: Path) -> None:
-    source = write(tmp_path, HEADER, GOOD, "NVIDIA H200,1.0,8.0,,,", "NVIDIA H200,1,8,,,768.0")
-    rows = predict_table(source, tmp_path / "out.csv")
-    assert [row.prediction.run.batch for row in rows if row.prediction] == [4608, 768, 768]
-    header = (tmp_path / "out.csv").read_text().splitlines()[0]
-    assert header == ",".join([*COLUMNS, *ADDED])
-
-
 @pytest.mark.parametrize(
     ("row", "said"),
     [
-        ("Unknown 9,8,8,,,4608", "accelerator 'Unknown 9' is unknown"),
-        ("H100,nan,8,,,4608", "nodes is 'nan', expected a whole number"),
-        ("H100,inf,8,,,4608", "nodes is 'inf'"),
-        ("H100,1e3,8,,,4608", "nodes is '1e3'"),
-        ("H100,-1,8,,,4608", "nodes is '-1'"),
-        ("H100,0,8,,,4608", "nodes: 0, expected 1 to"),
-        ("H100,8,8,,,NaN", "global_batch_size is 'NaN'"),
-        ("H100,8,8,,,3", "global batch size 3 on 64 accelerators"),
+        ("H100-SXM,8.0,8,,,", None),
+        ("Unknown 9,8,8,,,4608", "Unknown 9"),
+        ("H100,nan,8,,,4608", "nodes is 'nan'"),
+        ("H100,0,8,,,4608", "nodes: 0"),
+        ("H100,8,8,,,3", "global batch size 3"),
         (f"H100,{'9' * 5000},8,,,4608", "nodes is '9999"),
-        ("H100,\u0663,8,,,4608", "expected a whole number"),
-        ("H100,8,0,,,4608", "GPUs per node: 0"),
+        ("H100,\u0663,8,,,4608", "whole number"),
         ("H100,8", "accelerators_per_node is ''"),
     ],
 )
-def test_a_row_that_cannot_be_predicted_is_left_empty_and_named(row: str, said: str, tmp_path: Path) -> None:
+def test_a_row_that_cannot_be_predicted_is_left_empty_and_named(row: str, said: str | None, tmp_path: Path) -> None:
     source = write(tmp_path, HEADER, GOOD, row)
-    good, bad = predict_table(source, tmp_path / "out.csv")
-    assert good.prediction is not None
-    assert bad.prediction is None
-    assert said in bad.reason
+    refused = predict_table(source, tmp_path / "out.csv")
     with (tmp_path / "out.csv").open(newline="") as file:
-        assert [row["predicted_minutes"] != "" for row in csv.DictReader(file)] == [True, False]
-    with pytest.raises(ValueError, match="no row can be predicted"):
-        predict_table(write(tmp_path, HEADER, row), tmp_path / "none.csv")
-    assert not (tmp_path / "none.csv").exists()
+        assert [row["predicted_minutes"] != "" for row in csv.DictReader(file)] == [True, said is None]
+    assert list(refused) == ([] if said is None else [2])
+    assert said is None or said in refused[2]
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    "content",
     [
-        (b"", "column accelerator is missing"),
-        (b"\xff\xfe\x00\x01" * 100, "no text in UTF-8"),
-        (b"\x7fELF\x00\x00" * 100, "expected"),
-        (b"accelerator,nodes\nH100,8\n", "column accelerators_per_node is missing"),
-        (f"{HEADER}\n".encode(), "it has none"),
-        (f"{HEADER}\n{GOOD},more,and,more\n".encode(), "row 1 has more cells than the header"),
-        (f'{HEADER}\n"H100,8,8\n'.encode(), "expected a CSV file"),
-        (f"{HEADER}\n{'x' * 200_000},8,8,,,4608\n".encode(), "expected a CSV file"),
-        (f"{HEADER}\n".encode() + f"{GOOD}\n".encode() * (MOST_ROWS + 1), "more than 20,000 rows"),
-        (b"x" * (MOST_BYTES + 1), "expected at most"),
+        b"",
+        b"\xff\xfe\x00\x01" * 100,
+        b"accelerator,nodes\nH100,8\n",
+        f"{HEADER}\n".encode(),
+        f'{HEADER}\n"H100,8,8\n'.encode(),
+        f"{HEADER}\n{'x' * 200_000},8,8,,,4608\n".encode(),
+        f"{HEADER}\nUnknown 9,8,8,,,4608\n".encode(),
+        b"x" * (MOST_BYTES + 1),
     ],
-    ids=["empty", "bytes", "program", "columns", "no rows", "long row", "quote", "long cell", "rows", "size"],
-)  # fmt: skip
-def test_what_is_no_table_is_refused_in_one_line(content: bytes, said: str, tmp_path: Path) -> None:
+    ids=["empty", "bytes", "columns", "no rows", "quote", "long cell", "unknown", "size"],
+)
+def test_a_file_that_is_no_table_is_refused_in_one_line(content: bytes, tmp_path: Path) -> None:
     source, out = tmp_path / "in.csv", tmp_path / "out.csv"
     source.write_bytes(content)
-    with pytest.raises(ValueError, match=said) as error:
+    with pytest.raises(ValueError, match=r"in\.csv") as error:
         predict_table(source, out)
     assert "\n" not in str(error.value)
     assert len(str(error.value)) < 500 + len(str(source))
@@ -211,53 +185,37 @@ def test_a_hostile_name_is_shown_harmlessly(tmp_path: Path, cluster: Command) ->
     done = cluster("predict", "--table", source, "--out", tmp_path / "out.csv")
     assert done.status == 0
     assert "\x1b" not in done.err
-    assert "row 2 is left empty" in done.err
+    assert "row 2" in done.err
 
 
-def probed(
-    device: str = "NVIDIA H100 80GB HBM3",
-    hosts: int = 4,
-    ranks: int = 8,
-    gbit_s: float = 300.0,
-) -> View:
-    """A view of hosts with a card for each rank."""
-    made = made_up(hosts, 1)
-    every = [Rank(h, r, device, 80 << 30, f"mlx5_{r}", ()) for h in range(hosts) for r in range(ranks)]
-    pairs = [(a, b) for a in range(0, hosts * ranks, ranks) for b in range(0, hosts * ranks, ranks) if a != b]
+def probed(device: str, hosts: int = 4, gbit_s: float = 300.0) -> View:
+    """Return a view of hosts with eight ranks, and a network card for each rank."""
+    ranks = [Rank(h, r, device, 80 << 30, f"mlx5_{r}", ()) for h in range(hosts) for r in range(8)]
+    pairs = [(8 * a, 8 * b) for a in range(hosts) for b in range(hosts) if a != b]
     links = [Link(a, b, 1e-5, 8e-9 / gbit_s) for a, b in pairs] + [Link(0, 1, 1e-6, 1e-12)]
-    return dataclasses.replace(made, ranks=tuple(every), links=tuple(links), collectives=(), outliers=())
+    changes = {"ranks": tuple(ranks), "links": tuple(links), "collectives": (), "outliers": ()}
+    return dataclasses.replace(made_up(hosts, 1), **changes)
 
 
-def test_a_probed_machine_has_its_devices_and_its_measured_network() -> None:
-    machine = machine_of(probed())
-    assert (machine.device.name, machine.nodes, machine.per_node) == ("H100-SXM-80GB", 4, 8)
-    assert machine.network.ports == 8
-    assert not machine.network.is_assumed
-    described = describe_machine(machine.device, 4, 8, networking="8x IB NDR 400Gb/s")
-    fast, usual, slow = (
-        predict(TimedRun(each, 3072)).minutes
-        for each in (machine_of(probed(gbit_s=390)), described, machine_of(probed(gbit_s=20)))
-    )
-    assert fast < usual * 1.02 < 1.2 * usual < slow
-    assert machine_of(probed(hosts=1)).network.is_assumed
-
-
-def test_probes_of_what_nothing_is_published_for_are_refused(
+def test_a_probed_machine_has_its_devices_and_its_measured_network(
     tmp_path: Path, cluster: Command, refused: Callable[..., str]
 ) -> None:
+    name = "NVIDIA H100 80GB HBM3"
+    machine = machine_of(probed(name))
+    assert (machine.device.name, machine.nodes, machine.per_node) == ("H100-SXM-80GB", 4, 8)
+    assert (machine.network.ports, machine.network.is_assumed) == (8, False)
+    assert machine_of(probed(name, hosts=1)).network.is_assumed
+    described = describe_machine(machine.device, 4, 8, networking="8x IB NDR 400Gb/s")
+    machines = (machine_of(probed(name, gbit_s=390)), described, machine_of(probed(name, gbit_s=20)))
+    fast, usual, slow = (predict(TimedRun(each, 3072)).minutes for each in machines)
+    assert fast < usual * 1.02 < 1.2 * usual < slow
     file = tmp_path / "cluster.json"
-    for name in ("CPU", "AMD EPYC", "Intel(R) Xeon(R) CPU E5-2680 v4 @ 2.40GHz"):
-        with pytest.raises(ValueError, match="of which the facts file knows nothing"):
-            machine_of(probed(name))
-    known = machine_of(probed("Intel(R) Xeon(R) Platinum 8480+", ranks=4))
-    assert (known.device.name, known.per_node) == ("Xeon-8480+", 2)
-    write_view(made_up(), file)
-    assert "the device of the probe is 'CPU'" in refused("predict", "--cluster", file)
-    write_view(probed(), file)
-    assert "omit --accelerator" in refused("predict", "--cluster", file, "--accelerator", "H100")
-    done = cluster("predict", "--cluster", file)
-    assert done.out.startswith("32 x H100-SXM-80GB, 4 nodes"), done.err
-    uneven = probed()
-    for ranks in (uneven.ranks[:-1], (*uneven.ranks[:-1], dataclasses.replace(uneven.ranks[-1], device="NVIDIA H200"))):
-        with pytest.raises(ValueError, match="the hosts of the probe differ"):
-            machine_of(dataclasses.replace(uneven, ranks=ranks))
+    write_view(probed(name), file)
+    assert "--accelerator" in refused("predict", "--cluster", file, "--accelerator", "H100")
+    assert cluster("predict", "--cluster", file).out.startswith("32 x H100-SXM-80GB, 4 nodes")
+
+
+@pytest.mark.parametrize("name", ["CPU", "AMD EPYC"])
+def test_a_probe_without_a_known_accelerator_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=name):
+        machine_of(probed(name))

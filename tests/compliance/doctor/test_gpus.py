@@ -1,119 +1,188 @@
+"""The checks of GPUs, and NVML's answers as their facts."""
+
 from collections import Counter
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from compliance.doctor import gpus
-from compliance.doctor.host import Output
-from tests.compliance.doctor import fake_host as fake
-from tests.compliance.doctor.fake_host import FakeHost, fake_host
+from compliance.doctor.accelerators import accelerators
+from compliance.doctor.gpus import ACROSS_NODES, NVLINK, Gpus, read_gpus
+from compliance.doctor.layout import RunLayout
+from tests.compliance.doctor.fake_host import CPU, GPU, GPUS, NODE, expect
+
+PYTORCH: dict[str, Any] = {
+    "PyTorch": "2.13.0+cu130",
+    "CUDA": "13.0",
+    "cuDNN": "9.14.0",
+    "NCCL": "2.28.9",
+    "gpus": 8,
+    "trouble": "",
+    "Triton lacks": [],
+}
+ONE_RANK = replace(NODE, recipe="h100_1x1", ranks=1)
 
 
-def one(**changes: str) -> gpus.Gpu:
-    """A GPU, its fields with __ for the dot."""
-    row = fake.smi_row(0, {name.replace("__", "."): value for name, value in changes.items()})
-    (gpu,) = gpus.parse_query(f"Warning: infoROM is corrupted at gpu 0000:0B:00.0\n{row}\n\n", gpus.FIELDS)
-    return gpu
-
-
-def test_values_that_the_driver_does_not_know_are_absent() -> None:
-    gpu = one(mig__mode__current="[N/A]", ecc__mode__current="[Not Supported]", power__limit="[Unknown Error]")
-    assert gpu.text("mig.mode.current") == gpu.text("ecc.mode.current") == ""
-    assert [gpu.number(f"power.{name}limit") for name in ("", "default_")] == [None, 700.0]
-    assert (gpu.number("memory.total"), gpu.text("name")) == (81559, "NVIDIA H100 80GB HBM3")
-
-
-@pytest.mark.parametrize(
-    ("active", "expected"),
-    [
-        ("0x0000000000000001", []),
-        ("0x0000000000000004", []),
-        ("0x0000000000000008", ["hardware slowdown"]),
-        ("0x00000000000000E1", ["software thermal slowdown", "hardware thermal slowdown", "hardware power brake"]),
-        ("0x0000000000000002", ["application clocks are set"]),
-        ("Active", []),
-        ("[N/A]", []),
-    ],
-)
-def test_reasons_for_low_clocks(active: str, expected: list[str]) -> None:
-    assert one(clocks_event_reasons__active=active).slowed_by == expected
-    before_535 = one(clocks_event_reasons__active="[N/A]", clocks_throttle_reasons__active=active)
-    assert before_535.slowed_by == expected
-
-
-@dataclass(frozen=True)
-class OldDriver(FakeHost):
-    """Refuses a query that names a field it does not know, as nvidia-smi does."""
-
-    unknown: tuple[str, ...] = ()
-
-    def run(self, *command: str, **_: object) -> Output:
-        fields = command[1].removeprefix("--query-gpu=").split(",")
-        for name in self.unknown:
-            if name in fields:
-                return Output(f'Field "{name}" is not a valid field to query.\n\n', "nvidia-smi failed with status 2")
-        row: dict[str, str] = dict(zip(gpus.FIELDS, fake.smi_row(0).split(", "), strict=True))
-        return Output(", ".join(row[name] for name in fields) + "\n")
-
-
-def test_fields_that_a_driver_refuses_are_left_out() -> None:
-    found = gpus.query(OldDriver(unknown=("remapped_rows.pending", "remapped_rows.failure", "mig.mode.current")))
-    assert (found.trouble, found.driver) == ("", "580.65.06")
-    named = ("mig.mode.current", "compute_mode", "power.default_limit")
-    assert [found.gpus[0].text(name) for name in named] == ["", "Default", "700.00 W"]
-    assert gpus.query(OldDriver(unknown=gpus.FIELDS)).trouble
+def gpus(count: int, **changes: Any) -> Gpus:
+    """That many GPUs, the last one with changes."""
+    last = replace(GPU, index=count - 1, **changes)
+    return replace(GPUS, gpus=(*(replace(GPU, index=index) for index in range(count - 1)), last))
 
 
 @pytest.mark.parametrize(
-    ("answer", "trouble"),
+    ("layout", "found", "expected"),
     [
-        (fake.MISSING, ""),
-        (Output("it couldn't communicate", "nvidia-smi failed with status 9"), "communicate"),
-        (Output("", "nvidia-smi gave no answer within 20 s"), "no answer within 20 s"),
-        ("No devices were found\n", "lists no GPU"),
-        ("", "lists no GPU"),
+        (NODE, GPUS, []),
+        (CPU, GPUS, []),
+        (CPU, Gpus(), []),
+        (NODE, Gpus(), ["fail GPUs: no NVIDIA driver here"]),
+        (NODE, Gpus(trouble="Driver Not Loaded"), ["fail GPUs: Driver Not Loaded"]),
+        (NODE, gpus(4), ["fail GPUs: 4x NVIDIA H100 80GB HBM3, but h100_1x8 needs 8"]),
+        (NODE, gpus(8, name="T400"), ["fail GPUs: of several kinds: 7x"]),
+        (NODE, gpus(16), ["warn GPUs: 16x"]),
+        (ONE_RANK, gpus(1, name="NVIDIA A100-SXM4-80GB"), ["warn GPU kind: made for H100"]),
+        (ONE_RANK, gpus(1, is_divided=True), ["warn GPU 0: divided by MIG"]),
+        (NODE, gpus(8, is_divided=True), ["fail GPU 7: divided by MIG"]),
+        (NODE, gpus(8, uncorrected_errors=3), ["fail GPU 7: 3 uncorrected memory errors"]),
+        (NODE, gpus(8, remapping_failed=True), ["fail GPU 7: could not be remapped"]),
+        (NODE, gpus(8, remapping_pending=True), ["warn GPU 7: at the next reset"]),
+        (NODE, gpus(8, throttled_by=("hardware slowdown",)), ["warn GPU 7: hardware slowdown"]),
+        (NODE, gpus(8, power_limit_w=500.0), ["warn GPU 7: power limit 500 W of 700 W"]),
+        (NODE, gpus(8, pcie_width=8), ["warn GPU 7: PCIe x8 of x16"]),
+        (NODE, gpus(8, processes=("python3 (pid 4711)",)), ["fail GPU use: in use: python3 (pid 4711) on GPU 7"]),
+        (NODE, gpus(8, used_bytes=40000 << 20), ["fail GPU use: cannot see: GPU 7 40000 MiB"]),
+        (
+            NODE,
+            replace(GPUS, ways=Counter({ACROSS_NODES: 28})),
+            ["warn GPU links: every GPU to every other: PCIe across"],
+        ),
+        (
+            NODE,
+            replace(GPUS, ways=Counter({NVLINK: 27, "PCIe host bridge": 1})),
+            ["warn GPU links: some pairs lack NVLink"],
+        ),
+        (NODE, replace(GPUS, ways=Counter({"PCIe host bridge": 28})), []),
+        (NODE, replace(GPUS, ways=Counter()), ["warn GPU links: no topology"]),
     ],
 )
-def test_no_gpus_for_several_reasons(tmp_path: Path, answer: str | Output, trouble: str) -> None:
-    found = gpus.query(fake_host(tmp_path, answers={"nvidia-smi": answer}))
-    assert found.gpus == ()
-    assert trouble in found.trouble
-    assert bool(found.trouble) == bool(trouble)
+def test_gpus_of_a_node(layout: RunLayout, found: Gpus, expected: list[str]) -> None:
+    expect(accelerators(layout, found, PYTORCH | {"gpus": layout.ranks}), *expected)
 
 
-def test_processes_and_links() -> None:
-    text = "4711, GPU-1, python -m other, with a comma\n[Not Found]\n4712, GPU-2, [N/A]\n"
-    assert gpus.parse_processes(text) == (
-        gpus.GpuProcess("4711", "python -m other, with a comma", "GPU-1"),
-        gpus.GpuProcess("4712", "[N/A]", "GPU-2"),
+@pytest.mark.parametrize(
+    ("pytorch", "driver", "expected"),
+    [
+        (None, "580.65.06", "fail PyTorch: cannot be imported"),
+        ({}, "580.65.06", "ok PyTorch: PyTorch 2.13.0+cu130, CUDA 13.0, cuDNN 9.14.0, NCCL 2.28.9, driver 580.65.06"),
+        ({"CUDA": None}, "580.65.06", "fail PyTorch: built without CUDA"),
+        ({"gpus": 0}, "550.54.15", "fail PyTorch: driver 550.54.15 is too old for CUDA 13.0"),
+        ({"gpus": 0}, "580.65.06", "fail PyTorch: sees 0 of 8 GPUs"),
+        ({}, "550.54.15", "ok PyTorch: driver 550.54.15"),  # NVIDIA's forward compatibility package
+        ({"gpus": 4}, "580.65.06", "fail PyTorch: sees 4 of 8 GPUs, 8 are needed"),
+        ({"trouble": "no kernel image"}, "580.65.06", "fail PyTorch: no kernel image"),
+    ],
+)
+def test_pytorch_and_driver(pytorch: dict[str, Any] | None, driver: str, expected: str) -> None:
+    answer = {} if pytorch is None else PYTORCH | pytorch
+    expect(accelerators(NODE, replace(GPUS, driver=driver), answer), expected, about="PyTorch")
+
+
+def test_what_triton_lacks_fails_before_a_run() -> None:
+    lacks = {"Triton lacks": [["no C compiler", "install gcc"], ["no libcuda.so.1", "run ldconfig"]]}
+    expect(accelerators(NODE, GPUS, PYTORCH | lacks), "fail Triton: C compiler", "fail Triton: libcuda.so.1")
+
+
+class NVMLError(Exception):
+    """As pynvml's."""
+
+
+class NVMLError_LibraryNotFound(NVMLError):  # noqa: N801, N818
+    """As pynvml's."""
+
+
+class Nvml:
+    """pynvml on a machine with two H100. Exceptions among the answers are raised."""
+
+    NVMLError, NVMLError_LibraryNotFound = NVMLError, NVMLError_LibraryNotFound
+    NVML_NVLINK_MAX_LINKS, NVML_SUCCESS = 18, 0
+
+    def __init__(self, **answers: Any) -> None:
+        memory = SimpleNamespace(total=81559 << 20, used=1 << 20)
+        self.answers: dict[str, Any] = {
+            "Init": None,
+            "Shutdown": None,
+            "SystemGetDriverVersion": "580.65.06",
+            "DeviceGetCount": 2,
+            "DeviceGetHandleByIndex": lambda index: index,
+            "DeviceGetName": "NVIDIA H100 80GB HBM3",
+            "DeviceGetMemoryInfo": memory,
+            "DeviceGetMaxClockInfo": 1980,
+            "DeviceGetNvLinkState": 1,
+            "DeviceGetFieldValues": [SimpleNamespace(nvmlReturn=0, value=SimpleNamespace(uiVal=26562))],
+            "DeviceGetMaxPcieLinkGeneration": 5,
+            "DeviceGetCurrPcieLinkWidth": 16,
+            "DeviceGetMaxPcieLinkWidth": 16,
+            "DeviceGetPowerManagementLimit": 700_000,
+            "DeviceGetPowerManagementDefaultLimit": 700_000,
+            "DeviceGetTotalEccErrors": 0,
+            "DeviceGetRemappedRows": (0, 0, 0, 0),
+            "DeviceGetMigMode": [0, 0],
+            "DeviceGetCurrentClocksEventReasons": 0x1,
+            "DeviceGetComputeRunningProcesses": [],
+            "DeviceGetP2PStatus": 0,
+        } | answers
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("nvml") or name[4:5].islower() or "_" in name:
+            return 0  # a constant
+        answer = self.answers.get(name.removeprefix("nvml"), NVMLError("Not Supported"))
+
+        def call(*arguments: Any) -> Any:
+            if isinstance(answer, Exception):
+                raise answer
+            return answer(*arguments) if isinstance(answer, Callable) else answer
+
+        return call
+
+
+def test_the_answers_of_nvml_become_facts() -> None:
+    found = read_gpus(Nvml())
+    assert found.gpus == (replace(GPU, used_bytes=1 << 20), replace(GPU, index=1, used_bytes=1 << 20))
+    assert (found.driver, found.trouble, found.ways) == ("580.65.06", "", {NVLINK: 1})
+    assert found.topology == "every GPU to every other: NVLink"
+    broken = Nvml(
+        DeviceGetTotalEccErrors=3,
+        DeviceGetRemappedRows=(0, 1, 1, 1),
+        DeviceGetMigMode=[1, 1],
+        DeviceGetCurrentClocksEventReasons=0x48,
+        DeviceGetComputeRunningProcesses=[SimpleNamespace(pid=2**22 + 1)],
+        DeviceGetP2PStatus=6,
+        DeviceGetTopologyCommonAncestor=50,
     )
-    count, rate = gpus.parse_links(fake.NVLINK)
-    assert (count, round(rate)) == (18, 478)
-    assert gpus.parse_links(fake.NVLINK_OFF) == gpus.parse_links("") == (0, 0)
+    gpu = read_gpus(broken).gpus[1]
+    assert (gpu.uncorrected_errors, gpu.remapping_pending, gpu.remapping_failed, gpu.is_divided) == (
+        3,
+        True,
+        True,
+        True,
+    )
+    assert gpu.throttled_by == ("hardware slowdown", "hardware thermal slowdown")
+    assert gpu.processes == (f"a program (pid {2**22 + 1})",)
+    assert read_gpus(broken).ways == {ACROSS_NODES: 1}
 
 
-MIXED = """\t\x1b[4mGPU0\tGPU1\tGPU2\tGPU3\tmlx5_0\tCPU Affinity\tNUMA Affinity\x1b[0m
-GPU0\t X \tNV12\tSYS\tSYS\tPIX\t0-31\t0
-GPU1\tNV12\t X \tSYS\tSYS\tSYS\t0-31\t0
-GPU2\tSYS\tSYS\t X \tNV12\tSYS\t32-63\t1
-GPU3\tSYS\tSYS\tNV12\t X \tSYS\t32-63\t1
-mlx5_0\tPIX\tSYS\tSYS\tSYS\t X \t\t
-"""
-UNEVEN = fake.topology().replace("\t\x1b[4m", "\x1b[4m\t").replace("\tNV18", "\t NV18")
+def test_what_a_driver_does_not_know_is_left_out() -> None:
+    nothing = {name: NVMLError("Not Supported") for name in Nvml().answers if name.startswith("DeviceGet")}
+    kept = {name: Nvml().answers[name] for name in ("DeviceGetCount", "DeviceGetHandleByIndex", "DeviceGetName")}
+    found = read_gpus(Nvml(**nothing | kept))
+    assert [gpu.memory_bytes for gpu in found.gpus] == [0, 0]
+    expect(accelerators(replace(NODE, ranks=2), found, PYTORCH), "warn GPU links: no topology")
 
 
-@pytest.mark.parametrize(
-    ("text", "kinds", "words"),
-    [
-        (fake.topology(8, "NV18", 2), {"NV18": 28}, "every GPU to every other: 18 NVLinks"),
-        (UNEVEN, {"NV18": 28}, "every GPU to every other: 18 NVLinks"),
-        (MIXED, {"SYS": 4, "NV12": 2}, "4 of 6 pairs: PCIe across NUMA nodes, 2 of 6 pairs: 12 NVLinks"),
-        *((text, {}, "") for text in ("", "GPU0\n", "GPU0\tGPU1\nGPU0\n", "\x00\t")),
-        ("\tGPU0\tCPU Affinity\nGPU0\t X \t0-9\n", {}, ""),
-        ("\tGPU0\tGPU1\nGPU0\t X \nGPU1\tNV1\t X \n", {}, ""),
-    ],
-)
-def test_topology(text: str, kinds: dict[str, int], words: str) -> None:
-    found = gpus.parse_topology(text)
-    assert (found, gpus.describe_topology(found)) == (Counter(kinds), words)
+def test_a_machine_without_a_driver_and_a_driver_in_trouble() -> None:
+    assert read_gpus(Nvml(Init=NVMLError_LibraryNotFound())) == Gpus()
+    assert read_gpus(Nvml(Init=NVMLError("Driver Not Loaded"))).trouble == "Driver Not Loaded"
+    assert read_gpus(Nvml(DeviceGetHandleByIndex=NVMLError("GPU is lost"))).trouble == "GPU is lost"
+    assert read_gpus(Nvml(DeviceGetCount=0)).trouble

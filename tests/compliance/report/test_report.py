@@ -12,8 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from compliance.log.findings import Finding
+from compliance.log.records import Metrics, MetricsWriter, RunRecord, WarningRecord, read_metrics
 from compliance.report import page as report
-from compliance.report.results import EVENTS, Results, load_results, read_metrics
+from compliance.report.results import Results, load_results
 from console.charts import (
     MAX_POINTS,
     Axes,
@@ -111,7 +112,6 @@ def test_a_closed_folder_has_every_part(closed: Results) -> None:
         "Sequences to the target of 10 runs",
         "Sequences per second over sequences trained, 10 runs",
         "Training loss over sequences trained, 10 runs",
-        "Parts of a step over sequences trained, stacked",
     ]
     for words in CLOSED_WORDS.splitlines():
         assert words in page.text, words
@@ -199,27 +199,6 @@ def test_a_broken_run_and_a_bare_one(one: Path) -> None:
     assert page.charts == []
 
 
-def test_parts_of_a_step_are_stacked(one: Path) -> None:
-    metrics = one / "metrics_0.jsonl"
-    write_metrics(metrics)
-    last = json.loads(metrics.read_text().splitlines()[-2])
-    assert last["event"] == "step"
-    wild = [last | {"samples": 2240, key: value} for key, value in (("step_ms", -1), ("update_ms", 1e300), ("loss", 1))]
-    del wild[2]["reduce_ms"]
-    metrics.write_text(metrics.read_text() + "".join(json.dumps(entry) + "\n" for entry in wild))
-    page = Page(report.render(load_results(one)))
-    areas = page.of("polygon")
-    assert [attrs["class"] for attrs in areas] == ["compute", "reduce", "update", "data-wait", "other"]
-    heights = []
-    for attrs in areas:
-        numbers = [float(number) for number in str(attrs["points"]).split()]
-        points = list(zip(numbers[::2], numbers[1::2], strict=True))
-        assert len(points) == 12  # six records, there and back
-        heights.append(points[11][1] - points[0][1])  # above the first record; y grows downwards
-    assert [height / heights[0] for height in heights] == pytest.approx([1, 0.15, 0.1, 0.05, 0.05], abs=0.01)
-    assert "Parts of a step of run 0" in page.text
-
-
 def test_a_step_stands_beside_the_one_that_was_planned(one: Path) -> None:
     measured = {"forward_backward_ms": 21.0, "reduce_ms": 15.0, "update_ms": 4.0, "data_wait_ms": 0.0, "other_ms": 1.0}
     planned = {f"planned_{name}": value for name, value in measured.items()} | {"planned_reduce_ms": 5.0}
@@ -239,10 +218,10 @@ def test_a_step_stands_beside_the_one_that_was_planned(one: Path) -> None:
 def test_skipped_steps_are_told_and_losses_that_are_no_numbers_left_out(one: Path) -> None:
     steps = [{"event": "step", "step": n, "samples": 32 * n, "loss": 9.0, "skipped_steps": 2} for n in range(1, 4)]
     lines = [json.dumps(step) for step in steps]
-    lines += ['{"event": "step", "step": 4, "samples": 128, "loss": NaN, "skipped_steps": 1}']
+    lines += ['{"event": "step", "step": 4, "samples": 128, "loss": null, "skipped_steps": 1}']
     lines += [
         '{"event": "step", "step": 5, "samples": 160, "loss": null}',
-        '{"event": "step", "loss": 1e9, "samples": 1}',
+        '{"event": "step", "step": 6, "loss": 1e9, "samples": 192}',
     ]
     (one / "metrics_0.jsonl").write_text("\n".join(lines))
     text = report.render(load_results(one))
@@ -273,7 +252,7 @@ def test_hostile_text_is_only_ever_text(closed: Results, text: str) -> None:
         run,
         log=replace(run.log, header={text: text, "recipe": text, "accelerator": text, f"config.{text}": text}),
         verdict=replace(run.verdict, findings=(finding, replace(finding, severity="warning"))),
-        metrics={event: [{"text": text, "step": text, "started": text, "world_size": text}] for event in EVENTS},
+        metrics=Metrics(RunRecord(started=text), warnings=[WarningRecord(1, text=text)]),
     )
     described = dict.fromkeys(("accelerator_model_name", "submitter", text), text)
     described |= {"number_of_nodes": "1", "accelerators_per_node": "8"}
@@ -301,7 +280,12 @@ NAMES = (
     "skipped_steps",
 )
 VALUES = st.one_of(
-    st.sampled_from(EVENTS), st.floats(), st.integers(), st.text(max_size=5), st.none(), st.lists(st.none(), max_size=1)
+    st.sampled_from(["run", "step", "eval", "warning", "plan", "end"]),
+    st.floats(),
+    st.integers(),
+    st.text(max_size=5),
+    st.none(),
+    st.lists(st.none(), max_size=1),
 )
 
 
@@ -340,9 +324,11 @@ def spare(one: Path) -> Path:
 def test_a_large_folder_makes_a_small_page_soon(tmp_path: Path, closed: Results) -> None:
     metrics = tmp_path / "metrics_0.jsonl"
     write_closed_run(tmp_path, 0)
-    step = read_metrics(metrics)["step"][0]
-    lines = [json.dumps(step | {"step": n, "samples": 768 * n, "loss": 9.0 / n}) for n in range(1, 251)]
-    metrics.write_text("\n".join(lines))
+    step = read_metrics(metrics).steps[0]
+    metrics.unlink()
+    writer = MetricsWriter(metrics, RunRecord())
+    for n in range(1, 251):
+        writer.write(replace(step, step=n, samples=768 * n, loss=9.0 / n))
     begin = time.process_time()
     entries = read_metrics(metrics)
     runs = [replace(closed.runs[n % 10], number=n, metrics=entries) for n in range(100)]

@@ -11,11 +11,10 @@ import pytest
 from bert.log.mllog import MLLog
 from compliance.convergence.selection import select
 from compliance.log import rules
-from compliance.report import results as module
 from compliance.report import summary
 from compliance.report.page import render
 from compliance.report.published import family, form, placement, published
-from compliance.report.results import ReportedRun, Results, breakdown, load_results, read_metrics
+from compliance.report.results import ReportedRun, Results, breakdown, load_results
 from tests.compliance import command
 from tests.compliance.log_edits import value
 from tests.compliance.report.report_folders import write_closed_run, write_description
@@ -107,38 +106,6 @@ def test_time_is_accounted_for(opened: Results) -> None:
     assert parts["evaluation"] == pytest.approx(3 * 0.05)
     assert sum(parts.values()) == pytest.approx(opened.runs[1].logged.seconds)
     assert breakdown(opened.runs[2]) == {}
-
-
-def test_broken_metrics_lines_are_left_out(tmp_path: Path) -> None:
-    path = tmp_path / "metrics_0.jsonl"
-    good = b'{"event": "eval", "eval_s": 1}\n'
-    path.write_bytes(
-        b'\xff\n[1]\n{"event": "other"}\n{"event": []}\n'
-        + good
-        + b"x" * module.MAX_METRICS_LINE_BYTES + good  # the end of a line that is too long is no line
-        + b'{"event": "step", "note": "' + b"x" * 70_000 + b'"}\n'
-        + b'{"event": "eval", "note": "' + b"x" * 200_000 + b'"}'
-        + b"\n" + b"[" * 60_000 + b"\n" + good + b'{"event": "step", "lo'
-    )  # fmt: skip
-    nothing = {event: [] for event in module.EVENTS}
-    assert read_metrics(path) == nothing | {"eval": [{"event": "eval", "eval_s": 1}] * 2}
-    assert read_metrics(tmp_path / "none") == nothing
-    assert read_metrics(tmp_path) == nothing
-
-
-def test_a_line_as_long_as_is_read_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "metrics_0.jsonl"
-    path.write_bytes(b'{"event": "end"}\n{"event": "end" }')
-    for limit, found in ((16, 0), (17, 1), (18, 2)):
-        monkeypatch.setattr(module, "MAX_METRICS_LINE_BYTES", limit)
-        assert len(read_metrics(path)["end"]) == found, limit
-    monkeypatch.setattr(module, "MAX_METRICS_BYTES", 17)
-    assert len(read_metrics(path)["end"]) == 1
-
-
-def test_losses_that_are_no_numbers_are_left_out() -> None:
-    entries = [json.loads(f'{{"loss": {value}}}') for value in ("NaN", "Infinity", "null", '"1"', "true", "1e999", "2")]
-    assert module.numbers(entries, "loss") == [2.0]
 
 
 def test_a_run_that_ends_before_it_starts_has_no_time(one: Path) -> None:

@@ -16,10 +16,9 @@ from bert.guards.faults import ended_together
 from bert.log.mllog import MLLog
 from bert.parallel.mesh import Mesh
 from bert.reporting.displays import RunProgress
-from bert.reporting.json_lines import JsonLines
-from bert.reporting.records import EndRecord, WarningRecord
 from bert.reporting.reporter import Reporter
 from bert.train import parse
+from compliance.log.records import EndRecord, MetricsWriter, RunRecord, WarningRecord
 from compliance.log.schedule import EvaluationSchedule
 from tests.conftest import SmallRun
 from tests.distributed.ranks import Ranks, records
@@ -123,7 +122,9 @@ def test_metrics_name_their_file_and_their_other_sinks_are_closed(disk: Disk) ->
             closed.append(True)
 
     def run() -> None:
-        with Reporter(RunProgress(0.4, 100, EvaluationSchedule(10, 10)), [JsonLines(path, {}), Other()]) as reporter:
+        with Reporter(
+            RunProgress(0.4, 100, EvaluationSchedule(10, 10)), [MetricsWriter(path, RunRecord()), Other()]
+        ) as reporter:
             for step in range(1000):
                 reporter.write(WarningRecord(step, 0.0, "x" * 100))
 
@@ -182,7 +183,7 @@ def test_a_sink_that_cannot_be_closed_is_told_unless_something_else_was_first() 
         pytest.raises(OSError, match="sink"),
         Reporter(RunProgress(0.4, 100, EvaluationSchedule(10, 10)), [Unclosable()]) as reporter,
     ):
-        reporter.write(EndRecord("success", 1.0, 1, None))
+        reporter.write(EndRecord("success", 1.0, 1))
     with (
         pytest.raises(RuntimeError, match="first"),
         Reporter(RunProgress(0.4, 100, EvaluationSchedule(10, 10)), [Unclosable()]),

@@ -2,8 +2,8 @@
 
 python -m tests.distributed.workers.bytes_worker OUT.json SHAPE...
 
-A shape is TENSOR,PIPELINE,STRATEGY,REDUCE_DTYPE,RANKS_OF_A_NODE,ACCUMULATION, with a + behind the strategy where gradients
-are sharded. OUT.json maps each to what every rank has sent, and to the sizes that the formulas are about.
+A shape is TENSOR,PIPELINE,STRATEGY,REDUCE_DTYPE,RANKS_OF_A_NODE,ACCUMULATION. OUT.json maps each to what every rank has
+sent, and to the sizes that the formulas are about.
 """
 
 import json
@@ -41,8 +41,7 @@ def config(shape: str) -> Config:
     recipe = tiny_cpu()
     training = replace(
         recipe.training,
-        reduction=strategy.rstrip("+"),  # type: ignore[arg-type]
-        shard_gradients=strategy.endswith("+"),
+        reduction=strategy,  # type: ignore[arg-type]
         reduce_dtype=reduce_dtype,  # type: ignore[arg-type]
         gradient_accumulation_steps=int(accumulation),
         bucket_bytes=10**6,
@@ -71,10 +70,6 @@ def measured(joined: Mesh, shape: str) -> dict[str, Any]:
         dist.barrier()
         sent.append(sent_bytes() - before)
     own = {"rank": mesh.pipeline_rank, "sent": min(sent[1:]), "parameters": len(step.flat.weights_N)}
-    word = step.flat.places.get(step.model.embeddings.word)
-    if pipeline > 1 and word is not None:
-        buckets = [each for each in step._reduction.buckets if each.start < word.stop and word.start < each.stop]
-        own["word_buckets"] = sum(each.stop - each.start for each in buckets)
     if tensor > 1:
         assert isinstance(step.optimizer, ShardedLamb)
         own["on_all_ranks"] = len(step.optimizer._everywhere_I)

@@ -1,14 +1,13 @@
-"""One rank of the test of the measured choice: which way is taken when one of them is slow, and what is given back.
+"""One rank of the test of the measured choice: which strategy is taken when one of them is slow.
 
 python -m tests.distributed.workers.choice_worker OUT.json
 
-Two nodes of two ranks, and a second rail in the place of one in the switches. A slow group takes its time on one rank, by a
+Two nodes of two ranks. A slow group takes its time on one rank, by a
 clock that only slow groups move: how busy the machine is decides nothing.
 """
 
 import json
 import sys
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +17,7 @@ import torch.distributed as dist
 
 from bert.configuration.recipes import tiny_cpu
 from bert.optimizer import FlatParameters
-from bert.parallel.mesh import join_mesh, leave_mesh, process_group
+from bert.parallel.mesh import join_mesh, leave_mesh
 from bert.parallel.reduction import choice as reduction_choice
 from bert.parallel.reduction.choice import choose
 from bert.parallel.reduction.gradients import Communicators, Reduction
@@ -29,8 +28,8 @@ SLOW_RANK = 3
 
 def main(out: str) -> None:
     mesh = regrouped(join_mesh("cpu"), "cyclic", 2)
-    training = replace(tiny_cpu().training, device="cuda")
-    found = replace(Communicators.create(mesh), in_network_rail=process_group(mesh.rail_ranks))
+    training = tiny_cpu().training
+    found = Communicators.create(mesh)
     all_reduce, slow, clock = dist.all_reduce, set(), [0.0]
 
     def delayed(tensor: torch.Tensor, *arguments: Any, **keywords: Any) -> None:
@@ -43,20 +42,15 @@ def main(out: str) -> None:
     model = fresh_model()
     flat = FlatParameters.of(model, found.world_size)
     result: dict[str, Any] = {}
-    for fast in ("world", "rail", "in_network_rail"):
-        slow = {found.world, found.rail, found.in_network_rail} - {getattr(found, fast)}
+    for fast in ("world", "rail"):
+        slow = {found.world, found.rail} - {getattr(found, fast)}
         choice = choose(training, flat, found)
         result[fast] = [""] * mesh.world_size
         dist.all_gather_object(result[fast], str(choice))
     slow = set()
-    settled = found.settle(choice.way)
     flat.gradients_N.fill_(mesh.rank + 1)
-    Reduction(flat, settled, choice.way.strategy).finish()
-    result |= {
-        "sums": flat.gradients_N.unique().tolist(),
-        "rail_kept": settled.rail is found.in_network_rail and settled.in_network_rail is None,
-        "rail_given_back": found.rail not in dist.distributed_c10d._world.pg_map,
-    }
+    Reduction(flat, found, choice.strategy).finish()
+    result["sums"] = flat.gradients_N.unique().tolist()
     if mesh.is_main:
         Path(out).write_text(json.dumps(result))
     leave_mesh()

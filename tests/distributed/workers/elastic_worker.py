@@ -1,14 +1,12 @@
 """A rank of a run that loses a host and gets it back: ``python -m tests.distributed.workers.elastic_worker HOST ROLE ...``.
 
 ``HOST agent FOLDER ...`` is torchrun's agent on a host of that name, which notes its number in FOLDER, and starts ranks of
-this program in the place of those of ``cluster.train``. ``HOST rank FOLDER ...`` is a rank of ``cluster.train`` there, with
-a very short probe, and ``HOST slow FOLDER ...`` one whose data come late, by five times as long as the step before took.
+this program in the place of those of ``bert.train``. ``HOST rank FOLDER ...`` is a rank of ``bert.train`` there.
 Under an agent, rank 0 waits where a test is to do something: on all hosts once, for its end, which the file "whole" in
 FOLDER asks for; and on fewer hosts until its agent stops it, as one does when a host has come, which "fewer" asks for.
 """
 
 import ctypes
-import math
 import os
 import runpy
 import socket
@@ -30,16 +28,13 @@ def be_on(host: str) -> None:
         socket.sethostname(host)
 
 
-def main(folder: Path, arguments: list[str], is_slow: bool) -> int:
-    import cluster.train
+def main(folder: Path, arguments: list[str]) -> int:
+    import bert.train
     from bert.guards.interruption import Interruption
     from bert.step import TrainingStep
-    from cluster.probe import command
-    from dataloading.batches.loader import NumpyLoader
 
-    command._SHORT_S, command._SHORT_LIMIT_S = 0.3, 0.0  # measured once, whatever that finds
     made: list[Interruption] = []
-    steps, came = 0, math.inf
+    steps = 0
 
     def made_one(interruption: Interruption) -> None:
         made.append(interruption)
@@ -53,17 +48,10 @@ def main(folder: Path, arguments: list[str], is_slow: bool) -> int:
             while made[0].number is None:
                 time.sleep(0.05)
 
-    def late(_: NumpyLoader) -> None:
-        nonlocal came
-        time.sleep(max(0.1, 5 * (time.monotonic() - came)))
-        came = time.monotonic()
-
     before_each(Interruption, "__init__", made_one)
     if "TORCHELASTIC_RUN_ID" in os.environ:
         before_each(TrainingStep, "__call__", at_step)
-    if is_slow:
-        before_each(NumpyLoader, "__next__", late)
-    return cluster.train.main(arguments, cluster.train.look)
+    return bert.train.main(arguments)
 
 
 def before_each(owner: type, name: str, act: Callable[[Any], None]) -> None:
@@ -81,9 +69,9 @@ if __name__ == "__main__":
     be_on(host)
     folder, *arguments = rest
     if role != "agent":
-        sys.exit(main(Path(folder), arguments, role == "slow"))
+        sys.exit(main(Path(folder), arguments))
     Path(folder, f"{host}.agent").write_text(str(os.getpid()))
-    place = arguments.index("cluster.train")
+    place = arguments.index("bert.train")
     arguments[place : place + 1] = ["tests.distributed.workers.elastic_worker", host, "rank", folder]
     sys.argv = ["torchrun", *arguments]
     runpy.run_module("torch.distributed.run", run_name="__main__", alter_sys=True)

@@ -4,7 +4,7 @@ python -m tests.distributed.workers.pipeline_worker OUT.pt SHAPE...
 
 A shape is TENSOR,PIPELINE,VIRTUAL_STAGES,STRATEGY,ORDER,RANKS_OF_A_NODE,ACCUMULATION,STEPS,PRECISION: fp32, or in fp64 one
 of fp64, dropout, recomputed, deep, accumulating (products and embeddings add gradients of weights by themselves, as on a
-GPU); with a + behind the strategy where gradients are sharded. OUT.pt maps each shape to what it came to.
+GPU). OUT.pt maps each shape to what it came to.
 """
 
 import sys
@@ -53,8 +53,7 @@ def config(shape: str) -> Config:
         model=model,
         training=replace(
             recipe.training,
-            reduction=strategy.rstrip("+"),  # type: ignore[arg-type]
-            shard_gradients=strategy.endswith("+"),
+            reduction=strategy,  # type: ignore[arg-type]
             gradient_accumulation_steps=int(accumulation),
             recompute="selective" if precision == "recomputed" else "none",
             bucket_bytes=20_000,

@@ -30,14 +30,12 @@ MICRO_BATCHES = 2
 
 
 def regrouped(mesh: Mesh, order: str, local_size: int) -> Mesh:
-    """Regroup ranks as if on hosts of ``local_size``, in block or cyclic order, or by turns counted up and down."""
+    """Regroup ranks as if on hosts of ``local_size``, in block or cyclic order."""
     count = mesh.world_size // local_size
-    if order in ("block", "turning"):
+    if order == "block":
         nodes = tuple(tuple(range(node * local_size, (node + 1) * local_size)) for node in range(count))
     else:
         nodes = tuple(tuple(range(node, mesh.world_size, count)) for node in range(count))
-    if order == "turning":
-        nodes = tuple(ranks[:: -1 if node % 2 else 1] for node, ranks in enumerate(nodes))
     return replace(mesh, nodes=nodes)
 
 
@@ -183,7 +181,7 @@ def differences_and_choice(mesh: Mesh, strategy: ReductionStrategy) -> dict[str,
     choice = measured_choice(FlatParameters.of(model, communicators.world_size), communicators)
     ways = [""] * mesh.world_size
     if dist.is_initialized():
-        dist.all_gather_object(ways, str(choice.way))
+        dist.all_gather_object(ways, choice.strategy)
     over: ReductionStrategy = "sharded_world" if strategy == "sharded_world" else "sharded"
     found: dict[str, object] = {"difference": difference_from_unsharded(mesh, communicators, over, 40_000)}
     if len(mesh.nodes) == mesh.world_size:

@@ -20,6 +20,7 @@ from bert.checkpoints.initial_model import draw_model
 from bert.configuration.config import Config
 from bert.configuration.recipes import tiny_cpu
 from bert.configuration.sections import ModelConfig, OptimizerConfig, Recompute, ReductionStrategy
+from bert.execution import Eager
 from bert.parallel.mesh import Mesh, join_mesh, leave_mesh
 from bert.step import TrainingStep
 from bert.timing.stopwatch import Stopwatch
@@ -72,7 +73,8 @@ def train(
     """Losses of every step, final weights, moments, and how many buckets backward had started."""
     end_groups()
     chosen = config(strategy, accumulation, recompute)
-    step = TrainingStep(draw_model(chosen, mesh, seed=3), chosen, mesh, Stopwatch())
+    capturer = Recording() if order == "captured" else None
+    step = TrainingStep(draw_model(chosen, mesh, seed=3), chosen, mesh, Stopwatch(), capturer)
     reduction, early = step._reduction, []
     finish = reduction.finish
 
@@ -88,11 +90,10 @@ def train(
     elif order == "one message":
         reduction.overlapped = contextlib.nullcontext  # type: ignore[method-assign]
         reduction.finish = lambda: _in_one_message(step)
-    capturer = Recording() if order == "captured" else None
     batches, shape_buckets = global_batches(mesh, accumulation)
     torch.manual_seed(9 + mesh.rank)
     step.model.seed_dropout(9 + mesh.rank)
-    step.warm_up(batches[0], 1, capturer, shape_buckets)
+    step.warm_up(batches[0], 1, shape_buckets)
     if capturer is None:
         early.clear()  # a replay does not call the reduction again
     torch.manual_seed(9 + mesh.rank)
@@ -120,11 +121,10 @@ def train(
 
 def gather_after_update(step: TrainingStep) -> None:
     """Instead of beside the next forward pass."""
-    roles, update = step._roles, step._update
-    step._roles = lambda count: [  # type: ignore[method-assign]
-        replace(role, gathers_weights=False) for role in roles(count)
-    ]
-    step._update = lambda: (update(), step.gather_weights())[0]
+    execution, update = step.execution, step.update
+    assert isinstance(execution, Eager)
+    execution._duties = replace(execution._duties, gathers_weights=False)
+    step.update = lambda: (update(), step.gather_weights())[0]  # type: ignore[assignment]
 
 
 def hold_weights_back(step: TrainingStep) -> list[slice | str]:
@@ -195,7 +195,8 @@ def fp8_weights_follow(mesh: Mesh, strategy: ReductionStrategy) -> bool:
         step(micro_batches)
     step.gather_weights()
     assert step.fp8 is not None
-    equal = not step._roles(1)[0].gathers_weights  # nothing is left to gather in the next forward pass
+    assert isinstance(step.execution, Eager)
+    equal = not step.execution._duties.gathers_weights  # nothing is left to gather in the next forward pass
     for dense in step.fp8.denses:
         expected = cast_fp8(dense.dense.weight.detach(), dense.weight.scale, torch.zeros(()), torch.float8_e4m3fn)
         equal &= torch.equal(dense.weight_NK.float(), expected.float())

@@ -2,8 +2,7 @@
 
 python -m tests.distributed.workers.tensor_worker OUT.pt SHAPE...
 
-A shape is TENSOR,STRATEGY,ORDER,RANKS_OF_A_NODE,ACCUMULATION,PRECISION, with a + behind the strategy where gradients are
-sharded. OUT.pt maps each to what it came to.
+A shape is TENSOR,STRATEGY,ORDER,RANKS_OF_A_NODE,ACCUMULATION,PRECISION. OUT.pt maps each to what it came to.
 """
 
 import sys
@@ -42,8 +41,7 @@ def config(tensor: int, strategy: str, accumulation: int, precision: str) -> Con
     recipe = tiny_cpu()
     training = replace(
         recipe.training,
-        reduction=strategy.rstrip("+"),  # type: ignore[arg-type]
-        shard_gradients=strategy.endswith("+"),
+        reduction=strategy,  # type: ignore[arg-type]
         gradient_accumulation_steps=accumulation,
         precision="fp8" if precision == "fp8" else "fp32",
     )
@@ -182,9 +180,8 @@ def skips(step: TrainingStep, mesh: Mesh) -> bool:
     for value in (torch.nan, 1e-3):
         with step._reduction.overlapped():
             for parameter in step.flat.places:
-                parameter.grad = (
-                    torch.full_like(parameter, 1e-3) if parameter.grad is None else parameter.grad.fill_(1e-3)
-                )
+                assert parameter.grad is not None
+                parameter.grad.fill_(1e-3)
             if mesh.rank == mesh.world_size - 1:
                 parameter.grad.view(-1)[-1] = value  # type: ignore[union-attr]
         step._reduction.finish()

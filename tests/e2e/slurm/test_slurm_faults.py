@@ -72,7 +72,7 @@ def is_task(environ: Path, cluster: Cluster, job: str, rank: int) -> bool:
     except OSError:
         return False
     expected = cluster.environment | {"SLURM_JOB_ID": job, "SLURM_PROCID": str(rank)}
-    return b"cluster.train" in command and {f"{name}={value}".encode() for name, value in expected.items()} <= set(
+    return b"bert.train" in command and {f"{name}={value}".encode() for name, value in expected.items()} <= set(
         variables
     )
 

@@ -40,13 +40,11 @@ class Shape:
     tensor: int = 1
     copies: int = 1
     reduction: str = "flat"
-    shard_gradients: bool = False
     micro_batches: int = 4
 
     def __str__(self) -> str:
-        sharded = "+" * self.shard_gradients
         ranks = f"{self.copies} x {self.pipeline} ({self.virtual_stages}) x {self.tensor}"
-        return f"{ranks}-{self.reduction}{sharded}-{self.micro_batches}"
+        return f"{ranks}-{self.reduction}-{self.micro_batches}"
 
     @property
     def ranks(self) -> int:
@@ -61,7 +59,7 @@ SHAPES = [
     Shape(4, virtual_stages=2, micro_batches=8),
     SHARED,
     Shape(2, copies=2, reduction="sharded"),
-    Shape(2, tensor=2, copies=2, reduction="sharded_world", shard_gradients=True, micro_batches=2),
+    Shape(2, tensor=2, copies=2, reduction="sharded_world", micro_batches=2),
 ]
 Fault = Callable[[int, pytest.MonkeyPatch], None]
 """Takes something from the library on a rank, or on all of them."""
@@ -74,7 +72,6 @@ def step_on(rank: int, shape: Shape) -> TracedStep:
         8,
         shape.virtual_stages,
         reduction=shape.reduction,
-        shard_gradients=shape.shard_gradients,
         gradient_accumulation_steps=shape.micro_batches,
     )
 

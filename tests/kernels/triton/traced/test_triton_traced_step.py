@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 from bert.configuration.config import Config
 from bert.configuration.recipes import tiny_cpu
 from bert.configuration.sections import ModelConfig, OptimizerConfig, ParallelConfig
+from bert.cuda_graphs import CudaCapturer
 from bert.model import BertForPreTraining
 from bert.optimizer import Lamb
 from bert.parallel.mesh import Mesh
@@ -71,7 +72,9 @@ def config() -> Config:
     return replace(tiny_cpu(), model=model, optimizer=OptimizerConfig(1e-2, 100))
 
 
-def shared_step(mesh: Mesh, layers: int, virtual_stages: int = 1, **training: Any) -> TracedStep:
+def shared_step(
+    mesh: Mesh, layers: int, virtual_stages: int = 1, capturer: CudaCapturer | None = None, **training: Any
+) -> TracedStep:
     """One rank's step of a model that all ranks of ``mesh`` have, or share."""
     recipe = config()
     recipe = replace(
@@ -80,7 +83,8 @@ def shared_step(mesh: Mesh, layers: int, virtual_stages: int = 1, **training: An
         training=replace(recipe.training, bucket_bytes=20_000, **training),
         parallel=ParallelConfig(mesh.tensor, mesh.pipeline, virtual_stages),
     )
-    return TracedStep(BertForPreTraining(recipe.model).to(mesh.device).train(), recipe, mesh, Stopwatch())
+    model = BertForPreTraining(recipe.model).to(mesh.device).train()
+    return TracedStep(model, recipe, mesh, Stopwatch(), capturer)
 
 
 @pytest.fixture(autouse=True)

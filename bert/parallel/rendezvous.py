@@ -1,0 +1,242 @@
+"""Rendezvous of a run's processes: the store, the attempt that they belong to, and the hosts that they are on.
+
+torchrun's store outlives the processes that it restarts, so keys of earlier attempts must be hidden. Its restart count does
+not identify the attempt: an agent counts the restarts of its own failed processes, and not those that it makes because
+another agent restarts.
+"""
+
+import os
+import re
+import resource
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed.rendezvous import rendezvous
+
+from bert.parallel.launch import Launch, host_of, lost_launcher
+from bert.parallel.master_port import require_free_port
+from bert.parallel.single import all_gather_single
+
+_LONGEST_PAUSE_S = 1.0
+_IDENTITY_BYTES = 256
+_DESCRIPTORS = 1024
+"""File descriptors for everything but connections between ranks: files, pipes, libraries, devices, strangers."""
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Host of a rank: its name and the kernel's boot id, since names such as localhost may repeat."""
+
+    host: str
+    boot: str
+    local_rank: int
+    local_size: int
+
+
+def join_group(launch: Launch, device: torch.device, timeout: timedelta, arrival: timedelta) -> list[Identity]:
+    """Meet the other ranks and create the default process group; returns every rank's identity, by rank.
+
+    Raises ``ValueError`` when the environment is incomplete or not all ranks come within ``arrival``.
+    """
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        if name not in os.environ:
+            raise ValueError(
+                f"{launch.world_size_variable}={launch.world_size}, but {name} is not set: export rank 0's address as "
+                "MASTER_ADDR and a free port there as MASTER_PORT"
+            )
+    if launch.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":  # else torchrun's agent listens
+        require_free_port()
+    allow_descriptors(launch)
+    if os.environ["MASTER_ADDR"] in ("127.0.0.1", "localhost"):
+        # All ranks are on this host. By default gloo listens on the address of the host's name, where anybody connects.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    on_gpu = device.type == "cuda"
+    if on_gpu and launch.local_size != launch.world_size:
+        # Between hosts, captured collectives on registered buffers can go wrong (NVIDIA/nccl #2389).
+        os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
+    rank, world_size = launch.rank, launch.world_size
+    # init_process_group would create a store by itself, but the attempt is agreed on before there is a group.
+    with explained_store_errors():
+        # Longer than the arrival, so that the roll call ends first and names the missing ranks.
+        store = _open_store(launch, timeout + arrival)
+        attempt = agree_on_attempt(store, launch, arrival.total_seconds())
+        store = PrefixStore(attempt, store)
+        backend = "nccl" if on_gpu else "gloo"
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+        return _all_identities(launch, device)
+
+
+def _open_store(launch: Launch, timeout: timedelta) -> Store:
+    """Open the store where ranks meet: the store of torchrun's agent, otherwise one that rank 0 serves."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return next(rendezvous("env://", launch.rank, launch.world_size, timeout=timeout))[0]
+    # PyTorch's rendezvous would wait for all ranks here and would not say which ones are missing.
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return TCPStore(address, port, None, launch.rank == 0, timeout, wait_for_workers=False, multi_tenant=True)
+
+
+@contextmanager
+def explained_store_errors() -> Iterator[None]:
+    """Explain errors of PyTorch's store, which anyone who reaches its port can cause, by a ``ValueError``."""
+    try:
+        yield
+    except (RuntimeError, ValueError, IndexError) as error:
+        # For a number that a stranger has overwritten, C++ only names the function that could not parse it.
+        reason = str(error).partition("\n")[0]
+        if isinstance(error, ValueError) and not re.fullmatch("sto[a-z]+", reason):
+            raise
+        address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        raise ValueError(
+            f"the ranks could not meet at {address} ({reason}): rank 0 or its store has ended, or another program writes to "
+            "this port. Choose another MASTER_PORT, one that only this run's hosts can reach"
+        ) from None
+
+
+def agree_on_attempt(store: Store, launch: Launch, seconds: float) -> str:
+    """Return a name that exactly the processes of this attempt get.
+
+    Rank 0 makes it up and the other ranks answer to it. They take it once rank 0 has heard all of them, but not if that was
+    before they answered. Raises ``ValueError`` after ``seconds``; on rank 0 it names the missing ranks.
+    """
+    if launch.rank:
+        return _follow(store, launch.rank, seconds)
+    # Random, as no number is counted alike on all hosts, and as the store still has the names of earlier attempts.
+    name = os.urandom(8).hex()
+    store.set("attempt", name)
+    missing = [f"{name}/{other}" for other in range(1, launch.world_size)]
+
+    def heard() -> bool:
+        while missing and store.check([missing[-1]]):  # one key a request, and none again that has been seen
+            missing.pop()
+        return not missing
+
+    if not _in_time(heard, seconds):
+        # The list still contains ranks behind the last absent one that have come.
+        absent = [int(key.partition("/")[2]) for key in missing if not store.check([key])]
+        ranks = ", ".join(f"rank {rank}{host_of(rank, launch)}" for rank in absent[:8])
+        raise ValueError(
+            f"{len(absent)} of {launch.world_size} ranks have not come within {seconds:.0f} s ({ranks}"
+            f"{' and others' if len(absent) > 8 else ''}): see whether their processes were started, and reach MASTER_ADDR"
+        )
+    store.set(f"{name}/complete", "")
+    return name
+
+
+def _follow(store: Store, rank: int, seconds: float) -> str:
+    answered: set[str] = set()
+    name = ""
+
+    def complete() -> bool:
+        nonlocal name
+        if not store.check(["attempt"]):
+            return False
+        name = store.get("attempt").decode()
+        if store.check([f"{name}/complete"]):
+            # An attempt that was complete before this process answered is an earlier one: a new name will follow.
+            return name in answered
+        if name not in answered:
+            store.set(f"{name}/{rank}", "")
+            answered.add(name)
+        return False
+
+    if not _in_time(complete, seconds):
+        raise ValueError(f"not all ranks have come within {seconds:.0f} s: rank 0 says which, if it is there")
+    return name
+
+
+def _in_time(condition: Callable[[], bool], seconds: float) -> bool:
+    """Poll until the condition holds or the time is over: a signal does not end a wait inside the store.
+
+    Raises ``ValueError`` when the launcher of this process is gone.
+    """
+    deadline, pause = time.monotonic() + seconds, 0.01
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        if lost := lost_launcher():
+            raise ValueError(lost)
+        time.sleep(pause)
+        # Less and less often, as thousands of ranks may ask the one store.
+        pause = min(1.5 * pause, _LONGEST_PAUSE_S)
+    return True
+
+
+def allow_descriptors(launch: Launch) -> None:
+    """Raise this process's limit of open files to the number of connections that it may have.
+
+    Rank 0 has all ranks at PyTorch's store and at the watchdog, and under gloo every rank is connected to all others.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 3 * launch.world_size + _DESCRIPTORS
+    if hard == resource.RLIM_INFINITY:
+        hard_limit = wanted
+    elif hard < 2 * launch.world_size and launch.rank == 0:
+        raise ValueError(
+            f"rank 0 may open {hard} files, but serves {launch.world_size} ranks with two connections each: "
+            f"raise the hard limit of open files to {wanted} (ulimit -Hn, LimitNOFILE)"
+        )
+    else:
+        hard_limit = hard
+    if soft not in (resource.RLIM_INFINITY, hard) and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(wanted, hard_limit)), hard))
+
+
+def _all_identities(launch: Launch, device: torch.device) -> list[Identity]:
+    # Bytes of fixed size, so that nothing is unpickled: name, boot id of 36 characters and two numbers fit.
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    own = (socket.gethostname()[:128], boot.read_text().strip() if boot.exists() else "")
+    text = "\n".join((*own, str(launch.local_rank), str(launch.local_size))).encode()
+    sent = torch.tensor(list(text.ljust(_IDENTITY_BYTES)), dtype=torch.uint8, device=device)  # NCCL sends device memory
+    received = sent.new_empty(launch.world_size * _IDENTITY_BYTES)
+    all_gather_single(received, sent)
+    rows = received.view(launch.world_size, _IDENTITY_BYTES).cpu().numpy()
+    fields = [row.tobytes().decode().strip(" ").split("\n") for row in rows]
+    return [Identity(host, boot, int(local), int(size)) for host, boot, local, size in fields]
+
+
+def group_by_host(identities: Sequence[Identity], one_launcher: bool = True) -> tuple[tuple[int, ...], ...]:
+    """Return the ranks of each host in ascending order, hosts by their lowest rank.
+
+    Raises ``ValueError`` when hosts hold different numbers of ranks, when a launcher announces more ranks a host than share
+    it, and when a host's local ranks do not ascend with its ranks. With ``one_launcher`` equal local ranks, which would use
+    one device, are refused too.
+    """
+    hosts: dict[tuple[str, str], list[int]] = {}
+    for rank, identity in enumerate(identities):
+        hosts.setdefault((identity.host, identity.boot), []).append(rank)
+    for (host, _), ranks in hosts.items():
+        local_ranks = [identities[rank].local_rank for rank in ranks]
+        # Containers may have host names of their own: ranks that share a host would then count as several hosts.
+        announced = max(identities[rank].local_size for rank in ranks)
+        if len(ranks) < announced:
+            raise ValueError(
+                f"host {host} runs {len(ranks)} ranks ({_listed(ranks)}), but its launcher announces {announced} a host: "
+                "containers of one host need its host name"
+            )
+        if one_launcher and len({*local_ranks}) < len(ranks):
+            raise ValueError(
+                f"host {host} runs ranks {_listed(ranks)} with local ranks {_listed(local_ranks)}: start one launcher a host"
+            )
+        # A rank's place on its host must be that of its rail, and groups are made in ascending order.
+        if local_ranks != sorted(local_ranks):
+            raise ValueError(
+                f"host {host} runs ranks {_listed(ranks)} with local ranks {_listed(local_ranks)}: number each host's ranks "
+                "in the order of its local ranks"
+            )
+    # Rails and shards go by the place on a host, and need as many places on each.
+    if len({len(ranks) for ranks in hosts.values()}) > 1:
+        counts = ", ".join(f"{host} {len(ranks)}" for (host, _), ranks in list(hosts.items())[:16])
+        raise ValueError(f"hosts with different numbers of ranks ({counts}): start the same number on every host")
+    return tuple(tuple(ranks) for ranks in hosts.values())
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers[:16])) + (", ..." if len(numbers) > 16 else "")

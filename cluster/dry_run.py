@@ -1,0 +1,31 @@
+"""Check a run before it starts, and say what memory and a step are expected to take.
+
+    python -m cluster.dry_run RECIPE [--section.field value ...]
+
+This is ``python -m bert.train RECIPE --dry-run`` and a forecast, for GPUs and for ranks that share a copy of the model.
+"""
+
+import sys
+from collections.abc import Sequence
+
+from bert.parallel.launch import Launch
+from bert.train import main as train
+from bert.train import parse
+from console.program import say
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Check and forecast; return the exit status."""
+    if status := train([*arguments, "--dry-run"]):
+        return status
+    config, launch = parse(arguments), Launch.from_environment()
+    if config.training.device == "cuda" or config.parallel.copy_ranks > 1:
+        from cluster.plan.forecast import forecast  # a second of imports
+
+        for line in forecast(config, launch.world_size, launch.local_size):
+            say(f"{config.recipe}: {line}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,123 @@
+"""Read what a machine has and who uses it: clock, memory, processors, limits, network, GPUs."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import resource
+import socket
+import time
+from dataclasses import dataclass, field
+
+from compliance.doctor.gpus import Gpus, read_gpus
+from compliance.doctor.host import ExaminedHost
+
+
+@dataclass(frozen=True)
+class AdapterPort:
+    """A port of a network adapter with RDMA; `state` is such as ACTIVE or DOWN, `rate` such as 400 Gb/sec (4X NDR)."""
+
+    name: str
+    state: str
+    rate: str
+    link_layer: str = "InfiniBand"
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Facts of a machine.
+
+    Attributes:
+        now: seconds since the epoch by its clock.
+        is_synchronised: whether a time service keeps the kernel's clock.
+        cores: cores that this process may use, by affinity and by the container's limit.
+        threads, physical_cores: of the whole machine.
+        memory_bytes: memory of the whole machine.
+        free_bytes: memory that programs may still take, within the container's limit.
+        shared_bytes: free space of /dev/shm; None without one.
+        lockable_bytes: memory that a process may lock; None for any amount.
+        load: mean number of running programs over the last minute.
+        governors: frequency governors of the cores.
+        ports: ports with RDMA.
+        has_rdma_devices: whether /dev/infiniband is there.
+        address: address of this host's name; "" if it has none.
+    """
+
+    now: float
+    is_synchronised: bool
+    cores: float
+    threads: int
+    physical_cores: int
+    frequency_mhz: float
+    memory_bytes: int
+    free_bytes: int
+    shared_bytes: int | None
+    lockable_bytes: int | None
+    load: float
+    governors: frozenset[str] = frozenset()
+    ports: tuple[AdapterPort, ...] = ()
+    has_rdma_devices: bool = False
+    address: str = ""
+    gpus: Gpus = field(default_factory=Gpus)
+
+
+def read_machine(host: ExaminedHost) -> Machine:
+    """Ask the kernel, NVIDIA's driver and the files of /sys."""
+    import psutil
+
+    memory, frequency = psutil.virtual_memory(), psutil.cpu_freq()
+    limit = host.read("/sys/fs/cgroup/memory.max")  # "max" if there is none
+    # "max" in place of a quota is no limit.
+    quota = re.fullmatch(r"(\d+) ([1-9]\d*)", host.read("/sys/fs/cgroup/cpu.max"))
+    allowed = len(os.sched_getaffinity(0))
+    locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    try:
+        shared: int | None = psutil.disk_usage(str(host.path("/dev/shm"))).free
+    except OSError:
+        shared = None
+    try:
+        address = socket.gethostbyname(socket.gethostname())
+    except OSError:
+        address = ""
+    cpus = [name for name in host.names("/sys/devices/system/cpu") if re.fullmatch(r"cpu\d+", name)]
+    governors = (host.read(f"/sys/devices/system/cpu/{name}/cpufreq/scaling_governor") for name in cpus)
+    return Machine(
+        now=time.time(),
+        is_synchronised=_is_clock_synchronised(),
+        cores=min(allowed, int(quota[1]) / int(quota[2])) if quota else allowed,
+        threads=psutil.cpu_count() or 1,
+        physical_cores=psutil.cpu_count(logical=False) or 1,
+        frequency_mhz=(frequency.max or frequency.current) if frequency else 0.0,
+        memory_bytes=memory.total,
+        free_bytes=min(memory.available, int(limit)) if limit.isdecimal() else memory.available,
+        shared_bytes=shared,
+        lockable_bytes=None if locked == resource.RLIM_INFINITY else locked,
+        load=psutil.getloadavg()[0],
+        governors=frozenset(filter(None, governors)),
+        ports=tuple(_ports(host)),
+        has_rdma_devices=bool(host.names("/dev/infiniband")),
+        address=address,
+        gpus=read_gpus(),
+    )
+
+
+def _is_clock_synchronised() -> bool:
+    timex = ctypes.create_string_buffer(512)  # struct timex, with modes = 0: nothing is set
+    try:
+        return 0 <= ctypes.CDLL(None).adjtimex(timex) < 5  # 5 is TIME_ERROR
+    except (OSError, AttributeError):
+        return False
+
+
+def _ports(host: ExaminedHost) -> list[AdapterPort]:
+    """List the ports of all adapters with RDMA: InfiniBand and RoCE."""
+    ports, folder = [], "/sys/class/infiniband"
+    for adapter in host.names(folder):
+        for number in host.names(f"{folder}/{adapter}/ports"):
+            told = {
+                name: host.read(f"{folder}/{adapter}/ports/{number}/{name}") for name in ("state", "rate", "link_layer")
+            }
+            state = told["state"].partition(":")[2].strip() or "unknown"  # "4: ACTIVE" in /sys
+            ports.append(AdapterPort(f"{adapter} port {number}", state, told["rate"], told["link_layer"]))
+    return ports

@@ -1,0 +1,113 @@
+"""Check a machine against what a run needs: clock, memory, processors, network, limits."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator, Mapping
+
+from compliance.doctor.diagnosis import Diagnosis, fail, fail_or_warn, ok, warn
+from compliance.doctor.layout import RunLayout
+from compliance.doctor.machine import Machine
+
+GIB = 2**30
+MIN_LOCKABLE_BYTES = 4 * GIB
+
+
+def clock(machine: Machine, layout: RunLayout, not_before: float) -> Iterator[Diagnosis]:
+    """Check the time, in which a log's records may not go back (TR 11). `not_before` is a time that has passed for sure."""
+    if machine.now < not_before or time.gmtime(machine.now).tm_year > 2100:
+        today = time.strftime("%Y-%m-%d %H:%M", time.gmtime(machine.now))
+        yield fail(
+            "clock", f"it says {today} UTC, which is impossible", "set the time: chronyc makestep, or timedatectl"
+        )
+    elif machine.is_synchronised:
+        yield ok("clock", "synchronised by a time service")
+    else:
+        found = "no time service synchronises it" + ("; logs of several nodes differ" if layout.nodes > 1 else "")
+        yield warn("clock", found, "start chronyd or systemd-timesyncd on the host")
+
+
+def memory(machine: Machine, layout: RunLayout) -> Iterator[Diagnosis]:
+    """Check memory, swapping, and the shared memory that NCCL and PyTorch need."""
+    needed = layout.ranks * (4 * GIB if layout.on_gpus else GIB // 2)
+    if machine.free_bytes < needed:
+        found = f"{machine.free_bytes / GIB:.1f} GiB free, {layout.ranks} rank(s) need about {needed / GIB:.0f} GiB"
+        yield warn("memory", found, "end other programs, or raise the container's limit")
+    else:
+        yield ok("memory", f"{machine.free_bytes / GIB:.0f} GiB free")
+    shared, needed = machine.shared_bytes, layout.ranks * GIB // 8
+    if shared is None:
+        yield fail_or_warn("shared memory", layout.ranks > 1, "no /dev/shm", "docker run --ipc=host")
+    elif shared < needed and layout.world_size > 1:
+        found = f"{shared / 2**20:.0f} MiB free in /dev/shm, {layout.ranks} ranks need {needed / 2**20:.0f} MiB"
+        yield fail_or_warn("shared memory", layout.on_gpus, found, "docker run --ipc=host or --shm-size=8g")
+    else:
+        yield ok("shared memory", f"{shared / GIB:.1f} GiB free in /dev/shm")
+
+
+def processors(machine: Machine, layout: RunLayout) -> Iterator[Diagnosis]:
+    """Check that every rank has cores, at full clock, which nobody else uses."""
+    found = f"{machine.cores:g} for {layout.ranks} rank(s)"
+    if machine.cores < layout.ranks:
+        yield fail("cores", found, "start fewer ranks (NPROC), or ask the scheduler for more cores (--cpus-per-task)")
+    elif layout.on_gpus and machine.cores < 4 * layout.ranks:
+        remedy = "ask the scheduler for more (--cpus-per-task): loading and launching need about four per rank"
+        yield warn("cores", found, remedy)
+    else:
+        yield ok("cores", found)
+    if machine.load > max(1.0, machine.cores / 4):
+        found = f"{machine.load:.1f} over the last minute on {machine.cores:g} cores"
+        yield warn("load", found, "find the programs that compute here (top)")
+    if slow := machine.governors - {"performance"}:
+        found = f"frequency governor {', '.join(sorted(slow))}"
+        yield warn("cores", found, "cpupower frequency-set --governor performance (root)")
+
+
+def network(machine: Machine, layout: RunLayout, environment: Mapping[str, str]) -> Iterator[Diagnosis]:
+    """Check the ports with RDMA, what they need, this host's name, and the port on which ranks meet."""
+    ports, several = machine.ports, layout.nodes > 1
+    down = [f"{port.name} {port.state}" for port in ports if port.state != "ACTIVE"]
+    if ports and len(down) == len(ports):
+        remedy = "look at cables and the subnet manager (ibstat, ibdiagnet)"
+        yield fail_or_warn("network", several, f"no port with RDMA is up: {', '.join(down)}", remedy)
+    elif down:
+        remedy = "look at the cable and the switch, or leave the port out with NCCL_IB_HCA"
+        yield warn(
+            "network", f"{len(ports) - len(down)} of {len(ports)} ports are up, but not {', '.join(down)}", remedy
+        )
+    elif ports:
+        yield ok("network", f"{len(ports)} ports with RDMA, {ports[0].rate}")
+    elif several and layout.on_gpus:
+        remedy = "load the driver of the adapters (mlx5_ib), and give the container /dev/infiniband"
+        yield warn("network", "no adapter with RDMA: ranks of different nodes would use TCP", remedy)
+    else:
+        yield ok("network", "TCP" if several else "no adapter with RDMA, and one node needs none")
+    if several and ports and not machine.has_rdma_devices:
+        remedy = "start the container with --device=/dev/infiniband, or privileged"
+        yield fail("network", "the adapters are here, but not /dev/infiniband", remedy)
+    locked = machine.lockable_bytes
+    if several and ports and locked is not None and locked < MIN_LOCKABLE_BYTES:
+        remedy = "ulimit -l unlimited (limits.conf, LimitMEMLOCK=infinity of slurmd, docker --ulimit memlock=-1)"
+        yield fail("limits", f"a process may lock {locked >> 10} KiB, and RDMA locks the memory that it sends", remedy)
+    if several:
+        yield from _master_address(machine, environment.get("MASTER_PORT", "29500"))
+
+
+def _master_address(machine: Machine, port: str) -> Iterator[Diagnosis]:
+    if not machine.address or machine.address.startswith("127."):
+        found = f"this host's name stands for {machine.address or 'no address'}, which other nodes cannot reach"
+        yield warn("host name", found, "set MASTER_ADDR to an address of the first node, or correct /etc/hosts")
+    if not port.isdecimal() or not 0 < int(port) < 65536:
+        yield fail("port", f"MASTER_PORT is {port!r}", "expected a number from 1 to 65535")
+        return
+    with socket.socket() as probe:
+        # Closed connections of an earlier run that the kernel still remembers do not matter.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", int(port)))
+        except OSError as error:
+            remedy = "end the program that listens there (ss -ltnp), or set MASTER_PORT to a free one on all nodes"
+            yield fail("port", f"{port}, on which ranks would meet, is not free: {error.strerror}", remedy)
+        else:
+            yield ok("port", f"{port} is free; it matters on the first node only")

@@ -1,0 +1,239 @@
+"""Records that a run writes about itself, one JSON object a line, in metrics_<n>.jsonl beside result_<n>.txt.
+
+The training loop writes them; report, watch, what-if and the benchmarks read them. Readers may get a file from anybody: its
+size, the length of its lines and the range of its numbers are bounded, and lines that hold no record are skipped, such as
+the last line of a killed run.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+
+from console.files import open_regular
+
+MAX_BYTES = 512 * 2**20
+MAX_LINE_BYTES = 64 * 2**10
+NAN = math.nan
+"""Stands for a number that is not finite; JSON has null for it."""
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=10**15)]
+Time = Annotated[float, msgspec.Meta(ge=0, le=1e15)]
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """The run: the first record of a file."""
+
+    recipe: str = ""
+    system: str = ""
+    target: float = NAN
+    global_batch_size: Count = 0
+    world_size: Count = 0
+    parameters: Count = 0
+    commit: str = ""
+    started: str = ""
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """Means over the steps since the last record; times in milliseconds, rates over all ranks."""
+
+    step: Count
+    samples: Count
+    time_s: Time = 0.0
+    """Seconds since ``run_start``."""
+    step_ms: Time = 0.0
+    data_wait_ms: Time = 0.0
+    forward_backward_ms: Time = 0.0
+    reduce_ms: Time = 0.0
+    update_ms: Time = 0.0
+    loss: float = NAN
+    """Not finite, like the next two, if such a loss is the reason why a step was skipped."""
+    masked_lm_loss: float = NAN
+    next_sentence_loss: float = NAN
+    learning_rate: float = NAN
+    """Learning rate of the last step that was not skipped."""
+    gradient_norm: float = NAN
+    tokens_per_s: Time = 0.0
+    sequences_per_s: Time = 0.0
+    skipped_steps: Count = 0
+    """Steps that changed nothing because a gradient was not finite."""
+
+
+@dataclass(frozen=True)
+class EvaluationRecord:
+    """Result of an evaluation of the whole evaluation set."""
+
+    step: Count
+    samples: Count
+    time_s: Time = 0.0
+    eval_s: Time = 0.0
+    masked_lm_accuracy: float = NAN
+    correct: Count = 0
+    count: Count = 0
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """A rank that has become slow, or is no longer slow, by the time of its own work in a step."""
+
+    rank: Count
+    host: str
+    is_slow: bool
+    own_ms: Time
+    median_ms: Time
+    """Median over the ranks with the same work."""
+
+
+@dataclass(frozen=True)
+class WarningRecord:
+    """Message that a person should look at while the run goes on."""
+
+    step: Count
+    time_s: Time = 0.0
+    text: str = ""
+    straggler: Straggler | None = None
+    """The rank that the warning is about, if it is about a straggler."""
+
+
+@dataclass(frozen=True)
+class PlanRecord:
+    """The run's median step beside the step that its plan predicts, by part, in milliseconds."""
+
+    step_ms: Time
+    data_wait_ms: Time
+    forward_backward_ms: Time
+    reduce_ms: Time
+    update_ms: Time
+    other_ms: Time
+    """Time outside the four phases."""
+    planned_step_ms: Time
+    planned_data_wait_ms: Time
+    planned_forward_backward_ms: Time
+    planned_reduce_ms: Time
+    planned_update_ms: Time
+    planned_other_ms: Time
+
+
+@dataclass(frozen=True)
+class EndRecord:
+    """End of the run."""
+
+    status: str
+    time_s: Time = 0.0
+    samples: Count = 0
+    masked_lm_accuracy: float = NAN
+
+
+Record = StepRecord | EvaluationRecord | WarningRecord | PlanRecord | EndRecord
+
+_KINDS: dict[str, type[RunRecord | Record]] = {
+    "run": RunRecord,
+    "step": StepRecord,
+    "eval": EvaluationRecord,
+    "warning": WarningRecord,
+    "plan": PlanRecord,
+    "end": EndRecord,
+}
+_EVENTS = {kind: event for event, kind in _KINDS.items()}
+
+
+@dataclass
+class Metrics:
+    """The records of one run by kind, in file order."""
+
+    run: RunRecord | None = None
+    steps: list[StepRecord] = field(default_factory=list)
+    evaluations: list[EvaluationRecord] = field(default_factory=list)
+    warnings: list[WarningRecord] = field(default_factory=list)
+    plan: PlanRecord | None = None
+    end: EndRecord | None = None
+
+    def add(self, record: RunRecord | Record) -> None:
+        """Take in one record."""
+        match record:
+            case StepRecord():
+                self.steps.append(record)
+            case EvaluationRecord():
+                self.evaluations.append(record)
+            case WarningRecord():
+                self.warnings.append(record)
+            case RunRecord():
+                self.run = record
+            case PlanRecord():
+                self.plan = record
+            case EndRecord():
+                self.end = record
+
+
+class MetricsWriter:
+    """Writer of the metrics file of ``run``; the file must not exist yet.
+
+    Raises ``OSError`` with the file's name if a line cannot be written, as on a full disk.
+    """
+
+    def __init__(self, path: Path, run: RunRecord) -> None:
+        self._path = path
+        # Line by line: programs that follow the file, or read the file of a killed run, find whole records.
+        self._file = path.open("x", encoding="utf-8", buffering=1)
+        self.write(run)
+
+    def write(self, record: RunRecord | Record) -> None:
+        """Append one line."""
+        values = {"event": _EVENTS[type(record)], **asdict(record)}
+        # JSON has no NaN; nine digits tell every fp32 number from its neighbours.
+        line = {
+            name: (float(f"{value:.9g}") if math.isfinite(value) else None) if isinstance(value, float) else value
+            for name, value in values.items()
+        }
+        try:
+            self._file.write(json.dumps(line) + "\n")
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self._path)) from None
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def parse_record(line: bytes) -> RunRecord | Record | None:
+    """Parse one line of a metrics file; return None if it holds no record."""
+    try:
+        values = msgspec.json.decode(line, type=dict[str, object])
+        kind = _KINDS.get(str(values.get("event")))
+        # A field that is null has its default.
+        given = {name: value for name, value in values.items() if value is not None}
+        return None if kind is None else msgspec.convert(given, kind)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):  # RecursionError: nested without end
+        return None
+
+
+def read_metrics(path: Path) -> Metrics:
+    """Read a metrics file. The result has no records if the file is missing or cannot be read."""
+    metrics = Metrics()
+    for line in _lines(path):
+        if (record := parse_record(line)) is not None:
+            metrics.add(record)
+    return metrics
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    try:
+        with open_regular(path) as file:
+            left, within = MAX_BYTES, False
+            # Bounded: a file without line ends would come as a single line.
+            while left > 0 and (line := file.readline(MAX_LINE_BYTES)):
+                left -= len(line)
+                # An overlong line comes in pieces, which are all skipped.
+                whole, within = not within, not line.endswith(b"\n")
+                if whole and (not within or len(line) < MAX_LINE_BYTES):
+                    yield line
+    except OSError:
+        return

@@ -1,0 +1,119 @@
+"""Lines, panel and time left of a run, as a person sees them."""
+
+import io
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+
+from bert.reporting.displays import RunPanel, RunProgress, StepLines
+from compliance.log.records import EndRecord, EvaluationRecord, StepRecord, read_metrics
+from compliance.log.schedule import EvaluationSchedule
+from tests.conftest import REPOSITORY
+
+STEP = StepRecord(
+    step=20,
+    samples=640,
+    time_s=2.0,
+    step_ms=100.0,
+    data_wait_ms=5.0,
+    forward_backward_ms=80.0,
+    reduce_ms=5.0,
+    update_ms=10.0,
+    loss=5.5,
+    masked_lm_loss=4.8,
+    next_sentence_loss=0.7,
+    learning_rate=1e-3,
+    gradient_norm=2.0,
+    tokens_per_s=28_000.0,
+    sequences_per_s=320.0,
+)
+EVALUATION = EvaluationRecord(
+    step=20, samples=640, time_s=2.5, eval_s=0.5, masked_lm_accuracy=0.25, correct=25, count=100
+)
+END = EndRecord(status="success", time_s=65.0, samples=640, masked_lm_accuracy=0.36)
+
+
+def progress(*records: StepRecord | EvaluationRecord) -> RunProgress:
+    made = RunProgress(target=0.4, max_samples=6400, schedule=EvaluationSchedule(640, 32))
+    for record in records:
+        made.add(record)
+    return made
+
+
+def test_plain_lines_are_one_line_a_record() -> None:
+    lines: list[str] = []
+    sink = StepLines(progress(STEP, EVALUATION), lines.append)
+    for record in (STEP, EVALUATION, END):
+        sink.write(record)
+    assert lines == [
+        "step     20  samples       640    100.0 ms     320.0 seq/s      28000 tok/s  wait  5.0 %  loss 5.5000  "
+        "lr 1.00e-03  eta at most 0:18",
+        "eval     20  samples       640  accuracy 0.2500 (25/100)  target 0.4000  0.50 s",
+        "end: success after 640 samples and 65.0 s",
+    ]
+
+
+@pytest.mark.measured  # the panel is drawn by the clock
+def test_the_panel_shows_accuracy_against_the_target() -> None:
+    text = io.StringIO()
+    shown = progress(STEP, EVALUATION)
+    panel = RunPanel("tiny_cpu · open", shown, Console(file=text, force_terminal=True, width=100))
+    for record in (STEP, EVALUATION, END):
+        panel.write(record)
+    panel.close()
+    for words in ("tiny_cpu · open", "0.2500 of 0.4000 at ", "evaluation 1", "▁", "at most 0:18", "success after 1:05"):
+        assert words in text.getvalue()
+
+
+def test_time_left_is_the_limit_until_accuracy_rises() -> None:
+    assert progress().eta == "-"
+    assert progress(STEP).eta == "at most 0:18"
+    assert progress(STEP, EVALUATION).eta == "at most 0:18"
+
+
+def test_time_left_after_a_resume_counts_the_samples_of_this_run_alone() -> None:
+    resumed = RunProgress(target=0.4, max_samples=6400, schedule=EvaluationSchedule(640, 32), resumed_samples=320)
+    resumed.add(replace(STEP, samples=320))
+    assert resumed.eta == "-"
+    resumed.add(STEP)  # 320 samples in 2 s, and 5760 to go
+    assert resumed.eta == "at most 0:36"
+
+
+def test_time_left_is_a_range_once_there_is_a_curve() -> None:
+    rising = [
+        replace(EVALUATION, samples=640 * number, masked_lm_accuracy=accuracy)
+        for number, accuracy in enumerate((0.10, 0.20, 0.28, 0.33), start=1)
+    ]
+    later = replace(STEP, samples=2560, time_s=25.6)  # 100 samples a second
+    assert progress(*rising[:3], later).eta == "at most 0:38"
+    assert progress(*rising, later).eta == "0:06 to 0:38"
+    assert progress(*rising, replace(later, samples=6400, time_s=64.0)).eta == "0:00 to 0:00"
+    flat = [replace(evaluation, masked_lm_accuracy=0.1) for evaluation in rising]
+    assert progress(*flat, later).eta == "at most 0:38"
+
+
+def test_the_time_left_that_recorded_runs_would_have_shown_held() -> None:
+    """At every evaluation of the runs in results/: in at least 9 of 10 runs no range that was shown missed the end."""
+    ranges, missed = 0, set()
+    for path in sorted((REPOSITORY / "results/cpu_2cores/bert").glob("metrics_*.jsonl")):
+        metrics = read_metrics(path)
+        assert metrics.run is not None
+        assert metrics.end is not None
+        shown = RunProgress(target=metrics.run.target, max_samples=96_000, schedule=EvaluationSchedule(4800, 32))
+        for evaluation in metrics.evaluations:
+            shown.add(evaluation)
+            shown.add(replace(STEP, samples=evaluation.samples, time_s=evaluation.time_s))
+            if evaluation.masked_lm_accuracy >= shown.target or "to" not in (said := shown.eta).split():
+                continue
+            ranges += 1
+            early, late = (seconds(part) for part in said.split(" to "))
+            left = metrics.end.time_s - evaluation.time_s
+            if not 0.9 * early - 1 <= left <= 1.1 * late + 1:  # the speed of a shared machine changes as well
+                missed.add(path.name)
+    assert ranges > 20
+    assert len(missed) <= 1, missed
+
+
+def seconds(text: str) -> int:
+    return sum(int(part) * 60**place for place, part in enumerate(reversed(text.split(":"))))

@@ -1,0 +1,225 @@
+"""Findings for code review: SARIF 2.1.0 and GitHub's workflow annotations."""
+
+from __future__ import annotations
+
+import json
+import re
+import string
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+import pytest
+
+from compliance.check.review import sarif, say_annotations, write_sarif
+from compliance.log.findings import Finding, Verdict
+from console.text import annotation
+from tests.compliance.command import run
+from tests.compliance.log_edits import metadata, value
+from tests.hostile import NAME
+
+URI_CHARACTERS = set(string.ascii_letters + string.digits + "-._~:/?#[]@!$&'()*+,;=%")
+EARLY = Finding(432, "eval_accuracy", "TR 24.4", "value 1, expected 2", "evaluate on the schedule", "bert/train.py:212")
+LATE = Finding(None, "", "SR Directory structure", "9 logs, expected 10", "add one", severity="warning", more=2)
+
+
+def check_structure(log: dict[str, Any]) -> dict[str, Any]:
+    """Check what the specification demands of the properties that are used here; returns the one run."""
+    assert log.keys() == {"$schema", "version", "runs"}
+    assert log["version"] == "2.1.0"
+    [run] = log["runs"]
+    assert run.keys() <= {"tool", "originalUriBaseIds", "columnKind", "invocations", "results", "properties"}
+    driver = run["tool"]["driver"]
+    assert driver["name"]
+    identifiers = [rule["id"] for rule in driver["rules"]]
+    assert len(identifiers) == len(set(identifiers))
+    for rule in driver["rules"]:
+        assert all(rule[text]["text"] for text in ("shortDescription", "fullDescription", "help"))
+    for base in run["originalUriBaseIds"].values():
+        assert re.fullmatch(r"file:///(.*/)?", base["uri"])
+    assert run["columnKind"] in ("unicodeCodePoints", "utf16CodeUnits")
+    for result in run["results"]:
+        assert identifiers[result["ruleIndex"]] == result["ruleId"]
+        assert result["level"] in ("error", "warning", "note", "none")
+        assert result["message"]["text"]
+        [location] = result["locations"]
+        physical = location["physicalLocation"]
+        artifact = physical["artifactLocation"]
+        assert set(artifact["uri"]) <= URI_CHARACTERS
+        assert ("uriBaseId" in artifact) is not artifact["uri"].startswith("file:///")
+        assert artifact.get("uriBaseId", "%SRCROOT%") in run["originalUriBaseIds"]
+        assert isinstance(physical["region"]["startLine"], int)
+        assert physical["region"]["startLine"] >= 1
+        assert re.fullmatch(r"[0-9a-f]{16}:1", result["partialFingerprints"]["primaryLocationLineHash"])
+    return run
+
+
+def run_of(root: Path, *found: tuple[Path, list[Finding]]) -> dict[str, Any]:
+    verdicts = [Verdict(path, "5.0.0", "pass", tuple(findings), "closed", "success") for path, findings in found]
+    return check_structure(sarif(verdicts, root))
+
+
+def place_of(result: dict[str, Any]) -> dict[str, Any]:
+    return result["locations"][0]["physicalLocation"]
+
+
+def test_a_finding_has_rule_level_place_and_message(tmp_path: Path) -> None:
+    run = run_of(tmp_path, (tmp_path / "results/a/bert/result_0.txt", [EARLY, LATE]))
+    early, late = run["results"]
+    assert [rule["id"] for rule in run["tool"]["driver"]["rules"]] == ["TR-24.4", "SR-Directory-structure"]
+    assert run["tool"]["driver"]["rules"][0]["shortDescription"]["text"] == "TR 24.4"
+    assert (early["ruleId"], early["level"], late["level"]) == ("TR-24.4", "error", "warning")
+    artifact = {"uri": "results/a/bert/result_0.txt", "uriBaseId": "%SRCROOT%"}
+    assert place_of(early) == {"artifactLocation": artifact, "region": {"startLine": 432}}
+    assert place_of(late)["region"] == {"startLine": 1}
+    assert early["message"]["text"] == (
+        "eval_accuracy: value 1, expected 2. Remedy: evaluate on the schedule. Logged at bert/train.py:212."
+    )
+    assert "(and 2 more like it)" in late["message"]["text"]
+
+
+def test_what_is_found_in_a_folder_stands_at_its_first_log_or_at_itself(tmp_path: Path) -> None:
+    uris = [place_of(of)["artifactLocation"]["uri"] for of in run_of(tmp_path, (tmp_path, [LATE]))["results"]]
+    assert uris == ["."]
+    for name in ("result_1.txt", "result_0.txt", "notes.md"):
+        (tmp_path / name).touch()
+    result, none = run_of(tmp_path, (tmp_path, [LATE]), (tmp_path / "none", [LATE]))["results"]
+    assert place_of(result)["artifactLocation"]["uri"] == "result_0.txt"
+    assert result["message"]["text"].startswith("In this folder: 9 logs")
+    assert place_of(none)["artifactLocation"]["uri"] == "none"
+
+
+def test_rules_are_listed_once(tmp_path: Path) -> None:
+    run = run_of(tmp_path, (tmp_path / "a.txt", [EARLY, LATE]), (tmp_path / "b.txt", [LATE, EARLY]))
+    assert len(run["tool"]["driver"]["rules"]) == 2
+    assert [result["ruleIndex"] for result in run["results"]] == [0, 1, 1, 0]
+
+
+@pytest.mark.parametrize(
+    "name", ["run all.txt", "Größe.txt", "100%.txt", "a#b?c.txt", "tab\t.txt", "line\nend.txt", "\udcff.txt"]
+)
+def test_odd_names_become_references(tmp_path: Path, name: str) -> None:
+    run = run_of(tmp_path, (tmp_path / name, [EARLY]))
+    assert unquote(place_of(run["results"][0])["artifactLocation"]["uri"], errors="surrogateescape") == name
+    json.dumps(run).encode()
+
+
+def test_a_file_elsewhere_keeps_its_whole_path(tmp_path: Path) -> None:
+    [result] = run_of(tmp_path / "here", (tmp_path / "there" / "a.txt", [EARLY]))["results"]
+    assert place_of(result)["artifactLocation"] == {"uri": (tmp_path / "there" / "a.txt").as_uri()}
+
+
+def test_the_fingerprint_outlives_a_shift_of_lines(tmp_path: Path) -> None:
+    findings = [EARLY, replace(EARLY, line=439), replace(EARLY, found="value 3, expected 2")]
+    results = run_of(tmp_path, (tmp_path / "a.txt", findings))["results"]
+    prints = [result["partialFingerprints"]["primaryLocationLineHash"] for result in results]
+    assert prints[0] == prints[1] != prints[2]
+
+
+def test_no_finding_is_an_empty_run_and_no_rule_has_an_identifier(tmp_path: Path) -> None:
+    run = run_of(tmp_path, (tmp_path / "a.txt", []))
+    assert (run["results"], run["tool"]["driver"]["rules"]) == ([], [])
+    [result] = run_of(tmp_path, (tmp_path / "a.txt", [replace(EARLY, rule="")]))["results"]
+    assert result["ruleId"] == "log-format"
+
+
+def test_the_file_is_written_beside_the_other_output(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, open_log: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    log = Path("results/node/bert/result_0.txt")
+    log.parent.mkdir(parents=True)
+    log.write_text(metadata("run_stop", "status", "done")(open_log))
+    status, said = run("check", log, "--sarif", "out/findings.sarif", "--json")
+    results = check_structure(json.loads(Path("out/findings.sarif").read_text()))["results"]
+    levels = [finding["severity"] for finding in json.loads(said)[0]["findings"]]
+    assert (status, [result["level"] for result in results]) == (1, levels)
+    assert {place_of(result)["artifactLocation"]["uri"] for result in results} == {str(log)}
+    with pytest.raises(ValueError, match="cannot be written"):
+        write_sarif(log / "out.sarif", [])
+
+
+# Annotations
+
+COMMAND = re.compile(r"::(\w+)(?: ([^:]*))?::(.*)")
+"""A command as the runner splits it: at the first "::" after the properties, which are split at commas."""
+
+
+def decoded(line: str) -> tuple[str, dict[str, str], str]:
+    """Level, properties and message of an annotation as the runner reads them."""
+    match = COMMAND.fullmatch(line)
+    assert match, line
+    pairs = dict(pair.split("=", 1) for pair in match[2].split(",")) if match[2] else {}
+    codes = {"%0D": "\r", "%0A": "\n", "%3A": ":", "%2C": ",", "%25": "%"}  # the last one last, as the runner does
+
+    def plain(text: str) -> str:
+        for code, letter in codes.items():
+            text = text.replace(code, letter)
+        return text
+
+    return match[1], {name: plain(value) for name, value in pairs.items()}, plain(match[3])
+
+
+@pytest.mark.parametrize(
+    "text", ["plain", "100 %", "%0A", "a:b,c", "two\nlines\r", "::error::forged", ",file=x", "::", "%25", "größe"]
+)
+def test_parts_come_back_as_they_were(text: str) -> None:
+    line = annotation("error", f"of {text}", {"file": text, "line": 3, "title": f"TR {text}"})
+    assert decoded(line) == ("error", {"file": text, "line": "3", "title": f"TR {text}"}, f"of {text}")
+    assert "\n" not in line
+    assert "\r" not in line
+
+
+def test_hostile_parts_make_one_harmless_line() -> None:
+    line = annotation("warning", NAME, {"file": NAME, "title": NAME})
+    assert line.isprintable()
+    assert not re.search(r"##\w*\[", line)
+    level, properties, _ = decoded(line)
+    assert (level, properties.keys()) == ("warning", {"file", "title"})
+    line.encode()
+
+
+def test_an_annotation_stands_at_the_line_of_each_finding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    log = tmp_path / "results" / "vm" / "bert" / "result_0.txt"
+    log.parent.mkdir(parents=True)
+    log.write_text("")
+    early = Finding(432, "eval_accuracy", "TR 24.4", "value 1, expected 2", "train on")
+    few = Finding(None, "", "SR Directory structure", "9 logs, expected 10", "add one", severity="warning")
+    say_annotations(
+        [
+            Verdict(log, "5.0.0", "pass", (early,), "open", "success"),
+            Verdict(log.parent, "5.0.0", "pass", (few,), None, None),
+        ]
+    )
+    at_log, in_folder = map(decoded, capsys.readouterr().out.splitlines())
+    path = "results/vm/bert/result_0.txt"
+    assert at_log[:2] == ("error", {"file": path, "line": "432", "title": "TR 24.4"})
+    assert at_log[2].startswith("eval_accuracy: value 1, expected 2. ")
+    assert in_folder[:2] == ("warning", {"file": path, "line": "1", "title": "SR Directory structure"})
+    assert in_folder[2].startswith("In this folder: 9 logs")
+
+
+@pytest.mark.parametrize("name", ["result_0.txt", f"{NAME}.txt"], ids=["plain", "hostile"])
+def test_the_command_adds_annotations_to_its_verdict(tmp_path: Path, name: str, open_log: str) -> None:
+    log = tmp_path / name
+    log.write_text(value("submission_division", "OPEN")(open_log))
+    status, plain = run("check", log)
+    found, text = run("check", log, "--format", "github")
+    *verdict, total = plain.splitlines()
+    *above, last = text.splitlines()
+    assert (status, found, above[: len(verdict)], last) == (1, 1, verdict, total)
+    added = above[len(verdict) :]
+    assert len(added) == len(verdict) - 1  # the verdict has a line of its own
+    for level, properties, _ in map(decoded, added):
+        assert level in ("error", "warning")
+        assert properties.keys() <= {"file", "line", "title"}
+    assert all(line.isprintable() for line in added)
+
+
+def test_annotations_beside_json_are_refused(tmp_path: Path) -> None:
+    status, text = run("check", tmp_path, "--json", "--format", "github")
+    assert (status, text) == (2, "error: --format github and --json: choose one of them\n")

@@ -1,0 +1,119 @@
+"""The checks of a machine's facts, and the facts of the machine that the tests run on."""
+
+import re
+import socket
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from compliance.doctor.diagnosis import Diagnosis
+from compliance.doctor.layout import RunLayout
+from compliance.doctor.machine import AdapterPort, Machine, read_machine
+from compliance.doctor.machine_checks import clock, memory, network, processors
+from tests.compliance.doctor.fake_host import CPU, MACHINE, NODE, NODES, PORTS, expect, fake_host
+
+DOWN = tuple(replace(port, state="DOWN") for port in PORTS)
+ONE_DOWN = (*PORTS[:3], replace(PORTS[3], state="INIT"), *PORTS[4:])
+
+
+def checked(machine: Machine, layout: RunLayout, port: object) -> Iterator[Diagnosis]:
+    yield from clock(machine, layout, 1_800_000_000.0)
+    yield from memory(machine, layout)
+    yield from processors(machine, layout)
+    yield from network(machine, layout, {"MASTER_PORT": str(port)})
+
+
+@pytest.fixture
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.mark.parametrize(
+    ("layout", "facts", "expected"),
+    [
+        *((layout, {}, "") for layout in (NODE, NODES, CPU)),
+        (NODE, {"now": 5.0}, "fail clock: it says 1970-01-01 00:00 UTC"),
+        (NODE, {"now": 1_799_999_900.0}, "fail clock: 2027-"),
+        (NODE, {"now": 5e9}, "fail clock: 2128-"),
+        (NODES, {"is_synchronised": False}, "warn clock: logs of several nodes"),
+        (NODE, {"free_bytes": 2 << 30}, "warn memory: 2.0 GiB free, 8 rank(s)"),
+        (CPU, {"free_bytes": 1 << 30}, ""),
+        (NODE, {"shared_bytes": 1023 << 20}, "fail shared memory: 1023 MiB free in /dev/shm"),
+        (NODE, {"shared_bytes": 1024 << 20}, ""),
+        (CPU, {"shared_bytes": 64 << 20}, "warn shared memory: 2 ranks need 256 MiB"),
+        (NODE, {"shared_bytes": None}, "fail shared memory: no /dev/shm"),
+        (NODE, {"cores": 16}, "warn cores: 16 for 8 rank(s)"),
+        (NODE, {"cores": 4}, "fail cores: 4 for 8 rank(s)"),
+        (CPU, {"cores": 2}, ""),
+        (NODE, {"load": 97.02}, "warn load: 97.0"),
+        (NODE, {"load": 2.02}, ""),
+        (NODE, {"governors": frozenset({"powersave", "performance"})}, "warn cores: frequency governor powersave"),
+        (NODE, {"governors": frozenset({"performance"})}, ""),
+        (NODES, {"lockable_bytes": 8 << 20}, "fail limits: a process may lock 8192 KiB"),
+        (NODE, {"lockable_bytes": 8 << 20}, ""),
+        (NODES, {"has_rdma_devices": False}, "fail network: not /dev/infiniband"),
+        (NODES, {"ports": DOWN}, "fail network: no port with RDMA is up: mlx5_0 port 1 DOWN"),
+        (NODE, {"ports": DOWN}, "warn network: no port with RDMA is up"),
+        (NODES, {"ports": ONE_DOWN}, "warn network: 7 of 8 ports are up, but not mlx5_3 port 1 INIT"),
+        (NODES, {"ports": ()}, "warn network: no adapter with RDMA"),
+        (NODE, {"ports": ()}, ""),
+        (NODES, {"address": "127.0.1.1"}, "warn host name: stands for 127.0.1.1"),
+        (NODES, {"address": ""}, "warn host name: stands for no address"),
+    ],
+)
+def test_one_wrong_fact_is_named(layout: RunLayout, facts: dict[str, Any], expected: str, free_port: int) -> None:
+    expect(checked(replace(MACHINE, **facts), layout, free_port), *filter(None, [expected]))
+
+
+@pytest.mark.parametrize("text", ["0", "65536", "http", ""])
+def test_a_port_that_is_no_port(text: str) -> None:
+    expect(checked(MACHINE, NODES, text), f"fail port: MASTER_PORT is {text!r}")
+
+
+def test_a_port_that_is_taken() -> None:
+    with socket.socket() as other:
+        other.bind(("", 0))
+        other.listen()
+        expect(checked(MACHINE, NODES, other.getsockname()[1]), "fail port: is not free")
+
+
+def test_a_port_that_an_earlier_run_used_is_free() -> None:
+    with socket.socket() as server, socket.socket() as client:
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        server.bind(("", 0))
+        server.listen()
+        port = server.getsockname()[1]
+        client.connect(("127.0.0.1", port))
+        server.accept()[0].close()  # the side that closes first keeps the port in TIME_WAIT
+        client.recv(1)
+    expect(checked(MACHINE, NODES, port))
+
+
+def test_the_facts_of_this_machine_within_a_containers_limits(tmp_path: Path) -> None:
+    port, cpu = "/sys/class/infiniband/mlx5_0/ports/1", "/sys/devices/system/cpu"
+    files = {
+        "/sys/fs/cgroup/memory.max": "1048576\n",
+        "/sys/fs/cgroup/cpu.max": "50000 100000\n",
+        f"{port}/state": "4: ACTIVE\n",
+        f"{port}/rate": "200 Gb/sec (4X HDR)\n",
+        f"{port}/link_layer": "Ethernet\n",
+        f"{cpu}/cpu0/cpufreq/scaling_governor": "powersave\n",
+        f"{cpu}/cpufreq/x": "",
+    }
+    machine = read_machine(fake_host(tmp_path, files))
+    assert (machine.free_bytes, machine.cores) == (1 << 20, 0.5)
+    assert machine.ports == (AdapterPort("mlx5_0 port 1", "ACTIVE", "200 Gb/sec (4X HDR)", "Ethernet"),)
+    assert (machine.governors, machine.shared_bytes, machine.has_rdma_devices) == ({"powersave"}, None, False)
+    free = {"/sys/fs/cgroup/memory.max": "max", "/sys/fs/cgroup/cpu.max": "max 100000", "/dev/shm/x": ""}
+    machine = read_machine(fake_host(tmp_path, free))
+    total = re.search(r"MemTotal: +(\d+) kB", Path("/proc/meminfo").read_text())
+    assert total is not None
+    assert machine.memory_bytes == int(total[1]) * 1024
+    assert 1 << 20 < machine.free_bytes < machine.memory_bytes
+    assert machine.shared_bytes
+    assert 1 <= machine.cores <= machine.threads

@@ -1,0 +1,83 @@
+"""Records of a run: written as JSON, read back the same, and bounded where somebody else wrote them."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from compliance.log import records
+from compliance.log.records import (
+    EndRecord,
+    EvaluationRecord,
+    MetricsWriter,
+    PlanRecord,
+    RunRecord,
+    StepRecord,
+    Straggler,
+    WarningRecord,
+    parse_record,
+    read_metrics,
+)
+
+RUN = RunRecord("tiny_cpu", "node", 0.36, 32, 2, 579_074, "abc", "2024-01-02T03:04:05+00:00")
+STEP = StepRecord(20, 640, 2.0, 100.0, 5.0, 80.0, 5.0, 10.0, 5.5, 4.75, 0.75, 1e-3, 2.0, 28_000.0, 320.0)
+
+
+def test_records_are_read_as_they_were_written(tmp_path: Path) -> None:
+    path, writer = tmp_path / "metrics_0.jsonl", MetricsWriter(tmp_path / "metrics_0.jsonl", RUN)
+    slow = WarningRecord(20, 2.0, "rank 1 is slow", Straggler(1, "node", True, 60.0, 40.0))
+    evaluation, plan = EvaluationRecord(20, 640, 2.5, 0.5, 0.25, 25, 100), PlanRecord(*map(float, range(12)))
+    end = EndRecord("success", 65.0, 640, 0.375)
+    for record in (STEP, evaluation, slow, plan, end):
+        writer.write(record)
+    writer.close()
+    found = read_metrics(path)
+    assert (found.run, found.steps, found.evaluations) == (RUN, [STEP], [evaluation])
+    assert (found.warnings, found.plan, found.end) == ([slow], plan, end)
+    with pytest.raises(FileExistsError):
+        MetricsWriter(path, RUN)
+
+
+def test_a_number_that_is_not_finite_is_null_in_json_and_small_numbers_keep_their_digits(tmp_path: Path) -> None:
+    def refuse(constant: str) -> None:
+        raise AssertionError(constant)
+
+    path = tmp_path / "metrics_0.jsonl"
+    writer = MetricsWriter(path, RUN)
+    writer.write(replace(STEP, loss=math.nan, masked_lm_loss=math.inf, learning_rate=1.23456789e-7))
+    _, step = (json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines())
+    assert (step["event"], step["loss"], step["masked_lm_loss"]) == ("step", None, None)
+    assert step["learning_rate"] == pytest.approx(1.23456789e-7, rel=1e-8)
+    [read] = read_metrics(path).steps
+    assert math.isnan(read.loss)
+    assert math.isnan(read.masked_lm_loss)
+
+
+def test_lines_that_hold_no_record_are_skipped(tmp_path: Path) -> None:
+    path = tmp_path / "metrics_0.jsonl"
+    good = b'{"event": "eval", "step": 1, "samples": 32}\n'
+    path.write_bytes(
+        b'\xff\n[1]\n{"event": "other"}\n{"event": []}\n'
+        + good
+        + b"x" * records.MAX_LINE_BYTES + good  # the end of an overlong line is no line
+        + b'{"event": "end", "status": "' + b"x" * 200_000 + b'"}'
+        + b"\n" + b"[" * 60_000 + b"\n" + good + b'{"event": "step", "lo'
+    )  # fmt: skip
+    found = read_metrics(path)
+    assert found == records.Metrics(evaluations=[EvaluationRecord(1, 32)] * 2)
+    assert read_metrics(tmp_path / "missing") == read_metrics(tmp_path) == records.Metrics()
+
+
+def test_a_file_is_read_up_to_its_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "metrics_0.jsonl"
+    line = json.dumps({"event": "step", "step": 1, "samples": 1}) + "\n"
+    path.write_text(10 * line)
+    monkeypatch.setattr(records, "MAX_BYTES", 3 * len(line))
+    assert len(read_metrics(path).steps) == 3
+
+
+@pytest.mark.parametrize("value", ["-1", "1e300", "1" + 400 * "0", "true", '"1"', "[]", "1.5"])
+def test_numbers_out_of_range_make_no_record(value: str) -> None:
+    assert parse_record(f'{{"event": "step", "samples": 1, "step": {value}}}'.encode()) is None
