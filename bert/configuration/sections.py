@@ -96,8 +96,8 @@ class DataConfig:
     """The vocabulary that the shards were made with; its digest is compared with theirs."""
     initial_checkpoint: Path | None
     """Weights to start from, a safetensors file or a Hugging Face folder; None starts from random weights."""
-    loader: Literal["auto", "numpy", "dali"] = "auto"
-    """auto: DALI where it is installed and there is a GPU, otherwise NumPy. Both give the same batches."""
+    loader: Literal["numpy", "dali"] = "numpy"
+    """numpy or dali, which needs nvidia-dali. Both give the same batches."""
     prefetch: int = 4
     """Steps that are assembled ahead."""
 
