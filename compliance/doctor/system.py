@@ -187,15 +187,14 @@ def software(pytorch: Mapping[str, Any], driver: str, host: ExaminedHost) -> dic
 def container(host: ExaminedHost) -> str:
     """Name the kind of container this runs in, and NVIDIA's image; "" outside of containers."""
     environment = host.environment
-    product = environment.get("NVIDIA_PRODUCT_NAME", "")
-    image = f", image NVIDIA {product} {environment.get('NVIDIA_PYTORCH_VERSION', '')}".rstrip() if product else ""
-    if path := environment.get("APPTAINER_CONTAINER") or environment.get("SINGULARITY_CONTAINER"):
-        return f"Apptainer container {Path(path).name}{image}"
+    image = f", image NVIDIA {name}" if (name := environment.get("NVIDIA_PRODUCT_NAME")) else ""
+    apptainer = environment.get("APPTAINER_CONTAINER") or environment.get("SINGULARITY_CONTAINER")
     kinds = {
-        "Kubernetes pod": "KUBERNETES_SERVICE_HOST" in environment,
+        f"Apptainer container {Path(apptainer or '').name}": apptainer,
+        "Kubernetes pod": environment.get("KUBERNETES_SERVICE_HOST"),
         "Podman container": host.path("/run/.containerenv").exists(),
         "Docker container": host.path("/.dockerenv").exists(),
-        "container": bool(product or environment.get("container")),
+        "container": image or environment.get("container"),
     }
     return next((kind + image for kind, is_here in kinds.items() if is_here), "")
 
