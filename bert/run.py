@@ -12,7 +12,7 @@ import torch
 
 from bert.checkpoints.training_state import RunState, checkpoint_folders, find, lock, written_by
 from bert.checkpoints.weights import VOCABULARY, save_weights
-from bert.checkpoints.world import World, changes, planned_anew
+from bert.checkpoints.world import World, changes, rebalance_batch
 from bert.configuration.config import Config
 from bert.guards.data_guard import DataGuard
 from bert.guards.faults import ended_together
@@ -88,7 +88,7 @@ def _timed_run(config: Config, inputs: Inputs, mesh: Mesh, guard: DataGuard, int
     before = resumed.world if resumed else None
     # Only if a launcher has restarted the run: a user who resumes states how the batch is shared.
     if again and before:
-        config = planned_anew(config, before, mesh.data_size)
+        config = rebalance_batch(config, before, mesh.data_size)
     adaptive = config.log.division == "open" and (again or may_start_again())
     # Again, because preflight skips this check if shares may follow from the checkpoint.
     check_shares(config, inputs.train, mesh.data_size, uneven=adaptive)

@@ -13,10 +13,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-TABLE = Path(__file__).with_name("devices.toml")
+from compliance.log.accelerator import MAX_NAME, form
 
-# Names come from untrusted files; cut long ones before any regular expression reads them.
-_LONGEST_NAME = 200
+TABLE = Path(__file__).with_name("devices.toml")
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,7 @@ def device_named(name: str) -> Device:
         ValueError: the name contains no known model. The message lists the nearest names.
     """
     # Vendors put hyphens, slashes and brackets anywhere, so only letters, digits and "+" separate words.
-    words = re.sub(r"[^A-Z0-9+]+", " ", name[:_LONGEST_NAME].upper()).replace("GAUDI 2", "GAUDI2")
+    words = re.sub(r"[^A-Z0-9+]+", " ", name[:MAX_NAME].upper()).replace("GAUDI 2", "GAUDI2")
     # Match whole words: "A100" must not match "A1000", nor "H100" match "GH100".
     alike = [device for device in devices() if re.search(rf"\b{device.model.upper()}\b", words)]
     alike = alike or [device for device in devices() if device.name.upper() in name.upper()]
@@ -70,19 +69,10 @@ def device_named(name: str) -> Device:
         names = {device.name.upper(): device.name for device in devices()}
         nearest = difflib.get_close_matches(words.removeprefix("NVIDIA "), names, n=3, cutoff=0.0)
         raise ValueError(
-            f"accelerator {name[:_LONGEST_NAME]!r} is unknown; nearest: {', '.join(names[each] for each in nearest)}; "
+            f"accelerator {name[:MAX_NAME]!r} is unknown; nearest: {', '.join(names[each] for each in nearest)}; "
             "`python -m cluster devices` lists all"
         )
-    form = _form(words)
-    alike = [device for device in alike if device.form == form] or alike
+    alike = [device for device in alike if device.form == form(name)] or alike
     memory = re.search(r"(\d{2,3}) ?GB\b", words)
     # Choose the nearest memory size because names round it in different ways.
     return min(alike, key=lambda device: abs(device.memory_gb - int(memory[1]))) if memory else alike[0]
-
-
-def _form(words: str) -> str | None:
-    # Test PCIe first: drivers name SXM devices by their kind of memory, which names of PCIe cards may contain as well.
-    for pattern, form in ((r"PCIE", "PCIe"), (r"\bNVL\b", "NVL"), (r"SXM|\bHBM3E?\b", "SXM")):
-        if re.search(pattern, words):
-            return form
-    return None

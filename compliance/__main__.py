@@ -11,7 +11,6 @@ from typing import Annotated, Literal
 
 from tyro.conf import FlagCreatePairsOff, Positional, arg
 
-from compliance.log.file import STDIN
 from compliance.log.rules import AUTO, NEWEST_RULESET, RULESETS, Division
 from compliance.report import Format
 from console.commands import Commands
@@ -37,28 +36,23 @@ def check(
     ignore: Path | None = None,
     json: FlagCreatePairsOff[bool] = False,
     sarif: Path | None = None,
-    junit: Path | None = None,
     format: Literal["text", "github"] = "text",
 ) -> int:
     """Check logs with the official checker and stricter rules. Exit status 0 only if all pass, 1 if one does not.
 
-    A PATH is a log result_<n>.txt, plain or in gzip, "-" for one on standard input, results/<system>/bert,
-    results/<system>, results, a whole submission, or a round of submissions.
+    A PATH is a log result_<n>.txt, results/<system>/bert, results/<system>, results, a whole submission, or a round of
+    submissions.
 
     Args:
         quiet: Print errors and the total only.
         ignore: Leave out the findings in this file, which an earlier check wrote with --json.
         json: Print the verdicts as one JSON document.
-        sarif: Write the findings to this file too, in the form of code review: SARIF 2.1.0.
-        junit: Write the verdicts to this file too, in the form of test results: JUnit XML.
+        sarif: Write the findings to this file too, as SARIF 2.1.0, which code review tools show beside the lines.
         format: github adds annotations for a workflow, which GitHub shows beside the lines.
     """
     # tyro lets a tuple of positional arguments be empty, and nothing checked must not look like all passed.
     if not paths:
         raise ValueError("no path given, expected logs results/<system>/bert/result_<n>.txt, or folders of them")
-    if paths.count(STDIN) > 1:
-        given = f"{STDIN}: given {paths.count(STDIN)} times"
-        raise ValueError(f"{given}, expected once: standard input can be read only once")
     # An annotation is a line of its own, among which a document would be no JSON.
     if format == "github" and json:
         raise ValueError("--format github and --json: choose one of them")
@@ -70,13 +64,9 @@ def check(
     verdicts, ignored = without_known(check_paths(paths, ruleset), known)
     # Before the first line of output, so that a file that cannot be written is the only thing that is said.
     if sarif:
-        from compliance.check.sarif import write_sarif
+        from compliance.check.review import write_sarif
 
         write_sarif(sarif, verdicts)
-    if junit:
-        from compliance.check.junit import write_junit
-
-        write_junit(junit, verdicts)
     # Not simply that all pass: a folder of ten can do without one of its logs.
     is_accepted = accepted(verdicts)
     if json:
@@ -86,7 +76,7 @@ def check(
 
     say_verdicts(verdicts, quiet=quiet)
     if format == "github":
-        from compliance.check.annotations import say_annotations
+        from compliance.check.review import say_annotations
 
         say_annotations(verdicts)
     say(total(verdicts, is_accepted=is_accepted, ignored=ignored))
@@ -157,20 +147,16 @@ def system(
 def convergence(
     folder: Folder,
     ruleset: Ruleset = NEWEST_RULESET,
-    runs: int = 10,
-    train_samples: FlagCreatePairsOff[bool] = False,
     json: FlagCreatePairsOff[bool] = False,
 ) -> int:
     """Compare the runs in FOLDER with the reference convergence points, also while runs are missing. Status 1 on failure.
 
     Args:
-        runs: Runs of a complete set.
-        train_samples: Count samples by the key train_samples, for logs in which epoch_num is a placeholder.
         json: Print it as one JSON document.
     """
     from compliance.convergence.standing import standing
 
-    found = standing(folder, ruleset, runs, from_train_samples=train_samples)
+    found = standing(folder, ruleset)
     if json:
         say_json(found.as_dict())
     else:
@@ -216,10 +202,6 @@ def package(
     runs: Path,
     out: Path,
     ruleset: Ruleset = NEWEST_RULESET,
-    implementation: str = "mlperf-bert",
-    replace: FlagCreatePairsOff[bool] = False,
-    archive: Path | None = None,
-    password_file: Path | None = None,
 ) -> int:
     """Make a submission tree OUT/ORG and run the official tools on it. Exit status 0 only if all pass.
 
@@ -228,15 +210,11 @@ def package(
         system: The system description; its name without .json names the system.
         runs: The folder with the logs of at least ten runs: results/<system>/bert.
         out: The folder in which the tree is made.
-        implementation: Name of the source in the tree.
-        replace: Write a tree anew that is there already.
-        archive: Also pack the tree into this file, compressed and encrypted, if all tools pass.
-        password_file: The file with the archive's password in its first line.
     """
     from compliance.package.command import run
     from compliance.package.tree import PackageRequest
 
-    return run(PackageRequest(org, system, runs, out, ruleset, implementation, replace), archive, password_file)
+    return run(PackageRequest(org, system, runs, out, ruleset))
 
 
 @app.command

@@ -75,6 +75,7 @@ class Axes:
     Attributes:
         description: the chart in a sentence, for screen readers.
         from_zero: whether the y axis starts at zero instead of near the lowest value.
+        x_format: by default short counts.
     """
 
     description: str
@@ -82,6 +83,7 @@ class Axes:
     y_format: Format
     guides: Sequence[Guide] = ()
     from_zero: bool = False
+    x_format: Format | None = None
 
 
 def line_chart(lines: Sequence[Line], axes: Axes, *, dots: bool = False) -> Markup:
@@ -98,21 +100,6 @@ def line_chart(lines: Sequence[Line], axes: Axes, *, dots: bool = False) -> Mark
             shapes.append(_path("dots", "".join(f"M{place}h0" for place in places)))
             shapes.append(_path("dots last", f"M{places[-1]}h0"))
         plot.marks.append(_Mark(f"mark {line.kind}", line.name, shapes))
-    return plot.render()
-
-
-def stacked_chart(lines: Sequence[Line], axes: Axes) -> Markup:
-    """Draw an area for each line, one on top of the other. All lines have the same x; their kinds are the colours."""
-    xs = [x for x, _ in lines[0].points]
-    levels = [[0.0] * len(xs)]
-    for line in lines:
-        levels.append([below + y for below, (_, y) in zip(levels[-1], line.points, strict=True)])
-    # All edges have the same x, so thinning cuts them at the same places and the areas fit.
-    edges = [thin(list(zip(xs, level, strict=True))) for level in levels]
-    plot = _Plot(replace(axes, from_zero=True), xs, levels[-1])
-    for line, lower, upper in zip(lines, edges, edges[1:], strict=False):
-        corners = " ".join(plot.place(point) for point in [*upper, *reversed(lower)])
-        plot.marks.append(_Mark("", line.name, [("polygon", {"class": line.kind, "points": corners})]))
     return plot.render()
 
 
@@ -184,7 +171,7 @@ class _Plot:
             x_ticks = ticks(0.0, max([*xs, *_ends(axes.guides, "x")]))
             self.x_of = _scale(x_ticks, 0.0, SIDE)
             for x in x_ticks:
-                self.add_word("x", short_count(x), left=self.x_of(x))
+                self.add_word("x", (axes.x_format or short_count)(x), left=self.x_of(x))
         self.rules.extend(map(self._guide, axes.guides))
 
     def place(self, point: tuple[float, float]) -> str:

@@ -1,6 +1,6 @@
 """Command line of the data stages: ``python -m dataloading COMMAND``.
 
-A command imports what it needs when it runs, so that --help and a wrong option cost no second.
+A command imports what it needs when it runs, so that --help and wrong options are answered at once.
 """
 
 from __future__ import annotations
@@ -15,12 +15,11 @@ import tyro
 
 from console.commands import Commands
 from console.interruption import end_in_order
-from console.program import complain, say
-from dataloading.options import Compression, ExtractionOptions, Layout, OwnText, PretrainingOptions
+from console.program import say
+from dataloading.options import ExtractionOptions, Layout, OwnText, PretrainingOptions
 
 if TYPE_CHECKING:
     from dataloading.dataset.folder import Dataset
-    from dataloading.dataset.shuffle import ShuffleProgress
     from dataloading.jobs import JobProgress, WorkPart
 
 app = Commands()
@@ -30,11 +29,11 @@ app = Commands()
 def _extract(
     inputs: tyro.conf.Positional[tuple[Path, ...]],
     out: Path,
-    # An empty name: its fields are options of the command itself, without a prefix.
+    # With an empty name, the fields are options of the command itself, without a prefix.
     options: Annotated[ExtractionOptions, tyro.conf.arg(name="")],
     jobs: int = 1,
 ) -> None:
-    """Make text shards of WikiExtractor's files, and the evaluation text. Run again, it goes on.
+    """Make text shards of WikiExtractor's files, and the evaluation text. Continues after an interruption.
 
     Args:
         inputs: WikiExtractor's output folder, or files of it.
@@ -45,9 +44,7 @@ def _extract(
     from dataloading.text.wikipedia import extract
 
     made = extract(inputs, out, options, jobs=jobs, report=partial(_print_progress, "articles"))
-    articles = sum(part.articles for part in made.parts)
-    held_out = sum(part.evaluation_articles for part in made.parts)
-    say(f"{out}: {articles:,} articles in {len(made.parts)} part(s), {held_out:,} held out in {made.evaluation.name}")
+    say(f"{out}: {made.articles:,} articles in {made.parts} part(s), {made.held_out:,} held out in eval.txt")
 
 
 @app.command(name="prepare")
@@ -55,14 +52,12 @@ def _prepare(
     text: tuple[Path, ...],
     vocab: Path,
     out: Path,
-    # FlagConversionOff: a flag takes True or False, as the reference script has it.
+    # FlagConversionOff: a flag takes True or False, as in the reference script.
     options: Annotated[PretrainingOptions, tyro.conf.arg(name=""), tyro.conf.FlagConversionOff],
     one_call: bool = False,
     jobs: int = 1,
-    part: str | None = None,
-    compression: Compression = "none",
 ) -> None:
-    """Make a data set from text: tokens, next-sentence pairs, masks, one HDF5 shard a file. Run again, it goes on.
+    """Make a data set from text, one HDF5 shard a file. Continues after an interruption.
 
     Args:
         text: Files with one sentence a line and an empty line between documents; each is one call of the algorithm.
@@ -71,15 +66,11 @@ def _prepare(
         options: The reference script's settings.
         one_call: All files go into one call of the algorithm, and into one shard.
         jobs: Processes to use.
-        part: i/n: make the i-th of n shares of the work only (1/4 to 4/4, say); `merge` joins them.
-        compression: gzip makes shards smaller and training from them slow: for archives.
     """
     from dataloading.preparation.prepare import Job, prepare
 
-    job = Job(text, vocab, options, one_call, compression)
-    share = None if part is None else _parse_part(part)
-    dataset = prepare(job, out, jobs=jobs, part=share, report=partial(_print_progress, "samples"))
-    say(f"{out}: {_counts(dataset)}{f', part {share}: join the parts by merge' if share else ''}")
+    report = partial(_print_progress, "samples")
+    say(f"{out}: {_counts(prepare(Job(text, vocab, options, one_call), out, jobs=jobs, report=report))}")
 
 
 @app.command
@@ -92,18 +83,18 @@ def wikipedia(
     part: str | None = None,
     checksums: Path | None = None,
 ) -> int:
-    """Make all data of the GPU recipes from MLCommons' files, and verify them. Run again, it goes on.
+    """Make all data of the GPU recipes from MLCommons' files, and verify them. Continues after an interruption.
 
-    Exit status: 0 when everything is there, 1 when something could not be made of what the folders hold, 2 on an error.
+    Exit status: 0 if everything is made, 1 if the folders lack files for a result, 2 on an error.
 
     Args:
-        folders: Folders of the downloader (docs/data.md), or WikiExtractor's: text, checkpoint, vocab.txt, in any mixture.
-        extraction: How WikiExtractor's files are made text, where there are such.
+        folders: Folders of the downloader (docs/data.md) with text, checkpoint and vocab.txt, or WikiExtractor's output.
+        extraction: Settings for WikiExtractor's files.
         out: Folder for train, evaluation, vocab.txt and phase1.safetensors.
         shards: Number of files of the training set.
         jobs: Processes to use.
-        part: i/n: make the i-th of n shares of the samples; the process that completes the last one makes the rest.
-        checksums: A list of MD5 sums, in md5sum's format, in place of the built-in one: for stand-ins and mirrors.
+        part: i/n: make the i-th of n shares of the samples; the process that completes the last share makes the rest.
+        checksums: A list of MD5 sums in md5sum's format instead of the built-in sums, for mirrors.
     """
     from dataloading.preparation.stages import Request
     from dataloading.preparation.wikipedia import make_wikipedia
@@ -114,11 +105,11 @@ def wikipedia(
 
 @app.command
 def from_text(out: Path, own: Annotated[OwnText, tyro.conf.arg(name="")]) -> None:
-    """Make a training set, an evaluation set and a vocabulary of your own text, for the recipe own_text_cpu.
+    """Make a training set, an evaluation set and a vocabulary from your own text, for the recipe own_text_cpu.
 
     Args:
         out: Folder to make, for train, evaluation and vocab.txt.
-        own: The text, and what is made of it.
+        own: The text and its settings.
     """
     from dataloading.dataset.folder import open_dataset
     from dataloading.preparation.own_text import write_own_text
@@ -126,16 +117,15 @@ def from_text(out: Path, own: Annotated[OwnText, tyro.conf.arg(name="")]) -> Non
 
     split = write_own_text(own, out)
     if split.repeated:
-        say(f"{split.repeated:,} documents that repeat others left out")
+        say(f"{split.repeated:,} documents that repeat other documents left out")
     for name, documents in (("train", split.train), ("evaluation", split.evaluation)):
-        dataset = open_dataset(out / name)
-        say(f"{dataset.folder}: {len(documents):,} documents, {_counts(dataset)}")
+        say(f"{out / name}: {len(documents):,} documents, {_counts(open_dataset(out / name))}")
     say(f"{out / 'vocab.txt'}: {Vocabulary.from_file(out / 'vocab.txt').size:,} tokens")
 
 
 @app.command
 def demo(out: Path, vocab: Path) -> None:
-    """Make the built-in default's data from the standard library's prose; at once when they are there and whole.
+    """Make the built-in default's data from the standard library's prose, or verify existing data.
 
     Args:
         out: Folder for the data sets train and evaluation.
@@ -152,31 +142,17 @@ def demo(out: Path, vocab: Path) -> None:
     say(f"{'made' if made else 'verified'} in {time.perf_counter() - started:.1f} s")
 
 
-@app.command(name="merge")
-def _merge(folders: tyro.conf.Positional[tuple[Path, ...]], out: Path) -> None:
-    """Join the parts of a data set, or whole data sets, to one.
-
-    Args:
-        folders: Where the parts are; parts may share a folder.
-        out: Folder to make, or the folder that all parts share.
-    """
-    from dataloading.dataset.merge import merge
-
-    say(f"{out}: {_counts(merge(list(folders), out))}")
-
-
 @app.command
 def index(folder: tyro.conf.Positional[Path], vocab: Path, out: Path | None = None) -> None:
-    """Make a data set of shards from elsewhere, which stay as they are: write a manifest and a length index.
+    """Make a data set of shards of other programs without changing them: write a manifest and a length index.
 
     Args:
         folder: Shards of any layout (native, fixed, varlength, packed, TFRecord), and nothing else.
-        vocab: The vocabulary that their ids belong to.
-        out: Folder to make, with links to the shards, where nothing may be written beside them.
+        vocab: The vocabulary of their ids.
+        out: Folder to make, with links to the shards, if nothing may be written beside them.
     """
     from dataloading.dataset.folder import new_folder, open_dataset
-    from dataloading.dataset.merge import index_shards
-    from dataloading.dataset.sources import info_of, shard_names
+    from dataloading.dataset.scan import index_shards, info_of, shard_names
 
     names = shard_names(folder)
     info = info_of(folder, names, vocab)
@@ -185,42 +161,35 @@ def index(folder: tyro.conf.Positional[Path], vocab: Path, out: Path | None = No
     else:
         with new_folder(out) as aside:
             for name in names:
-                # From the root on, as a link is read from the folder that it lies in.
                 (aside / name).symlink_to((folder / name).resolve())
             index_shards(aside, names, info)
-        # Opened under its final name, which the folder has only now.
         dataset = open_dataset(out)
     say(f"{dataset.folder}: {_counts(dataset)}")
 
 
 @app.command(name="shuffle")
-def _shuffle(
-    folder: tyro.conf.Positional[Path], out: Path, shards: int, seed: int = 24, compression: Compression = "none"
-) -> None:
-    """Write a data set's samples in random order to new shards, in less than 2 GiB of memory. Run again, it goes on.
+def _shuffle(folder: tyro.conf.Positional[Path], out: Path, shards: int, seed: int = 24) -> None:
+    """Write a data set's samples in random order to new shards. Continues after an interruption.
 
     Args:
         folder: The data set.
         out: Folder to make.
         shards: Number of files; 4320 is customary for the benchmark's training set.
         seed: Seed of the order.
-        compression: gzip makes shards smaller and training from them slow: for archives.
     """
     from dataloading.dataset.folder import open_dataset
     from dataloading.dataset.shuffle import shuffle
 
     started = time.perf_counter()
-    told: dict[str, int] = {}
+    reported: dict[str, int] = {}
 
-    def report(progress: ShuffleProgress) -> None:
-        tenths = 10 * progress.done // max(progress.total, 1)
-        # A report comes with every block of samples, a line with every tenth.
-        if tenths > told.get(progress.step, -1):
-            told[progress.step] = tenths
-            say(f"{time.perf_counter() - started:7.1f} s  {progress.step} {progress.done:,} samples")
+    def report(step: str, done: int, total: int) -> None:
+        tenths = 10 * done // max(total, 1)
+        if tenths > reported.get(step, -1):
+            reported[step] = tenths
+            say(f"{time.perf_counter() - started:7.1f} s  {step} {done:,} samples")
 
-    source = open_dataset(folder)
-    dataset = shuffle(source, out, shards=shards, seed=seed, compression=compression, report=report)
+    dataset = shuffle(open_dataset(folder), out, shards=shards, seed=seed, report=report)
     say(f"{out}: {_counts(dataset)}, each sample of {folder} exactly once")
 
 
@@ -232,7 +201,6 @@ def _convert(
     vocab: Path | None = None,
     max_sequences: int = 3,
     seed: int = 24,
-    compression: Compression = "none",
     jobs: int = 1,
 ) -> None:
     """Write a data set in another layout.
@@ -241,51 +209,40 @@ def _convert(
         folder: The data set, or a folder of shards of any layout (native, fixed, varlength, packed, TFRecord).
         out: Folder to make.
         to: Layout of the new shards.
-        vocab: The vocabulary that the ids belong to, where the folder has no manifest that says so.
+        vocab: The vocabulary of the ids, if the folder has no manifest.
         max_sequences: Most samples in a pack (layout packed).
-        seed: Seed of the choice of samples that share a pack, and of the order of packs (layout packed).
-        compression: gzip makes shards smaller and training from them slow: for archives (layout native).
-        jobs: Processes to use (other layouts than packed).
+        seed: Seed for choosing the samples of each pack and the order of packs (layout packed).
+        jobs: Processes to use (layouts other than packed).
     """
-    from dataloading.dataset.sources import open_or_scan
+    from dataloading.dataset.scan import open_or_scan
     from dataloading.preparation.convert import convert, convert_to_packed
 
-    # Before the source is looked at, which may mean reading all of it.
-    if compression != "none" and to != "native":
-        raise ValueError(f"--compression is {compression}, but layout {to} has none: leave it out, or use --to native")
     source = open_or_scan(folder, vocab)
-    # Packs are drawn from the whole set, so that no shard can be converted by itself, and no process has one of its
-    # own.
     if to == "packed":
         dataset = convert_to_packed(source, out, max_sequences=max_sequences, seed=seed, report=say)
     else:
-        dataset = convert(source, out, to, compression=compression, jobs=jobs, report=say)
+        dataset = convert(source, out, to, jobs=jobs, report=say)
     say(f"{out}: {_counts(dataset)}, layout {to}")
 
 
 @app.command
 def verify(folder: tyro.conf.Positional[Path], checksums: Path | None = None) -> None:
-    """Read a whole data set, compare every digest, look for repeats, say whether it was shuffled and is a known one.
+    """Read a whole data set, compare every digest, look for repeated samples, say whether it is a known data set.
 
     Args:
         folder: The data set.
-        checksums: A published list of the shards' content digests (4320_shards_varlength.chk, say) to compare with.
+        checksums: A published list of the shards' content digests, such as 4320_shards_varlength.chk, to compare with.
     """
-    from dataloading.dataset.sources import open_to_verify
-    from dataloading.dataset.verification import verify as verify_dataset
+    from dataloading.dataset import known
+    from dataloading.dataset.folder import open_dataset
 
-    dataset = open_to_verify(folder)
-    found = verify_dataset(
+    dataset = open_dataset(folder)
+    lines = known.verify(
         dataset, checksums, lambda shard: say(f"{shard.name}: {shard.samples:,} samples, digest right")
     )
-    for line in found.lines:
+    for line in lines:
         say(line)
-    if found.unshuffled:
-        # A warning alone: what `prepare` makes stands in the order of its text, and that is as it should be.
-        complain(found.order, "warning")
-    else:
-        say(found.order)
-    say(f"{folder}: whole, {_counts(dataset)}, multiset digest {found.multiset_digest:016x}")
+    say(f"{folder}: whole, {_counts(dataset)}")
 
 
 @app.command
@@ -299,20 +256,16 @@ def dump(shards: tyro.conf.Positional[tuple[Path, ...]], out: Path) -> None:
     import numpy as np
 
     from console.files import atomic_path
-    from dataloading.dataset.sources import shards_of
+    from dataloading.dataset.scan import shards_of
     from dataloading.shards.formats import open_shard
     from dataloading.shards.samples import concatenate
 
     if not shards:
         raise ValueError("no shard named; expected one or more files or folders")
     paths = [path for named in shards for path in (shards_of(named) if named.is_dir() else [named])]
-    blocks = []
-    for path in paths:
-        with open_shard(path) as shard:
-            blocks.append(shard.verify())  # not read(): a damaged shard must not be dumped
-    samples = concatenate(blocks)
+    samples = concatenate([open_shard(path).verify() for path in paths])
+    # NumPy would append .npz to a name, but not to an open file.
     with atomic_path(out) as temporary, temporary.open("xb") as file:
-        # Into an open file: to a name NumPy would append .npz.
         np.savez_compressed(
             file,
             length=samples.lengths.astype(np.int16),
@@ -327,11 +280,10 @@ def dump(shards: tyro.conf.Positional[tuple[Path, ...]], out: Path) -> None:
 
 
 def _print_progress(unit: str, progress: JobProgress) -> None:
-    """A line for a file that is finished."""
     from console.durations import clock
 
     left = progress.seconds / progress.done * (progress.total - progress.done)
-    rest = (", was there" if progress.kept else "") + (f", about {clock(left)} left" if left else "")
+    rest = (", existed" if progress.kept else "") + (f", about {clock(left)} left" if left else "")
     place = f"[{progress.done}/{progress.total}] {progress.name}"
     say(f"{progress.seconds:7.1f} s  {place}: {progress.count:,} {unit}{rest}")
 
@@ -347,7 +299,7 @@ def _parse_part(text: str) -> WorkPart:
     from dataloading.jobs import WorkPart
 
     index, slash, count = text.partition("/")
-    # int() would take signs, spaces and underscores too.
+    # int() would also take signs, spaces and underscores.
     if not (slash and index.isdecimal() and count.isdecimal()):
         raise ValueError(f"--part is {text!r}; expected i/n, from 1/n to n/n")
     return WorkPart(int(index), int(count))

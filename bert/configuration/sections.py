@@ -92,8 +92,8 @@ class DataConfig:
     """The vocabulary of the shards. Its digest is compared with the digest in their manifest."""
     initial_checkpoint: Path | None
     """Weights to start from: a safetensors file or a Hugging Face folder. None: random weights."""
-    loader: Literal["auto", "numpy", "dali"] = "auto"
-    """auto: the faster one on a GPU with DALI installed, otherwise NumPy. Both give the same batches."""
+    loader: Literal["numpy", "dali"] = "numpy"
+    """numpy or dali, which needs nvidia-dali. Both give the same batches."""
     prefetch: int = 4
     """Number of steps that the loader prepares ahead."""
 

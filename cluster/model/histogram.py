@@ -1,4 +1,4 @@
-"""Lengths of sequences as Wikipedia has them at maximum length 512, from the histogram that is shipped."""
+"""Lengths of Wikipedia's sequences at maximum length 512, from the histogram that is shipped."""
 
 import functools
 from pathlib import Path
@@ -12,13 +12,12 @@ HISTOGRAM = Path(__file__).with_name("wikipedia_length_histogram.csv")
 
 @functools.cache
 def length_counts(path: Path = HISTOGRAM) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Lengths that occur, ascending, and the number of sequences of each."""
-    # Loaded once: every prediction draws from it, and the file has a line for each length.
+    """Return the lengths that occur, ascending, and the number of sequences of each."""
     lengths, counts = np.loadtxt(path, delimiter=",", skiprows=1, dtype=np.int64, unpack=True)
     return lengths, counts
 
 
 def drawn_lengths(generator: np.random.Generator, count: int, path: Path = HISTOGRAM) -> NDArray[np.int64]:
-    """Lengths [count] drawn as often as they occur."""
+    """Draw ``count`` lengths as often as they occur."""
     lengths, counts = length_counts(path)
     return generator.choice(lengths, count, p=counts / counts.sum())

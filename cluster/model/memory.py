@@ -1,11 +1,9 @@
-"""Memory of a rank by part, in bytes: what it holds all the time, and what its largest micro-batch adds.
+"""Memory of a rank by part, in bytes: what it always holds, and what its largest micro-batch adds.
 
-What the forward pass keeps is counted tensor by tensor, as PyTorch's own operations keep it on a CPU; Triton's on a GPU
-draw dropout again and keep no probabilities, and what they keep is counted so where ``on_gpu`` is set. What a layer keeps
-that recomputes is in ``cluster.model.recomputation``.
+What the forward pass keeps is counted tensor by tensor: on a CPU for PyTorch's own operations, on a GPU for this program's
+kernels, which draw dropout again and keep no probabilities.
 
-Shape legend: T tokens, Q rows of the last layer, S sequences, M masked tokens, D hidden, F intermediate, V vocabulary,
-H heads.
+Shape legend: T tokens, Q rows of the last layer, S sequences, M masked tokens, D hidden, F intermediate, H heads.
 """
 
 from __future__ import annotations
@@ -17,80 +15,63 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from bert.configuration.sections import SHARDED
-from cluster.model.computations import layouts_of
-from cluster.model.pipeline import OwnLayers, hidden_bytes, own_layers, under_way
-from cluster.model.recomputation import kept_bytes
+from bert.configuration.sections import ModelConfig, Precision, Recompute
+from cluster.model.shares import ModelShare, hidden_bytes, model_shares, under_way
 from cluster.model.strategy import Strategy
 from cluster.model.work import MicroBatches, Work
 
-# More than for times: a peak is one bad micro-batch, which a mean of few steps would miss.
 _STEPS = 16
-"""Steps of the plan among which the largest micro-batch is looked for."""
-_Bytes = NDArray[np.float64]
+"""Steps of the plan that are searched for the largest micro-batch."""
+
+_KEYS_A_GROUP = 64
+"""Keys whose dropout attention keeps in one group of bits, as in `kernels.triton.attention.tiles`."""
 
 
 def memory_of_rank(work: Work, strategy: Strategy, nodes: int, ranks: int, on_gpu: bool = False) -> dict[str, float]:
-    """Return the bytes of each part; ``ranks`` are those of a node.
-
-    Activations and logits are those of the micro-batch that needs the most; one after another, others use the same memory.
-    Of the stages of a copy the rank counts that needs the most: the first ones keep several micro-batches, the last one the
-    logits.
+    """Return the bytes of each part, on the rank of a pipeline that needs the most. A node has ``ranks`` ranks.
 
     Raises:
         ValueError: the global batch does not divide over the ranks.
     """
-    # One value for all that micro-batches do not depend on, so that the cache below serves every way to sum gradients.
-    summed = {"reduction": "flat", "reduce_dtype": "fp32"}
-    computing = replace(strategy, bucket_bytes=1, **summed)
+    # Micro-batches do not depend on how gradients are summed, so one cache entry serves all ways.
+    computing = replace(strategy, bucket_bytes=1, reduction="flat", reduce_dtype="fp32")
+    shares = model_shares(work.model, strategy.tensor, strategy.pipeline, strategy.virtual_stages)
+    layers = [each.inner * under_way(strategy, place) for place, each in enumerate(shares)]
+    # Only these places can need the most: both ends, and the place with the most layers under way.
     places = [
         held_by_rank(work, strategy, nodes, ranks, place, on_gpu)
         | _largest_micro_batch(work, computing, nodes * ranks, on_gpu, place)
-        for place in _largest_places(work, strategy)
+        for place in {0, layers.index(max(layers)), strategy.pipeline - 1}
     ]
-    # The sum decides, not each part: a rank's peak is all of its parts at one moment.
     return max(places, key=lambda parts: sum(parts.values()))
 
 
-def _largest_places(work: Work, strategy: Strategy) -> set[int]:
-    """Places of a pipeline of which one needs the most memory: both ends, and where the most layers are under way."""
-    ranks = own_layers(work.model, strategy.pipeline, strategy.virtual_stages)
-    layers = [each.inner * under_way(strategy, place) for place, each in enumerate(ranks)]
-    return {0, layers.index(max(layers)), strategy.pipeline - 1}
-
-
-@functools.lru_cache(maxsize=1024)  # the same for all ways to sum gradients
+@functools.lru_cache(maxsize=1024)
 def _largest_micro_batch(work: Work, strategy: Strategy, ranks: int, on_gpu: bool, place: int) -> dict[str, float]:
-    """Bytes of activations, of logits, of what one layer recomputes, and of what stages send, where they are the most."""
-    layers = own_layers(work.model, strategy.pipeline, strategy.virtual_stages)[place]
+    share = model_shares(work.model, strategy.tensor, strategy.pipeline, strategy.virtual_stages)[place]
     kept_at_once = under_way(strategy, place)
-    # A fraction of a micro-batch is possible with virtual stages, whose forward passes are of a part of its layers.
-    whole = math.ceil(kept_at_once)
+    whole = math.ceil(kept_at_once)  # interleaved stages keep a fraction of a micro-batch
     largest = (0.0, 0.0, 0.0)
     rows = 0.0
-    # What recomputation saves of a layer is there again while that layer's backward pass runs.
-    keeping_all = replace(strategy, recompute="none")
     for step in range(_STEPS):
         sizes = work.micro_batches(strategy, ranks, step)
-        kept_AR = kept_by_forward(work, strategy, sizes, on_gpu, layers)
+        kept_AR = kept_by_forward(work, strategy, sizes, on_gpu, share)
+        # On a CPU the loss casts logits to fp32 first.
         logits_AR = (
-            # On a CPU the loss casts logits to fp32 first.
-            sizes.masked_AR * work.model.vocab_size * (2.0 if on_gpu else 4.0) / strategy.tensor * layers.has_last
+            sizes.masked_AR * work.model.vocab_size * (2.0 if on_gpu else 4.0) / strategy.tensor * share.has_last
         )
-        # The worst is chosen by both together: logits and activations are alive at the same time.
         worst = np.unravel_index(np.argmax(kept_AR + logits_AR), kept_AR.shape)
-        whole_AR = kept_by_forward(work, keeping_all, sizes, on_gpu, layers)
-        layer = float(whole_AR[worst] - kept_AR[worst]) / max(1, layers.inner)
-        # The largest that may be under way with it.
-        # Of the same rank, without the one already counted: those that would be largest at once with it.
+        # A layer that recomputes keeps everything again while its backward pass runs.
+        keeping_all = kept_by_forward(work, replace(strategy, recompute="none"), sizes, on_gpu, share)
+        recomputed = float(keeping_all[worst] - kept_AR[worst]) / max(1, share.inner)
+        # The largest micro-batches of the same rank that may be under way with this one.
         others = np.sort(kept_AR[:, worst[1]])[-whole:-1].sum() if whole > 1 else 0.0
         kept = (float(kept_AR[worst]) + float(others)) * kept_at_once / whole
-        largest = max(largest, (kept, float(logits_AR[worst]), layer), key=sum)
+        largest = max(largest, (kept, float(logits_AR[worst]), recomputed), key=sum)
         rows = max(rows, float(sizes.tokens_AR.max()) / strategy.tensor)
     found: dict[str, float] = dict(zip(("activations", "logits", "recomputed"), largest, strict=True))
-    # `recomputed` is what one layer has again while its backward pass runs; logits have been freed by then.
-    if strategy.pipeline > 1:  # PyTorch's schedules have a buffer for each micro-batch of a step and neighbour
-        buffers = strategy.gradient_accumulation_steps * layers.neighbours
+    if strategy.pipeline > 1:  # PyTorch's schedules have a buffer for each micro-batch and neighbour
+        buffers = strategy.gradient_accumulation_steps * share.neighbours
         found["stage buffers"] = buffers * rows * work.model.hidden_size * hidden_bytes(strategy.precision, on_gpu)
     return found
 
@@ -98,90 +79,87 @@ def _largest_micro_batch(work: Work, strategy: Strategy, ranks: int, on_gpu: boo
 def held_by_rank(
     work: Work, strategy: Strategy, nodes: int, ranks: int, place: int = 0, on_gpu: bool = False
 ) -> dict[str, float]:
-    """Return the bytes of the parts that a rank holds whatever its micro-batches are; ``place``: in its pipeline."""
-    layout = layouts_of(work.model, strategy.tensor, strategy.pipeline, strategy.virtual_stages)[place]
-    layers = own_layers(work.model, strategy.pipeline, strategy.virtual_stages)[place]
-    # A data group has one rank of each copy; `here` is how many of them share a node.
-    copies = nodes * ranks // strategy.copy_ranks
-    here = max(1, ranks // strategy.copy_ranks)
-    elements = layout.padded(copies)
-    # LAMB of a shard is also that of ranks that have parts of a copy: see TrainingStep.
-    on_shards = strategy.reduction in SHARDED or strategy.copy_ranks > 1
-    # Only these two reductions shard the optimizer; the others keep whole moments on every rank.
-    shard = elements / {"sharded": here, "sharded_world": copies}.get(strategy.reduction, 1)
-    bucket = max(each.stop - each.start for each in layout.buckets(copies, strategy.bucket_bytes))
-    # There LAMB on whole vectors leaves copies of all weights, and autocast casts those of the heads alone.
-    leaves_copies = on_gpu and strategy.precision == "bf16" and not on_shards
-    cast = _cast_weights(work, layers, elements if leaves_copies else None)
+    """Return the bytes of the parts that do not depend on micro-batches; ``place`` is the rank's place in its pipeline."""
+    share = model_shares(work.model, strategy.tensor, strategy.pipeline, strategy.virtual_stages)[place]
+    copies, node_copies = nodes * ranks // strategy.copy_ranks, max(1, ranks // strategy.copy_ranks)
+    elements = share.padded(copies)
+    shard = elements / strategy.shards(node_copies, copies)
+    # Ranks that share a copy use the sharded LAMB too.
+    sharded_lamb = strategy.is_sharded or strategy.copy_ranks > 1
+    bucket = max(each.stop - each.start for each in share.buckets(copies, strategy.bucket_bytes))
+    # 16-bit copies of weights: on a GPU, LAMB on whole vectors writes those of all weights; otherwise autocast casts those
+    # of products. Autocast always casts those of the heads.
+    D, F = work.model.hidden_size, work.model.intermediate_size
+    lamb_copies = on_gpu and strategy.precision == "bf16" and not sharded_lamb
+    cast = elements if lamb_copies else (share.inner + share.has_last) * (4 * D * D + 2 * D * F)
+    cast += share.has_last * (2 * D * D + work.model.vocab_size * D + 2 * D)
     return {
-        "weights": 4.0 * (elements + layout.copied),
-        "gradients": 4.0 * (elements + layout.copied),
-        "moments": 8.0 * shard,  # Two fp32 moments.
-        # The shard's own gradients and weights lie without gaps beside the update.
-        "update": (12.0 if on_shards else 4.0) * shard,
-        # Two buffers of a bucket in 16 bits, which all buckets use in turn.
+        "weights": 4.0 * (elements + share.copied),
+        "gradients": 4.0 * (elements + share.copied),
+        "moments": 8.0 * shard,
+        # The sharded LAMB also holds the gradients and weights of its shard without gaps.
+        "update": (12.0 if sharded_lamb else 4.0) * shard,
+        # Two 16-bit buffers of a bucket.
         "reduction buffers": 4.0 * bucket if strategy.reduce_dtype == "bf16" and copies > 1 else 0.0,
-        "16-bit weights": 0.0 if strategy.precision == "fp32" else cast / strategy.tensor,
+        "16-bit weights": 0.0 if strategy.precision == "fp32" else 2.0 * cast / strategy.tensor,
     }
 
 
 def kept_by_forward(
-    work: Work, strategy: Strategy, sizes: MicroBatches, on_gpu: bool = False, own: OwnLayers | None = None
-) -> _Bytes:
-    """Bytes [A, R] that the forward pass of each micro-batch keeps for its backward pass, but for logits and weights.
+    work: Work, strategy: Strategy, sizes: MicroBatches, on_gpu: bool = False, share: ModelShare | None = None
+) -> NDArray[np.float64]:
+    """Return the bytes [A, R] that the forward pass keeps for the backward pass, without logits and weights.
 
-    Ranks that share a copy have equal parts of all but the inputs of products by columns, which each of them gathers.
-    ``own``: what the rank has of the layers, all of them unless given.
+    ``share`` is what the rank has of the model; the whole model if None.
     """
-    own = own or own_layers(work.model)[0]
+    share = share or model_shares(work.model)[0]
     model, size = work.model, 4 if strategy.precision == "fp32" else 2
     D, F, H = model.hidden_size, model.intermediate_size, model.num_attention_heads
     T, S, M = sizes.tokens_AR, sizes.sequences, sizes.masked_AR
     Q = S + M
-    # On a CPU what dropout multiplies by is kept; the GPU's kernels draw it again.
-    mask = 4 * D if model.hidden_dropout and not on_gpu else 0
-    summed = (2 * size if on_gpu else 4) * D
-    """A norm keeps the sum that it normalizes, in fp32 as autocast has it; Triton's the terms."""
+    # With dropout, PyTorch's attention on a CPU keeps scores, probabilities and mask, and copies keys and values of
+    # sequences of equal length.
+    cpu_dropout = model.attention_dropout > 0 and not on_gpu
+    # A norm keeps the sum that it normalizes, in fp32 as autocast has it, or on a GPU its terms; fp32 mean and deviation of
+    # each row; and on a CPU the dropout mask.
+    norm = (2 * size if on_gpu else 4) * D + 8 + (4 * D if model.hidden_dropout and not on_gpu else 0)
 
-    def attended(rows: _Bytes, pairs: _Bytes) -> _Bytes:
-        """Count what attention keeps besides query, key and value: its output or scaled query, and the output once more."""
-        # PyTorch's fused CPU attention has no dropout, so scores, probabilities and mask are kept for every pair.
-        if model.attention_dropout and not on_gpu:
-            return rows * 2 * size * D + 3 * size * pairs * H
-        return rows * (2 * size * D + 4 * H)
+    def attention(rows: NDArray[np.float64], pairs: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Count its output or scaled query, the output once more, and statistics or probabilities."""
+        return rows * 2 * size * D + (3 * size * pairs * H if cpu_dropout else rows * 4 * H)
 
-    def rest(rows: _Bytes, norms_kept: int) -> _Bytes:
-        """Count both norms of a layer, of whose outputs products keep some, and the feed-forward half."""
-        # 8: fp32 mean and reciprocal deviation of each row.
-        return rows * (2 * (summed + 8 + mask) + norms_kept * size * D + 2 * size * F)
+    def rest(rows: NDArray[np.float64], norms_kept: int) -> NDArray[np.float64]:
+        """Count both norms, of whose outputs products keep some, and the feed-forward half."""
+        return rows * (2 * norm + norms_kept * size * D + 2 * size * F)
 
-    embedding = own.has_embeddings * T * (summed + 8 + mask + size * D)
-    # Sequences of one length are one call, for which PyTorch's products copy keys and values.
-    copied = sizes.equal_AR * 2 * size * D if model.attention_dropout and not on_gpu else 0
-    layer = T * 3 * size * D + copied + attended(T, sizes.pairs_AR) + rest(T, 2)
-    layers = own.inner
-    inner = layers * layer
     if on_gpu or strategy.recompute != "none":
-        # The count of what the GPU's kernels keep has one place; on a CPU recomputing modes keep as much.
-        inner = layers * T * kept_bytes(model, strategy.recompute, strategy.precision, int(work.lengths.max()))
-        # On a CPU norms give fp32, which the layers between get; the first one's input is cast, and the last casts its own.
-        inner = inner + (0 if on_gpu else max(0, layers - 1) * T * (4 - size) * D)
-    query = 0 if model.attention_dropout and not on_gpu else size * D
-    last = T * 2 * size * D + Q * (16 + size * D + query) + attended(Q, sizes.last_pairs_AR) + rest(Q, 1)
+        inner = share.inner * T * _kept_by_layer(model, strategy.recompute, strategy.precision, int(work.lengths.max()))
+        # On a CPU, norms return fp32, which the next layer gets.
+        inner = inner + (0 if on_gpu else max(0, share.inner - 1) * T * (4 - size) * D)
+    else:
+        copied = sizes.equal_AR * 2 * size * D if cpu_dropout else 0
+        inner = share.inner * (T * 3 * size * D + copied + attention(T, sizes.pairs_AR) + rest(T, 2))
+    embedding = T * (norm + size * D)
+    last = T * 2 * size * D + Q * (16 + size * D + (0 if cpu_dropout else size * D))
+    last = last + attention(Q, sizes.last_pairs_AR) + rest(Q, 1)
     heads = Q * size * D + M * (3 * size * D + 8) + S * (size * D + 8)
-    # Inputs of products by columns are gathered in full on each rank, so tensor parallelism does not divide them.
-    gathered = {"none": 2, "selective": 1, "full": 0}[strategy.recompute] * layers * T + own.has_last * (T + 2 * Q + M)
-    whole = gathered * size * D
-    return whole + (embedding + inner + own.has_last * (last + heads) - whole) / strategy.tensor
+    # A tensor group divides all but the inputs of products by columns, which each of its ranks gathers.
+    inputs = {"none": 2, "selective": 1, "full": 0}[strategy.recompute] * share.inner * T
+    gathered = size * D * (inputs + share.has_last * (T + 2 * Q + M))
+    divided = share.has_embeddings * embedding + inner + share.has_last * (last + heads) - gathered
+    return gathered + divided / strategy.tensor
 
 
-def _cast_weights(work: Work, own: OwnLayers, copied: int | None) -> float:
-    """Copies in 16 bits of the weights of products, which autocast keeps from the forward to the backward pass.
-
-    ``copied``: elements of the optimizer's own copies, if those serve the layers.
-    """
-    model = work.model
-    D, F = model.hidden_size, model.intermediate_size
-    # FC1, FC2 and attention of each layer; heads are cast by autocast whatever the optimizer keeps.
-    layers = (own.inner + own.has_last) * (4 * D * D + 2 * D * F) if copied is None else copied
-    return 2.0 * (layers + own.has_last * (2 * D * D + model.vocab_size * D + 2 * D))
+def _kept_by_layer(model: ModelConfig, mode: Recompute, precision: Precision, longest_sequence: int) -> int:
+    """Return the bytes a token that this program's kernels keep of an inner layer, including its input."""
+    D, F, H = model.hidden_size, model.intermediate_size, model.num_attention_heads
+    size = 4 if precision == "fp32" else 2
+    if mode == "full":  # the layer's input
+        return size * D
+    if mode == "selective":  # and the outputs of QKV, attention, FC1 and FC2
+        return size * (6 * D + F)
+    # And context, the first norm's output, and GELU's; FP8 keeps the inputs of products in 8 bits.
+    activations = size * (8 * D + F) + (3 * D + F if precision == "fp8" else size * F)
+    mask = H * -(-longest_sequence // _KEYS_A_GROUP) * _KEYS_A_GROUP // 8 if model.attention_dropout else 0
+    statistics = 4 * H + 2 * 8  # of each head's softmax, and of two norms
+    return activations + mask + statistics

@@ -1,7 +1,8 @@
-"""Time of a step of this program on ranks whose rates are known, by the parts that a run's own records have; and of a run.
+"""Time of a step of this program by the parts that a run records, and time of a run.
 
-Computing follows the real plan: of some steps each rank's micro-batches are counted. Buckets of the reduction begin when
-backward has filled them, and weights of a sharded optimizer come beside the forward pass, on a simulated timeline.
+Computation follows the real plan: the micro-batches of each rank are counted for some steps. A simulated timeline overlaps
+the reduction's buckets with the backward pass, and the gathering of sharded weights with the forward pass. Shape legend:
+A micro-batches of a step, R copies of the model, P ranks of a pipeline.
 """
 
 from __future__ import annotations
@@ -12,12 +13,12 @@ from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
-from bert.configuration.sections import SHARDED, ModelConfig, ParallelConfig, Precision
-from cluster.model.computations import Computation, Count, VectorLayout, layout_of, layouts_of, parts_of
-from cluster.model.pipeline import alone_in_stages, hidden_bytes, own_layers, through_stages
+from bert.configuration.sections import ModelConfig, ParallelConfig, Precision
+from cluster.model.computations import REPEATED, Computation, Count, parts_of
 from cluster.model.rates import Rates
-from cluster.model.recomputation import REPEATED
+from cluster.model.shares import ModelShare, hidden_bytes, model_shares
 from cluster.model.strategy import Strategy
 from cluster.model.timeline import Ends, Message, Piece, run
 from cluster.model.work import MicroBatches, Work
@@ -26,25 +27,23 @@ from cluster.published.convergence import log_samples
 from cluster.published.cost_model import FORWARD_SHARE, RunTime
 from cluster.view import Operation, Scope
 
-# A mean of few: each has a global batch dealt to all micro-batches and counted.
 _STEPS = 4
-"""Steps of the plan that are counted."""
+"""Steps of the plan that are counted and averaged."""
 
 
 @dataclass(frozen=True)
 class PredictedStep:
-    """Seconds of a step by part, as ``metrics_N.jsonl`` has them; they add up to the step.
+    """Seconds of a step by part, named as in ``metrics_N.jsonl``.
 
-    Attributes:
-        reduce: what is not hidden of the reduction, of gathering weights, and of waiting for other ranks.
-        hidden: of the reduction, and in no part.
+    ``reduce`` includes exposed communication and waiting for other ranks; ``hidden`` is communication behind computation,
+    and in none of the parts.
     """
 
     data_wait: float
     forward_backward: float
     reduce: float
     update: float
-    hidden: float
+    hidden: float = 0.0
 
     @property
     def total(self) -> float:
@@ -57,316 +56,294 @@ class PredictedStep:
         return {name: getattr(self, name) for name in ("data_wait", "forward_backward", "reduce", "update")}
 
 
-def least_step(work: Work, strategy: Strategy, rates: Rates) -> PredictedStep:
-    """Predict what a step takes at least: one micro-batch of mean cost, without update, reduction, or waiting.
-
-    Of stages the costliest one counts, and filling and draining them with the number of micro-batches that takes least.
-    """
-    # All that one copy has to do in a step, whatever the number of micro-batches.
-    sequences = strategy.sequences(rates.world_size) * strategy.gradient_accumulation_steps
-    parts = _computing(work.model, strategy, rates, work.typical(sequences))
-    # Without update and reduction, since no way to run the same computing may take less than this.
-    stages = [rates.micro_batch_s + float(each.sum()) for each in _of_stages(parts, work.model, strategy)]
-    if strategy.pipeline > 1:
-        # In M micro-batches: the work of the costliest stage, M times what each takes whatever its size, and an M-th of
-        # the other stages' work at both ends. The root is where that is least.
-        # 1e-9: a probe's rates have no constant cost, and the root divides by it.
-        seconds, once = max(stages) - rates.micro_batch_s, max(rates.micro_batch_s, 1e-9)
-        rest = (sum(stages) - max(stages)) / strategy.virtual_stages
-        # At least one micro-batch for each stage, as PyTorch's schedules ask for, and no more than there are sequences.
-        many = max(strategy.pipeline, min(math.sqrt(rest / once), sequences))
-        through = (seconds + once * many + rest / many) / alone_in_stages(rates.sharing, strategy.pipeline)
-        return PredictedStep(0.0, through, 0.0, 0.0, 0.0)
-    return PredictedStep(0.0, stages[0], 0.0, 0.0, 0.0)
-
-
 def predict_step(work: Work, strategy: Strategy, rates: Rates, steps: int = _STEPS) -> PredictedStep:
-    """Predict a step, the mean of the first few of the plan.
+    """Predict a step, averaged over the first steps of the plan.
 
     Raises:
         ValueError: the global batch does not divide over the ranks, or a rate is missing.
     """
-    # Two functions, since with stages nothing overlaps: gradients travel after the last micro-batch of the step.
     predicted = _predicted if strategy.pipeline == 1 else _predicted_in_stages
     found = [predicted(work, strategy, rates, step) for step in range(steps)]
     return PredictedStep(*(sum(seconds) / steps for seconds in zip(*map(astuple, found), strict=True)))
 
 
+def least_step(work: Work, strategy: Strategy, rates: Rates) -> PredictedStep:
+    """Return a lower bound of a step: computation of mean cost, without update, reduction, or waiting.
+
+    A pipeline counts with its costliest stage, and with the number of micro-batches that fills and drains it fastest.
+    """
+    sequences = strategy.sequences(rates.world_size) * strategy.gradient_accumulation_steps
+    parts = _computation(work.model, strategy, rates, work.typical(sequences))
+    stages = [float(each.sum()) for each in _of_stages(parts, work.model, strategy.parallel)]
+    if strategy.pipeline == 1:
+        return PredictedStep(0.0, rates.micro_batch_s + stages[0], 0.0, 0.0)
+    # M micro-batches cost the costliest stage, M times the constant cost (a probe's is 0, hence the 1e-9), and an M-th of
+    # the other stages at both ends. The root minimises that.
+    once = max(rates.micro_batch_s, 1e-9)
+    rest = (sum(stages) - max(stages) + (len(stages) - 1) * rates.micro_batch_s) / strategy.virtual_stages
+    many = max(strategy.pipeline, min(math.sqrt(rest / once), sequences))
+    through = (max(stages) + once * many + rest / many) / alone_in_stages(rates.sharing, strategy.pipeline)
+    return PredictedStep(0.0, through, 0.0, 0.0)
+
+
 def _predicted(work: Work, strategy: Strategy, rates: Rates, step: int) -> PredictedStep:
-    layout, data_rates = layout_of(work.model, strategy.tensor), rates.of_data_groups(strategy.tensor)
+    [share], data_rates = model_shares(work.model, strategy.tensor), rates.of_data_groups(strategy.tensor)
     sizes = work.micro_batches(strategy, rates.world_size, step)
-    embedding, layer, last = _computing(work.model, strategy, rates, sizes)
-    layers = work.model.num_hidden_layers - 1
-    # AR: micro-batches of a step by ranks. Means come last, so that the slowest rank of the real plan is still known.
-    # What every rank computes, by the plan.
-    compute_AR = rates.micro_batch_s + embedding + layers * layer + last
-    assembly = float(rates.seconds(Computation("batch", (1.0, float(strategy.global_batch_size)))))
-    # Where processors compute, they assemble batches as well; beside devices of their own they have time for it.
+    embedding, layer, last = _computation(work.model, strategy, rates, sizes)
+    compute_AR = rates.micro_batch_s + embedding + share.inner * layer + last
+    assembly = _assembly(strategy, rates)
+    # If ranks compute on processors, assembling batches takes time from computation.
     compute_R = compute_AR.sum(0) + (assembly if rates.demand >= 1 else 0.0)
     compute = float(compute_R.mean())
-    data_wait = max(0.0, assembly - compute) if rates.demand < 1 else 0.0
-    # A mean rank's step beside its messages, in pieces that hold the assembly of batches as well.
+    # Simulate the step of a mean rank, whose pieces include the assembly of batches.
     scale = compute / float(compute_AR.sum(0).mean())
     means = [float(part.mean()) * scale for part in (embedding, layer, last)]
-    constant = rates.micro_batch_s * scale
-    ends, reducing = _timeline(strategy, data_rates, layout, (*means, constant), layers)
-    straggling = max(0.0, rates.last_of(compute_R.tolist()) - rates.mean * compute)  # a mean rank waits so long
-    # What is left to wait for after the last backward pass, and weights that the forward pass waited for at its start.
+    ends, communication = _timeline(strategy, data_rates, share, means, rates.micro_batch_s * scale)
+    # A mean rank waits for the last one.
+    straggling = max(0.0, rates.last_of(compute_R.tolist()) - rates.mean * compute) if rates.world_size > 1 else 0.0
     exposed = ends.arrived - ends.computed + ends.waited
-    reduce = exposed + (straggling if rates.world_size > 1 else 0.0)
     return PredictedStep(
-        data_wait,
-        # `rates.mean` is below 1 where ranks share processors: those that end early leave theirs to the others.
+        max(0.0, assembly - compute) if rates.demand < 1 else 0.0,
+        # Ranks that end early leave their processors to the others.
         ends.computed - ends.waited - (1 - rates.mean) * compute,
-        reduce,
-        _update(strategy, rates, layout),
-        max(0.0, reducing - exposed),
+        exposed + straggling,
+        _update(strategy, rates, share),
+        max(0.0, communication - exposed),
     )
 
 
 def _predicted_in_stages(work: Work, strategy: Strategy, rates: Rates, step: int) -> PredictedStep:
-    """The same of copies in stages, where gradients are reduced when all micro-batches are through, and nothing is captured.
+    """Predict a step of a pipeline, which is not captured and reduces gradients after its last micro-batch.
 
-    So what a micro-batch takes whatever its size counts on each stage. Computing is that of the first stage, as rank 0's
-    records have it; what goes on elsewhere meanwhile is waiting.
+    Computation is that of the first stage, as in the records of rank 0; the rest of the pipeline's time is waiting.
     """
-    # Reductions of all stages begin together: the one with the most elements is the last.
-    layouts = layouts_of(work.model, strategy.tensor, strategy.pipeline, strategy.virtual_stages)
-    layout = max(layouts, key=lambda each: each.elements)
+    shares = model_shares(work.model, strategy.tensor, strategy.pipeline, strategy.virtual_stages)
+    # All stages reduce at once, and the one with the most elements is the last to finish.
+    largest = max(shares, key=lambda share: share.elements)
     data_rates = rates.of_data_groups(strategy.tensor, strategy.pipeline)
     sizes = work.micro_batches(strategy, rates.world_size, step)
-    compute_PAR = np.stack(_of_stages(_computing(work.model, strategy, rates, sizes), work.model, strategy))
-    # Nothing is captured here: each stage's launches count for every micro-batch.
-    compute_PAR += rates.micro_batch_s
-    element = hidden_bytes(strategy.precision, on_gpu=rates.demand == 0)
-    # Between products each rank of a tensor group has a part of the rows, and sends that part alone.
+    parts = _computation(work.model, strategy, rates, sizes)
+    compute_PAR = np.stack(_of_stages(parts, work.model, strategy.parallel)) + rates.micro_batch_s
+    # Each rank of a tensor group sends its part of the rows.
+    hidden = work.model.hidden_size * hidden_bytes(strategy.precision, on_gpu=rates.demand == 0)
     rows = float(sizes.tokens_AR.mean()) / strategy.tensor
-    message_s = rates.message_seconds(strategy.tensor, strategy.pipeline, rows * work.model.hidden_size * element)
-    neighbours_P = np.array(
-        [each.neighbours for each in own_layers(work.model, strategy.pipeline, strategy.virtual_stages)]
-    )
+    message_s = rates.message_seconds(strategy.tensor, strategy.pipeline, rows * hidden)
+    neighbours_P = np.array([share.neighbours for share in shares])
     through_R = through_stages(compute_PAR, neighbours_P, message_s, strategy, rates.sharing)
-    assembly = float(rates.seconds(Computation("batch", (1.0, float(strategy.global_batch_size)))))
-    if rates.demand >= 1:
-        through_R = through_R + assembly
-    through = rates.last_of(through_R.tolist())
-    # Rank 0's records count its computing; whatever the pipeline needs beyond that shows as waiting in `reduce`.
+    assembly = _assembly(strategy, rates)
+    through = rates.last_of((through_R + (assembly if rates.demand >= 1 else 0.0)).tolist())
     computing = min(rates.mean * float(compute_PAR[0].sum(0).mean()), through)
-    # Twice on the way: the gradient of the last stage's word table before the sums, the table itself after the update.
-    word_s = rates.message_seconds(strategy.tensor, strategy.pipeline, 4.0 * layouts[-1].copied)
-    buckets = layout.buckets(data_rates.world_size, strategy.bucket_bytes)
-    sizes_B = [4 * (bucket.stop - bucket.start) for bucket in buckets]
-    reducing = sum(_reduce(strategy, data_rates, size)[0] for size in sizes_B)
+    # The gradient of the copied word table travels before the sums, and the table itself after the update.
+    word_s = rates.message_seconds(strategy.tensor, strategy.pipeline, 4.0 * shares[-1].copied)
+    buckets = largest.buckets(data_rates.world_size, strategy.bucket_bytes)
+    reducing = sum(_reduce(strategy, data_rates, bucket)[0] for bucket in buckets)
     return PredictedStep(
         max(0.0, assembly - computing) if rates.demand < 1 else 0.0,
         computing,
         through - computing + word_s + reducing,
-        _update(strategy, rates, layout) + word_s,
-        # Gradients travel after the last micro-batch: nothing of that is hidden.
-        0.0,
+        _update(strategy, rates, largest) + word_s,
     )
 
 
-def _of_stages(parts: Sequence[np.ndarray], model: ModelConfig, strategy: Strategy) -> list[np.ndarray]:
-    """Add up what each rank of a pipeline has of embeddings, layers, and the last one with the heads."""
+def through_stages(
+    compute_PAR: NDArray[np.float64],
+    neighbours_P: NDArray[np.float64],
+    message_s: float,
+    strategy: Strategy,
+    sharing: float,
+) -> NDArray[np.float64]:
+    """Return the seconds [R] from the first forward pass to the last backward pass, in 1F1B or interleaved.
+
+    The costliest rank computes all the time, except while others fill and drain the pipeline. Each micro-batch waits for
+    its messages. Ranks that share processors take at least their mean work.
+    """
+    busy_PR = (compute_PAR / alone_in_stages(sharing, strategy.pipeline) + message_s * neighbours_P[:, None, None]).sum(
+        1
+    )
+    costliest_R = busy_PR.max(0)
+    # One micro-batch through the other ranks fills and drains the pipeline; interleaved, through one stage of each.
+    ends_R = (busy_PR.sum(0) - costliest_R) / compute_PAR.shape[1] / strategy.virtual_stages
+    return np.maximum(costliest_R + ends_R, compute_PAR.sum(1).mean(0))
+
+
+def alone_in_stages(sharing: float, pipeline: int) -> float:
+    """Return how much faster a stage computes while the other stages wait and leave it their processors."""
+    return min(sharing, float(pipeline))
+
+
+def _of_stages(parts: Sequence[Count], model: ModelConfig, parallel: ParallelConfig) -> list[NDArray[np.float64]]:
+    """Add up the embeddings, the inner layers, and the last layer with the heads, that each rank of a pipeline has."""
     embedding, layer, last = parts
-    ranks = own_layers(model, strategy.pipeline, strategy.virtual_stages)
-    return [each.has_embeddings * embedding + each.inner * layer + each.has_last * last for each in ranks]
+    shares = model_shares(model, 1, parallel.pipeline, parallel.virtual_stages)
+    return [np.asarray(each.has_embeddings * embedding + each.inner * layer + each.has_last * last) for each in shares]
 
 
-def _seconds(computations: list[Computation], rates: Rates, precision: str, sizes: MicroBatches) -> np.ndarray:
-    total: Count = np.zeros_like(sizes.tokens_AR)
-    for computation in computations:
-        total = total + rates.seconds(computation, precision)
-    assert isinstance(total, np.ndarray)
-    return total
+def _assembly(strategy: Strategy, rates: Rates) -> float:
+    return float(np.sum(rates.seconds(Computation("batch", (1.0, float(strategy.global_batch_size))))))
 
 
-def _computing(model: ModelConfig, strategy: Strategy, rates: Rates, sizes: MicroBatches) -> list[np.ndarray]:
-    """Seconds [A, R] of the embeddings, a layer, and the last layer with the heads, and of what they exchange."""
+def _seconds(computations: Sequence[Computation], rates: Rates, precision: str) -> Count:
+    return sum((rates.seconds(each, precision) for each in computations), 0.0)
+
+
+def _computation(
+    model: ModelConfig, strategy: Strategy, rates: Rates, sizes: MicroBatches
+) -> list[NDArray[np.float64]]:
+    """Return the seconds [A, R] of the embeddings, an inner layer, and the last layer with the heads."""
     parts = parts_of(model, sizes, strategy.tensor)
     exchanged = _exchanged(model, strategy.precision, strategy.tensor, rates, sizes)
     found = [
-        _seconds(part, rates, strategy.precision, sizes) + seconds
+        np.broadcast_to(_seconds(part, rates, strategy.precision), sizes.tokens_AR.shape) + seconds
         for part, seconds in zip(parts, exchanged, strict=True)
     ]
-    # Recomputation repeats the forward third of these kinds, not their backward pass.
-    again = [each for each in parts[1] if each.kind in REPEATED[strategy.recompute]]
-    found[1] += FORWARD_SHARE * _seconds(again, rates, strategy.precision, sizes)
-    found[1] += exchanged[1] / 2 if strategy.recompute == "full" else 0.0  # those of the forward pass once more
+    repeated = [each for each in parts[1] if each.kind in REPEATED[strategy.recompute]]
+    found[1] = found[1] + FORWARD_SHARE * _seconds(repeated, rates, strategy.precision)
+    found[1] = found[1] + (exchanged[1] / 2 if strategy.recompute == "full" else 0.0)
     return found
 
 
 def _exchanged(
     model: ModelConfig, precision: Precision, tensor: int, rates: Rates, sizes: MicroBatches
 ) -> tuple[float, float, float]:
-    """Seconds of what a tensor group gathers and scatters in the embeddings, a layer, and the last layer with the heads.
+    """Return the seconds of a tensor group's collectives in the parts of `parts_of`, averaged over micro-batches.
 
-    Each all-gather has a reduce-scatter of as many rows in the other direction; micro-batches count with their mean.
+    Each all-gather has a reduce-scatter of as many rows in the other direction.
     """
     if tensor == 1:
-        # Without a tensor group nothing is exchanged, and there may be no node-scope curve to ask.
         return 0.0, 0.0, 0.0
+    # On CPUs, ranks exchange rows and add them themselves.
+    scatter: Operation = "reduce-scatter" if rates.demand == 0 else "all-to-all"
 
     def both(rows: float, element: int) -> float:
         size = element * model.hidden_size * rows
-        # Each all-gather's gradient is a reduce-scatter of the same vector, hence both at the same size. On CPUs ranks
-        # send one another what they then add.
-        scatter: Operation = "reduce-scatter" if rates.demand == 0 else "all-to-all"
         return sum(rates.tensor_seconds(each, tensor, size) for each in ("all-gather", scatter))
 
+    # The embeddings' sum travels in fp32.
     element = 4 if precision == "fp32" else 2
-    # As docs/scaling.md counts them, under "Bytes that ranks send": the embeddings' sum travels in fp32.
     T, M = float(sizes.tokens_AR.mean()), float(sizes.masked_AR.mean())
-    # Q: rows of the last layer, which computes only masked tokens and each sequence's [CLS].
     Q = M + sizes.sequences
     return both(T, 4), 4 * both(T, element), both(T, element) + 4 * both(Q, element) + both(M, element)
 
 
 def _timeline(
-    strategy: Strategy, rates: Rates, layout: VectorLayout, means: tuple[float, ...], layers: int
+    strategy: Strategy, rates: Rates, share: ModelShare, means: Sequence[float], constant: float
 ) -> tuple[Ends, float]:
-    """Run a mean rank's step: pieces are the parts of the first forward pass, what is between, and of the last backward.
+    """Simulate a mean rank's step, given the seconds of its parts; also return the seconds of all messages alone.
 
-    Returns its ends, and the seconds of all messages with nothing beside them.
+    The first forward pass and the last backward pass have one piece for each part of the model, because a message begins
+    after a whole piece.
     """
-    embedding, layer, last, constant = means
-    # One piece for each layer: a message of the timeline begins after a whole piece.
-    parts = [embedding, *[layer] * layers, last]
-    # The constant cost of a micro-batch is spread evenly over the parts.
-    forward = [FORWARD_SHARE * (each + constant / len(parts)) for each in parts]
-    backward = [(1 - FORWARD_SHARE) * (each + constant / len(parts)) for each in reversed(parts)]
-    buckets = layout.buckets(rates.world_size, strategy.bucket_bytes)
+    embedding, layer, last = means
+    parts = [each + constant / (share.inner + 2) for each in (embedding, *[layer] * share.inner, last)]
+    forward = [FORWARD_SHARE * each for each in parts]
+    backward = [(1 - FORWARD_SHARE) * each for each in reversed(parts)]
+    buckets = share.buckets(rates.world_size, strategy.bucket_bytes)
     messages: list[Message] = []
-    # needs[i]: messages that must have arrived before piece i begins; none where weights are whole on every rank.
-    needs = [0] * len(parts)
-    # FP8's copies are cast from gathered weights: there the update gathers them, beside nothing.
-    if strategy.reduction in SHARDED and rates.world_size > 1 and strategy.precision != "fp8":
-        # Backward fills the last layers' buckets first, and forward needs the first layers' weights first.
-        gathered = buckets[::-1]
-        messages += [_gather(strategy, rates, 4 * (bucket.stop - bucket.start)) for bucket in gathered]
-        # A layer's parameters end at `stop` in the flat vector; a bucket that begins before it may hold some of them.
-        stops = [*layout.ends[:-1], layout.elements]  # the last layer and the heads wait for all
-        needs = [sum(bucket.start < stop for bucket in gathered) for stop in stops]
-    pieces = [Piece(seconds, need) for seconds, need in zip(forward, needs, strict=True)]
-    if messages:
-        pieces.insert(0, Piece(0.0, 1))  # the step waits for the first weights before all else
-    # Micro-batches whose gradients stay local are one piece: no message can begin or end inside them.
+    pieces = [Piece(seconds) for seconds in forward]
+    # In FP8 the update gathers the weights, because it casts the copies.
+    if strategy.is_sharded and rates.world_size > 1 and strategy.precision != "fp8":
+        messages += [_gather(strategy, rates, bucket) for bucket in buckets[::-1]]
+        # Each part waits for the buckets that begin before its parameters end; the last layer and the heads for all.
+        needs = [sum(bucket.start < stop for bucket in buckets) for stop in (*share.ends[:-1], share.elements)]
+        pieces = [Piece(0.0, 1), *(Piece(seconds, need) for seconds, need in zip(forward, needs, strict=True))]
+    # No message can begin or end in the passes between, which form one piece.
     pieces.append(Piece((strategy.gradient_accumulation_steps - 1) * (sum(forward) + sum(backward))))
     before = len(pieces)
     pieces += map(Piece, backward)
     for bucket in buckets if rates.world_size > 1 else ():
-        # Of the part in which a bucket begins, all gradients are there when its backward pass is done; the first
-        # elements are those of the decoder's bias and the embeddings, which are last.
-        part = sum(end <= bucket.start for end in layout.ends)
-        seconds, share = _reduce(strategy, rates, 4 * (bucket.stop - bucket.start))
-        messages.append(Message(seconds, before + len(parts) - min(part, len(parts) - 1), share))
-    # The second value is what the messages would take alone: the difference to what shows is what overlap hides.
+        # A bucket is complete after the backward pass of the part in which it begins; the embeddings come last.
+        part = sum(end <= bucket.start for end in share.ends)
+        seconds, busy = _reduce(strategy, rates, bucket)
+        messages.append(Message(seconds, before + len(parts) - min(part, len(parts) - 1), busy))
     return run(pieces, messages, rates.demand), sum(message.seconds for message in messages)
 
 
-def _gather(strategy: Strategy, rates: Rates, size: int) -> Message:
+def _bytes(bucket: slice) -> int:
+    return 4 * (bucket.stop - bucket.start)
+
+
+def _gather(strategy: Strategy, rates: Rates, bucket: slice) -> Message:
     scope: Scope = "node" if strategy.reduction == "sharded" else "world"
-    seconds, share = rates.collective("all-gather", scope, size)
-    return Message(seconds, 0, share)
+    seconds, busy = rates.collective("all-gather", scope, _bytes(bucket))
+    return Message(seconds, 0, busy)
 
 
-def _reduce(strategy: Strategy, rates: Rates, size: float) -> tuple[float, float]:
-    """Seconds of a bucket's reduction, and the share of processors that it keeps busy."""
-    # `shard` is what is left for the rails after the sum in the node: each rank of a host carries its own part.
-    whole, shard = size, size / rates.ranks
+def _reduce(strategy: Strategy, rates: Rates, bucket: slice) -> tuple[float, float]:
+    """Return the seconds of a bucket's reduction and the share of processors it keeps busy."""
+    size = _bytes(bucket)
+    collectives: list[tuple[Operation, Scope, float]]
     if strategy.reduction == "flat":
-        calls = _sum(strategy, rates, "all-reduce", "world", whole)
+        collectives = [("all-reduce", "world", size)]
     elif strategy.reduction == "sharded_world":
-        calls = _sum(strategy, rates, "reduce-scatter", "world", whole)
+        collectives = [("reduce-scatter", "world", size)]
     else:
-        calls = _sum(strategy, rates, "reduce-scatter", "node", whole)
-        calls += _sum(strategy, rates, "all-reduce", "rail", shard)
+        collectives = [("reduce-scatter", "node", size), ("all-reduce", "rail", size / rates.ranks)]
         if strategy.reduction == "hierarchical":
-            calls += _sum(strategy, rates, "all-gather", "node", whole)
+            collectives.append(("all-gather", "node", size))
+    if strategy.reduce_dtype == "bf16":
+        # Contributions travel in half of the bytes to where they are added in fp32, and the sums travel back.
+        halves: dict[Operation, list[Operation]] = {
+            "reduce-scatter": ["all-to-all"],
+            "all-gather": ["all-gather"],
+            "all-reduce": ["all-to-all", "all-gather"],
+        }
+        collectives = [(half, scope, each / 2) for whole, scope, each in collectives for half in halves[whole]]
+    calls = [rates.collective(*each) for each in collectives]
     seconds = sum(each for each, _ in calls)
-    # Calls follow one another: their shares of the processors are averaged by time.
-    return seconds, sum(each * share for each, share in calls) / seconds if seconds else 0.0
+    return seconds, sum(each * busy for each, busy in calls) / seconds if seconds else 0.0
 
 
-def _sum(
-    strategy: Strategy, rates: Rates, operation: Operation, scope: Scope, size: float
-) -> list[tuple[float, float]]:
-    if strategy.reduce_dtype == "fp32":
-        return [rates.collective(operation, scope, size)]
-    # Contributions travel to where they are added, and sums back, in half of the bytes.
-    names: dict[Operation, tuple[Operation, ...]] = {
-        "reduce-scatter": ("all-to-all",),
-        "all-gather": ("all-gather",),
-        "all-reduce": ("all-to-all", "all-gather"),
-    }
-    return [rates.collective(each, scope, size / 2) for each in names[operation]]
-
-
-def _update(strategy: Strategy, rates: Rates, layout: VectorLayout) -> float:
+def _update(strategy: Strategy, rates: Rates, share: ModelShare) -> float:
     data_rates = rates.of_data_groups(strategy.tensor, strategy.pipeline)
     copies = data_rates.world_size
-    # Sharded in a node or over all ranks; otherwise every rank updates every parameter.
-    shards = {"sharded": data_rates.ranks, "sharded_world": copies}.get(strategy.reduction, 1)
-    elements = layout.padded(copies) / shards
-    seconds = rates.seconds(Computation("lamb", (1.0, layout.segments / shards, elements)))
-    if shards > 1 and (strategy.precision == "fp8" or strategy.pipeline > 1):  # nothing is gathered beside computing
-        buckets = layout.buckets(copies, strategy.bucket_bytes)
-        seconds += sum(_gather(strategy, data_rates, 4 * (bucket.stop - bucket.start)).seconds for bucket in buckets)
+    shards = strategy.shards(data_rates.ranks, copies)
+    elements = share.padded(copies) / shards
+    seconds = float(np.sum(rates.seconds(Computation("lamb", (1.0, share.segments / shards, elements)))))
     if shards > 1:
+        if strategy.precision == "fp8" or strategy.pipeline > 1:  # the weights are not gathered beside computation
+            buckets = share.buckets(copies, strategy.bucket_bytes)
+            seconds += sum(_gather(strategy, data_rates, bucket).seconds for bucket in buckets)
+        # Norms of whole tensors, which span shards: two all-gathers of two fp64 numbers for each segment and rank.
         scope: Scope = "node" if strategy.reduction == "sharded" else "world"
-        # Norms are of whole tensors, which lie across shards; LAMB's trust ratios need them before any weight moves.
-        # Two gatherings of squares, the global norm's and the tensors': of these two fp64 numbers a segment and rank.
-        seconds += 2 * data_rates.collective_seconds("all-gather", scope, 16.0 * layout.segments * shards)
-    if strategy.tensor > 1:  # whose ranks have the gradients of what all of them have together
-        seconds += rates.tensor_seconds("all-reduce", strategy.tensor, 4.0 * layout.shared / shards)
-    return float(seconds)
+        seconds += 2 * data_rates.collective_seconds("all-gather", scope, 16.0 * share.segments * shards)
+    if strategy.tensor > 1:  # gradients of the parameters that every rank of a tensor group has
+        seconds += rates.tensor_seconds("all-reduce", strategy.tensor, 4.0 * share.shared / shards)
+    return seconds
 
 
 def predict_run(
     work: Work, strategy: Strategy, rates: Rates, step: PredictedStep | None = None, samples: float | None = None
 ) -> RunTime:
-    """Predict the time to train: start, steps to the target, such as ``step`` if given, evaluations on their schedule.
+    """Predict the time to train.
 
-    ``samples`` to the target, where they are known of this batch, take the place of the work's own.
+    Args:
+        work: The work of the run.
+        strategy: How ranks share it.
+        rates: Rates of the ranks.
+        step: The predicted step, if it is already known.
+        samples: Samples to the target, if they are known of this batch size.
     """
     step = step or predict_step(work, strategy, rates)
     batch = strategy.global_batch_size
     samples = samples or work.samples
-    # Then the reference's convergence points count, with what published runs differ from them by.
     if samples is None:
         p, gigabytes = calibration().parameters, rates.memory_bytes / 1e9
         samples = math.exp(log_samples(p, batch, rates.world_size, gigabytes, batch / step.total, False))
-    # Whole steps: a run ends at a step's end, and evaluates at least once even where the target is below one interval.
-    steps = math.ceil(samples / batch)
     evaluations = max(1, math.ceil(samples / work.interval(batch)))
-    evaluation = evaluations * evaluation_seconds(work, strategy.precision, strategy.parallel, rates)
-    parts = {"start": rates.start_s} | {name: steps * seconds for name, seconds in step.parts.items()}
-    return RunTime(samples, steps, evaluations, parts | {"evaluation": evaluation})
+    evaluation = _evaluation(work, strategy.precision, strategy.parallel, rates)
+    return RunTime.of(samples, math.ceil(samples / batch), evaluations, step.parts, evaluation, rates.start_s)
 
 
-@functools.lru_cache(maxsize=256)  # a search asks for a few of them, many times each
-def evaluation_seconds(work: Work, precision: Precision, parallel: ParallelConfig, rates: Rates) -> float:
-    """Seconds of one evaluation: the forward pass of all sequences, by length over the copies.
-
-    Batches follow one another through stages; ranks that have several come to the next batch when one is through.
-    """
-    ranks = own_layers(work.model, parallel.pipeline, parallel.virtual_stages)
-    total_P = np.zeros(len(ranks))
-    batches = work.evaluation(rates.world_size // parallel.copy_ranks)
-    for sizes in batches:
-        parts = parts_of(work.model, sizes, parallel.tensor)
-        exchanged = _exchanged(work.model, precision, parallel.tensor, rates, sizes)
-        embedding, layer, last = (
-            # Half of what is exchanged: the other half belongs to the backward pass.
-            FORWARD_SHARE * float(_seconds(part, rates, precision, sizes).sum()) + seconds / 2
-            for part, seconds in zip(parts, exchanged, strict=True)
-        )
-        for place, own in enumerate(ranks):
-            computing = own.has_embeddings * embedding + own.inner * layer + own.has_last * last
-            total_P[place] += FORWARD_SHARE * rates.micro_batch_s + computing
-    if parallel.virtual_stages > 1:
-        # Interleaved stages are run one batch at a time in evaluation, so ranks wait for one another throughout.
-        return float(total_P.sum())
-    # The costliest stage is busy all the time; the others show once, while the pipeline fills and drains.
-    return float(total_P.max() + (total_P.sum() - total_P.max()) / len(batches))
+@functools.lru_cache(maxsize=256)  # a search asks for a few of them many times
+def _evaluation(work: Work, precision: Precision, parallel: ParallelConfig, rates: Rates) -> float:
+    """Return the seconds of an evaluation: the forward pass of all its sequences, dealt evenly to the copies."""
+    sequences = math.ceil(work.evaluation_sequences * parallel.copy_ranks / rates.world_size)
+    batches = math.ceil(sequences / work.evaluation_batch_size)
+    sizes = work.typical(sequences / batches)
+    strategy = Strategy(1, precision=precision, tensor=parallel.tensor)
+    stages = _of_stages(_computation(work.model, strategy, rates, sizes), work.model, parallel)
+    seconds = [FORWARD_SHARE * batches * (rates.micro_batch_s + float(each.sum())) for each in stages]
+    if parallel.virtual_stages > 1:  # which run one batch at a time
+        return sum(seconds)
+    # The costliest stage is always busy; the others show while the pipeline fills and drains.
+    return max(seconds) + (sum(seconds) - max(seconds)) / batches

@@ -1,12 +1,12 @@
-"""Strategy: how a run is spread over ranks, and how they sum their gradients. What a planner chooses."""
+"""Strategy: how ranks share a run, and how they sum gradients. A planner chooses it; it does not change what is computed."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import get_args
 
 from bert.configuration.config import Config
 from bert.configuration.sections import (
+    SHARDED,
     ParallelConfig,
     Precision,
     Recompute,
@@ -15,25 +15,13 @@ from bert.configuration.sections import (
     TrainingConfig,
 )
 
-# From the training settings, so that a plan without the field and a run without the option mean the same size.
+# The training settings' default, so that a plan without the field and a run without the option mean the same size.
 BUCKET_BYTES = TrainingConfig.bucket_bytes
-"""Of the flat fp32 gradient, unless a run or a plan says otherwise."""
 
 
 @dataclass(frozen=True)
 class Strategy:
-    """Settings of a run that decide where its time and memory go, and not what it computes.
-
-    Attributes:
-        reduce_dtype: in which gradients travel.
-        bucket_bytes: of a bucket of the flat fp32 gradient.
-        tensor: neighbours of a host that share a copy of the model, or a stage of one.
-        pipeline: such groups that share a copy, layer by layer.
-        virtual_stages: of each of them.
-
-    Raises:
-        ValueError: a number is not positive, a name is none that there is, or two settings do not go together.
-    """
+    """The settings of a run that decide its time and memory, named as in `TrainingConfig` and `ParallelConfig`."""
 
     global_batch_size: int
     gradient_accumulation_steps: int = 1
@@ -46,54 +34,44 @@ class Strategy:
     pipeline: int = 1
     virtual_stages: int = 1
 
-    def __post_init__(self) -> None:
-        for name in ("global_batch_size", "gradient_accumulation_steps", "bucket_bytes"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}, expected at least 1")
-        named = {"precision": Precision, "reduction": ReductionStrategy, "recompute": Recompute}
-        for name, allowed in named.items():
-            if getattr(self, name) not in get_args(allowed):
-                raise ValueError(f"{name} is {getattr(self, name)!r}, expected one of {', '.join(get_args(allowed))}")
-        ParallelConfig(self.tensor, self.pipeline, self.virtual_stages)  # refuses what there is not
-        if self.reduce_dtype not in ("fp32", "bf16"):
-            raise ValueError(f"reduce_dtype is {self.reduce_dtype!r}, expected fp32 or bf16")
-
     @property
     def parallel(self) -> ParallelConfig:
-        """Sharing of a copy of the model by ranks, as the configuration has it."""
+        """How ranks share a copy of the model, as the configuration has it."""
         return ParallelConfig(self.tensor, self.pipeline, self.virtual_stages)
 
     @property
     def stages(self) -> str:
-        """Number of stages, in words: where ranks have several, how many each."""
+        """Number of pipeline ranks in words, with the stages of each if there are several."""
         return str(self.pipeline) + (f" x {self.virtual_stages}" if self.virtual_stages > 1 else "")
 
     @property
-    def summing(self) -> str:
-        """The reduction, in words."""
-        return self.reduction
+    def is_sharded(self) -> bool:
+        """Tell whether each rank updates a shard of the weights and gathers the rest."""
+        return self.reduction in SHARDED
 
     @property
     def copy_ranks(self) -> int:
         """Ranks that share a copy of the model."""
         return self.tensor * self.pipeline
 
+    def shards(self, node_copies: int, copies: int) -> int:
+        """Return the number of shards of the optimizer's state, given the copies of a node and of all nodes."""
+        return {"sharded": node_copies, "sharded_world": copies}.get(self.reduction, 1)
+
     def sequences(self, ranks: int) -> int:
-        """Sequences of a micro-batch of one copy. Raises ``ValueError`` where the global batch does not divide."""
-        share = self.copy_ranks
-        # Only copies see different sequences: ranks of one copy work on the same micro-batch.
-        micro_batches = ranks // share * self.gradient_accumulation_steps
+        """Return the sequences of a micro-batch. Raises ``ValueError`` if the global batch does not divide."""
+        micro_batches = ranks // self.copy_ranks * self.gradient_accumulation_steps
         if self.global_batch_size % micro_batches:
-            copies = f"{ranks} ranks" if share == 1 else f"{ranks // share} copies of {share} ranks"
+            copies = f"{ranks // self.copy_ranks} copies of the model ({ranks} ranks)"
             raise ValueError(
-                f"global_batch_size {self.global_batch_size} does not divide over {copies} x "
-                f"{self.gradient_accumulation_steps} accumulation steps: make it a multiple of {micro_batches}"
+                f"global_batch_size is {self.global_batch_size}, which {copies} x {self.gradient_accumulation_steps} "
+                f"micro-batches cannot share evenly. Use a multiple of {micro_batches}."
             )
         return self.global_batch_size // micro_batches
 
 
 def strategy_of(config: Config) -> Strategy:
-    """Return the strategy of a configuration; of ``auto`` the first that it stands for."""
+    """Return the strategy of a configuration; "auto" counts as its first candidate."""
     training = config.training
     return Strategy(
         training.global_batch_size,

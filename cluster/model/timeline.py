@@ -1,21 +1,19 @@
-"""Timeline of a rank: computing in order, messages in order beside it, each waiting for the other where it must.
+"""Timeline of a rank: pieces of computation in order, messages in order beside them, and waits for one another.
 
-Both want processors: where there are too few for both, messages get what they ask for up to half of them, as the kernel
-gives whoever sleeps now and then, and computing the rest. On a GPU messages ask for none.
+Both need processors. If there are too few, messages get what they ask for, up to half of them, and computation the rest. On
+a GPU messages need none.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A piece of computing: seconds when nothing goes on beside it. It begins when so many messages have arrived.
-
-    One of no seconds is a wait for messages.
-    """
+    """Seconds of computation that begins after ``needs`` messages have arrived; without seconds, a wait for them."""
 
     seconds: float
     needs: int = 0
@@ -23,11 +21,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Message:
-    """A collective: seconds when nothing is computed beside it. It begins after so many pieces.
-
-    Attributes:
-        share: of the processors that it keeps busy meanwhile.
-    """
+    """Seconds of a collective that begins after so many pieces, and the share of the processors that it keeps busy."""
 
     seconds: float
     after: int
@@ -36,7 +30,7 @@ class Message:
 
 @dataclass(frozen=True)
 class Ends:
-    """Seconds at which all pieces are computed, and all messages are there; and seconds of waits."""
+    """Seconds until all pieces are computed and all messages have arrived, and seconds spent in waits."""
 
     computed: float
     arrived: float
@@ -44,35 +38,30 @@ class Ends:
 
 
 def run(pieces: Sequence[Piece], messages: Sequence[Message], demand: float) -> Ends:
-    """Let pieces and messages go on side by side. ``demand``: share of the processors that computing keeps busy alone."""
+    """Simulate pieces and messages; ``demand`` is the share of the processors that computation keeps busy alone."""
     now = computed = waited = 0.0
-    # `message` counts those that have arrived: messages are waited for by their number, not by name.
     piece = message = 0
     left_piece = pieces[0].seconds if pieces else 0.0
     left_message = messages[0].seconds if messages else 0.0
     while piece < len(pieces) or message < len(messages):
-        # Only the next piece and the next message can be under way: both queues are in order.
         computing = piece < len(pieces) and pieces[piece].needs <= message
         sending = message < len(messages) and messages[message].after <= piece
-        # A cycle between the two would loop forever with infinite times.
         assert computing or sending, "pieces and messages wait for each other"
-        # Go on to where the piece, or the message, ends next: until then speeds are the same.
         speed_piece = speed_message = 1.0
         if computing and sending:
-            # Both are slowed only while both run; alone each has the speed it was measured at.
             speed_piece, speed_message = _speeds(demand, messages[message].share)
-        until_piece = left_piece / speed_piece if computing else float("inf")
-        until_message = left_message / speed_message if sending else float("inf")
+        # Advance to the next end of a piece or a message: until then the speeds are constant.
+        until_piece = left_piece / speed_piece if computing else inf
+        until_message = left_message / speed_message if sending else inf
         step = min(until_piece, until_message)
         now += step
-        # A piece without seconds is a wait: what passes before it may start is counted as waiting, not computing.
         if not computing and piece < len(pieces) and pieces[piece].seconds == 0:
             waited += step
         if computing:
             left_piece -= step * speed_piece
         if sending:
             left_message -= step * speed_message
-        # Both may end at the same instant, hence two ifs: an else would leave a zero remainder and cost another turn.
+        # Both may end at the same instant.
         if computing and until_piece <= until_message:
             piece, computed = piece + 1, now
             left_piece = pieces[piece].seconds if piece < len(pieces) else 0.0
@@ -83,10 +72,8 @@ def run(pieces: Sequence[Piece], messages: Sequence[Message], demand: float) -> 
 
 
 def _speeds(demand: float, share: float) -> tuple[float, float]:
-    """Speeds of computing and of a message that go on at once, over those of each alone."""
-    # Share 0 is a GPU's collective, or one member's: nothing to compete for.
+    """Return the speeds of computation and of a message beside it, relative to each alone."""
     if demand + share <= 1 or share == 0:
         return 1.0, 1.0
-    # At least half of the processors if it asks for them, or whatever computing leaves over.
     given = min(share, max(0.5, 1 - demand))
     return min(1.0, (1 - given) / demand), given / share

@@ -24,17 +24,6 @@ CHECKPOINT_MS = 1000
 """Longest time from the checkpoint that reached the target to the end of a run that is evaluated after training."""
 
 
-PACKED = Finding(
-    None,
-    "",
-    "SR Submission form",
-    "the log is packed in gzip, which the official tools do not read; expected plain text",
-    "unpack it with `gunzip` before it is submitted",
-    severity="warning",
-)
-"""About a log that only its packing keeps from being a result."""
-
-
 def check_lines(context: CheckedLog) -> Iterator[Finding]:
     """Yield what is wrong with the file and its lines: all that can be said of a log that was not read to its end."""
     for problem in context.log.problems:
@@ -44,14 +33,11 @@ def check_lines(context: CheckedLog) -> Iterator[Finding]:
     if context.log.given_up:
         found = f"{context.log.given_up}: the rest was not read"
         yield Finding(None, "", "SR Submission form", found, context.log.remedy)
-        # The counts below would be those of the part that was read.
+        # The counts below would be of the part that was read.
         return
-    if context.log.packed:
-        yield PACKED  # compared by value in `compliance.submission.check`, which makes it an error
     if not context.log.token_lines:
         found = "no MLLOG record in the file; expected the log of a run"
         yield Finding(None, "", "log format", found, "check the file that the run logged to")
-    # The unpacked size counts: what is submitted is plain text.
     if context.log.size > MAX_FILE_BYTES:
         found = f"a file of {context.log.size / 2**20:.1f} MiB; expected at most {MAX_FILE_BYTES >> 20} MiB"
         yield Finding(None, "", "SR Submission form", found, "keep telemetry and other programs' output in other files")
@@ -190,39 +176,11 @@ def _check_fixed_settings(context: CheckedLog) -> Iterator[Finding]:
     for violation in own_settings(run):
         # The setting has a value, so the log holds its record.
         yield finding_of(run.first[violation.key], violation)
-    batch = run.global_batch_size
-    steps = run.count_of("gradient_accumulation_steps")
-    if batch and steps and batch % steps:
-        record = run.first["gradient_accumulation_steps"]
-        found, remedy = f"value {steps} with a global_batch_size of {batch}", "log the steps in which a batch is taken"
-        yield at(record, found, "a divisor of the batch size", remedy, "closed_common.yaml", "warning")
     cleared = context.log.all("cache_clear")
     # Every process may log it, and one that dropped the caches is enough.
     if cleared and all(record.value is False for record in cleared):
         remedy = "drop the caches before each run (needs root), and log what was done"
         yield at(cleared[0], f"value {shown(cleared[0].value)}: caches kept", "caches dropped before the run", remedy)
-
-
-def _check_weights(context: CheckedLog) -> Iterator[Finding]:
-    records = context.log.all("weights_initialization")
-    # Rulesets that ask for no such records leave their names free.
-    required = rules.KEYS["weights_initialization"].required_in(context.ruleset, context.run.division)
-    if not records or context.aborted or not required:
-        return
-    names = rules.weight_tensors(rules.BERT_LARGE_LAYERS)
-    expected, wording, remedy = set(names), f"the {len(names)} tensors, once each", "log the reference's names"
-    seen: set[str] = set()
-    for record in records:
-        tensor = record.metadata.get("tensor")
-        if not isinstance(tensor, str):
-            continue  # reported with the values
-        if tensor not in expected or tensor in seen:
-            fault = "logged again" if tensor in seen else "not a tensor of BERT-Large"
-            yield at(record, f"{shown(tensor)}: {fault}", wording, remedy)
-        seen.add(tensor)
-    missing = sorted(expected - seen)
-    if missing:
-        yield at(records[-1], f"{len(missing)} tensors missing, among them {missing[0]}", wording, remedy)
 
 
 def _check_result(context: CheckedLog) -> Iterator[Finding]:
@@ -260,4 +218,4 @@ def checks_of(context: CheckedLog) -> tuple[Callable[[CheckedLog], Iterator[Find
     of_records = (check_lines, _check_chain, _check_whole_run, check_records, _check_time, _check_fixed_settings)
     if context.defect:
         return (_check_defect, *of_records)
-    return (*of_records, _check_presence, _check_weights, _check_result)
+    return (*of_records, _check_presence, _check_result)

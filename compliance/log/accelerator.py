@@ -25,7 +25,7 @@ def family(name: str) -> str | None:
 
 def form(name: str) -> Form | None:
     """Return how the accelerator is built in, if its name tells. The driver names an SXM device by its memory, HBM3."""
-    text = name[:MAX_NAME].upper()
+    text = re.sub(r"[^A-Z0-9]+", " ", name[:MAX_NAME].upper())
     # PCIe first: the name of a card may have the kind of its memory in it.
     if "PCIE" in text:
         return "PCIe"

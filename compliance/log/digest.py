@@ -1,10 +1,9 @@
-"""The chain of digests in a log: lines that tell whether the lines above them are still what was written.
+"""The chain of digests in a log: lines that tell whether the lines above them are still as they were written.
 
-A log that carries the chain opens with `OPENING`. From then on a line "# digest: <hex>" stands after every
-`LINES_A_DIGEST` lines and after the run, and `# digest at the end: <hex>` is the last line of the file. Each holds the
-SHA-256 over all lines above it, other digests included, every line with one line feed. A changed, removed, added or
-moved line breaks the first digest below it. The chain is no signature: who can write the file can write a new chain. It
-tells a damaged or hand-edited log from one that is as the run left it.
+A log with a chain opens with `OPENING`. A line "# digest: <hex>" follows every `LINES_A_DIGEST` lines and the end of the
+run, and `# digest at the end: <hex>` is the last line of the file. Each holds the SHA-256 over all lines above it, other
+digests included, every line with one line feed. A changed, removed, added or moved line breaks the first digest below it.
+The chain is no signature: anybody who can write the file can write a new chain. It detects damaged and hand-edited logs.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import hashlib
 import re
 
 OPENING = "# chain: each digest line holds the SHA-256 over all lines above it"
-# A broken digest points to so many lines at most; shorter stretches would add lines to every log.
+# A broken digest points to at most this many lines.
 LINES_A_DIGEST = 32
 
 _DIGEST = re.compile(rb"# digest( at the end)?: ([0-9a-f]{64})")
@@ -30,13 +29,13 @@ class Chain:
     def add(self, line: bytes) -> None:
         """Take in a line, without its end."""
         self._hash.update(line)
-        # Always this one byte, whatever ends the line in the file: a log with converted line ends still matches.
+        # Always this one byte, so that a log with converted line ends still matches.
         self._hash.update(b"\n")
         self.lines += 1
         self.pending += 1
 
     def close_stretch(self, at_end: bool = False) -> bytes:
-        """The digest line over everything so far, taken in itself."""
+        """Return the digest line over everything so far, and take it in."""
         line = f"# digest{' at the end' if at_end else ''}: {self._hash.hexdigest()}".encode()
         self.add(line)
         self.pending = 0
@@ -52,8 +51,8 @@ class ChainCheck:
 
     Attributes:
         opened: the first line says that the log carries the chain.
-        digests: digest lines so far.
-        broken: (first, last) line of the first stretch whose digest is not that of its lines.
+        digests: number of digest lines so far.
+        broken: (first, last) line of the first stretch whose digest does not match its lines.
         covered: the last line that stands above a digest.
         ended: the digest at the end has been seen.
         after_end: first line below the digest at the end.
@@ -69,23 +68,23 @@ class ChainCheck:
         self._chain = Chain()
 
     def open(self, first_line: bytes) -> None:
-        """Take in the first line; of a log that it does not open, only the digest lines need to be given to `take`."""
+        """Take in whether the first line opens a chain."""
         self.opened = first_line == OPENING.encode()
 
     def take(self, number: int, line: bytes) -> bool:
-        """Take in line `number`, from 1; returns whether it belongs to the chain itself."""
-        # A run that is over writes no more: what stands below was added by another hand.
+        """Take in line `number`, from 1. Return whether it belongs to the chain itself."""
+        match = _DIGEST.fullmatch(line) if line.startswith(b"# digest") else None
+        if not self.opened and match is None:
+            return False
         if self.ended and self.after_end is None:
             self.after_end = number
-        # The cheap test first, as every line of a log comes by here.
-        match = _DIGEST.fullmatch(line) if line.startswith(b"# digest") else None
         if match:
             self.digests += 1
             if self.broken is None and not self._chain.matches(match[2]):
                 self.broken = (self.covered + 1, number)
             self.covered = number
             self.ended = match[1] is not None
-        # Below the first break no digest can match, so hashing on would tell nothing.
+        # Below the first break no digest can match.
         if self.broken is None:
             self._chain.add(line)
-        return match is not None or (number == 1 and self.opened)
+        return match is not None or number == 1

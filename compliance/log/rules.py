@@ -333,20 +333,9 @@ SYSTEM_FIELDS = (
 )  # fmt: skip
 """The fields that the system description checker asks for; the hyphen in on-chip is its own."""
 
-MEANINGFUL_SYSTEM_FIELDS = (
-    "host_processor_model_name", "host_memory_capacity", "host_storage_type", "host_storage_capacity",
-    "host_networking", "host_networking_topology", "host_memory_configuration", "accelerator_model_name",
-    "accelerator_host_interconnect", "accelerator_memory_configuration", "accelerator_memory_capacity",
-    "accelerator_interconnect", "cooling", "other_software_stack", "operating_system",
-)  # fmt: skip
-"""Fields whose text says "meaningful response required", which no tool enforces (SR "<system_desc_id>.json metadata")."""
-
 SYSTEM_INTEGERS = ("number_of_nodes", "host_processors_per_node", "accelerators_per_node")
 """Fields that the result summarizer turns into integers: numeric strings."""
 
 # Stricter than the package checker's result_*.txt, which takes any text for a number.
 RESULT_FILE = re.compile(r"result_(\d+)\.txt")
 """Name of a run's log in results/<system>/bert (submission rules, "Directory structure")."""
-
-LOG_FILE = re.compile(r"result_(\d+)\.txt(\.gz)?")
-"""Name of a log, also of one that was packed to be kept: read here, and by no official tool."""

@@ -212,21 +212,14 @@ class LoggedRun:
         """Sequences trained over the whole time to train, evaluations included."""
         return self.train_samples / self.seconds if self.train_samples and self.seconds else None
 
-    def converged_samples(self, *, from_train_samples: bool = False) -> int | None:
-        """Sequences to the target as the RCP checker reads them: `epoch_num` of the last eval_accuracy (TR 24.6).
+    def converged_samples(self) -> int | None:
+        """Return the sequences to the target as the RCP checker reads them: `epoch_num` of the last eval_accuracy (TR 24.6).
 
-        Args:
-            from_train_samples: read `train_samples` instead (TR 14): for logs whose `epoch_num` is a placeholder.
-
-        Returns:
-            None for a run that did not end with status success, or does not say how far it came.
+        None if the run did not end with status success, or does not say how far it came.
         """
-        if self.status != "success":
+        if self.status != "success" or self._at_end is None:
             return None
-        if from_train_samples:
-            count = self.value("train_samples")
-        else:
-            count = self._at_end.metadata.get("epoch_num") if self._at_end else None
+        count = self._at_end.metadata.get("epoch_num")
         # A float counts, as it does for the RCP checker.
         samples = round(count) if rules.is_number(count) else 0
         return samples if samples > 0 and rules.is_integer(samples) else None

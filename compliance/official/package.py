@@ -1,15 +1,14 @@
-"""Ask the official package tools about the parts of a submission.
+"""Ask the official tools about parts of a submission.
 
-Each part gets its own answer, from the tool that judges it: a
-benchmark folder from the package checker (number of logs, compliance, seeds, power, reference convergence points), a
-system description and the names and sizes of the files from theirs. A crash, and they crash easily, is "fail".
+Each part gets an answer of its own from the tool that judges it: a benchmark folder from the package checker (number of
+logs, compliance, seeds, power, reference convergence points), a system description and the names and sizes of files from
+theirs. A tool that crashes, and they crash easily, gives "fail".
 """
 
 from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,8 +21,6 @@ from console.files import read_json
 from console.text import visible
 
 TIMEOUT_S = 600
-"""Longest wait for the answer about one part."""
-
 MAX_TEXT_CHARACTERS = 200
 
 PARAMETERS = "package_checker_params"
@@ -32,67 +29,75 @@ PARAMETERS = "package_checker_params"
 
 @dataclass(frozen=True)
 class Answer:
-    """An official tool's answer about a part: its verdict, and the last of its messages in short."""
+    """An official tool's verdict on a part, and the last of its messages, shortened."""
 
     outcome: Outcome
     message: str = ""
 
 
-def ask(
-    benchmarks: Sequence[tuple[BenchmarkFolder, str]], descriptions: Sequence[Path], root: Path | None, ruleset: str
-) -> tuple[list[Answer], list[Answer], Answer | None]:
-    """The answers about benchmark folders, system descriptions and, where it is given, a whole submission.
+@dataclass(frozen=True)
+class Score:
+    """Figures of the result summarizer for one system; None where it gives none.
 
-    Args:
-        benchmarks: each folder with the division of its logs.
+    Attributes:
+        minutes: the score, scaled.
+        samples: mean samples to the target; None in the open division.
+    """
+
+    minutes: float | None = None
+    scaling: float | None = None
+    samples: float | None = None
+    fault: str = ""
+
+
+def ask(part: str, path: Path, ruleset: str) -> Answer:
+    """Ask about a system description ("system") or a whole submission ("repository").
 
     Raises:
         ValueError: mlperf-logging is not installed.
     """
-    # A copy for each folder, so that a crash over one says nothing about the others.
-    with tempfile.TemporaryDirectory(prefix="compliance-") as temporary:
-        of_folders = []
-        for index, (folder, division) in enumerate(benchmarks):
-            copy = Path(temporary) / str(index)
-            _link(folder, division, copy)
-            of_folders.append(_ask("package", copy, ruleset))
-    # Absolute: the tools run in a folder of their own.
-    of_descriptions = [_ask("system", absolute(description), ruleset) for description in descriptions]
-    return of_folders, of_descriptions, _ask("repository", absolute(root), ruleset) if root is not None else None
-
-
-def _ask(tool: str, path: Path, ruleset: str) -> Answer:
-    answer = process.ask(tool, path, ruleset, TIMEOUT_S)
+    answer = process.ask(part, absolute(path), ruleset, TIMEOUT_S)
     if "crash" in answer:
         return Answer("fail", answer["crash"])
     text = answer["messages"][-1] if answer["messages"] else ""
     return Answer("pass" if answer["passed"] else "fail", visible(text, MAX_TEXT_CHARACTERS))
 
 
-def _link(folder: BenchmarkFolder, division: str, copy: Path) -> None:
-    """A submission with this one folder in it, made of links: the package checker writes among the results.
+def ask_about_folder(folder: BenchmarkFolder, division: str, ruleset: str) -> Answer:
+    """Ask the package checker about one benchmark folder, whose logs are of a division; raises as `ask` does."""
+    # On a copy, because the package checker writes among the results.
+    with tempfile.TemporaryDirectory(prefix="compliance-") as copy:
+        _link(folder, division, Path(copy))
+        return ask("package", Path(copy), ruleset)
 
-    A description that is there but says no division is put right in the copy: it is judged on its own.
-    """
+
+def ask_for_score(tree: Path, ruleset: str) -> Score:
+    """Ask the result summarizer for the score of a submission of one system; raises as `ask` does."""
+    answer = process.ask("score", absolute(tree), ruleset, TIMEOUT_S)
+    return Score(fault=visible(answer["crash"], MAX_TEXT_CHARACTERS)) if "crash" in answer else Score(**answer)
+
+
+def _link(folder: BenchmarkFolder, division: str, copy: Path) -> None:
+    """Make a submission of links that holds this one folder."""
     name = absolute(folder.path).name
     here = copy / "results" / folder.system / name
     here.mkdir(parents=True)
-    for entry in (*folder.logs, *folder.misnamed, *folder.others):
+    for entry in (*folder.logs, *folder.misnamed):
         if entry.is_file() or entry.is_dir() or not entry.exists():  # a pipe would keep the checker waiting
-            (here / entry.name).symlink_to(absolute(entry))  # by its own name, which is what the tool judges
+            (here / entry.name).symlink_to(absolute(entry))
     if (folder.path / "power").is_dir():
         for entry in (folder.path / "power").glob("*/*"):
             target = here / entry.relative_to(folder.path)
             target.parent.mkdir(parents=True, exist_ok=True)
-            target.touch()  # of measurements the tool looks at names only
-    # The package checker reads them in both places, and they change its verdict.
+            target.touch()  # the tool looks at the names of measurements only
+    # The package checker reads its parameters in both places, and they change its verdict.
     for given, copied in ((folder.path, here), (absolute(folder.path).parent, here.parent)):
         if (given / PARAMETERS).is_file():
             (copied / PARAMETERS).symlink_to(absolute(given / PARAMETERS))
     (copy / "systems").mkdir()
     if folder.description.is_file():
         content = _object(folder.description)
-        # Without the field it ends with a KeyError, and the folder would get no answer.
+        # Without the field the checker crashes; the description gets a verdict of its own.
         content.setdefault("division", division)
         (copy / "systems" / folder.description.name).write_text(json.dumps(content))
 

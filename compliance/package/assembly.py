@@ -1,11 +1,11 @@
-"""Decide whether the runs in a folder make a submission and which of them it holds, and have its tree written.
+"""Decide whether the runs in a folder make a submission and which of them it holds, and write its tree.
 
-What stops it is a ValueError, before anything is written; what does not is a finding of the package.
+A fault that stops the submission is a ValueError, raised before anything is written. Others are findings of the package.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from shlex import quote
 from typing import Any
@@ -33,31 +33,12 @@ def make_package(request: PackageRequest) -> Package:
     """Write the submission tree request.out/request.org.
 
     Raises:
-        ValueError: why these logs, this description or this place make no submission; then nothing was written.
+        ValueError: these logs, this description or this place make no submission; nothing was written.
     """
-    # Everything that may refuse comes before write_tree().
-    if request.tree.exists() and not request.replace:
-        raise ValueError(f"{request.tree} is there already: choose another --out, or give --replace to write it anew")
+    if request.tree.exists():
+        raise ValueError(f"{request.tree} exists already: choose another --out, or remove it")
     logs = result_logs(request.runs)
     division = division_of(logs)
-    _refuse_renamed(request)
-    description, differences = _description(request, division, logs)
-    _refuse_unsuitable(logs)
-    chosen, selection = _choose(logs, request.ruleset)
-    samples = [run.log.run.converged_samples() for run in chosen]
-    ahead = outlook(samples, batch_size_of(logs), request.ruleset, division=division)
-    source = tracked_source()
-    findings = (*differences, *_findings(description, logs, source))
-    package = Package(request, division, chosen, selection, len(logs), ahead, source.left_out, findings)
-    write_tree(package, description, source)
-    return package
-
-
-# What makes no submission
-
-
-def _refuse_renamed(request: PackageRequest) -> None:
-    """Refuse runs that lie in the folder of another system: they would be submitted under a name that is not theirs."""
     folder, system = absolute(request.runs), request.system.stem
     # A folder of another name may lie anywhere, and its parent names no system.
     if folder.name == BENCHMARK and folder.parent.name != system:
@@ -65,34 +46,36 @@ def _refuse_renamed(request: PackageRequest) -> None:
             f"{request.runs} holds the runs of {folder.parent.name!r}, but --system {request.system} describes {system!r}. "
             f"Give --system .../{folder.parent.name}.json, or rename one of the two if they are the same system"
         )
+    description, differences = _description(request, division, logs)
+    _refuse_unsuitable(logs)
+    chosen, selection = _choose(logs, request.ruleset)
+    samples = [run.log.run.converged_samples() for run in chosen]
+    ahead = outlook(samples, batch_size_of(logs), request.ruleset, division=division)
+    source = tracked_source()
+    findings = (*differences, *_source_findings(logs, source))
+    package = Package(request, division, chosen, selection, len(logs), ahead, source.left_out, findings)
+    write_tree(package, description, source)
+    return package
 
 
 def _description(
     request: PackageRequest, division: rules.Division, logs: list[Log]
 ) -> tuple[dict[str, Any], list[Finding]]:
-    """The description's fields, and where the logs say something else that does not stop a submission."""
+    """Return the description's fields, and the differences to the logs that do not stop a submission."""
     path = request.system
     description = read_description(path)
-    # Warnings about a description stop no submission.
     faults = [fault for fault in description_findings(description, request.ruleset) if fault.severity == "error"]
-    if faults:
-        more = f" ({len(faults) - 1} more faults)" if len(faults) > 1 else ""
-        field = f"{faults[0].key}: " if faults[0].key else ""
-        raise ValueError(f"{path}: {field}{faults[0].found}; {faults[0].remedy}{more}")
     for name in INDISPENSABLE_FIELDS:
-        if description.text(name) is None:
+        if not faults and description.text(name) is None:
             remedy = f"`python -m compliance system --out {quote(str(path))} --set {name}=...`"
             raise ValueError(f"{path}: {name} is empty: {remedy}")
-    if description.fields["division"] != division:
-        raise ValueError(
-            f"{path}: division is {description.fields['division']!r}, but the logs say {division!r}; no official "
-            "tool compares the two, and seeds and convergence are checked only where the file says 'closed': "
-            "put the wrong one right"
-        )
-    differences = [*against_logs(description, [log.run for log in logs])]
-    for finding in differences:
-        if finding.severity == "error":
-            raise ValueError(f"{path}: {finding.key}: {finding.found}; {finding.remedy}")
+    # No official tool compares the divisions, and seeds and convergence are checked only where the file says "closed".
+    if not faults and description.fields["division"] != division:
+        found = f"division is {description.fields['division']!r}, but the logs say {division!r}"
+        raise ValueError(f"{path}: {found}: correct the wrong one")
+    differences = [] if faults else [*against_logs(description, [log.run for log in logs])]
+    for fault in (*faults, *(finding for finding in differences if finding.severity == "error")):
+        raise ValueError(f"{path}: {f'{fault.key}: ' if fault.key else ''}{fault.found}; {fault.remedy}")
     return description.fields, differences
 
 
@@ -107,8 +90,6 @@ def _refuse_unsuitable(logs: list[Log]) -> None:
         )
     digests: dict[str, Path] = {}
     for log in logs:
-        if log.packed:
-            raise ValueError(f"{log.path}: packed in gzip, which no official tool reads: unpack it with `gunzip`")
         if log.path.stat().st_size > MAX_FILE_BYTES:
             raise ValueError(f"{log.path}: larger than {MAX_FILE_BYTES >> 20} MiB, the most that a submission may hold")
         # By content: a copy has another name, and would count one run twice.
@@ -119,14 +100,14 @@ def _refuse_unsuitable(logs: list[Log]) -> None:
             )
         if log.run.resumed_from is not None:
             raise ValueError(
-                f"{log.path}: the run was resumed from {log.run.resumed_from!a}, so its clock did not run all the "
-                "time (TR 11): no run of a submission; move the log away and run again"
+                f"{log.path}: the run was resumed from {log.run.resumed_from!a}, so it was not timed from its start "
+                "(TR 11): move the log away and run again"
             )
 
 
 def _choose(logs: list[Log], ruleset: str) -> tuple[tuple[SubmittedRun, ...], Selection]:
     verdicts = [check_log(log, ruleset) for log in logs]
-    # A log that passes both checks counts with its time; one that does not is a failed run, whatever it says of itself.
+    # A log that fails a check is a failed run, whatever it says of itself.
     times = [minutes_of(log) if verdict.passed else FAILED for log, verdict in zip(logs, verdicts, strict=True)]
     selection = select([log.run.start_ms or 0 for log in logs], times, SUBMISSION_RUNS)
     failed = [verdict for verdict in verdicts if not verdict.passed]
@@ -137,7 +118,7 @@ def _choose(logs: list[Log], ruleset: str) -> tuple[tuple[SubmittedRun, ...], Se
             f"{logs[0].path.parent}: {len(failed)} runs are no valid results, and a set of {SUBMISSION_RUNS} may hold one "
             f"(TR 12): {named}. Run again"
         )
-    # Only of the chosen: a fault in a run that is not submitted costs nothing.
+    # A fault in a run that is not submitted costs nothing.
     for run in selection.chosen:
         if verdicts[run].official == "pass" and not verdicts[run].passed:
             raise ValueError(
@@ -153,33 +134,14 @@ def _why(verdict: Verdict) -> str:
     return f"{verdict.errors[0]}" if verdict.errors else verdict.summary
 
 
-# What does not stop it
-
-
-def _findings(description: Mapping[str, Any], logs: list[Log], source: SourceTree) -> Iterator[Finding]:
-    for log in logs:
-        if not log.run.is_ended:
-            found = f"{log.path.name} has no run_stop and was counted as a failed run"
-            remedy = "if it is still running, wait for it and package again"
-            yield Finding(None, "run_stop", "TR 12", found, remedy, severity="warning")
-    empty = [name for name in rules.MEANINGFUL_SYSTEM_FIELDS if not description[name]]
-    if not description["host_processor_core_count"] and not description["host_processor_vcpu_count"]:
-        empty.append("host_processor_core_count")
-    if empty:
-        found = f"the system description leaves {', '.join(empty)} empty, expected a meaningful answer"
-        remedy = "fill them in; N/A where the system has no such thing"
-        yield Finding(None, empty[0], "SR <system_desc_id>.json metadata", found, remedy, severity="warning")
+def _source_findings(logs: list[Log], source: SourceTree) -> Iterator[Finding]:
+    rule = "SR Source code requirements for replication"
     # Logs of other software name no commit.
-    commits = {log.header["commit"] for log in logs if "commit" in log.header} - {source.commit}
-    if source.commit and commits:
+    if commits := {log.header["commit"] for log in logs if "commit" in log.header} - {source.commit}:
         found = f"a log was made at commit {min(commits)!a}, but the source is packaged at {source.commit!r}"
         remedy = "check out the commit of the runs and package from there"
-        yield Finding(None, "", "SR Source code requirements for replication", found, remedy, severity="warning")
+        yield Finding(None, "", rule, found, remedy, severity="warning")
     if source.modified:
-        found = f"{source.modified[0]} differs from its commit"
+        found, more = f"{source.modified[0]} differs from its commit", len(source.modified) - 1
         remedy = "commit it, or package from a clean checkout: what is packaged must be what ran"
-        yield Finding(
-            # The first file stands for all; `more` says how many others differ.
-            None, "", "SR Source code requirements for replication", found, remedy, severity="warning",
-            more=len(source.modified) - 1,
-        )  # fmt: skip
+        yield Finding(None, "", rule, found, remedy, severity="warning", more=more)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from compliance.artefact import write_whole
 from compliance.log.records import RunRecord
 from compliance.log.rules import NEWEST_RULESET
 from compliance.report import Format
 from compliance.report.published import SOURCE, Published
-from compliance.report.results import Results, load_results
-from compliance.report.summary import as_csv, as_json, as_markdown, count, fraction, heading, rate, statements
-from compliance.report.time_section import Figure, time_section
+from compliance.report.results import ReportedRun, Results, load_results
+from compliance.report.summary import COLUMNS, as_csv, as_json, as_markdown, cells, fraction, heading, rate, statements
+from compliance.report.time_section import PART_CLASSES, Figure, time_section
 from console.charts import Axes, Bar, Guide, Line, level, line_chart, run_chart, short_count
 from console.durations import duration
 from console.page import render_page
@@ -21,10 +21,6 @@ from console.text import counted, visible
 
 TEMPLATE = Path(__file__).with_name("report.html")
 
-RUN_COLUMNS = (
-    *("run", "official", "ours", "time to train", "initialisation", "accuracy", "target"),
-    *("sequences", "sequences/s", "in the score"),
-)
 MAX_COMPARED_FACTS = 400
 """Maximum header lines of one log that are compared with the other logs'."""
 MAX_DIFFERENCES = 16
@@ -59,10 +55,12 @@ def render(results: Results) -> str:
         statements=statements(results),
         accuracy=_accuracy(results),
         run_charts=[chart for chart in (_times(results), _convergence(results)) if chart],
-        run_columns=RUN_COLUMNS,
-        run_cells=_run_cells(results),
+        run_columns=(*COLUMNS, "in the score"),
+        run_cells=[(*cells(run), _in_score(results, run)) for run in results.runs],
         warnings=[(run.number, entry) for run in results.runs for entry in run.metrics.warnings],
         time=time_section(results),
+        part_classes=PART_CLASSES,
+        duration=duration,
         neighbours=_neighbours(results),
         rate=rate,
         source=SOURCE,
@@ -185,21 +183,9 @@ def _convergence(results: Results) -> Figure | None:
     return Figure("Sequences to the target", run_chart(bars, axes, columns=False), note)
 
 
-def _run_cells(results: Results) -> list[tuple[Any, tuple[str, ...]]]:
-    rows = []
-    for run in results.runs:
-        dropped = results.dropped.get(run.number)
-        cells = (
-            duration(run.logged.seconds),
-            duration(run.logged.init_seconds),
-            fraction(run.logged.accuracy),
-            fraction(run.logged.target),
-            count(run.logged.train_samples),
-            rate(run.logged.sequences_per_s),
-            f"no, {dropped}" if dropped else "yes" if run in results.valid and results.dropped else "-",
-        )
-        rows.append((run, cells))
-    return rows
+def _in_score(results: Results, run: ReportedRun) -> str:
+    dropped = results.dropped.get(run.number)
+    return f"no, {dropped}" if dropped else "yes" if run in results.valid and results.dropped else "-"
 
 
 class _Neighbours(NamedTuple):

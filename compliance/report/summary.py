@@ -21,7 +21,7 @@ from console.page import MAX_SENTENCE, MAX_TEXT
 from console.program import say
 from console.text import counted, json_document, visible
 
-COLUMNS = ("run", "official", "verdict", "time to train", "accuracy", "target", "sequences", "sequences/s")
+COLUMNS = ("run", "official", "ours", "time to train", "accuracy", "target", "sequences", "sequences/s")
 
 Kind = Literal["good", "warn", "bad", "plain"]
 
@@ -95,7 +95,7 @@ def _score_statement(results: Results) -> Statement:
 
 
 def cells(run: ReportedRun) -> tuple[str, ...]:
-    """Build a row of the table, in the order of `COLUMNS`."""
+    """Return a row of the table, in the order of `COLUMNS`."""
     return (
         str(run.number),
         run.verdict.official,
@@ -124,7 +124,7 @@ def print_summary(results: Results) -> None:
         # What rich would take for markup stands in the names of systems.
         table = Table(title=escape(heading(results)), title_justify="left", box=SIMPLE_HEAD)
         for name in COLUMNS:
-            table.add_column(name, justify="left" if name in ("official", "verdict") else "right")
+            table.add_column(name, justify="left" if name in ("official", "ours") else "right")
         for run in results.runs:
             number, official, outcome, *values = cells(run)
             table.add_row(number, official, f"[{_STYLES[outcome]}]{outcome}[/]", *values)

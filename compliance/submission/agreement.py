@@ -1,14 +1,14 @@
-"""Compare a system description with what describes the system elsewhere: the machine, and the logs of its runs.
+"""Compare a system description with the machine, and with the logs of its runs.
 
-People word descriptions in their own way, so that two texts agree if they share what identifies the thing: the model number
-of a processor, the first number of a release.
+People word descriptions in their own way. Two texts agree if they share what identifies the thing: the model number of a
+processor, the first number of a release.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from compliance.log import rules
 from compliance.log.findings import Finding, Severity, shown
@@ -18,9 +18,10 @@ from compliance.submission.description import Description
 RULE = "SR System description"
 
 ESSENTIAL = ("accelerators_per_node", "accelerator_model_name")
-"""Fields without which the description is that of another system; people word the other fields in their own ways."""
+"""Fields that must agree, or the description is of another system."""
 
 _MEMORY_UNITS = {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12}
+_HEADS = ("accelerator", "cpu", "torch", "processes")
 _NONE = ("", "none", "n/a", "-")
 
 
@@ -31,35 +32,29 @@ def against_logs(description: Description, runs: Sequence[LoggedRun]) -> Iterato
         # A field that is absent, or that no log names, has been reported or may be absent.
         if described is None or said is None or agree(described, said):
             continue
+        # A value that no rule allows has been reported, here or in the log.
         if name == "division" and not {described, said} <= {*rules.DIVISIONS}:
-            continue  # its spelling has been reported, here or in the log
+            continue
         if name == "status" and (said not in rules.SYSTEM_STATUSES or described not in rules.SYSTEM_STATUSES.values()):
             continue
         rule = f"{RULE}; TR 4" if name == "division" else RULE
         remedy = f"correct {name}, or the setting that is logged as {key}"
         found = f"value {shown(described)}, expected what the logs say, {key} {shown(said)}"
         yield Finding(description.lines.get(name), name, rule, found, remedy, severity=severity)
-    yield from _against_heads(description, [run.header for run in runs])
-
-
-def _against_heads(description: Description, heads: Sequence[Mapping[str, str]]) -> Iterator[Finding]:
-    """Yield the fields of hardware and software that differ from the heads of this repository's logs."""
-    said = {
-        key: _usual([head.get(key) for head in heads]) or "" for key in ("accelerator", "cpu", "torch", "processes")
-    }
-    ranks, model = said["processes"].partition(" ")[0], said["cpu"].rpartition(", ")[0]
-    accelerators = _accelerators(description)
-    torch = f"PyTorch {said['torch']}" if said["torch"] else ""
-    has_accelerators = said["accelerator"].lower() not in _NONE
+    # The heads of this repository's logs name hardware and software.
+    head = {key: _usual([run.header.get(key) for run in runs]) or "" for key in _HEADS}
+    has_accelerators = head["accelerator"].lower() not in _NONE
+    # Each rank has an accelerator of its own; ranks on processors may be any number.
+    ranks = head["processes"].partition(" ")[0] if has_accelerators else ""
+    model, torch = head["cpu"].rpartition(", ")[0], f"PyTorch {head['torch']}" if head["torch"] else ""
     compared = [
         (
             "accelerator_model_name",
             description.text("accelerator_model_name") or "none",
-            said["accelerator"],
+            head["accelerator"],
             same_device,
         ),
-        # Each rank has an accelerator of its own; ranks on processors may be any number.
-        ("accelerators_per_node", accelerators, ranks if has_accelerators else "", same_number),
+        ("accelerators_per_node", _accelerators(description), ranks, same_number),
         ("host_processor_model_name", description.text("host_processor_model_name") or "", model, same_model),
         ("framework", description.text("framework") or "", torch, same_release),
     ]
@@ -81,7 +76,6 @@ def _accelerators(description: Description) -> str:
 
 
 def _usual(values: Sequence[object]) -> str | None:
-    """The text that most logs hold."""
     counts = Counter(value for value in values if isinstance(value, str) and value.strip())
     return counts.most_common(1)[0][0] if counts else None
 
@@ -114,7 +108,7 @@ def same_device(written: str, here: str) -> bool:
 
 def same_model(written: str, here: str) -> bool:
     """Tell whether two names of a product share its number: "Intel Xeon 8480C" and "Intel(R) Xeon(R) Platinum 8480C"."""
-    # Words with numbers in them that are no model: cores, sizes, frequencies.
+    # Words with numbers in them that name no model: cores, sizes, frequencies.
     ignored = re.compile(r"\d+-core|\d+(\.\d+)?(gb|ghz)|cpu|processor|gpu")
 
     def words(text: str) -> set[str]:

@@ -1,7 +1,7 @@
 """A data set: a folder of shards with a manifest and a length index.
 
     FOLDER/part_00000_of_00008.hdf5   a shard, of any layout that `open_shard` recognises
-    FOLDER/manifest.json              what the data set is, and for each shard its counts, digest and size
+    FOLDER/manifest.json              description of the data set, and counts, digest and size of each shard
     FOLDER/lengths.npy                uint16 [N, 2]: tokens and masked tokens of each sample, shard by shard
 
 Planning reads the manifest and the length index alone, so it can happen before a timed run may touch data.
@@ -21,21 +21,19 @@ from console.files import atomic_path
 from dataloading.dataset.manifest import (
     LENGTHS_NAME,
     MANIFEST_NAME,
-    metadata_names,
     read_lengths,
     read_manifest,
     shard_name,
     write_metadata,
 )
-from dataloading.jobs import WorkPart
 from dataloading.shards.formats import open_shard
 from dataloading.shards.native import write_shard
-from dataloading.shards.samples import SampleBuilder, Samples, concatenate
-from dataloading.shards.shard import REMEDY, DatasetInfo, Shard, ShardRecord, check_content, check_indices
+from dataloading.shards.samples import SampleBuilder, Samples
+from dataloading.shards.shard import REMEDY, DatasetInfo, Shard, ShardRecord, check_content
 from dataloading.text.tokenization import Vocabulary
 
-_VERIFIED_IN_PASSING = 1 << 30
-"""Bytes of a data set up to which every shard is compared with its digest when it is opened; `verify` does larger ones."""
+_VERIFIED_ON_OPENING = 1 << 30
+"""Largest data set in bytes whose shards are compared with their digests when they are opened."""
 
 _OTHER_DESCRIPTORS = 256
 """File descriptors left to the rest of the process; each open shard holds one."""
@@ -43,17 +41,14 @@ _OTHER_DESCRIPTORS = 256
 _MAX_HELD_BYTES = 512 << 20
 """Memory for shards that cannot be read in place."""
 
-_SAMPLES_BEFORE_FORGETTING = 4096
-"""Samples read at random before mapped pages are given back: each may have brought in 64 KiB around each of its arrays."""
-
 
 def write_dataset(folder: Path, samples: Samples, *, shards: int, info: DatasetInfo) -> None:
-    """Write a data set of ``shards`` shards, the samples in order and evenly divided.
+    """Write a data set of ``shards`` shards, with the samples in order and evenly divided.
 
     The folder must be absent or empty; it appears complete or not at all.
 
     Raises:
-        ValueError: the folder holds something, there are fewer samples than shards, or they break what ``info`` says.
+        ValueError: the folder holds something, there are fewer samples than shards, or the samples contradict ``info``.
     """
     require_absent_or_empty(folder)
     if not 1 <= shards <= len(samples):
@@ -69,13 +64,12 @@ def write_dataset(folder: Path, samples: Samples, *, shards: int, info: DatasetI
 
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """An empty folder that becomes ``folder`` when the block ends without an error, and is removed otherwise.
+    """Yield an empty folder that becomes ``folder`` when the block ends without an error, and is removed otherwise.
 
     Raises:
         ValueError: ``folder`` holds something.
     """
     require_absent_or_empty(folder)
-    # Where an empty folder is there, a rename replaces it.
     with atomic_path(folder) as aside:
         aside.mkdir(parents=True)
         yield aside
@@ -84,26 +78,24 @@ def new_folder(folder: Path) -> Iterator[Path]:
 def require_absent_or_empty(folder: Path) -> None:
     """Raise ``ValueError`` unless a data set can be made at ``folder``."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(f"{folder} is there already; name a folder that does not exist or is empty")
+        raise ValueError(f"{folder} already exists; name a folder that does not exist or is empty")
 
 
-def open_dataset(folder: Path, part: WorkPart | None = None) -> "Dataset":
-    """Open a data set, or one part of it: reads the manifest and the length index, and touches no shard.
+def open_dataset(folder: Path) -> "Dataset":
+    """Open a data set: read the manifest and the length index, and touch no shard.
 
     Raises:
-        ValueError: metadata missing, damaged, of another version, or at odds with itself.
+        ValueError: metadata missing, damaged, of another version, or contradictory.
     """
-    manifest = read_manifest(folder, part)
-    lengths_path = folder / metadata_names(part)[1]
-    lengths = read_lengths(lengths_path, sum(shard.samples for shard in manifest.shards), manifest.lengths_sha256)
-    return Dataset(folder, manifest.info, manifest.shards, lengths)
+    manifest = read_manifest(folder)
+    return Dataset(folder, manifest.info, manifest.shards, read_lengths(folder / LENGTHS_NAME, manifest))
 
 
 class Dataset:
     """A folder of shards, read by global sample index: shard by shard in the order of the manifest.
 
-    Shards are opened when first needed. An open shard is a read-only memory map or an array in memory, which a forked
-    process may go on using; a pickled data set opens its shards anew.
+    Shards are opened when first needed. A forked process may go on using open shards; a pickled data set opens its shards
+    again.
     """
 
     def __init__(
@@ -115,8 +107,7 @@ class Dataset:
         self._length_index = lengths
         self._first_samples = np.cumsum([0, *(shard.samples for shard in shards)])
         self._open_shards: dict[int, Shard] = {}
-        self._verified_in_passing = sum(shard.file_bytes for shard in shards) <= _VERIFIED_IN_PASSING
-        self._samples_read = 0
+        self._verified_on_opening = sum(shard.file_bytes for shard in shards) <= _VERIFIED_ON_OPENING
         self._most_open = _most_open_shards(len(shards))
 
     def __len__(self) -> int:
@@ -145,68 +136,57 @@ class Dataset:
             )
 
     def take(self, indices: NDArray[np.int64]) -> Samples:
-        """The samples at ``indices`` in the order asked, repeats allowed.
+        """Return the samples at ``indices`` in this order, repeats allowed.
 
         Raises:
             IndexError: an index outside the data set.
-            ValueError: a shard is missing, is not the one of the manifest, or has bad content.
+            ValueError: a shard is missing, is not the shard of the manifest, or has bad content.
         """
-        check_indices(indices, len(self), self.folder)
-        # side: an empty shard begins where the next one does, which has the sample.
+        if len(indices) and not (indices.min() >= 0 and indices.max() < len(self)):
+            raise IndexError(
+                f"{self.folder}: indices {indices.min()} to {indices.max()}; it holds {len(self):,} samples"
+            )
+        # side: an empty shard begins where the next shard begins, which has the sample.
         shard_of = np.searchsorted(self._first_samples, indices, side="right") - 1
-        rows = indices - self._first_samples[shard_of]
-        # Held until the samples are taken: a shard that makes room for another one of this batch stays readable.
+        rows = (indices - self._first_samples[shard_of]).tolist()
+        # A shard that is closed to make room for another shard of this batch stays readable through this dictionary.
         shards = {index: self._shard(index) for index in np.unique(shard_of).tolist()}
-        # Before the samples are read, whose pages would otherwise be given back and read again.
-        self._forget_now_and_then(len(indices))
         builder = SampleBuilder()
-        places = zip(shard_of.tolist(), rows.tolist(), strict=True)
+        for shard, row in zip(shard_of.tolist(), rows, strict=True):
+            shards[shard].add_to(builder, row)
+        samples = builder.samples()
         try:
-            # Sample by sample where all shards can: index arrays would take a fixed time for each of many shards.
-            if all(shards[shard].add_to(builder, row) for shard, row in places):
-                samples = builder.samples()
-                # Checked here, as add_to() checks nothing.
-                check_content(samples, self.info, self.folder)
-                return samples
+            check_content(samples, self.info, self.folder)
         except ValueError:
-            pass  # what follows names the shard
-        return self._take_by_shard(shards, shard_of, rows)
-
-    def _take_by_shard(self, shards: dict[int, Shard], shard_of: NDArray[np.int64], rows: NDArray[np.int64]) -> Samples:
-        """Samples ``rows`` of shards ``shard_of``, each shard asked once."""
-        order = np.argsort(shard_of, kind="stable")
-        used, starts = np.unique(shard_of[order], return_index=True)
-        parts = np.split(rows[order], starts[1:])
-        blocks = [shards[shard].take(part) for shard, part in zip(used.tolist(), parts, strict=True)]
-        rank = np.empty_like(order)
-        rank[order] = np.arange(len(order))  # back to the order asked
-        return concatenate(blocks).take(rank)
+            # Reads each sample again for an error that names the shard.
+            for shard, row in zip(shard_of.tolist(), rows, strict=True):
+                shards[shard].read(row, row + 1)
+            raise
+        return samples
 
     def blocks(self, samples: int = 1 << 14) -> Iterator[Samples]:
-        """The whole data set in order, at most ``samples`` at a time, with one shard open at a time."""
+        """Yield the whole data set in order, at most ``samples`` at a time."""
         for index in range(len(self.shards)):
-            with self.open_listed(index) as shard:
-                for start in range(0, len(shard), samples):
-                    yield shard.read(start, min(start + samples, len(shard)))
-                    # Given back, or the pages of a whole data set would count as this process's memory.
-                    shard.forget()
+            shard = self.open_listed(index)
+            for start in range(0, len(shard), samples):
+                yield shard.read(start, min(start + samples, len(shard)))
+                # Otherwise the pages of the whole data set would count as this process's memory.
+                shard.forget()
 
     def verify(self, visit: Callable[[ShardRecord, Samples], None] = lambda *_: None) -> None:
-        """Read every shard and hand it to ``visit``; ValueError where it differs from its digest or the length index."""
+        """Read every shard and hand it to ``visit``; ValueError if it differs from its digest or the length index."""
         for index, record in enumerate(self.shards):
-            with self.open_listed(index) as shard:
-                samples = shard.verify(record.digest)
-                lengths = np.stack([shard.lengths, shard.masked_counts], axis=1)
+            shard = self.open_listed(index)
+            samples = shard.verify(record.digest)
             rows = self._length_index[self._first_samples[index] : self._first_samples[index + 1]]
-            # A run is planned by the index before it reads any shard, so that the two must agree.
-            if not np.array_equal(rows, lengths):
+            if not np.array_equal(rows, np.stack([shard.lengths, shard.masked_counts], axis=1)):
                 raise ValueError(
                     f"{self.folder / LENGTHS_NAME}: lengths of {record.name} differ from the shard; {REMEDY}"
                 )
             visit(record, samples)
 
     def check_files(self) -> None:
-        """Raise ``ValueError`` unless every shard is there in its full size; looks at the folder and opens no shard."""
+        """Raise ``ValueError`` unless every shard has its full size; opens no shard."""
         for record in self.shards:
             path = self.folder / record.name
             size = path.stat().st_size if path.is_file() else None
@@ -215,16 +195,15 @@ class Dataset:
                 raise ValueError(f"{path}: {found}, {MANIFEST_NAME} lists {record.file_bytes:,} bytes; {REMEDY}")
 
     def open_listed(self, index: int) -> Shard:
-        """A shard, newly opened, that agrees with the manifest in everything that does not mean reading all of it."""
+        """Open a shard and compare it with the manifest, as far as that is possible without reading all of it."""
         record = self.shards[index]
         shard = open_shard(self.folder / record.name)
         agrees = (len(shard), shard.file_bytes) == (record.samples, record.file_bytes)
-        # Layouts from elsewhere carry no digest: of them only the numbers can be compared.
         if shard.digest is not None:
             agrees &= shard.digest == record.digest and shard.info.without_sources() == self.info.without_sources()
         if not agrees:
             raise ValueError(f"{shard.path}: not the shard that {MANIFEST_NAME} lists; {REMEDY}")
-        # Content is held against what the manifest promises: files of other layouts promise nothing.
+        # Content is compared with what the manifest promises; files of other layouts promise nothing.
         shard.info = self.info
         return shard
 
@@ -233,32 +212,21 @@ class Dataset:
         self._open_shards.clear()
 
     def _shard(self, index: int) -> Shard:
-        """An open shard that agrees with the manifest; those opened longest ago make room for it."""
+        """Return an open shard; the shards that were opened first make room for it."""
         if index not in self._open_shards:
             shard = self.open_listed(index)
-            if self._verified_in_passing:
+            if self._verified_on_opening:
                 shard.verify(self.shards[index].digest)
             shard.expect_random_reads()  # after verifying, which reads in order
             held = shard.held_bytes + sum(other.held_bytes for other in self._open_shards.values())
             while self._open_shards and (len(self._open_shards) >= self._most_open or held > _MAX_HELD_BYTES):
                 held -= self._open_shards.pop(next(iter(self._open_shards))).held_bytes  # a dict is in order of opening
             self._open_shards[index] = shard
-        shard = self._open_shards[index]
-        # At every use, as the file may be cut short while it is mapped.
-        shard.require_whole()
-        return shard
-
-    def _forget_now_and_then(self, samples: int) -> None:
-        """Keep the memory that the system counts for mapped pages bounded; they stay in its cache."""
-        self._samples_read += samples
-        if self._samples_read >= _SAMPLES_BEFORE_FORGETTING:
-            self._samples_read = 0
-            for shard in self._open_shards.values():
-                shard.forget()
+        return self._open_shards[index]
 
 
 def _most_open_shards(count: int) -> int:
-    """Return how many of ``count`` shards may be open at a time; raise the process's soft limit for it as far as it may."""
+    """Return how many of ``count`` shards may be open at a time, after raising the process's soft limit for it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = count + _OTHER_DESCRIPTORS
     # The soft limit is often 1,024, and data sets of 4,320 shards are customary.

@@ -20,15 +20,15 @@ SHARDS = 4
 
 
 def write_demo(folder: Path, vocab: Path) -> bool:
-    """Write ``folder/train`` and ``folder/evaluation``; returns False when both are there, whole and of this Python.
+    """Write ``folder/train`` and ``folder/evaluation``; return False if both exist, whole and made by this Python.
 
-    Raises ``ValueError`` when this Python lacks the text, the vocabulary is not one, or the folder holds something else.
+    Raises ``ValueError`` if this Python lacks the text, the vocabulary is not one, or the folder holds something else.
     """
     tokenizer = Tokenizer.from_vocab(vocab)
     splits = (("train", False, TRAIN_OPTIONS), ("evaluation", True, EVALUATION_OPTIONS))
     if all(_is_current(folder / name, tokenizer, options) for name, _, options in splits):
         return False
-    # All of them before the first is cleared.
+    # Both are checked before the first is cleared.
     for name, _, _ in splits:
         _require_ours(folder / name, name)
     documents = demo_documents()
@@ -38,20 +38,19 @@ def write_demo(folder: Path, vocab: Path) -> bool:
         sources = {_source(name): text_digest(chosen)}
         info = DatasetInfo.of(tokenizer.vocabulary, *sizes, _recorded(options), sources)
         samples = demo_samples(chosen, tokenizer, options)
-        # Only now that the new samples are made.
         _clear(folder / name)
         write_dataset(folder / name, samples, shards=SHARDS, info=info)
     return True
 
 
 def demo_samples(documents: list[Document], tokenizer: Tokenizer, options: PretrainingOptions) -> Samples:
-    """Pretraining samples of some documents, by the reference algorithm."""
+    """Make pretraining samples of some documents, by the reference algorithm."""
     tokenized = tokenize_documents([document.sentences for document in documents], tokenizer)
     return create_samples(tokenized, options, tokenizer.vocabulary)
 
 
 def text_digest(documents: list[Document]) -> str:
-    """SHA-256 of the documents' text: which text a Python version brought."""
+    """Return the SHA-256 of the documents' text, which differs between Python versions."""
     text = "\n\n".join("\n".join(document.sentences) for document in documents)
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -61,7 +60,7 @@ def _source(name: str) -> str:
 
 
 def _require_ours(folder: Path, name: str) -> None:
-    """Raise ``ValueError`` where the folder holds anything that no demo has made."""
+    """Raise ``ValueError`` if the folder holds anything that no demo has made."""
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return
     own = {MANIFEST_NAME, LENGTHS_NAME, *(shard_name(index, SHARDS) for index in range(SHARDS))}
@@ -70,27 +69,24 @@ def _require_ours(folder: Path, name: str) -> None:
     except ValueError:
         made_here = False
     if not made_here or not own.issuperset(path.name for path in folder.iterdir()):
-        raise ValueError(
-            f"{folder} holds something else than the demo's data, which is not touched: move it away, or name another --out"
-        )
+        raise ValueError(f"{folder} holds other files than the demo's data: move it away, or name another --out")
 
 
 def _clear(folder: Path) -> None:
-    """Remove the files of an older demo, the manifest last: without it they would be nobody's."""
+    """Remove the files of an older demo, the manifest last: it says whose files they are."""
     found = folder.iterdir() if folder.is_dir() else ()
     for path in sorted(found, key=lambda path: path.name == MANIFEST_NAME):
         path.unlink()
 
 
 def _recorded(options: PretrainingOptions) -> dict[str, int | float | bool | str]:
-    """The text changes with the Python version, so that belongs to the options."""
-    return asdict(options) | {"python": platform.python_version()}
+    return asdict(options) | {"python": platform.python_version()}  # the text changes with the version
 
 
 def _is_current(folder: Path, tokenizer: Tokenizer, options: PretrainingOptions) -> bool:
     try:
         dataset = open_dataset(folder)
-        dataset.verify()  # read through: files that are there may be damaged
+        dataset.verify()
     except ValueError:
         return False
     made_so = dataset.info.options == _recorded(options)

@@ -9,12 +9,15 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path, PurePath, PurePosixPath
 
 from console.files import open_regular, read_bounded, read_json, write_atomically
 from console.text import counted
 from dataloading.jobs import WorkPart, run_tasks
 from dataloading.text.tokenization import text_lines
+
+VOCABULARY, CHECKPOINT, EVALUATION, TRAIN = "vocab.txt", "phase1.safetensors", "evaluation", "train"
+"""Names of the results."""
 
 TEXT_PARTS = 500
 """Parts of the benchmark's text."""
@@ -46,29 +49,41 @@ _MOST_NAMED = 10
 
 @dataclass(frozen=True)
 class Inputs:
-    """Input files, each empty or None where the folders do not hold it."""
+    """Input files; each tuple is empty if the folders do not hold such files."""
 
-    vocabulary: Path | None = None
-    config: Path | None = None
-    """bert_config.json, which is compared and not needed."""
+    vocabulary: tuple[Path, ...] = ()
+    config: tuple[Path, ...] = ()
+    """bert_config.json, which is optional."""
     checkpoint: tuple[Path, ...] = ()
     """Index and data files of one TensorFlow checkpoint, the index first."""
     text: tuple[Path, ...] = ()
     """Parts of the preprocessed text, in order."""
-    evaluation: Path | None = None
+    evaluation: tuple[Path, ...] = ()
     """eval.txt."""
     articles: tuple[Path, ...] = ()
     """WikiExtractor's files, sorted."""
     lists: tuple[Path, ...] = ()
     """Lists of MD5 sums beside the data."""
     notes: tuple[str, ...] = ()
-    """What was found and is not used."""
+    """Messages about files that are not used."""
 
     @property
     def files(self) -> list[Path]:
-        """Every file whose content goes into the result."""
-        single = [path for path in (self.vocabulary, self.config, self.evaluation) if path]
-        return [*single, *self.checkpoint, *self.text, *self.articles]
+        """Every file whose content goes into a result."""
+        return [
+            *(*self.vocabulary, *self.config, *self.evaluation),
+            *(*self.checkpoint, *self.text, *self.articles),
+        ]
+
+    @property
+    def by_result(self) -> dict[str, tuple[Path, ...]]:
+        """The files that each result is made of."""
+        return {
+            VOCABULARY: self.vocabulary,
+            CHECKPOINT: self.checkpoint,
+            EVALUATION: self.evaluation or self.articles,
+            TRAIN: self.text or self.articles,
+        }
 
 
 def find_inputs(folders: Sequence[Path], leave_out: Path) -> Inputs:
@@ -84,16 +99,16 @@ def find_inputs(folders: Sequence[Path], leave_out: Path) -> Inputs:
     articles = sorted((path for name in names if _WIKI.fullmatch(name) for path in names[name]), key=str)
     evaluation = _single(names, "eval.txt")
     notes = []
-    # The two must not be mixed: an article could be in the training text of one and the evaluation text of the other.
+    # Mixed, an article could be in the training text of one and in the evaluation text of the other.
     if articles and (text or evaluation):
         notes.append("WikiExtractor's files are not used: the preprocessed text is there")
         articles = []
-    prefix, others = _checkpoint_prefix(names)
-    notes += [f"{other}: not used, {prefix} is taken" for other in others]
+    checkpoint, others = _checkpoint(names)
+    notes += [f"{other}: not used, another checkpoint is" for other in others]
     return Inputs(
         vocabulary=_single(names, "vocab.txt"),
         config=_single(names, "bert_config.json"),
-        checkpoint=tuple(_checkpoint_files(prefix, names)) if prefix else (),
+        checkpoint=checkpoint,
         text=text,
         evaluation=evaluation,
         articles=tuple(articles),
@@ -103,7 +118,7 @@ def find_inputs(folders: Sequence[Path], leave_out: Path) -> Inputs:
 
 
 def _walk(folders: Sequence[Path], leave_out: Path) -> Iterator[Path]:
-    """Yield the files of the folders, each file once."""
+    """Yield each file of the folders once."""
     seen: set[Path] = set()
     for folder in folders:
         if not folder.is_dir():
@@ -117,11 +132,11 @@ def _walk(folders: Sequence[Path], leave_out: Path) -> Iterator[Path]:
                     yield path
 
 
-def _single(names: Mapping[str, list[Path]], name: str) -> Path | None:
+def _single(names: Mapping[str, list[Path]], name: str) -> tuple[Path, ...]:
     found = names.get(name, [])
     if len(found) > 1:
         raise ValueError(f"{name} is in {found[0].parent} and in {found[1].parent}; name folders that hold it once")
-    return found[0] if found else None
+    return tuple(found)
 
 
 def _parts(names: Mapping[str, list[Path]]) -> tuple[Path, ...]:
@@ -134,34 +149,36 @@ def _parts(names: Mapping[str, list[Path]]) -> tuple[Path, ...]:
         return ()
     wanted = [f"part-{index:05d}-of-{counts[0]:05d}" for index in range(counts[0])]
     if missing := [name for name in wanted if name not in names]:
-        raise ValueError(f"the text lacks {_named(missing)}; download again, which fetches what is missing")
+        raise ValueError(f"the text lacks {_named(missing)}; download again, which fetches missing files")
     if unknown := [match[0] for match in matches if match[0] not in wanted]:
-        raise ValueError(f"the text has {counts[0]:,} parts, and {_named(unknown)} is no part of it; delete it")
-    return tuple(path for name in wanted if (path := _single(names, name)))
+        raise ValueError(f"the text has {counts[0]:,} parts, and {_named(unknown)} is not one of them; delete it")
+    return tuple(path for name in wanted for path in _single(names, name))
 
 
-def _checkpoint_prefix(names: Mapping[str, list[Path]]) -> tuple[Path | None, list[Path]]:
-    """Return the checkpoint to convert, by the prefix of its files, and the checkpoints that are left."""
+def _checkpoint(names: Mapping[str, list[Path]]) -> tuple[tuple[Path, ...], list[Path]]:
+    """Return the files of the checkpoint to convert, and the prefixes of other checkpoints."""
     matches = [(match, path) for name in names if (match := _CHECKPOINT.fullmatch(name)) for path in names[name]]
-    prefixes = sorted({path.with_name(match[1]) for match, path in matches})
-    # The TF1 form is the one that holds both heads (docs/checkpoints.md).
-    first = sorted(prefixes, key=lambda prefix: prefix.parent.name.startswith("tf2"))
-    if sum(not prefix.parent.name.startswith("tf2") for prefix in prefixes) > 1:
-        raise ValueError(f"{first[0]} and {first[1]} are two checkpoints; name folders that hold one")
-    return (first[0], first[1:]) if first else (None, [])
+    # The TF1 form comes first because it holds both heads (docs/checkpoints.md).
+    prefixes = sorted(
+        {path.with_name(match[1]) for match, path in matches}, key=lambda prefix: (_is_tf2(prefix), prefix)
+    )
+    if not prefixes:
+        return (), []
+    if sum(not _is_tf2(prefix) for prefix in prefixes) > 1:
+        raise ValueError(f"{prefixes[0]} and {prefixes[1]} are two checkpoints; name folders that hold one")
+    prefix = prefixes[0]
+    count = max(int(match[2] or 1) for match, path in matches if path.with_name(match[1]) == prefix)
+    files = [
+        Path(f"{prefix}.index"),
+        *(Path(f"{prefix}.data-{at:05d}-of-{count:05d}") for at in range(min(count, 1000))),
+    ]
+    if missing := [path for path in files if not path.is_file()]:
+        raise ValueError(f"the checkpoint lacks {_named(missing)}; download again, which fetches missing files")
+    return tuple(files), prefixes[1:]
 
 
-def _checkpoint_files(prefix: Path, names: Mapping[str, list[Path]]) -> list[Path]:
-    """Return the index and the data files of a checkpoint; raise ``ValueError`` where one is missing."""
-    begin = f"{prefix.name}.data-"
-    data = [path for name in names if name.startswith(begin) for path in names[name] if path.parent == prefix.parent]
-    count = max((int(match[2]) for path in data if (match := _CHECKPOINT.fullmatch(path.name)) and match[2]), default=1)
-    wanted = [f"{prefix}.index", *(f"{prefix}.data-{shard:05d}-of-{count:05d}" for shard in range(min(count, 1000)))]
-    if missing := [path for path in wanted if not Path(path).is_file()]:
-        raise ValueError(
-            f"{prefix}: the checkpoint lacks {_named(missing)}; download again, which fetches what is missing"
-        )
-    return [Path(path) for path in wanted]
+def _is_tf2(prefix: Path) -> bool:
+    return prefix.parent.name.startswith("tf2")
 
 
 @dataclass(frozen=True)
@@ -173,45 +190,34 @@ class Expected:
 
 
 class Checksums:
-    """Expected MD5 sums by file name: a given list or else the known sums, then the lists beside the data."""
+    """Expected MD5 sums by file name: from a given list, otherwise the known sums, then the lists beside the data."""
 
     def __init__(self, given: Path | None, lists: Iterable[Path]) -> None:
         if given is None:
             first = [(PurePosixPath(name), Expected(size, md5)) for name, (size, md5) in KNOWN.items()]
         else:
             first = list(_read_list(given, strict=True))
-        self._lists = [_by_name(first), _by_name(entry for path in lists for entry in _read_list(path, strict=False))]
+        beside = [entry for path in lists for entry in _read_list(path, strict=False)]
+        self._lists: list[dict[str, list[Expected]]] = [{}, {}]
+        for by_name, entries in zip(self._lists, (first, beside), strict=True):
+            for path, expected in entries:
+                for key in (path.name, _with_folder(path)):
+                    by_name.setdefault(key, []).append(expected)
 
     def expected(self, path: Path) -> list[Expected]:
-        """Return the content that the file may have: nothing where no list has its name.
-
-        Of several entries with one name those count that have the most folders in common with ``path``.
-        """
-        for entries in self._lists:
-            if found := entries.get(path.name):
-                most = max(_common(path, name) for name, _ in found)
-                return [expected for name, expected in found if _common(path, name) == most]
+        """Return the content that the file may have, by its folder and name or else by its name; empty if unknown."""
+        for by_name in self._lists:
+            if found := by_name.get(_with_folder(path)) or by_name.get(path.name):
+                return found
         return []
 
 
-_Entries = Iterable[tuple[PurePosixPath, Expected]]
+def _with_folder(path: PurePath) -> str:
+    return f"{path.parent.name}/{path.name}"
 
 
-def _by_name(entries: _Entries) -> dict[str, list[tuple[PurePosixPath, Expected]]]:
-    by_name: dict[str, list[tuple[PurePosixPath, Expected]]] = {}
-    for name, expected in entries:
-        by_name.setdefault(name.name, []).append((name, expected))
-    return by_name
-
-
-def _common(path: Path, name: PurePosixPath) -> int:
-    """Return how many of the last parts of two paths agree."""
-    pairs = zip(reversed(path.parts), reversed(name.parts), strict=False)
-    return next((index for index, (ours, theirs) in enumerate(pairs) if ours != theirs), len(name.parts))
-
-
-def _read_list(path: Path, *, strict: bool) -> _Entries:
-    """Yield the entries of a list in the format of md5sum; other lines are an error if ``strict``, and skipped otherwise."""
+def _read_list(path: Path, *, strict: bool) -> Iterator[tuple[PurePosixPath, Expected]]:
+    """Yield the entries of a list in md5sum's format; other lines are errors if ``strict``, and skipped otherwise."""
     lines = text_lines(read_bounded(path, _MAX_LIST_BYTES, "name a list that md5sum made"), path)
     for number, line in enumerate(lines, 1):
         if match := _LISTED.fullmatch(line):
@@ -233,15 +239,16 @@ def check_sizes(files: Iterable[Path], checksums: Checksums) -> None:
 
 
 def check_digests(md5_by_file: Mapping[Path, str], checksums: Checksums) -> int:
-    """Raise ``ValueError`` that names the files with another MD5 sum; return how many files no list has."""
-    wrong, unlisted = [], 0
-    for path, md5 in md5_by_file.items():
-        wanted = {expected.md5 for expected in checksums.expected(path)}
-        unlisted += not wanted
-        if wanted and md5 not in wanted:
-            wrong.append(f"{path} (MD5 {md5}, expected {' or '.join(sorted(wanted))})")
-    _refuse(wrong)
-    return unlisted
+    """Raise ``ValueError`` that names the files with another MD5 sum; return how many files are in no list."""
+    wanted = {path: {expected.md5 for expected in checksums.expected(path)} for path in md5_by_file}
+    _refuse(
+        [
+            f"{path} (MD5 {md5}, expected {' or '.join(sorted(wanted[path]))})"
+            for path, md5 in md5_by_file.items()
+            if wanted[path] and md5 not in wanted[path]
+        ]
+    )
+    return sum(not sums for sums in wanted.values())
 
 
 def _refuse(wrong: Sequence[str]) -> None:
@@ -255,14 +262,13 @@ def _refuse(wrong: Sequence[str]) -> None:
 def digests_of(
     files: Sequence[Path], work: Path, part: WorkPart | None, jobs: int, *, report: Callable[[Path], None]
 ) -> dict[Path, str]:
-    """Return the MD5 sum of each file, computed in ``jobs`` processes; ``report`` is told of every file that is read.
+    """Return the MD5 sum of each file, computed in ``jobs`` processes; ``report`` is called with every file that is read.
 
-    Sums are kept in ``work``: a file that has the size and the time of change of then is not read again.
+    Sums are kept in ``work``. A file that still has the same size and time of change is not read again.
     """
     kept: dict[str, list[int | str]] = {}
     for path in work.glob("checked*.json"):
-        found = read_json(path, _MAX_LIST_BYTES, "delete it")
-        kept |= {name: row for name, row in found.items() if isinstance(row, list) and len(row) == 3}
+        kept |= read_json(path, _MAX_LIST_BYTES, "delete it")
     states = {path: [(state := path.stat()).st_size, state.st_mtime_ns] for path in files}
     md5s = {path: str(kept[str(path)][2]) for path, state in states.items() if kept.get(str(path), [])[:2] == state}
     new = [path for path in files if path not in md5s]
@@ -271,7 +277,7 @@ def digests_of(
         report(path)
     if new:
         rows = kept | {str(path): [*state, md5s[path]] for path, state in states.items()}
-        # A file for each part, as several may write at a time.
+        # Each part has a file, because several processes may write at a time.
         name = f"checked_{part.index}_of_{part.count}.json" if part else "checked.json"
         write_atomically(work / name, json.dumps(rows, indent=1).encode())
     return md5s
@@ -279,10 +285,10 @@ def digests_of(
 
 def _digest(path: Path) -> tuple[Path, str]:
     with open_regular(path) as file:
-        # MD5 is what MLCommons publishes; it is no protection here, which builds with FIPS have to be told.
+        # usedforsecurity: builds with FIPS refuse MD5 otherwise.
         return path, hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
 
 
-def _named(names: Sequence[str]) -> str:
+def _named(names: Sequence[object]) -> str:
     more = f" and {len(names) - _MOST_NAMED:,} more" if len(names) > _MOST_NAMED else ""
-    return f"{', '.join(names[:_MOST_NAMED])}{more}"
+    return f"{', '.join(map(str, names[:_MOST_NAMED]))}{more}"

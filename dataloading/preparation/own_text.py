@@ -1,4 +1,4 @@
-"""Own text to a training set, an evaluation set of documents held out, and the vocabulary of both."""
+"""Own text to a training set, an evaluation set of held-out documents, and the vocabulary of both."""
 
 import glob
 import hashlib
@@ -9,7 +9,7 @@ from pathlib import Path
 from console.files import sha256_of, write_atomically
 from dataloading.dataset.folder import new_folder
 from dataloading.dataset.manifest import shard_name
-from dataloading.dataset.merge import index_shards
+from dataloading.dataset.scan import index_shards
 from dataloading.options import OwnText, PretrainingOptions
 from dataloading.preparation.pretraining_data import create_samples, read_documents, samples_info, tokenize_documents
 from dataloading.shards.native import write_shard
@@ -18,11 +18,11 @@ from dataloading.text.tokenization import Tokenizer, Vocabulary
 from dataloading.text.vocabulary import learn_vocabulary
 
 FEWEST_DOCUMENTS = 20
-"""Fewer make no evaluation set that says anything."""
+"""Fewer documents make no meaningful evaluation set."""
 
 _FEWEST_HELD_OUT = 5
 _SHARD_CHARACTERS = 27 << 20
-"""Text of a shard, which takes 30 times as much memory; as large as a part of the benchmark's text."""
+"""Text of a shard, which takes 30 times as much memory; a part of the benchmark's text has this size."""
 
 _SEED_OF_EVALUATION = 54321
 
@@ -32,16 +32,16 @@ Document = list[str]
 
 @dataclass(frozen=True)
 class TextSplit:
-    """Documents, all different."""
+    """Documents without repetitions."""
 
     train: list[Document]
     evaluation: list[Document]
     repeated: int
-    """Documents that were left out, since they are there already."""
+    """Documents that were left out because they repeat other documents."""
 
 
 def write_own_text(own: OwnText, out: Path) -> TextSplit:
-    """Write ``out/train``, ``out/evaluation`` and ``out/vocab.txt``, all or nothing; returns the documents of both.
+    """Write ``out/train``, ``out/evaluation`` and ``out/vocab.txt``, all or nothing; return the documents of both sets.
 
     Raises:
         ValueError: a text or the vocabulary cannot be used, there are too few documents, or ``out`` holds something.
@@ -49,7 +49,7 @@ def write_own_text(own: OwnText, out: Path) -> TextSplit:
     texts = text_files(own.text)
     split = split_documents([document for path in texts for document in _documents(path, own)], own.evaluation_share)
     with new_folder(out) as aside:
-        # Learned of the training text alone: the documents held out stay unseen.
+        # Learned from the training text alone, so that held-out documents stay unseen.
         vocabulary, lower = _vocabulary(own, split.train)
         write_atomically(aside / "vocab.txt", vocabulary.content)
         tokenizer = Tokenizer(vocabulary, lower)
@@ -63,7 +63,6 @@ def write_own_text(own: OwnText, out: Path) -> TextSplit:
                 max_predictions_per_seq=max(1, int(0.15 * own.max_seq_length)),
                 dupe_factor=dupes,
                 random_seed=seed,
-                # As the vocabulary needs it.
                 do_lower_case=lower,
             )
             _write(aside / name, documents, tokenizer, options, sources)
@@ -71,7 +70,7 @@ def write_own_text(own: OwnText, out: Path) -> TextSplit:
 
 
 def text_files(places: Sequence[Path]) -> list[Path]:
-    """Return the files that files, folders and patterns name, each once. Hidden files of folders are left out.
+    """Return the files that files, folders and patterns name, each once and without hidden files of folders.
 
     Raises ``ValueError`` if a place names no file.
     """
@@ -90,12 +89,11 @@ def text_files(places: Sequence[Path]) -> list[Path]:
 
 
 def split_documents(documents: Sequence[Document], share: float) -> TextSplit:
-    """Hold ``share`` of the documents out, those with the smallest digests: the same ones in any order, few others when
-    some are added, and no document on both sides.
+    """Hold out ``share`` of the documents: those with the smallest digests, whatever the order of the documents.
 
-    Raises ``ValueError`` where there are too few.
+    No document is in both sets. Raises ``ValueError`` if there are too few.
     """
-    # By digest, which leaves repeats out and keeps the order of the first ones.
+    # The dictionary drops repetitions and keeps the order.
     different = {hashlib.sha256("\n".join(document).encode()).digest(): document for document in documents}
     if len(different) < FEWEST_DOCUMENTS:
         raise ValueError(
@@ -112,7 +110,7 @@ def split_documents(documents: Sequence[Document], share: float) -> TextSplit:
 
 
 def _documents(path: Path, own: OwnText) -> list[Document]:
-    """The documents of a file; no sentence of theirs is longer than half a sample, of which the rest would be lost."""
+    """Return the documents of a file. Sentences longer than half a sample are cut, or their ends would be lost."""
     split, most = sentence_splitter("plain"), max(1, own.max_seq_length // 2)
     documents = [
         [part for line in lines for sentence in split(line) for part in _cut(sentence, most)]
@@ -122,16 +120,15 @@ def _documents(path: Path, own: OwnText) -> list[Document]:
 
 
 def _cut(sentence: str, most: int) -> list[str]:
-    """A sentence in parts of at most ``most`` words."""
     words = sentence.split()
     return [" ".join(words[start : start + most]) for start in range(0, len(words), most)]
 
 
 def _vocabulary(own: OwnText, documents: Sequence[Document]) -> tuple[Vocabulary, bool]:
-    """The vocabulary, and whether text is lowered for it."""
+    """Return the vocabulary, and whether text is lowered for it."""
     if own.vocab is None:
         lines = [sentence for document in documents for sentence in document]
-        # A short text gives fewer tokens than were asked for, which is no error here.
+        # A short text gives fewer tokens, which is no error here.
         tokens = learn_vocabulary(lines, own.vocab_size, lower=not own.cased, exactly=False)
         return Vocabulary.of_tokens(tokens, Path("vocab.txt")), not own.cased
     given = Vocabulary.from_folder(own.vocab) if own.vocab.is_dir() else Vocabulary.from_file(own.vocab)
@@ -143,7 +140,7 @@ def _vocabulary(own: OwnText, documents: Sequence[Document]) -> tuple[Vocabulary
 def _write(
     folder: Path, documents: list[Document], tokenizer: Tokenizer, options: PretrainingOptions, sources: dict[str, str]
 ) -> None:
-    """Write a data set, of several shards where the text is long."""
+    """Write a data set, in several shards if the text is long."""
     vocabulary = tokenizer.vocabulary
     info = samples_info(vocabulary, options, sources)
     folder.mkdir()
@@ -156,13 +153,13 @@ def _write(
 
 
 def _calls(documents: list[Document]) -> list[list[Document]]:
-    """The documents in runs of about equal length, each for one call of the algorithm."""
+    """Divide the documents into runs of about equal length, each for one call of the algorithm."""
     sizes = [sum(map(len, document)) for document in documents]
     count = -(-sum(sizes) // _SHARD_CHARACTERS)
     calls: list[list[Document]] = [[] for _ in range(count)]
     before = 0
     for document, size in zip(documents, sizes, strict=True):
-        # Where a document begins in the whole text decides which call it goes into.
+        # The place of a document in the whole text decides which call it goes into.
         calls[before * count // sum(sizes)].append(document)
         before += size
-    return [call for call in calls if call]  # a long document leaves calls without one
+    return [call for call in calls if call]  # a long document leaves other calls empty

@@ -1,20 +1,33 @@
 """The benchmark's data from MLCommons' files: everything that the GPU recipes expect, made in stages and verified.
 
-OUT/vocab.txt, phase1.safetensors, evaluation/, train/   the results; each appears when it is whole
-OUT/preparation/                                         what stages leave for one another (`stages`, beside this)
+OUT/vocab.txt, phase1.safetensors, evaluation/, train/   the results; each appears when it is complete
+OUT/preparation/                                         intermediate files (`stages`)
 """
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+from console.locks import BusyError, lock_file
 from console.program import say
 from dataloading.dataset.folder import open_dataset
-from dataloading.preparation.alone import BusyError, locked
-from dataloading.preparation.mlcommons import Checksums, Inputs, check_sizes, find_inputs
-from dataloading.preparation.stages import CHECKPOINT, EVALUATION, TRAIN, VOCABULARY, Preparation, Request, in_units
+from dataloading.preparation.estimate import total_bytes
+from dataloading.preparation.mlcommons import (
+    CHECKPOINT,
+    EVALUATION,
+    TRAIN,
+    VOCABULARY,
+    Checksums,
+    Inputs,
+    check_sizes,
+    find_inputs,
+)
+from dataloading.preparation.stages import Preparation, Request, in_units
 
 _ACCURACY_BEFORE_TRAINING = 0.34085
-"""Of the phase-1 checkpoint on the evaluation set, by the reference's README."""
+"""Accuracy of the phase-1 checkpoint on the evaluation set, from the reference's README."""
 _SOURCES = {
     VOCABULARY: "vocab.txt",
     CHECKPOINT: "the TF1 checkpoint (tf1_ckpt/model.ckpt-28252.index and .data-00000-of-00001)",
@@ -26,11 +39,11 @@ _SOURCES = {
 def make_wikipedia(request: Request) -> bool:
     """Make all that the inputs allow, or one part of it; return whether nothing is missing in the end.
 
-    The process that completes the last part makes the rest, too.
+    The process that completes the last part makes the other results, too.
 
     Raises:
-        ValueError: an input is wrong, or a result is there that was made from other inputs.
-        OSError: the disk is full, or cannot be written for another reason.
+        ValueError: an input is wrong, a result was made from other inputs, or another process is at work.
+        OSError: the disk is full or cannot be written.
     """
     inputs = find_inputs(request.folders, request.out)
     if not inputs.files:
@@ -40,39 +53,48 @@ def make_wikipedia(request: Request) -> bool:
     check_sizes(inputs.files, checksums)
     _describe(request, inputs)
     request.work.mkdir(parents=True, exist_ok=True)
-    # Where the training set is there already, a part that is asked for again has no share of its own.
+    # With a complete training set, there is no part to make.
     if request.part is not None and not (request.out / TRAIN).exists():
-        with locked(request.work, shared=True):
+        with _locked(request, shared=True):
             is_last = Preparation(request, inputs, checksums).make_part(request.part)
         if not is_last:
             say(f"part {request.part} is done; the process that completes the last part makes the rest")
             return True
     try:
-        with locked(request.work, shared=False):
+        with _locked(request, shared=False):
             Preparation(replace(request, part=None), inputs, checksums).make()
-    except BusyError:
+    except BusyError as owner:
         if request.part is None:
-            raise
-        # Whoever holds the lock completes a part later than this one, or is at the rest already.
+            raise ValueError(f"{request.out}: {owner} is at work there; wait for it, or name another --out") from None
+        # The process that holds the lock completes a later part, or makes the rest already.
         say(f"part {request.part} is done; another process makes the rest")
         return True
     return _conclude(request.out, inputs)
 
 
+@contextmanager
+def _locked(request: Request, *, shared: bool) -> Iterator[None]:
+    """Hold the lock of the folder, alone or with other processes that make parts."""
+    descriptor = lock_file(request.work / "lock", shared=shared)
+    try:
+        yield
+    finally:
+        os.close(descriptor)
+
+
 def _describe(request: Request, inputs: Inputs) -> None:
-    """Say what was found, and what is missing."""
-    found = {
-        "vocabulary": [inputs.vocabulary] if inputs.vocabulary else [],
+    """Print what was found, and what is missing."""
+    found: dict[str, tuple[Path, ...]] = {
+        "vocabulary": inputs.vocabulary,
         "checkpoint": inputs.checkpoint,
         "text": inputs.text,
-        "evaluation text": [inputs.evaluation] if inputs.evaluation else [],
+        "evaluation text": inputs.evaluation,
         "WikiExtractor's files": inputs.articles,
     }
     for name, paths in found.items():
-        if paths:
-            size = sum(path.stat().st_size for path in paths)
+        if len(paths):
             more = f" ... ({len(paths):,} files)" if len(paths) > 1 else ""
-            say(f"found: {name}, {paths[0]}{more}, {in_units(size)}")
+            say(f"found: {name}, {paths[0]}{more}, {in_units(total_bytes(paths))}")
     for note in inputs.notes:
         say(f"note: {note}")
     for name in _missing(request.out, inputs):
@@ -80,24 +102,18 @@ def _describe(request: Request, inputs: Inputs) -> None:
 
 
 def _missing(out: Path, inputs: Inputs) -> list[str]:
-    """Return the results that are not there and cannot be made."""
-    sources = {
-        VOCABULARY: inputs.vocabulary,
-        CHECKPOINT: inputs.checkpoint,
-        EVALUATION: inputs.evaluation or inputs.articles,
-        TRAIN: inputs.text or inputs.articles,
-    }
-    return [name for name, found in sources.items() if not found and not (out / name).exists()]
+    """Return the results that do not exist and cannot be made."""
+    return [name for name, files in inputs.by_result.items() if not files and not (out / name).exists()]
 
 
 def _conclude(out: Path, inputs: Inputs) -> bool:
-    """Say what is there and what to do next; return whether nothing is missing."""
+    """Print what exists and what to do next; return whether nothing is missing."""
     for folder in (out / TRAIN, out / EVALUATION):
         if folder.exists():
             say(f"{folder}: {len(open_dataset(folder)):,} samples, verified")
     if missing := _missing(out, inputs):
         names = ", ".join(str(out / name) for name in missing)
-        say(f"not made: {names}; run the command again with the folders of what is missing")
+        say(f"not made: {names}; run the command again with the folders of the missing files")
         return False
     settings = {"train": TRAIN, "evaluation": EVALUATION, "vocab": VOCABULARY, "initial-checkpoint": CHECKPOINT}
     given = "".join(f" --data.{key} {out / name}" for key, name in settings.items())

@@ -1,81 +1,76 @@
-"""Every layout that samples come in, recognised by a file's content."""
+"""Recognition of a shard's layout by the content of the file."""
 
-from collections.abc import Callable
-from mmap import mmap
+import mmap
 from pathlib import Path
 
-from console.files import shown
-from dataloading.shards.hdf5_file import HDF5File
-from dataloading.shards.layouts import RaggedShard, open_fixed, unknown_info
-from dataloading.shards.native import open_native
-from dataloading.shards.shard import REMEDY, DatasetInfo, FlatShard, Shard, map_file
+import msgspec
 
-_SIGNATURE = b"\x89HDF\r\n\x1a\n"
+from console.files import shown
+from dataloading.shards.fixed import open_fixed
+from dataloading.shards.hdf5_file import HDF5File
+from dataloading.shards.native import open_native
+from dataloading.shards.ragged import RaggedShard
+from dataloading.shards.shard import REMEDY, DatasetInfo, Shard, map_file
+
+_HDF5_SIGNATURE = b"\x89HDF\r\n\x1a\n"
 
 
 def open_shard(path: Path) -> Shard:
-    """Open a file of samples for reading, whatever its layout, and check its structure.
+    """Open a file of samples of any layout for reading, and check its structure.
 
-    What can be read in place is not read before it is asked for; compressed files and TFRecord are unpacked into memory.
-
-    Recognised are the native layout, the fixed, varlength and packed HDF5 layouts in circulation, and TFRecord files of the
-    reference script.
+    The layouts are native, the fixed, varlength and packed HDF5 layouts in circulation, and TFRecord files of the reference
+    script. Compressed files and TFRecord files are unpacked into memory; other files are read when samples are asked for.
 
     Raises:
         ValueError: missing, truncated, of no known layout, or inconsistent.
     """
     content = map_file(path)
-    if content[: len(_SIGNATURE)] == _SIGNATURE:
+    if content[: len(_HDF5_SIGNATURE)] == _HDF5_SIGNATURE:
         return _open_hdf5(path, content)
-    # Numba comes with it, which takes half a second that HDF5 files need not spend.
-    from dataloading.shards.tfrecord import is_tfrecord, read_tfrecord
+    # Imported here because only this format needs CRCs.
+    from dataloading.shards.tfrecord import is_tfrecord, open_tfrecord
 
-    # A length and its checksum are all that the beginning of such a file offers.
     if is_tfrecord(content[:16]):
-        samples, *sizes = read_tfrecord(path, content)
-        return FlatShard(path, unknown_info(*sizes), "tfrecord", samples)
+        return open_tfrecord(path, content)
     if content[:2] == b"\x1f\x8b":
-        raise ValueError(f"{path}: compressed with gzip; expected an HDF5 or TFRecord file as it is: gunzip it first")
+        raise ValueError(f"{path}: compressed with gzip; expected an HDF5 or TFRecord file: gunzip it first")
     raise ValueError(f"{path}: not an HDF5 or TFRecord file, or its beginning is lost; {REMEDY}")
 
 
 def whole_shard(path: Path, digest: str | None = None) -> tuple[DatasetInfo, int] | None:
-    """Return what the shard that an earlier attempt left at ``path`` says of itself, and its number of samples.
+    """Return the description and the number of samples of a shard that an earlier attempt left at ``path``.
 
-    None where there is none, or a damaged one, or one whose content does not have ``digest``, by default that which the file
-    carries. A digest says the same of samples in any layout.
+    Returns None if it is missing, damaged, or its content does not have ``digest`` (by default the digest in the file).
+    Equal samples have equal digests in all layouts.
     """
     if not path.exists():
         return None
     try:
-        with open_shard(path) as shard:
-            return shard.info, len(shard.verify(digest))
+        shard = open_shard(path)
+        return shard.info, len(shard.verify(digest))
     except ValueError:
         return None
 
 
-def _open_hdf5(path: Path, content: mmap) -> Shard:
+def _open_hdf5(path: Path, content: mmap.mmap) -> Shard:
     try:
-        with HDF5File(path, content) as file:
-            return _reader(file)(path, file)
-    # What a damaged file makes the HDF5 library and NumPy raise is any of these.
-    except (OSError, RuntimeError, KeyError, TypeError, ValueError, IndexError, MemoryError) as error:
+        file = HDF5File(path, content)
+        try:
+            return _open_layout(path, file)
+        finally:
+            file.close()
+    # Any of these can come out of h5py and NumPy for a damaged file.
+    except (OSError, RuntimeError, LookupError, TypeError, ValueError, MemoryError, msgspec.MsgspecError) as error:
         complaint = str(error)
         if complaint.startswith(str(path)):
             raise ValueError(complaint) from None
         raise ValueError(f"{path}: damaged or of another kind ({shown(complaint)}); {REMEDY}") from None
 
 
-def _reader(file: HDF5File) -> Callable[[Path, HDF5File], Shard]:
-    """The reader for an HDF5 file, told by the names and types of its arrays."""
+def _open_layout(path: Path, file: HDF5File) -> Shard:
     names = file.names
-    # A native file without its attribute is refused by the reader of that layout, which says what is missing.
-    if file.attribute("format") is not None or "sequence_offsets" in names:
-        return open_native
-    if "input_ids" in names:
-        input_ids = file.array("input_ids")
-        if input_ids.ragged:
-            return RaggedShard
-        if len(input_ids.shape) == 2:
-            return open_fixed
-    raise ValueError(f"of no known layout: it holds {', '.join(names) or 'nothing'}")
+    if "sequence_offsets" in names:
+        return open_native(path, file)
+    if "input_ids" not in names:
+        raise ValueError(f"of no known layout: it holds {', '.join(names) or 'nothing'}")
+    return RaggedShard(path, file) if file.is_ragged("input_ids") else open_fixed(path, file)

@@ -1,53 +1,37 @@
 """The reference's own output: TFRecord files of ``tf.train.Example``, read without TensorFlow.
 
-A record is framed as length (uint64), masked CRC-32C of the length, data, masked CRC-32C of the data; all little-endian.
-The data is a protobuf message: Example { Features features = 1 }, Features { map<string, Feature> feature = 1 }, and a
-Feature holds a list of floats (2) or of integers (3), packed or not. (tensorflow/core/example/{example,feature}.proto.)
+A record is framed as length (uint64), masked CRC-32C of the length, data, masked CRC-32C of the data, all little-endian. The
+data is a protobuf message: Example { Features features = 1 }, Features { map<string, Feature> feature = 1 }, and a Feature
+holds a packed list of floats (2) or of integers (3). (tensorflow/core/example/{example,feature}.proto.)
 
 Features of a sample, padded with zeros: input_ids, input_mask, segment_ids [max_seq_length]; masked_lm_positions,
-masked_lm_ids [max_predictions_per_seq] and masked_lm_weights, which are floats; next_sentence_labels [1].
+masked_lm_ids, masked_lm_weights [max_predictions_per_seq], of which the weights are floats; next_sentence_labels [1].
 """
 
 import mmap
 import struct
-from array import array
+from collections.abc import Iterator
 from pathlib import Path
 
 import google_crc32c
 import numpy as np
 from numpy.typing import NDArray
 
-from dataloading.compiled import compiled
-from dataloading.shards.samples import Samples, concatenate, offsets_of
+from dataloading.shards.fixed import narrow, unknown_info
+from dataloading.shards.samples import SampleBuilder
+from dataloading.shards.shard import REMEDY, FlatShard
 
 _HEADER = struct.Struct("<QI")
-_FRAME_BYTES = 16
-"""Of a record, besides its data."""
 _MAX_RECORD_BYTES = 1 << 20
-"""A sample of 512 tokens has about 2,500; memory for a block is reserved by the lengths that the file states."""
-_BLOCK_RECORDS = 256
-_REMEDY = "copy or make the file again"
+"""A sample of 512 tokens has about 2,500 bytes."""
 
-_FEATURES = (
-    *("input_ids", "input_mask", "segment_ids"),
-    *("masked_lm_positions", "masked_lm_ids", "masked_lm_weights", "next_sentence_labels"),
-)
-_IDS, _MASK, _SEGMENTS, _POSITIONS, _LABELS, _WEIGHTS, _NEXT = range(len(_FEATURES))
-_NAMES = np.frombuffer("".join(_FEATURES).encode(), np.uint8)
-_NAME_OFFSETS = np.cumsum([0, *map(len, _FEATURES)])
-_ONE = 0x3F800000
-"""1.0 in the bits of a float32."""
+_WEIGHTS = "masked_lm_weights"
+_TOKEN_LISTS = ("input_ids", "input_mask", "segment_ids")
+_MASKED_LISTS = ("masked_lm_positions", "masked_lm_ids", _WEIGHTS)
+_FEATURES = (*_TOKEN_LISTS, *_MASKED_LISTS, "next_sentence_labels")
+_MALFORMED = "its data is no tf.train.Example"
 
-_MALFORMED, _REPEATED, _MISSING, _KIND, _LENGTHS, _NOT_PREFIX, _RANGE = range(1, 8)
-_PROBLEMS = {
-    _MALFORMED: "its data is no tf.train.Example",
-    _REPEATED: "a feature is there twice",
-    _MISSING: f"a feature is missing or empty; expected {', '.join(_FEATURES)}",
-    _KIND: "a feature has values of the wrong kind; expected floats in masked_lm_weights, and integers elsewhere",
-    _LENGTHS: "its lists disagree in length",
-    _NOT_PREFIX: "input_mask or masked_lm_weights is not ones and then zeros, or input_mask has no one",
-    _RANGE: "ids beyond 65,535, positions beyond the sample or not ascending, or labels other than 0 and 1",
-}
+_Lists = dict[str, NDArray[np.integer] | NDArray[np.floating]]
 
 
 def is_tfrecord(first_bytes: bytes) -> bool:
@@ -58,316 +42,139 @@ def is_tfrecord(first_bytes: bytes) -> bool:
     return 0 < length <= _MAX_RECORD_BYTES and _masked_crc(first_bytes[:8]) == crc
 
 
-def read_tfrecord(path: Path, content: mmap.mmap) -> tuple[Samples, int, int]:
-    """All samples of a mapped file, without padding, and the padded lengths of the first one's tokens and masked tokens.
-
-    Each record is compared with its CRC.
+def open_tfrecord(path: Path, content: mmap.mmap) -> FlatShard:
+    """Read all samples of a mapped file into memory, without padding. Each record is compared with its CRC.
 
     Raises:
         ValueError: truncated or damaged, or a record is no sample.
     """
-    bounds = _find_records(path, content)
-    _, max_seq_length, max_predictions_per_seq = _read_block(path, content, bounds, 0, 1)
-    # In blocks: while a record is decoded there has to be room for a value in every byte of it.
-    firsts = range(0, len(bounds), _BLOCK_RECORDS)
-    blocks = [_read_block(path, content, bounds, first, first + _BLOCK_RECORDS)[0] for first in firsts]
-    return concatenate(blocks), max_seq_length, max_predictions_per_seq
-
-
-def _find_records(path: Path, content: mmap.mmap) -> NDArray[np.int64]:
-    """[n, 2] where the data of each record begins and ends; goes from header to header and checks their CRCs."""
-    end = len(content)
-    bounds = array("q")  # a record may have a single byte, and a pair of numbers takes a hundred
+    builder = SampleBuilder()
+    sizes = (1, 1)
     place = 0
-    while place < end:
-        if end - place < _HEADER.size:
-            raise _error(path, len(bounds) // 2, place, f"the file ends within its header; {_REMEDY}")
-        length, crc = _HEADER.unpack_from(content, place)
-        found = ""
-        if _masked_crc(content[place : place + 8]) != crc:
-            found = f"its length has another CRC: no TFRecord file, or damaged; {_REMEDY}"
-        elif length > end - place - _FRAME_BYTES:
-            found = f"{length:,} bytes long, and the file ends {end - place:,} bytes after its beginning; {_REMEDY}"
-        elif length > _MAX_RECORD_BYTES:
-            found = f"{length:,} bytes long; expected the reference's samples, of at most {_MAX_RECORD_BYTES:,}"
-        if found:
-            raise _error(path, len(bounds) // 2, place, found)
-        place += _HEADER.size
-        bounds.extend((place, place + length))
-        place += length + 4  # the CRC of the data
-    return np.array(bounds, np.int64).reshape(-1, 2)
+    while place < len(content):
+        try:
+            data = _record_at(content, place)
+            lists = _lists_of(data)
+            _add_sample(lists, builder)
+        except ValueError as error:
+            raise ValueError(f"{path}: record {len(builder):,} at byte {place:,}: {error}; {REMEDY}") from None
+        if place == 0:
+            sizes = len(lists["input_ids"]), len(lists["masked_lm_ids"])
+        place += _HEADER.size + len(data) + 4
+    return FlatShard(path, unknown_info(*sizes), "tfrecord", builder.samples())
 
 
-def _read_block(
-    path: Path, content: mmap.mmap, bounds: NDArray[np.int64], start: int, stop: int
-) -> tuple[Samples, int, int]:
-    """The samples of records ``start`` to ``stop``, and the padded lengths of the last one's lists."""
-    bounds = bounds[start:stop]
-    for record, (begin, end) in enumerate(bounds.tolist(), start):
-        (crc,) = struct.unpack_from("<I", content, end)
-        if _masked_crc(content[begin:end]) != crc:
-            raise _error(path, record, begin - _HEADER.size, f"its data has another CRC: damaged; {_REMEDY}")
-    sizes = bounds[:, 1] - bounds[:, 0]
-    # A value takes a byte at least, and every list has a feature of its own.
-    room, widest = int(sizes.sum()), int(sizes.max())
-    tokens, segments = np.empty(room, np.uint16), np.empty(room, np.uint8)
-    positions, labels = np.empty(room, np.uint16), np.empty(room, np.uint16)
-    counts = np.zeros((len(bounds), 3), np.int64)
-    lists = np.empty((len(_FEATURES), widest), np.int64)
-    list_lengths = np.zeros(len(_FEATURES), np.int64)
-    failed, problem = _decode(
-        *(np.frombuffer(content, np.uint8), bounds, _NAMES, _NAME_OFFSETS, lists, list_lengths),
-        *(tokens, segments, positions, labels, counts),
-    )
-    if problem:
-        begin = int(bounds[failed, 0]) - _HEADER.size
-        raise _error(path, start + failed, begin, f"{_PROBLEMS[problem]}; expected the reference's samples")
-    sequence_offsets, masked_lm_offsets = offsets_of(counts[:, 0]), offsets_of(counts[:, 1])
-    samples = Samples(
-        # Copied, so that the room for the worst case is let go.
-        input_ids=tokens[: sequence_offsets[-1]].copy(),
-        segment_ids=segments[: sequence_offsets[-1]].copy(),
-        sequence_offsets=sequence_offsets,
-        masked_lm_positions=positions[: masked_lm_offsets[-1]].copy(),
-        masked_lm_ids=labels[: masked_lm_offsets[-1]].copy(),
-        masked_lm_offsets=masked_lm_offsets,
-        next_sentence_labels=counts[:, 2].astype(np.uint8),
-    )
-    return samples, int(list_lengths[_IDS]), int(list_lengths[_LABELS])
-
-
-def _error(path: Path, record: int, place: int, problem: str) -> ValueError:
-    return ValueError(f"{path}: record {record:,} at byte {place:,}: {problem}")
+def _record_at(content: mmap.mmap, place: int) -> bytes:
+    """Return the data of the record that begins at ``place``."""
+    left = len(content) - place
+    if left < _HEADER.size:
+        raise ValueError("the file ends within its header")
+    length, crc = _HEADER.unpack_from(content, place)
+    if _masked_crc(content[place : place + 8]) != crc:
+        raise ValueError("its length has another CRC: no TFRecord file, or damaged")
+    if length > left - _HEADER.size - 4:
+        raise ValueError(f"{length:,} bytes long, and the file ends {left:,} bytes after its beginning")
+    if length > _MAX_RECORD_BYTES:
+        raise ValueError(f"{length:,} bytes long; expected samples of at most {_MAX_RECORD_BYTES:,}")
+    data = content[place + _HEADER.size : place + _HEADER.size + length]
+    if struct.unpack_from("<I", content, place + _HEADER.size + length) != (_masked_crc(data),):
+        raise ValueError("its data has another CRC: damaged")
+    return data
 
 
 def _masked_crc(data: bytes) -> int:
-    """TFRecord's CRC: rotated and shifted, so that a CRC of data that holds CRCs stays a good one."""
+    """Return TFRecord's CRC, which is rotated and shifted."""
     crc = google_crc32c.value(data)
     return (((crc >> 15) | (crc << 17)) + 0xA282EAD8) & 0xFFFFFFFF
 
 
-@compiled
-def _varint(content: NDArray[np.uint8], place: int, end: int) -> tuple[int, int]:
-    """(value, place behind it), as a signed 64-bit integer; the place is -1 when there is none."""
-    value = 0
-    for index in range(10):  # 64 bits in groups of seven
-        if place + index >= end:
-            return 0, -1
-        byte = int(content[place + index])
-        value |= (byte & 0x7F) << (7 * index)
-        if byte < 0x80:
-            return value, place + index + 1
-    return 0, -1
+def _add_sample(lists: _Lists, builder: SampleBuilder) -> None:
+    """Add a sample without its padding; ValueError if the lists are not those of a sample."""
+    for names, width in ((_TOKEN_LISTS, len(lists["input_ids"])), (_MASKED_LISTS, len(lists["masked_lm_ids"]))):
+        if any(len(lists[name]) != width for name in names) or len(lists["next_sentence_labels"]) != 1:
+            raise ValueError("its lists disagree in length")
+    length, masked = (int(np.count_nonzero(lists[name])) for name in ("input_mask", _WEIGHTS))
+    for name, ones in (("input_mask", length), (_WEIGHTS, masked)):
+        if not (lists[name][:ones] == 1).all() or (name == "input_mask" and not ones):
+            raise ValueError(f"{name} is not ones and then zeros")
+    ids, positions, labels = (
+        narrow(lists[name][:size], "<u2", name)
+        for name, size in (("input_ids", length), ("masked_lm_positions", masked), ("masked_lm_ids", masked))
+    )
+    segments, next_sentence = lists["segment_ids"][:length], lists["next_sentence_labels"]
+    if not (np.isin(segments, (0, 1)).all() and np.isin(next_sentence, (0, 1)).all()):
+        raise ValueError("segment_ids or next_sentence_labels hold other values than 0 and 1")
+    if masked and (positions[-1] >= length or (positions[1:] <= positions[:-1]).any()):
+        raise ValueError("masked_lm_positions do not ascend within the sample")
+    arrays = (ids, segments.astype(np.uint8), positions, labels)
+    builder.add(*(array.tobytes() for array in arrays), next_sentence_label=int(next_sentence[0]))
 
 
-@compiled
-def _field(content: NDArray[np.uint8], place: int, end: int) -> tuple[int, int, int, int]:
-    """(number, wire type, begin and end of the value) of the field at ``place``; the end is -1 when it is malformed.
-
-    The value of a length-delimited field (wire type 2) begins behind its length.
-    """
-    tag, begin = _varint(content, place, end)
-    if begin < 0 or tag < 8:  # there is no field 0
-        return 0, 0, 0, -1
-    wire = tag & 7
-    if wire == 0:
-        return tag >> 3, wire, begin, _varint(content, begin, end)[1]
-    if wire == 1 or wire == 5:
-        size = 8 if wire == 1 else 4
-    elif wire == 2:
-        size, begin = _varint(content, begin, end)
-        if begin < 0:
-            return 0, 0, 0, -1
-    # Groups and types that were never assigned have no length by which to skip them.
-    else:
-        return 0, 0, 0, -1
-    # A stated length of 2^63 or more is negative here.
-    if size < 0 or size > end - begin:
-        return 0, 0, 0, -1
-    return tag >> 3, wire, begin, begin + size
-
-
-@compiled
-def _read_list(content: NDArray[np.uint8], place: int, end: int, member: int, values: NDArray[np.int64]) -> int:
-    """Fill ``values`` from the Feature at ``place``, floats by their bits; return how many, or minus the problem.
-
-    ``member``: 2 for floats, 3 for integers.
-    """
-    count = 0
-    while place < end:
-        number, wire, begin, stop = _field(content, place, end)
-        if stop < 0:
-            return -_MALFORMED
-        place = stop
-        if number < 1 or number > 3:  # unknown fields are skipped, as protobuf has it
-            continue
-        if number != member or wire != 2:
-            return -_KIND
-        inner = begin
-        while inner < stop:
-            number, wire, begin_values, inner_stop = _field(content, inner, stop)
-            if inner_stop < 0:
-                return -_MALFORMED
-            inner = inner_stop
-            if number != 1:
+def _lists_of(example: bytes) -> _Lists:
+    """Return the known features of an Example; ValueError if one is missing or repeated."""
+    lists: _Lists = {}
+    for features in _messages(example, 1):
+        for entry in _messages(features, 1):
+            name = b"".join(_messages(entry, 1)).decode(errors="replace")
+            if name not in _FEATURES:
                 continue
-            # A list is packed into one field (wire type 2), or has a field a value: four bytes of a float, or a varint.
-            if wire != 2 and wire != (5 if member == 2 else 0):
-                return -_KIND
-            while begin_values < inner_stop:
-                if member == 2:
-                    if inner_stop - begin_values < 4:
-                        return -_MALFORMED
-                    value = np.int64(0)
-                    for index in range(4):
-                        value |= np.int64(content[begin_values + index]) << (8 * index)
-                    begin_values += 4
-                else:
-                    value = np.int64(content[begin_values])
-                    if value < 0x80:  # flags and padding, which are most of all
-                        begin_values += 1
-                    else:
-                        value, begin_values = _varint(content, begin_values, inner_stop)
-                        if begin_values < 0:
-                            return -_MALFORMED
-                # In bounds, which nobody checks: a value takes a byte, and there is a place for each.
-                values[count] = value
-                count += 1
-    return count
+            if name in lists:
+                raise ValueError(f"the feature {name} is there twice")
+            feature = b"".join(_messages(entry, 2))  # protobuf merges repeated messages
+            packed = b"".join(
+                values for each in _messages(feature, 2 if name == _WEIGHTS else 3) for values in _messages(each, 1)
+            )
+            lists[name] = _floats(packed) if name == _WEIGHTS else _integers(packed)
+    if absent := [name for name in _FEATURES if not len(lists.get(name, ()))]:
+        raise ValueError(f"the feature {absent[0]} is missing, empty or of another type")
+    return lists
 
 
-@compiled
-def _read_entry(
-    content: NDArray[np.uint8],
-    place: int,
-    end: int,
-    names: NDArray[np.uint8],
-    name_offsets: NDArray[np.int64],
-    lists: NDArray[np.int64],
-    list_lengths: NDArray[np.int64],
-) -> int:
-    """Read one entry of the feature map into its row of ``lists`` when its name is known; return the problem or 0."""
-    key = key_end = feature = feature_end = -1
-    while place < end:
-        number, wire, begin, stop = _field(content, place, end)
-        if stop < 0 or (number <= 2 and wire != 2):
-            return _MALFORMED
-        if number == 1:
-            key, key_end = begin, stop
-        elif number == 2:
-            # The reference writes each once; protobuf itself would merge them.
-            if feature >= 0:
-                return _REPEATED
-            feature, feature_end = begin, stop
-        place = stop
-    for row in range(len(list_lengths)):
-        first = name_offsets[row]
-        same = key >= 0 and key_end - key == name_offsets[row + 1] - first
-        for index in range(key_end - key if same else 0):
-            same = same and content[key + index] == names[first + index]
-        if same:
-            if list_lengths[row] > 0:
-                return _REPEATED
-            count = _read_list(content, feature, feature_end, 2 if row == _WEIGHTS else 3, lists[row])
-            if count < 0:
-                return -count
-            list_lengths[row] = count
-    return 0
+def _messages(data: bytes, wanted: int) -> Iterator[bytes]:
+    """Yield the content of each length-delimited field with the number ``wanted``, and skip other fields."""
+    place = 0
+    while place < len(data):
+        tag, place = _varint(data, place)
+        number, wire = tag >> 3, tag & 7
+        size = 0
+        if wire == 0:
+            _, place = _varint(data, place)
+        elif wire in (1, 5):
+            size = 8 if wire == 1 else 4
+        elif wire == 2:
+            size, place = _varint(data, place)
+        # Groups and unassigned types have no length by which they could be skipped.
+        if wire in (3, 4, 6, 7) or number == 0 or size > len(data) - place or (number == wanted and wire != 2):
+            raise ValueError(_MALFORMED)
+        if number == wanted:
+            yield data[place : place + size]
+        place += size
 
 
-@compiled
-def _read_example(
-    content: NDArray[np.uint8],
-    place: int,
-    end: int,
-    names: NDArray[np.uint8],
-    name_offsets: NDArray[np.int64],
-    lists: NDArray[np.int64],
-    list_lengths: NDArray[np.int64],
-) -> int:
-    """Read the known features of an Example into ``lists``; return the problem or 0."""
-    # Cleared first, or a record without a feature would have that of the record before.
-    list_lengths[:] = 0
-    while place < end:
-        number, wire, features, features_end = _field(content, place, end)
-        if features_end < 0 or (number == 1 and wire != 2):
-            return _MALFORMED
-        place = features_end
-        while number == 1 and features < features_end:  # there may be several: protobuf merges them
-            inner, wire, begin, stop = _field(content, features, features_end)
-            if stop < 0 or (inner == 1 and wire != 2):
-                return _MALFORMED
-            features = stop
-            if inner == 1:
-                problem = _read_entry(content, begin, stop, names, name_offsets, lists, list_lengths)
-                if problem:
-                    return problem
-    # A feature that is absent and one without values look alike, and neither is a sample's.
-    for length in list_lengths:
-        if length == 0:
-            return _MISSING
-    return 0
+def _varint(data: bytes, place: int) -> tuple[int, int]:
+    """Return the unsigned value at ``place`` and the place behind it."""
+    value = 0
+    for index, octet in enumerate(data[place : place + 10]):  # 64 bits in groups of seven
+        value |= (octet & 0x7F) << (7 * index)
+        if octet < 0x80:
+            return value, place + index + 1
+    raise ValueError(_MALFORMED)
 
 
-@compiled
-def _ones(values: NDArray[np.int64], length: int, one: int) -> int:
-    """Count the ``one`` that begin ``values[:length]``, when all others are 0; otherwise -1."""
-    count = 0
-    while count < length and values[count] == one:
-        count += 1
-    for index in range(count, length):
-        if values[index] != 0:
-            return -1
-    return count
+def _integers(packed: bytes) -> NDArray[np.int64]:
+    """Decode a packed list of varints."""
+    octets = np.frombuffer(packed, np.uint8)
+    ends = np.flatnonzero(octets < 0x80)
+    if len(ends) == len(octets):  # flags and padding
+        return octets.astype(np.int64)
+    starts = np.concatenate([[0], ends[:-1] + 1])
+    if octets[-1] >= 0x80 or (ends - starts).max() > 9:
+        raise ValueError(_MALFORMED)
+    shifts = 7 * (np.arange(len(octets)) - np.repeat(starts, ends - starts + 1))
+    return np.add.reduceat((octets & 0x7F).astype(np.uint64) << shifts.astype(np.uint64), starts).astype(np.int64)
 
 
-@compiled
-def _decode(
-    content: NDArray[np.uint8],
-    bounds: NDArray[np.int64],
-    names: NDArray[np.uint8],
-    name_offsets: NDArray[np.int64],
-    lists: NDArray[np.int64],
-    list_lengths: NDArray[np.int64],
-    tokens: NDArray[np.uint16],
-    segments: NDArray[np.uint8],
-    positions: NDArray[np.uint16],
-    labels: NDArray[np.uint16],
-    counts: NDArray[np.int64],
-) -> tuple[int, int]:
-    """Decode the records at ``bounds`` [n, 2], one behind the other, without padding; return (record, problem or 0).
-
-    ``counts`` [n, 3] gets tokens, masked tokens and next-sentence label of each. ``lists`` and ``list_lengths`` are scratch.
-    """
-    used = used_masked = 0
-    for record in range(len(bounds)):
-        problem = _read_example(content, bounds[record, 0], bounds[record, 1], names, name_offsets, lists, list_lengths)
-        if problem:
-            return record, problem
-        width, masked_width = list_lengths[_IDS], list_lengths[_LABELS]
-        if list_lengths[_MASK] != width or list_lengths[_SEGMENTS] != width or list_lengths[_NEXT] != 1:
-            return record, _LENGTHS
-        if list_lengths[_POSITIONS] != masked_width or list_lengths[_WEIGHTS] != masked_width:
-            return record, _LENGTHS
-        length, masked = _ones(lists[_MASK], width, 1), _ones(lists[_WEIGHTS], masked_width, _ONE)
-        if length < 1 or masked < 0:
-            return record, _NOT_PREFIX
-        # Values are stored as they come, cut to 16 bits; where one did not fit, the record is refused after that.
-        valid = 0 <= lists[_NEXT, 0] <= 1
-        for index in range(length):
-            valid &= 0 <= lists[_IDS, index] <= 65535 and 0 <= lists[_SEGMENTS, index] <= 1
-            tokens[used + index] = lists[_IDS, index]
-            segments[used + index] = lists[_SEGMENTS, index]
-        before = -1
-        for index in range(masked):
-            position = lists[_POSITIONS, index]
-            valid &= before < position < min(length, 65536) and 0 <= lists[_LABELS, index] <= 65535
-            before = position
-            positions[used_masked + index] = position
-            labels[used_masked + index] = lists[_LABELS, index]
-        if not valid:
-            return record, _RANGE
-        counts[record] = length, masked, lists[_NEXT, 0]
-        used += length
-        used_masked += masked
-    return 0, 0
+def _floats(packed: bytes) -> NDArray[np.float32]:
+    if len(packed) % 4:
+        raise ValueError(_MALFORMED)
+    return np.frombuffer(packed, "<f4")

@@ -1,4 +1,4 @@
-"""Files that are written whole and to the disk, or not at all; nothing is left of what was not finished."""
+"""Files and trees are written whole and to the disk, or not at all."""
 
 from __future__ import annotations
 
@@ -12,42 +12,12 @@ from pathlib import Path
 import pytest
 
 from compliance.artefact import write_whole
-from compliance.package import archive
-from compliance.package.archive import write_archive
 from compliance.package.assembly import make_package
 from tests.compliance import run_logs
 from tests.compliance.package.test_package import PASSING, description, request
 from tests.compliance.run_series import write_series
 from tests.conftest import REPOSITORY
 from tests.programs import PATIENCE_S
-
-
-@pytest.fixture
-def synced(monkeypatch: pytest.MonkeyPatch) -> dict[int, str]:
-    """The name under which each file and folder, by its inode, was last waited for."""
-    names: dict[int, str] = {}
-    wait = os.fsync
-
-    def record(descriptor: int) -> None:
-        wait(descriptor)
-        names[os.fstat(descriptor).st_ino] = str(Path(f"/proc/self/fd/{descriptor}").readlink())
-
-    monkeypatch.setattr(os, "fsync", record)
-    return names
-
-
-def test_a_file_is_on_the_disk_before_it_has_its_name_and_its_name_after(
-    tmp_path: Path, synced: dict[int, str]
-) -> None:
-    path = tmp_path / "report.html"
-    write_whole(path, "text")
-    aside = Path(synced[path.stat().st_ino])
-    assert aside.parent == tmp_path
-    assert aside.name != path.name
-    assert synced[tmp_path.stat().st_ino] == str(tmp_path)
-    assert list(synced) == [path.stat().st_ino, tmp_path.stat().st_ino]
-    assert list(tmp_path.iterdir()) == [path]
-    assert path.stat().st_mode & 0o777 == 0o644
 
 
 def test_a_link_in_the_place_of_a_file_is_replaced_and_not_followed(tmp_path: Path) -> None:
@@ -58,7 +28,7 @@ def test_a_link_in_the_place_of_a_file_is_replaced_and_not_followed(tmp_path: Pa
     assert not (tmp_path / "report.html").is_symlink()
 
 
-def test_what_cannot_be_put_in_place_leaves_nothing(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_put_in_place_leaves_nothing(tmp_path: Path) -> None:
     (tmp_path / "report.html").mkdir()
     (tmp_path / "report.html" / "file").write_text("")
     with pytest.raises(ValueError, match="cannot be written"):
@@ -67,50 +37,24 @@ def test_what_cannot_be_put_in_place_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_every_file_and_folder_of_a_tree_is_on_the_disk_before_the_tree_has_its_name(
-    tmp_path: Path, synced: dict[int, str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    names: dict[int, str] = {}
+    wait = os.fsync
+
+    def record(descriptor: int) -> None:
+        wait(descriptor)
+        names[os.fstat(descriptor).st_ino] = str(Path(f"/proc/self/fd/{descriptor}").readlink())
+
     write_series(tmp_path / "runs", PASSING)
-    synced.clear()
-    tree = make_package(request(tmp_path, tmp_path / "runs")).tree
+    monkeypatch.setattr(os, "fsync", record)
+    made = make_package(request(tmp_path, tmp_path / "runs"))
+    tree = made.request.tree
     entries = [tree, *tree.rglob("*")]
     assert len(entries) > 100
     for entry in entries:
-        assert entry.stat().st_ino in synced, entry
-        assert not synced[entry.stat().st_ino].startswith(f"{tree}"), entry
-    assert synced[tree.parent.stat().st_ino] == str(tree.parent)
-
-
-def test_an_archive_is_on_the_disk_before_it_has_its_name(tmp_path: Path, synced: dict[int, str]) -> None:
-    (tmp_path / "tree").mkdir()
-    (tmp_path / "tree" / "file").write_text("x" * 100_000)
-    (tmp_path / "password").write_text("correct horse battery staple\n")
-    target = tmp_path / "example.tgz.enc"
-    write_archive(tmp_path / "tree", target, tmp_path / "password")
-    assert synced[target.stat().st_ino] not in ("", str(target))
-    assert synced[tmp_path.stat().st_ino] == str(tmp_path)
-
-
-def test_an_old_tree_comes_back_when_the_new_one_cannot_take_its_place(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from compliance.package.tree import _put_in_place
-
-    old, new = tmp_path / "Example", tmp_path / ".partial-x"
-    for folder in (old, new):
-        folder.mkdir()
-        (folder / "file").write_text(folder.name)
-    replace = Path.replace
-
-    def fail_once(path: Path, target: Path) -> Path:
-        if path == new:
-            raise OSError(28, "No space left on device")
-        return replace(path, target)
-
-    monkeypatch.setattr(Path, "replace", fail_once)
-    with pytest.raises(OSError, match="No space"):
-        _put_in_place(new, old)
-    assert (old / "file").read_text() == "Example"
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".partial-x", "Example"]
+        assert not names[entry.stat().st_ino].startswith(f"{tree}"), entry
+    assert names[tree.parent.stat().st_ino] == str(tree.parent)
 
 
 STALL = """
@@ -146,26 +90,8 @@ def test_sigterm_in_the_middle_of_writing_leaves_nothing(
     process = subprocess.Popen([sys.executable, "-c", program, *arguments], cwd=REPOSITORY, stdout=subprocess.PIPE)
     assert process.stdout is not None
     assert process.stdout.readline() == b"writing\n"
-    during = set(tmp_path.rglob("*"))
-    assert during > before
+    assert set(tmp_path.rglob("*")) > before
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 128 + signal.SIGTERM
-    left = set(tmp_path.rglob("*")) - before
-    assert left <= {tmp_path / "out"}
-
-
-def test_openssl_writes_into_the_open_file_and_not_to_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[list[str]] = []
-    start = subprocess.Popen
-
-    def record(command: list[str], **options: object) -> object:
-        started.append(command)
-        return start(command, **options)  # type: ignore[call-overload]
-
-    monkeypatch.setattr(archive.subprocess, "Popen", record)
-    (tmp_path / "tree").mkdir()
-    (tmp_path / "password").write_text("correct horse battery staple\n")
-    write_archive(tmp_path / "tree", tmp_path / "x.enc", tmp_path / "password")
-    assert started
-    assert not any("-out" in command for command in started)
+    assert set(tmp_path.rglob("*")) - before <= {tmp_path / "out"}

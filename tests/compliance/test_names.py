@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from compliance.check.sarif import sarif
+from compliance.check.review import sarif
 from compliance.log.rules import SYSTEM_FIELDS
-from compliance.package.source import tracked_source
 from compliance.report import summary
 from compliance.report.page import render
 from compliance.report.results import load_results
@@ -54,7 +53,6 @@ def log(results: Path) -> Path:
         (["check", "LOG"], 0),
         (["check", "LOG", "--json"], 0),
         (["check", "RESULTS", "--quiet"], 1),
-        (["check", "RESULTS", "--junit", f"OUT/{NAME}.xml"], 1),
         (["check", "RESULTS"], 1),
         (["check", "BERT", "--json"], 1),
         (["check", "RESULTS", "--sarif", f"OUT/{NAME}.sarif"], 1),
@@ -139,14 +137,6 @@ def test_the_findings_for_code_review_are_text_and_point_at_the_file(results: Pa
         uri = place["physicalLocation"]["artifactLocation"]["uri"]
         assert uri.isascii()
         assert uri.isprintable()
-
-
-def test_a_name_that_no_archive_takes_is_left_out_of_the_source(tmp_path: Path) -> None:
-    for name in ("README.md", "Dockerfile", "LICENSE", "run_and_time.sh", "größe.py", NAME, "a\u202eb.py"):
-        (tmp_path / name).write_text("")
-    source = tracked_source(tmp_path)
-    assert set(source.left_out) == {NAME, "a\u202eb.py"}
-    assert "größe.py" in source.files
 
 
 def test_a_header_line_with_a_hostile_name_stays_a_line(tmp_path: Path) -> None:

@@ -69,12 +69,12 @@ def test_from_text_says_what_it_made(run: Run, tmp_path: Path) -> None:
     documents = (f"This is document {number % 40}.\nIt ends here with {number % 40}.\n\n" for number in range(50))
     text.write_text("".join(documents))
     printed = run("from-text", "--text", text, "--out", out, "--vocab-size", 60).splitlines()
-    assert printed[0] == "10 documents that repeat others left out"
+    assert printed[0] == "10 documents that repeat other documents left out"
     assert printed[1].startswith(f"{out}/train: 35 documents, ")
     assert printed[2].startswith(f"{out}/evaluation: 5 documents, ")
     assert printed[3] == f"{out}/vocab.txt: 60 tokens"
     run("verify", out / "train")
-    assert "is there already" in run("from-text", "--text", text, "--out", out, fails=True)
+    assert "already exists" in run("from-text", "--text", text, "--out", out, fails=True)
 
 
 @pytest.mark.parametrize(
@@ -86,14 +86,10 @@ def test_from_text_says_what_it_made(run: Run, tmp_path: Path) -> None:
         ({"--vocab": "text.txt"}, "text.txt: 179 tokens without [PAD]"),
         ({"--text": "empty.txt"}, "empty.txt: no text found"),
         ({"--text": "binary.txt"}, "binary.txt: line 1, byte 0: not UTF-8"),
-        ({"--out": "."}, "is there already"),
-        ({"--out": "text.txt"}, "is there already"),
+        ({"--out": "."}, "already exists"),
+        ({"--out": "text.txt"}, "already exists"),
         ({"--max_seq_length": "4"}, "max_seq_length is 4"),
-        ({"--jobs": "0"}, "jobs is 0"),
-        ({"--part": "0/3"}, "part 0/3"),
-        ({"--part": "4/3"}, "part 4/3"),
-        ({"--part": "1"}, "--part is '1'"),
-        ({"--part": "1/2"}, "expected at most as many parts as texts"),
+        ({"--jobs": "0"}, "--jobs is 0"),
         ({"--text": "text.txt text.txt"}, "named twice"),
         ({"--text": "text.txt copy.txt"}, "copy.txt is a copy of text.txt"),
         ({"--out": "text.txt/data"}, "text.txt"),
@@ -125,19 +121,6 @@ def test_from_wikiextractors_files_to_samples(run: Run, tmp_path: Path) -> None:
     assert f"in {len(parts)} part(s), 9 held out in eval.txt" in printed
     run("prepare", "--text", *parts, "--vocab", vocab, "--out", tmp_path / "train")
     run("verify", tmp_path / "train")
-
-
-def test_a_part_can_be_verified_and_parts_are_merged(
-    run: Run, tmp_path: Path, text: Path, more: Path, vocab: Path
-) -> None:
-    base = ["prepare", "--text", text, more, "--vocab", vocab, *FLAGS]
-    for part in (1, 2):
-        printed = run(*base, "--out", tmp_path / str(part), "--part", f"{part}/2")
-        assert f"part {part}/2: join the parts by merge" in printed
-    assert "part 2/2 of a data set" in run("verify", tmp_path / "2")
-    assert "part 2/2 is missing" in run("merge", tmp_path / "1", "--out", tmp_path / "out", fails=True)
-    run("merge", tmp_path / "2", tmp_path / "1", "--out", tmp_path / "out")
-    run("verify", tmp_path / "out")
 
 
 def test_damage_is_found_by_verify_and_dump(run: Run, tmp_path: Path, text: Path, vocab: Path) -> None:

@@ -111,31 +111,6 @@ def test_a_line_that_is_no_sentence_is_named(tmp_path: Path) -> None:
         read_documents([path])
 
 
-def test_a_shard_that_becomes_shorter_while_it_is_read_is_a_line(tmp_path: Path) -> None:
-    """And not the end of the process by SIGBUS."""
-    code = """
-import os, sys
-from pathlib import Path
-import numpy as np
-from dataloading.dataset.folder import open_dataset
-from dataloading.shards.formats import open_shard
-dataset = open_dataset(Path(sys.argv[1]))
-path = Path(sys.argv[1]) / dataset.shards[0].name
-dataset.take(np.arange(len(dataset)))
-shard = open_shard(path)
-os.truncate(path, 0)
-for read in (dataset.take, shard.take, lambda _: shard.read(0, 9), lambda _: shard.verify()):
-    try:
-        read(np.arange(9))
-    except ValueError as error:
-        assert str(error).startswith(f"{path}: it has become shorter while it was read"), error
-        print("refused", flush=True)
-"""
-    write_dataset(tmp_path / "data", make_samples(3000), shards=2, info=INFO)
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "data")], cwd=REPOSITORY, capture_output=True)
-    assert (done.returncode, done.stdout.split()) == (0, 4 * [b"refused"]), done.stderr.decode()
-
-
 STOPPED = r"""
 import os, sys, time
 from pathlib import Path

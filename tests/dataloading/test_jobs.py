@@ -37,7 +37,7 @@ def test_tasks_are_done_once_each(jobs: int) -> None:
 def test_no_process_and_a_killed_one_are_reported() -> None:
     with pytest.raises(ValueError, match="jobs is 0"):
         list(run_tasks(square, [1], 0))
-    with pytest.raises(ValueError, match="a process was killed, for want of memory perhaps"):
+    with pytest.raises(ValueError, match="a process was killed"):
         list(run_tasks(die, range(6), 2))
 
 
@@ -106,7 +106,7 @@ def test_other_settings_are_named(tmp_path: Path) -> None:
 def test_a_folder_that_holds_something_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "letter.txt").write_text("dear")
     for out in (tmp_path, tmp_path / "letter.txt"):
-        with pytest.raises(ValueError, match="is there already"), begun(out, "job.json", {}, finished="*"):
+        with pytest.raises(ValueError, match="already exists"), begun(out, "job.json", {}, finished="*"):
             pass
     assert [path.name for path in tmp_path.iterdir()] == ["letter.txt"]
 

@@ -177,9 +177,9 @@ def test_every_part_is_there(measured: dict[str, dict[str, Any]]) -> None:
     assert found["closed 400"]["headings"] == ["BERT on made_up_h100", *headings("Findings")]
     assert found["failing 400"]["headings"] == ["BERT on made_up_h100", *headings("Among published results")]
     assert found["tiny 400"]["headings"] == ["BERT on cpu_2cores", *headings("Findings", "Among published results")]
-    assert len(found["closed 1600"]["charts"]) == 6
-    assert len(found["tiny 1600"]["charts"]) == 6
-    assert len(found["failing 1600"]["charts"]) == 6
+    assert len(found["closed 1600"]["charts"]) == 5
+    assert len(found["tiny 1600"]["charts"]) == 5
+    assert len(found["failing 1600"]["charts"]) == 5
     assert found["closed 1600"]["marks"] == 5 * 10
     assert found["closed 1600"]["bars"] >= 3 * 10
 

@@ -21,7 +21,7 @@ from bert.parallel.pipeline.stages import PipelineModel
 from bert.parallel.tensor.shards import TensorParallel
 from bert.recompute import recomputation
 from cluster.model.memory import held_by_rank, kept_by_forward, memory_of_rank
-from cluster.model.pipeline import hidden_bytes, own_layers, under_way
+from cluster.model.shares import hidden_bytes, model_shares, under_way
 from cluster.model.strategy import Strategy
 from cluster.model.work import Work
 from dataloading.batches.loader import Batch, batch_of
@@ -35,7 +35,7 @@ def work_and_samples(model: ModelConfig) -> tuple[Work, Samples]:
     lengths = np.random.default_rng(0).integers(8, model.max_position_embeddings + 1, SEQUENCES)
     samples = synthetic_samples(-np.sort(-lengths), model.vocab_size)
     counts = samples.masked_counts.astype(np.uint16)
-    return Work(model, samples.lengths.astype(np.uint16), counts, lengths, counts), samples
+    return Work(model, samples.lengths.astype(np.uint16), counts), samples
 
 
 class Storages(TorchDispatchMode):
@@ -135,8 +135,8 @@ def test_a_stage_keeps_what_is_predicted(place: int) -> None:
 
     kept = kept_bytes(forward, [flat.weights_N, given, word], samples, "fp32")
     sizes = work.micro_batches(strategy, 2, 0)
-    own = own_layers(config, 2)[place]
-    predicted = float(kept_by_forward(work, strategy, sizes, False, own).max())
+    share = model_shares(config, 1, 2)[place]
+    predicted = float(kept_by_forward(work, strategy, sizes, False, share).max())
     predicted += place * 4 * float(sizes.masked_AR.max()) * config.vocab_size
     assert predicted - place * given.nbytes == pytest.approx(kept, rel=0.03)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from bert.configuration.recipes import tiny_model
 from bert.configuration.sections import ModelConfig, Recompute
 from cluster.devices import device_named
-from cluster.model.computations import TERMS, Computation, layout_of, layouts_of, parts_of
-from cluster.model.pipeline import through_stages
+from cluster.model.computations import TERMS, Computation, parts_of
 from cluster.model.rates import Curve, Rates, rates_of_machine, rates_of_view
-from cluster.model.step import predict_run, predict_step
+from cluster.model.shares import model_shares
+from cluster.model.step import predict_run, predict_step, through_stages
 from cluster.model.strategy import BUCKET_BYTES, Strategy
 from cluster.model.work import Work, wikipedia_work
 from cluster.published.calibration import calibration
@@ -26,7 +26,7 @@ from cluster.view import Operation, Scope
 from tests.cluster.test_view import made_up
 
 LENGTHS = np.random.default_rng(0).integers(8, 129, 4096).astype(np.uint16)
-TINY = Work(tiny_model(), LENGTHS, LENGTHS // 8 + 1, LENGTHS[:200], LENGTHS[:200] // 8 + 1, samples=96_000)
+TINY = Work(tiny_model(), LENGTHS, LENGTHS // 8 + 1, evaluation_sequences=200, samples=96_000)
 KINDS = {kind: (1e-6,) * len(terms) for kind, terms in TERMS.items() if kind != "linear"}
 COSTS = KINDS | {"linear fp32": (1e-6, 1e-10, 1e-9, 1e-9), "linear bf16": (1e-6, 5e-11, 1e-9, 1e-9)}
 WAYS = ("flat", "hierarchical", "sharded", "sharded_world")
@@ -56,8 +56,8 @@ def test_a_step_on_one_rank_is_the_sum_of_its_computations() -> None:
     found = predict_step(TINY, strategy, alone, steps=1)
     assert found.forward_backward == pytest.approx(expected)
     assert found.reduce == 0
-    layout = layout_of(model)
-    assert found.update == pytest.approx(1e-6 * (1 + layout.segments + layout.elements))
+    [share] = model_shares(model)
+    assert found.update == pytest.approx(1e-6 * (1 + share.segments + share.elements))
     assert found.total == pytest.approx(sum(found.parts.values()))
 
 
@@ -119,15 +119,11 @@ def test_equal_stages_are_idle_while_they_are_filled_and_drained(micro_batches: 
 
 
 def test_stages_share_the_layers_and_wait_for_each_other() -> None:
-    work = Work(
-        replace(tiny_model(), num_hidden_layers=8), LENGTHS, LENGTHS // 8 + 1, LENGTHS[:200], LENGTHS[:200] // 8 + 1
-    )
-    whole, wide = layout_of(work.model), rates(4, 2)
-    layouts = layouts_of(work.model, 1, 4)
-    assert sum(each.elements for each in layouts) == whole.elements
-    assert sum(each.segments for each in layouts) == whole.segments
-    assert [each.copied for each in layouts[:3]] == [0, 0, 0]
-    assert layouts[3].copied == work.model.vocab_size * work.model.hidden_size
+    work = Work(replace(tiny_model(), num_hidden_layers=8), LENGTHS, LENGTHS // 8 + 1)
+    [whole], shares, wide = model_shares(work.model), model_shares(work.model, 1, 4), rates(4, 2)
+    assert sum(each.elements for each in shares) == whole.elements
+    assert sum(each.segments for each in shares) == whole.segments
+    assert [each.copied for each in shares] == [0, 0, 0, work.model.vocab_size * work.model.hidden_size]
     few, many = (predict_step(work, Strategy(256, steps, pipeline=4), wide) for steps in (4, 32))
     assert few.forward_backward == pytest.approx(many.forward_backward, rel=0.1)
     links = rates(4, 2, seconds_per_byte=1e-7)
@@ -155,7 +151,7 @@ def test_a_data_group_has_the_links_of_its_rails() -> None:
 
 
 def test_parameters_are_those_of_the_program() -> None:
-    large = layout_of(ModelConfig())
+    [large] = model_shares(ModelConfig())
     assert large.elements == pytest.approx(336.2e6, rel=0.001)
     assert list(large.ends) == sorted(large.ends)
     assert sum(bucket.stop - bucket.start for bucket in large.buckets(8, BUCKET_BYTES)) == large.padded(8)
@@ -163,7 +159,7 @@ def test_parameters_are_those_of_the_program() -> None:
 
 def test_one_bucket_of_a_small_model_is_reduced_after_backward() -> None:
     step = predict_step(TINY, Strategy(16), rates())
-    size = 4 * layout_of(TINY.model).padded(4)
+    size = 4 * model_shares(TINY.model)[0].padded(4)
     assert step.reduce >= 1e-4 + size * 1e-9
     assert step.hidden == pytest.approx(0, abs=1e-9)
     assert predict_step(TINY, Strategy(16, bucket_bytes=200_000), rates()).hidden > 0
@@ -197,7 +193,7 @@ def test_the_wait_for_the_first_weights_is_none_of_computing(way: str) -> None:
         for each in (1e-9, 1e-6)
     )
     assert slow.forward_backward == pytest.approx(fast.forward_backward)
-    assert slow.reduce > 2 * 1e-6 * 4 * layout_of(TINY.model).elements, "gathered, and summed"
+    assert slow.reduce > 2 * 1e-6 * 4 * model_shares(TINY.model)[0].elements, "gathered, and summed"
 
 
 def test_ranks_that_share_processors_wait_less_for_the_longest() -> None:
@@ -206,7 +202,6 @@ def test_ranks_that_share_processors_wait_less_for_the_longest() -> None:
     assert own.last_of(work) == pytest.approx(2.0)
     assert shared.last_of(work) == pytest.approx(1.25)
     assert replace(own, last=1.5).last_of([1.0] * 4) == pytest.approx(1.5)
-    assert replace(own, noise=0.01).last_of([1.0] * 1000) == pytest.approx(1.032, abs=0.003)
 
 
 @pytest.mark.parametrize(
@@ -242,26 +237,18 @@ def test_costs_come_from_what_a_probe_timed() -> None:
     found = rates_of_view(made_up())
     assert float(found.seconds(Computation("gelu", (1.0, 524288.0)))) == pytest.approx(1e-3)
     assert found.collective_seconds("all-reduce", "world", 131072) == pytest.approx(1.6e-4 + 2e-4 / 3)
-    with pytest.raises(ValueError, match="no rate of norm"):
+    with pytest.raises(ValueError, match="rate of norm"):
         found.seconds(Computation("norm", (1.0, 1.0)))
     with pytest.raises(ValueError, match=r"no rate of all-gather \(node\)"):
         found.collective_seconds("all-gather", "node", 1.0)
 
 
-def test_a_strategy_that_cannot_be_is_refused_in_one_line() -> None:
-    for settings in (
-        {"reduction": "ring"},
-        {"gradient_accumulation_steps": 0},
-        {"precision": "fp16"},
-        {"recompute": "some"},
-    ):
-        with pytest.raises(ValueError, match=r"expected|goes with"):
-            Strategy(32, **settings)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="make it a multiple of 4"):
+def test_ranks_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"global_batch_size is 30.* multiple of 4"):
         predict_step(TINY, Strategy(30), rates())
-    with pytest.raises(ValueError, match=r"over 2 copies of 2 ranks x 1 .* multiple of 2"):
+    with pytest.raises(ValueError, match=r"global_batch_size is 31.* multiple of 2"):
         predict_step(TINY, Strategy(31, tensor=2), rates())
-    with pytest.raises(ValueError, match="2 ranks of a host do not divide into copies of 3"):
+    with pytest.raises(ValueError, match=r"parallel\.tensor is 3"):
         predict_step(TINY, Strategy(30, tensor=3), rates())
-    with pytest.raises(ValueError, match="has no FP8"):
+    with pytest.raises(ValueError, match="A100"):
         rates_of_machine(describe_machine(device_named("A100-SXM"), 1, 8), "fp8")

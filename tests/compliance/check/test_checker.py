@@ -96,7 +96,7 @@ def test_a_log_beyond_all_bounds_gets_one_clear_finding(
         words = "a file of 1,048,576.0 MiB; expected at most 256 MiB to be read at all: the rest was not read"
     else:
         monkeypatch.setattr(log_module, "MAX_RECORD_LINES_BYTES", 10_000)
-        words = "more than 0 MiB of records; expected those of one run: the rest was not read"
+        words = "more than 0 MiB of records; expected the records of one run: the rest was not read"
     verdict = check_file(path)
     assert (verdict.official, verdict.ours) == ("fail", "fail")
     (finding,) = verdict.findings

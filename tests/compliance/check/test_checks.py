@@ -164,7 +164,6 @@ WARNED: Mutations = {
         "eval_accuracy",
         "evaluation at 154048 samples",
     ),
-    "odd accumulation": (value("gradient_accumulation_steps", 3), "gradient_accumulation_steps", "a divisor of the"),
     "no training steps": (value("opt_learning_rate_training_steps", 0), "opt_learning_rate_training_steps", "> 0"),
 }
 VERDICTS = {("fail", "fail"): REFUSED, ("pass", "fail"): UNSEEN, ("pass", "pass"): WARNED}

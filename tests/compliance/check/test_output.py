@@ -1,4 +1,4 @@
-"""What `check` prints and writes beside its verdicts: the total, errors alone, test results, known findings, colour."""
+"""What `check` prints and writes beside its verdicts: the total, errors alone, known findings, colour."""
 
 from __future__ import annotations
 
@@ -6,20 +6,16 @@ import io
 import json
 import sys
 from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
 
-from compliance.check.junit import write_junit
 from compliance.check.terminal import say_verdicts, total
 from compliance.log.findings import Finding, Verdict
 from tests.compliance.command import run
 from tests.compliance.log_edits import value
 from tests.compliance.run_logs import without_chain
-from tests.hostile import NAME
 
 ERROR = Finding(7, "seed", "TR 5.1", "value null, expected an integer", "log it")
-WARNING = Finding(None, "", "TR 6.1", "caches kept \x1b[2J", "drop them", severity="warning")
 
 
 def verdict(name: str, *findings: Finding, ruleset: str = "5.0.0") -> Verdict:
@@ -53,24 +49,6 @@ def test_quiet_prints_errors_and_the_total(logs: list[Path]) -> None:
     assert (status, head.startswith(f"FAIL {logs[1]}"), "error: " in error) == (1, True, True)
     assert last == f"2 logs: 1 passes, 1 fails: {logs[1]}"
     assert run("check", logs[0], "--quiet") == (0, "1 log: 1 passes\n")
-
-
-def test_junit_has_a_case_for_each_verdict(tmp_path: Path, logs: list[Path]) -> None:
-    out = tmp_path / "out" / "results.xml"
-    assert run("check", *logs, "--junit", out)[0] == 1
-    suite = ElementTree.parse(out).getroot()
-    assert (suite.tag, suite.get("tests"), suite.get("failures")) == ("testsuite", "2", "1")
-    passed, failed = suite.findall("testcase")
-    assert (passed.get("name"), len(passed)) == (str(logs[0]), 0)
-    assert "seed" in (failed.findtext("failure") or "")
-    assert "cache_clear" in (failed.findtext("system-out") or "")
-
-
-def test_junit_of_hostile_names_is_xml(tmp_path: Path) -> None:
-    write_junit(tmp_path / "results.xml", [verdict(NAME + ']]>"&<', ERROR, WARNING)])
-    [case] = ElementTree.parse(tmp_path / "results.xml").getroot()
-    assert case.get("name", "").isprintable()
-    assert [part.tag for part in case] == ["failure", "system-out"]
 
 
 def test_known_findings_are_left_out(tmp_path: Path, logs: list[Path]) -> None:

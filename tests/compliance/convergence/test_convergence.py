@@ -3,71 +3,26 @@
 import json
 import logging
 import math
-import random
-from functools import lru_cache
+import re
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlperf_logging.rcp_checker import rcp_checker
-from scipy.special import stdtrit
 
 from compliance.convergence.outlook import outlook
-from compliance.convergence.reference_points import points, pruned, reference, student_t_quantile
+from compliance.convergence.reference_points import reference
 from compliance.convergence.selection import olympic_mean
 from compliance.log.reader import read_log
 from compliance.log.rules import RULESETS
 from compliance.log.schedule import evaluation_interval, evaluation_samples
 from tests.compliance.run_logs import write_run
 
-EDGES = [1, 32, 255, 256, 447, 448, 449, 1024, 3072, 4607, 4608, 8704, 13056, 16383, 16384, 16385]
-BATCH_SIZES = [*EDGES, *range(59, 17_000, 633)]
-
 NVIDIA_512_NODES = [5533259, 5533026, 5206297, 5536978, 5205545, 5535111, 5861323, 5535849, 5208214, 5533348]
 """Round 2.0, NVIDIA, dgxa100_n512_ngc22.04_pytorch, batch size 16384."""
 HABANA_GAUDI2 = [2551360, 2551360, 2551360, 2551360, 2401280, 2401280, 2251200, 2401280, 2401280, 2251200]
 """Round 2.0, Intel-HabanaLabs, HLS-Gaudi2, batch size 448."""
-
-
-@lru_cache
-def official(ruleset: str) -> rcp_checker.RCP_Checker:
-    return rcp_checker.RCP_Checker("training", ruleset, "bert", verbose=False)
-
-
-def official_record(ruleset: str, batch: int) -> dict | None:
-    """Return what the official directory check compares with, None where it asks for a reference point."""
-    checker = official(ruleset)
-    exact = checker._find_rcp(batch, "pruned_rcps")
-    low, high = checker._find_top_min_rcp(batch, "pruned_rcps"), checker._find_bottom_max_rcp(batch, "pruned_rcps")
-    if exact is not None or high is None:
-        return exact
-    return checker._create_interp_rcp(batch, low, high)[1] if low else checker._find_min_rcp("pruned_rcps")
-
-
-@pytest.mark.parametrize("ruleset", RULESETS)
-def test_the_points_are_the_official_ones(ruleset: str) -> None:
-    records = list(official(ruleset).rcp_data.values())
-    assert [point.global_batch_size for point in points(ruleset)] == [record["BS"] for record in records]
-    for point, record in zip(points(ruleset), records, strict=True):
-        assert point.mean == pytest.approx(record["RCP Mean"], rel=1e-12)
-        assert point.stdev == pytest.approx(record["RCP Stdev"], rel=1e-12)
-    kept = [record["BS"] for record in official(ruleset).pruned_rcp_data.values()]
-    assert [point.global_batch_size for point in pruned(ruleset)] == sorted(kept)
-
-
-@pytest.mark.parametrize("ruleset", RULESETS)
-def test_the_reference_is_the_official_one_at_every_batch_size(ruleset: str) -> None:
-    for batch in BATCH_SIZES:
-        found, record = reference(ruleset, batch), official_record(ruleset, batch)
-        if record is None:
-            assert found is None, batch
-            continue
-        assert found is not None, batch
-        assert found.mean == pytest.approx(record["RCP Mean"], rel=1e-12), batch
-        assert found.stdev == pytest.approx(record["RCP Stdev"], rel=1e-12), batch
-        assert found.minimum == pytest.approx(record["Min Epochs"], rel=1e-12), batch
-        assert found.minimum == pytest.approx(record["RCP Mean"] / record["Max Speedup"], rel=1e-12), batch
 
 
 @pytest.mark.parametrize(
@@ -107,13 +62,6 @@ def test_published_scalings(samples: list[int], batch: int, scaling: float) -> N
     assert f"{scaling:.6f}" in found.sentence
 
 
-def test_quantiles_of_t() -> None:
-    for degrees_of_freedom in range(1, 60):
-        for probability in (0.5, 0.75, 0.95, 0.999):
-            expected = stdtrit(degrees_of_freedom, probability)
-            assert student_t_quantile(probability, degrees_of_freedom) == pytest.approx(expected, rel=1e-9, abs=1e-9)
-
-
 def write_minimal(path: Path, batch: int, samples: int | None) -> None:
     """The three records that the official reader of a folder looks at."""
     status = "success" if samples else "aborted"
@@ -151,7 +99,6 @@ def test_the_verdict_is_the_official_one(tmp_path_factory, data, ruleset: str, b
         write_minimal(folder / f"result_{number}.txt", batch, count)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(logging.root.manager, "disable", logging.CRITICAL)  # whatever happens, for this long only
-        patch.setattr(rcp_checker, "RCP_Checker", lambda _, ruleset, *__: official(ruleset))
         passed, message, factor = rcp_checker.check_directory(
             str(folder), "training", ruleset, False, False, rcp_pass="pruned_rcps", set_scaling=True
         )
@@ -186,7 +133,7 @@ def test_one_run_may_fail_to_converge_two_may_not() -> None:
     assert (one.verdict, one.mean) == ("pass", 2_550_528)
     assert "1 of them not converged and dropped as the slowest" in one.sentence
     two = outlook([2_550_528] * 3 + [None] * 2, 768, "5.0.0")
-    assert (two.verdict, two.mean, two.needed) == ("fail", None, None)
+    assert (two.verdict, two.mean) == ("fail", None)
     assert "only one run of a set may fail to converge" in two.sentence
 
 
@@ -208,45 +155,35 @@ def test_open_runs_have_no_reference() -> None:
 
 @settings(max_examples=10)
 @given(data=st.data(), batch=st.sampled_from([448, 768, 4096, 16384]), done=st.integers(0, 9), failed=st.booleans())
-def test_what_the_missing_runs_need_is_what_brute_force_finds(data, batch: int, done: int, failed: bool) -> None:
+def test_the_evaluations_that_the_missing_runs_need_are_those_that_brute_force_finds(
+    data: st.DataObject, batch: int, done: int, failed: bool
+) -> None:
     interval = evaluation_interval(batch)
     schedule = [evaluation_samples(index, interval, batch) for index in range(1, 161)]
     known: list[int | None] = data.draw(st.lists(st.sampled_from(schedule[10:30]), min_size=done, max_size=done))
     if failed and known:
         known[0] = None
     found = outlook(known, batch, "5.0.0")
-    assert found.needed is not None
-    assert found.needed.remaining == 10 - done
-    assert found.reference is not None
-    outcomes = {
-        index: outlook([*known, *([samples] * (10 - done))], batch, "5.0.0").verdict
-        for index, samples in enumerate(schedule, start=1)
-    }
-    for wanted, answer in ((("pass", "scaled"), found.needed.to_pass), (("pass",), found.needed.to_stand)):
-        first = next((index for index, verdict in outcomes.items() if verdict in wanted), None)
-        assert (answer.index if answer else None) == first
-        assert answer is None or answer.samples == schedule[answer.index - 1]
-    assert found.verdict == ("unfinished" if found.needed.to_pass else "fail")
-    for case in found.needed.cases:
-        assert case.verdict == outcomes[case.evaluation.index]
-    low, high = found.needed.predicted_mean
-    assert low <= high
-    assert 0 <= found.needed.stand_probability <= found.needed.pass_probability <= 1
+    verdicts = [outlook([*known, *([samples] * (10 - done))], batch, "5.0.0").verdict for samples in schedule]
+    to_pass = next((index for index, verdict in enumerate(verdicts) if verdict in ("pass", "scaled")), None)
+    to_stand = next((index for index, verdict in enumerate(verdicts) if verdict == "pass"), None)
+    assert found.verdict == ("fail" if to_pass is None else "unfinished")
+    for index in (to_pass, to_stand):
+        if index:
+            assert f"at evaluation {index + 1} ({schedule[index]:,}) or later" in found.sentence
+    assert found.sentence.count("can no longer") == [to_pass, to_stand].count(None)
+    assert found.sentence.count("at any evaluation") == [to_pass, to_stand].count(0)
 
 
 def test_the_statement_while_runs_are_missing() -> None:
     found = outlook([2_550_528, 2_400_000, 2_400_000, None], 768, "5.0.0")
-    assert found.sentence.startswith(
-        "4 of 10 runs, 1 of them not converged and dropped as the slowest, mean so far 2,475,264 samples "
-        "without the fastest and the slowest run. The complete set "
-        "passes from a mean of 2,306,738, and its score stands unscaled from 2,443,934 (interpolated between the reference "
-        "points at batch sizes 448 and 4608). It will pass if all 6 missing runs converge at evaluation 15 (2,250,240) or "
-        "later. It will stand unscaled if all 6 missing runs converge at evaluation 17 (2,550,528) or later."
-    )
-    assert found.needed is not None
-    cases = {case.evaluation.index: case.verdict for case in found.needed.cases}
-    assert cases == {14: "fail", 15: "scaled", 16: "scaled", 17: "pass"}
-    assert outlook([2_550_528, 2_400_000, 2_400_000, None], 768, "5.0.0") == found  # the same draws
+    assert found.mean == 2_475_264
+    for words in ("4 of 10 runs, 1 of them not converged", "2,475,264", "2,306,738", "2,443,934", "sizes 448 and 4608"):
+        assert words in found.sentence
+    for condition in (r"pass if all 6 missing runs .* 15 \(2,250,240\)", r"stand unscaled if .* 17 \(2,550,528\)"):
+        assert re.search(condition, found.sentence)
+    nothing = outlook([], 448, "5.0.0")
+    assert (nothing.verdict, nothing.mean, nothing.scaling) == ("unfinished", None, 1.0)
 
 
 def test_a_set_that_the_last_run_cannot_save_or_spoil() -> None:
@@ -256,41 +193,6 @@ def test_a_set_that_the_last_run_cannot_save_or_spoil() -> None:
     safe = outlook([2_701_056] * 9, 768, "5.0.0")
     assert safe.verdict == "unfinished"
     assert "It will pass if the missing run converges, at any evaluation." in safe.sentence
-
-
-def test_nothing_yet() -> None:
-    found = outlook([], 448, "5.0.0")
-    assert (found.verdict, found.mean, found.scaling) == ("unfinished", None, 1.0)
-    assert found.needed is not None
-    assert found.needed.remaining == 10
-
-
-def test_the_prediction_holds_as_often_as_it_says() -> None:
-    """Nine of ten intervals hold the mean of the complete set, when runs come from the distribution that is assumed."""
-    found = reference("5.0.0", 448)
-    assert found is not None
-    draw = random.Random(7)
-    for done in (2, 7):
-        held = 0
-        for _ in range(60):
-            shift = draw.gauss(0, found.stdev)
-            runs = [round(draw.gauss(found.mean + shift, found.stdev)) for _ in range(10)]
-            needed = outlook(runs[:done], 448, "5.0.0").needed
-            assert needed is not None
-            low, high = needed.predicted_mean
-            held += low <= olympic_mean(runs) <= high
-        assert 0.8 <= held / 60 <= 0.99, (done, held)
-
-
-def test_runs_that_are_alike_narrow_the_prediction() -> None:
-    found = reference("5.0.0", 448)
-    assert found is not None
-    widths = []
-    for done in (0, 6):
-        needed = outlook([round(found.mean)] * done, 448, "5.0.0").needed
-        assert needed is not None
-        widths.append(needed.predicted_mean[1] - needed.predicted_mean[0])
-    assert widths[1] < 0.5 * widths[0]
 
 
 # Input
@@ -308,10 +210,8 @@ def test_a_batch_size_that_is_none_is_refused(batch: int) -> None:
 
 
 def test_more_runs_than_a_set_are_refused() -> None:
-    with pytest.raises(ValueError, match="11 of 10 runs"):
+    with pytest.raises(ValueError, match="11 runs, expected at most 10"):
         outlook([2_400_000] * 11, 448, "5.0.0")
-    with pytest.raises(ValueError, match="at least 3"):
-        outlook([], 448, "5.0.0", runs=2)
 
 
 def test_samples_are_read_as_the_official_reader_does(tmp_path: Path) -> None:
@@ -330,6 +230,5 @@ def test_samples_are_read_as_the_official_reader_does(tmp_path: Path) -> None:
         assert converged(accepted) == rcp_checker.read_submission_file(path, "5.0.0", False)[1] == 450_240
     for odd in ("0.000001", "-5", "true", '"many"', "1e300", "null"):
         assert converged(text.replace('"epoch_num": ', f'"epoch_num": {odd}, "was": ')) is None, odd
-        assert read_log(path).run.converged_samples(from_train_samples=True) == 450_240
     assert converged(text.replace('"status": "success"', '"status": "aborted"')) is None
     assert converged(without("run_stop")) is converged(without("eval_accuracy")) is None

@@ -52,21 +52,12 @@ def test_a_series_whose_median_window_is_invalid_has_no_result() -> None:
     assert select(list(range(12)), times).score == FAILED
 
 
-def test_one_failed_run_is_the_slowest() -> None:
-    assert select([0, 1, 2, 3], [4.0, FAILED, 5.0, 6.0], runs=4).score == 5.5
-
-
-def test_runs_that_started_together_keep_their_order() -> None:
-    assert select([5, 5, 5], [1.0, 2.0, 3.0], runs=3).chosen == (0, 1, 2)
-
-
 @given(st.lists(st.tuples(st.integers(0, 50), TIMES), min_size=10, max_size=25))
 def test_the_window_is_consecutive_and_its_score_in_the_middle(series: list[tuple[int, float]]) -> None:
     starts, times = [start for start, _ in series], [time for _, time in series]
     found = select(starts, times)
-    assert sorted(found.order) == list(range(len(series)))
-    assert [starts[run] for run in found.order] == sorted(starts)
-    assert len(found.chosen) == 10
+    order = sorted(range(len(series)), key=lambda run: starts[run])
+    assert [*found.chosen] == order[found.window : found.window + 10]
     assert found.score == olympic_mean([times[run] for run in found.chosen])
     faster = sum(score < found.score for score in found.scores)
     slower = sum(score > found.score for score in found.scores)
@@ -90,7 +81,3 @@ def test_too_few_runs() -> None:
         select(list(range(9)), [1.0] * 9)
     with pytest.raises(ValueError, match="2 runs, expected at least 3"):
         olympic_mean([1.0, 2.0])
-    with pytest.raises(ValueError, match="windows of at least 3"):
-        select([1, 2], [1.0, 2.0], runs=2)
-    with pytest.raises(ValueError, match="expected as many"):
-        select([1, 2, 3], [1.0] * 4, runs=3)

@@ -25,13 +25,6 @@ def test_four_runs_of_ten(tmp_path: Path) -> None:
     said = "\n".join(found.lines())
     assert "4 logs, closed division, global batch size 448, ruleset 5.0.0" in said
     assert "reference: mean 2,414,421, minimum 2,274,732 (reference point at batch size 448)" in said
-    assert "if the 6 missing converge at" in said
-    lines = [line.split() for line in said.splitlines() if line.startswith("    evaluation")]
-    assert [(line[1], line[2], line[5].rstrip(",")) for line in lines] == [
-        ("14", "2,100,224", "fail"),
-        ("15", "2,250,304", "scaled"),
-        ("16", "2,400,384", "pass"),
-    ]
 
 
 def test_a_run_in_progress_does_not_count(tmp_path: Path) -> None:
@@ -42,8 +35,7 @@ def test_a_run_in_progress_does_not_count(tmp_path: Path) -> None:
     (tmp_path / "result_3.txt").write_text("# recipe: not yet initialised\n")
     found = standing(tmp_path, "5.0.0")
     assert [(run.status, run.evaluations) for run in found.runs[2:]] == [("running", 1), ("running", 0)]
-    assert found.outlook.needed is not None
-    assert found.outlook.needed.remaining == 8
+    assert "2 of 10 runs" in found.outlook.sentence
 
 
 @pytest.mark.parametrize(
@@ -90,7 +82,7 @@ def test_open_runs_pass_without_a_reference(tmp_path: Path) -> None:
 
 def test_closed_runs_above_the_largest_point_do_not(tmp_path: Path) -> None:
     write_series(tmp_path, [17] * 3, global_batch_size=20_000)
-    found = standing(tmp_path, "5.0.0", runs=3)
+    found = standing(tmp_path, "5.0.0")
     assert (found.outlook.verdict, found.passed) == ("no reference", False)
 
 

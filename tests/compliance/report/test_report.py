@@ -112,7 +112,6 @@ def test_a_closed_folder_has_every_part(closed: Results) -> None:
         "Sequences to the target of 10 runs",
         "Sequences per second over sequences trained, 10 runs",
         "Training loss over sequences trained, 10 runs",
-        "Parts of a step over sequences trained, stacked",
     ]
     for words in CLOSED_WORDS.splitlines():
         assert words in page.text, words
@@ -198,27 +197,6 @@ def test_a_broken_run_and_a_bare_one(one: Path) -> None:
     page = Page(report.render(load_results(one)))
     assert "no MLLOG record" in page.text
     assert page.charts == []
-
-
-def test_parts_of_a_step_are_stacked(one: Path) -> None:
-    metrics = one / "metrics_0.jsonl"
-    write_metrics(metrics)
-    last = json.loads(metrics.read_text().splitlines()[-2])
-    assert last["event"] == "step"
-    wild = [last | {"samples": 2240, key: value} for key, value in (("step_ms", -1), ("update_ms", 1e300), ("loss", 1))]
-    wild[2]["reduce_ms"] = "x"
-    metrics.write_text(metrics.read_text() + "".join(json.dumps(entry) + "\n" for entry in wild))
-    page = Page(report.render(load_results(one)))
-    areas = page.of("polygon")
-    assert [attrs["class"] for attrs in areas] == ["compute", "reduce", "update", "data-wait", "other"]
-    heights = []
-    for attrs in areas:
-        numbers = [float(number) for number in str(attrs["points"]).split()]
-        points = list(zip(numbers[::2], numbers[1::2], strict=True))
-        assert len(points) == 12  # six records, there and back
-        heights.append(points[11][1] - points[0][1])  # above the first record; y grows downwards
-    assert [height / heights[0] for height in heights] == pytest.approx([1, 0.15, 0.1, 0.05, 0.05], abs=0.01)
-    assert "Parts of a step of run 0" in page.text
 
 
 def test_a_step_stands_beside_the_one_that_was_planned(one: Path) -> None:

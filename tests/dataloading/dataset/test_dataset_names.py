@@ -45,13 +45,11 @@ def test_every_command_that_reads_and_writes_data(
     [
         "verify OUT/NAME",
         "verify OUT/LONG",
-        "merge OUT/NAME --out OUT/x",
         "index OUT/NAME --vocab OUT/NAME",
         "extract OUT/NAME --out OUT/x",
         "prepare --text OUT/NAME --vocab OUT/NAME --out OUT/x",
         "dump OUT/NAME --out OUT/x.npz",
         "dump --out OUT/x",
-        "merge --out OUT/x",
         "shuffle OUT/NAME --out OUT/x --shards 2",
         "convert OUT/NAME --out OUT/x --to fixed",
         "wikipedia OUT/NAME --out OUT/x",

@@ -1,4 +1,4 @@
-"""Recognition of the benchmark's own data, in words."""
+"""Verification: recognition of the benchmark's own data, and of samples that repeat."""
 
 import hashlib
 from dataclasses import asdict, replace
@@ -12,7 +12,7 @@ from dataloading.batches.synthetic import synthetic_samples
 from dataloading.dataset import known
 from dataloading.dataset.folder import Dataset, open_dataset, write_dataset
 from dataloading.options import PretrainingOptions
-from dataloading.shards.layouts import write_varlength
+from dataloading.shards.ragged import write_varlength
 from dataloading.shards.samples import concatenate
 from tests.dataloading import made_up
 
@@ -33,13 +33,6 @@ def make(folder: Path, lengths: list[int], repeat: tuple[int, ...] = ()) -> Data
     return open_dataset(folder)
 
 
-def census(dataset: Dataset) -> known.Census:
-    found = known.Census(dataset)
-    for block in dataset.blocks(3):
-        found.add(block)
-    return found
-
-
 def test_the_content_digest_is_that_of_the_published_script(tmp_path: Path) -> None:
     """An MD5 for each row's Python list, then one of the list of those, read by h5py from a varlength file."""
     samples = synthetic_samples(np.array([5, 30, 3, 100]), 30522)
@@ -53,44 +46,36 @@ def test_the_content_digest_is_that_of_the_published_script(tmp_path: Path) -> N
     assert known.content_md5([samples.slice(0, 1), samples.slice(1, 4)]) == expected
 
 
-def test_the_benchmarks_settings_and_vocabulary_are_recognised() -> None:
+def test_the_benchmarks_settings_vocabulary_and_sizes_are_recognised(tmp_path: Path) -> None:
     assert "vocabulary: the benchmark's" in known.describe_vocabulary(INFO)
     assert "not the benchmark's" in known.describe_vocabulary(replace(INFO, vocabulary_md5="0" * 32))
     assert known.describe_options(INFO) == "settings: the benchmark's"
     other = replace(INFO, options=INFO.options | {"dupe_factor": 5, "random_seed": 1})
     assert known.describe_options(other) == "settings: not the benchmark's (dupe_factor 5, random_seed 1)"
     assert "not recorded" in known.describe_options(replace(INFO, options={}))
-
-
-def test_sizes_are_recognised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    dataset = make(tmp_path / "data", [5, 70, 30])
-    assert "3; neither" in known.describe_samples(dataset)
-    for least, most, is_benchmarks in ((3, 5, True), (1, 3, True), (4, 5, False), (1, 2, False)):
-        with monkeypatch.context() as patch:
-            patch.setattr(known, "TRAINING_SAMPLES_4320", least)
-            patch.setattr(known, "TRAINING_SAMPLES", most)
-            words = "as many as the benchmark's training set has" if is_benchmarks else "3; neither"
-            assert words in known.describe_samples(dataset)
-    with monkeypatch.context() as patch:
-        patch.setattr(known, "EVALUATION_SAMPLES", 3)
-        assert "but not those: content md5 is" in known.describe_samples(dataset)
-    monkeypatch.setattr(known, "EVALUATION_SAMPLES", 3)
-    monkeypatch.setattr(known, "EVALUATION_CONTENT_MD5", known.content_md5(dataset.blocks()))
-    assert "samples: the benchmark's evaluation set, 3 samples" in known.describe_samples(dataset)
+    training, evaluation = "as many as the benchmark's training set has", "but other samples"
+    for count, words in (
+        (156_725_279, "neither"),
+        (156_725_280, training),
+        (156_726_829, training),
+        (156_726_830, "neither"),
+        (10_000, evaluation),
+        (9_999, "neither"),
+    ):
+        index = np.broadcast_to(np.uint16(9), (count, 2))
+        assert words in known.describe_samples(Dataset(tmp_path, INFO, (), index))
 
 
 def test_repeated_samples_and_the_digest_in_any_order(tmp_path: Path) -> None:
     one = make(tmp_path / "none", [5, 70, 30])
-    assert census(one).describe_repeats() == "repeats: 0 samples repeat another"
-    backwards = known.Census(one)
-    backwards.add(one.take(np.array([2, 1, 0])))
-    assert census(one).multiset_digest == backwards.multiset_digest != 0
-    short = census(make(tmp_path / "short", [5, 70, 30], repeat=(0, 0)))
-    assert short.describe_repeats().startswith("repeats: 2 samples repeat another, all of them short documents")
-    long = census(make(tmp_path / "long", [5, 70, 63, 64, 80, 5], repeat=(2, 0, 4)))
-    expected = r"3 samples repeat another, 1 of them 64 tokens or longer.*sample 8 repeats 4"
-    with pytest.raises(ValueError, match=expected):
-        long.describe_repeats()
+    found = known.verify(one)
+    assert "repeats: 0 samples repeat another" in found
+    write_dataset(tmp_path / "backwards", one.take(np.array([2, 1, 0])), shards=3, info=INFO)
+    assert known.verify(open_dataset(tmp_path / "backwards"))[-1] == found[-1] != "multiset digest: 0000000000000000"
+    short = known.verify(make(tmp_path / "short", [5, 70, 30], repeat=(0, 0)))
+    assert any(line.startswith("repeats: 2 samples repeat another, all of them short documents") for line in short)
+    with pytest.raises(ValueError, match=r"3 samples repeat another, 1 of them 64 tokens or longer"):
+        known.verify(make(tmp_path / "long", [5, 70, 63, 64, 80, 5], repeat=(2, 0, 4)))
 
 
 def test_published_checksums(tmp_path: Path) -> None:

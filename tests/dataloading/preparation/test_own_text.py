@@ -176,5 +176,5 @@ def test_a_mistake_is_named_and_leaves_nothing(
     assert sorted(tmp_path.iterdir()) == before
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").touch()
-    with pytest.raises(ValueError, match="is there already"):
+    with pytest.raises(ValueError, match="already exists"):
         write_own_text(OwnText((text,)), tmp_path / "out")

@@ -11,12 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dataloading.dataset.folder import open_dataset
 from dataloading.dataset.manifest import shard_name
-from dataloading.dataset.merge import merge
 from dataloading.jobs import WorkPart
 from dataloading.options import PretrainingOptions
-from dataloading.preparation.prepare import Job, JobProgress, prepare
+from dataloading.preparation.prepare import Job, JobProgress, make_shards, prepare
 from tests.conftest import REPOSITORY
 from tests.programs import PATIENCE_S
 
@@ -25,7 +23,7 @@ TEXTS = 5
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
     folder = tmp_path_factory.mktemp("texts")
     rng = np.random.default_rng(0)
     words = [f"w{index}" for index in range(300)]
@@ -33,11 +31,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for index in range(TEXTS):
         lines = [" ".join(rng.choice(words, rng.integers(0, 12))) for _ in range(300)]
         (folder / f"text{index}.txt").write_text("\n".join(lines))
-    return folder
-
-
-@pytest.fixture(scope="module")
-def job(folder: Path) -> Job:
     texts = tuple(folder / f"text{index}.txt" for index in range(TEXTS))
     return Job(texts, folder / "vocab.txt", OPTIONS)
 
@@ -57,72 +50,17 @@ def test_processes_make_no_difference(job: Job, whole: dict[str, bytes], tmp_pat
     told: list[JobProgress] = []
     prepare(job, tmp_path / "data", jobs=3, report=told.append)
     assert contents(tmp_path / "data") == whole
-    assert [progress.done for progress in told] == [1, 2, 3, 4, 5]
-    assert not any(progress.kept for progress in told)
+    assert [(progress.done, progress.kept) for progress in told] == [(done, False) for done in (1, 2, 3, 4, 5)]
 
 
-@pytest.mark.parametrize(("count", "shared"), [(2, True), (3, False), (5, True)])
-def test_parts_make_the_same_data_set(
-    job: Job, whole: dict[str, bytes], tmp_path: Path, count: int, shared: bool
-) -> None:
-    folders = [tmp_path / ("shared" if shared else f"part{index}") for index in range(count)]
+@pytest.mark.parametrize("count", [2, 5])
+def test_parts_make_the_same_data_set(job: Job, whole: dict[str, bytes], tmp_path: Path, count: int) -> None:
     for index in reversed(range(count)):
-        prepare(job, folders[index], part=WorkPart(index + 1, count))
-    if shared:
-        merge(folders[:1], folders[0])
-        found = {
-            name: content for name, content in contents(folders[0]).items() if "_of_0000" in name or "_" not in name
-        }
-        assert found == whole
-    merge(list(dict.fromkeys(folders))[::-1], tmp_path / "out")
-    assert contents(tmp_path / "out") == whole
-    open_dataset(tmp_path / "out").verify()
-
-
-def test_merge_refuses_gaps_repeats_and_strangers(job: Job, tmp_path: Path) -> None:
-    for index in (1, 2, 3):
-        prepare(job, tmp_path / str(index), part=WorkPart(index, 3))
-    folders = [tmp_path / str(index) for index in (1, 2, 3)]
-    out = tmp_path / "out"
-    with pytest.raises(ValueError, match="part 2/3 is missing"):
-        merge([folders[0], folders[2]], out)
-    with pytest.raises(ValueError, match=r"part 1/3 is in .* and in"):
-        merge([*folders, folders[0]], out)
-    with pytest.raises(ValueError, match="it holds parts of a data set: join them"):
-        open_dataset(folders[0])
-    shorter = replace(job, options=replace(OPTIONS, max_seq_length=32))
-    prepare(shorter, tmp_path / "other", part=WorkPart(2, 3))
-    with pytest.raises(ValueError, match="max_seq_length 32 instead of 64"):
-        merge([folders[0], tmp_path / "other", folders[2]], out)
-    prepare(job, tmp_path / "half", part=WorkPart(1, 2))
-    with pytest.raises(ValueError, match="parts of 2 and parts of 3 do not make one data set"):
-        merge([*folders, tmp_path / "half"], out)
-    same = replace(job, texts=(job.texts[1], job.texts[0], *job.texts[2:]))
-    prepare(same, tmp_path / "same", part=WorkPart(2, 3))
-    with pytest.raises(ValueError, match="holds the same samples"):
-        merge([folders[0], tmp_path / "same", folders[2]], out)
-    (folders[1] / shard_name(1, TEXTS)).unlink()
-    with pytest.raises(ValueError, match="missing"):
-        merge(folders, out)
-    assert not out.exists()
-
-
-def test_whole_data_sets_are_joined_in_the_order_named(job: Job, tmp_path: Path) -> None:
-    for name, texts in (("first", job.texts[3:]), ("second", job.texts[:3])):
-        prepare(replace(job, texts=texts), tmp_path / name)
-    joined = merge([tmp_path / "second", tmp_path / "first"], tmp_path / "out")
-    prepare(job, tmp_path / "data")
-    expected = open_dataset(tmp_path / "data")
-    everything = np.arange(len(expected))
-    assert joined.take(everything).digest() == expected.take(everything).digest()
-    assert joined.info == expected.info
-    with pytest.raises(ValueError, match="holds the same samples"):
-        merge([tmp_path / "first", tmp_path / "first"], tmp_path / "twice")
-    prepare(replace(job, texts=job.texts[2:], one_call=True), tmp_path / "overlapping")
-    with pytest.raises(ValueError, match=r"text2.txt was prepared for .* already"):
-        merge([tmp_path / "second", tmp_path / "overlapping"], tmp_path / "twice")
-    with pytest.raises(ValueError, match="expected the parts of one, or several to join"):
-        merge([tmp_path / "first"], tmp_path / "alone")
+        make_shards(job, tmp_path / "data", part=WorkPart(index + 1, count))
+    told: list[JobProgress] = []
+    prepare(job, tmp_path / "data", report=told.append)
+    assert all(progress.kept for progress in told)
+    assert contents(tmp_path / "data") == whole
 
 
 def test_a_killed_preparation_goes_on(job: Job, whole: dict[str, bytes], tmp_path: Path) -> None:
@@ -164,31 +102,23 @@ def test_damaged_shards_are_made_again_and_a_folder_begun_otherwise_is_left_alon
         ({"options": PretrainingOptions(max_seq_length=64, max_predictions_per_seq=9)}, "dupe_factor"),
         ({"texts": job.texts[1:]}, "calls"),
         ({"one_call": True}, "calls"),
-        ({"compression": "gzip"}, "compression"),
     ):
         with pytest.raises(ValueError, match=f"begun with other settings .*{difference}"):
             prepare(replace(job, **changed), out)
     assert contents(out) == whole
 
 
-def test_a_changed_text_is_noticed(job: Job, tmp_path: Path) -> None:
-    text = tmp_path / "text.txt"
+def test_a_changed_text_and_the_same_samples_twice_are_noticed(job: Job, tmp_path: Path) -> None:
+    text, alike = tmp_path / "text.txt", tmp_path / "alike.txt"
     text.write_text("w1 w2\nw3\n\nw4 w5\n")
     mine = replace(job, texts=(text,))
     prepare(mine, tmp_path / "data")
     text.write_text("w1 w2\nw3\n\nw4 w6\n")
     with pytest.raises(ValueError, match="made from another text"):
         prepare(mine, tmp_path / "data")
-
-
-def test_compressed_shards_hold_the_same(job: Job, tmp_path: Path) -> None:
-    prepare(job, tmp_path / "plain")
-    packed = prepare(replace(job, compression="gzip"), tmp_path / "packed")
-    plain = open_dataset(tmp_path / "plain")
-    assert [record.digest for record in packed.shards] == [record.digest for record in plain.shards]
-    assert sum(record.file_bytes for record in packed.shards) < 0.9 * sum(record.file_bytes for record in plain.shards)
-    chosen = np.random.default_rng(1).permutation(len(plain))[:100]
-    assert packed.take(chosen).digest() == plain.take(chosen).digest()
+    alike.write_text(text.read_text() + "\n")
+    with pytest.raises(ValueError, match="holds the same samples as part_00000"):
+        prepare(replace(job, texts=(text, alike)), tmp_path / "twice")
 
 
 def test_another_vocabulary_under_the_same_name_is_used(job: Job, tmp_path: Path) -> None:

@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 
 from bert.configuration.recipes import RECIPES
+from console.locks import lock_file
 from dataloading.__main__ import main
 from dataloading.dataset.folder import open_dataset
 from dataloading.dataset.shuffle import shuffle
 from dataloading.options import PretrainingOptions
-from dataloading.preparation import alone, estimate
 from dataloading.preparation.mlcommons import KNOWN, Checksums
 from dataloading.preparation.prepare import Job, prepare
 from dataloading.text.tokenization import Vocabulary
@@ -106,8 +106,8 @@ def die_at_third_name(out: Path, before: bool) -> None:
         rename = getattr(Path, name)
 
         def counted(self: Path, target: Path, rename: Callable[..., Path] = rename) -> Path:
-            # Not in folders that get their own name later, and not in those of the measurement.
-            hidden = any(part[0] == "." or "estimate-" in part for part in Path(target).parts)
+            # Not in folders that get their own name later.
+            hidden = any(part[0] == "." for part in Path(target).parts)
             names[0] += out in Path(target).parents and not hidden
             if before and names[0] == 3:
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -121,7 +121,6 @@ def die_at_third_name(out: Path, before: bool) -> None:
 
 def limited(file_bytes: int) -> None:
     """Let no file of this process grow larger."""
-    estimate._PIECE_BYTES = 1 << 12  # the measurement writes less
     resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, file_bytes))
 
 
@@ -152,19 +151,19 @@ def test_both_downloads_make_what_the_recipes_expect(run: Run, stand_in: StandIn
 
     before = {path: path.stat().st_ino for path in out.rglob("*") if "preparation" not in path.parts}
     again = run(*command, "--checksums", stand_in.checksums)
-    assert again.count("is there already") == 3
+    assert again.count("exists already") == 3
     assert "expected time" not in again
     assert {path: path.stat().st_ino for path in out.rglob("*") if "preparation" not in path.parts} == before
 
 
 def test_a_checkpoint_that_cannot_be_read_is_refused_with_the_reason(run: Run, tmp_path: Path) -> None:
     bundles = REPOSITORY / "tests" / "bert" / "checkpoints" / "tf_bundles"
-    for path in bundles.glob("tf2_encoder.*"):
-        (tmp_path / "tf2_ckpt").mkdir(exist_ok=True)
-        shutil.copy(path, tmp_path / "tf2_ckpt" / path.name.replace("tf2_encoder", "model.ckpt-28252"))
+    for path in bundles.glob("tf1_sliced.*"):
+        (tmp_path / "tf1_ckpt").mkdir(exist_ok=True)
+        shutil.copy(path, tmp_path / "tf1_ckpt" / path.name.replace("tf1_sliced", "model.ckpt-28252"))
     (tmp_path / "empty.md5").touch()
-    words = ["wikipedia", tmp_path / "tf2_ckpt", "--out", tmp_path / "out", "--checksums", tmp_path / "empty.md5"]
-    assert "lacks " in run(*words, fails=True)
+    words = ["wikipedia", tmp_path / "tf1_ckpt", "--out", tmp_path / "out", "--checksums", tmp_path / "empty.md5"]
+    assert "partitioned" in run(*words, fails=True)
     assert not (tmp_path / "out" / "phase1.safetensors").exists()
 
 
@@ -335,18 +334,16 @@ def test_what_was_made_from_something_else_is_left_alone(
 ) -> None:
     out = tmp_path / "out"
     assert child(nothing, *arguments(own, out)) == 1
-    assert f"{out / 'train'} is there, and was not made from these" in run(
-        *arguments(own, out, "--shards", 2), fails=True
-    )
+    assert f"{out / 'train'} exists and was not made from these" in run(*arguments(own, out, "--shards", 2), fails=True)
     empty = tmp_path / "empty.md5"
     empty.touch()
     (own.text / f"{own.text.name}.md5").unlink()
     own.part.write_bytes(own.part.read_bytes() + b"One more sentence.\n")
-    assert f"{out / 'train'} is there" in run(*arguments(own, out, "--checksums", empty), fails=True)
+    assert f"{out / 'train'} exists" in run(*arguments(own, out, "--checksums", empty), fails=True)
     assert results(out) == whole
     elsewhere = tmp_path / "elsewhere"
     (elsewhere / "evaluation").mkdir(parents=True)
-    assert f"{elsewhere / 'evaluation'} is there" in run(*arguments(own, elsewhere, "--checksums", empty), fails=True)
+    assert f"{elsewhere / 'evaluation'} exists" in run(*arguments(own, elsewhere, "--checksums", empty), fails=True)
     assert list((elsewhere / "evaluation").iterdir()) == []
 
 
@@ -360,8 +357,10 @@ def test_missing_data_name_the_command(tmp_path: Path) -> None:
 def test_one_process_works_in_a_folder_at_a_time(stand_in: StandIn, tmp_path: Path) -> None:
     work = tmp_path / "out" / "preparation"
     work.mkdir(parents=True)
-    with alone.locked(work, shared=False):
-        assert child(nothing, *arguments(stand_in, tmp_path / "out")) == 2
-    with alone.locked(work, shared=True):
-        assert child(nothing, *arguments(stand_in, tmp_path / "out")) == 2
-        assert child(nothing, *arguments(stand_in, tmp_path / "out", "--part", "1/3")) == 0
+    alone = lock_file(work / "lock")
+    assert child(nothing, *arguments(stand_in, tmp_path / "out")) == 2
+    os.close(alone)
+    shared = lock_file(work / "lock", shared=True)
+    assert child(nothing, *arguments(stand_in, tmp_path / "out")) == 2
+    assert child(nothing, *arguments(stand_in, tmp_path / "out", "--part", "1/3")) == 0
+    os.close(shared)

@@ -9,13 +9,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import google_crc32c
 import h5py
 import numpy as np
 import pytest
 
 from dataloading.shards.formats import open_shard
 from dataloading.shards.native import write_shard
-from dataloading.shards.tfrecord import _masked_crc
 from tests.conftest import REPOSITORY
 from tests.dataloading.made_up import INFO, make_samples
 from tests.dataloading.shards import test_layouts
@@ -23,13 +23,13 @@ from tests.dataloading.shards.test_layouts import RAGGED, array_of, write_like_o
 
 FIXED = {"input_ids": 512, "input_mask": 512, "segment_ids": 512, "masked_lm_positions": 76, "masked_lm_ids": 76}
 MOST_MEMORY = 96 << 20
-"""Bytes that a process may grow by while it refuses all of them, one after another; half a gigabyte and more before."""
+"""Bytes that a process may grow by while it refuses all of the files."""
 
 Make = Callable[[Path], None]
 
 
 def never_written(rows: int, ragged: bool = False, **storage: Any) -> Make:
-    """Columns of as many rows, of which none was written."""
+    """Columns of many rows, none of which was written."""
 
     def make(path: Path) -> None:
         with h5py.File(path, "w") as file:
@@ -42,7 +42,7 @@ def never_written(rows: int, ragged: bool = False, **storage: Any) -> Make:
 
 
 def one_object_for_all_rows(storage: dict[str, Any]) -> Make:
-    """0.7 MB of heap, and 7,000 rows that are it."""
+    """0.7 MB of heap, which all of 7,000 rows refer to."""
 
     def make(path: Path) -> None:
         places = {}
@@ -107,36 +107,14 @@ def more_elements_than_a_number_holds(path: Path) -> None:
             file.create_dataset(name, (1 << 33, 1 << 31), "i2", chunks=(1024, 1024))
 
 
-def attribute_of_one_object(path: Path) -> None:
-    """4,000 texts that are one text of 0.3 MB."""
-    write_shard(path, make_samples(4), INFO)
-    with h5py.File(path, "r+") as file:
-        file.attrs["digest"] = np.array(["x" * 300_000] + ["y"] * 3999, h5py.string_dtype())
-    content = path.read_bytes()
-    length, next_length = struct.pack("<I", 300_000), struct.pack("<I", 1)
-    place = -1
-    while content[place + 16 : place + 20] != next_length:
-        place = content.index(length, place + 1)
-    path.write_bytes(content[:place] + content[place : place + 16] * 4000 + content[place + 64_000 :])
-
-
-def attribute_of_four_gigabytes(path: Path) -> None:
-    write_shard(path, make_samples(4), INFO)
-    content = bytearray(path.read_bytes())
-    place = content.index(struct.pack("<I", 64), content.index(b"digest\0"))
-    content[place : place + 4] = b"\xff" * 4
-    path.write_bytes(content)
-
-
-def a_chunk_that_inflates_to_more(path: Path) -> None:
-    chunk_of(zlib.compress(bytes(500 << 20), 1))(path)
-
-
 def small_records(path: Path) -> None:
     """A TFRecord file of a million records of one byte, each with the right CRCs."""
-    length = struct.pack("<Q", 1)
-    record = length + struct.pack("<I", _masked_crc(length)) + b"\n" + struct.pack("<I", _masked_crc(b"\n"))
-    path.write_bytes(record * 1_000_000)
+
+    def with_crc(data: bytes) -> bytes:
+        crc = google_crc32c.value(data)
+        return data + struct.pack("<I", (((crc >> 15) | (crc << 17)) + 0xA282EAD8) & 0xFFFFFFFF)
+
+    path.write_bytes((with_crc(struct.pack("<Q", 1)) + with_crc(b"\n")) * 1_000_000)
 
 
 GREEDY: dict[str, Make] = {
@@ -147,26 +125,22 @@ GREEDY: dict[str, Make] = {
     "chunks of references never written": never_written(1_500_000, ragged=True, chunks=True),
     "one object for all rows": one_object_for_all_rows({}),
     "one object for all packed rows": one_object_for_all_rows({"chunks": (7000,), "compression": "gzip"}),
-    "a chunk that inflates to more": a_chunk_that_inflates_to_more,
+    "a chunk that inflates to more": chunk_of(zlib.compress(bytes(500 << 20), 1)),
     "a chunk that inflates to less": chunk_of(zlib.compress(bytes(100))),
     "chunks that share bytes": chunks_that_share_bytes,
     "more elements than a number holds": more_elements_than_a_number_holds,
-    "an attribute of one object": attribute_of_one_object,
-    "an attribute of four gigabytes": attribute_of_four_gigabytes,
     "small records": small_records,
 }
 
 READ_ALL = """
 import json, resource, sys
 from pathlib import Path
-import dataloading.shards.tfrecord, dataloading.shards.variable_length
+import dataloading.shards.tfrecord
 from dataloading.shards.formats import open_shard
-open_shard  # what it imports is there
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 for path in map(Path, sys.argv[1:]):
     try:
-        with open_shard(path) as shard:
-            shard.verify()
+        open_shard(path).verify()
         said = "read"
     except ValueError as error:
         said = str(error)
@@ -240,11 +214,11 @@ def unknown_filter(file: h5py.File, _: Path) -> None:
     [
         (replace_ids(external=True), "input_ids is not stored in this file"),
         (link("virtual"), "input_ids is not stored in this file"),
-        (link("soft"), "input_ids is a link to another place or file"),
-        (link("external"), "input_ids is a link to another place or file"),
-        (replace_ids(compression="lzf"), r"filters \[32000\], expected shuffle, gzip and fletcher32"),
-        (replace_ids(scaleoffset=0), r"filters \[6\], expected"),
-        (unknown_filter, r"filters \[32001\], expected"),
+        (link("soft"), "input_ids is .*link"),
+        (link("external"), "input_ids is .*link"),
+        (replace_ids(compression="lzf"), r"filters \[32000\]"),
+        (replace_ids(fletcher32=True), r"filters \[3\]"),
+        (unknown_filter, r"filters \[32001\]"),
     ],
 )
 def test_what_leads_elsewhere_is_refused(

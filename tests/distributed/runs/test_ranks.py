@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from bert.parallel.watchdog.watchdog import FAULT_STATUS
 from dataloading.dataset.folder import open_dataset
-from dataloading.dataset.merge import index_shards
+from dataloading.dataset.scan import index_shards
 from dataloading.options import Layout
 from dataloading.preparation.convert import convert
 from tests.conftest import SmallRun

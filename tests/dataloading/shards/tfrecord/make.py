@@ -53,13 +53,13 @@ def main() -> None:
         name: tf.io.FixedLenFeature([width], tf.float32 if name == "masked_lm_weights" else tf.int64)
         for name, width in WIDTHS.items()
     }
-    with open_shard(TARGET) as ours:
-        assert len(ours) == len(rows)
-        for index, record in enumerate(tf.data.TFRecordDataset(str(TARGET))):
-            theirs = tf.io.parse_single_example(record, description)
-            mine = padded(ours.read(index, index + 1), 0)
-            for name in WIDTHS:
-                assert np.array_equal(mine[name], theirs[name].numpy()), (index, name)
+    ours = open_shard(TARGET)
+    assert len(ours) == len(rows)
+    for index, record in enumerate(tf.data.TFRecordDataset(str(TARGET))):
+        theirs = tf.io.parse_single_example(record, description)
+        mine = padded(ours.read(index, index + 1), 0)
+        for name in WIDTHS:
+            assert np.array_equal(mine[name], theirs[name].numpy()), (index, name)
     print(
         f"{TARGET.name}: {len(rows)} records, {TARGET.stat().st_size:,} bytes, read alike by TensorFlow {tf.__version__}"
     )

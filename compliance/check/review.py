@@ -1,9 +1,8 @@
-"""The findings as SARIF 2.1.0, the form in which code review shows the results of an analysis.
+"""Findings for code review: SARIF 2.1.0 and GitHub's workflow annotations.
 
-Specification: OASIS, Static Analysis Results Interchange Format 2.1.0. A rule is a section of the benchmark's rules or
-a rule file; a result is one finding, at its line. Paths are relative to the folder from which the check was started,
-which is where an upload to code scanning expects them. Code review shows files only: what is found in a folder stands
-at the first log in it, and says so.
+Specification: OASIS, Static Analysis Results Interchange Format 2.1.0. A SARIF rule is a section of the benchmark's rules
+or a rule file; a result is one finding, at its line. Paths are relative to the folder from which the check was started,
+as code scanning expects. Code review shows files only, so a finding about a folder is shown at the first log in it.
 """
 
 from __future__ import annotations
@@ -19,11 +18,12 @@ from urllib.parse import quote
 from compliance.artefact import write_whole
 from compliance.folders import absolute
 from compliance.log.findings import Finding, Verdict
+from console.program import say_annotation
 from console.text import json_document, visible
 
 SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
 TOOL = "compliance"
-# The name by which GitHub's code scanning knows the root of the checked-out source.
+# GitHub code scanning's name of the root of the checked-out source.
 ROOT = "%SRCROOT%"
 
 
@@ -35,11 +35,10 @@ def sarif(verdicts: Sequence[Verdict], root: Path) -> dict[str, Any]:
     """
     pairs = [(verdict, finding) for verdict in verdicts for finding in verdict.findings]
     # Each rule once, in the order of the findings: results refer to a rule by its place in this list.
-    names = list(dict.fromkeys(_rule_id(finding) for _, finding in pairs))
-    places = {name: index for index, name in enumerate(names)}
     texts = {_rule_id(finding): finding.rule or "log format" for _, finding in pairs}
+    places = {name: index for index, name in enumerate(texts)}
     run = {
-        "tool": {"driver": {"name": TOOL, "rules": [_rule(name, texts[name]) for name in names]}},
+        "tool": {"driver": {"name": TOOL, "rules": [_rule(name, text) for name, text in texts.items()]}},
         # Without the slash at its end, resolving a path against it would drop the last folder (RFC 3986).
         "originalUriBaseIds": {ROOT: {"uri": absolute(root).as_uri() + "/"}},
         "columnKind": "unicodeCodePoints",
@@ -60,6 +59,18 @@ def write_sarif(path: Path, verdicts: Sequence[Verdict]) -> None:
     write_whole(path, json_document(sarif(verdicts, Path.cwd())) + "\n")
 
 
+def say_annotations(verdicts: Sequence[Verdict]) -> None:
+    """Print a workflow annotation for each finding, with paths relative to the current folder."""
+    for verdict in verdicts:
+        # Not relative_to(), which refuses a log outside of the current folder.
+        file = os.path.relpath(absolute(_shown_file(verdict.path)))
+        for finding in verdict.findings:
+            properties: dict[str, object] = {"file": file, "line": finding.line or 1}
+            if finding.rule:
+                properties["title"] = finding.rule
+            say_annotation(finding.severity, _describe(verdict, finding), properties)
+
+
 def _rule_id(finding: Finding) -> str:
     """Turn "TR 24.4" into "TR-24.4"; the identifier must not change when a message is reworded."""
     return re.sub(r"[^\w.]+", "-", finding.rule, flags=re.ASCII).strip("-") or "log-format"
@@ -77,7 +88,7 @@ def _rule(name: str, text: str) -> dict[str, Any]:
 
 def _result(verdict: Verdict, finding: Finding, places: dict[str, int], root: Path) -> dict[str, Any]:
     name = _rule_id(finding)
-    uri, relative = _uri(shown_file(verdict.path), root)
+    uri, relative = _uri(_shown_file(verdict.path), root)
     artifact = {"uri": uri} | ({"uriBaseId": ROOT} if relative else {})
     # A path or a value that is no UTF-8 must not end the export.
     identity = "\n".join((uri, name, finding.key, finding.found)).encode("utf-8", "backslashreplace")
@@ -85,32 +96,30 @@ def _result(verdict: Verdict, finding: Finding, places: dict[str, int], root: Pa
         "ruleId": name,
         "ruleIndex": places[name],
         "level": finding.severity,
-        "message": {"text": visible(described(verdict, finding))},
+        "message": {"text": visible(_describe(verdict, finding))},
         # SARIF counts lines from 1.
         "locations": [{"physicalLocation": {"artifactLocation": artifact, "region": {"startLine": finding.line or 1}}}],
         # Lines move when a log is written again; what was found tells whether it is the same finding.
-        # In the form of those that code scanning computes itself: 16 hex digits, a colon and a number.
+        # In code scanning's own form: 16 hex digits, a colon and a number.
         "partialFingerprints": {"primaryLocationLineHash": hashlib.sha256(identity).hexdigest()[:16] + ":1"},
     }
 
 
-def described(verdict: Verdict, finding: Finding) -> str:
-    """The finding in words for a reader who sees the file beside it."""
-    folder = "" if shown_file(verdict.path) == verdict.path else "In this folder: "
+def _describe(verdict: Verdict, finding: Finding) -> str:
+    folder = "" if _shown_file(verdict.path) == verdict.path else "In this folder: "
     key = f"{finding.key}: " if finding.key else ""
     logged_at = f" Logged at {finding.source}." if finding.source else ""
     return f"{folder}{key}{finding.sentence}. Remedy: {finding.remedy}.{logged_at}"
 
 
-def shown_file(path: Path) -> Path:
-    """The file that stands for a path in code review, which shows files only: of a folder the first log."""
-    # By this pattern also misnamed ones, so that what is found about their names can be shown beside one of them.
+def _shown_file(path: Path) -> Path:
+    # Code review shows files only. The pattern also matches misnamed logs, which may be what the finding is about.
     logs = sorted(path.glob("result*")) if path.is_dir() else []
     return next((log for log in logs if log.is_file()), path)
 
 
 def _uri(path: Path, root: Path) -> tuple[str, bool]:
-    """The reference to a file, and whether it is relative to `root`."""
+    """Return the URI of a file, and whether it is relative to `root`."""
     whole, base = absolute(path), absolute(root)
     if whole.is_relative_to(base):
         # Quoted as bytes, because a name need not be UTF-8.

@@ -1,0 +1,55 @@
+"""Locks on folders that several processes could use at the same time, on one machine or on several.
+
+A lock is a flock on a file. The kernel releases it when the process ends, however that happens, so no stale lock is left
+behind. Locks hold between machines on NFS, and on Lustre mounted with flock.
+"""
+
+import fcntl
+import os
+import socket
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from console.text import visible
+
+_NOTE_BYTES = 200
+_POLL_S = 0.2
+
+
+class BusyError(ValueError):
+    """Another process holds the lock. The text says which process, in its own words."""
+
+
+def lock_file(path: Path, *, shared: bool = False, patience_s: float = 0.0) -> int:
+    """Lock a file, which is created if need be, until this process ends or closes the descriptor that is returned.
+
+    Args:
+        path: the file, in the folder that the lock protects.
+        shared: whether other processes may hold the lock at the same time, if they share it too.
+        patience_s: seconds to wait for another process to end.
+
+    Raises:
+        BusyError: another process holds the lock.
+        OSError: the file cannot be written, or its file system has no locks.
+    """
+    # Others may write to the folder: no link is followed, and no pipe is waited for.
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    deadline = time.monotonic() + patience_s
+    try:
+        while True:
+            # flock and not lockf: a POSIX lock is lost as soon as the process closes any descriptor of the file.
+            with suppress(BlockingIOError):
+                fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+                break
+            if time.monotonic() > deadline:
+                raise BusyError(visible(os.pread(descriptor, _NOTE_BYTES, 0).decode(errors="replace")))
+            time.sleep(_POLL_S)
+        with suppress(OSError):  # the lock holds on a full disk, too
+            # Written in place: a new file under this name would be another file to lock.
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, f"process {os.getpid()} on host {socket.gethostname()}".encode(), 0)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor

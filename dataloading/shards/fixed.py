@@ -1,0 +1,148 @@
+"""The fixed HDF5 layout of NVIDIA's submissions: padded rows, one sample each.
+
+    input_ids, input_mask, segment_ids [n, 512], masked_lm_positions, masked_lm_ids [n, 76], next_sentence_labels [n]
+
+The layout neither names the vocabulary of its ids nor carries a digest. Position 0 holds [CLS], which is never masked, so 0
+marks padding among the masked positions. This module also has what the fixed and the ragged layouts share.
+"""
+
+import mmap
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dataloading.shards.hdf5_file import HDF5Array, HDF5File, new_hdf5_file
+from dataloading.shards.samples import Samples, concatenate, offsets_of
+from dataloading.shards.shard import MAX_ID, REMEDY, DatasetInfo, FlatShard, Shard, check_content, check_offsets
+
+MOST_ID = (1 << 15) - 1
+"""Ids and positions are signed 16-bit integers in these layouts."""
+
+COLUMNS = ("input_ids", "segment_ids", "masked_lm_positions", "masked_lm_ids")
+_ROWS_AT_A_TIME = 4096
+
+
+def unknown_info(max_seq_length: int = MAX_ID, max_predictions_per_seq: int = MAX_ID) -> DatasetInfo:
+    """Describe a file that does not say what it was made from."""
+    return DatasetInfo(MAX_ID + 1, max_seq_length, max_predictions_per_seq, "", "", {}, {})
+
+
+class FixedShard(Shard):
+    """Padded rows."""
+
+    layout = "fixed"
+
+    def __init__(self, path: Path, columns: dict[str, NDArray[Any]], content: mmap.mmap | None) -> None:
+        info = unknown_info(columns["input_ids"].shape[1], columns["masked_lm_ids"].shape[1])
+        super().__init__(path, info, content)
+        self._columns = columns
+
+    def __len__(self) -> int:
+        return len(self._columns["next_sentence_labels"])
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """[n] real tokens of each sample; reads the mask of every row."""
+        return self._columns["input_mask"].sum(axis=1, dtype=np.int64)
+
+    @property
+    def masked_counts(self) -> NDArray[np.int64]:
+        """[n] masked tokens of each sample; reads the positions of every row."""
+        return np.count_nonzero(self._columns["masked_lm_positions"], axis=1).astype(np.int64)
+
+    def _between(self, start: int, stop: int) -> Samples:
+        columns = {name: column[start:stop] for name, column in self._columns.items()}
+        real, masked = columns["input_mask"] != 0, columns["masked_lm_positions"] != 0
+        for name, marked in (("input_mask", real), ("masked_lm_positions", masked)):
+            if (marked[:, 1:] > marked[:, :-1]).any():
+                raise ValueError(f"{self.path}: {name} has a gap: real entries after padding; {REMEDY}")
+        chosen = dict(zip(COLUMNS, (real, real, masked, masked), strict=True))
+        values = {name: columns[name][where] for name, where in chosen.items()}
+        values["next_sentence_labels"] = columns["next_sentence_labels"]
+        kinds = {name: np.uint8 if name in ("segment_ids", "next_sentence_labels") else np.uint16 for name in values}
+        return Samples(
+            **{name: narrow(array, kinds[name], f"{self.path}: {name}") for name, array in values.items()},
+            sequence_offsets=offsets_of(real.sum(axis=1)),
+            masked_lm_offsets=offsets_of(masked.sum(axis=1)),
+        )
+
+
+def open_fixed(path: Path, file: HDF5File) -> Shard:
+    """Open a shard of the fixed layout; ValueError if it is damaged. A compressed file is kept in memory without padding."""
+    names = ("input_ids", "input_mask", "segment_ids", "masked_lm_positions", "masked_lm_ids")
+    arrays = {name: file.array(name) for name in names}
+    shape, masked_shape = (arrays[name].values.shape for name in ("input_ids", "masked_lm_ids"))
+    for name, array in arrays.items():
+        wanted = masked_shape if name.startswith("masked") else shape
+        if array.values.shape != wanted or len(wanted) != 2 or wanted[0] != shape[0]:
+            raise ValueError(f"{name} has shape {array.values.shape}, input_ids {shape}")
+    labels = file.array("next_sentence_labels")
+    columns = {name: array.values for name, array in arrays.items()}
+    columns["next_sentence_labels"] = one_value_a_row(labels, shape[0])
+    if all(array.in_place for array in (*arrays.values(), labels)):
+        return FixedShard(path, columns, file.content)
+    rows = FixedShard(path, columns, None)
+    starts = range(0, max(1, len(rows)), _ROWS_AT_A_TIME)
+    blocks = [rows.read(start, min(start + _ROWS_AT_A_TIME, len(rows))) for start in starts]
+    return FlatShard(path, rows.info, "fixed", concatenate(blocks))
+
+
+def write_fixed(path: Path, samples: Samples, info: DatasetInfo) -> None:
+    """Write a file with ``info.max_seq_length`` tokens and ``info.max_predictions_per_seq`` masked tokens a row.
+
+    Raises:
+        ValueError: the samples contradict ``info``, or do not fit the layout.
+    """
+    check_writable(samples, info, path)
+    # [n, width]: filled places of each padded row.
+    real = np.arange(info.max_seq_length) < samples.lengths[:, None]
+    masked = np.arange(info.max_predictions_per_seq) < samples.masked_counts[:, None]
+
+    def padded(values: NDArray[Any], where: NDArray[np.bool_], dtype: str) -> NDArray[Any]:
+        rows = np.zeros(where.shape, dtype)
+        rows[where] = values
+        return rows
+
+    # The types are those of the shards in circulation.
+    columns = {
+        "input_ids": padded(samples.input_ids, real, "<i2"),
+        "input_mask": real.astype("i1"),
+        "segment_ids": padded(samples.segment_ids, real, "i1"),
+        "masked_lm_positions": padded(samples.masked_lm_positions, masked, "<i2"),
+        "masked_lm_ids": padded(samples.masked_lm_ids, masked, "<i2"),
+        "next_sentence_labels": samples.next_sentence_labels.astype("i1"),
+    }
+    with new_hdf5_file(path) as file:
+        for name, column in columns.items():
+            file.create_dataset(name, data=column)
+
+
+def narrow(values: NDArray[Any], dtype: Any, name: str) -> NDArray[Any]:
+    """Cast non-negative integers to another type; ValueError if one does not fit."""
+    most = np.iinfo(dtype).max
+    if values.dtype.kind not in "iu":
+        raise ValueError(f"{name} holds {values.dtype}, expected integers; {REMEDY}")
+    if len(values) and not (values.min() >= 0 and values.max() <= most):
+        raise ValueError(f"{name}: {values.min()} to {values.max()}, expected 0 to {most}; {REMEDY}")
+    return values.astype(dtype, copy=False)
+
+
+def one_value_a_row(array: HDF5Array, rows: int) -> NDArray[Any]:
+    """Return next-sentence labels, which are stored as [n] or [n, 1]; ValueError if there are not ``rows`` of them."""
+    if array.row_dtype is not None or array.values.size != rows:
+        raise ValueError(f"next_sentence_labels has shape {array.values.shape}, expected {rows} integers")
+    return array.values.reshape(-1)
+
+
+def check_writable(samples: Samples, info: DatasetInfo, path: Path) -> None:
+    """Raise ``ValueError`` unless the samples agree with ``info`` and fit the fixed and ragged layouts."""
+    check_offsets(samples, path)
+    check_content(samples, info, path)
+    sizes = {"input_ids": samples.input_ids, "masked_lm_ids": samples.masked_lm_ids, "sample length": samples.lengths}
+    for name, values in sizes.items():
+        if values.max(initial=0) > MOST_ID:
+            raise ValueError(f"{path}: {name} up to {values.max():,}; this layout holds up to {MOST_ID:,}: use native")
+    if len(samples.masked_lm_positions) and samples.masked_lm_positions.min() == 0:
+        raise ValueError(f"{path}: position 0 is masked, which marks padding in this layout: use native")

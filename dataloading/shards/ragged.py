@@ -1,0 +1,216 @@
+"""The HDF5 layouts with rows of variable length: one sample a row (varlength) or several (packed).
+
+    varlength  input_ids, segment_ids, masked_lm_positions, masked_lm_ids [n rows], next_sentence_labels [n]
+    packed     the same with several samples in a row, one after another, and next_sentence_labels, packed_input_len and
+               packed_masked_lm_len [rows of one number a sample]
+
+A row is stored as a reference into the file's global heap (HDF5 File Format Specification 3.0, section III.E). The HDF5
+library follows one reference at a time and allocates memory for each; here rows are read from the map of the file.
+"""
+
+import mmap
+import struct
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+from numpy.typing import NDArray
+
+from dataloading.shards.fixed import COLUMNS, MOST_ID, check_writable, narrow, one_value_a_row, unknown_info
+from dataloading.shards.hdf5_file import HDF5File, new_hdf5_file
+from dataloading.shards.native import DTYPES
+from dataloading.shards.samples import SampleBuilder, Samples, offsets_of
+from dataloading.shards.shard import REMEDY, DatasetInfo, Shard
+
+_SIZES = {name: DTYPES[name].itemsize for name in COLUMNS}
+
+_OBJECT_HEADER = struct.Struct("<H6xQ")
+"""Number and size of an object of a heap collection."""
+
+
+class RaggedColumn:
+    """Rows of integers of variable length; ValueError if they are not such rows or claim more than the file holds."""
+
+    def __init__(self, path: Path, file: HDF5File, name: str) -> None:
+        array = file.array(name)
+        if array.row_dtype is None or array.values.ndim != 1:
+            raise ValueError(f"{name} has shape {array.values.shape}, expected rows of integers of variable length")
+        self.counts = array.values["count"].astype(np.int64)
+        """[rows] elements of each row."""
+        self.held_bytes = 0 if array.in_place else array.values.nbytes
+        self.dtype = array.row_dtype
+        self._name = f"{path}: {name}"
+        # Signed integers have the same bytes as the unsigned ones of `Samples` for every valid value.
+        self.is_as_in_samples = self.dtype.newbyteorder("<") == self.dtype and self.dtype.itemsize == _SIZES.get(name)
+        self._addresses, self._numbers = array.values["address"], array.values["object"]
+        self._content = memoryview(file.content)
+        self._objects = lru_cache(maxsize=64)(partial(_objects_of, file.content))
+        claimed = int(self.counts.sum()) * self.dtype.itemsize
+        if claimed > len(file.content):  # several rows that share an object would multiply it
+            raise ValueError(f"{name} claims {claimed:,} bytes in a file of {len(file.content):,}")
+
+    def row(self, index: int, start: int = 0, stop: int | None = None) -> memoryview:
+        """Return the bytes of a row, or of some of its elements; ValueError if its reference leads nowhere."""
+        size = int(self.counts[index]) * self.dtype.itemsize
+        place, found = 0, 0
+        if size:
+            place, found = self._objects(int(self._addresses[index])).get(int(self._numbers[index]), (0, 0))
+        if found != size:
+            raise ValueError(f"{self._name}: the reference of row {index} leads to no such object; {REMEDY}")
+        end = place + size if stop is None else place + stop * self.dtype.itemsize
+        return self._content[place + start * self.dtype.itemsize : end]
+
+    def narrowed(self, values: NDArray[Any], dtype: Any) -> NDArray[Any]:
+        """Return values of this column in another type; ValueError if one does not fit."""
+        return narrow(values, dtype, self._name)
+
+
+class RaggedShard(Shard):
+    """Rows of variable length, read from the map of the file."""
+
+    row_offsets: NDArray[np.int64]
+    """[R + 1] first sample of each row; a row is a pack in the packed layout, and one sample otherwise."""
+
+    def __init__(self, path: Path, file: HDF5File) -> None:
+        super().__init__(path, unknown_info(), file.content)
+        self.layout = "packed" if "packed_input_len" in file.names else "varlength"
+        self._columns = {name: RaggedColumn(path, file, name) for name in COLUMNS}
+        self.held_bytes = sum(column.held_bytes for column in self._columns.values())
+        rows = len(self._columns["input_ids"].counts)
+        if self.layout == "packed":
+            names = ("packed_input_len", "packed_masked_lm_len", "next_sentence_labels")
+            packed = [RaggedColumn(path, file, name) for name in names]
+            samples_in_row = packed[0].counts
+            if len(samples_in_row) != rows or any(not np.array_equal(each.counts, samples_in_row) for each in packed):
+                raise ValueError(f"{', '.join(names)} disagree")
+            self._lengths, self._masked_counts, labels = (
+                column.narrowed(np.frombuffer(b"".join(map(column.row, range(rows))), column.dtype), np.int64)
+                for column in packed
+            )
+        else:
+            samples_in_row = np.ones(rows, np.int64)
+            self._lengths, self._masked_counts = (self._columns[name].counts for name in ("input_ids", "masked_lm_ids"))
+            labels = one_value_a_row(file.array("next_sentence_labels"), rows)
+        self._labels = narrow(labels, np.uint8, f"{path}: next_sentence_labels")
+        self.row_offsets = offsets_of(samples_in_row)
+        self._row_of = np.repeat(np.arange(rows), samples_in_row)
+        self._starts, self._masked_starts = map(self._starts_in_rows, (self._lengths, self._masked_counts))
+        # A row is as long as its samples together. bincount adds in float64, which is exact up to 2^53.
+        tokens, masked = (np.bincount(self._row_of, sizes, rows) for sizes in (self._lengths, self._masked_counts))
+        for name, expected in zip(COLUMNS, (tokens, tokens, masked, masked), strict=True):
+            if not np.array_equal(expected, self._columns[name].counts):
+                raise ValueError(f"{name} has rows of other lengths than its neighbours")
+
+    def __len__(self) -> int:
+        return len(self._lengths)
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """[n] real tokens of each sample."""
+        return self._lengths
+
+    @property
+    def masked_counts(self) -> NDArray[np.int64]:
+        """[n] masked tokens of each sample."""
+        return self._masked_counts
+
+    def add_to(self, builder: SampleBuilder, index: int) -> None:
+        """Add one sample, unchecked, to ``builder``."""
+        row, start, first = (int(places[index]) for places in (self._row_of, self._starts, self._masked_starts))
+        stop, last = start + int(self._lengths[index]), first + int(self._masked_counts[index])
+        parts: list[memoryview | bytes] = []
+        for name, begin, end in zip(COLUMNS, (start, start, first, first), (stop, stop, last, last), strict=True):
+            column = self._columns[name]
+            part = column.row(row, begin, end)
+            shift = start if name == "masked_lm_positions" else 0  # positions count from the beginning of the row
+            if shift or not column.is_as_in_samples:
+                values = np.frombuffer(part, column.dtype).astype(np.int64) - shift
+                part = column.narrowed(values, DTYPES[name]).tobytes()
+            parts.append(part)
+        builder.add(*parts, next_sentence_label=int(self._labels[index]))
+
+    def _between(self, start: int, stop: int) -> Samples:
+        builder = SampleBuilder()
+        for index in range(start, stop):
+            self.add_to(builder, index)
+        return builder.samples()
+
+    def _starts_in_rows(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return where each sample starts inside its row [n]."""
+        starts = offsets_of(lengths)
+        return starts[:-1] - starts[self.row_offsets[self._row_of]]
+
+
+def write_varlength(path: Path, samples: Samples, info: DatasetInfo) -> None:
+    """Write a file of the varlength layout; errors as in `write_fixed`."""
+    check_writable(samples, info, path)
+    columns = _columns_of(samples, samples.sequence_offsets, samples.masked_lm_offsets)
+    _write(path, columns, samples.next_sentence_labels.astype("i1"))
+
+
+def write_packed(path: Path, samples: Samples, pack_offsets: NDArray[np.int64], info: DatasetInfo) -> None:
+    """Write a file of the packed layout; errors as in `write_fixed`.
+
+    Pack p holds samples ``pack_offsets[p]`` to ``pack_offsets[p + 1]``.
+    """
+    check_writable(samples, info, path)
+    row_starts = samples.sequence_offsets[pack_offsets]
+    if (longest := np.diff(row_starts).max(initial=0)) > MOST_ID:
+        raise ValueError(f"{path}: a pack has {longest:,} tokens, at most {MOST_ID:,} fit its positions")
+    inside = samples.sequence_offsets[:-1] - np.repeat(row_starts[:-1], np.diff(pack_offsets))
+    shifted = samples.masked_lm_positions + np.repeat(inside, samples.masked_counts)
+    columns = _columns_of(samples, row_starts, samples.masked_lm_offsets[pack_offsets])
+    columns["masked_lm_positions"] = (shifted.astype("<i2"), columns["masked_lm_positions"][1])
+    columns["packed_input_len"] = (samples.lengths.astype("<i2"), pack_offsets)
+    columns["packed_masked_lm_len"] = (samples.masked_counts.astype("<i2"), pack_offsets)
+    columns["next_sentence_labels"] = (samples.next_sentence_labels.astype("i1"), pack_offsets)
+    _write(path, columns, None)
+
+
+_Columns = dict[str, tuple[NDArray[Any], NDArray[np.int64]]]
+"""Flat values and the offsets of their rows, by name."""
+
+
+def _columns_of(samples: Samples, offsets: NDArray[np.int64], masked_offsets: NDArray[np.int64]) -> _Columns:
+    return {
+        "input_ids": (samples.input_ids.astype("<i2"), offsets),
+        "segment_ids": (samples.segment_ids.astype("i1"), offsets),
+        "masked_lm_positions": (samples.masked_lm_positions.astype("<i2"), masked_offsets),
+        "masked_lm_ids": (samples.masked_lm_ids.astype("<i2"), masked_offsets),
+    }
+
+
+def _write(path: Path, columns: _Columns, labels: NDArray[Any] | None) -> None:
+    with new_hdf5_file(path) as file:
+        for name, (values, offsets) in columns.items():
+            rows = np.empty(len(offsets) - 1, h5py.vlen_dtype(values.dtype))
+            for row in range(len(rows)):
+                rows[row] = values[offsets[row] : offsets[row + 1]]
+            column = file.create_dataset(name, rows.shape, rows.dtype)
+            # Assigning by index would take rows of equal lengths for a matrix.
+            column.id.write(h5py.h5s.ALL, h5py.h5s.ALL, rows)
+        if labels is not None:
+            file.create_dataset("next_sentence_labels", data=labels)
+
+
+def _objects_of(content: mmap.mmap, address: int) -> dict[int, tuple[int, int]]:
+    """Return the place and size of each object of a heap collection, by number; empty if there is no collection.
+
+    Objects follow one another. Each has a header of 16 bytes and is padded to 8 bytes; number 0 is free space at the end.
+    """
+    objects: dict[int, tuple[int, int]] = {}
+    if content[address : address + 5] != b"GCOL\x01" or address + 16 > len(content):
+        return objects
+    end = min(len(content), address + int.from_bytes(content[address + 8 : address + 16], "little"))
+    place = address + 16
+    while place + _OBJECT_HEADER.size <= end:
+        number, size = _OBJECT_HEADER.unpack_from(content, place)
+        place += _OBJECT_HEADER.size
+        # A number that repeats would make the loop as long as a hostile file likes.
+        if number == 0 or size > end - place or number in objects:
+            break
+        objects[number] = (place, size)
+        place += -(-size // 8) * 8
+    return objects
