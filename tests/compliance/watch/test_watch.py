@@ -18,7 +18,7 @@ from compliance.watch import screen as watching
 from compliance.watch import watched as following
 from compliance.watch.screen import watch
 from compliance.watch.watched import Watch, choose
-from console.live import panel, sparkline
+from console.live import panel
 from tests.compliance import run_logs
 from tests.compliance.watch.test_running import line
 from tests.conftest import REPOSITORY
@@ -366,9 +366,3 @@ def test_a_terminal_shows_the_panel_and_leaves_it(tmp_path: Path) -> None:
     assert watch(path, "5.0.0", 5, 5, console) == 0
     assert "success after" in text.getvalue()
     assert "▁" in text.getvalue()
-
-
-def test_sparkline() -> None:
-    assert sparkline([0.0, 0.5, 1.0]) == "▁▅█"
-    assert sparkline([0.7, 0.7]) == "▁▁"
-    assert len(sparkline([0.01 * index for index in range(100)])) == 60
