@@ -18,17 +18,12 @@ from tests.compliance.report.report_folders import write_closed_run
 from tests.compliance.run_logs import write_metrics
 from tests.html_page import Page
 
-CLOSED_WORDS = """BERT on made_up_h100
-closed division, 8 x NVIDIA H100 80GB HBM3, global batch size 768
-Not an MLPerf result
-10 of 10
+CLOSED_WORDS = """closed division, 8 x NVIDIA H100 80GB HBM3, global batch size 768
 mean of 8 runs, fastest and slowest dropped
 official checker: 10 of 10
 target 0.72
 reference 2.44M ± 192k sequences
 minimum of the mean 2.31M
-5.44 min, scaled by 1.002585 to 5.45 min
-the set passes and its score is multiplied by 1.002585
 would stand between the 5.39 min of Supermicro
 this folder, unverified
 forward and backward 84
@@ -75,11 +70,7 @@ def test_the_page_needs_nothing_but_itself_and_says_what_its_parts_are(
     assert all(attrs.get("tabindex") == "0" for attrs in scrolling)
 
 
-FAILING_WORDS = """2 of 6 logs pass the stricter rules
-No score: 4 of 6 runs are no valid results, and only one may be.
-Time to train-no score
-3 of them not converged
-Without a score there is nothing to compare
+FAILING_WORDS = """Time to train-no score
 Dashed: aborted. Dotted: no valid result.
 3 runs did not reach the target.
 Run 4, step 120: rank 5 on node b takes 1.4x
