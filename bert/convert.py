@@ -1,10 +1,10 @@
 """Checkpoints from one format into another: ``python -m bert.convert SOURCE --to FORMAT --out PATH``.
 
-SOURCE is what it is by content: a TensorFlow checkpoint (its prefix or its .index file), a Hugging Face folder or
-model.safetensors, or our own safetensors file. Every source is seen as Hugging Face's BertForPreTraining, weight by weight;
-weights are read, checked and written one at a time.
+The content of SOURCE decides what it is: a TensorFlow 1 checkpoint (its prefix or its .index file), a Hugging Face folder or
+model.safetensors, or a safetensors file of this program. Weights are read, checked and written one at a time.
 """
 
+import math
 import sys
 from functools import partial
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import Literal
 import tyro
 
 from bert.train import refused
+from console.files import atomic_path
 from console.interruption import end_in_order
 from console.program import accept_any_text, answer_version, bound, parsed, say
 
@@ -46,23 +47,34 @@ def convert(
         vocab: The vocabulary that the model was trained with; by default vocab.txt beside the source. For hugging-face.
     """
     # Here, so that --help need not wait for PyTorch.
-    from bert.checkpoints.conversion import describe, vocabulary_of, write_ours
     from bert.checkpoints.hugging_face import write_folder
-    from bert.checkpoints.sources import open_source
+    from bert.checkpoints.sources import open_source, vocabulary_of
+    from bert.checkpoints.weights import VOCABULARY, model_metadata, write_safetensors
 
-    # Of a link that leads nowhere exists() is False, and the link would be replaced.
+    # exists() is False for a link that leads nowhere, and the link would be replaced.
     if out.exists() or out.is_symlink():
         raise ValueError(f"{out} exists already: move it away, or name another --out")
     found = open_source(source, num_attention_heads)
     vocabulary = vocabulary_of(found, source, vocab) if to == "hugging-face" else None
-    for line in describe(found):
-        say(line)
+    model = found.model
+    say(f"{found.kind}: {sum(math.prod(weight.shape) for weight in found.weights.values()):,} parameters")
+    say(
+        f"{model.num_hidden_layers} layers, hidden size {model.hidden_size:,}, intermediate size "
+        f"{model.intermediate_size:,}, {model.num_attention_heads} heads, {model.max_position_embeddings} positions"
+    )
+    benchmarks = f"the benchmark's has {type(model).vocab_size:,}"
+    say(f"{model.vocab_size:,} vocabulary rows ({benchmarks}): set model.vocab_size and data.vocab accordingly")
+    say(found.digest)
+    metadata = {"source": found.kind, "source_digest": found.digest}
     out.parent.mkdir(parents=True, exist_ok=True)
     if vocabulary is None:
-        write_ours(found, out)
+        metadata |= model_metadata(model)
+        if found.vocabulary_sha256 is not None:
+            metadata[VOCABULARY] = found.vocabulary_sha256
+        with atomic_path(out) as temporary:
+            write_safetensors(temporary, found.weights, metadata)
     else:
-        metadata = {"source": found.kind, "source_digest": found.digest}
-        write_folder(out, found.model, found.weights, vocabulary, metadata)
+        write_folder(out, model, found.weights, vocabulary, metadata)
     say(f"wrote {out}")
 
 

@@ -55,8 +55,7 @@ def fill(checkpoint: Path, text: str, vocab: Path | None, top: int) -> list[list
     import numpy as np
     import torch
 
-    from bert.checkpoints.conversion import vocabulary_of
-    from bert.checkpoints.sources import open_source
+    from bert.checkpoints.sources import open_source, vocabulary_of
     from bert.model import BertForPreTraining
     from dataloading.batches.loader import batch_of
     from dataloading.shards.samples import SampleBuilder
@@ -64,7 +63,7 @@ def fill(checkpoint: Path, text: str, vocab: Path | None, top: int) -> list[list
 
     source = open_source(checkpoint, whole=False)
     vocabulary = vocabulary_of(source, checkpoint, vocab)
-    weights = source.ours
+    weights = source.weights
     if missing := [name for name in ("transform.weight", "decoder_bias") if name not in weights]:
         raise ValueError(f"{checkpoint} has no masked-LM head ({', '.join(missing)}): it cannot fill gaps")
     pieces, offsets = Tokenizer(vocabulary, not vocabulary.cased).encode_lines(text.split(MASK))

@@ -1,16 +1,17 @@
 """Hugging Face's form of a BERT: names of weights, and a folder that ``transformers`` loads, with its tokenizer."""
 
 import json
-import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Annotated, Literal
 
+import msgspec
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from torch import Tensor
 
 from bert.checkpoints.weights import Weight, write_safetensors
 from bert.configuration.sections import ModelConfig
-from console.files import atomic_path, read_json, shown, sync
+from console.files import atomic_path, read_bounded, sync
 from dataloading.text.tokenization import MAX_CHARACTERS_PER_WORD, Vocabulary
 
 _MOST_CONFIG_BYTES = 1 << 20
@@ -59,14 +60,17 @@ def hugging_face_names(layers: int) -> dict[str, tuple[str, ...]]:
 
 
 def to_hugging_face(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return our weights under the names of Hugging Face's ``BertForPreTraining``, with the tied decoder spelled out."""
-    layers = 1 + max(int(name.split(".")[1]) for name in tensors if name.startswith("layers."))
+    """Return our tensors under the names of Hugging Face's ``BertForPreTraining``, with the tied decoder spelled out."""
     result = {}
-    for ours, theirs in hugging_face_names(layers).items():
+    for ours, theirs in hugging_face_names(_layers(tensors)).items():
         result |= dict(zip(theirs, tensors[ours].chunk(len(theirs)), strict=True))
     result["cls.predictions.decoder.weight"] = tensors["embeddings.word"]
     result["cls.predictions.decoder.bias"] = tensors["decoder_bias"]
     return result
+
+
+def _layers(names: Mapping[str, object]) -> int:
+    return 1 + max(int(name.split(".")[1]) for name in names if name.startswith("layers."))
 
 
 def write_folder(
@@ -76,16 +80,20 @@ def write_folder(
     vocabulary: Vocabulary,
     metadata: Mapping[str, str],
 ) -> None:
-    """Write a folder for ``from_pretrained`` of models and tokenizers, whole or not at all.
-
-    ``weights`` have Hugging Face's names.
-    """
+    """Write a folder for ``from_pretrained`` of models and tokenizers, whole or not at all."""
+    parts: dict[str, Weight] = {}
+    for ours, theirs in hugging_face_names(_layers(weights)).items():
+        weight = weights[ours]
+        count = len(theirs)
+        shape = (weight.shape[0] // count, *weight.shape[1:])
+        for place, name in enumerate(theirs):  # a fused weight is read for each of its parts
+            parts[name] = Weight(shape, lambda each=weight, count=count, at=place: each.read().chunk(count)[at])
     with atomic_path(out) as folder:
         folder.mkdir()
         _write_json(folder / "config.json", _configuration(model))
         _write_tokenizer(folder, model, vocabulary)
         # Without a format in its metadata transformers refuses the file.
-        write_safetensors(folder / "model.safetensors", weights, {"format": "pt"} | dict(metadata))
+        write_safetensors(folder / "model.safetensors", parts, {"format": "pt"} | dict(metadata))
         # ``atomic_path`` brings the folder to the disk, and not what is in it.
         for path in folder.iterdir():
             sync(path)
@@ -140,49 +148,46 @@ def _write_json(path: Path, content: Mapping[str, object]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-# Also with the exact GELU, which differs from the tanh form here by up to 5e-4 (docs/checkpoints.md).
-_FORMS = {"model_type": "bert", "position_embedding_type": "absolute", "hidden_act": "gelu.*"}
-"""What a config.json says of a BERT as this program trains it, as patterns."""
+_Count = Annotated[int, msgspec.Meta(gt=0, lt=1 << 31)]
+_Fraction = Annotated[float, msgspec.Meta(ge=0, lt=1)]
 
-_STATED = {
-    "num_attention_heads": "num_attention_heads",
-    "num_hidden_layers": "num_hidden_layers",
-    "hidden_size": "hidden_size",
-    "intermediate_size": "intermediate_size",
-    "vocab_size": "vocab_size",
-    "max_position_embeddings": "max_position_embeddings",
-    "layer_norm_eps": "layer_norm_eps",
-    "hidden_dropout_prob": "hidden_dropout",
-    "attention_probs_dropout_prob": "attention_dropout",
-}
-"""Its numbers, by their names in ``ModelConfig``."""
+
+class _Stated(msgspec.Struct):
+    """Fields of a config.json; absent fields count as BERT's."""
+
+    num_attention_heads: _Count
+    num_hidden_layers: _Count | None = None
+    hidden_size: _Count | None = None
+    intermediate_size: _Count | None = None
+    vocab_size: _Count | None = None
+    max_position_embeddings: _Count | None = None
+    layer_norm_eps: _Fraction | None = None
+    hidden_dropout_prob: _Fraction | None = None
+    attention_probs_dropout_prob: _Fraction | None = None
+    # Only what this program trains. The exact GELU differs from the tanh form here by up to 5e-4 (docs/checkpoints.md).
+    model_type: Literal["bert"] | None = None
+    position_embedding_type: Literal["absolute"] | None = None
+    hidden_act: Annotated[str, msgspec.Meta(pattern="^gelu")] | None = None
+
+
+_RENAMED = {"hidden_dropout_prob": "hidden_dropout", "attention_probs_dropout_prob": "attention_dropout"}
 
 
 def stated_configuration(path: Path) -> dict[str, int | float] | None:
-    """Read what a Hugging Face config.json states of ``ModelConfig``, by its names; None where there is no such file.
+    """Return the fields of ``ModelConfig`` that a Hugging Face config.json states; None if there is no such file.
 
-    Raises ``ValueError`` where the number of heads is missing, a value cannot be one, or the model is another kind of BERT.
+    Raises ``ValueError`` if the number of heads is missing, a value is impossible, or the model is another kind of BERT.
     """
     if not path.is_file():
         return None
-    config = read_json(path, _MOST_CONFIG_BYTES, "expected a Hugging Face config.json")
-    if not isinstance(config, dict) or config.get("num_attention_heads") is None:
-        raise ValueError(f"{path} does not state num_attention_heads: expected a Hugging Face config.json")
-    for name, form in _FORMS.items():
-        value = config.get(name)
-        # A file need not state them: what is absent counts as BERT's.
-        if value is not None and not (isinstance(value, str) and re.fullmatch(form, value)):
-            raise ValueError(
-                f"{path} states the {name} {shown(repr(value))}, expected {form.replace('.*', ' in some form')}"
-            )
-    stated = {ours: config[name] for name, ours in _STATED.items() if config.get(name) is not None}
-    for name, value in stated.items():
-        is_count = isinstance(getattr(ModelConfig, name), int)
-        # By type(), as isinstance takes True for a whole number.
-        fits = (
-            type(value) is int and 0 < value < 1 << 31 if is_count else type(value) in (int, float) and 0 <= value < 1
-        )
-        if not fits:
-            kind = "a whole number above 0" if is_count else "a number from 0 to 1"
-            raise ValueError(f"{path} states {name} as {shown(repr(value))}, expected {kind}")
-    return stated
+    remedy = "expected the config.json of a Hugging Face BERT with absolute positions and GELU"
+    try:
+        stated = msgspec.json.decode(read_bounded(path, _MOST_CONFIG_BYTES, remedy), type=_Stated)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: {error}; {remedy}") from None
+    values = msgspec.structs.asdict(stated)
+    return {
+        _RENAMED.get(name, name): value
+        for name, value in values.items()
+        if value is not None and not isinstance(value, str)
+    }

@@ -1,4 +1,4 @@
-"""The model that training starts from: random weights, those of a file of this program's, or of a Hugging Face folder.
+"""The model that training starts from: random weights, or those of a checkpoint.
 
 What reads files is imported where it is needed: benchmarks of a GPU do without safetensors and tokenizers.
 """
@@ -31,50 +31,47 @@ _COMPARED = (
 
 
 def first_model(config: Config, mesh: Mesh, seed: int) -> BertForPreTraining:
-    """The model that training starts from: the initial checkpoint's weights if there is one, else random ones."""
+    """Return the model that training starts from: the initial checkpoint's weights if there is one, else random weights."""
     start = config.data.initial_checkpoint
-    if start is None:
-        return draw_model(config, mesh, seed)
-    if not start.is_dir():
-        model = empty_model(config, mesh)
-        load_initial_weights(model, start)  # all of them, or it raises
-        return model
-    # Heads that the folder lacks stay as they are drawn here.
-    model = draw_model(config, mesh, seed)
-    if (missing := load_initial_weights(model, start)) and mesh.is_main:
+    # A file has all weights, or it is refused: drawing would take a CPU half a minute.
+    is_file = start is not None and not start.is_dir()
+    model = _empty_model(config, mesh) if is_file else draw_model(config, mesh, seed)
+    missing = [] if start is None else load_initial_weights(model, start)
+    if missing and mesh.is_main:
         say(f"{start} lacks {', '.join(missing)}: random at the start")
     return model
 
 
 def draw_model(config: Config, mesh: Mesh, seed: int) -> BertForPreTraining:
     """The model on its device, from random weights that are drawn there: a CPU takes half a minute for BERT-Large's."""
-    model = empty_model(config, mesh)
+    model = _empty_model(config, mesh)
     # A generator of its own: the draw depends on the seed alone, not on what PyTorch's has been asked before.
     initialize_(model, torch.Generator(mesh.device).manual_seed(seed))
     return model
 
 
-def empty_model(config: Config, mesh: Mesh) -> BertForPreTraining:
-    """The model on its device, for weights that are loaded: its matrices hold what was in memory."""
+def _empty_model(config: Config, mesh: Mesh) -> BertForPreTraining:
     with mesh.device:
         return BertForPreTraining(config.model).train()
 
 
 def check_initial_weights(path: Path, config: Config, vocabulary: "Vocabulary") -> None:
-    """Raise ``ValueError`` where ``load_initial_weights`` would, or where another vocabulary was in use.
+    """Raise ``ValueError`` if ``load_initial_weights`` would, or if the model was trained with another vocabulary.
 
-    Read are names, shapes and configuration, and of a Hugging Face folder the decoder, if it has one of its own. A folder
-    whose heads are missing will do in the open division only.
+    It reads names, shapes and configuration, and of a Hugging Face folder the decoder, if that has its own. A folder without
+    heads is allowed in the open division only.
     """
-    from bert.checkpoints.weights import check_weights
     from dataloading.text.tokenization import Vocabulary
 
-    if not path.is_dir():
-        check_weights(path, config.model, vocabulary.sha256)
-        return
     # A closed run starts from the benchmark's checkpoint, which has both heads.
-    _open_folder(path, config.model, whole=config.log.division == "closed")
-    theirs = Vocabulary.from_folder(path)
+    source = _open(path, config.model, whole=not path.is_dir() or config.log.division == "closed")
+    stated = source.vocabulary_sha256
+    if stated not in (None, vocabulary.sha256):
+        raise ValueError(
+            f"{path} was trained with another vocabulary (SHA-256 {stated[:12]}...) than data.vocab "
+            f"({vocabulary.sha256[:12]}...): set data.vocab to that one, and make the samples with it"
+        )
+    theirs = Vocabulary.from_folder(path) if path.is_dir() else None
     # By tokens, not by digest: the folder may have them in a tokenizer.json.
     if theirs is not None and theirs.tokens != vocabulary.tokens:
         raise ValueError(
@@ -85,26 +82,25 @@ def check_initial_weights(path: Path, config: Config, vocabulary: "Vocabulary") 
 
 @torch.no_grad()
 def load_initial_weights(model: BertForPreTraining, path: Path) -> list[str]:
-    """Read the weights of a file of ``save_weights``, or of a Hugging Face folder, into ``model``.
+    """Read the weights of a checkpoint into ``model``; return the names of weights of heads that a folder lacks.
 
-    Returns the names of what a folder lacks of pooler and heads, which stays as it was. Rows of its word table past the
-    model's vocabulary, which others pad, are left out. Raises ``ValueError`` when the weights are missing, damaged, of
-    another kind, or made for another architecture.
+    Rows of its word table past the model's vocabulary, which others pad, are omitted. Raises ``ValueError`` when weights are
+    missing, damaged, or of another architecture.
     """
-    from bert.checkpoints.weights import load_weights
-
-    if not path.is_dir():
-        load_weights(model, path)
-        return []
-    state, found = model.state_dict(), _open_folder(path, model.config, whole=False).ours
+    state, found = model.state_dict(), _open(path, model.config, whole=not path.is_dir()).weights
     for name, weight in found.items():
         state[name].copy_(weight.read()[: len(state[name])])
     return [name for name in state if name not in found]
 
 
-def _open_folder(path: Path, model: ModelConfig, whole: bool) -> "CheckpointSource":
+def _open(path: Path, model: ModelConfig, whole: bool) -> "CheckpointSource":
     from bert.checkpoints.sources import open_source
 
+    if not path.exists() and not path.with_name(path.name + ".index").exists():
+        raise ValueError(
+            f"no checkpoint at {path}: `python -m dataloading wikipedia` makes the benchmark's (docs/data.md), or set "
+            "data.initial_checkpoint to a safetensors file, a Hugging Face folder or the prefix of a TensorFlow checkpoint"
+        )
     source = open_source(path, whole=whole)
     for name in _COMPARED:
         found, expected = getattr(source.model, name), getattr(model, name)
@@ -117,6 +113,6 @@ def _open_folder(path: Path, model: ModelConfig, whole: bool) -> "CheckpointSour
     if source.model.vocab_size < model.vocab_size:
         raise ValueError(
             f"{path} holds a model of {source.model.vocab_size:,} tokens, but model.vocab_size is {model.vocab_size:,}: "
-            "make the samples with the vocabulary of that folder, and set data.vocab to it"
+            "make the samples with that model's vocabulary, and set data.vocab to it"
         )
     return source

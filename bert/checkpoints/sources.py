@@ -1,7 +1,7 @@
-"""Checkpoints as others write them, and our own, opened: TensorFlow, Hugging Face, safetensors.
+"""Checkpoints from elsewhere and from this program, opened: TensorFlow 1, Hugging Face, safetensors.
 
-A checkpoint is what it is by content. Each is seen as Hugging Face's BertForPreTraining, weight by weight; when it is open,
-everything is known and checked but the numbers, which are read weight by weight, when they are needed.
+The kind of a checkpoint follows from its content. Opening checks everything but the numbers, which are read weight by
+weight, when they are needed.
 """
 
 import math
@@ -16,58 +16,48 @@ from safetensors import safe_open
 from torch import Tensor
 
 from bert.checkpoints.hugging_face import hugging_face_names, stated_configuration
-from bert.checkpoints.tensorflow import INDEX_SUFFIX, TensorBundle, tf1_name, tf2_names
-from bert.checkpoints.tensorflow_index import MAGIC
+from bert.checkpoints.tensorflow import INDEX_SUFFIX, MAGIC, TensorBundle, tf1_name
 from bert.checkpoints.weights import VOCABULARY, Weight, stated_model
 from bert.configuration.sections import ModelConfig
 from bert.model import parameter_shapes
 from console.files import open_regular, sha256_of
 from console.safetensors_header import read_header
+from dataloading.text.tokenization import Vocabulary
 
 _FORMER_ENDINGS = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
-"""Hugging Face's names of today to those in its older files."""
-_HEADS = ("cls.", "bert.pooler.")
+"""Names in Hugging Face's older files for the names of today."""
+_HEADS = ("pooler", "next_sentence", "transform", "decoder_bias")
 """How the names of weights begin that are not the encoder's."""
+_TIED = {
+    "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
+    "cls.predictions.decoder.bias": "cls.predictions.bias",
+}
 
 
 @dataclass(frozen=True)
 class CheckpointSource:
-    """A checkpoint, opened: everything is known but the numbers."""
+    """An open checkpoint: everything is known but the numbers."""
 
     kind: str
-    """in words"""
-    digested: Callable[[], str]
-    """reads the source through and returns its digest, with what it was taken over"""
-    notes: tuple[str, ...]
-    """more lines about it, for people"""
     weights: Mapping[str, Weight]
-    """by Hugging Face's names, [out, in]"""
-    ignored: int
-    """tensors that are no weights of the model"""
+    """By this program's names."""
     model: ModelConfig
+    make_digest: Callable[[], str]
+    """Returns the digest of the source, with the name of the file that it is of."""
     vocabulary_sha256: str | None = None
-    """of the file that it was trained with, where that is known"""
+    """Digest of the vocabulary that it was trained with, if known."""
 
     @cached_property
     def digest(self) -> str:
-        """The result of ``digested``, kept."""
-        return self.digested()
-
-    @property
-    def ours(self) -> dict[str, Weight]:
-        """The weights by this program's names; those of heads that the source lacks are left out."""
-        names = hugging_face_names(self.model.num_hidden_layers)
-        return {
-            ours: _joined([self.weights[name] for name in theirs])
-            for ours, theirs in names.items()
-            if all(name in self.weights for name in theirs)
-        }
+        """The digest of the source, which is read for it."""
+        return self.make_digest()
 
 
 def open_source(path: Path, num_attention_heads: int | None = None, whole: bool = True) -> CheckpointSource:
-    """Find out what ``path`` is and check that it holds a BERT, if ``whole`` with both heads. Raises ``ValueError``.
+    """Open a checkpoint and check that it holds a BERT; ``num_attention_heads`` for files that do not state it.
 
-    Of Hugging Face's files pooler and heads may be missing otherwise, as from those of ``BertForMaskedLM``.
+    Unless ``whole``, pooler and heads may be missing from Hugging Face's files, as from those of ``BertForMaskedLM``. Raises
+    ``ValueError``.
     """
     if not path.exists() and path.with_name(path.name + INDEX_SUFFIX).is_file():
         return _open_tensorflow(path, num_attention_heads)
@@ -79,80 +69,61 @@ def open_source(path: Path, num_attention_heads: int | None = None, whole: bool 
         start = file.read(16)
         file.seek(-min(8, path.stat().st_size), 2)
         end = file.read(8)
-    # By the mark at the end, since a table of LevelDB begins with its records.
     if end == MAGIC:
-        if path.suffix != INDEX_SUFFIX:
-            raise ValueError(f"{path} is a TensorFlow index under another name: rename it to PREFIX{INDEX_SUFFIX}")
         return _open_tensorflow(path.with_suffix(""), num_attention_heads)
+    if start[8:9] == b"{":  # behind the length of the header, which is JSON
+        return _open_safetensors(path, num_attention_heads, whole)
     # An archive of torch.save, or a bare pickle.
     if start.startswith((b"PK\x03\x04", b"\x80")) or path.suffix in (".bin", ".pt", ".pth", ".pkl"):
         raise ValueError(
             f"{path} is a pickle file, which can run any code when it is read, and is not: save it as safetensors first"
         )
-    if start[8:9] == b"{":  # behind the length of the header, which is JSON
-        return _open_safetensors(path, num_attention_heads, whole)
     raise ValueError(
-        f"{path} is neither a safetensors file nor the index of a TensorFlow checkpoint; of the latter, name the prefix "
-        f"that its files begin with, without {INDEX_SUFFIX} or .data-..."
+        f"{path} is neither a safetensors file nor the index of a TensorFlow checkpoint. Name the latter by the prefix of "
+        f"its files, without {INDEX_SUFFIX} or .data-..."
     )
+
+
+def vocabulary_of(found: CheckpointSource, source: Path, vocab: Path | None) -> Vocabulary:
+    """Read the vocabulary of a model, by default from beside its checkpoint. Raises ``ValueError`` if it is another's."""
+    beside = (source if source.is_dir() else source.parent) / "vocab.txt"
+    if vocab is None and not beside.is_file():
+        raise ValueError(f"there is no {beside}: set --vocab to the vocabulary that the model was trained with")
+    path = beside if vocab is None else vocab
+    vocabulary = Vocabulary.from_file(path)
+    # Fewer tokens than rows are fine: tables are often padded.
+    if vocabulary.size > found.model.vocab_size:
+        raise ValueError(f"{path} has {vocabulary.size:,} tokens, but the model has {found.model.vocab_size:,} rows")
+    if found.vocabulary_sha256 not in (None, vocabulary.sha256):
+        raise ValueError(
+            f"{path} is not the vocabulary that the model was trained with (SHA-256 {found.vocabulary_sha256}): "
+            "set --vocab to that one"
+        )
+    return vocabulary
 
 
 def _open_tensorflow(prefix: Path, heads: int | None) -> CheckpointSource:
     bundle = TensorBundle(prefix)
-    variables = bundle.variable_names
-    form = "TF2" if variables else "TF1"
-    layers = _layers(
-        r"transformer/layer_(\d+)/" if variables else r"bert/encoder/layer_(\d+)/", variables or bundle.entries
-    )
-    weights: dict[str, Weight] = {}
-    missing = []
-    for name in _names(layers):
-        # TF2 keeps variables under keys of its object graph, and their names in it; TF1 under the names themselves.
-        candidates = tf2_names(name) if variables else [tf1_name(name)]
-        variable = next((each for each in candidates if variables.get(each, each) in bundle.entries), None)
-        if variable is None:
-            missing.append(candidates[0])
-            continue
-        key = variables.get(variable, variable)
-        weights[name] = _from_tensorflow(bundle, name, variable, key)
-        if name.endswith("query.weight") and len(bundle.entries[key].shape) == 3:
-            heads = heads or bundle.entries[key].shape[1]  # TF2: [in, heads, a head's width]
-    published = bundle.published()
-    note = (
-        f"the benchmark's phase-1 checkpoint ({published})"
-        if published
-        else "not one of the benchmark's published files"
-    )
-    _require_whole(f"{bundle.index} ({note})", missing)
+
+    def find(name: str) -> Weight | None:
+        entry = bundle.readable(variable := tf1_name(name))
+        if entry is None:
+            return None
+        if not variable.endswith("/kernel"):
+            return Weight(entry.shape, lambda: torch.from_numpy(bundle.array(variable)))
+        # Kernels are [in, out]; the transpose is a view, made contiguous when it is written.
+        return Weight(entry.shape[::-1], lambda: torch.from_numpy(bundle.array(variable).T))
+
+    layers = _layers(r"bert/encoder/layer_(\d+)/", bundle.entries)
+    weights, missing = _found(find, layers)
+    _require_whole(str(bundle.index), missing)
+    which = "the benchmark's phase-1 checkpoint" if bundle.is_published else "not the benchmark's published file"
     return CheckpointSource(
-        kind=f"TensorFlow checkpoint ({form})",
-        digested=lambda: f"sha256 of the index, which holds every tensor's checksum: {bundle.index_sha256}",
-        notes=(f"by size and by the MD5 of the index: {note}",),
+        kind=f"TensorFlow checkpoint (TF1), by size and MD5 of the index {which}",
         weights=weights,
-        ignored=len(bundle.entries) - len(weights),
         model=_model_of(weights, layers, heads, str(bundle.index)),
+        make_digest=lambda: f"sha256 of the index, which holds every tensor's checksum: {bundle.index_sha256}",
     )
-
-
-def _from_tensorflow(bundle: TensorBundle, name: str, variable: str, key: str) -> Weight:
-    """A variable as the weight ``name``: kernels are [in, out] there, in TF2 with a dimension of heads."""
-    entry = bundle.entries[key]
-    shape = entry.shape
-    if entry.dtype != 1:
-        raise ValueError(f"{bundle.index}: {key} is of TensorFlow's type number {entry.dtype}, expected 1 (float32)")
-    is_kernel = variable.endswith("/kernel") and len(shape) > 1
-    if is_kernel:
-        inputs = len(shape) - 1 if ".attention.output." in name else 1  # of these, TF2: [heads, a head's width, out]
-        shape = (math.prod(shape[inputs:]), math.prod(shape[:inputs]))
-    elif name.endswith(".bias"):
-        shape = (math.prod(shape),)
-
-    def read() -> Tensor:
-        array = bundle.array(key)
-        # Kernels are [in, out] there; the transpose is a view, made contiguous when it is written.
-        return torch.from_numpy(array.reshape(shape[::-1]).T if is_kernel else array.reshape(shape))
-
-    return Weight(shape, read)
 
 
 def _weights_file(folder: Path) -> Path:
@@ -171,131 +142,106 @@ def _weights_file(folder: Path) -> Path:
 
 
 def _open_safetensors(path: Path, heads: int | None, whole: bool) -> CheckpointSource:
-    """Open our own file, or one of Hugging Face's."""
     shapes, metadata = read_header(path)
     is_ours = "embeddings.word" in shapes
     layers = _layers(r"layers\.(\d+)\." if is_ours else r"(?:bert\.)?encoder\.layer\.(\d+)\.", shapes)
-    weights, missing = (_from_ours if is_ours else _from_theirs)(path, shapes, layers)
-    heads_may_lack = not whole and not is_ours
-    _require_whole(str(path), [name for name in missing if not (heads_may_lack and name.startswith(_HEADS))])
-    stated = stated_model(metadata, str(path)) if is_ours else None
-    configuration: Mapping[str, int | float] = {}
+    stated: Mapping[str, int | float] = {}
+    like = None
     if is_ours:
-        known = metadata.get("num_attention_heads", "")  # of files from before they held the whole configuration
-        # Bounded, as int() raises an error of its own at thousands of digits.
-        known = int(known) if known.isdecimal() and len(known) < 6 else None
-        known = stated.num_attention_heads if stated else known
+        names = hugging_face_names(layers)
+        weights = {name: Weight(shapes[name], partial(_read, path, name)) for name in names if name in shapes}
+        missing = {name: name for name in names if name not in shapes}
+        like = stated_model(metadata, str(path))
+        known = None if like is None else like.num_attention_heads
     else:
-        # Read before anything is converted: an untied decoder would be dropped without a word.
-        _require_tied(path, shapes)
-        configuration = stated_configuration(path.with_name("config.json")) or {}
-        known = int(configuration["num_attention_heads"]) if configuration else None
-    if known is None and heads is None:
-        beside = "" if is_ours else ", and there is no config.json beside it: fetch that, or convert it and"
-        raise ValueError(
-            f"{path} does not say how many attention heads there are{beside or ':'} set --num-attention-heads"
+        keys = {_name_of_today(key): key for key in shapes}
+        weights, missing = _found(
+            lambda name: Weight(shapes[key], partial(_read, path, key)) if (key := keys.get(name)) else None, layers
         )
-    if heads is not None and stated is not None and heads != known:
+        if not whole:
+            missing = {name: theirs for name, theirs in missing.items() if not name.startswith(_HEADS)}
+        stated = stated_configuration(path.with_name("config.json")) or {}
+        known = int(stated["num_attention_heads"]) if stated else None
+    _require_whole(str(path), missing)
+    if not is_ours:
+        _require_tied(path, shapes)
+    if known is None and heads is None:
+        raise ValueError(
+            f"{path} does not say how many attention heads there are, and there is no config.json beside it: set "
+            "--num-attention-heads of bert.convert"
+        )
+    if None not in (known, heads) and known != heads:
         raise ValueError(f"{path} holds a model with {known} attention heads: leave --num-attention-heads {heads} out")
-    model = _model_of(weights, layers, heads or known, str(path), stated)
+    model = _model_of(weights, layers, known or heads, str(path), like)
+    for name in ("num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size", "max_position_embeddings"):
+        found = getattr(model, name)
+        if stated.get(name, found) != found:
+            raise ValueError(f"config.json states {name} {stated[name]}, but the weights in {path} have {found}")
     return CheckpointSource(
         kind="safetensors file of this program" if is_ours else "Hugging Face checkpoint",
-        # When it is asked for: it reads the whole file.
-        digested=lambda: f"sha256 of {path.name}: {sha256_of(path)}",
-        notes=(),
         weights=weights,
-        ignored=len(shapes) - (len(hugging_face_names(layers)) if is_ours else len(weights)),
-        model=_agreed(model, configuration, path) if configuration and heads is None else model,
+        model=replace(model, **stated),
+        make_digest=lambda: f"sha256 of {path.name}: {sha256_of(path)}",
         vocabulary_sha256=metadata.get(VOCABULARY) if is_ours else None,
     )
 
 
-def _agreed(model: ModelConfig, configuration: Mapping[str, int | float], path: Path) -> ModelConfig:
-    """``model`` with what config.json says besides the shapes of weights. Raises ``ValueError`` where the two differ."""
-    beside = path.with_name("config.json")
-    for name in ("num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size", "max_position_embeddings"):
-        found = getattr(model, name)
-        if configuration.get(name, found) != found:
-            raise ValueError(
-                f"{beside} states {name} {configuration[name]}, but the weights in {path.name} have {found}"
-            )
-    try:
-        return replace(model, **configuration)
-    except ValueError as error:
-        raise ValueError(f"{beside}: {error}") from None
+def _name_of_today(name: str) -> str:
+    for today, former in _FORMER_ENDINGS.items():
+        if name.endswith(former):
+            name = name.removesuffix(former) + today
+    # Files of BertModel alone have no prefix.
+    return name if name.startswith(("bert.", "cls.")) else f"bert.{name}"
 
 
-def _from_ours(path: Path, shapes: Mapping[str, tuple[int, ...]], layers: int) -> tuple[dict[str, Weight], list[str]]:
-    weights: dict[str, Weight] = {}
-    missing = []
+def _found(find: Callable[[str], Weight | None], layers: int) -> tuple[dict[str, Weight], dict[str, str]]:
+    """Find all weights by Hugging Face's names; return the weights, and those names of the missing ones."""
+    weights, missing = {}, {}
     for ours, theirs in hugging_face_names(layers).items():
-        if ours not in shapes:
-            missing.append(ours)
-            continue
-        shape = shapes[ours]
-        if len(shape) == 0 or shape[0] % len(theirs):
-            raise ValueError(f"{path} holds {ours} of shape {shape}: expected rows that divide by {len(theirs)}")
-        # A fused weight is seen as the three that it holds, each a range of its rows.
-        rows = shape[0] // len(theirs)
-        for index, name in enumerate(theirs):
-            weights[name] = Weight((rows, *shape[1:]), partial(_rows, path, ours, index * rows, (index + 1) * rows))
+        parts = [find(name) for name in theirs]
+        present = [part for part in parts if part is not None]
+        if len(present) < len(parts):
+            missing[ours] = theirs[parts.index(None)]
+        else:
+            weights[ours] = _joined(present)
     return weights, missing
 
 
-def _from_theirs(path: Path, shapes: Mapping[str, tuple[int, ...]], layers: int) -> tuple[dict[str, Weight], list[str]]:
-    weights: dict[str, Weight] = {}
-    missing = []
-    for name in _names(layers):
-        ending = next((each for each in _FORMER_ENDINGS if name.endswith(each)), None)
-        former = name.removesuffix(ending) + _FORMER_ENDINGS[ending] if ending else name
-        spelled = (name, former, name.removeprefix("bert."), former.removeprefix("bert."))  # without: of BertModel
-        key = next((each for each in spelled if each in shapes), None)
-        if key is None:
-            missing.append(name)
-            continue
-        weights[name] = Weight(shapes[key], partial(_rows, path, key, 0, None))
-    return weights, missing
+def _joined(parts: list[Weight]) -> Weight:
+    if len(parts) == 1:
+        return parts[0]
+    shapes = [part.shape or (0,) for part in parts]
+    shape = (sum(rows for rows, *_ in shapes), *shapes[0][1:])
+    return Weight(shape, lambda: torch.cat([part.read() for part in parts]))
 
 
-def _rows(path: Path, name: str, start: int, stop: int | None) -> Tensor:
+def _read(path: Path, name: str) -> Tensor:
     with safe_open(path, "pt") as file:
-        # Sliced in the file, so that of a fused weight one third is read at a time.
-        tensor = file.get_slice(name)[start:stop]
+        tensor = file.get_tensor(name)
     if not tensor.is_floating_point():
         raise ValueError(f"{path} holds {name} as {tensor.dtype}: expected floating point weights")
     return tensor
 
 
 def _require_tied(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """The decoder of the masked-LM head, if it is there, is the word table."""
-    pairs = {
-        "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
-        "cls.predictions.decoder.bias": "cls.predictions.bias",
-    }
-    for copy, original in pairs.items():
-        # Without the bias the head is not whole, which is for others to judge; BertModel's word table has no prefix.
+    """Refuse a decoder that is not the word table: it would be dropped silently."""
+    for copy, original in _TIED.items():
         kept = next((name for name in (original, original.removeprefix("bert.")) if name in shapes), None)
-        if kept and copy in shapes and not torch.equal(_rows(path, copy, 0, None), _rows(path, kept, 0, None)):
+        if kept and copy in shapes and not torch.equal(_read(path, copy), _read(path, kept)):
             raise ValueError(f"{path}: {copy} is not {kept}, but this model has the two tied")
 
 
 def _layers(pattern: str, names: Iterable[str]) -> int:
-    """The number of layers that ``names`` speak of, at most one more than there are names."""
-    # Counted, not the largest number: a file may state any, and names are made for all layers.
-    matches = [match for name in names if (match := re.match(pattern, name))]
-    return len({match[1] for match in matches})
+    # Counted, and not the largest number, since a file may state any.
+    return len({match[1] for name in names if (match := re.match(pattern, name))})
 
 
-def _names(layers: int) -> list[str]:
-    """Hugging Face's names of all weights."""
-    return [name for theirs in hugging_face_names(layers).values() for name in theirs]
-
-
-def _require_whole(source: str, missing: list[str]) -> None:
+def _require_whole(source: str, missing: Mapping[str, str]) -> None:
     if missing:
-        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        names = list(missing.values())
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         raise ValueError(
-            f"{source} lacks {', '.join(missing[:3])}{more}: expected BERT's encoder and pooler with the masked-LM and "
+            f"{source} lacks {', '.join(names[:3])}{more}: expected BERT's encoder and pooler with the masked-LM and "
             "next-sentence heads"
         )
 
@@ -303,12 +249,8 @@ def _require_whole(source: str, missing: list[str]) -> None:
 def _model_of(
     weights: Mapping[str, Weight], layers: int, heads: int | None, source: str, like: ModelConfig | None = None
 ) -> ModelConfig:
-    """The architecture by the weights' shapes, which must agree with each other; what they do not tell is as in ``like``.
-
-    Raises ``ValueError``.
-    """
-    embeddings = "bert.embeddings.{}_embeddings.weight"
-    tables = [weights[embeddings.format(name)].shape for name in ("word", "position", "token_type")]
+    """Return the architecture by the weights' shapes, which must agree with each other; all else is as in ``like``."""
+    tables = [weights[f"embeddings.{name}"].shape for name in ("word", "position", "segment")]
     if layers < 1 or any(len(shape) != 2 for shape in tables):
         raise ValueError(f"{source}: {layers} layers and tables of shapes {tables}, expected a BERT")
     (vocab, hidden), (positions, _), (segments, _) = tables
@@ -323,7 +265,7 @@ def _model_of(
             num_hidden_layers=layers,
             hidden_size=hidden,
             num_attention_heads=hidden // 64 if heads is None else heads,  # TF1 does not say; Google's all have 64
-            intermediate_size=math.prod(weights["bert.encoder.layer.0.intermediate.dense.bias"].shape),
+            intermediate_size=math.prod(weights["layers.0.intermediate.bias"].shape),
             vocab_size=vocab,
             max_position_embeddings=positions,
             type_vocab_size=segments,
@@ -332,21 +274,8 @@ def _model_of(
         raise ValueError(f"{source}: {error}") from None
     # Layers are alike: one is built for all, however many a file claims.
     expected = parameter_shapes(replace(model, num_hidden_layers=1))
-    for ours, theirs in hugging_face_names(layers).items():
-        rows, *columns = expected[re.sub(r"^layers\.\d+", "layers.0", ours)]
-        for name in theirs:
-            if name in weights and weights[name].shape != (rows // len(theirs), *columns):
-                raise ValueError(
-                    f"{source}: {name} has the shape {weights[name].shape}, expected {(rows // len(theirs), *columns)} "
-                    "by the others"
-                )
+    for name, weight in weights.items():
+        shape = expected[re.sub(r"^layers\.\d+", "layers.0", name)]
+        if weight.shape != shape:
+            raise ValueError(f"{source}: {name} has the shape {weight.shape}, expected {shape} by the other weights")
     return model
-
-
-def _joined(parts: list[Weight]) -> Weight:
-    """Weights one under the other."""
-    shape = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
-    read: Callable[[], Tensor] = (
-        parts[0].read if len(parts) == 1 else lambda: torch.cat([part.read() for part in parts])
-    )
-    return Weight(shape, read)

@@ -1,52 +1,42 @@
-"""TensorFlow's checkpoints ("tensor bundles"), read without TensorFlow, and the names of BERT's variables in them.
+"""TensorFlow 1 checkpoints ("tensor bundles"), read without TensorFlow, and the names of BERT's variables in them.
 
 A bundle is ``PREFIX.index`` and the data files ``PREFIX.data-0000i-of-0000n``. The index is a sorted table in LevelDB's
-format (its doc/table_format.md): a header under the empty key, and under each tensor's name where its bytes are and their
-checksum (tensorflow/core/protobuf/tensor_bundle.proto). Files are not trusted: every length is compared with what is there
-before anything is allocated, every block and every tensor that is read with its checksum. What is wrong is a ``ValueError``
-that names the file.
+format (its doc/table_format.md) with a header under the empty key, and the place and the checksum of each tensor under its
+name (tensorflow/core/protobuf/tensor_bundle.proto). Files are not trusted: every length is compared with the size of the
+file before anything is allocated, every block and every tensor that is read with its checksum. Errors are ``ValueError``.
 """
 
 import hashlib
 import math
 import re
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import pairwise
 from pathlib import Path
 
 import google_crc32c
 import numpy as np
 
-from bert.checkpoints.tensorflow_index import (
-    MOST_INDEX_BYTES,
-    integer,
-    masked,
-    message,
-    message_fields,
-    sorted_table,
-    varint,
-)
 from console.files import open_regular, read_bounded
 
 INDEX_SUFFIX = ".index"
-_MOST_TEXT_BYTES = 64 << 20
+MAGIC = struct.pack("<Q", 0xDB4775248B80FB57)
+"""The last eight bytes of an index."""
+_MOST_INDEX_BYTES = 4 << 20
+_MOST_TENSORS = 1 << 16
+_MOST_NAME_BYTES = 1024
 _MOST_TENSOR_BYTES = 1 << 30
-"""BERT-Large's largest is an eighth of that."""
-_CHUNK_BYTES = 16 << 20
+"""BERT-Large's largest tensor is an eighth of that."""
+_FOOTER_BYTES = 48
+_TRAILER_BYTES = 5
+"""One byte of compression type and the checksum after each block."""
 _OBJECT_GRAPH = "_CHECKPOINTABLE_OBJECT_GRAPH"
-_STRING = 7
-_DTYPES = {1: np.dtype("<f4"), 2: np.dtype("<f8"), 3: np.dtype("<i4"), 9: np.dtype("<i8"), 19: np.dtype("<f2")}
-"""TensorFlow's number of a type to NumPy's, for the types that are read."""
+_FLOAT32 = 1
 _REMEDY = "fetch or copy the checkpoint again"
-_PUBLISHED = {
-    "f97de3ae180eb8d479555c939d50d048": ("TF1", 17_371, 4_034_713_312),
-    "fc34dd7a54afc07f2d8e9d64471dc672": ("TF2", 6_420, 1_344_982_997),
-}
-"""MD5 of the index of the benchmark's phase-1 checkpoints: name, bytes of the index, bytes of the data file."""
-# The first that fits is taken: the last one is an ending of others.
-_TF1_ENDINGS = {
+_PUBLISHED = ("f97de3ae180eb8d479555c939d50d048", 4_034_713_312)
+"""The benchmark's phase-1 checkpoint: MD5 of its index, bytes of its data file."""
+# The first ending that fits is taken: the last one is an ending of others.
+_ENDINGS = {
     "embeddings.weight": "embeddings",
     "LayerNorm.weight": "LayerNorm/gamma",
     "LayerNorm.bias": "LayerNorm/beta",
@@ -55,267 +45,270 @@ _TF1_ENDINGS = {
     "predictions.bias": "predictions/output_bias",
     ".weight": ".kernel",
 }
-# In this order: parts of attention/output before those of the output of the layer, which they end like.
-_TF2_PARTS = (
-    (r"^bert/embeddings/word_embeddings$", "word_embeddings/embeddings"),
-    (r"^bert/embeddings/position_embeddings$", "position_embedding/embeddings"),
-    (r"^bert/embeddings/token_type_embeddings$", "type_embeddings/embeddings"),
-    (r"^bert/embeddings/LayerNorm/", "embeddings/layer_norm/"),
-    (r"^bert/encoder/", "transformer/"),
-    (r"/attention/output/dense/", "/self_attention_output/"),
-    (r"/attention/output/LayerNorm/", "/self_attention_layer_norm/"),
-    (r"/attention/self/", "/self_attention/"),
-    (r"/(intermediate|output)/dense/", r"/\1/"),
-    (r"/output/LayerNorm/", "/output_layer_norm/"),
-    (r"^bert/pooler/dense/", "pooler_transform/"),
-    (r"^cls/predictions/output_bias$", "cls/predictions/output_bias/bias"),
-    (r"^cls/seq_relationship/output_weights$", "predictions/transform/logits/kernel"),
-    (r"^cls/seq_relationship/output_bias$", "predictions/transform/logits/bias"),
-)
 
 
 @dataclass(frozen=True)
 class Entry:
-    """The place of a tensor."""
+    """Type, shape and place of a tensor. Sizes are in bytes."""
 
     dtype: int
-    """TensorFlow's number of the type"""
+    """TensorFlow's number of the type."""
     shape: tuple[int, ...]
     shard: int
     offset: int
-    """bytes"""
     size: int
-    """bytes"""
     checksum: int
-    """masked CRC-32C"""
-    sliced: bool
+    """Masked CRC-32C."""
+    is_partitioned: bool
 
 
 class TensorBundle:
-    """A checkpoint of TensorFlow, opened.
+    """An open TensorFlow checkpoint.
 
-    Raises ``ValueError`` where the index is damaged, is not one, or does not fit the data files.
+    Raises ``ValueError`` if the index is damaged, is no index, or does not fit the data files.
     """
 
     def __init__(self, prefix: Path) -> None:
         self.prefix = prefix
         self.index = prefix.with_name(prefix.name + INDEX_SUFFIX)
-        content = read_bounded(self.index, MOST_INDEX_BYTES, _REMEDY)
-        # MLCommons publishes MD5s. It is no protection here, which builds with FIPS have to be told.
-        self.index_md5 = hashlib.md5(content, usedforsecurity=False).hexdigest()
+        content = read_bounded(self.index, _MOST_INDEX_BYTES, _REMEDY)
         self.index_sha256 = hashlib.sha256(content).hexdigest()
-        self.index_bytes = len(content)
         try:
-            records = dict(sorted_table(content))
-            self.shards = _shards(records)
+            records = dict(_sorted_table(content))
+            self.shards = _shard_count(records)
             self.entries = {
-                key.decode(): _entry(key, value, self.shards)
+                key.decode(): _entry(value)
                 for key, value in records.items()
                 if not key.startswith(b"\0") and key  # a part of a partitioned variable, and the header
             }
-        except UnicodeDecodeError:
-            raise ValueError(f"{self.index}: a tensor's name is not UTF-8; {_REMEDY}") from None
-        except ValueError as error:
+        except ValueError as error:  # also a name that is not UTF-8
             raise ValueError(f"{self.index}: {error}; {_REMEDY}") from None
-        self._check_extents()
+        if _OBJECT_GRAPH in self.entries:
+            raise ValueError(f"{self.index} is a TF2 checkpoint: take the TF1 form, or a Hugging Face folder")
+        self._require_extents()
+        # MLCommons publishes MD5s. They identify the file and protect nothing, which FIPS builds have to be told.
+        md5 = hashlib.md5(content, usedforsecurity=False).hexdigest()
+        self.is_published = (md5, self.data_file(0).stat().st_size) == _PUBLISHED
 
     def data_file(self, shard: int) -> Path:
-        """The data file of one shard."""
+        """Return the path of one data file."""
         return self.prefix.with_name(f"{self.prefix.name}.data-{shard:05d}-of-{self.shards:05d}")
 
+    def readable(self, name: str) -> Entry | None:
+        """Return the entry of a tensor, or None if there is none. Raises ``ValueError`` unless it is a whole fp32 tensor."""
+        entry = self.entries.get(name)
+        if entry is None:
+            return None
+        problem = None
+        if entry.is_partitioned:
+            problem = "is a partitioned variable, which is not supported: save it in one piece"
+        elif entry.dtype != _FLOAT32:
+            problem = f"is of TensorFlow's type number {entry.dtype}, expected {_FLOAT32} (float32)"
+        elif entry.size != 4 * math.prod(entry.shape) or not 0 < entry.size <= _MOST_TENSOR_BYTES:
+            problem = f"of shape {entry.shape} has {entry.size:,} bytes, expected 4 an element and at most "
+            problem += f"{_MOST_TENSOR_BYTES:,}"
+        if problem:
+            raise ValueError(f"{self.index}: {name} {problem}")
+        return entry
+
     def array(self, name: str) -> np.ndarray:
-        """The tensor ``name`` in its own type and shape, compared with its checksum. Raises ``ValueError``."""
-        entry = self.entries[name]
-        if entry.sliced:
-            raise ValueError(
-                f"{self.index}: {name} is a partitioned variable, which is not supported: save it in one piece"
-            )
-        dtype = _DTYPES.get(entry.dtype)
-        if dtype is None:
-            raise ValueError(f"{self.index}: {name} is of TensorFlow's type number {entry.dtype}: expected numbers")
-        # Before anything is allocated: an index is not trusted.
-        if entry.size != math.prod(entry.shape) * dtype.itemsize or 0 in entry.shape:
-            raise ValueError(
-                f"{self.index}: {name} of shape {entry.shape} has {entry.size:,} bytes, expected "
-                f"{math.prod(entry.shape) * dtype.itemsize:,} and more than none; {_REMEDY}"
-            )
-        if entry.size > _MOST_TENSOR_BYTES:
-            raise ValueError(f"{self.index}: {name} has {entry.size:,} bytes, expected at most {_MOST_TENSOR_BYTES:,}")
-        array = np.frombuffer(self._read(entry), dtype).reshape(entry.shape)
-        checksum = 0
-        for start in range(0, array.nbytes, _CHUNK_BYTES):
-            checksum = google_crc32c.extend(checksum, array.reshape(-1).view(np.uint8)[start : start + _CHUNK_BYTES])
-        self._compare(name, entry, checksum)
-        return array
-
-    @cached_property
-    def variable_names(self) -> dict[str, str]:
-        """Map each variable's name to its key here, of a TF2 checkpoint; a TF1 checkpoint has none.
-
-        Raises ``ValueError`` where two variables had one name.
-        """
-        if _OBJECT_GRAPH not in self.entries:
-            return {}
-        names: dict[str, str] = {}
-        try:
-            for field, node in message_fields(self._object_graph()):
-                if field == 1:  # TrackableObjectGraph: nodes
-                    self._add_variables(message(node), names)
-        except UnicodeDecodeError:
-            raise ValueError(
-                f"{self.data_file(self.entries[_OBJECT_GRAPH].shard)}: the object graph is no text"
-            ) from None
-        return names
-
-    def published(self) -> str | None:
-        """Name which of the benchmark's files this is, by the MD5 of the index: "TF1", "TF2", or None."""
-        name, index_bytes, data_bytes = _PUBLISHED.get(self.index_md5, (None, 0, 0))
-        return name if (self.index_bytes, self.data_file(0).stat().st_size) == (index_bytes, data_bytes) else None
-
-    def _add_variables(self, node: bytes, names: dict[str, str]) -> None:
-        for field, attribute in message_fields(node):
-            if field != 2:  # TrackableObject: attributes
-                continue
-            # SerializedTensor: full_name, checkpoint_key.
-            parts = {number: part for number, part in message_fields(message(attribute)) if number in (2, 3)}
-            name, key = (message(parts.get(number, b"")).decode() for number in (2, 3))
-            # The graph is a second list of tensors, which need not agree with the index.
-            if key not in self.entries:
-                raise ValueError(f"{self.index}: the object graph names {key!r}, which is not there; {_REMEDY}")
-            if name and names.setdefault(name, key) != key:
-                raise ValueError(
-                    f"{self.index}: {key} and {names[name]} are both the variable {name}: expected one model"
-                )
-
-    def _object_graph(self) -> bytes:
-        """The one string of a tensor of strings: its length, the checksum of that, its bytes."""
-        entry = self.entries[_OBJECT_GRAPH]
-        where = f"{self.data_file(entry.shard)}: {_OBJECT_GRAPH}"
-        if entry.dtype != _STRING or entry.shape or entry.size > _MOST_TEXT_BYTES:
-            raise ValueError(f"{where} is not one string of at most {_MOST_TEXT_BYTES:,} bytes; {_REMEDY}")
-        content = self._read(entry).tobytes()
-        try:
-            length, start = varint(content, 0)
-        except ValueError as error:
-            raise ValueError(f"{where}: {error}; {_REMEDY}") from None
-        checked, text = content[start : start + 4], content[start + 4 :]
-        if length != len(text) or masked(google_crc32c.value(struct.pack("<I", length))) != int.from_bytes(
-            checked, "little"
-        ):
-            raise ValueError(f"{where}: a string of {length:,} bytes in {len(text):,}, or another checksum; {_REMEDY}")
-        # The tensor's checksum covers the length as four bytes, not as the varint that is in the file
-        # (WriteStringTensor of tensor_bundle.cc).
-        checksum = google_crc32c.extend(google_crc32c.value(struct.pack("<I", length)), checked)
-        self._compare(_OBJECT_GRAPH, entry, google_crc32c.extend(checksum, text))
-        return text
-
-    def _read(self, entry: Entry) -> np.ndarray:
-        """[size] uint8."""
-        # Read into an array: one made of bytes cannot be written to, of which torch.from_numpy warns.
+        """Read an fp32 tensor and compare it with its checksum. Raises ``ValueError``."""
+        entry = self.readable(name)
+        assert entry is not None
+        # Read into an array: one made of bytes would be read-only, of which torch.from_numpy warns.
         path, content = self.data_file(entry.shard), np.empty(entry.size, np.uint8)
         with open_regular(path) as file:
             file.seek(entry.offset)
-            if file.readinto(content.data) != entry.size:
-                raise ValueError(f"{path}: it ended while it was read; {_REMEDY}")
-        return content
+            read = file.readinto(content.data)
+        if read != entry.size or _masked(google_crc32c.extend(0, content)) != entry.checksum:
+            raise ValueError(f"{path}: {name} does not have the checksum that the index states; {_REMEDY}")
+        return content.view("<f4").reshape(entry.shape)
 
-    def _compare(self, name: str, entry: Entry, checksum: int) -> None:
-        if masked(checksum) != entry.checksum:
-            raise ValueError(
-                f"{self.data_file(entry.shard)}: {name} has the checksum {masked(checksum):08x}, the index says "
-                f"{entry.checksum:08x}; {_REMEDY}"
-            )
-
-    def _check_extents(self) -> None:
-        """Every tensor lies inside its data file, and no two share bytes."""
+    def _require_extents(self) -> None:
         found = {}
-        # The first file also where no tensor is in it: ``published`` asks for its size.
-        for shard in sorted({entry.shard for entry in self.entries.values()} | {0}):
+        # The first file is asked for its size even if no tensor is in it.
+        for shard in {entry.shard for entry in self.entries.values()} | {0}:
+            if shard >= self.shards:
+                raise ValueError(f"{self.index}: a tensor in data file {shard} of {self.shards}; {_REMEDY}")
             try:
                 found[shard] = self.data_file(shard).stat().st_size
             except OSError as error:
                 raise ValueError(f"{self.data_file(shard)}: {error.strerror}; {_REMEDY}") from None
-        # In the order of the files, so that only neighbours need be compared.
-        placed = sorted((entry.shard, entry.offset, entry.size, name) for name, entry in self.entries.items())
-        for shard, offset, size, name in placed:
-            if offset + size > found[shard]:
+        for name, entry in self.entries.items():
+            if entry.offset + entry.size > found[entry.shard]:
                 raise ValueError(
-                    f"{self.data_file(shard)}: {found[shard]:,} bytes, but {name} is at {offset:,} to {offset + size:,}; "
-                    f"{_REMEDY}"
+                    f"{self.data_file(entry.shard)}: {found[entry.shard]:,} bytes, but {name} is at {entry.offset:,} to "
+                    f"{entry.offset + entry.size:,}; {_REMEDY}"
                 )
-        for (shard, offset, size, name), (next_shard, next_offset, _, next_name) in pairwise(placed):
-            if shard == next_shard and offset + size > next_offset:
-                raise ValueError(f"{self.index}: {name} and {next_name} share bytes of one file; {_REMEDY}")
-
-
-def _shards(records: dict[bytes, bytes]) -> int:
-    """The number of data files, from the header."""
-    if b"" not in records:
-        raise ValueError("no header")
-    header = dict(message_fields(records[b""]))
-    # BundleHeaderProto: num_shards, endianness, version; in the last, min_consumer. A field that is 0 is not written.
-    shards, endianness = header.get(1, 0), header.get(2, 0)
-    if endianness != 0:
-        raise ValueError("written on a big-endian machine, which is not supported")
-    version = dict(message_fields(message(header.get(3, b""))))
-    if version.get(2, 0) != 0 and integer(version[2]) > 1:
-        raise ValueError(f"needs a reader of version {version[2]}, this is one of version 1")
-    # Names of data files have five digits.
-    if not 0 < integer(shards) < 100_000:
-        raise ValueError(f"{shards} data files")
-    return integer(shards)
-
-
-def _entry(key: bytes, value: bytes, shards: int) -> Entry:
-    # BundleEntryProto: dtype 1, shape 2, shard_id 3, offset 4, size 5, crc32c 6, slices 7.
-    numbers = {3: 0, 4: 0, 5: 0, 6: 0, 1: 0}
-    shape: tuple[int, ...] = ()
-    sliced = False
-    for field, content in message_fields(value):
-        if field in numbers:
-            numbers[field] = integer(content)
-        elif field == 2:
-            shape = _shape(message(content))
-        sliced |= field == 7
-    entry = Entry(numbers[1], shape, numbers[3], numbers[4], numbers[5], numbers[6], sliced)
-    # Numbers are unsigned here: a negative one of a damaged file comes as one beyond this.
-    if entry.shard >= shards or max(entry.offset, entry.size) >= 1 << 62:
-        raise ValueError(
-            f"{key.decode()} is at byte {entry.offset:,} of data file {entry.shard} with {entry.size:,} bytes, in "
-            f"{shards} file(s)"
-        )
-    return entry
-
-
-def _shape(content: bytes) -> tuple[int, ...]:
-    dimensions = []
-    for field, dimension in message_fields(content):
-        if field == 3 and dimension:  # TensorShapeProto: unknown_rank; below, dim and its size
-            raise ValueError("a shape of unknown rank")
-        if field == 2:
-            dimensions.append(integer(dict(message_fields(message(dimension))).get(1, 0)))
-    if len(dimensions) > 8 or any(dimension >= 1 << 40 for dimension in dimensions):
-        raise ValueError(f"a shape of {len(dimensions)} dimensions up to {max(dimensions):,} (negative, or too large)")
-    return tuple(dimensions)
 
 
 def tf1_name(name: str) -> str:
-    """The name of a weight in the reference's graph, from that in Hugging Face's ``BertForPreTraining``."""
-    for theirs, ours in _TF1_ENDINGS.items():
+    """Return the name of a weight in the reference's graph, given its name in Hugging Face's ``BertForPreTraining``."""
+    for theirs, ours in _ENDINGS.items():
         if name.endswith(theirs):
             name = name.removesuffix(theirs) + ours
             break
     return re.sub(r"\.layer\.(\d+)", r".layer_\1", name).replace(".", "/")
 
 
-def tf2_names(name: str) -> list[str]:
-    """The names that the variable can have in the Keras model of TensorFlow's model garden.
+def _shard_count(records: dict[bytes, bytes]) -> int:
+    if b"" not in records:
+        raise ValueError("no header")
+    # BundleHeaderProto: num_shards, endianness. A field that is 0 is not written.
+    header = dict(_fields(records[b""]))
+    shards = _integer(header.get(1, 0))
+    if header.get(2, 0) != 0:
+        raise ValueError("written on a big-endian machine, which is not supported")
+    if not 0 < shards < 100_000:  # names of data files have five digits
+        raise ValueError(f"{shards} data files")
+    return shards
 
-    They are those of its converter of checkpoints, which finds variables by them
-    (official/nlp/bert/tf1_checkpoint_converter_lib); the second of two is that of its later versions.
-    """
-    name = tf1_name(name)
-    for theirs, ours in _TF2_PARTS:
-        name = re.sub(theirs, ours, name)
-    later = name.replace("/self_attention_output/", "/self_attention/attention_output/")
-    return [name, f"bert/{name}"] if name.startswith("cls/") else [name, later]
+
+def _entry(value: bytes) -> Entry:
+    # BundleEntryProto: dtype 1, shape 2, shard_id 3, offset 4, size 5, crc32c 6, slices 7.
+    fields = dict(_fields(value))
+    dtype, shard, offset, size, checksum = (_integer(fields.get(number, 0)) for number in (1, 3, 4, 5, 6))
+    # TensorShapeProto: dim 2, its size 1.
+    dims = [dim for number, dim in _fields(_message(fields.get(2, b""))) if number == 2]
+    shape = tuple(_integer(dict(_fields(_message(dim))).get(1, 0)) for dim in dims)
+    # Numbers are unsigned here: a negative one of a damaged file is beyond these bounds.
+    if len(shape) > 8 or any(dim >= 1 << 40 for dim in shape) or max(offset, size) >= 1 << 62:
+        raise ValueError(f"a tensor of {len(shape)} dimensions with {size:,} bytes at {offset:,}")
+    return Entry(dtype, shape, shard, offset, size, checksum, 7 in fields)
+
+
+def _sorted_table(content: bytes) -> Iterator[tuple[bytes, bytes]]:
+    """Yield keys and values of a sorted table."""
+    if len(content) < _FOOTER_BYTES or not content.endswith(MAGIC):
+        raise ValueError("not the index of a TensorFlow checkpoint (the mark at its end is missing)")
+    blocks_end, footer = len(content) - _FOOTER_BYTES, content[-_FOOTER_BYTES:]
+    # The footer: offset and size of the meta index, which is not needed, and of the index of blocks.
+    position, numbers = 0, []
+    for _ in range(4):
+        number, position = _varint(footer, position)
+        numbers.append(number)
+    _, _, index_offset, index_size = numbers
+    last, tensors = None, 0
+    for _, handle in _block(content, index_offset, index_size, blocks_end):
+        offset, after = _varint(handle, 0)
+        size, after = _varint(handle, after)
+        for key, value in _block(content, offset, size, index_offset):
+            tensors += 1
+            if last is not None and key <= last:
+                raise ValueError(f"the key {key!r} follows {last!r}: expected ascending keys")
+            # Keys are stored by their differences: a small file can hold very many.
+            if tensors > _MOST_TENSORS:
+                raise ValueError(f"more than {_MOST_TENSORS:,} tensors")
+            last = key
+            yield key, value
+
+
+def _block(content: bytes, offset: int, size: int, end: int) -> Iterator[tuple[bytes, bytes]]:
+    """Yield keys and values of one block that must end, with its trailer, before ``end``."""
+    after = offset + size
+    if after + _TRAILER_BYTES > end or size < 4:
+        raise ValueError(f"a block at bytes {offset:,} to {after:,}, expected at least four bytes before {end:,}")
+    kind, checksum = struct.unpack_from("<BI", content, after)
+    # The checksum is over the block and the byte of its type.
+    if _masked(google_crc32c.value(content[offset : after + 1])) != checksum:
+        raise ValueError(f"the block at byte {offset:,} does not have its checksum")
+    if kind > 1:
+        raise ValueError(f"a block of compression type {kind}: expected 0 (none) or 1 (Snappy)")
+    block = _uncompressed(content[offset:after]) if kind else content[offset:after]
+    # Records, then restart points for searches and the number of restart points.
+    restarts = int.from_bytes(block[-4:], "little")
+    if restarts > len(block) // 4 - 1:
+        raise ValueError(f"a block of {len(block):,} bytes with {restarts:,} restart points")
+    block, position, key = block[: len(block) - 4 * (restarts + 1)], 0, b""
+    for _ in range(_MOST_TENSORS + 1):
+        if position >= len(block):
+            return
+        # Bytes shared with the key before; then the lengths of the new part of the key, and of the value.
+        shared, position = _varint(block, position)
+        fresh, position = _varint(block, position)
+        length, position = _varint(block, position)
+        if shared > len(key) or shared + fresh > _MOST_NAME_BYTES or position + fresh + length > len(block):
+            raise ValueError(f"a record of {fresh:,} + {length:,} bytes does not fit the block at byte {offset:,}")
+        key = key[:shared] + block[position : position + fresh]
+        position += fresh + length
+        yield key, block[position - length : position]
+    raise ValueError(f"a block of more than {_MOST_TENSORS:,} records")
+
+
+def _uncompressed(packed: bytes) -> bytes:
+    """Decompress a block (format_description.txt of google/snappy); the benchmark's index is compressed."""
+    length, position = _varint(packed, 0)
+    if length > _MOST_INDEX_BYTES:
+        raise ValueError(f"a compressed block of {length:,} bytes, expected at most {_MOST_INDEX_BYTES:,}")
+    result = bytearray()
+    while position < len(packed) and len(result) <= length:
+        tag = packed[position]
+        kind, count, position = tag & 3, tag >> 2, position + 1  # a literal, or a copy with 1, 2 or 4 bytes of distance
+        # A literal of up to 60 bytes has its length in the tag; above that the tag says how many bytes hold it.
+        extra = (max(0, count - 59), 1, 2, 4)[kind]
+        number = int.from_bytes(packed[position : position + extra], "little")
+        position += extra
+        if kind == 0:
+            count = (number if extra else count) + 1
+            result += packed[position : position + count]
+            position += count
+        else:
+            # The short form keeps three bits of the distance in the tag, and four to eleven bytes are copied.
+            count, distance = (count % 8 + 4, tag >> 5 << 8 | number) if kind == 1 else (count + 1, number)
+            if not 0 < distance <= len(result):
+                raise ValueError(f"a compressed block that copies from {distance:,} bytes back after {len(result):,}")
+            start = len(result) - distance
+            piece = result[start : start + count]
+            result += (piece * (-(-count // len(piece))))[:count]  # a copy may reach into its own output
+    if position != len(packed) or len(result) != length or length < 4:
+        raise ValueError(f"a compressed block that gives {len(result):,} bytes, expected {length:,} and at least 4")
+    return bytes(result)
+
+
+def _fields(content: bytes) -> Iterator[tuple[int, int | bytes]]:
+    """Yield (number, value) of each field of a protocol buffer's message."""
+    position = 0
+    while position < len(content):
+        tag, position = _varint(content, position)
+        # Wire types: 0 varint, 1 and 5 of fixed size, 2 with a length.
+        kind, length = tag & 7, {1: 8, 5: 4}.get(tag & 7, 0)
+        if kind == 0:
+            value, position = _varint(content, position)
+            yield tag >> 3, value
+            continue
+        if kind == 2:
+            length, position = _varint(content, position)
+        elif kind not in (1, 5):
+            raise ValueError(f"a field of wire type {kind}")
+        if position + length > len(content):
+            raise ValueError(f"a field of {length:,} bytes where {len(content) - position:,} are left")
+        value = content[position : position + length]
+        position += length
+        yield tag >> 3, value if kind == 2 else int.from_bytes(value, "little")
+
+
+def _varint(content: bytes, position: int) -> tuple[int, int]:
+    """Return an unsigned number of up to 64 bits, seven a byte, and the position after it."""
+    number = 0
+    for index, byte in enumerate(content[position : position + 10]):
+        number |= (byte & 127) << 7 * index
+        if byte < 128:
+            return number, position + index + 1
+    raise ValueError(f"a number at byte {position:,} that does not end")
+
+
+def _integer(value: int | bytes) -> int:
+    if isinstance(value, bytes):
+        raise ValueError("text where a number is expected")
+    return value
+
+
+def _message(value: int | bytes) -> bytes:
+    if isinstance(value, int):
+        raise ValueError("a number where a message is expected")
+    return value
+
+
+def _masked(checksum: int) -> int:
+    """Return a CRC-32C as LevelDB stores it: rotated by 15 bits, plus a constant."""
+    return ((checksum >> 15 | checksum << 17) + 0xA282EAD8) & 0xFFFFFFFF

@@ -1,30 +1,29 @@
-"""Checkpoints of a run, from which it goes on at any number of ranks.
+"""Checkpoints of a run, from which it continues on any number of ranks.
 
     FOLDER/step_00000120/model.safetensors      weights, as ``data.initial_checkpoint`` takes them too
                          momentum.safetensors   LAMB's moments, under the names of the weights
                          variance.safetensors
                          state.json             everything else, with size and digest of each file
 
-Nothing in it depends on how many ranks wrote it: what is sharded is gathered, and the sample order follows from seed and
-step. Rank 0 writes and reads, and one run at a time has the folder (``bert.checkpoints.lock``). Safetensors and JSON rather
-than PyTorch's own formats, because those unpickle, and whoever can write to the folder could run code then. A checkpoint
-gets its name when all of it is on disk.
+Its content does not depend on the number of ranks that wrote it: shards are gathered, and the sample order follows from seed
+and step. Rank 0 writes and reads, and one run at a time has the folder (``bert.checkpoints.lock``). PyTorch's own formats
+unpickle, so whoever can write to the folder could run code. A checkpoint gets its name when all of it is on disk.
 
 Training waits only for the copy to the host's memory; a thread writes it from there.
 """
 
 import hashlib
-import json
-import math
 import re
 import shutil
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import asdict, dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Literal
 
+import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -36,11 +35,10 @@ from bert.configuration.config import Config
 from bert.parallel.collectives import agreed_text, all_reduce_min_, broadcast_
 from bert.parallel.mesh import Mesh
 from bert.step import TrainingStep
-from console.files import atomic_path, read_json, sha256_of, sync, write_atomically
+from console.files import atomic_path, read_bounded, sha256_of, sync, write_atomically
 from console.program import say
 from dataloading.dataset.folder import Dataset
 
-FORMAT = 1
 _FILES = ("model.safetensors", "momentum.safetensors", "variance.safetensors")
 BYTES_PER_PARAMETER = 4 * len(_FILES)
 _STATE_BYTES = 1 << 20
@@ -48,38 +46,41 @@ _REMEDY = "remove it, or resume from another"
 _PATIENCE_S = 60.0
 
 
+_Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]  # counters on the device are int64
+
+
 @dataclass(frozen=True)
 class RunState:
     """State of a run besides its weights and moments."""
 
-    step: int
+    step: _Count
     """Global batches trained: the position in the plan."""
-    samples: int
-    optimizer_steps: int
-    """Fewer than ``step`` where steps were skipped."""
-    seed: int
-    dropout_draws: int
+    samples: _Count
+    optimizer_steps: _Count
+    """Fewer than ``step`` if steps were skipped."""
+    seed: _Count
+    dropout_draws: _Count
     """The counter of the dropout's random state; its key follows from seed, rank and number of ranks."""
-    fp8_scales: list[float] | None
+    fp8_scales: list[Annotated[float, msgspec.Meta(gt=0)]] | None
     settings: dict[str, str]
-    """What must be the same when the run goes on."""
+    """Settings that must be the same when the run continues."""
     path: str = ""
     world: World | None = None
-    """That wrote it; None in checkpoints of before there was such a note."""
+    """Hosts and shares of the run that wrote it; None in old checkpoints."""
 
-    def require_sound(self) -> None:
-        """Raise ``TypeError`` where a value is of another type, or a number beyond what a run can have."""
-        # Counters on the device are int64, and a damaged file may state any number.
-        counts = self.step, self.samples, self.optimizer_steps, self.seed, self.dropout_draws
-        if not all(type(count) is int and 0 <= count < 1 << 62 for count in counts):  # isinstance takes True for one
-            raise TypeError
-        if not isinstance(self.settings, dict) or not all(isinstance(value, str) for value in self.settings.values()):
-            raise TypeError
-        scales = [] if self.fp8_scales is None else self.fp8_scales
-        if self.world is not None:
-            self.world.require_sound()
-        if not isinstance(scales, list) or not all(type(scale) is float and 0 < scale < math.inf for scale in scales):
-            raise TypeError
+
+@dataclass(frozen=True)
+class _Digest:
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class _StateFile(RunState):
+    """Content of ``state.json``."""
+
+    format: Literal[1] = 1
+    files: dict[str, _Digest]
 
 
 class Checkpoints:
@@ -183,8 +184,8 @@ class Checkpoints:
                 write_safetensors(partial / name, _weights(self._step, copy), {})
                 sync(partial / name)  # on disk before the folder has its name
             files = {name: _digest(partial / name) for name in _FILES}
-            text = json.dumps({"format": FORMAT, **asdict(state), "files": files}, indent=1)
-            write_atomically(partial / "state.json", text.encode())
+            content = msgspec.json.encode(_StateFile(**vars(state), files=files))
+            write_atomically(partial / "state.json", msgspec.json.format(content, indent=1))
             sync(partial)
             # A folder is not renamed over one that holds files. It is this run's own, which it has passed over as
             # broken.
@@ -223,63 +224,54 @@ def reseed(seed: int, steps: int, mesh: Mesh) -> None:
 def lock(folder: Path, mesh: Mesh, again: bool) -> None:
     """Keep other runs out of a folder of checkpoints until this process ends; every rank must call it at the same time.
 
-    ``again``: the run is started again, and a process of it that is just being ended may still have the folder.
-    Where there can be no lock, that is a warning. Raises ``ValueError`` on every rank when another run is there.
+    ``again``: the run is restarted, and an ending process of it may still have the lock. A file system without locks gets a
+    warning. Raises ``ValueError`` on every rank when another run is there.
     """
 
     def take() -> str:
         try:
-            # The descriptor is dropped, a plain number: it stays open, and the lock taken, until the process ends.
+            # The descriptor, a plain number, is dropped: it stays open, and the lock taken, until the process ends.
             lock_checkpoints(folder, _PATIENCE_S if again else 0.0)
         except OSError as error:
             return f"warning: no lock on {folder} ({error.strerror}): see that no other run writes there"
         return ""
 
-    warning = _told_by_main(take, mesh)
+    warning = _on_rank0(take, mesh)
     if warning and mesh.is_main:
         say(warning)
 
 
 def find(folder: Path, config: Config, train: Dataset, mesh: Mesh) -> RunState:
-    """The newest whole checkpoint in ``folder`` that this run may go on from; all ranks agree.
+    """Return the newest whole checkpoint in ``folder`` that this run may continue from; all ranks agree.
 
-    Raises ``ValueError`` on every rank when there is none, with what is wrong with each.
+    Raises ``ValueError`` on every rank when there is none, with the reasons.
     """
-    found = _told_by_main(lambda: json.dumps(asdict(_newest(folder, config, train))), mesh)
-    return _state_of(json.loads(found))
-
-
-def _state_of(content: dict[str, Any]) -> RunState:
-    """The state in JSON's types. Raises ``TypeError`` where it is none."""
-    world = content.pop("world", None)
-    return RunState(**content, world=None if world is None else World(**world))
+    found = _on_rank0(lambda: msgspec.json.encode(_newest(folder, config, train)).decode(), mesh)
+    return msgspec.json.decode(found, type=RunState)
 
 
 def written_by(folder: Path, mesh: Mesh) -> str:
-    """The job (``bert.parallel.launch.job``) that wrote the newest checkpoint in ``folder``, as far as known, or "".
+    """Return the job (``bert.parallel.launch.job``) that wrote the newest checkpoint in ``folder``, or "" if unknown.
 
     Every rank must call it at the same time.
     """
 
     def look() -> str:
         for path in checkpoint_folders(folder):
-            try:
-                world = read_json(path / "state.json", _STATE_BYTES, _REMEDY).get("world")
-            except (ValueError, AttributeError):
-                continue
-            if isinstance(world, dict) and isinstance(world.get("job"), str):
-                return world["job"]
+            with suppress(ValueError):
+                state = _state_file(path)
+                return state.world.job if state.world else ""
         return ""
 
-    return _told_by_main(look, mesh)
+    return _on_rank0(look, mesh)
 
 
-def _told_by_main(act: Callable[[], str], mesh: Mesh) -> str:
-    """Return on all ranks what ``act`` returns on rank 0; its ``ValueError`` or ``OSError`` is a ``ValueError`` there."""
+def _on_rank0(act: Callable[[], str], mesh: Mesh) -> str:
+    """Return on all ranks the result of ``act`` on rank 0; its ``ValueError`` or ``OSError`` is a ``ValueError`` there."""
     answer = ""
     if mesh.is_main:
         try:
-            # Not raised here: the other ranks wait for an answer, whatever it is.
+            # Not raised here: the other ranks wait for an answer.
             answer = act()
         except (ValueError, OSError) as error:
             answer = f"error: {error}"
@@ -357,34 +349,26 @@ def _newest(folder: Path, config: Config, train: Dataset) -> RunState:
 
 def _read_state(path: Path) -> RunState:
     """Read a checkpoint's state. Raises ``ValueError`` unless the checkpoint is whole."""
+    state = _state_file(path)
+    for name in _FILES:
+        file, digest = path / name, state.files.get(name)
+        # The size first: a digest reads the whole file.
+        is_whole = digest is not None and file.is_file() and file.stat().st_size == digest.bytes
+        if not is_whole or _digest(file) != digest:
+            raise ValueError(f"{file} is missing, or not as it was written; {_REMEDY}")
+    return replace(state, path=str(path))
+
+
+def _state_file(path: Path) -> _StateFile:
     name = path / "state.json"
     try:
-        content = read_json(name, _STATE_BYTES, _REMEDY)
-        # First, since another format may have other fields.
-        if content.pop("format") != FORMAT:
-            raise ValueError(f"{name}: of another format than {FORMAT}; {_REMEDY}")
-        files: dict[str, Any] = content.pop("files")
-        # A field that is missing or unknown is a TypeError.
-        state = _state_of(content | {"path": str(path)})
-        whole = {file: {name: files[file][name] for name in ("bytes", "sha256")} for file in _FILES}
-        state.require_sound()
-        if not all(type(digest["bytes"]) is int for digest in whole.values()):
-            raise TypeError
-    except (AttributeError, KeyError, TypeError) as error:
-        raise ValueError(f"{name}: not the state of a run ({type(error).__name__}); {_REMEDY}") from None
-    for file, digest in whole.items():
-        if not (path / file).is_file():
-            raise ValueError(f"{path / file} is missing; {_REMEDY}")
-        found = (path / file).stat().st_size  # before its digest, which reads all of it
-        if found != digest["bytes"]:
-            raise ValueError(f"{path / file}: {found:,} bytes, expected {digest['bytes']:,}; {_REMEDY}")
-        if _digest(path / file) != digest:
-            raise ValueError(f"{path / file}: its content has changed since it was written; {_REMEDY}")
-    return state
+        return msgspec.json.decode(read_bounded(name, _STATE_BYTES, _REMEDY), type=_StateFile)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(f"{name} is not the state of a run ({error}); {_REMEDY}") from None
 
 
-def _digest(path: Path) -> dict[str, object]:
-    return {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
+def _digest(path: Path) -> _Digest:
+    return _Digest(path.stat().st_size, sha256_of(path))
 
 
 def _weights(step: TrainingStep, whole: Tensor) -> Mapping[str, Weight]:

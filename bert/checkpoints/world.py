@@ -1,8 +1,11 @@
-"""Hosts and shares of a run, noted in its checkpoints: what a run that goes on with others compares, and plans anew by."""
+"""Hosts and shares of a run, noted in its checkpoints, so that a run on other hosts can rebalance the global batch."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Annotated
+
+import msgspec
 
 from bert.configuration.config import Config
 from bert.parallel.launch import job
@@ -12,24 +15,27 @@ from console.text import counted
 _MOST_NAMED = 8
 
 
+_Positive = Annotated[int, msgspec.Meta(gt=0, lt=1 << 31)]
+
+
 @dataclass(frozen=True)
 class World:
-    """Hosts of a run, and how its global batch is shared among their ranks."""
+    """Hosts of a run, and the division of its global batch among their ranks."""
 
-    hosts: dict[str, int]
+    hosts: Annotated[dict[str, _Positive], msgspec.Meta(min_length=1)]
     """Ranks of each host, by its name."""
-    accumulation: int
+    accumulation: _Positive
     """Micro-batches of a rank in a step."""
-    sequences: int
+    sequences: _Positive
     """Most sequences of a micro-batch."""
-    fitting: int
-    """Most sequences that a micro-batch had on the way here: they fit in the devices' memory."""
+    fitting: _Positive
+    """Most sequences that a micro-batch has had so far, which therefore fit in the devices' memory."""
     job: str = ""
-    """That the run belongs to, see ``bert.parallel.launch.job``."""
+    """The job that the run belongs to, see ``bert.parallel.launch.job``."""
 
     @classmethod
     def of(cls, hosts: Sequence[str], config: Config, before: "World | None" = None) -> "World":
-        """The world of a run on ``hosts``, named by rank, which goes on from one of ``before``."""
+        """Return the world of a run on ``hosts``, named by rank, that continues a run of ``before``."""
         steps, copies = config.training.gradient_accumulation_steps, len(hosts) // config.parallel.copy_ranks
         sequences = -(-config.training.global_batch_size // (copies * steps))
         fitting = max(sequences, before.fitting if before else 0)
@@ -40,24 +46,15 @@ class World:
         """Ranks on all hosts."""
         return sum(self.hosts.values())
 
-    def require_sound(self) -> None:
-        """Raise ``TypeError`` where a value is of another type, or a number beyond what a run can have."""
-        counts = [*self.hosts.values(), self.accumulation, self.sequences, self.fitting]
-        if not all(type(count) is int and 0 < count < 1 << 31 for count in counts):
-            raise TypeError
-        # Names are printed and counted, as they stand in a file that may be damaged.
-        if not self.hosts or not all(isinstance(name, str) for name in (*self.hosts, self.job)):
-            raise TypeError
 
+def rebalance_batch(config: Config, before: World, data_size: int) -> Config:
+    """Share the global batch among ``data_size`` copies of the model, in as few micro-batches as fit in memory.
 
-def planned_anew(config: Config, before: World, data_size: int) -> Config:
-    """The same global batch over ``data_size`` copies of the model, in as few micro-batches as have room for it.
-
-    None gets more sequences than one has had ``before``, except where each had a single one and ranks do not divide the
-    batch. Everything else that depends on the ranks (reduction, shape buckets, kernels) is chosen at every start.
+    No micro-batch gets more sequences than one has had ``before``, unless each had a single one and the ranks do not divide
+    the batch. Reduction, shape buckets and kernels are chosen at every start anyway.
     """
     batch = config.training.global_batch_size
-    # By what has fitted in memory, not by what the last run had, which may have been less on more hosts.
+    # By the largest that fitted, not by the last run's, which may have been smaller on more hosts.
     steps = -(-batch // (data_size * before.fitting))
     steps = max(1, min(steps, batch // data_size))  # no rank without a sequence
     if config.parallel.pipeline > 1:  # as many micro-batches as its schedule needs, in whole rounds
@@ -66,7 +63,7 @@ def planned_anew(config: Config, before: World, data_size: int) -> Config:
 
 
 def changes(before: World, now: World) -> list[str]:
-    """Lines that say which hosts have gone and come, and how the global batch is shared since; [] where all is the same."""
+    """Describe lost and gained hosts and the new shares of the global batch, in lines; [] if nothing has changed."""
     # Counters, so that a host which came back with other ranks counts by the difference.
     gone, come = Counter(before.hosts), Counter(now.hosts)
     lines = [f"{what}: {_named(hosts)}" for what, hosts in (("lost", gone - come), ("gained", come - gone)) if hosts]

@@ -159,11 +159,17 @@ class Mesh:
         return f"data {self.data_size}{pipeline} x tensor {self.tensor}"
 
 
-def join_mesh(device: str, timeout: timedelta = TIMEOUT, parallel: ParallelConfig | None = None) -> Mesh:
+def join_mesh(
+    device: str,
+    timeout: timedelta = TIMEOUT,
+    parallel: ParallelConfig | None = None,
+    arrival: timedelta | None = None,
+) -> Mesh:
     """Join the run that the launcher describes in the environment, or make a run of a single process without one.
 
     GPUs communicate by NCCL, CPUs by gloo; ranks share copies of the model as ``parallel`` says. From here on matrix
-    products are as precise as training asks (``set_product_precision``). Raises ``ValueError`` when the environment, the
+    products are as precise as training asks (``set_product_precision``). ``arrival`` limits the wait for all ranks, by
+    default like ``timeout``. Raises ``ValueError`` when the environment, the
     device, the hosts or the shape do not fit.
     """
     launch = Launch.from_environment()
@@ -175,7 +181,7 @@ def join_mesh(device: str, timeout: timedelta = TIMEOUT, parallel: ParallelConfi
     nodes: tuple[tuple[int, ...], ...] = ()
     hosts: tuple[str, ...] = (socket.gethostname(),)
     if launch.world_size > 1:
-        identities = join_group(launch, place, timeout)
+        identities = join_group(launch, place, timeout, arrival or timeout)
         nodes = group_by_host(identities, one_launcher=device == "cuda")
         hosts = tuple(identity.host for identity in identities)
     a_host = len(nodes[0]) if nodes else 1  # all hosts have as many, says group_by_host

@@ -7,8 +7,7 @@ written. Every question to the machine has a time limit.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -16,13 +15,14 @@ from rich.text import Text
 
 from compliance.doctor import machine_checks, run_checks
 from compliance.doctor.accelerators import accelerators
-from compliance.doctor.diagnosis import Diagnosis, ok
+from compliance.doctor.diagnosis import Diagnosis
 from compliance.doctor.host import ExaminedHost
 from compliance.doctor.layout import IntendedRun, layout_of
 from compliance.doctor.machine import Machine, read_machine
 from compliance.doctor.run_checks import ExaminedRun
 from compliance.doctor.storage import Mount, read_mounts
-from compliance.doctor.system import ask_pytorch, container
+from compliance.doctor.system import ask_pytorch
+from compliance.doctor.system_file import compare
 from console.program import say, say_json
 from console.text import visible
 
@@ -44,40 +44,27 @@ def examine(
     for path in (intended.data, intended.checkpoint, intended.system):
         if path is not None and not path.exists():
             raise ValueError(f"{path}: no such file or folder")
+    if intended.checkpoint and not intended.recipe:
+        raise ValueError("--checkpoint needs --recipe: the trainer checks that the weights fit its model")
     machine = machine or read_machine(host)
     layout = layout_of(intended, host, len(machine.gpus.gpus))
     # Importing PyTorch takes long, and matters only on GPUs.
     pytorch = ask_pytorch(host) if layout.on_gpus else {}
     run = ExaminedRun(intended, layout, host, machine, read_mounts() if mounts is None else mounts, pytorch)
-    for check in _CHECKS:
-        yield from check(run)
-
-
-def _check_machine(run: ExaminedRun) -> Iterator[Diagnosis]:
-    layout, machine = run.layout, run.machine
+    yield from run_checks.check_recipe(run)
+    yield from run_checks.check_packages()
     # The time of a file comes from its server's clock, which may be ahead.
-    not_before = Path(__file__).stat().st_mtime - 24 * 3600
-    yield from machine_checks.clock(machine, layout, not_before)
-    yield from accelerators(layout, machine.gpus, run.pytorch)
+    yield from machine_checks.clock(machine, layout, Path(__file__).stat().st_mtime - 24 * 3600)
+    yield from accelerators(layout, machine.gpus, pytorch)
     yield from machine_checks.memory(machine, layout)
     yield from machine_checks.processors(machine, layout)
-    yield from machine_checks.network(machine, layout, run.host.environment)
-    yield ok("container", container(run.host) or "none")
-
-
-_CHECKS: tuple[Callable[[ExaminedRun], Iterator[Diagnosis]], ...] = (
-    run_checks.check_batch,
-    run_checks.check_packages,
-    _check_machine,
-    run_checks.check_caches,
-    run_checks.check_storage,
-    run_checks.check_results,
-    run_checks.check_source,
-    run_checks.check_system_file,
-    run_checks.check_checkpoint,
-    run_checks.check_dry_run,
-    run_checks.check_data,
-)
+    yield from machine_checks.network(machine, layout)
+    for check in (run_checks.check_caches, run_checks.check_storage, run_checks.check_results, run_checks.check_source):
+        yield from check(run)
+    if path := run.system_file:
+        yield from compare(path, layout, host, machine)
+    yield from run_checks.check_dry_run(run)
+    yield from run_checks.check_data(run)
 
 
 def print_diagnoses(diagnoses: Iterable[Diagnosis], as_json: bool) -> int:
@@ -90,7 +77,7 @@ def print_diagnoses(diagnoses: Iterable[Diagnosis], as_json: bool) -> int:
             console.print(_lines(diagnosis))
     counts = Counter(diagnosis.state for diagnosis in found)
     if as_json:
-        say_json([asdict(diagnosis) for diagnosis in found])
+        say_json([diagnosis._asdict() for diagnosis in found])
     else:
         say(f"{counts['fail']} fail, {counts['warn']} warn, {counts['ok']} ok")
     return 1 if counts["fail"] else 0

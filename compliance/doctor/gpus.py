@@ -17,15 +17,7 @@ _THROTTLED = {
 }
 """Bits of NVML's clocks event reasons that slow a GPU beyond its own power management."""
 
-_WAYS = (
-    (10, "one PCIe switch"),
-    (20, "several PCIe switches"),
-    (30, "PCIe host bridge"),
-    (40, "PCIe within a NUMA node"),
-    (50, "PCIe across NUMA nodes"),
-)
-"""Levels of NVML's topology, from near to far."""
-NVLINK, ACROSS_NODES = "NVLink", _WAYS[-1][1]
+NVLINK, PCIE, ACROSS_NODES = "NVLink", "PCIe", "PCIe across NUMA nodes"
 
 
 @dataclass(frozen=True)
@@ -165,4 +157,4 @@ def _ways(nvml: Any, handles: Sequence[Any]) -> Iterator[str]:
                 continue
         with suppress(nvml.NVMLError):
             level = nvml.nvmlDeviceGetTopologyCommonAncestor(one, other)
-            yield next((way for bound, way in _WAYS if level <= bound), ACROSS_NODES)
+            yield ACROSS_NODES if level >= nvml.NVML_TOPOLOGY_SYSTEM else PCIE

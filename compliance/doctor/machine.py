@@ -29,22 +29,15 @@ class Machine:
     """Facts of a machine.
 
     Attributes:
-        now: seconds since the epoch by its clock.
-        is_synchronised: whether a time service keeps the kernel's clock.
         cores: cores that this process may use, by affinity and by the container's limit.
-        threads, physical_cores: of the whole machine.
-        memory_bytes: memory of the whole machine.
         free_bytes: memory that programs may still take, within the container's limit.
         shared_bytes: free space of /dev/shm; None without one.
         lockable_bytes: memory that a process may lock; None for any amount.
         load: mean number of running programs over the last minute.
-        governors: frequency governors of the cores.
-        ports: ports with RDMA.
-        has_rdma_devices: whether /dev/infiniband is there.
         address: address of this host's name; "" if it has none.
     """
 
-    now: float
+    now: float  # seconds since the epoch
     is_synchronised: bool
     cores: float
     threads: int

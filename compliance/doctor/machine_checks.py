@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from compliance.doctor.diagnosis import Diagnosis, fail, fail_or_warn, ok, warn
 from compliance.doctor.layout import RunLayout
@@ -29,7 +28,7 @@ def clock(machine: Machine, layout: RunLayout, not_before: float) -> Iterator[Di
 
 
 def memory(machine: Machine, layout: RunLayout) -> Iterator[Diagnosis]:
-    """Check memory, swapping, and the shared memory that NCCL and PyTorch need."""
+    """Check memory, and the shared memory that NCCL and PyTorch need."""
     needed = layout.ranks * (4 * GIB if layout.on_gpus else GIB // 2)
     if machine.free_bytes < needed:
         found = f"{machine.free_bytes / GIB:.1f} GiB free, {layout.ranks} rank(s) need about {needed / GIB:.0f} GiB"
@@ -64,8 +63,8 @@ def processors(machine: Machine, layout: RunLayout) -> Iterator[Diagnosis]:
         yield warn("cores", found, "cpupower frequency-set --governor performance (root)")
 
 
-def network(machine: Machine, layout: RunLayout, environment: Mapping[str, str]) -> Iterator[Diagnosis]:
-    """Check the ports with RDMA, what they need, this host's name, and the port on which ranks meet."""
+def network(machine: Machine, layout: RunLayout) -> Iterator[Diagnosis]:
+    """Check the ports with RDMA, what they need, and this host's name."""
     ports, several = machine.ports, layout.nodes > 1
     down = [f"{port.name} {port.state}" for port in ports if port.state != "ACTIVE"]
     if ports and len(down) == len(ports):
@@ -90,24 +89,6 @@ def network(machine: Machine, layout: RunLayout, environment: Mapping[str, str])
     if several and ports and locked is not None and locked < MIN_LOCKABLE_BYTES:
         remedy = "ulimit -l unlimited (limits.conf, LimitMEMLOCK=infinity of slurmd, docker --ulimit memlock=-1)"
         yield fail("limits", f"a process may lock {locked >> 10} KiB, and RDMA locks the memory that it sends", remedy)
-    if several:
-        yield from _master_address(machine, environment.get("MASTER_PORT", "29500"))
-
-
-def _master_address(machine: Machine, port: str) -> Iterator[Diagnosis]:
-    if not machine.address or machine.address.startswith("127."):
+    if several and (not machine.address or machine.address.startswith("127.")):
         found = f"this host's name stands for {machine.address or 'no address'}, which other nodes cannot reach"
         yield warn("host name", found, "set MASTER_ADDR to an address of the first node, or correct /etc/hosts")
-    if not port.isdecimal() or not 0 < int(port) < 65536:
-        yield fail("port", f"MASTER_PORT is {port!r}", "expected a number from 1 to 65535")
-        return
-    with socket.socket() as probe:
-        # Closed connections of an earlier run that the kernel still remembers do not matter.
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("", int(port)))
-        except OSError as error:
-            remedy = "end the program that listens there (ss -ltnp), or set MASTER_PORT to a free one on all nodes"
-            yield fail("port", f"{port}, on which ranks would meet, is not free: {error.strerror}", remedy)
-        else:
-            yield ok("port", f"{port} is free; it matters on the first node only")

@@ -1,10 +1,8 @@
-"""Check what a run reads and writes: recipe, packages, caches, data, results, source, checkpoint."""
+"""Check what a run reads and writes: recipe, packages, caches, data, results, source."""
 
 from __future__ import annotations
 
-import math
 import os
-import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,18 +16,12 @@ from compliance.doctor.layout import IntendedRun, RunLayout
 from compliance.doctor.machine import Machine
 from compliance.doctor.storage import Mount, storage_of
 from compliance.doctor.system import version
-from compliance.doctor.system_file import compare
 from compliance.log import rules
 from compliance.log.rules import SUBMISSION_RUNS
 from console.processes import Output
-from console.safetensors_header import read_header
 
 DRY_RUN_TIMEOUT_S = 300.0
 VERIFY_TIMEOUT_S = 3600.0
-RESULTS_BYTES = 2**30
-"""Free space that the logs and metrics of ten runs need at most."""
-
-_MAKE_DATA = "python -m dataloading wikipedia FOLDER... (docs/data.md)"
 
 
 @dataclass(frozen=True)
@@ -58,11 +50,6 @@ class ExaminedRun:
         return self.intended.results or self.layout.named_path("log", "results")
 
     @property
-    def checkpoint(self) -> Path | None:
-        """The weights that the run starts from."""
-        return self.intended.checkpoint or self.layout.named_path("data", "initial_checkpoint")
-
-    @property
     def system_file(self) -> Path | None:
         """The system description."""
         name = self.layout.setting("log", "system")
@@ -70,28 +57,21 @@ class ExaminedRun:
         return self.intended.system or in_results
 
 
-def check_batch(run: ExaminedRun) -> Iterator[Diagnosis]:
-    """Check that the batch can be divided over ranks and micro-batches."""
+def check_recipe(run: ExaminedRun) -> Iterator[Diagnosis]:
+    """Name the ranks of the run; the dry run checks that they can share its batch."""
     layout = run.layout
+    division = f"{layout.nodes} node(s) x {layout.ranks} rank(s)"
     if not layout.recipe:
         yield ok("recipe", "none given: only the machine is examined (--recipe NAME examines a run)")
-        return
-    batch, steps = (layout.setting("training", name) for name in ("global_batch_size", "gradient_accumulation_steps"))
-    division = f"{layout.nodes} node(s) x {layout.ranks} rank(s) x {steps} micro-batch(es)"
-    if layout.copy > 1:
-        division += f", {layout.copy} ranks to a copy of the model,"
-    each, rest = divmod(batch * layout.copy, layout.world_size * steps)
-    if layout.ranks % layout.tensor or layout.world_size % layout.copy:
-        remedy = "change the number of ranks (--nodes, NPROC), or --parallel.tensor and --parallel.pipeline"
-        yield fail("recipe", f"copies of the model of {layout.copy} rank(s) cannot share {division}", remedy)
-    elif rest:
-        remedy = "change the number of ranks (--nodes, NPROC), or --training.gradient-accumulation-steps"
-        yield fail("recipe", f"a batch of {batch} cannot be divided over {division}", remedy)
+    elif layout.ranks % layout.tensor:
+        remedy = "change the number of ranks (NPROC), or --parallel.tensor"
+        yield fail("recipe", f"groups of {layout.tensor} tensor-parallel ranks cannot share {division}", remedy)
     else:
-        yield ok("recipe", f"{layout.recipe}: a batch of {batch} over {division} of {each} sequence(s)")
+        batch = layout.setting("training", "global_batch_size")
+        yield ok("recipe", f"{layout.recipe}: a batch of {batch} over {division}")
 
 
-def check_packages(_: ExaminedRun) -> Iterator[Diagnosis]:
+def check_packages() -> Iterator[Diagnosis]:
     """Check that the official package is installed and has the newest rules."""
     installed, rules_file = version("mlperf-logging"), f"training_{rules.NEWEST_RULESET}/closed_bert.yaml"
     if not installed or not (resources.files("mlperf_logging.compliance_checker") / rules_file).is_file():
@@ -136,40 +116,21 @@ def check_storage(run: ExaminedRun) -> Iterator[Diagnosis]:
 
 
 def check_results(run: ExaminedRun) -> Iterator[Diagnosis]:
-    """Check that results can be written, and what the folder holds already."""
+    """Check what results lie on, and what is there already; the dry run checks that they can be written."""
     results = run.results
     if results is None:
         return
-    # The nearest folder that exists; the others will be made in it.
-    existing = next(folder for folder in (results.absolute(), *results.absolute().parents) if folder.exists())
-    storage, free = storage_of(existing, run.mounts), shutil.disk_usage(existing).free
-    named = f"{results}, on {storage.description}"
-    if storage.is_read_only or not os.access(existing, os.W_OK | os.X_OK):
-        yield fail(
-            "results", f"{named}, may not be written", "choose another folder (--log.results), or change its owner"
-        )
-        return
-    if free < RESULTS_BYTES:
-        found = f"{named}: {free / 2**20:.0f} MiB are free"
-        yield fail_or_warn("results", free < RESULTS_BYTES // 16, found, "make room, or choose another folder")
-    elif storage.durability == "memory":
-        yield warn("results", f"{named}: a reboot clears it", "choose a folder on a disk (--log.results)")
-    else:
-        yield ok("results", f"{named}: {free / 2**30:.0f} GiB are free")
-    if run.layout.recipe:
-        yield from _earlier_logs(run.layout, results)
-
-
-def _earlier_logs(layout: RunLayout, results: Path) -> Iterator[Diagnosis]:
-    folder, wanted = results / str(layout.setting("log", "system") or "") / "bert", layout.setting("log", "run")
-    there = {int(match[1]) for path in folder.glob("*") if (match := rules.RESULT_FILE.fullmatch(path.name))}
-    if wanted in there:
-        yield fail("results", f"{folder}/result_{wanted}.txt exists already", "move it away, or set another log.run")
-    elif len(there) >= SUBMISSION_RUNS and layout.is_closed:
+    storage = storage_of(results, run.mounts)
+    folder = results / str(run.layout.setting("log", "system") or "") / "bert"
+    there = sum(bool(rules.RESULT_FILE.fullmatch(path.name)) for path in folder.glob("*"))
+    found = f"{results}, on {storage.description}: {there} log(s) of this system already"
+    if storage.durability == "memory":
+        yield warn("results", f"{results} lies on {storage.description}", "choose a folder on a disk (--log.results)")
+    elif there >= SUBMISSION_RUNS and run.layout.is_closed:
         remedy = "move them away (with metrics_*), or set log.system to another name"
-        yield warn("results", f"{len(there)} logs in {folder} already, and a submission has {SUBMISSION_RUNS}", remedy)
-    elif there:
-        yield ok("results", f"{len(there)} log(s) in {folder} already")
+        yield warn("results", f"{found}, and a submission has {SUBMISSION_RUNS}", remedy)
+    else:
+        yield ok("results", found)
 
 
 def check_source(run: ExaminedRun) -> Iterator[Diagnosis]:
@@ -196,33 +157,6 @@ def check_source(run: ExaminedRun) -> Iterator[Diagnosis]:
         yield ok("source", f"commit {head}, without changes")
 
 
-def check_system_file(run: ExaminedRun) -> Iterator[Diagnosis]:
-    """Compare the system description with this machine."""
-    if path := run.system_file:
-        yield from compare(path, run.layout, run.host, run.machine)
-
-
-def check_checkpoint(run: ExaminedRun) -> Iterator[Diagnosis]:
-    """Check that the weights are whole, and of the recipe's model."""
-    path = run.checkpoint
-    if path is None:
-        return
-    remedy = f"make it by {_MAKE_DATA}, or by python -m bert.convert (docs/checkpoints.md)"
-    try:
-        shapes, _ = read_header(path)
-    except ValueError as error:
-        yield fail("checkpoint", str(error), remedy)
-        return
-    vocabulary, hidden = (run.layout.setting("model", name) for name in ("vocab_size", "hidden_size"))
-    matrices = [shape for shape in shapes.values() if len(shape) == 2]
-    if hidden and not any(rows >= vocabulary and columns == hidden for rows, columns in matrices):
-        found = f"{path} holds no word embeddings of {vocabulary} x {hidden}, which {run.layout.recipe} trains"
-        yield fail("checkpoint", found, remedy)
-    else:
-        parameters = sum(map(math.prod, shapes.values()))
-        yield ok("checkpoint", f"{path}: whole, {len(shapes)} tensors, {parameters / 1e6:.1f} million parameters")
-
-
 def check_dry_run(run: ExaminedRun) -> Iterator[Diagnosis]:
     """Ask the trainer for its own checks: data, vocabulary, settings, the free number of the result."""
     if not run.layout.recipe:
@@ -244,17 +178,15 @@ def check_data(run: ExaminedRun) -> Iterator[Diagnosis]:
     """Check every byte of the data against the manifest, which takes as long as reading the data."""
     for name in ("train", "evaluation"):
         folder = run.folder(name)
-        if folder is None:
+        if folder is None or not folder.exists():  # the dry run names the command that makes it
             continue
-        if not folder.exists():
-            yield fail("data", f"{folder}: no such folder", f"make the data by {_MAKE_DATA}")
-        elif run.intended.quick:
+        if run.intended.quick:
             yield warn("data", f"{folder} was not read", "omit --quick once, before the first run")
         else:
             begin = time.monotonic()
             arguments = ("-m", "dataloading", "verify", str(folder.absolute()))
             output = run.host.python(*arguments, timeout_s=VERIFY_TIMEOUT_S)
-            remedy = f"copy it again, or make it again by {_MAKE_DATA}"
+            remedy = "copy it again, or make it again (docs/data.md)"
             yield _last_line("data", output, remedy, f"; read in {time.monotonic() - begin:.0f} s")
 
 

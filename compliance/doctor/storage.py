@@ -30,7 +30,6 @@ class Mount(NamedTuple):
 
     point: str
     kind: str
-    options: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -39,7 +38,6 @@ class Storage:
 
     durability: Literal["durable", "memory", "layer", "unknown"]
     description: str
-    is_read_only: bool = False
 
 
 def read_mounts() -> list[Mount]:
@@ -47,7 +45,7 @@ def read_mounts() -> list[Mount]:
     import psutil
 
     partitions = psutil.disk_partitions(all=True)
-    return [Mount(each.mountpoint, each.fstype, tuple(each.opts.split(","))) for each in partitions]
+    return [Mount(each.mountpoint, each.fstype) for each in partitions]
 
 
 def storage_of(path: Path, mounts: Sequence[Mount]) -> Storage:
@@ -58,10 +56,10 @@ def storage_of(path: Path, mounts: Sequence[Mount]) -> Storage:
     mount = max(reversed(around), key=lambda mount: len(mount.point), default=None)
     if mount is None:
         return Storage("unknown", "an unknown file system")
-    named, is_read_only = f"{mount.kind} at {mount.point}", "ro" in mount.options
+    named = f"{mount.kind} at {mount.point}"
     if mount.kind in IN_MEMORY:
-        return Storage("memory", f"memory ({named})", is_read_only)
+        return Storage("memory", f"memory ({named})")
     if mount.kind in LAYERED:
-        return Storage("layer", f"the container's own layer ({named})", is_read_only)
+        return Storage("layer", f"the container's own layer ({named})")
     place = "the network" if mount.kind.startswith(ON_NETWORK) else "a disk"
-    return Storage("durable", f"{place} ({named})", is_read_only)
+    return Storage("durable", f"{place} ({named})")

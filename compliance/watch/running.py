@@ -91,19 +91,6 @@ class RunningLog(LoggedRun):
         return max(self.step_samples, evaluated, self.counted_samples)
 
     @property
-    def max_samples(self) -> int | None:
-        """Samples after which a run of this repository ends as aborted."""
-        limits = [self._setting("max_samples")]
-        steps = self._setting("max_steps")
-        if steps is not None and self.global_batch_size:
-            limits.append(steps * self.global_batch_size)
-        return min((limit for limit in limits if limit is not None), default=None)
-
-    def _setting(self, name: str) -> int | None:
-        text = self.header.get(f"config.training.{name}", "")
-        return int(text) if text.isdecimal() and text.isascii() and len(text) < 19 else None
-
-    @property
     def latest(self) -> LoggedEvaluation | None:
         """The last evaluation, or the start of the clock: the last moment of which samples and time are known."""
         if self.run_start_ms is None:

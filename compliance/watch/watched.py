@@ -26,17 +26,6 @@ MAX_LOGS = 100
 """Maximum number of logs of a folder that are read, the newest."""
 
 
-@dataclass(frozen=True)
-class Sibling:
-    """Another run of the folder. `samples` are the samples to the target, if the run reached it."""
-
-    name: str
-    seed: int | None
-    global_batch_size: int | None
-    is_done: bool
-    samples: int | None
-
-
 @dataclass
 class Watch:
     """A log that is followed, by the reference points and rules of a ruleset."""
@@ -44,7 +33,7 @@ class Watch:
     path: Path
     ruleset: str
     run: RunningLog = field(default_factory=RunningLog)
-    siblings: list[Sibling] = field(default_factory=list)
+    siblings: list[RunningLog] = field(default_factory=list)
     news_s: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
@@ -72,16 +61,11 @@ class Watch:
         """Read the other logs of the folder, and compare seeds."""
         if rules.RESULT_FILE.fullmatch(self.path.name) is None:
             return
-        others = {
-            path: written for path, written in results_in(self.path.parent).items() if path.name != self.path.name
-        }
-        self.siblings = [_sibling(path, written) for path, written in others.items()]
-        seed = self.run.seed
-        for sibling in self.siblings:
-            if seed is not None and seed == sibling.seed:
-                self.run.complain(
-                    f"seed {seed} is the seed of {sibling.name} too: no seed may be chosen twice (TR 5.1)"
-                )
+        others = {path: written for path, written in results_in(self.path.parent).items() if path != self.path}
+        self.siblings = [_read_log(path, written) for path, written in others.items()]
+        for path, sibling in zip(others, self.siblings, strict=True):
+            if (seed := self.run.seed) is not None and seed == sibling.seed:
+                self.run.complain(f"seed {seed} is the seed of {path.name} too: no seed may be chosen twice (TR 5.1)")
 
     @property
     def reference(self) -> Reference | None:
@@ -122,9 +106,7 @@ class Watch:
         trained = self.trained(now_ms)
         if trained is not None and run.rate:
             words += f", in {clock_span(*time_left(found, schedule, trained, run.rate))}"
-        limit = run.max_samples
-        ends = f"; it ends at {limit:,} samples at the latest" if limit and first > limit else ""
-        return f"{words}, {found.basis}{ends}"
+        return f"{words}, {found.basis}"
 
     def trained(self, now_ms: float) -> int | None:
         """Estimate the samples trained by now from the last evaluation and the rate; None while either is unknown."""
@@ -136,7 +118,8 @@ class Watch:
     def outlooks(self) -> Iterator[str]:
         """Yield what the reference convergence points would say if this run ended at either end of its forecast."""
         run, schedule, batch = self.run, self.run.schedule, self.run.global_batch_size
-        others = [other for other in self.siblings if other.is_done and other.global_batch_size == batch]
+        others = [each for each in self.siblings if each.is_ended and each.global_batch_size == batch]
+        reached = tuple(each.converged_samples() for each in others)
         # A full set has its outcome already.
         if run.division != "closed" or not batch or not schedule or len(others) >= SUBMISSION_RUNS:
             return
@@ -149,12 +132,12 @@ class Watch:
             indices = dict.fromkeys(index for index in (found.earliest, found.latest) if index is not None)
             ends = [(f"ending at evaluation {index}", schedule.samples(index)) for index in indices]
         for name, samples in ends:
-            result = _outlook((*(other.samples for other in others), samples), batch, self.ruleset)
+            result = _outlook((*reached, samples), batch, self.ruleset)
             # There is no mean without a run that converged, or with two that did not.
             if result.mean is not None and math.isfinite(result.mean):
                 mean = f"mean {result.mean:,.0f} over {len(others) + 1} run(s)"
                 yield f"{name}: {mean}, {self._standing(result.verdict, result.mean, result.scaling)}"
-        lost = sum(other.samples is None for other in others) + sum(samples is None for _, samples in ends)
+        lost = [*reached, *(samples for _, samples in ends)].count(None)
         if lost:
             yield f"{lost} run(s) of the set have not converged; more than one make it no result (TR 12)"
 
@@ -186,13 +169,13 @@ def results_in(folder: Path) -> dict[Path, float]:
 
 
 @lru_cache(maxsize=256)
-def _sibling(path: Path, _written: float) -> Sibling:
+def _read_log(path: Path, _written: float) -> RunningLog:
     """Read another log, once unless it changes; an unreadable one tells nothing."""
     run = RunningLog()
     with Follower(path) as follower:
         for line in follower.lines():
             run.take(line)
-    return Sibling(path.name, run.seed, run.global_batch_size, run.is_ended, run.converged_samples())
+    return run
 
 
 def choose(path: Path) -> Path | None:

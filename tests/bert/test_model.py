@@ -15,7 +15,6 @@ from torch import Tensor
 
 from benchmarks.training.hugging_face import new_model
 from bert.checkpoints.hugging_face import hugging_face_names, to_hugging_face
-from bert.checkpoints.weights import copy_weights
 from bert.configuration.sections import ModelConfig
 from bert.model import BertForPreTraining
 from dataloading.batches.loader import batch_of
@@ -58,7 +57,7 @@ def renamed(theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def imported(theirs: Any, dtype: torch.dtype) -> BertForPreTraining:
     model = BertForPreTraining(SMALL).to(dtype)
-    copy_weights(model, renamed(theirs.state_dict()), "Hugging Face")
+    model.load_state_dict(renamed(theirs.state_dict()))
     return model.train()
 
 

@@ -82,19 +82,11 @@ def change(*path: Any, to: Any) -> Any:
 
 
 DAMAGE = {
-    "another version": (change("version", to=2), "version 2, expected 1"),
+    "another version": (change("version", to=1), "1, expected mlperf-bert run plan 2"),
     "another file": (change("format", to="mlperf-bert cluster view"), "no plan of a run"),
-    "edited": (change("plan", "settings", "training.reduction", to="flat"), "edited or damaged"),
-    "no such recipe": (change("plan", "recipe", to=NAME), "plan.recipe is x"),
-    "a setting of no plan": (change("plan", "settings", "log.results", to="/"), "plan.settings has log.results"),
-    "without settings": (change("plan", "settings", to={}), "plan.settings has , expected"),
-    "settings as a list": (change("plan", "settings", to=[]), "plan.settings is no object"),
-    "a number as a setting": (change("plan", "settings", "optimizer.epsilon", to=1), "no text of at most 400"),
-    "a text without end": (change("plan", "device", to="x" * 1000), "plan.device is no text of at most 400"),
-    "a part that there is not": (change("plan", "step_seconds", "moon", to=1.0), "plan.step_seconds has"),
-    "a time that is none": (change("plan", "step_seconds", "reduce", to=float("nan")), "expected a finite number"),
-    "no ranks": (change("plan", "nodes", to=0), "a plan for no ranks"),
-    "a list": (change("plan", to=[1]), "plan has list, expected"),
+    "a name that steers a terminal": (change("format", to=NAME), "no plan of a run"),
+    "edited": (change("content", "settings", "training.reduction", to="flat"), "edited or damaged"),
+    "a list": (change("content", to=[1]), "edited or damaged"),
 }
 
 
@@ -118,6 +110,22 @@ def test_what_is_no_json_is_refused(file: Path, content: bytes, capsys: pytest.C
     assert main([f"--plan={file}"]) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert "run `python -m cluster plan` again" in line
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"recipe": "none"}, "plan.recipe is none"),
+        ({"settings": {}}, "plan.settings has , expected"),
+        ({"settings": settings_of(RECIPES["tiny_cpu"]()) | {"log.results": "/"}}, "plan.settings has log.results"),
+        ({"step_seconds": STEP | {"moon": 1.0}}, "plan.step_seconds has"),
+        ({"nodes": 0}, "a plan for no ranks"),
+    ],
+)
+def test_a_plan_that_lacks_something_is_refused(values: dict[str, Any], said: str, tmp_path: Path) -> None:
+    write_plan(replace(planned(), **values), tmp_path / "plan.json")
+    with pytest.raises(ValueError, match=said):
+        read_plan(tmp_path / "plan.json")
 
 
 def test_a_plan_that_holds_a_wrong_value_is_refused_in_one_line(

@@ -71,7 +71,7 @@ def test_the_accuracy_of_a_checkpoint_and_whether_it_is_as_expected(
         ("--data.evaluation nowhere", "nowhere"),
         ("--data.initial-checkpoint none", "none"),
         ("--data.initial-checkpoint None", "data.initial_checkpoint is not set: name the file"),
-        ("--model.hidden-size 64", "the model section asks for"),
+        ("--model.hidden-size 64", "model.hidden_size is 64"),
         ("--evaluation.batchsize 64", "--evaluation.batchsize"),
     ],
 )

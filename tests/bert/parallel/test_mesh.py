@@ -250,6 +250,7 @@ def test_ranks_on_several_hosts_do_not_register_buffers_of_captured_collectives(
 
     for name, value in (TORCHRUN | {"LOCAL_WORLD_SIZE": local_size, "MASTER_ADDR": "a", "MASTER_PORT": "1"}).items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     monkeypatch.setenv("NCCL_GRAPH_REGISTER", chosen or "")  # so that it is put back
     if chosen is None:
         monkeypatch.delenv("NCCL_GRAPH_REGISTER")

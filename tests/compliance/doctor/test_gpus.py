@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from compliance.doctor.accelerators import accelerators
-from compliance.doctor.gpus import ACROSS_NODES, NVLINK, Gpus, read_gpus
+from compliance.doctor.gpus import ACROSS_NODES, NVLINK, PCIE, Gpus, read_gpus
 from compliance.doctor.layout import RunLayout
 from tests.compliance.doctor.fake_host import CPU, GPU, GPUS, NODE, expect
 
@@ -60,10 +60,10 @@ def gpus(count: int, **changes: Any) -> Gpus:
         ),
         (
             NODE,
-            replace(GPUS, ways=Counter({NVLINK: 27, "PCIe host bridge": 1})),
+            replace(GPUS, ways=Counter({NVLINK: 27, PCIE: 1})),
             ["warn GPU links: some pairs lack NVLink"],
         ),
-        (NODE, replace(GPUS, ways=Counter({"PCIe host bridge": 28})), []),
+        (NODE, replace(GPUS, ways=Counter({PCIE: 28})), []),
         (NODE, replace(GPUS, ways=Counter()), ["warn GPU links: no topology"]),
     ],
 )
@@ -135,6 +135,8 @@ class Nvml:
         } | answers
 
     def __getattr__(self, name: str) -> Any:
+        if name == "NVML_TOPOLOGY_SYSTEM":
+            return 50
         if not name.startswith("nvml") or name[4:5].islower() or "_" in name:
             return 0  # a constant
         answer = self.answers.get(name.removeprefix("nvml"), NVMLError("Not Supported"))

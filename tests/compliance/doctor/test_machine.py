@@ -1,7 +1,6 @@
 """The checks of a machine's facts, and the facts of the machine that the tests run on."""
 
 import re
-import socket
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -19,18 +18,11 @@ DOWN = tuple(replace(port, state="DOWN") for port in PORTS)
 ONE_DOWN = (*PORTS[:3], replace(PORTS[3], state="INIT"), *PORTS[4:])
 
 
-def checked(machine: Machine, layout: RunLayout, port: object) -> Iterator[Diagnosis]:
+def checked(machine: Machine, layout: RunLayout) -> Iterator[Diagnosis]:
     yield from clock(machine, layout, 1_800_000_000.0)
     yield from memory(machine, layout)
     yield from processors(machine, layout)
-    yield from network(machine, layout, {"MASTER_PORT": str(port)})
-
-
-@pytest.fixture
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    yield from network(machine, layout)
 
 
 @pytest.mark.parametrize(
@@ -66,32 +58,8 @@ def free_port() -> int:
         (NODES, {"address": ""}, "warn host name: stands for no address"),
     ],
 )
-def test_one_wrong_fact_is_named(layout: RunLayout, facts: dict[str, Any], expected: str, free_port: int) -> None:
-    expect(checked(replace(MACHINE, **facts), layout, free_port), *filter(None, [expected]))
-
-
-@pytest.mark.parametrize("text", ["0", "65536", "http", ""])
-def test_a_port_that_is_no_port(text: str) -> None:
-    expect(checked(MACHINE, NODES, text), f"fail port: MASTER_PORT is {text!r}")
-
-
-def test_a_port_that_is_taken() -> None:
-    with socket.socket() as other:
-        other.bind(("", 0))
-        other.listen()
-        expect(checked(MACHINE, NODES, other.getsockname()[1]), "fail port: is not free")
-
-
-def test_a_port_that_an_earlier_run_used_is_free() -> None:
-    with socket.socket() as server, socket.socket() as client:
-        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        server.bind(("", 0))
-        server.listen()
-        port = server.getsockname()[1]
-        client.connect(("127.0.0.1", port))
-        server.accept()[0].close()  # the side that closes first keeps the port in TIME_WAIT
-        client.recv(1)
-    expect(checked(MACHINE, NODES, port))
+def test_one_wrong_fact_is_named(layout: RunLayout, facts: dict[str, Any], expected: str) -> None:
+    expect(checked(replace(MACHINE, **facts), layout), *filter(None, [expected]))
 
 
 def test_the_facts_of_this_machine_within_a_containers_limits(tmp_path: Path) -> None:

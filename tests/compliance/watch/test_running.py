@@ -250,16 +250,6 @@ def test_the_rate_is_that_of_the_last_evaluations() -> None:
     assert run.rate == pytest.approx(150_080, rel=0.01)
 
 
-def test_the_most_that_a_run_trains() -> None:
-    run = RunningLog()
-    assert run.max_samples is None
-    for setting in (b"max_samples: 96000", b"max_steps: None"):
-        run.take(b"# config.training." + setting)
-        assert run.max_samples == 96_000
-    run = begun(head=[b"# config.training.max_steps: 10"])
-    assert run.max_samples == 10 * (run.global_batch_size or 0) > 0
-
-
 # Untrusted input
 
 

@@ -33,10 +33,10 @@ class StandIn:
 def write_stand_in(folder: Path) -> StandIn:
     """Write both downloads to ``folder``."""
     files, text = folder / "bert-input-files", folder / "bert-preprocessed-wikipedia-dataset"
-    for name in ("tf1", "tf2"):
-        (files / f"{name}_ckpt").mkdir(parents=True)
-        for path in _BUNDLES.glob(f"{name}.*"):
-            shutil.copy(path, files / f"{name}_ckpt" / path.name.replace(name, "model.ckpt-28252"))
+    for form in ("tf1_ckpt", "tf2_ckpt"):
+        (files / form).mkdir(parents=True)
+        for path in _BUNDLES.glob("tf1.*"):
+            shutil.copy(path, files / form / path.name.replace("tf1", "model.ckpt-28252"))
     shutil.copy(_VOCAB, files / "vocab.txt")
     (files / "bert_config.json").write_text('{"num_attention_heads": 2}\n')
     text.mkdir()

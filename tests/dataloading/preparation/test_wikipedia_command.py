@@ -158,12 +158,12 @@ def test_both_downloads_make_what_the_recipes_expect(run: Run, stand_in: StandIn
 
 def test_a_checkpoint_that_cannot_be_read_is_refused_with_the_reason(run: Run, tmp_path: Path) -> None:
     bundles = REPOSITORY / "tests" / "bert" / "checkpoints" / "tf_bundles"
-    for path in bundles.glob("tf2_encoder.*"):
-        (tmp_path / "tf2_ckpt").mkdir(exist_ok=True)
-        shutil.copy(path, tmp_path / "tf2_ckpt" / path.name.replace("tf2_encoder", "model.ckpt-28252"))
+    for path in bundles.glob("tf1_sliced.*"):
+        (tmp_path / "tf1_ckpt").mkdir(exist_ok=True)
+        shutil.copy(path, tmp_path / "tf1_ckpt" / path.name.replace("tf1_sliced", "model.ckpt-28252"))
     (tmp_path / "empty.md5").touch()
-    words = ["wikipedia", tmp_path / "tf2_ckpt", "--out", tmp_path / "out", "--checksums", tmp_path / "empty.md5"]
-    assert "lacks " in run(*words, fails=True)
+    words = ["wikipedia", tmp_path / "tf1_ckpt", "--out", tmp_path / "out", "--checksums", tmp_path / "empty.md5"]
+    assert "partitioned" in run(*words, fails=True)
     assert not (tmp_path / "out" / "phase1.safetensors").exists()
 
 

@@ -1,15 +1,13 @@
 """Makes the TensorFlow checkpoints of this folder, with TensorFlow itself: ``python
 tests/bert/checkpoints/tf_bundles/make.py``.
 
-It needs ``tensorflow-cpu``, ``tf_keras`` (made with 2.21), ``google-crc32c`` and ``cramjam``.
+It needs ``tensorflow-cpu`` (made with 2.21), ``google-crc32c`` and ``cramjam``.
 The weights are those of ``state``, so that a test knows what a reader has to find:
 
     tf1            a TF1 Saver, with LAMB's moments and the step
     tf1_snappy     the index of tf1 alone, compressed as that of the benchmark's checkpoint is
     tf1_sharded    the same without moments, divided over two data files
     tf1_sliced     one variable that was partitioned
-    tf2            tf.train.Checkpoint(model=...) of the Keras pretrainer of MLPerf 0.7, both heads
-    tf2_encoder    tf.train.Checkpoint(encoder=...) without heads, as later converters write it
 """
 
 import os
@@ -17,7 +15,6 @@ import struct
 import sys
 import zlib
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -122,167 +119,6 @@ def write_sliced(prefix: Path) -> None:
             tf.train.Saver().save(session, str(prefix), write_meta_graph=False, write_state=False)
 
 
-def keras_layers() -> Any:
-    """Layers that own variables of the same names, shapes and object paths as those of the Keras BERT."""
-    import tf_keras  # pyright: ignore[reportMissingImports]
-
-    class Table(tf_keras.layers.Layer):
-        def __init__(self, rows: int, width: int, name: str) -> None:
-            super().__init__(name=name)
-            self._sizes = rows, width
-
-        def build(self, _: Any) -> None:
-            self.embeddings = self.add_weight("embeddings", shape=self._sizes)
-            self.built = True
-
-        def call(self, x: Any) -> Any:
-            return x
-
-    class Einsum(tf_keras.layers.Layer):
-        def __init__(self, kernel: tuple[int, ...], bias: tuple[int, ...], name: str) -> None:
-            super().__init__(name=name)
-            self._sizes = kernel, bias
-
-        def build(self, _: Any) -> None:
-            self._kernel = self.add_weight("kernel", shape=self._sizes[0])
-            self._bias = self.add_weight("bias", shape=self._sizes[1])
-            self.built = True
-
-        def call(self, x: Any) -> Any:
-            return x
-
-    class Attention(tf_keras.layers.Layer):
-        def __init__(self, hidden: int, heads: int) -> None:
-            super().__init__(name="self_attention")
-            kernel, bias = (hidden, heads, hidden // heads), (heads, hidden // heads)
-            self._query_dense = Einsum(kernel, bias, "query")
-            self._key_dense = Einsum(kernel, bias, "key")
-            self._value_dense = Einsum(kernel, bias, "value")
-            self._masked_softmax = tf_keras.layers.Softmax()
-            self._dropout = tf_keras.layers.Dropout(0.1)
-
-        def call(self, x: Any) -> Any:
-            return self._query_dense(x) + self._key_dense(x) + self._value_dense(x)
-
-    class Transformer(tf_keras.layers.Layer):
-        def __init__(self, sizes: dict[str, int], name: str) -> None:
-            super().__init__(name=name)
-            self._sizes = tuple(sizes[key] for key in ("hidden", "heads", "intermediate"))
-
-        def build(self, _: Any) -> None:
-            hidden, heads, wide = self._sizes
-            self._attention_layer = Attention(hidden, heads)
-            self._attention_output_dense = Einsum((heads, hidden // heads, hidden), (hidden,), "self_attention_output")
-            self._attention_dropout = tf_keras.layers.Dropout(0.1)
-            self._attention_layer_norm = tf_keras.layers.LayerNormalization(name="self_attention_layer_norm")
-            self._intermediate_dense = Einsum((hidden, wide), (wide,), "intermediate")
-            self._intermediate_activation_layer = tf_keras.layers.Activation("relu")
-            self._output_dense = Einsum((wide, hidden), (hidden,), "output")
-            self._output_dropout = tf_keras.layers.Dropout(0.1)
-            self._output_layer_norm = tf_keras.layers.LayerNormalization(name="output_layer_norm")
-            self.built = True
-
-        def call(self, x: Any) -> Any:
-            # The variables must exist under their names; what is computed with them does not matter here.
-            x = self._attention_output_dense(self._attention_layer(x))
-            x = self._attention_layer_norm(self._attention_dropout(x))
-            x = self._output_dropout(self._output_dense(self._intermediate_dense(x)))
-            return self._output_layer_norm(x)
-
-    class Bias(tf_keras.layers.Layer):
-        def build(self, shape: Any) -> None:
-            self._bias = self.add_weight("bias", shape=shape[1:])
-            self.built = True
-
-        def call(self, x: Any) -> Any:
-            return x
-
-    return Table, Transformer, Bias
-
-
-def keras_encoder(sizes: dict[str, int]) -> Any:
-    """The encoder: tables, norm, layers, pooler."""
-    import tf_keras  # pyright: ignore[reportMissingImports]
-
-    Table, Transformer, _ = keras_layers()
-    hidden = sizes["hidden"]
-    inputs = [tf_keras.layers.Input((hidden,), name=f"input_{name}") for name in ("word_ids", "mask", "type_ids")]
-    word = Table(sizes["vocab"], hidden, "word_embeddings")(inputs[0])
-    position = Table(sizes["positions"], hidden, "position_embedding")(word)
-    segment = Table(sizes["segments"], hidden, "type_embeddings")(inputs[2])
-    x = tf_keras.layers.Add()([word, position, segment])
-    x = tf_keras.layers.LayerNormalization(name="embeddings/layer_norm")(x)
-    x = tf_keras.layers.Dropout(0.1)(x)
-    mask = tf_keras.layers.Add()([x, inputs[1]])
-    x = tf_keras.layers.Add()([x, mask])
-    for index in range(sizes["layers"]):
-        x = Transformer(sizes, f"transformer/layer_{index}")(x)
-    pooled = tf_keras.layers.Dense(hidden, activation="tanh", name="pooler_transform")(x)
-    return tf_keras.Model(inputs, [x, pooled])
-
-
-def keras_pretrainer(sizes: dict[str, int]) -> Any:
-    """The encoder inside a model with both heads, each a model of its own."""
-    import tf_keras  # pyright: ignore[reportMissingImports]
-
-    _, _, Bias = keras_layers()
-    encoder, hidden = keras_encoder(sizes), sizes["hidden"]
-    sequence, pooled = encoder(encoder.inputs)
-
-    data = tf_keras.layers.Input((hidden,), name="sequence_data")
-    x = tf_keras.layers.Dense(hidden, name="cls/predictions/transform/dense")(data)
-    x = tf_keras.layers.LayerNormalization(name="cls/predictions/transform/LayerNorm")(x)
-    x = tf_keras.layers.Lambda(lambda x: x[:, :1] * np.ones((1, sizes["vocab"]), np.float32))(x)
-    x = Bias(name="cls/predictions/output_bias")(x)
-    masked_lm = tf_keras.Model(data, x, name="masked_lm")
-
-    data = tf_keras.layers.Input((hidden,), name="cls_output")
-    x = tf_keras.layers.Dense(2, name="predictions/transform/logits")(data)
-    classification = tf_keras.Model(data, x, name="classification")
-    return tf_keras.Model(encoder.inputs, [masked_lm(sequence), classification(pooled)])
-
-
-def assign(model: Any, sizes: dict[str, int]) -> None:
-    """Give every variable, found by its name, the weights of ``state``."""
-    replacements = (
-        ("transformer/layer_", "bert/encoder/layer_"),
-        ("self_attention_output/", "attention/output/dense/"),
-        ("self_attention_layer_norm/", "attention/output/LayerNorm/"),
-        ("self_attention/", "attention/self/"),
-        ("/intermediate/", "/intermediate/dense/"),
-        ("/output/kernel", "/output/dense/kernel"),
-        ("/output/bias", "/output/dense/bias"),
-        ("output_layer_norm/", "output/LayerNorm/"),
-        ("embeddings/layer_norm/", "bert/embeddings/LayerNorm/"),
-        ("pooler_transform/", "bert/pooler/dense/"),
-        ("output_bias/bias", "output_bias"),
-        ("predictions/transform/logits/kernel", "cls/seq_relationship/output_weights"),
-        ("predictions/transform/logits/bias", "cls/seq_relationship/output_bias"),
-        ("word_embeddings/embeddings", "bert/embeddings/word_embeddings"),
-        ("position_embedding/embeddings", "bert/embeddings/position_embeddings"),
-        ("type_embeddings/embeddings", "bert/embeddings/token_type_embeddings"),
-    )
-    arrays = tf1_variables(sizes)
-    for variable in model.variables:
-        name = variable.name.removesuffix(":0")
-        for ours, theirs in replacements:
-            name = name.replace(ours, theirs)
-        array = arrays[name].T if name.endswith("output_weights") else arrays[name]
-        variable.assign(array.reshape(variable.shape))
-
-
-def write_tf2(prefix: Path, sizes: dict[str, int], *, heads: bool) -> None:
-    """Write what ``tf.train.Checkpoint.save`` writes."""
-    import tensorflow as tf  # pyright: ignore[reportMissingImports, reportMissingModuleSource]
-
-    model = keras_pretrainer(sizes) if heads else keras_encoder(sizes)
-    assign(model, sizes)
-    written = tf.train.Checkpoint(**{"model" if heads else "encoder": model}).save(str(prefix))
-    for path in prefix.parent.glob(f"{Path(written).name}.*"):
-        path.rename(path.with_name(path.name.replace(Path(written).name, prefix.name)))
-    (prefix.parent / "checkpoint").unlink()
-
-
 def compress_index(source: Path, target: Path) -> None:
     """The same index of one data block, with that block packed by Snappy."""
     import cramjam  # pyright: ignore[reportMissingImports]
@@ -314,8 +150,6 @@ def main(folder: Path) -> None:
     compress_index(folder / "tf1.index", folder / "tf1_snappy.index")
     write_tf1(folder / "tf1_sharded", SIZES, moments=False, devices=2)
     write_sliced(folder / "tf1_sliced")
-    write_tf2(folder / "tf2", SIZES, heads=True)
-    write_tf2(folder / "tf2_encoder", SIZES, heads=False)
 
 
 if __name__ == "__main__":
