@@ -140,6 +140,9 @@ class TrainingConfig:
     """How ranks add up gradients. flat: over all at once. hierarchical: inside each host, between hosts, inside again.
     sharded: hierarchical, with the optimizer divided among the ranks of a host. sharded_world: divided among all ranks.
     auto: the faster of the first two."""
+    sharp: bool = False
+    """Let InfiniBand switches add the gradients that hosts exchange (SHARP, by NCCL's CollNet). Needs GPUs on several hosts,
+    fp32 gradients, and the reduction hierarchical, sharded or auto. NCCL sends as usual if the switches cannot."""
     reduce_dtype: ReduceDtype = "fp32"
     """The type in which gradients travel between ranks; they are added in fp32. bf16: half the bytes, more messages, and an
     error of 0.2 to 0.3 % in the norm of a tensor's gradient, at any number of ranks."""
@@ -174,6 +177,16 @@ class TrainingConfig:
         _at_least(1, "training.bad_intervals", self.bad_intervals)
         if not 1 <= self.fault_seconds <= 3600:
             raise ValueError(f"training.fault_seconds is {self.fault_seconds}: expected 1 to 3600")
+        if self.sharp:
+            for name, value, refused in (
+                ("device", self.device, ("cpu",)),
+                ("reduction", self.reduction, ("flat", "sharded_world")),
+                ("reduce_dtype", self.reduce_dtype, ("bf16",)),  # switches would round every sum of two
+            ):
+                if value in refused:
+                    raise ValueError(
+                        f"training.sharp is on, but training.{name} is {value}: change it, or turn sharp off"
+                    )
         if self.seed is not None and not 0 <= self.seed < 2**31:
             raise ValueError(f"training.seed is {self.seed}: expected 0 to 2147483647")
 
