@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
@@ -16,13 +15,13 @@ from rich.text import Text
 
 from compliance.doctor import machine_checks, run_checks
 from compliance.doctor.accelerators import accelerators
-from compliance.doctor.diagnosis import Diagnosis, ok
+from compliance.doctor.diagnosis import Diagnosis
 from compliance.doctor.host import ExaminedHost
 from compliance.doctor.layout import IntendedRun, layout_of
 from compliance.doctor.machine import Machine, read_machine
 from compliance.doctor.run_checks import ExaminedRun
 from compliance.doctor.storage import Mount, read_mounts
-from compliance.doctor.system import ask_pytorch, container
+from compliance.doctor.system import ask_pytorch
 from compliance.doctor.system_file import compare
 from console.program import say, say_json
 from console.text import visible
@@ -60,7 +59,6 @@ def examine(
     yield from machine_checks.memory(machine, layout)
     yield from machine_checks.processors(machine, layout)
     yield from machine_checks.network(machine, layout)
-    yield ok("container", container(host) or "none")
     for check in (run_checks.check_caches, run_checks.check_storage, run_checks.check_results, run_checks.check_source):
         yield from check(run)
     if path := run.system_file:
@@ -79,7 +77,7 @@ def print_diagnoses(diagnoses: Iterable[Diagnosis], as_json: bool) -> int:
             console.print(_lines(diagnosis))
     counts = Counter(diagnosis.state for diagnosis in found)
     if as_json:
-        say_json([asdict(diagnosis) for diagnosis in found])
+        say_json([diagnosis._asdict() for diagnosis in found])
     else:
         say(f"{counts['fail']} fail, {counts['warn']} warn, {counts['ok']} ok")
     return 1 if counts["fail"] else 0

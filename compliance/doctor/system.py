@@ -13,8 +13,8 @@ import shutil
 import socket
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 from compliance.doctor.gpus import Gpus
@@ -163,16 +163,18 @@ def accelerators(found: Gpus) -> dict[str, str]:
 def ask_pytorch(host: ExaminedHost) -> dict[str, Any]:
     """Ask, in a process of its own, what PyTorch was built with and the GPUs it sees; empty if it cannot be imported."""
     answer = host.python("-c", _ASK_PYTORCH, timeout_s=PYTORCH_TIMEOUT_S).answer
-    return json.loads(answer) if answer else {}
+    with suppress(ValueError):
+        return json.loads(answer)
+    return {}
 
 
 def software(pytorch: Mapping[str, Any], driver: str, host: ExaminedHost) -> dict[str, str]:
-    """Describe the software: PyTorch and its libraries, installed packages, the container, the system."""
+    """Describe the software: PyTorch and its libraries, installed packages, the system."""
     stack = [f"{name} {pytorch[name]}" for name in ("CUDA", "cuDNN", "NCCL") if pytorch.get(name)]
     stack += [f"NVIDIA driver {driver}"] if driver else []
     packages = ("numpy", "triton", "nvidia-dali-cuda130", "mlperf-logging")
     stack += [f"{name} {number}" for name in packages if (number := version(name))]
-    stack += [f"Python {platform.python_version()}", *filter(None, [container(host)])]
+    stack += [f"Python {platform.python_version()}"]
     # Values stand in quotes or without.
     release = dict(re.findall(r'^(\w+)="?(.*?)"?$', host.read("/etc/os-release"), re.MULTILINE))
     ngc = host.environment.get("NVIDIA_PYTORCH_VERSION")
@@ -182,21 +184,6 @@ def software(pytorch: Mapping[str, Any], driver: str, host: ExaminedHost) -> dic
         "other_software_stack": ", ".join(stack),
         "operating_system": release.get("PRETTY_NAME", platform.platform()),
     }
-
-
-def container(host: ExaminedHost) -> str:
-    """Name the kind of container this runs in, and NVIDIA's image; "" outside of containers."""
-    environment = host.environment
-    image = f", image NVIDIA {name}" if (name := environment.get("NVIDIA_PRODUCT_NAME")) else ""
-    apptainer = environment.get("APPTAINER_CONTAINER") or environment.get("SINGULARITY_CONTAINER")
-    kinds = {
-        f"Apptainer container {Path(apptainer or '').name}": apptainer,
-        "Kubernetes pod": environment.get("KUBERNETES_SERVICE_HOST"),
-        "Podman container": host.path("/run/.containerenv").exists(),
-        "Docker container": host.path("/.dockerenv").exists(),
-        "container": image or environment.get("container"),
-    }
-    return next((kind + image for kind, is_here in kinds.items() if is_here), "")
 
 
 def version(distribution: str) -> str:

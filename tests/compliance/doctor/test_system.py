@@ -6,7 +6,6 @@ import pytest
 from compliance.doctor.gpus import Gpus
 from compliance.doctor.host import ExaminedHost
 from compliance.doctor.machine import read_machine
-from compliance.doctor.system import container
 from compliance.log.rules import SYSTEM_FIELDS
 from console.processes import Output
 from tests.compliance.doctor.fake_host import BARE, LSCPU, MACHINE, PORTS, describe, fake_host
@@ -50,9 +49,8 @@ def test_a_gpu_node_is_described(tmp_path: Path) -> None:
         "/sys/class/net/down0/speed": "-1\n",
         "/sys/class/net/ib0/device/vendor": "0x15b3",
         "/sys/class/net/lo/mtu": "65536",
-        "/.dockerenv": "",
     }
-    environment = {"NVIDIA_PRODUCT_NAME": "PyTorch", "NVIDIA_PYTORCH_VERSION": "25.10"}
+    environment = {"NVIDIA_PYTORCH_VERSION": "25.10"}
     host = fake_host(tmp_path, files, ANSWERS, environment)
     machine = replace(MACHINE, ports=(*PORTS[1:], replace(PORTS[0], rate="200 Gb/sec (4X HDR)", link_layer="Ethernet")))
     fields = describe("closed", {"number_of_nodes": "8"}, host, machine)
@@ -83,7 +81,6 @@ def test_a_gpu_node_is_described(tmp_path: Path) -> None:
     assert {name: fields[name] for name in expected} == expected
     stack = fields["other_software_stack"].split(", ")
     assert stack[:4] == ["CUDA 13.0", "cuDNN 9.14.0", "NCCL 2.28.9", "NVIDIA driver 580.65.06"]
-    assert stack[-2:] == ["Docker container", "image NVIDIA PyTorch"]
 
 
 @pytest.mark.parametrize("answer", ["", Output(trouble="python gave no answer within 90 s")])
@@ -101,22 +98,6 @@ def test_pytorch_is_not_asked_without_a_gpu(tmp_path: Path) -> None:
     host = fake_host(tmp_path, answers=ANSWERS)
     describe("open", host=host, machine=replace(MACHINE, gpus=Gpus()))
     assert [command[0] for command in host.asked] == ["lscpu"]
-
-
-@pytest.mark.parametrize(
-    ("files", "environment", "expected"),
-    [
-        ({}, {}, ""),
-        ({"/.dockerenv": ""}, {}, "Docker container"),
-        ({"/run/.containerenv": ""}, {}, "Podman container"),
-        ({}, {"APPTAINER_CONTAINER": "/images/bert.sif"}, "Apptainer container bert.sif"),
-        ({}, {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, "Kubernetes pod"),
-        ({}, {"container": "enroot"}, "container"),
-        ({}, {"NVIDIA_PRODUCT_NAME": "PyTorch"}, "container, image NVIDIA PyTorch"),
-    ],
-)
-def test_containers(tmp_path: Path, files: dict[str, str], environment: dict[str, str], expected: str) -> None:
-    assert container(fake_host(tmp_path, files, environment=environment)) == expected
 
 
 @pytest.mark.parametrize(
