@@ -92,8 +92,8 @@ class DataConfig:
     """The vocabulary of the shards. Its digest is compared with the digest in their manifest."""
     initial_checkpoint: Path | None
     """Weights to start from: a safetensors file or a Hugging Face folder. None: random weights."""
-    loader: Literal["numpy", "dali"] = "numpy"
-    """numpy or dali, which needs nvidia-dali. Both give the same batches."""
+    loader: Literal["auto", "numpy", "dali"] = "auto"
+    """auto: on a GPU the faster of both, if nvidia-dali is installed; otherwise numpy. Both give the same batches."""
     prefetch: int = 4
     """Number of steps that the loader prepares ahead."""
 
