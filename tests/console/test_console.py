@@ -31,7 +31,6 @@ ALLOWED = {  # rich's consoles show what has passed `visible`; a fault's traceba
     "compliance/check/terminal.py": {"Console", "print"},
     "compliance/doctor/examination.py": {"Console", "print"},
     "compliance/official/worker.py": {"print"},  # JSON to the program that asked
-    "compliance/report/summary.py": {"Console", "print"},
     "compliance/watch/screen.py": {"Console", "print"},
 }
 
