@@ -38,16 +38,15 @@ def against_logs(description: Description, runs: Sequence[LoggedRun]) -> Iterato
         if name == "status" and (said not in rules.SYSTEM_STATUSES or described not in rules.SYSTEM_STATUSES.values()):
             continue
         rule = f"{RULE}; TR 4" if name == "division" else RULE
-        remedy = f"correct {name}, or the setting that is logged as {key}"
         found = f"value {shown(described)}, expected what the logs say, {key} {shown(said)}"
+        remedy = f"correct {name}, or the setting that is logged as {key}"
         yield Finding(description.lines.get(name), name, rule, found, remedy, severity=severity)
     # The heads of this repository's logs name hardware and software.
     head = {key: _usual([run.header.get(key) for run in runs]) or "" for key in _HEADS}
-    has_accelerators = head["accelerator"].lower() not in _NONE
     # Each rank has an accelerator of its own; ranks on processors may be any number.
-    ranks = head["processes"].partition(" ")[0] if has_accelerators else ""
+    ranks = "" if head["accelerator"].lower() in _NONE else head["processes"].partition(" ")[0]
     model, torch = head["cpu"].rpartition(", ")[0], f"PyTorch {head['torch']}" if head["torch"] else ""
-    compared = [
+    compared: list[tuple[str, str, str, Callable[[str, str], bool]]] = [
         (
             "accelerator_model_name",
             description.text("accelerator_model_name") or "none",
@@ -62,8 +61,8 @@ def against_logs(description: Description, runs: Sequence[LoggedRun]) -> Iterato
         if described and logged and not agree(described, logged):
             what = "number_of_nodes x accelerators_per_node" if name == "accelerators_per_node" else "value"
             found = f"{what} {shown(described)}, expected what the heads of the logs say, {shown(logged)}"
-            severity: Severity = "error" if name in ESSENTIAL else "warning"
             remedy = f"`python -m compliance system --out FILE --set {name}=...`, or take the logs of this system"
+            severity = "error" if name in ESSENTIAL else "warning"
             yield Finding(description.lines.get(name), name, RULE, found, remedy, severity=severity)
 
 
@@ -81,7 +80,7 @@ def _usual(values: Sequence[object]) -> str | None:
 
 
 def _alike(described: str, said: str) -> bool:
-    """Tell whether two names may mean the same: letters and digits of one within the other, in any case."""
+    """Tell whether the letters and digits of one name are within the other, in any case."""
     one, other = ("".join(filter(str.isalnum, name.casefold())) for name in (described, said))
     return one in other or other in one
 
@@ -122,16 +121,12 @@ def same_model(written: str, here: str) -> bool:
 
 def same_size(written: str, here: str) -> bool:
     """Tell whether two sizes of memory are the same within 10 %: part of it is never free to use."""
-    sizes = [_size(written), _size(here)]
-    if None in sizes:
-        return True  # what cannot be read is no difference
-    first, second = (float(size or 0) for size in sizes)
-    return abs(first - second) <= 0.1 * max(first, second)
-
-
-def _size(text: str) -> float | None:
-    match = re.search(r"(\d+(?:\.\d+)?)\s*([kmgt]i?b)\b", text.lower())
-    return float(match[1]) * _MEMORY_UNITS[match[2]] if match else None
+    sizes = []
+    for text in (written, here):
+        match = re.search(r"(\d+(?:\.\d+)?)\s*([kmgt]i?b)\b", text.lower())
+        sizes += [float(match[1]) * _MEMORY_UNITS[match[2]]] if match else []
+    # A size that cannot be read is no difference.
+    return len(sizes) < 2 or abs(sizes[0] - sizes[1]) <= 0.1 * max(sizes)
 
 
 def same_release(written: str, here: str) -> bool:
