@@ -1,6 +1,6 @@
 """Check logs, describe the system, report on a results folder: `python -m compliance --help`.
 
-A command imports what it needs when it runs: a page of charts or a submission's tools cost the others nothing.
+Each command imports what it needs when it runs.
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ app = Commands()
 def check(
     paths: Annotated[Positional[tuple[Path, ...]], arg(metavar="PATH...", help="Logs, or folders of them")],
     ruleset: AnyRuleset = AUTO,
-    # The parameters bear the names of their options, even where that hides a builtin or a module. FlagCreatePairsOff
-    # keeps tyro from adding a --no-... to each flag.
+    # Parameters are named like their options. FlagCreatePairsOff keeps tyro from adding a --no-... to each flag.
     quiet: FlagCreatePairsOff[bool] = False,
     ignore: Path | None = None,
     json: FlagCreatePairsOff[bool] = False,
@@ -50,24 +49,24 @@ def check(
         sarif: Write the findings to this file too, as SARIF 2.1.0, which code review tools show beside the lines.
         format: github adds annotations for a workflow, which GitHub shows beside the lines.
     """
-    # tyro lets a tuple of positional arguments be empty, and nothing checked must not look like all passed.
+    # tyro accepts an empty tuple of positional arguments.
     if not paths:
         raise ValueError("no path given, expected logs results/<system>/bert/result_<n>.txt, or folders of them")
-    # An annotation is a line of its own, among which a document would be no JSON.
+    # Annotations would break the JSON document.
     if format == "github" and json:
         raise ValueError("--format github and --json: choose one of them")
     from compliance.check.known import read_known, without_known
     from compliance.submission.check import accepted, check_paths
 
     known = read_known(ignore) if ignore else frozenset()
-    # All verdicts come first: a path that cannot be checked ends the command before anything is printed or written.
+    # A path that cannot be checked ends the command before anything is printed or written.
     verdicts, ignored = without_known(check_paths(paths, ruleset), known)
-    # Before the first line of output, so that a file that cannot be written is the only thing that is said.
+    # A file that cannot be written ends the command before the first line of output.
     if sarif:
         from compliance.check.review import write_sarif
 
         write_sarif(sarif, verdicts)
-    # Not simply that all pass: a folder of ten can do without one of its logs.
+    # A folder of ten may pass without one of its logs.
     is_accepted = accepted(verdicts)
     if json:
         say_json([verdict.as_dict() for verdict in verdicts])

@@ -11,7 +11,7 @@ from compliance.log.findings import Finding, Verdict
 from console.files import read_json
 
 Known = frozenset[tuple[str, str, str, str]]
-"""(file, key, rule, what was found) of each known finding; the line may have moved."""
+"""(file, key, rule, found) of each known finding. The line may have moved."""
 
 
 def read_known(path: Path) -> Known:
@@ -36,7 +36,6 @@ def without_known(verdicts: Sequence[Verdict], known: Known) -> tuple[list[Verdi
 
 
 def _new(verdict: Verdict, known: Known) -> list[Finding]:
-    # As JSON holds them: a name that is no UTF-8 is an escape there.
     return [
         finding
         for finding in verdict.findings

@@ -1,14 +1,13 @@
-"""Print verdicts for a reader: a line each, the findings below it, and the total at the end."""
+"""Print verdicts: a line each, the findings below it, and the total at the end."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 
 from compliance.log.findings import Verdict
 from compliance.log.rules import NEWEST_RULESET
 from console.program import say
-from console.text import counted, visible
+from console.text import counted
 
 MAX_NAMED = 5
 """Maximum number of failures that the total names."""
@@ -19,28 +18,14 @@ def say_verdicts(verdicts: Sequence[Verdict], *, quiet: bool = False) -> None:
     for verdict in verdicts:
         if quiet and verdict.passed:
             continue
-        _say_verdict(verdict)
+        word = "PASS" if verdict.passed else "FAIL"
+        say(f"{word} {verdict.path}: official {verdict.official}, ours {verdict.ours}: {verdict.summary}")
         for finding in verdict.errors if quiet else verdict.findings:
             say(f"    {finding}")
 
 
-def _say_verdict(verdict: Verdict) -> None:
-    word = "PASS" if verdict.passed else "FAIL"
-    text = f" {verdict.path}: official {verdict.official}, ours {verdict.ours}: {verdict.summary}"
-    if not sys.stdout.isatty():
-        say(word + text)
-        return
-    from rich.console import Console
-    from rich.text import Text
-
-    line = Text(word, style="bold green" if verdict.passed else "bold red").append(
-        visible(text), style="not bold default"
-    )
-    Console(highlight=False).print(line, soft_wrap=True)
-
-
 def total(verdicts: Sequence[Verdict], *, is_accepted: bool, ignored: int = 0) -> str:
-    """Say in one line how many logs pass, and how many of the folders and descriptions around them; name what fails."""
+    """Return one line that counts and names the logs, folders and descriptions that pass and fail."""
     others = [verdict for verdict in verdicts if verdict.path.suffix == ".json" or verdict.path.is_dir()]
     logs = [verdict for verdict in verdicts if verdict not in others]
     parts = [_share(counted(len(logs), "log"), logs)] if logs or not others else []

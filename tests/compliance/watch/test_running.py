@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bert.log.mllog import MLLog
-from compliance.log import rules
 from compliance.watch.running import RunningLog
 from tests.compliance import run_logs
 
@@ -262,36 +261,3 @@ def test_any_bytes_are_taken(lines: list[bytes]) -> None:
         run.take(b":::MLLOG " + text)
         run.take_metrics(text)
     run.watch_the_time(BASE)
-
-
-VALUES = st.recursive(
-    st.none() | st.booleans() | st.floats() | st.integers() | st.text(max_size=5),
-    lambda children: st.lists(children, max_size=3) | st.dictionaries(st.text(max_size=5), children, max_size=3),
-    max_leaves=5,
-)
-
-
-@settings(max_examples=50)
-@given(
-    st.lists(
-        st.tuples(
-            st.sampled_from([*rules.KEYS, "other"]),
-            VALUES,
-            st.integers(),
-            st.dictionaries(st.sampled_from(["epoch_num", "samples_count", "status"]), VALUES),
-        ),
-        max_size=30,
-    ),
-    st.dictionaries(st.sampled_from(["samples", "sequences_per_s", "world_size", "text", "step"]), VALUES),
-)
-def test_any_records_and_metrics_are_taken(
-    records: list[tuple[str, Any, int, dict[str, Any]]], entry: dict[str, Any]
-) -> None:
-    run = RunningLog()
-    for event in (entry.get("text"), "run", "step", "warning"):
-        run.take_metrics(json.dumps(entry | {"event": event}).encode())
-    for key, value, time_ms, metadata in records:
-        run.take(line(key, value, time_ms, **metadata))
-        run.watch_the_time(time_ms)
-        assert run.samples >= 0
-        assert run.target is None or isinstance(run.target, float)
