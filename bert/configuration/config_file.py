@@ -24,7 +24,7 @@ _FORMER_NAMES = {
     "training.shard_gradients": None,
 }
 """Settings of earlier versions by their names today; None for settings that were removed."""
-_FORMER_VALUES = {("data.loader", "auto")}
+_FORMER_VALUES = (("data.loader", "auto"),)
 """Values of earlier versions, for which the default stands today."""
 
 
