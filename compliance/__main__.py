@@ -169,7 +169,6 @@ def doctor(
     recipe: str = "",
     data: Path | None = None,
     checkpoint: Path | None = None,
-    system: Path | None = None,
     results: Path | None = None,
     nodes: int | None = None,
     quick: FlagCreatePairsOff[bool] = False,
@@ -181,7 +180,6 @@ def doctor(
         recipe: The run; without one only the machine is examined.
         data: A data set, or the folder with train and evaluation in it; by default the recipe's.
         checkpoint: The weights that the run starts from; by default the recipe's.
-        system: The system description; by default results/systems/<system>.json.
         results: Where results go; by default the recipe's.
         nodes: Machines that take part; by default as Slurm or NNODES says, or the recipe's name.
         quick: Do not read the data.
@@ -190,7 +188,7 @@ def doctor(
     from compliance.doctor.examination import examine, print_diagnoses
     from compliance.doctor.layout import IntendedRun
 
-    intended = IntendedRun(recipe, data, checkpoint, system, results, nodes, quick)
+    intended = IntendedRun(recipe, data, checkpoint, results, nodes, quick)
     return print_diagnoses(examine(intended), as_json=json)
 
 

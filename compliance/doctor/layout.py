@@ -30,7 +30,6 @@ class IntendedRun:
     recipe: str = ""
     data: Path | None = None
     checkpoint: Path | None = None
-    system: Path | None = None
     results: Path | None = None
     nodes: int | None = None
     quick: bool = False

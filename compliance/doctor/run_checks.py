@@ -1,21 +1,18 @@
-"""Check what a run reads and writes: recipe, packages, caches, data, results, source."""
+"""Check what a run reads and writes: recipe, caches, data, results, source."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from compliance.doctor.diagnosis import Diagnosis, fail, fail_or_warn, ok, warn
 from compliance.doctor.host import ExaminedHost
 from compliance.doctor.layout import IntendedRun, RunLayout
-from compliance.doctor.machine import Machine
 from compliance.doctor.storage import Mount, storage_of
-from compliance.doctor.system import version
 from compliance.log import rules
 from compliance.log.rules import SUBMISSION_RUNS
 from console.processes import Output
@@ -26,14 +23,12 @@ VERIFY_TIMEOUT_S = 3600.0
 
 @dataclass(frozen=True)
 class ExaminedRun:
-    """The run that is intended, with all that is known about it."""
+    """The run that the user names, its layout, and where it would run."""
 
     intended: IntendedRun
     layout: RunLayout
     host: ExaminedHost
-    machine: Machine
     mounts: Sequence[Mount]
-    pytorch: Mapping[str, Any]
 
     def folder(self, name: Literal["train", "evaluation"]) -> Path | None:
         """Return a data set of the run."""
@@ -49,13 +44,6 @@ class ExaminedRun:
         """The run's results/ folder."""
         return self.intended.results or self.layout.named_path("log", "results")
 
-    @property
-    def system_file(self) -> Path | None:
-        """The system description."""
-        name = self.layout.setting("log", "system")
-        in_results = self.results / "systems" / f"{name}.json" if self.results and name else None
-        return self.intended.system or in_results
-
 
 def check_recipe(run: ExaminedRun) -> Iterator[Diagnosis]:
     """Name the ranks of the run; the dry run checks that they can share its batch."""
@@ -69,16 +57,6 @@ def check_recipe(run: ExaminedRun) -> Iterator[Diagnosis]:
     else:
         batch = layout.setting("training", "global_batch_size")
         yield ok("recipe", f"{layout.recipe}: a batch of {batch} over {division}")
-
-
-def check_packages() -> Iterator[Diagnosis]:
-    """Check that the official package is installed and has the newest rules."""
-    installed, rules_file = version("mlperf-logging"), f"training_{rules.NEWEST_RULESET}/closed_bert.yaml"
-    if not installed or not (resources.files("mlperf_logging.compliance_checker") / rules_file).is_file():
-        found = f"{installed or 'not installed'}: no rules of BERT for {rules.NEWEST_RULESET}"
-        yield fail("mlperf-logging", found, "install the pinned packages: rm -r .venv, and run run_and_time.sh again")
-    else:
-        yield ok("mlperf-logging", f"{installed}, with the rules of {rules.NEWEST_RULESET}")
 
 
 def check_caches(run: ExaminedRun) -> Iterator[Diagnosis]:

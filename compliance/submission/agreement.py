@@ -20,7 +20,6 @@ RULE = "SR System description"
 ESSENTIAL = ("accelerators_per_node", "accelerator_model_name")
 """Fields that must agree, or the description is of another system."""
 
-_MEMORY_UNITS = {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12}
 _HEADS = ("accelerator", "cpu", "torch", "processes")
 _NONE = ("", "none", "n/a", "-")
 
@@ -118,20 +117,6 @@ def same_model(written: str, here: str) -> bool:
     if not numbered:
         return bool(words(written) & words(here)) or not words(here)
     return any(a.startswith(b) or b.startswith(a) for a in numbered for b in words(written) if re.search(r"\d{2,}", b))
-
-
-def same_size(written: str, here: str) -> bool:
-    """Tell whether two sizes of memory are the same within 10 %: part of it is never free to use."""
-    sizes = [_size(written), _size(here)]
-    if None in sizes:
-        return True  # what cannot be read is no difference
-    first, second = (float(size or 0) for size in sizes)
-    return abs(first - second) <= 0.1 * max(first, second)
-
-
-def _size(text: str) -> float | None:
-    match = re.search(r"(\d+(?:\.\d+)?)\s*([kmgt]i?b)\b", text.lower())
-    return float(match[1]) * _MEMORY_UNITS[match[2]] if match else None
 
 
 def same_release(written: str, here: str) -> bool:

@@ -87,8 +87,7 @@ class RunningLog(LoggedRun):
     @property
     def samples(self) -> int:
         """Samples trained by the latest news."""
-        evaluated = self.evaluations[-1].samples if self.evaluations else 0
-        return max(self.step_samples, evaluated, self.counted_samples)
+        return max(self.step_samples, self.counted_samples, *(each.samples for each in self.evaluations[-1:]))
 
     @property
     def latest(self) -> LoggedEvaluation | None:
