@@ -24,8 +24,6 @@ _FORMER_NAMES = {
     "training.shard_gradients": None,
 }
 """Settings of earlier versions by their names today; None for settings that were removed."""
-_FORMER_VALUES = (("data.loader", "auto"),)
-"""Values of earlier versions, for which the default stands today."""
 
 
 def arguments_of(path: Path, recipe: str | None) -> tuple[str, list[str]]:
@@ -33,8 +31,7 @@ def arguments_of(path: Path, recipe: str | None) -> tuple[str, list[str]]:
 
     Raises ``ValueError`` when it cannot be read, names another recipe than ``recipe``, or a setting that there is not.
     """
-    stated_values = (each for each in _read(path) if each not in _FORMER_VALUES)
-    named = ((_FORMER_NAMES.get(name, name), value) for name, value in stated_values)
+    named = ((_FORMER_NAMES.get(name, name), value) for name, value in _read(path))
     values = {name: value for name, value in named if name is not None}
     # Taken out first: it decides which settings there are, and their defaults.
     stated = values.pop("recipe", None)
