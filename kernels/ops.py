@@ -1,7 +1,7 @@
 """Every public op with its implementations, and what is chosen for all of them; `kernels` has them for its users.
 
-``_pytorch``, ``_apex``, ``_flash_attn`` and ``_triton`` name the functions that implement the ops, each with the function that
-returns the reasons why it cannot compute some arguments. Their imports run when an implementation is first needed.
+``_pytorch``, ``_apex``, ``_flash_attn`` and ``_triton`` name the functions that implement the ops, each with the function
+that returns the reasons why it cannot compute some arguments. Their imports run when an implementation is first needed.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping

@@ -72,9 +72,10 @@ def test_layer_norms_are_those_of_the_definition(op: str) -> None:
 
 @pytest.mark.usefixtures("nvidia_apex")
 def test_layer_norm_takes_one_type_under_autocast() -> None:
-    rows, vectors = [torch.randn(5, 16).bfloat16() for _ in range(2)], [torch.randn(16) for _ in range(3)]
+    x, residual = torch.randn(2, 5, 16).bfloat16().unbind()
+    bias, weight, norm_bias = torch.randn(3, 16).unbind()
     with torch.autocast("cpu", torch.bfloat16):
-        output = apex.dropout_add_layer_norm(rows[0], vectors[0], rows[1], *vectors[1:], 1e-12, None)
+        output = apex.dropout_add_layer_norm(x, bias, residual, weight, norm_bias, 1e-12, None)
     assert output.dtype == torch.bfloat16
 
 
