@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from compliance.check.terminal import total
+from compliance.check.output import total
 from compliance.log.findings import Finding, Verdict
 from tests.compliance.command import run
 from tests.compliance.log_edits import value
