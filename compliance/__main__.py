@@ -57,7 +57,7 @@ def check(
     # Annotations would break the JSON document.
     if format == "github" and json:
         raise ValueError("--format github and --json: choose one of them")
-    from compliance.check.known import read_known, without_known
+    from compliance.check.output import read_known, without_known
     from compliance.submission.check import accepted, check_paths
 
     known = read_known(ignore) if ignore else frozenset()
@@ -77,7 +77,7 @@ def check(
     if json:
         say_json([verdict.as_dict() for verdict in verdicts])
         return 0 if is_accepted else 1
-    from compliance.check.terminal import say_verdicts, total
+    from compliance.check.output import say_verdicts, total
 
     say_verdicts(verdicts, quiet=quiet)
     if format == "github":
