@@ -132,7 +132,7 @@ def _timed_run(config: Config, inputs: Inputs, mesh: Mesh, guard: DataGuard, int
             log.run_start()
             barrier()
             guard.release()
-            with watchdog.getting_on(timed.stopwatch.tracker):
+            with watchdog.expect_progress(timed.stopwatch.tracker):
                 status = train(timed)
         timed.loader.close()
         if capturer is not None:
