@@ -5,8 +5,9 @@ from collections.abc import Sequence
 from bert.configuration.config import Config
 from bert.log.mllog import MLLog
 from bert.parallel.mesh import Mesh
+from console.program import complain
 from dataloading.batches.loader import Batch, Loader, batch_of, shape_bucket_of
-from dataloading.batches.loader_choice import loader_of
+from dataloading.batches.loader_choice import choose_loader
 from dataloading.batches.sampler import BatchPlan, MicroBatch
 from dataloading.batches.shape_buckets import ShapeBucket, choose_shape_buckets, draw_sizes
 from dataloading.batches.synthetic import synthetic_samples
@@ -80,6 +81,9 @@ def build_loader(
         return plan.rank_batches(first_step + step, mesh.data_rank)
 
     ahead = config.data.prefetch
-    make_loader = loader_of(config.data.loader, mesh.device, rank_batches, train.lengths, ahead, shape_buckets)
-    log.line(f"# loader: {config.data.loader}")
-    return make_loader(train, rank_batches, mesh.device, ahead, shape_buckets)
+    choice = choose_loader(config.data.loader, mesh.device, rank_batches, train.lengths, ahead, shape_buckets)
+    log.line(f"# {choice}")
+    # Each rank chooses for itself, but the log is rank 0's, so every host says that its DALI cannot start.
+    if choice.is_fallback and mesh.local_rank == 0:
+        complain(choice, "warning")
+    return choice.make(train, rank_batches, mesh.device, ahead, shape_buckets)

@@ -19,6 +19,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 import yaml
@@ -46,18 +47,19 @@ def enqueue_config(name: str) -> None:
 
 
 class RuleFiles:
-    """Replacement for the module yaml that parses each rule file once."""
+    """Replacement for the module yaml that parses each rule file once; the checker does not change what it loads."""
 
     BaseLoader = yaml.BaseLoader
 
-    def __init__(self) -> None:
-        self._known: dict[str, Any] = {}
+    @staticmethod
+    def load(file: TextIO, Loader: object) -> Any:  # noqa: ARG004 - passed by name
+        """Return the content of a rule file."""
+        return _load_rules(file.name)
 
-    def load(self, file: TextIO, Loader: type[yaml.BaseLoader]) -> Any:
-        """Return the content of a rule file, which the checker does not change."""
-        if file.name not in self._known:
-            self._known[file.name] = yaml.load(file, Loader)
-        return self._known[file.name]
+
+@cache
+def _load_rules(name: str) -> Any:
+    return yaml.load(Path(name).read_text("utf-8"), yaml.BaseLoader)
 
 
 class _Messages(logging.Handler):

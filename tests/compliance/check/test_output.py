@@ -1,15 +1,13 @@
-"""What `check` prints and writes beside its verdicts: the total, errors alone, known findings, colour."""
+"""What `check` prints and writes beside its verdicts: the total, errors alone, known findings."""
 
 from __future__ import annotations
 
-import io
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
-from compliance.check.terminal import say_verdicts, total
+from compliance.check.output import total
 from compliance.log.findings import Finding, Verdict
 from tests.compliance.command import run
 from tests.compliance.log_edits import value
@@ -74,20 +72,3 @@ def test_a_file_that_holds_no_findings_is_refused(tmp_path: Path, logs: list[Pat
     if content == "{}":  # holds none
         return
     assert (status, said.count("\n"), said.startswith(f"error: {known}")) == (2, 1, True)
-
-
-@pytest.mark.parametrize("environment", [{}, {"NO_COLOR": "1"}], ids=["colour", "NO_COLOR"])
-def test_a_terminal_shows_the_verdict_in_colour(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str]) -> None:
-    terminal = io.StringIO()
-    monkeypatch.setattr(terminal, "isatty", lambda: True, raising=False)
-    monkeypatch.setattr(sys, "stdout", terminal)
-    monkeypatch.setenv("TERM", "xterm-256color")
-    for name in ("NO_COLOR", "FORCE_COLOR", "COLUMNS"):
-        monkeypatch.delenv(name, raising=False)
-    for name, text in environment.items():
-        monkeypatch.setenv(name, text)
-    monkeypatch.setenv("COLUMNS", "40")
-    say_verdicts([verdict("x[bold]" * 20 + "\x1b[2J"), verdict("b", ERROR)])
-    shown = terminal.getvalue()
-    assert ("\x1b[1;32mPASS" in shown, "\x1b[1;31mFAIL" in shown) == (not environment, not environment)
-    assert ("x[bold]" * 20 in shown, "\x1b[2J" in shown, shown.count("\n")) == (True, False, 3)

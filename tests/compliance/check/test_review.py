@@ -90,12 +90,6 @@ def test_what_is_found_in_a_folder_stands_at_its_first_log_or_at_itself(tmp_path
     assert place_of(none)["artifactLocation"]["uri"] == "none"
 
 
-def test_rules_are_listed_once(tmp_path: Path) -> None:
-    run = run_of(tmp_path, (tmp_path / "a.txt", [EARLY, LATE]), (tmp_path / "b.txt", [LATE, EARLY]))
-    assert len(run["tool"]["driver"]["rules"]) == 2
-    assert [result["ruleIndex"] for result in run["results"]] == [0, 1, 1, 0]
-
-
 @pytest.mark.parametrize(
     "name", ["run all.txt", "Größe.txt", "100%.txt", "a#b?c.txt", "tab\t.txt", "line\nend.txt", "\udcff.txt"]
 )
@@ -169,15 +163,6 @@ def test_parts_come_back_as_they_were(text: str) -> None:
     assert decoded(line) == ("error", {"file": text, "line": "3", "title": f"TR {text}"}, f"of {text}")
     assert "\n" not in line
     assert "\r" not in line
-
-
-def test_hostile_parts_make_one_harmless_line() -> None:
-    line = annotation("warning", NAME, {"file": NAME, "title": NAME})
-    assert line.isprintable()
-    assert not re.search(r"##\w*\[", line)
-    level, properties, _ = decoded(line)
-    assert (level, properties.keys()) == ("warning", {"file", "title"})
-    line.encode()
 
 
 def test_an_annotation_stands_at_the_line_of_each_finding(

@@ -86,17 +86,6 @@ def test_closed_runs_above_the_largest_point_do_not(tmp_path: Path) -> None:
     assert (found.outlook.verdict, found.passed) == ("no reference", False)
 
 
-def test_mixed_batch_sizes_are_refused(tmp_path: Path) -> None:
-    write_series(tmp_path / "a", [17])
-    write_series(tmp_path / "b", [17], global_batch_size=512)
-    (tmp_path / "a/result_0.txt").rename(tmp_path / "result_0.txt")
-    (tmp_path / "b/result_0.txt").rename(tmp_path / "result_1.txt")
-    with pytest.raises(
-        ValueError, match=r"global_batch_size differs between logs \(448 in result_0.txt, 512 in result_1.txt\)"
-    ):
-        standing(tmp_path, "5.0.0")
-
-
 def test_no_logs(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no such folder"):
         standing(tmp_path / "nowhere", "5.0.0")
