@@ -41,7 +41,7 @@ ACCESSES = {"attention": 8.0, "norm": 10.0, "gelu": 5.0, "embedding": 8.0, "loss
 
 SEQUENCE_BYTES, LAUNCHES = 599_294_086, 1406
 """Bytes of memory traffic of a sequence of BERT-Large beside its products, with the lengths of Wikipedia, and launches of a
-micro-batch, counted over `cluster.model.computations`: 2 bytes an access; 6 launches a product, and 8 any other computation."""
+micro-batch: 2 bytes an access of `cluster.model.computations`; 6 launches a product, and 8 any other computation."""
 
 Costs = Mapping[str, tuple[float, ...]]
 """Seconds for one unit of each term of a computation, by its kind."""
