@@ -35,6 +35,7 @@ def check(
     ignore: Path | None = None,
     json: FlagCreatePairsOff[bool] = False,
     sarif: Path | None = None,
+    junit: Path | None = None,
     format: Literal["text", "github"] = "text",
 ) -> int:
     """Check logs with the official checker and stricter rules. Exit status 0 only if all pass, 1 if one does not.
@@ -47,6 +48,7 @@ def check(
         ignore: Leave out the findings in this file, which an earlier check wrote with --json.
         json: Print the verdicts as one JSON document.
         sarif: Write the findings to this file too, as SARIF 2.1.0, which code review tools show beside the lines.
+        junit: Write the verdicts to this file too, as JUnit XML, which CI servers show as tests.
         format: github adds annotations for a workflow, which GitHub shows beside the lines.
     """
     # tyro accepts an empty tuple of positional arguments.
@@ -55,7 +57,7 @@ def check(
     # Annotations would break the JSON document.
     if format == "github" and json:
         raise ValueError("--format github and --json: choose one of them")
-    from compliance.check.known import read_known, without_known
+    from compliance.check.output import read_known, without_known
     from compliance.submission.check import accepted, check_paths
 
     known = read_known(ignore) if ignore else frozenset()
@@ -66,12 +68,16 @@ def check(
         from compliance.check.review import write_sarif
 
         write_sarif(sarif, verdicts)
+    if junit:
+        from compliance.check.review import write_junit
+
+        write_junit(junit, verdicts)
     # A folder of ten may pass without one of its logs.
     is_accepted = accepted(verdicts)
     if json:
         say_json([verdict.as_dict() for verdict in verdicts])
         return 0 if is_accepted else 1
-    from compliance.check.terminal import say_verdicts, total
+    from compliance.check.output import say_verdicts, total
 
     say_verdicts(verdicts, quiet=quiet)
     if format == "github":

@@ -6,7 +6,6 @@ written. The check collects and grades them. The watch warns of those that cost 
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator, Mapping
 from typing import Literal, NamedTuple
 
@@ -15,6 +14,7 @@ from compliance.log.findings import shown
 from compliance.log.record import Record
 from compliance.log.run import OPENED_BY, LoggedRun, samples_of
 from compliance.log.schedule import evaluation_interval
+from console.text import did_you_mean
 
 Kind = Literal[
     "key",  # an unknown key
@@ -63,9 +63,8 @@ def violations(run: LoggedRun, record: Record, ruleset: str | None = None) -> It
     key = record.key
     rule = rules.KEYS.get(key)
     if rule is None:
-        close = difflib.get_close_matches(key, rules.KEYS, 1)
-        hint = f"one of the log's; did you mean {close[0]}?" if close else "one of the log's"
-        yield Violation("key", key, "an unknown key", hint, "correct the key", "common.yaml")
+        expected = f"a key of the log{did_you_mean(key, rules.KEYS)}"
+        yield Violation("key", key, "an unknown key", expected, "correct the key", "common.yaml")
         return
     if record.event_type != rule.event_type:
         remedy = "use the logger's start and end"

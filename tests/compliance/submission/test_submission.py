@@ -20,9 +20,8 @@ from compliance.official.package import Answer, ask, ask_about_folder
 from compliance.report.page import render
 from compliance.report.results import load_results
 from compliance.report.summary import as_json, as_markdown
-from compliance.submission.agreement import against_logs
 from compliance.submission.check import accepted, check_paths
-from compliance.submission.description import description_findings, read_description
+from compliance.submission.description import against_logs, description_findings, read_description
 from tests.compliance.command import run
 from tests.compliance.log_edits import Edit, in_turn, metadata, repeat_before, value
 from tests.compliance.submission.submission_trees import (
