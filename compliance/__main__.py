@@ -35,6 +35,7 @@ def check(
     ignore: Path | None = None,
     json: FlagCreatePairsOff[bool] = False,
     sarif: Path | None = None,
+    junit: Path | None = None,
     format: Literal["text", "github"] = "text",
 ) -> int:
     """Check logs with the official checker and stricter rules. Exit status 0 only if all pass, 1 if one does not.
@@ -47,6 +48,7 @@ def check(
         ignore: Leave out the findings in this file, which an earlier check wrote with --json.
         json: Print the verdicts as one JSON document.
         sarif: Write the findings to this file too, as SARIF 2.1.0, which code review tools show beside the lines.
+        junit: Write the verdicts to this file too, as JUnit XML, which CI servers show as tests.
         format: github adds annotations for a workflow, which GitHub shows beside the lines.
     """
     # tyro accepts an empty tuple of positional arguments.
@@ -66,6 +68,10 @@ def check(
         from compliance.check.review import write_sarif
 
         write_sarif(sarif, verdicts)
+    if junit:
+        from compliance.check.review import write_junit
+
+        write_junit(junit, verdicts)
     # A folder of ten may pass without one of its logs.
     is_accepted = accepted(verdicts)
     if json:

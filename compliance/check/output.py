@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,7 @@ from compliance.log.findings import Verdict
 from compliance.log.rules import NEWEST_RULESET
 from console.files import read_json
 from console.program import say
-from console.text import counted
+from console.text import counted, visible
 
 MAX_NAMED = 5
 """Maximum number of failures that the total names."""
@@ -49,10 +50,22 @@ def say_verdicts(verdicts: Sequence[Verdict], *, quiet: bool = False) -> None:
     for verdict in verdicts:
         if quiet and verdict.passed:
             continue
-        word = "PASS" if verdict.passed else "FAIL"
-        say(f"{word} {verdict.path}: official {verdict.official}, ours {verdict.ours}: {verdict.summary}")
+        _say_verdict(verdict)
         for finding in verdict.errors if quiet else verdict.findings:
             say(f"    {finding}")
+
+
+def _say_verdict(verdict: Verdict) -> None:
+    word = "PASS" if verdict.passed else "FAIL"
+    text = f" {verdict.path}: official {verdict.official}, ours {verdict.ours}: {verdict.summary}"
+    if not sys.stdout.isatty():
+        say(word + text)
+        return
+    from rich.console import Console
+    from rich.text import Text
+
+    line = Text(word, style="bold green" if verdict.passed else "bold red")
+    Console(highlight=False).print(line.append(visible(text), style="not bold default"), soft_wrap=True)
 
 
 def total(verdicts: Sequence[Verdict], *, is_accepted: bool, ignored: int = 0) -> str:

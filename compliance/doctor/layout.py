@@ -71,11 +71,6 @@ class RunLayout:
         """Ranks of all nodes."""
         return self.nodes * self.ranks
 
-    @property
-    def tensor(self) -> int:
-        """Ranks of a node that share a copy of the model, or a stage of it."""
-        return self.setting("parallel", "tensor") or 1
-
 
 def shape_in_name(recipe: str) -> tuple[int, int] | None:
     """Return the nodes and the GPUs per node that a recipe's name tells: dgxa100_8x8."""

@@ -4,14 +4,8 @@ from __future__ import annotations
 
 import csv
 import io
-import sys
 from dataclasses import asdict
 from typing import Any, Literal, NamedTuple
-
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from compliance.log.rules import SUBMISSION_RUNS
 from compliance.report.published import SOURCE
@@ -25,7 +19,6 @@ COLUMNS = ("run", "official", "ours", "time to train", "accuracy", "target", "se
 
 Kind = Literal["good", "warn", "bad", "plain"]
 
-_STYLES = {"valid": "green", "aborted": "yellow", "invalid": "red"}
 _KINDS: dict[str, Kind] = {"pass": "good", "scaled": "warn", "fail": "bad"}
 
 
@@ -117,22 +110,12 @@ def score_line(results: Results) -> str:
 
 
 def print_summary(results: Results) -> None:
-    """Print the table: in colour on a terminal, as plain columns elsewhere."""
-    if sys.stdout.isatty():
-        # Names of systems may hold markup.
-        table = Table(title=escape(heading(results)), title_justify="left", box=SIMPLE_HEAD)
-        for name in COLUMNS:
-            table.add_column(name, justify="left" if name in ("official", "ours") else "right")
-        for run in results.runs:
-            number, official, outcome, *values = cells(run)
-            table.add_row(number, official, f"[{_STYLES[outcome]}]{outcome}[/]", *values)
-        Console().print(table)
-    else:
-        rows = [COLUMNS, *(cells(run) for run in results.runs)]
-        widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
-        say(heading(results))
-        for row in rows:
-            say("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
+    """Print the table of all runs, and the score."""
+    rows = [COLUMNS, *(cells(run) for run in results.runs)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
+    say(heading(results))
+    for row in rows:
+        say("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
     say(score_line(results))
     say(results.notice)
 

@@ -79,9 +79,9 @@ ok   shared memory   1024.0 GiB free in /dev/shm
 ok   cores           112 for 8 rank(s)
 ok   network         8 ports with RDMA, 400 Gb/sec (4X NDR)
 ok   caches          may be dropped before the run
-ok   data            FOLDER/data/train lies on a disk (ext4 at /)
-ok   data            FOLDER/data/evaluation lies on a disk (ext4 at /)
-ok   results         FOLDER/results, on a disk (ext4 at /): 0 log(s) of this system already
+ok   data            FOLDER/data/train lies on ext4 at /
+ok   data            FOLDER/data/evaluation lies on ext4 at /
+ok   results         FOLDER/results, on ext4 at /: 0 log(s) of this system already
 ok   source          commit 1234abc, without changes
 fail dry run         data.vocab \\x1b[2J[red]x
                      -> do what it says; python -m bert.train RECIPE --dry-run asks again
@@ -142,10 +142,6 @@ def test_requests_that_make_no_sense(tmp_path: Path, request_: IntendedRun) -> N
         list(examine(request_, fake_host(tmp_path), BARE))
 
 
-def test_ranks_of_a_node_that_cannot_form_tensor_groups(tmp_path: Path) -> None:
-    expect(look(tmp_path, answers={RECIPES: recipe(parallel={"tensor": 3})}), "fail recipe: of 3", about="recipe")
-
-
 @pytest.mark.parametrize(("name", "state"), [("", "warn"), ("h100_1x8", "fail")])
 def test_caches(tmp_path: Path, name: str, state: str) -> None:
     expect(look(tmp_path, name), "ok caches: may be dropped before the run", about="caches")
@@ -158,7 +154,7 @@ def test_caches(tmp_path: Path, name: str, state: str) -> None:
 
 DAMAGED = Output("", "x\nerror: part_0.hdf5: digest differs\n", "python failed with status 1")
 SILENT = Output(trouble="python gave no answer within 3600 s")
-PLACE = "ok data: lies on a disk (ext4 at /)"
+PLACE = "ok data: lies on ext4 at /"
 
 
 @pytest.mark.parametrize(
@@ -168,7 +164,8 @@ PLACE = "ok data: lies on a disk (ext4 at /)"
         ("", {"data": "one"}, [PLACE, "warn data: was not read"]),
         ("", {"data": "one", "quick": False, "answers": {"dataloading verify": DAMAGED}}, [PLACE, "fail data: part_0"]),
         ("", {"data": "one", "quick": False, "answers": {"dataloading verify": SILENT}}, [PLACE, "fail data: 3600 s"]),
-        ("", {"data": "one", "mounts": MEMORY}, ["warn data: lies on memory", "warn data: "]),
+        ("", {"data": "one", "mounts": [Mount("/", "overlay")]}, ["warn data: a layer", "warn data: "]),
+        ("", {"data": "one", "mounts": MEMORY}, ["warn data: lies on memory: tmpfs at /", "warn data: "]),
         ("h100_1x8", {"data": "one", "mounts": MEMORY}, ["fail data: on memory"] * 2 + ["warn data: "] * 2),
     ],
 )
@@ -203,7 +200,7 @@ def test_results_of_earlier_runs(tmp_path: Path) -> None:
         (folder / f"result_{number}.txt").write_text("")
     said("warn results: 10 log(s) of this system already, and a submission has 10")
     said("ok results: 10 log(s)", **{RECIPES: recipe(log={"division": "open"})})
-    expect(look(tmp_path, mounts=MEMORY, results=folder), "warn results: memory (tmpfs at /)", about="results")
+    expect(look(tmp_path, mounts=MEMORY, results=folder), "warn results: memory: tmpfs at /", about="results")
 
 
 @pytest.mark.parametrize(
