@@ -92,8 +92,8 @@ class DataConfig:
     """The vocabulary of the shards. Its digest is compared with the digest in their manifest."""
     initial_checkpoint: Path | None
     """Weights to start from: a safetensors file or a Hugging Face folder. None: random weights."""
-    loader: Literal["numpy", "dali"] = "numpy"
-    """numpy or dali, which needs nvidia-dali. Both give the same batches."""
+    loader: Literal["auto", "numpy", "dali"] = "auto"
+    """auto: on a GPU the faster of both, if nvidia-dali is installed; otherwise numpy. Both give the same batches."""
     prefetch: int = 4
     """Number of steps that the loader prepares ahead."""
 
@@ -136,6 +136,9 @@ class TrainingConfig:
     """How ranks sum gradients. flat: over all at once. hierarchical: inside each host, between hosts, inside again.
     sharded: hierarchical, with the optimizer divided among the ranks of a host. sharded_world: divided among all ranks.
     auto: the faster of the first two."""
+    sharp: bool = False
+    """Let InfiniBand switches add the gradients that hosts exchange (SHARP, by NCCL's CollNet). Needs GPUs on several hosts,
+    fp32 gradients, and the reduction hierarchical, sharded or auto. NCCL sends as usual if the switches cannot."""
     reduce_dtype: ReduceDtype = "fp32"
     """Type in which gradients are sent between ranks; they are summed in fp32. bf16: half the bytes, more messages, and
     an error of 0.2 to 0.3 % in the norm of a tensor's gradient, at any number of ranks."""
@@ -174,6 +177,15 @@ class TrainingConfig:
             self.seed is not None and not 0 <= self.seed < 2**31,
             f"training.seed is {self.seed}: expected 0 to 2147483647",
         )
+        for name, value, refused in (
+            ("device", self.device, ("cpu",)),
+            ("reduction", self.reduction, ("flat", "sharded_world")),
+            ("reduce_dtype", self.reduce_dtype, ("bf16",)),  # switches would round every sum of two
+        ):
+            refuse(
+                self.sharp and value in refused,
+                f"training.sharp is on, but training.{name} is {value}: change it, or turn sharp off",
+            )
 
 
 @dataclass(frozen=True)

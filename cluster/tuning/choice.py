@@ -2,8 +2,8 @@
 
     python -m cluster.tuning.choice RECIPE [--section.field value ...]
 
-If there is one for this machine and these settings, prints a sentence, the number of processes, the threads of each,
-and settings, one a line; otherwise nothing. It does not import PyTorch, which would take longer than most choices save.
+If there is one for this machine and these settings, prints a sentence, the number of processes, and the threads of each, one
+a line; otherwise nothing. It does not import PyTorch, which would take longer than most choices save.
 """
 
 from __future__ import annotations
@@ -30,8 +30,6 @@ from cluster.probe.machine import host_memory, processor_name
 from console.files import read_bounded, write_atomically
 from console.program import say
 
-SETTINGS = ("data.prefetch", "training.bucket_bytes")
-"""Settings that are tuned. None of them changes what is computed."""
 VARIABLES = ("NPROC", "OMP_NUM_THREADS")
 FOLDER_VARIABLE = "MLPERF_BERT_CACHE"
 _MOST_BYTES = 1 << 20
@@ -51,20 +49,13 @@ Count = Annotated[int, msgspec.Meta(ge=1, le=4096)]
 
 
 class TunedRun(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Processes, threads of each, and settings by name."""
+    """A number of processes, and the threads of each."""
 
     processes: Count
     threads: Count
-    settings: tuple[tuple[str, Annotated[int, msgspec.Meta(ge=1, le=1 << 30)]], ...] = ()
 
     def __str__(self) -> str:
-        settings = "".join(f", {name} {value}" for name, value in self.settings)
-        return f"{self.processes} process(es) x {self.threads} thread(s){settings}"
-
-    @property
-    def arguments(self) -> list[str]:
-        """Return the settings as arguments of ``bert.train``."""
-        return [f"--{name.replace('_', '-')}={value}" for name, value in self.settings]
+        return f"{self.processes} process(es) x {self.threads} thread(s)"
 
 
 class _Kept(msgspec.Struct):
@@ -108,8 +99,8 @@ def kept(config: Config) -> TunedRun | None:
     try:
         found = msgspec.json.decode(read_bounded(path, _MOST_BYTES, "delete it"), type=_Kept)
         # The file's name has only a part of the digest.
-        if found.key != key or not {name for name, _ in found.choice.settings} <= set(SETTINGS):
-            raise ValueError(f"{path} was made for another machine, configuration or version; delete it")
+        if found.key != key:
+            raise ValueError(f"{path} was made for another machine or configuration; delete it")
         return found.choice
     except (ValueError, msgspec.MsgspecError) as error:
         say(f"warning: the choice that was tuned for {config.recipe} is ignored: {error}")
@@ -123,18 +114,15 @@ def _file_and_key(config: Config) -> tuple[Path, dict[str, object]]:
     return default_folder() / "runs" / f"{config.recipe}-{digest}.json", key
 
 
-def set_by_hand(choice: TunedRun, settings: Sequence[str]) -> str | None:
-    """Return the name of a part of the choice that the user has set, if any, in the environment or the settings."""
-    for name in VARIABLES:
-        if os.environ.get(name):
-            return name
-    # A kept choice must not override the settings of a configuration file or a plan.
-    return next((name for name in ("config", "plan", *dict(choice.settings)) if name in given(settings)), None)
-
-
-def given(settings: Sequence[str]) -> set[str]:
-    """Return the names of the settings on a command line."""
-    return {argument.partition("=")[0].removeprefix("--").replace("-", "_") for argument in settings}
+def set_by_hand(settings: Sequence[str]) -> str | None:
+    """Return the name of what the user has set instead of the choice, if anything, in the environment or the settings."""
+    names = {argument.partition("=")[0].removeprefix("--") for argument in settings}
+    # A kept choice must not override a configuration file or a plan.
+    given = [
+        *(name for name in VARIABLES if os.environ.get(name)),
+        *(each for each in ("config", "plan") if each in names),
+    ]
+    return next(iter(given), None)
 
 
 def _key(config: Config) -> dict[str, object]:
@@ -172,10 +160,10 @@ def main(arguments: Sequence[str]) -> int:
     choice = kept(config)
     if choice is None:
         return 0
-    if name := set_by_hand(choice, arguments):
+    if name := set_by_hand(arguments):
         say(f"tuned on this machine is {choice}: not used, as {name} is set")
         return 0
-    for line in (f"tuned on this machine: {choice}", choice.processes, choice.threads, *choice.arguments):
+    for line in (f"tuned on this machine: {choice}", choice.processes, choice.threads):
         say(line)
     return 0
 

@@ -18,7 +18,7 @@ from importlib import metadata
 from typing import Any
 
 from compliance.doctor.gpus import Gpus
-from compliance.doctor.host import ExaminedHost
+from compliance.doctor.host import ExaminedHost, run_root
 from compliance.doctor.machine import Machine
 from compliance.log.rules import DIVISIONS, SYSTEM_FIELDS, SYSTEM_INTEGERS, SYSTEM_STATUSES
 
@@ -48,8 +48,10 @@ print(json.dumps({
 
 def measure(host: ExaminedHost, machine: Machine) -> dict[str, str]:
     """Return the fields that this machine can tell; empty if it does not."""
-    fields = processors(host, machine) | storage(host) | accelerators(machine.gpus)
+    fields = processors(host, machine) | accelerators(machine.gpus)
     fields["host_memory_capacity"] = f"{machine.memory_bytes / 2**30:.0f} GiB"
+    # Of the file system that runs start in, decimal as disks are sold.
+    fields["host_storage_capacity"] = f"{shutil.disk_usage(run_root()).total / 1e9:.0f} GB"
     fields["host_networking"] = networking(host, machine)
     return fields | software(ask_pytorch(host) if machine.gpus.gpus else {}, machine.gpus.driver, host)
 
@@ -102,29 +104,6 @@ def processors(host: ExaminedHost, machine: Machine) -> dict[str, str]:
         "host_processor_frequency": f"{machine.frequency_mhz / 1000:.2f} GHz" if machine.frequency_mhz else "",
         "host_processor_caches": ", ".join(f"{level} cache: {size}" for level, size in sizes.items() if size),
     }
-
-
-def storage(host: ExaminedHost) -> dict[str, str]:
-    """Describe the disks by kind and size; without any, the file system of the current folder."""
-    kinds: Counter[tuple[str, str]] = Counter()
-    for name in host.names("/sys/block"):
-        sectors = host.read(f"/sys/block/{name}/size")
-        if not re.match(r"nvme|sd|vd|xvd", name) or not sectors.isdecimal() or not int(sectors):
-            continue
-        rotates = host.read(f"/sys/block/{name}/queue/rotational") == "1"
-        kind = (
-            "NVMe SSD" if name.startswith("nvme") else "virtual disk" if "vd" in name else "HDD" if rotates else "SSD"
-        )
-        kinds[kind, _bytes(int(sectors) * 512)] += 1  # sectors of 512 bytes, whatever the disk has
-    capacities = [f"{count}x {size}" for (_, size), count in sorted(kinds.items())]
-    return {
-        "host_storage_type": ", ".join(sorted({kind for kind, _ in kinds})),
-        "host_storage_capacity": ", ".join(capacities) or f"1x {_bytes(shutil.disk_usage('.').total)}",
-    }
-
-
-def _bytes(count: int) -> str:  # decimal, as disks are sold
-    return f"{count / 1e12:.2f} TB" if count >= 10**12 else f"{count / 1e9:.0f} GB"
 
 
 def networking(host: ExaminedHost, machine: Machine) -> str:

@@ -89,6 +89,8 @@ def test_paths_in_the_repository_are_told_from_its_root_on(tmp_path: Path) -> No
             ],
             "set training.gradient_accumulation_steps 9 to a multiple of 4",
         ),
+        (["dgxa100_8x8", "--training.sharp", "--training.reduction", "flat"], "training.reduction is flat"),
+        (["dgxa100_8x8", "--training.sharp", "--training.reduce-dtype", "bf16"], "training.reduce_dtype is bf16"),
         (["dgxa100_1x8", "--parallel.tensor", "32"], "intermediate_size 4096: set it to 16 or 8"),
         (
             ["h100_1x8", "--parallel.tensor", "8", "--model.intermediate-size", "4032", "--log.division", "open"],
