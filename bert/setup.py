@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from rich.console import Console
 
-from bert.batches import build_loader, captures, choose_shapes, made_up_batches
+from bert.batches import build_loader, captures, choose_shapes, synthetic_batches
 from bert.checkpoints.during_run import NoCheckpoints, RunCheckpoints
 from bert.checkpoints.initial_model import first_model
 from bert.checkpoints.training_state import Checkpoints, RunState, restore
@@ -166,7 +166,7 @@ def _warmed_up_step(
     # Each rank drops other elements. Stages of a copy share a seed, since each layer has its own stream.
     torch.manual_seed(seed * mesh.world_size + mesh.rank)
     step.model.seed_dropout(seed * (mesh.world_size // mesh.pipeline) + mesh.dropout_stream)
-    batches = made_up_batches(config, train, mesh, shape_buckets)
+    batches = synthetic_batches(config, train, mesh, shape_buckets)
     choose = None
     if config.training.autotune and mesh.device.type == "cuda":
         # As the step will run: as replays of CUDA graphs if it is captured.

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bert.batches import captures, choose_shapes, made_up_batches
+from bert.batches import captures, choose_shapes, synthetic_batches
 from bert.configuration.recipes import RECIPES
 from bert.configuration.sections import Precision
 from bert.parallel.mesh import Mesh
@@ -88,5 +88,5 @@ def test_products_in_16_bits_of_a_cpu_have_few_numbers_of_rows(precision: Precis
     shapes = choose_shapes(config, train, mesh)
     assert bool(shapes) == padded
     assert len(shapes) <= 16
-    [batch] = made_up_batches(config, train, mesh, shapes)
+    [batch] = synthetic_batches(config, train, mesh, shapes)
     assert (batch.shape_bucket in shapes) == padded

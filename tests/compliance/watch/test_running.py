@@ -147,10 +147,6 @@ def evaluates(samples: int, minutes: float = 0) -> Event:
     )
 
 
-def looked(*minutes: float) -> Event:
-    return lambda run: [run.check_initialisation(BASE + now * MINUTE) for now in minutes]
-
-
 def wrote(*lines: bytes) -> Event:
     return lambda run: [run.take(text) for text in lines]
 
