@@ -36,7 +36,8 @@ def loader_of(
     prefetch: int,
     shape_buckets: Sequence[ShapeBucket] = (),
 ) -> MakeLoader:
-    """Return the class of the loader ``kind``. DALI loads a synthetic step first, so that it cannot fail after the start.
+    """Return the class of the loader ``kind``. DALI loads a synthetic step first, so that it cannot fail after the
+    start.
 
     ``rank_batches(step)`` gives this rank's micro-batches of samples that have ``lengths_N``.
 
