@@ -1,4 +1,4 @@
-"""Machines and what to do with them: facts of devices, a view of the cluster, the time before it is spent."""
+"""Device facts, measurements of a cluster, predictions, plans and tuning."""
 
 from console.interruption import show_in_one_line
 

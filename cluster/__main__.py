@@ -1,7 +1,4 @@
-"""Command line of what machines can do: ``python -m cluster COMMAND``.
-
-A command imports what it needs when it runs, so that --help and a wrong option cost no second.
-"""
+"""Command line: ``python -m cluster COMMAND``. Commands import what they need when they run, so that --help is fast."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ app = Commands()
 
 @app.command(name="devices")
 def _devices() -> None:
-    """List the devices of the facts file: dense peak rates, memory, links one way, power."""
+    """List the known devices: dense peak rates, memory, links (one way) and power, by their vendors."""
     from cluster.devices import devices
 
     say(
@@ -44,9 +41,7 @@ def _predict(
     accelerator: str | None = None,
     nodes: int = 1,
     gpus_per_node: int = 8,
-    batch: Annotated[
-        int | None, arg(help="Global batch size; of those published at this scale the fastest if none.")
-    ] = None,
+    batch: int | None = None,
     interconnect: str = "",
     networking: str = "",
     round: str | None = None,
@@ -55,44 +50,44 @@ def _predict(
     table: Path | None = None,
     out: Path | None = None,
 ) -> None:
-    """Predict the time to train BERT to 0.720, with an 80 % interval, split into its parts.
+    """Predict the time to train BERT to 0.720 with an 80 % interval, from published results.
 
     Args:
-        accelerator: Its name, such as H100-SXM; `devices` lists those that are known.
-        nodes: How many.
-        gpus_per_node: Accelerators in each; sockets where the accelerator is CPU.
-        interconnect: Of the accelerators of a node, in words: "NVLINK BRIDGE" between cards counts.
-        networking: Of the nodes, in words: "8x ConnectX-7 IB NDR 400Gb/s".
-        round: Round of MLPerf Training whose software and recipes are used, the newest if none.
-        cluster: The file of a probe, in place of what stands above: its devices and hosts, and the network as it was
-            measured.
+        accelerator: Name of the accelerator, such as H100-SXM; `devices` lists the known ones.
+        nodes: Number of nodes.
+        gpus_per_node: Accelerators of each node, or sockets if the accelerator is a CPU.
+        batch: Global batch size. By default, the fastest batch size that was published at this scale.
+        interconnect: Links between the accelerators of a node, in words: "NVLINK BRIDGE" between cards matters.
+        networking: Network of a node, in words: "8x ConnectX-7 IB NDR 400Gb/s".
+        round: Round of MLPerf Training whose software and recipes are assumed, by default the newest.
+        cluster: File of a probe, which describes the machines instead of the options above.
         json: Print one JSON document.
-        table: A CSV file of machines to predict instead, with the columns of published_results.csv.
-        out: Where to write that table with the predictions.
+        table: CSV file of machines to predict instead, with the columns of published_results.csv.
+        out: File to write, the table with its predictions.
     """
     from cluster.devices import device_named
     from cluster.published.cost_model import TimedRun
     from cluster.published.machine import describe_machine
     from cluster.published.prediction import as_document, as_lines, machine_of, predict, usual_run
+    from cluster.published.prediction_table import predict_table
 
-    if table is not None or out is not None:
-        if table is None or out is None or accelerator is not None or cluster is not None or json:
-            raise ValueError("--table and --out go together, without --accelerator, --cluster and --json")
-        _predict_table(table, out)
+    if table is not None and out is not None:
+        for row, reason in predict_table(table, out).items():
+            complain(f"{table}: row {row} is left empty: {reason}", "warning")
+        say(out)
         return
+    if table is not None or out is not None:
+        raise ValueError("--table and --out belong together")
     if cluster is not None:
         from cluster.view import read_view
 
         if accelerator is not None or interconnect or networking:
-            raise ValueError(
-                "--cluster says all of the machine, without --accelerator, --interconnect and --networking"
-            )
+            raise ValueError("--cluster describes the machines: omit --accelerator, --interconnect and --networking")
         machine = machine_of(read_view(cluster))
     elif accelerator is not None:
         machine = describe_machine(device_named(accelerator), nodes, gpus_per_node, interconnect, networking)
     else:
-        raise ValueError("no --accelerator given; `python -m cluster devices` lists those that are known")
-    # Without a batch size, one with which published runs near this scale reached the target.
+        raise ValueError("no --accelerator given; `python -m cluster devices` lists the known ones")
     prediction = predict(usual_run(machine, round) if batch is None else TimedRun(machine, batch, round))
     if json:
         say_json(as_document(prediction))
@@ -101,20 +96,12 @@ def _predict(
         say(line)
 
 
-def _predict_table(table: Path, out: Path) -> None:
-    from cluster.published.prediction_table import predict_table
-
-    for row, reason in predict_table(table, out).items():
-        complain(f"{table}: row {row} is left empty: {reason}", "warning")
-    say(out)
-
-
 @app.command(name="calibrate")
 def _calibrate(out: Path) -> None:
-    """Fit the cost model to the published results again, which takes some half a minute of a processor.
+    """Fit the cost model to the published results again, which takes half a minute.
 
     Args:
-        out: Where to write what `cluster/published/calibration.json` holds.
+        out: File to write; `cluster/published/calibration.json` is the shipped one.
     """
     from cluster.published.calibration import calibrate, to_json
     from console.files import write_atomically
@@ -125,44 +112,36 @@ def _calibrate(out: Path) -> None:
 
 
 @app.command
-def probe(
-    out: Path,
-    data: Path | None = None,
-    seconds: float = 30.0,
-    limit: float = 60.0,
-    hosts: tuple[str, ...] = (),
-) -> int:
-    """Measure hosts, devices and links, and name what is slow: exit status 1 then. One process, or one a device.
+def probe(out: Path, seconds: float = 30.0, limit: float = 60.0) -> int:
+    """Measure hosts, devices and links, and name what is slow; the exit status is 1 then. Start one process per device.
 
     Args:
-        out: The file to write, such as cluster.json.
-        data: Also time the reading of this folder, on every rank.
-        seconds: About how long it may take, 5 or more; a second look, where something is suspicious, takes up to as long
-            again, and a busy machine takes longer.
+        out: File to write, such as cluster.json.
+        seconds: Approximate duration, 5 or more. If something is suspicious, it is measured a second time.
         limit: Seconds within which all processes must have come.
-        hosts: Names of the hosts in the order of their nodes, to name those that do not come; under Slurm not needed.
     """
     from cluster.probe.command import probe as measure
 
-    return measure(out, data, seconds, limit, hosts)
+    return measure(out, seconds, limit)
 
 
 @app.command
 def show(view: Positional[Path], out: Path | None = None) -> None:
-    """Print what a probe found, and write a page beside it: links, switches, devices, and what is slow.
+    """Print what a probe found, and write a page with links, switches, devices and everything slow.
 
     Args:
-        view: The file of a probe, such as cluster.json.
-        out: The page to write; by default the file's name with .html.
+        view: File of a probe, such as cluster.json.
+        out: Page to write; by default the name of the file with .html.
     """
+    from cluster.display.lines import lines
     from cluster.display.page import write_page
-    from cluster.display.terminal import print_view
     from cluster.view import read_view
 
     found = read_view(view)
-    print_view(found)
     page = out or view.with_suffix(".html")
     write_page(found, page)
+    for line in lines(found):
+        say(line)
     say(page)
 
 
@@ -174,11 +153,11 @@ def _place(
     tasks_per_node: int = 1,
     out: Path | None = None,
 ) -> None:
-    """Order hosts so that neighbours in the order are neighbours in the network: a file for srun, node ranks for torchrun.
+    """Order hosts so that neighbours in the order are neighbours in the network.
 
     Args:
-        view: cluster.json, as `probe` writes it.
-        nodes: Hosts to take; all of them unless given.
+        view: File of a probe, such as cluster.json.
+        nodes: Number of hosts to take; by default all.
         group: Consecutive hosts that communicate the most, such as the stages of a pipeline.
         tasks_per_node: Lines for each host in the file.
         out: File for `SLURM_HOSTFILE`, which srun and sbatch read with `--distribution=arbitrary`.
@@ -187,28 +166,26 @@ def _place(
     from cluster.view import read_view
     from console.files import write_atomically
 
-    seen = read_view(view)
     if tasks_per_node < 1:
         raise ValueError(f"--tasks-per-node is {tasks_per_node}, expected at least 1")
-    paths = [host.switches for host in seen.hosts]
+    seen = read_view(view)
+    paths, names = [host.switches for host in seen.hosts], [host.name for host in seen.hosts]
     order = place(paths, len(paths) if nodes is None else nodes, group)
-    width = max(len(seen.hosts[host].name) for host in order)
+    width = max(map(len, names))
     say(f"{'node rank':>9}  {'host':{width}}  switches, from the top to the leaf")
     for number, host in enumerate(order):
-        say(f"{number:9}  {seen.hosts[host].name:{width}}  {' / '.join(paths[host])}")
+        say(f"{number:9}  {names[host]:{width}}  {' / '.join(paths[host])}")
     say()
-    # The cost of the first so many hosts of the file is what one gets without placing anything.
     before, after = (cost([paths[host] for host in each], group) for each in (range(len(order)), order))
-    # Without switches all orders cost the same, so the table is still right but prefers nothing.
     if seen.switches_from == "unknown":
-        say(f"{view} says nothing of switches, so there is no order to prefer")
+        say(f"{view} does not know the switches, so no order is better than another")
     say(f"levels that traffic climbs: {after}, in the order of {view} {before}")
     if out is not None:
-        lines = [seen.hosts[host].name for host in order for _ in range(tasks_per_node)]
-        # The names go into a file that Slurm reads, and come from a file that anyone may have written.
-        if strange := [name for name in lines if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name)]:
-            raise ValueError(f"{view}: a host is called {strange[0]!r}, which is no name for a file of hosts")
-        write_atomically(out, "".join(f"{line}\n" for line in lines).encode())
+        # Slurm reads the names, and anyone may have written the view.
+        if strange := [name for name in names if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name)]:
+            raise ValueError(f"{view}: a host is called {strange[0]!r}, which is no host name")
+        lines = [f"{names[host]}\n" for host in order for _ in range(tasks_per_node)]
+        write_atomically(out, "".join(lines).encode())
         submit = f"SLURM_HOSTFILE={shlex.quote(str(out))} sbatch --distribution=arbitrary launch/slurm.sub"
         say(f"{out}: {len(lines)} lines; {submit}")
 
@@ -222,15 +199,15 @@ def _plan(
     networking: str = "",
     out: Path = Path("plan.json"),
 ) -> None:
-    """Choose how to run a recipe: predict all feasible ways, show the best and why the others lose, write a plan.
+    """Choose how to run a recipe: predict all feasible ways, print the best and why the others lose, write a plan.
 
     Args:
-        recipe: Its name, as of bert.train.
-        cluster: The file of a probe of the machines, such as cluster.json; without it, facts of devices count.
-        gpus: How many devices, in whole nodes; by default those of the recipe, or of the probe.
+        recipe: Recipe of bert.train.
+        cluster: File of a probe of the machines, such as cluster.json. Without it, device facts are used.
+        gpus: Number of devices, in whole nodes; by default the number of the recipe or of the probe.
         accelerator: Name of the devices; by default the recipe's.
-        networking: Of the nodes, in words: "8x ConnectX-7 IB NDR 400Gb/s".
-        out: File to write, for --plan of a run.
+        networking: Network of a node, in words: "8x ConnectX-7 IB NDR 400Gb/s".
+        out: File to write, for the option --plan of a run.
     """
     from cluster.plan.command import plan
 
@@ -243,12 +220,12 @@ def _tune(
     settings: Annotated[Positional[tuple[str, ...]], arg(metavar="-- SETTINGS")] = (),
     seconds: float = 120.0,
 ) -> None:
-    """Find with what ./run_and_time.sh runs a recipe fastest on this machine, and keep it: it takes that from then on.
+    """Measure how many processes and threads train a recipe fastest on this machine; ./run_and_time.sh then uses them.
 
     Args:
-        recipe: The recipe to tune, such as tiny_cpu.
+        recipe: Recipe to tune, such as tiny_cpu.
         settings: Settings of the recipe, as in a run, after "--".
-        seconds: About how long measuring may take.
+        seconds: Approximate duration.
     """
     from cluster.tuning.tune import tune
 
@@ -262,30 +239,28 @@ def _scale(
     gpus_per_node: int = 8,
     networking: str = "",
     out: Path | None = None,
-    page: Path | None = None,
 ) -> None:
-    """Draw a recipe's time to train against the number of accelerators, to 16,384, with published points and what takes it.
+    """Predict a recipe's time to train on 1 node to 16,384 accelerators, each with its best plan.
 
     Args:
-        recipe: Its name, as of bert.train; each number of accelerators gets the best plan for it.
+        recipe: Recipe of bert.train.
         accelerator: Name of the devices; by default the recipe's.
-        gpus_per_node: Accelerators in each node.
-        networking: Of the nodes, in words: "8x ConnectX-7 IB NDR 400Gb/s".
-        out: CSV file to write.
-        page: HTML page to write.
+        gpus_per_node: Accelerators of each node.
+        networking: Network of a node, in words: "8x ConnectX-7 IB NDR 400Gb/s".
+        out: HTML page to write, with curves and published results.
     """
     from cluster.plan.command import draw_scale
 
-    draw_scale(recipe, accelerator, gpus_per_node, networking, out, page)
+    draw_scale(recipe, accelerator, gpus_per_node, networking, out)
 
 
 @app.command
 def whatif(metrics: Positional[Path], cluster: Path | None = None) -> None:
-    """Say where the time of a run went, and what it would have been without this or that, in seconds of its result.
+    """Show where a run's time went, and how much removing each bottleneck would save.
 
     Args:
         metrics: Records of the run, metrics_N.jsonl beside its result.
-        cluster: The file of a probe of the cluster that it ran on, for the cost of uneven links.
+        cluster: File of a probe of its machines, for the cost of uneven links.
     """
     from cluster.view import read_view
     from cluster.whatif import read_run, report
@@ -300,6 +275,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    # Before the command and its imports, so that a signal then ends it in order, too.
     end_in_order()
     sys.exit(main())

@@ -13,12 +13,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from compliance.log.accelerator import form
+from compliance.log.accelerator import MAX_NAME, form
 
 TABLE = Path(__file__).with_name("devices.toml")
-
-# Names come from untrusted files; cut long ones before any regular expression reads them.
-_LONGEST_NAME = 200
 
 
 @dataclass(frozen=True)
@@ -64,7 +61,7 @@ def device_named(name: str) -> Device:
         ValueError: the name contains no known model. The message lists the nearest names.
     """
     # Vendors put hyphens, slashes and brackets anywhere, so only letters, digits and "+" separate words.
-    words = re.sub(r"[^A-Z0-9+]+", " ", name[:_LONGEST_NAME].upper()).replace("GAUDI 2", "GAUDI2")
+    words = re.sub(r"[^A-Z0-9+]+", " ", name[:MAX_NAME].upper()).replace("GAUDI 2", "GAUDI2")
     # Match whole words: "A100" must not match "A1000", nor "H100" match "GH100".
     alike = [device for device in devices() if re.search(rf"\b{device.model.upper()}\b", words)]
     alike = alike or [device for device in devices() if device.name.upper() in name.upper()]
@@ -72,7 +69,7 @@ def device_named(name: str) -> Device:
         names = {device.name.upper(): device.name for device in devices()}
         nearest = difflib.get_close_matches(words.removeprefix("NVIDIA "), names, n=3, cutoff=0.0)
         raise ValueError(
-            f"accelerator {name[:_LONGEST_NAME]!r} is unknown; nearest: {', '.join(names[each] for each in nearest)}; "
+            f"accelerator {name[:MAX_NAME]!r} is unknown; nearest: {', '.join(names[each] for each in nearest)}; "
             "`python -m cluster devices` lists all"
         )
     alike = [device for device in alike if device.form == form(name)] or alike

@@ -75,6 +75,7 @@ class Axes:
     Attributes:
         description: the chart in a sentence, for screen readers.
         from_zero: whether the y axis starts at zero instead of near the lowest value.
+        x_format: by default short counts.
     """
 
     description: str
@@ -82,6 +83,7 @@ class Axes:
     y_format: Format
     guides: Sequence[Guide] = ()
     from_zero: bool = False
+    x_format: Format | None = None
 
 
 def line_chart(lines: Sequence[Line], axes: Axes, *, dots: bool = False) -> Markup:
@@ -169,7 +171,7 @@ class _Plot:
             x_ticks = ticks(0.0, max([*xs, *_ends(axes.guides, "x")]))
             self.x_of = _scale(x_ticks, 0.0, SIDE)
             for x in x_ticks:
-                self.add_word("x", short_count(x), left=self.x_of(x))
+                self.add_word("x", (axes.x_format or short_count)(x), left=self.x_of(x))
         self.rules.extend(map(self._guide, axes.guides))
 
     def place(self, point: tuple[float, float]) -> str:

@@ -63,7 +63,11 @@ class Cost:
     in_flight: int
     """Copies to shared memory that may still be on their way where the kernel waits for others; 0 of one that has none."""
     instructions: str
-    """The kinds of ``INSTRUCTIONS`` that it has, with spaces between."""
+    """Kinds of ``INSTRUCTIONS`` that the kernel contains, separated by spaces."""
+
+    def __str__(self) -> str:
+        kernel = f"{self.module}: {self.kernel}, {self.configuration}, sm_{self.capability}, {self.num_warps} warps"
+        return f"{kernel}: {self.registers} registers, {self.spilled} B spilled, {self.shared / 1024:.1f} KiB shared"
 
     @property
     def fits(self) -> bool:
@@ -155,24 +159,6 @@ def figures(compiled: "CompiledKernel") -> tuple[int, int, int, int]:
     return int(used[1]), int(used[2]), compiled.metadata.shared, max(map(int, waits), default=0)
 
 
-def table(costs: Sequence[Cost]) -> str:
-    """Return Markdown: a row a configuration, a column an architecture: registers / spilled bytes / KiB of shared memory.
-
-    ``-`` where a configuration is not for an architecture.
-    """
-    capabilities = sorted({cost.capability for cost in costs})
-    rows: dict[tuple[str, str, str, int], dict[int, Cost]] = {}
-    for cost in costs:
-        rows.setdefault((cost.module, cost.kernel, cost.configuration, cost.num_warps), {})[cost.capability] = cost
-    cells = [["module", "kernel", "configuration", "warps", *(f"sm_{capability}" for capability in capabilities)]]
-    for (module, kernel, configuration, num_warps), by_capability in rows.items():
-        found = [by_capability.get(capability) for capability in capabilities]
-        figures = [f"{each.registers} / {each.spilled} / {each.shared / 1024:.1f}" if each else "-" for each in found]
-        cells.append([module, f"`{kernel}`", configuration, str(num_warps), *figures])
-    head, *body = (f"| {' | '.join(row)} |" for row in cells)
-    return "\n".join([head, "|---" * len(cells[0]) + "|", *body])
-
-
 def main(arguments: Sequence[str]) -> int:
     """Compile and print; 1 when a configuration spills or does not fit, 2 for a wrong setting."""
     if arguments[:1] == ["--version"]:
@@ -184,10 +170,11 @@ def main(arguments: Sequence[str]) -> int:
     parser.parse_args(arguments)
     try:
         costs = costs_of(all_configurations())
-        print(table(costs))
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    for cost in costs:
+        print(cost)
     unfit = [cost for cost in costs if not cost.fits]
     for cost in unfit:
         print(f"does not fit: {cost}", file=sys.stderr)

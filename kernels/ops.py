@@ -1,4 +1,8 @@
-"""Every public op with its implementations, and what is chosen for all of them; `kernels` has them for its users."""
+"""Every public op with its implementations, and what is chosen for all of them; `kernels` has them for its users.
+
+``_pytorch``, ``_apex``, ``_flash_attn`` and ``_triton`` name the functions that implement the ops, each with the function
+that returns the reasons why it cannot compute some arguments. Their imports run when an implementation is first needed.
+"""
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -10,89 +14,140 @@ from kernels.reference.fp8 import new_scales
 from kernels.reference.lamb import LambHyperparameters, LambSegments, LambState, WeightCast
 from kernels.reference.ops import compute_dtype, cross_entropy_sum, masked_lm_logits
 from kernels.reference.random import Dropout
-from kernels.registry import Implementation, Op
+from kernels.registry import Functions, Implementation, Op
+from kernels.weight_gradient import accumulate_weight_gradient
 
 _Parameters = ParamSpec("_Parameters")
 _Returned = TypeVar("_Returned")
 
-_PYTORCH = Implementation("pytorch", "kernels.libraries.pytorch", repeatable=False)
-# It reads lengths on the host, as the definition does.
-_PYTORCH_ATTENTION = Implementation("pytorch", "kernels.libraries.pytorch", capturable=False, repeatable=False)
-_PYTORCH_PRODUCTS = Implementation("pytorch", "kernels.libraries.pytorch_products")
-_PYTORCH_FP8 = Implementation("pytorch", "kernels.libraries.pytorch_fp8")
-_FLASH_ATTENTION = Implementation(
-    "flash_attn", "kernels.libraries.flash_attention", requires="flash_attn", repeatable=False
-)
-_FLASH_ATTENTION_3 = Implementation(
-    "flash_attn_3", "kernels.libraries.flash_attention_3", requires="flash_attn_interface"
-)
-_APEX_NORM = Implementation("apex", "kernels.libraries.apex", requires="fused_layer_norm_cuda", repeatable=False)
-_APEX_LOSS = Implementation("apex", "kernels.libraries.apex", requires="xentropy_cuda")
+
+def _pytorch() -> Functions:
+    from kernels.libraries import pytorch, pytorch_fp8
+
+    return {
+        "varlen_attention": (pytorch.varlen_attention, None),
+        "varlen_self_attention": (pytorch.varlen_self_attention, None),
+        "dropout_add_layer_norm": (pytorch.dropout_add_layer_norm, None),
+        "embedding_layer_norm": (pytorch.embedding_layer_norm, None),
+        "scaled_matmul": (pytorch_fp8.scaled_matmul, pytorch_fp8.unsupported_reasons),
+    }
 
 
-# One order for a GPU and one for a CPU: interpreting a kernel is for tests, and takes seconds to minutes.
+def _apex() -> Functions:
+    from kernels.libraries import apex
+
+    return {
+        "dropout_add_layer_norm": (apex.dropout_add_layer_norm, apex.dropout_add_layer_norm_unsupported_reasons),
+        "embedding_layer_norm": (apex.embedding_layer_norm, apex.embedding_layer_norm_unsupported_reasons),
+        "masked_lm_loss": (apex.masked_lm_loss, apex.masked_lm_loss_unsupported_reasons),
+    }
+
+
+def _flash_attn() -> Functions:
+    from kernels.libraries import flash_attention as flash
+
+    return {
+        "varlen_attention": (flash.varlen_attention, flash.unsupported_reasons),
+        "varlen_self_attention": (flash.varlen_self_attention, flash.unsupported_reasons),
+    }
+
+
+def _triton() -> Functions:
+    from kernels.triton import dense, fp8, lamb, loss, squares
+    from kernels.triton.attention import fp8 as attention_fp8
+    from kernels.triton.attention import varlen
+    from kernels.triton.norms import embedding_norm, layer_norm, layer_norm_fp8
+
+    norm_cast, norm_backward_cast = layer_norm_fp8.add_norm_cast_fp8, layer_norm_fp8.add_norm_backward_cast_fp8
+    return {
+        "varlen_attention": (varlen.varlen_attention, varlen.unsupported_reasons),
+        "varlen_self_attention": (varlen.varlen_self_attention, varlen.self_attention_unsupported_reasons),
+        "dropout_add_layer_norm": (layer_norm.dropout_add_layer_norm, layer_norm.unsupported_reasons),
+        "dense_gelu": (dense.dense_gelu, dense.unsupported_reasons),
+        "bias_gelu": (dense.bias_gelu, dense.unsupported_reasons),
+        "embedding_layer_norm": (embedding_norm.embedding_layer_norm, embedding_norm.unsupported_reasons),
+        "masked_lm_loss": (loss.masked_lm_loss, loss.unsupported_reasons),
+        "lamb_step": (lamb.lamb_step, lamb.unsupported_reasons),
+        "lamb_directions": (lamb.lamb_directions, lamb.unsupported_reasons),
+        "lamb_apply": (lamb.lamb_apply, lamb.unsupported_reasons),
+        "sum_of_squares": (squares.sum_of_squares, squares.unsupported_reasons),
+        "cast_fp8": (fp8.cast_fp8, fp8.unsupported_reasons),
+        "cast_transpose_fp8": (fp8.cast_transpose_fp8, fp8.unsupported_reasons),
+        "cast_transpose_into_fp8": (fp8.cast_transpose_into_fp8, fp8.unsupported_reasons),
+        "cast_transpose_sum_fp8": (fp8.cast_transpose_sum_fp8, fp8.unsupported_reasons),
+        "bias_gelu_cast_fp8": (fp8.bias_gelu_cast_fp8, fp8.unsupported_reasons),
+        "bias_gelu_backward_cast_fp8": (fp8.bias_gelu_backward_cast_fp8, fp8.unsupported_reasons),
+        "attention_cast_fp8": (attention_fp8.attention_cast_fp8, attention_fp8.unsupported_reasons),
+        "attention_backward_cast_fp8": (
+            attention_fp8.attention_backward_cast_fp8,
+            attention_fp8.backward_unsupported_reasons,
+        ),
+        "add_norm_cast_fp8": (norm_cast, layer_norm_fp8.unsupported_reasons),
+        "add_norm_backward_cast_fp8": (norm_backward_cast, layer_norm_fp8.backward_unsupported_reasons),
+    }
+
+
+_TRITON = Implementation("triton", _triton, requires="triton")
+_FLASH_ATTN = Implementation("flash_attn", _flash_attn, requires="flash_attn", repeatable=False)
+_APEX_NORM = Implementation("apex", _apex, requires="fused_layer_norm_cuda", repeatable=False)
+_APEX_LOSS = Implementation("apex", _apex, requires="xentropy_cuda")
+_PYTORCH = Implementation("pytorch", _pytorch)
+_PYTORCH_NORM = Implementation("pytorch", _pytorch, repeatable=False)
+# Like the definition, it reads the sequences' lengths on the host.
+_PYTORCH_ATTENTION = Implementation("pytorch", _pytorch, capturable=False, repeatable=False)
+
+
 def _op(
-    definition: Callable[_Parameters, _Returned], triton: str, *others: Implementation, capturable: bool = True
+    definition: Callable[_Parameters, _Returned], *fast: Implementation, capturable: bool = True
 ) -> Op[_Parameters, _Returned]:
-    """An op with its implementations in the order of preference; on a CPU Triton's, in its interpreter, comes last.
+    """Make an op of its definition and faster implementations, in the order in which ``auto`` tries them on a GPU.
 
-    ``capturable``: whether the definition is.
+    On a CPU Triton's come last, because interpreting a kernel takes seconds to minutes. ``capturable`` tells whether a CUDA
+    graph can capture the definition.
     """
-    compiled = Implementation("triton", triton, requires="triton")
-    # The definition can compute anything, and comes after the libraries.
-    plain = (*others, Implementation("reference", definition.__module__, capturable=capturable))
-    return Op(definition, {"cuda": (compiled, *plain), "cpu": (*plain, compiled)})
+    plain = Implementation("reference", lambda: {definition.__name__: (definition, None)}, capturable=capturable)
+    compiled = tuple(each for each in fast if each is _TRITON)
+    others = tuple(each for each in fast if each is not _TRITON)
+    return Op(definition, {"cuda": (*fast, plain), "cpu": (*others, plain, *compiled)})
 
 
-_ATTENTIONS = (_FLASH_ATTENTION, _FLASH_ATTENTION_3, _PYTORCH_ATTENTION)
-varlen_attention = _op(reference.varlen_attention, "kernels.triton.attention.varlen", *_ATTENTIONS, capturable=False)
-varlen_self_attention = _op(
-    reference.varlen_self_attention, "kernels.triton.attention.varlen", *_ATTENTIONS, capturable=False
-)
-dropout_add_layer_norm = _op(reference.dropout_add_layer_norm, "kernels.triton.norms.layer_norm", _APEX_NORM, _PYTORCH)
-dense_gelu = _op(reference.dense_gelu, "kernels.triton.dense")
-bias_gelu = _op(reference.bias_gelu, "kernels.triton.dense")
-embedding_layer_norm = _op(reference.embedding_layer_norm, "kernels.triton.norms.embedding_norm", _APEX_NORM, _PYTORCH)
-masked_lm_loss = _op(reference.masked_lm_loss, "kernels.triton.loss", _APEX_LOSS)
-_DEFINITION = Implementation("reference", "kernels.reference.ops")
-# No kernel of Triton's: cuBLAS adds to what is there in the epilogue of its product, which no pass behind it can match.
-# On a CPU the definition comes first, as PyTorch has no such product there.
-accumulate_weight_gradient = Op(
-    reference.accumulate_weight_gradient,
-    {"cuda": (_PYTORCH_PRODUCTS, _DEFINITION), "cpu": (_DEFINITION, _PYTORCH_PRODUCTS)},
-)
-lamb_step = _op(lamb.lamb_step, "kernels.triton.lamb")
-lamb_directions = _op(lamb.lamb_directions, "kernels.triton.lamb")
-lamb_apply = _op(lamb.lamb_apply, "kernels.triton.lamb")
-sum_of_squares = _op(lamb.sum_of_squares, "kernels.triton.squares")
-cast_fp8 = _op(fp8.cast_fp8, "kernels.triton.fp8")
-cast_transpose_fp8 = _op(fp8.cast_transpose_fp8, "kernels.triton.fp8")
-cast_transpose_into_fp8 = _op(fp8.cast_transpose_into_fp8, "kernels.triton.fp8")
-cast_transpose_sum_fp8 = _op(fp8.cast_transpose_sum_fp8, "kernels.triton.fp8")
-bias_gelu_cast_fp8 = _op(fp8.bias_gelu_cast_fp8, "kernels.triton.fp8")
-bias_gelu_backward_cast_fp8 = _op(fp8.bias_gelu_backward_cast_fp8, "kernels.triton.fp8")
-attention_cast_fp8 = _op(attention_fp8.attention_cast_fp8, "kernels.triton.attention.fp8", capturable=False)
-attention_backward_cast_fp8 = _op(
-    attention_fp8.attention_backward_cast_fp8, "kernels.triton.attention.fp8", capturable=False
-)
-add_norm_cast_fp8 = _op(layer_norm_fp8.add_norm_cast_fp8, "kernels.triton.norms.layer_norm_fp8")
-add_norm_backward_cast_fp8 = _op(layer_norm_fp8.add_norm_backward_cast_fp8, "kernels.triton.norms.layer_norm_fp8")
-_DEFINITION_FP8 = Implementation("reference", "kernels.reference.fp8")
-# The definition comes first on a CPU, where PyTorch's product is right and several times as slow.
-scaled_matmul = Op(fp8.scaled_matmul, {"cuda": (_PYTORCH_FP8, _DEFINITION_FP8), "cpu": (_DEFINITION_FP8, _PYTORCH_FP8)})
+_ATTENTIONS = _TRITON, _FLASH_ATTN, _PYTORCH_ATTENTION
+varlen_attention = _op(reference.varlen_attention, *_ATTENTIONS, capturable=False)
+varlen_self_attention = _op(reference.varlen_self_attention, *_ATTENTIONS, capturable=False)
+dropout_add_layer_norm = _op(reference.dropout_add_layer_norm, _TRITON, _APEX_NORM, _PYTORCH_NORM)
+dense_gelu = _op(reference.dense_gelu, _TRITON)
+bias_gelu = _op(reference.bias_gelu, _TRITON)
+embedding_layer_norm = _op(reference.embedding_layer_norm, _TRITON, _APEX_NORM, _PYTORCH_NORM)
+masked_lm_loss = _op(reference.masked_lm_loss, _TRITON, _APEX_LOSS)
+lamb_step = _op(lamb.lamb_step, _TRITON)
+lamb_directions = _op(lamb.lamb_directions, _TRITON)
+lamb_apply = _op(lamb.lamb_apply, _TRITON)
+sum_of_squares = _op(lamb.sum_of_squares, _TRITON)
+cast_fp8 = _op(fp8.cast_fp8, _TRITON)
+cast_transpose_fp8 = _op(fp8.cast_transpose_fp8, _TRITON)
+cast_transpose_into_fp8 = _op(fp8.cast_transpose_into_fp8, _TRITON)
+cast_transpose_sum_fp8 = _op(fp8.cast_transpose_sum_fp8, _TRITON)
+bias_gelu_cast_fp8 = _op(fp8.bias_gelu_cast_fp8, _TRITON)
+bias_gelu_backward_cast_fp8 = _op(fp8.bias_gelu_backward_cast_fp8, _TRITON)
+attention_cast_fp8 = _op(attention_fp8.attention_cast_fp8, _TRITON, capturable=False)
+attention_backward_cast_fp8 = _op(attention_fp8.attention_backward_cast_fp8, _TRITON, capturable=False)
+add_norm_cast_fp8 = _op(layer_norm_fp8.add_norm_cast_fp8, _TRITON)
+add_norm_backward_cast_fp8 = _op(layer_norm_fp8.add_norm_backward_cast_fp8, _TRITON)
+_REFERENCE_PRODUCT = Implementation("reference", lambda: {"scaled_matmul": (fp8.scaled_matmul, None)})
+# On a CPU PyTorch's product is several times as slow.
+scaled_matmul = Op(fp8.scaled_matmul, {"cuda": (_PYTORCH, _REFERENCE_PRODUCT), "cpu": (_REFERENCE_PRODUCT, _PYTORCH)})
 
 # Collected from the module itself, so that no op can be left out of the table.
 OPS: dict[str, Op[..., Any]] = {op.name: op for op in tuple(globals().values()) if isinstance(op, Op)}
-"""All of the above, in order."""
+"""All ops by name, in the order above."""
 
 
 def choose(implementations: Mapping[str, str]) -> None:
     """Ask for implementations by op, such as ``{"varlen_attention": "triton"}``; ``auto`` takes an earlier choice back.
 
     Raises:
-        ValueError: no such op, or no such implementation of it; then nothing has changed.
+        ValueError: there is no such op, or no such implementation of it. Then nothing has changed.
     """
-    # All are checked before any is changed: a wrong name must leave no half of a choice.
     for op, name in implementations.items():
         if op not in OPS:
             raise ValueError(f"there is no op {op!r}; expected one of {', '.join(OPS)}")
@@ -103,12 +158,12 @@ def choose(implementations: Mapping[str, str]) -> None:
 
 @contextmanager
 def captured(recomputed: Collection[str] = ()) -> Iterator[None]:
-    """Choose for a GPU, for the length of a block, only what a CUDA graph can capture; the choices stay.
+    """Inside the block, choose only implementations on a GPU that a CUDA graph can capture; the choices stay afterwards.
 
-    Ops named in ``recomputed`` are also called in the backward pass, which must draw the same dropout again.
+    Ops named in ``recomputed`` are called again in the backward pass, where they must draw the same dropout.
 
     Raises:
-        ValueError: inside, from an op that has none for its inputs, with the reasons.
+        ValueError: inside the block, from an op that has no such implementation for its inputs, with the reasons.
     """
     with ExitStack() as stack:
         for op in OPS.values():

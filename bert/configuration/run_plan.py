@@ -125,12 +125,10 @@ def _check(plan: RunPlan) -> None:
 
 _FILE = FileKind(
     kind=RunPlan,
-    key="plan",
     format="mlperf-bert run plan",
-    version=1,
+    version=2,
     noun="plan of a run",
     maker="python -m cluster plan",
     largest_bytes=64 * 2**10,
-    remedy="run `python -m cluster plan` again",
     check=_check,
 )

@@ -8,6 +8,8 @@ import re
 from dataclasses import dataclass
 from functools import cache
 
+from console.processes import run
+
 
 @dataclass(frozen=True)
 class Launch:
@@ -67,6 +69,25 @@ def lost_launcher() -> str:
     if not launched or os.getppid() == _parent():
         return ""
     return f"its launcher, process {_parent()}, is gone: killed, perhaps because memory ran out"
+
+
+def host_of(rank: int, launch: Launch) -> str:
+    """Say on which host a rank was to start: by Slurm's list of nodes, otherwise by its number; "" if unknown."""
+    if not launch.local_size:
+        return ""
+    node = rank // launch.local_size
+    names = scontrol_show(
+        "hostnames", os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST", "")
+    )
+    return f" on host {names[node]}" if node < len(names) else f" on node {node} from 0"
+
+
+def scontrol_show(entity: str, names: str) -> list[str]:
+    """Return the lines that ``scontrol show`` prints about nodes; none without Slurm, or if these are not host names."""
+    # The names become arguments of a program: only host lists may, and no options.
+    if not re.fullmatch(r"[\w.,\[\]-]{1,65536}", names, re.ASCII) or names.startswith("-"):
+        return []
+    return run(["scontrol", "show", entity, names], timeout_s=5).answer.splitlines()
 
 
 @cache

@@ -159,11 +159,17 @@ class Mesh:
         return f"data {self.data_size}{pipeline} x tensor {self.tensor}"
 
 
-def join_mesh(device: str, timeout: timedelta = TIMEOUT, parallel: ParallelConfig | None = None) -> Mesh:
+def join_mesh(
+    device: str,
+    timeout: timedelta = TIMEOUT,
+    parallel: ParallelConfig | None = None,
+    arrival: timedelta | None = None,
+) -> Mesh:
     """Join the run that the launcher describes in the environment, or make a run of a single process without one.
 
     GPUs communicate by NCCL, CPUs by gloo; ranks share copies of the model as ``parallel`` says. From here on matrix
-    products are as precise as training asks (``set_product_precision``). Raises ``ValueError`` when the environment, the
+    products are as precise as training asks (``set_product_precision``). ``arrival`` limits the wait for all ranks, by
+    default like ``timeout``. Raises ``ValueError`` when the environment, the
     device, the hosts or the shape do not fit.
     """
     launch = Launch.from_environment()
@@ -175,7 +181,7 @@ def join_mesh(device: str, timeout: timedelta = TIMEOUT, parallel: ParallelConfi
     nodes: tuple[tuple[int, ...], ...] = ()
     hosts: tuple[str, ...] = (socket.gethostname(),)
     if launch.world_size > 1:
-        identities = join_group(launch, place, timeout)
+        identities = join_group(launch, place, timeout, arrival or timeout)
         nodes = group_by_host(identities, one_launcher=device == "cuda")
         hosts = tuple(identity.host for identity in identities)
     a_host = len(nodes[0]) if nodes else 1  # all hosts have as many, says group_by_host
@@ -241,16 +247,32 @@ def require_whole_copies(parallel: ParallelConfig, hosts: int, a_host: int) -> N
     )
 
 
-def process_group(ranks: Sequence[int]) -> dist.ProcessGroup | None:
-    """Create a group in this order; None for a rank alone. Every rank of it must call it at the same time."""
+def process_group(ranks: Sequence[int], *, in_network: bool = False) -> dist.ProcessGroup | None:
+    """Create a group in this order; None for a rank alone. Every rank of it must call it at the same time.
+
+    Args:
+        in_network: Ask NCCL to let switches add what the ranks send (CollNet, SHARP).
+
+    Raises:
+        ValueError: this PyTorch cannot ask NCCL for it.
+    """
     if len(ranks) == 1:
         return None
     # PyTorch 2.11 has no sort_ranks, and does not need it when ranks ascend.
     order: dict[str, Any] = {} if list(ranks) == sorted(ranks) else {"sort_ranks": False}
     # use_local_synchronization: otherwise every rank of the run would have to create every group, in the same order.
-    group = dist.new_group(list(ranks), timeout=TIMEOUT, use_local_synchronization=True, **order)
+    options = _in_network_options() if in_network else None
+    group = dist.new_group(list(ranks), timeout=TIMEOUT, pg_options=options, use_local_synchronization=True, **order)
     assert isinstance(group, dist.ProcessGroup)
     return group
+
+
+def _in_network_options() -> Any:
+    options = dist.ProcessGroupNCCL.Options()
+    if not hasattr(options.config, "collnet_enable"):
+        raise ValueError(f"training.sharp is on, but PyTorch {torch.__version__} cannot ask NCCL for it: turn it off")
+    setattr(options.config, "collnet_enable", 1)  # noqa: B010  absent from PyTorch's type stubs
+    return options
 
 
 def leave_mesh() -> None:

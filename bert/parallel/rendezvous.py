@@ -18,10 +18,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed.rendezvous import rendezvous
 
-from bert.parallel.launch import Launch, lost_launcher
+from bert.parallel.launch import Launch, host_of, lost_launcher
 from bert.parallel.master_port import require_free_port
 from bert.parallel.single import all_gather_single
 
@@ -41,10 +41,10 @@ class Identity:
     local_size: int
 
 
-def join_group(launch: Launch, device: torch.device, timeout: timedelta) -> list[Identity]:
+def join_group(launch: Launch, device: torch.device, timeout: timedelta, arrival: timedelta) -> list[Identity]:
     """Meet the other ranks and create the default process group; returns every rank's identity, by rank.
 
-    Raises ``ValueError`` when the environment is incomplete or not all ranks come within ``timeout``.
+    Raises ``ValueError`` when the environment is incomplete or not all ranks come within ``arrival``.
     """
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         if name not in os.environ:
@@ -65,12 +65,22 @@ def join_group(launch: Launch, device: torch.device, timeout: timedelta) -> list
     rank, world_size = launch.rank, launch.world_size
     # init_process_group would create a store by itself, but the attempt is agreed on before there is a group.
     with explained_store_errors():
-        store, _, _ = next(rendezvous("env://", rank, world_size, timeout=timeout))
-        attempt = agree_on_attempt(store, rank, world_size, timeout.total_seconds())
+        # Longer than the arrival, so that the roll call ends first and names the missing ranks.
+        store = _open_store(launch, timeout + arrival)
+        attempt = agree_on_attempt(store, launch, arrival.total_seconds())
         store = PrefixStore(attempt, store)
         backend = "nccl" if on_gpu else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
         return _all_identities(launch, device)
+
+
+def _open_store(launch: Launch, timeout: timedelta) -> Store:
+    """Open the store where ranks meet: the store of torchrun's agent, otherwise one that rank 0 serves."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return next(rendezvous("env://", launch.rank, launch.world_size, timeout=timeout))[0]
+    # PyTorch's rendezvous would wait for all ranks here and would not say which ones are missing.
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return TCPStore(address, port, None, launch.rank == 0, timeout, wait_for_workers=False, multi_tenant=True)
 
 
 @contextmanager
@@ -90,18 +100,18 @@ def explained_store_errors() -> Iterator[None]:
         ) from None
 
 
-def agree_on_attempt(store: Store, rank: int, world_size: int, seconds: float) -> str:
+def agree_on_attempt(store: Store, launch: Launch, seconds: float) -> str:
     """Return a name that exactly the processes of this attempt get.
 
     Rank 0 makes it up and the other ranks answer to it. They take it once rank 0 has heard all of them, but not if that was
     before they answered. Raises ``ValueError`` after ``seconds``; on rank 0 it names the missing ranks.
     """
-    if rank:
-        return _follow(store, rank, seconds)
+    if launch.rank:
+        return _follow(store, launch.rank, seconds)
     # Random, as no number is counted alike on all hosts, and as the store still has the names of earlier attempts.
     name = os.urandom(8).hex()
     store.set("attempt", name)
-    missing = [f"{name}/{other}" for other in range(1, world_size)]
+    missing = [f"{name}/{other}" for other in range(1, launch.world_size)]
 
     def heard() -> bool:
         while missing and store.check([missing[-1]]):  # one key a request, and none again that has been seen
@@ -110,10 +120,10 @@ def agree_on_attempt(store: Store, rank: int, world_size: int, seconds: float) -
 
     if not _in_time(heard, seconds):
         # The list still contains ranks behind the last absent one that have come.
-        absent = [key for key in missing if not store.check([key])]
-        ranks = ", ".join(key.partition("/")[2] for key in absent[:8])
+        absent = [int(key.partition("/")[2]) for key in missing if not store.check([key])]
+        ranks = ", ".join(f"rank {rank}{host_of(rank, launch)}" for rank in absent[:8])
         raise ValueError(
-            f"{len(absent)} of {world_size} ranks have not come within {seconds:.0f} s (rank {ranks}"
+            f"{len(absent)} of {launch.world_size} ranks have not come within {seconds:.0f} s ({ranks}"
             f"{' and others' if len(absent) > 8 else ''}): see whether their processes were started, and reach MASTER_ADDR"
         )
     store.set(f"{name}/complete", "")

@@ -1,4 +1,4 @@
-"""Commands about plans: choose one for a recipe, show why, and write it for the run."""
+"""Commands `plan` and `scale`."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from bert.configuration.recipes import RECIPES
 from bert.configuration.run_plan import RunPlan, settings_of, write_plan
 from bert.own_text import FOLLOWING
 from cluster.plan.lines import as_lines, summary
-from cluster.plan.scaling import CAUSES, ScalingPoint, published_on, scale, write_table
-from cluster.plan.scaling_page import write_page
+from cluster.plan.scaling import CAUSES, scale, write_page
 from cluster.plan.search import Candidate, configured, search
 from cluster.plan.target import Target, device_of, target_of, work_for
 from console.files import require_writable
@@ -20,34 +19,33 @@ from console.text import counted, did_you_mean
 
 
 def recipe_named(name: str) -> Config:
-    """Return a recipe. Raises ``ValueError`` where there is none of that name, or its settings follow from its data."""
+    """Return a recipe. Raises ``ValueError`` if its name is unknown or its settings depend on its data."""
     if name not in RECIPES:
         raise ValueError(
             f"unknown recipe {name!r}: expected one of {', '.join(RECIPES)}{did_you_mean(name, list(RECIPES))}"
         )
-    # Its settings are derived from its text when a run starts, so there is nothing fixed to search around.
     if name in FOLLOWING:
-        raise ValueError(f"{name} takes its settings from its data when it starts: there is nothing to plan")
+        raise ValueError(f"{name} derives its settings from its data when it starts: there is nothing to plan")
     return RECIPES[name]()
 
 
 def plan(
     recipe: str, cluster: Path | None, gpus: int | None, accelerator: str | None, networking: str, out: Path
 ) -> None:
-    """Print the best plans and why the others lose, and write the best one.
+    """Print the best plans and why the others lose, and write the best plan.
 
     Raises:
-        ValueError: a request that cannot be met, or nothing is feasible.
+        ValueError: the request is wrong, or nothing is feasible.
     """
     require_writable(out)
     config = recipe_named(recipe)
     target = target_of(recipe, cluster, gpus, accelerator, networking)
     found = search(config, work_for(config), target)
     best = found.best[0]
-    # Before it prints: a reader such as `head` may go before the end.
+    # Before printing: a reader such as `head` may close the pipe early.
     write_plan(run_plan(config, target, best), out)
     where = f"{counted(target.nodes, 'node')} of {target.ranks_per_node} x {target.device}"
-    source = f"as {cluster} measured" if cluster else "by its facts"
+    source = f"as measured in {cluster}" if cluster else "by its facts"
     say(f"{recipe} on {where}, {source}: {counted(len(found.ranked), 'way')} predicted")
     for line in as_lines(found, target.world_size):
         say(line)
@@ -57,13 +55,12 @@ def plan(
 
 
 def run_plan(config: Config, target: Target, chosen: Candidate) -> RunPlan:
-    """Return the plan of a run for what was chosen."""
+    """Return a candidate as the plan of a run."""
     return RunPlan(
         recipe=config.recipe,
         device=target.device,
         nodes=target.nodes,
         ranks_per_node=target.ranks_per_node,
-        # A plan has the settings that planning may change, as a command line states them.
         settings=settings_of(configured(config, chosen.schedule, chosen.strategy)),
         hyperparameters=chosen.schedule.source,
         step_seconds={**chosen.step.parts, "other": 0.0},
@@ -71,25 +68,22 @@ def run_plan(config: Config, target: Target, chosen: Candidate) -> RunPlan:
     )
 
 
-def draw_scale(
-    recipe: str, accelerator: str | None, gpus_per_node: int, networking: str, out: Path | None, page: Path | None
-) -> None:
-    """Print the best plan of each number of accelerators, and write table and page where they are asked for.
+def draw_scale(recipe: str, accelerator: str | None, gpus_per_node: int, networking: str, out: Path | None) -> None:
+    """Print the best plan for each number of accelerators, and write a page if ``out`` is given.
 
     Raises:
-        ValueError: a request that cannot be met.
+        ValueError: the request is wrong.
     """
-    for file in (out, page):
-        if file is not None:
-            require_writable(file)
+    if out is not None:
+        require_writable(out)
     config = recipe_named(recipe)
     device, _ = device_of(recipe, accelerator)
-    names = "".join(f"{cause.split()[0]:>11}" for cause in CAUSES)
-
-    def show(point: ScalingPoint) -> None:
-        if point.machine.nodes == 1:
+    causes = "".join(f"{cause.split()[0]:>11}" for cause in CAUSES)
+    points = []
+    for point in scale(config, device, gpus_per_node, networking):
+        if not points:
             say(
-                f"{device.name:>14}{'batch':>8}  {'precision':<10}{'reduction':<14}{'minutes':>8}{'efficiency':>12}{names}"
+                f"{device.name:>14}{'batch':>8}  {'precision':<10}{'reduction':<14}{'minutes':>8}{'efficiency':>12}{causes}"
             )
         strategy = point.plan.strategy
         shares = "".join(f" {point.share(cause):10.1%}" for cause in CAUSES)
@@ -97,12 +91,7 @@ def draw_scale(
             f"{point.accelerators:14,} {strategy.global_batch_size:7,}  {strategy.precision:<9} {strategy.reduction:<13}"
             f" {point.minutes:8.3g} {point.efficiency:11.0%}{shares}"
         )
-
-    # Each row as soon as it is there: a plan takes seconds.
-    points = scale(config, device, gpus_per_node, networking, show)
+        points.append(point)
     if out is not None:
-        write_table(points, out)
+        write_page(recipe, device, points, out)
         say(out)
-    if page is not None:
-        write_page(recipe, device, points, published_on(device), page)
-        say(page)

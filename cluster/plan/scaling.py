@@ -1,11 +1,10 @@
-"""Time to train against the number of accelerators: the best plan of each, where it stops falling, what takes the rest."""
+"""Time to train against the number of accelerators: the best plan for each, and where the time goes."""
 
 from __future__ import annotations
 
-import csv
-import io
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import log2, log10
 from pathlib import Path
 
 from bert.configuration.config import Config
@@ -16,24 +15,27 @@ from cluster.plan.target import described
 from cluster.published.calibration import calibration
 from cluster.published.cost_model import TimedRun
 from cluster.published.machine import Machine, describe_machine
-from cluster.published.results import Result, results
+from cluster.published.prediction import minutes_in_digits
+from cluster.published.results import results
+from console.charts import Axes, Line, line_chart
 from console.files import write_atomically
+from console.page import render_page
 
 LARGEST = 16_384
 
 CAUSES = ("devices at work", "launches and small kernels", "reduction", "update", "evaluation", "start")
-"""Parts of the time to train. Waiting for data is in none of them: devices of their own compute meanwhile."""
+"""Parts of the time to train. Devices compute while data is loaded, so waiting for data is not one of them."""
 
 
 @dataclass(frozen=True)
 class ScalingPoint:
-    """A number of accelerators, with the best plan for it.
+    """A number of accelerators with its best plan.
 
     Attributes:
         seconds: by cause.
-        low, high: minutes between which 80 % of results are expected, as published ones scatter.
-        efficiency: sequences a second and accelerator over those of one whole node.
-        samples_factor: samples to converge over those that one whole node needs, which is what large batches cost.
+        low, high: 80 % interval of the minutes, as wide as the spread of published results.
+        efficiency: sequences per second and accelerator, relative to one whole node.
+        samples_factor: samples to converge, relative to one whole node. Large batches need more.
     """
 
     machine: Machine
@@ -55,39 +57,29 @@ class ScalingPoint:
         return self.plan.seconds / 60
 
     def share(self, cause: str) -> float:
-        """Return the share of the time to train that goes to one of `CAUSES`."""
+        """Return the share of the time to train that one of `CAUSES` takes."""
         return self.seconds[cause] / self.plan.seconds
 
 
-def scale(
-    config: Config,
-    device: Device,
-    per_node: int,
-    networking: str = "",
-    report: Callable[[ScalingPoint], None] = lambda _: None,
-) -> list[ScalingPoint]:
-    """Plan a recipe for whole nodes in powers of two, from one up to `LARGEST` accelerators; ``report`` gets each point.
+def scale(config: Config, device: Device, per_node: int, networking: str = "") -> Iterator[ScalingPoint]:
+    """Plan a recipe for whole nodes in powers of two, from one node to `LARGEST` accelerators.
 
     Raises:
-        ValueError: a node has more of them, the recipe trains no BERT-Large, or nothing is feasible.
+        ValueError: a node has more accelerators than `LARGEST`, the recipe is not the benchmark, or nothing is feasible.
     """
     if not 1 <= per_node <= LARGEST:
-        raise ValueError(f"GPUs per node: {per_node:,}, expected 1 to {LARGEST:,}")
+        raise ValueError(f"--gpus-per-node is {per_node:,}, expected 1 to {LARGEST:,}")
     if config.log.division != "closed":
-        raise ValueError(
-            f"{config.recipe} is not the benchmark, whose results show how it scales: expected another recipe"
-        )
+        raise ValueError(f"{config.recipe} is not the benchmark, for which results are published. Use another recipe")
     work = wikipedia_work(config.model)
-    points: list[ScalingPoint] = []
+    first: Candidate | None = None
     nodes = 1
     while nodes * per_node <= LARGEST:
-        # Twice the same machine: as results describe it, for the interval, and as a target of rates.
         machine = describe_machine(device, nodes, per_node, networking=networking)
         target = described(device, nodes * per_node, per_node, networking)
         plan = search(config, work, target).best[0]
-        # The interval is of published results about the fit, taken over to the planned time as a factor.
         low, high = calibration().interval(TimedRun(machine, plan.strategy.global_batch_size))
-        # Launches are inside forward and backward in the step's records; here they are a cause of their own.
+        # A step's records count launches as part of forward and backward; here they are a cause of their own.
         launches = target.rates[plan.strategy.precision].micro_batch_s * plan.strategy.gradient_accumulation_steps
         parts = plan.run.parts
         seconds = {
@@ -95,69 +87,58 @@ def scale(
             "launches and small kernels": plan.run.steps * launches,
             "reduction": parts["reduce"],
         } | {cause: parts[cause] for cause in ("update", "evaluation", "start")}
-        # Efficiency is relative to the first point, which compares with itself.
-        first = points[0].plan if points else plan
-        efficiency = _rate(plan, nodes * per_node) / _rate(first, per_node)
-        samples = plan.run.samples / first.run.samples
+        first = first or plan
+        efficiency = plan.run.samples / plan.seconds / nodes / (first.run.samples / first.seconds)
         minutes = plan.seconds / 60
-        points.append(ScalingPoint(machine, plan, seconds, low * minutes, high * minutes, efficiency, samples))
-        report(points[-1])
-        nodes *= 2
-    return points
-
-
-def published_on(device: Device) -> list[Result]:
-    """Return the published closed results of a device, the fewest accelerators first."""
-    # By the whole name: other forms and memories of a model scale differently.
-    found = [result for result in results() if result.run.machine.device.name == device.name]
-    return sorted(found, key=lambda result: (result.run.machine.accelerators, result.seconds))
-
-
-def write_table(points: Sequence[ScalingPoint], path: Path) -> None:
-    """Write a row for each point, whole or not at all: what is planned, minutes with their interval, and those of each
-    cause.
-    """
-    # Written in memory first, so that a failing disk leaves no half file.
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    strategy_names = (
-        "global_batch_size",
-        "gradient_accumulation_steps",
-        "tensor",
-        "pipeline",
-        "virtual_stages",
-        "precision",
-        "recompute",
-        "reduction",
-        "reduce_dtype",
-        "bucket_bytes",
-    )
-    header = (
-        "accelerators",
-        "nodes",
-        *strategy_names,
-        "minutes",
-        "low_minutes",
-        "high_minutes",
-        "efficiency",
-        "samples",
-    )
-    writer.writerow((*header, *(f"{cause.replace(' ', '_')}_minutes" for cause in CAUSES)))
-    for point in points:
-        strategy = point.plan.strategy
-        numbers = (point.minutes, point.low, point.high, point.efficiency)
-        writer.writerow(
-            (
-                *(point.accelerators, point.machine.nodes),
-                *(getattr(strategy, name) for name in strategy_names),
-                *(f"{number:.6g}" for number in numbers),
-                f"{point.plan.run.samples:.0f}",
-                *(f"{point.seconds[cause] / 60:.6g}" for cause in CAUSES),
-            )
+        yield ScalingPoint(
+            machine, plan, seconds, low * minutes, high * minutes, efficiency, plan.run.samples / first.run.samples
         )
-    write_atomically(path, text.getvalue().encode())
+        nodes *= 2
 
 
-def _rate(plan: Candidate, accelerators: int) -> float:
-    """Sequences a second on each accelerator, from run_start to run_stop."""
-    return plan.run.samples / plan.seconds / accelerators
+def fastest_published(device: Device, at_least: int) -> list[tuple[int, float]]:
+    """Return the fastest published minutes for each number of a device's accelerators, from a number on."""
+    fastest: dict[int, float] = {}
+    for result in results():
+        machine = result.run.machine
+        if machine.device.name == device.name and machine.accelerators >= at_least:
+            minutes = result.seconds / 60
+            fastest[machine.accelerators] = min(minutes, fastest.get(machine.accelerators, minutes))
+    return sorted(fastest.items())
+
+
+def write_page(recipe: str, device: Device, points: Sequence[ScalingPoint], path: Path) -> None:
+    """Write the whole page or nothing."""
+    write_atomically(path, render(recipe, device, points).encode())
+
+
+def render(recipe: str, device: Device, points: Sequence[ScalingPoint]) -> str:
+    """Return the curve, the shares and the plans as a page."""
+    published = fastest_published(device, points[0].accelerators)
+    curves = {
+        "predicted": ([(each.accelerators, each.minutes) for each in points], "valid"),
+        "lower end of the interval": ([(each.accelerators, each.low) for each in points], "aborted"),
+        "upper end of the interval": ([(each.accelerators, each.high) for each in points], "aborted"),
+        "fastest published results": (published, "invalid"),
+    }
+    lines = [
+        Line(name, [(log2(count), log10(minutes)) for count, minutes in curve], kind)
+        for name, (curve, kind) in curves.items()
+        if curve
+    ]
+    axes = Axes(
+        "Minutes to train against the number of accelerators",
+        "accelerators",
+        lambda power: f"{10**power:.3g}",
+        x_format=lambda power: f"{2**power:,.0f}",
+    )
+    return render_page(
+        Path(__file__).with_name("scaling.html"),
+        title=f"{recipe} on up to {points[-1].accelerators:,} {device.name}",
+        points=points,
+        fastest=min(points, key=lambda each: each.minutes),
+        published=published,
+        curve=line_chart(lines, axes, dots=True),
+        causes=CAUSES,
+        minutes=minutes_in_digits,
+    )

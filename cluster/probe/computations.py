@@ -1,9 +1,8 @@
-"""Computations of a training step one by one, forward and backward, on all ranks at once, as a step has them.
+"""Times of the computations of a training step, forward and backward, on all ranks at once.
 
-What a model would compute is not run as a whole: each kind of computation is timed by itself in a few shapes, and what it
-costs for each of its terms (`cluster.model.computations.TERMS`) is fitted to that. As in a model, several of a kind go
-forward before they go backward, so that what each reads is seldom in a core's cache any more, and memory is taken and
-given back in the same order.
+Each kind of computation is timed in a few shapes. The costs of its terms (`cluster.model.computations.TERMS`) are fitted to
+these times. As in a model, several computations of a kind run forward before they run backward, so that their inputs have
+left the caches and memory is allocated and freed in the same order.
 """
 
 from __future__ import annotations
@@ -39,14 +38,12 @@ from kernels import (
 )
 
 _COPIES = 4
-"""Of a computation in one action, each with inputs of its own."""
+"""Computations in one action. Each has its own inputs."""
 _DROPOUT = 0.1
 _EPS = 1e-12
-_TURNS = 3
-"""At most."""
+_MOST_TURNS = 3
 _SLICE_S = 0.015
-"""Some times as long as a processor stays with a rank before it goes to another."""
-# Rows, inputs and outputs vary apart from one another, so that each term of the cost is told.
+"""Several time slices of the scheduler."""
 _LINEAR = (
     (64, 128, 128),
     (512, 128, 512),
@@ -56,42 +53,38 @@ _LINEAR = (
     (192, 1024, 384),
     (64, 256, 8192),
 )
-"""Rows, inputs and outputs, the last as of a vocabulary; on a GPU eight times as many of each."""
+"""Rows, inputs and outputs; eight times as many of each on a GPU."""
 _ATTENTION = ((1, 128, 4, 32), (1, 384, 4, 64), (16, 32, 4, 32), (6, 128, 4, 32), (2, 96, 16, 64))
-"""Sequences, their length, heads and size of a head."""
+"""Sequences, length of each, heads, and size of a head."""
 _NORM = ((32, 128), (512, 128), (768, 512))
 _GELU = ((32, 128), (512, 512), (512, 1024))
 _LOSS = ((8, 1024), (64, 1024), (32, 16384))
 """Rows and columns."""
 _EMBEDDING = ((64, 128, 1024), (768, 128, 1024), (192, 256, 8192))
-"""Tokens, their size, and words."""
+"""Tokens, hidden size and vocabulary size."""
 _LAMB = ((8, 4096), (32, 16384), (16, 393216))
-"""Segments and elements of each: in a core's cache, in the processor's, and in none."""
+"""Segments and elements of each: in a core's cache, in the processor's cache, and in neither."""
 _BATCH = (32, 256)
-"""Sequences of a global batch."""
+"""Global batch sizes."""
 _PRODUCT, _REPEATS = 256, 3
-"""Size of the products by which ranks show what they take from each other, and how often they do them."""
+"""Matrix size of the products that measure contention, and the number of repetitions."""
 
 _Forward = tuple[Callable[[], Tensor], list[Tensor]]
-"""A forward pass, and the activations that it reads."""
-
-UNKNOWN = Contention(0, 0, 0.0, 0.0, 0.0, 0.0)
-"""What ranks take from each other, where it has not been measured."""
+"""A forward pass and the activations that it reads."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A computation to time; ``kind`` has the type, or "with dropout", after its name, ``counts`` are those of its terms."""
+    """A computation to time. ``times`` is how often one call of ``action`` does it."""
 
     kind: str
     counts: tuple[float, ...]
     action: Callable[[], object]
     times: int
-    """Of what one action does."""
 
 
 def trials_of(device: torch.device) -> list[Trial]:
-    """Make the computations that are timed on a device."""
+    """Return the computations that are timed on a device."""
     # The CPU's shapes would not fill a GPU.
     factor = 8 if device.type == "cuda" else 1
     dtypes = [torch.float32]
@@ -103,9 +96,7 @@ def trials_of(device: torch.device) -> list[Trial]:
         for dtype in dtypes
         for rows, inputs, outputs in _LINEAR
     ]
-    # Both, since a CPU draws dropout in passes of its own.
     for dropout in (False, True):
-        # Each in its type: in 16 bits PyTorch takes several times as long forward for short sequences on some processors.
         trials += [_attention(dtype, *shape, dropout, device) for dtype in dtypes for shape in _ATTENTION]
         trials += [_norm(*shape, dropout, device) for shape in _NORM]
         trials += [_embedding(*shape, dropout, device) for shape in _EMBEDDING]
@@ -116,44 +107,35 @@ def trials_of(device: torch.device) -> list[Trial]:
 
 
 def measure_computations(mesh: Mesh, processors: int, seconds: float) -> list[ComputationTime]:
-    """Time every computation, over about so many seconds in all. Every rank must call it at the same time.
+    """Time all computations within about so many seconds. All ranks must call it at the same time.
 
-    ``processors``: of all machines together. Where ranks share them, a window is long beside the turns that they take; where
-    time is short for that, there are fewer of them.
+    ``processors`` counts the processors of all machines. If ranks share them, a window is longer than the scheduler's time
+    slices, and there are fewer windows.
     """
     start = time.perf_counter()
     trials = trials_of(mesh.device)
-    for trial in trials:  # memory is allocated, and implementations are chosen
+    for trial in trials:  # the first call allocates memory and chooses implementations
         trial.action()
-    # What that took counts too; in milliseconds, as all ranks must plan the same turns.
+    # Agreed, because all ranks must plan the same turns.
     seconds -= agreed_integer(round(1000 * (time.perf_counter() - start)), mesh) / 1000
-    # Each trial lasts at least as long as all ranks on a processor take to have had it once.
-    window = max(seconds / (_TURNS * len(trials)), _SLICE_S * mesh.world_size / processors)
-    # Fewer turns rather than shorter windows: a window below a time slice measures the scheduler.
+    window = max(seconds / (_MOST_TURNS * len(trials)), _SLICE_S * mesh.world_size / processors)
     turns = max(1, round(seconds / (window * len(trials))))
     barrier()
     own_TK = np.array([[time_in_window(t.action, window, mesh.device) / t.times for t in trials] for _ in range(turns)])
-    # The mean over ranks first: what one loses another gains, as long as they share processors.
-    turns_TK = gather_numbers(own_TK, mesh).mean(axis=0)
-    found_K = np.median(turns_TK, axis=0)
-    # Relative, since kinds differ by orders of magnitude.
-    spread_K = 1.4826 * np.median(np.abs(turns_TK / found_K - 1), axis=0)
-    rows = zip(trials, found_K.tolist(), spread_K.tolist(), strict=True)
-    return [ComputationTime(trial.kind, trial.counts, found, spread) for trial, found, spread in rows]
+    # The mean over ranks first: if ranks share processors, one rank gains what another one loses.
+    found_K = np.median(gather_numbers(own_TK, mesh).mean(axis=0), axis=0)
+    return [
+        ComputationTime(trial.kind, trial.counts, found) for trial, found in zip(trials, found_K.tolist(), strict=True)
+    ]
 
 
 def measure_contention(mesh: Mesh, processors: int, seconds: float) -> Contention:
-    """Time the same products on one rank alone, and then on all at once. Every rank must call it at the same time.
-
-    ``processors``: of all machines together.
-    """
+    """Time the same products on one rank alone and on all ranks at once. All ranks must call it at the same time."""
     one, other = torch.rand(2, _PRODUCT, _PRODUCT, device=mesh.device)
     out = torch.empty_like(one)
     share = seconds / _REPEATS / 3
     barrier()
-    # At least four, so that the clock's resolution does not show.
     count = max(4, int(share / time_in_window(lambda: torch.mm(one, other, out=out), 0.02, mesh.device)))
-    # All ranks must do the same number, or their times would be of different work.
     count = agreed_integer(count, mesh)
 
     def work() -> float:
@@ -166,17 +148,17 @@ def measure_contention(mesh: Mesh, processors: int, seconds: float) -> Contentio
 
     alone, together, begun = [], [], []
     for _ in range(_REPEATS):
-        # The others wait in the barrier while rank 0 computes alone.
+        # The other ranks wait in the barrier.
         if mesh.rank == 0:
             alone.append(work())
         barrier()
-        # Over and over, until a window ends: nobody is ever done, so nobody gives processors away.
+        # Over and over, until the window ends: no rank is done early and frees processors.
         together.append(time_in_window(work, share, mesh.device))
         barrier()
-        # Once, begun together: who is done gives its share to others, as at the end of a step.
+        # Once, as in a step: ranks that are done free processors for the others.
         begun.append(work())
         barrier()
-    # Of rank 0 alone: the others send numbers of the same shape, which are not looked at.
+    # Only rank 0's row counts; the other ranks send an array of the same shape.
     first_T = gather_numbers(np.array(alone if mesh.rank == 0 else together), mesh)[0]
     together_RT, begun_RT = (gather_numbers(np.array(times), mesh) for times in (together, begun))
     times = (first_T, together_RT.mean(axis=0), begun_RT.mean(axis=0), begun_RT.max(axis=0))
@@ -184,21 +166,20 @@ def measure_contention(mesh: Mesh, processors: int, seconds: float) -> Contentio
 
 
 def _backward_of(make: Callable[[], _Forward], kind: str, counts: tuple[float, ...]) -> Trial:
-    """Time ``_COPIES`` of a computation forward, and then backward in the opposite order."""
+    """Return a trial of ``_COPIES`` computations forward, and then backward in the opposite order."""
     computations = [make() for _ in range(_COPIES)]
     with torch.enable_grad():
-        # Ones: the values of a gradient do not change its time.
         gradient = torch.ones_like(computations[0][0]())
 
     def action() -> None:
         outputs = []
         with torch.enable_grad():
             for forward, activations in computations:
-                # Else gradients would pile up over the repetitions, which no activation's does.
+                # Gradients of activations do not accumulate in a step.
                 for activation in activations:
                     activation.grad = None
                 outputs.append(forward())
-            # Popped, so that an output's graph is freed before the next backward pass, as in a model.
+            # Frees an output's graph before the next backward pass, as in a model.
             while outputs:
                 output = outputs.pop()
                 output.backward(gradient if output.ndim else None)
@@ -207,8 +188,7 @@ def _backward_of(make: Callable[[], _Forward], kind: str, counts: tuple[float, .
 
 
 def _leaf(*shape: int, device: torch.device) -> Tensor:
-    """A parameter or an activation with room for its gradient, as the flat vector has it."""
-    # With a gradient there, backward adds to it instead of handing over its own, as with the flat vector.
+    # Backward adds to an existing gradient, as it does with the flat gradient vector.
     leaf = torch.rand(*shape, device=device, requires_grad=True)
     leaf.grad = torch.zeros_like(leaf)
     return leaf
@@ -260,7 +240,6 @@ def _norm(rows: int, size: int, dropout: bool, device: torch.device) -> Trial:
 def _embedding(tokens: int, size: int, words: int, dropout: bool, device: torch.device) -> Trial:
     drops = _drops(dropout, device)
     ids = torch.randint(words, (tokens,), device=device)
-    # The table below has 128 positions.
     positions, segments = torch.arange(tokens, device=device) % 128, torch.zeros_like(ids)
 
     def make() -> _Forward:
@@ -296,7 +275,7 @@ def _lamb(segments: int, size: int, device: torch.device) -> Trial:
     state = LambState.zeros_like(weights)
     layout = LambSegments((size,) * segments, (True,) * segments)
     hyperparameters = LambHyperparameters(0.9, 0.999, 1e-6, 0.01, 1.0)
-    # At a rate of 0 weights stay as they are, however often it is timed.
+    # A learning rate of 0 keeps the weights as they are.
     step, rate = torch.ones((), dtype=torch.int64, device=device), torch.zeros((), device=device)
 
     def action() -> None:
@@ -306,10 +285,9 @@ def _lamb(segments: int, size: int, device: torch.device) -> Trial:
 
 
 def _batch(size: int) -> Trial:
-    """Make a rank's work for its batch of a step: the plan of the whole global batch, the assembly of its own part."""
-    # uint16, as the length index on disk has it.
+    # uint16, as in the length index on disk.
     lengths = np.random.default_rng(0).integers(8, 128, 8192).astype(np.uint16)
-    # Four ranks: the plan is of the whole global batch, the assembly of a quarter.
+    # One of four ranks plans the whole global batch and assembles a quarter of it.
     plan = BatchPlan(lengths, (lengths // 7 + 1).astype(np.uint16), size, 4, 1, 0)
     samples = synthetic_samples(lengths[: size // 4], 1024)
 

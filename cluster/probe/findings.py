@@ -1,8 +1,8 @@
-"""Findings of a probe: which ranks, hosts and links are slow, in words, and what each costs a step of BERT-Large."""
+"""Slow and broken ranks, hosts and links of a probe, in words, with their cost for a step of BERT-Large."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -14,24 +14,26 @@ from cluster.probe.collectives import WrongResult
 from cluster.probe.computing import Cell
 from cluster.probe.links import Paths
 from cluster.probe.machine import Facts
-from cluster.view import Outlier, Part, Source
+from cluster.view import Outlier, Source
 
 SCREENING = 4
-"""One even cluster in so many is looked at a second time."""
+"""One in so many faultless clusters is measured a second time."""
 
 STEP_OPERATIONS = 56 * 0.5e12
-"""Of a rank's share of a step: 56 sequences of BERT-Large of the benchmark's mean length, forward and backward."""
-# Of BERT-Large with its heads, rounded.
+"""Operations of a rank's step: 56 sequences of BERT-Large with the benchmark's mean length, forward and backward."""
 PARAMETERS = 336e6
 _UPDATE_BYTES = 7 * 4 * PARAMETERS
 """LAMB reads a gradient, and reads and writes a weight and two moments, in fp32."""
 _AS_SLOW = 1.25
-"""Paths of a rank that is itself slow count as its consequence up to so many times its own ratio."""
+"""A slow rank explains paths of its own that are slower by up to so many times its own ratio."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """All that a probe has measured: cells C of ranks R by turns T, paths in hosts and between them."""
+    """Measurements of a probe: cells C of ranks R by turns T, and paths in hosts and between hosts.
+
+    Paths between hosts are measured between the first ranks at each network card.
+    """
 
     facts: Sequence[Facts]
     host_of: Sequence[int]
@@ -39,7 +41,6 @@ class Measured:
     rates_RTC: NDArray[np.float64]
     in_hosts: Paths | None
     between_hosts: Paths | None
-    """Between the ranks that are first at each network card of their hosts."""
 
     @property
     def hosts(self) -> int:
@@ -49,45 +50,52 @@ class Measured:
 
 @dataclass(frozen=True)
 class _Step:
-    """Seconds of a step's parts on a device and a path like most."""
+    """Seconds of a step's parts on a typical device and path."""
 
     compute: float
     update: float
     reduce: float
 
     def share(self, quantity: str, ratio: float) -> float:
-        """Return how much longer a step gets. Launches are captured, transfers and reading go ahead: they claim no share."""
+        """Return the relative increase of a step. Launches are captured and transfers overlap, so these cost nothing."""
         part = {"product": self.compute, "copy": self.update, "bandwidth": self.reduce}.get(quantity.split()[0], 0.0)
         return (ratio - 1) * part / (self.compute + self.update + self.reduce)
 
 
 @dataclass(frozen=True)
 class _Found:
-    """A finding about one rank, or one end or path, before findings are put together."""
+    """A slow rank, end of paths, path, or part of the network. ``way`` says which of them; it is empty for a rank."""
 
     ranks: tuple[int, ...]
     way: str
-    """Of a link: sending, receiving, path, or part of the network. "" of a device."""
     quantity: str
     ratio: float
     deviations: float
     share: float
 
+    @classmethod
+    def of(
+        cls, ranks: tuple[int, ...], way: str, quantity: str, judgement: Judgement, place: int, step: _Step
+    ) -> _Found:
+        ratio = float(judgement.ratios[place])
+        return cls(ranks, way, quantity, ratio, float(judgement.deviations[place]), float(step.share(quantity, ratio)))
+
+    @property
+    def cost(self) -> tuple[float, float]:
+        return self.share, self.ratio
+
 
 def find_leaves(measured: Measured) -> tuple[list[tuple[str, ...]], Source]:
-    """The switches above each host, and where that is from: Slurm, measuring, or unknown."""
-    first = [measured.host_of.index(host) for host in range(measured.hosts)]
-    told = [measured.facts[rank].switches for rank in first]
-    # Slurm's topology counts only if it names the switches of all hosts.
+    """Return the switches above each host, and whether Slurm or the measured paths told them."""
+    told = [measured.facts[measured.host_of.index(host)].host.switches for host in range(measured.hosts)]
     if all(told):
         return told, "slurm"
     paths = measured.between_hosts
     if paths is not None:
         ends, source_E, target_E = _ends(paths)
         host_E, other_E = (np.array([measured.host_of[ends[end]] for end in of]) for of in (source_E, target_E))
-        # Either may tell leaves apart; the first that does decides.
         for times_TE in (paths.seconds_per_byte_TE, paths.latency_TE):
-            # What is slow at its end makes no leaf.
+            # A slow end is no leaf: only what remains without the shares of the ends counts.
             rest_TE = take_apart(np.log(times_TE), source_E, target_E, len(ends)).rest_TE
             leaves = leaves_of(rest_TE, host_E, other_E, measured.hosts)
             if leaves is not None:
@@ -98,228 +106,170 @@ def find_leaves(measured: Measured) -> tuple[list[tuple[str, ...]], Source]:
 def find_outliers(
     measured: Measured, switches: Sequence[tuple[str, ...]], wrong: Sequence[WrongResult] = (), chance: int = CHANCE
 ) -> list[Outlier]:
-    """List what is slow or broken, what costs most first. ``chance``: see `cluster.outliers`."""
+    """Return everything slow or broken, the most expensive first. ``chance`` is explained in `cluster.outliers`."""
     layers = [paths for paths in (measured.between_hosts, measured.in_hosts) if paths is not None]
-    judged = [index for index, cell in enumerate(measured.cells) if cell.judged]
     # All comparisons of the probe share the one chance of a wrong name.
-    comparisons = len(judged) * len(measured.facts) + sum(4 * len(paths.source_E) for paths in layers)
+    comparisons = len(measured.cells) * len(measured.facts) + sum(4 * len(paths.source_E) for paths in layers)
     step = _step_of(measured)
-    ranks = _slow_ranks(measured, judged, step, comparisons, chance)
-    found = list(ranks.values())
-    for paths in layers:
-        for each in _slow_paths(measured, paths, switches, step, comparisons, chance):
-            # A path that is slow by its rank is named once, as the rank.
-            if not _explained(each, ranks):
-                found.append(each)
-    outliers = _described(measured, found)
+    ranks = _slow_ranks(measured, step, comparisons, chance)
+    paths = [
+        each
+        for layer in layers
+        for each in _slow_paths(measured, layer, switches, step, comparisons, chance)
+        if not _is_explained(each, ranks)
+    ]
+    outliers = [*_describe_devices(measured, ranks), *_describe_links(measured, paths)]
     outliers.sort(key=lambda outlier: (-outlier.step_share, -outlier.ratio))
-    # Wrong results come first, whatever the others cost.
-    return [*(_broken(measured, each) for each in wrong), *outliers]
+    return [*(_describe_wrong(measured, each) for each in wrong), *outliers]
 
 
 def _step_of(measured: Measured) -> _Step:
     typical_C = np.median(measured.rates_RTC, axis=(0, 1))
-    # Multiply-add counts as two.
-    products = [2.0 * c.size**3 / t for c, t in zip(measured.cells, typical_C, strict=True) if c.quantity == "product"]
-    # Read and written.
-    copies = [2.0 * c.size / t for c, t in zip(measured.cells, typical_C, strict=True) if c.quantity == "copy"]
+    timed = [*zip(measured.cells, typical_C, strict=True)]
+    # A multiply-add counts as two operations; a copy reads and writes.
+    flops = max(2.0 * cell.size**3 / seconds for cell, seconds in timed if cell.quantity == "product")
+    bytes_per_s = max(2.0 * cell.size / seconds for cell, seconds in timed if cell.quantity == "copy")
     paths, reduce = measured.between_hosts or measured.in_hosts, 0.0
     if paths is not None:
-        # Between hosts, ends are the ranks that stand for network cards.
-        ends = len({*paths.source_E.tolist(), *paths.target_E.tolist()})
-        # Within one host the ring is over its ranks.
-        many = measured.hosts if measured.between_hosts else ends
-        cards = ends / measured.hosts if measured.between_hosts else 1
-        # A ring along every rail, in fp32, with the gradient divided over a host's cards.
+        ends = len(_ends(paths)[0])
+        many, cards = (measured.hosts, ends / measured.hosts) if measured.between_hosts else (ends, 1)
+        # A ring along every rail, in fp32; each card carries its part of the gradient.
         reduce = 2 * (many - 1) / many * 4 * PARAMETERS / cards * float(np.median(paths.seconds_per_byte_TE))
-    # The fastest product and copy stand for what the device can do; sizes differ in what they reach.
-    return _Step(STEP_OPERATIONS / max(products), _UPDATE_BYTES / max(copies), reduce)
+    return _Step(STEP_OPERATIONS / flops, _UPDATE_BYTES / bytes_per_s, reduce)
 
 
-def _slow_ranks(
-    measured: Measured, judged: Sequence[int], step: _Step, comparisons: int, chance: int
-) -> dict[int, _Found]:
-    """The worst of each slow rank. Devices are compared with those of the same name."""
+def _slow_ranks(measured: Measured, step: _Step, comparisons: int, chance: int) -> dict[int, _Found]:
+    """Return the most expensive finding of each slow rank. Only equal devices are compared."""
     found: dict[int, _Found] = {}
-    kinds: dict[str, list[int]] = {}
-    for rank, facts in enumerate(measured.facts):
-        # A mixture of devices has several levels, each of which is right.
-        kinds.setdefault(facts.device, []).append(rank)
-    for members in kinds.values():
-        for index in judged:
-            cell = measured.cells[index]
+    for device in dict.fromkeys(facts.device for facts in measured.facts):
+        members = [rank for rank, facts in enumerate(measured.facts) if facts.device == device]
+        for index, cell in enumerate(measured.cells):
             judgement = judge(np.log(measured.rates_RTC[members, :, index].T), comparisons, chance)
-            name = " ".join(part for part in (cell.quantity, cell.dtype, _size_of(cell)) if part)
+            size = {"product": f"{cell.size}^3", "launch": ""}.get(cell.quantity, f"{cell.size / 2**20:.0f} MiB")
+            name = " ".join(part for part in (cell.quantity, cell.dtype, size) if part)
             for place in np.flatnonzero(judgement.is_outlier):
-                each = _found((members[place],), "", name, judgement, int(place), step)
-                kept = found.get(members[place])
-                # Of several slow quantities of a rank the one that costs a step most is told.
-                if kept is None or (kept.share, kept.ratio) < (each.share, each.ratio):
+                each = _Found.of((members[place],), "", name, judgement, int(place), step)
+                if members[place] not in found or found[members[place]].cost < each.cost:
                     found[members[place]] = each
     return found
 
 
-def _size_of(cell: Cell) -> str:
-    if cell.quantity == "launch":
-        return ""
-    return f"{cell.size}^3" if cell.quantity == "product" else f"{cell.size / 2**20:.0f} MiB"
-
-
-def _found(ranks: tuple[int, ...], way: str, quantity: str, judgement: Judgement, place: int, step: _Step) -> _Found:
-    ratio = float(judgement.ratios[place])
-    return _Found(ranks, way, quantity, ratio, float(judgement.deviations[place]), step.share(quantity, ratio))
-
-
 def _ends(paths: Paths) -> tuple[list[int], list[int], list[int]]:
-    """The ranks at ends of paths, and of each path the places of its source and target among them."""
+    """Return the ranks at ends of paths, and the indices of each path's source and target among them."""
     ends = sorted({*paths.source_E.tolist(), *paths.target_E.tolist()})
     place = {rank: index for index, rank in enumerate(ends)}
     return ends, [place[rank] for rank in paths.source_E.tolist()], [place[rank] for rank in paths.target_E.tolist()]
 
 
 def _slow_paths(
-    measured: Measured,
-    paths: Paths,
-    switches: Sequence[tuple[str, ...]],
-    step: _Step,
-    comparisons: int,
-    chance: int,
+    measured: Measured, paths: Paths, switches: Sequence[tuple[str, ...]], step: _Step, comparisons: int, chance: int
 ) -> list[_Found]:
     ends, source_E, target_E = _ends(paths)
-    # The last switch of a path is the leaf; () where none is known, which makes all paths alike.
     leaf_of = [switches[host][-1:] for host in measured.host_of]
-    # Paths through one leaf switch are compared with their like, and so are those through several.
-    # 0 under one leaf, 1 across.
+    # Paths under one leaf are compared with one another, and so are paths across leaves.
     kind_E = [int(leaf_of[s] != leaf_of[t]) for s, t in zip(paths.source_E, paths.target_E, strict=True)]
     found: list[_Found] = []
     for quantity, times_TE in (("bandwidth", paths.seconds_per_byte_TE), ("latency", paths.latency_TE)):
         parts = take_apart(np.log(times_TE), source_E, target_E, len(ends), kind_E)
         for way, times_TN in (("sending", parts.sending_TN), ("receiving", parts.receiving_TN)):
             judgement = judge(times_TN, comparisons, chance)
-            found += [
-                _found((ends[n],), way, quantity, judgement, int(n), step) for n in np.flatnonzero(judgement.is_outlier)
-            ]
+            slow_N = np.flatnonzero(judgement.is_outlier)
+            found += [_Found.of((ends[n],), way, quantity, judgement, int(n), step) for n in slow_N]
         judgement = judge(parts.level_TK, comparisons, chance)
         for k in np.flatnonzero(judgement.is_outlier):
             members = tuple(end for end, part in zip(ends, parts.part_N, strict=True) if part == k)
-            found.append(_found(members, "part", quantity, judgement, int(k), step))
-        # Of a slow end another path is worth a word only if it is slower by as much again.
+            found.append(_Found.of(members, "part", quantity, judgement, int(k), step))
         slow = {each.ranks[0]: each.ratio for each in found if each.quantity == quantity}
-        # Fitted were the level, and the shares of ends that have paths enough.
+        # The level was fitted, and the shares of ends that have enough paths.
         fitted = 1 + sum(int((np.bincount(of_E) >= FEWEST_PARTNERS).sum()) for of_E in (source_E, target_E))
         judgement = judge(parts.rest_TE, comparisons, chance, fitted=fitted)
         slow_paths = []
         for e in np.flatnonzero(judgement.is_outlier):
             pair = (int(paths.source_E[e]), int(paths.target_E[e]))
-            # Slower than the slower one of its ends, beyond what taking the ends apart has left.
+            # A path of a slow end is named only if it is slower than the end by as much again.
             if judgement.ratios[e] > max(slow.get(rank, 1.0) for rank in pair):
-                slow_paths.append(_found(pair, "path", quantity, judgement, int(e), step))
+                slow_paths.append(_Found.of(pair, "path", quantity, judgement, int(e), step))
         found += _as_ends(slow_paths, paths)
     return found
 
 
 def _as_ends(slow: Sequence[_Found], paths: Paths) -> list[_Found]:
-    """Paths that are all that an end has, one way, as that end: it has too few for its share to be told from them."""
+    """Replace slow paths by their common end if they are all paths of that end in one direction.
+
+    Such an end has too few paths for `take_apart` to tell its share.
+    """
     left, ends = list(slow), []
     for way, side, of_E in (("sending", 0, paths.source_E), ("receiving", 1, paths.target_E)):
         for end in sorted({each.ranks[side] for each in left}):
             own = [each for each in left if each.ranks[side] == end]
-            # All of its paths, and more than one: a single path has two ends, and either may be the cause.
+            # A single path has two ends, and either may be the cause.
             if 1 < len(own) == int((of_E == end).sum()):
                 ends.append(replace(max(own, key=lambda each: each.ratio), ranks=(end,), way=way))
                 left = [each for each in left if each not in own]
     return left + ends
 
 
-def _explained(each: _Found, slow: dict[int, _Found]) -> bool:
-    """Tell whether a slow path comes of a slow rank, whose processor carries what it sends and receives."""
+def _is_explained(each: _Found, slow: dict[int, _Found]) -> bool:
+    """Tell whether a slow rank explains a slow path, because its processor handles the messages."""
     ratios = [slow[rank].ratio for rank in each.ranks if rank in slow]
-    # A slow rank explains any latency of its paths, and of their bandwidth so much.
     return bool(ratios) and (each.quantity == "latency" or each.ratio <= _AS_SLOW * max(ratios))
 
 
-def _described(measured: Measured, found: Sequence[_Found]) -> list[Outlier]:
-    """Put together what is about one thing: both directions of a link, all ranks of a host."""
+def _describe_devices(measured: Measured, slow: dict[int, _Found]) -> Iterator[Outlier]:
+    for host in range(measured.hosts):
+        ranks = tuple(rank for rank, of in enumerate(measured.host_of) if of == host)
+        own = [slow[rank] for rank in ranks if rank in slow]
+        if len(own) == len(ranks) > 1:
+            worst = max(own, key=lambda each: each.cost)
+            yield Outlier("host", f"host {measured.facts[ranks[0]].host.name}", *_figures(worst), ranks)
+        else:
+            for each in own:
+                yield Outlier("rank", _name(measured, each.ranks[0]), *_figures(each), each.ranks)
+
+
+def _describe_links(measured: Measured, found: Sequence[_Found]) -> Iterator[Outlier]:
+    """Describe links, paths and parts of the network; both directions of one link are one outlier."""
     about: dict[tuple[str, tuple[int, ...]], list[_Found]] = {}
     for each in found:
-        kind = {"": "device", "path": "path", "part": "part"}.get(each.way, "end")
-        # Sorted, so that both directions between two ranks are one entry.
+        kind = "end" if each.way in ("sending", "receiving") else each.way
         about.setdefault((kind, tuple(sorted(each.ranks))), []).append(each)
-    outliers = []
-    slow_of = [
-        # Of a host all ranks must be slow, and several of them, before the host is named.
-        sum(kind == "device" and measured.host_of[of[0]] == host for kind, of in about)
-        for host in range(measured.hosts)
-    ]
-    told: set[int] = set()
     for (kind, ranks), each in about.items():
-        worst = max(each, key=lambda one: (one.share, one.ratio))
-        host = measured.host_of[ranks[0]]
-        part: Part = "link"
-        if kind == "device":
-            # All ranks of a host being slow, it is the host that is slow, and it is named once.
-            whole = slow_of[host] > 1 and slow_of[host] == measured.host_of.count(host)
-            if whole and host in told:
-                continue
-            told.add(host)
-            part = "host" if whole else "rank"
-            name = f"host {measured.facts[ranks[0]].host}" if whole else _name(measured, ranks[0])
-            ranks = tuple(r for r, of in enumerate(measured.host_of) if of == host) if whole else ranks
-        elif kind == "part":
+        worst = max(each, key=lambda one: one.cost)
+        is_both = len({(one.way, one.ranks) for one in each if one.quantity == worst.quantity}) > 1
+        if kind == "part":
             name = _part(measured, ranks)
         elif kind == "end":
-            ways = {one.way for one in each if one.quantity == worst.quantity}
-            # An end that is slow at sending and at receiving is one finding.
-            way = "both directions" if len(ways) > 1 else ways.pop()
-            name = f"{_card(measured, ranks[0])}, {way}"
+            name = f"{_card(measured, ranks[0])}, {'both directions' if is_both else worst.way}"
         else:
-            both = len({one.ranks for one in each if one.quantity == worst.quantity}) > 1
-            ends = [_name(measured, rank) for rank in (worst.ranks if not both else ranks)]
-            name = f"path between {ends[0]} and {ends[1]}" if both else f"path from {ends[0]} to {ends[1]}"
-            ranks = worst.ranks
-        outliers.append(Outlier(part, name, worst.quantity, worst.ratio, worst.deviations, worst.share, ranks))
-    return outliers
+            one, other = (_name(measured, rank) for rank in worst.ranks)
+            name = f"path between {one} and {other}" if is_both else f"path from {one} to {other}"
+        yield Outlier("link", name, *_figures(worst), worst.ranks)
+
+
+def _figures(found: _Found) -> tuple[str, float, float, float]:
+    return found.quantity, found.ratio, found.deviations, found.share
 
 
 def _name(measured: Measured, rank: int) -> str:
-    return f"rank {rank} on host {measured.facts[rank].host}"
+    return f"rank {rank} on host {measured.facts[rank].host.name}"
 
 
 def _part(measured: Measured, ranks: Sequence[int]) -> str:
-    """The part of the network that only these ranks are in: a host's inside, or a rail."""
     facts = measured.facts[ranks[0]]
     if len({measured.host_of[rank] for rank in ranks}) == 1:
-        return f"links in host {facts.host}"
+        return f"links in host {facts.host.name}"
     return f"rail of card {facts.card or measured.host_of[ranks[0]]}"
 
 
 def _card(measured: Measured, rank: int) -> str:
-    """The link that a rank stands for: its host's, or the card's where the host has several; in a host the rank's own."""
     facts, between = measured.facts[rank], measured.between_hosts
     if between is None or rank not in between.source_E:
         return f"links of {_name(measured, rank)} to its neighbours"
-    card = f", card {facts.card}" if facts.card else ""
-    return f"network link of host {facts.host}{card}"
+    return f"network link of host {facts.host.name}" + (f", card {facts.card}" if facts.card else "")
 
 
-def _broken(measured: Measured, wrong: WrongResult) -> Outlier:
-    whose = (
-        f", in the piece of rank {wrong.source} on host {measured.facts[wrong.source].host}"
-        if wrong.source >= 0
-        else ""
-    )
+def _describe_wrong(measured: Measured, wrong: WrongResult) -> Outlier:
+    whose = f", in the piece of {_name(measured, wrong.source)}" if wrong.source >= 0 else ""
     name = f"{_name(measured, wrong.rank)} got {wrong.elements} wrong elements from {wrong.operation} ({wrong.scope}){whose}"
     ranks = (wrong.rank,) if wrong.source in (-1, wrong.rank) else (wrong.rank, wrong.source)
     return Outlier("rank", name, "wrong result", 0.0, 0.0, 0.0, ranks)
-
-
-def sentence(outlier: Outlier) -> str:
-    """Return one line about an outlier."""
-    if not outlier.ratio:
-        return f"BROKEN  {outlier.name}"
-    cost = f", {100 * outlier.step_share:.1f} % of a step" if outlier.step_share else ""
-    deviations = "more than 999" if outlier.deviations > 999 else f"{outlier.deviations:.0f}"
-    return (
-        f"SLOW  {outlier.name}: {outlier.quantity}, time {100 * (outlier.ratio - 1):.0f} % above the others "
-        f"({deviations} deviations{cost})"
-    )

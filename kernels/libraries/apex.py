@@ -1,8 +1,8 @@
-"""Layer norm and cross-entropy through NVIDIA's apex, when its compiled extensions are installed.
+"""Layer norm and cross-entropy through NVIDIA's apex, if its compiled extensions are installed.
 
-The package of that name on the package index is another one; these need the extensions ``fused_layer_norm_cuda`` and
-``xentropy_cuda``, which only NVIDIA's makes. Same contracts as in ``kernels.reference.ops``, apart from dropout, which
-PyTorch's generator draws. They have not run on a GPU as part of this project.
+The package of that name on the package index is another one; the extensions ``fused_layer_norm_cuda`` and ``xentropy_cuda``
+come only with NVIDIA's. Same contracts as in ``kernels.reference.ops``, but PyTorch's generator draws the dropout. The
+adapter has not run on a GPU as part of this project.
 """
 
 import importlib
@@ -35,8 +35,8 @@ def dropout_add_layer_norm(
     eps: float,
     dropout: Dropout | None = None,
 ) -> Tensor:
-    """``layer_norm(residual + dropout(x + bias))``, the norm in one kernel each way. Returns [T, D] in the type of x."""
-    # apex takes operands of one type: that of x.
+    """Return ``layer_norm(residual + dropout(x + bias))``, [T, D], in the type of x."""
+    # apex takes operands of one type.
     summed_TD = residual_TD.to(x_TD.dtype) + drop(x_TD + bias_D.to(x_TD.dtype), dropout)
     return _layer_norm(summed_TD, weight_D, norm_bias_D, eps)
 
@@ -54,7 +54,7 @@ def embedding_layer_norm(
     dropout: Dropout | None = None,
     word_gradient_VD: Tensor | None = None,
 ) -> Tensor:
-    """Sum of the three embeddings, layer norm, dropout. Returns [T, D] in the type of the tables."""
+    """Return dropout of the layer norm of the sum of the three embeddings, [T, D], in the type of the tables."""
     word_VD = adding_gradient(word_VD, word_gradient_VD)
     summed_TD = summed_embeddings(input_ids_T, position_ids_T, segment_ids_T, word_VD, position_LD, segment_2D)
     return drop(_layer_norm(summed_TD, weight_D, bias_D, eps), dropout)
@@ -70,17 +70,15 @@ def masked_lm_loss(
     decoder_gradient_VD: Tensor | None = None,
     overwrite: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Sum of the masked tokens' cross-entropies, [] in fp32, and how many are predicted right, [] int64, if asked for."""
+    """Return the sum of the masked tokens' cross-entropies, [] fp32, and the number of right predictions, [] int64."""
     decoder_VD = adding_gradient(decoder_VD, decoder_gradient_VD, overwrite)
-    # Imported when called: the package is optional.
     library = importlib.import_module("apex.contrib.xentropy.softmax_xentropy")
-    # Counting needs logits that were never rounded to 16 bits; the loss alone takes those of the product.
+    # Counting needs logits that were never rounded to 16 bits.
     logits_of = masked_lm_logits if count_correct else F.linear
     logits_MV = logits_of(hidden_MD, decoder_VD, bias_V)
     ignored_M = labels_M == ignore_index
-    # apex reads the logit of every label, also of one that is to be ignored: give it some class, and drop the loss
+    # apex also reads the logit of a label that is ignored, so it gets class 0, and the loss is dropped.
     classes_M = labels_M.masked_fill(ignored_M, 0)
-    # apex returns losses in the type of the logits unless told otherwise.
     to_float = logits_MV.dtype != torch.float32
     losses_M = library.SoftmaxCrossEntropyLoss.apply(logits_MV, classes_M, 0.0, ignore_index, to_float)
     loss = losses_M.masked_fill(ignored_M, 0.0).sum()
@@ -88,28 +86,27 @@ def masked_lm_loss(
 
 
 def _layer_norm(x_TD: Tensor, weight_D: Tensor, bias_D: Tensor, eps: float) -> Tensor:
-    """Compute in the type of x, since apex casts what autocast asks for and takes one type."""
     library = importlib.import_module("apex.normalization.fused_layer_norm")
     weight_D, bias_D = weight_D.to(x_TD.dtype), bias_D.to(x_TD.dtype)
-    with torch.autocast(x_TD.device.type, enabled=False):
+    with torch.autocast(x_TD.device.type, enabled=False):  # apex would cast its operands again
         return library.fused_layer_norm_affine(x_TD, weight_D, bias_D, list(weight_D.shape), eps)
 
 
 def dropout_add_layer_norm_unsupported_reasons(x_TD: Tensor, *_: Any, **__: Any) -> list[str]:
-    """Say why these inputs cannot be computed."""
+    """Return the reasons why these inputs cannot be computed; empty if they can."""
     return _reasons(x_TD, x_TD.dtype)
 
 
 def embedding_layer_norm_unsupported_reasons(
     input_ids_T: Tensor, position_ids_T: Tensor, segment_ids_T: Tensor, word_VD: Tensor, *_: Any, **__: Any
 ) -> list[str]:
-    """Say why these inputs cannot be computed."""
+    """Return the reasons why these inputs cannot be computed; empty if they can."""
     del input_ids_T, position_ids_T, segment_ids_T
     return _reasons(word_VD, word_VD.dtype)
 
 
 def masked_lm_loss_unsupported_reasons(hidden_MD: Tensor, decoder_VD: Tensor, *_: Any, **__: Any) -> list[str]:
-    """Say why these inputs cannot be computed. Releases before bfloat16 raise it themselves when called."""
+    """Return the reasons why these inputs cannot be computed; empty if they can."""
     reasons = _reasons(hidden_MD, compute_dtype(hidden_MD))
     if len(hidden_MD) * len(decoder_VD) >= _MOST_LOGITS:
         reasons.append(f"{len(hidden_MD)} x {len(decoder_VD)} logits, expected fewer than 2^32")

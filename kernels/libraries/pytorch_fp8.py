@@ -1,8 +1,7 @@
 # pyright: reportPrivateImportUsage=false
-"""Scaled FP8 matrix products through PyTorch, that is cuBLASLt on a GPU.
+"""Scaled FP8 matrix products through PyTorch (cuBLASLt on a GPU); same contract as in ``kernels.reference.fp8``."""
 
-Same contract as in ``kernels.reference.fp8``.
-"""
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,9 +19,9 @@ def scaled_matmul(
     use_fast_accum: bool = False,
     out_MN: Tensor | None = None,
 ) -> Tensor:
-    """``(a * inverse_a) @ (b * inverse_b).T + bias``: [M, N] in ``out_dtype``.
+    """Return ``(a * inverse_a) @ (b * inverse_b).T + bias``, [M, N] in ``out_dtype``.
 
-    Without ``use_fast_accum`` cuBLASLt adds up in fp32 outside of Hopper's tensor cores.
+    Without ``use_fast_accum`` cuBLASLt accumulates in fp32 outside of Hopper's tensor cores.
     """
     return torch._scaled_mm(
         a_MK,
@@ -37,33 +36,15 @@ def scaled_matmul(
 
 
 def unsupported_reasons(
-    a_MK: Tensor,
-    b_NK: Tensor,
-    inverse_a: Tensor,
-    inverse_b: Tensor,
-    out_dtype: torch.dtype,
-    bias_N: Tensor | None = None,
-    use_fast_accum: bool = False,
-    out_MN: Tensor | None = None,
+    a_MK: Tensor, b_NK: Tensor, _inverse_a: Tensor, _inverse_b: Tensor, out_dtype: torch.dtype, *_: Any, **__: Any
 ) -> list[str]:
-    """Say why these operands cannot be multiplied; empty when they can."""
-    del use_fast_accum
+    """Return the reasons why these operands cannot be multiplied; empty if they can."""
     reasons = capability_reasons(a_MK.device)
-    if out_MN is not None and not (out_MN.is_contiguous() and out_MN.dtype == out_dtype):
-        reasons.append(f"{out_MN.dtype} to write {out_dtype} to, or not contiguous")
-    # Both in E5M2 is what neither cuBLASLt nor the definition has.
     if {a_MK.dtype, b_NK.dtype} not in ({E4M3}, {E4M3, E5M2}):
         reasons.append(f"operands in {a_MK.dtype} and {b_NK.dtype}: expected E4M3, or one of E4M3 and one of E5M2")
-    if (inverse_a.dtype, inverse_b.dtype) != (torch.float32, torch.float32):
-        reasons.append(f"inverse scales in {inverse_a.dtype} and {inverse_b.dtype}, expected float32")
     if out_dtype not in (torch.bfloat16, torch.float16, torch.float32):
         reasons.append(f"a product in {out_dtype}, expected bfloat16, float16 or float32")
-    # PyTorch refuses a bias on an fp32 result.
-    if bias_N is not None and out_dtype == torch.float32:
-        reasons.append("a bias on a product in float32, expected bfloat16 or float16")
-    # M may be anything: tokens of a micro-batch.
+    # M, the tokens of a micro-batch, may be any number.
     if any(size % ALIGNMENT for size in (*b_NK.shape, a_MK.shape[1])):
         reasons.append(f"sizes {list(a_MK.shape)} by {list(b_NK.shape)}: N and K are not multiples of {ALIGNMENT}")
-    if not (a_MK.is_contiguous() and b_NK.is_contiguous()):
-        reasons.append("an operand that is not contiguous")
     return reasons

@@ -16,8 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.configuration import Configuration
-
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+from kernels.triton.inputs import tensor_reasons
 
 # Tiles are wide, so that 128 threads read 16 bytes each along a row. A program of the backward walks down 64 tokens: at
 # 24,576 tokens x 4,096 that is 3,072 programs, and the partial sums are 2 % of what the pass moves and stay in the L2.
@@ -39,27 +38,9 @@ def dense_gelu(x_TD: Tensor, weight_FD: Tensor, bias_F: Tensor) -> Tensor:
     return bias_gelu(F.linear(x_TD, weight_FD), bias_F)
 
 
-def unsupported_reasons(x_TD: Tensor, weight_FD: Tensor, bias_F: Tensor) -> list[str]:
-    """Return the reasons why ``dense_gelu`` cannot take these; empty when it can."""
-    return _reasons(x=x_TD, weight=weight_FD, bias=bias_F)
-
-
-def bias_gelu_unsupported_reasons(product_TF: Tensor, bias_F: Tensor) -> list[str]:
-    """Return the reasons why ``bias_gelu`` cannot take these; empty when it can."""
-    return _reasons(product=product_TF, bias=bias_F)
-
-
-def _reasons(**tensors: Tensor) -> list[str]:
-    reasons = []
-    device = next(iter(tensors.values())).device.type
-    if not (device == "cuda" or triton.knobs.runtime.interpret):
-        reasons.append(f"tensors on {device}: Triton needs a CUDA device")
-    reasons += [
-        f"{name} of dtype {tensor.dtype}: expected one of bfloat16, float16, float32"
-        for name, tensor in tensors.items()
-        if tensor.dtype not in _DTYPES
-    ]
-    return reasons
+def unsupported_reasons(*tensors: Tensor) -> list[str]:
+    """Return the reasons why ``dense_gelu`` or ``bias_gelu`` cannot take these; empty if it can."""
+    return tensor_reasons(*tensors)
 
 
 @triton.jit

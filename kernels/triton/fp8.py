@@ -24,11 +24,10 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.configuration import Configuration
-from kernels.reference.fp8 import ALIGNMENT, E4M3, E5M2, LARGEST, capability_reasons, padded
+from kernels.reference.fp8 import ALIGNMENT, E4M3, E5M2, LARGEST
 from kernels.triton.dense import gelu_derivative, gelu_gates
-from kernels.triton.quantize import POINTERS, SCALARS, aligned, fp8_pair, quantized, raise_amax
-
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+from kernels.triton.inputs import tensor_reasons
+from kernels.triton.quantize import POINTERS, SCALARS, aligned, cast_reasons, fp8_pair, quantized, raise_amax
 
 # A row of a tile is 128 bytes in bf16, 64 in FP8, and 128 in the transpose: whole sectors of memory. A thread has 32
 # elements and 48 to 75 registers: three or more blocks fit an SM. Neither this tile nor another has been timed.
@@ -240,31 +239,9 @@ def _launch(
 
 
 def unsupported_reasons(x_RC: Tensor, *others: object) -> list[str]:
-    """Return the reasons why an op cannot take these arguments; empty when it can."""
-    reasons = capability_reasons(x_RC.device)
-    if x_RC.shape[1] % ALIGNMENT:
-        reasons.append(f"{x_RC.shape[1]} columns, not a multiple of {ALIGNMENT}")
-    if not (x_RC.is_cuda or triton.knobs.runtime.interpret):
-        reasons.append(f"tensors on {x_RC.device.type}: Triton needs a CUDA device")
-    reasons += [
-        f"a tensor of dtype {value.dtype}: expected bfloat16, float16 or float32"
-        for value in (x_RC, *others)
-        if isinstance(value, Tensor) and value.dtype not in _DTYPES
-    ]
-    return reasons
-
-
-def cast_transpose_into_fp8_unsupported_reasons(
-    x_RC: Tensor, scale: Tensor, amax: Tensor, q_RC: Tensor, q_CR: Tensor
-) -> list[str]:
-    """Return the reasons why ``cast_transpose_into_fp8`` cannot take these arguments; empty when it can."""
-    reasons = unsupported_reasons(x_RC, scale, amax)
-    rows, columns = x_RC.shape
-    if (q_RC.shape, q_CR.shape) != ((rows, columns), (columns, padded(rows))):
-        reasons.append(f"casts of {list(q_RC.shape)} and {list(q_CR.shape)} for {rows} rows and {columns} columns")
-    if not (q_RC.dtype == q_CR.dtype and q_RC.dtype in LARGEST and q_RC.is_contiguous() and q_CR.is_contiguous()):
-        reasons.append("casts that are not of one FP8 type, or not contiguous")
-    return reasons
+    """Return the reasons why a cast cannot take these arguments; empty if it can."""
+    inputs = (x for x in others if isinstance(x, Tensor) and x.dtype not in LARGEST)
+    return tensor_reasons(x_RC, *inputs) + cast_reasons(x_RC)
 
 
 def configurations() -> list[Configuration]:

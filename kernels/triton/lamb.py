@@ -26,12 +26,12 @@ from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from kernels.configuration import Configuration
 from kernels.reference.lamb import LambHyperparameters, LambSegments, LambState, WeightCast, bias_corrections
-from kernels.triton.fp8 import cast_transpose_into_fp8, cast_transpose_into_fp8_unsupported_reasons
+from kernels.triton.fp8 import cast_transpose_into_fp8
+from kernels.triton.inputs import tensor_reasons
 from kernels.triton.lamb_passes import apply_kernel, direction_kernel, squares_kernel
 from kernels.triton.squares import sum_of_squares
 
@@ -107,60 +107,9 @@ def lamb_apply(
     _lamb_apply(parameters_P, state.update_P, squares_2A, *tables, norm, learning_rate)
 
 
-def lamb_directions_unsupported_reasons(
-    parameters_P: Tensor,
-    gradients_P: Tensor,
-    state: LambState,
-    segments: LambSegments,
-    hyperparameters: LambHyperparameters,
-    **numbers: Tensor,
-) -> list[str]:
-    """Return the reasons why ``lamb_directions`` cannot work on these arguments; empty when it can."""
-    del hyperparameters  # any will do
-    flat = (gradients_P, state.momentum_P, state.variance_P, state.update_P)
-    return _reasons(segments, parameters_P, flat, (*numbers.values(), state.skipped))
-
-
-def lamb_step_unsupported_reasons(
-    *args: Any, copies_P: Tensor | None = None, casts: tuple[WeightCast, ...] = (), **numbers: Tensor
-) -> list[str]:
-    """Return the reasons why ``lamb_step`` cannot work on these arguments; empty when it can."""
-    copies = {} if copies_P is None else {"copies": copies_P}
-    reasons = lamb_directions_unsupported_reasons(*args, **numbers, **copies)
-    if copies_P is not None and (copies_P.shape != args[0].shape or not copies_P.is_contiguous()):
-        reasons.append("copies of another shape than the parameters, or not contiguous")
-    for cast in casts:
-        given = cast.weight(args[0]), cast.scale, cast.amax, cast.q_NK, cast.q_KN
-        reasons += cast_transpose_into_fp8_unsupported_reasons(*given)
-    return reasons
-
-
-def lamb_apply_unsupported_reasons(
-    parameters_P: Tensor, state: LambState, segments: LambSegments, squares_2A: Tensor, **numbers: Tensor
-) -> list[str]:
-    """Return the reasons why ``lamb_apply`` cannot work on these arguments; empty when it can."""
-    reasons = _reasons(segments, parameters_P, (state.update_P,), (squares_2A, *numbers.values()))
-    if squares_2A.shape != (2, sum(segments.adapted)):
-        reasons.append(f"squares of shape {list(squares_2A.shape)} for {sum(segments.adapted)} adapted segments")
-    return reasons
-
-
-def _reasons(
-    segments: LambSegments, parameters_P: Tensor, buffers: tuple[Tensor, ...], others: tuple[Tensor, ...]
-) -> list[str]:
-    reasons = []
-    if not parameters_P.is_cuda and not triton.knobs.runtime.interpret:
-        reasons.append(f"parameters on {parameters_P.device.type}, expected a CUDA device")
-    if sum(segments.sizes) != len(parameters_P):
-        reasons.append(f"segments of {sum(segments.sizes)} elements for {len(parameters_P)} parameters")
-    flat = (parameters_P, *buffers)
-    if any(buffer_P.dtype != torch.float32 for buffer_P in flat):
-        reasons.append("a buffer that is not float32")
-    if any(buffer_P.shape != parameters_P.shape or not buffer_P.is_contiguous() for buffer_P in flat):
-        reasons.append("buffers of different shapes, or not contiguous")
-    if any(tensor.device != parameters_P.device for tensor in (*flat, *others)):
-        reasons.append("tensors on more than one device")
-    return reasons
+def unsupported_reasons(parameters_P: Tensor, *_: Any, **__: Any) -> list[str]:
+    """Return the reasons why LAMB cannot work on these parameters; empty if it can."""
+    return tensor_reasons(parameters_P, dtypes=(torch.float32,))
 
 
 def configurations() -> list[Configuration]:

@@ -22,10 +22,10 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.configuration import Configuration
-from kernels.ops import accumulate_weight_gradient
 from kernels.reference.ops import compute_dtype, fp32_product
+from kernels.triton.inputs import tensor_reasons
+from kernels.weight_gradient import accumulate_weight_gradient
 
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _ROW_MULTIPLE = 64
 
 
@@ -67,30 +67,9 @@ def masked_lm_loss(
     return loss, correct if count_correct else None
 
 
-def unsupported_reasons(
-    hidden_MD: Tensor,
-    decoder_VD: Tensor,
-    bias_V: Tensor,
-    labels_M: Tensor,
-    ignore_index: int = -1,
-    count_correct: bool = True,
-    decoder_gradient_VD: Tensor | None = None,
-    overwrite: bool = False,
-) -> list[str]:
-    """Return the reasons why ``masked_lm_loss`` cannot take these; empty when it can."""
-    reasons = []
-    if not (hidden_MD.is_cuda or triton.knobs.runtime.interpret):
-        reasons.append(f"tensors on {hidden_MD.device.type}: Triton needs a CUDA device")
-    reasons += [
-        f"{name} of dtype {tensor.dtype}: expected one of bfloat16, float16, float32"
-        for name, tensor in (("hidden", hidden_MD), ("decoder", decoder_VD), ("bias", bias_V))
-        if tensor.dtype not in _DTYPES
-    ]
-    if labels_M.dtype not in (torch.int64, torch.int32):
-        reasons.append(f"labels of dtype {labels_M.dtype}: expected int64 or int32")
-    if 0 <= ignore_index < len(bias_V):
-        reasons.append(f"an ignore_index of {ignore_index}: expected none of the {len(bias_V)} classes")
-    return reasons
+def unsupported_reasons(hidden_MD: Tensor, decoder_VD: Tensor, bias_V: Tensor, *_: Any, **__: Any) -> list[str]:
+    """Return the reasons why ``masked_lm_loss`` cannot take these; empty if it can."""
+    return tensor_reasons(hidden_MD, decoder_VD, bias_V)
 
 
 @triton.jit

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.reference.fp8 import E4M3, E5M2, padded
+from kernels.reference.fp8 import ALIGNMENT, E4M3, E5M2, capability_reasons, padded
 
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
@@ -21,6 +21,14 @@ def fp8_pair(x_RC: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Room for the cast and for its transpose."""
     rows, columns = x_RC.shape
     return x_RC.new_empty((rows, columns), dtype=dtype), x_RC.new_empty((columns, padded(rows)), dtype=dtype)
+
+
+def cast_reasons(x_RC: Tensor) -> list[str]:
+    """Return the reasons why rows of this width cannot be cast on this device; empty if they can."""
+    reasons = capability_reasons(x_RC.device)
+    if x_RC.shape[1] % ALIGNMENT:
+        reasons.append(f"{x_RC.shape[1]} columns, not a multiple of {ALIGNMENT}")
+    return reasons
 
 
 @triton.jit

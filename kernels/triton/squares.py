@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.configuration import Configuration
+from kernels.triton.inputs import tensor_reasons
 
 BLOCK = 8192
 WARPS = 8
@@ -23,15 +24,8 @@ def sum_of_squares(vector_P: Tensor) -> Tensor:
 
 
 def unsupported_reasons(vector_P: Tensor) -> list[str]:
-    """Return the reasons why ``sum_of_squares`` cannot take this; empty when it can."""
-    reasons = []
-    if not vector_P.is_cuda and not triton.knobs.runtime.interpret:
-        reasons.append(f"a vector on {vector_P.device.type}, expected a CUDA device")
-    if vector_P.dtype != torch.float32:
-        reasons.append(f"a vector of dtype {vector_P.dtype}, expected float32")
-    if not vector_P.is_contiguous():
-        reasons.append("a vector that is not contiguous")
-    return reasons
+    """Return the reasons why ``sum_of_squares`` cannot take this; empty if it can."""
+    return tensor_reasons(vector_P, dtypes=(torch.float32,))
 
 
 def configurations() -> list[Configuration]:

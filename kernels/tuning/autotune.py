@@ -53,21 +53,20 @@ class KernelChoice:
 
 
 def to_json(choices: Iterable[KernelChoice]) -> str:
-    """Write choices for the other processes of the run."""
+    """Encode choices for the other processes of the run."""
     return json.dumps([dataclasses.asdict(choice) for choice in choices])
 
 
 def from_json(text: str) -> list[KernelChoice]:
-    """Read what ``to_json`` wrote."""
+    """Decode what ``to_json`` encoded."""
     return [KernelChoice(**choice) for choice in json.loads(text)]
 
 
 @contextmanager
 def observed() -> Iterator[list[CallKind]]:
-    """Collect, for the length of a block, a request for each kind of call that is made to the ops."""
+    """Collect a request for each kind of call that the block makes to the ops."""
     requests: list[CallKind] = []
 
-    # The registry calls this once for each kind of call, because it remembers its choice from then on.
     def note(op: Op[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         requests.append(CallKind.of(op.name, args, kwargs))
 

@@ -3,7 +3,6 @@
 Shape legend in ``kernels/__init__.py``.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,230 +35,135 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def example_inputs(op: str, device: torch.device, dtype: torch.dtype, size: Size = SMALL, seed: int = 0) -> Arguments:
-    """Arguments of the op ``op``, by position and by name: random tensors that ask for gradients, dropout at BERT's rate.
+    """Return arguments of an op, by position and by name: random tensors that ask for gradients, dropout at BERT's rate.
 
-    LAMB and its norm get fp32 vectors whatever the dtype: as many parameters as a layer's feed-forward half has. Ops in FP8
-    have no gradients.
+    LAMB and its norm get fp32 vectors in any case, with the parameters of a layer's feed-forward half. Ops in FP8 have no
+    gradients.
     """
     make = _Maker(device, dtype, size, seed)
-    return _VECTOR_MAKERS[op](make) if op in _VECTOR_MAKERS else (_MAKERS[op](make), {})
+    if op.startswith("lamb") or op == "sum_of_squares":
+        return _vector_op(op, make)
+    if "fp8" in op or op in ("scaled_matmul", "accumulate_weight_gradient"):
+        return _op_without_gradient(op, make), {}
+    return _op_with_gradient(op, make), {}
 
 
 class _Maker:
+    """Maker of random tensors, which are drawn on the CPU so that every device gets the same numbers."""
+
     def __init__(self, device: torch.device, dtype: torch.dtype, size: Size, seed: int) -> None:
-        self.device = device
-        self.dtype = dtype
-        self.size = size
+        self.device, self.dtype, self.size = device, dtype, size
+        self.tokens = sum(size.lengths)
+        self.dropout = Dropout(0.1, torch.tensor([1, 2], device=device), 3)
         self._generator = torch.Generator().manual_seed(seed)
 
     def values(self, *shape: int) -> Tensor:
-        """Random numbers that ask for a gradient."""
-        # Drawn on the CPU: the same numbers for every device.
-        made = torch.randn(shape, generator=self._generator).to(self.device, self.dtype)
-        return made.requires_grad_()
+        """Return normal numbers that ask for a gradient."""
+        return torch.randn(shape, generator=self._generator).to(self.device, self.dtype).requires_grad_()
+
+    def all_values(self, *shapes: tuple[int, ...]) -> list[Tensor]:
+        return [self.values(*shape) for shape in shapes]
+
+    def detached(self, *shapes: tuple[int, ...]) -> list[Tensor]:
+        return [self.values(*shape).detach() for shape in shapes]
 
     def ids(self, most: int, count: int) -> Tensor:
-        """Random integers below ``most``, int64."""
+        """Return int64 numbers below ``most``."""
         return torch.randint(most, (count,), generator=self._generator).to(self.device)
 
-    def dropout(self) -> Dropout:
-        return Dropout(0.1, torch.tensor([1, 2], device=self.device), 3)
+    def number(self, value: float, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.full((), value, dtype=dtype, device=self.device)
 
-    @property
-    def tokens(self) -> int:
-        return sum(self.size.lengths)
-
-    def cu_seqlens(self) -> Tensor:
-        """Bounds of the sequences; int32 [S + 1]."""
-        return torch.tensor([0, *self.size.lengths], device=self.device).cumsum(0, dtype=torch.int32)
-
-    def positions(self) -> Tensor:
-        """Place of each token in its sequence, int64."""
-        return torch.cat([torch.arange(length, device=self.device) for length in self.size.lengths])
+    def self_attention(self) -> tuple[Tensor, Tensor, int]:
+        """Return the packed input [T, 3, H, E], bounds int32 [S + 1] and the longest sequence."""
+        size = self.size
+        qkv_T3HE = self.values(self.tokens, 3, size.heads, size.hidden // size.heads)
+        bounds = torch.tensor([0, *size.lengths], device=self.device).cumsum(0, dtype=torch.int32)
+        return qkv_T3HE, bounds, size.max_seqlen
 
 
-def _varlen_attention(make: _Maker) -> tuple[Any, ...]:
+def _op_with_gradient(op: str, make: _Maker) -> tuple[Any, ...]:
+    size, tokens = make.size, make.tokens
+    row, rows = (size.hidden,), (tokens, size.hidden)
+    wide_row, wide_rows = (size.intermediate,), (tokens, size.intermediate)
+    match op:
+        case "varlen_attention":
+            qkv_T3HE, bounds, longest = make.self_attention()
+            # Views of one tensor, as in the model: some implementations copy what is not contiguous.
+            return *qkv_T3HE.unbind(1), bounds, bounds, longest, make.dropout
+        case "varlen_self_attention":
+            return *make.self_attention(), make.dropout
+        case "dropout_add_layer_norm":
+            return *make.all_values(rows, row, rows, row, row), 1e-12, make.dropout
+        case "dense_gelu":
+            return tuple(make.all_values(rows, (size.intermediate, size.hidden), wide_row))
+        case "bias_gelu":
+            return tuple(make.all_values(wide_rows, wide_row))
+        case "embedding_layer_norm":
+            places = torch.cat([torch.arange(length, device=make.device) for length in size.lengths])
+            ids = make.ids(size.vocabulary, tokens), places, make.ids(2, tokens)
+            tables = [(entries, size.hidden) for entries in (size.vocabulary, size.max_seqlen, 2)]
+            return *ids, *make.all_values(*tables, row, row), 1e-12, make.dropout
+        case "masked_lm_loss":  # as in training, which does not count correct predictions
+            decoder = make.values(size.vocabulary, size.hidden)
+            labels = make.ids(size.vocabulary, size.masked)
+            return make.values(size.masked, size.hidden), decoder, make.values(size.vocabulary), labels, -1, False
+    raise KeyError(op)
+
+
+def _op_without_gradient(op: str, make: _Maker) -> tuple[Any, ...]:
+    size, tokens = make.size, make.tokens
+    row, rows, wide_rows = (size.hidden,), (tokens, size.hidden), (tokens, size.intermediate)
+    weight, transposed = (size.intermediate, size.hidden), (size.hidden, size.intermediate)
+    site = make.number(1), make.number(0)
+    match op:
+        case "cast_fp8" | "cast_transpose_fp8":
+            return *make.detached(rows), *site, E4M3
+        case "cast_transpose_into_fp8":  # a weight, in fp32
+            casts = (torch.zeros(shape, dtype=E4M3, device=make.device) for shape in (weight, transposed))
+            return make.detached(weight)[0].float(), *site, *casts
+        case "cast_transpose_sum_fp8":  # the gradient of query, key and value
+            return *make.detached((tokens, 3 * size.hidden)), *site, E5M2
+        case "bias_gelu_cast_fp8":
+            return *make.detached(wide_rows, wide_rows[1:]), *site
+        case "bias_gelu_backward_cast_fp8":
+            return *make.detached(wide_rows, wide_rows, wide_rows[1:]), *site
+        case "attention_cast_fp8":
+            qkv_T3HE, *others = make.self_attention()
+            return qkv_T3HE.detach(), *others, make.dropout, *site
+        case "attention_backward_cast_fp8":  # without dropout, whose mask the forward pass would have returned
+            qkv_T3HE, bounds, longest = make.self_attention()
+            gradient, context = make.detached(*[tuple(qkv_T3HE[:, 0].shape)] * 2)
+            lse_HT = torch.full((size.heads, tokens), 10.0, device=make.device)
+            forward = context, lse_HT, torch.empty(0, dtype=torch.int16, device=make.device)
+            return gradient, qkv_T3HE.detach(), bounds, *forward, longest, None, *site
+        case "add_norm_cast_fp8":
+            return *make.detached(rows, row, rows, row, row), 1e-12, make.dropout, *site
+        case "add_norm_backward_cast_fp8":
+            # The inputs nearly have a mean of 0 and a deviation of 1.
+            statistics_2T = torch.tensor([[0.0], [1.0]], device=make.device).repeat(1, tokens)
+            return *make.detached(rows, rows, rows, row, rows, row), statistics_2T, make.dropout, *site
+        case "accumulate_weight_gradient":
+            return torch.zeros(weight, device=make.device), *make.detached(wide_rows, rows)
+        case "scaled_matmul":  # as in the forward pass: fast accumulation, no bias
+            operands = (operand.to(E4M3) for operand in make.detached(rows, weight))
+            return *operands, make.number(1), make.number(1), make.dtype, None, True
+    raise KeyError(op)
+
+
+def _vector_op(op: str, make: _Maker) -> Arguments:
     size = make.size
-    # Views of one tensor, as the model's are: some implementations copy what is not contiguous.
-    query, key, value = make.values(make.tokens, 3, size.heads, size.hidden // size.heads).unbind(1)
-    return query, key, value, make.cu_seqlens(), make.cu_seqlens(), size.max_seqlen, make.dropout()
-
-
-def _varlen_self_attention(make: _Maker) -> tuple[Any, ...]:
-    size = make.size
-    qkv = make.values(make.tokens, 3, size.heads, size.hidden // size.heads)
-    return qkv, make.cu_seqlens(), size.max_seqlen, make.dropout()
-
-
-def _dropout_add_layer_norm(make: _Maker) -> tuple[Any, ...]:
-    rows, row = (make.tokens, make.size.hidden), (make.size.hidden,)
-    shapes = (rows, row, rows, row, row)
-    return (*(make.values(*shape) for shape in shapes), 1e-12, make.dropout())
-
-
-def _dense_gelu(make: _Maker) -> tuple[Any, ...]:
-    size = make.size
-    return (
-        make.values(make.tokens, size.hidden),
-        make.values(size.intermediate, size.hidden),
-        make.values(size.intermediate),
-    )
-
-
-def _bias_gelu(make: _Maker) -> tuple[Any, ...]:
-    return make.values(make.tokens, make.size.intermediate), make.values(make.size.intermediate)
-
-
-def _accumulate_weight_gradient(make: _Maker) -> tuple[Any, ...]:
-    """Make operands of the gradient of the feed-forward half's first weight."""
-    size = make.size
-    operands = _detached(make, (make.tokens, size.intermediate), (make.tokens, size.hidden))
-    return torch.zeros(size.intermediate, size.hidden, device=make.device), *operands
-
-
-def _embedding_layer_norm(make: _Maker) -> tuple[Any, ...]:
-    rows = (make.size.vocabulary, make.size.max_seqlen, 2)
-    ids = make.ids(make.size.vocabulary, make.tokens), make.positions(), make.ids(2, make.tokens)
-    tables = (make.values(most, make.size.hidden) for most in rows)
-    gains = (make.values(make.size.hidden) for _ in range(2))
-    return (*ids, *tables, *gains, 1e-12, make.dropout())
-
-
-def _masked_lm_loss(make: _Maker) -> tuple[Any, ...]:
-    """Make inputs as in training, which does not count."""
-    size = make.size
-    decoder = make.values(size.vocabulary, size.hidden)
-    labels = make.ids(size.vocabulary, size.masked)
-    return make.values(size.masked, size.hidden), decoder, make.values(size.vocabulary), labels, -1, False
-
-
-def _cast_fp8(make: _Maker) -> tuple[Any, ...]:
-    """An activation."""
-    return *_detached(make, (make.tokens, make.size.hidden)), *_scale_and_amax(make), E4M3
-
-
-def _cast_transpose_into_fp8(make: _Maker) -> tuple[Any, ...]:
-    """A weight, in fp32 whatever the dtype."""
-    wide, narrow = make.size.intermediate, make.size.hidden
-    casts = (torch.zeros(shape, dtype=E4M3, device=make.device) for shape in ((wide, narrow), (narrow, wide)))
-    return *(weight.float() for weight in _detached(make, (wide, narrow))), *_scale_and_amax(make), *casts
-
-
-def _cast_transpose_sum_fp8(make: _Maker) -> tuple[Any, ...]:
-    """The gradient of query, key and value."""
-    return *_detached(make, (make.tokens, 3 * make.size.hidden)), *_scale_and_amax(make), E5M2
-
-
-def _bias_gelu_cast_fp8(make: _Maker) -> tuple[Any, ...]:
-    wide = (make.tokens, make.size.intermediate)
-    return *_detached(make, wide, wide[1:]), *_scale_and_amax(make)
-
-
-def _bias_gelu_backward_cast_fp8(make: _Maker) -> tuple[Any, ...]:
-    wide = (make.tokens, make.size.intermediate)
-    return *_detached(make, wide, wide, wide[1:]), *_scale_and_amax(make)
-
-
-def _attention_cast_fp8(make: _Maker) -> tuple[Any, ...]:
-    qkv, *others = _varlen_self_attention(make)
-    return qkv.detach(), *others, *_scale_and_amax(make)
-
-
-def _attention_backward_cast_fp8(make: _Maker) -> tuple[Any, ...]:
-    """Make inputs without dropout: what it kept would be the forward pass's."""
-    size = make.size
-    qkv, cu_seqlens, max_seqlen, _ = _varlen_self_attention(make)
-    gradient, context = (values.detach() for values in (make.values(*qkv[:, 0].shape) for _ in range(2)))
-    lse = torch.full((size.heads, make.tokens), 10.0, device=make.device)
-    forward = context, lse, torch.empty(0, dtype=torch.int16, device=make.device)
-    return gradient, qkv.detach(), cu_seqlens, *forward, max_seqlen, None, *_scale_and_amax(make)
-
-
-def _add_norm_cast_fp8(make: _Maker) -> tuple[Any, ...]:
-    rows, row = (make.tokens, make.size.hidden), (make.size.hidden,)
-    return *_detached(make, rows, row, rows, row, row), 1e-12, make.dropout(), *_scale_and_amax(make)
-
-
-def _add_norm_backward_cast_fp8(make: _Maker) -> tuple[Any, ...]:
-    rows, row = (make.tokens, make.size.hidden), (make.size.hidden,)
-    # Mean 0, deviation 1, as those of the normal numbers nearly are.
-    statistics = torch.tensor([[0.0], [1.0]], device=make.device).repeat(1, make.tokens)
-    tensors = _detached(make, rows, rows, rows, row, rows, row)
-    return *tensors, statistics, make.dropout(), *_scale_and_amax(make)
-
-
-def _scaled_matmul(make: _Maker) -> tuple[Any, ...]:
-    """The feed-forward half's first product."""
-    size = make.size
-    operands = _detached(make, (make.tokens, size.hidden), (size.intermediate, size.hidden))
-    inverses = (torch.ones((), device=make.device) for _ in operands)
-    # No bias, and sums of the tensor cores alone, as going forward.
-    return *(operand.to(E4M3) for operand in operands), *inverses, make.dtype, None, True
-
-
-def _detached(make: _Maker, *shapes: tuple[int, ...]) -> list[Tensor]:
-    return [make.values(*shape).detach() for shape in shapes]
-
-
-def _scale_and_amax(make: _Maker) -> tuple[Tensor, Tensor]:
-    return torch.ones((), device=make.device), torch.zeros((), device=make.device)
-
-
-def _lamb_step(make: _Maker) -> Arguments:
-    args, kwargs = _lamb_directions(make)
-    del kwargs["norm"]
-    rate, copies = torch.full((), 1e-3, device=make.device), args[0].bfloat16()
-    return args, kwargs | {"learning_rate": rate, "copies_P": copies}
-
-
-def _lamb_directions(make: _Maker) -> Arguments:
-    size = make.size
-    # A matrix and two vectors, since trust ratios are of the first alone.
+    # A matrix, which has a trust ratio, and two vectors, which have none.
     segments = LambSegments((size.hidden * size.intermediate, size.intermediate, size.hidden), (True, False, False))
-    weights, gradients = (make.values(sum(segments.sizes)).detach().float() for _ in range(2))
-    hyperparameters = LambHyperparameters(0.9, 0.999, 1e-6, 0.01, 1.0)
-    step = torch.ones((), dtype=torch.int64, device=make.device)
-    # The norm of as many normal numbers.
-    norm = torch.full((), len(gradients) ** 0.5, device=make.device)
-    return (weights, gradients, LambState.zeros_like(weights), segments, hyperparameters), {"step": step, "norm": norm}
-
-
-def _lamb_apply(make: _Maker) -> Arguments:
-    (weights, _, state, segments, _), kwargs = _lamb_directions(make)
-    squares = torch.ones(2, sum(segments.adapted), dtype=torch.float64, device=make.device)
-    rate = torch.full((), 1e-3, device=make.device)
-    return (weights, state, segments, squares), {"norm": kwargs["norm"], "learning_rate": rate}
-
-
-def _sum_of_squares(make: _Maker) -> Arguments:
-    (weights, *_), _ = _lamb_directions(make)
-    return (weights,), {}
-
-
-_VECTOR_MAKERS: dict[str, Callable[[_Maker], Arguments]] = {
-    "lamb_step": _lamb_step,
-    "lamb_directions": _lamb_directions,
-    "lamb_apply": _lamb_apply,
-    "sum_of_squares": _sum_of_squares,
-}
-_MAKERS: dict[str, Callable[[_Maker], tuple[Any, ...]]] = {
-    "varlen_attention": _varlen_attention,
-    "varlen_self_attention": _varlen_self_attention,
-    "dropout_add_layer_norm": _dropout_add_layer_norm,
-    "dense_gelu": _dense_gelu,
-    "bias_gelu": _bias_gelu,
-    "accumulate_weight_gradient": _accumulate_weight_gradient,
-    "embedding_layer_norm": _embedding_layer_norm,
-    "masked_lm_loss": _masked_lm_loss,
-    "cast_fp8": _cast_fp8,
-    "cast_transpose_fp8": _cast_fp8,
-    "cast_transpose_into_fp8": _cast_transpose_into_fp8,
-    "cast_transpose_sum_fp8": _cast_transpose_sum_fp8,
-    "bias_gelu_cast_fp8": _bias_gelu_cast_fp8,
-    "bias_gelu_backward_cast_fp8": _bias_gelu_backward_cast_fp8,
-    "attention_cast_fp8": _attention_cast_fp8,
-    "attention_backward_cast_fp8": _attention_backward_cast_fp8,
-    "add_norm_cast_fp8": _add_norm_cast_fp8,
-    "add_norm_backward_cast_fp8": _add_norm_backward_cast_fp8,
-    "scaled_matmul": _scaled_matmul,
-}
+    parameters = (sum(segments.sizes),)
+    weights, gradients = (x.float() for x in make.detached(parameters, parameters))
+    state, hyperparameters = LambState.zeros_like(weights), LambHyperparameters(0.9, 0.999, 1e-6, 0.01, 1.0)
+    norm, rate = {"norm": make.number(len(gradients) ** 0.5)}, {"learning_rate": make.number(1e-3)}
+    step = {"step": make.number(1, torch.int64)}
+    if op == "sum_of_squares":
+        return (weights,), {}
+    if op == "lamb_apply":
+        squares_2A = torch.ones(2, sum(segments.adapted), dtype=torch.float64, device=make.device)
+        return (weights, state, segments, squares_2A), norm | rate
+    numbers = step | norm if op == "lamb_directions" else step | rate | {"copies_P": weights.bfloat16()}
+    return (weights, gradients, state, segments, hyperparameters), numbers

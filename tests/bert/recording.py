@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, ClassVar
 from unittest.mock import patch
@@ -159,8 +160,11 @@ def groups_that_wait_for_graphs() -> Iterator[None]:
 @contextmanager
 def recordable_attention() -> Iterator[None]:
     """Compute attention by ``dense_attention``, since all that a CPU has reads lengths on the host."""
+    implementations = OPS["varlen_attention"].implementations
+    dense = replace(implementations["reference"], functions=lambda: {"varlen_attention": (dense_attention, None)})
     with ExitStack() as stack:
-        stack.enter_context(patch.object(reference, "varlen_attention", dense_attention))
+        stack.enter_context(patch.dict(implementations, reference=dense))
+        stack.enter_context(patch.object(reference, "varlen_attention", dense_attention))  # as the packed op calls it
         for name in ("varlen_attention", "varlen_self_attention"):
             stack.enter_context(OPS[name].using("reference"))
         yield

@@ -64,9 +64,9 @@ def test_impossible_numbers_of_hosts_are_refused(nodes: int, group: int) -> None
 
 
 def write_hosts(path: Path, *hosts: tuple[str, tuple[str, ...]], known: bool = True) -> None:
-    found = tuple(Host(name, 1, 1, 2, 1 << 30, (), switches) for name, switches in hosts)
+    found = tuple(Host(name, 1, 2, 1 << 30, (), switches) for name, switches in hosts)
     source = "slurm" if known else "unknown"
-    ranks = tuple(Rank(place, 0, "cpu", 1 << 30, -1, "", "", ()) for place in range(len(hosts)))
+    ranks = tuple(Rank(place, 0, "cpu", 1 << 30, "", ()) for place in range(len(hosts)))
     alone = Contention(2, 1, 1.0, 1.0, 1.0, 1.0)
     view = View("2026-01-01T00:00:00", "c", "2.13.0", "gloo", 1.0, source, found, ranks, (), (), (), alone, ())
     write_view(view, path)
@@ -83,7 +83,7 @@ def test_the_command_writes_a_line_for_each_task(tmp_path: Path, cluster: Comman
 
 def test_without_switches_the_order_stays(tmp_path: Path, cluster: Command) -> None:
     write_hosts(tmp_path / "c.json", ("b", ()), ("a", ()), known=False)
-    assert "says nothing of switches" in cluster("place", tmp_path / "c.json", "--out", tmp_path / "hosts").out
+    assert "does not know the switches" in cluster("place", tmp_path / "c.json", "--out", tmp_path / "hosts").out
     assert (tmp_path / "hosts").read_text() == "b\na\n"
 
 

@@ -6,6 +6,7 @@ The file has a section for each version of Triton and identifies a configuration
 compilation depends on. The tests compile the other configurations, and one of each module again to validate the file.
 """
 
+import ast
 import hashlib
 import inspect
 import json
@@ -38,19 +39,30 @@ class Item:
 
     def digest(self) -> str:
         """Digest the kernel and what it calls, the configuration, and the functions that compile and measure it."""
-        import triton
-
-        kernel = self.configuration.kernel
-        for function in vars(sys.modules[kernel.__module__]).values():
-            if isinstance(function, triton.JITFunction):
-                function.starting_line_number = 0  # where a function stands in its file is no difference
         chosen = self.configuration
         settings = chosen.signature, chosen.constexprs, chosen.num_warps, chosen.num_stages, chosen.max_registers
         measuring = (
             inspect.getsource(each) for each in (ahead_of_time.cost, ahead_of_time.compiled, ahead_of_time.figures)
         )
-        parts = self.name, kernel.cache_key, settings, ahead_of_time.INSTRUCTIONS, *measuring
+        parts = self.name, chosen.kernel.cache_key, settings, ahead_of_time.INSTRUCTIONS, *measuring
         return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+
+
+def _without_comments() -> None:
+    """Take comments, docstrings and line numbers from the kernels' sources: no compilation depends on them."""
+    import triton  # only where there is something to compile
+
+    modules = [module for name, module in sys.modules.items() if name.startswith("kernels.triton")]
+    for function in {
+        id(each): each for module in modules for each in vars(module).values() if isinstance(each, triton.JITFunction)
+    }.values():
+        tree = ast.parse(function.src)
+        (definition,) = tree.body
+        assert isinstance(definition, ast.FunctionDef)
+        if ast.get_docstring(definition) is not None:
+            del definition.body[0]
+        function._unsafe_update_src(ast.unparse(tree))
+        function.starting_line_number = 0
 
 
 @dataclass(frozen=True)
@@ -99,9 +111,11 @@ def _version() -> str:
 
 
 def _items() -> list[Item]:
+    configurations = ahead_of_time.all_configurations()
+    _without_comments()
     return [
         Item(module, configuration, capability)
-        for module, its_own in ahead_of_time.all_configurations().items()
+        for module, its_own in configurations.items()
         for configuration in its_own
         for capability in configuration.capabilities
     ]

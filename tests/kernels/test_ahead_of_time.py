@@ -122,18 +122,6 @@ def cost(capability: int, **changes: int) -> Cost:
     return Cost("triton_x", "forward", "small", capability, **figures, instructions="")
 
 
-def test_one_row_a_configuration_and_one_column_an_architecture() -> None:
-    """And a dash where one is not for an architecture."""
-    others = [cost(80, num_warps=8), cost(90, num_warps=8, spilled=12), cost(100, num_warps=16)]
-    assert ahead_of_time.table([cost(90, registers=32), cost(80), cost(100), *others]).splitlines() == [
-        "| module | kernel | configuration | warps | sm_80 | sm_90 | sm_100 |",
-        "|---|---|---|---|---|---|---|",
-        "| triton_x | `forward` | small | 4 | 40 / 0 / 1.0 | 32 / 0 / 1.0 | 40 / 0 / 1.0 |",
-        "| triton_x | `forward` | small | 8 | 40 / 0 / 1.0 | 40 / 12 / 1.0 | - |",
-        "| triton_x | `forward` | small | 16 | - | - | 40 / 0 / 1.0 |",
-    ]
-
-
 @pytest.mark.parametrize(
     ("capability", "changes", "fits"),
     [

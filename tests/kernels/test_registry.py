@@ -1,7 +1,5 @@
 """The choice of an implementation: by order and inputs, or as asked, with reasons."""
 
-import sys
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -21,61 +19,51 @@ def scaled(x: Tensor, factor: float) -> Tensor:
     return x * factor
 
 
+def only_float32(x: Tensor, _factor: float) -> list[str]:
+    reasons = [] if x.dtype == torch.float32 else [f"{x.dtype} is not float32"]
+    return reasons + (["autocast is on"] if torch.is_autocast_enabled("cpu") else [])
+
+
 @pytest.fixture
-def op(monkeypatch: pytest.MonkeyPatch) -> Op[[Tensor, float], Tensor]:
-    def only_float32(x: Tensor, _factor: float) -> list[str]:
-        return [] if x.dtype == torch.float32 else [f"{x.dtype} is not float32"]
-
-    def never(*_: object) -> list[str]:
-        return ["never works"]
-
-    for name, offset, reasons in (
-        ("definition_of_scaled", 0, None),
-        ("fast_scaled", 1, only_float32),
-        ("picky_scaled", 2, never),
-    ):
-        module = ModuleType(name)
-        vars(module)["scaled"] = lambda x, factor, offset=offset: x * factor + offset
-        if reasons is not None:
-            vars(module)["unsupported_reasons"] = reasons
-        monkeypatch.setitem(sys.modules, name, module)
+def op() -> Op[[Tensor, float], Tensor]:
+    """Implementations that add another number to the definition."""
     order = (
-        Implementation("picky", "picky_scaled"),
-        Implementation("absent", "absent_scaled", requires="a_package_that_is_not_there"),
-        Implementation("fast", "fast_scaled"),
-        Implementation("reference", "definition_of_scaled"),
+        Implementation("picky", lambda: {"scaled": (lambda x, factor: x * factor + 2, lambda *_: ["never works"])}),
+        Implementation("absent", dict, requires="a_package_that_is_not_there"),
+        Implementation("fast", lambda: {"scaled": (lambda x, factor: x * factor + 1, only_float32)}),
+        Implementation("reference", lambda: {"scaled": (scaled, None)}),
     )
     return Op(scaled, {"cpu": order, "cuda": order})
 
 
-def test_auto_takes_the_first_that_can(op: Op[[Tensor, float], Tensor]):
+def test_auto_takes_the_first_that_can(op: Op[[Tensor, float], Tensor]) -> None:
+    """Under autocast the reasons are asked again."""
     ones = torch.ones(3)
-    assert op(ones, 2.0).tolist() == [3, 3, 3]
-    assert op(ones.double(), 2.0).tolist() == [2, 2, 2]
-    assert op(ones, 2.0).tolist() == [3, 3, 3]
-    assert op.chosen(ones, 2.0).name == "fast"
+    for _ in range(2):
+        assert op(ones, 2.0).tolist() == [3, 3, 3]
+        assert op(ones.double(), 2.0).tolist() == [2, 2, 2]
+        with torch.autocast("cpu", torch.bfloat16):
+            assert op(ones, 2.0).tolist() == [2, 2, 2]
 
 
-def test_an_explicit_choice_works_or_says_why_not(op: Op[[Tensor, float], Tensor]):
+def test_an_explicit_choice_works_or_says_why_not(op: Op[[Tensor, float], Tensor]) -> None:
     ones = torch.ones(3)
     with op.using("reference"):
         assert op(ones, 2.0).tolist() == [2, 2, 2]
-    with op.using("fast"), pytest.raises(ValueError, match=r"scaled=fast cannot be used: torch.float64 is not float32"):
-        op(ones.double(), 2.0)
-    with (
-        op.using("picky"),
-        pytest.raises(ValueError, match="never works; set it to auto or to another of picky, absent"),
+    for name, x, reason in (
+        ("fast", ones.double(), "torch.float64 is not float32"),
+        ("picky", ones, "never works"),
+        ("absent", ones, "a_package_that_is_not_there is not installed"),
     ):
-        op(ones, 2.0)
-    with op.using("absent"), pytest.raises(ValueError, match="a_package_that_is_not_there is not installed"):
-        op(ones, 2.0)
-    with pytest.raises(ValueError, match="no implementation 'slow'"):
+        with op.using(name), pytest.raises(ValueError, match=f"scaled={name} .*{reason}.*picky, absent, fast"):
+            op(x, 2.0)
+    with pytest.raises(ValueError, match="'slow'"):
         op.ask_for("slow")
     assert op.asked == "auto"
     assert op(ones, 2.0).tolist() == [3, 3, 3]
 
 
-def test_auto_takes_what_was_measured_where_it_can(op: Op[[Tensor, float], Tensor]):
+def test_auto_takes_what_was_measured_where_it_can(op: Op[[Tensor, float], Tensor]) -> None:
     ones = torch.ones(3)
     op.prefer({signature(ones, 2.0): "reference", signature(ones.double(), 2.0): "fast"})
     assert op(ones, 2.0).tolist() == [2, 2, 2]
@@ -84,22 +72,12 @@ def test_auto_takes_what_was_measured_where_it_can(op: Op[[Tensor, float], Tenso
     assert op(ones.double(), 2.0).tolist() == [2, 2, 2]  # fast cannot
     with op.using("fast"):
         assert op(ones, 2.0).tolist() == [3, 3, 3]
-    op.prefer({})
-    assert op(ones, 2.0).tolist() == [3, 3, 3]
-    with pytest.raises(ValueError, match="no implementation slow"):
-        op.prefer({"": "slow"})
-
-
-def test_what_failed_when_it_was_measured_is_taken_for_no_call(op: Op[[Tensor, float], Tensor]):
-    ones = torch.ones(3)
-    op.prefer({}, {"fast": "RuntimeError: operation not permitted when stream is capturing"})
-    assert op.chosen(ones, 2.0).name == op.chosen(torch.ones(5), 2.0).name == "reference"
-    with op.using("fast"), pytest.raises(ValueError, match="not permitted when stream is capturing"):
+    op.prefer({}, {"fast": "it failed to be captured"})
+    assert op.chosen(ones, 2.0).name == "reference"
+    with op.using("fast"), pytest.raises(ValueError, match="it failed to be captured"):
         op(ones, 2.0)
     op.prefer({})
-    assert op.chosen(ones, 2.0).name == "fast"
-    with pytest.raises(ValueError, match="no implementation slow"):
-        op.prefer({}, {"slow": "no reason"})
+    assert op(ones, 2.0).tolist() == [3, 3, 3]
 
 
 @pytest.mark.oldest_torch
@@ -128,18 +106,6 @@ def test_calls_are_told_apart_by_all_that_may_decide():
             kinds.append(signature(x, 2.0))
     assert len(set(kinds)) == len(kinds)
     assert signature(x, 2.0) == signature(torch.zeros(4, 8), 3.0)
-
-
-def test_reasons_are_asked_again_under_autocast(op: Op[[Tensor, float], Tensor], monkeypatch: pytest.MonkeyPatch):
-    def not_under_autocast(_x: Tensor, _factor: float) -> list[str]:
-        return ["autocast is on"] if torch.is_autocast_enabled("cpu") else []
-
-    monkeypatch.setattr(sys.modules["fast_scaled"], "unsupported_reasons", not_under_autocast)
-    ones = torch.ones(3)
-    assert op(ones, 2.0).tolist() == [3, 3, 3]
-    with torch.autocast("cpu", torch.bfloat16):
-        assert op(ones, 2.0).tolist() == [2, 2, 2]
-    assert op(ones, 2.0).tolist() == [3, 3, 3]
 
 
 def test_a_fall_back_on_a_gpu_is_said_once_with_its_reasons(
@@ -176,7 +142,7 @@ def test_choices_by_configuration():
         assert varlen_attention.asked == "reference"
         for wrong, message in (
             ({"varlen_attention": "auto", "attention": "triton"}, "no op 'attention'"),
-            ({"varlen_attention": "auto", "lamb_step": "apex"}, "lamb_step has no implementation 'apex'"),
+            ({"varlen_attention": "auto", "lamb_step": "pytorch"}, "lamb_step .*'pytorch'"),
         ):
             with pytest.raises(ValueError, match=message):
                 choose(wrong)
@@ -249,8 +215,8 @@ def test_the_table_of_implementations(capsys: pytest.CaptureFixture[str]):
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines if line[0] != " "] == ["op", *OPS]
     taken = [line.removesuffix("usable").split()[-2] for line in lines if "<-" in line]
-    fp8 = ["reference"] * sum("fp8" in name or name == "scaled_matmul" for name in OPS)
-    assert taken == ["pytorch"] * 3 + ["reference"] * 2 + ["pytorch", *["reference"] * 6, *fp8]
+    in_pytorch = ("varlen_attention", "varlen_self_attention", "dropout_add_layer_norm", "embedding_layer_norm")
+    assert taken == ["pytorch" if name in in_pytorch else "reference" for name in OPS]
     assert any("flash_attn is not installed" in line or "expected a GPU" in line for line in lines)
     if not torch.cuda.is_available():
         assert main(["--device", "cuda"]) == 2
@@ -264,19 +230,3 @@ def test_wrong_input_is_one_line(arguments: list[str], capsys: pytest.CaptureFix
     assert printed.out == ""
     assert printed.err.startswith("error: ")
     assert printed.err.count("\n") == 1
-
-
-@pytest.mark.oldest_torch
-@pytest.mark.parametrize("name", OPS)
-def test_examples_are_inputs_of_the_definition(name: str):
-    args, kwargs = example_inputs(name, torch.device("cpu"), torch.float32)
-    with OPS[name].using("reference"):
-        output = OPS[name](*args, **kwargs)
-    first = args[0] if output is None else output if isinstance(output, Tensor) else output[0]
-    assert first.float().isfinite().all()
-    leaves = [value for value in args if isinstance(value, Tensor) and value.requires_grad]
-    without = "scaled_matmul", "sum_of_squares", "accumulate_weight_gradient"
-    if not name.startswith("lamb") and not name.endswith("fp8") and name not in without:
-        gradients = torch.autograd.grad(first.sum(), leaves)
-        assert len(gradients) >= {"varlen_self_attention": 1, "bias_gelu": 2}.get(name, 3)
-        assert all(gradient.isfinite().all() for gradient in gradients)

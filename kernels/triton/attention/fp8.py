@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from kernels.configuration import Configuration
-from kernels.reference.fp8 import ALIGNMENT, E4M3, E5M2, LARGEST, capability_reasons
+from kernels.reference.fp8 import E4M3, E5M2, LARGEST
 from kernels.reference.random import Dropout
 from kernels.triton.attention import launches
 from kernels.triton.attention.launches import Casts, fake_saved, launch_backward, launch_forward, smallest_block
-from kernels.triton.attention.varlen import dropout_arguments, varlen_self_attention_unsupported_reasons
-from kernels.triton.quantize import POINTERS, fp8_pair
+from kernels.triton.attention.varlen import dropout_arguments, self_attention_unsupported_reasons
+from kernels.triton.quantize import POINTERS, cast_reasons, fp8_pair
 
 
 @torch.library.custom_op("mlperf_bert::attention_cast_fp8", mutates_args=("amax",))
@@ -100,21 +100,16 @@ def attention_backward_cast_fp8(
     return _backward(gradient_THE, qkv_T3HE, cu_seqlens, *forward, max_seqlen, p, scale, amax)
 
 
-def attention_cast_fp8_unsupported_reasons(
-    qkv_T3HE: Tensor, cu_seqlens: Tensor, max_seqlen: int, dropout: Dropout | None, *_: Tensor
-) -> list[str]:
-    """Return the reasons why these inputs cannot be computed here; empty where they can."""
-    reasons = varlen_self_attention_unsupported_reasons(qkv_T3HE, cu_seqlens, max_seqlen, dropout)
-    if (width := qkv_T3HE[0, 0].numel()) % ALIGNMENT:
-        reasons.append(f"heads of {width} columns in all, not a multiple of {ALIGNMENT}")
-    return reasons + capability_reasons(qkv_T3HE.device)
+def unsupported_reasons(qkv_T3HE: Tensor, *_: Any) -> list[str]:
+    """Return the reasons why ``attention_cast_fp8`` cannot take these inputs; empty if it can."""
+    return self_attention_unsupported_reasons(qkv_T3HE) + cast_reasons(qkv_T3HE[:, 0].flatten(1))
 
 
-def attention_backward_cast_fp8_unsupported_reasons(*arguments: Any) -> list[str]:
-    """Return the reasons why these inputs cannot be computed here; empty where they can."""
-    _gradient, qkv_T3HE, cu_seqlens, _context, lse_HT, _kept, max_seqlen, dropout, *_ = arguments
+def backward_unsupported_reasons(*arguments: Any) -> list[str]:
+    """Return the reasons why ``attention_backward_cast_fp8`` cannot take these inputs; empty if it can."""
+    _gradient, qkv_T3HE, _cu_seqlens, _context, lse_HT, *_ = arguments
     reasons = [] if lse_HT.ndim == 2 else ["the forward pass was another implementation's"]
-    return reasons + attention_cast_fp8_unsupported_reasons(qkv_T3HE, cu_seqlens, max_seqlen, dropout)
+    return reasons + unsupported_reasons(qkv_T3HE)
 
 
 def configurations() -> list[Configuration]:

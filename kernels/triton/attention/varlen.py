@@ -8,17 +8,17 @@ so that nothing is added atomically and every result is the same at every run.
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from kernels.reference.random import Dropout
 from kernels.triton.attention.launches import fake_saved, launch_backward, launch_forward
+from kernels.triton.inputs import mixed_reasons, tensor_reasons
 
 _HEAD_SIZES = (16, 32, 64)
-_GRID_LIMIT = 65535  # programs along the second and the third axis of a CUDA grid
 
 
 def varlen_attention(
@@ -37,50 +37,30 @@ def varlen_attention(
     ``q * H + h`` and column c of the dropout mask. Saved for the backward pass: inputs, output, fp32
     [H, Q], and a bit for each element of the mask.
     """
-    state, p, stream = dropout_arguments(dropout)
-    return _attention(query_QHE, key_THE, value_THE, cu_seqlens_q, cu_seqlens_k, max_seqlen, state, p, stream)[0]
+    return _attention(
+        [query_QHE, key_THE, value_THE], cu_seqlens_q, cu_seqlens_k, max_seqlen, *dropout_arguments(dropout)
+    )[0]
 
 
 def varlen_self_attention(
     qkv_T3HE: Tensor, cu_seqlens: Tensor, max_seqlen: int, dropout: Dropout | None = None
 ) -> Tensor:
     """Return ``varlen_attention`` of the three parts of one tensor [T, 3, H, E], with one gradient of the same shape."""
-    state, p, stream = dropout_arguments(dropout)
-    return _self_attention(qkv_T3HE, cu_seqlens, max_seqlen, state, p, stream)[0]
+    return _attention([qkv_T3HE], cu_seqlens, cu_seqlens, max_seqlen, *dropout_arguments(dropout))[0]
 
 
-def unsupported_reasons(
-    query_QHE: Tensor,
-    key_THE: Tensor,
-    value_THE: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen: int,  # noqa: ARG001  the signature is the op's
-    dropout: Dropout | None = None,
-) -> list[str]:
-    """Return the reasons why ``varlen_attention`` cannot take these inputs; empty where it can."""
-    reasons = []
-    if query_QHE.device.type != "cuda" and not triton.knobs.runtime.interpret:
-        reasons.append(f"tensors on {query_QHE.device.type}; Triton runs on cuda")
-    dtypes = {x.dtype for x in (query_QHE, key_THE, value_THE)}
-    if len(dtypes) > 1 or not dtypes <= {torch.bfloat16, torch.float16, torch.float32}:
-        reasons.append(f"dtypes {sorted(map(str, dtypes))}; expected one of bfloat16, float16 and float32")
-    if {cu_seqlens_q.dtype, cu_seqlens_k.dtype} != {torch.int32}:
-        reasons.append(f"cu_seqlens in {cu_seqlens_q.dtype} and {cu_seqlens_k.dtype}; expected int32")
+def unsupported_reasons(query_QHE: Tensor, key_THE: Tensor, value_THE: Tensor, *_: Any) -> list[str]:
+    """Return the reasons why ``varlen_attention`` cannot take these inputs; empty if it can."""
+    tensors = query_QHE, key_THE, value_THE
+    reasons = tensor_reasons(*tensors) + mixed_reasons("query, key and value", *tensors)
     if query_QHE.shape[-1] not in _HEAD_SIZES:
         reasons.append(f"head size {query_QHE.shape[-1]}; expected one of {', '.join(map(str, _HEAD_SIZES))}")
-    if max(len(cu_seqlens_q), query_QHE.shape[1]) > _GRID_LIMIT:
-        reasons.append(f"{len(cu_seqlens_q) - 1} sequences of {query_QHE.shape[1]} heads; a grid has {_GRID_LIMIT}")
-    if dropout is not None and dropout.state.device != query_QHE.device:
-        reasons.append(f"dropout state on {dropout.state.device}; expected {query_QHE.device}")
     return reasons
 
 
-def varlen_self_attention_unsupported_reasons(
-    qkv_T3HE: Tensor, cu_seqlens: Tensor, max_seqlen: int, dropout: Dropout | None = None
-) -> list[str]:
-    """Return the reasons why ``varlen_self_attention`` cannot take these inputs; empty where it can."""
-    return unsupported_reasons(*qkv_T3HE.unbind(1), cu_seqlens, cu_seqlens, max_seqlen, dropout)
+def self_attention_unsupported_reasons(qkv_T3HE: Tensor, *_: Any) -> list[str]:
+    """Return the reasons why ``varlen_self_attention`` cannot take these inputs; empty if it can."""
+    return unsupported_reasons(*qkv_T3HE.unbind(1))
 
 
 def dropout_arguments(dropout: Dropout | None) -> tuple[Tensor | None, float, int]:
@@ -90,12 +70,15 @@ def dropout_arguments(dropout: Dropout | None) -> tuple[Tensor | None, float, in
     return dropout.state, dropout.p, dropout.stream
 
 
+def _parts(qkv: Sequence[Tensor]) -> list[Tensor]:
+    """Return query, key and value, which may be one packed tensor [T, 3, H, E]."""
+    return list(qkv[0].unbind(1) if len(qkv) == 1 else qkv)
+
+
 # The schema of a custom op has tensors and plain numbers only: dropout comes as state, probability and stream.
 @torch.library.custom_op("mlperf_bert::varlen_attention", mutates_args=())
 def _attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    qkv: Sequence[Tensor],
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
     max_seqlen: int,
@@ -103,21 +86,20 @@ def _attention(
     p: float,
     stream: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return launch_forward([query, key, value], cu_seqlens_q, cu_seqlens_k, max_seqlen, state, p, stream)
+    return launch_forward(_parts(qkv), cu_seqlens_q, cu_seqlens_k, max_seqlen, state, p, stream)
 
 
 @_attention.register_fake
-def _(query: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
-    *_, max_seqlen, state, _p, _stream = others
+def _(qkv: Sequence[Tensor], *others: Any) -> tuple[Tensor, Tensor, Tensor]:
+    _, _, max_seqlen, state, *_ = others
+    query = _parts(qkv)[0]
     return query.new_empty(query.shape), *fake_saved(query, max_seqlen, state)
 
 
 @torch.library.custom_op("mlperf_bert::varlen_attention_backward", mutates_args=())
 def _attention_backward(
     output_gradient: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    qkv: Sequence[Tensor],
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
     output: Tensor,
@@ -125,74 +107,31 @@ def _attention_backward(
     kept: Tensor,
     max_seqlen: int,
     p: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    qkv = [query, key, value]
-    # Contiguous, as the fake says: empty_like would keep the order of an input's strides.
-    d_query, d_key, d_value = gradients = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in qkv]
+) -> list[Tensor]:
+    # Contiguous, as the fake function says: empty_like would keep the order of an input's strides.
+    gradients = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in qkv]
     bounds = cu_seqlens_q, cu_seqlens_k
-    launch_backward(output_gradient, qkv, output, lse, kept, gradients, *bounds, max_seqlen, p)
-    return d_query, d_key, d_value
+    launch_backward(output_gradient, _parts(qkv), output, lse, kept, _parts(gradients), *bounds, max_seqlen, p)
+    return gradients
 
 
 @_attention_backward.register_fake
-def _(_gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
-    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
-
-
-@torch.library.custom_op("mlperf_bert::varlen_self_attention", mutates_args=())
-def _self_attention(
-    qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, state: Tensor | None, p: float, stream: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    return launch_forward(list(qkv.unbind(1)), cu_seqlens, cu_seqlens, max_seqlen, state, p, stream)
-
-
-@_self_attention.register_fake
-def _(qkv: Tensor, _cu_seqlens: Tensor, max_seqlen: int, state: Tensor | None, *_: object) -> tuple[Tensor, ...]:
-    query = qkv[:, 0]
-    return query.new_empty(query.shape), *fake_saved(query, max_seqlen, state)
-
-
-@torch.library.custom_op("mlperf_bert::varlen_self_attention_backward", mutates_args=())
-def _self_attention_backward(
-    output_gradient: Tensor,
-    qkv: Tensor,
-    cu_seqlens: Tensor,
-    output: Tensor,
-    lse: Tensor,
-    kept: Tensor,
-    max_seqlen: int,
-    p: float,
-) -> Tensor:
-    gradient = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
-    parts, gradients = list(qkv.unbind(1)), list(gradient.unbind(1))
-    bounds = cu_seqlens, cu_seqlens
-    launch_backward(output_gradient, parts, output, lse, kept, gradients, *bounds, max_seqlen, p)
-    return gradient
-
-
-@_self_attention_backward.register_fake
-def _(_gradient: Tensor, qkv: Tensor, *_: object) -> Tensor:
-    return qkv.new_empty(qkv.shape)
+def _(_gradient: Tensor, qkv: Sequence[Tensor], *_: object) -> list[Tensor]:
+    return [x.new_empty(x.shape) for x in qkv]
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    """Save what backward needs of either op: tensors come first, then ``max_seqlen, state, p, stream``."""
-    *tensors, max_seqlen, _state, p, _stream = inputs
-    ctx.save_for_backward(*tensors, *output)
-    ctx.scalars = max_seqlen, p
+    qkv, cu_seqlens_q, cu_seqlens_k, max_seqlen, _state, p, _stream = inputs
+    ctx.save_for_backward(*qkv, cu_seqlens_q, cu_seqlens_k, *output)
+    ctx.numbers = max_seqlen, p
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)  # else zeros would be written as gradients of what is saved
 
 
-def _differentiate(ctx: Any, output_gradient: Tensor, *_: None) -> tuple[Tensor | None, ...]:
-    gradients = _attention_backward(output_gradient, *ctx.saved_tensors, *ctx.scalars)
-    return *gradients, None, None, None, None, None, None
-
-
-def _differentiate_self_attention(ctx: Any, output_gradient: Tensor, *_: None) -> tuple[Tensor | None, ...]:
-    gradient = _self_attention_backward(output_gradient, *ctx.saved_tensors, *ctx.scalars)
-    return gradient, None, None, None, None, None
+def _differentiate(ctx: Any, output_gradient: Tensor, *_: None) -> tuple[list[Tensor] | None, ...]:
+    *qkv, cu_seqlens_q, cu_seqlens_k, output, lse, kept = ctx.saved_tensors
+    saved = cu_seqlens_q, cu_seqlens_k, output, lse, kept
+    return _attention_backward(output_gradient, qkv, *saved, *ctx.numbers), None, None, None, None, None, None
 
 
 _attention.register_autograd(_differentiate, setup_context=_save)
-_self_attention.register_autograd(_differentiate_self_attention, setup_context=_save)

@@ -17,13 +17,13 @@ from torch import Tensor
 
 from kernels.configuration import Configuration
 from kernels.reference.random import Dropout
+from kernels.triton.inputs import mixed_reasons, tensor_reasons
 from kernels.triton.norms.rows import (
     PLACES,
     VARYING,
     Layout,
     backward_programs,
     columns_of,
-    different_dtypes,
     dropout_scalars,
     forward_grid,
     kept_places,
@@ -36,7 +36,7 @@ from kernels.triton.norms.rows import (
     store_partial,
     store_statistics,
     sums_over_programs,
-    unsupported_rows,
+    width_reasons,
 )
 
 WARPS = 16
@@ -237,33 +237,11 @@ def embedding_layer_norm(
     return _embedding_norm(input_ids_T, position_ids_T, segment_ids_T, *tables, *others)[0]
 
 
-def embedding_layer_norm_unsupported_reasons(
-    input_ids_T: Tensor,
-    position_ids_T: Tensor,
-    segment_ids_T: Tensor,
-    word_VD: Tensor,
-    position_LD: Tensor,
-    segment_2D: Tensor,
-    weight_D: Tensor,
-    bias_D: Tensor,
-    eps: float,  # noqa: ARG001
-    dropout: Dropout | None = None,
-    word_gradient_VD: Tensor | None = None,
-) -> list[str]:
-    """Return the reasons why these inputs cannot be computed here; empty when they can."""
-    reasons = unsupported_rows(word_VD, dropout)
-    reasons += different_dtypes("tables, weight and bias", word_VD, position_LD, segment_2D, weight_D, bias_D)
-    if len(segment_2D) != 2:
-        reasons.append(f"a segment table of {len(segment_2D)} rows; expected 2")
-    ids = {ids.dtype for ids in (input_ids_T, position_ids_T, segment_ids_T)}
-    if not ids <= {torch.int32, torch.int64}:
-        reasons.append("ids that are neither int32 nor int64")
-    # By atomics: in 16 bits they would round at every token that has the word.
-    if word_gradient_VD is not None and not (
-        word_gradient_VD.dtype == torch.float32 and word_gradient_VD.is_contiguous()
-    ):
-        reasons.append(f"a word gradient in {word_gradient_VD.dtype}, or not contiguous: expected float32, contiguous")
-    return reasons
+def unsupported_reasons(*arguments: Any, **_: Any) -> list[str]:
+    """Return the reasons why these inputs cannot be computed here; empty if they can."""
+    tensors = arguments[3:8]
+    reasons = tensor_reasons(*tensors) + width_reasons(tensors[0].shape[1])
+    return reasons + mixed_reasons("tables, weight and bias", *tensors)
 
 
 def configurations() -> list[Configuration]:

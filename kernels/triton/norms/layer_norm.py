@@ -21,13 +21,13 @@ from torch import Tensor
 
 from kernels.configuration import Configuration
 from kernels.reference.random import Dropout
+from kernels.triton.inputs import mixed_reasons, tensor_reasons
 from kernels.triton.norms.rows import (
     PLACES,
     VARYING,
     Layout,
     backward_programs,
     columns_of,
-    different_dtypes,
     dropout_scalars,
     forward_grid,
     kept_places,
@@ -40,7 +40,7 @@ from kernels.triton.norms.rows import (
     store_statistics,
     store_vectors,
     sums_over_programs,
-    unsupported_rows,
+    width_reasons,
 )
 
 WARPS = 20
@@ -227,19 +227,13 @@ def dropout_add_layer_norm(
     return _add_norm(x_TD, bias_D, residual_TD, weight_D, norm_bias_D, eps, *dropout_scalars(dropout))[0]
 
 
-def dropout_add_layer_norm_unsupported_reasons(
-    x_TD: Tensor,
-    bias_D: Tensor,
-    residual_TD: Tensor,
-    weight_D: Tensor,
-    norm_bias_D: Tensor,
-    eps: float,  # noqa: ARG001
-    dropout: Dropout | None = None,
+def unsupported_reasons(
+    x_TD: Tensor, bias_D: Tensor, residual_TD: Tensor, weight_D: Tensor, norm_bias_D: Tensor, *_: Any
 ) -> list[str]:
-    """Return the reasons why these inputs cannot be computed here; empty when they can."""
-    reasons = unsupported_rows(x_TD, dropout)
-    reasons += different_dtypes("x and residual", x_TD, residual_TD)
-    return reasons + different_dtypes("bias, weight and norm_bias", weight_D, bias_D, norm_bias_D)
+    """Return the reasons why these inputs cannot be computed here; empty if they can."""
+    rows, vectors = (x_TD, residual_TD), (bias_D, weight_D, norm_bias_D)
+    reasons = tensor_reasons(*rows, *vectors) + width_reasons(x_TD.shape[1])
+    return reasons + mixed_reasons("x and residual", *rows) + mixed_reasons("bias, weight and norm_bias", *vectors)
 
 
 def configurations() -> list[Configuration]:

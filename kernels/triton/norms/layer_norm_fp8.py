@@ -22,10 +22,11 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.configuration import Configuration
-from kernels.reference.fp8 import ALIGNMENT, E4M3, E5M2, LARGEST, capability_reasons
+from kernels.reference.fp8 import E4M3, E5M2, LARGEST
 from kernels.reference.random import Dropout
+from kernels.triton.inputs import mixed_reasons
+from kernels.triton.norms import layer_norm
 from kernels.triton.norms.layer_norm import PREFETCH, add_norm_row_gradients, add_norm_rows
-from kernels.triton.norms.layer_norm import dropout_add_layer_norm_unsupported_reasons as plain_reasons
 from kernels.triton.norms.rows import (
     PLACES,
     VARYING,
@@ -40,7 +41,7 @@ from kernels.triton.norms.rows import (
     store_vectors,
     sums_over_programs,
 )
-from kernels.triton.quantize import POINTERS, SCALARS, fp8_pair, quantized, raise_amax
+from kernels.triton.quantize import POINTERS, SCALARS, cast_reasons, fp8_pair, quantized, raise_amax
 
 WARPS = 16
 """As in ``layer_norm``: four fewer, each with four rows on their way in place of three."""
@@ -263,24 +264,16 @@ def add_norm_backward_cast_fp8(
     return q_TD, q_DT, dresidual_TD, *vectors_3D.unbind()
 
 
-def add_norm_cast_fp8_unsupported_reasons(*arguments: Any) -> list[str]:
-    """Return the reasons why these inputs cannot be computed here; empty when they can."""
-    *inputs, _scale, _amax = arguments
-    return _reasons(*inputs)
+def unsupported_reasons(x_TD: Tensor, *others: Any) -> list[str]:
+    """Return the reasons why ``add_norm_cast_fp8`` cannot take these inputs; empty if it can."""
+    return layer_norm.unsupported_reasons(x_TD, *others) + cast_reasons(x_TD)
 
 
-def add_norm_backward_cast_fp8_unsupported_reasons(*arguments: Any) -> list[str]:
-    """Return the reasons why these inputs cannot be computed here; empty when they can."""
-    dy_TD, _shortcut, x_TD, bias_D, residual_TD, weight_D, _statistics, dropout, *_ = arguments
-    reasons = [f"gradients in {dy_TD.dtype}, expected {x_TD.dtype}"] if dy_TD.dtype != x_TD.dtype else []
-    return reasons + _reasons(x_TD, bias_D, residual_TD, weight_D, bias_D, 0.0, dropout)
-
-
-def _reasons(x_TD: Tensor, *others: Any) -> list[str]:
-    reasons = capability_reasons(x_TD.device) + plain_reasons(x_TD, *others)
-    if x_TD.shape[1] % ALIGNMENT:
-        reasons.append(f"{x_TD.shape[1]} columns, not a multiple of {ALIGNMENT}")
-    return reasons
+def backward_unsupported_reasons(*arguments: Any) -> list[str]:
+    """Return the reasons why ``add_norm_backward_cast_fp8`` cannot take these inputs; empty if it can."""
+    dy_TD, _shortcut, x_TD, bias_D, residual_TD, weight_D, *_ = arguments
+    reasons = mixed_reasons("x and its output's gradient", x_TD, dy_TD)
+    return reasons + unsupported_reasons(x_TD, bias_D, residual_TD, weight_D, bias_D)
 
 
 def configurations() -> list[Configuration]:

@@ -25,7 +25,6 @@ from kernels.triton.dropout import PLACES as DRAW
 from kernels.triton.dropout import draw_kept
 
 MAX_COLUMNS = 4096
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 PLACES = tl.constexpr(8)
 # A captured graph or a new length must not compile anew because a number happens to be 1 or a multiple of 16.
 VARYING = ["tokens", "threshold", "stream"]
@@ -190,25 +189,11 @@ def dropout_scalars(dropout: Dropout | None) -> Scalars:
     return dropout.state, dropout.threshold, dropout.scale, dropout.stream
 
 
-def unsupported_rows(rows: Tensor, dropout: Dropout | None) -> list[str]:
-    """Return the reasons why rows of this kind cannot be normalised here; empty when they can."""
-    reasons = []
-    if not rows.is_cuda and not triton.knobs.runtime.interpret:
-        reasons.append(f"the inputs are on {rows.device.type}, and Triton needs a CUDA device")
-    if rows.shape[1] % PLACES.value or not 0 < rows.shape[1] <= MAX_COLUMNS:
-        reasons.append(f"a hidden size of {rows.shape[1]}; expected a multiple of {PLACES.value} up to {MAX_COLUMNS}")
-    if dropout is not None and dropout.state.device != rows.device:
-        reasons.append(f"the dropout's state is on {dropout.state.device}, the inputs on {rows.device}")
-    return reasons
-
-
-def different_dtypes(names: str, *tensors: Tensor) -> list[str]:
-    """Return why these do not share one dtype that the kernels take; empty when they do."""
-    dtypes = {tensor.dtype for tensor in tensors}
-    if len(dtypes) == 1 and dtypes <= set(_DTYPES):
-        return []
-    found = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
-    return [f"{names} are {found}; expected one of bfloat16, float16, float32 for all"]
+def width_reasons(columns: int) -> list[str]:
+    """Return the reasons why rows of so many columns cannot be normalised here; empty if they can."""
+    if columns % PLACES.value or not 0 < columns <= MAX_COLUMNS:
+        return [f"a hidden size of {columns}; expected a multiple of {PLACES.value} up to {MAX_COLUMNS}"]
+    return []
 
 
 _TYPES = dict.fromkeys(("input_ids", "position_ids", "segment_ids", "state"), "*i64")

@@ -11,6 +11,7 @@ import pytest
 from torch._C._distributed_c10d import HashStore, TCPStore
 
 from bert.parallel import rendezvous as attempt
+from bert.parallel.launch import Launch, host_of, scontrol_show
 from bert.parallel.rendezvous import agree_on_attempt, explained_store_errors
 from tests.distributed.ranks import free_port
 from tests.programs import PATIENCE_S
@@ -24,7 +25,7 @@ def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 class Process(threading.Thread):
     def __init__(self, store: HashStore, rank: int, world_size: int, seconds: float = PATIENCE_S) -> None:
         super().__init__(daemon=True)
-        self.arguments = store, rank, world_size, seconds
+        self.arguments = store, Launch(rank, world_size), seconds
         self.name_taken: str | None = None
         self.error: ValueError | None = None
         self.start()
@@ -91,15 +92,24 @@ def test_rank_0_names_those_that_are_missing(monkeypatch: pytest.MonkeyPatch) ->
         first, other = Process(store, 0, 4, seconds=0.3), Process(store, 2, 4, seconds=0.3)
         first.join(PATIENCE_S)
         other.join(PATIENCE_S)
-    assert "2 of 4 ranks have not come within 0 s (rank 1, 3): see whether" in str(first.error)
+    assert "2 of 4 ranks have not come within 0 s (rank 1, rank 3): see whether" in str(first.error)
     assert "not all ranks have come" in str(other.error)
     lonely = Process(HashStore(), 0, 100, seconds=0)
     lonely.join(PATIENCE_S)
-    assert "99 of 100 ranks have not come within 0 s (rank 1, 2, 3, 4, 5, 6, 7, 8 and others)" in str(lonely.error)
+    assert "99 of 100 ranks have not come within 0 s (rank 1, rank 2, " in str(lonely.error)
+    assert "rank 8 and others)" in str(lonely.error)
+
+
+def test_the_host_of_a_rank_is_named_by_its_number_without_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SLURM_STEP_NODELIST", raising=False)
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "--help")
+    assert scontrol_show("hostnames", "--help") == []
+    assert host_of(5, Launch(0, 8, 0, 2)) == " on node 2 from 0"
+    assert host_of(5, Launch(0, 8)) == ""
 
 
 def test_one_process_agrees_with_itself() -> None:
-    assert agree_on_attempt(HashStore(), 0, 1, 1)
+    assert agree_on_attempt(HashStore(), Launch(), 1)
 
 
 def test_a_store_that_a_stranger_has_spoilt_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:

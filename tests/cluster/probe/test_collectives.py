@@ -1,12 +1,12 @@
 """Data that collectives are timed with."""
 
 from itertools import combinations
-from typing import Any, get_args
+from typing import get_args
 
 import pytest
 import torch
 
-from cluster.probe.collectives import _Trial
+from cluster.probe.collectives import Trial
 from cluster.view import Operation
 
 
@@ -14,15 +14,14 @@ from cluster.view import Operation
 @pytest.mark.parametrize("size", [256, 65_536])
 def test_what_is_late_lost_or_out_of_place_is_wrong(operation: Operation, size: int) -> None:
     """What a rank is to get differs from what it has, between neighbouring elements and between the pieces of two ranks."""
-    group: Any = None
     ranks = [4, 5, 6, 7]
-    trials = [_Trial(torch.device("cpu"), group, ranks, rank, operation, size) for rank in ranks]
-    right = [trial._right for trial in trials]
+    trials = [Trial.of(operation, ranks, rank, size // 16, torch.device("cpu"), None) for rank in ranks]
+    right = [trial.right for trial in trials]
     assert all((each[1:] != each[:-1]).all() for each in right)
     if operation == "all-reduce":
-        assert all((trial._own != trial._right).all() for trial in trials)
+        assert all((trial.own != trial.right).all() for trial in trials)
     if operation in ("all-reduce", "reduce-scatter"):
-        total = torch.stack([trial._own for trial in trials]).double().sum(dim=0)
+        total = torch.stack([trial.own for trial in trials]).double().sum(dim=0)
         assert torch.equal(torch.cat(right) if operation == "reduce-scatter" else right[0], total.float())
     else:
         assert not any(torch.equal(*pair) for pair in combinations(right[0].chunk(4), 2))

@@ -6,19 +6,19 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from cluster.probe.collectives import WrongResult, fit
+from cluster.probe.collectives import WrongResult
 from cluster.probe.computing import Cell
-from cluster.probe.findings import Measured, find_leaves, find_outliers, sentence
+from cluster.probe.findings import Measured, find_leaves, find_outliers
 from cluster.probe.links import Paths
 from cluster.probe.machine import Facts
 from cluster.probe.schedule import rounds_of_pairs
-from cluster.view import Card
+from cluster.view import Host
 
 TURNS = 10
 
 
 def facts(host: int, switches: tuple[str, ...] = ()) -> Facts:
-    return Facts(f"h{host}", "boot", 1, 1, 8, 1 << 30, (Card("v0", -1, 0.0),), switches, "CPU", 1 << 30, 0, "v0", "")
+    return Facts("boot", Host(f"h{host}", 1, 8, 1 << 30, ("v0",), switches), "CPU", 1 << 30, "v0")
 
 
 def paths(rng: np.random.Generator, ranks: list[int], seconds_per_byte: float) -> Paths:
@@ -34,8 +34,8 @@ def cluster(hosts: int = 4, size: int = 2, seed: int = 0) -> Measured:
     """An even cluster of CPUs with a network card a host."""
     rng = np.random.default_rng(seed)
     cells = [
-        Cell("product", "fp32", 512, lambda: None, judged=True),
-        Cell("copy", "fp32", 1 << 25, lambda: None, judged=True),
+        Cell("product", "fp32", 512, lambda: None),
+        Cell("copy", "fp32", 1 << 25, lambda: None),
     ]
     rates = np.array([5e-3, 4e-3]) * np.exp(rng.normal(0, 0.04, (hosts * size, TURNS, 2)))
     host_of = [rank // size for rank in range(hosts * size)]
@@ -141,7 +141,7 @@ def test_the_cost_of_a_step_is_that_of_its_part() -> None:
     compute, update = 56 * 0.5e12 / (2 * 512**3 / 5e-3), 7 * 4 * 336e6 / (2 * 2**25 / 4e-3)
     reduce = 2 * 7 / 8 * 4 * 336e6 * 1e-9
     assert link.step_share == pytest.approx(2 * reduce / (compute + update + reduce), rel=0.1)
-    assert sentence(link).startswith("SLOW  network link of host h2, card v0, sending: bandwidth, time ")
+    assert link.sentence.startswith("SLOW  network link of host h2, card v0, sending: bandwidth, time ")
 
 
 def test_devices_are_compared_with_their_like() -> None:
@@ -171,17 +171,7 @@ def test_switches_are_found_by_bandwidth_or_by_latency() -> None:
 def test_a_wrong_result_names_its_rank_and_whose_data_it_is() -> None:
     measured = cluster()
     found = find_outliers(measured, [()] * 4, [WrongResult("all-gather", "world", 1, 5, 7)])
-    assert [sentence(each) for each in found] == [
+    assert [each.sentence for each in found] == [
         "BROKEN  rank 1 on host h0 got 7 wrong elements from all-gather (world), in the piece of rank 5 on host h2"
     ]
     assert found[0].ranks == (1, 5)
-
-
-def test_a_fit_is_latency_and_bandwidth_and_says_how_well_it_fits() -> None:
-    points = [(65536 * 4**power, 1e-4 + 65536 * 4**power / 1e10) for power in range(6)]
-    assert fit(points) == pytest.approx((1e-4, 1e-10, 0.0), abs=1e-9)
-    bent = [(size, seconds * (1.2 if place % 2 else 0.8)) for place, (size, seconds) in enumerate(points)]
-    latency, rate, residual = fit(bent)
-    assert latency == pytest.approx(1e-4, rel=0.3)
-    assert rate == pytest.approx(1e-10, rel=0.3)
-    assert 0.1 < residual < 0.25

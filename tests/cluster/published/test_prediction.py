@@ -190,9 +190,9 @@ def test_a_hostile_name_is_shown_harmlessly(tmp_path: Path, cluster: Command) ->
 
 def probed(device: str, hosts: int = 4, gbit_s: float = 300.0) -> View:
     """Return a view of hosts with eight ranks, and a network card for each rank."""
-    ranks = [Rank(h, r, device, 80 << 30, 0, f"mlx5_{r}", "", ()) for h in range(hosts) for r in range(8)]
+    ranks = [Rank(h, r, device, 80 << 30, f"mlx5_{r}", ()) for h in range(hosts) for r in range(8)]
     pairs = [(8 * a, 8 * b) for a in range(hosts) for b in range(hosts) if a != b]
-    links = [Link(a, b, 1e-5, 8e-9 / gbit_s, 0.01) for a, b in pairs] + [Link(0, 1, 1e-6, 1e-12, 0.01)]
+    links = [Link(a, b, 1e-5, 8e-9 / gbit_s) for a, b in pairs] + [Link(0, 1, 1e-6, 1e-12)]
     changes = {"ranks": tuple(ranks), "links": tuple(links), "collectives": (), "outliers": ()}
     return dataclasses.replace(made_up(hosts, 1), **changes)
 

@@ -69,8 +69,8 @@ SHORTENED = {
     "NPROC=8 ./run_and_time.sh tiny_cpu 1 -- --training.device cuda": "NPROC=2 ./run_and_time.sh tiny_cpu 1 --" + EASY,
     "./run_and_time.sh h100_1x8": "./run_and_time.sh tiny_cpu 1 --" + EASY,
     "python -m cluster probe --out cluster.json": "python -m cluster probe --out cluster.json --seconds 1",
-    "python -m cluster scale h100_8x8 --out scale.csv --page scale.html": (
-        "python -m cluster scale h100_8x8 --out scale.csv --page scale.html --gpus-per-node 8192"
+    "python -m cluster scale h100_8x8 --out scale.html": (
+        "python -m cluster scale h100_8x8 --out scale.html --gpus-per-node 8192"
     ),
     "python -m dataloading demo --out data/tiny_cpu --vocab bert/artifacts/tiny_cpu/vocab.txt": (
         "python -m dataloading demo --out data/whole --vocab bert/artifacts/tiny_cpu/vocab.txt"

@@ -43,11 +43,6 @@ def test_dropout_add_layer_norm_without_dropout(tokens: int, size: int):
         np.testing.assert_allclose(implementation(*arguments).numpy(), expected, rtol=1e-11, atol=1e-11)
 
 
-def test_layer_norm_of_a_constant_row_is_its_bias():
-    row, bias, zeros = torch.full((1, 6), 3.0).double(), tensor(random_array(6)), torch.zeros(6).double()
-    torch.testing.assert_close(dropout_add_layer_norm(row, zeros, row, zeros + 1, bias, 1e-12)[0], bias)
-
-
 @pytest.mark.parametrize(
     ("shape", "dropout_p", "dtype"),
     [((1_000_003,), 0.1, torch.float32), ((10, 99, 101), 0.5, torch.float64), ((10, 99, 101), 0.1, torch.bfloat16)],
@@ -73,14 +68,6 @@ def test_dropped_elements_are_independent_of_their_neighbours():
     for distance in range(1, 9):
         both = (dropped[distance:] * dropped[:-distance]).mean().item()
         assert abs(both - 0.25) < 5 * math.sqrt(0.25 * 0.75 / len(dropped)), distance
-
-
-def test_dropout_follows_the_seed():
-    torch.manual_seed(1)
-    first, second = (pytorch.drop(torch.ones(1000), with_p(0.5)) for _ in range(2))
-    torch.manual_seed(1)
-    assert torch.equal(first, pytorch.drop(torch.ones(1000), with_p(0.5)))
-    assert not torch.equal(first, second)
 
 
 @pytest.mark.parametrize("implementation", [dropout_add_layer_norm, reference.dropout_add_layer_norm])
@@ -124,14 +111,6 @@ def test_embedding_layer_norm():
     np.testing.assert_allclose(got.numpy(), layer_norm(summed, weight, bias, 1e-12), rtol=1e-11, atol=1e-11)
 
 
-def test_embedding_dropout_rate():
-    torch.manual_seed(0)
-    ids = torch.zeros(2000, dtype=torch.int64)
-    table, gain = torch.randn(1, 32), torch.ones(32)
-    dropped = embedding_layer_norm(ids, ids, ids, table, table, table, gain, gain, 1e-12, with_p(0.1))
-    assert abs((dropped == 0).float().mean().item() - 0.1) < 5 * math.sqrt(0.09 / dropped.numel())
-
-
 @pytest.mark.parametrize("ignored", [[], [0, 3], list(range(7))])
 def test_masked_lm_loss_sums_and_counts(ignored: list[int]):
     hidden, decoder, bias = random_array(7, 5), random_array(11, 5), random_array(11)
@@ -164,3 +143,25 @@ def test_varlen_attention_by_hand():
             scores = np.array([query[row, 0] @ key[other, 0] / 2 for other in range(start, stop)])
             probabilities = np.exp(scores) / np.exp(scores).sum()
             np.testing.assert_allclose(got[row, 0], probabilities @ value[start:stop, 0], rtol=1e-12, atol=1e-13)
+
+
+def test_attention_drops_what_the_mask_says():
+    """Equal scores and one-hot values read the kept probabilities off the output."""
+    dropout, length, heads = Dropout(0.3, torch.tensor([7, 8]), 9), 21, 3
+    query = torch.zeros(30, heads, 32)
+    value = torch.eye(32)[:, None].expand(32, heads, 32)[:30]
+    bounds = torch.tensor([0, 9, 30], dtype=torch.int32)
+    output = reference.varlen_attention(query, query, value, bounds, bounds, length, dropout)
+    kept_QHK = dropout.mask(torch.arange(9 * heads, 30 * heads), length).view(length, heads, length)
+    assert torch.equal(output[9:, :, 9:30] != 0, kept_QHK)
+
+
+def test_pytorchs_attention_drops_probabilities_at_the_rate():
+    torch.manual_seed(0)
+    length, p = 64, 0.1
+    query, value = torch.zeros(length, 40, length), torch.eye(length)[:, None].expand(length, 40, length)
+    bounds = torch.tensor([0, length], dtype=torch.int32)
+    dropped = pytorch.varlen_attention(query, query, value, bounds, bounds, length, with_p(p)) * length
+    kept = dropped[dropped != 0]
+    assert abs(1 - len(kept) / dropped.numel() - p) < 5 * (p * (1 - p) / dropped.numel()) ** 0.5
+    torch.testing.assert_close(kept, torch.full_like(kept, 1 / (1 - p)))

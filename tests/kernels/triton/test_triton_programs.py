@@ -4,12 +4,10 @@ That no program touches what it must not is seen in every test of kernels, see `
 seen, too.
 """
 
-import dataclasses
 import importlib
 import pkgutil
-from collections.abc import Callable, Iterator
 from functools import cache
-from typing import Any, NamedTuple, get_args
+from typing import get_args
 
 import pytest
 import torch
@@ -21,7 +19,7 @@ import kernels.triton
 from kernels import OPS
 from kernels.tuning.examples import Size, example_inputs
 from tests.kernels import faulty_kernels
-from tests.kernels.accuracy import CPU
+from tests.kernels.accuracy import CPU, Outcome, assert_same_fp8, outcome, rms, same_bits, tensors_of
 from tests.kernels.interpreted import Launch, Order, WrongAccessError, walked
 
 # pyright: reportArgumentType=false
@@ -30,82 +28,31 @@ IN_TRITON = [name for name, op in OPS.items() if "triton" in op.implementations]
 SEVERAL_PROGRAMS = Size((40, 0, 33, 56), 56, masked=5, hidden=64, heads=2, intermediate=576, vocabulary=90)
 """On each axis of every grid."""
 
-UNDEFINED = {"lamb_step": {"update_P"}}
-"""Fields in which an op keeps what it needs for itself."""
-
 NO_FORWARD_PASS = {"attention_backward_cast_fp8"}
 """Ops whose examples are not what one forward pass leaves, so that implementations may differ."""
 SAME_KERNELS = "varlen_attention"
 """As ``varlen_self_attention`` launches, on views of a packed tensor as there."""
 
 
-class Outcome(NamedTuple):
-    """Outcome of a call: what it returns and writes, and of that the gradients of its inputs."""
-
-    results: list[Tensor]
-    gradients: list[Tensor]
-
-
-def tensors_of(value: Any, op: str = "") -> Iterator[Tensor]:
-    """Those in a tuple or a dataclass, but for what ``op`` leaves undefined."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for each in value:
-            yield from tensors_of(each, op)
-    elif dataclasses.is_dataclass(value):
-        for field in dataclasses.fields(value):
-            if field.name not in UNDEFINED.get(op, ()):
-                yield from tensors_of(getattr(value, field.name), op)
-
-
-def outcome(function: Callable[..., Any], op: str, dtype: torch.dtype, size: Size) -> Outcome:
-    """Call with example inputs, of which every call gets its own."""
-    args, kwargs = example_inputs(op, CPU, dtype, size)
-    inputs = [*tensors_of(args, op), *tensors_of(tuple(kwargs.values()), op)]
-    before = [tensor.detach().clone() for tensor in inputs]
-    returned = list(tensors_of(function(*args, **kwargs)))
-    written = [now.detach() for now, then in zip(inputs, before, strict=True) if not torch.equal(now, then)]
-    outputs = [output for output in returned if output.requires_grad]
-    leaves = [tensor for tensor in inputs if tensor.requires_grad]
-    generator = torch.Generator().manual_seed(1)
-    upstream = [torch.randn(output.shape, generator=generator).to(output.dtype) for output in outputs]
-    gradients = torch.autograd.grad(outputs, leaves, upstream) if outputs else map(torch.zeros_like, leaves)
-    return Outcome([tensor.detach() for tensor in (*returned, *written)], list(gradients))
-
-
 def in_triton(op: str, dtype: torch.dtype = torch.float32, size: Size = SEVERAL_PROGRAMS) -> Outcome:
-    return outcome(OPS[op].implementations["triton"].function(op), op, dtype, size)
+    function = OPS[op].implementations["triton"].function(op)
+    return outcome(function, example_inputs(op, CPU, dtype, size))
 
 
 def assert_near_the_definition(op: str, found: Outcome, dtype: torch.dtype, size: Size) -> None:
     """Root mean squares, to a thousandth or a few times what the type rounds: no accuracy, but neither a wrong element."""
     if op in NO_FORWARD_PASS:
         return
-    exact = outcome(OPS[op].definition, op, dtype, size)
-    for mine, truth in zip((*found.results, *found.gradients), (*exact.results, *exact.gradients), strict=True):
-        if truth.numel() == 0 and mine.shape != truth.shape:  # kept for a backward pass
+    exact = outcome(OPS[op].definition, example_inputs(op, CPU, dtype, size))
+    for mine, truth in zip(found.tensors, exact.tensors, strict=True):
+        if truth.numel() == 0:  # or kept for a backward pass
             continue
         assert (mine.shape, mine.dtype) == (truth.shape, truth.dtype)
         if mine.is_floating_point() and mine.element_size() == 1:
-            assert_mostly_the_same_fp8(op, mine, truth)
+            assert_same_fp8(mine, truth, 0.1)
             continue
         eps = max(torch.finfo(dtype).eps, torch.finfo(mine.dtype).eps if mine.is_floating_point() else 0.0)
-        error, unit = (x.norm() / max(1, x.numel()) ** 0.5 for x in (mine.double() - truth.double(), truth.double()))
-        assert error <= max(1e-3, 4 * eps) * unit + eps, op
-
-
-def assert_mostly_the_same_fp8(op: str, mine: Tensor, truth: Tensor) -> None:
-    """Few numbers, or two of a handful, are neighbours of what they should be: one rounding more, before that to FP8."""
-    kind, found, expected = torch.finfo(mine.dtype), mine.double(), truth.double()
-    spacing = kind.eps * torch.maximum(found.abs(), expected.abs()).clamp(min=kind.tiny)
-    apart = (found - expected).abs()
-    assert (apart <= spacing).all(), op
-    assert (apart > 0).sum() <= max(2, 0.1 * apart.numel()), op
-
-
-def same_bits(mine: Tensor, theirs: Tensor) -> bool:
-    return torch.equal(*(tensor.reshape(-1).view(torch.uint8) for tensor in (mine, theirs)))
+        assert rms(mine.double() - truth.double()) <= max(1e-3, 4 * eps) * rms(truth) + eps, op
 
 
 @cache
@@ -154,7 +101,9 @@ def of_lengths(*lengths: int) -> Size:
 
 
 def takes_tokens(op: str) -> bool:
-    shapes = [[x.shape for x in tensors_of(example_inputs(op, CPU, torch.float32, of_lengths(7 * n)))] for n in (1, 2)]
+    shapes = [
+        [x.shape for x in tensors_of(example_inputs(op, CPU, torch.float32, of_lengths(7 * n))[0])] for n in (1, 2)
+    ]
     return shapes[0] != shapes[1]
 
 

@@ -1,0 +1,135 @@
+"""Findings of a probe as lines of text, for the terminal and for the page."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from cluster.view import Rate, View
+from console.durations import duration
+from console.text import counted
+
+_MOST_NAMES = 24
+
+
+@dataclass(frozen=True)
+class RateRow:
+    """One quantity over all ranks. ``over`` is the slowest rank's time over the typical time."""
+
+    name: str
+    typical: str
+    slowest: str
+    rank: int
+    over: float
+
+
+def lines(view: View) -> Iterator[str]:
+    """Describe a view for the terminal: outliers first."""
+    yield f"{heading(view)}, {view.backend}, {view.made}"
+    yield from (outlier.sentence for outlier in view.outliers)
+    if not view.outliers:
+        yield "no part is slower than the others"
+    for row in rate_rows(view):
+        yield f"{row.name}: {row.typical}, slowest {row.slowest} on rank {row.rank} ({row.over - 1:.0%} longer)"
+    for name, rates in link_rows(view):
+        yield f"{name}: {rates}"
+    for operation, scope, ranks, *points in collective_rows(view):
+        yield f"{operation} ({scope}, {ranks} ranks): {', '.join(points)}"
+    yield switch_source(view)
+    for path, hosts in leaves(view):
+        names = [f"{view.hosts[host].name}{' (!)' if host in hosts_with_outliers(view) else ''}" for host in hosts]
+        more = f" and {len(names) - _MOST_NAMES:,} more" if len(names) > _MOST_NAMES else ""
+        yield f"{path or 'hosts'}: {', '.join(names[:_MOST_NAMES])}{more}"
+
+
+def heading(view: View) -> str:
+    """Name the cluster in a few words."""
+    names = sorted({rank.device for rank in view.ranks})
+    return f"{counted(len(view.hosts), 'host')}, {counted(len(view.ranks), 'rank')}, {', '.join(names[:3])}"
+
+
+def rate_rows(view: View) -> list[RateRow]:
+    """Return the quantities that all ranks measured, with the slowest rank of each."""
+    rows = []
+    for number, first in enumerate(view.ranks[0].rates):
+        times = [rank.rates[number].seconds for rank in view.ranks if number < len(rank.rates)]
+        # Different devices measure different quantities.
+        if len(times) < len(view.ranks):
+            continue
+        typical, slowest = statistics.median(times), max(times)
+        size = {"product": f"{first.size} x {first.size}", "launch": ""}.get(first.quantity, _bytes(first.size))
+        name = " ".join(part for part in (first.quantity, first.dtype, size) if part)
+        over = slowest / typical if typical else 1.0
+        rows.append(RateRow(name, _speed(first, typical), _speed(first, slowest), times.index(slowest), over))
+    return rows
+
+
+def link_rows(view: View) -> list[tuple[str, str]]:
+    """Return typical and extreme rates of links between hosts and in hosts, each with a name."""
+    rows = []
+    for name, links in (("links between hosts", view.links_between_hosts), ("links in hosts", view.links_in_hosts)):
+        if links:
+            rates = [link.seconds_per_byte for link in links]
+            latency = duration(statistics.median(link.latency_s for link in links))
+            text = f"{bandwidth(statistics.median(rates))} ({bandwidth(max(rates))} to {bandwidth(min(rates))})"
+            rows.append((name, f"{text}, latency {latency}, {len(links):,} directions"))
+    return rows
+
+
+def collective_rows(view: View) -> list[tuple[str, ...]]:
+    """Return operation, scope, ranks, and the times of the smallest and the largest size of all collectives."""
+    return [
+        (
+            each.operation,
+            each.scope,
+            str(each.ranks),
+            *(f"{duration(seconds)} for {_bytes(size)}" for size, seconds, _ in (each.points[0], each.points[-1])),
+        )
+        for each in view.collectives
+        if each.points
+    ]
+
+
+def leaves(view: View) -> list[tuple[str, list[int]]]:
+    """Return the hosts below each leaf switch with the names of the switches above them, in the order of the tree."""
+    below: dict[tuple[str, ...], list[int]] = {}
+    for number, host in enumerate(view.hosts):
+        below.setdefault(host.switches, []).append(number)
+    return [(" / ".join(path), hosts) for path, hosts in sorted(below.items())]
+
+
+def switch_source(view: View) -> str:
+    """Say how the switches were found."""
+    return {
+        "slurm": "switches by Slurm's topology",
+        "measured": "switches by measured paths: hosts with shorter paths to one another share a leaf",
+        "unknown": "switches unknown: neither Slurm nor the measured paths tell",
+    }[view.switches_from]
+
+
+def hosts_with_outliers(view: View) -> set[int]:
+    """Return the hosts that outliers concern. A path concerns the hosts at both ends."""
+    return {view.ranks[rank].host for outlier in view.outliers for rank in outlier.ranks}
+
+
+def bandwidth(seconds_per_byte: float) -> str:
+    """Format bytes per second with three digits."""
+    rate = 1 / max(seconds_per_byte, 1e-15)
+    if rate >= 1e12:
+        return f"{rate / 1e12:.3g} TB/s"
+    return f"{rate / 1e9:.3g} GB/s" if rate >= 1e9 else f"{rate / 1e6:.3g} MB/s"
+
+
+def _speed(rate: Rate, seconds: float) -> str:
+    if rate.quantity == "product":
+        operations = 2 * rate.size**3 / max(seconds, 1e-15)
+        return f"{operations / 1e12:.3g} TFLOP/s" if operations >= 1e12 else f"{operations / 1e9:.3g} GFLOP/s"
+    return duration(seconds) if rate.quantity == "launch" else bandwidth(seconds / rate.size)
+
+
+def _bytes(size: int) -> str:
+    for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
+        if size >= 1 << power:
+            return f"{size / (1 << power):.3g} {unit}"
+    return f"{size} B"

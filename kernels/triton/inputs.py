@@ -1,0 +1,31 @@
+# pyright: reportAttributeAccessIssue=false
+"""Inputs that Triton's kernels cannot take, with the reasons."""
+
+from collections.abc import Collection
+
+import torch
+import triton
+from torch import Tensor
+
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def tensor_reasons(*tensors: Tensor, dtypes: Collection[torch.dtype] = FLOATS) -> list[str]:
+    """Return the reasons why a kernel cannot take these tensors: their device or their types; empty if it can."""
+    reasons = []
+    device = tensors[0].device.type
+    if device != "cuda" and not triton.knobs.runtime.interpret:
+        reasons.append(f"tensors on {device}: Triton needs a CUDA device")
+    if others := {x.dtype for x in tensors} - set(dtypes):
+        reasons.append(f"tensors in {_names(others)}: expected {_names(dtypes)}")
+    return reasons
+
+
+def mixed_reasons(names: str, *tensors: Tensor) -> list[str]:
+    """Return why these tensors, which have to share a dtype, do not; empty if they do."""
+    dtypes = {x.dtype for x in tensors}
+    return [] if len(dtypes) == 1 else [f"{names} are in {_names(dtypes)}: expected one type"]
+
+
+def _names(dtypes: Collection[torch.dtype]) -> str:
+    return ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))

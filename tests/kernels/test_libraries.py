@@ -1,0 +1,177 @@
+# pyright: reportCallIssue=false
+"""The adapter to flash-attn, which is not installed here, and products that PyTorch has on CUDA only."""
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from kernels import OPS, Dropout
+from kernels.libraries import flash_attention, pytorch_products
+from kernels.reference import ops as reference
+from tests.kernels.accuracy import outcome
+
+BOUNDS = torch.tensor([0, 3, 8, 8], dtype=torch.int32)
+SPARE = 4
+"""Rows after the last sequence."""
+
+
+class _Careless(torch.autograd.Function):
+    """The definition, with NaN in every row that no sequence owns, as the library leaves them."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, bounds_q: Tensor, bounds_k: Tensor) -> Tensor:
+        ctx.save_for_backward(query, key, value, bounds_q, bounds_k)
+        output = reference.varlen_attention(query, key, value, bounds_q, bounds_k, 100)
+        output[int(bounds_q[-1]) :] = torch.nan
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        *inputs, bounds_q, bounds_k = ctx.saved_tensors
+        with torch.enable_grad():
+            query, key, value = leaves = [x.detach().requires_grad_() for x in inputs]
+            output = reference.varlen_attention(query, key, value, bounds_q, bounds_k, 100)
+        gradients = torch.autograd.grad(output, leaves, gradient)
+        for x, bounds in zip(gradients, (bounds_q, bounds_k, bounds_k), strict=True):
+            x[int(bounds[-1]) :] = torch.nan
+        return *gradients, None, None
+
+
+@pytest.fixture
+def called_with(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What the library was called with; its functions have the parameters of its version 2, in order."""
+    seen: dict[str, Any] = {}
+
+    def flash_attn_varlen_func(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None
+    ):
+        seen.update(longest=(max_seqlen_q, max_seqlen_k), dropout_p=dropout_p, softmax_scale=softmax_scale)
+        return _Careless.apply(q, k, v, cu_seqlens_q, cu_seqlens_k)
+
+    def flash_attn_varlen_qkvpacked_func(qkv, cu_seqlens, max_seqlen, dropout_p=0.0, softmax_scale=None):
+        bounds = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
+        return flash_attn_varlen_func(*qkv.unbind(1), *bounds, dropout_p, softmax_scale)
+
+    library = ModuleType("flash_attn")
+    vars(library).update(
+        flash_attn_varlen_func=flash_attn_varlen_func, flash_attn_varlen_qkvpacked_func=flash_attn_varlen_qkvpacked_func
+    )
+    monkeypatch.setitem(sys.modules, "flash_attn", library)
+    return seen
+
+
+def test_flash_attn_is_not_imported_and_not_usable_here() -> None:
+    assert "flash_attn" not in sys.modules
+    assert OPS["varlen_attention"].implementations["flash_attn"].unsupported_reasons("varlen_attention") == [
+        "flash_attn is not installed"
+    ]
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("p", [0.25, 0.0])
+def test_flash_attn_on_a_batch_that_is_filled_up(packed: bool, p: float, called_with: dict[str, Any]) -> None:
+    """Rows that no sequence owns are 0 in the output and in every gradient."""
+    dropout = Dropout(p, torch.zeros(2, dtype=torch.int64), 0) if p else None
+    bounds_q = torch.tensor([0, 1, 3, 3], dtype=torch.int32)
+    rows = (8, 8) if packed else (3, 3, 8, 8)
+    bounds = (BOUNDS,) if packed else (bounds_q, BOUNDS)
+    shapes = [(8 + SPARE, 3, 2, 8)] if packed else [(count + SPARE, 2, 8) for count in rows[1:]]
+    tensors = [torch.randn(shape, requires_grad=True) for shape in shapes]
+    name = "varlen_self_attention" if packed else "varlen_attention"
+    found = outcome(getattr(flash_attention, name), ([*tensors, *bounds, 5, dropout], {})).tensors
+    expected = outcome(getattr(reference, name), ([*tensors, *bounds, 5], {})).tensors
+    for got, exact, owned in zip(found, expected, rows, strict=True):
+        assert not got[owned:].any()
+        torch.testing.assert_close(got[:owned], exact[:owned])
+    assert called_with == {"longest": (5, 5), "dropout_p": p, "softmax_scale": None}
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "reason"),
+    [
+        ((4, 2, 64), torch.bfloat16, ""),
+        ((4, 2, 64), torch.float32, "float32"),
+        ((4, 2, 60), torch.float16, "60"),
+        ((4, 2, 264), torch.float16, "264"),
+    ],
+)
+def test_what_flash_attn_cannot_do(shape: tuple[int, ...], dtype: torch.dtype, reason: str) -> None:
+    with FakeTensorMode():
+        reasons = flash_attention.unsupported_reasons(torch.zeros(shape, dtype=dtype, device="cuda"))
+    assert reason in "; ".join(reasons)
+    assert len(reasons) == bool(reason)
+
+
+def operands(tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """A gradient [12, 20] in fp32, and the operands that are multiplied."""
+    generator = torch.Generator().manual_seed(tokens)
+    output_gradient, x = (torch.randn(tokens, size, generator=generator).to(dtype) for size in (12, 20))
+    return torch.randn(12, 20, generator=generator), output_gradient, x
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_weight_gradient_is_added_in_fp32(dtype: torch.dtype, overwrite: bool) -> None:
+    """Under autocast too, which would multiply fp32 in 16 bits; over 131,072 tokens, a global batch on one GPU."""
+    gradient, output_gradient, x = operands(131_072, dtype)
+    exact = output_gradient.double().t() @ x.double() + (0 if overwrite else gradient.double())
+    if overwrite:
+        gradient.fill_(torch.nan)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = reference.accumulate_weight_gradient(gradient, output_gradient, x, overwrite)
+    assert found.data_ptr() == gradient.data_ptr()
+    assert ((gradient.double() - exact).norm() / exact.norm()).item() < 1e-6
+
+
+class Calls(TorchDispatchMode):
+    """Operators with what they are given; those that write into a tensor do not run, as PyTorch has them on CUDA alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[str, tuple[Any, ...], Mapping[str, Any]]] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        named = kwargs or {}
+        self.found.append((str(func), args, named))
+        return named["out"] if "out" in named else func(*args, **named)
+
+
+@pytest.mark.oldest_torch
+@pytest.mark.parametrize(("overwrite", "operator"), [(False, "aten.addmm.dtype_out"), (True, "aten.mm.dtype_out")])
+def test_on_a_gpu_one_product_reads_16_bits_and_writes_the_gradient(overwrite: bool, operator: str) -> None:
+    """Nothing is cast, copied or made."""
+    gradient, output_gradient, x = (tensor.to("meta") for tensor in operands(48, torch.bfloat16))
+    with Calls() as calls:
+        found = pytorch_products.accumulate_weight_gradient(gradient, output_gradient, x, overwrite)
+    assert found is gradient
+    *views, (name, arguments, named) = calls.found
+    assert [view for view, _, _ in views] == ["aten.t.default"]
+    assert name == operator
+    assert named["out"] is gradient
+    assert torch.float32 in arguments
+    assert overwrite or arguments[0] is gradient
+    assert [each.dtype for each in arguments if isinstance(each, Tensor)][-2:] == [torch.bfloat16] * 2
+
+
+@pytest.mark.parametrize(
+    ("place", "change", "reason"),
+    [
+        (0, Tensor.contiguous, "cpu"),
+        (0, Tensor.double, "a gradient in torch.float64"),
+        (1, Tensor.float, "torch.float32 and torch.bfloat16"),
+    ],
+)
+def test_what_pytorchs_product_cannot_do(place: int, change: Callable[[Tensor], Tensor], reason: str) -> None:
+    given = list(operands(48, torch.bfloat16))
+    given[place] = change(given[place])
+    gradient, output_gradient, x = given
+    assert reason in "; ".join(pytorch_products.unsupported_reasons(gradient, output_gradient, x))

@@ -1,0 +1,390 @@
+"""Every op, every implementation that runs on a CPU, every kind of input: held against the definition in float64.
+
+Triton's implementations run in the interpreter, on the bench of ``tests.kernels.interpreted``.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import cycle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from kernels import OPS
+from kernels.reference.random import Dropout
+from kernels.triton.norms.rows import SUM_TILE
+from kernels.tuning.examples import Size, example_inputs
+from tests.kernels.accuracy import CPU, assert_within_twice, outcome, same_bits
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+# Seed and step have more than 32 bits; the generator takes the lower ones of the step.
+DROPOUT = Dropout(0.1, torch.tensor([-(3 << 40) - 17, (1 << 33) + 77]), 16)
+Inputs = tuple[list[Any], dict[str, Any]]
+Change = Callable[[list[Any]], None]
+STEPS = {op: 1e-3 if "gelu" in op else 0.1 for op in OPS if op.endswith("cast_fp8")}
+"""Share of FP8 numbers that may be a neighbour of the right one, where something is rounded before the cast."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """Inputs of an op; ``change`` edits the positional arguments."""
+
+    op: str
+    size: Size
+    dtype: torch.dtype = FP32
+    dropout: Dropout | None = DROPOUT
+    change: Change = lambda _: None
+
+    def __str__(self) -> str:
+        size, dtype = self.size, str(self.dtype).removeprefix("torch.")
+        shape = f"{sum(size.lengths)} {size.masked} x {size.hidden} {size.intermediate} {size.vocabulary}"
+        return f"{self.op}, {shape}, {dtype}{', dropout' if self.dropout else ''}"
+
+    def draw(self, seed: int) -> Inputs:
+        args, kwargs = example_inputs(self.op, CPU, self.dtype, self.size, seed)
+        changed = [self.dropout if isinstance(value, Dropout) else value for value in args]
+        self.change(changed)
+        return changed, kwargs
+
+    def functions(self) -> dict[str, Callable[..., Any]]:
+        """The implementations that can compute it, without the definition and those that draw another dropout."""
+        op, (args, kwargs) = OPS[self.op], self.draw(0)
+        dropout = any(isinstance(value, Dropout) for value in args)
+        return {
+            name: each.function(self.op)
+            for name, each in op.implementations.items()
+            if name != "reference" and not (dropout and not each.repeatable)
+            if not each.unsupported_reasons(self.op, *args, **kwargs)
+        }
+
+
+def unowned(rest: int) -> Change:
+    """Let the last ``rest`` tokens be no sequence's: the bounds end before them."""
+
+    def change(args: list[Any]) -> None:
+        for place, x in enumerate(args):
+            if isinstance(x, Tensor) and x.dtype == torch.int32 and rest:
+                args[place] = x[:-1]
+
+    return change
+
+
+def lengths_of(lengths_q: Sequence[int], lengths_k: Sequence[int]) -> Change:
+    """Let queries and keys be of different tokens."""
+
+    def change(args: list[Any]) -> None:
+        args[0], *args[1:3] = args[0][: sum(lengths_q)], *(x[: sum(lengths_k)] for x in args[1:3])
+        args[3:5] = (torch.tensor([0, *lengths]).cumsum(0).int() for lengths in (lengths_q, lengths_k))
+        args[5] = max(*lengths_q, *lengths_k)
+
+    return change
+
+
+def with_a_mean(args: list[Any]) -> None:
+    """Give the residual a mean that is large beside its deviation."""
+    residual = next(place for place in (4, 2) if args[place].ndim == 2)
+    args[residual] = (args[residual].detach() + 5).requires_grad_(args[residual].requires_grad)
+
+
+def vectors_in_fp32(args: list[Any]) -> None:
+    for place, x in enumerate(args):
+        if isinstance(x, Tensor) and x.ndim == 1 and x.is_floating_point():
+            args[place] = x.detach().float().requires_grad_(x.requires_grad)
+
+
+def some_ignored(args: list[Any]) -> None:
+    args[3][2::3] = -1
+
+
+def counting(args: list[Any]) -> None:
+    some_ignored(args)
+    args[5] = True
+
+
+def attention_cases() -> Iterator[Case]:
+    for lengths, rest, size, dtype, dropout in (
+        ([31, 32, 33, 64, 65], 7, 32, FP32, DROPOUT),  # around a block of keys: 32 in fp32, else 64
+        ([31, 32, 33, 64, 65], 0, 64, BF16, DROPOUT),
+        ([0, 5, 0, 0, 9, 9, 0], 41, 16, FP16, None),
+        ([70, 3], 7, 64, FP32, None),
+    ):
+        sizes = Size((*lengths, rest), max(lengths), hidden=2 * size, heads=2)
+        for op in ("varlen_attention", "varlen_self_attention", *["attention_cast_fp8"] * (dtype == FP32)):
+            yield Case(op, sizes, dtype, dropout, unowned(rest))
+    equal = [7, 7, 3, 7, 3, 3], [7, 7, 3, 7, 3, 3]
+    few_queries = [2, 1, 2, 70], [66, 129, 1, 40]
+    for lengths in (equal, few_queries, ([0, 4, 0], [5, 6, 70]), ([70, 3], [2, 1]), ([3, 3, 1, 2], [9, 9, 9, 4])):
+        for dropout in (DROPOUT, None):
+            yield Case("varlen_attention", Size((240,), hidden=64, heads=2), FP32, dropout, lengths_of(*lengths))
+
+
+def norm_cases() -> Iterator[Case]:
+    for tokens, columns, dtype, dropout in (  # around tiles of rows and columns, and more rows than programs
+        *((5, 128, dtype, dropout) for dropout in (DROPOUT, None) for dtype in (FP32, BF16)),
+        *((0, 64, FP32, DROPOUT), (1, 16, FP32, DROPOUT), (5, 64, FP16, DROPOUT), (16, 48, BF16, None)),
+        *((70, 96, FP32, DROPOUT), (37, 144, FP16, None), (3, 1024, BF16, DROPOUT), (3, 2064, FP32, None)),
+        (2, 4096, BF16, DROPOUT),
+    ):
+        size = Size((tokens - tokens // 2, tokens // 2), max(1, tokens), hidden=columns, heads=1, vocabulary=7)
+        yield Case("embedding_layer_norm", size, dtype, dropout)
+        yield Case("dropout_add_layer_norm", size, dtype, dropout, with_a_mean)
+        for op in ("add_norm_cast_fp8", "add_norm_backward_cast_fp8"):
+            if dtype == FP32:
+                yield Case(op, size, dtype, dropout, with_a_mean)
+    yield Case("dropout_add_layer_norm", Size((4,), hidden=8), FP32, DROPOUT)
+
+
+def other_cases() -> Iterator[Case]:
+    for dtype in (FP32, BF16, FP16):
+        for tokens, columns, wide in ((64, 8, 32), (65, 8, 32), (131, 7, 13), (3, 8, 513)):
+            yield Case("dense_gelu", Size((tokens,), hidden=columns, intermediate=wide), dtype)
+        for masked, columns, words in (
+            *((1, 8, 16), (3, 8, 1), (5, 7, 13), (0, 8, 20), (4, 8, 65)),
+            *((7, 16, 1025), (9, 16, 3001), (6, 8, 30522)),
+        ):
+            for change in (some_ignored, counting):
+                size = Size(masked=masked, hidden=columns, vocabulary=words)
+                yield Case("masked_lm_loss", size, dtype, None, change)
+    yield Case("bias_gelu", Size((131,), intermediate=130), FP32)
+    yield Case("bias_gelu", Size((9,), intermediate=32), BF16, None, vectors_in_fp32)
+    yield Case("sum_of_squares", Size(hidden=8, intermediate=5003))
+    for op in ("lamb_directions", "lamb_apply"):
+        yield Case(op, Size(hidden=8, intermediate=5003))
+    yield Case("lamb_step", Size(hidden=8, intermediate=5003), BF16)  # of the copies
+
+
+def cast_cases() -> Iterator[Case]:
+    # Rows around the padding and the tile; columns less than a tile, not a whole number of tiles, and many.
+    shapes = [(0, 32), (1, 16), (15, 48), (16, 16), (17, 320), (128, 64), (129, 80), (255, 48), (300, 16)]
+    for (tokens, columns), dtype in zip(shapes, 3 * (BF16, FP32, FP16), strict=True):
+        size = Size((tokens,), hidden=columns, intermediate=columns)
+        for op in OPS:
+            if op.endswith("fp8") and "norm" not in op and "attention" not in op:
+                yield Case(op, size, dtype)
+        yield Case("bias_gelu_backward_cast_fp8", size, dtype, None, vectors_in_fp32)
+
+
+CASES = [*attention_cases(), *norm_cases(), *other_cases(), *cast_cases()]
+
+
+@pytest.fixture(autouse=True)
+def wide_rows_are_summed_in_wide_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise hundreds of programs do it, and take most of the interpreter's time."""
+    monkeypatch.setitem(SUM_TILE, "COLUMNS", 512)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_error_is_at_most_twice_the_definitions(case: Case) -> None:
+    """Free is a unit in the last place, because the interpreter truncates to bf16, and some of fp32."""
+    elements = max(1, sum(case.size.lengths) * case.size.hidden)
+    draws = [case.draw(seed) for seed in range(min(5, -(-4000 // elements)))]
+    free = torch.finfo(case.dtype).eps + 16 * torch.finfo(FP32).eps
+    for function in case.functions().values():
+        assert_within_twice(function, OPS[case.op].definition, draws, free, STEPS.get(case.op, 0))
+
+
+def test_every_implementation_has_a_case() -> None:
+    tested = {(case.op, name) for case in CASES for name in case.functions()}
+    every = {(op.name, name) for op in OPS.values() for name in op.implementations if name in ("triton", "pytorch")}
+    # Its result needs what a forward pass kept; a product on CUDA alone; and one with tests of its own.
+    others = {
+        "attention_backward_cast_fp8": "triton",
+        "accumulate_weight_gradient": "pytorch",
+        "scaled_matmul": "pytorch",
+    }
+    assert every - tested == set(others.items())
+
+
+@pytest.mark.parametrize("op", [name for name, op in OPS.items() if "triton" in op.implementations])
+def test_strided_inputs(op: str) -> None:
+    """Tensors that are not contiguous give the same results to the last bit."""
+    args, kwargs = example_inputs(op, CPU, FP32, Size((9, 4), 9, 5, 64, 4, 64, 40))
+    function = OPS[op].implementations["triton"].function(op)
+    # Other ops write what they get, or get what a forward pass returned.
+    takes = not op.startswith(("lamb", "sum", "cast_transpose_into", "attention_backward"))
+    strided = [_strided(x) if isinstance(x, Tensor) and x.ndim > 1 and takes else x for x in args]
+    for found, expected in zip(
+        outcome(function, (strided, kwargs)).tensors, outcome(function, (args, kwargs)).tensors, strict=True
+    ):
+        assert same_bits(found, expected)
+
+
+def _strided(x: Tensor) -> Tensor:
+    return torch.stack([x.detach(), x.detach()], -1)[..., 0].requires_grad_(x.requires_grad)
+
+
+@pytest.mark.parametrize(
+    "op", ["varlen_self_attention", "dropout_add_layer_norm", "dense_gelu", "embedding_layer_norm"]
+)
+def test_upstream_gradients_that_are_expanded(op: str) -> None:
+    """The gradient of a sum has strides of zero."""
+    args, _ = example_inputs(op, CPU, FP32, Size((9, 4), 9, 5, 64, 4, 64, 40))
+    leaves = [x for x in args if isinstance(x, Tensor) and x.requires_grad]
+    output = triton(op)(*args)
+    expected = torch.autograd.grad(output, leaves, torch.ones_like(output), retain_graph=True)
+    torch.testing.assert_close(torch.autograd.grad(output.sum(), leaves), expected)
+
+
+class Recorded(TorchDispatchMode):
+    """Keeps the calls of this project's custom operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, tuple[Any, ...]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "mlperf_bert":
+            assert not kwargs
+            self.calls.append((func, args))
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("dropout", [DROPOUT, None], ids=["dropout", "whole"])
+@pytest.mark.parametrize("op", [name for name, op in OPS.items() if "triton" in op.implementations])
+def test_operators_have_the_right_schema_and_fake_function(op: str, dropout: Dropout | None) -> None:
+    """PyTorch's own checks, of both directions: mutation, aliasing, and results on tensors without values."""
+    case = Case(op, Size((5, 2), 5, 5, 32, 2, 48, 40), BF16, dropout)
+    args, kwargs = case.draw(0)
+    if "norm_backward" in op:
+        args[1] = None if dropout else args[1]
+    with Recorded() as recorded:
+        outcome(OPS[op].implementations["triton"].function(op), (args, kwargs))
+    assert recorded.calls
+    for operator, given in recorded.calls:
+        tensors = tree_leaves(given)
+        fp8 = any(isinstance(x, Tensor) and x.is_floating_point() and x.element_size() == 1 for x in tensors)
+        # The schema is checked by comparing arguments, for which PyTorch has no FP8.
+        checks = ["test_faketensor"] if fp8 else ["test_faketensor", "test_schema"]
+        torch.library.opcheck(operator, given, test_utils=checks)
+
+
+FUSED = [
+    case
+    for case in CASES
+    if case.op in ("dropout_add_layer_norm", "varlen_self_attention") and case.size.hidden % 16 == 0
+]
+
+
+def triton(op: str) -> Callable[..., Any]:
+    return OPS[op].implementations["triton"].function(op)
+
+
+def casts_of(x_RC: Tensor, amax: float, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The definition's casts, sums of columns and largest magnitude, of what has been stored."""
+    largest = torch.tensor(amax)
+    *casts, sums = OPS["cast_transpose_sum_fp8"].definition(x_RC, torch.tensor(16.0), largest, dtype)
+    return *casts, sums, largest
+
+
+@pytest.mark.parametrize(("case", "amax"), list(zip(FUSED, cycle([0.0, 1e9]), strict=False)), ids=str)
+def test_kernels_with_casts_are_the_plain_ones_with_a_cast_behind(case: Case, amax: float) -> None:
+    """To the last bit, rows that are no sequence's and the padding of the transpose included."""
+    args, _ = case.draw(0)
+    args = [x.detach() if isinstance(x, Tensor) else x for x in args]
+    vectors_in_fp32(args)
+    leaves = [x.requires_grad_() for x in args if isinstance(x, Tensor) and x.is_floating_point()]
+    plain = triton(case.op)(*args)
+    upstream = torch.randn(plain.shape, generator=torch.Generator().manual_seed(1)).to(case.dtype)
+    gradients = torch.autograd.grad(plain, leaves, upstream)
+    given = [x.detach() if isinstance(x, Tensor) else x for x in args]
+    scale, largest = torch.tensor([1.0, 16.0])[1], torch.tensor([7.0, amax])[1]  # elements of vectors, as in training
+    backward_scale, backward_largest = scale.clone(), largest.clone()
+    if "norm" in case.op:
+        y, statistics, *casts = triton("add_norm_cast_fp8")(*given, scale, largest)
+        inputs = upstream, None, *given[:4], statistics, given[-1], backward_scale, backward_largest
+        *backward, dresidual, dbias, dweight, dnorm_bias = triton("add_norm_backward_cast_fp8")(*inputs)
+        sums = dbias
+        assert same_bits(dresidual, gradients[2])
+        torch.testing.assert_close((dbias, dweight, dnorm_bias), (gradients[1], *gradients[3:]), rtol=1e-4, atol=1e-4)
+    else:
+        y, *casts, lse, kept = triton("attention_cast_fp8")(*given, scale, largest)
+        qkv, bounds, longest, dropout = given
+        inputs = upstream, qkv, bounds, y, lse, kept, longest, dropout, backward_scale, backward_largest
+        *backward, sums = triton("attention_backward_cast_fp8")(*inputs)
+    assert same_bits(y, plain)
+    for (q, transposed), found, x, kind in (
+        (casts, largest, plain, torch.float8_e4m3fn),
+        (backward, backward_largest, gradients[0], torch.float8_e5m2),
+    ):
+        expected_q, expected_transposed, expected_sums, expected_amax = casts_of(x.detach().flatten(1), amax, kind)
+        assert same_bits(q, expected_q)
+        assert same_bits(transposed, expected_transposed)
+        torch.testing.assert_close(found, expected_amax, rtol=0, atol=0, equal_nan=True)
+        if kind == torch.float8_e5m2:
+            torch.testing.assert_close(
+                sums, expected_sums, rtol=0.02, atol=0.02 * float(expected_sums.abs().max() if len(x) else 0)
+            )
+
+
+def test_two_gradients_of_a_norms_output_are_added_as_pytorch_adds_them() -> None:
+    args, _ = Case("add_norm_backward_cast_fp8", Size((45,), hidden=48)).draw(0)
+    both = triton("add_norm_backward_cast_fp8")(*args)
+    summed = triton("add_norm_backward_cast_fp8")(args[0] + args[1], None, *args[2:])
+    assert all(map(same_bits, both, summed))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("op", ["add_norm_cast_fp8", "attention_cast_fp8"])
+def test_the_largest_magnitude_shows_what_is_not_finite(op: str, bad: float) -> None:
+    """In whichever block of rows it is."""
+    args, _ = Case(op, Size((70,), 70, hidden=32, heads=2), FP32, None).draw(0)
+    args[0][41, 1 if op.startswith("add") else 2] = bad
+    y, *others = triton(op)(*args)
+    q = others[1 if op.startswith("add") else 0]  # statistics come first
+    assert not args[-1].isfinite()
+    assert torch.equal(q.float().isnan(), y.flatten(1).isnan())
+
+
+def test_without_a_scale_a_norm_casts_nothing() -> None:
+    args, _ = Case("add_norm_cast_fp8", Size((5,), hidden=32)).draw(0)
+    expected, found = (triton("add_norm_cast_fp8")(*args[:-2], *site) for site in (args[-2:], (None, None)))
+    assert found[2:] == (None, None)
+    assert all(map(same_bits, found[:2], expected[:2]))
+
+
+ADDING = [(op, name) for op in ("embedding_layer_norm", "masked_lm_loss") for name in OPS[op].implementations]
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("copied", [False, True])
+@pytest.mark.parametrize(("op", "name"), ADDING)
+def test_a_tables_gradient_is_added_or_written_where_it_is_asked_for(
+    op: str, name: str, copied: bool, overwrite: bool
+) -> None:
+    """In fp32 also of a table in 16 bits; autograd gets none of it, and the other gradients as before."""
+    args = list(example_inputs(op, CPU, BF16, Size((9,), 9, 9, 64, vocabulary=40))[0])
+    place, option = (3, "word_gradient_VD") if op == "embedding_layer_norm" else (1, "decoder_gradient_VD")
+    if op == "embedding_layer_norm":
+        args[-1] = None
+        if copied or overwrite:
+            pytest.skip("its table is a parameter, whose gradient the products have written before")
+    function = OPS[op].implementations[name].function(op)
+    leaves = [x for x in args if isinstance(x, Tensor) and x.is_floating_point()]
+    table = args[place]
+
+    def backward(arguments: list[Any], **options: Any) -> list[Tensor | None]:
+        for leaf in leaves:
+            leaf.grad = None
+        returned = function(*arguments, **options)
+        (returned[0] if isinstance(returned, tuple) else returned).float().square().sum().backward()
+        return [leaf.grad for leaf in leaves]
+
+    expected = backward(args)
+    found = torch.full(table.shape, torch.nan if overwrite else 1.0)
+    given = [x.detach() if copied and x is table else x for x in args]
+    options = {option: found, "overwrite": True} if overwrite else {option: found}
+    for leaf, gradient, other in zip(leaves, backward(given, **options), expected, strict=True):
+        if leaf is table:
+            assert gradient is None
+            assert other is not None
+            torch.testing.assert_close(
+                found, other.float() + (not overwrite), rtol=0.02, atol=0.02 * float(other.abs().max())
+            )
+        else:
+            assert gradient is not None
+            assert other is not None
+            assert torch.equal(gradient, other)

@@ -1,0 +1,117 @@
+# pyright: reportCallIssue=false
+"""Values at which formulas break: far tails, logits that overflow, sums that 16 bits cannot hold, ignored slots."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from kernels.reference import ops as reference
+from kernels.triton import dense, loss
+from kernels.triton.attention.varlen import varlen_attention
+from kernels.tuning.examples import Size, example_inputs
+from tests.kernels.accuracy import CPU, outcome
+
+
+def loss_inputs(masked: int, vocabulary: int) -> tuple[Any, ...]:
+    """Hidden, decoder, bias and labels, every third of which is ignored."""
+    sizes = Size(masked=masked, hidden=8, vocabulary=vocabulary)
+    hidden, decoder, bias, labels, *_ = example_inputs("masked_lm_loss", CPU, torch.float32, sizes)[0]
+    labels[2::3] = -1
+    return hidden, decoder, bias, labels
+
+
+def test_a_bias_gradient_is_summed_in_fp32() -> None:
+    """200 equal terms that bf16 holds exactly, as it does not hold their sums."""
+    product, bias = torch.zeros(200, 1, dtype=torch.bfloat16, requires_grad=True), torch.zeros(1, requires_grad=True)
+    upstream = torch.full((200, 1), 1.0078125, dtype=torch.bfloat16)
+    (gradient,) = torch.autograd.grad(dense.bias_gelu(product, bias), bias, upstream)
+    assert gradient.item() == 100.78125
+
+
+def test_far_tails_of_gelu_and_zero() -> None:
+    product = torch.tensor([[-1e4, -50.0, -1e-30, 0.0, 1e-30, 50.0, 1e4]], requires_grad=True)
+    output = dense.bias_gelu(product, torch.zeros(7))
+    (gradient,) = torch.autograd.grad(output.sum(), product)
+    torch.testing.assert_close(output[0], torch.tensor([0.0, 0.0, -5e-31, 0.0, 5e-31, 50.0, 1e4]))
+    torch.testing.assert_close(gradient[0], torch.tensor([0.0, 0.0, 0.5, 0.5, 0.5, 1.0, 1.0]))
+
+
+@pytest.mark.parametrize("scale", [1e-20, 10.0, 1e4])
+def test_extreme_scores_stay_finite(scale: float) -> None:
+    """Scores far below 0 for every key, where exponents of what lies past a sequence's end would overflow."""
+    sizes = Size((3, 35), 35, hidden=64, heads=2)
+    query, key, value, *others, _ = example_inputs("varlen_attention", CPU, torch.float32, sizes)[0]
+    arguments = [query.abs() * scale, -key.abs() * scale, value, *others], {}
+    oracle = outcome(reference.varlen_attention, arguments, torch.float64).tensors
+    for got, exact in zip(outcome(varlen_attention, arguments).tensors, oracle, strict=True):
+        assert got.isfinite().all()
+        if scale < 1e4:  # beyond, rounding alone decides which key is the largest
+            assert (got - exact).abs().max() <= 1e-2 * exact.abs().max() + 1e-6
+
+
+def test_ignored_slots_are_inert_whatever_they_hold() -> None:
+    hidden, decoder, bias, labels = loss_inputs(12, 1500)
+    real = labels != -1
+    garbage = torch.where(real[:, None], hidden, 1e4).detach().requires_grad_()
+    _, counted = loss.masked_lm_loss(hidden[real], decoder, bias, labels[real])
+    assert loss.masked_lm_loss(garbage, decoder, bias, labels)[1] == counted
+    kept = hidden[real].detach().requires_grad_()
+    alone = outcome(loss.masked_lm_loss, ([kept, decoder, bias, labels[real]], {})).tensors
+    padded = outcome(loss.masked_lm_loss, ([garbage, decoder, bias, labels], {})).tensors
+    assert not padded[2][~real].any()
+    padded[2] = padded[2][real]
+    for expected, got in zip(alone, padded, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_another_ignore_index_and_a_label_past_the_vocabulary() -> None:
+    hidden, decoder, bias, labels = loss_inputs(9, 50)
+    expected = loss.masked_lm_loss(hidden, decoder, bias, labels)
+    assert loss.masked_lm_loss(hidden, decoder, bias, torch.where(labels == -1, -100, labels), -100) == expected
+    labels[0] = 50
+    assert loss.masked_lm_loss(hidden, decoder, bias, labels)[0].isnan()
+
+
+@pytest.mark.parametrize("height", [1e4, -1e4])
+def test_logits_far_from_zero_and_classes_that_cannot_be(height: float) -> None:
+    """Exponentials neither overflow nor vanish, and -inf as the bias of a class takes it out."""
+    hidden, decoder, bias, labels = loss_inputs(4, 2000)
+    bias = bias.detach() + height
+    bias[:1100] = float("-inf")
+    labels = torch.where(labels == -1, labels, 1100 + labels % 900)
+    arguments = [hidden, decoder, bias.requires_grad_(), labels], {}
+    found, expected = (outcome(module.masked_lm_loss, arguments).tensors for module in (loss, reference))
+    torch.testing.assert_close(found[0], expected[0])
+    assert found[2].isfinite().all()
+    assert not any(gradient[:1100].any() for gradient in found[3:])
+
+
+def test_a_backward_pass_twice_and_in_part() -> None:
+    """The kept gradient is not used up, and inputs that need no gradient get none."""
+    hidden, decoder, bias, labels = loss_inputs(5, 70)
+    found, _ = loss.masked_lm_loss(hidden, decoder.detach(), bias.detach(), labels)
+    (once,) = torch.autograd.grad(found, hidden, retain_graph=True)
+    (again,) = torch.autograd.grad(2 * found, hidden)
+    torch.testing.assert_close(again, 2 * once)
+
+
+def test_the_upstream_gradient_is_not_rounded_to_the_operands_type() -> None:
+    """In bf16 the factor here would be 1."""
+    hidden, decoder = torch.zeros(32, 1, dtype=torch.bfloat16), torch.zeros(2, 1, dtype=torch.bfloat16)
+    bias = torch.zeros(2, requires_grad=True)
+    found, _ = loss.masked_lm_loss(hidden, decoder, bias, torch.ones(32, dtype=torch.int64))
+    (gradient,) = torch.autograd.grad(found * (1 + 2**-9), bias)
+    assert gradient.tolist() == [16 + 2**-5, -16 - 2**-5]
+
+
+def test_products_follow_autocast_and_gradients_the_parameters() -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        x, weight, bias = example_inputs("dense_gelu", CPU, torch.float32)[0]
+        output = dense.dense_gelu(x, weight, bias)
+        assert output.dtype == torch.bfloat16
+        *leaves, labels = loss_inputs(6, 90)
+        found, _ = loss.masked_lm_loss(*leaves, labels)
+    gradients = *torch.autograd.grad(output.float().sum(), (x, weight, bias)), *torch.autograd.grad(found, leaves)
+    assert [gradient.dtype for gradient in (found, *gradients)] == [torch.float32] * 7
+    assert found.item() == pytest.approx(reference.masked_lm_loss(*leaves, labels)[0].item(), rel=0.02)

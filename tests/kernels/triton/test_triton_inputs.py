@@ -1,0 +1,57 @@
+"""Inputs that Triton's implementations of the ops refuse, with the reasons."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels import OPS
+from kernels.tuning.examples import example_inputs
+from tests.kernels.accuracy import CPU
+
+IN_TRITON = [name for name, op in OPS.items() if "triton" in op.implementations]
+
+FIRST = {"embedding_layer_norm": 3, "attention_backward_cast_fp8": 1}
+"""Place of the input whose type decides, where it is not the first."""
+
+
+def reasons(op: str, changes: dict[int, Callable[[Any], object]]) -> str:
+    """Reasons for small inputs, some of which are changed."""
+    args, kwargs = example_inputs(op, CPU, torch.float32)
+    changed = [changes.get(place, lambda same: same)(value) for place, value in enumerate(args)]
+    return "; ".join(OPS[op].implementations["triton"].unsupported_reasons(op, *changed, **kwargs))
+
+
+def columns(count: int) -> Callable[[Tensor], Tensor]:
+    return lambda x: x.new_zeros(2, count)
+
+
+@pytest.mark.parametrize(
+    ("op", "changes", "reason"),
+    [
+        *((op, {FIRST.get(op, 0): Tensor.double}, "float64") for op in IN_TRITON),
+        ("varlen_attention", {1: Tensor.bfloat16}, "bfloat16"),
+        ("varlen_attention", {place: lambda x: x[..., :48] for place in range(3)}, "head size 48"),
+        ("dense_gelu", {2: Tensor.double}, "float64"),
+        ("dropout_add_layer_norm", {0: columns(12), 2: columns(12)}, "hidden size of 12"),
+        ("dropout_add_layer_norm", {0: columns(4104), 2: columns(4104)}, "hidden size of 4104"),
+        ("dropout_add_layer_norm", {0: Tensor.bfloat16}, "x and residual"),
+        ("dropout_add_layer_norm", {3: Tensor.half}, "bias, weight and norm_bias"),
+        ("cast_fp8", {1: Tensor.double}, "float64"),
+        ("cast_fp8", {0: columns(24)}, "24 columns"),
+        ("add_norm_cast_fp8", {0: columns(24), 2: columns(24)}, "24 columns"),
+        ("add_norm_backward_cast_fp8", {0: Tensor.bfloat16}, "gradient"),
+        ("attention_backward_cast_fp8", {4: lambda _: torch.empty(0)}, "another implementation"),
+    ],
+)
+def test_what_an_op_cannot_take(op: str, changes: dict[int, Callable[[Any], object]], reason: str) -> None:
+    assert reasons(op, {}) == ""
+    assert reason in reasons(op, changes)
+
+
+@pytest.mark.parametrize("op", IN_TRITON)
+def test_what_is_compiled_needs_a_gpu(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("triton.knobs.runtime.interpret", False)
+    assert "cuda" in reasons(op, {}).lower()
