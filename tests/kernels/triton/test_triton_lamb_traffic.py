@@ -177,7 +177,7 @@ def test_a_step_that_casts_to_fp8_moves_no_more() -> None:
 
 
 def test_groups_and_hints_are_what_saves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All segments at once: parameters and directions move a second time. Without its hint, a cast pushes the next group out."""
+    """All segments at once move parameters and directions twice. A cast without its hint pushes the next group out."""
     assert bytes_a_parameter(layers(), overwritten=True, copies=False) == pytest.approx(32, abs=0.7)
     monkeypatch.setattr(triton_fp8, "_ONCE", "")
     assert bytes_a_parameter(layers(), overwritten=True, copies=False, fp8=True) > 36
