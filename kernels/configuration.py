@@ -35,12 +35,10 @@ class Configuration:
         kernel: Any,
         types: Mapping[str, str],
         fixed: Mapping[str, object],
-        num_warps: int,
-        num_stages: int,
-        capabilities: tuple[int, ...] = tuple(SHARED_MEMORY_LIMITS),
-        max_registers: int | None = None,
+        *options: Any,
+        **others: Any,
     ) -> "Configuration":
-        """Make a configuration of the kernel's parameters in ``types`` and ``fixed``, which may also have other names."""
+        """Make a configuration of the kernel's parameters in ``types`` and ``fixed``, which may have others as well."""
         constexprs = {name: fixed[name] for name in kernel.arg_names if name in fixed}
         signature = {name: "constexpr" if name in fixed else types[name] for name in kernel.arg_names}
-        return cls(name, kernel, signature, constexprs, num_warps, num_stages, capabilities, max_registers)
+        return cls(name, kernel, signature, constexprs, *options, **others)

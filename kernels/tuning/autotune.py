@@ -30,8 +30,7 @@ from kernels.tuning.request import Arguments, CallKind
 Work = Callable[[], None]
 Timing = Callable[[Callable[[], object]], float]
 
-_LAST_RESORT = "reference"
-"""The definition, which takes seconds at full size."""
+_LAST_RESORT = "reference"  # takes seconds at full size
 _LOG = logging.getLogger(__name__)
 
 

@@ -29,8 +29,6 @@ class Size:
 
 
 SMALL = Size(lengths=(12,) * 4, max_seqlen=16, masked=6, hidden=128, heads=2, intermediate=256, vocabulary=512)
-
-
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 

@@ -9,8 +9,6 @@ to a group.
 
 Before products in FP8, results are also cast, transposed and summed by columns, if ``cast``, ``transposed`` and ``sums`` are
 given; gradients are then written only in FP8.
-
-Scores are scaled inside exp2, in the same instruction that subtracts the maximum.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false

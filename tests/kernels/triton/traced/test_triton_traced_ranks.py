@@ -110,7 +110,14 @@ def without_arrival(stream: CommunicationStream, work: Callable[[], None], run: 
 @pytest.mark.parametrize(
     ("owner", "name", "stand_in", "shape", "captured", "message"),
     [
-        (CommunicationStream, "join", lambda _: None, FLAT, True, r"on side \d writes what all_reduce on side \d wrote"),
+        (
+            CommunicationStream,
+            "join",
+            lambda _: None,
+            FLAT,
+            True,
+            r"on side \d writes what all_reduce on side \d wrote",
+        ),
         (CommunicationStream, "run", without_arrival, SHAPES[1], False, "main reads what all_gather on side 1 wrote"),
         (Stream, "wait_stream", lambda *_: None, FLAT, False, "all_reduce on side 1 writes what aten.* on main wrote"),
         (Lamb, "step", lambda _: torch.cuda.synchronize(), FLAT, False, "the host waits for the device"),
