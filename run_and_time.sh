@@ -150,7 +150,7 @@ kept=("${XDG_CACHE_HOME:-${HOME-}/.cache}"/mlperf-bert/*/runs/"$recipe"-*.json)
 if [[ $part == all && $nodes == 1 && $TUNED == 1 && -e ${kept[0]} ]]; then # else Python need not start for it
   mapfile -t tuned < <("$python" -m cluster.tuning.choice "$recipe" "${settings[@]}")
   ((${#tuned[@]} == 0)) || say "${tuned[0]}"
-  ((${#tuned[@]} < 3)) || { NPROC=${tuned[1]} && OMP_NUM_THREADS=${tuned[2]} && settings=("${tuned[@]:3}" "${settings[@]}"); }
+  ((${#tuned[@]} < 3)) || { NPROC=${tuned[1]} && OMP_NUM_THREADS=${tuned[2]}; }
 fi
 source launch/processes.sh
 default_processes "$recipe" "$python"

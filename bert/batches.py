@@ -1,12 +1,13 @@
-"""Batches of a run: the shapes they are padded to, made-up ones for the warm-up, and the loader of the real ones."""
+"""Batches of a run: shapes for padding, synthetic batches for the warm-up, the loader."""
 
 from collections.abc import Sequence
 
 from bert.configuration.config import Config
 from bert.log.mllog import MLLog
 from bert.parallel.mesh import Mesh
+from console.program import complain
 from dataloading.batches.loader import Batch, Loader, batch_of, shape_bucket_of
-from dataloading.batches.loader_choice import loader_of
+from dataloading.batches.loader_choice import choose_loader
 from dataloading.batches.sampler import BatchPlan, MicroBatch
 from dataloading.batches.shape_buckets import ShapeBucket, choose_shape_buckets, draw_sizes
 from dataloading.batches.synthetic import synthetic_samples
@@ -14,10 +15,7 @@ from dataloading.dataset.folder import Dataset
 
 
 def plan_of(config: Config, train: Dataset, data_size: int, seed: int) -> BatchPlan:
-    """Plan which samples come when, and on which of ``data_size`` copies of the model.
-
-    Raises ``ValueError`` where a copy would get no share.
-    """
+    """Plan the samples of each step for ``data_size`` copies of the model. Raises ``ValueError`` if one gets no share."""
     training = config.training
     return BatchPlan(
         train.lengths,
@@ -30,32 +28,31 @@ def plan_of(config: Config, train: Dataset, data_size: int, seed: int) -> BatchP
 
 
 def captures(config: Config, mesh: Mesh) -> bool:
-    """Tell whether the step is captured, and replayed."""
+    """Tell whether the step runs as CUDA graphs."""
     return mesh.device.type == "cuda" and config.training.cuda_graphs
 
 
 def choose_shapes(config: Config, train: Dataset, mesh: Mesh) -> list[ShapeBucket]:
-    """Choose shape buckets that micro-batches are padded to: for capture of the step, and for 16-bit products of a CPU.
-
-    There are none where no shape is fixed, and padding would be work for nothing.
-    """
+    """Choose shape buckets to which micro-batches are padded; none if neither CUDA graphs nor oneDNN need fixed shapes."""
     training = config.training
-    # oneDNN compiles 16-bit products for each number of rows, and keeps the newest thousand: without padding, which costs
-    # less, nearly every micro-batch would wait for some of its own.
+    # oneDNN compiles 16-bit products for each number of rows and caches a thousand: without padding, nearly every
+    # micro-batch would wait for compilation.
     compiled = mesh.device.type == "cpu" and training.precision != "fp32"
     if not compiled and not captures(config, mesh):
         return []
     micro_batches = mesh.data_size * training.gradient_accumulation_steps
     tokens, masked = draw_sizes(train.lengths, train.masked_counts, training.global_batch_size, micro_batches)
-    # Of the copies with the most, where shares are uneven.
+    # If shares are uneven, the largest.
     sequences = -(-training.global_batch_size // micro_batches)
     return choose_shape_buckets(tokens, masked, sequences, train.info.max_seq_length)
 
 
-def made_up_batches(config: Config, train: Dataset, mesh: Mesh, shape_buckets: Sequence[ShapeBucket]) -> list[Batch]:
-    """Random tokens in the lengths of a drawn global batch: sizes are metadata."""
+def synthetic_batches(config: Config, train: Dataset, mesh: Mesh, shape_buckets: Sequence[ShapeBucket]) -> list[Batch]:
+    """Return micro-batches of random tokens with the lengths of a real global batch.
+
+    Lengths may be read before the clock starts (training_rules, section 6.4), tokens may not.
+    """
     batches = []
-    # Lengths may be read before the clock starts (training_rules, section 6.4), tokens may not: these are made up.
     for micro in plan_of(config, train, mesh.data_size, seed=0).rank_batches(0, mesh.data_rank):
         samples = synthetic_samples(train.lengths[micro.indices], config.model.vocab_size)
         batches.append(batch_of(samples, micro, shape_bucket_of(samples, shape_buckets, micro)).to(mesh.device))
@@ -71,15 +68,17 @@ def build_loader(
     first_step: int,
     log: MLLog,
 ) -> Loader:
-    """Build the loader of this rank's micro-batches from ``first_step`` on. It reads nothing before it is asked."""
-    # Every rank makes the whole plan for itself and takes its part: none asks another.
+    """Build the loader of this rank's micro-batches from ``first_step`` on. It reads nothing before its first batch."""
     plan = plan_of(config, train, mesh.data_size, seed)
 
     def rank_batches(step: int) -> list[MicroBatch]:
-        # Loaders count from 0; a run that goes on takes up the plan where its checkpoint was written.
+        # Loaders count from 0, also in a resumed run.
         return plan.rank_batches(first_step + step, mesh.data_rank)
 
     ahead = config.data.prefetch
-    make_loader = loader_of(config.data.loader, mesh.device, rank_batches, train.lengths, ahead, shape_buckets)
-    log.line(f"# loader: {config.data.loader}")
-    return make_loader(train, rank_batches, mesh.device, ahead, shape_buckets)
+    choice = choose_loader(config.data.loader, mesh.device, rank_batches, train.lengths, ahead, shape_buckets)
+    log.line(f"# {choice}")
+    # Each rank chooses for itself, but the log is rank 0's, so every host says that its DALI cannot start.
+    if choice.is_fallback and mesh.local_rank == 0:
+        complain(choice, "warning")
+    return choice.make(train, rank_batches, mesh.device, ahead, shape_buckets)

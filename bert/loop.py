@@ -1,4 +1,4 @@
-"""Training loop from ``run_start`` to ``run_stop``, in time order: steps, evaluations, reports, checkpoints, the end."""
+"""Training loop from ``run_start`` to ``run_stop``: steps, evaluations, reports, checkpoints, the end."""
 
 import itertools
 from collections.abc import Iterator
@@ -23,18 +23,18 @@ Status = Literal["success", "aborted"]
 
 @dataclass(frozen=True)
 class Run:
-    """Objects that a run works with, made before the clock starts."""
+    """Objects of a run, built before the clock starts."""
 
     config: Config
     evaluation_interval: int
     """Training samples between evaluations."""
     start: Position
     skipped: int
-    """Of the steps before ``start``, those that changed nothing because a gradient was not finite."""
+    """Number of steps before ``start`` that changed nothing because a gradient was not finite."""
     overlapping: bool
-    """Whether the result of an evaluation is read when the step after it has been handed over. Where that takes the host
-    no time, the device trains on while counts travel and lines are written, and the clock still stops at the result: the
-    step changes neither the accuracy nor the samples that it took, and is lost if the target was reached."""
+    """Whether the result of an evaluation is read only after queueing the next step, so that the device stays busy
+    during the all-reduce. The clock still stops at the result: that step changes neither the accuracy nor the samples
+    of the evaluation, and is lost if the target was reached."""
     log: MLLog
     reporter: Reporter
     stopwatch: Stopwatch
@@ -51,7 +51,7 @@ def train(run: Run) -> Status:
     training, log, tracker = run.config.training, run.log, run.stopwatch.tracker
     at, status = run.start, None
     run.reporter.begin()
-    # A signal no longer ends this rank at once, but all ranks after the same step.
+    # From now on a signal ends all ranks after the same step.
     run.interruption.defer()
     # ``run_start`` has been logged: from here on data may be read.
     run.evaluator.read_ahead()
@@ -64,27 +64,28 @@ def train(run: Run) -> Status:
         while status is None and at.samples < end:
             tracker.step = at.steps + 1
             with run.stopwatch.time("data_wait"):
-                # The first call starts the reading ahead: nothing was read before ``run_start``.
+                # The first call starts prefetching: nothing was read before ``run_start``.
                 micro_batches = next(run.loader)
             run.step(micro_batches)
             at = at.after(training.global_batch_size)
 
-            # Of the evaluation before this block, behind a step that keeps the device busy while the counts travel.
+            # Collect the previous block's evaluation only after queueing a step, so that the device stays busy during
+            # the all-reduce.
             if evaluations.pending:
                 status = _finish(run, evaluations, intervals)
 
-            # Decided by position and settings alone, so that all ranks meet in the same collectives. What one rank
-            # knows by itself, such as a signal, ``report`` makes known to all.
+            # Decided by position and settings alone, so that all ranks call the same collectives. ``report`` shares
+            # what only one rank knows, such as a signal.
             keep = run.checkpoints.due(at.steps)
-            # Before an evaluation too, whose time is none of the steps', and at the end.
+            # Also before an evaluation, whose time does not count as step time, and at the end.
             at_interval = at.steps % run.config.log.interval_steps == 0 or at.samples >= end or keep
             if status is None and at_interval:
                 if intervals.report(at, _is_to_stop(run)):
                     status, keep = "aborted", True
-                # A thread writes them: what failed there is told where the host waits anyway.
+                # A thread writes them; errors are reported where the host waits anyway.
                 run.checkpoints.look(at)
 
-            # Not while every step is skipped: what has gone wrong would take the place of a checkpoint that is sound.
+            # Not while every step is skipped: a bad checkpoint would replace a good one.
             if keep and status != "success" and intervals.bad == 0:
                 run.checkpoints.save(at)
         log.block_stop(at.samples)
@@ -93,7 +94,7 @@ def train(run: Run) -> Status:
             status = "aborted"  # the samples are used up
         if status is None:
             evaluations.begin(at)
-            # At the sample limit no step follows beside which the counts could travel.
+            # At the sample limit no step follows that could overlap the all-reduce.
             if not run.overlapping or at.samples >= training.sample_limit:
                 status = _finish(run, evaluations, intervals)
         if status is not None:
@@ -101,11 +102,11 @@ def train(run: Run) -> Status:
 
     # Points of evaluation never run out; the loop above ends by its status alone.
     assert status is not None
-    # At the target those of the evaluation: the step begun beside it does not count.
+    # At the target, report the evaluation's samples: the step that ran beside it does not count.
     samples = evaluations.samples if status == "success" else at.samples
     log.run_stop(status, samples=samples, eval_samples=run.evaluator.samples)
     seconds = run.reporter.seconds
-    # A checkpoint that is still being written is no part of the timed run.
+    # Writing the last checkpoint is not part of the timed run.
     run.checkpoints.wait(at)
     accuracy = NAN if evaluations.accuracy is None else evaluations.accuracy
     run.reporter.end(at.steps, EndRecord(status, seconds, samples, accuracy))
@@ -113,17 +114,17 @@ def train(run: Run) -> Status:
 
 
 def _evaluation_points(run: Run) -> Iterator[int]:
-    """The numbers of samples at which evaluations are due, without end; one may be where the run starts from."""
+    """Yield the numbers of samples at which evaluations are due, without end."""
     points = (
         evaluation_samples(number, run.evaluation_interval, run.config.training.global_batch_size)
         for number in itertools.count(1)
     )
-    # Counted from the first one on, so that a run that goes on keeps to the schedule of the whole.
+    # Counted from the first evaluation, so that a resumed run keeps the schedule.
     return itertools.dropwhile(lambda due: due < run.start.samples, points)
 
 
 def _finish(run: Run, evaluations: Evaluations, intervals: Intervals) -> Status | None:
-    """Wait for the result that is pending; its time is none of the steps'."""
+    """Wait for the pending evaluation. The wait does not count as step time."""
     reached = evaluations.finish()
     intervals.resume()
     at_end = evaluations.samples >= run.config.training.sample_limit
@@ -131,7 +132,7 @@ def _finish(run: Run, evaluations: Evaluations, intervals: Intervals) -> Status 
 
 
 def _is_to_stop(run: Run) -> bool:
-    """Tell whether a signal has come to this rank, or its time is up. One rank that says so stops all."""
+    """Tell whether this rank got a signal, or its time is up. One such rank stops all ranks."""
     minutes = run.config.training.max_minutes
     time_is_up = minutes is not None and run.reporter.seconds > 60 * minutes
     return time_is_up or run.interruption.number is not None

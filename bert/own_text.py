@@ -1,4 +1,4 @@
-"""Settings of ``own_text_cpu`` that follow from the data, the vocabulary and the weights at hand, unless they are given."""
+"""Default settings of ``own_text_cpu`` that follow from the data, the vocabulary and the weights."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -7,22 +7,22 @@ from bert.configuration.config import Config
 
 _EVALUATIONS = 20
 _FEWEST_STEPS = 1000
-"""From random weights: a model of this size has learned little before."""
+"""Fewest steps from random weights: a model of this size learns little in fewer."""
 
 _RATE_TIMES_WIDTH = 0.64
 """Learning rate times hidden size: 0.005 for ``tiny_cpu``, and within twice BERT-Large's published ones at small batches."""
 
 
 def _from_the_data(config: Config) -> Config:
-    """The model, as the vocabulary and the initial checkpoint have it, and as many samples as there are."""
-    # What reads files is large; every command line is understood with this module.
+    """Set the model of the vocabulary and the initial checkpoint, and the number of training samples."""
+    # Large imports, which most command lines do not need.
     from bert.checkpoints.sources import open_source
     from dataloading.dataset.folder import open_dataset
     from dataloading.dataset.manifest import MANIFEST_NAME
     from dataloading.text.tokenization import Vocabulary
 
     data, training = config.data, config.training
-    # What is missing is for the checks of a run, or not needed, as the training set by an evaluation.
+    # The checks of a run report missing data, and an evaluation needs no training set.
     there = [folder for folder in (data.train, data.evaluation) if (folder / MANIFEST_NAME).is_file()]
     if not there:
         return config
@@ -34,11 +34,11 @@ def _from_the_data(config: Config) -> Config:
         model = replace(config.model, vocab_size=vocab_size, max_position_embeddings=longest)
         steps = max(steps, _FEWEST_STEPS)
     else:
-        # A table may be padded past the vocabulary; such rows are left out when weights are read.
+        # The checkpoint's word table may be padded; padding is dropped when weights are read.
         model = replace(open_source(data.initial_checkpoint, whole=False).model, vocab_size=vocab_size)
     optimizer = replace(config.optimizer, base_learning_rate=_RATE_TIMES_WIDTH / model.hidden_size)
     steps = max(steps, 1)
-    # Divisible, so that all evaluations are equally far apart and the last is at the end.
+    # Divisible, so that evaluations are evenly spaced and the last is at the end.
     steps += -steps % _EVALUATIONS
     training = replace(training, max_samples=steps * training.global_batch_size)
     return replace(config, model=model, optimizer=optimizer, training=training)
@@ -48,7 +48,7 @@ def _from_the_length(config: Config) -> Config:
     """Set evaluation times, the last at the end, and a learning rate that reaches 0 there."""
     batch = config.training.global_batch_size
     steps = -(-config.training.sample_limit // batch)
-    # Divides, as above, also where the number of samples is given.
+    # Evenly spaced, also if the number of samples is given.
     evaluations = next(count for count in range(_EVALUATIONS, 0, -1) if steps % count == 0)
     return replace(
         config,
@@ -58,4 +58,4 @@ def _from_the_length(config: Config) -> Config:
 
 
 FOLLOWING: dict[str, tuple[Callable[[Config], Config], ...]] = {"own_text_cpu": (_from_the_data, _from_the_length)}
-"""By recipe, what makes its other settings of those that are known, one after the other."""
+"""Functions that derive default settings, by recipe."""

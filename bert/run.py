@@ -40,8 +40,8 @@ _OWN_SIGNAL_S = 15.0
 def run(config: Config, arguments: Sequence[str]) -> int:
     """Check everything, join the other ranks and train, unless it is a dry run; return the exit status.
 
-    Raises ``ValueError`` or ``OSError`` for a wrong input or setting, and ``Interrupted`` if a signal comes before training
-    starts. The caller must call ``leave_mesh``, however this ends.
+    Raises ``ValueError`` or ``OSError`` for a wrong input or setting, and ``Interrupted`` if a signal comes before
+    training starts. The caller must call ``leave_mesh``, however this ends.
     """
     # Before anything else: an audit hook sees only files that are opened after it.
     guard = DataGuard([config.data.train, config.data.evaluation])
@@ -53,11 +53,11 @@ def run(config: Config, arguments: Sequence[str]) -> int:
         _say_ready(config, inputs, launch)
         return 0
     mesh = join_mesh(config.training.device, parallel=config.parallel)
-    # Before the first kernel is compiled: Triton loads and runs what it finds in that folder.
+    # Before the first kernel is compiled: Triton loads and runs the files of that folder.
     if mesh.device.type == "cuda" and (warning := require_private_cache()) and mesh.is_main:
         say(f"warning: {warning}")
     status = _timed_run(config, inputs, mesh, guard, interruption)
-    # What is asked last is a collective; status and launcher are the same on all ranks, so that all come to it or none.
+    # The last condition is a collective. The others are the same on all ranks, so all ranks reach it, or none.
     if status == "aborted" and may_start_again() and _stopped_for_others(interruption, mesh):
         complain("stopped with ranks of another host: to be started again without them", "warning")
         return FAULT_STATUS
@@ -79,32 +79,32 @@ def _say_ready(config: Config, inputs: Inputs, launch: Launch) -> None:
 
 def _timed_run(config: Config, inputs: Inputs, mesh: Mesh, guard: DataGuard, interruption: Interruption) -> str:
     """Initialise, start the clock, train to the target, stop the clock; return how it ended."""
-    # Where the run starts from, and with which shares, is settled before there is a log to write.
+    # Start and shares of the run are decided before there is a log.
     again = _started_again(config, mesh)
     if config.checkpoint.folder is not None:
-        # Before the folder is read: another run could remove what is found there.
+        # Before the folder is read: another run could remove its checkpoints.
         lock(config.checkpoint.folder, mesh, again)
     resumed = _resumed(config, inputs, mesh, again)
     before = resumed.world if resumed else None
-    # Only where a launcher has started the run again: who resumes by hand states how the batch is shared.
+    # Only if a launcher has restarted the run: a user who resumes states how the batch is shared.
     if again and before:
         config = rebalance_batch(config, before, mesh.data_size)
     adaptive = config.log.division == "open" and (again or may_start_again())
-    # Once more: preflight leaves it out where shares may be planned anew by the checkpoint.
+    # Again, because preflight skips this check if shares may follow from the checkpoint.
     check_shares(config, inputs.train, mesh.data_size, uneven=adaptive)
-    # Noted in each checkpoint, so that a run on other hosts knows which micro-batches have fitted in memory.
+    # Saved in each checkpoint, so that a run on other hosts knows which micro-batches fitted in memory.
     world = World.of(mesh.hosts, config, before if again else None)
-    # Another seed would be another order of samples. Each rank draws one where none is set, and the first one counts.
+    # Each rank draws a seed if none is set, and rank 0's counts: another seed is another order of samples.
     seed = resumed.seed if resumed else agreed_integer(_seed(config), mesh)
     barrier()  # no rank creates files before all have passed their checks
     # Ranks other than 0 have a log that writes nothing.
     log = MLLog(None)
     if mesh.is_main:
-        # The number is settled by creating the file: one that was free at the check may have been taken since.
+        # Creating the file decides its number: the number that was free at the check may be taken now.
         log, files = create_log(result_folder(config), config.log.run)
         inputs = replace(inputs, **files._asdict())
-    # The watchdog ends inside of the log, since the last lines there may be about a fault.
-    # Graphs are reset outside of the watchdog, which first tells other ranks of an error.
+    # The watchdog closes before the log, whose last lines may be about a fault. Graphs are reset after the watchdog,
+    # which first tells the other ranks of an error.
     with log, capturing(config, mesh) as capturer, ended_together(config, mesh, log) as watchdog:
         drop_lost_output(partial(_note_lost_output, log))
         if mesh.is_main:
@@ -119,20 +119,20 @@ def _timed_run(config: Config, inputs: Inputs, mesh: Mesh, guard: DataGuard, int
                 if mesh.is_main:
                     say(line)
         log.cache_clear(config.log.cache_cleared)
-        # The rules count the initialisation from before the model is made (TR 11).
+        # The rules count the initialisation from before the model is built (TR 11).
         log.init_start()
         log_settings(log, config, inputs, mesh, seed)
         timed = build_run(config, inputs, mesh, log, interruption, world, seed, resumed, capturer)
         with timed.reporter:
             log.init_stop()
-            # Takes milliseconds, so it comes before the clock.
+            # It takes milliseconds, so it runs before the clock starts.
             guard.require_untouched()
             # The clock starts when the last rank is ready, and no rank opens data before it has.
             barrier()
             log.run_start()
             barrier()
             guard.release()
-            with watchdog.getting_on(timed.stopwatch.tracker):
+            with watchdog.expect_progress(timed.stopwatch.tracker):
                 status = train(timed)
         timed.loader.close()
         if capturer is not None:
@@ -167,10 +167,10 @@ def _note_uncaptured(batches: int, mesh: Mesh, log: MLLog) -> None:
 
 
 def _stopped_for_others(interruption: Interruption, mesh: Mesh) -> bool:
-    """Tell whether ranks of other hosts got a signal and this one gets none: its host is to go on without theirs.
+    """Tell whether ranks of other hosts got a signal and this one gets none, so that this host continues without them.
 
-    An agent takes exit status 0 for the end of the run, and ends all agents with it. Where all are to start again, as when
-    a host comes, each stops its own ranks, one a little after the other.
+    An agent treats exit status 0 as the end of the run, and ends all agents. If all ranks must restart, as when a host
+    joins, each agent stops its own ranks, one a little after the other.
     """
     signals = torch.tensor([int(interruption.number is not None)], device=mesh.device)
     some = all_reduce_sum_(signals).item() > 0
@@ -182,27 +182,27 @@ def _stopped_for_others(interruption: Interruption, mesh: Mesh) -> bool:
 
 
 def _started_again(config: Config, mesh: Mesh) -> bool:
-    """Tell whether this goes on with a run that was there before, because its launcher says so, or the checkpoints.
+    """Tell whether this continues an earlier run, by its launcher's count of restarts or by its checkpoints.
 
-    Where a host comes, agents of torchrun start all ranks again, and count that nowhere; but the job's name is the same.
+    When a host joins, torchrun's agents restart all ranks without counting it, but the job's name stays the same.
     """
-    # All ranks must decide alike, but agents need not have counted the same restarts.
+    # All ranks must decide alike, but agents may have counted different restarts.
     if all_reduce_sum_(torch.tensor([restarts()], device=mesh.device)).item():
         return True
     folder = config.checkpoint.folder
-    # The last of these is a collective; what stands before it is the same on all ranks.
+    # The last condition is a collective; the others are the same on all ranks.
     return folder is not None and job() != "" and written_by(folder, mesh) == job()
 
 
 def _resumed(config: Config, inputs: Inputs, mesh: Mesh, again: bool) -> RunState | None:
-    """Find the state from which the run goes on, if it does: asked to, or started ``again``."""
+    """Find the checkpoint from which the run continues, if ``resume`` is set or the run is started ``again``."""
     folder = config.resume
     if not again:
         refuse_others(config)
     elif config.checkpoint.folder and checkpoint_folders(config.checkpoint.folder):
         if config.log.division == "closed":
             raise ValueError(
-                "a run of the closed division is timed in one piece and does not go on after a fault: start it anew"
+                "a run of the closed division is timed in one piece and does not continue after a fault: start a new run"
             )
         folder = config.checkpoint.folder
     return None if folder is None else find(folder, config, inputs.train, mesh)
@@ -211,13 +211,13 @@ def _resumed(config: Config, inputs: Inputs, mesh: Mesh, again: bool) -> RunStat
 def _seed(config: Config) -> int:
     if config.training.seed is not None:
         return config.training.seed
-    # The system's entropy, as the rules ask of seeds (training_rules, section 5.1).
+    # The system's entropy, as the rules require (training_rules, section 5.1).
     return int.from_bytes(os.urandom(4), "little") >> 1  # 31 bits, as `training.seed` takes
 
 
 def _say_how_to_go_on(config: Config, arguments: Sequence[str]) -> None:
-    """Print, last of all, the settings with which another run goes on from one that a signal has ended with a checkpoint."""
+    """Print the command that continues a run which a signal has ended with a checkpoint."""
     folder = config.checkpoint.folder
     if folder is not None and config.log.division == "open" and checkpoint_folders(folder):
-        settings = [*arguments, "--resume", str(folder)]  # of a setting that is given twice, the latter counts
+        settings = [*arguments, "--resume", str(folder)]  # the last value of a setting counts
         say(f"to go on: python -m bert.train {shlex.join(settings)}")

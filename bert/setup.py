@@ -1,4 +1,4 @@
-"""Objects that a run works with, built before its clock starts: without a look at the data but for their metadata."""
+"""Building of a run before its clock starts. Of the data sets, only metadata are read."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from rich.console import Console
 
-from bert.batches import build_loader, captures, choose_shapes, made_up_batches
+from bert.batches import build_loader, captures, choose_shapes, synthetic_batches
 from bert.checkpoints.during_run import NoCheckpoints, RunCheckpoints
 from bert.checkpoints.initial_model import first_model
 from bert.checkpoints.training_state import Checkpoints, RunState, restore
@@ -40,7 +40,7 @@ from kernels.tuning import autotune
 
 
 def capturing(config: Config, mesh: Mesh) -> AbstractContextManager[CudaCapturer | None]:
-    """Return the capturer of a run's graphs, if it captures, to be closed before its process groups are destroyed."""
+    """Return the capturer of a run's CUDA graphs, if any. It must be closed before process groups are destroyed."""
     return CudaCapturer(mesh.device) if captures(config, mesh) else nullcontext()
 
 
@@ -55,9 +55,9 @@ def build_run(
     resumed: RunState | None,
     capturer: CudaCapturer | None,
 ) -> Run:
-    """Build what the training loop needs, warmed up and as ``resumed`` says; ``world`` is noted in checkpoints.
+    """Build what the training loop needs, warmed up and restored from ``resumed``; ``world`` is noted in checkpoints.
 
-    Every rank must call it at the same time. Who gets it closes its reporter and its loader.
+    Every rank must call it at the same time. The caller must close its reporter and its loader.
     """
     # On a GPU the host's clock would time launches, not the work.
     stopwatch = DeviceStopwatch() if mesh.device.type == "cuda" else Stopwatch()
@@ -68,10 +68,10 @@ def build_run(
     )
     start, skipped = Position(), 0
     if resumed:
-        # After the warm-up, which leaves what a first step begins with.
+        # After the warm-up, which restores the initial state.
         restore(step, resumed, mesh)
         start, skipped = Position(resumed.step, resumed.samples), resumed.step - resumed.optimizer_steps
-    # On a GPU the host only hands steps over, and their time is not known yet.
+    # On a GPU the host only launches steps, so their time is not known yet.
     if mesh.is_main and mesh.device.type == "cpu" and step_seconds:
         batch = config.training.global_batch_size
         steps = -(-(config.training.sample_limit - start.samples) // batch)
@@ -81,13 +81,13 @@ def build_run(
     checkpoints = None
     if config.checkpoint.folder is not None:
         checkpoints = Checkpoints(config, inputs.train, mesh, seed, step, world)
-    reporter = _reporter(config, inputs, mesh, log, step, start.samples)  # last: from here on it wants to be closed
+    reporter = _reporter(config, inputs, mesh, log, step, start.samples)  # last: it must be closed from here on
     return Run(
         config=config,
         evaluation_interval=inputs.interval,
         start=start,
         skipped=skipped,
-        # Weights that are saved must be those that were evaluated; a step that is not captured takes the host long.
+        # Saved weights must be the evaluated ones, and launching a step that is not captured takes the host long.
         overlapping=captures(config, mesh) and config.save_checkpoint is None,
         log=log,
         reporter=reporter,
@@ -102,7 +102,7 @@ def build_run(
 
 
 def log_settings(log: MLLog, config: Config, inputs: Inputs, mesh: Mesh, seed: int) -> None:
-    """Log what is submitted, the seed and the hyperparameters, by their MLPerf keys."""
+    """Log submission, seed and hyperparameters by their MLPerf keys."""
     optimizer, training = config.optimizer, config.training
     log.submission(
         division=config.log.division,
@@ -114,7 +114,7 @@ def log_settings(log: MLLog, config: Config, inputs: Inputs, mesh: Mesh, seed: i
     log.hyperparameters(
         {
             "global_batch_size": training.global_batch_size,
-            # Of the copies with the most sequences, where shares are uneven.
+            # If shares are uneven, the largest.
             "d_batch_size": -(-training.global_batch_size // (mesh.data_size * training.gradient_accumulation_steps)),
             "gradient_accumulation_steps": training.gradient_accumulation_steps,
             "max_sequence_length": inputs.train.info.max_seq_length,
@@ -128,7 +128,7 @@ def log_settings(log: MLLog, config: Config, inputs: Inputs, mesh: Mesh, seed: i
             "opt_lamb_learning_rate_decay_poly_power": 1.0,  # linear, as the rules fix it
             "opt_gradient_clip_norm": optimizer.max_grad_norm,
             "opt_learning_rate_training_steps": optimizer.learning_rate_training_steps,
-            # Rule files ask for the warm-up under both names.
+            # Rule files require the warm-up under both names.
             "opt_learning_rate_warmup_steps": optimizer.num_warmup_steps,
             "num_warmup_steps": optimizer.num_warmup_steps,
             "start_warmup_step": optimizer.start_warmup_step,
@@ -149,16 +149,12 @@ def _warmed_up_step(
     evaluator: Evaluator,
     capturer: CudaCapturer | None,
 ) -> tuple[TrainingStep, float]:
-    """Build the model from the initial checkpoint and warm it up on synthetic batches, without a look at the data.
-
-    Returns the seconds of the last step of the warm-up, too.
-
-    Where it is captured, the step is for each of ``shape_buckets``, and the evaluation for its own.
-    """
-    # On every rank the whole model, of which ``TrainingStep`` takes what the rank has.
+    """Build the step from the initial checkpoint and warm it up; return it and the seconds of the warm-up's last
+    step."""
+    # Every rank builds the whole model, of which ``TrainingStep`` copies this rank's part.
     whole = first_model(config, mesh, seed)
     for parameter in whole.parameters():
-        # All train from rank 0's weights, whatever each has drawn or read.
+        # All ranks train from rank 0's weights.
         broadcast_(parameter.data)
     step = TrainingStep(whole, config, mesh, stopwatch, capturer)
     del whole  # before the warm-up, which needs the memory
@@ -167,17 +163,17 @@ def _warmed_up_step(
         log.line(f"# {shape}{step.choice}")
         if mesh.is_main:
             say(f"{shape}{step.choice}")
-    # Each rank drops elements of its own. Stages of a copy have one seed, since their layers have streams of their own.
+    # Each rank drops other elements. Stages of a copy share a seed, since each layer has its own stream.
     torch.manual_seed(seed * mesh.world_size + mesh.rank)
     step.model.seed_dropout(seed * (mesh.world_size // mesh.pipeline) + mesh.dropout_stream)
-    batches = made_up_batches(config, train, mesh, shape_buckets)
+    batches = synthetic_batches(config, train, mesh, shape_buckets)
     choose = None
     if config.training.autotune and mesh.device.type == "cuda":
-        # As the step will run: by replays of CUDA graphs if it is captured.
+        # As the step will run: as replays of CUDA graphs if it is captured.
         repeatable = partial(replay_of, mesh.device) if capturer is not None else autotune.run_once
         choose = partial(_choose_implementations, mesh=mesh, log=log, repeatable=repeatable)
     seconds = step.warm_up(batches, config.training.warmup_steps, shape_buckets, choose)
-    # After the step: graphs of one pool are made largest first.
+    # After the step: graphs of one pool are captured largest first.
     evaluator.warm_up(step.model, step.autocast(), capturer)
     return step, seconds
 
@@ -185,10 +181,10 @@ def _warmed_up_step(
 def _choose_implementations(
     step: Callable[[], None], mesh: Mesh, log: MLLog, repeatable: Callable[[autotune.Work], autotune.Work]
 ) -> None:
-    """Choose on every rank what is fastest on rank 0 for the calls of ``step``."""
+    """Choose on every rank the implementations that are fastest on rank 0 for the calls of ``step``."""
     with autotune.observed() as requests:
         step()
-    # Measured by one rank: another rank might find another implementation to be the fastest.
+    # Measured by one rank, because another rank might find another implementation fastest.
     choices = autotune.to_json(autotune.tune(requests, repeatable)) if mesh.is_main else ""
     choices = autotune.from_json(agreed_text(choices, mesh))
     autotune.apply(choices)
@@ -201,7 +197,7 @@ def _reporter(
 ) -> Reporter:
     schedule = EvaluationSchedule(inputs.interval, config.training.global_batch_size)
     progress = RunProgress(config.evaluation.target, config.training.sample_limit, schedule, resumed_samples)
-    # Others report to nobody, but keep the time, by which training.max_minutes ends a run on any of them.
+    # Other ranks report nothing, but keep the time for training.max_minutes.
     if not mesh.is_main:
         return Reporter(progress, [])
     against_plan = AgainstPlan(inputs.plan, config.plan) if inputs.plan and config.plan else None
@@ -219,7 +215,7 @@ def _reporter(
     sinks: list[Sink] = [MetricsWriter(inputs.metrics, run), *tensorboard_sinks(config, inputs.result)]
     if console.is_terminal:
         title = f"{config.recipe} · {config.log.division}"
-        # The panel is redrawn in place, and lines between would break it: they go to the log alone.
+        # The panel is redrawn in place, and other output would break it: lines go to the log only.
         sinks += [RunPanel(title, progress, console), StepLines(progress, log.line)]
     else:
         sinks += [StepLines(progress, log.line, say)]

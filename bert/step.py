@@ -55,7 +55,7 @@ class TrainingStep:
         self.model, self.fp8 = built.model, built.fp8
         self._weight_gradients, self._pipeline = built.weight_gradients, built.pipeline
         # The reduction: groups of ranks, flat vectors, then the strategy, which may be measured on these vectors.
-        communicators = Communicators.create(mesh)
+        communicators = Communicators.create(mesh, in_network=training.sharp)
         # Pipeline stages have several micro-batches under way at once.
         overwrites = built.accumulates and self._pipeline is None
         overwritten = product_weights(self.model, built.adds_to_table) if overwrites else ()

@@ -1,4 +1,4 @@
-"""Rules of what an MLPerf BERT log must hold, checks whether one does, and reports on a folder of them. Reads files only."""
+"""Rules of MLPerf BERT logs, checks of logs and submissions, and reports on them. Reads files only."""
 
 from console.interruption import show_in_one_line
 

@@ -1,6 +1,6 @@
 """Check logs, describe the system, report on a results folder: `python -m compliance --help`.
 
-A command imports what it needs when it runs: a page of charts or a submission's tools cost the others nothing.
+Each command imports what it needs when it runs.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ app = Commands()
 def check(
     paths: Annotated[Positional[tuple[Path, ...]], arg(metavar="PATH...", help="Logs, or folders of them")],
     ruleset: AnyRuleset = AUTO,
-    # The parameters bear the names of their options, even where that hides a builtin or a module. FlagCreatePairsOff
-    # keeps tyro from adding a --no-... to each flag.
+    # Parameters are named like their options. FlagCreatePairsOff keeps tyro from adding a --no-... to each flag.
     quiet: FlagCreatePairsOff[bool] = False,
     ignore: Path | None = None,
     json: FlagCreatePairsOff[bool] = False,
     sarif: Path | None = None,
+    junit: Path | None = None,
     format: Literal["text", "github"] = "text",
 ) -> int:
     """Check logs with the official checker and stricter rules. Exit status 0 only if all pass, 1 if one does not.
@@ -48,31 +48,36 @@ def check(
         ignore: Leave out the findings in this file, which an earlier check wrote with --json.
         json: Print the verdicts as one JSON document.
         sarif: Write the findings to this file too, as SARIF 2.1.0, which code review tools show beside the lines.
+        junit: Write the verdicts to this file too, as JUnit XML, which CI servers show as tests.
         format: github adds annotations for a workflow, which GitHub shows beside the lines.
     """
-    # tyro lets a tuple of positional arguments be empty, and nothing checked must not look like all passed.
+    # tyro accepts an empty tuple of positional arguments.
     if not paths:
         raise ValueError("no path given, expected logs results/<system>/bert/result_<n>.txt, or folders of them")
-    # An annotation is a line of its own, among which a document would be no JSON.
+    # Annotations would break the JSON document.
     if format == "github" and json:
         raise ValueError("--format github and --json: choose one of them")
-    from compliance.check.known import read_known, without_known
+    from compliance.check.output import read_known, without_known
     from compliance.submission.check import accepted, check_paths
 
     known = read_known(ignore) if ignore else frozenset()
-    # All verdicts come first: a path that cannot be checked ends the command before anything is printed or written.
+    # A path that cannot be checked ends the command before anything is printed or written.
     verdicts, ignored = without_known(check_paths(paths, ruleset), known)
-    # Before the first line of output, so that a file that cannot be written is the only thing that is said.
+    # A file that cannot be written ends the command before the first line of output.
     if sarif:
         from compliance.check.review import write_sarif
 
         write_sarif(sarif, verdicts)
-    # Not simply that all pass: a folder of ten can do without one of its logs.
+    if junit:
+        from compliance.check.review import write_junit
+
+        write_junit(junit, verdicts)
+    # A folder of ten may pass without one of its logs.
     is_accepted = accepted(verdicts)
     if json:
         say_json([verdict.as_dict() for verdict in verdicts])
         return 0 if is_accepted else 1
-    from compliance.check.terminal import say_verdicts, total
+    from compliance.check.output import say_verdicts, total
 
     say_verdicts(verdicts, quiet=quiet)
     if format == "github":
@@ -144,24 +149,13 @@ def system(
 
 
 @app.command
-def convergence(
-    folder: Folder,
-    ruleset: Ruleset = NEWEST_RULESET,
-    json: FlagCreatePairsOff[bool] = False,
-) -> int:
-    """Compare the runs in FOLDER with the reference convergence points, also while runs are missing. Status 1 on failure.
-
-    Args:
-        json: Print it as one JSON document.
-    """
+def convergence(folder: Folder, ruleset: Ruleset = NEWEST_RULESET) -> int:
+    """Compare the runs in FOLDER with the reference convergence points, also while runs are missing. Status 1 on failure."""
     from compliance.convergence.standing import standing
 
     found = standing(folder, ruleset)
-    if json:
-        say_json(found.as_dict())
-    else:
-        for text in found.lines():
-            say(text)
+    for text in found.lines():
+        say(text)
     return 0 if found.passed else 1
 
 
@@ -170,7 +164,6 @@ def doctor(
     recipe: str = "",
     data: Path | None = None,
     checkpoint: Path | None = None,
-    system: Path | None = None,
     results: Path | None = None,
     nodes: int | None = None,
     quick: FlagCreatePairsOff[bool] = False,
@@ -182,7 +175,6 @@ def doctor(
         recipe: The run; without one only the machine is examined.
         data: A data set, or the folder with train and evaluation in it; by default the recipe's.
         checkpoint: The weights that the run starts from; by default the recipe's.
-        system: The system description; by default results/systems/<system>.json.
         results: Where results go; by default the recipe's.
         nodes: Machines that take part; by default as Slurm or NNODES says, or the recipe's name.
         quick: Do not read the data.
@@ -191,7 +183,7 @@ def doctor(
     from compliance.doctor.examination import examine, print_diagnoses
     from compliance.doctor.layout import IntendedRun
 
-    intended = IntendedRun(recipe, data, checkpoint, system, results, nodes, quick)
+    intended = IntendedRun(recipe, data, checkpoint, results, nodes, quick)
     return print_diagnoses(examine(intended), as_json=json)
 
 

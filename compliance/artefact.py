@@ -1,4 +1,4 @@
-"""Read and write the files of a results folder: never without bound, never by halves."""
+"""Open and write the files of a results folder."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ MAX_FILE_BYTES = 50 * 2**20
 
 
 def open_regular(path: Path) -> BufferedReader:
-    """Open a regular file for reading; what is none does not make the program wait.
+    """Open a regular file for reading, without waiting at a pipe.
 
     Raises:
-        ValueError: saying what stands in the way.
+        ValueError: there is no such file, or it is not regular.
     """
     try:
         return files.open_regular(path)
@@ -31,15 +31,15 @@ def open_regular(path: Path) -> BufferedReader:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a text file aside, and put it in place when it is on the disk. What is no text is escaped.
+    """Write a text file aside, and rename it when it is on the disk.
 
     Raises:
-        ValueError: saying why it could not be written.
+        ValueError: it cannot be written.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with files.atomic_path(path) as aside:
-            # Names that are no UTF-8 reach Python as lone surrogates, on which a strict encoder raises.
+            # Names that are no UTF-8 are lone surrogates in Python.
             aside.write_bytes(text.encode("utf-8", "backslashreplace"))
     except OSError as error:
         raise ValueError(f"{path} cannot be written: {error.strerror}; choose another folder") from error

@@ -1,23 +1,24 @@
-"""Software that a run on NVIDIA GPUs needs beside PyTorch: a driver for its CUDA, and a compiler for Triton's launcher."""
+"""Software that a run on NVIDIA GPUs needs besides PyTorch: a driver for its CUDA version, and a compiler for Triton."""
 
 import os
 import re
 import shutil
-import subprocess
 import sysconfig
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
+from console import processes
+
 DRIVER_FOR_CUDA = {11: 450, 12: 525, 13: 580}
-"""Oldest branch of NVIDIA's driver that runs a major version of CUDA (CUDA's release notes, minor version compatibility)."""
+"""Oldest driver branch for each major version of CUDA (CUDA release notes, minor version compatibility)."""
 
 LIBCUDA = "libcuda.so.1"
 
 
 @dataclass(frozen=True)
 class Lack:
-    """What a machine lacks, and what to do about it."""
+    """Something that a machine lacks, and its remedy."""
 
     found: str
     remedy: str
@@ -27,7 +28,7 @@ class Lack:
 
 
 def outdated_driver(driver: str, cuda: str) -> Lack | None:
-    """Tell whether a driver ("550.54.15") is too old for a version of CUDA ("13.0"); None for versions that say nothing."""
+    """Return what is wrong if a driver ("550.54.15") is too old for a CUDA version ("13.0"), otherwise None."""
     branch, major = re.match(r"\d+", driver), re.match(r"\d+", cuda)
     needed = DRIVER_FOR_CUDA.get(int(major[0])) if major else None
     if not branch or needed is None or int(branch[0]) >= needed:
@@ -38,7 +39,7 @@ def outdated_driver(driver: str, cuda: str) -> Lack | None:
 
 
 def loaded_driver(root: Path = Path("/")) -> str:
-    """Return the version of the NVIDIA driver that the kernel has loaded; "" without one."""
+    """Return the version of the loaded NVIDIA driver; "" without one."""
     try:
         text = (root / "proc/driver/nvidia/version").read_text(encoding="utf-8", errors="replace")[:4096]
     except OSError:
@@ -48,14 +49,14 @@ def loaded_driver(root: Path = Path("/")) -> str:
 
 
 def lacks_of_triton() -> list[Lack]:
-    """List what Triton lacks here: before its first kernel it compiles a launcher in C against Python and the driver."""
+    """List what Triton lacks. Before its first kernel it compiles a launcher in C against Python and the driver."""
     if find_spec("triton") is None:
         return []
     lacks = []
     compilers = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
     if not any(map(shutil.which, compilers)):
         lacks.append(Lack(f"no C compiler ({' or '.join(compilers)}) for Triton", "install gcc, or set CC"))
-    # Debian's own scheme names a folder in which no headers are.
+    # Debian's own scheme names a folder without headers.
     scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")
     header = Path(sysconfig.get_paths(scheme=scheme)["include"], "Python.h")
     if not header.is_file():
@@ -69,9 +70,6 @@ def lacks_of_triton() -> list[Lack]:
 def _libcuda_is_found() -> bool:
     if given := os.environ.get("TRITON_LIBCUDA_PATH"):
         return Path(given, LIBCUDA).exists()
-    try:
-        known = subprocess.run(["/sbin/ldconfig", "-p"], capture_output=True, text=True, errors="replace", timeout=60)
-    except (OSError, subprocess.TimeoutExpired):
-        return False
+    known = processes.run(["/sbin/ldconfig", "-p"], timeout_s=60).answer
     folders = os.environ.get("LD_LIBRARY_PATH", "").split(":")
-    return LIBCUDA in known.stdout or any(Path(folder, LIBCUDA).exists() for folder in folders if folder)
+    return LIBCUDA in known or any(Path(folder, LIBCUDA).exists() for folder in folders if folder)

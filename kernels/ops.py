@@ -1,6 +1,6 @@
 """Every public op with its implementations, and what is chosen for all of them; `kernels` has them for its users.
 
-The functions ``_pytorch``, ``_flash_attn`` and ``_triton`` name the functions that implement the ops, each with the function
+``_pytorch``, ``_apex``, ``_flash_attn`` and ``_triton`` name the functions that implement the ops, each with the function
 that returns the reasons why it cannot compute some arguments. Their imports run when an implementation is first needed.
 """
 
@@ -27,6 +27,16 @@ def _pytorch() -> Functions:
         "dropout_add_layer_norm": (pytorch.dropout_add_layer_norm, None),
         "embedding_layer_norm": (pytorch.embedding_layer_norm, None),
         "scaled_matmul": (pytorch_fp8.scaled_matmul, pytorch_fp8.unsupported_reasons),
+    }
+
+
+def _apex() -> Functions:
+    from kernels.libraries import apex
+
+    return {
+        "dropout_add_layer_norm": (apex.dropout_add_layer_norm, apex.norm_unsupported_reasons),
+        "embedding_layer_norm": (apex.embedding_layer_norm, apex.norm_unsupported_reasons),
+        "masked_lm_loss": (apex.masked_lm_loss, apex.loss_unsupported_reasons),
     }
 
 
@@ -76,6 +86,8 @@ def _triton() -> Functions:
 
 _TRITON = Implementation("triton", _triton, requires="triton")
 _FLASH_ATTN = Implementation("flash_attn", _flash_attn, requires="flash_attn", repeatable=False)
+_APEX_NORM = Implementation("apex", _apex, requires="fused_layer_norm_cuda", repeatable=False)
+_APEX_LOSS = Implementation("apex", _apex, requires="xentropy_cuda")
 _PYTORCH = Implementation("pytorch", _pytorch)
 _PYTORCH_NORM = Implementation("pytorch", _pytorch, repeatable=False)
 # Like the definition, it reads the sequences' lengths on the host.
@@ -98,11 +110,11 @@ def _op(
 _ATTENTIONS = _TRITON, _FLASH_ATTN, _PYTORCH_ATTENTION
 varlen_attention = _op(reference.varlen_attention, *_ATTENTIONS, capturable=False)
 varlen_self_attention = _op(reference.varlen_self_attention, *_ATTENTIONS, capturable=False)
-dropout_add_layer_norm = _op(reference.dropout_add_layer_norm, _TRITON, _PYTORCH_NORM)
+dropout_add_layer_norm = _op(reference.dropout_add_layer_norm, _TRITON, _APEX_NORM, _PYTORCH_NORM)
 dense_gelu = _op(reference.dense_gelu, _TRITON)
 bias_gelu = _op(reference.bias_gelu, _TRITON)
-embedding_layer_norm = _op(reference.embedding_layer_norm, _TRITON, _PYTORCH_NORM)
-masked_lm_loss = _op(reference.masked_lm_loss, _TRITON)
+embedding_layer_norm = _op(reference.embedding_layer_norm, _TRITON, _APEX_NORM, _PYTORCH_NORM)
+masked_lm_loss = _op(reference.masked_lm_loss, _TRITON, _APEX_LOSS)
 lamb_step = _op(lamb.lamb_step, _TRITON)
 lamb_directions = _op(lamb.lamb_directions, _TRITON)
 lamb_apply = _op(lamb.lamb_apply, _TRITON)

@@ -1,7 +1,6 @@
-"""The sections of a run's configuration: what each setting means, its default, and what it may be by itself.
+"""The sections of a run's configuration: each setting's meaning, default and range.
 
-The docstring under each field is its ``--help`` text. What settings of several sections must have in common is checked in
-``config.py``.
+The docstring under each field is its ``--help`` text. ``config.py`` checks settings of several sections together.
 """
 
 from dataclasses import dataclass, field
@@ -31,23 +30,23 @@ class ModelConfig:
     hidden_dropout: float = 0.1
     attention_dropout: float = 0.1
     layer_norm_eps: float = 1e-12
-    """BERT's own; PyTorch's default is 1e-5."""
+    """BERT's value; PyTorch's default is 1e-5."""
     initializer_range: float = 0.02
-    """Standard deviation of the weights that are drawn."""
+    """Standard deviation of random weights."""
 
     def __post_init__(self) -> None:
         for name in ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size"):
             _at_least(1, f"model.{name}", getattr(self, name))
-        if self.hidden_size % self.num_attention_heads:
-            raise ValueError(
-                f"model.hidden_size {self.hidden_size} is not a multiple of model.num_attention_heads "
-                f"{self.num_attention_heads}"
-            )
-        if self.vocab_size > 65535:
-            raise ValueError(f"model.vocab_size {self.vocab_size} does not fit the 16-bit token ids of the data format")
+        refuse(
+            self.hidden_size % self.num_attention_heads > 0,
+            f"model.hidden_size is {self.hidden_size}, expected a multiple of model.num_attention_heads "
+            f"{self.num_attention_heads}",
+        )
+        refuse(
+            self.vocab_size > 65535, f"model.vocab_size is {self.vocab_size}, expected at most 65535: ids have 16 bits"
+        )
         for name in ("hidden_dropout", "attention_dropout"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"model.{name} is {getattr(self, name)}: expected at least 0 and less than 1")
+            _fraction(f"model.{name}", getattr(self, name))
 
 
 @dataclass(frozen=True)
@@ -68,38 +67,35 @@ class OptimizerConfig:
     """Global norm that gradients are clipped to; the rules fix it at 1."""
 
     def __post_init__(self) -> None:
-        if self.base_learning_rate <= 0:
-            raise ValueError(f"optimizer.base_learning_rate is {self.base_learning_rate}: expected more than 0")
+        # If no gradient has ever been, the direction is 0 / epsilon.
+        for name in ("base_learning_rate", "epsilon", "max_grad_norm"):
+            refuse(getattr(self, name) <= 0, f"optimizer.{name} is {getattr(self, name)}: expected more than 0")
         _at_least(1, "optimizer.learning_rate_training_steps", self.learning_rate_training_steps)
         _at_least(0, "optimizer.num_warmup_steps", self.num_warmup_steps)
-        if self.start_warmup_step > 0:
-            raise ValueError(
-                f"optimizer.start_warmup_step is {self.start_warmup_step}: expected at most 0, or first rates are negative"
-            )
+        refuse(
+            self.start_warmup_step > 0,
+            f"optimizer.start_warmup_step is {self.start_warmup_step}: expected at most 0, or first rates are negative",
+        )
         for name in ("beta_1", "beta_2"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"optimizer.{name} is {getattr(self, name)}: expected at least 0 and less than 1")
-        # Where no gradient has ever been, the direction is 0 / epsilon.
-        if self.epsilon <= 0 or self.max_grad_norm <= 0:
-            raise ValueError("optimizer.epsilon and optimizer.max_grad_norm must be more than 0")
+            _fraction(f"optimizer.{name}", getattr(self, name))
 
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Paths of the data, and their loader."""
+    """Paths of the data, and the loader."""
 
     train: Path
     """Folder with the training shards, their manifest and length index."""
     evaluation: Path
     """Folder with the evaluation shards."""
     vocab: Path
-    """The vocabulary that the shards were made with; its digest is compared with theirs."""
+    """The vocabulary of the shards. Its digest is compared with the digest in their manifest."""
     initial_checkpoint: Path | None
-    """Weights to start from, a safetensors file or a Hugging Face folder; None starts from random weights."""
-    loader: Literal["numpy", "dali"] = "numpy"
-    """numpy or dali, which needs nvidia-dali. Both give the same batches."""
+    """Weights to start from: a safetensors file or a Hugging Face folder. None: random weights."""
+    loader: Literal["auto", "numpy", "dali"] = "auto"
+    """auto: on a GPU the faster of both, if nvidia-dali is installed; otherwise numpy. Both give the same batches."""
     prefetch: int = 4
-    """Steps that are assembled ahead."""
+    """Number of steps that the loader prepares ahead."""
 
     def __post_init__(self) -> None:
         _at_least(1, "data.prefetch", self.prefetch)
@@ -110,72 +106,86 @@ class TrainingConfig:
     """The batch, the length of the run, and the machine."""
 
     global_batch_size: int
-    """Sequences an optimizer step, over all ranks."""
+    """Sequences of an optimizer step, over all ranks."""
     max_samples: int
-    """Training sequences after which a run that has not reached the target ends as aborted."""
+    """Training sequences after which a run ends as aborted if it has not reached the target."""
     max_steps: int | None = None
     """The same in optimizer steps, whichever comes first."""
     max_minutes: float | None = None
-    """The same in minutes since the clock started, looked at with the statistics of every log.interval_steps."""
+    """The same in minutes since the clock started, checked every log.interval_steps."""
     gradient_accumulation_steps: int = 1
     seed: int | None = None
-    """Seed of sample order and dropout; by default drawn from the system's entropy (rules, section 5.1)."""
+    """Seed of sample order and dropout. None: drawn from the system's entropy (rules, section 5.1)."""
     device: Literal["cpu", "cuda"] = "cpu"
     precision: Precision = "fp32"
-    """Of matrix products; parameters are fp32. fp8: bf16, with the encoder's products in FP8 (bert/products/fp8.py)."""
+    """Precision of matrix products; parameters are fp32. fp8: bf16, with the encoder's products in FP8."""
     bad_intervals: int = 10
-    """After so many log intervals in a row without one step whose gradients were finite, the run ends as aborted."""
+    """End the run as aborted after so many log intervals in a row in which no step had finite gradients."""
     fault_seconds: float = 60.0
-    """After this long without a sign of life from a rank, or with all ranks waiting for one, the run ends on all ranks. A
-    phase may take ten times its longest so far, and ten times as long as this when it comes for the first time."""
+    """Timeout of a rank's heartbeat, and of progress while all ranks wait for one; then the run ends on all ranks. A
+    phase may take ten times its longest duration so far, and ten times the timeout when it comes for the first time."""
     warmup_steps: int = 2
-    """Steps on synthetic batches before the clock starts; every state is restored after them."""
+    """Steps on synthetic batches before the clock starts, after which all state is restored."""
     cuda_graphs: bool = True
-    """On a GPU: pad micro-batches to a few sizes, capture the step of each before the clock starts and replay it, so that
-    the host launches once where it would some thousand times. False is for finding faults, and for profiles by operator."""
+    """On a GPU: pad micro-batches to a few sizes, capture the step for each size before the clock starts, and replay
+    it, which saves thousands of launches. False is for debugging, and for profiles by operator."""
     autotune: bool = True
-    """On a GPU: before the clock starts, time the implementations of each op as the step will run them, and take the
+    """On a GPU: before the clock starts, time the implementations of each op as the step will run them, and use the
     fastest. Implementations that fail are dropped."""
     reduction: Literal["auto", ReductionStrategy] = "auto"
-    """How ranks add up gradients. flat: over all at once. hierarchical: inside each host, between hosts, inside again.
+    """How ranks sum gradients. flat: over all at once. hierarchical: inside each host, between hosts, inside again.
     sharded: hierarchical, with the optimizer divided among the ranks of a host. sharded_world: divided among all ranks.
     auto: the faster of the first two."""
+    sharp: bool = False
+    """Let InfiniBand switches add the gradients that hosts exchange (SHARP, by NCCL's CollNet). Needs GPUs on several hosts,
+    fp32 gradients, and the reduction hierarchical, sharded or auto. NCCL sends as usual if the switches cannot."""
     reduce_dtype: ReduceDtype = "fp32"
-    """The type in which gradients travel between ranks; they are added in fp32. bf16: half the bytes, more messages, and an
-    error of 0.2 to 0.3 % in the norm of a tensor's gradient, at any number of ranks."""
+    """Type in which gradients are sent between ranks; they are summed in fp32. bf16: half the bytes, more messages, and
+    an error of 0.2 to 0.3 % in the norm of a tensor's gradient, at any number of ranks."""
     bucket_bytes: int = 25 * 2**20
-    """Of fp32 gradients that ranks add up at once, while backward fills the next bucket. Larger ones are fewer messages, and
-    a longer wait for the last."""
+    """Size of a bucket of fp32 gradients, which ranks sum while backward fills the next bucket. Larger buckets are
+    fewer messages, and a longer wait for the last one."""
     recompute: Recompute = "none"
-    """What the backward pass computes again for want of memory, with equal results. selective: attention, GELU and norms of
-    all encoder layers but the last, which keep the products with weights. full: these layers as a whole."""
+    """What the backward pass computes again to save memory, with equal results. selective: attention, GELU and norms of
+    all encoder layers but the last. full: these layers as a whole."""
     implementations: dict[str, str] = field(default_factory=dict)
-    """What computes an op, by its name, such as ``varlen_attention flash_attn``; ``python -m kernels`` lists them. It is
-    taken or the run fails, whatever is faster."""
+    """Implementation of an op by the op's name, such as ``varlen_attention flash_attn``; ``python -m kernels`` lists
+    them. The run fails if it cannot be used."""
 
     @property
     def sample_limit(self) -> int:
-        """Samples of a run that does not reach its target, by ``max_samples`` and ``max_steps``."""
+        """Training samples of a run that does not reach its target."""
         if self.max_steps is None:
             return self.max_samples
         return min(self.max_samples, self.max_steps * self.global_batch_size)
 
     def __post_init__(self) -> None:
-        for name in ("global_batch_size", "max_samples", "gradient_accumulation_steps"):
+        for name in ("global_batch_size", "max_samples", "max_steps", "gradient_accumulation_steps", "bad_intervals"):
             _at_least(1, f"training.{name}", getattr(self, name))
-        if self.max_steps is not None:
-            _at_least(1, "training.max_steps", self.max_steps)
-        # Negated, so that NaN is refused as well.
-        if self.max_minutes is not None and not self.max_minutes > 0:
-            raise ValueError(f"training.max_minutes is {self.max_minutes}: expected more than 0")
-        # One element; buckets are rounded up to what all ranks divide into aligned shards.
+        # One element. Buckets are rounded up to aligned shards for all ranks.
         _at_least(4, "training.bucket_bytes", self.bucket_bytes)
         _at_least(0, "training.warmup_steps", self.warmup_steps)
-        _at_least(1, "training.bad_intervals", self.bad_intervals)
-        if not 1 <= self.fault_seconds <= 3600:
-            raise ValueError(f"training.fault_seconds is {self.fault_seconds}: expected 1 to 3600")
-        if self.seed is not None and not 0 <= self.seed < 2**31:
-            raise ValueError(f"training.seed is {self.seed}: expected 0 to 2147483647")
+        # Negated, so that NaN is refused as well.
+        refuse(
+            self.max_minutes is not None and not self.max_minutes > 0,
+            f"training.max_minutes is {self.max_minutes}: expected more than 0",
+        )
+        refuse(
+            not 1 <= self.fault_seconds <= 3600, f"training.fault_seconds is {self.fault_seconds}: expected 1 to 3600"
+        )
+        refuse(
+            self.seed is not None and not 0 <= self.seed < 2**31,
+            f"training.seed is {self.seed}: expected 0 to 2147483647",
+        )
+        for name, value, refused in (
+            ("device", self.device, ("cpu",)),
+            ("reduction", self.reduction, ("flat", "sharded_world")),
+            ("reduce_dtype", self.reduce_dtype, ("bf16",)),  # switches would round every sum of two
+        ):
+            refuse(
+                self.sharp and value in refused,
+                f"training.sharp is on, but training.{name} is {value}: change it, or turn sharp off",
+            )
 
 
 @dataclass(frozen=True)
@@ -183,12 +193,12 @@ class ParallelConfig:
     """Division of a copy of the model among ranks."""
 
     tensor: int = 1
-    """Ranks of a host that share a copy: heads, the feed-forward layer and the vocabulary are divided among them."""
+    """Number of ranks of a host that share a copy: they divide heads, feed-forward layer and vocabulary."""
     pipeline: int = 1
-    """Stages of consecutive layers that a copy is divided into, each on parallel.tensor ranks of its own. Micro-batches go
-    through them one after another (1F1B), so a step needs at least as many: training.gradient_accumulation_steps."""
+    """Number of stages of consecutive layers that a copy is divided into, each on parallel.tensor ranks. Micro-batches
+    pass through them one after another (1F1B), so training.gradient_accumulation_steps must be at least as large."""
     virtual_stages: int = 1
-    """Stages of each rank of a pipeline. More than one (interleaved 1F1B): shorter idle times at the ends of a step, more
+    """Stages per rank of a pipeline. More than one (interleaved 1F1B): less idle time at the ends of a step, more
     messages."""
 
     @property
@@ -199,11 +209,11 @@ class ParallelConfig:
     def __post_init__(self) -> None:
         for name in ("tensor", "pipeline", "virtual_stages"):
             _at_least(1, f"parallel.{name}", getattr(self, name))
-        if self.virtual_stages > 1 and self.pipeline == 1:
-            raise ValueError(
-                f"parallel.virtual_stages is {self.virtual_stages}, but parallel.pipeline is 1: set that to 2 or more, or "
-                "leave both out"
-            )
+        refuse(
+            self.virtual_stages > 1 and self.pipeline == 1,
+            f"parallel.virtual_stages is {self.virtual_stages}, but parallel.pipeline is 1: set that to 2 or more, or "
+            "leave both out",
+        )
 
 
 @dataclass(frozen=True)
@@ -211,32 +221,30 @@ class EvaluationConfig:
     """Target and times of evaluations."""
 
     target: float = 0.720
-    """Masked-LM accuracy at which the run has succeeded."""
+    """Masked-LM accuracy that ends the run as a success."""
     to_the_end: bool = False
-    """Train training.max_samples though the target is reached before; the last evaluation decides."""
+    """Train training.max_samples even if the target is reached earlier; the last evaluation decides."""
     interval_samples: int | None = None
-    """Training samples between evaluations; by default the MLPerf formula for the global batch size."""
+    """Training samples between evaluations. None: the MLPerf formula for the global batch size."""
     batch_size: int = 64
-    """Sequences a rank evaluates at once."""
+    """Sequences that a rank evaluates at once."""
 
     def __post_init__(self) -> None:
-        if not 0 < self.target < 1:
-            raise ValueError(f"evaluation.target is {self.target}: expected a fraction between 0 and 1")
-        if self.interval_samples is not None:
-            _at_least(1, "evaluation.interval_samples", self.interval_samples)
+        refuse(not 0 < self.target < 1, f"evaluation.target is {self.target}: expected a fraction between 0 and 1")
+        _at_least(1, "evaluation.interval_samples", self.interval_samples)
         _at_least(1, "evaluation.batch_size", self.batch_size)
 
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """Checkpoints, from which a run goes on after a fault."""
+    """Checkpoints, from which a run continues after a fault."""
 
     folder: Path | None = None
-    """Where checkpoints are written: weights, moments and position. None: nowhere."""
+    """Folder for checkpoints: weights, moments and position. None: no checkpoints."""
     every_steps: int = 1000
-    """Steps from one to the next; also when a signal ends the run."""
+    """Steps between checkpoints. One is also written when a signal ends the run."""
     keep: int = 2
-    """Older ones are removed."""
+    """Number of checkpoints to keep; older ones are removed."""
 
     def __post_init__(self) -> None:
         _at_least(1, "checkpoint.every_steps", self.every_steps)
@@ -245,13 +253,13 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class LogConfig:
-    """Result file of the run: its place, and what it says of the system."""
+    """Result file of the run, and its description of the system."""
 
     system: str
-    """Name of the system: results go to results/<system>/bert/."""
+    """Name of the system. Results go to results/<system>/bert/."""
     results: Path = Path("results")
     run: int | None = None
-    """The n of result_<n>.txt; by default the first free one."""
+    """The n of result_<n>.txt. None: the first free number."""
     division: Literal["open", "closed"] = "closed"
     organization: str = "unverified"
     """submission_org of the log."""
@@ -259,22 +267,32 @@ class LogConfig:
     """submission_platform of the log; by default the system's name."""
     status: Literal["cloud", "onprem", "preview", "research"] = "research"
     cache_cleared: bool = False
-    """Whether the launcher dropped the file caches just before this run; logged as cache_clear."""
+    """Whether the launcher dropped the file caches before this run; logged as cache_clear."""
     interval_steps: int = 20
     """Steps between two lines of metrics."""
     tensorboard: Path | None = None
-    """A folder for TensorBoard, which gets the metrics in <system>/result_<n>, by training samples. None: nothing. It needs
+    """Folder for TensorBoard, with the metrics by training samples in <system>/result_<n>. It needs
     pip install '.[tensorboard]'."""
 
     def __post_init__(self) -> None:
-        # It names a folder, out of which nothing must lead.
-        if not self.system or any(character in self.system for character in "/\\ \t\n") or self.system.startswith("."):
-            raise ValueError(f"log.system {self.system!r} must be a plain name without spaces or slashes")
+        # It names a folder, out of which nothing may lead.
+        refuse(
+            not self.system or set(self.system) & set("/\\ \t\n") != set() or self.system.startswith("."),
+            f"log.system is {self.system!r}: expected a plain name without spaces or slashes",
+        )
         _at_least(1, "log.interval_steps", self.interval_steps)
-        if self.run is not None:
-            _at_least(0, "log.run", self.run)
+        _at_least(0, "log.run", self.run)
 
 
-def _at_least(minimum: int, name: str, value: int) -> None:
-    if value < minimum:
-        raise ValueError(f"{name} is {value}: expected at least {minimum}")
+def refuse(is_wrong: bool, message: str) -> None:
+    """Raise ``ValueError`` if a setting is wrong."""
+    if is_wrong:
+        raise ValueError(message)
+
+
+def _at_least(minimum: int, name: str, value: int | None) -> None:
+    refuse(value is not None and value < minimum, f"{name} is {value}: expected at least {minimum}")
+
+
+def _fraction(name: str, value: float) -> None:
+    refuse(not 0 <= value < 1, f"{name} is {value}: expected at least 0 and less than 1")

@@ -33,12 +33,12 @@ class Accuracy:
 
 
 class PendingAccuracy:
-    """An evaluation that the device has been given, whose counts travel to the host beside the step that follows."""
+    """A queued evaluation, whose counts are copied to the host while the next step runs."""
 
     def __init__(self, counts: Tensor, host_counts: Tensor | None) -> None:
-        """Sum ``counts`` over all ranks; on a GPU, copy them to ``host_counts``, which is page-locked."""
-        # On the stream that trains: beside the next step, this sum and the step's reductions would be on two communicators
-        # in an order that differs from rank to rank, by which NCCL can stall.
+        """Sum ``counts`` over all ranks; on a GPU, copy them to the page-locked ``host_counts``."""
+        # On the training stream: on another one, this sum and the reductions of the next step would run on two
+        # communicators in an order that differs between ranks, which can deadlock NCCL.
         all_reduce_sum_(counts)
         self._host_counts, self._arrived = counts, None
         if host_counts is not None:
@@ -47,31 +47,28 @@ class PendingAccuracy:
             self._arrived.record()
 
     def result(self) -> Accuracy:
-        """The accuracy over all ranks; waits for it."""
+        """Wait for the accuracy over all ranks and return it."""
         if self._arrived is not None:
             self._arrived.synchronize()
         return Accuracy(*self._host_counts.tolist())
 
 
 class Evaluator:
-    """Evaluation of the model on every sample of the set, each rank on its share.
+    """Evaluation of the model on the evaluation set, each rank on its share.
 
     Copies of the model take every ``data_size``-th sample in order of length, so shares are alike and batches hold similar
-    lengths. They are read once, in the background if ``read_ahead`` was called, and stay on the device.
+    lengths. Samples are read once, in the background after ``read_ahead``, and stay on the device.
     """
 
     def __init__(self, dataset: Dataset, mesh: Mesh, batch_size: int) -> None:
-        # Stable: equal lengths must have the same order on all ranks, or samples are missed.
+        # Stable: equal lengths must have the same order on all ranks, or samples would be missed.
         by_length = np.argsort(-dataset.lengths.astype(np.int64), kind="stable")
-        # Strided, so that all copies have as many long samples.
         share = by_length[mesh.data_rank :: mesh.data_size]
         self.samples = len(dataset)
-        self._dataset = dataset
-        self._device = mesh.device
-        self._counted = mesh.counts_losses
+        self._dataset, self._device, self._counted = dataset, mesh.device, mesh.counts_losses
         self._indices = [share[start : start + batch_size] for start in range(0, len(share), batch_size)]
         self._shape_buckets: list[ShapeBucket] = []
-        # Integers, so that sums are exact in whatever order ranks and batches are added.
+        # Integers, so that sums are exact in any order.
         self._counts = torch.zeros(2, dtype=torch.int64, device=mesh.device)
         self._host_counts: Tensor | None = None
         if mesh.device.type == "cuda":
@@ -84,9 +81,9 @@ class Evaluator:
 
     @torch.inference_mode()
     def warm_up(self, model: BertForPreTraining, autocast: torch.autocast, capturer: CudaCapturer | None) -> None:
-        """Compile what an evaluation calls, on empty batches and before the clock starts; nothing to do on a CPU.
+        """Compile an evaluation's kernels on empty batches, before the clock starts; on a CPU do nothing.
 
-        With a ``capturer`` it is captured too, by shape bucket, and replayed from now on: for this ``model`` alone.
+        With a ``capturer`` the evaluation is captured for each shape bucket and replayed from now on, for this ``model``.
         """
         if not self._indices or (capturer is None and self._device.type == "cpu"):
             return
@@ -94,7 +91,6 @@ class Evaluator:
             np.array([counts[indices].sum(dtype=np.int64) for indices in self._indices])
             for counts in (self._dataset.lengths, self._dataset.masked_counts)
         )
-        # Sizes are known exactly here: each batch of the set comes as it is at every evaluation.
         sequences, longest = max(map(len, self._indices)), self._dataset.info.max_seq_length
         shape_buckets = choose_shape_buckets(tokens_N, masked_N, sequences, longest)
         shapes = [
@@ -112,31 +108,31 @@ class Evaluator:
                 self._captured.prepare(batches, capturer)
                 capturer.capture()
         model.train()
-        # Allocations take long, and the clock need not wait for them. Last, since a capture empties the allocators' caches.
+        # Allocations take long, so they happen before the clock starts; last, since a capture empties the allocators'
+        # caches.
         pinned = [inert_batch(shape).pin() for shape in shapes] if self._device.type == "cuda" else []
         self._reserved = [(batch, batch.to(self._device)) for batch in pinned]
 
     def read_ahead(self) -> None:
-        """Begin to read this rank's share in the background, once the data may be touched."""
+        """Start reading this rank's share in the background, once the data may be touched."""
         self._reserved.clear()  # the allocators keep the memory
         reader = ThreadPoolExecutor(1, "evaluation")
         self._read = reader.submit(self._read_all)
-        # The thread ends with its one task, and nobody need close it.
+        # The thread ends with its one task.
         reader.shutdown(wait=False)
 
     def __call__(self, model: BertForPreTraining, autocast: torch.autocast) -> Accuracy:
-        """The accuracy over all ranks; waits for it."""
+        """Wait for the accuracy over all ranks and return it."""
         return self.start(model, autocast).result()
 
     @torch.inference_mode()
     def start(
         self, model: BertForPreTraining, autocast: torch.autocast, report: Callable[[float], None] = lambda _: None
     ) -> PendingAccuracy:
-        """Hand an evaluation to the device; dropout is off while it runs. The result before must have been read.
+        """Queue an evaluation, without dropout. The previous result must have been read.
 
-        ``report`` is told after each batch which share of this rank's has been handed over; a CPU has done that by then.
+        ``report`` gets the share of this rank's batches that have been queued, after each batch.
         """
-        # Kept for all evaluations: the clock runs while data are read.
         if not self._batches:
             batches = self._read.result() if self._read is not None else self._read_all()
             self._batches = [batch.to(self._device) for batch in batches]
@@ -150,19 +146,18 @@ class Evaluator:
         return PendingAccuracy(self._counts, self._host_counts)
 
     def _count(self, model: BertForPreTraining, autocast: torch.autocast, batch: Batch) -> None:
-        """Add the batch's correct predictions and masked tokens to the counts."""
         with autocast:
-            # On all ranks, also those that do not count: ranks that share the model meet in its collectives.
+            # On all ranks, because ranks that share the model meet in its collectives.
             correct = model(batch).masked_lm_correct
         assert correct is not None  # in evaluation the model counts
-        if not self._counted:  # one of the ranks that share a copy of the model does
+        if not self._counted:  # another rank of the same copy counts
             return
         self._counts[0] += correct
         self._counts[1] += (batch.masked_lm_ids >= 0).sum()
 
     def _read_all(self) -> list[Batch]:
         if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)  # a thread begins on the first GPU
+            torch.cuda.set_device(self._device)  # a thread starts on the first GPU
         batches = []
         for indices in self._indices:
             samples = self._dataset.take(indices)

@@ -1,4 +1,4 @@
-"""A run ends on all its ranks, or on none: what ends one before its time."""
+"""A run that fails on one rank ends on all ranks."""
 
 import contextlib
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from console.program import reason
 
 @contextlib.contextmanager
 def ended_together(config: Config, mesh: Mesh, log: MLLog) -> Iterator[Watchdog]:
-    """End the run on all ranks with whatever ends this one in the body, and have the log say why.
+    """End the run on all ranks if an exception leaves the body on this one, and log the reason.
 
     Every rank must enter it at the same time.
     """
@@ -29,11 +29,11 @@ def ended_together(config: Config, mesh: Mesh, log: MLLog) -> Iterator[Watchdog]
     try:
         yield watchdog
     except Interrupted as interrupted:
-        # Where others are to start again without this one, their agents must not take them for done.
+        # If the others restart without this rank, their agents must see a failure.
         watchdog.failed(str(interrupted), FAULT_STATUS if may_start_again() else interrupted.status)
         raise
     except (ValueError, OSError) as error:
-        # The status of a wrong input, on all ranks: that it was found by one changes nothing.
+        # The exit status of a wrong input, on all ranks.
         watchdog.failed(reason(error), 2)
         raise
     except Exception as error:

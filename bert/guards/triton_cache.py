@@ -1,4 +1,4 @@
-"""Folder of what Triton has compiled: shared libraries and programs for the GPU, which it loads and runs."""
+"""Triton's cache of compiled kernels: shared libraries that it loads and runs."""
 
 import atexit
 import os
@@ -12,19 +12,19 @@ VARIABLE = "TRITON_CACHE_DIR"
 
 
 def require_private_cache() -> str | None:
-    """Have Triton use a folder of this process's own where others can write to the usual one; returns a warning then.
+    """Use a temporary cache if other users can write to the usual folder; return a warning then.
 
-    In a container the home folder is often /tmp, where somebody else can have made ``.triton`` before.
+    In a container the home folder is often /tmp, where another user may have created ``.triton``.
     """
     home = Path(os.environ.get("TRITON_HOME") or Path.home())
     folder = Path(os.environ.get(VARIABLE) or home / ".triton" / "cache")
     try:
-        folder.mkdir(parents=True, exist_ok=True)  # or somebody else could, from here on
+        folder.mkdir(parents=True, exist_ok=True)  # or another user could create it
         if is_private(folder):
             return None
     except OSError:
-        pass  # nothing can be kept there
+        pass  # the cache cannot be kept
     own = tempfile.mkdtemp(prefix="triton-")
     atexit.register(shutil.rmtree, own, ignore_errors=True)
     os.environ[VARIABLE] = own
-    return f"{folder} can be written by others: compiled kernels are not kept; set {VARIABLE} to another folder"
+    return f"other users can write to {folder}: compiled kernels are not kept; set {VARIABLE} to another folder"

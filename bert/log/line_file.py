@@ -1,4 +1,4 @@
-"""The file of a result: whole lines, written at once, and among them the chain of digests over all of them."""
+"""The result file: whole lines, flushed at once, with the chain of digests over all of them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from compliance.log import digest
 
 
 class ResultExists(ValueError):  # noqa: N818 - it names what was found
-    """The result file is there already, and was not touched."""
+    """The result file exists already. It was not touched."""
 
 
 class LineFile:
@@ -22,12 +22,12 @@ class LineFile:
 
     @property
     def next_line(self) -> int:
-        """Number of the line that is written next, from 1; the first line of the file opens the chain."""
+        """Number of the next line, from 1. The first line of the file opens the chain."""
         return (self._chain.lines or 1) + 1
 
     def write(self, text: str) -> None:
         """Write one line, and a digest when one is due."""
-        # A name that is no UTF-8 must not end the run that logs it.
+        # A file name that is no UTF-8 must not end the run that logs it.
         line = text.encode("utf-8", "backslashreplace")
         lines = [line] if self._chain.lines else [digest.OPENING.encode(), line]
         for each in lines:
@@ -41,20 +41,20 @@ class LineFile:
         self._write(self._chain.close_stretch(at_end) + b"\n")
 
     def close(self) -> None:
-        """Write the digest at the end, bring the file to the disk and close it; again does nothing."""
+        """Write the digest at the end, write the file to the disk and close it, unless it is closed."""
         if self._file.closed:
             return
         try:
             if self._chain.lines:
                 self.close_stretch(at_end=True)
-            # At the end alone: on the clock it would wait for the disk at every line.
+            # Only at the end: during the timed run each line would wait for the disk.
             os.fsync(self._file.fileno())
         finally:
             self._file.close()
 
     def _write(self, content: bytes) -> None:
         try:
-            # Flushed at once: who reads along, or finds the log of a killed run, has whole lines.
+            # Flushed at once, so that readers of a growing log, or of a killed run's log, find whole lines.
             self._file.write(content)
             self._file.flush()
         except OSError as error:
@@ -64,7 +64,7 @@ class LineFile:
 def _create(path: Path) -> BinaryIO:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Made or refused in one step: of runs that start at once, one gets the number.
+        # Atomic: of runs that start at the same time, one gets the number.
         return path.open("xb")
     except OSError as error:
         if isinstance(error, FileExistsError) and path.parent.is_dir():

@@ -1,9 +1,9 @@
 """The only writer of MLLOG lines: a log that is right by construction.
 
-`MLLog` knows what a log may do next (`compliance.log.order`). A wrong key, value, order or number of records raises
-`RuleViolation` in the run, at the call that made it, and nothing is written. Each line is one write to the result file,
-flushed at once, so that records and plain lines never interleave and a killed run leaves whole lines behind. Plain lines
-with a chain of digests (`compliance.log.digest`) among them tell whether the file is still as the run left it.
+`MLLog` knows what a log may contain next (`compliance.log.order`). A wrong key, value, order or number of records
+raises `RuleViolation` at the call that made it, and nothing is written. Each line is written and flushed at once, so
+that a killed run leaves whole lines. Lines with digests (`compliance.log.digest`) show whether the file was changed
+later.
 
 The order of a run:
 
@@ -40,27 +40,24 @@ from console.text import visible
 __all__ = ["QUALITY_TARGET", "MLLog", "ResultExists", "RuleViolation", "evaluation_interval", "evaluation_samples"]
 
 TOKEN = ":::MLLOG"
+_CALLER = 3
+"""Stack offset, as MLLogger counts it, to the caller of ``MLLog.start``, ``end`` or ``event``."""
 REPOSITORY_ROOT = Path(__file__).resolve().parents[2]
 
 
 class RuleViolation(ValueError):  # noqa: N818 - it names what happened to the rules
-    """A record that the rules of the log forbid; it was not written."""
+    """A record that the rules of the log forbid. It was not written."""
 
 
 class MLLog:
     """Writer of the result file of one run, which refuses to write a wrong one.
 
-    Only the process with a path writes; elsewhere (`path=None`) every method returns at once. Use it from one thread, and
-    not from a signal handler; only `line`, `abort` and `close` may come from another one, for which the first may be stuck.
-    As a context manager it closes the file, and completes the log as aborted when the block is left with an exception.
+    Only the process with a ``path`` writes; with None every method returns at once. Use it from one thread; only
+    ``line``, ``abort`` and ``close`` may be called from another one. As a context manager it closes the file, and
+    completes the log as aborted if the block is left with an exception. ``clock_ms`` gives milliseconds since the Unix
+    epoch.
 
-    Args:
-        path: the result file, results/<system>/bert/result_<n>.txt; its folder is created. None: write nothing.
-        clock_ms: the present time in milliseconds since the Unix epoch; default a clock that never goes back.
-
-    Raises:
-        ResultExists: the file is there already.
-        ValueError: it cannot be created.
+    Raises ``ResultExists`` if the file exists, and ``ValueError`` if it cannot be created.
     """
 
     def __init__(self, path: Path | None, *, clock_ms: Callable[[], int] | None = None) -> None:
@@ -93,11 +90,7 @@ class MLLog:
             self.line(f"# {key}: {visible(value)}")
 
     def line(self, text: str) -> None:
-        """Write one plain line.
-
-        Raises:
-            RuleViolation: `text` holds a line end or the token of a record.
-        """
+        """Write one plain line. Raises ``RuleViolation`` if ``text`` holds a line end or the token of a record."""
         if self._file is None:
             return
         # A plain line with the token would be read as a record, one with a line end as two lines.
@@ -106,10 +99,15 @@ class MLLog:
         with self._lock:
             self._file.write(text)
 
+    def resumed(self, checkpoint: str, samples: int) -> None:
+        """Note that the run continues a checkpoint after ``samples`` sequences. Such a log is no timed result."""
+        self.line(f"# resumed from: {checkpoint}")
+        self._run.resumed_samples = self._run.counted_samples = samples
+
     # Before the clock
 
     def cache_clear(self, cleared: bool) -> None:
-        """Log whether the system's caches were dropped before this run (TR 6.1). Say the truth."""
+        """Log whether the system's caches were dropped before this run (TR 6.1)."""
         self.event("cache_clear", cleared)
 
     def init_start(self) -> None:
@@ -136,15 +134,11 @@ class MLLog:
         self.event("seed", seed)
 
     def hyperparameters(self, values: Mapping[str, int | float | str]) -> None:
-        """Log the settings of the run by their MLPerf keys.
-
-        `opt_lamb_epsilon` is written under its older name `opt_epsilon` too: ruleset 2.0.0 asks for that one. A
-        missing key raises at `init_stop`.
-        """
+        """Log the settings of the run by their MLPerf keys. A missing key raises at ``init_stop``."""
         for key, value in values.items():
             self.event(key, value)
             if key == "opt_lamb_epsilon":
-                self.event("opt_epsilon", value)
+                self.event("opt_epsilon", value)  # the older name, which ruleset 2.0.0 asks for
 
     def weights_initialization(self, num_hidden_layers: int) -> None:
         """Log the name of every weight tensor, in the reference's naming."""
@@ -154,19 +148,10 @@ class MLLog:
     def init_stop(self) -> None:
         """Log the end of the initialisation.
 
-        Raises:
-            RuleViolation: something that must be logged by now is not; a closed run has another target, evaluation
-                interval or model than the benchmark's; the initialisation took too long.
+        Raises ``RuleViolation`` if a required record is missing, if a closed run has another target, evaluation
+        interval or model than the benchmark, or if the initialisation took too long.
         """
         self.end("init_stop")
-
-    def resumed(self, checkpoint: str, samples: int) -> None:
-        """Note that the run goes on from a checkpoint after `samples` sequences, so that its evaluations go on from there.
-
-        Such a log is no timed result. The check objects to it.
-        """
-        self.line(f"# resumed from: {checkpoint}")
-        self._run.resumed_samples = self._run.counted_samples = samples
 
     # The timed run; `samples` counts sequences trained since run_start
 
@@ -179,11 +164,11 @@ class MLLog:
         self.start("block_start", first_epoch_num=1, epoch_count=1, samples_count=samples)
 
     def block_stop(self, samples: int) -> None:
-        """Log the end of the training that `block_start` opened."""
+        """Log the end of the training that ``block_start`` opened."""
         self.end("block_stop", first_epoch_num=1, samples_count=samples)
 
     def eval_start(self, samples: int) -> None:
-        """Log the start of an evaluation, which must stand on the schedule (TR 24.4)."""
+        """Log the start of an evaluation, which must be on the schedule (TR 24.4)."""
         self.start("eval_start", epoch_num=samples, samples_count=samples)
 
     def eval_accuracy(self, accuracy: float, samples: int) -> None:
@@ -191,61 +176,53 @@ class MLLog:
         self.event("eval_accuracy", accuracy, epoch_num=samples, samples_count=samples)
 
     def eval_stop(self, samples: int) -> None:
-        """Log the end of the evaluation that `eval_start` opened."""
+        """Log the end of the evaluation that ``eval_start`` opened."""
         self.end("eval_stop", epoch_num=samples, samples_count=samples)
 
     def run_stop(self, status: Literal["success", "aborted"], *, samples: int, eval_samples: int) -> None:
-        """Log the sequences trained, those of one evaluation, and the end of the clock.
+        """Log the sequences trained, the sequences of one evaluation, and the end of the clock.
 
-        Raises:
-            RuleViolation: a block or an evaluation is open, or the status says success and the last accuracy does not
-                reach the target. Nothing is written then, and `abort` can still complete the log.
+        Raises ``RuleViolation`` if a block or an evaluation is open, or if the status is success and the last accuracy
+        does not reach the target. Nothing is written then, and ``abort`` can still complete the log.
         """
         if self._logger is None:
             return
-        # Before anything of the end is written: a refused end leaves the log as it was, for `abort` to complete.
         _check_end(self._run, status, samples)
         self.event("train_samples", samples)
         self.event("eval_samples", eval_samples)
         self.end("run_stop", status=status)
 
     def abort(self, samples: int | None = None) -> None:
-        """Complete the log of a run that ends early: close what is open and log run_stop with status aborted.
+        """Complete the log of a run that ends early: close open intervals and log run_stop with status aborted.
 
-        Works from every state; before `init_start` and after `run_stop` there is nothing to complete. A run that ends
-        during its initialisation gets the remaining records at once.
-
-        Args:
-            samples: sequences trained; default the last count that was logged.
+        ``samples`` are the sequences trained, by default the last logged count. Before ``init_start`` and after
+        ``run_stop`` this does nothing.
         """
         with self._lock:
-            self._abort(samples)
-
-    def _abort(self, samples: int | None) -> None:
-        run = self._run
-        if self._logger is None or run.phase in ("before", "done"):
-            return
-        self._is_aborting = True
-        # No interval may end before it began.
-        samples = max(run.counted_samples, samples or 0)
-        if run.phase == "init":
-            self.init_stop()
-        if run.phase == "ready":
-            self.run_start()
-        if "eval_start" in run.open:
-            self.eval_stop(samples_of(run.open["eval_start"].metadata) or 0)
-        if "block_start" in run.open:
-            self.block_stop(samples)
-        if "epoch_start" in run.open:
-            self.end("epoch_stop", epoch_num=samples)
-        # Every log needs both, also that of a run which never trained.
-        for key, value in (("train_samples", samples), ("eval_samples", 0)):
-            if key not in run.first:
-                self.event(key, value)
-        self.end("run_stop", status="aborted")
+            run = self._run
+            if self._logger is None or run.phase in ("before", "done"):
+                return
+            self._is_aborting = True
+            # No interval may end before it began.
+            samples = max(run.counted_samples, samples or 0)
+            if run.phase == "init":
+                self.init_stop()
+            if run.phase == "ready":
+                self.run_start()
+            if "eval_start" in run.open:
+                self.eval_stop(samples_of(run.open["eval_start"].metadata) or 0)
+            if "block_start" in run.open:
+                self.block_stop(samples)
+            if "epoch_start" in run.open:
+                self.end("epoch_stop", epoch_num=samples)
+            # Every log needs both, also the log of a run that never trained.
+            for key, value in (("train_samples", samples), ("eval_samples", 0)):
+                if key not in run.first:
+                    self.event(key, value)
+            self.end("run_stop", status="aborted")
 
     def close(self) -> None:
-        """Bring the file to the disk and close it; again does nothing."""
+        """Write the file to the disk and close it, unless it is closed."""
         if self._file is not None:
             with self._lock:
                 self._file.close()
@@ -269,27 +246,26 @@ class MLLog:
     ) -> None:
         if self._logger is None or self._file is None:
             return
+        # Checked, written and remembered under one lock: `abort` may come from the watchdog's thread.
         with self._lock:
-            # Times in a log must not decrease, whatever clock was handed in.
+            # Times in a log must not decrease, whatever the clock does.
             time_ms = max(self._clock_ms(), self._run.last_ms)
-            # Checked, written and remembered under one lock: `abort` may come from the watchdog's thread.
             record = Record(self._file.next_line, time_ms, event_type, key, value, metadata)
-            # Checked before it is written, remembered after: a record that could not be written has not been.
             self._check(record)
-            write(self._logger, key, value, metadata=metadata, time_ms=time_ms, stack_offset=_frames_to_caller())
+            write(self._logger, key, value, metadata=metadata, time_ms=time_ms, stack_offset=_CALLER)
             self._run.add(record)
             if key == "weights_initialization":
-                # Of a key that is logged often, the state of the log does not keep every record.
+                # The state of the log does not keep every record of a key that is logged often.
                 self._tensors.append(metadata["tensor"])
             elif key == "run_stop":
-                # Of a file that is cut off below, the run is still shown to be whole.
+                # Even if the file is truncated after this line, the digest shows that the run is complete.
                 self._file.close_stretch()
 
     def _check(self, record: Record) -> None:
-        """Raise RuleViolation if the record may not follow."""
+        """Raise ``RuleViolation`` if the record may not follow."""
         for violation in violations(self._run, record):
-            # It may have been cut off inside an evaluation, or have initialised for too long: that makes it no result,
-            # but its log must end.
+            # An aborted run is no result, but its log must end, even inside an evaluation or after a long
+            # initialisation.
             if not (self._is_aborting and violation.kind in ("evaluation", "init time")):
                 raise RuleViolation(str(violation))
         _check_fields(record)
@@ -300,7 +276,7 @@ class MLLog:
 
 
 def _check_fields(record: Record) -> None:
-    """Hold this writer to more than others' logs are held to: no values without meaning, and no metadata but plain ones."""
+    """Raise ``RuleViolation`` for a value without meaning, or metadata that is neither text nor a number."""
     if rules.KEYS[record.key].value is None and record.value is not None:
         raise RuleViolation(f"{record.key}: value {record.value!r}, expected none")
     for name, value in record.metadata.items():
@@ -311,8 +287,8 @@ def _check_fields(record: Record) -> None:
 
 
 def _check_initialized(run: LoggedRun, tensors: list[object]) -> None:
-    """Raise RuleViolation unless everything has been logged that must be when the clock starts, and fits the division."""
-    # Keys that may also stand later are not due yet.
+    """Raise ``RuleViolation`` if a record is missing when the clock starts, or does not fit the division."""
+    # Keys that may also come later are not due yet.
     due = (rule.key for rule in rules.KEYS.values() if rule.written and {*rule.phases} <= {"before", "init"})
     missing = [key for key in due if key not in run.first and key != "init_stop"]
     if missing:
@@ -333,14 +309,14 @@ def _check_initialized(run: LoggedRun, tensors: list[object]) -> None:
 
 
 def _check_end(run: LoggedRun, status: object, train_samples: object) -> None:
-    """Raise RuleViolation if the run may not end with this status and number of sequences."""
+    """Raise ``RuleViolation`` if the run may not end with this status and number of sequences."""
     broken = [*left_open(run), *(unearned_success(run, train_samples) if status == "success" else ())]
     if broken:
         raise RuleViolation(f"run_stop: status {status}, but {broken[0]}")
 
 
 class _LineHandler(logging.Handler):
-    """Handler that takes the lines of the MLLogger to the result file, and lets no failure pass."""
+    """Handler that writes the MLLogger's lines to the result file, and raises its errors."""
 
     def __init__(self, file: LineFile) -> None:
         super().__init__(logging.INFO)
@@ -348,7 +324,7 @@ class _LineHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.levelno > logging.INFO:
-            # MLLogger catches an error of the write and logs a complaint in its place; the error itself is wanted.
+            # MLLogger catches an error of the write and logs a complaint instead of raising it.
             raise sys.exception() or RuntimeError(record.getMessage())
         self._file.write(record.getMessage())
 
@@ -361,15 +337,6 @@ def _logger_into(file: LineFile) -> MLLogger:
 
 
 def _steady_clock() -> Callable[[], int]:
-    """The wall clock as of now, carried on by the monotonic clock: a correction of the time moves no record."""
+    """Return a clock that starts at the wall clock and continues monotonically, whatever corrects the wall clock."""
     offset_ns = time.time_ns() - time.monotonic_ns()
     return lambda: (time.monotonic_ns() + offset_ns) // 1_000_000
-
-
-def _frames_to_caller() -> int:
-    """Stack offset, as MLLogger counts it, from its caller to the first frame outside this file."""
-    # So that records name the run's file and line, and not this writer's.
-    offset, frame = 0, sys._getframe(1)
-    while frame.f_code.co_filename == __file__ and frame.f_back is not None:
-        offset, frame = offset + 1, frame.f_back
-    return offset + 1

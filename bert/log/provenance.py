@@ -1,8 +1,10 @@
-"""Origin of a result: configuration, commit, versions, machine. The head of every result file."""
+"""Head of every result file: configuration, commit, versions, machine."""
 
+import contextlib
 import importlib.metadata
 import os
 import platform
+import re
 from pathlib import Path
 
 import torch
@@ -15,9 +17,9 @@ PACKAGES = ("torch", "numpy", "h5py", "tokenizers", "mlperf-logging", "nvidia-da
 
 
 def provenance(config: Config, mesh: Mesh, seed: int) -> dict[str, object]:
-    """Field names and values for the head of a result file."""
+    """Return names and values for the head of a result file."""
     head: dict[str, object] = {
-        # So must be called what MLCommons has not reviewed (docs/compliance.md).
+        # Required for results that MLCommons has not reviewed (docs/compliance.md).
         "note": "not an MLPerf result: unverified, not reviewed by MLCommons",
         "recipe": config.recipe,
         "commit": commit(),
@@ -39,17 +41,15 @@ def provenance(config: Config, mesh: Mesh, seed: int) -> dict[str, object]:
 
 def _version(package: str) -> str:
     try:
-        # By metadata: nothing is imported for its number, and what is missing is no error.
+        # From metadata, so that nothing is imported for its version.
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return "not installed"
 
 
 def _cpu_model() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return platform.processor() or "unknown"
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    # Not all processors name their model there.
-    return names[0] if names else platform.machine()
+    with contextlib.suppress(OSError):
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+        if found := re.search(r"^model name\s*:\s*(.*)$", text, re.M):
+            return found[1]
+    return platform.machine()

@@ -1,14 +1,13 @@
-"""The files that a run writes, and how it comes by their number: it is the one that creates the log.
+"""The files that a run writes, and their number.
 
-Nothing is reserved before. Of runs that start at once in one folder each takes the lowest number that is free as it creates
-its log; none overwrites another, and a run that never starts uses up no number. The environment variable MLPERF_BERT_CLAIM
-names a file in which whoever started the run finds the log that it created.
+The run that creates a log owns its number: each run takes the lowest number that is free when it creates its log, and
+nothing is overwritten. The environment variable MLPERF_BERT_CLAIM names a file to which the run writes the path of its
+log, for the program that started it.
 """
 
 import itertools
 import os
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,21 +18,21 @@ CLAIM = "MLPERF_BERT_CLAIM"
 
 
 class ResultFiles(NamedTuple):
-    """The log of a run and its metrics beside it."""
+    """The log of a run, and its metrics."""
 
     result: Path
     metrics: Path
 
     @classmethod
     def numbered(cls, folder: Path, number: int) -> "ResultFiles":
-        """Return those of a run's number."""
+        """Return the files of run ``number``."""
         return cls(folder / f"result_{number}.txt", folder / f"metrics_{number}.jsonl")
 
 
 def choose_files(folder: Path, wanted: int | None) -> ResultFiles:
-    """Return the files of number ``wanted``, or of the lowest number of which neither is there.
+    """Return the files of number ``wanted``, or of the lowest free number.
 
-    Raises ``ValueError`` when one of the wanted ones is there: nothing is overwritten.
+    Raises ``ValueError`` if a wanted file exists.
     """
     if wanted is None:
         return next(_free(folder))
@@ -45,31 +44,27 @@ def choose_files(folder: Path, wanted: int | None) -> ResultFiles:
 
 
 def create_log(folder: Path, wanted: int | None) -> tuple[MLLog, ResultFiles]:
-    """Create the log with a number as ``choose_files`` has it, which another run may take at the same moment.
-
-    Raises ``ValueError`` when the log cannot be created.
-    """
-    if wanted is not None:
-        files = choose_files(folder, wanted)
-        return MLLog(files.result), files
-    free = _free(folder)
-    while True:
-        files = next(free)
-        # Another run was faster: the next number.
-        with suppress(ResultExists):
+    """Create the log of number ``wanted``, or of the lowest free number. Raises ``ValueError`` if it cannot be
+    created."""
+    free = _free(folder) if wanted is None else iter([choose_files(folder, wanted)])
+    for files in free:
+        try:
             return MLLog(files.result), files
+        except ResultExists:
+            # Another run was faster: the next number.
+            if wanted is not None:
+                raise
+    raise AssertionError("numbers do not end")
 
 
 def claim(result: Path) -> None:
-    """Tell whoever asked for it which log this run has created."""
-    asked = os.environ.get(CLAIM)
-    if asked:
+    """Write the path of the log to the file that the starting program has named, if any."""
+    if asked := os.environ.get(CLAIM):
         write_atomically(Path(asked), os.fsencode(f"{result}\n"))
 
 
 def _free(folder: Path) -> Iterator[ResultFiles]:
-    """Iterate over the files of the numbers that are free, from the lowest on and without end."""
-    # Listed once, where asking for each number would be as many calls of the file system as there are runs.
+    # Listed once: a question for each number would be as many file system calls as there are runs.
     names = {path.name for path in folder.glob("*")}
     numbered = (ResultFiles.numbered(folder, number) for number in itertools.count())
     return (files for files in numbered if names.isdisjoint(path.name for path in files))

@@ -247,16 +247,32 @@ def require_whole_copies(parallel: ParallelConfig, hosts: int, a_host: int) -> N
     )
 
 
-def process_group(ranks: Sequence[int]) -> dist.ProcessGroup | None:
-    """Create a group in this order; None for a rank alone. Every rank of it must call it at the same time."""
+def process_group(ranks: Sequence[int], *, in_network: bool = False) -> dist.ProcessGroup | None:
+    """Create a group in this order; None for a rank alone. Every rank of it must call it at the same time.
+
+    Args:
+        in_network: Ask NCCL to let switches add what the ranks send (CollNet, SHARP).
+
+    Raises:
+        ValueError: this PyTorch cannot ask NCCL for it.
+    """
     if len(ranks) == 1:
         return None
     # PyTorch 2.11 has no sort_ranks, and does not need it when ranks ascend.
     order: dict[str, Any] = {} if list(ranks) == sorted(ranks) else {"sort_ranks": False}
     # use_local_synchronization: otherwise every rank of the run would have to create every group, in the same order.
-    group = dist.new_group(list(ranks), timeout=TIMEOUT, use_local_synchronization=True, **order)
+    options = _in_network_options() if in_network else None
+    group = dist.new_group(list(ranks), timeout=TIMEOUT, pg_options=options, use_local_synchronization=True, **order)
     assert isinstance(group, dist.ProcessGroup)
     return group
+
+
+def _in_network_options() -> Any:
+    options = dist.ProcessGroupNCCL.Options()
+    if not hasattr(options.config, "collnet_enable"):
+        raise ValueError(f"training.sharp is on, but PyTorch {torch.__version__} cannot ask NCCL for it: turn it off")
+    setattr(options.config, "collnet_enable", 1)  # noqa: B010  absent from PyTorch's type stubs
+    return options
 
 
 def leave_mesh() -> None:

@@ -1,4 +1,4 @@
-"""The steps of an interval, reported: but for the results of evaluations, where the loop's host waits for the device."""
+"""Report of the steps of an interval. Apart from evaluations, this is where the loop's host waits for the device."""
 
 import time
 from collections.abc import Sequence
@@ -12,56 +12,55 @@ from bert.timing.stopwatch import Stopwatch
 from compliance.log.records import StepRecord, Straggler
 
 SLOW_RATIO = 1.2
-"""A rank is slow if it takes so many times the median."""
+"""A rank is slow if it takes at least this many times the median."""
 SLOW_INTERVALS = 3
-"""Before a rank is named, it is slow in so many intervals in a row."""
+"""A rank is named after it was slow in so many intervals in a row."""
 
 
 class Stragglers:
-    """Search for ranks that hold up the others, by the time of each one's own work; ``hosts`` are their names by rank."""
+    """Search for ranks that slow down the others, by the time of each rank's own work.
+
+    ``hosts`` are the names of the ranks' hosts. Ranks are compared with the ranks of the same stage of ``stages``,
+    which have the same work. ``places`` describe the ranks' places in the mesh, for messages.
+    """
 
     def __init__(
-        self,
-        hosts: Sequence[str],
-        stages: Sequence[int] | None = None,
-        places: Sequence[str] | None = None,
+        self, hosts: Sequence[str], stages: Sequence[int] | None = None, places: Sequence[str] | None = None
     ) -> None:
-        """Ranks are compared with those of the same one of ``stages``, whose work is the same. ``places`` are those in the
-        mesh, as a rank's name goes on with them.
-        """
         self._hosts = hosts
         self._stages = stages or [0] * len(hosts)
         self._places = places or [""] * len(hosts)
         self._in_a_row = [0] * len(hosts)
-        """Intervals in which each was slow, or no longer slow if it has been named."""
+        """Intervals in a row in which each rank was slow, or no longer slow if it has been named."""
         self._named = [False] * len(hosts)
 
-    def add(self, seconds: Sequence[float]) -> list[tuple[str, Straggler | None]]:
-        """Take in an interval's seconds a step, by rank; return warnings, with the rank whose state has changed."""
-        # The median, which a few slow ranks do not move, as they would a mean.
+    def add(self, seconds: Sequence[float]) -> list[tuple[str, Straggler]]:
+        """Take in an interval's seconds per step, by rank; return ranks whose state has changed, with a warning."""
+        # The median, because a few slow ranks would move the mean.
         middles = {
             stage: median(own for own, other in zip(seconds, self._stages, strict=True) if other == stage)
             for stage in set(self._stages)
         }
-        lines: list[tuple[str, Straggler | None]] = []
+        found: list[tuple[str, Straggler]] = []
         for rank, (host, own) in enumerate(zip(self._hosts, seconds, strict=True)):
             middle = middles[self._stages[rank]]
-            is_slow = own > SLOW_RATIO * middle
-            # Both ways by one count: a rank is named, and taken back, after as many intervals.
-            changed = is_slow != self._named[rank]
+            changed = (own > SLOW_RATIO * middle) != self._named[rank]
             self._in_a_row[rank] = self._in_a_row[rank] + 1 if changed else 0
-            if self._in_a_row[rank] == SLOW_INTERVALS:
-                self._in_a_row[rank], self._named[rank] = 0, not self._named[rank]
-                times = own / middle if middle else float("inf")
-                state = "is slow" if self._named[rank] else "is no longer slow"
-                spent = f"{1000 * own:.1f} ms a step of its own, {times:.2f} times the median"
-                straggler = Straggler(rank, host, self._named[rank], 1000 * own, 1000 * middle)
-                lines.append((f"rank {rank} on host {host}{self._places[rank]} {state}: {spent}", straggler))
-        return lines
+            if self._in_a_row[rank] < SLOW_INTERVALS:
+                continue
+            self._in_a_row[rank], self._named[rank] = 0, not self._named[rank]
+            times = own / middle if middle else float("inf")
+            state = "is slow" if self._named[rank] else "is no longer slow"
+            text = (
+                f"rank {rank} on host {host}{self._places[rank]} {state}: {1000 * own:.1f} ms a step of its own, "
+                f"{times:.2f} times the median"
+            )
+            found.append((text, Straggler(rank, host, self._named[rank], 1000 * own, 1000 * middle)))
+        return found
 
 
 class Intervals:
-    """Report of the steps since the last report: means, rates, phases, and what a person should look at."""
+    """Reports of the steps since the last report: means, rates, phases, warnings."""
 
     def __init__(
         self,
@@ -73,35 +72,31 @@ class Intervals:
         start: Position,
         skipped: int,
     ) -> None:
-        """The first interval begins now, after ``start``, before which so many steps were ``skipped``."""
+        """Begin the first interval now, after ``start``; so many steps were ``skipped`` before."""
         self.bad = 0
-        """Intervals in a row of which every step was skipped."""
-        self._config = config
-        self._statistics = statistics
-        self._stopwatch = stopwatch
-        self._reporter = reporter
-        self._stragglers = stragglers
-        self._skipped = skipped
-        self._steps = start.steps
+        """Intervals in a row in which every step was skipped."""
+        self._config, self._statistics, self._stopwatch = config, statistics, stopwatch
+        self._reporter, self._stragglers = reporter, stragglers
+        self._skipped, self._steps = skipped, start.steps
         self._since = time.perf_counter()
         self._own_seconds = 0.0
-        """A step, of this rank's own work in the interval before."""
+        """Seconds per step of this rank's own work in the last interval."""
 
     def resume(self) -> None:
-        """Count what came since the last report towards no step."""
+        """Count the time since the last report towards no step."""
         self._since = time.perf_counter()
 
     def report(self, at: Position, stop: bool) -> bool:
         """Fetch the statistics and report them; every rank must call it after the same step.
 
-        Returns whether the run is to end: some rank was told to ``stop``, or gradients do not become finite again.
+        Returns whether the run must end: a rank was told to ``stop``, or gradients do not become finite again.
         """
         self._stopwatch.tracker.enter("statistics")
         means, stopping = self._statistics.fetch(stop, self._own_seconds)
-        # Behind the fetch, which waits for the device: the steps are done by now.
+        # After the fetch, which waits for the device to finish the steps.
         now = time.perf_counter()
         steps, seconds = at.steps - self._steps, now - self._since
-        # Read before ``take``, which sets it to zero.
+        # Read before ``take``, which resets it.
         exchanged_ms = 1000 * self._stopwatch.exchanged / steps
         phases = {f"{name}_ms": 1000 * spent / steps for name, spent in self._stopwatch.take().items()}
         skipped = round(means["skipped_steps"])
@@ -116,7 +111,7 @@ class Intervals:
                 loss=means["masked_lm_loss"] + means["next_sentence_loss"],
                 masked_lm_loss=means["masked_lm_loss"],
                 next_sentence_loss=means["next_sentence_loss"],
-                # The schedule counts from 0, and a skipped step not at all.
+                # The schedule counts from 0, and does not count skipped steps.
                 learning_rate=learning_rate(self._config.optimizer, max(0, at.steps - self._skipped - 1)),
                 gradient_norm=means["gradient_norm"],
                 tokens_per_s=means["tokens"] * steps / seconds,
@@ -124,14 +119,14 @@ class Intervals:
                 skipped_steps=skipped,
             )
         )
-        # What follows, and the writing above, counts to the next interval.
+        # The report itself counts towards the next interval.
         self._since, self._steps = now, at.steps
-        # Made known with the next fetch: telling it at once would be another collective.
+        # Sent with the next fetch: sending it now would be another collective.
         self._own_seconds = (phases["data_wait_ms"] + phases["forward_backward_ms"] - exchanged_ms) / 1000
         for text, straggler in self._stragglers.add(self._statistics.own_seconds):
             self._reporter.warn(at.steps, text, straggler)
         self.bad = self.bad + 1 if skipped == steps else 0
-        # Statistics are sums over all ranks: all end here after the same step.
+        # The statistics are sums over all ranks, so all ranks end after the same step.
         if self.bad == self._config.training.bad_intervals:
             self._reporter.warn(
                 at.steps, f"ending the run: no step of the last {self.bad} intervals had finite gradients"

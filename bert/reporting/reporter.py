@@ -1,7 +1,4 @@
-"""Reporter of a run's records to all that show or keep them.
-
-The sinks that a person reads are in ``bert.reporting.displays``.
-"""
+"""Reporter of a run's records to all sinks: files and displays."""
 
 import time
 from contextlib import ExitStack, suppress
@@ -40,19 +37,14 @@ class Sink(Protocol):
 
 
 class Reporter:
-    """Reporter that hands each record to every sink, and keeps the time that they state.
-
-    Without sinks (all ranks but the first) nothing is reported.
-    """
+    """Reporter that hands each record to every sink, and keeps the run's time. Only rank 0 has sinks."""
 
     def __init__(self, progress: RunProgress, sinks: list[Sink], against_plan: AgainstPlan | None = None) -> None:
-        self._progress = progress
-        self._sinks = sinks
-        self._against_plan = against_plan
+        self._progress, self._sinks, self._against_plan = progress, sinks, against_plan
         self._began = time.perf_counter()
 
     def begin(self) -> None:
-        """Count time from here on: the clock of the run has started."""
+        """Start counting time: the clock of the run has started."""
         self._began = time.perf_counter()
 
     @property
@@ -67,15 +59,15 @@ class Reporter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         with ExitStack() as closing:
-            if error is not None:  # which may be why a sink cannot be closed
+            if error is not None:  # it may be the reason why a sink cannot be closed
                 closing.enter_context(suppress(OSError))
             for sink in self._sinks:
-                # All are closed, even where closing one of them raises.
+                # All are closed, even if closing one raises.
                 closing.callback(sink.close)
 
     def write(self, record: Record) -> None:
         """Report ``record``."""
-        # Before the sinks: displays draw the progress with this record in it.
+        # Before the sinks: displays show the progress with this record.
         self._progress.add(record)
         if self._against_plan and isinstance(record, StepRecord):
             self._against_plan.add(record)
@@ -83,7 +75,7 @@ class Reporter:
             sink.write(record)
 
     def end(self, steps: int, record: EndRecord) -> None:
-        """Report the end after so many steps, and before it how they compare with the plan."""
+        """Report the comparison with the plan and the end, after so many steps."""
         if self._against_plan and (compared := self._against_plan.record()):
             self.write(compared)
             if text := self._against_plan.warning(compared):
@@ -91,5 +83,5 @@ class Reporter:
         self.write(record)
 
     def warn(self, steps: int, text: str, straggler: Straggler | None = None) -> None:
-        """Report something to look at, after so many steps."""
+        """Report a warning, after so many steps."""
         self.write(WarningRecord(steps, self.seconds, text, straggler))

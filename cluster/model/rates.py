@@ -15,9 +15,8 @@ from typing import get_args
 import numpy as np
 from scipy.optimize import nnls
 
-from cluster.model.computations import TERMS, Computation, Count, parts_of
-from cluster.model.strategy import BUCKET_BYTES, Strategy
-from cluster.model.work import wikipedia_work
+from cluster.model.computations import TERMS, Computation, Count
+from cluster.model.strategy import BUCKET_BYTES
 from cluster.published.calibration import calibration
 from cluster.published.cost_model import (
     FP8_SHARE,
@@ -37,8 +36,12 @@ from cluster.view import Collective, Operation, Scope, View
 LINEAR_FLOPS = 6.0
 """Floating-point operations of a linear layer for each row x input x output: three products of two operations each."""
 
-_ACCESSES = {"attention": 8.0, "norm": 10.0, "gelu": 5.0, "embedding": 8.0, "loss": 6.0}
+ACCESSES = {"attention": 8.0, "norm": 10.0, "gelu": 5.0, "embedding": 8.0, "loss": 6.0}
 """Times that a computation on a GPU reads or writes each element of its second term, if nothing was measured."""
+
+SEQUENCE_BYTES, LAUNCHES = 599_294_086, 1406
+"""Bytes of memory traffic of a sequence of BERT-Large beside its products, with the lengths of Wikipedia, and launches of a
+micro-batch: 2 bytes an access of `cluster.model.computations`; 6 launches a product, and 8 any other computation."""
 
 Costs = Mapping[str, tuple[float, ...]]
 """Seconds for one unit of each term of a computation, by its kind."""
@@ -243,48 +246,29 @@ def rates_of_machine(machine: Machine, precision: str = "bf16") -> Rates:
     sequence = matrix + memory + power
     # The power limit stretches all parts of a sequence alike.
     stretch = sequence / (matrix + memory)
-    sixteen = SEQUENCE_FLOPS / (sequence_time(p, run, False)[0] * stretch)
-    flops = {"bf16": sixteen}
+    seconds_per_byte = memory * stretch / SEQUENCE_BYTES
+    sixteen = sequence_time(p, run, False)[0] * stretch / SEQUENCE_FLOPS
+    # The fp32 gradient of a weight is read and written: 8 bytes.
+    costs: dict[str, tuple[float, ...]] = {"linear bf16": (0.0, LINEAR_FLOPS * sixteen, 0.0, 8 * seconds_per_byte)}
     if device.fp8_tflops is not None:
-        eight = sequence_time(p, run, True)[0] * stretch - (1 - FP8_SHARE) * SEQUENCE_FLOPS / sixteen
-        flops["fp8"] = FP8_SHARE * SEQUENCE_FLOPS / eight
-    # At one byte a second, without products, the seconds of a sequence are the bytes of its traffic.
-    traffic = _seconds_of(_costs({"bf16": math.inf}, 1.0, 0.0, 1.0) | {"linear bf16": (0.0,) * 4}, 4096) / 4096
+        in_fp8 = sequence_time(p, run, True)[0] * stretch / SEQUENCE_FLOPS - (1 - FP8_SHARE) * sixteen
+        costs["linear fp8"] = (0.0, LINEAR_FLOPS * in_fp8 / FP8_SHARE, 0.0, 8 * seconds_per_byte)
+    for kind, accesses in ACCESSES.items():
+        costs[kind] = (0.0, 2 * accesses * seconds_per_byte, 0.0)[: len(TERMS[kind])]
+    # Two products of queries, keys and values, in 16 bits also if the encoder's are in FP8.
+    costs["attention"] = (*costs["attention"], 2 * LINEAR_FLOPS * sixteen)
+    costs["lamb"] = (0.0, 0.0, UPDATE_BYTES / update_bytes_per_s(device))
+    # The host assembles batches while the device computes.
+    costs["batch"] = (0.0, 0.0)
     return Rates(
         machine.groups,
         machine.group,
         device.memory_gb * 1e9,
-        _costs(flops, traffic / (memory * stretch), 0.0, update_bytes_per_s(device)),
+        costs,
         _collectives(machine),
         micro_batch_s=math.exp(p["launch"]) + math.exp(p["half_batch"]) * sequence,
         start_s=math.exp(p["start"]),
     )
-
-
-def _costs(flops: Mapping[str, float], bytes_per_s: float, launch_s: float, update_per_s: float) -> dict:
-    """Return the costs of computations, given operations a second by data type, bytes a second, and seconds of a launch."""
-    costs: dict[str, tuple[float, ...]] = {
-        # The fp32 gradient of a weight is read and written: 8 bytes.
-        f"linear {name}": (6 * launch_s, LINEAR_FLOPS / rate, 0.0, 8 / bytes_per_s)
-        for name, rate in flops.items()
-    }
-    for kind, accesses in _ACCESSES.items():
-        costs[kind] = (8 * launch_s, accesses * 2 / bytes_per_s, 0.0)[: len(TERMS[kind])]
-    # Two products of queries, keys and values, in 16 bits also if the encoder's are in FP8.
-    costs["attention"] = (8 * launch_s, _ACCESSES["attention"] * 2 / bytes_per_s, 0.0, 2 * LINEAR_FLOPS / flops["bf16"])
-    costs["lamb"] = (0.0, launch_s, UPDATE_BYTES / update_per_s)
-    # The host assembles batches while the device computes.
-    costs["batch"] = (0.0, 0.0)
-    return costs
-
-
-def _seconds_of(costs: Costs, sequences: int) -> float:
-    """Return the seconds of a micro-batch of BERT-Large with the lengths of Wikipedia."""
-    work = wikipedia_work()
-    sizes = work.micro_batches(Strategy(sequences), 1, 0) if sequences > 1 else work.typical(1)
-    embedding, layer, last = parts_of(work.model, sizes)
-    computations = [*embedding, *last, *layer * (work.model.num_hidden_layers - 1)]
-    return float(sum(np.sum(Rates(1, 1, 0.0, costs).seconds(each, "bf16")) for each in computations))
 
 
 def _collectives(machine: Machine) -> dict[tuple[Operation, Scope], Curve]:
@@ -292,10 +276,9 @@ def _collectives(machine: Machine) -> dict[tuple[Operation, Scope], Curve]:
     link, network = link_rate(p, machine), network_rate(p, machine) if machine.groups > 1 else math.inf
     # A published run's latency of a step is that of all its buckets.
     latency = math.exp(p["network_latency"]) * math.log2(machine.groups) / (4 * PARAMETERS / BUCKET_BYTES)
-    # In a node, a collective costs one launch; with infinite rates, launches are all that takes time.
-    launches = _seconds_of(_costs({"bf16": math.inf}, math.inf, 1.0, math.inf), 1)
     scopes: list[tuple[Scope, int, float, float]] = [
-        ("node", machine.group, 1 / link, math.exp(p["launch"]) / launches),
+        # In a node, a collective costs one launch.
+        ("node", machine.group, 1 / link, math.exp(p["launch"]) / LAUNCHES),
         ("rail", machine.groups, machine.group / network, latency),
         # Links and network form one pipeline, whose slower half counts.
         ("world", machine.accelerators, max(1 / link if machine.group > 1 else 0.0, 1 / network), latency),

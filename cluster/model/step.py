@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import asdict, astuple, dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,17 +33,12 @@ _STEPS = 4
 
 @dataclass(frozen=True)
 class PredictedStep:
-    """Seconds of a step by part, named as in ``metrics_N.jsonl``.
-
-    ``reduce`` includes exposed communication and waiting for other ranks; ``hidden`` is communication behind computation,
-    and in none of the parts.
-    """
+    """Seconds of a step by part, named as in ``metrics_N.jsonl``; ``reduce`` includes waiting for other ranks."""
 
     data_wait: float
     forward_backward: float
     reduce: float
     update: float
-    hidden: float = 0.0
 
     @property
     def total(self) -> float:
@@ -53,7 +48,7 @@ class PredictedStep:
     @property
     def parts(self) -> dict[str, float]:
         """Seconds by part."""
-        return {name: getattr(self, name) for name in ("data_wait", "forward_backward", "reduce", "update")}
+        return asdict(self)
 
 
 def predict_step(work: Work, strategy: Strategy, rates: Rates, steps: int = _STEPS) -> PredictedStep:
@@ -98,17 +93,15 @@ def _predicted(work: Work, strategy: Strategy, rates: Rates, step: int) -> Predi
     # Simulate the step of a mean rank, whose pieces include the assembly of batches.
     scale = compute / float(compute_AR.sum(0).mean())
     means = [float(part.mean()) * scale for part in (embedding, layer, last)]
-    ends, communication = _timeline(strategy, data_rates, share, means, rates.micro_batch_s * scale)
+    ends = _timeline(strategy, data_rates, share, means, rates.micro_batch_s * scale)
     # A mean rank waits for the last one.
     straggling = max(0.0, rates.last_of(compute_R.tolist()) - rates.mean * compute) if rates.world_size > 1 else 0.0
-    exposed = ends.arrived - ends.computed + ends.waited
     return PredictedStep(
         max(0.0, assembly - compute) if rates.demand < 1 else 0.0,
         # Ranks that end early leave their processors to the others.
         ends.computed - ends.waited - (1 - rates.mean) * compute,
-        exposed + straggling,
+        ends.arrived - ends.computed + ends.waited + straggling,
         _update(strategy, rates, share),
-        max(0.0, communication - exposed),
     )
 
 
@@ -225,10 +218,8 @@ def _exchanged(
     return both(T, 4), 4 * both(T, element), both(T, element) + 4 * both(Q, element) + both(M, element)
 
 
-def _timeline(
-    strategy: Strategy, rates: Rates, share: ModelShare, means: Sequence[float], constant: float
-) -> tuple[Ends, float]:
-    """Simulate a mean rank's step, given the seconds of its parts; also return the seconds of all messages alone.
+def _timeline(strategy: Strategy, rates: Rates, share: ModelShare, means: Sequence[float], constant: float) -> Ends:
+    """Simulate a mean rank's step, given the seconds of its parts.
 
     The first forward pass and the last backward pass have one piece for each part of the model, because a message begins
     after a whole piece.
@@ -255,7 +246,7 @@ def _timeline(
         part = sum(end <= bucket.start for end in share.ends)
         seconds, busy = _reduce(strategy, rates, bucket)
         messages.append(Message(seconds, before + len(parts) - min(part, len(parts) - 1), busy))
-    return run(pieces, messages, rates.demand), sum(message.seconds for message in messages)
+    return run(pieces, messages, rates.demand)
 
 
 def _bytes(bucket: slice) -> int:
@@ -314,15 +305,7 @@ def _update(strategy: Strategy, rates: Rates, share: ModelShare) -> float:
 def predict_run(
     work: Work, strategy: Strategy, rates: Rates, step: PredictedStep | None = None, samples: float | None = None
 ) -> RunTime:
-    """Predict the time to train.
-
-    Args:
-        work: The work of the run.
-        strategy: How ranks share it.
-        rates: Rates of the ranks.
-        step: The predicted step, if it is already known.
-        samples: Samples to the target, if they are known of this batch size.
-    """
+    """Predict the time to train, given the predicted ``step`` and the ``samples`` to the target if they are known."""
     step = step or predict_step(work, strategy, rates)
     batch = strategy.global_batch_size
     samples = samples or work.samples
@@ -330,8 +313,9 @@ def predict_run(
         p, gigabytes = calibration().parameters, rates.memory_bytes / 1e9
         samples = math.exp(log_samples(p, batch, rates.world_size, gigabytes, batch / step.total, False))
     evaluations = max(1, math.ceil(samples / work.interval(batch)))
-    evaluation = _evaluation(work, strategy.precision, strategy.parallel, rates)
-    return RunTime.of(samples, math.ceil(samples / batch), evaluations, step.parts, evaluation, rates.start_s)
+    evaluation = evaluations * _evaluation(work, strategy.precision, strategy.parallel, rates)
+    once = {"evaluation": evaluation, "start": rates.start_s}
+    return RunTime.of(samples, math.ceil(samples / batch), evaluations, step.parts, **once)
 
 
 @functools.lru_cache(maxsize=256)  # a search asks for a few of them many times

@@ -87,10 +87,7 @@ def fit(
 ) -> tuple[dict[str, float], tuple[tuple[float, ...], ...]]:
     """Return the most plausible parameters given results, and their covariance.
 
-    Args:
-        observed: The results.
-        start: Where to begin; the priors if None.
-        tolerance: Relative change of the loss at which to stop.
+    The search begins at ``start``, or else at the priors, and stops at a relative change of the loss of ``tolerance``.
     """
     from scipy.optimize import least_squares  # takes long to import, and predictions do without
 

@@ -39,13 +39,8 @@ def log_samples(
 ) -> float:
     """Return the logarithm of the mean samples to the target.
 
-    Args:
-        p: Parameters of the model.
-        batch: Global batch size.
-        accelerators: Number of devices.
-        memory_gb: Memory of each device.
-        sequences_per_second: Throughput of the whole system.
-        old_recipe: Whether hyperparameters are those published up to round v2.0.
+    ``memory_gb`` is of each device, ``sequences_per_second`` of the whole system. ``old_recipe`` means hyperparameters as
+    published up to round v2.0.
     """
     practice = [(log(knot), p[f"practice_{knot}"]) for knot in BATCH_KNOTS]
     found = log(_line(REFERENCE_POINTS, batch)) + _line(practice, min(log(batch), practice[-1][0]))

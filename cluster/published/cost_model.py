@@ -109,18 +109,9 @@ class RunTime:
         return sum(self.parts.values())
 
     @classmethod
-    def of(
-        cls,
-        samples: float,
-        steps: float,
-        evaluations: float,
-        step_parts: dict[str, float],
-        evaluation_s: float,
-        start_s: float,
-    ) -> RunTime:
-        """Add up the parts of all steps, the evaluations, and the start."""
-        parts = {name: steps * seconds for name, seconds in step_parts.items()}
-        return cls(samples, steps, evaluations, parts | {"evaluation": evaluations * evaluation_s, "start": start_s})
+    def of(cls, samples: float, steps: float, evaluations: float, step: dict[str, float], **others: float) -> RunTime:
+        """Add up the parts of all steps, and ``others``, which count once."""
+        return cls(samples, steps, evaluations, {name: steps * seconds for name, seconds in step.items()} | others)
 
 
 def run_time(p: Parameters, run: TimedRun, samples: float | None = None) -> RunTime:
@@ -132,7 +123,8 @@ def run_time(p: Parameters, run: TimedRun, samples: float | None = None) -> RunT
     # Evaluation sequences are dealt evenly, so the device with one sequence more than the others decides.
     evaluation = FORWARD_SHARE * (ceil(EVALUATION_SEQUENCES / run.machine.accelerators) * sequence + step["launch"])
     evaluations = samples / evaluation_interval(run.batch)
-    return RunTime.of(samples, samples / run.batch, evaluations, step, evaluation, exp(p["start"]))
+    once = {"evaluation": evaluations * evaluation, "start": exp(p["start"])}
+    return RunTime.of(samples, samples / run.batch, evaluations, step, **once)
 
 
 def log_samples_needed(p: Parameters, run: TimedRun, step: dict[str, float]) -> float:

@@ -62,15 +62,8 @@ def describe_machine(
 ) -> Machine:
     """Return the machine of two numbers and two descriptions in the words of MLPerf's system descriptions.
 
-    Args:
-        device: The accelerator of every node.
-        nodes: Number of nodes.
-        per_node: Accelerators of a node.
-        interconnect: Between the devices of a node, such as "NVLINK BRIDGE".
-        networking: Between nodes, such as "Compute: 8x ConnectX-7 IB NDR 400Gb/s, Management: ...".
-
-    Raises:
-        ValueError: a number is not positive or exceeds `MOST_ACCELERATORS`.
+    ``interconnect`` joins the devices of a node, such as "NVLINK BRIDGE", and ``networking`` the nodes, such as "Compute: 8x
+    ConnectX-7 IB NDR 400Gb/s, Management: ...". Raises ``ValueError`` if a number is out of range.
     """
     for name, value in (("nodes", nodes), ("GPUs per node", per_node), ("GPUs in all", nodes * per_node)):
         if not 0 < value <= MOST_ACCELERATORS:

@@ -29,13 +29,9 @@ PARTS = {
 
 @dataclass(frozen=True)
 class Prediction:
-    """A predicted time to train.
+    """A predicted time to train with the bounds of its interval in minutes, and the most similar published results.
 
-    Attributes:
-        time: In seconds, by part.
-        low, high: Minutes that bound the interval.
-        extrapolates: How the run lies outside all published results, in words.
-        near: The published results on the most similar machines.
+    ``extrapolates`` says in words how the run lies outside all published results.
     """
 
     run: TimedRun
@@ -59,21 +55,13 @@ def predict(run: TimedRun) -> Prediction:
 
 
 def usual_run(machine: Machine, round: str | None = None) -> TimedRun:
-    """Return the run with the fastest of the batch sizes published at the nearest scales.
-
-    Raises:
-        ValueError: no batch size converges on so many accelerators.
-    """
+    """Return the run with the fastest of the batch sizes published at the nearest scales."""
     runs = [TimedRun(machine, batch, round) for batch in usual_batches(machine.accelerators)]
     return min(runs, key=lambda run: run_time(calibration().parameters, run).total)
 
 
 def machine_of(view: View) -> Machine:
-    """Return the machine that a probe measured: its accelerators, and the median rate of paths between its hosts.
-
-    Raises:
-        ValueError: the ranks have different devices, or none that `cluster devices` lists.
-    """
+    """Return the machine that a probe measured: its accelerators, and the median rate of paths between its hosts."""
     names = sorted({rank.device for rank in view.ranks})
     device = device_named(names[0])
     if len(names) > 1 or device.form == "CPU":

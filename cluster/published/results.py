@@ -30,13 +30,7 @@ ONE_SUBMITTER = {
 
 @dataclass(frozen=True)
 class Result:
-    """A published closed result.
-
-    Attributes:
-        submitter, system: Names in the table.
-        seconds: Mean time to train without the fastest and the slowest run.
-        samples: Mean samples to the target; None if the logs do not state them.
-    """
+    """A published closed result: mean seconds to train, and mean samples to the target if the logs state them."""
 
     run: TimedRun
     submitter: str
@@ -57,11 +51,7 @@ class Result:
 
 
 def described_machine(row: Mapping[str, str]) -> Machine:
-    """Return the machine that a row of a table of results describes. A node without accelerators has two CPUs.
-
-    Raises:
-        ValueError: a number is missing or wrong, or the accelerator is unknown.
-    """
+    """Return the machine that a row of a table of results describes. A node without accelerators has two CPUs."""
     nodes, per_node = whole_number(row, "nodes"), whole_number(row, "accelerators_per_node")
     name = row["accelerator"].strip()
     if per_node == 0 and name in ("", "N/A"):
@@ -72,11 +62,7 @@ def described_machine(row: Mapping[str, str]) -> Machine:
 
 
 def whole_number(row: Mapping[str, str], column: str) -> int:
-    """Return the number in a column, which spreadsheets may have written as "8.0".
-
-    Raises:
-        ValueError: it is no whole number of at most nine digits.
-    """
+    """Return the number in a column, of at most nine digits; spreadsheets may have written it as "8.0"."""
     text = row[column].strip().removesuffix(".0")
     if not (text.isascii() and text.isdecimal() and len(text) <= 9):
         raise ValueError(f"{column} is {text[:40]!r}, expected a whole number")

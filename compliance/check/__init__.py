@@ -1,1 +1,1 @@
-"""The checks of a log, and the forms in which findings are shown."""
+"""Check a log and print the findings."""

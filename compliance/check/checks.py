@@ -1,8 +1,7 @@
-"""The rules of this repository, each as a function from a parsed log to what it finds.
+"""This repository's checks of a log, each a function that yields findings.
 
-They are stricter than the official checker, which accepts a second run_start, an aborted run, evaluations off
-schedule. A finding is an error where the log is no valid result, and a warning where it departs from the rules in a way
-that accepted, published submissions do too.
+They are stricter than the official checker, which accepts a second run_start, an aborted run, and evaluations off schedule.
+A finding is an error if the log is no valid result, and a warning if accepted, published submissions do the same.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ CHECKPOINT_MS = 1000
 
 
 def check_lines(context: CheckedLog) -> Iterator[Finding]:
-    """Yield what is wrong with the file and its lines: all that can be said of a log that was not read to its end."""
+    """Yield the faults of the file and its lines."""
     for problem in context.log.problems:
         remedy = "write every record from one process, whole, on a line of its own"
         found = f"{problem.found}; expected {problem.expected}"
@@ -33,7 +32,6 @@ def check_lines(context: CheckedLog) -> Iterator[Finding]:
     if context.log.given_up:
         found = f"{context.log.given_up}: the rest was not read"
         yield Finding(None, "", "SR Submission form", found, context.log.remedy)
-        # The counts below would be of the part that was read.
         return
     if not context.log.token_lines:
         found = "no MLLOG record in the file; expected the log of a run"
@@ -44,7 +42,6 @@ def check_lines(context: CheckedLog) -> Iterator[Finding]:
 
 
 def _check_defect(context: CheckedLog) -> Iterator[Finding]:
-    """Yield the one finding about a file that is not the log of one whole run."""
     run, records = context.run, context.log.records
     match context.defect:
         case "joined":
@@ -63,10 +60,9 @@ def _check_defect(context: CheckedLog) -> Iterator[Finding]:
 
 def _check_chain(context: CheckedLog) -> Iterator[Finding]:
     chain = context.log.chain
-    # Logs of other software carry no digests, which is no fault.
+    # Logs of other software carry no digests.
     if not chain.opened and not chain.digests:
         return
-    # MLPerf asks for no digests, so the finding points to this repository's page.
     rule, remedy = "docs/compliance.md", "submit the log as the run wrote it"
     if chain.broken:
         first, last = chain.broken
@@ -81,7 +77,7 @@ def _check_chain(context: CheckedLog) -> Iterator[Finding]:
     elif not chain.ended and not context.aborted and not context.defect:
         found = f"no digest at the end; expected one below line {chain.covered}: the log was cut off, or the run was"
         stop = context.run.last.get("run_stop")
-        # The digest below run_stop bears out the run; what is missing was written after it.
+        # A digest below run_stop covers the run.
         severity: Severity = "warning" if stop and stop.line < chain.covered else "error"
         yield Finding(chain.covered, "", rule, found, remedy, severity=severity)
 
@@ -96,24 +92,23 @@ def _check_whole_run(context: CheckedLog) -> Iterator[Finding]:
 def _check_presence(context: CheckedLog) -> Iterator[Finding]:
     if not context.log.token_lines:
         return
-    # A record that is there but cannot be read has been reported as that; it is not missing as well.
+    # A record that cannot be read has been reported.
     present = {*context.log.by_key}.union(*(problem.keys for problem in context.log.problems))
     for rule in rules.KEYS.values():
         if rule.key in present or (context.aborted and rule.key not in TIMELINE):
-            continue  # an early end explains what an aborted log lacks, and the run is no result anyway
+            continue
         name, _, end = rule.key.partition("_")
         if name == "eval" and end in ("start", "stop"):
-            # Rule files take blocks for evaluations: only where epochs are all there is must evaluations be logged.
+            # Rule files accept blocks for evaluations; with epochs alone, evaluations must be logged.
             due = not {f"block_{end}", f"eval_{end}"} & present and f"epoch_{end}" in present
         else:
             due = rule.required_in(context.ruleset, context.run.division)
-            # Keys without "block" in them replace to themselves, which is known to be absent at this point.
-            due = due and rule.key.replace("block", "epoch") not in present  # blocks and epochs are alternatives
+            due = due and rule.key.replace("block", "epoch") not in present  # alternatives
         if due:
             times = "one record" if rule.once else "at least one record"
             remedy = f"log {rule.key} {' or '.join(rules.PHASE_NAMES[phase] for phase in rule.phases)}"
             severity: Severity = "error"
-            # TR 5.1 asks for it since that round. By place in the list: version numbers are texts.
+            # TR 5.1 asks for it since that round.
             if rule.key == "seed" and rules.RULESETS.index(context.ruleset) < rules.RULESETS.index("4.1.0"):
                 severity = "warning"
             found = f"no record; expected {times}"
@@ -121,7 +116,7 @@ def _check_presence(context: CheckedLog) -> Iterator[Finding]:
 
 
 def _check_time(context: CheckedLog) -> Iterator[Finding]:
-    """Check that times never decrease. Before run_start, only phases are held to that: several processes log there."""
+    """Check that times never decrease. Before run_start this holds for phases only, because several processes log."""
     start = context.run.first.get("run_start")
     run_line = start.line if start else sys.maxsize
     offline = _is_evaluated_offline(context)
@@ -137,13 +132,11 @@ def _check_time(context: CheckedLog) -> Iterator[Finding]:
             if record.line <= run_line:
                 is_error = phase is not None and record.key in TIMELINE and record.time_ms < phase.time_ms
             else:
-                # Evaluations after training bear the times of their checkpoints, which lie before the records above
-                # them.
+                # Evaluations after training have the times of their checkpoints.
                 is_error = back > JITTER_MS and not (offline and record.key in _OFFLINE)
             expected = "times that never decrease" + (", or evaluation during the run" if offline else "")
             yield at(record, found, expected, KEEP_THE_CLOCK, "TR 11", "error" if is_error else "warning")
-        # From run_start on, times are held against its own: what another process's clock had put ahead before is
-        # forgotten.
+        # From run_start on, another process's clock that was ahead before does not count.
         if latest is None or record.time_ms >= latest.time_ms or record.line == run_line:
             latest = record
         if record.key in TIMELINE:
@@ -154,9 +147,9 @@ _OFFLINE = ("eval_start", "eval_accuracy", "eval_stop", "train_samples", "eval_s
 
 
 def _is_evaluated_offline(context: CheckedLog) -> bool:
-    """Tell whether all evaluations stand after all training, in order, with the times of their checkpoints (TR 9.4).
+    """Tell whether all evaluations follow all training, in order, with the times of their checkpoints (TR 9.4).
 
-    The run then ends with the checkpoint that reached the target, at the end of one of the blocks.
+    The run then ends with the checkpoint that reached the target, at the end of a block.
     """
     log, first = context.log, context.run.first
     evaluations, trained = log.all("eval_accuracy"), log.all("block_stop") or log.all("epoch_stop")
@@ -174,10 +167,9 @@ def _check_fixed_settings(context: CheckedLog) -> Iterator[Finding]:
     if run.division != "closed" or context.aborted:
         return
     for violation in own_settings(run):
-        # The setting has a value, so the log holds its record.
         yield finding_of(run.first[violation.key], violation)
     cleared = context.log.all("cache_clear")
-    # Every process may log it, and one that dropped the caches is enough.
+    # Every process may log it; one that dropped the caches is enough.
     if cleared and all(record.value is False for record in cleared):
         remedy = "drop the caches before each run (needs root), and log what was done"
         yield at(cleared[0], f"value {shown(cleared[0].value)}: caches kept", "caches dropped before the run", remedy)
@@ -185,13 +177,12 @@ def _check_fixed_settings(context: CheckedLog) -> Iterator[Finding]:
 
 def _check_result(context: CheckedLog) -> Iterator[Finding]:
     run = context.run
-    # The last one, from which the official tools take the end of the run.
     stop = run.last.get("run_stop")
     if stop and context.aborted:
         remedy = "run again; a run that misses its target is no result"
         yield at(stop, "status aborted: not a valid result (aborted)", "status success", remedy, "TR 11, 12")
         return
-    # A last accuracy that is no fraction has been reported with the values.
+    # A last accuracy that is no fraction has been reported.
     if not run.accuracies or not rules.FRACTION.accepts(run.accuracies[-1].value):
         return
     trained, samples, batch = run.first.get("train_samples"), epoch_nums(run), run.global_batch_size
@@ -199,9 +190,9 @@ def _check_result(context: CheckedLog) -> Iterator[Finding]:
     for violation in unearned_success(run, run.value("train_samples")):
         if violation.key == "eval_accuracy":
             yield finding_of(run.accuracies[-1], violation)
-        # Placeholders in epoch_num are no sequences that train_samples could be compared with.
+        # Placeholders in epoch_num cannot be compared with train_samples.
         elif trained and is_counted and trained.value >= (batch or 0) and not counts_no_sequences(samples, batch):
-            # Others log what they planned, or the size of the data set. Fewer than at the last evaluation cannot be.
+            # Other software logs the planned samples, or the size of the data set.
             yield finding_of(trained, violation, "error" if trained.value < samples[-1] else "warning")
     if trained and is_counted and trained.value < (batch or 0):
         remedy = "log the samples at convergence"
@@ -209,8 +200,8 @@ def _check_result(context: CheckedLog) -> Iterator[Finding]:
 
 
 def checks_of(context: CheckedLog) -> tuple[Callable[[CheckedLog], Iterator[Finding]], ...]:
-    """The checks that apply to a log; findings of one line are shown in their order."""
-    # Most checks would complain of records that were not read, or belong to another run.
+    """Return the checks that apply to a log."""
+    # The others would complain of records that were not read, or belong to another run.
     if context.log.given_up:
         return (check_lines,)
     if context.defect in ("joined", "headless"):

@@ -1,8 +1,8 @@
-"""Grade what the records of a log break: as errors, as warnings where accepted submissions do the same, or not at all.
+"""Grade the violations of a log's records as errors, as warnings if accepted submissions do the same, or not at all.
 
-`compliance.log.order` says what is against each record. Others' logs are not held to all of it: their settings may stand
-anywhere, every process may log the start of the initialisation, and what follows from a fault that has been reported, such
-as an absent record, is not reported again.
+`compliance.log.order` yields the violations. Not all of them apply to logs of other software: settings may be anywhere,
+and every process may log the start of the initialisation. Consequences of a fault that has been reported, such as an absent
+record, are not reported again.
 """
 
 from __future__ import annotations
@@ -22,58 +22,55 @@ from compliance.log.run import LoggedRun
 from console.text import counted
 
 TIMELINE = tuple(rules.NEXT_PHASE)
-"""The records that divide a log into phases, in their order."""
-
+"""Records that divide a log into phases, in their order."""
 
 Defect = Literal["joined", "cut off", "headless"]
 
 
 @dataclass(frozen=True)
 class CheckedLog:
-    """A log, and what it is checked as."""
+    """A log under check, with its run and the violations of its records."""
 
     log: Log
     ruleset: str
 
-    # Works on a frozen dataclass because cached_property stores into __dict__ directly.
     @cached_property
     def _followed(self) -> tuple[LoggedRun, list[tuple[Record, Violation]]]:
-        # Others' settings may stand below what depends on them, as the batch size below the evaluations.
+        # Settings of other software may follow the records that depend on them.
         settings = {key: records[0] for key, records in self.log.by_key.items()}
         run, broken = LoggedRun(self.log.header, settings), []
         for record in self.log.records:
-            # The official checker ignores keys that it does not know, and others log many of their own.
+            # Other software logs many keys of its own, which the official checker ignores.
             if record.key in rules.KEYS:
-                # Judged before it is taken in: a record is held against the state that it meets.
                 broken += [(record, violation) for violation in violations(run, record, self.ruleset)]
             run.add(record)
         return run, broken
 
     @property
     def run(self) -> LoggedRun:
-        """The run that the log is of."""
+        """State of the run at the end of the log."""
         return self._followed[0]
 
     @property
     def broken(self) -> list[tuple[Record, Violation]]:
-        """Violations of the records, in their order."""
+        """Each violation with its record, in file order."""
         return self._followed[1]
 
     @property
     def aborted(self) -> bool:
-        """Tell whether the run was ended early, by its own words."""
+        """Tell whether the log says that the run was aborted."""
         return self.run.status == "aborted"
 
     @cached_property
     def defect(self) -> Defect | None:
-        """Tell why the file is not the log of one whole run; None if it may be one, whatever else is wrong with it."""
+        """Tell why the file is not the log of one whole run; None if it may be one."""
         run, log = self.run, self.log
         if not run.first or log.given_up:
             return None
         start = run.first.get("run_start")
         if start:
             later = {key: record.line for key, record in run.last.items() if record.line > start.line}
-            # Every process may log init_start, but none logs it beside other settings once the run has started.
+            # Every process may log init_start, but none logs it with other settings once the run has started.
             if "init_start" in later and {"submission_benchmark", "init_stop"} & later.keys():
                 return "joined"
         if not {"run_stop"} & {*run.first, *self.lost_keys}:
@@ -84,14 +81,13 @@ class CheckedLog:
 
     @cached_property
     def lost_keys(self) -> frozenset[str]:
-        """The keys of records that could not be read, as far as can be told."""
+        """Keys of records that could not be read, as far as can be told."""
         return frozenset().union(*(problem.keys for problem in self.log.problems if problem.severity == "error"))
 
     @cached_property
     def disorder(self) -> tuple[Record, str] | None:
-        """The first record that stands before one that opens an earlier phase, and the key of that one."""
+        """The first record that precedes one of an earlier phase, and the key of the latter."""
         first = self.run.first
-        # In the order of the phases, so that the earliest that was overtaken is named.
         for earlier, later in combinations(TIMELINE, 2):
             if earlier in first and later in first and first[earlier].line > first[later].line:
                 return first[later], earlier
@@ -101,21 +97,21 @@ class CheckedLog:
 def at(
     record: Record, found: str, expected: str, remedy: str, rule: str | None = None, severity: Severity = "error"
 ) -> Finding:
-    """A finding about a record, by default under the rule of its key."""
+    """Return a finding about a record, by default under the rule of its key."""
     known = rules.KEYS.get(record.key)
     where = rule or (known.source if known else "")
-    # A key that no rule names comes from the log as it is: escaped, without the quotes that shown() adds.
+    # An unknown key is escaped, without the quotes that shown() adds.
     key = record.key if known else shown(record.key)[1:-1]
     return Finding(record.line, key, where, f"{found}; expected {expected}", remedy, record.logged_at, severity)
 
 
 def finding_of(record: Record, violation: Violation, severity: Severity = "error") -> Finding:
-    """Build the finding for what a record breaks."""
+    """Return the finding for a record's violation."""
     return at(record, violation.found, violation.expected, violation.remedy, violation.rule, severity)
 
 
 def check_records(context: CheckedLog) -> Iterator[Finding]:
-    """Yield what is against the records one by one, graded."""
+    """Yield the graded violations of the records."""
     if context.disorder:
         record, earlier = context.disorder
         found = f"before {earlier} on line {context.run.first[earlier].line}"
@@ -123,7 +119,7 @@ def check_records(context: CheckedLog) -> Iterator[Finding]:
     for record, violation in context.broken:
         if severity := _grade(context, record, violation):
             yield finding_of(record, violation, severity)
-    # The end of a log that was cut off is missing as a whole, which is one finding of its own.
+    # A log that was cut off has one finding of its own.
     for violation in left_open(context.run) if context.run.is_ended else ():
         record = context.run.open[violation.key]
         if severity := _grade(context, record, violation):
@@ -135,17 +131,15 @@ def _grade(context: CheckedLog, record: Record, violation: Violation) -> Severit
     rule = rules.KEYS[record.key]
     match violation.kind:
         case "type":
-            # The official parser does not look at event_type. Only a start or an end that claims to be something else
-            # is worth a word; an empty type has been reported with its line.
+            # The official parser ignores event_type. An empty type has been reported.
             return "warning" if rule.event_type != "POINT_IN_TIME" and record.event_type else None
         case "place":
             return _grade_of_place(context, record)
         case "repeat":
-            # As the official checker: equal values are a warning, different ones of a key that is asked for once an
-            # error. Seeds are compared over all logs of a folder (``compliance.submission.check``).
+            # As in the official checker. Seeds are compared over all logs of a folder (`compliance.submission.check`).
             needed = rule.required_in(context.ruleset, context.run.division) and rule.key != "seed"
             same = record.value == context.run.first[record.key].value
-            # A second run_start or run_stop changes the time that is scored, and the official checker only warns of it.
+            # A second run_start or run_stop changes the score, but the official checker only warns of it.
             return "error" if rule.key in ("run_start", "run_stop") or (needed and not same) else "warning"
         case "value":
             return _grade_of_value(record)
@@ -153,20 +147,18 @@ def _grade(context: CheckedLog, record: Record, violation: Violation) -> Severit
             return _grade_of_pair(context, record.key)
         case "metadata" | "init time":
             return "error"
-        # What is left binds the writer alone ("span", "evaluation"), or is graded below with all evaluations in view.
+        # The others bind the writer alone ("span", "evaluation"), or are graded with all evaluations below.
         case _:
             return None
 
 
 def _grade_of_place(context: CheckedLog, record: Record) -> Severity | None:
-    """Grade a record's place; absent records are reported by their absence, not by their consequences."""
     rule, run = rules.KEYS[record.key], context.run
     is_interval = record.key in rules.INTERVALS or record.key in rules.INTERVALS.values()
-    has_place = is_interval or rule.phases == ("run",) or record.key == "cache_clear"  # settings may stand anywhere
-    # The order of the phases is one finding of its own.
+    has_place = is_interval or rule.phases == ("run",) or record.key == "cache_clear"  # settings may be anywhere
+    # The order of the phases is a finding of its own.
     if context.disorder or record.key in TIMELINE[1:] or not has_place:
         return None
-    # Without both ends, nothing can be told to lie outside of the run.
     if rule.phases == ("run",) and not {"run_start", "run_stop"} <= run.first.keys():
         return None
     is_late = record.key in ("block_stop", "epoch_stop") and record.line > run.first["run_stop"].line
@@ -174,7 +166,7 @@ def _grade_of_place(context: CheckedLog, record: Record) -> Severity | None:
 
 
 def _grade_of_value(record: Record) -> Severity:
-    """Grade a value: accepted logs have cache_clear null, seeds as text, and 0 for settings that they do not use."""
+    # Accepted logs have cache_clear null, seeds as text, and 0 for unused settings.
     value = record.value
     if record.key == "cache_clear":
         return "warning"
@@ -186,11 +178,11 @@ def _grade_of_value(record: Record) -> Severity:
 
 
 def _grade_of_pair(context: CheckedLog, key: str) -> Severity | None:
-    """Grade a pair: an epoch may end with the run (common.yaml); open submissions open one block for many evaluations."""
+    # An epoch may end with the run (common.yaml); open submissions open one block for many evaluations.
     name, division = key.partition("_")[0], context.run.division
     start, stop = f"{name}_start", f"{name}_stop"
     if start in TIMELINE or start not in context.run.first or {start, stop} & context.lost_keys:
-        return None  # what is wrong with the line of one has been reported
+        return None
     if stop not in context.run.first and rules.KEYS[stop].required_in(context.ruleset, division):
         return None  # its absence has been reported
     return "warning" if name == "epoch" or division == "open" else "error"
@@ -200,11 +192,11 @@ def _grade_of_pair(context: CheckedLog, key: str) -> Severity | None:
 
 
 def _check_evaluations(context: CheckedLog) -> Iterator[Finding]:
-    """Check where the evaluations stand, unless what they count is no sequences at all."""
+    """Check the places of the evaluations, unless they count no sequences."""
     run, schedule, batch = context.run, context.run.schedule, context.run.global_batch_size
     samples = epoch_nums(run)
     if not samples or run.counts["eval_accuracy"] > len(samples) or "eval_accuracy" in context.lost_keys:
-        return  # reported with the lines, the values or the order
+        return  # reported with the lines or the values
     if counts_no_sequences(samples, batch):
         found = f"epoch_num {samples[0]}" + (f" to {samples[-1]}" if samples[-1] != samples[0] else "")
         found += f" at {counted(len(samples), 'evaluation')}"
@@ -223,15 +215,14 @@ def _check_evaluations(context: CheckedLog) -> Iterator[Finding]:
 
 
 def epoch_nums(run: LoggedRun) -> list[int]:
-    """epoch_num of every evaluation; empty when one has none."""
+    """Return epoch_num of every evaluation; empty if one has none."""
     counts = [record.metadata.get("epoch_num") for record in run.accuracies]
     samples = [count for count in counts if rules.is_integer(count)]
     return samples if len(samples) == len(counts) else []
 
 
 def counts_no_sequences(samples: list[int], batch: int | None) -> bool:
-    """Tell whether the epoch_num of evaluations are placeholders or count evaluations (or epochs) instead of sequences."""
-    # No run ends within its first batch: such numbers count epochs or evaluations.
+    """Tell whether the evaluations' epoch_num are placeholders, or count evaluations or epochs instead of sequences."""
     if max(samples) < (batch or 1):
         return True
     constant, counted = [samples[0]] * len(samples), list(range(samples[0], samples[0] + len(samples)))
@@ -239,10 +230,10 @@ def counts_no_sequences(samples: list[int], batch: int | None) -> bool:
 
 
 def _is_regular(samples: list[int], run: LoggedRun) -> bool:
-    """Tell whether the evaluations follow one interval of their own that is near the one of the rules.
+    """Tell whether the evaluations follow a regular interval near the one of the rules.
 
-    Accepted submissions count a partial last batch, round the interval in their own way, or use that of a neighbouring
-    batch size: their steps are equal within 3 % or a batch, and the next multiple of 25,000 away at most.
+    Accepted submissions count a partial last batch, round the interval differently, or use a neighbouring batch size's:
+    their steps are equal within 3 % or a batch, and at most the next multiple of 25,000 away.
     """
     if not samples or run.schedule is None:
         return False

@@ -1,4 +1,4 @@
-"""Findings for code review: SARIF 2.1.0 and GitHub's workflow annotations.
+"""Findings for code review (SARIF 2.1.0, GitHub's workflow annotations), and verdicts as test results (JUnit XML).
 
 Specification: OASIS, Static Analysis Results Interchange Format 2.1.0. A SARIF rule is a section of the benchmark's rules
 or a rule file; a result is one finding, at its line. Paths are relative to the folder from which the check was started,
@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
+from xml.etree.ElementTree import Element, SubElement, tostring
 
 from compliance.artefact import write_whole
 from compliance.folders import absolute
@@ -41,10 +42,6 @@ def sarif(verdicts: Sequence[Verdict], root: Path) -> dict[str, Any]:
         "tool": {"driver": {"name": TOOL, "rules": [_rule(name, text) for name, text in texts.items()]}},
         # Without the slash at its end, resolving a path against it would drop the last folder (RFC 3986).
         "originalUriBaseIds": {ROOT: {"uri": absolute(root).as_uri() + "/"}},
-        "columnKind": "unicodeCodePoints",
-        # A check that cannot be run raises before anything is written.
-        "invocations": [{"executionSuccessful": True}],
-        "properties": {"rulesets": sorted({verdict.ruleset for verdict in verdicts})},
         "results": [_result(verdict, finding, places, root) for verdict, finding in pairs],
     }
     return {"$schema": SCHEMA, "version": "2.1.0", "runs": [run]}
@@ -57,6 +54,26 @@ def write_sarif(path: Path, verdicts: Sequence[Verdict]) -> None:
         ValueError: the file cannot be written.
     """
     write_whole(path, json_document(sarif(verdicts, Path.cwd())) + "\n")
+
+
+def write_junit(path: Path, verdicts: Sequence[Verdict]) -> None:
+    """Write a test case for each verdict; its errors are the failure, its warnings the output.
+
+    Raises:
+        ValueError: the file cannot be written.
+    """
+    failures = sum(not verdict.passed for verdict in verdicts)
+    suite = Element("testsuite", name=TOOL, tests=str(len(verdicts)), failures=str(failures), errors="0")
+    for verdict in verdicts:
+        # `visible` leaves no control characters, which XML cannot hold.
+        name = visible(verdict.path)
+        case = SubElement(suite, "testcase", classname="compliance.check", name=name, file=name)
+        if verdict.errors:
+            failure = SubElement(case, "failure", message=visible(verdict.summary))
+            failure.text = "\n".join(visible(finding) for finding in verdict.errors)
+        if warnings := [finding for finding in verdict.findings if finding.severity == "warning"]:
+            SubElement(case, "system-out").text = "\n".join(visible(finding) for finding in warnings)
+    write_whole(path, f'<?xml version="1.0" encoding="utf-8"?>\n{tostring(suite, encoding="unicode")}\n')
 
 
 def say_annotations(verdicts: Sequence[Verdict]) -> None:

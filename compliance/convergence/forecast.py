@@ -1,16 +1,10 @@
-"""Forecast when a run will reach its target: a range of evaluations, from its own curve or from the reference's runs.
+"""Forecast the evaluations at which a run may reach its target, from its own curve or from the reference's runs.
 
-The run shows it as it trains, and `watch` for any run's log.
-
-Accuracy rises ever more slowly. Two curves are given the slope of the last four evaluations, by least squares, and are led
-through the last one: a straight line in the samples n, which goes on rising as before and gives the early end of the range,
-and a - b / n, which bends and gives the late end, with two evaluations more for the scatter. BERT-Large's accuracy jumps
-from 0.4 to 0.7 before it creeps up to 0.72, so in closed runs evaluations below 0.70 do not count; until four are above, the
-range is the reference's mean with two standard deviations on each side, and in the open division there is none.
-
-At the evaluations of five published closed runs, the range by the run's own curve held the true end 35 of 37 times, the
-range by the reference 42 of 42 times (it knows nothing of a run that is tuned worse than itself); the ten open runs in
-results/ did so 31 of 31 times (tests/compliance/convergence/test_forecast.py).
+Two curves have the slope of the last four evaluations by least squares and go through the last one. A straight line in the
+samples n gives the early end of the range. The curve a - b / n, plus two evaluations for the scatter, gives the late end.
+BERT-Large's accuracy jumps from 0.4 to 0.7 before it creeps up to 0.72, so evaluations of closed runs below 0.70 do not
+count. Until four are above, the range is the reference's mean with two standard deviations on each side; in the open
+division there is none. On five published closed runs the curves' range held the true end 35 of 37 times.
 """
 
 from __future__ import annotations
@@ -28,13 +22,13 @@ if TYPE_CHECKING:
     from compliance.convergence.reference_points import Reference
 
 WINDOW = 4
-"""Evaluations that the curves are laid through."""
+"""Number of evaluations that give the slope."""
 KNEE = 0.70
-"""Accuracy from which a closed run's curve can be carried on."""
+"""Accuracy from which a closed run's curve can be extrapolated."""
 BENDING = -1.0
-"""Power of the samples in the curve that bends; with a stronger one it often has no end."""
+"""Power of the samples in the curve that bends. A stronger one often never reaches the target."""
 SCATTER = 2
-"""Evaluations that are added to the late end."""
+"""Evaluations added to the late end."""
 MAX_SAMPLES = 2.0**63
 SPREADS = 2.0
 """Standard deviations of the reference's runs on each side of their mean."""
@@ -42,12 +36,12 @@ SPREADS = 2.0
 
 @dataclass(frozen=True)
 class Forecast:
-    """The evaluations, numbered from 1, between which the target will be reached.
+    """Range of evaluations, numbered from 1, at which the target may be reached.
 
     Attributes:
-        earliest: None when nothing can be said yet.
-        latest: None when the curve may not reach the target at all.
-        basis: from what this is known, or why it is not, in words.
+        earliest: None if there is no forecast yet.
+        latest: None if the curve may not reach the target.
+        basis: what the forecast is based on, or why there is none.
     """
 
     earliest: int | None

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 State = Literal["ok", "warn", "fail"]
 
 
-@dataclass(frozen=True)
-class Diagnosis:
+class Diagnosis(NamedTuple):
     """Diagnosis of one thing that was examined before a run.
 
     Attributes:
-        subject: a word or two.
         state: "fail" if the run would not start, would fail or would be no valid result; "warn" if it may be slower or if
             something could not be examined.
         found: one sentence.

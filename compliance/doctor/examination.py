@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
@@ -16,14 +15,13 @@ from rich.text import Text
 
 from compliance.doctor import machine_checks, run_checks
 from compliance.doctor.accelerators import accelerators
-from compliance.doctor.diagnosis import Diagnosis, ok
+from compliance.doctor.diagnosis import Diagnosis
 from compliance.doctor.host import ExaminedHost
 from compliance.doctor.layout import IntendedRun, layout_of
 from compliance.doctor.machine import Machine, read_machine
 from compliance.doctor.run_checks import ExaminedRun
 from compliance.doctor.storage import Mount, read_mounts
-from compliance.doctor.system import ask_pytorch, container
-from compliance.doctor.system_file import compare
+from compliance.doctor.system import ask_pytorch
 from console.program import say, say_json
 from console.text import visible
 
@@ -42,7 +40,7 @@ def examine(
         ValueError: an unknown recipe, a number of nodes below 1, or a named file or folder that does not exist.
     """
     host = host or ExaminedHost()
-    for path in (intended.data, intended.checkpoint, intended.system):
+    for path in (intended.data, intended.checkpoint):
         if path is not None and not path.exists():
             raise ValueError(f"{path}: no such file or folder")
     if intended.checkpoint and not intended.recipe:
@@ -51,20 +49,16 @@ def examine(
     layout = layout_of(intended, host, len(machine.gpus.gpus))
     # Importing PyTorch takes long, and matters only on GPUs.
     pytorch = ask_pytorch(host) if layout.on_gpus else {}
-    run = ExaminedRun(intended, layout, host, machine, read_mounts() if mounts is None else mounts, pytorch)
+    run = ExaminedRun(intended, layout, host, read_mounts() if mounts is None else mounts)
     yield from run_checks.check_recipe(run)
-    yield from run_checks.check_packages()
     # The time of a file comes from its server's clock, which may be ahead.
     yield from machine_checks.clock(machine, layout, Path(__file__).stat().st_mtime - 24 * 3600)
     yield from accelerators(layout, machine.gpus, pytorch)
     yield from machine_checks.memory(machine, layout)
     yield from machine_checks.processors(machine, layout)
     yield from machine_checks.network(machine, layout)
-    yield ok("container", container(host) or "none")
     for check in (run_checks.check_caches, run_checks.check_storage, run_checks.check_results, run_checks.check_source):
         yield from check(run)
-    if path := run.system_file:
-        yield from compare(path, layout, host, machine)
     yield from run_checks.check_dry_run(run)
     yield from run_checks.check_data(run)
 
@@ -79,7 +73,7 @@ def print_diagnoses(diagnoses: Iterable[Diagnosis], as_json: bool) -> int:
             console.print(_lines(diagnosis))
     counts = Counter(diagnosis.state for diagnosis in found)
     if as_json:
-        say_json([asdict(diagnosis) for diagnosis in found])
+        say_json([diagnosis._asdict() for diagnosis in found])
     else:
         say(f"{counts['fail']} fail, {counts['warn']} warn, {counts['ok']} ok")
     return 1 if counts["fail"] else 0

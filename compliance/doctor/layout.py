@@ -30,7 +30,6 @@ class IntendedRun:
     recipe: str = ""
     data: Path | None = None
     checkpoint: Path | None = None
-    system: Path | None = None
     results: Path | None = None
     nodes: int | None = None
     quick: bool = False
@@ -71,11 +70,6 @@ class RunLayout:
     def world_size(self) -> int:
         """Ranks of all nodes."""
         return self.nodes * self.ranks
-
-    @property
-    def tensor(self) -> int:
-        """Ranks of a node that share a copy of the model, or a stage of it."""
-        return self.setting("parallel", "tensor") or 1
 
 
 def shape_in_name(recipe: str) -> tuple[int, int] | None:

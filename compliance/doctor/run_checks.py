@@ -1,21 +1,18 @@
-"""Check what a run reads and writes: recipe, packages, caches, data, results, source."""
+"""Check what a run reads and writes: recipe, caches, data, results, source."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from compliance.doctor.diagnosis import Diagnosis, fail, fail_or_warn, ok, warn
 from compliance.doctor.host import ExaminedHost
 from compliance.doctor.layout import IntendedRun, RunLayout
-from compliance.doctor.machine import Machine
-from compliance.doctor.storage import Mount, storage_of
-from compliance.doctor.system import version
+from compliance.doctor.storage import IN_MEMORY, LAYERED, Mount, mount_of
 from compliance.log import rules
 from compliance.log.rules import SUBMISSION_RUNS
 from console.processes import Output
@@ -26,14 +23,12 @@ VERIFY_TIMEOUT_S = 3600.0
 
 @dataclass(frozen=True)
 class ExaminedRun:
-    """The run that is intended, with all that is known about it."""
+    """The run that the user names, its layout, and where it would run."""
 
     intended: IntendedRun
     layout: RunLayout
     host: ExaminedHost
-    machine: Machine
     mounts: Sequence[Mount]
-    pytorch: Mapping[str, Any]
 
     def folder(self, name: Literal["train", "evaluation"]) -> Path | None:
         """Return a data set of the run."""
@@ -49,36 +44,15 @@ class ExaminedRun:
         """The run's results/ folder."""
         return self.intended.results or self.layout.named_path("log", "results")
 
-    @property
-    def system_file(self) -> Path | None:
-        """The system description."""
-        name = self.layout.setting("log", "system")
-        in_results = self.results / "systems" / f"{name}.json" if self.results and name else None
-        return self.intended.system or in_results
-
 
 def check_recipe(run: ExaminedRun) -> Iterator[Diagnosis]:
     """Name the ranks of the run; the dry run checks that they can share its batch."""
     layout = run.layout
-    division = f"{layout.nodes} node(s) x {layout.ranks} rank(s)"
-    if not layout.recipe:
-        yield ok("recipe", "none given: only the machine is examined (--recipe NAME examines a run)")
-    elif layout.ranks % layout.tensor:
-        remedy = "change the number of ranks (NPROC), or --parallel.tensor"
-        yield fail("recipe", f"groups of {layout.tensor} tensor-parallel ranks cannot share {division}", remedy)
-    else:
+    if layout.recipe:
         batch = layout.setting("training", "global_batch_size")
-        yield ok("recipe", f"{layout.recipe}: a batch of {batch} over {division}")
-
-
-def check_packages() -> Iterator[Diagnosis]:
-    """Check that the official package is installed and has the newest rules."""
-    installed, rules_file = version("mlperf-logging"), f"training_{rules.NEWEST_RULESET}/closed_bert.yaml"
-    if not installed or not (resources.files("mlperf_logging.compliance_checker") / rules_file).is_file():
-        found = f"{installed or 'not installed'}: no rules of BERT for {rules.NEWEST_RULESET}"
-        yield fail("mlperf-logging", found, "install the pinned packages: rm -r .venv, and run run_and_time.sh again")
+        yield ok("recipe", f"{layout.recipe}: a batch of {batch} over {layout.nodes} node(s) x {layout.ranks} rank(s)")
     else:
-        yield ok("mlperf-logging", f"{installed}, with the rules of {rules.NEWEST_RULESET}")
+        yield ok("recipe", "none given: only the machine is examined (--recipe NAME examines a run)")
 
 
 def check_caches(run: ExaminedRun) -> Iterator[Diagnosis]:
@@ -104,15 +78,15 @@ def check_storage(run: ExaminedRun) -> Iterator[Diagnosis]:
     """Check that the data lie on durable storage (TR 6.1)."""
     folders = [run.folder("train"), run.folder("evaluation")]
     for folder in dict.fromkeys(folder for folder in folders if folder and folder.exists()):
-        storage = storage_of(folder, run.mounts)
-        found = f"{folder} lies on {storage.description}"
-        if storage.durability == "memory":
+        mount = mount_of(folder, run.mounts)
+        found = f"{folder} lies on {mount}"
+        if mount.kind in IN_MEMORY:
             remedy = "put the data on a disk: the rules want durable storage (TR 6.1)"
             yield fail_or_warn("data", run.layout.is_closed, found, remedy)
-        elif storage.durability == "durable":
-            yield ok("data", found)
+        elif mount.kind in LAYERED:
+            yield warn("data", f"{found}, a layer of the container", "mount the data from a disk of the host")
         else:
-            yield warn("data", found, "mount the data into the container from a disk of the host")
+            yield ok("data", found)
 
 
 def check_results(run: ExaminedRun) -> Iterator[Diagnosis]:
@@ -120,12 +94,12 @@ def check_results(run: ExaminedRun) -> Iterator[Diagnosis]:
     results = run.results
     if results is None:
         return
-    storage = storage_of(results, run.mounts)
+    mount = mount_of(results, run.mounts)
     folder = results / str(run.layout.setting("log", "system") or "") / "bert"
     there = sum(bool(rules.RESULT_FILE.fullmatch(path.name)) for path in folder.glob("*"))
-    found = f"{results}, on {storage.description}: {there} log(s) of this system already"
-    if storage.durability == "memory":
-        yield warn("results", f"{results} lies on {storage.description}", "choose a folder on a disk (--log.results)")
+    found = f"{results}, on {mount}: {there} log(s) of this system already"
+    if mount.kind in IN_MEMORY:
+        yield warn("results", f"{results} lies on {mount}", "choose a folder on a disk (--log.results)")
     elif there >= SUBMISSION_RUNS and run.layout.is_closed:
         remedy = "move them away (with metrics_*), or set log.system to another name"
         yield warn("results", f"{found}, and a submission has {SUBMISSION_RUNS}", remedy)

@@ -13,12 +13,12 @@ import shutil
 import socket
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 from compliance.doctor.gpus import Gpus
-from compliance.doctor.host import ExaminedHost
+from compliance.doctor.host import ExaminedHost, run_root
 from compliance.doctor.machine import Machine
 from compliance.log.rules import DIVISIONS, SYSTEM_FIELDS, SYSTEM_INTEGERS, SYSTEM_STATUSES
 
@@ -48,8 +48,10 @@ print(json.dumps({
 
 def measure(host: ExaminedHost, machine: Machine) -> dict[str, str]:
     """Return the fields that this machine can tell; empty if it does not."""
-    fields = processors(host, machine) | storage(host) | accelerators(machine.gpus)
+    fields = processors(host, machine) | accelerators(machine.gpus)
     fields["host_memory_capacity"] = f"{machine.memory_bytes / 2**30:.0f} GiB"
+    # Of the file system that runs start in, decimal as disks are sold.
+    fields["host_storage_capacity"] = f"{shutil.disk_usage(run_root()).total / 1e9:.0f} GB"
     fields["host_networking"] = networking(host, machine)
     return fields | software(ask_pytorch(host) if machine.gpus.gpus else {}, machine.gpus.driver, host)
 
@@ -104,29 +106,6 @@ def processors(host: ExaminedHost, machine: Machine) -> dict[str, str]:
     }
 
 
-def storage(host: ExaminedHost) -> dict[str, str]:
-    """Describe the disks by kind and size; without any, the file system of the current folder."""
-    kinds: Counter[tuple[str, str]] = Counter()
-    for name in host.names("/sys/block"):
-        sectors = host.read(f"/sys/block/{name}/size")
-        if not re.match(r"nvme|sd|vd|xvd", name) or not sectors.isdecimal() or not int(sectors):
-            continue
-        rotates = host.read(f"/sys/block/{name}/queue/rotational") == "1"
-        kind = (
-            "NVMe SSD" if name.startswith("nvme") else "virtual disk" if "vd" in name else "HDD" if rotates else "SSD"
-        )
-        kinds[kind, _bytes(int(sectors) * 512)] += 1  # sectors of 512 bytes, whatever the disk has
-    capacities = [f"{count}x {size}" for (_, size), count in sorted(kinds.items())]
-    return {
-        "host_storage_type": ", ".join(sorted({kind for kind, _ in kinds})),
-        "host_storage_capacity": ", ".join(capacities) or f"1x {_bytes(shutil.disk_usage('.').total)}",
-    }
-
-
-def _bytes(count: int) -> str:  # decimal, as disks are sold
-    return f"{count / 1e12:.2f} TB" if count >= 10**12 else f"{count / 1e9:.0f} GB"
-
-
 def networking(host: ExaminedHost, machine: Machine) -> str:
     """Describe the network adapters: ports with RDMA by kind and rate, and wired devices of /sys/class/net."""
     kinds: Counter[str] = Counter()
@@ -163,16 +142,18 @@ def accelerators(found: Gpus) -> dict[str, str]:
 def ask_pytorch(host: ExaminedHost) -> dict[str, Any]:
     """Ask, in a process of its own, what PyTorch was built with and the GPUs it sees; empty if it cannot be imported."""
     answer = host.python("-c", _ASK_PYTORCH, timeout_s=PYTORCH_TIMEOUT_S).answer
-    return json.loads(answer) if answer else {}
+    with suppress(ValueError):
+        return json.loads(answer)
+    return {}
 
 
 def software(pytorch: Mapping[str, Any], driver: str, host: ExaminedHost) -> dict[str, str]:
-    """Describe the software: PyTorch and its libraries, installed packages, the container, the system."""
+    """Describe the software: PyTorch and its libraries, installed packages, the system."""
     stack = [f"{name} {pytorch[name]}" for name in ("CUDA", "cuDNN", "NCCL") if pytorch.get(name)]
     stack += [f"NVIDIA driver {driver}"] if driver else []
     packages = ("numpy", "triton", "nvidia-dali-cuda130", "mlperf-logging")
     stack += [f"{name} {number}" for name in packages if (number := version(name))]
-    stack += [f"Python {platform.python_version()}", *filter(None, [container(host)])]
+    stack += [f"Python {platform.python_version()}"]
     # Values stand in quotes or without.
     release = dict(re.findall(r'^(\w+)="?(.*?)"?$', host.read("/etc/os-release"), re.MULTILINE))
     ngc = host.environment.get("NVIDIA_PYTORCH_VERSION")
@@ -182,21 +163,6 @@ def software(pytorch: Mapping[str, Any], driver: str, host: ExaminedHost) -> dic
         "other_software_stack": ", ".join(stack),
         "operating_system": release.get("PRETTY_NAME", platform.platform()),
     }
-
-
-def container(host: ExaminedHost) -> str:
-    """Name the kind of container this runs in, and NVIDIA's image; "" outside of containers."""
-    environment = host.environment
-    image = f", image NVIDIA {name}" if (name := environment.get("NVIDIA_PRODUCT_NAME")) else ""
-    apptainer = environment.get("APPTAINER_CONTAINER") or environment.get("SINGULARITY_CONTAINER")
-    kinds = {
-        f"Apptainer container {Path(apptainer or '').name}": apptainer,
-        "Kubernetes pod": environment.get("KUBERNETES_SERVICE_HOST"),
-        "Podman container": host.path("/run/.containerenv").exists(),
-        "Docker container": host.path("/.dockerenv").exists(),
-        "container": image or environment.get("container"),
-    }
-    return next((kind + image for kind, is_here in kinds.items() if is_here), "")
 
 
 def version(distribution: str) -> str:

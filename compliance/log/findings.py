@@ -14,18 +14,16 @@ Outcome = Literal["pass", "fail"]
 
 @dataclass(frozen=True)
 class Finding:
-    """A departure of a log, or of a folder of logs, from the rules.
+    """A departure of a log, a folder or a description from the rules.
 
     Attributes:
-        line: line in the file, from 1; None when something is absent or the fault belongs to no line.
-        key: key of the record, or field of the system description; "" when the fault belongs to none.
-        rule: where the rule stands: "TR 24.4", "closed_bert.yaml", "SR Directory structure".
-        found: one sentence: what stands there, and what was expected.
-        remedy: what to do about it.
-        source: source position "file:lineno" that logged the record, where the log names it.
-        severity: "error" when the log is no valid result under the rules; "warning" when it departs from their text or
-            from good practice in a way that accepted submissions also do.
-        more: how many further records have the same fault.
+        line: line in the file, from 1; None if the fault belongs to no line.
+        key: key of the record, or field of the system description, or "".
+        rule: document of the rule: "TR 24.4", "closed_bert.yaml", "SR Directory structure".
+        found: one sentence with what was found and expected.
+        source: source position "file:lineno" that logged the record, if known.
+        severity: "error" if the log is no valid result; "warning" for a departure that accepted submissions also have.
+        more: number of further records with the same fault.
     """
 
     line: int | None
@@ -39,7 +37,7 @@ class Finding:
 
     @property
     def sentence(self) -> str:
-        """`found`, with the number of further records of which it is true."""
+        """`found`, with the number of further records with the same fault."""
         return self.found + (f" (and {self.more} more like it)" if self.more else "")
 
     def __str__(self) -> str:
@@ -57,11 +55,11 @@ class Finding:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The outcome of a check of one log, or of one folder for what belongs to no single log.
+    """Outcome of the check of a log, a folder or a description.
 
     Attributes:
-        official: what the official checker says under the same ruleset, warnings not counted as errors.
-        division: as logged, or None when the log does not say.
+        official: verdict of the official checker under the same ruleset, its warnings not counted as errors.
+        division: as logged, or None.
         status: of run_stop, or None.
     """
 
@@ -74,12 +72,12 @@ class Verdict:
 
     @property
     def errors(self) -> tuple[Finding, ...]:
-        """The findings that make it fail."""
+        """Findings that make it fail."""
         return tuple(finding for finding in self.findings if finding.severity == "error")
 
     @property
     def passed(self) -> bool:
-        """Tell whether it is a valid result under the rules: nothing was found beyond warnings."""
+        """Tell whether nothing was found beyond warnings."""
         return not self.errors
 
     @property
@@ -111,8 +109,8 @@ class Verdict:
 
 
 def shown(value: object, limit: int = 80) -> str:
-    """Format a value of a file for a message: short, and without what steers a terminal."""
-    # Before numbers, as True is an int to Python; in the words of JSON, which the reader sees in the file.
+    """Format a value of a file for a message: short, and with control characters escaped."""
+    # As in JSON, which the reader sees in the file.
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()
     # Cut before it is escaped, which may make it ten times as long.

@@ -1,13 +1,11 @@
-"""Violations by a record as the next one of a log: the one description of what a log may hold next.
+"""The one description of what a log may hold next: which rules a record breaks as the next one of a log.
 
-`LoggedRun` is the state, `violations` are the steps that it forbids. Each reader makes its own of them: the writer raises,
-so that no such record is written; the check collects all, and grades them by what accepted submissions do too; the watch
-warns of those that cost the run its result. What only a whole run shows has functions of its own.
+`LoggedRun` is the state, and `violations` yields the broken rules. The writer raises them, so that no such record is
+written. The check collects and grades them. The watch warns of those that cost the run its result.
 """
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator, Mapping
 from typing import Literal, NamedTuple
 
@@ -16,35 +14,28 @@ from compliance.log.findings import shown
 from compliance.log.record import Record
 from compliance.log.run import OPENED_BY, LoggedRun, samples_of
 from compliance.log.schedule import evaluation_interval
+from console.text import did_you_mean
 
 Kind = Literal[
-    "key",  # no rule names it
-    "type",  # another event type than the key's
+    "key",  # an unknown key
+    "type",  # a wrong event type
     "place",  # in the wrong phase
-    "repeat",  # a second record of what is logged once
+    "repeat",  # a second record of a key that is logged once
     "value",
     "metadata",
     "pair",  # an interval opened twice, or closed without being open
     "span",  # an interval that ends before it began, in sequences trained
     "evaluation",  # an accuracy outside of an evaluation, or an evaluation without one
     "init time",
-    "schedule",  # an evaluation at another place than the schedule's
+    "schedule",  # an evaluation off schedule
     "count",  # an evaluation that counts no sequences
-    "setting",  # a closed run with a setting of its own
-    "result",  # an end that the evaluations do not bear out
+    "setting",  # a closed run with another setting than the benchmark's
+    "result",  # an end that the evaluations do not support
 ]
 
 
 class Violation(NamedTuple):
-    """A rule that a record breaks, or that a run breaks with it.
-
-    Attributes:
-        key: of the record.
-        found: what stands there.
-        expected: what the rule wants.
-        remedy: what to do about it.
-        rule: where the rule stands.
-    """
+    """A broken rule. `key` is the record's key, and `rule` names the document of the rule."""
 
     kind: Kind
     key: str
@@ -55,7 +46,7 @@ class Violation(NamedTuple):
 
     @property
     def sentence(self) -> str:
-        """Say all of it but the remedy."""
+        """The violation in words, without the remedy."""
         return f"{self.key}: {self.found}, expected {self.expected} ({self.rule})"
 
     def __str__(self) -> str:
@@ -63,19 +54,18 @@ class Violation(NamedTuple):
 
 
 def violations(run: LoggedRun, record: Record, ruleset: str | None = None) -> Iterator[Violation]:
-    """Yield the rules that `record` breaks as the next one of the log of `run`.
+    """Yield the rules that `record` breaks as the next record of the log of `run`.
 
     Args:
-        ruleset: the one that the log is checked under. None for a log that is to satisfy all of them, of a writer that
-            knows its whole batches: its evaluations then stand where the schedule says, to the sample.
+        ruleset: the ruleset of the check. None for a writer, whose log satisfies all rulesets and whose evaluations follow
+            the schedule to the sample.
     """
     key = record.key
     rule = rules.KEYS.get(key)
     if rule is None:
-        close = difflib.get_close_matches(key, rules.KEYS, 1)
-        hint = f"one of the log's; did you mean {close[0]}?" if close else "one of the log's"
-        yield Violation("key", key, "an unknown key", hint, "correct the key", "common.yaml")
-        return  # without a rule there is nothing more to hold it to
+        expected = f"a key of the log{did_you_mean(key, rules.KEYS)}"
+        yield Violation("key", key, "an unknown key", expected, "correct the key", "common.yaml")
+        return
     if record.event_type != rule.event_type:
         remedy = "use the logger's start and end"
         yield Violation("type", key, f"event_type {record.event_type}", rule.event_type, remedy, rule.source)
@@ -103,14 +93,13 @@ def _repeated(first: Record, record: Record, rule: rules.KeyRule) -> Violation:
 
 
 def _misstated(rule: rules.KeyRule, record: Record, ruleset: str | None) -> Iterator[Violation]:
-    """Values and metadata that the key's rule does not take."""
     key, metadata = rule.key, record.metadata
     if rule.value is not None and not rule.value.accepts(record.value):
         remedy = "correct the value that is logged"
         yield Violation("value", key, f"value {shown(record.value)}", rule.value.wording, remedy, rule.source)
-    # Missing fields are None here, which no rule accepts.
+    # A missing field is None, which no rule accepts.
     wrong = [(name, wanted) for name, wanted in rule.metadata if not wanted.accepts(metadata.get(name))]
-    # Some rulesets take another count in the place of all of these.
+    # Some rulesets accept another count instead of all these fields.
     if not wrong or (ruleset and rules.COUNT.accepts(metadata.get(rules.alternative_metadata(key, ruleset) or ""))):
         return
     for name, wanted in wrong:
@@ -138,18 +127,16 @@ def _unpaired(run: LoggedRun, record: Record) -> Iterator[Violation]:
 
 
 def _slow_start(run: LoggedRun, record: Record, ruleset: str | None) -> Iterator[Violation]:
-    """An initialisation that took too long, or whose end lies before its start."""
-    # A second init_stop is reported as a repeat, and moves nothing.
+    # A second init_stop is reported as a repeat.
     if run.init_start_ms is None or "init_stop" in run.first:
         return
-    # While the division is not known, that of the run is closed, whose limit is shorter.
     limit = rules.init_limit_minutes(ruleset or rules.NEWEST_RULESET, run.division)
     minutes = (record.time_ms - run.init_start_ms) / 60_000
     where = rules.KEYS["init_stop"].source
     if minutes < 0:
         found, remedy = f"{-minutes:.1f} min before every init_start", KEEP_THE_CLOCK
         yield Violation("init time", "init_stop", found, "a later time", remedy, where)
-    # The limit itself is too long already: the rule files compare with <.
+    # The rule files compare with <.
     if minutes >= limit:
         found, remedy = f"initialisation took {minutes:.1f} min", "shorten compilation and warm-up"
         yield Violation("init time", "init_stop", found, f"less than {limit} min", remedy, where)
@@ -171,7 +158,7 @@ def _misplaced_evaluation(run: LoggedRun, record: Record, *, is_exact: bool) -> 
         samples = samples_of(record.metadata)
     else:
         samples = record.metadata.get("epoch_num")
-        # The next block may begin while an evaluation runs, so its accuracy counts the sequences at its start.
+        # The next block may begin while an evaluation runs, so the accuracy counts the sequences at its start.
         at = samples_of(opened.metadata) if opened else None
         remedy = "log each accuracy once, within its evaluation"
         if opened is None:
@@ -182,24 +169,24 @@ def _misplaced_evaluation(run: LoggedRun, record: Record, *, is_exact: bool) -> 
         elif run.is_evaluated:
             found = "a second time for one evaluation"
             yield Violation("evaluation", record.key, found, "eval_stop", remedy, where)
-    # Outside of the run its place is reported, and a schedule does not exist.
+    # Outside of the run the place is reported, and there is no schedule.
     if rules.is_integer(samples) and run.phase == "run":
         yield from _off_schedule(run, record.key, samples, is_exact=is_exact)
 
 
 def _off_schedule(run: LoggedRun, key: str, samples: int, *, is_exact: bool) -> Iterator[Violation]:
-    schedule, previous = run.schedule, _samples_before(run)
+    counted = run.accuracies[-1].metadata.get("epoch_num") if run.accuracies else 0
+    schedule, previous = run.schedule, counted if rules.is_integer(counted) else 0
     if samples == 0 and not run.accuracies and not is_exact:
-        return  # the untrained model: no evaluation of the schedule
-    # A step trains a whole batch, so even the first evaluation counts one.
+        return  # the untrained model
     fewest = max(previous + 1, run.global_batch_size or 0)
     if samples < fewest and key == "eval_accuracy" and not is_exact:
         found, expected = f"epoch_num {samples} after {previous}", "epoch_num = sequences trained, increasing"
         yield Violation("count", key, found, expected, "log the true count", "TR 24.6")
         return
-    if schedule is None:  # without a batch size or an open run's interval nothing is due anywhere
+    if schedule is None:
         return
-    # Those before the checkpoint are in another log; one that is due right where it was written is in this one.
+    # Evaluations before the checkpoint are in another log.
     done_before = schedule.index_after(run.resumed_samples) - 1 if run.resumed_samples else 0
     index = done_before + run.number_of_evaluations + 1
     due = schedule.samples(index)
@@ -209,17 +196,11 @@ def _off_schedule(run: LoggedRun, key: str, samples: int, *, is_exact: bool) -> 
         yield Violation("schedule", key, f"evaluation at {samples} samples", expected, remedy, "TR 24.4")
 
 
-def _samples_before(run: LoggedRun) -> int:
-    """Sequences trained at the evaluation before, as its accuracy says."""
-    counted = run.accuracies[-1].metadata.get("epoch_num") if run.accuracies else 0
-    return counted if rules.is_integer(counted) else 0
-
-
-# What a whole run shows
+# Rules about a whole run
 
 
 def own_settings(run: LoggedRun) -> Iterator[Violation]:
-    """Yield what a closed run has set otherwise than the benchmark does."""
+    """Yield the settings of a closed run that differ from the benchmark's."""
     if run.division != "closed":
         return
     batch = run.global_batch_size
@@ -231,15 +212,15 @@ def own_settings(run: LoggedRun) -> Iterator[Violation]:
     remedy = "keep to the benchmark's setting, or set the division to open"
     for key, expected in fixed.items():
         value = run.value(key)
-        # What is absent is no setting of its own; what must be there is asked for elsewhere.
+        # An absent setting is checked elsewhere.
         if expected is not None and rules.is_number(value) and value != expected:
             found = f"value {shown(value)} in a closed log"
             yield Violation("setting", key, found, f"{expected}", remedy, rules.KEYS[key].source)
 
 
 def left_open(run: LoggedRun) -> Iterator[Violation]:
-    """The intervals inside the run that have not been closed."""
-    # A phase that stays open shows by the record that is missing.
+    """Yield the intervals inside the run that have not been closed."""
+    # A phase that stays open is reported by its missing record.
     for key in run.open:
         if key not in rules.NEXT_PHASE:
             remedy = "log the start and the stop of every interval"
@@ -247,7 +228,7 @@ def left_open(run: LoggedRun) -> Iterator[Violation]:
 
 
 def unearned_success(run: LoggedRun, train_samples: object) -> Iterator[Violation]:
-    """Yield what does not fit a run that reached its target with `train_samples`, as the log says."""
+    """Yield the contradictions to a run that reached its target with `train_samples`."""
     target, last = run.target, run.accuracies[-1] if run.accuracies else None
     if last is None:
         found, remedy = "no evaluation", "train to the target, or log the run as aborted"

@@ -1,11 +1,10 @@
 """The rules of an MLPerf Training BERT log as data: keys, order, values, limits.
 
-One rule has one home. `bert.log.mllog` writes by this table and `compliance.check.checker` reads by it. The table is the
-superset of what the rulesets 1.0.0 to 5.0.0 ask, so that one log satisfies all of them; `required_in` says which
-ruleset and division insist on a key.
+`bert.log.mllog` writes by this table and `compliance.check.checker` reads by it. The table is the superset of what the
+rulesets 1.0.0 to 5.0.0 ask, so that one log satisfies all of them.
 
-"TR" in a source is the document training_rules.adoc of mlcommons/training_policies, with its section number; a yaml
-name is a rule file of the compliance checker in the package mlperf-logging.
+"TR" in a source is the document training_rules.adoc of mlcommons/training_policies, with its section number; a yaml name
+is a rule file of the compliance checker in the package mlperf-logging.
 """
 
 from __future__ import annotations
@@ -19,8 +18,7 @@ from typing import Literal, TypeGuard
 Division = Literal["closed", "open"]
 Phase = Literal["before", "init", "ready", "run", "done"]
 
-# From 1.0.0 on, as the reference convergence points. 5.1.0 still has rule files of BERT, but no benchmark of that name,
-# so that its package checker reports success without reading a log.
+# 5.1.0 has rule files of BERT, but its package checker knows no such benchmark and reports success without reading a log.
 RULESETS = ("1.0.0", "1.1.0", "2.0.0", "2.1.0", "3.0.0", "3.1.0", "4.0.0", "4.1.0", "5.0.0")
 NEWEST_RULESET = RULESETS[-1]
 AUTO = "auto"
@@ -36,14 +34,13 @@ SYSTEM_STATUSES = {
 RUN_STATUSES = ("success", "aborted")
 
 NOT_A_RESULT = "Not an MLPerf result: not reviewed and not verified by MLCommons."
-"""Notice in everything that is made here (TR 1)."""
+"""Notice in all output about runs of this repository (TR 1)."""
 UNOFFICIAL = "Unofficial: computed from the logs by this program. MLCommons publishes the official results."
-"""Notice about the logs of other software, which may be those of a published result."""
+"""Notice in all output about logs of other software, which may be of a published result."""
 
 QUALITY_TARGET = 0.720
 """Masked-LM accuracy that ends a closed run, as a fraction (TR 24.2)."""
 
-# As `submission_runs` of the RCP checker has it; the package checker refuses any other number of logs.
 SUBMISSION_RUNS = 10
 """Runs of a BERT submission (TR 12)."""
 
@@ -61,7 +58,7 @@ FIXED_SETTINGS: dict[str, int | float] = {
     "max_sequence_length": 512,
     "max_predictions_per_seq": 76,
 }
-"""Settings that a closed run takes from the reference, where a log says them (TR 9.1, 24.3)."""
+"""Settings that a closed run takes from the reference (TR 9.1, 24.3)."""
 
 PHASE_NAMES: dict[Phase, str] = {
     "before": "before init_start",
@@ -72,7 +69,7 @@ PHASE_NAMES: dict[Phase, str] = {
 }
 
 NEXT_PHASE: dict[str, Phase] = {"init_start": "init", "init_stop": "ready", "run_start": "run", "run_stop": "done"}
-"""The four records that divide a log into its phases, in their order."""
+"""Phase that each of four records begins, in their order."""
 
 INTERVALS = {
     "init_start": "init_stop",
@@ -81,26 +78,25 @@ INTERVALS = {
     "block_start": "block_stop",
     "eval_start": "eval_stop",
 }
-"""Opening record to closing record. Blocks, epochs and evaluations do not nest in their own kind."""
+"""Opening record to closing record."""
 
 
 @dataclass(frozen=True)
 class ValueRule:
-    """A rule for a value: in words, for messages, and as a predicate."""
+    """A rule for a value, as a predicate and in words for messages."""
 
     wording: str
-    # Functions compare by identity and print as addresses.
     accepts: Callable[[object], bool] = field(repr=False, compare=False)
 
 
 def is_integer(value: object) -> TypeGuard[int]:
-    """Tell whether `value` is an int of at most 64 bits, and not a bool (JSON's true is an int to Python)."""
-    # JSON may hold integers of thousands of digits, which overflow when they meet a float.
+    """Tell whether `value` is an int of at most 64 bits and not a bool."""
+    # Longer integers, which JSON may hold, overflow in arithmetic with floats.
     return isinstance(value, int) and not isinstance(value, bool) and -(2**63) <= value < 2**63
 
 
 def is_number(value: object) -> TypeGuard[int | float]:
-    """Tell whether `value` is such an integer or a finite float."""
+    """Tell whether `value` is an int of at most 64 bits or a finite float."""
     return is_integer(value) or (isinstance(value, float) and math.isfinite(value))
 
 
@@ -136,7 +132,7 @@ def _until(ruleset: str) -> frozenset[str]:
 
 
 def init_limit_minutes(ruleset: str, division: Division) -> int:
-    """Longest untimed initialisation, exclusive, under `ruleset`."""
+    """Return the longest untimed initialisation, exclusive."""
     return INIT_LIMIT_MINUTES["closed" if ruleset in _until("1.1.0") else division]
 
 
@@ -145,15 +141,13 @@ class KeyRule:
     """The rule for one key of the log.
 
     Attributes:
-        key: the name.
-        event_type: POINT_IN_TIME, INTERVAL_START or INTERVAL_END.
-        phases: where in the log the record may stand.
+        phases: phases of the log in which the record may be.
         once: at most one record; otherwise any number.
-        value: what the value must be; None where the value carries nothing.
-        metadata: fields that must be there, each with its rule.
-        closed, open: the rulesets in which a log of that division must hold the key.
-        written: whether the writer of this repository insists on it, in every log, before the clock starts.
-        source: where the rule stands.
+        value: rule of the value; None if the value has no meaning.
+        metadata: required fields, each with its rule.
+        closed, open: rulesets in which a log of that division must hold the key.
+        written: whether our writer requires it in every log, before the clock starts.
+        source: document of the rule.
     """
 
     key: str
@@ -181,7 +175,7 @@ def _setting(
     open: frozenset[str] = NONE,
     written: bool = True,
 ) -> KeyRule:
-    """A value logged once during initialisation; by default one that closed logs must hold."""
+    """Return the rule of a setting, logged once during initialisation and by default required in closed logs."""
     return KeyRule(key, "POINT_IN_TIME", ("init",), source, value=value, closed=closed, open=open, written=written)
 
 
@@ -192,7 +186,6 @@ def _optional(key: str, value: ValueRule) -> KeyRule:
 def _span(
     name: str, start: tuple[tuple[str, ValueRule], ...], stop: str, *, required: frozenset[str]
 ) -> tuple[KeyRule, KeyRule]:
-    """The two rules of an interval that repeats inside the run."""
     opening = KeyRule(f"{name}_start", "INTERVAL_START", ("run",), "common.yaml", once=False, metadata=start)
     opening = replace(opening, closed=required, open=required)
     closing = replace(opening, key=f"{name}_stop", event_type="INTERVAL_END", metadata=((stop, COUNT),))
@@ -200,7 +193,7 @@ def _span(
 
 
 _STATUS = _one_of(*SYSTEM_STATUSES)
-# The rule files take any word for a status; the RCP checker counts a run as converged by "success" alone.
+# The rule files accept any status; to the RCP checker only "success" means that the run converged.
 _RUN_STATUS = (("status", _one_of(*RUN_STATUSES)),)
 _BLOCK = (("first_epoch_num", COUNT), ("epoch_count", POSITIVE_INTEGER))
 _EPOCH = (("epoch_num", COUNT),)
@@ -243,13 +236,12 @@ _RULES = (
         "closed_bert.yaml 1.1.0 to 2.1.0",
         once=False,
         metadata=(("tensor", TEXT),),
-        # The one ruleset before that has no list of tensors.
         closed=_until("2.1.0") - {"1.0.0"},
         open=NONE,
     ),
     KeyRule("init_stop", "INTERVAL_END", ("init",), "common.yaml; TR 11"),
     KeyRule("run_start", "INTERVAL_START", ("ready",), "common.yaml; TR 11"),
-    # An alternative to blocks for others' logs; the writer logs blocks.
+    # An alternative to blocks in logs of other software.
     *_span("epoch", _EPOCH, "epoch_num", required=NONE),
     *_span("block", _BLOCK, "first_epoch_num", required=ALL),
     *_span("eval", _EPOCH, "epoch_num", required=NONE),
@@ -262,32 +254,31 @@ _RULES = (
         value=FRACTION,
         metadata=_EPOCH,
     ),
-    # The rule files ask for both once and do not care where they stand.
     KeyRule("train_samples", "POINT_IN_TIME", ("run", "done"), "common.yaml", value=STEPS),
     KeyRule("eval_samples", "POINT_IN_TIME", ("run", "done"), "common.yaml; TR 6.3", value=STEPS),
     KeyRule("run_stop", "INTERVAL_END", ("run",), "common.yaml; TR 11", metadata=_RUN_STATUS),
 )
 
 KEYS: dict[str, KeyRule] = {rule.key: rule for rule in _RULES}
-"""Every known key, in the order in which the writer's log holds them."""
+"""Every known key, in the order of our writer's log."""
 
-# Since 3.1.0 a count of samples, under two names, may stand in the place of epochs.
+# Since 3.1.0 a count of samples may replace epochs.
 _COUNTED_BY = {"3.1.0": "step_num", "4.0.0": "samples_count", "4.1.0": "samples_count", "5.0.0": "samples_count"}
 
 
 def alternative_metadata(key: str, ruleset: str) -> str | None:
-    """The field that may stand in place of all required metadata of an interval inside the run, if there is one."""
+    """Return the field that may replace all required metadata of an interval inside the run, if there is one."""
     name, _, end = key.partition("_")
     has_one = name in ("block", "eval") or (name == "epoch" and ruleset == "5.0.0")
     return _COUNTED_BY.get(ruleset) if has_one and end in ("start", "stop") else None
 
 
 PER_RANK = frozenset({"cache_clear", "init_start"})
-"""Keys that every process may log; their time stamps are not ordered across processes."""
+"""Keys that every process may log. Their times are not ordered across processes."""
 
 
 def weight_tensors(num_hidden_layers: int) -> tuple[str, ...]:
-    """Names of the weights in the reference's naming: 14 + 16 a layer, 398 for BERT-Large."""
+    """Return the weights' names in the reference's TensorFlow checkpoint: 14 + 16 a layer, 398 for BERT-Large."""
 
     def dense(*scopes: str) -> list[str]:
         return [f"{scope}/{name}" for scope in scopes for name in ("kernel", "bias")]
@@ -295,7 +286,6 @@ def weight_tensors(num_hidden_layers: int) -> tuple[str, ...]:
     def layer_norm(scope: str) -> list[str]:
         return [f"{scope}/LayerNorm/gamma", f"{scope}/LayerNorm/beta"]
 
-    # In the naming of the reference's TensorFlow checkpoint, which the rule files compare letter by letter.
     names = [f"bert/embeddings/{table}_embeddings" for table in ("word", "position", "token_type")]
     names += layer_norm("bert/embeddings")
     for layer in range(num_hidden_layers):
@@ -309,11 +299,7 @@ def weight_tensors(num_hidden_layers: int) -> tuple[str, ...]:
 
 
 def check_ruleset(ruleset: str) -> None:
-    """Refuse a ruleset under which BERT cannot be checked.
-
-    Raises:
-        ValueError: naming the rulesets that can be.
-    """
+    """Raise ValueError for a ruleset under which BERT cannot be checked."""
     if ruleset not in RULESETS:
         raise ValueError(
             f"ruleset is {ruleset!r}, expected one of {', '.join(RULESETS)}: "
@@ -331,10 +317,10 @@ SYSTEM_FIELDS = (
     "accelerator_memory_capacity", "accelerator_interconnect", "accelerator_interconnect_topology", "cooling",
     "hw_notes", "framework", "other_software_stack", "operating_system", "sw_notes",
 )  # fmt: skip
-"""The fields that the system description checker asks for; the hyphen in on-chip is its own."""
+"""Fields that the system description checker requires."""
 
 SYSTEM_INTEGERS = ("number_of_nodes", "host_processors_per_node", "accelerators_per_node")
-"""Fields that the result summarizer turns into integers: numeric strings."""
+"""Fields with numeric strings that the result summarizer turns into integers."""
 
 # Stricter than the package checker's result_*.txt, which takes any text for a number.
 RESULT_FILE = re.compile(r"result_(\d+)\.txt")

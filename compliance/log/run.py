@@ -1,7 +1,7 @@
-"""State of a run by its log: its phase, settings, evaluations, times and end, as far as its records go.
+"""State of a run according to its log: phase, settings, evaluations, times and end, as far as its records go.
 
-The writer, the check, the watch and the reports all read a run from its records here, one by one in the order of the log.
-`compliance.log.order` says what is against the next one.
+The writer, the check, the watch and the reports all feed the records of a run to `LoggedRun`, in the order of the log.
+`compliance.log.order` tells which rules the next record breaks.
 """
 
 from __future__ import annotations
@@ -19,25 +19,24 @@ OPENED_BY = {closing: opening for opening, closing in rules.INTERVALS.items()}
 
 
 class LoggedRun:
-    """A run as its log tells it. Times in milliseconds since the Unix epoch, None before they are logged.
+    """A run according to its log. Times are in milliseconds since the Unix epoch, None before they are logged.
 
-    Of a record that is logged again, the first one counts for what is set, and the last run_stop for the end.
+    If a record is logged again, the first one counts as the setting, and the last run_stop as the end.
 
     Args:
         header: the plain lines "# key: value" of the log.
-        settings: the first record of each key of the whole log, where that is known: others' settings may stand anywhere.
+        settings: the first record of each key of the whole log, if known: other software may log settings anywhere.
 
     Attributes:
-        counts: records of each known key.
-        first, last: the first and the last record of each known key.
-        open: the opening record of each interval that is open.
-        accuracies: the eval_accuracy records of the timed run.
-        resumed_samples: sequences that had been trained when the run went on from a checkpoint, where that is known.
-        counted_samples: the most sequences that a record of the timed run counts.
-        is_evaluated: the evaluation that was opened last has its accuracy.
-        start_ms: the earliest record.
-        last_ms: the latest one.
-        init_start_ms: the earliest init_start; every process may log one.
+        counts: number of records of each known key.
+        first, last: first and last record of each known key.
+        open: opening record of each interval that is open.
+        accuracies: eval_accuracy records of the timed run.
+        resumed_samples: sequences trained before the run went on from a checkpoint, if known.
+        counted_samples: largest count of sequences in a record of the timed run.
+        is_evaluated: whether the last evaluation has its accuracy.
+        start_ms, last_ms: time of the earliest and of the latest record.
+        init_start_ms: time of the earliest init_start; every process may log one.
     """
 
     def __init__(self, header: Mapping[str, str] | None = None, settings: Mapping[str, Record] | None = None) -> None:
@@ -49,8 +48,7 @@ class LoggedRun:
         self.last: dict[str, Record] = {}
         self.open: dict[str, Record] = {}
         self.accuracies: list[Record] = []
-        self.resumed_samples = 0
-        self.counted_samples = 0
+        self.resumed_samples = self.counted_samples = 0
         self.is_evaluated = False
         self.start_ms: int | None = None
         self.last_ms = 0
@@ -60,60 +58,56 @@ class LoggedRun:
     def add(self, record: Record) -> None:
         """Take in the next record of the log."""
         key, time_ms = record.key, record.time_ms
-        # Records of several processes need not stand in the order of their times.
+        # Records of several processes may be out of order.
         self.last_ms = max(self.last_ms, time_ms)
-        if self.start_ms is None or time_ms < self.start_ms:
-            self.start_ms = time_ms
+        self.start_ms = time_ms if self.start_ms is None else min(self.start_ms, time_ms)
         if key not in rules.KEYS:
             return
         self.counts[key] += 1
         self.last[key] = record
-        # A phase begins with its first record: one that is logged again is a violation, and no new phase.
+        # A record that is logged again is a violation and begins no phase.
         is_first = self.first.setdefault(key, record) is record
         if is_first and key in rules.NEXT_PHASE:
             self.phase = rules.NEXT_PHASE[key]
         if key in rules.INTERVALS:
             self.open[key] = record
         elif key in OPENED_BY:
-            self.open.pop(OPENED_BY[key], None)  # without an opening it is a violation, and nothing to close
+            self.open.pop(OPENED_BY[key], None)
         if key == "init_start":
-            # The earliest counts, as for the official checker.
+            # The official checker takes the earliest, too.
             self.init_start_ms = time_ms if self.init_start_ms is None else min(self.init_start_ms, time_ms)
         elif key == "run_stop":
-            # The RCP checker reads the last accuracy above run_stop, and none below it.
+            # The RCP checker reads the last accuracy above run_stop.
             self._at_end = self.last.get("eval_accuracy")
         elif self.phase == "run":
-            self._train(record)
+            self.counted_samples = max(self.counted_samples, samples_of(record.metadata) or 0)
+            if key == "eval_start":
+                self.is_evaluated = False
+            elif key == "eval_accuracy":
+                self.is_evaluated = True
+                self.accuracies.append(record)
 
-    def _train(self, record: Record) -> None:
-        self.counted_samples = max(self.counted_samples, samples_of(record.metadata) or 0)
-        if record.key == "eval_start":
-            self.is_evaluated = False
-        elif record.key == "eval_accuracy":
-            self.is_evaluated = True
-            self.accuracies.append(record)
-
-    # What was set
+    # Settings
 
     def value(self, key: str) -> Any:
-        """The value of a setting, None where there is none."""
+        """Return the value of a setting, None if it is not logged."""
         record = self.first.get(key) or self._known.get(key)
         return record.value if record else None
 
     def count_of(self, key: str) -> int | None:
-        """The value of a setting that is an integer > 0; None where there is none such."""
+        """Return the value of a setting if it is an integer > 0."""
         value = self.value(key)
         return value if rules.POSITIVE_INTEGER.accepts(value) else None
 
     @property
     def division(self) -> rules.Division:
-        """Division as logged, in whatever case; until then as the head says, or closed, whose rules are stricter."""
+        """Division as logged, in any case, or else as the header says, or else closed, whose rules are stricter."""
         text = self.value("submission_division") or self.header.get("config.log.division")
         return "open" if str(text).lower() == "open" else "closed"
 
     @property
     def target(self) -> float | None:
-        """Masked-LM accuracy that ends the run: the benchmark's, or what an open run sets itself."""
+        """Masked-LM accuracy that ends the run: the benchmark's, or the one that an open run sets."""
         if self.division == "closed":
             return rules.QUALITY_TARGET
         logged = self.value("quality_target")
@@ -126,13 +120,13 @@ class LoggedRun:
 
     @property
     def seed(self) -> int | None:
-        """The seed of the run."""
+        """Seed of the run."""
         seed = self.value("seed")
         return seed if rules.is_integer(seed) else None
 
     @property
     def schedule(self) -> EvaluationSchedule | None:
-        """Schedule of the run's evaluations; None while its batch size, or an open run's interval, is not known."""
+        """Schedule of the evaluations; None while the batch size, or an open run's interval, is unknown."""
         batch = self.global_batch_size
         if not batch:
             return None
@@ -141,23 +135,22 @@ class LoggedRun:
 
     @property
     def resumed_from(self) -> str | None:
-        """The checkpoint from which the run went on, so that its log is not that of a whole run."""
+        """Checkpoint from which the run went on, so that its log does not cover the whole run."""
         return self.header.get("resumed from")
 
-    # What came of it
+    # Results
 
     @property
     def number_of_evaluations(self) -> int:
-        """Evaluations on the schedule so far: one of the untrained model is none."""
+        """Evaluations on the schedule so far. An evaluation of the untrained model is not on it."""
         untrained = bool(self.accuracies) and self.accuracies[0].metadata.get("epoch_num") == 0
         return len(self.accuracies) - untrained
 
     @property
     def curve(self) -> list[tuple[int, float]]:
-        """(sequences trained, masked-LM accuracy) of each evaluation that says both."""
+        """(sequences trained, masked-LM accuracy) of each evaluation with a valid count and fraction."""
         return [
             (record.metadata["epoch_num"], record.value)
-            # What is no count or no fraction is for the check to judge; a curve leaves it out.
             for record in self.accuracies
             if rules.COUNT.accepts(record.metadata.get("epoch_num")) and rules.FRACTION.accepts(record.value)
         ]
@@ -169,47 +162,44 @@ class LoggedRun:
 
     @property
     def train_samples(self) -> int | None:
-        """Sequences trained, as the run itself sums them up."""
+        """Total number of sequences trained, as the run logs it."""
         samples = self.value("train_samples")
         return samples if rules.COUNT.accepts(samples) else None
 
     @property
     def is_ended(self) -> bool:
-        """Tell whether the log has its run_stop: without one the run goes on, or was cut off."""
+        """Tell whether the log has its run_stop. Otherwise the run goes on, or was cut off."""
         return "run_stop" in self.first
 
     @property
     def status(self) -> Any:
-        """Status at the end by the run's own words, "success" or "aborted"; None without an end."""
+        """Status at the end as the run logs it, "success" or "aborted"; None without an end."""
         stop = self.last.get("run_stop")
         return stop.metadata.get("status") if stop else None
 
     @property
     def run_start_ms(self) -> int | None:
         """Time at which the clock was started."""
-        start = self.first.get("run_start")
-        return start.time_ms if start else None
+        return _time_of(self.first.get("run_start"))
 
     @property
     def run_stop_ms(self) -> int | None:
         """Time at which the clock was stopped."""
-        stop = self.last.get("run_stop")
-        return stop.time_ms if stop else None
+        return _time_of(self.last.get("run_stop"))
 
     @property
     def seconds(self) -> float | None:
-        """Time to train: run_start to run_stop."""
+        """Time to train, from run_start to run_stop."""
         return _seconds(self.run_start_ms, self.run_stop_ms)
 
     @property
     def init_seconds(self) -> float | None:
-        """Untimed initialisation: init_start to init_stop."""
-        stop = self.last.get("init_stop")
-        return _seconds(self.init_start_ms, stop.time_ms if stop else None)
+        """Untimed initialisation, from init_start to init_stop."""
+        return _seconds(self.init_start_ms, _time_of(self.last.get("init_stop")))
 
     @property
     def sequences_per_s(self) -> float | None:
-        """Sequences trained over the whole time to train, evaluations included."""
+        """Sequences trained per second of the time to train, evaluations included."""
         return self.train_samples / self.seconds if self.train_samples and self.seconds else None
 
     def converged_samples(self) -> int | None:
@@ -226,12 +216,16 @@ class LoggedRun:
 
 
 def samples_of(metadata: Mapping[str, object]) -> int | None:
-    """Sequences trained at a record: samples_count, or epoch_num, which for BERT counts the same."""
+    """Return the sequences trained at a record: samples_count, or epoch_num, which for BERT counts the same."""
     samples = metadata.get("samples_count", metadata.get("epoch_num"))
     return samples if rules.is_integer(samples) and samples >= 0 else None
 
 
+def _time_of(record: Record | None) -> int | None:
+    return record.time_ms if record else None
+
+
 def _seconds(start_ms: int | None, stop_ms: int | None) -> float | None:
-    if start_ms is None or stop_ms is None or stop_ms < start_ms:  # a clock that was set back gives no time
+    if start_ms is None or stop_ms is None or stop_ms < start_ms:  # the clock was set back
         return None
     return (stop_ms - start_ms) / 1000

@@ -1,4 +1,4 @@
-"""Tell when a run has to evaluate (TR 24.4)."""
+"""When a run has to evaluate (TR 24.4)."""
 
 from __future__ import annotations
 
@@ -7,51 +7,48 @@ from dataclasses import dataclass
 
 
 def evaluation_interval(global_batch_size: int) -> int:
-    """Samples between two evaluations of a closed run (TR 24.4).
+    """Return the samples between two evaluations of a closed run.
 
-    The rule is 5 % of (230.23 x global batch size + 3,000,000), rounded down to a multiple of 25,000. Exact in
-    integers: 0.05 x 230.23 = 11.5115.
+    The rule is 5 % of (230.23 x global batch size + 3,000,000), rounded down to a multiple of 25,000.
 
     Raises:
         ValueError: the batch size is not positive.
     """
     if global_batch_size <= 0:
         raise ValueError(f"global_batch_size is {global_batch_size}, expected a positive integer")
+    # Exact in integers: 0.05 x 230.23 = 11.5115.
     ten_thousandths = 115_115 * global_batch_size + 1_500_000_000
     return ten_thousandths // (10_000 * 25_000) * 25_000
 
 
 def evaluation_samples(index: int, interval: int, global_batch_size: int) -> int:
-    """Samples trained at the `index`-th evaluation (from 1): `index` intervals, rounded up to a whole batch."""
-    # In integers: a quotient in floating point could miss a whole batch by its rounding.
+    """Return the samples trained at the `index`-th evaluation (from 1): `index` intervals, rounded up to a whole batch."""
     return -(-index * interval // global_batch_size) * global_batch_size
 
 
 @dataclass(frozen=True)
 class EvaluationSchedule:
-    """The places of the evaluations: every `interval` samples, rounded up to a whole batch."""
+    """Schedule of evaluations: every `interval` samples, rounded up to a whole batch."""
 
     interval: int
     global_batch_size: int
 
     def samples(self, index: int) -> int:
-        """Samples trained at an evaluation, numbered from 1."""
+        """Return the samples trained at the `index`-th evaluation, from 1."""
         return evaluation_samples(index, self.interval, self.global_batch_size)
 
     def index_after(self, samples: float) -> int:
-        """The first evaluation at so many samples or more."""
-        # A quotient that is whole but for its rounding is that whole number. Rounding up to a batch may have put the
-        # evaluation before it late enough.
+        """Return the first evaluation at `samples` or later."""
+        # The tolerance is for rounding. The evaluation before may be late enough, because it was rounded up to a batch.
         index = max(1, math.ceil(samples / self.interval - 1e-9))
         return index - 1 if index > 1 and self.samples(index - 1) >= samples else index
 
     def allows(self, index: int, samples: int, previous: int) -> bool:
-        """Tell whether the `index`-th evaluation (from 1) may stand at `samples`, the one before it at `previous`.
+        """Tell whether the `index`-th evaluation (from 1) may be at `samples`, after one at `previous`.
 
-        Two readings of "rounded up to a whole batch" are in use and both are accepted: the multiple of the interval is
-        rounded (an error under one batch for all evaluations), or the interval itself is (the distance to the previous
-        evaluation is then the rounded interval). Packed runs and partial last batches count real sequences against a
-        nominal batch size, which makes up to two small batches of difference.
+        Two readings of "rounded up to a whole batch" are in use, and both are accepted: the multiple of the interval is
+        rounded (an error under one batch for all evaluations), or the interval itself. Packed runs and partial last
+        batches count real sequences against a nominal batch size, which differs by up to two small batches.
         """
         batch = self.global_batch_size
         slack = max(batch, min(2 * batch, self.interval // 100))

@@ -1,8 +1,7 @@
-"""Ask the official compliance checker for its verdict on a log, and read its complaints.
+"""Ask the official compliance checker for its verdict on a log, and parse its messages.
 
-The checker of mlperf-logging prints messages for people who know its source: record indices, expressions, dumps of
-its state; on some logs it ends with a traceback. A `Complaint` is what can be learned from one message. It gets the lines
-that hold a record and nothing else, because it skips the others anyway.
+The checker's messages hold record indices, expressions and dumps of its state; on some logs it ends with a traceback. It
+gets only the lines that hold a record, because it skips the others anyway.
 """
 
 from __future__ import annotations
@@ -26,12 +25,11 @@ class Complaint:
     """A message of the official checker.
 
     Attributes:
-        text: the message in short.
-        keys: the keys it is about; empty when it names none.
-        line: line in the file of the record it names, where it names one.
+        text: the message, shortened.
+        keys: the keys that it names.
+        line: line in the file of the record that it names, if any.
         absent: it misses a record, or a record with a passing value.
-        about_state: the failed condition is about what came before, not about the record itself.
-        severity: what it is to the checker itself.
+        about_state: the failed condition is about earlier records, not about the record itself.
     """
 
     text: str
@@ -44,10 +42,10 @@ class Complaint:
 
 @dataclass(frozen=True)
 class Opinion:
-    """The verdict of the official checker on one log, its warnings not counted as errors.
+    """Verdict of the official checker on one log, its warnings not counted as errors.
 
     Attributes:
-        judged: False if the checker was not asked, crashed or did not end, so that `outcome` is not its own verdict.
+        judged: False if the checker was not asked, crashed or did not end.
     """
 
     outcome: Outcome
@@ -61,15 +59,14 @@ class Opinion:
 
 
 def opinion(lines: Sequence[tuple[int, bytes]], ruleset: str) -> Opinion:
-    """Return what the official checker says about a log.
+    """Return the official checker's verdict on a log.
 
     Args:
-        lines: (line in the file, from 1; its bytes without the end) of each line that holds the token.
+        lines: (line in the file, from 1; its bytes without the end) of each line with the token.
 
     Raises:
         ValueError: mlperf-logging is not installed.
     """
-    # Numbered anew by this: `places` leads back from the checker's count to the lines of the file.
     answer = process.ask_about(b"\n".join(line for _, line in lines), ruleset, TIMEOUT_S)
     if "crash" in answer:
         return Opinion("fail", (Complaint(visible(answer["crash"], MAX_TEXT_CHARACTERS)),), judged=False)
@@ -80,7 +77,7 @@ def opinion(lines: Sequence[tuple[int, bytes]], ruleset: str) -> Opinion:
 
 
 def _parse_message(key: str | None, message: str, places: Sequence[int], severity: Severity) -> Complaint:
-    # Below its first line a message holds the record, the expression, and a dump of the checker's state.
+    # The record, the expression, and a dump of the checker's state follow the first line.
     text = visible(message.partition("\n")[0], MAX_TEXT_CHARACTERS)
     keys = frozenset({key} if key else ())
     # The checker has no codes for its messages, so their English is matched, as mlperf-logging 4.1.68 words it.
@@ -93,11 +90,11 @@ def _parse_message(key: str | None, message: str, places: Sequence[int], severit
         test = re.search(r"^failed test: (.*)$", message, re.MULTILINE)
         condition = test[1] if test else ""
         text = visible(f"{match[1]} fails the condition {condition}", MAX_TEXT_CHARACTERS)
-        # What the message calls a line is the record's index, from 0.
+        # The "line" is the record's index, from 0.
         line = places[int(match[2])]
-        # In the rule files' conditions s is what earlier records have left.
+        # In the rule files' conditions s is the state after earlier records.
         return Complaint(text, keys, line=line, about_state="s[" in condition, severity=severity)
-    # A condition on the whole log, so that the message names no key.
+    # A condition on the whole log names no key.
     if "initialized_tensors" in message:
         text = "the list of initialised tensors is wrong"
         return Complaint(text, frozenset({"weights_initialization"}), absent=True, severity=severity)

@@ -22,8 +22,7 @@ from compliance.log.reader import Log
 from compliance.log.rules import SUBMISSION_RUNS
 from compliance.package.source import SourceTree, tracked_source
 from compliance.package.tree import Package, PackageRequest, SubmittedRun, write_tree
-from compliance.submission.agreement import against_logs
-from compliance.submission.description import description_findings, read_description
+from compliance.submission.description import against_logs, description_findings, read_description
 from console.files import sha256_of
 
 INDISPENSABLE_FIELDS = ("submitter", "division", "status", "system_name", "framework")

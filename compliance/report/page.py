@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import islice
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal
 
 from compliance.artefact import write_whole
 from compliance.log.records import RunRecord
@@ -188,18 +188,11 @@ def _in_score(results: Results, run: ReportedRun) -> str:
     return f"no, {dropped}" if dropped else "yes" if run in results.valid and results.dropped else "-"
 
 
-class _Neighbours(NamedTuple):
-    results: tuple[Published, ...]
-    own: Published
-    longest: float
-    left_out: int
-
-
-def _neighbours(results: Results) -> _Neighbours | None:
-    """The folder between the published results next to it; None without a place."""
+def _neighbours(results: Results) -> dict[str, Any]:
+    """Return the folder between the published results next to it; empty without a place."""
     placement = results.placement
     if not placement.compared:
-        return None
+        return {}
     rate_each = results.shown.logged.sequences_per_s
     own = Published(
         round="-",
@@ -212,7 +205,8 @@ def _neighbours(results: Results) -> _Neighbours | None:
         rate=rate_each / results.accelerators if rate_each and results.accelerators else None,
     )
     shown = (*placement.faster, own, *placement.slower)
-    return _Neighbours(shown, own, max(each.minutes for each in shown), placement.compared - len(shown) + 1)
+    longest = max(each.minutes for each in shown)
+    return {"results": shown, "own": own, "longest": longest, "left_out": placement.compared - len(shown) + 1}
 
 
 def differences(results: Results) -> dict[str, str]:

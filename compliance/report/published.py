@@ -96,7 +96,7 @@ def placement(minutes: float, accelerator: str, accelerators: int) -> PublishedP
         return PublishedPlace(f"No published result of rounds v2.0 to v3.1 was trained on {kind}.")
     same = [result for result in alike if result.accelerators == accelerators]
     if not same:
-        return PublishedPlace(_nearest_scale(alike, accelerators, kind))
+        return PublishedPlace(_scales(alike, accelerators, kind))
     faster = [result for result in same if result.minutes < minutes]
     slower = same[len(faster) :]  # sorted, so the others follow
     between = [f"the {each.minutes:.2f} min of {each.name}" for each in (*faster[-1:], *slower[:1])]
@@ -115,14 +115,9 @@ def _slot(accelerator: str) -> str | None:
     return "PCIe" if form(accelerator) == "NVL" else form(accelerator)
 
 
-def _nearest_scale(alike: Sequence[Published], accelerators: int, kind: str) -> str:
-    scales = {result.accelerators for result in alike}
-    # By ratio: from 8 accelerators, 4 and 16 are equally near; then the smaller one.
-    nearest = min(scales, key=lambda scale: (max(scale, accelerators) / min(scale, accelerators), scale))
-    times = [result.minutes for result in alike if result.accelerators == nearest]
-    span = f"{times[0]:.2f}" if len(times) == 1 else f"{times[0]:.2f} to {times[-1]:.2f}"
-    number = "one result" if len(times) == 1 else f"{len(times)} results"
+def _scales(alike: Sequence[Published], accelerators: int, kind: str) -> str:
+    published_ones = ", ".join(map(str, sorted({result.accelerators for result in alike})))
     return (
-        f"No published result was trained on {accelerators} {kind}. The nearest scale is {nearest}: {number}, {span} min. "
+        f"No published result was trained on {accelerators} {kind}, only on {published_ones}. "
         "Times at different scales do not compare, so no place is given."
     )

@@ -27,7 +27,7 @@ from compliance.submission.check import check_paths, is_for_submission
 from compliance.submission.description import read_description
 
 MIN_RUNS_FOR_SCORE = 3
-"""Fewest runs of which something is left when the fastest and the slowest are dropped."""
+"""Fewest runs for a score, which drops the fastest and the slowest."""
 
 STEP_PARTS = {
     "forward and backward": "forward_backward_ms",
@@ -57,23 +57,23 @@ class ReportedRun:
 
     @property
     def outcome(self) -> Outcome:
-        """Our verdict in a word."""
+        """Our verdict in one word."""
         if self.verdict.passed:
             return "valid"
         return "aborted" if self.verdict.status == "aborted" else "invalid"
 
     @property
     def counted_seconds(self) -> float:
-        """Time to train as the score counts it: infinite for a run that is no valid result (TR 12)."""
+        """Time to train as the score counts it: infinite for an invalid run (TR 12)."""
         seconds = self.logged.seconds
         return seconds if seconds is not None and self.verdict.passed else FAILED
 
 
 @dataclass(frozen=True)
 class Results:
-    """A results folder: its runs by number, the system's name and description, empty without one, and the ruleset.
+    """A results folder: its runs by number, the system's name and its description (empty without one), and the ruleset.
 
-    `beside` has the verdicts on what is no run: the folder as a whole, the description.
+    `beside` has the verdicts on the folder as a whole and on the description.
     """
 
     folder: Path
@@ -85,7 +85,7 @@ class Results:
 
     @cached_property
     def submitted(self) -> tuple[ReportedRun, ...]:
-        """Runs that a submission takes: all, or of more than ten those that `compliance.convergence.selection` chooses."""
+        """Runs that a submission takes: all, or ten of more that `compliance.convergence.selection` chooses."""
         if len(self.runs) <= SUBMISSION_RUNS:
             return self.runs
         starts, times = [run.logged.start_ms or 0 for run in self.runs], [run.counted_seconds for run in self.runs]
@@ -93,17 +93,17 @@ class Results:
 
     @cached_property
     def valid(self) -> tuple[ReportedRun, ...]:
-        """The submitted runs that are valid results and have a time."""
+        """Submitted runs that are valid results and have a time."""
         return tuple(run for run in self.submitted if run.counted_seconds < FAILED)
 
     @property
     def lost(self) -> int:
-        """Number of submitted runs that are no valid results; more than one leave no score (TR 12)."""
+        """Number of submitted runs that are invalid; with more than one there is no score (TR 12)."""
         return len(self.submitted) - len(self.valid)
 
     @cached_property
     def dropped(self) -> dict[int, str]:
-        """The runs that the score leaves out, by number: "fastest", "slowest", "not submitted"; empty without a score."""
+        """Why the score drops a run, by number: "fastest", "slowest" or "not submitted"; empty without a score."""
         if self.score_seconds is None:
             return {}
         fastest, *_, slowest = sorted(self.submitted, key=lambda run: run.counted_seconds)
@@ -114,7 +114,7 @@ class Results:
     def score_seconds(self) -> float | None:
         """Mean time to train without the fastest and the slowest run (TR 12), before scaling.
 
-        None with fewer than three runs, or when more than one is no valid result.
+        None with fewer than three runs, or if more than one is invalid.
         """
         if len(self.submitted) < MIN_RUNS_FOR_SCORE:
             return None
@@ -123,30 +123,30 @@ class Results:
 
     @property
     def scaled_seconds(self) -> float | None:
-        """The score as the rules scale it when convergence is faster than the reference's (TR 13)."""
+        """The score after scaling, which applies if the runs converge faster than the reference (TR 13)."""
         if self.score_seconds is None:
             return None
         return self.score_seconds * (self.convergence.scaling if self.convergence else 1.0)
 
     @property
     def notice(self) -> str:
-        """Say what this is: runs of this repository are no results; of others' logs only this summary is unofficial."""
+        """Disclaimer: runs of this repository are no MLPerf results; other logs may be, but their summary is unofficial."""
         own = any(run.log.chain.opened for run in self.runs)
         return rules.NOT_A_RESULT if own else rules.UNOFFICIAL
 
     @property
     def for_submission(self) -> bool:
-        """Tell whether the runs may become a submission: open runs of this repository's recipes are not meant to."""
+        """Tell whether the runs may be submitted; open runs of this repository's recipes are not meant for that."""
         return any(is_for_submission(run.logged) for run in self.runs)
 
     @property
     def division(self) -> str | None:
-        """The division, when all logs that name one name the same."""
+        """The division, if all logs that name a division agree."""
         return _only({run.verdict.division for run in self.runs})
 
     @property
     def global_batch_size(self) -> int | None:
-        """Sequences of an optimizer step, when all logs that name it name the same."""
+        """Sequences per optimizer step, if all logs that name it agree."""
         return _only({run.logged.global_batch_size for run in self.runs})
 
     @cached_property
@@ -159,32 +159,32 @@ class Results:
 
     @cached_property
     def findings(self) -> list[tuple[str, Finding]]:
-        """All findings with what they are about, errors first: "run 3", or the name of the folder or description."""
+        """All findings, errors first, each with its subject: "run 3", or the name of the folder or description."""
         found = [(f"run {run.number}", finding) for run in self.runs for finding in run.verdict.findings]
         found += [(verdict.path.resolve().name, finding) for verdict in self.beside for finding in verdict.findings]
         return sorted(found, key=lambda pair: pair[1].severity == "warning")  # sorted() keeps the order within each
 
     @property
     def accelerator(self) -> str:
-        """Name of the accelerator, from the system description or else from a log; "" when there is none."""
+        """Name of the accelerator from the system description, otherwise from a log; "" without one."""
         names = (self.description.get("accelerator_model_name", ""), self.shown.log.header.get("accelerator", ""))
         return next((name for name in names if name and name not in ("N/A", "none")), "")
 
     @property
     def accelerators(self) -> int | None:
-        """Number of accelerators of the system, from its description or else the processes of a run; None when unknown."""
+        """Number of accelerators from the system description, otherwise the processes of a run; None if unknown."""
         fields = [self.description.get(name, "") for name in ("number_of_nodes", "accelerators_per_node")]
-        # Somebody's text: without a bound, a number of any length would be computed with.
+        # The bound keeps a text of any length from being computed with.
         if all(field.isascii() and field.isdigit() and len(field) < 7 for field in fields):
             return int(fields[0]) * int(fields[1])
         if not self.accelerator:
             return None
-        # Processes stand for accelerators only where there are some: a run on processors has none.
+        # A run on processors has processes too, but no accelerators.
         return (self.shown.metrics.run.world_size or None) if self.shown.metrics.run else None
 
     @cached_property
     def shown(self) -> ReportedRun:
-        """The run that stands for all where one must: the last valid one, or the last one."""
+        """The run whose settings and facts are shown: the last valid one, otherwise the last one."""
         return (self.valid or self.runs)[-1]
 
     @cached_property
@@ -214,7 +214,7 @@ def load_results(folder: Path, ruleset: str = rules.NEWEST_RULESET) -> Results:
     runs: list[ReportedRun] = []
     for number, path in logs:  # result_1.txt and result_01.txt are two runs of one number
         log = read_log(path)
-        # A packed log in a submission is misnamed to the check of the folder, and yet a run to be shown.
+        # The check of the folder skips logs with the names of a submission.
         verdict = verdicts.pop(path, None) or check_log(log, ruleset)
         runs.append(ReportedRun(number, log, verdict, read_metrics(folder / f"metrics_{number}.jsonl")))
     system = folder.resolve().parent  # resolved, as FOLDER may be "."
@@ -225,17 +225,17 @@ def load_results(folder: Path, ruleset: str = rules.NEWEST_RULESET) -> Results:
 
 
 def breakdown(run: ReportedRun) -> dict[str, float]:
-    """Seconds of the run by part, in drawing order; empty without step metrics.
+    """Return the seconds of the run by part, in drawing order; empty without step metrics.
 
-    A step entry holds means over the steps since the entry before it. What the steps and evaluations do not account
-    for is "other": start of the data pipeline, logging, checkpoints.
+    A step record holds means over the steps since the record before it. Time outside steps and evaluations is "other":
+    start of the data pipeline, logging, checkpoints.
     """
     if not run.metrics.steps or not run.logged.seconds:
         return {}
     seconds = dict.fromkeys(STEP_PARTS, 0.0)
     done = 0
     for record in run.metrics.steps:
-        # A step that goes back, as after a restart, has taken nothing.
+        # After a restart the step number goes back.
         taken = max(0, record.step - done)
         done += taken
         for name, key in STEP_PARTS.items():
@@ -246,7 +246,7 @@ def breakdown(run: ReportedRun) -> dict[str, float]:
 
 
 def steps_taken(run: ReportedRun) -> int:
-    """Optimizer steps that the metrics account for."""
+    """Return the number of optimizer steps in the metrics."""
     return max((record.step for record in run.metrics.steps), default=0)
 
 

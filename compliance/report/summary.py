@@ -4,14 +4,8 @@ from __future__ import annotations
 
 import csv
 import io
-import sys
 from dataclasses import asdict
 from typing import Any, Literal, NamedTuple
-
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from compliance.log.rules import SUBMISSION_RUNS
 from compliance.report.published import SOURCE
@@ -25,7 +19,6 @@ COLUMNS = ("run", "official", "ours", "time to train", "accuracy", "target", "se
 
 Kind = Literal["good", "warn", "bad", "plain"]
 
-_STYLES = {"valid": "green", "aborted": "yellow", "invalid": "red"}
 _KINDS: dict[str, Kind] = {"pass": "good", "scaled": "warn", "fail": "bad"}
 
 
@@ -38,7 +31,7 @@ class Statement(NamedTuple):
 
 
 def statements(results: Results) -> list[Statement]:
-    """The verdicts, the score, the convergence and the place among published results, a sentence or two each."""
+    """Return the verdicts, the score, the convergence and the place among published results."""
     number = len(results.runs)
     official = sum(run.verdict.official == "pass" for run in results.runs)
     passed = sum(run.verdict.passed for run in results.runs)
@@ -56,7 +49,6 @@ def statements(results: Results) -> list[Statement]:
         first = beside[0]
         text = f"{first.key}: {first.sentence}." if first.key else f"{first.sentence}."
         text += f" {len(beside) - 1} more below." if len(beside) > 1 else ""
-        # Below the two verdicts, which it qualifies.
         said.insert(2, Statement("bad", "The folder and its description", text))
     if outlook := results.convergence:
         sentence = outlook.sentence[:1].upper() + outlook.sentence[1:]
@@ -64,7 +56,7 @@ def statements(results: Results) -> list[Statement]:
     return [*said, Statement("plain", "Published results", results.placement.sentence)]
 
 
-# One lost run is the slowest, which the score drops; two leave none.
+# One invalid run is dropped as the slowest; with two there is no score.
 def _share(part: int, whole: int) -> Kind:
     return "good" if part == whole else "warn" if whole - part == 1 and whole >= MIN_RUNS_FOR_SCORE else "bad"
 
@@ -109,7 +101,7 @@ def cells(run: ReportedRun) -> tuple[str, ...]:
 
 
 def score_line(results: Results) -> str:
-    """Say in a sentence what all runs together say."""
+    """Return the number of valid runs and the score in one sentence."""
     valid = sum(run.verdict.passed for run in results.runs)
     line = f"{valid} of {len(results.runs)} runs valid"
     if results.score_seconds is not None:
@@ -118,34 +110,23 @@ def score_line(results: Results) -> str:
 
 
 def print_summary(results: Results) -> None:
-    """Print the table: in colour on a terminal, plain text elsewhere."""
-    # Colours and frames for people; what is piped on has plain columns.
-    if sys.stdout.isatty():
-        # What rich would take for markup stands in the names of systems.
-        table = Table(title=escape(heading(results)), title_justify="left", box=SIMPLE_HEAD)
-        for name in COLUMNS:
-            table.add_column(name, justify="left" if name in ("official", "ours") else "right")
-        for run in results.runs:
-            number, official, outcome, *values = cells(run)
-            table.add_row(number, official, f"[{_STYLES[outcome]}]{outcome}[/]", *values)
-        Console().print(table)
-    else:
-        rows = [COLUMNS, *(cells(run) for run in results.runs)]
-        widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
-        say(heading(results))
-        for row in rows:
-            say("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
+    """Print the table of all runs, and the score."""
+    rows = [COLUMNS, *(cells(run) for run in results.runs)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
+    say(heading(results))
+    for row in rows:
+        say("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
     say(score_line(results))
     say(results.notice)
 
 
 def heading(results: Results) -> str:
-    """Return a heading that says what the folder is."""
+    """Return the heading of the folder."""
     return f"BERT on {visible(results.system, MAX_TEXT)}"
 
 
 def as_markdown(results: Results) -> str:
-    """The summary as Markdown: statements, the table of the runs, findings."""
+    """Return the summary as Markdown: statements, the table of the runs, findings."""
     head = f"| {' | '.join(COLUMNS)} |\n|{'---:|' * len(COLUMNS)}\n"
     rows = "".join(f"| {' | '.join(cells(run))} |\n" for run in results.runs)
     said = "".join(f"- **{item.title}**: {_markdown(item.text)}\n" for item in statements(results))
@@ -158,7 +139,7 @@ def as_markdown(results: Results) -> str:
 
 def _markdown(text: object) -> str:
     shown = visible(text, MAX_SENTENCE)
-    # Among them $ and ~, which GitHub takes for formulas and for struck-out words.
+    # GitHub takes $ for a formula and ~ for struck-out words.
     return "".join(f"\\{character}" if character in "\\`*_{}[]<>#|&~$" else character for character in shown)
 
 
@@ -168,7 +149,7 @@ def as_json(results: Results) -> str:
 
 
 def as_dict(results: Results) -> dict[str, Any]:
-    """Return the report as one JSON document; an absent figure is null."""
+    """Return the report as a dictionary for JSON; a figure that is unknown is None."""
     outlook = results.convergence
     return {
         "note": results.notice,
@@ -218,10 +199,9 @@ def _figures(run: ReportedRun, dropped: str | None) -> dict[str, Any]:
 
 
 def as_csv(results: Results) -> str:
-    """Return one row a run; an absent figure is empty. Holds numbers and words of this program only."""
+    """Return one CSV row per run; a figure that is unknown is empty."""
     rows = [_figures(run, results.dropped.get(run.number)) for run in results.runs]
-    # The figures hold no text of a log, so that no cell can be a formula to a spreadsheet.
-    # Lines end by \n, where csv alone would write \r\n.
+    # No cell holds text of a log, which a spreadsheet could take for a formula.
     writer = csv.DictWriter(text := io.StringIO(), list(rows[0]), lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
@@ -229,15 +209,15 @@ def as_csv(results: Results) -> str:
 
 
 def fraction(value: float | None) -> str:
-    """An accuracy as a fraction with four places."""
+    """Format an accuracy with four places."""
     return "-" if value is None else f"{value:.4f}"
 
 
 def count(value: float | None) -> str:
-    """An integer with thousands separated."""
+    """Format an integer with thousands separated."""
     return "-" if value is None else f"{value:,.0f}"
 
 
 def rate(value: float | None) -> str:
-    """A rate with about four significant places."""
+    """Format a rate with about four digits."""
     return "-" if value is None else f"{value:,.0f}" if value >= 1000 else f"{value:.1f}"

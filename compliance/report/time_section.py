@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from compliance.report.results import STEP_PARTS, ReportedRun, Results, breakdown, steps_taken
 from console.charts import Axes, Line, level, line_chart
@@ -33,33 +33,24 @@ class Figure(NamedTuple):
     note: str = ""
 
 
-class TimeSection(NamedTuple):
-    """The parts of the section; all are empty if no run has step records.
+def time_section(results: Results) -> dict[str, Any]:
+    """Return what the section shows; all parts are empty if no run has step records.
 
-    Attributes:
-        bars: seconds by part, by the name of a bar.
-        key: class of the style sheet and text of each part.
-        planned: part, planned and measured milliseconds, and their difference.
+    Returns:
+        curves; seconds by part, by the name of a bar; class and text of each part for the key; rows of part, planned and
+        measured milliseconds and their difference.
     """
-
-    curves: list[Figure]
-    bars: dict[str, dict[str, float]]
-    key: list[tuple[str, str]]
-    planned: list[tuple[str, ...]]
-
-
-def time_section(results: Results) -> TimeSection:
-    """Return the whole section."""
-    rates = _curve(results.runs, "Sequences per second", "sequences_per_s", lambda value: 0 <= value < MAX_RATE)
-    losses = _curve(results.runs, "Training loss", "loss", lambda value: abs(value) < MAX_LOSS)
+    rates = _curve(results.runs, "Sequences per second", "sequences_per_s", MAX_RATE)
+    losses = _curve(results.runs, "Training loss", "loss", MAX_LOSS)
     bars, key = _parts(results.runs)
-    return TimeSection([curve for curve in (rates, losses) if curve], bars, key, _against_plan(results.shown))
+    curves = [curve for curve in (rates, losses) if curve]
+    return {"curves": curves, "bars": bars, "key": key, "planned": _against_plan(results.shown)}
 
 
-def _curve(runs: Iterable[ReportedRun], title: str, key: str, drawable: Callable[[float], bool]) -> Figure | None:
+def _curve(runs: Iterable[ReportedRun], title: str, key: str, bound: float) -> Figure | None:
     lines = []
     for run in runs:
-        points = [(step.samples, value) for step in run.metrics.steps if drawable(value := getattr(step, key))]
+        points = [(step.samples, value) for step in run.metrics.steps if abs(value := getattr(step, key)) < bound]
         if points:
             lines.append(Line(f"run {run.number}, {run.outcome}", points, run.outcome))
     if not lines:

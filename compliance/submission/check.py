@@ -25,8 +25,7 @@ from compliance.log.record import Record
 from compliance.log.rules import SUBMISSION_RUNS
 from compliance.log.run import LoggedRun
 from compliance.official.package import Answer, ask, ask_about_folder
-from compliance.submission.agreement import against_logs
-from compliance.submission.description import description_findings, read_description
+from compliance.submission.description import against_logs, description_findings, read_description
 from console.text import visible
 
 HYPERPARAMETERS = tuple(

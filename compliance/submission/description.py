@@ -1,10 +1,15 @@
-"""Check whether a system description is complete, and of types that do not crash the official tools."""
+"""Check a system description: its fields, their types, and their agreement with the logs of the system's runs.
+
+People word descriptions in their own way. Two texts agree if they share what identifies the thing: the model number of a
+processor, the first number of a release.
+"""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
@@ -13,6 +18,7 @@ from typing import Any
 from compliance.artefact import MAX_FILE_BYTES
 from compliance.log import rules
 from compliance.log.findings import Finding, Severity, shown
+from compliance.log.run import LoggedRun
 from console.files import read_bounded
 
 RULE = "SR System description; system_desc_checker"
@@ -27,6 +33,14 @@ TEXT_FIELDS = (
     "framework",
 )
 """Fields that the official description checker joins as text: a number there crashes it."""
+
+AGREEMENT = "SR System description"
+
+ESSENTIAL = ("accelerators_per_node", "accelerator_model_name")
+"""Fields that must agree with the logs, or the description is of another system."""
+
+_HEADS = ("accelerator", "cpu", "torch", "processes")
+_NONE = ("", "none", "n/a", "-")
 
 # The official checker means 4.1 by its condition, which already holds from 4.0 on.
 RULESETS_WITH_STATUS = rules.RULESETS[rules.RULESETS.index("4.0.0") :]
@@ -113,3 +127,102 @@ def description_findings(description: Description, ruleset: str) -> Iterator[Fin
     if ruleset in RULESETS_WITH_STATUS and "status" in fields and status not in statuses:
         found = f"value {shown(status)}, expected one of: {', '.join(statuses)}"
         yield at("status", found, "write the one that is true")
+
+
+# Agreement with the logs
+
+
+def against_logs(description: Description, runs: Sequence[LoggedRun]) -> Iterator[Finding]:
+    """Yield the fields for which most logs say something else, in their records or in their heads."""
+    for name, key, agree, severity in _RECORDS:
+        described, said = description.text(name), _usual([run.value(key) for run in runs])
+        # A field that is absent, or that no log names, has been reported or may be absent.
+        if described is None or said is None or agree(described, said):
+            continue
+        # A value that no rule allows has been reported, here or in the log.
+        if name == "division" and not {described, said} <= {*rules.DIVISIONS}:
+            continue
+        if name == "status" and (said not in rules.SYSTEM_STATUSES or described not in rules.SYSTEM_STATUSES.values()):
+            continue
+        rule = f"{AGREEMENT}; TR 4" if name == "division" else AGREEMENT
+        found = f"value {shown(described)}, expected what the logs say, {key} {shown(said)}"
+        remedy = f"correct {name}, or the setting that is logged as {key}"
+        yield Finding(description.lines.get(name), name, rule, found, remedy, severity=severity)
+    # The heads of this repository's logs name hardware and software.
+    head = {key: _usual([run.header.get(key) for run in runs]) or "" for key in _HEADS}
+    # Each rank has an accelerator of its own; ranks on processors may be any number.
+    ranks = "" if head["accelerator"].lower() in _NONE else head["processes"].partition(" ")[0]
+    model, torch = head["cpu"].rpartition(", ")[0], f"PyTorch {head['torch']}" if head["torch"] else ""
+    compared: list[tuple[str, str, str, Callable[[str, str], bool]]] = [
+        (
+            "accelerator_model_name",
+            description.text("accelerator_model_name") or "none",
+            head["accelerator"],
+            _same_device,
+        ),
+        ("accelerators_per_node", _accelerators(description), ranks, str.__eq__),
+        ("host_processor_model_name", description.text("host_processor_model_name") or "", model, _same_model),
+        ("framework", description.text("framework") or "", torch, _same_release),
+    ]
+    for name, described, logged, agree in compared:
+        if described and logged and not agree(described, logged):
+            what = "number_of_nodes x accelerators_per_node" if name == "accelerators_per_node" else "value"
+            found = f"{what} {shown(described)}, expected what the heads of the logs say, {shown(logged)}"
+            remedy = f"`python -m compliance system --out FILE --set {name}=...`, or take the logs of this system"
+            severity = "error" if name in ESSENTIAL else "warning"
+            yield Finding(description.lines.get(name), name, AGREEMENT, found, remedy, severity=severity)
+
+
+def _accelerators(description: Description) -> str:
+    counts = [str(description.fields.get(name, "")) for name in ("number_of_nodes", "accelerators_per_node")]
+    # The bound keeps a text of any length from being computed with.
+    if not all(count.isascii() and count.isdigit() and len(count) < 7 for count in counts):
+        return ""
+    return str(int(counts[0]) * int(counts[1]))
+
+
+def _usual(values: Sequence[object]) -> str | None:
+    counts = Counter(value for value in values if isinstance(value, str) and value.strip())
+    return counts.most_common(1)[0][0] if counts else None
+
+
+def _alike(described: str, said: str) -> bool:
+    """Tell whether the letters and digits of one name are within the other, in any case."""
+    one, other = ("".join(filter(str.isalnum, name.casefold())) for name in (described, said))
+    return one in other or other in one
+
+
+_RECORDS: tuple[tuple[str, str, Callable[[str, str], bool], Severity], ...] = (
+    ("division", "submission_division", str.__eq__, "error"),
+    ("submitter", "submission_org", _alike, "warning"),
+    ("system_name", "submission_platform", _alike, "warning"),
+    ("status", "submission_status", lambda described, said: rules.SYSTEM_STATUSES.get(said) == described, "warning"),
+)
+"""Field of the description, key of the log, how to compare them, and the severity of a difference."""
+
+
+def _same_device(written: str, here: str) -> bool:
+    """Tell whether two names mean the same accelerator, or both say that there is none."""
+    absent = [name.strip().lower() in _NONE for name in (written, here)]
+    return all(absent) if any(absent) else _same_model(written, here)
+
+
+def _same_model(written: str, here: str) -> bool:
+    """Tell whether two names of a product share its number: "Intel Xeon 8480C" and "Intel(R) Xeon(R) Platinum 8480C"."""
+    # Words with numbers in them that name no model: cores, sizes, frequencies.
+    ignored = re.compile(r"\d+-core|\d+(\.\d+)?(gb|ghz)|cpu|processor|gpu")
+
+    def words(text: str) -> set[str]:
+        return {word for word in re.split(r"[^a-z0-9.]+", text.lower()) if word and not ignored.fullmatch(word)}
+
+    numbered = {word for word in words(here) if re.search(r"\d{2,}", word)}
+    if not numbered:
+        return bool(words(written) & words(here)) or not words(here)
+    return any(a.startswith(b) or b.startswith(a) for a in numbered for b in words(written) if re.search(r"\d{2,}", b))
+
+
+def _same_release(written: str, here: str) -> bool:
+    """Tell whether the first number, and a word beside it, are the same: "Ubuntu 22.04" and "Ubuntu 22.04.5 LTS"."""
+    numbers = [re.search(r"\d+(\.\d+)?", text) for text in (written, here)]
+    same_number = not all(numbers) or numbers[0][0] == numbers[1][0]  # type: ignore[index]
+    return same_number and written.split()[0].lower() == here.split()[0].lower()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from itertools import pairwise
 
 from compliance.log import rules
 from compliance.log.order import Violation, own_settings, violations
@@ -17,7 +16,6 @@ INIT_WARNING_FRACTION = 25 / 30
 
 _LABEL = re.compile(rb"^ *\d+: ")
 """Prefix that a launcher puts before each line of a rank."""
-_STEP_LINE = re.compile(rb"^step +\d+ +samples +(\d{1,18}) +[\d.]+ ms +(\d{1,15}(?:\.\d{1,15})?) seq/s")
 
 MAX_EVALUATIONS = 1_000
 MAX_COMPLAINTS = 1_000
@@ -68,8 +66,6 @@ class RunningLog(LoggedRun):
                 self._quote(f"a record is broken: {problem.found}; expected {problem.expected}")
             if record is not None and record.key in rules.KEYS:
                 self._take_record(record)
-        elif match := _STEP_LINE.match(line):
-            self.step_samples, self.step_rate = max(self.step_samples, int(match[1])), float(match[2])
         elif line.startswith(b"# ") and b": " in line and len(self._head) < MAX_HEADER_LINES:
             key, _, value = line[2:MAX_HEADER_BYTES].decode("utf-8", "replace").partition(": ")
             self._head.setdefault(key.strip(), value.strip())
@@ -87,15 +83,7 @@ class RunningLog(LoggedRun):
     @property
     def samples(self) -> int:
         """Samples trained by the latest news."""
-        evaluated = self.evaluations[-1].samples if self.evaluations else 0
-        return max(self.step_samples, evaluated, self.counted_samples)
-
-    @property
-    def latest(self) -> LoggedEvaluation | None:
-        """The last evaluation, or the start of the clock: the last moment of which samples and time are known."""
-        if self.run_start_ms is None:
-            return None
-        return self.evaluations[-1] if self.evaluations else LoggedEvaluation(0, 0.0, self.run_start_ms)
+        return max(self.step_samples, self.counted_samples, *(each.samples for each in self.evaluations[-1:]))
 
     @property
     def rate(self) -> float | None:
@@ -108,8 +96,8 @@ class RunningLog(LoggedRun):
             return 1000 * recent[0].samples / (recent[0].time_ms - self.run_start_ms)
         return self.step_rate
 
-    def watch_the_time(self, now_ms: float) -> None:
-        """Complain about what only the clock shows: a long initialisation, an evaluation that does not come."""
+    def check_initialisation(self, now_ms: float) -> None:
+        """Complain about a long initialisation."""
         if self.phase == "init" and self.init_start_ms is not None:
             limit = rules.INIT_LIMIT_MINUTES[self.division]
             minutes = (now_ms - self.init_start_ms) / 60_000
@@ -117,14 +105,13 @@ class RunningLog(LoggedRun):
                 self.complain(f"initialisation has passed its {limit} min: the run is no valid result (TR 11)")
             elif minutes >= limit * INIT_WARNING_FRACTION:
                 self.complain(f"initialisation has taken {minutes:.0f} min of {limit} (TR 11)", "a long initialisation")
-        if self.phase != "run" or len(self.evaluations) < 2 or self.evaluating_at is not None:
-            return
-        # The longest spacing so far, so that uneven evaluations are not called late.
-        spacing = max(second.time_ms - first.time_ms for first, second in pairwise(self.evaluations))
-        since_ms = now_ms - self.evaluations[-1].time_ms
-        if since_ms - spacing > max(60_000.0, spacing / 2):
-            number = len(self.evaluations) + 1
-            self.complain(f"evaluation {number} is late: none for {since_ms / 60_000:.0f} min", f"late {number}")
+
+    def trained(self, now_ms: float) -> int | None:
+        """Estimate the samples trained by now from the last evaluation and the rate; None while either is unknown."""
+        if self.run_start_ms is None or not self.rate:
+            return None
+        last = self.evaluations[-1] if self.evaluations else LoggedEvaluation(0, 0.0, self.run_start_ms)
+        return round(last.samples + self.rate * max(0.0, now_ms - last.time_ms) / 1000)
 
     def complain(self, text: str, about: str = "") -> None:
         """Note a complaint once; `about` identifies it if numbers in it change."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
 from contextlib import ExitStack
 from itertools import islice
 from pathlib import Path
@@ -70,10 +69,14 @@ def _follow(watched: Watch, stale_s: float, console: Console) -> int:
     run, known = watched.run, None
     with ExitStack() as stack:
         stack.callback(watched.close)
-        show = _display(watched, console, stack)
+        show = EvaluationLines(watched, console).show
+        if console.is_terminal:
+            live = LivePanel(console)
+            stack.callback(live.close)
+            show = lambda: live.show(view(watched, time.time() * 1000))  # noqa: E731
         while True:
             watched.look()
-            run.watch_the_time(time.time() * 1000)  # the time of day, as in the log
+            run.check_initialisation(time.time() * 1000)  # the time of day, as in the log
             # The other logs are read only when there is something to compare.
             if (run.phase, len(run.evaluations)) != known:
                 known = (run.phase, len(run.evaluations))
@@ -91,15 +94,6 @@ def _follow(watched: Watch, stale_s: float, console: Console) -> int:
 
 def _put(console: Console, text: str) -> None:
     console.print(visible(text), markup=False)
-
-
-def _display(watched: Watch, console: Console, stack: ExitStack) -> Callable[[], None]:
-    """Choose what shows the news: a panel that stays when `stack` ends, or lines."""
-    if not console.is_terminal:
-        return EvaluationLines(watched, console).show
-    live = LivePanel(console)
-    stack.callback(live.close)
-    return lambda: live.show(view(watched, time.time() * 1000))
 
 
 class EvaluationLines:
@@ -163,7 +157,7 @@ def _phase_words(run: RunningLog, now_ms: float) -> str:
 
 
 def _samples_words(watched: Watch, now_ms: float) -> str:
-    run, schedule, trained = watched.run, watched.run.schedule, watched.trained(now_ms)
+    run, schedule, trained = watched.run, watched.run.schedule, watched.run.trained(now_ms)
     if schedule is None:
         return f"{run.samples:,}"
     index = len(run.evaluations) + 1

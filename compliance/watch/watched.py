@@ -103,17 +103,10 @@ class Watch:
         else:
             last = schedule.samples(found.latest)
             words = f"evaluation {found.earliest} to {found.latest} ({first:,} to {last:,} samples)"
-        trained = self.trained(now_ms)
+        trained = run.trained(now_ms)
         if trained is not None and run.rate:
             words += f", in {clock_span(*time_left(found, schedule, trained, run.rate))}"
         return f"{words}, {found.basis}"
-
-    def trained(self, now_ms: float) -> int | None:
-        """Estimate the samples trained by now from the last evaluation and the rate; None while either is unknown."""
-        latest, rate = self.run.latest, self.run.rate
-        if latest is None or not rate:
-            return None
-        return round(latest.samples + rate * max(0.0, now_ms - latest.time_ms) / 1000)
 
     def outlooks(self) -> Iterator[str]:
         """Yield what the reference convergence points would say if this run ended at either end of its forecast."""

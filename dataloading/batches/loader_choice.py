@@ -1,8 +1,14 @@
-"""The loader that ``data.loader`` names. All loaders give the same batches."""
+"""Choice of the loader that ``data.loader`` asks for. All loaders give the same batches, so every rank may choose alone.
+
+Loaders are tried on synthetic samples in the lengths of the run's own batches: training data is not read before the clock
+starts.
+"""
 
 import importlib.util
+import math
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -18,49 +24,107 @@ from dataloading.shards.samples import Samples
 MakeLoader = Callable[[SampleSource, RankBatches, torch.device, int, Sequence[ShapeBucket]], Loader]
 """Class of a loader; the number is the number of steps to read ahead."""
 
+_TURNS, _STEPS = 3, 8
+_CLEARLY = 0.97
+"""DALI is chosen if it takes less than this share of NumPy's time, because it occupies GPU memory and threads."""
+
+
+@dataclass(frozen=True)
+class LoaderChoice:
+    """A loader, and the reason for it."""
+
+    make: MakeLoader
+    name: str
+    reason: str
+    is_fallback: bool = False
+    """Whether DALI is installed but cannot start."""
+
+    def __str__(self) -> str:
+        """Describe the choice in one line."""
+        return f"loader: {self.name} ({self.reason})"
+
 
 def check_loader(kind: str) -> None:
     """Raise ``ValueError`` if ``data.loader`` names a package that is not installed."""
-    # find_spec() imports the parent package, and raises if it is missing.
-    if kind == "dali" and not (importlib.util.find_spec("nvidia") and importlib.util.find_spec("nvidia.dali")):
+    if kind == "dali" and not _is_dali_installed():
         raise ValueError(
             "data.loader is dali, but nvidia-dali is not installed: install it, or set data.loader to numpy"
         )
 
 
-def loader_of(
+def choose_loader(
     kind: str,
     device: torch.device,
     rank_batches: RankBatches,
     lengths_N: NDArray[np.integer],
     prefetch: int,
     shape_buckets: Sequence[ShapeBucket] = (),
-) -> MakeLoader:
-    """Return the class of the loader ``kind``. DALI loads a synthetic step first, so that it cannot fail after the start.
+) -> LoaderChoice:
+    """Choose a loader: "numpy", "dali", or for "auto" on a GPU the faster one.
 
     ``rank_batches(step)`` gives this rank's micro-batches of samples that have ``lengths_N``.
 
     Raises:
-        ValueError: DALI is not installed or cannot start.
+        ValueError: ``kind`` is "dali", which is not installed or cannot load a synthetic step.
     """
     check_loader(kind)
     if kind == "numpy":
-        return NumpyLoader
+        return LoaderChoice(NumpyLoader, kind, "as set")
+    if kind == "auto" and (device.type != "cuda" or not _is_dali_installed()):
+        return LoaderChoice(NumpyLoader, "numpy", "no GPU" if device.type != "cuda" else "nvidia-dali is not installed")
+    samples, micro_batches = _synthetic_step(rank_batches(0), lengths_N)
+
+    def build(make: MakeLoader) -> Loader:
+        return make(samples, lambda _: micro_batches, device, prefetch, shape_buckets)
+
     try:
         from dataloading.batches.dali import DaliLoader
 
-        samples, micro_batches = _synthetic_step(rank_batches(0), lengths_N)
-        loader = DaliLoader(samples, lambda _: micro_batches, device, prefetch, shape_buckets)
+        loader = build(DaliLoader)
         try:
             next(loader)
         finally:
             loader.close()
     except Exception as error:  # imports, drivers and pipelines raise all kinds of errors
         why = f"{type(error).__name__}: {next(iter(reason(error).splitlines()), '')[:300]}"
+        if kind == "auto":
+            return LoaderChoice(NumpyLoader, "numpy", f"DALI is installed but cannot start: {why}", is_fallback=True)
         raise ValueError(
             f"data.loader is dali, but DALI cannot start here ({why}): repair its installation, or set data.loader to numpy"
         ) from error
-    return DaliLoader
+    if kind == "dali":
+        return LoaderChoice(DaliLoader, kind, "as set")
+    numpy_s, dali_s = fastest_turns([build(NumpyLoader), build(DaliLoader)], device, prefetch)
+    shown = f"numpy {1000 * numpy_s:.2f} ms a step, dali {1000 * dali_s:.2f} ms"
+    if dali_s < _CLEARLY * numpy_s:
+        return LoaderChoice(DaliLoader, "dali", shown)
+    return LoaderChoice(NumpyLoader, "numpy", shown)
+
+
+def fastest_turns(loaders: Sequence[Loader], device: torch.device, prefetch: int) -> list[float]:
+    """Return the seconds a step of each loader in its best turn, and close the loaders."""
+    best = [math.inf] * len(loaders)
+    try:
+        # In turns, so that a disturbance of the machine slows all of them.
+        for _ in range(_TURNS):
+            for place, loader in enumerate(loaders):
+                for _ in range(prefetch + 4):  # these steps may have been loaded during another loader's turn
+                    next(loader)
+                begin = time.perf_counter()
+                for _ in range(_STEPS):
+                    next(loader)
+                if device.type == "cuda":
+                    torch.cuda.synchronize(device)  # next() only begins the copies to the GPU
+                best[place] = min(best[place], (time.perf_counter() - begin) / _STEPS)
+    finally:
+        for loader in loaders:
+            loader.close()
+    return best
+
+
+def _is_dali_installed() -> bool:
+    # find_spec() imports the parent package, and raises if it is missing.
+    return importlib.util.find_spec("nvidia") is not None and importlib.util.find_spec("nvidia.dali") is not None
 
 
 def _synthetic_step(

@@ -1,7 +1,6 @@
 """Captured steps: the same weights, bit for bit, as steps that are run; and what may not be captured."""
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Literal
 
@@ -9,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-import bert.build
 from bert.cuda_graphs import BatchGraphs, CudaCapturer
 from bert.evaluation.evaluator import Evaluator
 from bert.parallel.mesh import Mesh
@@ -18,9 +16,9 @@ from dataloading.batches.loader import Batch, batch_of, inert_batch
 from dataloading.batches.sampler import MicroBatch
 from dataloading.batches.shape_buckets import ShapeBucket
 from dataloading.dataset.folder import open_dataset
-from kernels import OPS, Dropout, cast_fp8
+from kernels import OPS, cast_fp8
 from kernels.tuning import autotune
-from tests.bert.recording import CaptureError, Recording, dense_attention, recordable_attention
+from tests.bert.recording import CaptureError, Recording, recordable_attention
 from tests.bert.small_models import CPU, OF_SMALL_RUN, step_config, training_step
 from tests.conftest import MAX_SEQ_LENGTH, SmallRun
 
@@ -59,19 +57,6 @@ def global_batches(run: SmallRun, count: int) -> list[list[Batch]]:
         micro = MicroBatch(chosen, 16, 2 * len(samples.masked_lm_ids) + number)
         batches.append(batch_of(samples, micro, kinds[number % len(kinds)]))
     return [batches[start : start + 2] for start in range(0, 2 * count, 2)]
-
-
-def test_micro_batches_in_a_role_that_was_not_captured_are_counted(
-    small_run: SmallRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A second micro-batch, where steps were configured to have one, adds to gradients and does not overwrite them."""
-    monkeypatch.setattr(bert.build, "accumulates_products", lambda *_: True)  # as on a GPU
-    step, micro_batches = step_of("fp8", capturer=Recording()), global_batches(small_run, 1)[0]
-    step.warm_up(micro_batches[:1], 1, SHAPE_BUCKETS)
-    step(micro_batches[:1])
-    assert step.uncaptured_batches == 0
-    step(micro_batches)
-    assert step.uncaptured_batches == 1
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp8"])
@@ -205,67 +190,6 @@ def test_what_is_chosen_for_a_captured_step_can_be_captured(small_run: SmallRun,
     assert seen[-1]
 
 
-def test_graphs_are_captured_after_all_runs_in_one_pool_on_their_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With stand-ins for what PyTorch has of CUDA. A replay is that of the graph of its function."""
-    events: list[object] = []
-
-    class Stream:
-        device = torch.device("cuda", 0)
-
-        def __init__(self, name: str) -> None:
-            self.name = name
-
-        def wait_stream(self, other: "Stream") -> None:
-            events.append(f"{self.name} waits for {other.name}")
-
-    class Graph:
-        def replay(self) -> None:
-            events.append(self)
-
-        def reset(self) -> None:
-            events.append(("reset", self))
-
-    @contextmanager
-    def within(name: str) -> Iterator[None]:
-        events.append(f"begin {name}")
-        yield
-        events.append(f"end {name}")
-
-    def capturing(graph: Graph, pool: str, stream: Stream, capture_error_mode: str) -> AbstractContextManager[None]:
-        graphs.append(graph)
-        return within(f"capture {len(graphs)} in {pool} on {stream.name}, {capture_error_mode}")
-
-    graphs: list[Graph] = []
-    main, side = Stream("main"), Stream("side")
-    for name, stand_in in {
-        "Stream": lambda _: side,
-        "current_stream": lambda _: main,
-        "stream": lambda stream: within(stream.name),
-        "graph_pool_handle": lambda: "pool",
-        "CUDAGraph": Graph,
-        "graph": capturing,
-    }.items():
-        monkeypatch.setattr(torch.cuda, name, stand_in)
-    capturer = CudaCapturer(torch.device("cuda"))
-    names = ("large", "small")
-    replays = [capturer.prepare(lambda name=name: events.append(name)) for name in names]
-    assert graphs == []
-    ran = [["side waits for main", "begin side", name, "end side", "main waits for side"] for name in names]
-    assert events == ran[0] + ran[1]
-    events.clear()
-    capturer.capture()
-    kinds = [f"capture {number} in pool on side, thread_local" for number in (1, 2)]
-    assert events == [f"begin {kinds[0]}", "large", f"end {kinds[0]}", f"begin {kinds[1]}", "small", f"end {kinds[1]}"]
-    events.clear()
-    capturer.capture()
-    for replay in replays:
-        replay()
-    assert events == graphs, "what was captured is not captured again"
-    events.clear()
-    capturer.close()
-    assert events == [("reset", graph) for graph in reversed(graphs)]
-
-
 def test_closed_graphs_are_not_replayed() -> None:
     """Whoever still has a replay: the step, which the graphs' functions refer to in their turn."""
     total = torch.zeros(())
@@ -280,42 +204,6 @@ def test_closed_graphs_are_not_replayed() -> None:
         assert total.item() == 3
     with pytest.raises(CaptureError, match="a replay of a graph that is empty"):
         replay()
-
-
-@pytest.mark.parametrize("read", ["item", "tolist", "numpy", "__bool__"])
-def test_a_capture_that_reads_on_the_host_is_noticed(read: str) -> None:
-    with Recording() as capturer:
-        capturer.prepare(lambda: getattr(torch.ones(()), read)())
-        with pytest.raises(CaptureError):
-            capturer.capture()
-
-
-def test_what_only_python_changes_is_noticed() -> None:
-    """A replay has the number that was there when the graph was captured."""
-    rates, weight = iter([1.0, 2.0, 3.0]), torch.zeros(())
-
-    def update() -> None:
-        weight.add_(next(rates))
-
-    with Recording() as capturer:
-        replay = capturer.prepare(update)
-        capturer.capture()
-        replay()
-    assert weight.item() == 1 + 2 + 2
-
-
-@pytest.mark.parametrize("p", [0.0, 0.3])
-def test_attention_that_can_be_recorded_is_attention(p: float) -> None:
-    generator = torch.Generator().manual_seed(0)
-    query, key, value = (torch.randn(24, 2, 8, generator=generator, dtype=torch.float64) for _ in range(3))
-    bounds = torch.tensor([0, 5, 6, 20, 20, 20], dtype=torch.int32)
-    dropout = Dropout(p, torch.tensor([3, 1]), 2) if p else None
-    arguments = query.requires_grad_(), key, value, bounds, bounds, 16, dropout
-    found = []
-    for function in (OPS["varlen_attention"].definition, dense_attention):
-        output = function(*arguments)
-        found.append((output, *torch.autograd.grad(output.square().sum(), query)))
-    torch.testing.assert_close(found[1], found[0], rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.gpu

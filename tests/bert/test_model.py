@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.training.hugging_face import new_model
@@ -18,14 +17,11 @@ from bert.checkpoints.hugging_face import hugging_face_names, to_hugging_face
 from bert.configuration.sections import ModelConfig
 from bert.model import BertForPreTraining
 from dataloading.batches.loader import batch_of
-from dataloading.batches.packing import Packs, pack_samples
 from dataloading.batches.synthetic import synthetic_samples
 from dataloading.shards.samples import Samples
 from tests.bert.small_models import SMALL, assert_near, drawn_model, gradients, mean_loss, random_model
 
 LENGTHS = np.array([32, 32, 31, 17, 9, 3])
-PACK = 72
-"""Tokens in a packed row."""
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12}
 DTYPES = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 
@@ -89,46 +85,11 @@ def hugging_face_padded(theirs: Any, block: Samples) -> tuple[Tensor, Tensor, Te
     return output.loss, logits, output.seq_relationship_logits
 
 
-def hugging_face_packed(theirs: Any, block: Samples, packs: Packs, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """The same from packed rows: block-diagonal mask, positions that restart. ``block`` is in the order of the packs.
-
-    The heads are applied by hand, since the model's own next-sentence head sees the first sample of a row only.
-    """
-    rows, columns, masked_rows = coordinates(block)
-    pack_of = np.repeat(np.arange(len(packs)), np.diff(packs.offsets))
-    starts = block.sequence_offsets[:-1] - block.sequence_offsets[packs.offsets[pack_of]]
-    place = (pack_of[rows], starts[rows] + columns)
-    shape = (len(packs), PACK)
-    ids, segments, positions, owner = np.full(shape, 5), np.zeros(shape, int), np.zeros(shape, int), np.full(shape, -1)
-    ids[place], segments[place], positions[place], owner[place] = block.input_ids, block.segment_ids, columns, rows
-    same = torch.from_numpy(owner[:, None, :, None] == owner[:, None, None, :])
-    hidden = theirs.bert(
-        input_ids=torch.from_numpy(ids),
-        token_type_ids=torch.from_numpy(segments),
-        position_ids=torch.from_numpy(positions),
-        attention_mask=torch.zeros(same.shape, dtype=dtype).masked_fill_(~same, torch.finfo(dtype).min),
-    ).last_hidden_state
-    logits = theirs.cls.predictions(hidden[pack_of[masked_rows], starts[masked_rows] + block.masked_lm_positions])
-    pooled = torch.tanh(theirs.bert.pooler.dense(hidden[pack_of, starts]))
-    next_sentence = theirs.cls.seq_relationship(pooled)
-    loss = F.cross_entropy(logits, torch.from_numpy(block.masked_lm_ids.astype(np.int64))) + F.cross_entropy(
-        next_sentence, torch.from_numpy(block.next_sentence_labels.astype(np.int64))
-    )
-    return loss, logits, next_sentence
-
-
 @DTYPES
-@pytest.mark.parametrize("form", ["padded", "packed"])
-def test_agrees_with_hugging_face(form: str, dtype: torch.dtype):
+def test_agrees_with_hugging_face(dtype: torch.dtype):
     """Loss, logits and every gradient."""
     theirs, block, tolerance = hugging_face_model(dtype), samples(), TOLERANCE[dtype]
-    if form == "padded":
-        loss, logits, next_sentence = hugging_face_padded(theirs, block)
-    else:
-        packs = pack_samples(block.lengths, PACK, 3, seed=1)
-        assert 1 < len(packs) < len(block)
-        block = block.take(packs.samples)
-        loss, logits, next_sentence = hugging_face_packed(theirs, block, packs, dtype)
+    loss, logits, next_sentence = hugging_face_padded(theirs, block)
     ours, batch = imported(theirs, dtype), batch_of(block)
     cls_SD, masked_MD = ours.head_inputs(batch)
     found = {"masked-LM logits": ours.masked_lm_logits(masked_MD), "NSP logits": ours.next_sentence_logits(cls_SD)}

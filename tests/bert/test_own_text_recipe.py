@@ -83,12 +83,6 @@ def test_without_data_nothing_follows_and_the_check_names_them(tmp_path: Path) -
         check(config, 1)
 
 
-def test_an_interval_that_misses_the_end_is_refused(own: Path, tmp_path: Path) -> None:
-    settings = ["--training.max-samples=640", "--evaluation.interval-samples=480", f"--log.results={tmp_path}"]
-    with pytest.raises(ValueError, match=r"no evaluation comes after the last of 640 samples: choose a divisor"):
-        check(parse(arguments(own, *settings)), 1)
-
-
 def test_a_closed_run_ends_at_its_target() -> None:
     with pytest.raises(ValueError, match=r"evaluation\.to_the_end is set in the closed division"):
         parse(["h100_1x1", "--evaluation.to-the-end"])

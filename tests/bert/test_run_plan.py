@@ -3,7 +3,6 @@
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,7 +15,6 @@ from bert.timing.phases import PHASES
 from bert.train import main, parse
 from compliance.log.records import EndRecord, MetricsWriter, RunRecord, StepRecord
 from compliance.log.schedule import EvaluationSchedule
-from tests.hostile import NAME, assert_harmless
 
 STEP = {"data_wait": 0.0, "forward_backward": 0.020, "reduce": 0.005, "update": 0.004, "other": 0.001}
 
@@ -72,62 +70,6 @@ def test_a_plan_for_another_number_of_ranks_is_refused() -> None:
         plan.require_ranks(4, 0, path)
 
 
-def change(*path: Any, to: Any) -> Any:
-    def apply(document: Any) -> None:
-        for part in path[:-1]:
-            document = document[part]
-        document[path[-1]] = to
-
-    return apply
-
-
-DAMAGE = {
-    "another version": (change("version", to=1), "1, expected mlperf-bert run plan 2"),
-    "another file": (change("format", to="mlperf-bert cluster view"), "no plan of a run"),
-    "a name that steers a terminal": (change("format", to=NAME), "no plan of a run"),
-    "edited": (change("content", "settings", "training.reduction", to="flat"), "edited or damaged"),
-    "a list": (change("content", to=[1]), "edited or damaged"),
-}
-
-
-@pytest.mark.parametrize(("damage", "said"), DAMAGE.values(), ids=DAMAGE)
-def test_what_no_planner_wrote_is_refused(
-    file: Path, damage: Any, said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    document = json.loads(file.read_text())
-    damage(document)
-    file.write_text(json.dumps(document))
-    assert main(["tiny_cpu", "--plan", str(file)]) == 2
-    out, err = capsys.readouterr()
-    assert (out, len(err.splitlines())) == ("", 1)
-    assert said in err
-    assert_harmless(err)
-
-
-@pytest.mark.parametrize("content", [b"", b"{", b"\xff", b"[" * 100_000, b" " * 100_000])
-def test_what_is_no_json_is_refused(file: Path, content: bytes, capsys: pytest.CaptureFixture[str]) -> None:
-    file.write_bytes(content)
-    assert main([f"--plan={file}"]) == 2
-    [line] = capsys.readouterr().err.splitlines()
-    assert "run `python -m cluster plan` again" in line
-
-
-@pytest.mark.parametrize(
-    ("values", "said"),
-    [
-        ({"recipe": "none"}, "plan.recipe is none"),
-        ({"settings": {}}, "plan.settings has , expected"),
-        ({"settings": settings_of(RECIPES["tiny_cpu"]()) | {"log.results": "/"}}, "plan.settings has log.results"),
-        ({"step_seconds": STEP | {"moon": 1.0}}, "plan.step_seconds has"),
-        ({"nodes": 0}, "a plan for no ranks"),
-    ],
-)
-def test_a_plan_that_lacks_something_is_refused(values: dict[str, Any], said: str, tmp_path: Path) -> None:
-    write_plan(replace(planned(), **values), tmp_path / "plan.json")
-    with pytest.raises(ValueError, match=said):
-        read_plan(tmp_path / "plan.json")
-
-
 def test_a_plan_that_holds_a_wrong_value_is_refused_in_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -150,8 +92,8 @@ def interval(step: int, **milliseconds: float) -> StepRecord:
     [
         (5.0, 20.0, None),
         (10.5, 20.0, None),
-        (15.0, 21.0, "a step took 41.0 ms, 37% more than the 30.0 ms of p.json: most of that in reduce, 15.0 ms in pl"),
-        (5.0, 9.0, "a step took 19.0 ms, 37% less than the 30.0 ms of p.json: most of that in forward backward, 9.0 ms"),
+        (15.0, 21.0, "a step took 41.0 ms, 37% more than the 30.0 ms of p.json: mostly in reduce, 15.0 ms"),
+        (5.0, 9.0, "a step took 19.0 ms, 37% less than the 30.0 ms of p.json: mostly in forward backward, 9.0 ms"),
     ],
 )  # fmt: skip
 def test_a_run_says_where_it_differs_from_its_plan(
@@ -173,7 +115,3 @@ def test_a_run_says_where_it_differs_from_its_plan(
     warnings = [event["text"] for event in events if event["event"] == "warning"]
     assert [said in text for text in warnings] == [True] if said else not warnings
     assert any(line.startswith("plan: a step took") for line in lines)
-
-
-def test_a_run_that_ended_before_its_first_interval_has_nothing_to_compare() -> None:
-    assert AgainstPlan(planned(), Path("p.json")).record() is None

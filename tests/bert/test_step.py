@@ -14,7 +14,6 @@ from torch.utils._pytree import tree_flatten
 from bert.checkpoints.initial_model import draw_model, first_model
 from bert.configuration.recipes import tiny_cpu
 from bert.evaluation.evaluator import Accuracy, Evaluator
-from bert.optimizer import learning_rate
 from bert.parallel.mesh import Mesh
 from bert.step import TrainingStep
 from dataloading.batches.loader import batch_of
@@ -104,26 +103,6 @@ def test_a_step_reads_nothing_back(step: TrainingStep, small_run: SmallRun, monk
     assert recorder.waits == []
 
 
-@pytest.mark.parametrize("read", [torch.Tensor.item, torch.Tensor.cpu, bool])
-def test_every_way_to_read_is_noticed(
-    step: TrainingStep, small_run: SmallRun, monkeypatch: pytest.MonkeyPatch, read: Callable[[torch.Tensor], object]
-) -> None:
-    """A reading of the gradient norm, slipped into the step, is seen by the means of the test above."""
-    reads: list[str] = []
-    add_step = step.statistics.add_step
-    name = "__bool__" if read is bool else getattr(read, "__name__", "")
-
-    def reading(gradient_norm: torch.Tensor) -> None:
-        getattr(gradient_norm, name)()
-        add_step(gradient_norm)
-
-    monkeypatch.setattr(step.statistics, "add_step", reading)
-    with monkeypatch.context() as patch:
-        count_reads(patch, reads)
-        step([batch_of(small_run.train.slice(0, 8))])
-    assert f"{name} in {__name__}.reading" in reads
-
-
 def test_the_host_hands_over_the_same_in_every_step(step: TrainingStep, small_run: SmallRun) -> None:
     """Operators and their host values: what a captured step would replay. Rate, step count and corrections are not there."""
     batches = [batch_of(small_run.train.slice(0, 8))]
@@ -135,28 +114,6 @@ def test_the_host_hands_over_the_same_in_every_step(step: TrainingStep, small_ru
     first, *later = recorders
     assert len(first.calls) > 100
     assert all(recorder.calls == first.calls for recorder in later)
-
-
-def test_the_rate_follows_the_counter_on_the_device(step: TrainingStep) -> None:
-    """Set from outside, as a replay would: the step is in proportion to the rate of the count that it finds."""
-    flat, optimizer, config = step.flat, step.optimizer, step_config().optimizer
-    weights_P = flat.weights_P.clone()
-    moves = []
-    for count in (10, 55, config.learning_rate_training_steps):
-        optimizer.reset()
-        flat.weights_P.copy_(weights_P)
-        optimizer.steps.fill_(count)
-        momentum_P, variance_P = optimizer.moments()
-        momentum_P.fill_(1e-3)
-        variance_P.fill_(1e-2)
-        optimizer.step()
-        assert optimizer.steps.item() == count + 1
-        first = flat.segments.adapted.index(True)
-        before, after = (flat.segments.views(flat_P)[first] for flat_P in (weights_P, flat.weights_P))
-        moves.append(((after - before).norm() / before.norm()).item())
-    rates = [learning_rate(config, count) for count in (10, 55, config.learning_rate_training_steps)]
-    assert moves == pytest.approx(rates, rel=1e-5)
-    assert moves[-1] == 0
 
 
 def test_statistics_are_means_over_the_steps_since_the_last_fetch(step: TrainingStep, small_run: SmallRun) -> None:
@@ -224,28 +181,6 @@ def test_ranks_share_the_evaluation_set_and_miss_nothing(
     ]
     assert sum(share.count for share in shares) == whole.count
     assert sum(share.correct for share in shares) == whole.correct
-
-
-def test_random_weights_are_drawn_where_the_model_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each by a generator of the device, and nothing of the model's size is made elsewhere first."""
-    device, seen = torch.device("meta"), []
-
-    class Generator:
-        def __init__(self, device: torch.device = CPU.device) -> None:
-            self.device = device
-
-        def manual_seed(self, seed: int) -> "Generator":
-            seen.append((self.device, seed))
-            return self
-
-    def draw(model: torch.nn.Module, generator: Generator) -> None:
-        seen.extend({(tensor.device, generator.device) for tensor in (*model.parameters(), *model.buffers())})
-
-    monkeypatch.setattr(torch, "Generator", Generator)
-    monkeypatch.setattr("bert.checkpoints.initial_model.initialize_", draw)
-    model = draw_model(step_config(), Mesh(0, 1, 0, device), seed=3)
-    assert seen == [(device, 3), (device, device)]
-    assert model.training
 
 
 def test_weights_that_a_checkpoint_brings_are_not_drawn_first(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,29 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from compliance.artefact import write_whole
 from compliance.package.assembly import make_package
 from tests.compliance import run_logs
 from tests.compliance.package.test_package import PASSING, description, request
 from tests.compliance.run_series import write_series
 from tests.conftest import REPOSITORY
 from tests.programs import PATIENCE_S
-
-
-def test_a_link_in_the_place_of_a_file_is_replaced_and_not_followed(tmp_path: Path) -> None:
-    (tmp_path / "precious").write_text("mine")
-    (tmp_path / "report.html").symlink_to("precious")
-    write_whole(tmp_path / "report.html", "text")
-    assert (tmp_path / "precious").read_text() == "mine"
-    assert not (tmp_path / "report.html").is_symlink()
-
-
-def test_a_file_that_cannot_be_put_in_place_leaves_nothing(tmp_path: Path) -> None:
-    (tmp_path / "report.html").mkdir()
-    (tmp_path / "report.html" / "file").write_text("")
-    with pytest.raises(ValueError, match="cannot be written"):
-        write_whole(tmp_path / "report.html", "text")
-    assert [path.name for path in tmp_path.iterdir()] == ["report.html"]
 
 
 def test_every_file_and_folder_of_a_tree_is_on_the_disk_before_the_tree_has_its_name(

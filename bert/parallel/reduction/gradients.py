@@ -37,13 +37,16 @@ class Communicators:
     world_size: int
 
     @classmethod
-    def create(cls, mesh: Mesh) -> "Communicators":
-        """Create the groups; every rank must call it at the same time."""
+    def create(cls, mesh: Mesh, *, in_network: bool = False) -> "Communicators":
+        """Create the groups; every rank must call it at the same time.
+
+        Only the rail asks for sums ``in_network``: switches can hold few reduction trees, and only rails cross switches.
+        """
         # Created in the same order on all ranks: each group is made when all of its ranks ask for it.
         return cls(
             process_group(mesh.data_ranks),
             process_group(mesh.node_data_ranks),
-            process_group(mesh.rail_ranks),
+            process_group(mesh.rail_ranks, in_network=in_network),
             mesh.data_size,
         )
 

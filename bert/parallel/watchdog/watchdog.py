@@ -1,11 +1,10 @@
 """A rank that dies, stops or hangs ends the run on every rank, with one message.
 
-Collectives cannot tell: they wait, or fail on the survivors with the address of a connection. PyTorch's own means do not say
-it either: an agent of torchrun knows the processes of its host and whether they have ended, not whether they get on; its
-store has no password, does not notice that a client is gone, and lives with rank 0's; NCCL's watchdog names a collective and
-no culprit. So every rank keeps a thread with a connection of its own to a hub on rank 0 (``bert.parallel.watchdog.hub``),
-beside everything that training uses. A few times in ``seconds`` it says where the rank is; the end of the connection says
-that the process is gone. The hub finds who is to blame, everybody ends.
+Collectives cannot tell: they wait, or fail on the survivors with the address of a connection. PyTorch's own means name no
+culprit either: torchrun's agent only knows whether the processes of its host have ended, and NCCL's watchdog names a
+collective. So every rank has a thread with a connection to a hub on rank 0 (``bert.parallel.watchdog.hub``). A few times in
+``seconds`` it reports where the rank is; the end of the connection says that the process is gone. The hub decides which rank
+is to blame, and all ranks end.
 """
 
 import contextlib
@@ -23,7 +22,8 @@ from collections.abc import Callable, Iterator
 from bert.parallel.collectives import agreed_integer, agreed_text
 from bert.parallel.launch import lost_launcher
 from bert.parallel.mesh import Mesh
-from bert.parallel.watchdog.hub import FAULT_STATUS, LINE, Ending, Hub, encoded, parsed
+from bert.parallel.watchdog.hub import Hub, listen
+from bert.parallel.watchdog.judge import FAULT_STATUS, LINE, Ending, encoded, parsed
 from bert.timing.phases import PhaseTracker
 from console.program import complain
 
@@ -40,9 +40,9 @@ _ANSWER_S = 10.0
 class Watchdog:
     """This rank's thread, and on rank 0 the hub. Without other ranks it only watches the launcher.
 
-    Every rank must create it at the same time. ``seconds`` is how long a rank may be silent, or all may wait for one. When
-    the run ends by a fault, ``on_fault`` gets the message first and has some seconds; it runs in a thread of its own, as
-    the main one may be stuck for good. Raises ``OSError`` where the hub cannot be reached.
+    Every rank must create it at the same time. A rank may be silent, or make all others wait, for ``seconds``. When the run
+    ends by a fault, ``on_fault`` first gets the message and has some seconds, in a thread of its own, as the main thread may
+    be stuck. Raises ``OSError`` if the hub cannot be reached.
     """
 
     def __init__(self, mesh: Mesh, seconds: float, on_fault: Callable[[str], None] = lambda _: None) -> None:
@@ -67,7 +67,6 @@ class Watchdog:
         self._main_host = agreed_text(socket.gethostname(), mesh)
         if listener:
             self._hub = Hub(listener, mesh.places(), seconds, self._beat_s, token)
-            self._hub.start()
         address = "127.0.0.1" if mesh.is_main or alone else os.environ["MASTER_ADDR"]
         greeting = f"{token} {mesh.rank} {socket.gethostname()}"
         self._connection, self._received = _join((address, port), greeting.encode() + b"\n", max(_ANSWER_S, seconds))
@@ -78,8 +77,8 @@ class Watchdog:
         self._thread.start()
 
     @contextlib.contextmanager
-    def getting_on(self, tracker: PhaseTracker) -> Iterator[None]:
-        """Expect of this rank that it gets on in the body, phase by phase."""
+    def expect_progress(self, tracker: PhaseTracker) -> Iterator[None]:
+        """Expect progress from this rank in the body, phase by phase."""
         tracker.forget()
         self._tracker = tracker
         if self._mesh.world_size > 1:
@@ -90,9 +89,9 @@ class Watchdog:
             self._tracker = None
 
     def failed(self, text: str, status: int = FAULT_STATUS, error: BaseException | None = None) -> None:
-        """Tell all ranks that this one ends with an error, and end with them. Returns only where nobody is there to ask.
+        """Tell all ranks that this one ends with an error, and end with them. Returns only without other ranks.
 
-        ``status`` is the exit status of all. The traceback of ``error`` is shown if it is what the run ends for.
+        ``status`` is the exit status of all ranks. The traceback of ``error`` is shown if the run ends because of it.
         """
         if self._mesh.world_size == 1 or self._closing.is_set():
             return
@@ -104,7 +103,7 @@ class Watchdog:
             threading.Event().wait()  # the other thread ends the process
 
     def close(self) -> None:
-        """Part from the others in good order; on rank 0, with the end of the watch for all."""
+        """Leave the watch in good order; on rank 0, end it for all ranks."""
         if self._closing.is_set():
             return
         # First: the thread is not to take the end of the connection for that of the hub.
@@ -127,7 +126,6 @@ class Watchdog:
                 return
 
     def _run(self) -> None:
-        """Say where this rank is; end the process when the hub says so, or says nothing."""
         turn, due = time.monotonic(), 0.0
         over = False
         while not over:
@@ -143,7 +141,7 @@ class Watchdog:
             turn = now
 
     def _take_in(self, data: bytes | None, elapsed_s: float) -> bool:
-        """Act on what the hub has said in so much time, see ``_receive``; returns whether the watch is over."""
+        """Act on the hub's messages after so much time; return whether the watch is over."""
         self._silence_s += elapsed_s
         if data:
             self._silence_s = 0.0
@@ -161,7 +159,7 @@ class Watchdog:
         return False
 
     def _receive(self, timeout_s: float) -> bytes | None:
-        """Receive what the hub says; None if nothing, and no bytes if it never will again."""
+        """Return the hub's bytes; None if there are none yet, and no bytes at the end of the connection."""
         # Not by the socket's own timeout, which is for sending as well: a short one would cut off half a line.
         if not self._readable.poll(1000 * timeout_s):
             return None
@@ -180,7 +178,7 @@ class Watchdog:
         return {"phase": tracker.phase, "step": tracker.step, "entered": tracker.entered, "limit": limit}
 
     def _lost_hub(self, what: str) -> None:
-        """End without a verdict. The first rank of each host speaks, rank 0 only where it is alone."""
+        # The first rank of each host prints the message, rank 0 only if it is alone there.
         first = next((rank for rank in self._mesh.node_ranks if rank != 0), 0)
         self._end(
             Ending(f"rank 0 on host {self._main_host}{self._mesh.places()[0]}: {what}", rank=0),
@@ -212,15 +210,6 @@ class Watchdog:
     def _send(self, message: dict[str, object]) -> None:
         with self._sending, contextlib.suppress(OSError):  # that the connection is lost is for the reader to notice
             self._connection.sendall(encoded(message))
-
-
-def listen(address: str = "") -> socket.socket:
-    """Listen on a free port, of all addresses by default: ranks know the one that they reach rank 0 by."""
-    backlog = 4096  # or as many as the system allows: all ranks come at once, and strangers with them
-    # Both families: MASTER_ADDR may resolve to either.
-    if not address and socket.has_dualstack_ipv6():
-        return socket.create_server(("", 0), family=socket.AF_INET6, backlog=backlog, dualstack_ipv6=True)
-    return socket.create_server((address, 0), backlog=backlog)
 
 
 def _join(address: tuple[str, int], greeting: bytes, patience_s: float) -> tuple[socket.socket, bytes]:

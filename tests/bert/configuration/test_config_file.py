@@ -1,7 +1,5 @@
 """Settings from a file, and from the head of a result file."""
 
-import os
-import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -66,13 +64,6 @@ def test_a_recipe_may_stand_behind_the_file(tmp_path: Path) -> None:
     assert (config.recipe, config.training.seed, config.data.prefetch) == ("tiny_cpu", 3, 7)
 
 
-def test_recipes_are_listed_with_what_they_are(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--list"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == list(RECIPES)
-    assert "768, fp8" in next(line for line in lines if line.startswith("h100_1x8 "))
-
-
 @pytest.mark.parametrize(
     ("given", "said"),
     [
@@ -119,20 +110,6 @@ def test_a_file_that_cannot_be_used(name: str, content: str, message: str, tmp_p
     with pytest.raises(ValueError, match=message) as caught:
         parse(["--config", str(tmp_path / name)])
     assert "\n" not in str(caught.value)
-
-
-def test_the_rest_of_the_command_line(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="--config: expected a file"):
-        parse(["tiny_cpu", "--config"])
-    with pytest.raises(ValueError, match=re.escape(f"{tmp_path / 'gone.toml'}: No such file")):
-        parse(["--config", str(tmp_path / "gone.toml")])
-    for name in ("pipe", "pipe.toml"):
-        os.mkfifo(tmp_path / name)
-        with pytest.raises(ValueError, match=rf"{name}: a pipe or a device, expected a file"):
-            parse(["--config", str(tmp_path / name)])
-    (tmp_path / "other.toml").write_text('recipe = "h100_1x1"')
-    with pytest.raises(ValueError, match="is of the recipe h100_1x1, expected tiny_cpu"):
-        parse(["tiny_cpu", "--config", str(tmp_path / "other.toml")])
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """Evaluations that are captured, read ahead, and whose result is asked for later."""
 
-import threading
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -12,7 +11,7 @@ from bert.cuda_graphs import CudaCapturer
 from bert.evaluation.evaluator import Evaluator
 from bert.model import BertForPreTraining
 from bert.parallel.mesh import Mesh
-from dataloading.batches.loader import Batch, batch_of
+from dataloading.batches.loader import batch_of
 from dataloading.dataset.folder import Dataset, open_dataset
 from tests.bert.recording import Recording, recordable_attention
 from tests.bert.small_models import OF_SMALL_RUN, PLAIN, drawn_model
@@ -110,21 +109,6 @@ def test_data_is_read_ahead_once_and_its_faults_surface(
     faulty.read_ahead()
     with pytest.raises(ValueError, match="damaged"):
         faulty(model, PLAIN)
-
-
-def test_data_is_read_ahead_on_its_own_gpu(dataset: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before anything of CUDA happens in the reader's thread; with stand-ins for what does."""
-    own, calls = torch.device("cuda", 3), []
-    monkeypatch.setattr(
-        torch.cuda, "set_device", lambda device: calls.append((threading.current_thread().name, device))
-    )
-    monkeypatch.setattr(Batch, "pin", lambda batch: calls.append((threading.current_thread().name, "pin")) or batch)
-    ahead = evaluator(dataset, 64)
-    ahead._device = own
-    ahead.read_ahead()
-    assert ahead._read is not None
-    count = len(ahead._read.result())
-    assert calls == [("evaluation_0", own)] + [("evaluation_0", "pin")] * count
 
 
 def test_predictions_in_bf16_are_counted_on_logits_that_are_not_rounded(

@@ -10,13 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from bert.checkpoints.weights import save_weights
 from bert.guards import preflight
 from bert.guards.preflight import check
 from bert.model import BertForPreTraining
 from bert.train import parse
 from tests.conftest import SmallRun, write_small_dataset
-from tests.programs import PATIENCE_S, Program
 
 
 def refusal(small_run: SmallRun, results: Path, **changes: object) -> str:
@@ -27,14 +25,6 @@ def refusal(small_run: SmallRun, results: Path, **changes: object) -> str:
     assert (sorted(results.rglob("*")) if results.is_dir() else None) == before
     assert "\n" not in str(caught.value)
     return str(caught.value)
-
-
-@pytest.mark.slow
-def test_a_run_that_is_fine_is_ready_and_leaves_nothing(small_run: SmallRun, tmp_path: Path) -> None:
-    process = Program("bert.train", [*small_run.arguments(tmp_path / "a" / "b"), "--dry-run"])
-    assert process.wait(PATIENCE_S) == 0
-    assert process.output == f"tiny_cpu: ready, results would go to {tmp_path}/a/b/tiny_cpu/bert/result_0.txt\n"
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_places_that_cannot_be_written(small_run: SmallRun, tmp_path: Path) -> None:
@@ -121,13 +111,6 @@ def test_an_existing_result_file_is_not_overwritten(small_run: SmallRun, tmp_pat
     result.parent.mkdir(parents=True)
     result.touch()
     assert "result_3.txt exists already" in refusal(small_run, tmp_path, log__run=3)
-
-
-def test_an_initial_checkpoint_of_another_model(small_run: SmallRun, tmp_path: Path) -> None:
-    path = tmp_path / "other.safetensors"
-    save_weights(BertForPreTraining(parse(small_run.arguments(tmp_path, model__num_attention_heads=4)).model), path)
-    said = refusal(small_run, tmp_path, data__initial_checkpoint=path)
-    assert "holds a model with num_attention_heads 4, but model.num_attention_heads is 2" in said
 
 
 @pytest.fixture

@@ -95,13 +95,6 @@ def test_a_folder_is_private_if_nobody_can_reach_into_it(visible: Path, modes: d
     assert is_private(folder) == private
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="gives a folder to somebody else")
-def test_a_folder_of_somebody_else_is_not_private(visible: Path) -> None:
-    (visible / "theirs" / "cache").mkdir(parents=True)
-    os.chown(visible / "theirs", 12345, 12345)
-    assert not is_private(visible / "theirs" / "cache")
-
-
 def test_triton_gets_a_folder_of_its_own_where_others_can_write(visible: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(triton_cache.VARIABLE, raising=False)
     monkeypatch.setenv("TRITON_HOME", str(visible))
@@ -111,7 +104,7 @@ def test_triton_gets_a_folder_of_its_own_where_others_can_write(visible: Path, m
     (visible / ".triton" / "cache").chmod(0o777)
     warning = triton_cache.require_private_cache()
     assert warning is not None
-    assert f"{visible / '.triton' / 'cache'} can be written by others" in warning
+    assert str(visible / ".triton" / "cache") in warning
     own = Path(os.environ[triton_cache.VARIABLE])
     assert own.stat().st_mode & 0o777 == 0o700
     assert list(own.iterdir()) == []

@@ -5,14 +5,18 @@ import random
 import resource
 import socket
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from bert.configuration.sections import ParallelConfig
 from bert.parallel.launch import Launch
 from bert.parallel.master_port import require_free_port
 from bert.parallel.mesh import Mesh, join_mesh, require_whole_copies
+from bert.parallel.reduction.gradients import Communicators
 from bert.parallel.rendezvous import Identity, allow_descriptors, group_by_host
 
 pytestmark = pytest.mark.oldest_torch
@@ -261,3 +265,38 @@ def test_ranks_on_several_hosts_do_not_register_buffers_of_captured_collectives(
     with pytest.raises(MetError):
         join_mesh("cuda")
     assert os.environ.get("NCCL_GRAPH_REGISTER") == expected
+
+
+class CollnetOptions:
+    """Stand-in for the options of a PyTorch that can ask NCCL for sums in switches."""
+
+    def __init__(self) -> None:
+        self.config = SimpleNamespace(collnet_enable=-1)
+
+
+class OlderOptions:
+    """Stand-in for the options of a PyTorch that cannot."""
+
+    def __init__(self) -> None:
+        self.config = SimpleNamespace()
+
+
+def test_only_rails_ask_for_sums_in_switches(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[tuple[int, ...], Any] = {}
+
+    def new_group(ranks: list[int], pg_options: Any = None, **_: object) -> dist.ProcessGroup:
+        asked[tuple(ranks)] = pg_options
+        return dist.ProcessGroup(0, 1)
+
+    monkeypatch.setattr(dist, "new_group", new_group)
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=CollnetOptions), raising=False)
+    mesh = Mesh(2, 4, 0, torch.device("cuda", 0), nodes=((0, 1), (2, 3)))
+    Communicators.create(mesh, in_network=True)
+    assert {ranks: options and options.config.collnet_enable for ranks, options in asked.items()} == {
+        (0, 1, 2, 3): None,
+        (2, 3): None,
+        (0, 2): 1,
+    }
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=OlderOptions))
+    with pytest.raises(ValueError, match=r"training\.sharp"):
+        Communicators.create(mesh, in_network=True)

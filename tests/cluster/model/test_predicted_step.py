@@ -14,11 +14,11 @@ from bert.configuration.recipes import tiny_model
 from bert.configuration.sections import ModelConfig, Recompute
 from cluster.devices import device_named
 from cluster.model.computations import TERMS, Computation, parts_of
-from cluster.model.rates import Curve, Rates, rates_of_machine, rates_of_view
+from cluster.model.rates import ACCESSES, LAUNCHES, SEQUENCE_BYTES, Curve, Rates, rates_of_machine, rates_of_view
 from cluster.model.shares import model_shares
 from cluster.model.step import predict_run, predict_step, through_stages
 from cluster.model.strategy import BUCKET_BYTES, Strategy
-from cluster.model.work import Work, wikipedia_work
+from cluster.model.work import MicroBatches, Work, wikipedia_work
 from cluster.published.calibration import calibration
 from cluster.published.cost_model import TimedRun, run_time, step_parts
 from cluster.published.machine import describe_machine
@@ -161,8 +161,7 @@ def test_one_bucket_of_a_small_model_is_reduced_after_backward() -> None:
     step = predict_step(TINY, Strategy(16), rates())
     size = 4 * model_shares(TINY.model)[0].padded(4)
     assert step.reduce >= 1e-4 + size * 1e-9
-    assert step.hidden == pytest.approx(0, abs=1e-9)
-    assert predict_step(TINY, Strategy(16, bucket_bytes=200_000), rates()).hidden > 0
+    assert predict_step(TINY, Strategy(16, bucket_bytes=200_000), rates()).reduce < step.reduce
 
 
 @given(st.sampled_from(WAYS), st.sampled_from([1, 2, 4]), st.sampled_from([0.0, 0.5, 1.0]))
@@ -217,6 +216,22 @@ def test_a_step_of_bert_large_is_near_that_of_published_results(name: str, nodes
         sum(step_parts(parameters, run).values()), rel=0.1
     )
     assert found.total == pytest.approx(run_time(parameters, run).total, rel=0.1)
+
+
+def test_traffic_and_launches_of_a_sequence_are_those_of_its_computations() -> None:
+    work = wikipedia_work()
+
+    def counted(sizes: MicroBatches, costs: dict[str, tuple[float, ...]]) -> float:
+        embedding, layer, last = parts_of(work.model, sizes)
+        alone = Rates(1, 1, 0.0, costs)
+        return float(sum(np.sum(alone.seconds(each, "bf16")) for each in [*embedding, *layer * 23, *last]))
+
+    bytes_moved = {kind: (0.0, 2 * times, 0.0, 0.0)[: len(TERMS[kind])] for kind, times in ACCESSES.items()}
+    launches = {kind: (8.0, 0.0, 0.0, 0.0)[: len(TERMS[kind])] for kind in ACCESSES}
+    many, one = work.micro_batches(Strategy(4096), 1, 0), work.typical(1)
+    moved = counted(many, bytes_moved | {"linear bf16": (0.0,) * 4})
+    assert moved / 4096 == pytest.approx(SEQUENCE_BYTES, rel=1e-6)
+    assert counted(one, launches | {"linear bf16": (6.0, 0.0, 0.0, 0.0)}) == LAUNCHES
 
 
 def test_recomputation_costs_forward_parts_of_the_layers_but_the_last() -> None:

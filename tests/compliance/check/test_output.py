@@ -1,4 +1,4 @@
-"""What `check` prints and writes beside its verdicts: the total, errors alone, known findings, colour."""
+"""What `check` prints and writes beside its verdicts: the total, errors alone, known findings."""
 
 from __future__ import annotations
 
@@ -6,14 +6,17 @@ import io
 import json
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
-from compliance.check.terminal import say_verdicts, total
+from compliance.check.output import say_verdicts, total
+from compliance.check.review import write_junit
 from compliance.log.findings import Finding, Verdict
 from tests.compliance.command import run
 from tests.compliance.log_edits import value
 from tests.compliance.run_logs import without_chain
+from tests.hostile import NAME
 
 ERROR = Finding(7, "seed", "TR 5.1", "value null, expected an integer", "log it")
 
@@ -76,18 +79,32 @@ def test_a_file_that_holds_no_findings_is_refused(tmp_path: Path, logs: list[Pat
     assert (status, said.count("\n"), said.startswith(f"error: {known}")) == (2, 1, True)
 
 
-@pytest.mark.parametrize("environment", [{}, {"NO_COLOR": "1"}], ids=["colour", "NO_COLOR"])
-def test_a_terminal_shows_the_verdict_in_colour(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str]) -> None:
+def test_junit_has_a_case_for_each_verdict(tmp_path: Path, logs: list[Path]) -> None:
+    out = tmp_path / "out" / "results.xml"
+    assert run("check", *logs, "--junit", out)[0] == 1
+    suite = ElementTree.parse(out).getroot()
+    assert (suite.get("tests"), suite.get("failures")) == ("2", "1")
+    passed, failed = suite.findall("testcase")
+    assert (passed.get("name"), len(passed)) == (str(logs[0]), 0)
+    assert "seed" in (failed.findtext("failure") or "")
+    assert "cache_clear" in (failed.findtext("system-out") or "")
+
+
+def test_junit_of_a_hostile_name_is_xml(tmp_path: Path) -> None:
+    write_junit(tmp_path / "results.xml", [verdict(NAME + ']]>"&<', ERROR)])
+    [case] = ElementTree.parse(tmp_path / "results.xml").getroot()
+    assert case.get("name", "").isprintable()
+
+
+@pytest.mark.parametrize("coloured", [True, False])
+def test_a_terminal_shows_the_verdict_in_colour(monkeypatch: pytest.MonkeyPatch, coloured: bool) -> None:
     terminal = io.StringIO()
     monkeypatch.setattr(terminal, "isatty", lambda: True, raising=False)
     monkeypatch.setattr(sys, "stdout", terminal)
-    monkeypatch.setenv("TERM", "xterm-256color")
-    for name in ("NO_COLOR", "FORCE_COLOR", "COLUMNS"):
+    for name in ("FORCE_COLOR", "COLUMNS", "NO_COLOR"):
         monkeypatch.delenv(name, raising=False)
-    for name, text in environment.items():
-        monkeypatch.setenv(name, text)
-    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setenv("TERM", "xterm-256color" if coloured else "dumb")
     say_verdicts([verdict("x[bold]" * 20 + "\x1b[2J"), verdict("b", ERROR)])
     shown = terminal.getvalue()
-    assert ("\x1b[1;32mPASS" in shown, "\x1b[1;31mFAIL" in shown) == (not environment, not environment)
+    assert ("\x1b[1;32mPASS" in shown, "\x1b[1;31mFAIL" in shown) == (coloured, coloured)
     assert ("x[bold]" * 20 in shown, "\x1b[2J" in shown, shown.count("\n")) == (True, False, 3)

@@ -1,6 +1,6 @@
 import pytest
 
-from compliance.convergence.forecast import Forecast, forecast, reach
+from compliance.convergence.forecast import MAX_SAMPLES, Forecast, forecast, reach
 from compliance.convergence.reference_points import reference
 from compliance.log.reader import read_log
 from compliance.log.schedule import EvaluationSchedule, evaluation_interval
@@ -129,3 +129,17 @@ def test_the_evaluation_after_so_many_samples(samples: float, expected: int) -> 
     schedule = EvaluationSchedule(1000, 48)  # at 1008, 2016, 3024, ...
     assert schedule.index_after(samples) == expected
     assert schedule.samples(expected) >= samples
+
+
+@pytest.mark.parametrize("power", [1.0, -1.0])
+@pytest.mark.parametrize(
+    "points",
+    [
+        [(1, 0.1), (2, 0.1 + 1e-17), (3, 0.1 + 2e-17), (4, 0.11)],
+        [(1, 0.0), (2, 5e-324), (3, 1e-323), (4, 2e-323)],
+        [(2**63 - 4, 0.1), (2**63 - 3, 0.2), (2**63 - 2, 0.3), (2**63 - 1, 0.4)],
+    ],
+)
+def test_a_curve_reaches_its_target_within_numbers_or_never(points: list[tuple[int, float]], power: float) -> None:
+    found = reach(points, power, 0.72)
+    assert found is None or 0 <= found <= MAX_SAMPLES

@@ -1,6 +1,6 @@
 """Standing of a folder of logs against the reference."""
 
-import json
+import re
 from pathlib import Path
 
 import pytest
@@ -60,18 +60,9 @@ def test_the_command(tmp_path: Path) -> None:
     write_series(tmp_path, [15, 14, 15, 14, 15, 14, 15, 14, 15, 14])
     status, text = command.run("convergence", tmp_path)
     assert (status, "below the minimum of 2,274,732" in text) == (1, True)
-    status, text = command.run("convergence", tmp_path, "--json", "--ruleset", "2.0.0")
-    said = json.loads(text)
-    assert status == 1
-    assert (said["verdict"], said["global_batch_size"], len(said["runs"])) == ("fail", 448, 10)
-    assert said["reference"]["points"] == [256, 3072]
-    assert said["runs"][0] == {
-        "path": str(tmp_path / "result_0.txt"),
-        "samples": 2_250_304,
-        "evaluations": 15,
-        "status": "converged",
-        "chosen": True,
-    }
+    status, text = command.run("convergence", tmp_path, "--ruleset", "2.0.0")
+    assert (status, "batch sizes 256 and 3072" in text) == (1, True)
+    assert re.search(r"result_0\.txt +2,250,304 +15\n", text)
 
 
 def test_open_runs_pass_without_a_reference(tmp_path: Path) -> None:
@@ -84,17 +75,6 @@ def test_closed_runs_above_the_largest_point_do_not(tmp_path: Path) -> None:
     write_series(tmp_path, [17] * 3, global_batch_size=20_000)
     found = standing(tmp_path, "5.0.0")
     assert (found.outlook.verdict, found.passed) == ("no reference", False)
-
-
-def test_mixed_batch_sizes_are_refused(tmp_path: Path) -> None:
-    write_series(tmp_path / "a", [17])
-    write_series(tmp_path / "b", [17], global_batch_size=512)
-    (tmp_path / "a/result_0.txt").rename(tmp_path / "result_0.txt")
-    (tmp_path / "b/result_0.txt").rename(tmp_path / "result_1.txt")
-    with pytest.raises(
-        ValueError, match=r"global_batch_size differs between logs \(448 in result_0.txt, 512 in result_1.txt\)"
-    ):
-        standing(tmp_path, "5.0.0")
 
 
 def test_no_logs(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import pytest
 from compliance.doctor.gpus import Gpus
 from compliance.doctor.host import ExaminedHost
 from compliance.doctor.machine import read_machine
-from compliance.doctor.system import container
 from compliance.log.rules import SYSTEM_FIELDS
 from console.processes import Output
 from tests.compliance.doctor.fake_host import BARE, LSCPU, MACHINE, PORTS, describe, fake_host
@@ -14,18 +13,6 @@ from tests.compliance.doctor.fake_host import BARE, LSCPU, MACHINE, PORTS, descr
 ANSWERS: dict[str, str | Output] = {
     "lscpu": LSCPU,
     "python -c": '{"PyTorch": "2.13.0+cu130", "CUDA": "13.0", "cuDNN": "9.14.0", "NCCL": "2.28.9", "gpus": 8}',
-}
-DISKS = {
-    name: {"size": str(size // 512), "queue/rotational": rotational, **({"device/x": ""} if name != "loop0" else {})}
-    for name, size, rotational in (
-        ("loop0", 58363904, "0"),
-        ("sda", 480103981056, "0"),
-        ("sdb", 8001563222016, "1"),
-        ("nvme0n1", 3840755982336, "0"),
-        ("nvme1n1", 3840755982336, "0"),
-        ("sr0", 0, "1"),
-        ("sdc", 0, "1"),
-    )
 }
 
 
@@ -41,8 +28,7 @@ def test_every_field_of_this_machine_is_text() -> None:
 
 
 def test_a_gpu_node_is_described(tmp_path: Path) -> None:
-    files = {f"/sys/block/{disk}/{name}": text for disk, told in DISKS.items() for name, text in told.items()}
-    files |= {
+    files = {
         "/etc/os-release": 'NAME="Ubuntu"\nPRETTY_NAME="Ubuntu 24.04.2 LTS"\n',
         "/sys/class/net/ens1/device/vendor": "0x15b3",
         "/sys/class/net/ens1/speed": "100000\n",
@@ -50,9 +36,8 @@ def test_a_gpu_node_is_described(tmp_path: Path) -> None:
         "/sys/class/net/down0/speed": "-1\n",
         "/sys/class/net/ib0/device/vendor": "0x15b3",
         "/sys/class/net/lo/mtu": "65536",
-        "/.dockerenv": "",
     }
-    environment = {"NVIDIA_PRODUCT_NAME": "PyTorch", "NVIDIA_PYTORCH_VERSION": "25.10"}
+    environment = {"NVIDIA_PYTORCH_VERSION": "25.10"}
     host = fake_host(tmp_path, files, ANSWERS, environment)
     machine = replace(MACHINE, ports=(*PORTS[1:], replace(PORTS[0], rate="200 Gb/sec (4X HDR)", link_layer="Ethernet")))
     fields = describe("closed", {"number_of_nodes": "8"}, host, machine)
@@ -65,8 +50,6 @@ def test_a_gpu_node_is_described(tmp_path: Path) -> None:
         "host_processor_frequency": "3.80 GHz",
         "host_processor_caches": "L1d cache: 5.3 MiB (112 instances), L2 cache: 224 MiB (112 instances)",
         "host_memory_capacity": "2016 GiB",
-        "host_storage_type": "HDD, NVMe SSD, SSD",
-        "host_storage_capacity": "1x 8.00 TB, 2x 3.84 TB, 1x 480 GB",
         "host_networking": "1x Ethernet, 1x Ethernet 100 Gb/s, 7x InfiniBand 400 Gb/s, 1x RoCE 200 Gb/s",
         "accelerators_per_node": "8",
         "accelerator_model_name": "NVIDIA H100 80GB HBM3",
@@ -83,7 +66,6 @@ def test_a_gpu_node_is_described(tmp_path: Path) -> None:
     assert {name: fields[name] for name in expected} == expected
     stack = fields["other_software_stack"].split(", ")
     assert stack[:4] == ["CUDA 13.0", "cuDNN 9.14.0", "NCCL 2.28.9", "NVIDIA driver 580.65.06"]
-    assert stack[-2:] == ["Docker container", "image NVIDIA PyTorch"]
 
 
 @pytest.mark.parametrize("answer", ["", Output(trouble="python gave no answer within 90 s")])
@@ -94,29 +76,13 @@ def test_a_machine_without_tools_is_described_too(tmp_path: Path, answer: str | 
         assert fields["framework"].startswith("PyTorch")
         assert fields["accelerators_per_node"] == str(len(machine.gpus.gpus))
         assert fields["host_processor_model_name"]
-        assert fields["host_storage_capacity"].startswith("1x ")
+        assert fields["host_storage_capacity"].endswith(" GB")
 
 
 def test_pytorch_is_not_asked_without_a_gpu(tmp_path: Path) -> None:
     host = fake_host(tmp_path, answers=ANSWERS)
     describe("open", host=host, machine=replace(MACHINE, gpus=Gpus()))
     assert [command[0] for command in host.asked] == ["lscpu"]
-
-
-@pytest.mark.parametrize(
-    ("files", "environment", "expected"),
-    [
-        ({}, {}, ""),
-        ({"/.dockerenv": ""}, {}, "Docker container"),
-        ({"/run/.containerenv": ""}, {}, "Podman container"),
-        ({}, {"APPTAINER_CONTAINER": "/images/bert.sif"}, "Apptainer container bert.sif"),
-        ({}, {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, "Kubernetes pod"),
-        ({}, {"container": "enroot"}, "container"),
-        ({}, {"NVIDIA_PRODUCT_NAME": "PyTorch"}, "container, image NVIDIA PyTorch"),
-    ],
-)
-def test_containers(tmp_path: Path, files: dict[str, str], environment: dict[str, str], expected: str) -> None:
-    assert container(fake_host(tmp_path, files, environment=environment)) == expected
 
 
 @pytest.mark.parametrize(

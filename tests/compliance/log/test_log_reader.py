@@ -141,27 +141,6 @@ def test_any_bytes_are_read_without_an_exception(tmp_path_factory: pytest.TempPa
     assert len(log.records) + len(log.problems) == log.token_lines == 1
 
 
-json_values = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers(-(10**12), 10**12)
-    | st.floats(allow_nan=False, allow_infinity=False)
-    | st.text(),
-    lambda children: st.lists(children, max_size=3) | st.dictionaries(st.text(), children, max_size=3),
-    max_leaves=8,
-)
-
-
-@settings(max_examples=50)
-@given(json_values.filter(lambda value: TOKEN not in json.dumps(value)))
-def test_every_json_value_comes_back(tmp_path_factory: pytest.TempPathFactory, value: object) -> None:
-    path = tmp_path_factory.mktemp("log") / "result_0.txt"
-    path.write_text(record(value=value) + "\n")
-    log = read_log(path)
-    assert not log.problems
-    assert log.records[0].value == value
-
-
 @pytest.mark.parametrize("metadata", [{"file": "a\x1b[2J.py", "lineno": 3}, {"file": "a.py"}])
 def test_source_position_that_could_steer_a_terminal_is_left_out(read: Reader, metadata: dict[str, Any]) -> None:
     assert read(record(metadata=metadata)).records[0].logged_at is None
@@ -286,6 +265,22 @@ def test_lines_are_the_same_however_the_file_is_read_in_pieces(
     assert {problem.line for problem in log.problems} == expected.keys()
     assert all(problem.found.startswith(expected[problem.line]) for problem in log.problems)
     assert log.overlong == any(expected.values())
+
+
+@pytest.mark.parametrize("middle", ["", TOKEN, record()])
+def test_lines_of_many_megabytes_are_read_past(read: Reader, middle: str) -> None:
+    began = time.process_time()
+    log = read(f"{record()}\n{'x' * 8_000_000}{middle}{'[' * 8_000_000}\n{record()}\n")
+    assert [entry.line for entry in log.records] == [1, 3]
+    assert log.overlong == bool(middle)
+    assert [problem.found for problem in log.problems] == (["a line of more than 1048576 bytes"] if middle else [])
+    assert time.process_time() - began < 10
+
+
+def test_the_official_checker_gets_the_lines_that_its_rules_name_and_those_that_are_no_records(read: Reader) -> None:
+    log = read(f"plain\n{record()}\n{record('tracked_stats')}\n{TOKEN}broken\n{record('run_stop')}\n")
+    assert [number for number, _ in log.evidence] == [2, 4, 5]
+    assert log.evidence[0][1] == record().encode()
 
 
 @pytest.mark.parametrize("end", [b"\r", b"\n", b"\r\n", b"\n\r"])

@@ -125,6 +125,17 @@ def test_answers_are_bounded_and_cannot_steer_a_terminal(ask: Ask) -> None:
 # The process
 
 
+def test_a_checker_that_takes_too_long_is_ended_and_started_again(
+    lines: Lines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(official, "TIMEOUT_S", 0)
+    verdict = opinion(lines * 3, "5.0.0")
+    assert (verdict.outcome, verdict.judged) == ("fail", False)
+    assert verdict.complaints[0].text == "the official compliance checker did not end within 0 s"
+    monkeypatch.undo()
+    assert opinion(lines, "5.0.0") == Opinion("pass")  # and not the late answer, which has warnings
+
+
 def test_one_process_serves_many_logs_and_another_those_after_its_death(lines: Lines) -> None:
     assert opinion(lines, "5.0.0").outcome == "pass"
     running = process.the_worker().process

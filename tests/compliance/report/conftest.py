@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from compliance.report.results import Results, load_results
-from tests.compliance.report.report_folders import write_closed_folder
+from tests.compliance.report.report_folders import write_closed_folder, write_failing_folder
 from tests.compliance.run_logs import write_run
 
 
@@ -23,3 +23,9 @@ def one(tmp_path: Path) -> Path:
     path = tmp_path / "results" / "node" / "bert"
     write_run(path / "result_0.txt", "open")
     return path
+
+
+@pytest.fixture(scope="session")
+def failing(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """Six runs of which four are no valid results."""
+    return load_results(write_failing_folder(tmp_path_factory.mktemp("failing")))

@@ -1,8 +1,7 @@
 import csv
-import itertools
 import json
 import re
-import sys
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,14 +10,15 @@ import pytest
 from bert.log.mllog import MLLog
 from compliance.convergence.selection import select
 from compliance.log import rules
+from compliance.log.accelerator import family, form
 from compliance.report import summary
 from compliance.report.page import render
-from compliance.report.published import family, form, placement, published
+from compliance.report.published import placement, published
 from compliance.report.results import ReportedRun, Results, breakdown, load_results
 from tests.compliance import command
 from tests.compliance.log_edits import value
 from tests.compliance.report.report_folders import write_closed_run, write_description
-from tests.compliance.run_logs import OPEN, START_MS, initialise, train, without_chain, write_metrics, write_run
+from tests.compliance.run_logs import OPEN, initialise, train, without_chain, write_metrics, write_run
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +133,7 @@ def test_folder_without_runs_is_refused(tmp_path: Path) -> None:
         load_results(tmp_path / "none")
 
 
-@pytest.mark.parametrize("text", ["{", "[" * 100_000, "[]", "\xff"], ids=["cut", "deep", "list", "latin-1"])
+@pytest.mark.parametrize("text", ["{", "[" * 100_000, "\xff"], ids=["cut", "deep", "latin-1"])
 def test_a_broken_system_description_is_a_finding(one: Path, text: str) -> None:
     write_description(one).write_bytes(text.encode("latin-1"))
     results = load_results(one)
@@ -164,19 +164,15 @@ def test_what_the_logs_have_against_each_other_is_found(tmp_path: Path) -> None:
         ("NVIDIA H100 80GB HBM3", "H100", "SXM"),
         ("NVIDIA H100 PCIe", "H100", "PCIe"),
         ("NVIDIA A100-SXM4-80GB", "A100", "SXM"),
-        ("NVIDIA A100 80GB PCIe", "A100", "PCIe"),
+        ("NVIDIA H100 NVL", "H100", "NVL"),
         ("NVIDIA A100 - PCIe - 80 GB", "A100", "PCIe"),
         ("NVIDIA GH200 480GB", "GH200", None),
-        ("NVIDIA RTX A5000", "A5000", None),
         ("NVIDIA L40S", "L40S", None),
         ("AMD Instinct MI300X OAM", "MI300X", None),
         ("Habana Gaudi2", "GAUDI 2", None),
-        ("Intel Gaudi 2", "GAUDI 2", None),
-        ("Habana Gaudi", "GAUDI", None),
         ("TPU-v4", "TPU 4", None),
         ("Graphcore Bow IPU", "BOW", None),
         ("N/A", None, None),
-        ("", None, None),
     ],
 )
 def test_families_of_accelerators(name: str, model: str | None, built: str | None) -> None:
@@ -207,21 +203,11 @@ def test_a_time_stands_between_its_neighbours() -> None:
 def test_without_the_same_scale_there_is_no_place() -> None:
     found = placement(5.3, "NVIDIA H100 80GB HBM3", 12)
     assert (found.compared, found.faster, found.slower) == (0, (), ())
-    assert "The nearest scale is 16: one result, 3.44 min." in found.sentence
+    assert "12 H100 (SXM), only on 4, 8, 16, 32, " in found.sentence
     assert "no place is given" in found.sentence
-    assert "The nearest scale is 8" in placement(5.3, "NVIDIA H100 80GB HBM3", 1).sentence.replace("is 4", "is 8")
     assert "was trained on B200" in placement(5.3, "NVIDIA B200", 8).sentence
     assert "was trained on a thing" in placement(5.3, "a thing", 8).sentence
     assert "no accelerator" in placement(5.3, "N/A", 0).sentence
-
-
-def test_no_sentence_claims_to_beat_anybody(closed: Results) -> None:
-    texts = [item.text for item in summary.statements(closed)]
-    texts += [
-        placement(minutes, "NVIDIA H100", count).sentence for minutes in (0.01, 5.3, 900) for count in (1, 8, 9, 64)
-    ]
-    for text in texts:
-        assert not any(word in text.lower() for word in ("beat", "record", "win", "outperform", "best"))
 
 
 def test_open_runs_have_no_place(opened: Results, closed: Results) -> None:
@@ -238,16 +224,6 @@ def test_summary_is_plain_text_when_not_on_a_terminal(folder: Path) -> None:
     assert lines[2].split() == ["0", "pass", "valid", "1.8", "s", "0.3150", "0.3000", "3,008", "1,671"]
     assert lines[5].split()[:3] == ["10", "pass", "aborted"]  # the official checker asks no open log for a status
     assert "\x1b" not in text
-
-
-def test_summary_on_a_terminal_is_a_table(
-    opened: Results, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    summary.print_summary(opened)
-    printed = capsys.readouterr().out
-    assert "aborted" in printed
-    assert "3 of 4 runs valid" in printed
 
 
 def test_formats_of_the_report_on_the_command_line(folder: Path, tmp_path: Path) -> None:
@@ -283,22 +259,6 @@ def test_a_summary_of_logs_of_other_software_calls_itself_unofficial_and_not_the
         assert rules.NOT_A_RESULT not in text
 
 
-def test_runs_that_are_not_for_submission_get_no_advice_on_it(tmp_path: Path) -> None:
-    folder = tmp_path / "results" / "node" / "bert"
-    for header, for_submission in (({"config.log.division": "open"}, False), ({"config.log.division": "closed"}, True)):
-        for number in range(2):
-            log = folder / f"result_{number}.txt"
-            log.unlink(missing_ok=True)
-            with MLLog(log, clock_ms=itertools.count(START_MS + number * 10**7, 1000).__next__) as writer:
-                writer.header(header)
-                initialise(writer, "open", seed=number)
-                writer.run_stop("success", samples=train(writer, OPEN, [0.2, 0.4]), eval_samples=500)
-        results = load_results(folder)
-        assert results.for_submission is for_submission
-        said = " ".join(item.text for item in summary.statements(results)) + command.run("check", folder)[1]
-        assert ("submission" in said) is for_submission
-
-
 def test_json_holds_the_convergence_and_the_place(closed: Results) -> None:
     document = json.loads(summary.as_json(closed), parse_constant=pytest.fail)
     assert document["convergence"]["verdict"] == "scaled"
@@ -309,36 +269,41 @@ def test_json_holds_the_convergence_and_the_place(closed: Results) -> None:
     assert unfinished["score_seconds"] is None
 
 
-def test_markdown(opened: Results) -> None:
+@pytest.mark.parametrize("name", ["closed", "failing"])
+def test_the_whole_summary_of_a_folder(name: str, request: pytest.FixtureRequest) -> None:
+    said = summary.as_markdown(request.getfixturevalue(name)).partition("\n## Findings")[0]
+    assert said == Path(__file__).with_name(f"{name}.txt").read_text()
+
+
+def test_markdown_escapes_what_comes_from_files(opened: Results) -> None:
     text = summary.as_markdown(replace(opened, system="a_b|c\n# d <i>\x1b[2J"))
-    lines = text.splitlines()
-    assert lines[0] == "# BERT on a\\_b\\|c\\\\n\\# d \\<i\\>\\\\x1b\\[2J"
-    assert rules.NOT_A_RESULT in lines
-    table = [line for line in lines if line.startswith("|")]
-    assert len(table) == 2 + 4
-    assert {line.count("|") for line in table} == {len(summary.COLUMNS) + 1}
-    assert any(line.startswith("- **Our checks**: 3 of 4") for line in lines)
-    assert any(line.startswith("- run 10, error") for line in lines)
+    assert text.splitlines()[0] == "# BERT on a\\_b\\|c\\\\n\\# d \\<i\\>\\\\x1b\\[2J"
+    assert "- run 10, error" in text
+
+
+def said_of(results: Results, runs: Iterable[ReportedRun]) -> dict[str, summary.Statement]:
+    return {item.title: item for item in summary.statements(replace(results, runs=tuple(runs)))}
 
 
 @pytest.mark.parametrize(
-    ("chosen", "kind", "words"),
+    ("number", "kind", "words"),
     [
-        (range(10), "good", "Mean of 8 runs"),
-        (range(5), "plain", "A submission has 10 runs, here are 5."),
-        (range(3), "plain", "Mean of 1 run without"),
-        (range(2), "plain", "No score yet"),
+        (5, "plain", "A submission has 10 runs, here are 5."),
+        (3, "plain", "Mean of 1 run"),
+        (2, "plain", "No score yet"),
     ],
 )
-def test_what_is_said_of_the_score(closed: Results, chosen: range, kind: str, words: str) -> None:
-    results = replace(closed, runs=tuple(closed.runs[n] for n in chosen))
-    said = {item.title: item for item in summary.statements(results)}
+def test_the_score_of_few_runs(closed: Results, number: int, kind: str, words: str) -> None:
+    said = said_of(closed, closed.runs[:number])
     assert said["Score"].kind == kind
     assert words in said["Score"].text
-    assert said["Official checker"] == summary.Statement(
-        "good", "Official checker", f"{len(chosen)} of {len(chosen)} logs pass, ruleset 5.0.0."
-    )
     assert "Convergence (RCP)" in said
+
+
+def test_one_lost_run_is_the_slowest(closed: Results, opened: Results) -> None:
+    said = said_of(closed, (*closed.runs[:9], opened.runs[-1]))
+    assert (said["Our checks"].kind, said["Score"].kind) == ("warn", "good")
+    assert "Run 10 is no valid result" in said["Score"].text
 
 
 def test_of_twelve_runs_ten_count_as_in_a_submission(closed: Results) -> None:
@@ -354,23 +319,3 @@ def test_of_twelve_runs_ten_count_as_in_a_submission(closed: Results) -> None:
     said = {item.title: item for item in summary.statements(results)}
     assert "here are 12: these are the consecutive ones of median score" in said["Score"].text
     assert said["Score"].kind == "good"
-
-
-def test_what_is_said_of_failures(closed: Results, opened: Results) -> None:
-    def said(*runs: ReportedRun) -> dict[str, summary.Statement]:
-        return {item.title: item for item in summary.statements(replace(closed, runs=runs))}
-
-    aborted = opened.runs[-1]
-    one, two, slow = said(*closed.runs[:9], aborted), said(*closed.runs[:8], aborted, aborted), said(*closed.runs)
-    assert (one["Our checks"].kind, two["Our checks"].kind, two["Score"].kind) == ("warn", "bad", "bad")
-    assert "Run 10 is no valid result and counts as the slowest." in one["Score"].text
-    assert "2 of 10 runs are no valid results" in two["Score"].text
-    assert slow["Convergence (RCP)"].kind == "warn"
-    assert ", scaled by 1.00" in slow["Score"].text
-
-
-def test_numbers_as_they_are_shown() -> None:
-    durations = {None: "-", 0.0: "0.0 s", 119.94: "119.9 s", 120: "2.00 min", 1012.9: "16.88 min"}
-    assert {seconds: summary.duration(seconds) for seconds in durations} == durations
-    rates = {None: "-", 999.94: "999.9", 1000: "1,000"}
-    assert {rate: summary.rate(rate) for rate in rates} == rates

@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from compliance.convergence.forecast import MAX_SAMPLES, reach
 from compliance.watch import follow, running
 from compliance.watch.screen import view
 from compliance.watch.watched import Watch, choose, results_in
@@ -24,10 +23,6 @@ DIGITS = "9" * 5000
 NUMBERS = [*range(-1, 2), 448, 2**53, 2**63 - 1, 2**63, 10**400, 0.0, 1e-320, 0.5, 0.72, 1e308, -1e308, True, None, "x"]
 NUMBERS += [[], {}]
 ODD_LINES = [
-    b"step 1 samples 32 1.0 ms 1.2.3 seq/s",
-    b"step 1 samples 32 1.0 ms ... seq/s",
-    f"step 1 samples {DIGITS} 1.0 ms 1.0 seq/s".encode(),
-    f"step 1 samples 32 1.0 ms {DIGITS} seq/s".encode(),
     f"# config.training.max_samples: {DIGITS}".encode(),
     "# config.training.max_samples: ²".encode(),
     f"# processes: {DIGITS} x 1".encode(),
@@ -45,7 +40,7 @@ ODD_LINES = [
 
 def look(watched: Watch, now_ms: float) -> str:
     """Return what is shown of a run, on a terminal."""
-    watched.run.watch_the_time(now_ms)
+    watched.run.check_initialisation(now_ms)
     console = Console(file=io.StringIO(), width=100, force_terminal=True, color_system=None)
     console.print(panel("a run", view(watched, now_ms).rows()))
     list(watched.outlooks())
@@ -113,14 +108,6 @@ def test_a_flood_of_broken_rules_and_of_lines_of_the_head_is_bounded() -> None:
     assert max(map(len, run.header.values())) < running.MAX_HEADER_BYTES
 
 
-def test_more_evaluations_than_any_run_has_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(running, "MAX_EVALUATIONS", 5)
-    run = begun("open")
-    for index in range(1, 10):
-        evaluate(run, 1024 * index, 0.1, BASE + index)
-    assert len(run.evaluations) == 5
-
-
 def test_a_look_reads_no_more_than_its_share_and_the_next_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -136,20 +123,6 @@ def test_a_look_reads_no_more_than_its_share_and_the_next_goes_on(
             assert follower.has_more == (more and len(got) < 2500)
     assert len(got) == 2500
     assert got[-1] == b"line 02499"
-
-
-@pytest.mark.parametrize("power", [1.0, -1.0])
-@pytest.mark.parametrize(
-    "points",
-    [
-        [(1, 0.1), (2, 0.1 + 1e-17), (3, 0.1 + 2e-17), (4, 0.11)],
-        [(1, 0.0), (2, 5e-324), (3, 1e-323), (4, 2e-323)],
-        [(2**63 - 4, 0.1), (2**63 - 3, 0.2), (2**63 - 2, 0.3), (2**63 - 1, 0.4)],
-    ],
-)
-def test_a_curve_reaches_its_target_within_numbers_or_never(points: list[tuple[int, float]], power: float) -> None:
-    found = reach(points, power, 0.72)
-    assert found is None or 0 <= found <= MAX_SAMPLES
 
 
 # Files that are none

@@ -1,0 +1,158 @@
+"""Judgement of the watchdog: which rank is to blame when one dies, hangs or stops.
+
+Time is the sum of bounded turns, so that a machine that was suspended as a whole blames nobody when it resumes.
+"""
+
+import contextlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from bert.timing.phases import EXCHANGE, PHASES
+
+FAULT_STATUS = 3
+"""Exit status of every rank after a fault."""
+LINE = 8192
+"""Most bytes of a message."""
+_GATHER_S = 0.5
+"""After an error, the judge waits so long for news of a lost rank, whose end causes errors elsewhere."""
+# In the order of a step, so that ranks compare as further ahead or behind; an unknown phase counts as furthest ahead.
+_ORDER = {phase: place for place, phase in enumerate((*PHASES, "statistics", "checkpoint", "evaluation"))}
+
+
+@dataclass(frozen=True)
+class Ending:
+    """Reason for the end of the run, and its exit status."""
+
+    text: str
+    status: int = FAULT_STATUS
+    rank: int | None = None
+    """The rank to blame, if it is a single one."""
+
+
+@dataclass
+class Member:
+    """Rank as the judge knows it."""
+
+    rank: int
+    in_mesh: str = ""
+    """Its place in the mesh, appended to its name."""
+    host: str = "unknown"
+    beating: bool = False
+    """It has said where it is since it came."""
+    left: bool = False
+    """It said good-bye."""
+    heard_s: float = 0.0
+    place: str = "start"
+    order: tuple[int, int] = (0, 0)
+    """Order of its place: the lesser, the further behind."""
+    entered: int = -1
+    moved_s: float = 0.0
+    limit_s: float | None = None
+    """How long it may stay in its place; None before training."""
+
+    @property
+    def name(self) -> str:
+        """Rank, host and place in the mesh, for messages."""
+        return f"rank {self.rank} on host {self.host}{self.in_mesh}"
+
+
+class Judge:
+    """Judge of all ranks, by their messages and the time that passes."""
+
+    def __init__(self, places: Sequence[str], seconds: float, beat_s: float) -> None:
+        """``places``: of the ranks in the mesh. A rank may be silent for ``seconds``, and reports every ``beat_s``."""
+        self.members = [Member(rank, place) for rank, place in enumerate(places)]
+        self._seconds, self._beat_s = seconds, beat_s
+        self._now_s = 0.0
+        self._lost: list[Member] = []
+        self._failed: list[tuple[float, Ending]] = []
+
+    def greet(self, member: Member, host: str) -> None:
+        """Note that a rank has connected, perhaps once more because it got no answer."""
+        member.host, member.beating, member.heard_s = host, False, self._now_s
+
+    def lose(self, member: Member) -> None:
+        """Note the end of a rank's connection."""
+        # A rank that has not reported may have given up waiting for an answer, and connects again.
+        if member.beating and not member.left:
+            self._lost.append(member)
+
+    def hear(self, member: Member, line: bytes) -> None:
+        """Take in a message; anything else is ignored, and is no sign of life either."""
+        with contextlib.suppress(KeyError, TypeError, ValueError, OverflowError):
+            self._take(member, parsed(line))
+
+    def _take(self, member: Member, message: dict[str, Any]) -> None:
+        if "left" in message:
+            member.left = True
+        elif "failed" in message:
+            verdict = Ending(f"{member.name}: {message['failed']}", int(message["status"]), member.rank)
+            self._failed.append((self._now_s + _GATHER_S, verdict))
+        else:
+            step, entered, phase = int(message["step"]), int(message["entered"]), str(message["phase"])
+            limit_s = None if message["limit"] is None else float(message["limit"])
+            member.limit_s = limit_s
+            member.place = f"{phase} of step {step}" if limit_s else phase
+            place = _ORDER.get(phase.removeprefix(EXCHANGE), len(_ORDER))
+            member.order = step, 2 * place + phase.startswith(EXCHANGE)
+            if entered != member.entered:
+                member.entered, member.moved_s = entered, self._now_s
+            member.beating = True
+        member.heard_s = self._now_s
+
+    def pass_time(self, elapsed_s: float) -> Ending | None:
+        """Let time pass; return the verdict if there is reason for one."""
+        self._now_s += elapsed_s
+        if self._lost:  # before errors, which its end causes elsewhere
+            text = f"{_names(self._lost)}: ended without a word, last in {self._lost[0].place}"
+            return Ending(text, rank=self._lost[0].rank)
+        if self._failed and self._now_s > self._failed[0][0]:
+            return self._failed[0][1]
+        present = [member for member in self.members if not member.left]
+        if any(self._silence(member) > self._seconds for member in present):
+            # With all whose sign is overdue too: behind a cut link, ranks fall silent within a beat of each other.
+            silent = [member for member in present if self._silence(member) > self._seconds - 2 * self._beat_s]
+            text = f"{_names(silent)}: not heard of for {self._silence(silent[0]):.0f} s, last in {silent[0].place}: "
+            return Ending(text + "stopped, or cut off", rank=silent[0].rank)
+        return self._standstill([member for member in present if member.limit_s is not None])
+
+    def _silence(self, member: Member) -> float:
+        return self._now_s - member.heard_s
+
+    def _standstill(self, present: list[Member]) -> Ending | None:
+        """Blame the ranks furthest behind if they have not moved for too long: the others wait for them."""
+        if not present:
+            return None
+        least = min(member.order for member in present)
+        behind = [member for member in present if member.order == least]
+        still_s = {member.rank: self._now_s - member.moved_s for member in behind}
+        # While one of the ranks furthest behind may still move, the others may be waiting for it.
+        if not all(member.limit_s is not None and still_s[member.rank] > member.limit_s for member in behind):
+            return None
+        where = f"for {still_s[behind[0].rank]:.0f} s in {behind[0].place}"
+        if len(behind) == len(present) > 1:
+            return Ending(f"no rank gets on: all {len(present)} stand still {where}")
+        ahead = next((f", and the others wait for it in {m.place}" for m in present if m.order != least), "")
+        return Ending(f"{_names(behind)}: standing still {where}{ahead}", rank=behind[0].rank)
+
+
+def encoded(message: dict[str, object]) -> bytes:
+    """Return a message as a line."""
+    text = json.dumps(message, ensure_ascii=False)
+    return text.encode(errors="backslashreplace") + b"\n"  # JSON's way to write half a surrogate pair
+
+
+def parsed(line: bytes) -> dict[str, Any]:
+    """Return the message of a line; an empty one if it is none."""
+    try:
+        message = json.loads(line)
+    except (ValueError, RecursionError):
+        return {}
+    return message if isinstance(message, dict) else {}
+
+
+def _names(members: list[Member]) -> str:
+    names = ", ".join(member.name for member in members[:8])
+    return names + (f" and {len(members) - 8} more" if len(members) > 8 else "")
