@@ -26,7 +26,7 @@ from cluster.published.results import TABLE, results
 pytestmark = pytest.mark.slow
 
 BOUNDS = {"submitter": 0.085, "scale": 0.085, "accelerator": 0.18}
-"""Median errors of results left out; docs/planning.md has what was measured, these are a fifth above."""
+"""Median errors of results left out; A fifth above what was measured."""
 
 
 @pytest.fixture(scope="module")
