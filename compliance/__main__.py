@@ -149,24 +149,13 @@ def system(
 
 
 @app.command
-def convergence(
-    folder: Folder,
-    ruleset: Ruleset = NEWEST_RULESET,
-    json: FlagCreatePairsOff[bool] = False,
-) -> int:
-    """Compare the runs in FOLDER with the reference convergence points, also while runs are missing. Status 1 on failure.
-
-    Args:
-        json: Print it as one JSON document.
-    """
+def convergence(folder: Folder, ruleset: Ruleset = NEWEST_RULESET) -> int:
+    """Compare the runs in FOLDER with the reference convergence points, also while runs are missing. Status 1 on failure."""
     from compliance.convergence.standing import standing
 
     found = standing(folder, ruleset)
-    if json:
-        say_json(found.as_dict())
-    else:
-        for text in found.lines():
-            say(text)
+    for text in found.lines():
+        say(text)
     return 0 if found.passed else 1
 
 

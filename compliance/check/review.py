@@ -42,10 +42,6 @@ def sarif(verdicts: Sequence[Verdict], root: Path) -> dict[str, Any]:
         "tool": {"driver": {"name": TOOL, "rules": [_rule(name, text) for name, text in texts.items()]}},
         # Without the slash at its end, resolving a path against it would drop the last folder (RFC 3986).
         "originalUriBaseIds": {ROOT: {"uri": absolute(root).as_uri() + "/"}},
-        "columnKind": "unicodeCodePoints",
-        # A check that cannot be run raises before anything is written.
-        "invocations": [{"executionSuccessful": True}],
-        "properties": {"rulesets": sorted({verdict.ruleset for verdict in verdicts})},
         "results": [_result(verdict, finding, places, root) for verdict, finding in pairs],
     }
     return {"$schema": SCHEMA, "version": "2.1.0", "runs": [run]}

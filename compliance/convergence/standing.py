@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -49,17 +49,6 @@ class Standing:
         """Tell whether the set may still pass. Without a reference only open runs may."""
         verdict = self.outlook.verdict
         return verdict != "fail" and (verdict != "no reference" or self.division == "open")
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return a dictionary for JSON."""
-        return {
-            "folder": str(self.folder),
-            "ruleset": self.ruleset,
-            "division": self.division,
-            "global_batch_size": self.global_batch_size,
-            "runs": [asdict(run) | {"path": str(run.path)} for run in self.runs],
-            **asdict(self.outlook),
-        }
 
     def lines(self) -> list[str]:
         """Return the standing in words and tables, for a terminal."""

@@ -59,8 +59,7 @@ def ask(part: str, path: Path, ruleset: str) -> Answer:
     answer = process.ask(part, absolute(path), ruleset, TIMEOUT_S)
     if "crash" in answer:
         return Answer("fail", answer["crash"])
-    text = answer["messages"][-1] if answer["messages"] else ""
-    return Answer("pass" if answer["passed"] else "fail", visible(text, MAX_TEXT_CHARACTERS))
+    return Answer("pass" if answer["passed"] else "fail", visible(answer["message"], MAX_TEXT_CHARACTERS))
 
 
 def ask_about_folder(folder: BenchmarkFolder, division: str, ruleset: str) -> Answer:

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from mlperf_logging.rcp_checker.rcp_checker import RCP_Checker
 
 MAX_MESSAGE_CHARACTERS = 4000
-MAX_TOOL_MESSAGES = 50
 MAX_TOOL_MESSAGE_CHARACTERS = 400
 RULE_FILE = re.compile(r"training_\d\.\d\.\d/\w+\.yaml", re.ASCII)
 
@@ -131,7 +130,7 @@ def _repository(path: str, _ruleset: str) -> bool:
 
 
 def judge_part(judge: Callable[[str, str], bool], path: str, ruleset: str) -> dict[str, Any]:
-    """Return a tool's verdict on a part of a submission and its error messages."""
+    """Return a tool's verdict on a part of a submission and its last error message."""
     logging.disable(logging.NOTSET)  # a question about a log may have come before
     logging.getLogger().handlers[:] = [_said]
     _said.lines.clear()
@@ -139,9 +138,9 @@ def judge_part(judge: Callable[[str, str], bool], path: str, ruleset: str) -> di
         passed = judge(path, ruleset)
     except Exception as error:  # the tools crash on ordinary mistakes
         message = f"it ends with {type(error).__name__}: {error}"
-        return {"passed": False, "messages": [message[:MAX_TOOL_MESSAGE_CHARACTERS]]}
+        return {"passed": False, "message": message[:MAX_TOOL_MESSAGE_CHARACTERS]}
     errors = [text for level, text in _said.lines if level >= logging.ERROR]
-    return {"passed": bool(passed), "messages": errors[-MAX_TOOL_MESSAGES:]}
+    return {"passed": bool(passed), "message": errors[-1] if errors else ""}
 
 
 _said = _Messages()

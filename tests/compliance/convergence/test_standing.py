@@ -1,6 +1,6 @@
 """Standing of a folder of logs against the reference."""
 
-import json
+import re
 from pathlib import Path
 
 import pytest
@@ -60,18 +60,9 @@ def test_the_command(tmp_path: Path) -> None:
     write_series(tmp_path, [15, 14, 15, 14, 15, 14, 15, 14, 15, 14])
     status, text = command.run("convergence", tmp_path)
     assert (status, "below the minimum of 2,274,732" in text) == (1, True)
-    status, text = command.run("convergence", tmp_path, "--json", "--ruleset", "2.0.0")
-    said = json.loads(text)
-    assert status == 1
-    assert (said["verdict"], said["global_batch_size"], len(said["runs"])) == ("fail", 448, 10)
-    assert said["reference"]["points"] == [256, 3072]
-    assert said["runs"][0] == {
-        "path": str(tmp_path / "result_0.txt"),
-        "samples": 2_250_304,
-        "evaluations": 15,
-        "status": "converged",
-        "chosen": True,
-    }
+    status, text = command.run("convergence", tmp_path, "--ruleset", "2.0.0")
+    assert (status, "batch sizes 256 and 3072" in text) == (1, True)
+    assert re.search(r"result_0\.txt +2,250,304 +15\n", text)
 
 
 def test_open_runs_pass_without_a_reference(tmp_path: Path) -> None:
