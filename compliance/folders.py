@@ -40,14 +40,9 @@ COUNTED = "result_*.txt"
 LIKE_A_LOG = re.compile(r"results?[-_. ]*\d*(\.(txt|log|out))?(\.(gz|xz|zst|zip|bak|old))?", re.IGNORECASE)
 """Names that were meant to be a log's."""
 
-MAX_ENTRIES = 10_000
-"""Maximum entries of one folder that are looked at."""
-
-MAX_DEPTH = 64
-"""Folders inside each other that are looked into."""
-
-MAX_NAME = 200
-"""Maximum characters of a name in a message."""
+MAX_ENTRIES = 10_000  # of one folder
+MAX_DEPTH = 64  # of folders inside each other
+MAX_NAME = 200  # characters of a name in a message
 
 LAYOUT = "SR Directory structure"
 REPOSITORY = "repository checker"
@@ -83,13 +78,7 @@ class BenchmarkFolder:
 
 @dataclass(frozen=True)
 class Tree:
-    """The contents of a path.
-
-    Attributes:
-        path: as given.
-        submission: the submission that it is or lies in; None for bare results.
-        descriptions: the system descriptions that belong to it and exist.
-    """
+    """The contents of a path; `submission` is the submission that it is or lies in, None for bare results."""
 
     path: Path
     submission: Path | None

@@ -47,7 +47,7 @@ class Finding:
         return f"{self.severity}: {where}{key}{self.sentence} [{self.rule}{logged_at}]; {self.remedy}"
 
     def as_dict(self) -> dict[str, Any]:
-        """Return a dictionary for JSON."""
+        """Return the fields for JSON."""
         fields = asdict(self) | {"found": self.sentence}
         del fields["more"]  # in the sentence
         return fields
