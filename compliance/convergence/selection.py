@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 FAILED = math.inf
-"""Time to train of a run that did not converge or is no valid result."""
+"""Time to train of a run that did not converge or is not a valid result."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Tell where the runs of a folder stand against the reference, from their logs alone, also while runs are missing."""
+"""Compare the runs of a folder with the reference, from their logs alone, also while runs are missing."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Standing:
 
 
 def standing(folder: Path, ruleset: str) -> Standing:
-    """Tell where the logs of results/<system>/bert stand. Of more than ten runs those count that a submission takes.
+    """Compare the logs of results/<system>/bert with the reference. Of more than ten runs, only the submitted ones count.
 
     Raises:
         ValueError: no logs, or logs of different batch sizes or divisions, or no known ruleset.

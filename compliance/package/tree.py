@@ -61,7 +61,7 @@ class PackageRequest:
 
 @dataclass(frozen=True)
 class SubmittedRun:
-    """A run of the submission: its name in the tree, its log, and its time to train, infinite if it is no valid result."""
+    """A run of the submission: its name in the tree, its log, and its time to train, infinite if it is invalid."""
 
     name: str
     log: Log
