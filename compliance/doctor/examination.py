@@ -24,6 +24,7 @@ from compliance.doctor.storage import Mount, read_mounts
 from compliance.doctor.system import ask_pytorch
 from console.program import say, say_json
 from console.text import visible
+from console.version import commit
 
 _COLOURS = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
@@ -57,8 +58,9 @@ def examine(
     yield from machine_checks.memory(machine, layout)
     yield from machine_checks.processors(machine, layout)
     yield from machine_checks.network(machine, layout)
-    for check in (run_checks.check_caches, run_checks.check_storage, run_checks.check_results, run_checks.check_source):
+    for check in (run_checks.check_caches, run_checks.check_storage, run_checks.check_results):
         yield from check(run)
+    yield from run_checks.check_source(commit())
     yield from run_checks.check_dry_run(run)
     yield from run_checks.check_data(run)
 

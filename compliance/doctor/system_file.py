@@ -10,7 +10,7 @@ from typing import Any
 
 from compliance.artefact import write_whole
 from compliance.doctor.host import ExaminedHost
-from compliance.doctor.machine import Machine, read_machine
+from compliance.doctor.machine import read_machine
 from compliance.doctor.system import check_values, complete, measure
 from compliance.log.rules import SYSTEM_FIELDS
 from compliance.submission.description import read_description
@@ -25,20 +25,12 @@ def write(path: Path, fields: Mapping[str, Any]) -> None:
     write_whole(path, json.dumps(dict(fields), indent=2, ensure_ascii=False) + "\n")
 
 
-def renew(
-    path: Path,
-    given: Mapping[str, str],
-    *,
-    measure_again: bool = False,
-    host: ExaminedHost | None = None,
-    machine: Machine | None = None,
-) -> None:
+def renew(path: Path, given: Mapping[str, str], *, measure_again: bool = False) -> None:
     """Write the description of this machine to `path`, or change the given fields of an existing description.
 
     Args:
         given: fields that take precedence over the file and the machine.
         measure_again: also replace the fields that this machine tells, in an existing description.
-        host, machine: what to describe; by default the machine that this program runs on.
 
     Raises:
         ValueError: the file is no system description, or cannot be written; an unknown field or value; nothing to change.
@@ -52,8 +44,8 @@ def renew(
         check_values(given)
         write(path, before | dict(given))
         return
-    host = host or ExaminedHost()
-    measured = {name: value for name, value in measure(host, machine or read_machine(host)).items() if value}
+    host = ExaminedHost()
+    measured = {name: value for name, value in measure(host, read_machine(host)).items() if value}
     # A field that the machine tells may have changed since the file was written. Numbers become text.
     kept = {
         name: str(value) for name, value in before.items() if name in SYSTEM_FIELDS and name not in measured and value
