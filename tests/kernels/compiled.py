@@ -42,27 +42,32 @@ class Item:
         chosen = self.configuration
         settings = chosen.signature, chosen.constexprs, chosen.num_warps, chosen.num_stages, chosen.max_registers
         measuring = (
-            inspect.getsource(each) for each in (ahead_of_time.cost, ahead_of_time.compiled, ahead_of_time.figures)
+            _code(inspect.getsource(each))
+            for each in (ahead_of_time.cost, ahead_of_time.compiled, ahead_of_time.figures)
         )
         parts = self.name, chosen.kernel.cache_key, settings, ahead_of_time.INSTRUCTIONS, *measuring
         return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
 
+def _code(source: str) -> str:
+    """Return a function's source without comments and docstring, on which no compilation depends."""
+    tree = ast.parse(source)
+    (definition,) = tree.body
+    assert isinstance(definition, ast.FunctionDef)
+    if ast.get_docstring(definition) is not None:
+        del definition.body[0]
+    return ast.unparse(tree)
+
+
 def _without_comments() -> None:
-    """Take comments, docstrings and line numbers from the kernels' sources: no compilation depends on them."""
+    """Reduce the kernels' sources to code, and forget their line numbers."""
     import triton  # only where there is something to compile
 
-    modules = [module for name, module in sys.modules.items() if name.startswith("kernels.triton")]
-    for function in {
-        id(each): each for module in modules for each in vars(module).values() if isinstance(each, triton.JITFunction)
-    }.values():
-        tree = ast.parse(function.src)
-        (definition,) = tree.body
-        assert isinstance(definition, ast.FunctionDef)
-        if ast.get_docstring(definition) is not None:
-            del definition.body[0]
-        function._unsafe_update_src(ast.unparse(tree))
-        function.starting_line_number = 0
+    for module in [module for name, module in sys.modules.items() if name.startswith("kernels.triton")]:
+        for function in vars(module).values():
+            if isinstance(function, triton.JITFunction):
+                function._unsafe_update_src(_code(function.src))
+                function.starting_line_number = 0
 
 
 @dataclass(frozen=True)

@@ -66,23 +66,6 @@ def test_the_norms_of_a_step(module: ModuleType, size: int) -> None:
         assert found == pytest.approx(squares_in_float64(segments.adapted_views(vector)[0]), rel=NEAR)
 
 
-def test_a_gpus_order_of_addition_over_the_embedding() -> None:
-    """As ``triton_lamb`` adds on a GPU: 8 squares in turn in each of 256 threads, then a tree, in fp32."""
-    chunks = -(-EMBEDDING // triton_lamb.CHUNK)
-    padded = np.zeros(chunks * triton_lamb.CHUNK, np.float32)
-    vector = normal(EMBEDDING)
-    padded[:EMBEDDING] = vector.numpy()
-    threads = 32 * triton_lamb.WARPS
-    values = padded.reshape(chunks, threads, triton_lamb.CHUNK // threads)
-    sums = np.zeros((chunks, threads), np.float32)
-    for place in range(values.shape[2]):
-        sums += values[:, :, place] * values[:, :, place]
-    while sums.shape[1] > 1:
-        half = sums.shape[1] // 2
-        sums = sums[:, :half] + sums[:, half:]
-    assert sums.astype(np.float64).sum() == pytest.approx(squares_in_float64(vector), rel=NEAR)
-
-
 @pytest.mark.parametrize("sharded", [False, True])
 def test_the_norm_that_an_optimizer_returns(sharded: bool) -> None:
     """For 4.9 million parameters, where PyTorch's own norm is 1e-4 low."""

@@ -1,7 +1,5 @@
 """Products of PyTorch's libraries add up in fp32 wherever a device is set up, whatever the process was told before."""
 
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -11,7 +9,6 @@ import torch
 from benchmarks.gpu_parts import part as gpu_part
 from bert.parallel.mesh import join_mesh
 from kernels.precision import set_product_precision
-from tests.conftest import REPOSITORY
 
 PRODUCTS = torch.backends.cuda.matmul
 
@@ -51,17 +48,3 @@ def benchmark(folder: Path) -> None:
 def test_a_device_is_set_up_with_sums_in_fp32(set_up: Callable[[Path], object], tmp_path: Path) -> None:
     set_up(tmp_path)
     assert settings() == (False, False, False, "highest")
-
-
-@pytest.mark.slow
-def test_the_container_does_not_decide() -> None:
-    """What NVIDIA's sets is read once, when PyTorch is loaded."""
-    program = (
-        "import torch; from kernels.precision import set_product_precision; "
-        "before = torch.backends.cuda.matmul.allow_tf32; set_product_precision(); "
-        "print(before, torch.backends.cuda.matmul.allow_tf32)"
-    )
-    container = {"TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "1"}
-    command = [sys.executable, "-c", program]
-    done = subprocess.run(command, cwd=REPOSITORY, env=container, capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["True", "False"]

@@ -16,7 +16,7 @@ from bert.configuration.sections import ModelConfig, OptimizerConfig
 from bert.model import BertForPreTraining, initialize_
 from bert.optimizer import FlatParameters, Lamb, learning_rate, learning_rate_tensor
 from bert.parallel.reduction.gradients import bucket_slices
-from kernels import LambHyperparameters, LambSegments, LambState, lamb_step
+from kernels import LambHyperparameters, LambSegments, LambState, lamb_step, sum_of_squares
 from kernels.reference import lamb
 from tests.kernels.lamb_oracle import HYPERPARAMETERS, NumpyLamb, Shards, at
 
@@ -67,17 +67,6 @@ def test_zero_update_and_zero_weight_leave_a_ratio_of_one(implementation: str):
     assert flat[:3].tolist() == pytest.approx([-0.1] * 3, rel=1e-5)  # the ratio is 1, so the step is the rate
 
 
-def test_float32_stays_close_to_float64():
-    segments = LambSegments((500, 20), (True, False))
-    exact, *gradients = torch.randn(11, 520, generator=torch.Generator().manual_seed(0), dtype=torch.float64).unbind()
-    flats = [exact.clone(), exact.float()]
-    for flat in flats:
-        state = LambState.zeros_like(flat)
-        for step, gradient in enumerate(gradients, 1):
-            lamb_step(flat, gradient.to(flat.dtype, copy=True), state, segments, HYPERPARAMETERS, **at(step, 0.01))
-    torch.testing.assert_close(flats[1], flats[0].float(), rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.oldest_torch
 @EITHER
 @pytest.mark.parametrize(("bad", "where"), [(math.nan, 0), (math.inf, 71), (-math.inf, -1), (3e38, 4200)])
@@ -108,14 +97,19 @@ def test_a_step_that_is_not_finite_changes_nothing(implementation: str, bad: flo
     assert state.skipped.item() == 1
 
 
-def test_a_gradient_whose_squares_overflow_is_clipped():
-    """Its norm fits fp32, and so does all that follows."""
-    flat, gradient = torch.ones(2), torch.tensor([3e30, 4e30])
-    state = LambState.zeros_like(flat)
-    norm = lamb_step(flat, gradient, state, LambSegments((2,), (True,)), HYPERPARAMETERS, **at(1, 0.1))
-    assert norm.item() == pytest.approx(5e30, rel=1e-6)
-    torch.testing.assert_close(state.momentum_P, torch.tensor([0.06, 0.08]))
-    assert state.skipped.item() == 0
+@EITHER
+@pytest.mark.parametrize(
+    ("size", "magnitude"), [(0, 1), (1, 1), (8191, 1), (8192, 1e30), (8193, 1e-30), (5 * 8192 + 4097, 1)]
+)
+def test_the_sum_of_squares(implementation: str, size: int, magnitude: float):
+    """Of any length, and of squares outside of fp32; what is not finite shows."""
+    vector = magnitude * torch.randn(size, generator=torch.Generator().manual_seed(size))
+    with sum_of_squares.using(implementation):
+        found = sum_of_squares(vector)
+        assert (found.dtype, found.shape) == (torch.float64, ())
+        assert found.item() == pytest.approx(vector.double().square().sum().item(), rel=1e-12)
+        vector[-1:] = math.nan
+        assert not size or not sum_of_squares(vector).isfinite()
 
 
 @pytest.mark.parametrize("beta_2", [0.85437, 0.999])

@@ -176,28 +176,10 @@ def test_a_step_that_casts_to_fp8_moves_no_more() -> None:
     assert bytes_a_parameter([int(WORDS)], overwritten=True, copies=False, fp8=True) < 44
 
 
-def test_what_is_cast_leaves_the_cache_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else it would push out what the next group needs."""
+def test_groups_and_hints_are_what_saves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All segments at once move parameters and directions twice. A cast without its hint pushes the next group out."""
+    assert bytes_a_parameter(layers(), overwritten=True, copies=False) == pytest.approx(32, abs=0.7)
     monkeypatch.setattr(triton_fp8, "_ONCE", "")
     assert bytes_a_parameter(layers(), overwritten=True, copies=False, fp8=True) > 36
-
-
-def test_groups_and_hints_are_what_saves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All segments at once: parameters and directions move a second time; and nothing is written that nobody asked for."""
-    assert bytes_a_parameter(layers(), overwritten=True, copies=False) == pytest.approx(32, abs=0.7)
     monkeypatch.setattr(triton_lamb, "GROUP", 1 << 30)
     assert bytes_a_parameter(layers(), overwritten=True) > 42
-
-
-def test_the_model_counts_what_is_read_and_written_once() -> None:
-    cache = Cache(4 * Cache.BLOCK)
-    cache.access(0, 2 * Cache.BLOCK, store=False, evict_first=False)
-    cache.access(0, Cache.BLOCK, store=True, evict_first=False)
-    assert cache.moved == 2 * Cache.BLOCK
-    cache.access(
-        8 * Cache.BLOCK, 12 * Cache.BLOCK, store=False, evict_first=True
-    )  # two of them make room for the others
-    cache.access(0, 2 * Cache.BLOCK, store=False, evict_first=False)
-    assert cache.moved == 6 * Cache.BLOCK
-    cache.flush()
-    assert cache.moved == 7 * Cache.BLOCK
