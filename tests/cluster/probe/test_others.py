@@ -12,7 +12,7 @@ from cluster.view import Host
 
 
 def facts(host: str, machine: str) -> Facts:
-    return Facts(machine, Host(host, 1, 4, 2**30, (), ()), "cpu", 0, "")
+    return Facts(machine, Host(host, 4, 2**30, (), ()), "cpu", 0, "")
 
 
 @pytest.mark.parametrize(
