@@ -106,31 +106,4 @@ def test_kernels_that_ask_for_too_much_are_noticed(found: dict[str, Any]) -> Non
 @needs_triton
 def test_interpreting_is_an_error_that_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert ahead_of_time.main([]) == 2
-    assert capsys.readouterr().err == "error: TRITON_INTERPRET is set, and Triton compiles nothing then: unset it\n"
-
-
-def test_missing_triton_is_an_error_that_says_so(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
-    assert ahead_of_time.main([]) == 2
-    assert capsys.readouterr().err == "error: triton is not installed: pip install triton\n"
-
-
-def cost(capability: int, **changes: int) -> Cost:
-    figures = {"num_warps": 4, "registers": 40, "spilled": 0, "shared": 1024, "in_flight": 0} | changes
-    return Cost("triton_x", "forward", "small", capability, **figures, instructions="")
-
-
-@pytest.mark.parametrize(
-    ("capability", "changes", "fits"),
-    [
-        (80, {"shared": 163 * 1024}, True),
-        (80, {"shared": 163 * 1024 + 1}, False),
-        (90, {"shared": 163 * 1024 + 1}, True),
-        (100, {"shared": 227 * 1024 + 1}, False),
-        (90, {"spilled": 17}, False),
-    ],
-)
-def test_what_fits(capability: int, changes: dict[str, int], fits: bool) -> None:
-    assert cost(capability, **changes).fits is fits
+    assert "TRITON_INTERPRET" in capsys.readouterr().err

@@ -124,18 +124,6 @@ def test_a_fall_back_on_a_gpu_is_said_once_with_its_reasons(
     assert len(caplog.messages) == 1
 
 
-def test_every_kind_of_call_is_observed_once(op: Op[[Tensor, float], Tensor]):
-    seen: list[Any] = []
-    ones = torch.ones(3)
-    op(ones, 2.0)
-    with op.observed(lambda which, args, kwargs: seen.append((which.name, args[0].dtype, kwargs))):
-        for _ in range(3):
-            op(ones, 2.0)
-        op(ones.double(), 2.0)
-    op(ones.half(), 2.0)
-    assert seen == [("scaled", torch.float32, {}), ("scaled", torch.float64, {})]
-
-
 def test_choices_by_configuration():
     try:
         choose({"varlen_attention": "reference", "lamb_step": "auto"})
