@@ -1,4 +1,4 @@
-"""The whole model through Triton's kernels: the same losses and gradients as through the definitions, dropout included."""
+"""The whole model has the same losses and gradients with Triton's kernels as with the definitions, with dropout."""
 
 from contextlib import ExitStack
 from dataclasses import replace
@@ -40,7 +40,7 @@ def trained(
     low_precision: bool = False,
     accumulates: bool = False,
 ) -> Trained:
-    """Losses and gradients of a batch, every op computed by ``implementation``; then the right answers in evaluation."""
+    """Return losses, correct predictions and gradients of a batch with one implementation of all ops."""
     model = accumulating_model(config) if accumulates else BertForPreTraining(config).train()
     initialize_(model, torch.Generator().manual_seed(0))
     model.seed_dropout(11)
@@ -86,7 +86,7 @@ def test_low_precision_stays_near(definition: Trained):
 
 
 def test_gradients_that_products_add_are_those_of_autograd():
-    """Those of autograd are rounded to bf16 first."""
+    """Autograd rounds its gradients to bf16 first."""
     losses, expected = trained("triton", low_precision=True)
     found_losses, found = trained("triton", low_precision=True, accumulates=True)
     assert found_losses == pytest.approx(losses, rel=1e-2)
@@ -96,7 +96,7 @@ def test_gradients_that_products_add_are_those_of_autograd():
 
 
 def test_a_padded_batch_trains_as_the_batch_that_it_holds():
-    """New memory is NaN here (conftest): a row of an empty slot that no program writes would reach a result."""
+    """conftest fills new memory with NaN, so that a row that no program writes would reach a result."""
     config = replace(MODEL, hidden_dropout=0.0, attention_dropout=0.0)
     expected_losses, expected = trained("triton", config=config)
     padded = batch_of(SAMPLES, shape_bucket=ShapeBucket(96, len(SAMPLES) + 2, 32, 48))
