@@ -2,7 +2,6 @@
 
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import pytest
@@ -10,10 +9,7 @@ import torch
 from torch import Tensor
 
 from bert.configuration.sections import ModelConfig
-from bert.layers import EncoderLayer
 from bert.model import BertForPreTraining, initialize_
-from bert.optimizer import FlatParameters
-from bert.products.weight_gradients import AccumulatingProducts, AccumulatingTable, WeightGradients
 from dataloading.batches.loader import Batch, batch_of
 from dataloading.batches.shape_buckets import ShapeBucket
 from dataloading.batches.synthetic import synthetic_samples
@@ -25,27 +21,17 @@ MODEL_OPS = [name for name, op in OPS.items() if "triton" in op.implementations 
 Trained = tuple[list[float], dict[str, Tensor]]
 
 
-def accumulating_model(config: ModelConfig) -> BertForPreTraining:
-    gradients = WeightGradients()
-    products = AccumulatingProducts(gradients, {})
-    make_layer = partial(EncoderLayer, products=products)
-    return BertForPreTraining(config, AccumulatingTable(gradients, {}), make_layer).train()
-
-
 def trained(
     implementation: str,
     batch: Batch | None = None,
     config: ModelConfig = MODEL,
     *,
     low_precision: bool = False,
-    accumulates: bool = False,
 ) -> Trained:
     """Return losses, correct predictions and gradients of a batch with one implementation of all ops."""
-    model = accumulating_model(config) if accumulates else BertForPreTraining(config).train()
+    model = BertForPreTraining(config).train()
     initialize_(model, torch.Generator().manual_seed(0))
     model.seed_dropout(11)
-    if accumulates:
-        FlatParameters.of(model)
     batch = batch or batch_of(SAMPLES)
     with ExitStack() as stack:
         for name in MODEL_OPS:
@@ -83,16 +69,6 @@ def test_low_precision_stays_near(definition: Trained):
     for name, expected in definition[1].items():
         likeness = torch.cosine_similarity(gradients[name].flatten(), expected.flatten(), dim=0).item()
         assert likeness > 0.98 or expected.abs().max().item() < 1e-4, (name, likeness)
-
-
-def test_gradients_that_products_add_are_those_of_autograd():
-    """Autograd rounds its gradients to bf16 first."""
-    losses, expected = trained("triton", low_precision=True)
-    found_losses, found = trained("triton", low_precision=True, accumulates=True)
-    assert found_losses == pytest.approx(losses, rel=1e-2)
-    for name, gradient in found.items():
-        error = (gradient - expected[name]).norm().item()
-        assert error <= 0.03 * max(expected[name].norm().item(), 1e-3), name
 
 
 def test_a_padded_batch_trains_as_the_batch_that_it_holds():
