@@ -94,3 +94,12 @@ def test_many_processes_may_start_the_initialisation() -> None:
     for time_ms in (3000, 1000, 2000):
         run.add(Record(1, time_ms, "INTERVAL_START", "init_start", None, {}))
     assert (run.init_start_ms, run.start_ms, run.phase) == (1000, 1000, "init")
+
+
+def test_the_writer_names_the_line_of_the_record_that_is_repeated(tmp_path: Path) -> None:
+    path = tmp_path / "result_0.txt"
+    log = MLLog(path, clock_ms=counting_clock(10))
+    initialise(log, "open")
+    first = next(n for n, line in enumerate(path.read_text().splitlines(), start=1) if '"key": "run_start"' in line)
+    with pytest.raises(RuleViolation, match=f"first on line {first},"):
+        log.run_start()
