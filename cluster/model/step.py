@@ -77,7 +77,7 @@ def least_step(work: Work, strategy: Strategy, rates: Rates) -> PredictedStep:
     once = max(rates.micro_batch_s, 1e-9)
     rest = (sum(stages) - max(stages) + (len(stages) - 1) * rates.micro_batch_s) / strategy.virtual_stages
     many = max(strategy.pipeline, min(math.sqrt(rest / once), sequences))
-    through = (max(stages) + once * many + rest / many) / alone_in_stages(rates.sharing, strategy.pipeline)
+    through = (max(stages) + once * many + rest / many) / min(rates.sharing, strategy.pipeline)
     return PredictedStep(0.0, through, 0.0, 0.0)
 
 
@@ -150,18 +150,13 @@ def through_stages(
     The costliest rank computes all the time, except while others fill and drain the pipeline. Each micro-batch waits for
     its messages. Ranks that share processors take at least their mean work.
     """
-    busy_PR = (compute_PAR / alone_in_stages(sharing, strategy.pipeline) + message_s * neighbours_P[:, None, None]).sum(
-        1
-    )
+    # A stage computes faster while the other stages wait and leave it their processors.
+    compute_s = compute_PAR / min(sharing, strategy.pipeline)
+    busy_PR = (compute_s + message_s * neighbours_P[:, None, None]).sum(1)
     costliest_R = busy_PR.max(0)
     # One micro-batch through the other ranks fills and drains the pipeline; interleaved, through one stage of each.
     ends_R = (busy_PR.sum(0) - costliest_R) / compute_PAR.shape[1] / strategy.virtual_stages
     return np.maximum(costliest_R + ends_R, compute_PAR.sum(1).mean(0))
-
-
-def alone_in_stages(sharing: float, pipeline: int) -> float:
-    """Return how much faster a stage computes while the other stages wait and leave it their processors."""
-    return min(sharing, float(pipeline))
 
 
 def _of_stages(parts: Sequence[Count], model: ModelConfig, parallel: ParallelConfig) -> list[NDArray[np.float64]]:
@@ -323,7 +318,9 @@ def _evaluation(work: Work, precision: Precision, parallel: ParallelConfig, rate
     """Return the seconds of an evaluation: the forward pass of all its sequences, dealt evenly to the copies."""
     sequences = math.ceil(work.evaluation_sequences * parallel.copy_ranks / rates.world_size)
     batches = math.ceil(sequences / work.evaluation_batch_size)
-    sizes = work.typical(sequences / batches)
+    # Batches are sorted by length, so together they have each length once.
+    lengths = max(1.0, min(work.distinct_lengths, sequences) / batches)
+    sizes = work.typical(sequences / batches, lengths)
     strategy = Strategy(1, precision=precision, tensor=parallel.tensor)
     stages = _of_stages(_computation(work.model, strategy, rates, sizes), work.model, parallel)
     seconds = [FORWARD_SHARE * batches * (rates.micro_batch_s + float(each.sum())) for each in stages]

@@ -1,6 +1,6 @@
 """Memory of a rank by part, held to what a real model keeps and to what its optimizer holds."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast, get_args
@@ -8,8 +8,10 @@ from typing import Any, cast, get_args
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -93,20 +95,20 @@ def test_a_real_model_keeps_what_is_predicted(shape: tuple[int, ...], dropout: f
     assert parts["update"] == optimizer.state.update_P.nbytes
 
 
+@pytest.fixture
+def fake_group() -> Iterator[dist.ProcessGroup]:
+    """The first rank of two; what it receives has the right shape and no meaning."""
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    group = dist.group.WORLD
+    assert group is not None
+    yield group
+    dist.destroy_process_group()
+
+
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
-def test_a_rank_that_shares_a_copy_keeps_what_is_predicted(dropout: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first rank of two; what it would receive has the right shape and no meaning."""
-    from bert.parallel.tensor import exchange
-
-    def gather(rows: Tensor, own: Tensor, **_: object) -> None:
-        rows.copy_(own.repeat(2, *[1] * (own.ndim - 1)))
-
-    monkeypatch.setattr(exchange, "all_gather_single", gather)
-    monkeypatch.setattr(exchange.dist, "all_to_all_single", lambda received, rows, **_: received.copy_(rows))
-    monkeypatch.setattr(exchange.dist, "all_reduce", lambda *_, **__: None)
+def test_a_rank_that_shares_a_copy_keeps_what_is_predicted(dropout: float, fake_group: dist.ProcessGroup) -> None:
     config = ModelConfig(4, 128, 4, 512, 1024, 128, hidden_dropout=dropout, attention_dropout=dropout)
-    group = SimpleNamespace(size=lambda: 2, rank=lambda: 0)
-    model = BertForPreTraining(config, TensorParallel(config, cast(Any, group)).placement)
+    model = BertForPreTraining(config, TensorParallel(config, fake_group).placement)
     initialize_(model, torch.Generator().manual_seed(0))
     flat = FlatParameters.of(model)
     work, samples = work_and_samples(config)
