@@ -90,8 +90,7 @@ def keep(config: Config, choice: TunedRun) -> None:
 
 
 def kept(config: Config) -> TunedRun | None:
-    """Return the choice that was kept for this machine and for what ``config`` trains; print a warning if it is
-    damaged."""
+    """Return the choice that was kept for this machine and for what ``config`` trains, unless it is damaged."""
     path, key = _file_and_key(config)
     if not path.exists():
         return None

@@ -8,7 +8,6 @@ import torch
 
 import bert.evaluate
 import bert.train
-from bert.configuration.config import flattened
 from bert.configuration.recipes import tiny_cpu
 from bert.train import OLDEST_TORCH, parse, require_torch
 from tests.conftest import REPOSITORY, SmallRun
@@ -22,13 +21,6 @@ def test_settings_are_changed_by_name() -> None:
     found = config.optimizer.base_learning_rate, config.training.global_batch_size, config.data.loader
     assert found == (0.001, 64, "dali")
     assert config.model == tiny_cpu().model
-
-
-def test_paths_in_the_repository_are_told_from_its_root_on(tmp_path: Path) -> None:
-    vocabulary = "bert/artifacts/tiny_cpu/vocab.txt"
-    config = parse(["tiny_cpu", "--data.vocab", str(REPOSITORY / vocabulary), "--log.results", str(tmp_path)])
-    told = dict(flattened("config", config))
-    assert (told["config.data.vocab"], told["config.log.results"]) == (Path(vocabulary), tmp_path)
 
 
 @pytest.mark.parametrize(
