@@ -134,14 +134,8 @@ def _bias_gelu_backward(output_gradient_TF: Tensor, product_TF: Tensor, bias_F: 
     return product_gradient_TF, bias_partials_RF.sum(0).to(bias_F.dtype)
 
 
-@bias_gelu.register_fake
-def _(product_TF: Tensor, bias_F: Tensor) -> Tensor:
-    return product_TF.new_empty(product_TF.shape)
-
-
-@_bias_gelu_backward.register_fake
-def _(output_gradient_TF: Tensor, product_TF: Tensor, bias_F: Tensor) -> tuple[Tensor, Tensor]:
-    return product_TF.new_empty(product_TF.shape), bias_F.new_empty(bias_F.shape)
+bias_gelu.register_fake(lambda product_TF, _bias_F: product_TF.new_empty(product_TF.shape))
+_bias_gelu_backward.register_fake(lambda _, *inputs: tuple(x.new_empty(x.shape) for x in inputs))
 
 
 def _setup_context(ctx, inputs, output) -> None:

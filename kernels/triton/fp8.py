@@ -1,4 +1,4 @@
-# ruff: noqa: ANN001, ANN202, ARG001
+# ruff: noqa: ANN001, ANN202
 # pyright: reportCallIssue=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 # pyright: reportArgumentType=false
 """FP8 casts in Triton: the cast, its transpose and column sums in one pass over an input.
@@ -184,35 +184,17 @@ def bias_gelu_backward_cast_fp8(
     return q_TF, q_FT, partials_PF.sum(0)
 
 
-@cast_fp8.register_fake
-def _(x_RC: Tensor, scale: Tensor, amax: Tensor, dtype: torch.dtype) -> Tensor:
-    return x_RC.new_empty(x_RC.shape, dtype=dtype)
+# Fake functions, for tensors without values.
+cast_fp8.register_fake(lambda x_RC, _scale, _amax, dtype: x_RC.new_empty(x_RC.shape, dtype=dtype))
+cast_transpose_fp8.register_fake(lambda x_RC, _scale, _amax, dtype: fp8_pair(x_RC, dtype))
+cast_transpose_into_fp8.register_fake(lambda *_: None)
+cast_transpose_sum_fp8.register_fake(lambda x_RC, _scale, _amax, dtype: (*fp8_pair(x_RC, dtype), _sums(x_RC)))
+bias_gelu_cast_fp8.register_fake(lambda product_TF, *_: fp8_pair(product_TF, E4M3))
+bias_gelu_backward_cast_fp8.register_fake(lambda gradient_TF, *_: (*fp8_pair(gradient_TF, E5M2), _sums(gradient_TF)))
 
 
-@cast_transpose_fp8.register_fake
-def _(x_RC: Tensor, scale: Tensor, amax: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    return fp8_pair(x_RC, dtype)
-
-
-@cast_transpose_into_fp8.register_fake
-def _(x_RC: Tensor, *_: Tensor) -> None:
-    del x_RC
-
-
-@cast_transpose_sum_fp8.register_fake
-def _(x_RC: Tensor, scale: Tensor, amax: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    return *fp8_pair(x_RC, dtype), x_RC.new_empty(x_RC.shape[1], dtype=torch.float32)
-
-
-@bias_gelu_cast_fp8.register_fake
-def _(product_TF: Tensor, *_: Tensor) -> tuple[Tensor, Tensor]:
-    return fp8_pair(product_TF, E4M3)
-
-
-@bias_gelu_backward_cast_fp8.register_fake
-def _(output_gradient_TF: Tensor, *_: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    columns = output_gradient_TF.shape[1]
-    return *fp8_pair(output_gradient_TF, E5M2), output_gradient_TF.new_empty(columns, dtype=torch.float32)
+def _sums(x_RC: Tensor) -> Tensor:
+    return x_RC.new_empty(x_RC.shape[1], dtype=torch.float32)
 
 
 def _partials(x_RC: Tensor) -> Tensor:

@@ -224,9 +224,7 @@ def _lamb_step(
                 cast_transpose_into_fp8(weight_NK, cast.scale, cast.amax, cast.q_NK, cast.q_KN)
 
 
-@_lamb_step.register_fake
-def _(parameters_P: Tensor, *_others: object) -> None:
-    del parameters_P
+_lamb_step.register_fake(lambda *_: None)
 
 
 @torch.library.custom_op(
@@ -260,10 +258,9 @@ def _lamb_directions(
     return squares_2A
 
 
-@_lamb_directions.register_fake
-def _(parameters_P: Tensor, *others: Any) -> Tensor:
-    spans_A2: Tensor = others[7]
-    return parameters_P.new_empty(2, len(spans_A2), dtype=torch.float64)
+_lamb_directions.register_fake(
+    lambda parameters_P, *others: parameters_P.new_empty(2, len(others[7]), dtype=torch.float64)
+)
 
 
 @torch.library.custom_op("mlperf_bert::lamb_apply", mutates_args=("parameters_P",))
@@ -279,9 +276,7 @@ def _lamb_apply(
     _launch_apply(parameters_P, update_P, None, squares_2A.contiguous(), table_C4, traits_G2, norm, learning_rate)
 
 
-@_lamb_apply.register_fake
-def _(parameters_P: Tensor, *_others: object) -> None:
-    del parameters_P
+_lamb_apply.register_fake(lambda *_: None)
 
 
 class _Numbers(NamedTuple):

@@ -214,11 +214,11 @@ def _(hidden_MD: Tensor, decoder_VD: Tensor, *others: Any) -> tuple[Tensor, Tens
     )
 
 
-@_masked_lm_loss_backward.register_fake
-def _(
-    _upstream: Tensor, _gradient: Tensor, hidden_MD: Tensor, _decoder_VD: Tensor, bias_V: Tensor
-) -> tuple[Tensor, ...]:
-    return tuple(x.new_empty(x.shape) for x in (hidden_MD, hidden_MD, bias_V))
+_masked_lm_loss_backward.register_fake(
+    lambda _upstream, _gradient, hidden_MD, _decoder_VD, bias_V: tuple(
+        x.new_empty(x.shape) for x in (hidden_MD, hidden_MD, bias_V)
+    )
+)
 
 
 def _setup_context(ctx, inputs, output) -> None:

@@ -45,9 +45,7 @@ def _partial_sums(vector_P: Tensor) -> Tensor:
     return partial_sums_B
 
 
-@_partial_sums.register_fake
-def _(vector_P: Tensor) -> Tensor:
-    return vector_P.new_empty(-(-len(vector_P) // BLOCK), dtype=torch.float64)
+_partial_sums.register_fake(lambda vector_P: vector_P.new_empty(-(-len(vector_P) // BLOCK), dtype=torch.float64))
 
 
 @triton.jit

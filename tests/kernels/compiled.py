@@ -1,4 +1,4 @@
-"""Costs of every configuration of the Triton kernels, kept in a file: compiling them all takes minutes.
+"""A file with the costs of every configuration of the Triton kernels, because compiling all of them takes minutes.
 
     python -m tests.kernels.compiled        # compiles what the file lacks for the installed Triton, and writes the file
 
@@ -72,19 +72,19 @@ def _without_comments() -> None:
 
 @dataclass(frozen=True)
 class Findings:
-    """The costs of all configurations, and what of the file or of the kernels is not as it should be."""
+    """Costs of all configurations, and faults of the file or of the kernels."""
 
     costs: list[Cost]
     lacking: list[str]
-    """Names of configurations that the file should know and does not."""
+    """Names of configurations that are missing in the file."""
     wrong: list[str]
-    """Where the file says something else than the compiler."""
+    """Differences between the file and the compiler."""
     specialized: list[str]
-    """Parameters for whose values kernels are compiled anew: Triton does so for a 1 and for multiples of 16."""
+    """Parameters for which Triton compiles a kernel again if they are 1 or a multiple of 16."""
 
 
 def find() -> Findings:
-    """Take from the file what it knows; compile the rest, and a sample of what it knows."""
+    """Read known costs from the file; compile the other configurations, and a sample of the known ones."""
     kept = {digest: Cost(**figures) for digest, figures in _read().get(_version(), {}).items()}
     items = {item.digest(): item for item in _items()}
     lacking = [digest for digest in items if digest not in kept]
@@ -127,7 +127,7 @@ def _items() -> list[Item]:
 
 
 def _sample(items: dict[str, Item]) -> list[str]:
-    """One of each module, and of architectures each in turn."""
+    """Choose one configuration of each module, for alternating architectures."""
     by_module: dict[str, list[str]] = {}
     for digest, item in items.items():
         by_module.setdefault(item.module, []).append(digest)
@@ -146,7 +146,7 @@ def main() -> None:
     lacking = {digest: item for digest, item in items.items() if digest not in kept}
     costs = kept | {digest: asdict(cost) for digest, cost in zip(lacking, _compile(lacking.values()), strict=True)}
     versions[_version()] = {digest: costs[digest] for digest in items}
-    # One line a configuration, so that a difference shows what has changed.
+    # One line for each configuration, so that a diff shows the change.
     rows = {
         version: ",\n".join(f'"{digest}": {json.dumps(figures)}' for digest, figures in its_own.items())
         for version, its_own in sorted(versions.items())

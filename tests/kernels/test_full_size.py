@@ -45,14 +45,13 @@ def test_the_definition() -> None:
 
 
 def test_triton() -> None:
-    """A tenth of the embedding: all of it is in fp64."""
     vector = normal(EMBEDDING // 10)
     assert triton_squares.sum_of_squares(vector).item() == pytest.approx(squares_in_float64(vector), rel=NEAR)
 
 
 @pytest.mark.parametrize(("module", "size"), [(lamb, EMBEDDING), (triton_lamb, EMBEDDING // 40)])
 def test_the_norms_of_a_step(module: ModuleType, size: int) -> None:
-    """Of weights and directions in a tensor of the embedding's size, from which its ratio follows.
+    """Sums of squared weights and directions of a tensor with the embedding's size.
 
     In Triton a fortieth: of its two levels, fp32 inside a chunk and fp64 over chunks, only the second grows.
     """
@@ -68,7 +67,7 @@ def test_the_norms_of_a_step(module: ModuleType, size: int) -> None:
 
 @pytest.mark.parametrize("sharded", [False, True])
 def test_the_norm_that_an_optimizer_returns(sharded: bool) -> None:
-    """For 4.9 million parameters, where PyTorch's own norm is 1e-4 low."""
+    """PyTorch's own norm of 4.9 million parameters is 1e-4 too low."""
     model = BertForPreTraining(ModelConfig(1, 160, 2, 160, 30_522, 16))
     flat = FlatParameters.of(model)
     if sharded:

@@ -112,9 +112,7 @@ def _attention_backward(
     return gradients
 
 
-@_attention_backward.register_fake
-def _(_gradient: Tensor, qkv: Sequence[Tensor], *_: object) -> list[Tensor]:
-    return [x.new_empty(x.shape) for x in qkv]
+_attention_backward.register_fake(lambda _gradient, qkv, *_: [x.new_empty(x.shape) for x in qkv])
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:

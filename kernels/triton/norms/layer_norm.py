@@ -156,9 +156,7 @@ def _add_norm(
     return outputs
 
 
-@_add_norm.register_fake
-def _(x: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape), x.new_empty(2, len(x), dtype=torch.float32)
+_add_norm.register_fake(lambda x, *_: (x.new_empty(x.shape), x.new_empty(2, len(x), dtype=torch.float32)))
 
 
 @torch.library.custom_op("mlperf_bert::dropout_add_layer_norm_backward", mutates_args=())

@@ -1,4 +1,4 @@
-"""LAMB in Triton, under its interpreter, against a float64 oracle and against plain PyTorch in the same type."""
+"""LAMB in Triton's interpreter against float64, and against plain PyTorch in the same type."""
 
 from dataclasses import replace
 from types import ModuleType
@@ -13,6 +13,7 @@ from kernels.reference.fp8 import E4M3, cast_transpose_into_fp8
 from kernels.triton import lamb as triton_lamb
 from kernels.triton.quantize import fp8_pair
 from tests.kernels.accuracy import same_bits
+from tests.kernels.interpreted import walked
 from tests.kernels.lamb_oracle import HYPERPARAMETERS, NumpyLamb, Shards, at
 
 CHUNK = triton_lamb.CHUNK
@@ -35,7 +36,7 @@ def error(found: torch.Tensor, exact: np.ndarray) -> float:
 def weights_and_gradients(
     segments: LambSegments, steps: int, scale: float = 1.0
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Segments of very different sizes of weight and gradient, and one that starts at zero."""
+    """Return weights and gradients of very different magnitudes, with one segment that starts at zero."""
     generator = torch.Generator().manual_seed(len(segments.sizes))
     flat, *gradients = torch.randn(steps + 1, sum(segments.sizes), generator=generator).unbind()
     flat, gradients = flat.clone(), [scale * gradient for gradient in gradients]
@@ -58,7 +59,7 @@ def weights_and_gradients(
     ],
 )
 def test_as_exact_as_plain_pytorch(layout: str, scale: float, hyper: LambHyperparameters) -> None:
-    """Weights, moments and norm over some steps: at most twice PyTorch's own error; one unit in the last place is free."""
+    """Errors of weights, moments and norm are at most twice PyTorch's own, and one unit in the last place."""
     segments = LAYOUTS[layout]
     flat, gradients = weights_and_gradients(segments, 3, scale)
     exact = NumpyLamb(flat, segments, hyper)
@@ -83,7 +84,7 @@ def test_as_exact_as_plain_pytorch(layout: str, scale: float, hyper: LambHyperpa
 
 
 def test_more_chunks_than_are_added_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A segment's sums reach over several rounds, as those of BERT-Large's word embeddings do."""
+    """As in BERT-Large's word embeddings, a segment needs several rounds of sums."""
     monkeypatch.setattr(triton_lamb, "REDUCTION", 2)
     test_as_exact_as_plain_pytorch("as in BERT", 1.0, HYPERPARAMETERS)
 
@@ -101,7 +102,7 @@ def test_a_first_step_that_is_not_finite_leaves_what_minus_zero_and_epsilon_zero
 
 
 def test_shards_together_step_as_the_whole() -> None:
-    """Borders anywhere in segments, several in one: at most twice the error of plain PyTorch on the whole vectors."""
+    """Shards begin anywhere. Errors are at most twice plain PyTorch's on the whole vectors."""
     segments = LAYOUTS["as in BERT"]
     flat, gradients = weights_and_gradients(segments, 3)
     exact, plain, plain_state = NumpyLamb(flat, segments), flat.clone(), LambState.zeros_like(flat)
@@ -116,7 +117,7 @@ def test_shards_together_step_as_the_whole() -> None:
 
 
 def test_groups_step_as_all_segments_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same bits, and a step that is not finite counts once. Copies are the parameters; the interpreter cuts bf16 off."""
+    """Results are equal bit for bit, and a skipped step counts once. The interpreter truncates copies in bf16."""
     segments = LAYOUTS["as in BERT"]
     flat, gradients = weights_and_gradients(segments, 2)
     gradients.append(torch.full_like(flat, torch.nan))
@@ -138,7 +139,7 @@ def test_groups_step_as_all_segments_at_once(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("group", [1 << 30, 2100, 1])
 def test_casts_are_those_of_a_pass_of_their_own(monkeypatch: pytest.MonkeyPatch, group: int) -> None:
-    """To the bit, of weights of one segment and of several, in one group and in two, and of a step that is not taken."""
+    """Weights have one segment or several, in one group or several; the last step is skipped."""
     monkeypatch.setattr(triton_lamb, "GROUP", group)
     segments = LambSegments((1024, 1024, 1024, 21, 43, 80 * 32), (True,) * 6)
     flat, gradients = weights_and_gradients(segments, 2)
@@ -165,7 +166,6 @@ def test_casts_are_those_of_a_pass_of_their_own(monkeypatch: pytest.MonkeyPatch,
 
 @pytest.mark.parametrize("module", [lamb, triton_lamb])
 def test_a_gradient_that_is_overwritten_is_not_cleared(module: ModuleType) -> None:
-    """And neither is another left; weights step alike."""
     sizes, adapted, overwritten = (CHUNK + 5, 70, 16), (True, False, True), (True, False, False)
     flat, gradient = torch.randn(2, sum(sizes), generator=torch.Generator().manual_seed(0)).unbind()
     stepped = []
@@ -176,3 +176,19 @@ def test_a_gradient_that_is_overwritten_is_not_cleared(module: ModuleType) -> No
         left = [bool(view.any()) for view in segments.views(given)]
         assert left == list(segments.overwritten or (False,) * 3)
     assert torch.equal(*stepped)
+
+
+def test_a_group_is_stepped_and_cast_before_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While its parameters and directions are in the L2 cache."""
+    monkeypatch.setattr(triton_lamb, "GROUP", 5000)
+    sizes = (4096, 900, 5120, 300)
+    segments = LambSegments(sizes, (True,) * 4)
+    cast = WeightCast(4996, torch.ones(()), torch.zeros(()), *fp8_pair(torch.zeros(80, 64), E4M3))
+    flat, (gradient,) = weights_and_gradients(segments, 1)
+    with walked("forward") as launches:
+        triton_lamb.lamb_step(
+            flat, gradient, LambState.zeros_like(flat), segments, HYPERPARAMETERS, **at(1, 0.1), casts=(cast,)
+        )
+    kernels = [launch.kernel.rpartition(".")[2] for launch in launches]
+    step = ["direction_kernel", "squares_kernel", "apply_kernel"]
+    assert kernels == ["_kernel", *step, *step, "_cast_kernel", *step]

@@ -1,4 +1,4 @@
-"""The measured choice: of what will run, harmless to the run, the same on all ranks, with a way back."""
+"""The measured choice of implementations: it changes nothing else in the run, and drops failures."""
 
 import gc
 import weakref
@@ -35,7 +35,7 @@ def grown(x: Tensor) -> Tensor:
 
 
 class Grown:
-    """An op with implementations of these names, in this order; the calls to them, each of which takes its time."""
+    """Op whose implementations have these names and times, in this order; it records their calls."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, times: dict[str, float]) -> None:
         self.calls: list[str] = []
@@ -68,7 +68,7 @@ class Grown:
         return self._times[self.calls[-1]]
 
     def replayed(self, work: Work) -> Work:
-        """Run and capture ``work``: a stand-in for CUDA graphs."""
+        """Run ``work`` and pretend to capture it in a CUDA graph."""
         work()
         self.capturing = True
         try:
@@ -111,7 +111,7 @@ def test_the_fastest_is_measured_and_taken(monkeypatch: pytest.MonkeyPatch):
 def test_what_cannot_be_captured_is_dropped_and_the_next_is_taken(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, measured: int
 ):
-    """Whatever an implementation declares: capturing the step would fail with it, and there is no way back from that."""
+    """Otherwise capturing the step would fail."""
     op = Grown(monkeypatch, {"first": 1.0, "second": 3.0, "third": 2.0})
     op.not_capturable = {"first"}
     (choice,) = tune([request_for(torch.rand(measured, 8))], op.replayed, op.timed)

@@ -1,4 +1,4 @@
-"""The training step of several stages without a device: messages that meet, and streams that wait for them."""
+"""The training step of several stages without a device: matching messages, and streams that wait for them."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -60,7 +60,7 @@ SHAPES = [
     Shape(2, tensor=2, copies=2, reduction="sharded_world", micro_batches=2),
 ]
 Fault = Callable[[int, pytest.MonkeyPatch], None]
-"""Takes something from the library on a rank, or on all of them."""
+"""Change of the library on one rank or on all of them."""
 
 
 def step_on(rank: int, shape: Shape) -> TracedStep:
@@ -76,19 +76,15 @@ def step_on(rank: int, shape: Shape) -> TracedStep:
 
 @contextmanager
 def first_step() -> Iterator[None]:
-    """Let the host read that all stages know their shapes, which PyTorch asks before a schedule's first step."""
+    """Allow the one read by the host: before its first step a PyTorch schedule asks whether all stages know their shapes."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Tensor, "item", lambda _: 1)
-        # Numbers are drawn anew after what PyTorch does before, and "meta" draws none.
+        # "meta" has no random states to restore.
         patch.setattr(torch.random, "fork_rng", lambda **_: nullcontext())
         yield
 
 
-def no_fault(_rank: int, _patch: pytest.MonkeyPatch) -> None:
-    """Leave the library as it is."""
-
-
-def two_steps(rank: int, shape: Shape, fault: Fault = no_fault) -> Timeline:
+def two_steps(rank: int, shape: Shape, fault: Fault = lambda *_: None) -> Timeline:
     with ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
         for op in OPS.values():
             stack.enter_context(op.using("triton" if "triton" in op.implementations else "reference"))
@@ -105,8 +101,8 @@ def two_steps(rank: int, shape: Shape, fault: Fault = no_fault) -> Timeline:
     return timeline
 
 
-def all_ranks(shape: Shape, fault: Fault = no_fault) -> list[Timeline]:
-    """Take two steps of each rank, whose calls have been held against one another."""
+def all_ranks(shape: Shape, fault: Fault = lambda *_: None) -> list[Timeline]:
+    """Trace two steps of each rank, and compare the calls of the ranks."""
     timelines = [two_steps(rank, shape, fault) for rank in range(shape.ranks)]
     require_same_order(timelines)
     require_an_end(timelines)
@@ -115,14 +111,14 @@ def all_ranks(shape: Shape, fault: Fault = no_fault) -> list[Timeline]:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_messages_meet_and_streams_wait(shape: Shape):
-    """A timeline fails where a stream does not wait for what it reads or writes over, and where the host waits."""
+    """A timeline fails if a stream does not wait for data that it reads or overwrites, or if the host waits."""
     timelines = all_ranks(shape)
     last = shape.pipeline * shape.virtual_stages - 1
     for timeline in timelines[: shape.pipeline * shape.tensor]:  # of a copy
         messages = Counter(each.group for each in timeline.collectives if each.name.startswith("message"))
         assert all(timeline.rank in ends for ends in messages)
         place = timeline.rank // shape.tensor
-        # Of each step hidden states, gradients and the word table's; of the first one PyTorch's question as well.
+        # Each step sends hidden states, gradients and the word table; the first one also PyTorch's question about shapes.
         own = range(place, last + 1, shape.pipeline)
         ways = sum((stage > 0) + (stage < last) for stage in own)
         word = 4 if place in (0, shape.pipeline - 1) else 0
@@ -171,7 +167,7 @@ def test_what_does_not_fit_is_noticed(fault: Fault, message: str):
 
 @pytest.mark.parametrize("kept", [True, False])
 def test_what_is_released_before_it_is_sent_is_noticed(kept: bool, monkeypatch: pytest.MonkeyPatch):
-    """PyTorch keeps it: without that, the next tensor might take its memory."""
+    """PyTorch keeps the tensor; otherwise the next tensor might get its memory."""
     if not kept:
         monkeypatch.setattr(Timeline, "_record", lambda *_: None)
     with Timeline(0).watching(monkeypatch):
@@ -183,7 +179,7 @@ def test_what_is_released_before_it_is_sent_is_noticed(kept: bool, monkeypatch: 
 
 @pytest.mark.parametrize("sorted_pairs", [True, False])
 def test_hosts_that_wait_for_one_another_are_noticed(sorted_pairs: bool):
-    """Each makes a communicator with the rank before it and with the one behind: in one order on all, or each its own."""
+    """Each rank makes a communicator with both neighbours, in the same order on all ranks or not."""
     timelines = [Timeline(rank) for rank in range(3)]
     for timeline in timelines:
         with pytest.MonkeyPatch.context() as patch, timeline.watching(patch):
