@@ -63,21 +63,12 @@ def predict_step(work: Work, strategy: Strategy, rates: Rates, steps: int = _STE
 
 
 def least_step(work: Work, strategy: Strategy, rates: Rates) -> PredictedStep:
-    """Return a lower bound of a step: computation of mean cost, without update, reduction, or waiting.
-
-    A pipeline counts with its costliest stage, and with the number of micro-batches that fills and drains it fastest.
-    """
+    """Return a lower bound of a step: the mean computation of the costliest stage, without update, reduction or waiting."""
     sequences = strategy.sequences(rates.world_size) * strategy.gradient_accumulation_steps
     parts = _computation(work.model, strategy, rates, work.typical(sequences))
     stages = [float(each.sum()) for each in _of_stages(parts, work.model, strategy.parallel)]
-    if strategy.pipeline == 1:
-        return PredictedStep(0.0, rates.micro_batch_s + stages[0], 0.0, 0.0)
-    # M micro-batches cost the costliest stage, M times the constant cost (a probe's is 0, hence the 1e-9), and an M-th of
-    # the other stages at both ends. The root minimises that.
-    once = max(rates.micro_batch_s, 1e-9)
-    rest = (sum(stages) - max(stages) + (len(stages) - 1) * rates.micro_batch_s) / strategy.virtual_stages
-    many = max(strategy.pipeline, min(math.sqrt(rest / once), sequences))
-    through = (max(stages) + once * many + rest / many) / min(rates.sharing, strategy.pipeline)
+    # A pipeline needs at least one micro-batch for each stage. The time to fill and drain it may be small.
+    through = (max(stages) + rates.micro_batch_s * strategy.pipeline) / min(rates.sharing, strategy.pipeline)
     return PredictedStep(0.0, through, 0.0, 0.0)
 
 
