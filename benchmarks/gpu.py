@@ -1,4 +1,4 @@
-"""Measure everything that this repository measures on a GPU (docs/gpu.md).
+"""Measure everything that this repository measures on a GPU (docs/kernels.md).
 
     python benchmarks/gpu.py [--part NAME,...] [--out FOLDER] [--seconds N]
 

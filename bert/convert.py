@@ -6,28 +6,14 @@ model.safetensors, or a safetensors file of this program. Weights are read, chec
 
 import math
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Literal
 
 import tyro
 
-from bert.train import refused
+from bert.train import run_command
 from console.files import atomic_path
-from console.interruption import end_in_order
-from console.program import accept_any_text, answer_version, bound, parsed, say
-
-
-def main() -> int:
-    """Run the command; returns the exit status."""
-    accept_any_text()
-    answer_version(sys.argv[1:])
-    try:
-        # Bound while parsing and called behind it: within ``parsed`` stderr is held back for tyro's complaints.
-        parsed(partial(tyro.cli, bound(convert), prog="python -m bert.convert"))()
-    except (ValueError, OSError) as error:
-        return refused(error)
-    return 0
+from console.program import say
 
 
 def convert(
@@ -79,6 +65,4 @@ def convert(
 
 
 if __name__ == "__main__":
-    # On SIGTERM what is unfinished is removed on the way out.
-    end_in_order()
-    sys.exit(main())
+    sys.exit(run_command(convert, "bert.convert"))

@@ -1,33 +1,20 @@
-"""The words that a checkpoint expects in the gaps of a text: ``python -m bert.predict CHECKPOINT "a text with [MASK]"``."""
+"""Fill the gaps of a text by a checkpoint: ``python -m bert.predict CHECKPOINT "a text with [MASK]"``."""
 
 import sys
-from functools import partial
 from pathlib import Path
 
 import tyro
 
-from bert.train import refused
-from console.interruption import end_in_order
-from console.program import accept_any_text, answer_version, bound, parsed, say
+from bert.train import run_command
+from console.program import say
 
 MASK = "[MASK]"
-
-
-def main() -> int:
-    """Run the command; returns the exit status."""
-    accept_any_text()
-    answer_version(sys.argv[1:])
-    try:
-        parsed(partial(tyro.cli, bound(predict), prog="python -m bert.predict"))()
-    except (ValueError, OSError) as error:
-        return refused(error)
-    return 0
 
 
 def predict(
     checkpoint: tyro.conf.Positional[Path], text: tyro.conf.Positional[str], vocab: Path | None = None, top: int = 5
 ) -> None:
-    """Print the most probable words for each gap of a text, and the text with the best ones.
+    """Print the most probable words for each gap of a text, and the text with the best words.
 
     Args:
         checkpoint: A safetensors file, a Hugging Face folder, or the prefix of a TensorFlow checkpoint.
@@ -50,7 +37,7 @@ def predict(
 def fill(checkpoint: Path, text: str, vocab: Path | None, top: int) -> list[list[tuple[str, float]]]:
     """Return the ``top`` words of each gap with their probabilities, the most probable first.
 
-    Raises ``ValueError`` if the checkpoint is no BERT with a masked-LM head, or the text is too long for it.
+    Raises ``ValueError`` if the checkpoint is no BERT with a masked-LM head, or if the text is too long.
     """
     import numpy as np
     import torch
@@ -72,7 +59,7 @@ def fill(checkpoint: Path, text: str, vocab: Path | None, top: int) -> list[list
     )
     if len(ids) > source.model.max_position_embeddings:
         raise ValueError(f"the text has {len(ids)} tokens, the model {source.model.max_position_embeddings} positions")
-    gaps = offsets[1:-1] + np.arange(1, len(offsets) - 1)  # behind [CLS] and the gaps before
+    gaps = offsets[1:-1] + np.arange(1, len(offsets) - 1)  # after [CLS] and the gaps before
     builder = SampleBuilder()
     parts = (ids.astype("<u2"), np.zeros(len(ids), "u1"), gaps.astype("<u2"), np.zeros(len(gaps), "<u2"))
     builder.add(*(part.data.cast("B") for part in parts), next_sentence_label=0)
@@ -90,5 +77,4 @@ def fill(checkpoint: Path, text: str, vocab: Path | None, top: int) -> list[list
 
 
 if __name__ == "__main__":
-    end_in_order()
-    sys.exit(main())
+    sys.exit(run_command(predict, "bert.predict"))

@@ -149,8 +149,7 @@ def _warmed_up_step(
     evaluator: Evaluator,
     capturer: CudaCapturer | None,
 ) -> tuple[TrainingStep, float]:
-    """Build the step from the initial checkpoint and warm it up; return it and the seconds of the warm-up's last
-    step."""
+    """Build the step from the initial checkpoint and warm it up; return it and the seconds of its last step."""
     # Every rank builds the whole model, of which ``TrainingStep`` copies this rank's part.
     whole = first_model(config, mesh, seed)
     for parameter in whole.parameters():

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -27,8 +27,8 @@ from bert.configuration.run_plan import read_plan
 from bert.guards.interruption import Interrupted
 from bert.own_text import FOLLOWING
 from bert.parallel.launch import Launch
-from console.interruption import reader_has_gone
-from console.program import accept_any_text, answer_version, complain, parsed, say, say_document
+from console.interruption import end_in_order, reader_has_gone
+from console.program import accept_any_text, answer_version, bound, complain, parsed, say, say_document
 from console.text import did_you_mean
 
 _SETTINGS = (
@@ -142,6 +142,20 @@ def require_torch() -> None:
         raise ValueError(
             f"PyTorch is {torch.__version__} here, expected {oldest} or newer: install it, or take a newer image"
         )
+
+
+def run_command(function: Callable[..., None], module: str) -> int:
+    """Parse the command line of ``python -m module`` for ``function`` and call it; return the exit status."""
+    # On SIGTERM, unfinished files are removed on the way out.
+    end_in_order()
+    accept_any_text()
+    answer_version(sys.argv[1:])
+    try:
+        # Bound while parsing and called after it, because ``parsed`` holds back stderr for tyro's complaints.
+        parsed(partial(tyro.cli, bound(function), prog=f"python -m {module}"))()
+    except (ValueError, OSError) as error:
+        return refused(error)
+    return 0
 
 
 def refused(error: ValueError | OSError) -> int:

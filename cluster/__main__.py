@@ -22,18 +22,13 @@ def _devices() -> None:
     """List the known devices: dense peak rates, memory, links (one way) and power, by their vendors."""
     from cluster.devices import devices
 
-    say(
-        f"{'device':16}{'bf16':>8}{'fp8':>8} TFLOP/s{'memory':>8} GB{'':6}GB/s{'link':>6} GB/s{'host':>6} GB/s{'power':>8}"
-    )
+    say(f"{'device':16}  TFLOP/s bf16   fp8  memory GB  GB/s  link GB/s  host     W  source")
     for each in devices():
         fp8 = f"{each.fp8_tflops:.0f}" if each.fp8_tflops else "-"
         say(
-            f"{each.name:16}{each.bf16_tflops:8.0f}{fp8:>8}{'':8}{each.memory_gb:8.0f}{'':3}{each.memory_gb_s:10.0f}"
-            f"{each.link_gb_s:6.0f}{'':5}{each.host_gb_s:6.0f}{'':5}{each.tdp_w:6.0f} W"
+            f"{each.name:16}{each.bf16_tflops:14.0f}{fp8:>6}{each.memory_gb:11.0f}{each.memory_gb_s:6.0f}"
+            f"{each.link_gb_s:11.0f}{each.host_gb_s:6.0f}{each.tdp_w:6.0f}  {each.link}; {each.source}"
         )
-    say()
-    for each in devices():
-        say(f"{each.name}: {each.link}; {each.source}")
 
 
 @app.command(name="predict")

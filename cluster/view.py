@@ -30,7 +30,6 @@ class Host:
     """
 
     name: str
-    sockets: int
     cores: int
     memory_bytes: int
     cards: tuple[str, ...]
@@ -43,14 +42,12 @@ class Rate:
 
     Attributes:
         size: n for a product of two n x n matrices, 1 for a launch, otherwise bytes.
-        spread: robust relative standard deviation of repeated measurements.
     """
 
     quantity: Quantity
     dtype: str
     size: int
     seconds: float
-    spread: float
 
 
 @dataclass(frozen=True)
@@ -175,19 +172,15 @@ class View:
     contention: Contention
     outliers: tuple[Outlier, ...]
 
-    def is_between_hosts(self, link: Link) -> bool:
-        """Tell whether a link connects two hosts."""
-        return self.ranks[link.source].host != self.ranks[link.target].host
-
     @property
     def links_between_hosts(self) -> list[Link]:
         """Links that connect two hosts."""
-        return [link for link in self.links if self.is_between_hosts(link)]
+        return [link for link in self.links if self.ranks[link.source].host != self.ranks[link.target].host]
 
     @property
     def links_in_hosts(self) -> list[Link]:
         """Links between ranks of one host."""
-        return [link for link in self.links if not self.is_between_hosts(link)]
+        return [link for link in self.links if self.ranks[link.source].host == self.ranks[link.target].host]
 
 
 def write_view(view: View, path: Path) -> None:

@@ -103,7 +103,7 @@ def report(folder: Folder, ruleset: AnyRuleset = AUTO, format: Format = "html", 
     if format == "html" or out is not None:
         say(write_report(folder, ruleset, format, out))
     elif format == "json":
-        # Not by `render_as`: what is printed must not hold a command to a build server, what goes into a file may.
+        # `say_json` escapes commands to a build server, which a file may hold.
         say_json(as_dict(load_results(folder, ruleset)))
     else:
         say_document(render_as(load_results(folder, ruleset), format))

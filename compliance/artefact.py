@@ -39,7 +39,7 @@ def write_whole(path: Path, text: str) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with files.atomic_path(path) as aside:
-            # Names that are no UTF-8 are lone surrogates in Python.
+            # Names that are not UTF-8 are lone surrogates in Python.
             aside.write_bytes(text.encode("utf-8", "backslashreplace"))
     except OSError as error:
         raise ValueError(f"{path} cannot be written: {error.strerror}; choose another folder") from error

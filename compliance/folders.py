@@ -40,14 +40,9 @@ COUNTED = "result_*.txt"
 LIKE_A_LOG = re.compile(r"results?[-_. ]*\d*(\.(txt|log|out))?(\.(gz|xz|zst|zip|bak|old))?", re.IGNORECASE)
 """Names that were meant to be a log's."""
 
-MAX_ENTRIES = 10_000
-"""Maximum entries of one folder that are looked at."""
-
-MAX_DEPTH = 64
-"""Folders inside each other that are looked into."""
-
-MAX_NAME = 200
-"""Maximum characters of a name in a message."""
+MAX_ENTRIES = 10_000  # of one folder
+MAX_DEPTH = 64  # of folders inside each other
+MAX_NAME = 200  # characters of a name in a message
 
 LAYOUT = "SR Directory structure"
 REPOSITORY = "repository checker"
@@ -55,11 +50,11 @@ REPOSITORY = "repository checker"
 
 @dataclass(frozen=True)
 class BenchmarkFolder:
-    """results/<system>/bert, or what stands in its place.
+    """A folder results/<system>/bert, under this or another name.
 
     Attributes:
         logs: what the official package checker counts, in the order of the numbers.
-        misnamed: files that were meant to be logs, and entries with a log's name that are no files.
+        misnamed: files that were meant to be logs, and entries with a log's name that are not files.
         description: where the system description belongs.
         submission: the folder that holds systems/ and results/; None for a bare results folder.
     """
@@ -83,13 +78,7 @@ class BenchmarkFolder:
 
 @dataclass(frozen=True)
 class Tree:
-    """The contents of a path.
-
-    Attributes:
-        path: as given.
-        submission: the submission that it is or lies in; None for bare results.
-        descriptions: the system descriptions that belong to it and exist.
-    """
+    """The contents of a path; `submission` is the submission that it is or lies in, None for bare results."""
 
     path: Path
     submission: Path | None
@@ -130,7 +119,7 @@ def find(path: Path) -> Tree:
     """Return the benchmark folders under a folder: of a benchmark, a system, a results folder or a submission.
 
     Raises:
-        ValueError: it is no folder, or holds no such folder.
+        ValueError: it is not a folder, or holds no such folder.
     """
     if not path.is_dir():
         raise ValueError(f"{path}: no such folder, expected a log, results/<system>/bert, or a folder above it")
@@ -175,7 +164,7 @@ def numbered_logs(folder: Path) -> list[tuple[int, Path]]:
 
 
 def layout_findings(folder: BenchmarkFolder, runs: int | None) -> Iterator[Finding]:
-    """Yield what is wrong with the names and the number of a folder's entries, without opening one.
+    """Yield the faults in the names and the number of a folder's entries, without opening one.
 
     Args:
         runs: number of logs of a submission; None if these are not meant for one.
@@ -204,7 +193,7 @@ def layout_findings(folder: BenchmarkFolder, runs: int | None) -> Iterator[Findi
     # Without a description the official tools crash.
     if not folder.description.is_file() and (folder.submission or folder.description.parent.is_dir()):
         name = f"systems/{folder.system}.json"
-        remedy = f"write it: `python -m compliance system --out {quote(name)}`; its name is that of the results folder"
+        remedy = f"write it: `python -m compliance system --out {quote(name)}`; named like the results folder"
         found = f"there is no {name}, expected the system description: the official package checker crashes without it"
         yield Finding(None, "", LAYOUT, found, remedy, severity=folder.severity)
 

@@ -6,11 +6,20 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
+
+import msgspec
 
 from console.files import read_bounded, shown, write_atomically
 
 Content = TypeVar("Content")
+
+
+class _Document(msgspec.Struct):
+    format: str
+    version: int
+    digest: str
+    content: msgspec.Raw
 
 
 @dataclass(frozen=True)
@@ -35,37 +44,25 @@ class FileKind(Generic[Content]):
 
     def write(self, content: Content, path: Path) -> None:
         """Write the whole file or nothing. Raises ``OSError`` if it cannot be written, ``ValueError`` for NaN."""
-        import msgspec  # takes time, and most commands read no such file
-
         body = msgspec.json.encode(content)
         msgspec.json.decode(body, type=self.kind)  # NaN is not JSON: it becomes null, which is refused here
-        document = {
-            "format": self.format,
-            "version": self.version,
-            "digest": hashlib.sha256(body).hexdigest(),
-            "content": msgspec.Raw(body),
-        }
+        document = _Document(self.format, self.version, hashlib.sha256(body).hexdigest(), msgspec.Raw(body))
         write_atomically(path, msgspec.json.format(msgspec.json.encode(document), indent=1) + b"\n")
 
     def read(self, path: Path) -> Content:
         """Read and validate a file. Raises ``ValueError`` with one line if this version did not write it."""
-        import msgspec
-
         remedy = f"run `{self.maker}` again"
         text = read_bounded(path, self.largest_bytes, remedy)
         try:
-            document = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
-            head = {name: msgspec.json.decode(document[name], type=Any) for name in ("format", "version", "digest")}
-            if (head["format"], head["version"]) != (self.format, self.version):
-                raise ValueError(f"{head['format']} {head['version']}, expected {self.format} {self.version}")
+            document = msgspec.json.decode(text, type=_Document)
+            if (document.format, document.version) != (self.format, self.version):
+                raise ValueError(f"{document.format} {document.version}, expected {self.format} {self.version}")
             # Without white space: only a change of the content changes the digest.
-            body = msgspec.json.format(document["content"], indent=-1)
-            if head["digest"] != hashlib.sha256(body).hexdigest():
+            body = msgspec.json.format(document.content, indent=-1)
+            if document.digest != hashlib.sha256(body).hexdigest():
                 raise ValueError("edited or damaged, its digest belongs to other content")
             content = msgspec.json.decode(body, type=self.kind)
             self.check(content)
-        except KeyError as error:
-            raise ValueError(f"{path}: no {self.noun}, it lacks {error}; {remedy}") from None
         except (ValueError, msgspec.DecodeError, RecursionError) as error:
             raise ValueError(f"{path}: no {self.noun} ({shown(error)}); {remedy}") from None
         return content

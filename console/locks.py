@@ -1,7 +1,7 @@
 """Locks on folders that several processes could use at the same time, on one machine or on several.
 
-A lock is a flock on a file. The kernel releases it when the process ends, however that happens, so no stale lock is left
-behind. Locks hold between machines on NFS, and on Lustre mounted with flock.
+A lock is a flock on a file. The kernel releases it when the process ends, however that happens, so no stale lock is
+left behind. Locks hold between machines on NFS, and on Lustre mounted with flock.
 """
 
 import fcntl

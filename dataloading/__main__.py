@@ -85,7 +85,7 @@ def wikipedia(
 ) -> int:
     """Make all data of the GPU recipes from MLCommons' files, and verify them. Continues after an interruption.
 
-    Exit status: 0 if everything is made, 1 if the folders lack files for a result, 2 on an error.
+    The exit status is 0 if everything is made, 1 if the folders lack files for a result, 2 on an error.
 
     Args:
         folders: Folders of the downloader (docs/data.md) with text, checkpoint and vocab.txt, or WikiExtractor's output.
@@ -93,8 +93,8 @@ def wikipedia(
         out: Folder for train, evaluation, vocab.txt and phase1.safetensors.
         shards: Number of files of the training set.
         jobs: Processes to use.
-        part: i/n: make the i-th of n shares of the samples; the process that completes the last share makes the rest.
-        checksums: A list of MD5 sums in md5sum's format instead of the built-in sums, for mirrors.
+        part: i/n: make the i-th of n shares of the samples. The process that completes the last share makes the rest.
+        checksums: MD5 sums in md5sum's format instead of the built-in sums, for mirrors.
     """
     from dataloading.preparation.stages import Request
     from dataloading.preparation.wikipedia import make_wikipedia

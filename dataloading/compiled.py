@@ -1,7 +1,7 @@
-"""Functions that Numba compiles, kept between runs where nobody else can put anything.
+"""Functions that Numba compiles, cached between runs in folders that nobody else can write.
 
-What Numba keeps are pickles, and to read one is to run whatever code is in it. It keeps them beside the source, which is
-trusted as the source is, or else in ``NUMBA_CACHE_DIR`` or the user's cache folder, which in a container is often in /tmp.
+Numba's cache holds pickles, which can run any code. It is beside the source, which is trusted like the source, or in
+``NUMBA_CACHE_DIR`` or the user's cache folder, which in a container is often in /tmp.
 """
 
 import logging
@@ -20,25 +20,24 @@ _LOG = logging.getLogger(__name__)
 
 
 def compiled(function: Function) -> Function:
-    """``function``, compiled when it is first called, or taken from an earlier run."""
+    """Compile ``function`` when it is first called, or load it from the cache."""
     njit: Any = numba.njit
     try:
         kept = njit(cache=True)(function)
-    except RuntimeError:  # no folder can be written
+    except RuntimeError:  # no folder is writable
         return njit(function)
     if kept is function:  # NUMBA_DISABLE_JIT is set
         return function
     return kept if _is_trusted(Path(kept.stats.cache_path)) else njit(function)
 
 
-# Once a folder: each module has several functions, and one warning is enough.
+# Cached, so that each folder is warned about once.
 @lru_cache
 def _is_trusted(folder: Path) -> bool:
-    # Beside the source, whoever can write there can write the source.
     if Path(__file__).parent in folder.parents or is_private(folder):
         return True
     _LOG.warning(
-        "%s can be written by others: compiled functions are not kept there; set NUMBA_CACHE_DIR to another folder",
+        "%s can be written by others, so compiled functions are not cached there; set NUMBA_CACHE_DIR to another folder",
         folder,
     )
     return False

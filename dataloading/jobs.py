@@ -71,8 +71,8 @@ def begun(
 ) -> Iterator[None]:
     """Make ``folder`` with the file ``name``, which describes the job there, and keep both after the work.
 
-    Leftovers of a killed process are removed. If the work fails before there is a file that matches ``finished``, the folder
-    is left as it was before. ``alone`` is False if other processes may work on the same job in the same folder.
+    Leftovers of a killed process are removed. If the work fails before there is a file that matches ``finished``, the
+    folder is left as it was before. ``alone`` is False if other processes may work on the same job in the same folder.
 
     Raises:
         ValueError: the folder holds something else, or the same job was begun with other settings.

@@ -26,8 +26,8 @@ class ExtractionOptions:
     """Settings of the extraction of text from articles. The defaults are the benchmark's."""
 
     sentences: Sentences = "punkt"
-    """punkt: the reference's sentence tokenizer, from the package nltk. plain: split at [.!?] before a space and a capital,
-    digit, double quote or round bracket, which needs no package and gives other text than the benchmark's."""
+    """punkt: the reference's sentence tokenizer, from the package nltk. plain: split at [.!?] before a space and a
+    capital, digit, double quote or round bracket, which needs no package and gives other text than the benchmark's."""
     evaluation_articles: int = 10_000
     """Articles to hold out for the evaluation set."""
     part_bytes: int = REFERENCE_PART_BYTES
@@ -79,7 +79,8 @@ class OwnText:
     """Settings of a data set from own text."""
 
     text: tuple[Path, ...]
-    """Files of UTF-8 text with an empty line between documents, folders of such files, or patterns ("texts/**/*.txt")."""
+    """Files of UTF-8 text with an empty line between documents, folders of such files, or patterns
+    ("texts/**/*.txt")."""
     vocab: Path | None = None
     """The vocabulary to use, one token a line, or the folder of a Hugging Face model. By default one is learned."""
     vocab_size: int = 2048

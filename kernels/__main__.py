@@ -2,8 +2,8 @@
 
     python -m kernels [--device cpu|cuda] [--dtype bf16|fp32]
 
-For every op and implementation: whether it can be used on this machine and why not, and which one ``auto`` takes without
-measurements.
+For every op and implementation, the table shows whether it can be used on this machine, the reasons if not, and which one
+``auto`` takes without measurements.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def main(arguments: Sequence[str]) -> int:
         else:
             chosen = _parser().parse_args(arguments)
             _print_table(chosen.device, chosen.dtype)
-        sys.stdout.flush()  # here, where a reader that has gone can still be handled
+        sys.stdout.flush()  # so that a broken pipe raises here
     except BrokenPipeError:
         return reader_has_gone()
     except (ValueError, OSError) as error:
@@ -44,8 +44,7 @@ def _parser() -> RaisingParser:
 
 
 def _print_table(device: str | None, dtype: str | None) -> None:
-    # PyTorch is imported here, because --help need not wait for it.
-    import torch
+    import torch  # here, so that --help need not wait for it
 
     from kernels import OPS
     from kernels.tuning.examples import example_inputs
@@ -56,7 +55,6 @@ def _print_table(device: str | None, dtype: str | None) -> None:
     dtype = dtype or ("bf16" if device == "cuda" else "fp32")
     print(f"{'op':28}{'implementation':20}{'auto':6}on {device}, {dtype}, with gradients and dropout")
     for name, op in OPS.items():
-        # Small inputs are enough: reasons depend on types, the device and what divides sizes.
         args, kwargs = example_inputs(
             name, torch.device(device), {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype]
         )

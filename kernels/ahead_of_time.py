@@ -1,10 +1,9 @@
-"""Compile every Triton kernel for GPUs that need not be there, and say what it costs them.
+"""Compile every Triton kernel without a GPU, and print its registers, spilled bytes and shared memory.
 
     python -m kernels.ahead_of_time
 
-Each module of ``kernels/triton/`` lists the configurations that it can choose in ``configurations()``. Registers, spilled
-bytes and shared memory come from the compiler and cuobjdump that ship with Triton. Neither a GPU nor its driver is needed,
-but a process of its own: with ``TRITON_INTERPRET`` set, Triton has no kernels to compile.
+Each module of ``kernels/triton/`` lists the configurations that it can choose in ``configurations()``. The figures come from
+the compiler and cuobjdump that ship with Triton. ``TRITON_INTERPRET`` must not be set, because Triton then compiles nothing.
 """
 
 import argparse
@@ -36,17 +35,17 @@ INSTRUCTIONS = {
     "vectors": r"(?:ld|st)\.global\S*\.v4\.b32",
     "f64": r"(?:add|sub|mul|fma|div|sqrt|min|max)\.\S*f64",
 }
-"""Kinds of instruction that a kernel's speed hangs on, and how PTX begins them: products by the tensor cores of sm_80, sm_90
-and sm_100, asynchronous copies, accesses of 16 bytes, and, which are slow, operations in double precision."""
+"""Kinds of instruction that decide a kernel's speed, with their patterns in PTX: products by the tensor cores of sm_80,
+sm_90 and sm_100, asynchronous copies, accesses of 16 bytes, and operations in double precision, which are slow."""
 
 NEGLIGIBLE_SPILL = 16
-"""Bytes that a thread may spill. Triton 3.6 spills so many in one kernel for sm_80, where Triton 3.7 spills none."""
+"""Bytes that a thread may spill. Triton 3.6 spills so many in one kernel for sm_80; Triton 3.7 spills none."""
 _ALIGNED = ["tt.divisibility", 16]
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Registers, memory and copies that a configuration takes of a GPU."""
+    """Resources of a GPU that a configuration uses."""
 
     module: str
     kernel: str
@@ -55,13 +54,13 @@ class Cost:
     """Compute capability, 90 for sm_90."""
     num_warps: int
     registers: int
-    """Of a thread."""
+    """Registers of a thread."""
     spilled: int
-    """Bytes of local memory that a thread needs for what its registers have no room for."""
+    """Bytes of registers that a thread spills to local memory."""
     shared: int
     """Bytes of shared memory of a block, static and dynamic."""
     in_flight: int
-    """Copies to shared memory that may still be on their way where the kernel waits for others; 0 of one that has none."""
+    """Asynchronous copies that may still be pending when the kernel waits for earlier ones; 0 without such copies."""
     instructions: str
     """Kinds of ``INSTRUCTIONS`` that the kernel contains, separated by spaces."""
 
@@ -71,15 +70,15 @@ class Cost:
 
     @property
     def fits(self) -> bool:
-        """Whether the device can run it, without spills that matter."""
+        """Whether the device can run it without significant spills."""
         return self.spilled <= NEGLIGIBLE_SPILL and self.shared <= SHARED_MEMORY_LIMITS[self.capability]
 
 
 def all_configurations() -> dict[str, list[Configuration]]:
-    """Return the configurations of every module below ``kernels/triton/`` that has any, by its name there.
+    """Return the configurations of every module below ``kernels/triton/`` that has any, by the module's name.
 
     Raises:
-        ValueError: Triton is missing or interprets kernels, so that there is nothing to compile.
+        ValueError: Triton is missing or interprets kernels.
     """
     if importlib.util.find_spec("triton") is None:
         raise ValueError("triton is not installed: pip install triton")
@@ -94,7 +93,7 @@ def all_configurations() -> dict[str, list[Configuration]]:
 def costs_of(
     configurations: dict[str, list[Configuration]], capabilities: Iterable[int] = tuple(SHARED_MEMORY_LIMITS)
 ) -> list[Cost]:
-    """Compile all of them for those of ``capabilities`` on which they can be chosen."""
+    """Compile all configurations for the ``capabilities`` that they are for."""
     work = [
         (module, configuration, capability)
         for module, its_own in configurations.items()
@@ -109,13 +108,14 @@ def costs_of(
 def cost(module: str, configuration: Configuration, capability: int) -> Cost:
     """Compile one configuration for one compute capability.
 
-    Triton compiles integers that are multiples of 16 anew, with other vector widths and pipelines. Each figure is the worse
-    of a compilation with all and one with none of the integers so; pointers are aligned in both, as PyTorch's are.
+    Triton compiles a kernel again if integers are multiples of 16, with other vector widths and pipelines. Each figure is
+    the worse one of two compilations, one with such integers and one without. Pointers are aligned in both, as PyTorch's
+    are.
     """
     both = [compiled(configuration, capability, aligned) for aligned in (("*",), ("*", "i", "u"))]
     registers, spilled, shared, in_flight = zip(*map(figures, both), strict=True)
     names = module, configuration.kernel.__name__, configuration.name
-    worst = max(registers), max(spilled), max(shared), min(in_flight)  # of copies fewer are worse
+    worst = max(registers), max(spilled), max(shared), min(in_flight)
     ptx = "".join(each.asm["ptx"] for each in both)
     # Instructions may stand behind a predicate.
     kinds = (kind for kind, pattern in INSTRUCTIONS.items() if re.search(rf"^\s*(?:@!?%p\d+ )?{pattern}", ptx, re.M))
@@ -123,8 +123,8 @@ def cost(module: str, configuration: Configuration, capability: int) -> Cost:
 
 
 def compiled(configuration: Configuration, capability: int, aligned_types: tuple[str, ...]) -> "CompiledKernel":
-    """Compile a configuration where parameters of ``aligned_types`` (``*`` for pointers, ``i``, ``u``) divide by 16."""
-    import triton  # only where there is something to compile
+    """Compile a configuration with parameters of ``aligned_types`` (``*`` for pointers, ``i``, ``u``) that divide by 16."""
+    import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
@@ -152,17 +152,17 @@ def figures(compiled: "CompiledKernel") -> tuple[int, int, int, int]:
     if done.returncode:
         raise RuntimeError(f"cuobjdump failed: {done.stderr.strip()}")
     waits = re.findall(r"async_wait.*\bnum = (\d+)", compiled.asm["ttgir"])
-    # Triton has no arrays of its own on the stack: what is there are registers that there was no room for.
+    # Triton keeps no arrays on the stack: everything there is a spilled register.
     used = re.search(r"REG:(\d+) STACK:(\d+)", done.stdout)
     if used is None:
-        raise RuntimeError(f"no registers and stack in what cuobjdump prints: {done.stdout[:500]}")
+        raise RuntimeError(f"cuobjdump printed no registers and stack: {done.stdout[:500]}")
     return int(used[1]), int(used[2]), compiled.metadata.shared, max(map(int, waits), default=0)
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Compile and print; 1 when a configuration spills or does not fit, 2 for a wrong setting."""
+    """Compile and print; return 1 if a configuration spills or does not fit, 2 for a wrong setting."""
     if arguments[:1] == ["--version"]:
-        from console.version import version_line  # of the program alone, not of those who import a Configuration
+        from console.version import version_line
 
         print(version_line())
         return 0
@@ -185,5 +185,5 @@ if __name__ == "__main__":
     from console.interruption import in_one_line
 
     sys.excepthook = in_one_line
-    # The modules import this one by its name: run that one, so that there is a single Configuration.
+    # Run the module under the name by which others import it, so that its classes exist once.
     sys.exit(importlib.import_module("kernels.ahead_of_time").main(sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""Configuration of a Triton kernel: each module of ``kernels/triton/`` lists its own, to be compiled ahead of time."""
+"""Configuration of a Triton kernel. Each module of ``kernels/triton/`` lists its own for compilation ahead of time."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,19 +14,19 @@ class Configuration:
     """A kernel with everything that is fixed when it is compiled."""
 
     name: str
-    """What it is chosen for, such as ``forward, bf16, D = 1024``."""
+    """Use of the configuration, such as ``forward, bf16, D = 1024``."""
     kernel: Any
-    """The function under ``triton.jit``."""
+    """The ``triton.jit`` function."""
     signature: dict[str, str]
     """Type of every parameter, in order: ``*bf16``, ``i32``, ``constexpr``."""
     constexprs: dict[str, object]
-    """Values of those parameters whose type is ``constexpr``."""
+    """Values of the parameters of type ``constexpr``."""
     num_warps: int
     num_stages: int
     capabilities: tuple[int, ...] = tuple(SHARED_MEMORY_LIMITS)
-    """Compute capabilities on which it can be chosen."""
+    """Compute capabilities of the devices that it is for."""
     max_registers: int | None = None
-    """Of a thread, where the launch limits them."""
+    """Limit for the registers of a thread."""
 
     @classmethod
     def of(
@@ -35,16 +35,10 @@ class Configuration:
         kernel: Any,
         types: Mapping[str, str],
         fixed: Mapping[str, object],
-        num_warps: int,
-        num_stages: int,
-        capabilities: tuple[int, ...] = tuple(SHARED_MEMORY_LIMITS),
-        max_registers: int | None = None,
+        *options: Any,
+        **others: Any,
     ) -> "Configuration":
-        """Take of types, and of values that are ``fixed``, those of the kernel's parameters; others may be among them.
-
-        Raises:
-            KeyError: a parameter has neither.
-        """
+        """Make a configuration of the kernel's parameters in ``types`` and ``fixed``, which may have others as well."""
         constexprs = {name: fixed[name] for name in kernel.arg_names if name in fixed}
         signature = {name: "constexpr" if name in fixed else types[name] for name in kernel.arg_names}
-        return cls(name, kernel, signature, constexprs, num_warps, num_stages, capabilities, max_registers)
+        return cls(name, kernel, signature, constexprs, *options, **others)

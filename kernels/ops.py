@@ -6,7 +6,7 @@ that returns the reasons why it cannot compute some arguments. Their imports run
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 from kernels.reference import attention_fp8, fp8, lamb, layer_norm_fp8
 from kernels.reference import ops as reference
@@ -14,11 +14,8 @@ from kernels.reference.fp8 import new_scales
 from kernels.reference.lamb import LambHyperparameters, LambSegments, LambState, WeightCast
 from kernels.reference.ops import compute_dtype, cross_entropy_sum, masked_lm_logits
 from kernels.reference.random import Dropout
-from kernels.registry import Functions, Implementation, Op
+from kernels.registry import Functions, Implementation, Op, Parameters, Returned
 from kernels.weight_gradient import accumulate_weight_gradient
-
-_Parameters = ParamSpec("_Parameters")
-_Returned = TypeVar("_Returned")
 
 
 def _pytorch() -> Functions:
@@ -37,9 +34,9 @@ def _apex() -> Functions:
     from kernels.libraries import apex
 
     return {
-        "dropout_add_layer_norm": (apex.dropout_add_layer_norm, apex.dropout_add_layer_norm_unsupported_reasons),
-        "embedding_layer_norm": (apex.embedding_layer_norm, apex.embedding_layer_norm_unsupported_reasons),
-        "masked_lm_loss": (apex.masked_lm_loss, apex.masked_lm_loss_unsupported_reasons),
+        "dropout_add_layer_norm": (apex.dropout_add_layer_norm, apex.norm_unsupported_reasons),
+        "embedding_layer_norm": (apex.embedding_layer_norm, apex.norm_unsupported_reasons),
+        "masked_lm_loss": (apex.masked_lm_loss, apex.loss_unsupported_reasons),
     }
 
 
@@ -98,12 +95,11 @@ _PYTORCH_ATTENTION = Implementation("pytorch", _pytorch, capturable=False, repea
 
 
 def _op(
-    definition: Callable[_Parameters, _Returned], *fast: Implementation, capturable: bool = True
-) -> Op[_Parameters, _Returned]:
-    """Make an op of its definition and faster implementations, in the order in which ``auto`` tries them on a GPU.
+    definition: Callable[Parameters, Returned], *fast: Implementation, capturable: bool = True
+) -> Op[Parameters, Returned]:
+    """Make an op of its definition, which may be ``capturable``, and faster implementations in a GPU's order.
 
-    On a CPU Triton's come last, because interpreting a kernel takes seconds to minutes. ``capturable`` tells whether a CUDA
-    graph can capture the definition.
+    On a CPU Triton's comes last, because interpreting a kernel takes seconds to minutes.
     """
     plain = Implementation("reference", lambda: {definition.__name__: (definition, None)}, capturable=capturable)
     compiled = tuple(each for each in fast if each is _TRITON)

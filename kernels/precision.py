@@ -4,17 +4,14 @@ import torch
 
 
 def set_product_precision() -> None:
-    """Have every matrix product of this process added up in fp32, and that of fp32 operands multiplied as fp32.
+    """Make this process accumulate all matrix products in fp32 and multiply fp32 operands as fp32.
 
-    * PyTorch lets cuBLAS split a product along what it sums over, and add up the parts in the 16 bits of the result. A
-      weight's gradient sums over all tokens of a micro-batch, and its parts may be larger than what remains of them: parts
-      are added in fp32. Splitting itself stays allowed.
-    * TF32, which keeps 10 bits of an operand, is off in PyTorch unless the environment says otherwise, as in containers that
-      set ``TORCH_ALLOW_TF32_CUBLAS_OVERRIDE``. The precision ``fp32`` and the definitions mean fp32.
+    * By default PyTorch lets cuBLAS split a product along the summed dimension and add the parts in the 16 bits of the
+      result. The parts of a weight's gradient, a sum over all tokens of a micro-batch, may largely cancel.
+    * TF32, which keeps 10 bits of an operand, is on in containers that set ``TORCH_ALLOW_TF32_CUBLAS_OVERRIDE``.
 
-    Changes nothing on a CPU.
+    Nothing changes on a CPU.
     """
-    # Settings of the process, not of a call: they hold for every product that follows.
     products = torch.backends.cuda.matmul
     products.allow_bf16_reduced_precision_reduction = False
     products.allow_fp16_reduced_precision_reduction = False

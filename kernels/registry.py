@@ -21,12 +21,10 @@ Returned = TypeVar("Returned")
 AUTO = "auto"
 
 _DEVICES = ("cuda", "cpu")
-# Only these arguments count by their value; of other numbers, such as rates, only the type counts.
-_BY_VALUE = (bool, str, torch.dtype)
+_BY_VALUE = (bool, str, torch.dtype)  # of other numbers, such as rates, only the type counts
 _LOG = logging.getLogger(__name__)
 
 Observer = Callable[["Op[..., Any]", tuple[Any, ...], dict[str, Any]], None]
-"""Gets an op and the arguments of a call."""
 
 
 Functions = Mapping[str, tuple[Callable[..., Any], Callable[..., list[str]] | None]]

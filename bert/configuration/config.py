@@ -74,8 +74,7 @@ class Config:
         )
 
     def _check_closed(self) -> None:
-        """Refuse what the rules forbid. The writer of the log refuses some of it too, but only after the
-        initialisation."""
+        """Refuse what the rules forbid, before the writer of the log does so during the initialisation."""
         division = "in the closed division: leave it out, or set log.division to open"
         for name, is_set in (
             ("evaluation.interval_samples", self.evaluation.interval_samples is not None),

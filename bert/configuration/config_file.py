@@ -1,4 +1,4 @@
-"""Settings from a file: TOML, or the head of a result file, whose run is then configured once more."""
+"""Settings from a file: TOML, or the head of a result file."""
 
 import re
 import shlex
@@ -13,9 +13,9 @@ from console.text import did_you_mean
 
 _MOST_BYTES = 1 << 20
 _HEAD_BYTES = 1 << 16
-"""Of a result file, which may be long: its configuration stands at the top."""
+"""Size of the head of a result file, which states the configuration."""
 _OF_ONE_RUN = ("dry_run", "log.run", "log.cache_cleared")
-"""Settings of a result file that are that run's own."""
+"""Settings of a result file that are not taken again."""
 _FORMER_NAMES = {
     "training.wire": "training.reduce_dtype",
     "training.fp32_sums": None,
@@ -27,13 +27,13 @@ _FORMER_NAMES = {
 
 
 def arguments_of(path: Path, recipe: str | None) -> tuple[str, list[str]]:
-    """The recipe and the command line that a file stands for.
+    """Return the recipe and the command line that a file stands for.
 
-    Raises ``ValueError`` when it cannot be read, names another recipe than ``recipe``, or a setting that there is not.
+    Raises ``ValueError`` if it cannot be read, or names another recipe than ``recipe`` or an unknown setting.
     """
     named = ((_FORMER_NAMES.get(name, name), value) for name, value in _read(path))
     values = {name: value for name, value in named if name is not None}
-    # Taken out first: it decides which settings there are, and their defaults.
+    # First, because it decides the settings and their defaults.
     stated = values.pop("recipe", None)
     if recipe is not None and stated not in (None, recipe):
         raise ValueError(f"{path} is of the recipe {stated}, expected {recipe}: name that one, or leave the recipe out")
@@ -42,11 +42,11 @@ def arguments_of(path: Path, recipe: str | None) -> tuple[str, list[str]]:
             f'{path} names no recipe: write it there (recipe = "tiny_cpu"), or put it before --config '
             f"{shlex.quote(str(path))} on the command line"
         )
-    # TOML may have a number or a list there.
+    # TOML may have a number or a list here.
     chosen = recipe or str(stated)
     if chosen not in RECIPES:
         raise ValueError(f"{path} names the recipe {chosen!r}: expected recipe = one of {', '.join(RECIPES)}")
-    # tyro would name the option and not the file that it comes from.
+    # tyro would name the option, but not the file.
     known = setting_names(chosen)
     for name in values:
         if name not in known:
@@ -55,7 +55,7 @@ def arguments_of(path: Path, recipe: str | None) -> tuple[str, list[str]]:
 
 
 def setting_names(recipe: str) -> list[str]:
-    """All settings, as section.field."""
+    """Return all settings, as section.field."""
     return [name.removeprefix("config.") for name, _ in flattened("config", RECIPES[recipe]())]
 
 
@@ -63,11 +63,16 @@ def _read(path: Path) -> Iterator[tuple[str, object]]:
     if path.suffix == ".toml":
         try:
             content = tomllib.loads(read_bounded(path, _MOST_BYTES, "expected TOML").decode())
-        # The parser recurses: a file that nests deeply is a wrong one, not a crash.
+        # RecursionError: the file nests deeply.
         except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
             raise ValueError(f"{path} is no TOML: {error}") from None
         return _flat("", content)
-    head = _head(path)
+    try:
+        with open_regular(path) as file:
+            # The bound may cut a character in two.
+            head = file.read(_HEAD_BYTES).decode(errors="replace")
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}") from None
     found = re.findall(r"^# config\.([\w.]+): ?(.*)$", head, re.M)
     if not found:
         raise ValueError(
@@ -76,19 +81,10 @@ def _read(path: Path) -> Iterator[tuple[str, object]]:
     return ((name, value) for name, value in found if name not in _OF_ONE_RUN)
 
 
-def _head(path: Path) -> str:
-    try:
-        with open_regular(path) as file:
-            # The bound may cut a character in two.
-            return file.read(_HEAD_BYTES).decode(errors="replace")
-    except OSError as error:
-        raise ValueError(f"{path}: {error.strerror}") from None
-
-
 def _flat(prefix: str, table: Mapping[str, object]) -> Iterator[tuple[str, object]]:
     for key, value in table.items():
         name = f"{prefix}{key}"
-        # The one setting that is a table itself: its keys are names of ops.
+        # This setting is a table itself: its keys are names of ops.
         if isinstance(value, dict) and name != "training.implementations":
             yield from _flat(f"{name}.", value)
         else:
@@ -96,12 +92,12 @@ def _flat(prefix: str, table: Mapping[str, object]) -> Iterator[tuple[str, objec
 
 
 def option_of(name: str, value: object) -> list[str]:
-    """Write a setting for a command line. In TOML what is None is left out; in a head values stand as Python prints them."""
+    """Write a setting for a command line. Values come from TOML, or as Python prints them in the head of a result file."""
     option = f"--{name.replace('_', '-')}"
     if isinstance(value, Mapping):
         return [option, *(str(part) for pair in value.items() for part in pair)]
     if name == "training.implementations":
-        # As Python prints a dict of texts, in the head of a result file.
+        # A dict of texts as Python prints it.
         return [option, *re.findall(r"'([^']*)'", str(value))]
     # tyro's booleans take no value: --section.field, and --section.no-field.
     if str(value) == "False":
@@ -109,5 +105,5 @@ def option_of(name: str, value: object) -> list[str]:
         return [f"{section}.no-{field}" if section else f"--no-{field.removeprefix('--')}"]
     if str(value) == "True":
         return [option]
-    # With =, since a text that begins with a dash would be taken for an option.
+    # With =, because a text that begins with a dash would be parsed as an option.
     return [f"{option}={value}"]

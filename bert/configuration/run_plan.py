@@ -1,4 +1,4 @@
-"""Plan of a run: the settings that ``python -m cluster plan`` chose for so many ranks, and the step that it expects."""
+"""Plan of a run: settings that ``python -m cluster plan`` chose for a number of ranks, and the predicted step."""
 
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -26,19 +26,19 @@ PLANNED = (
     "parallel.virtual_stages",
     *(f"optimizer.{field.name}" for field in fields(OptimizerConfig)),
 )
-"""Settings that a plan decides, all of them. The optimizer's go with the global batch size."""
+"""Settings that a plan decides. The optimizer's settings belong to the global batch size."""
 
 
 @dataclass(frozen=True)
 class RunPlan:
-    """Settings of a run, and the times that are expected of it.
+    """Settings of a run, and the predicted times.
 
     Attributes:
-        device: name of the devices that it was made for.
-        settings: `PLANNED`, as a command line has them.
-        hyperparameters: whose they are.
-        step_seconds: of each of `PHASES`, and what a step has in none of them as ``other``.
-        train_seconds: from ``run_start`` to ``run_stop``.
+        device: name of the devices that the plan is for.
+        settings: the settings of `PLANNED`, as a command line has them.
+        hyperparameters: source of the hyperparameters.
+        step_seconds: seconds of each of `PHASES`, and of the rest of a step as ``other``.
+        train_seconds: seconds from ``run_start`` to ``run_stop``.
     """
 
     recipe: str
@@ -51,7 +51,7 @@ class RunPlan:
     train_seconds: float
 
     def recipe_for(self, stated: str | None) -> str:
-        """Return the recipe of the run. Raises ``ValueError`` where another one is ``stated``."""
+        """Return the recipe of the run. Raises ``ValueError`` if another one is ``stated``."""
         if stated not in (None, self.recipe):
             raise ValueError(
                 f"the plan is of the recipe {self.recipe}, expected {stated}: plan that one, or name this one"
@@ -59,29 +59,26 @@ class RunPlan:
         return self.recipe
 
     def arguments(self) -> list[str]:
-        """Return the settings as a command line. Steps are captured, but for what stages of a copy send one another."""
+        """Return the settings as a command line. Steps are captured, except with pipeline stages."""
         captured = str(self.settings["parallel.pipeline"] == "1")
         settings = {"training.cuda_graphs": captured, **self.settings}
         return [argument for each in settings.items() for argument in option_of(*each)]
 
     def require_settings(self, config: Config) -> None:
-        """Raise ``ValueError`` where a configuration has other settings than these."""
-        # All that it decides: one setting more or less makes another step than the predicted one.
+        """Raise ``ValueError`` if a configuration has other settings than the plan."""
         for name, value in settings_of(config).items():
             if value != self.settings[name]:
                 raise ValueError(
-                    # What a file holds is escaped before a terminal sees it.
                     f"{name} is {value}, but {config.plan} plans {shown(self.settings[name])}: leave the setting out, or "
                     "plan again"
                 )
 
     def is_for(self, world_size: int, local_size: int) -> bool:
-        """Tell whether it was made for so many ranks; ``local_size`` of this node, 0 where that is not known."""
-        # Ranks a node count too: which reduction pays depends on them.
+        """Tell whether the plan is for so many ranks in all and on this node (``local_size``, 0 if unknown)."""
         return world_size == self.nodes * self.ranks_per_node and local_size in (0, self.ranks_per_node)
 
     def require_ranks(self, world_size: int, local_size: int, path: Path) -> None:
-        """Raise ``ValueError`` where it was not made for so many ranks."""
+        """Raise ``ValueError`` if the plan is for another number of ranks."""
         if not self.is_for(world_size, local_size):
             planned = f"{counted(self.nodes, 'node')} of {counted(self.ranks_per_node, 'rank')}"
             here = counted(world_size, "rank") + (f", {local_size} a node" if local_size else "")
@@ -91,36 +88,26 @@ class RunPlan:
 
 
 def settings_of(config: Config) -> dict[str, str]:
-    """Return what a configuration says of `PLANNED`, as a command line has it."""
+    """Return a configuration's settings of `PLANNED`, as a command line has them."""
     values = dict(flattened("config", config))
-    # Compared as text: what a float is printed as reads back as the same number.
+    # As text, because a printed float reads back as the same number.
     return {name: str(values[f"config.{name}"]) for name in PLANNED}
 
 
 def write_plan(plan: RunPlan, path: Path) -> None:
-    """Write the file whole or not at all, with a digest that shows edits. ``OSError`` where it cannot be written."""
+    """Write a plan with a digest that shows edits. Raises ``OSError`` if it cannot be written."""
     _FILE.write(plan, path)
 
 
 def read_plan(path: Path) -> RunPlan:
-    """Read and check a file. Raises ``ValueError``, in one line, where it is not what a planner of this version wrote."""
+    """Read and check a plan. Raises ``ValueError`` if a planner of this version did not write it."""
     return _FILE.read(path)
 
 
 def _check(plan: RunPlan) -> None:
-    """Raise ``ValueError`` where a plan lacks something, or has what no planner writes."""
-    if plan.recipe not in RECIPES:
-        raise ValueError(f"plan.recipe is {shown(plan.recipe)}, expected one of {', '.join(RECIPES)}")
-    if plan.nodes < 1 or plan.ranks_per_node < 1:
-        raise ValueError("a plan for no ranks")
-    for what, found, expected in (
-        ("settings", plan.settings, PLANNED),
-        ("step_seconds", plan.step_seconds, (*PHASES, "other")),
-    ):
-        if set(found) != set(expected):
-            raise ValueError(
-                f"plan.{what} has {shown(', '.join(sorted(found)))}, expected {', '.join(sorted(expected))}"
-            )
+    known = plan.recipe in RECIPES and set(plan.step_seconds) == {*PHASES, "other"}
+    if not known or set(plan.settings) != set(PLANNED) or min(plan.nodes, plan.ranks_per_node) < 1:
+        raise ValueError("its recipe, settings or times are those of another version")
 
 
 _FILE = FileKind(

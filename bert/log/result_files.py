@@ -44,8 +44,7 @@ def choose_files(folder: Path, wanted: int | None) -> ResultFiles:
 
 
 def create_log(folder: Path, wanted: int | None) -> tuple[MLLog, ResultFiles]:
-    """Create the log of number ``wanted``, or of the lowest free number. Raises ``ValueError`` if it cannot be
-    created."""
+    """Create the log of number ``wanted``, or of the lowest free number. Raises ``ValueError``."""
     free = _free(folder) if wanted is None else iter([choose_files(folder, wanted)])
     for files in free:
         try:

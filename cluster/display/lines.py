@@ -116,9 +116,9 @@ def hosts_with_outliers(view: View) -> set[int]:
 def bandwidth(seconds_per_byte: float) -> str:
     """Format bytes per second with three digits."""
     rate = 1 / max(seconds_per_byte, 1e-15)
-    if rate >= 1e12:
-        return f"{rate / 1e12:.3g} TB/s"
-    return f"{rate / 1e9:.3g} GB/s" if rate >= 1e9 else f"{rate / 1e6:.3g} MB/s"
+    # 999.9 MB/s would round to 1e+03 MB/s.
+    unit, size = next((each for each in (("TB/s", 1e12), ("GB/s", 1e9)) if rate > 0.9995 * each[1]), ("MB/s", 1e6))
+    return f"{rate / size:.3g} {unit}"
 
 
 def _speed(rate: Rate, seconds: float) -> str:

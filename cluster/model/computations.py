@@ -13,7 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bert.configuration.sections import ModelConfig, Recompute
-from cluster.model.shares import words_of_rank
+from bert.parallel.tensor.shards import split_of
+from cluster.model.shares import WORD
 from cluster.model.work import MicroBatches
 
 Count = float | NDArray[np.float64]
@@ -69,7 +70,9 @@ def parts_of(model: ModelConfig, sizes: MicroBatches, tensor: int = 1) -> tuple[
     D, F = model.hidden_size, model.intermediate_size
     T, S, M = sizes.tokens_AR, float(sizes.sequences), sizes.masked_AR
     Q = S + M
-    own_D, own_F, own_V = D // tensor, F // tensor, words_of_rank(model, tensor)
+    # A rank's shard of the word table is padded to a size that multiplies fast.
+    words = split_of(WORD, (model.vocab_size, D), tensor) if tensor > 1 else None
+    own_D, own_F, own_V = D // tensor, F // tensor, words.length if words else model.vocab_size
     heads = model.num_attention_heads / tensor
     hidden_dropout, attention_dropout = model.hidden_dropout > 0, model.attention_dropout > 0
 

@@ -15,6 +15,8 @@ from typing import get_args
 import numpy as np
 from scipy.optimize import nnls
 
+from bert.configuration.sections import ParallelConfig
+from bert.parallel.mesh import require_whole_copies
 from cluster.model.computations import TERMS, Computation, Count
 from cluster.model.strategy import BUCKET_BYTES
 from cluster.published.calibration import calibration
@@ -137,12 +139,12 @@ class Rates:
     def of_data_groups(self, tensor: int, pipeline: int = 1) -> Rates:
         """Return the rates of collectives in data groups, each of which has one rank of every copy of the model.
 
-        All groups communicate at once: on links of their own in a host, and on shared links between hosts.
+        All groups communicate at once: on links of their own in a host, and on shared links between hosts. Raises
+        ``ValueError`` if hosts do not hold whole copies.
         """
         if tensor * pipeline == 1:
             return self
-        if self.ranks % tensor:
-            raise ValueError(f"parallel.tensor is {tensor}, which does not divide the {self.ranks} ranks of a host")
+        require_whole_copies(ParallelConfig(tensor, pipeline), self.nodes, self.ranks)
         copies = self.world_size // (tensor * pipeline)
         ranks = max(1, self.ranks // (tensor * pipeline))
         nodes = copies // ranks

@@ -85,12 +85,6 @@ def model_shares(
     return tuple(shares)
 
 
-def words_of_rank(model: ModelConfig, tensor: int) -> int:
-    """Return the rows of a rank's shard of the word table, which is padded to a size that multiplies fast."""
-    split = split_of(WORD, (model.vocab_size, model.hidden_size), tensor) if tensor > 1 else None
-    return split.length if split else model.vocab_size
-
-
 def hidden_bytes(precision: Precision, on_gpu: bool) -> int:
     """Return the bytes per activation element sent between stages: on CPUs, autocast's norms return fp32."""
     return 2 if precision != "fp32" and on_gpu else 4

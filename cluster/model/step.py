@@ -63,21 +63,12 @@ def predict_step(work: Work, strategy: Strategy, rates: Rates, steps: int = _STE
 
 
 def least_step(work: Work, strategy: Strategy, rates: Rates) -> PredictedStep:
-    """Return a lower bound of a step: computation of mean cost, without update, reduction, or waiting.
-
-    A pipeline counts with its costliest stage, and with the number of micro-batches that fills and drains it fastest.
-    """
+    """Return a lower bound of a step: the mean computation of the costliest stage, without update, reduction or waiting."""
     sequences = strategy.sequences(rates.world_size) * strategy.gradient_accumulation_steps
     parts = _computation(work.model, strategy, rates, work.typical(sequences))
     stages = [float(each.sum()) for each in _of_stages(parts, work.model, strategy.parallel)]
-    if strategy.pipeline == 1:
-        return PredictedStep(0.0, rates.micro_batch_s + stages[0], 0.0, 0.0)
-    # M micro-batches cost the costliest stage, M times the constant cost (a probe's is 0, hence the 1e-9), and an M-th of
-    # the other stages at both ends. The root minimises that.
-    once = max(rates.micro_batch_s, 1e-9)
-    rest = (sum(stages) - max(stages) + (len(stages) - 1) * rates.micro_batch_s) / strategy.virtual_stages
-    many = max(strategy.pipeline, min(math.sqrt(rest / once), sequences))
-    through = (max(stages) + once * many + rest / many) / alone_in_stages(rates.sharing, strategy.pipeline)
+    # A pipeline needs at least one micro-batch for each stage. The time to fill and drain it may be small.
+    through = (max(stages) + rates.micro_batch_s * strategy.pipeline) / min(rates.sharing, strategy.pipeline)
     return PredictedStep(0.0, through, 0.0, 0.0)
 
 
@@ -150,18 +141,13 @@ def through_stages(
     The costliest rank computes all the time, except while others fill and drain the pipeline. Each micro-batch waits for
     its messages. Ranks that share processors take at least their mean work.
     """
-    busy_PR = (compute_PAR / alone_in_stages(sharing, strategy.pipeline) + message_s * neighbours_P[:, None, None]).sum(
-        1
-    )
+    # A stage computes faster while the other stages wait and leave it their processors.
+    compute_s = compute_PAR / min(sharing, strategy.pipeline)
+    busy_PR = (compute_s + message_s * neighbours_P[:, None, None]).sum(1)
     costliest_R = busy_PR.max(0)
     # One micro-batch through the other ranks fills and drains the pipeline; interleaved, through one stage of each.
     ends_R = (busy_PR.sum(0) - costliest_R) / compute_PAR.shape[1] / strategy.virtual_stages
     return np.maximum(costliest_R + ends_R, compute_PAR.sum(1).mean(0))
-
-
-def alone_in_stages(sharing: float, pipeline: int) -> float:
-    """Return how much faster a stage computes while the other stages wait and leave it their processors."""
-    return min(sharing, float(pipeline))
 
 
 def _of_stages(parts: Sequence[Count], model: ModelConfig, parallel: ParallelConfig) -> list[NDArray[np.float64]]:
@@ -323,7 +309,9 @@ def _evaluation(work: Work, precision: Precision, parallel: ParallelConfig, rate
     """Return the seconds of an evaluation: the forward pass of all its sequences, dealt evenly to the copies."""
     sequences = math.ceil(work.evaluation_sequences * parallel.copy_ranks / rates.world_size)
     batches = math.ceil(sequences / work.evaluation_batch_size)
-    sizes = work.typical(sequences / batches)
+    # Batches are sorted by length, so together they have each length once.
+    lengths = max(1.0, min(work.distinct_lengths, sequences) / batches)
+    sizes = work.typical(sequences / batches, lengths)
     strategy = Strategy(1, precision=precision, tensor=parallel.tensor)
     stages = _of_stages(_computation(work.model, strategy, rates, sizes), work.model, parallel)
     seconds = [FORWARD_SHARE * batches * (rates.micro_batch_s + float(each.sum())) for each in stages]

@@ -84,15 +84,20 @@ class Work:
         """Return the training samples between evaluations."""
         return self.interval_samples or evaluation_interval(global_batch_size)
 
-    def typical(self, sequences: float) -> MicroBatches:
-        """Return a micro-batch of sequences of mean cost, [1, 1]."""
+    def typical(self, sequences: float, lengths: float = 1.0) -> MicroBatches:
+        """Return a micro-batch of sequences of mean cost, with so many different lengths, [1, 1]."""
         tokens, masked, pairs, last_pairs = (np.full((1, 1), sequences * each) for each in self._means)
-        return MicroBatches(sequences, tokens, masked, pairs, last_pairs, np.ones((1, 1)), np.zeros((1, 1)))
+        return MicroBatches(sequences, tokens, masked, pairs, last_pairs, np.full((1, 1), lengths), np.zeros((1, 1)))
 
     @functools.cached_property
     def _means(self) -> list[float]:
         lengths, masked = self.lengths.astype(np.float64), self.masked_counts.astype(np.float64)
         return [float(each.mean()) for each in (lengths, masked, lengths**2, (1 + masked) * lengths)]
+
+    @functools.cached_property
+    def distinct_lengths(self) -> int:
+        """Number of different lengths in the data set."""
+        return int(np.count_nonzero(np.bincount(self.lengths)))
 
     def micro_batches(self, strategy: Strategy, ranks: int, step: int) -> MicroBatches:
         """Return the micro-batches that the plan of a step gives to each copy of the model.

@@ -108,12 +108,7 @@ def fastest_published(device: Device, at_least: int) -> list[tuple[int, float]]:
 
 
 def write_page(recipe: str, device: Device, points: Sequence[ScalingPoint], path: Path) -> None:
-    """Write the whole page or nothing."""
-    write_atomically(path, render(recipe, device, points).encode())
-
-
-def render(recipe: str, device: Device, points: Sequence[ScalingPoint]) -> str:
-    """Return the curve, the shares and the plans as a page."""
+    """Write a page with the curve, the plans and the shares, or nothing."""
     published = fastest_published(device, points[0].accelerators)
     curves = {
         "predicted": ([(each.accelerators, each.minutes) for each in points], "valid"),
@@ -132,7 +127,7 @@ def render(recipe: str, device: Device, points: Sequence[ScalingPoint]) -> str:
         lambda power: f"{10**power:.3g}",
         x_format=lambda power: f"{2**power:,.0f}",
     )
-    return render_page(
+    page = render_page(
         Path(__file__).with_name("scaling.html"),
         title=f"{recipe} on up to {points[-1].accelerators:,} {device.name}",
         points=points,
@@ -142,3 +137,4 @@ def render(recipe: str, device: Device, points: Sequence[ScalingPoint]) -> str:
         causes=CAUSES,
         minutes=minutes_in_digits,
     )
+    write_atomically(path, page.encode())

@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 
 from bert.parallel.collectives import agreed_integer
 from bert.parallel.launch import Launch
@@ -28,6 +27,7 @@ from cluster.probe.schedule import Pairs, rounds_of_pairs
 from cluster.view import Link, Rank, Rate, View, write_view
 from console.files import require_writable
 from console.program import complain, say
+from console.text import counted
 from console.version import commit
 
 TURNS = 5
@@ -61,7 +61,10 @@ def probe(out: Path, seconds: float = 30.0, limit: float = 60.0) -> int:
         status = 0
         if view is not None:
             write_view(view, out)
-            for line in report(view):
+            hosts, ranks = counted(len(view.hosts), "host"), counted(len(view.ranks), "rank")
+            say(f"{hosts}, {ranks}, {view.backend}, measured in {view.seconds:.0f} s")
+            nothing = "no part is slower than the others" if len(view.ranks) > 2 else "too few parts to compare"
+            for line in [outlier.sentence for outlier in view.outliers] or [nothing]:
                 say(line)
             say(out)
             status = 1 if view.outliers else 0
@@ -71,16 +74,6 @@ def probe(out: Path, seconds: float = 30.0, limit: float = 60.0) -> int:
         raise ValueError(f"rank {launch.rank}: another rank was lost, or the device failed ({reason})") from None
     finally:
         leave_mesh()
-
-
-def report(view: View) -> list[str]:
-    """Return lines that describe the findings."""
-    many = len(view.ranks)
-    lines = [f"{len(view.hosts)} host(s), {many} rank(s), {view.backend}, measured in {view.seconds:.0f} s"]
-    lines += [outlier.sentence for outlier in view.outliers]
-    if not view.outliers:
-        lines.append("no part is slower than the others" if many > 2 else "too few parts to compare with one another")
-    return lines
 
 
 # Computations that need gradients enable them.
@@ -195,7 +188,7 @@ def _ranks(measured: Measured, nodes: Sequence[Sequence[int]]) -> tuple[Rank, ..
     ranks = []
     for rank, (facts, host) in enumerate(zip(measured.facts, measured.host_of, strict=True)):
         rates = [
-            Rate(cell.quantity, cell.dtype, cell.size, float(np.median(times_T)), _spread(times_T))
+            Rate(cell.quantity, cell.dtype, cell.size, float(np.median(times_T)))
             for cell, times_T in zip(measured.cells, measured.rates_RTC[rank].T, strict=True)
         ]
         place = nodes[host].index(rank)
@@ -216,9 +209,3 @@ def _links(measured: Measured) -> tuple[Link, ...]:
             strict=True,
         )
     )
-
-
-def _spread(times_T: NDArray[np.float64]) -> float:
-    """Return the relative standard deviation of repeated times by the median absolute deviation of their logarithms."""
-    logarithms = np.log(times_T)
-    return float(1.4826 * np.median(np.abs(logarithms - np.median(logarithms))))

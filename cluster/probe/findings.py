@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -183,30 +183,12 @@ def _slow_paths(
         # The level was fitted, and the shares of ends that have enough paths.
         fitted = 1 + sum(int((np.bincount(of_E) >= FEWEST_PARTNERS).sum()) for of_E in (source_E, target_E))
         judgement = judge(parts.rest_TE, comparisons, chance, fitted=fitted)
-        slow_paths = []
         for e in np.flatnonzero(judgement.is_outlier):
             pair = (int(paths.source_E[e]), int(paths.target_E[e]))
             # A path of a slow end is named only if it is slower than the end by as much again.
             if judgement.ratios[e] > max(slow.get(rank, 1.0) for rank in pair):
-                slow_paths.append(_Found.of(pair, "path", quantity, judgement, int(e), step))
-        found += _as_ends(slow_paths, paths)
+                found.append(_Found.of(pair, "path", quantity, judgement, int(e), step))
     return found
-
-
-def _as_ends(slow: Sequence[_Found], paths: Paths) -> list[_Found]:
-    """Replace slow paths by their common end if they are all paths of that end in one direction.
-
-    Such an end has too few paths for `take_apart` to tell its share.
-    """
-    left, ends = list(slow), []
-    for way, side, of_E in (("sending", 0, paths.source_E), ("receiving", 1, paths.target_E)):
-        for end in sorted({each.ranks[side] for each in left}):
-            own = [each for each in left if each.ranks[side] == end]
-            # A single path has two ends, and either may be the cause.
-            if 1 < len(own) == int((of_E == end).sum()):
-                ends.append(replace(max(own, key=lambda each: each.ratio), ranks=(end,), way=way))
-                left = [each for each in left if each not in own]
-    return left + ends
 
 
 def _is_explained(each: _Found, slow: dict[int, _Found]) -> bool:

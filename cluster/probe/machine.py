@@ -67,11 +67,10 @@ def facts_of(mesh: Mesh) -> Facts:
         card = interface if interface in cards else next(iter(cards), "")
     name = socket.gethostname()[:128]
     cores = psutil.cpu_count() or 1
-    packages = {path.read_text() for path in sys.glob("devices/system/cpu/cpu[0-9]*/topology/physical_package_id")}
     boot = Path("/proc/sys/kernel/random/boot_id")  # shared by all hosts that are containers of one machine
     return Facts(
         boot.read_text().strip() if boot.exists() else name,
-        Host(name, max(1, len(packages)), cores, host_memory(), tuple(cards), slurm_switches()),
+        Host(name, cores, host_memory(), tuple(cards), slurm_switches()),
         device[:128],
         memory,
         card,

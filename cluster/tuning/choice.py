@@ -14,7 +14,6 @@ import io
 import json
 import os
 import platform
-import re
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -91,8 +90,7 @@ def keep(config: Config, choice: TunedRun) -> None:
 
 
 def kept(config: Config) -> TunedRun | None:
-    """Return the choice that was kept for this machine and for what ``config`` trains; print a warning if it is
-    damaged."""
+    """Return the choice that was kept for this machine and for what ``config`` trains, unless it is damaged."""
     path, key = _file_and_key(config)
     if not path.exists():
         return None
@@ -134,20 +132,12 @@ def _key(config: Config) -> dict[str, object]:
         # The affinity: containers and batch systems may give fewer cores than the machine has.
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(host_memory() / 2**30),
-        "gpus": _gpus(),
         "python": platform.python_version(),
         # From the package's metadata: importing PyTorch takes longer than most choices gain.
         "torch": metadata.version("torch"),
         "data.loader": config.data.loader,
         **dict(shape),
     }
-
-
-def _gpus() -> list[str]:
-    """Return the models of NVIDIA's GPUs by the driver's files, which need no library."""
-    files = sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))
-    texts = [path.read_text(errors="replace") for path in files]
-    return [found[1].strip() for text in texts if (found := re.search(r"^Model:(.*)$", text, re.M))]
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -49,7 +49,8 @@ def tune(recipe: str, settings: tuple[str, ...], seconds: float) -> TunedRun:
     default = default_choice(recipe)
     runs = _ShortRuns(config, settings, deadline)
     say(f"{default}: {1000 * runs.first(default):.1f} ms a step, the default")
-    best = _fastest(runs, default, layouts(default, _micro_batch(config), len(os.sched_getaffinity(0))))
+    batch = config.training.global_batch_size // config.training.gradient_accumulation_steps
+    best = _fastest(runs, default, layouts(default, batch, len(os.sched_getaffinity(0))))
     keep(config, best)
     say(f"kept for {recipe} on this machine: {best}{', the default' if best == default else ''}")
     return best
@@ -176,10 +177,6 @@ def _script(*command: str) -> str:
 def _complaint(done: Output) -> str:
     lines = done.errors.strip().splitlines()
     return next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), done.complaint)
-
-
-def _micro_batch(config: Config) -> int:
-    return config.training.global_batch_size // config.training.gradient_accumulation_steps
 
 
 def layouts(default: TunedRun, batch: int, cores: int) -> list[TunedRun]:

@@ -1,7 +1,7 @@
 """This repository's checks of a log, each a function that yields findings.
 
 They are stricter than the official checker, which accepts a second run_start, an aborted run, and evaluations off schedule.
-A finding is an error if the log is no valid result, and a warning if accepted, published submissions do the same.
+A finding is an error if the log is not a valid result, and a warning if accepted, published submissions do the same.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def _check_defect(context: CheckedLog) -> Iterator[Finding]:
             yield Finding(None, "run_start", "log format", f"{found}; expected the log of one run", "split the file")
         case "cut off":
             found = f"no record: the log ends on line {records[-1].line}; expected the log of a whole run"
-            remedy = "wait for the run_stop, or copy the whole log again; a run that was killed is no result"
+            remedy = "wait for the run_stop, or copy the whole log again; a killed run is not a result"
             yield Finding(None, "run_stop", "log format; TR 11", found, remedy)
         case "headless":
             found = f"the log begins on line {records[0].line} in the middle of a run; expected the log of a whole run"
@@ -66,7 +66,7 @@ def _check_chain(context: CheckedLog) -> Iterator[Finding]:
     rule, remedy = "docs/compliance.md", "submit the log as the run wrote it"
     if chain.broken:
         first, last = chain.broken
-        found = f"the digest on line {last} is not that of the lines above; expected lines {first} to {last} as written"
+        found = f"the digest on line {last} does not match the lines above; expected lines {first} to {last} as written"
         yield Finding(first, "", rule, found, remedy)
     elif not chain.digests and not context.defect:
         found = "no digest in a log that opens with saying that it carries them; expected one at the end at least"
@@ -157,7 +157,7 @@ def _is_evaluated_offline(context: CheckedLog) -> bool:
     if not (start and stop and trained and evaluations) or evaluations[0].line < trained[-1].line:
         return False
     times = [record.time_ms for record in (start, *evaluations, stop)]
-    last = times[-2]  # that of the last evaluation
+    last = times[-2]  # of the last evaluation
     at_checkpoint = any(abs(record.time_ms - last) <= CHECKPOINT_MS for record in trained)
     return times == sorted(times) and at_checkpoint and stop.time_ms - last <= CHECKPOINT_MS
 
@@ -179,10 +179,10 @@ def _check_result(context: CheckedLog) -> Iterator[Finding]:
     run = context.run
     stop = run.last.get("run_stop")
     if stop and context.aborted:
-        remedy = "run again; a run that misses its target is no result"
+        remedy = "run again; a run that misses its target is not a result"
         yield at(stop, "status aborted: not a valid result (aborted)", "status success", remedy, "TR 11, 12")
         return
-    # A last accuracy that is no fraction has been reported.
+    # A last accuracy that is not a fraction has been reported.
     if not run.accuracies or not rules.FRACTION.accepts(run.accuracies[-1].value):
         return
     trained, samples, batch = run.first.get("train_samples"), epoch_nums(run), run.global_batch_size

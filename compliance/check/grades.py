@@ -206,7 +206,7 @@ def _check_evaluations(context: CheckedLog) -> Iterator[Finding]:
         remedy = "log the true count; the RCP checker reads it, unless it is told to take train_samples"
         yield at(run.accuracies[0], found, "the sequences trained so far", remedy, "TR 24.6", "warning")
         return
-    # The untrained model is no evaluation of the schedule.
+    # An evaluation of the untrained model is not on the schedule.
     is_regular = _is_regular(samples[1:] if samples[0] == 0 else samples, run)
     for record, violation in context.broken:
         if record.key == "eval_accuracy" and violation.kind in ("schedule", "count"):

@@ -107,7 +107,7 @@ def _result(verdict: Verdict, finding: Finding, places: dict[str, int], root: Pa
     name = _rule_id(finding)
     uri, relative = _uri(_shown_file(verdict.path), root)
     artifact = {"uri": uri} | ({"uriBaseId": ROOT} if relative else {})
-    # A path or a value that is no UTF-8 must not end the export.
+    # A path or a value that is not UTF-8 must not end the export.
     identity = "\n".join((uri, name, finding.key, finding.found)).encode("utf-8", "backslashreplace")
     return {
         "ruleId": name,

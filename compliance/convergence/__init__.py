@@ -1,1 +1,1 @@
-"""Reference convergence points, and where a set of runs stands against them."""
+"""Compare sets of runs with the reference convergence points."""

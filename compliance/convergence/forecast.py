@@ -56,9 +56,9 @@ def forecast(
 
     Args:
         evaluations: (samples trained, accuracy) in their order.
-        reference: of a closed run; None in the open division and where there is none.
+        reference: of a closed run; None in the open division and above the largest reference point.
     """
-    # Only this target stands for BERT-Large, whose curve has the jump.
+    # Only BERT-Large, which has this target, has the jump in its curve.
     is_large = target == rules.QUALITY_TARGET
     # The untrained model, at 0 samples, has no place on a curve in 1 / samples.
     usable = [point for point in evaluations if point[0] > 0 and (not is_large or point[1] >= KNEE)][-WINDOW:]

@@ -1,4 +1,4 @@
-"""Tell where a set of closed runs stands against the reference points, and what the missing runs must do (TR 13, 22)."""
+"""Compare a set of closed runs with the reference points, and tell what the missing runs must do (TR 13, 22)."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def outlook(
     ruleset: str,
     division: rules.Division = "closed",
 ) -> Outlook:
-    """Tell where a set of runs stands, and what the missing runs must do.
+    """Compare a set of runs with the reference, and tell what the missing runs must do.
 
     Args:
         samples: sequences to the target of each run so far; None for a run that did not converge.
@@ -69,7 +69,7 @@ def outlook(
     scaling = found.scaling(mean) if found and mean else 1.0
     # This ends a set in either division, with or without a reference.
     if values.count(NOT_CONVERGED) > 1:
-        lost = "only one run of a set may fail to converge, so this set is no result (TR 12)"
+        lost = "only one run of a set may fail to converge, so this set is not a result (TR 12)"
         return Outlook(found, mean, "fail", scaling, f"{head}; {lost}.")
     if found is None:
         why = "none applies in the open division"

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 FAILED = math.inf
-"""Time to train of a run that did not converge or is no valid result."""
+"""Time to train of a run that did not converge or is not a valid result."""
 
 
 @dataclass(frozen=True)
@@ -37,12 +37,7 @@ class Selection:
 
 
 def select(started_ms: Sequence[int], times: Sequence[float], runs: int = 10) -> Selection:
-    """Return the window to submit of a series of at least `runs` runs.
-
-    Args:
-        started_ms: start of each run; runs that started at the same time keep their order.
-        times: time to train of each run; `FAILED` for a failed one.
-        runs: runs of a submission, at least three.
+    """Return the window to submit of a series of runs, given the start and the time to train (or `FAILED`) of each.
 
     Raises:
         ValueError: fewer runs than a submission takes.
@@ -57,13 +52,7 @@ def select(started_ms: Sequence[int], times: Sequence[float], runs: int = 10) ->
 
 
 def olympic_mean(values: Sequence[float]) -> float:
-    """Return the mean without the smallest and the largest value.
-
-    Raises:
-        ValueError: fewer than three values.
-    """
-    if len(values) < 3:
-        raise ValueError(f"{len(values)} runs, expected at least 3: the fastest and the slowest are dropped")
+    """Return the mean of at least three values without the smallest and the largest."""
     # One failed run, infinite, is dropped as the largest. A second one makes the mean infinite.
     kept = sorted(values)[1:-1]
     return sum(kept) / len(kept)

@@ -1,4 +1,4 @@
-"""Tell where the runs of a folder stand against the reference, from their logs alone, also while runs are missing."""
+"""Compare the runs of a folder with the reference, from their logs alone, also while runs are missing."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ class StandingRun:
 
     Attributes:
         samples: sequences to the target; None if it was not reached.
-        evaluations: number of evaluations so far.
-        status: "running" if the log has no run_stop: the run goes on, or was cut off.
+        status: "running" if the log has no run_stop.
         chosen: whether a submission takes this run.
     """
 
@@ -69,7 +68,7 @@ class Standing:
 
 
 def standing(folder: Path, ruleset: str) -> Standing:
-    """Tell where the logs of results/<system>/bert stand. Of more than ten runs those count that a submission takes.
+    """Compare the logs of results/<system>/bert with the reference. Of more than ten runs, only the submitted ones count.
 
     Raises:
         ValueError: no logs, or logs of different batch sizes or divisions, or no known ruleset.
@@ -99,11 +98,7 @@ def standing(folder: Path, ruleset: str) -> Standing:
 
 
 def result_logs(folder: Path) -> list[Log]:
-    """Return the logs of a folder by their number.
-
-    Raises:
-        ValueError: the folder is missing or holds no log.
-    """
+    """Return the logs of a folder by their number; raises ValueError if there is none."""
     return [read_log(path) for _, path in numbered_logs(folder)]
 
 
@@ -114,11 +109,7 @@ def minutes_of(log: Log) -> float:
 
 
 def batch_size_of(logs: list[Log]) -> int:
-    """Return the global batch size of all runs.
-
-    Raises:
-        ValueError: a log that has ended says none, or the logs differ.
-    """
+    """Return the global batch size of all runs; raises ValueError if a log that has ended says none, or the logs differ."""
     return cast(int, _common(logs, "global_batch_size"))
 
 

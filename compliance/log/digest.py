@@ -3,7 +3,7 @@
 A log with a chain opens with `OPENING`. A line "# digest: <hex>" follows every `LINES_A_DIGEST` lines and the end of the
 run, and `# digest at the end: <hex>` is the last line of the file. Each holds the SHA-256 over all lines above it, other
 digests included, every line with one line feed. A changed, removed, added or moved line breaks the first digest below it.
-The chain is no signature: anybody who can write the file can write a new chain. It detects damaged and hand-edited logs.
+The chain is not a signature: anybody who can write the file can write a new chain. It detects damaged and hand-edited logs.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class ChainCheck:
         opened: the first line says that the log carries the chain.
         digests: number of digest lines so far.
         broken: (first, last) line of the first stretch whose digest does not match its lines.
-        covered: the last line that stands above a digest.
+        covered: the last line above a digest.
         ended: the digest at the end has been seen.
         after_end: first line below the digest at the end.
     """

@@ -22,7 +22,7 @@ class Finding:
         rule: document of the rule: "TR 24.4", "closed_bert.yaml", "SR Directory structure".
         found: one sentence with what was found and expected.
         source: source position "file:lineno" that logged the record, if known.
-        severity: "error" if the log is no valid result; "warning" for a departure that accepted submissions also have.
+        severity: "error" if the log is not a valid result; "warning" for a departure that accepted submissions also have.
         more: number of further records with the same fault.
     """
 
@@ -47,7 +47,7 @@ class Finding:
         return f"{self.severity}: {where}{key}{self.sentence} [{self.rule}{logged_at}]; {self.remedy}"
 
     def as_dict(self) -> dict[str, Any]:
-        """Return a dictionary for JSON."""
+        """Return the fields for JSON."""
         fields = asdict(self) | {"found": self.sentence}
         del fields["more"]  # in the sentence
         return fields

@@ -1,7 +1,7 @@
 """The one description of what a log may hold next: which rules a record breaks as the next one of a log.
 
 `LoggedRun` is the state, and `violations` yields the broken rules. The writer raises them, so that no such record is
-written. The check collects and grades them. The watch warns of those that cost the run its result.
+written. The check collects and grades them. The watch warns of violations that cost the run its result.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ OTHER_FORMATS = {
     codecs.BOM_UTF16_LE: ("UTF-16 text; expected UTF-8", "convert it: `iconv -f UTF-16 -t UTF-8`"),
     codecs.BOM_UTF16_BE: ("UTF-16 text; expected UTF-8", "convert it: `iconv -f UTF-16 -t UTF-8`"),
 }
-"""First bytes of a file that is no plain text, the fault and the remedy."""
+"""First bytes of a file that is not plain text, the fault and the remedy."""
 
 
 @dataclass
@@ -56,8 +56,8 @@ class Log:
         header: "key" to "value" of the plain lines "# key: value"; of a repeated key the first. Empty without records: such
             a file may be any file, behind a link, whose lines must not be shown.
         token_lines: number of lines that hold the token.
-        evidence: (line, bytes) of the lines that the official checker has to see: those with a key that its rule files
-            name, and those that are no record.
+        evidence: (line, bytes) of the lines for the official checker: records with a key that its rule files name, and
+            broken records.
         overlong: a line with the token was longer than `MAX_LINE_BYTES`.
         chain: state of the chain of digests.
         given_up: why the log was not read to its end; "" if it was.

@@ -106,7 +106,7 @@ def _parse_record(content: bytes, number: int, problems: list[Problem]) -> Recor
         try:
             text = text.encode("latin-1").decode("utf-8")
         except UnicodeDecodeError:
-            warn("bytes that are no UTF-8", "UTF-8 text")
+            warn("bytes that are not UTF-8", "UTF-8 text")
     fields = _decode(text)
     if _constants:
         warn(f"the value {_constants[0]}", "finite numbers: JSON has no NaN and no infinity")

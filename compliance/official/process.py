@@ -104,7 +104,7 @@ class Worker:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             cwd=self.folder,  # some tools leave files where they run
-            # The tools open descriptions in the encoding of the locale, and those that are written here are UTF-8.
+            # The tools open descriptions in the encoding of the locale, but ours are UTF-8.
             env=os.environ | {"PYTHONUTF8": "1"},
             start_new_session=True,  # Ctrl-C is for the program that asks
         )

@@ -114,7 +114,7 @@ def _choose(logs: list[Log], ruleset: str) -> tuple[tuple[SubmittedRun, ...], Se
     if selection.score == FAILED:
         named = "; ".join(f"{verdict.path.name}: {_why(verdict)}" for verdict in failed)
         raise ValueError(
-            f"{logs[0].path.parent}: {len(failed)} runs are no valid results, and a set of {SUBMISSION_RUNS} may hold one "
+            f"{logs[0].path.parent}: {len(failed)} runs are not valid results, and a set of {SUBMISSION_RUNS} may hold one "
             f"(TR 12): {named}. Run again"
         )
     # A fault in a run that is not submitted costs nothing.
@@ -142,5 +142,5 @@ def _source_findings(logs: list[Log], source: SourceTree) -> Iterator[Finding]:
         yield Finding(None, "", rule, found, remedy, severity="warning")
     if source.modified:
         found, more = f"{source.modified[0]} differs from its commit", len(source.modified) - 1
-        remedy = "commit it, or package from a clean checkout: what is packaged must be what ran"
+        remedy = "commit it, or package from a clean checkout: the packaged source must be the source that ran"
         yield Finding(None, "", rule, found, remedy, severity="warning", more=more)

@@ -41,7 +41,7 @@ def tracked_source(root: Path = REPOSITORY) -> SourceTree:
     # A folder inside another repository's checkout has no .git, and git would list the other repository's files.
     commit = run(["git", "rev-parse", "HEAD"], folder=root, timeout_s=TIMEOUT_S)
     if not (root / ".git").exists() or commit.trouble:
-        raise ValueError(f"{root} is no git checkout, which tells what the source is: package from one")
+        raise ValueError(f"{root} is not a git checkout, which defines the source: package from a checkout")
     # The name may lead nowhere: git also lists files that were deleted and not committed.
     names = [name for name in _git(root, "ls-files") if not name.startswith("results/")]
     names = [name for name in names if (root / name).exists() or (root / name).is_symlink()]

@@ -37,13 +37,7 @@ IMPLEMENTATION = "mlperf-bert"
 
 @dataclass(frozen=True)
 class PackageRequest:
-    """Request to package a submission.
-
-    Attributes:
-        system: the system description; its name without .json names the system.
-        runs: the folder with the logs.
-        out: the folder in which <org>/ is made.
-    """
+    """Request to package the logs in `runs` as <out>/<org>; the description's name without .json names the system."""
 
     org: str
     system: Path
@@ -67,11 +61,7 @@ class PackageRequest:
 
 @dataclass(frozen=True)
 class SubmittedRun:
-    """A run of the submission: result_<n>.txt in the tree, and the log that it is a copy of.
-
-    Attributes:
-        minutes: time to train; infinite when the run is no valid result.
-    """
+    """A run of the submission: its name in the tree, its log, and its time to train, infinite if it is invalid."""
 
     name: str
     log: Log
@@ -83,9 +73,7 @@ class Package:
     """A submission tree.
 
     Attributes:
-        runs: in the order of their numbers in the tree.
-        selection: how they were chosen from all runs.
-        all_runs: number of all runs.
+        runs: the chosen runs of `all_runs`, in the order of their numbers in the tree.
         left_out: files of the source that a submission may not hold.
         findings: faults that do not stop the submission.
     """
@@ -128,11 +116,7 @@ class Package:
 
 
 def write_tree(package: Package, description: Mapping[str, Any], source: SourceTree) -> None:
-    """Write the tree aside and put it in its place when it is complete.
-
-    Raises:
-        ValueError: it cannot be written; then nothing is left.
-    """
+    """Write the tree aside and put it in its place when it is complete; raises ValueError and leaves nothing otherwise."""
     tree = package.request.tree
     try:
         tree.parent.mkdir(parents=True, exist_ok=True)

@@ -198,7 +198,7 @@ def _check_folder(folder: BenchmarkFolder, runs: list[FolderRun], ruleset: str) 
 
 
 def _without_copies(runs: Sequence[FolderRun]) -> list[FolderRun]:
-    """Return the runs that are no copy of an earlier one, and add to each copy that it is one."""
+    """Return the runs that are not copies of an earlier run, and add a fault to each copy."""
     originals: dict[bytes, FolderRun] = {}
     for run in runs:
         original = originals.setdefault(run.digest, run) if run.digest else run
@@ -298,18 +298,20 @@ def _failed_runs(runs: Sequence[FolderRun], answer: Answer) -> Finding:
     names = ", ".join(run.name for run in failed[:MAX_NAMED]) + (", ..." if len(failed) > MAX_NAMED else "")
     verdict = failed[0].verdict
     if len(failed) > 1:
-        found = f"{len(failed)} of {len(runs)} logs are no valid results ({names})"
+        found = f"{len(failed)} of {len(runs)} logs are not valid results ({names})"
         found += f", expected at most one of {SUBMISSION_RUNS}"
     elif len(runs) < SUBMISSION_RUNS:
-        found = f"{names} is no valid result, expected only valid logs before there are {SUBMISSION_RUNS}"
+        found = f"{names} is not a valid result, expected only valid logs before there are {SUBMISSION_RUNS}"
     elif verdict.official == "pass" and verdict.passed:
         found = f"{names} does not fit the other logs, expected ten runs of one entry, each with a seed of its own"
     elif answer.outcome == "fail":
-        found = f"{names} is no valid result, and cannot be dropped as the slowest run either: {answer.message}"
+        found = f"{names} is not a valid result, and cannot be dropped as the slowest run either: {answer.message}"
     elif verdict.official == "pass":
-        found = f"{names} is no valid result, but the official tools count it, expected a log that both accept"
+        found = f"{names} is not a valid result, but the official tools count it, expected a log that both accept"
     else:
-        found = f"{names} is no valid result: it counts as the slowest run, which is dropped, expected at most this one"
+        found = (
+            f"{names} is not a valid result: it counts as the slowest run, which is dropped, expected at most this one"
+        )
         return Finding(None, "", "TR 12", found, "keep all other runs valid", severity="warning")
     return Finding(None, "", "TR 12", found, "correct what was found in it, or repeat the run")
 

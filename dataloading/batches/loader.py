@@ -1,6 +1,6 @@
 """Plan to ``Batch``: the flat token stream of one rank's micro-batch, assembled ahead of time.
 
-Shape legend: slots for T tokens, S sequences, M masked tokens of the micro-batch; unless padded, as many as there are.
+Shape legend: slots for T tokens, S sequences and M masked tokens of the micro-batch, padding included.
 """
 
 import itertools
@@ -21,15 +21,15 @@ from dataloading.shards.samples import SampleBuilder, Samples
 
 Item = TypeVar("Item")
 RankBatches = Callable[[int], list[MicroBatch]]
-"""Gives a rank's micro-batches of a step."""
+"""Returns a rank's micro-batches of a step."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Sequences one after another in one flat stream; no padding rows between them.
+    """Sequences one after another in one flat stream, without padding between them.
 
-    A batch of some ``ShapeBucket`` has inert slots at the ends, which nothing in the model asks about: ids are 0, labels -1,
-    ``cu_seqlens`` repeats its last value, and ``masked_lm_positions`` points at the first row that no sequence owns.
+    A batch of a ``ShapeBucket`` has inert slots at the ends: ids are 0, labels -1, ``cu_seqlens`` repeats its last
+    value, and ``masked_lm_positions`` points at the first row that no sequence owns.
     """
 
     input_ids: Tensor
@@ -39,7 +39,7 @@ class Batch:
     position_ids: Tensor
     """int64 [T], restarting at 0 in every sequence."""
     cu_seqlens: Tensor
-    """int32 [S + 1], where each sequence starts; attention never crosses a boundary."""
+    """int32 [S + 1], start of each sequence; attention never crosses a boundary."""
     masked_lm_positions: Tensor
     """int64 [M], indices into the flat stream, ascending."""
     masked_lm_ids: Tensor
@@ -47,9 +47,9 @@ class Batch:
     next_sentence_labels: Tensor
     """int64 [S], -1 in empty slots"""
     global_counts: Tensor
-    """int64 [2], sequences and masked tokens of the whole global batch, over all ranks and accumulation steps."""
+    """int64 [2], sequences and masked tokens of the global batch, over all ranks and accumulation steps."""
     max_seqlen: int
-    """No sequence is longer."""
+    """Upper bound on the length of a sequence."""
 
     @property
     def tokens(self) -> int:
@@ -63,7 +63,7 @@ class Batch:
 
     @property
     def shape_bucket(self) -> ShapeBucket:
-        """The shape of this batch: equal for batches that one CUDA graph serves."""
+        """The shape of this batch, equal for batches of one CUDA graph."""
         return ShapeBucket(self.tokens, self.sequences, self.masked_lm_ids.numel(), self.max_seqlen)
 
     @property
@@ -73,11 +73,11 @@ class Batch:
         return {name: value for name, value in values.items() if isinstance(value, Tensor)}
 
     def to(self, device: torch.device) -> "Batch":
-        """The same batch on ``device``; copies from pinned memory do not block the host."""
+        """Copy the batch to ``device``; copies from pinned memory do not block the host."""
         return self._map(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pin(self) -> "Batch":
-        """The same batch in page-locked memory, from which copies to a GPU are asynchronous."""
+        """Copy the batch to page-locked memory, from which copies to a GPU are asynchronous."""
         return self._map(Tensor.pin_memory)
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> "Batch":
@@ -85,28 +85,27 @@ class Batch:
 
 
 class SampleSource(Protocol):
-    """Source that a loader reads: an opened data set, or samples in memory."""
+    """Source of samples for a loader: an open data set, or samples in memory."""
 
     def take(self, indices: NDArray[np.int64]) -> Samples:
-        """The samples at ``indices``, in that order."""
+        """Return the samples at ``indices``, in that order."""
         ...
 
 
 def shape_bucket_of(
     samples: Samples, shape_buckets: Sequence[ShapeBucket], micro_batch: MicroBatch | None = None
 ) -> ShapeBucket | None:
-    """Choose what a batch of ``samples`` is padded to: the first shape bucket that holds it, or None where none are given.
+    """Choose the first shape bucket that holds a batch of ``samples``, or None if there are no shape buckets.
 
-    With a ``micro_batch`` of a plan, the shape bucket also holds what the other ranks run at the same time. All ranks then
-    replay the same graph, as NCCL requires of graphs that contain collectives, and wait for the largest micro-batch anyway.
-    A batch that fits none gets one of its own, which nothing was captured for.
+    With a ``micro_batch`` of a plan, the shape bucket also holds what the other ranks run at the same time, because
+    NCCL requires all ranks to replay the same graph. A batch that fits none gets a shape bucket of its own.
     """
     if not shape_buckets:
         return None
     tokens, masked = len(samples.input_ids), len(samples.masked_lm_ids)
     if micro_batch is not None:
         tokens, masked = max(tokens, micro_batch.largest_tokens), max(masked, micro_batch.largest_masked)
-    # All shape buckets have one max_seqlen, which only a sample that none of them was made for exceeds.
+    # All shape buckets have the same max_seqlen; a longer sample needs a shape bucket of its own.
     longest = max(int(samples.lengths.max()), shape_buckets[-1].max_seqlen)
     return fitting(ShapeBucket.around(tokens, len(samples), masked, longest), shape_buckets)
 
@@ -114,7 +113,7 @@ def shape_bucket_of(
 def flat_arrays(
     samples: Samples, micro_batch: MicroBatch, shape_bucket: ShapeBucket | None = None
 ) -> dict[str, NDArray[np.generic]]:
-    """The tensors of a ``Batch`` as NumPy arrays in the narrow types in which they are moved, padded to ``shape_bucket``."""
+    """Return the tensors of a ``Batch`` as NumPy arrays of narrow types, padded to ``shape_bucket``."""
     starts = samples.sequence_offsets[:-1]
     lengths = samples.lengths
     arrays = {
@@ -122,13 +121,13 @@ def flat_arrays(
         "segment_ids": samples.segment_ids,
         "position_ids": (np.arange(len(samples.input_ids)) - np.repeat(starts, lengths)).astype(np.uint16),
         "cu_seqlens": samples.sequence_offsets.astype(np.int32),
-        # From positions inside samples to places in the stream, where the heads gather their rows.
+        # Positions in the stream, where the heads gather their rows.
         "masked_lm_positions": (samples.masked_lm_positions + np.repeat(starts, samples.masked_counts)).astype(
             np.int32
         ),
         "masked_lm_ids": samples.masked_lm_ids.astype(np.int32),
         "next_sentence_labels": samples.next_sentence_labels.astype(np.int8),
-        # A tensor and not two numbers: a captured step is replayed with the counts of other batches.
+        # A tensor, because a captured step is replayed with the counts of other batches.
         "global_counts": np.array([micro_batch.global_sequences, micro_batch.global_masked]),
     }
     return arrays if shape_bucket is None else arrays | _padded(arrays, shape_bucket)
@@ -136,7 +135,7 @@ def flat_arrays(
 
 def _padded(arrays: dict[str, NDArray[Any]], shape_bucket: ShapeBucket) -> dict[str, NDArray[Any]]:
     tokens = len(arrays["input_ids"])
-    # All but global_counts, which has two numbers in any shape bucket.
+    # All but global_counts, which always has two numbers.
     slots = {
         "input_ids": (shape_bucket.tokens, 0),
         "segment_ids": (shape_bucket.tokens, 0),
@@ -146,7 +145,7 @@ def _padded(arrays: dict[str, NDArray[Any]], shape_bucket: ShapeBucket) -> dict[
         "masked_lm_ids": (shape_bucket.masked, -1),
         "next_sentence_labels": (shape_bucket.sequences, -1),
     }
-    assert tokens < shape_bucket.tokens  # the row that empty masked slots point at is there
+    assert tokens < shape_bucket.tokens  # a spare row, where empty masked slots point
     return {
         name: np.concatenate([arrays[name], np.full(size - len(arrays[name]), empty, arrays[name].dtype)])
         for name, (size, empty) in slots.items()
@@ -154,10 +153,10 @@ def _padded(arrays: dict[str, NDArray[Any]], shape_bucket: ShapeBucket) -> dict[
 
 
 def batch_of(samples: Samples, micro_batch: MicroBatch | None = None, shape_bucket: ShapeBucket | None = None) -> Batch:
-    """The ``Batch`` of some samples, padded to ``shape_bucket``; without a plan they are a global batch of their own."""
+    """Return the ``Batch`` of some samples, padded to ``shape_bucket``; without a plan, they are a global batch."""
     whole = micro_batch or MicroBatch(np.arange(len(samples)), len(samples), len(samples.masked_lm_ids))
     tensors = {
-        # astype() copies, so that no tensor shares its memory with a shard.
+        # astype() copies, so that tensors do not share memory with a shard.
         name: torch.from_numpy(array.astype(np.int32 if name == "cu_seqlens" else np.int64))
         for name, array in flat_arrays(samples, whole, shape_bucket).items()
     }
@@ -165,20 +164,20 @@ def batch_of(samples: Samples, micro_batch: MicroBatch | None = None, shape_buck
 
 
 def inert_batch(shape_bucket: ShapeBucket) -> Batch:
-    """A batch of empty slots alone: no losses, no gradients. Its counts are 1, which nothing is divided by in earnest."""
+    """Return a batch of empty slots, which has no losses and no gradients. Its counts are 1, to divide by."""
     return batch_of(SampleBuilder().samples(), MicroBatch(np.empty(0, np.int64), 1, 1), shape_bucket)
 
 
 def max_seqlen(samples: Samples, shape_bucket: ShapeBucket | None) -> int:
-    """Return that of the batch of ``samples``: the shape bucket's, as it is part of what is captured, or the longest's."""
+    """Return the batch's ``max_seqlen``: of the shape bucket, as it is part of the graph, or of the longest sample."""
     return int(samples.lengths.max()) if shape_bucket is None else shape_bucket.max_seqlen
 
 
 class Loader(Protocol):
-    """An endless iterator over optimizer steps; nothing is read before the first ``next()``."""
+    """Endless iterator over optimizer steps that reads nothing before the first ``next()``."""
 
     def __next__(self) -> list[Batch]:
-        """The micro-batches of the next step, on the loader's device."""
+        """Return the micro-batches of the next step, on the loader's device."""
         ...
 
     def close(self) -> None:
@@ -187,7 +186,7 @@ class Loader(Protocol):
 
 
 class Prefetcher(Generic[Item]):
-    """Iterator run in a background thread, a bounded number of items ahead; its errors surface in ``next()``."""
+    """Iterator that runs in a background thread, a bounded number of items ahead; ``next()`` raises its errors."""
 
     def __init__(self, items: Iterator[Item], depth: int) -> None:
         self._items = items
@@ -196,13 +195,11 @@ class Prefetcher(Generic[Item]):
         self._thread: threading.Thread | None = None
 
     def __next__(self) -> Item:
-        """The next item; starts the thread on first use."""
-        # Here, and not when it is made: a loader is built before the clock starts, and must not read until then.
+        """Return the next item; starts the thread on first use, because nothing may be read before the clock starts."""
         if self._thread is None:
-            # A program that ends without close() is not held up.
+            # daemon: a program can end without close().
             self._thread = threading.Thread(target=self._work, name="prefetch", daemon=True)
             self._thread.start()
-        # Items are endless: the thread ends by an error, which it puts here, or by close().
         item, error = self._ready.get()
         if error is not None:
             raise error
@@ -210,9 +207,9 @@ class Prefetcher(Generic[Item]):
         return item
 
     def close(self) -> None:
-        """Stop the thread and drop what it has made."""
+        """Stop the thread and drop its items."""
         self._stop.set()
-        # The thread may be waiting for room, and looks for the stop only after it has found some.
+        # The thread may be waiting for room in the queue.
         while self._thread is not None and self._thread.is_alive():
             try:
                 self._ready.get(timeout=0.05)
@@ -225,51 +222,47 @@ class Prefetcher(Generic[Item]):
                 self._ready.put((item, None))
                 if self._stop.is_set():
                     return
-        except BaseException as error:  # belongs to the thread that asks for the item
+        except BaseException as error:  # raised in the thread that asks for the item
             self._ready.put((None, error))
 
 
 Step = tuple[list[Batch], torch.cuda.Event | None]
-"""Micro-batches of a step, and what tells that they have arrived on the GPU."""
+"""Micro-batches of a step, and the event of their arrival on the GPU."""
 
 
 class Uploads:
-    """Copies of micro-batches to a GPU, on a stream of their own: they take place beside the step that runs meanwhile."""
+    """Copies of micro-batches to a GPU, on a stream of their own beside the running step."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)
 
     def start(self, batches: list[Batch]) -> Step:
-        """Hand over the copies, from any thread. The allocator keeps the pinned memory until they have taken place."""
-        # A thread begins on the first GPU, and leaving a stream goes back there: that would make a context on it.
+        """Start the copies, from any thread. The allocator keeps the pinned memory until they are complete."""
+        # A new thread uses the first GPU, where leaving a stream would create a context.
         torch.cuda.set_device(self._stream.device)
         with torch.cuda.stream(self._stream):
             copies = [batch.pin().to(self._device) for batch in batches]
-            # Behind the copies of all micro-batches, so that one wait serves the step.
+            # One event behind all copies of the step.
             arrived = torch.cuda.Event()
             arrived.record()
         return copies, arrived
 
     def finish(self, step: Step) -> list[Batch]:
-        """The copies, for the current stream, which waits for them; the host does not."""
+        """Return the copies and let the current stream, not the host, wait for them."""
         copies, arrived = step
         assert arrived is not None
-        # That of the thread that asks, which is not the one that the copies were begun on.
         current = torch.cuda.current_stream(self._device)
         current.wait_event(arrived)
         for batch in copies:
             for tensor in batch.tensors.values():
-                tensor.record_stream(current)  # else its memory may be written again while this stream reads it
+                tensor.record_stream(current)  # or its memory might be reused while this stream reads it
         return copies
 
 
 class NumpyLoader:
-    """Batches assembled by NumPy in a background thread, ``prefetch`` steps ahead.
-
-    ``rank_batches`` is ``BatchPlan.rank_batches`` with the rank filled in. Micro-batches are padded
-    to ``shape_buckets``, ascending, where some are given.
-    """
+    """Batches assembled by NumPy in a background thread, ``prefetch`` steps ahead, and padded to ``shape_buckets``, if
+    any."""
 
     def __init__(
         self,
@@ -284,16 +277,15 @@ class NumpyLoader:
         self._rank_batches = rank_batches
         self._uploads = Uploads(device) if device.type == "cuda" else None
         if self._uploads is not None and shape_buckets:
-            # Allocations take long: here they come before the clock starts. The allocators keep the memory. Besides the
-            # steps read ahead, one is being assembled, one waits for room, and one is in use.
+            # Allocates memory before the clock starts, for the steps read ahead and three more: one is being assembled,
+            # one waits for room, and one is in use.
             step = [inert_batch(shape_buckets[-1])] * len(rank_batches(0))
             for arriving in [self._uploads.start(step) for _ in range(prefetch + 3)]:
                 self._uploads.finish(arriving)
-        # map() is lazy: nothing is assembled before the first next().
         self._prefetcher = Prefetcher(map(self._assemble, itertools.count()), prefetch)
 
     def __next__(self) -> list[Batch]:
-        """The micro-batches of the next step, on the loader's device."""
+        """Return the micro-batches of the next step, on the loader's device."""
         step = next(self._prefetcher)
         return step[0] if self._uploads is None else self._uploads.finish(step)
 

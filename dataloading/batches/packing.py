@@ -37,8 +37,8 @@ def pack_samples(
 ) -> Packs:
     """Put every sample into exactly one pack. ``lengths`` [N] are in tokens, and their histogram gives the strategy.
 
-    The places of samples of equal length and the order of the packs are random and follow from ``seed``. Takes at most 70
-    bytes a sample. Raises ``ValueError`` like ``pack_histogram``.
+    The places of samples of equal length and the order of the packs are random and follow from ``seed``. Takes at most
+    70 bytes a sample. Raises ``ValueError`` like ``pack_histogram``.
     """
     if len(lengths) and (int(lengths.min()) < 1 or int(lengths.max()) > capacity):
         raise ValueError(
@@ -70,10 +70,12 @@ def stream_packs(
     seed: int = 0,
     window: int = STREAM_WINDOW,
 ) -> Iterator[Packs]:
-    """Yield the packs of any number of samples, ``window`` of them at a time, so that memory grows with the window alone.
+    """Yield the packs of any number of samples, ``window`` of them at a time, so that memory grows with the window
+    alone.
 
-    ``lengths`` may be a memory map. Window w is packed like ``pack_samples(..., seed=[seed, w])``. The samples should be in
-    random order, because samples of different windows never share a pack. Raises ``ValueError`` like ``pack_histogram``.
+    ``lengths`` may be a memory map. Window w is packed like ``pack_samples(..., seed=[seed, w])``. The samples should
+    be in random order, because samples of different windows never share a pack. Raises ``ValueError`` like
+    ``pack_histogram``.
     """
     if window < 1:
         raise ValueError(f"window of {window} samples, expected at least 1")

@@ -24,8 +24,8 @@ _MAX_ROUNDS = 60
 """Limit of linear programs. Wikipedia's lengths need 8 with three sequences a pack, 18 with twelve."""
 
 _PIECES = 12
-"""Longest combination in a first linear program, or twice the mean if that is more. It is enough unless long sequences leave
-room that only many short sequences fill."""
+"""Longest combination in a first linear program, or twice the mean if that is more. It is enough unless long sequences
+leave room that only many short sequences fill."""
 
 Combination = tuple[int, ...]
 """Lengths in one pack, longest first."""
@@ -119,8 +119,8 @@ def _checked_histogram(histogram: ArrayLike, capacity: int, max_sequences: int |
 def _simple_bound(counts: NDArray[np.int64], limit: int) -> int:
     """Return a lower bound on the packs without solving anything.
 
-    Beside a sequence of capacity - r tokens, only sequences of at most r tokens fit. These hold a limited number of tokens,
-    and the space that they cannot fill is lost.
+    Beside a sequence of capacity - r tokens, only sequences of at most r tokens fit. These hold a limited number of
+    tokens, and the space that they cannot fill is lost.
     """
     capacity = len(counts) - 1
     lengths = np.arange(capacity + 1)
@@ -171,12 +171,13 @@ def _piece_limits(counts: NDArray[np.int64], limit: int) -> list[int]:
 
 
 def _linear_program(counts: NDArray[np.int64], limit: int, pieces: int) -> tuple[Counter[Combination], int]:
-    """Return a rounded solution of the linear program over combinations of ``pieces``, and a bound on packs of ``limit``.
+    """Return a rounded solution of the linear program over combinations of ``pieces``, and a bound on packs of
+    ``limit``.
 
-    Column generation: solve over few combinations, price the lengths by the dual solution, add the best combination with
-    each length at these prices, and repeat until no combination is worth more than a pack. Prices of a linear program jump
-    about, so combinations are sought at a mean with the best prices so far (Wentges 1997). Any prices give a bound: the
-    value of all sequences divided by the value of the best pack.
+    Column generation: solve over few combinations, price the lengths by the dual solution, add the best combination
+    with each length at these prices, and repeat until no combination is worth more than a pack. Prices of a linear
+    program jump about, so combinations are sought at a mean with the best prices so far (Wentges 1997). Any prices give
+    a bound: the value of all sequences divided by the value of the best pack.
     """
     capacity = len(counts) - 1
     lengths = np.flatnonzero(counts)
@@ -259,8 +260,8 @@ def _best_combinations(
 def _solve(columns: NDArray[np.int64], counts: NDArray[np.int64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Solve the linear program over ``columns`` [C, K]; return the packs of each [C] and the prices [L].
 
-    Each length must be covered, and a slot may also serve the next shorter length that occurs. That changes no optimum, and
-    keeps prices from falling as lengths grow, which saves most of the rounds.
+    Each length must be covered, and a slot may also serve the next shorter length that occurs. That changes no optimum,
+    and keeps prices from falling as lengths grow, which saves most of the rounds.
     """
     from scipy import optimize, sparse  # takes longer to load than most packings take
 

@@ -1,10 +1,9 @@
-"""The plan: which samples make up each global batch, and which rank takes which of them.
+"""The plan: which samples make up each global batch, and which rank takes which samples.
 
-Everything follows from (seed, length index, batch sizes, world size), so every rank computes the same plan and none asks
-another. The order is a fresh random permutation every epoch; inside a global batch the samples are dealt by length, which
-balances the cost and changes nothing else (sorting inside a drawn batch is accepted practice: training_rules 6.6). A step
-costs what its global batch does, however many samples there are, and nothing is held but the length index, which may be a
-memory map.
+Everything follows from (seed, length index, batch sizes, world size), so every rank computes the same plan by itself.
+The order is a new random permutation every epoch. Inside a global batch the samples are dealt by length, which balances
+the cost and changes nothing else (training_rules 6.6 accepts sorting inside a drawn batch). The cost of planning a step
+depends on its global batch and not on the size of the data set.
 """
 
 from dataclasses import dataclass
@@ -15,37 +14,37 @@ from numpy.typing import NDArray
 from dataloading.batches.permutation import shuffled
 
 _LINEAR_COST = 6144
-"""6 h of BERT-Large: a layer takes 24 h^2 operations a token and 4 h a pair of tokens, so a token weighs 6 h pairs."""
+"""6 h of BERT-Large. A layer takes 24 h^2 operations a token and 4 h a pair of tokens, so a token weighs 6 h pairs."""
 
 _FEW = 16
-"""Sequences a micro-batch up to which whole rounds would not balance; with more they are within 0.1 % of it."""
+"""Sequences a micro-batch up to which whole rounds do not balance the cost. With more, they are within 0.1 %."""
 
 _MATCHINGS = 2
-"""Rounds of matching: each brings the highest cost closer to the mean, by less and less, for half the time of the deal."""
+"""Rounds of matching. Each brings the highest cost closer to the mean and takes half the time of the deal."""
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """The samples that one rank runs forward and backward at once, and what the whole global batch holds."""
+    """The samples that one rank runs forward and backward at once, and sizes of the global batch."""
 
     indices: NDArray[np.int64]
     """[S] samples, longest first."""
     global_sequences: int
-    """Sequences in the global batch: what the next-sentence loss is divided by."""
+    """Sequences in the global batch, by which the next-sentence loss is divided."""
     global_masked: int
-    """Masked tokens in the global batch: what the masked-LM loss is divided by."""
+    """Masked tokens in the global batch, by which the masked-LM loss is divided."""
     largest_tokens: int = 0
-    """The most tokens in any of the micro-batches that the ranks run at the same time, if there is a plan."""
+    """Most tokens in any micro-batch that the ranks run at the same time, if there is a plan."""
     largest_masked: int = 0
-    """The most masked tokens in any of these micro-batches."""
+    """Most masked tokens in any of these micro-batches."""
 
 
 @dataclass(frozen=True)
 class BatchPlan:
     """A balanced plan over an endless stream of shuffled epochs.
 
-    Global batch b holds the positions ``[b * global_batch_size, (b + 1) * global_batch_size)`` of the stream, so that each
-    sample comes exactly once an epoch even when the batch size does not divide the number of samples.
+    Global batch b holds the positions ``[b * global_batch_size, (b + 1) * global_batch_size)`` of the stream, so each
+    sample comes exactly once an epoch even if the batch size does not divide the number of samples.
     """
 
     lengths: NDArray[np.integer]
@@ -79,11 +78,11 @@ class BatchPlan:
         return self.world_size * self.gradient_accumulation_steps
 
     def global_batch(self, step: int) -> NDArray[np.int64]:
-        """[global_batch_size] samples of optimizer step ``step`` (from 0), in stream order."""
+        """Return the samples [global_batch_size] of optimizer step ``step`` (from 0), in stream order."""
         samples = len(self.lengths)
         positions = np.arange(step * self.global_batch_size, (step + 1) * self.global_batch_size)
         epochs = positions // samples
-        # A batch may reach over the end of an epoch, and of a set smaller than itself over several.
+        # A batch may reach over the end of one epoch, or of several in a small data set.
         return np.concatenate(
             [
                 shuffled(positions[epochs == epoch] % samples, samples, self.seed, epoch)
@@ -92,49 +91,50 @@ class BatchPlan:
         )
 
     def rank_batches(self, step: int, rank: int) -> list[MicroBatch]:
-        """The micro-batches of ``rank`` in step ``step``, of cost as equal as may be.
+        """Return the micro-batches of ``rank`` in step ``step``, whose costs are as equal as possible.
 
-        All have equal numbers of sequences, or some have fewer where the global batch does not divide; none is empty.
+        All have equal numbers of sequences, unless the global batch cannot be divided evenly; none is empty.
         """
         batch = self.global_batch(step)
         micro_batches = deal(self.lengths[batch], self.micro_batches)
-        # Of the whole batch, from the index: the step need not add up counts over the ranks before it divides by them.
+        # From the length index, so that the ranks need not add up their counts.
         masked = int(self.masked_counts[batch].sum())
         mine = micro_batches[rank :: self.world_size]
         largest = (self._largest(sizes[batch], micro_batches) for sizes in (self.lengths, self.masked_counts))
-        # Places that stayed empty, where the batch does not divide, are -1.
+        # Empty places are -1.
         return [
             MicroBatch(batch[rows[rows >= 0]], len(batch), masked, *both)
             for rows, *both in zip(mine, *largest, strict=True)
         ]
 
     def _largest(self, sizes: NDArray[np.integer], micro_batches: NDArray[np.int64]) -> list[int]:
-        """Return the largest sum of ``sizes`` over a micro-batch, for each turn in which every rank runs one."""
-        sums = np.append(sizes, 0)[micro_batches].sum(axis=1, dtype=np.int64)  # an empty place, -1, takes the last
+        """Return the largest sum of ``sizes`` over a micro-batch, for each turn of all ranks."""
+        sums = np.append(sizes, 0)[micro_batches].sum(
+            axis=1, dtype=np.int64
+        )  # an empty place, -1, takes the appended 0
         return sums.reshape(-1, self.world_size).max(axis=1).tolist()
 
 
 def cost(lengths: NDArray[np.integer]) -> NDArray[np.int64]:
-    """Return the cost of training on ``lengths``: s * (6 h + s) each, operations of the encoder in units of 12 h."""
+    """Return the cost s * (6 h + s) of training on each length, in units of 12 h operations of the encoder."""
     tokens = lengths.astype(np.int64)
     return tokens * (_LINEAR_COST + tokens)
 
 
 def deal(lengths: NDArray[np.integer], micro_batches: int) -> NDArray[np.int64]:
-    """[micro_batches, n / micro_batches rounded up] positions of n ``lengths`` < 65,536, each micro-batch's longest first.
+    """Deal n ``lengths`` (< 65,536) to micro-batches; return positions [micro_batches, n / micro_batches rounded up].
 
-    Longest first, each to the micro-batch with the least cost so far among those with room, in rounds of one for each.
-    Where a micro-batch has few sequences, a round is for half of the micro-batches, since some need a second long sequence
-    before others have a short one, and rounds of `_match` follow. Each gets the same number of sequences, which keeps the
-    shapes of a captured step few. Where n does not divide, empty places, position -1, are dealt as sequences of length 0,
-    last of all; as long as n is no less than ``micro_batches``, none gets nothing else. Exact integers and stable sorts:
-    equal on every machine.
+    The longest sequences go first, in rounds, to the micro-batches with the least cost that have room. With few
+    sequences a micro-batch, a round serves half of the micro-batches, since some need a second long sequence before
+    others get a short one, and rounds of `_match` follow. All micro-batches get equal numbers of sequences, longest
+    first, which keeps the number of captured shapes small. If n cannot be divided, empty places (position -1) are dealt
+    last, as sequences of length 0. Exact integers and stable sorts give the same result on every machine.
     """
     empty = -len(lengths) % micro_batches
     if empty:
         dealt = deal(np.append(lengths, np.zeros(empty, lengths.dtype)), micro_batches)
         return np.where(dealt < len(lengths), dealt, -1)
-    # Subtracted, as the negative of 16 bits needs more; stable, so that equal lengths keep the order of the batch.
+    # Subtracted, because negative numbers would not fit; stable, so that equal lengths keep the order of the batch.
     longest_first = np.argsort(0xFFFF - lengths.astype(np.uint16), kind="stable")  # 16 bits are sorted by radix
     cost_N = cost(lengths)
     sequences = len(lengths) // micro_batches
@@ -144,7 +144,7 @@ def deal(lengths: NDArray[np.integer], micro_batches: int) -> NDArray[np.int64]:
     start = 0
     while start < len(lengths):
         with_room = np.flatnonzero(filled < sequences)
-        # Cheapest first, as sequences are longest first: the longest of a round goes where there is the least.
+        # The longest sequence of a round goes to the cheapest micro-batch.
         least = with_room[np.argsort(sums[with_room], kind="stable")[:at_once]]
         given = longest_first[start : start + at_once][: len(least)]
         least = least[: len(given)]
@@ -155,16 +155,16 @@ def deal(lengths: NDArray[np.integer], micro_batches: int) -> NDArray[np.int64]:
     if 1 < sequences <= _FEW and micro_batches > 1:
         for number in range(_MATCHINGS):
             dealt = _match(dealt, cost_N, number)
-        # Matching has mixed them: longest first again.
+        # Longest first again.
         dealt = np.take_along_axis(dealt, np.argsort(-cost_N[dealt], axis=1, kind="stable"), axis=1)
     return dealt
 
 
 def _match(dealt_BS: NDArray[np.int64], cost_N: NDArray[np.int64], number: int) -> NDArray[np.int64]:
-    """Halve every micro-batch, and join the costliest left half with the cheapest right one, the second with the second, and
-    so on: of all ways to join them, none has a lower highest cost, nor a higher lowest.
+    """Halve every micro-batch, and join the costliest left half with the cheapest right half, and so on.
 
-    Of sequences a, b, c, d by cost, the left half has a and c in one round, a and d in the next.
+    No other way to join the halves has a lower highest cost or a higher lowest cost. Of sequences a, b, c, d by cost,
+    the left half has a and c in one round, and a and d in the next.
     """
     dealt_BS = np.take_along_axis(dealt_BS, np.argsort(-cost_N[dealt_BS], axis=1, kind="stable"), axis=1)
     place_S = np.arange(dealt_BS.shape[1])

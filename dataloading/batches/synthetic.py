@@ -1,4 +1,4 @@
-"""Made-up samples of given lengths, for warm-up before the clock starts, benchmarks and tests."""
+"""Synthetic samples of given lengths, for warm-up before the clock starts, benchmarks and tests."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,9 +9,10 @@ from dataloading.shards.samples import Samples, offsets_of
 def synthetic_samples(
     lengths: NDArray[np.integer], vocab_size: int, seed: int = 0, masked_lm_prob: float = 0.15
 ) -> Samples:
-    """Random tokens in the shape of pretraining samples: ``round(masked_lm_prob * length)`` masked ones, at least one.
+    """Return random tokens in the shape of pretraining samples, with about ``masked_lm_prob * length`` masked tokens
+    each.
 
-    ``lengths`` [n] must all be 3 or more: a [CLS] and two segments.
+    ``lengths`` [n] must all be at least 3: a [CLS] and two segments.
     """
     if len(lengths) == 0 or lengths.min() < 3:
         raise ValueError("synthetic samples need lengths of at least 3 tokens")
@@ -22,7 +23,7 @@ def synthetic_samples(
     first_segments = (lengths + 1) // 2
     segment_sizes = np.stack([first_segments, lengths - first_segments], axis=1).ravel()
     positions = [
-        # Never position 0, which stands for [CLS].
+        # Position 0 is [CLS].
         np.sort(generator.choice(np.arange(1, length), count, replace=False))
         for length, count in zip(lengths.tolist(), masked_counts.tolist(), strict=True)
     ]

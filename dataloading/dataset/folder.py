@@ -94,8 +94,8 @@ def open_dataset(folder: Path) -> "Dataset":
 class Dataset:
     """A folder of shards, read by global sample index: shard by shard in the order of the manifest.
 
-    Shards are opened when first needed. A forked process may go on using open shards; a pickled data set opens its shards
-    again.
+    Shards are opened when first needed. A forked process may go on using open shards; a pickled data set opens its
+    shards again.
     """
 
     def __init__(

@@ -26,8 +26,8 @@ TRAINING_SAMPLES_4320 = 156_725_280
 EVALUATION_CONTENT_MD5 = "611d8bae26646145e1c33338a27ba124"
 
 _LONG_ENOUGH = 64
-"""Tokens from which two samples cannot be equal by chance: 64 tokens have 10 masked ones, with more than 10^10 choices. A
-document of two or three words, drawn ten times, repeats itself."""
+"""Tokens from which two samples cannot be equal by chance: 64 tokens have 10 masked ones, with more than 10^10 choices.
+A document of two or three words, drawn ten times, repeats itself."""
 _LONG_MARK = np.uint64(1)
 """Bit of a sample's digest that is replaced by whether the sample is long, which saves a second array."""
 _MAX_LIST_BYTES = 64 << 20

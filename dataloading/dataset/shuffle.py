@@ -1,8 +1,8 @@
 """A data set's samples in uniformly random order, over any number of shards, in bounded memory.
 
-Two passes over the disk (Sandelius 1962; Rao 1961): each sample is appended to one of B buckets at random, and then each
-bucket, small enough for memory, is permuted. The buckets one after another are a uniformly random permutation of the whole
-set, from which shards are cut. Everything follows from (seed, data set), so an interrupted shuffle can go on.
+Two passes over the disk (Sandelius 1962; Rao 1961): each sample is appended to one of B buckets at random, and then
+each bucket, small enough for memory, is permuted. The buckets one after another are a uniformly random permutation of
+the whole set, from which shards are cut. Everything follows from (seed, data set), so an interrupted shuffle can go on.
 
     OUT/shuffle.json          description of the job
     OUT/buckets/00042         the samples of a bucket in the order of the source; deleted at the end
@@ -46,13 +46,14 @@ Report = Callable[[str, int, int], None]
 
 
 def shuffle(source: Dataset, out: Path, *, shards: int, seed: int, report: Report = lambda *_: None) -> Dataset:
-    """Write the samples of ``source`` in random order to ``shards`` shards in ``out``; continues an interrupted shuffle.
+    """Write the samples of ``source`` in random order to ``shards`` shards in ``out``; continues an interrupted
+    shuffle.
 
     Takes as much disk again as the result while it works. The digests of both multisets are compared at the end.
 
     Raises:
-        ValueError: the shards would be too large for memory, or empty; ``out`` holds something else; a source is damaged.
-        OSError: the disk is full or cannot be written.
+        ValueError: the shards would be too large for memory, or empty; ``out`` holds something else; a source is
+        damaged. OSError: the disk is full or cannot be written.
     """
     least = -(-_stored_bytes(source) // _SHARD_BYTES)
     if not max(1, least) <= shards <= len(source):

@@ -25,8 +25,8 @@ def convert(
 ) -> Dataset:
     """Write the samples of ``source`` in their order to shards of another layout, one for each shard of the source.
 
-    Continues an interrupted conversion: existing shards that hold the right samples are kept. ``report`` is called with each
-    shard's name.
+    Continues an interrupted conversion: existing shards that hold the right samples are kept. ``report`` is called with
+    each shard's name.
 
     Raises:
         ValueError: ``out`` holds something else, the samples do not fit the layout, or a shard is damaged.
@@ -49,8 +49,8 @@ def convert_to_packed(
 ) -> Dataset:
     """Write the samples of ``source`` as packs of at most ``max_sequences`` samples and ``max_seq_length`` tokens.
 
-    Which samples share a pack is random, and so is the order of the packs. Errors as in `convert`; an interrupted conversion
-    begins again.
+    Which samples share a pack is random, and so is the order of the packs. Errors as in `convert`; an interrupted
+    conversion begins again.
     """
     count = len(source.shards)
 

@@ -11,10 +11,9 @@ from console.durations import clock
 from console.program import say
 from dataloading.preparation.mlcommons import CHECKPOINT, EVALUATION, TRAIN, Inputs
 
-# Seconds on one core of a virtual server for each byte that goes into a stage. They decide how the percentage rises; the
-# remaining time is corrected by the speed of this machine from the first file on.
+# Seconds on one core of a virtual server for each byte that goes into a stage. They decide how the percentage rises;
+# the remaining time is corrected by the speed of this machine from the first file on.
 _CHECKING = 2e-9
-_EXTRACTING = 1.9e-7
 _PREPARING = 1.7e-7
 _SHUFFLING = 1.2e-7
 _VERIFYING = 3.1e-8
@@ -49,18 +48,12 @@ def estimate(inputs: Inputs, existing: Collection[str], jobs: int) -> Estimate:
     if not missing & {CHECKPOINT, EVALUATION, TRAIN}:
         return Estimate({})
     workers = max(1, min(jobs, os.cpu_count() or 1))
-    articles, text = total_bytes(inputs.articles), total_bytes(inputs.text or inputs.articles)
-    # The text that is held out of articles is unknown; in the benchmark it is one part in 400.
-    held_out = total_bytes(inputs.evaluation) or text / 400
-    checkpoint = total_bytes(inputs.checkpoint)
+    text, held_out, checkpoint = map(total_bytes, (inputs.text, inputs.evaluation, inputs.checkpoint))
     seconds = {"check": _CHECKING * total_bytes(inputs.files) / workers}
     result, most = 0.0, 0.0
     if CHECKPOINT in missing:
         seconds[CHECKPOINT] = _STARTING_SECONDS + _CHECKING * checkpoint
         result += checkpoint / 3  # a TF1 checkpoint also holds two moments of each weight
-    if articles and missing & {EVALUATION, TRAIN}:
-        seconds["text"] = _EXTRACTING * articles / workers
-        most += articles
     if EVALUATION in missing:
         seconds[EVALUATION] = _PREPARING * held_out
         most += _SAMPLE_BYTES * held_out

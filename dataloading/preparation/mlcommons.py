@@ -61,19 +61,16 @@ class Inputs:
     evaluation: tuple[Path, ...] = ()
     """eval.txt."""
     articles: tuple[Path, ...] = ()
-    """WikiExtractor's files, sorted."""
+    """WikiExtractor's files, which are used if there is no preprocessed text."""
     lists: tuple[Path, ...] = ()
     """Lists of MD5 sums beside the data."""
-    notes: tuple[str, ...] = ()
-    """Messages about files that are not used."""
+    unused: tuple[Path, ...] = ()
+    """Prefixes of checkpoints that are not used."""
 
     @property
     def files(self) -> list[Path]:
         """Every file whose content goes into a result."""
-        return [
-            *(*self.vocabulary, *self.config, *self.evaluation),
-            *(*self.checkpoint, *self.text, *self.articles),
-        ]
+        return [*self.vocabulary, *self.config, *self.evaluation, *self.checkpoint, *self.text]
 
     @property
     def by_result(self) -> dict[str, tuple[Path, ...]]:
@@ -81,8 +78,8 @@ class Inputs:
         return {
             VOCABULARY: self.vocabulary,
             CHECKPOINT: self.checkpoint,
-            EVALUATION: self.evaluation or self.articles,
-            TRAIN: self.text or self.articles,
+            EVALUATION: self.evaluation,
+            TRAIN: self.text,
         }
 
 
@@ -95,25 +92,16 @@ def find_inputs(folders: Sequence[Path], leave_out: Path) -> Inputs:
     names: dict[str, list[Path]] = {}
     for path in _walk(folders, leave_out.resolve()):
         names.setdefault(path.name, []).append(path)
-    text = _parts(names)
-    articles = sorted((path for name in names if _WIKI.fullmatch(name) for path in names[name]), key=str)
-    evaluation = _single(names, "eval.txt")
-    notes = []
-    # Mixed, an article could be in the training text of one and in the evaluation text of the other.
-    if articles and (text or evaluation):
-        notes.append("WikiExtractor's files are not used: the preprocessed text is there")
-        articles = []
-    checkpoint, others = _checkpoint(names)
-    notes += [f"{other}: not used, another checkpoint is" for other in others]
+    checkpoint, unused = _checkpoint(names)
     return Inputs(
         vocabulary=_single(names, "vocab.txt"),
         config=_single(names, "bert_config.json"),
         checkpoint=checkpoint,
-        text=text,
-        evaluation=evaluation,
-        articles=tuple(articles),
+        text=_parts(names),
+        evaluation=_single(names, "eval.txt"),
+        articles=tuple(sorted((path for name in names if _WIKI.fullmatch(name) for path in names[name]), key=str)),
         lists=tuple(path for name in names if name.endswith(".md5") for path in names[name]),
-        notes=tuple(notes),
+        unused=tuple(unused),
     )
 
 
@@ -262,7 +250,8 @@ def _refuse(wrong: Sequence[str]) -> None:
 def digests_of(
     files: Sequence[Path], work: Path, part: WorkPart | None, jobs: int, *, report: Callable[[Path], None]
 ) -> dict[Path, str]:
-    """Return the MD5 sum of each file, computed in ``jobs`` processes; ``report`` is called with every file that is read.
+    """Return the MD5 sum of each file, computed in ``jobs`` processes; ``report`` is called with every file that is
+    read.
 
     Sums are kept in ``work``. A file that still has the same size and time of change is not read again.
     """

@@ -1,7 +1,7 @@
 """Text shards to a data set of native shards, in several processes or on several machines; continues after a crash.
 
-A unit of work is one call of the reference's algorithm: one text file, as the reference is used on its 500 parts, or all
-files together. Each call makes one shard, which records what it was made from:
+A unit of work is one call of the reference's algorithm: one text file, as the reference is used on its 500 parts, or
+all files together. Each call makes one shard, which records what it was made from:
 
     OUT/prepare.json                 settings, vocabulary and texts of the job; other settings are refused
     OUT/part_00007_of_00500.hdf5     one call's samples, in the reference's order; appears when it is on disk
@@ -64,8 +64,8 @@ def prepare(job: Job, out: Path, *, jobs: int = 1, report: Report = ignore_progr
     Each process needs about 30 bytes of memory for each byte of its largest text (0.8 GB for 27 MB).
 
     Raises:
-        ValueError: a text or the vocabulary cannot be used, ``out`` holds something else or was made with other settings.
-        OSError: the disk is full or cannot be written.
+        ValueError: a text or the vocabulary cannot be used, ``out`` holds something else or was made with other
+        settings. OSError: the disk is full or cannot be written.
     """
     info = make_shards(job, out, jobs=jobs, report=report)
     return index_shards(out, job.shard_names, info)

@@ -1,13 +1,11 @@
-"""Documents to next-sentence pairs with masked tokens, bit for bit as the reference's ``create_pretraining_data``
-makes them.
+"""Documents to next-sentence pairs with masked tokens, bit for bit as the reference's ``create_pretraining_data``.
 
-The algorithm is that of Devlin et al. 2018 (arXiv 1810.04805, section 3.1) in the form that the MLPerf BERT reference
-runs. All its choices come from one ``random.Random(random_seed)``, drawn in a fixed order, so equal output needs equal
-draws. The compiled core below carries the state of that Mersenne Twister and repeats CPython's ``random``, ``randint``
-and ``shuffle``.
+The algorithm is that of Devlin et al. 2018 (arXiv 1810.04805, section 3.1) in the form of the MLPerf BERT reference.
+All choices come from one ``random.Random(random_seed)`` in a fixed order. The compiled core carries the state of this
+Mersenne Twister and repeats CPython's ``random``, ``randint`` and ``shuffle``.
 
-A sentence is a range of one flat token array and a run of sentences is a range too, so segments are chosen and cut by
-moving four bounds; tokens are copied once, when the sample is laid out.
+A run of sentences is a range of one flat token array, so segments are chosen and cut by moving four bounds. Tokens are
+copied once, when the sample is laid out.
 """
 
 import random
@@ -28,35 +26,35 @@ from dataloading.shards.shard import DatasetInfo
 from dataloading.text.tokenization import Tokenizer, Vocabulary, text_lines
 
 _MAX_TEXT_BYTES = 4 << 30
-"""The benchmark's texts have 27 MB; 30 times as much memory is needed."""
+"""Largest text. The benchmark's texts have 27 MB; 30 times as much memory is needed."""
 
 _MAX_LINE = 16 << 20
-"""Characters; a text without line feeds would be one sentence."""
+"""Longest line in characters: a text without line feeds would be one sentence."""
 
 _DRAWS_OF_ANOTHER_DOCUMENT = 10
-"""How often the reference draws a document for a random next segment before it accepts the document at hand."""
+"""Attempts of the reference to draw another document for a random next segment."""
 
 
 @dataclass(frozen=True)
 class TokenizedDocuments:
-    """D documents of S sentences with T tokens in all; no sentence and no document is empty."""
+    """D documents with S sentences and T tokens in all; no sentence and no document is empty."""
 
     token_ids: NDArray[np.uint16]
     """[T]"""
     sentence_offsets: NDArray[np.int64]
-    """[S + 1] where each sentence starts in ``token_ids``; the last entry is T."""
+    """[S + 1] start of each sentence in ``token_ids``; the last entry is T."""
     document_offsets: NDArray[np.int64]
-    """[D + 1] where each document starts among the sentences; the last entry is S."""
+    """[D + 1] start of each document among the sentences; the last entry is S."""
 
 
 def read_documents(paths: Sequence[Path]) -> list[list[str]]:
-    """Sentences by document, from text with one sentence a line and an empty line between documents.
+    """Read the sentences of each document, from text with one sentence a line and an empty line between documents.
 
-    As in the reference, only an empty line ends a document: the first lines of a file continue the last document of the
-    file before it.
+    As in the reference, only an empty line ends a document: the first lines of a file continue the previous file's
+    document.
 
     Raises:
-        ValueError: a file cannot be read, is not UTF-8, too large, or has no text or a line that is no sentence.
+        ValueError: a file cannot be read, is not UTF-8, is too large, or has no text or a line that is too long.
     """
     documents: list[list[str]] = [[]]
     for path in paths:
@@ -77,11 +75,7 @@ def read_documents(paths: Sequence[Path]) -> list[list[str]]:
 
 
 def tokenize_documents(documents: Iterable[Sequence[str]], tokenizer: Tokenizer) -> TokenizedDocuments:
-    """Documents as flat token ids; sentences that have no tokens, and documents without any, are left out.
-
-    Raises:
-        ValueError: nothing is left.
-    """
+    """Return documents as flat token ids, without empty sentences and documents; ValueError if nothing is left."""
     documents = list(documents)
     token_ids, line_offsets = tokenizer.encode_lines(list(chain.from_iterable(documents)))
     if not len(token_ids):
@@ -99,18 +93,19 @@ def tokenize_documents(documents: Iterable[Sequence[str]], tokenizer: Tokenizer)
 def samples_info(
     vocabulary: Vocabulary, options: PretrainingOptions, sources: dict[str, str] | None = None
 ) -> DatasetInfo:
-    """Describe the samples to come; Python's Unicode tables, which decide how words are split, count as an option."""
+    """Describe samples before they are made. Words are split by Python's Unicode tables, so their version is an
+    option."""
     recorded = asdict(options) | {"unicode": unicodedata.unidata_version}
     return DatasetInfo.of(vocabulary, options.max_seq_length, options.max_predictions_per_seq, recorded, sources)
 
 
 def create_samples(documents: TokenizedDocuments, options: PretrainingOptions, vocabulary: Vocabulary) -> Samples:
-    """The samples of the reference script for these documents, in its order.
+    """Return the samples of the reference script for these documents, in its order.
 
-    The first call in a process compiles the core, or loads it from Numba's cache (``__pycache__`` or
-    ``NUMBA_CACHE_DIR``). Needs about 10 bytes of memory for each token of the result, of which the result itself is 3.
+    The first call in a process compiles the core, or loads it from Numba's cache. Needs about 10 bytes of memory for
+    each token of the result, which itself has 3.
     """
-    # The order of draws is the reference's: documents are shuffled, then samples drawn, then these shuffled.
+    # The order of draws is the reference's: documents are shuffled, samples are drawn, and samples are shuffled.
     twister = np.array(random.Random(options.random_seed).getstate()[1], np.uint32)
     document_order = np.arange(len(documents.document_offsets) - 1)
     _shuffle(twister, document_order)
@@ -154,7 +149,7 @@ def create_samples(documents: TokenizedDocuments, options: PretrainingOptions, v
 
 @compiled
 def _next_word(twister: NDArray[np.uint32]) -> int:
-    """32 random bits."""
+    """Draw 32 random bits."""
     index = twister[624]
     if index == 624:
         for word in range(624):
@@ -162,7 +157,7 @@ def _next_word(twister: NDArray[np.uint32]) -> int:
             twister[word] = twister[(word + 397) % 624] ^ (joined >> 1) ^ (0x9908B0DF if joined & 1 else 0)
         index = 0
     twister[624] = index + 1
-    # In 64 bits, so that no shift to the left loses a bit before it is masked.
+    # 64 bits, so that shifting to the left loses no bit before it is masked.
     bits = np.int64(twister[index])
     bits ^= bits >> 11
     bits ^= (bits << 7) & 0x9D2C5680
@@ -172,16 +167,15 @@ def _next_word(twister: NDArray[np.uint32]) -> int:
 
 @compiled
 def _random(twister: NDArray[np.uint32]) -> float:
-    """``random.random()``: 53 bits from two words."""
+    """Repeat ``random.random()``: 53 bits from two words."""
     high = _next_word(twister) >> 5
     low = _next_word(twister) >> 6
-    # 2^26 and 2^53, as in CPython's random().
     return (high * 67108864.0 + low) / 9007199254740992.0
 
 
 @compiled
 def _random_below(twister: NDArray[np.uint32], bound: int) -> int:
-    """``randint(0, bound - 1)``: as many bits as ``bound`` has, drawn again until they are below it."""
+    """Repeat ``randint(0, bound - 1)``: as many bits as ``bound`` has, drawn again until they are below it."""
     bits = 0
     while bound >> bits:
         bits += 1
@@ -193,7 +187,7 @@ def _random_below(twister: NDArray[np.uint32], bound: int) -> int:
 
 @compiled
 def _shuffle(twister: NDArray[np.uint32], items: NDArray[np.int64]) -> None:
-    """``random.shuffle(items)``, in place: `_random_below` for falling bounds, whose bits are counted as they fall."""
+    """Repeat ``random.shuffle(items)`` in place: `_random_below` for falling bounds, with a running count of bits."""
     bits = 0
     while len(items) >> bits:
         bits += 1
@@ -219,16 +213,14 @@ def _draw_samples(
     vocab_size: int,
     special_ids: NDArray[np.uint16],
 ) -> tuple:
-    """Every pass over the documents, in the order drawn.
+    """Draw the samples of all passes over the documents.
 
-    ``masked_count_by_length``: [max_seq_length + 1]; ``special_ids``: [CLS], [SEP], [MASK].
-
-    Returns:
-        input_ids [T], masked_lm_positions [M] and masked_lm_ids [M], all uint16; then for each of n samples its
-        length, the length up to the first [SEP], and its next-sentence label.
+    ``masked_count_by_length``: [max_seq_length + 1]; ``special_ids``: [CLS], [SEP], [MASK]. Returns input_ids [T],
+    masked_lm_positions [M] and masked_lm_ids [M], and for each sample its length, the length up to the first [SEP], and
+    its next-sentence label.
     """
     max_num_tokens = len(masked_count_by_length) - 4  # max_seq_length less [CLS] and both [SEP]
-    # Rooms to begin with, doubled when they are full: how many samples come of a text is known when all are drawn.
+    # Buffers are doubled when they are full, because the number of samples is known only when all are drawn.
     input_ids = np.empty(1 << 20, np.uint16)
     positions = np.empty(1 << 18, np.uint16)
     labels = np.empty(1 << 18, np.uint16)
@@ -239,7 +231,6 @@ def _draw_samples(
     for _ in range(dupe_factor):
         for document in range(len(document_starts)):
             target_seq_length = max_num_tokens
-            # Drawn for every document: the order of draws is part of the result.
             if _random(twister) < short_seq_prob:
                 target_seq_length = 2 + _random_below(twister, max_num_tokens - 1)  # randint(2, max_num_tokens)
             sentence = document_starts[document]
@@ -259,30 +250,16 @@ def _draw_samples(
                 next_sentence_labels = _with_room(next_sentence_labels, count + 1)
                 row = input_ids[tokens_used : tokens_used + length]
                 _lay_out(row, token_ids[a_start:a_stop], token_ids[b_start:b_stop], special_ids[0], special_ids[1])
-                masked_slice = slice(masked_used, masked_used + masked)
-                _mask(
-                    twister,
-                    row,
-                    first_length,
-                    positions[masked_slice],
-                    labels[masked_slice],
-                    special_ids[2],
-                    vocab_size,
-                )
+                its = slice(masked_used, masked_used + masked)
+                _mask(twister, row, first_length, positions[its], labels[its], special_ids[2], vocab_size)
                 lengths[count] = length
                 first_lengths[count] = first_length
                 next_sentence_labels[count] = is_random_next
                 tokens_used += length
                 masked_used += masked
                 count += 1
-    return (
-        input_ids[:tokens_used],
-        positions[:masked_used],
-        labels[:masked_used],
-        lengths[:count],
-        first_lengths[:count],
-        next_sentence_labels[:count],
-    )
+    used = input_ids[:tokens_used], positions[:masked_used], labels[:masked_used]
+    return *used, lengths[:count], first_lengths[:count], next_sentence_labels[:count]
 
 
 @compiled
@@ -295,22 +272,21 @@ def _draw_pair(
     first: int,
     target_seq_length: int,
 ) -> tuple:
-    """The two segments of the sample that starts at sentence ``first``.
+    """Choose the two segments of the sample that starts at sentence ``first``.
 
-    Returns:
-        The token ranges of both segments (a_start, a_stop, b_start, b_stop), whether the second was drawn at random,
-        and the sentence where the next sample of this document starts.
+    Returns the token ranges of both segments (a_start, a_stop, b_start, b_stop), whether the second was drawn at
+    random, and the sentence where the next sample of this document starts.
     """
     stop = _sentences_for(sentence_offsets, first, int(document_ends[document]), target_seq_length)
     split = first + 1
     if stop - first >= 2:
         split += _random_below(twister, stop - first - 1)
     a_start, a_stop = sentence_offsets[first], sentence_offsets[split]
-    # A single sentence has no half to go on with: the reference does not draw for it either.
+    # The reference does not draw for a single sentence, which has no second half.
     if stop - first >= 2 and _random(twister) >= 0.5:
         return a_start, a_stop, a_stop, sentence_offsets[stop], False, stop
     other = document
-    # A document alone, or ten unlucky draws: the segment is then of this one, and still counts as random.
+    # A single document, or ten unlucky draws, give a segment of this document, which still counts as random.
     for _ in range(_DRAWS_OF_ANOTHER_DOCUMENT):
         other = _random_below(twister, len(document_starts))
         if other != document:
@@ -319,7 +295,7 @@ def _draw_pair(
     start = int(document_starts[other])
     start += _random_below(twister, end - start)
     b_stop = _sentences_for(sentence_offsets, start, end, target_seq_length - (a_stop - a_start))
-    # The sentences behind the split were not used: the next sample starts with them.
+    # The sentences behind the split were not used, so the next sample starts with them.
     return a_start, a_stop, sentence_offsets[start], sentence_offsets[b_stop], True, split
 
 
@@ -352,7 +328,6 @@ def _truncate(
 def _lay_out(
     row: NDArray[np.uint16], first: NDArray[np.uint16], second: NDArray[np.uint16], cls_id: int, sep_id: int
 ) -> None:
-    """Fill ``row`` with [CLS] first [SEP] second [SEP]."""
     row[0] = cls_id
     _copy(first, row[1:])
     row[len(first) + 1] = sep_id
@@ -376,7 +351,7 @@ def _mask(
     """
     candidates = np.empty(len(row) - 3, np.int64)
     replacements = np.full(len(row), -1)
-    # Drawn in shuffled order, as the reference does, and written in that of the row, into which it sorts them.
+    # The reference draws in shuffled order and sorts by position afterwards.
     for index in range(len(candidates)):
         candidates[index] = index + 1 if index + 1 < first_length - 1 else index + 2  # neither [CLS] nor a [SEP]
     _shuffle(twister, candidates)
@@ -398,7 +373,7 @@ def _mask(
 
 @compiled
 def _with_room(array: np.ndarray, needed: int) -> np.ndarray:
-    """``array``, or a copy of twice its length when it is shorter than ``needed``."""
+    """Return ``array``, or a copy of twice its length if it is shorter than ``needed``."""
     if needed <= len(array):
         return array
     larger = np.empty(2 * len(array), array.dtype)
@@ -408,7 +383,7 @@ def _with_room(array: np.ndarray, needed: int) -> np.ndarray:
 
 @compiled
 def _copy(source: np.ndarray, target: np.ndarray) -> None:
-    """``target[:len(source)] = source``, which Numba takes seconds to compile for the sake of an error message."""
+    """Do ``target[:len(source)] = source``, which Numba takes seconds to compile."""
     for index in range(len(source)):
         target[index] = source[index]
 
@@ -417,7 +392,7 @@ def _copy(source: np.ndarray, target: np.ndarray) -> None:
 def _gather_rows(
     values: NDArray[np.uint16], offsets: NDArray[np.int64], order: NDArray[np.int64]
 ) -> NDArray[np.uint16]:
-    """The ragged rows ``values[offsets[i]:offsets[i + 1]]`` in another order."""
+    """Return the ragged rows ``values[offsets[i]:offsets[i + 1]]`` in another order."""
     gathered = np.empty(offsets[-1], np.uint16)
     used = 0
     for row in order:

@@ -40,13 +40,12 @@ from dataloading.preparation.mlcommons import (
     digests_of,
 )
 from dataloading.preparation.prepare import Job, make_shards, prepare
-from dataloading.text.wikipedia import EVALUATION_NAME, extract, extract_part, text_names
 
 _SEED = 24
 _SMALL_BYTES = 1 << 20
 _MAX_RECORD_BYTES = 64 << 20
 _WORK = re.compile(r"[a-z0-9.-]+-[0-9a-f]{16}")
-_STAGES_IN_PARTS = ("check", "text", "samples")
+_STAGES_IN_PARTS = ("check", "samples")
 _ELSEWHERE = "move it away, or name another --out"
 
 _MadeFrom = dict[str, object]
@@ -104,14 +103,11 @@ class Preparation:
 
     def make_part(self, part: WorkPart) -> bool:
         """Make one part of the samples; return whether all parts exist."""
-        articles, text = self.inputs.articles, self.inputs.text
-        if not (articles or text):
+        text = self.inputs.text
+        if not text:
             raise ValueError("--part shares the work of making samples, and there is no text; leave it out")
-        mine = part.share_of(len(self._text_names()))
+        mine = part.share_of(len(text))
         self._begin([*self.inputs.vocabulary, *text[mine.start : mine.stop]])
-        if articles:
-            extraction, report = self.request.extraction, self._report_files("text")
-            extract_part(articles, self._text_folder(), extraction, part, jobs=self.request.jobs, report=report)
         folder, job = self._samples_folder(), self._job()
         make_shards(job, folder, jobs=self.request.jobs, part=part, report=self._report_files("samples"))
         return all((folder / name).exists() for name in job.shard_names)
@@ -160,7 +156,9 @@ class Preparation:
             *(files, self.work, self.request.part, self.request.jobs),
             report=lambda path: self.progress.add("check", path.stat().st_size / total),
         )
-        return check_digests({path: self.md5s[path] for path in files}, self.checksums)
+        # Text that was extracted here has the names of the benchmark's text, and other content.
+        given = [path for path in files if self.work.resolve() not in path.parents]
+        return check_digests({path: self.md5s[path] for path in given}, self.checksums)
 
     def _make(self, result: str, made_from: _MadeFrom, make: Callable[[Path], None]) -> None:
         """Make a result, unless it exists. ``make`` gets the path to make it at, and continues an earlier attempt."""
@@ -201,8 +199,7 @@ class Preparation:
     def _make_evaluation(self, place: Path) -> None:
         if (place / MANIFEST_NAME).exists():
             return
-        text = self.inputs.evaluation[0] if self.inputs.evaluation else self._extract() / EVALUATION_NAME
-        job = Job((text.resolve(),), self.vocab, self.options)
+        job = Job(self.inputs.evaluation, self.vocab, self.options)
         source = prepare(job, place.with_name(f"all-{place.name}"), report=self._report_files(EVALUATION))
         count = min(EVALUATION_SAMPLES, len(source))
         write_dataset(place, source.take(known.pick_evaluation(source, count)), shards=1, info=source.info)
@@ -212,40 +209,20 @@ class Preparation:
         # The last act of a shuffle is to delete the description of its job.
         if not (place / MANIFEST_NAME).exists() or (place / JOB_NAME).exists():
             if not (samples / MANIFEST_NAME).exists():
-                if self.inputs.articles:
-                    self._extract()
                 prepare(self._job(), samples, jobs=self.request.jobs, report=self._report_files("samples"))
             self.progress.finish("samples")
             source, shards = open_dataset(samples), self.request.shards
             shuffle(source, place, shards=shards, seed=_SEED, report=self._report_shuffle)
         shutil.rmtree(samples, ignore_errors=True)
 
-    def _extract(self) -> Path:
-        """Make the text of the articles, unless it exists, and return its folder."""
-        folder = self._text_folder()
-        if not (folder / MANIFEST_NAME).exists():
-            extraction, report = self.request.extraction, self._report_files("text")
-            extract(self.inputs.articles, folder, extraction, jobs=self.request.jobs, report=report)
-        self.progress.finish("text")
-        return folder
-
-    def _text_folder(self) -> Path:
-        return self._place("text", self._sizes(self.inputs.articles) | asdict(self.request.extraction))
-
     def _samples_folder(self) -> Path:
-        # Texts are identified by size, because a machine that makes one part does not read the texts of the other parts.
-        # Each shard holds the digest of its own text, and the training set holds the digests of all texts.
-        return self._place("samples", self._sizes(self.inputs.by_result[TRAIN]) | self._settings())
+        # Texts are identified by size, because a machine that makes one part does not read the texts of the other
+        # parts. Each shard holds the digest of its own text, and the training set holds the digests of all texts.
+        sizes = _inputs((path.name, path.stat().st_size) for path in self.inputs.text)
+        return self._place("samples", sizes | self._settings())
 
     def _job(self) -> Job:
-        folder = self._text_folder().resolve()
-        texts = self.inputs.text or tuple(folder / name for name in self._text_names())
-        return Job(texts, self.vocab, self.options)
-
-    def _text_names(self) -> list[str]:
-        if self.inputs.text:
-            return [path.name for path in self.inputs.text]
-        return text_names(self.inputs.articles, self.request.extraction)
+        return Job(self.inputs.text, self.vocab, self.options)
 
     def _verify(self) -> None:
         """Verify the data sets, unless they were verified before."""
@@ -278,14 +255,9 @@ class Preparation:
         """Digest of files by their names and contents."""
         return _inputs((path.name, self.md5s[path]) for path in files)
 
-    def _sizes(self, files: Sequence[Path]) -> _MadeFrom:
-        """Digest of files by their names and sizes."""
-        return _inputs((path.name, path.stat().st_size) for path in files)
-
     def _settings(self) -> _MadeFrom:
         """Settings that samples depend on, beside the text."""
-        extraction = asdict(self.request.extraction) if self.inputs.articles else {}
-        return {"vocabulary": sha256_of(self.vocab), **asdict(self.options), **extraction}
+        return {"vocabulary": sha256_of(self.vocab), **asdict(self.options)}
 
     def _report_files(self, stage: str) -> Report:
         return lambda file: self.progress.set(stage, file.done / file.total, kept=file.kept)

@@ -2,8 +2,8 @@
 
     input_ids, input_mask, segment_ids [n, 512], masked_lm_positions, masked_lm_ids [n, 76], next_sentence_labels [n]
 
-The layout neither names the vocabulary of its ids nor carries a digest. Position 0 holds [CLS], which is never masked, so 0
-marks padding among the masked positions. This module also has what the fixed and the ragged layouts share.
+The layout neither names the vocabulary of its ids nor carries a digest. Position 0 holds [CLS], which is never masked,
+so 0 marks padding among the masked positions. This module also has what the fixed and the ragged layouts share.
 """
 
 import mmap
@@ -70,7 +70,8 @@ class FixedShard(Shard):
 
 
 def open_fixed(path: Path, file: HDF5File) -> Shard:
-    """Open a shard of the fixed layout; ValueError if it is damaged. A compressed file is kept in memory without padding."""
+    """Open a shard of the fixed layout; ValueError if it is damaged. A compressed file is kept in memory without
+    padding."""
     names = ("input_ids", "input_mask", "segment_ids", "masked_lm_positions", "masked_lm_ids")
     arrays = {name: file.array(name) for name in names}
     shape, masked_shape = (arrays[name].values.shape for name in ("input_ids", "masked_lm_ids"))

@@ -18,8 +18,9 @@ _HDF5_SIGNATURE = b"\x89HDF\r\n\x1a\n"
 def open_shard(path: Path) -> Shard:
     """Open a file of samples of any layout for reading, and check its structure.
 
-    The layouts are native, the fixed, varlength and packed HDF5 layouts in circulation, and TFRecord files of the reference
-    script. Compressed files and TFRecord files are unpacked into memory; other files are read when samples are asked for.
+    The layouts are native, the fixed, varlength and packed HDF5 layouts in circulation, and TFRecord files of the
+    reference script. Compressed files and TFRecord files are unpacked into memory; other files are read when samples
+    are asked for.
 
     Raises:
         ValueError: missing, truncated, of no known layout, or inconsistent.

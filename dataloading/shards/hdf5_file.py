@@ -1,13 +1,14 @@
 """HDF5 files that are not trusted: an array must lie in its file, whole and within bounds, before any of it is read.
 
-A file of a few kilobytes can promise gigabytes: chunks that were never written read as fill values, chunks may share their
-bytes, and gzip expands. The HDF5 library also follows links into other files and loads shared libraries for unknown filters.
-Therefore h5py tells where an array is stored, and the bytes are taken from the file and unpacked here.
+A file of a few kilobytes can promise gigabytes: chunks that were never written read as fill values, chunks may share
+their bytes, and gzip expands. The HDF5 library also follows links into other files and loads shared libraries for
+unknown filters. Therefore h5py tells where an array is stored, and the bytes are taken from the file and unpacked here.
 """
 
 import io
 import math
 import mmap
+import struct
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from typing import Any
 
 import h5py
 import h5py.h5l
+import h5py.h5o
 import numpy as np
 from numpy.typing import NDArray
 
@@ -78,11 +80,20 @@ class HDF5File:
         return sorted(self._file)
 
     def attribute(self, name: str) -> str | int:
-        """Return a text or an integer; ValueError if there is no such attribute."""
-        found = self._file.attrs.get(name)
-        if not isinstance(found, str | np.integer):
+        """Return a text or an integer; ValueError if it is missing or claims more bytes than the file has."""
+        key = name.encode()
+        found = h5py.h5a.open(self._file.id, key) if h5py.h5a.exists(self._file.id, key) else None
+        # An array is not read: it may repeat one text as often as a hostile file likes.
+        if found is None or found.shape != () or found.dtype.kind not in "iuO":
             raise ValueError(f"the attribute {name} is missing or is neither a text nor an integer")
-        return found if isinstance(found, str) else int(found)
+        if found.dtype.kind == "O":
+            header = h5py.h5o.get_info(self._file.id).addr
+            claimed = max(_text_sizes(self.content, header, key + b"\0"), default=len(self.content) + 1)
+            if claimed > len(self.content):
+                raise ValueError(f"the attribute {name} claims {claimed:,} bytes in a file of {len(self.content):,}")
+        value: Any = np.empty((), found.dtype)
+        found.read(value)
+        return value.item().decode() if found.dtype.kind == "O" else value.item()
 
     def is_ragged(self, name: str) -> bool:
         """Tell whether an array has rows of variable length."""
@@ -168,3 +179,32 @@ def _unpacked_chunk(content: bytes, filters: list[int], size: int, stored: np.dt
         # The filter puts the first bytes of all elements first, then their second bytes.
         content = np.frombuffer(content, np.uint8).reshape(stored.itemsize, -1).T.tobytes()
     return np.frombuffer(content, stored)
+
+
+_ATTRIBUTE, _CONTINUATION = 0x0C, 0x10
+"""Types of header messages (HDF5 File Format Specification 3.0, sections IV.A.2.m and IV.A.2.q)."""
+_MOST_MESSAGES = 4096
+
+
+def _text_sizes(content: mmap.mmap, header: int, key: bytes) -> Iterator[int]:
+    """Yield the size that an attribute of variable length claims in an object header of version 1, which h5py
+    writes."""
+    blocks = [(header + 16, int.from_bytes(content[header + 8 : header + 12], "little"))]
+    found = 0
+    for start, size in (
+        blocks if content[header : header + 1] == b"\x01" else ()
+    ):  # continuations are appended meanwhile
+        place, end = start, min(start + size, len(content))
+        while place + 8 <= end and (found := found + 1) <= _MOST_MESSAGES:
+            kind, length = struct.unpack_from("<HH", content, place)
+            message = content[place + 8 : min(place + 8 + length, end)]
+            place += 8 + length
+            if kind == _CONTINUATION and len(message) >= 16:
+                blocks.append(struct.unpack_from("<QQ", message))
+            elif kind == _ATTRIBUTE and len(message) >= 9:
+                version, *sizes = struct.unpack_from("<BxHHH", message)
+                # Version 3 adds an encoding; version 1 pads each part to 8 bytes.
+                begin, unit = (9 if version == 3 else 8), (8 if version == 1 else 1)
+                data = begin + sum(-(-each // unit) * unit for each in sizes)
+                if message[begin : begin + sizes[0]] == key and data + REFERENCE.itemsize <= len(message):
+                    yield int.from_bytes(message[data : data + 4], "little")

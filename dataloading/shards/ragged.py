@@ -198,7 +198,8 @@ def _write(path: Path, columns: _Columns, labels: NDArray[Any] | None) -> None:
 def _objects_of(content: mmap.mmap, address: int) -> dict[int, tuple[int, int]]:
     """Return the place and size of each object of a heap collection, by number; empty if there is no collection.
 
-    Objects follow one another. Each has a header of 16 bytes and is padded to 8 bytes; number 0 is free space at the end.
+    Objects follow one another. Each has a header of 16 bytes and is padded to 8 bytes; number 0 is free space at the
+    end.
     """
     objects: dict[int, tuple[int, int]] = {}
     if content[address : address + 5] != b"GCOL\x01" or address + 16 > len(content):

@@ -58,32 +58,22 @@ class Samples:
 
     def take(self, indices: NDArray[np.int64]) -> "Samples":
         """Return the samples at ``indices`` (any order, repeats allowed) as a new block."""
-        tokens = (self.input_ids, self.segment_ids)
-        (input_ids, segment_ids), sequence_offsets = _gather_ragged(tokens, self.sequence_offsets, indices)
-        masked = (self.masked_lm_positions, self.masked_lm_ids)
-        (positions, masked_lm_ids), masked_lm_offsets = _gather_ragged(masked, self.masked_lm_offsets, indices)
-        return Samples(
-            input_ids=input_ids,
-            segment_ids=segment_ids,
-            sequence_offsets=sequence_offsets,
-            masked_lm_positions=positions,
-            masked_lm_ids=masked_lm_ids,
-            masked_lm_offsets=masked_lm_offsets,
-            next_sentence_labels=self.next_sentence_labels[indices],
-        )
+        tokens, masked = (self.input_ids, self.segment_ids), (self.masked_lm_positions, self.masked_lm_ids)
+        (input_ids, segment_ids), offsets = _gather_ragged(tokens, self.sequence_offsets, indices)
+        (positions, masked_ids), masked_offsets = _gather_ragged(masked, self.masked_lm_offsets, indices)
+        labels = self.next_sentence_labels[indices]
+        return Samples(input_ids, segment_ids, offsets, positions, masked_ids, masked_offsets, labels)
 
     def slice(self, start: int, stop: int) -> "Samples":
         """Return samples ``start`` to ``stop`` as a block that shares the memory of this block, except the offsets."""
         tokens = slice(*self.sequence_offsets[[start, stop]])
         masked = slice(*self.masked_lm_offsets[[start, stop]])
         return Samples(
-            input_ids=self.input_ids[tokens],
-            segment_ids=self.segment_ids[tokens],
-            sequence_offsets=self.sequence_offsets[start : stop + 1] - tokens.start,
-            masked_lm_positions=self.masked_lm_positions[masked],
-            masked_lm_ids=self.masked_lm_ids[masked],
-            masked_lm_offsets=self.masked_lm_offsets[start : stop + 1] - masked.start,
-            next_sentence_labels=self.next_sentence_labels[start:stop],
+            *(self.input_ids[tokens], self.segment_ids[tokens]),
+            self.sequence_offsets[start : stop + 1] - tokens.start,
+            *(self.masked_lm_positions[masked], self.masked_lm_ids[masked]),
+            self.masked_lm_offsets[start : stop + 1] - masked.start,
+            self.next_sentence_labels[start:stop],
         )
 
     def digest(self) -> str:
@@ -117,8 +107,8 @@ class Samples:
 class SampleBuilder:
     """Collector of samples, one by one: it keeps references to their bytes and copies them once at the end.
 
-    Gathering by index arrays costs a fixed time for each file. If the samples of a batch lie in thousands of files, that
-    time is many times the time of the copy.
+    Gathering by index arrays costs a fixed time for each file. If the samples of a batch lie in thousands of files,
+    that time is many times the time of the copy.
     """
 
     def __init__(self) -> None:
@@ -145,19 +135,15 @@ class SampleBuilder:
     def samples(self) -> Samples:
         """Return the added samples in their order, in arrays that can be written to."""
         # bytearray: arrays over bytes cannot be written to.
-        input_ids, segment_ids, positions, masked_ids = (bytearray().join(column) for column in self._columns)
-        # Segment ids have one byte a token, masked ids have two.
-        lengths = np.array([len(part) for part in self._columns[1]], np.int64)
-        masked_counts = np.array([len(part) // 2 for part in self._columns[3]], np.int64)
-        return Samples(
-            input_ids=np.frombuffer(input_ids, "<u2"),
-            segment_ids=np.frombuffer(segment_ids, "u1"),
-            sequence_offsets=offsets_of(lengths),
-            masked_lm_positions=np.frombuffer(positions, "<u2"),
-            masked_lm_ids=np.frombuffer(masked_ids, "<u2"),
-            masked_lm_offsets=offsets_of(masked_counts),
-            next_sentence_labels=np.frombuffer(self._labels, "u1"),
+        input_ids, segment_ids, positions, masked_ids = (
+            np.frombuffer(bytearray().join(column), kind)
+            for column, kind in zip(self._columns, ("<u2", "u1", "<u2", "<u2"), strict=True)
         )
+        # Segment ids have one byte each, masked ids two.
+        offsets = offsets_of(np.array([len(part) for part in self._columns[1]], np.int64))
+        masked_offsets = offsets_of(np.array([len(part) // 2 for part in self._columns[3]], np.int64))
+        labels = np.frombuffer(self._labels, "u1")
+        return Samples(input_ids, segment_ids, offsets, positions, masked_ids, masked_offsets, labels)
 
 
 def row_blocks(offsets: NDArray[np.int64]) -> Iterator[range]:
@@ -184,14 +170,14 @@ def ragged_indices(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDA
 
 def concatenate(blocks: Sequence[Samples]) -> Samples:
     """Join several blocks into one, in the given order."""
+
+    def joined(name: str) -> NDArray[Any]:
+        return np.concatenate([getattr(block, name) for block in blocks])
+
     return Samples(
-        input_ids=np.concatenate([block.input_ids for block in blocks]),
-        segment_ids=np.concatenate([block.segment_ids for block in blocks]),
-        sequence_offsets=offsets_of(np.concatenate([block.lengths for block in blocks])),
-        masked_lm_positions=np.concatenate([block.masked_lm_positions for block in blocks]),
-        masked_lm_ids=np.concatenate([block.masked_lm_ids for block in blocks]),
-        masked_lm_offsets=offsets_of(np.concatenate([block.masked_counts for block in blocks])),
-        next_sentence_labels=np.concatenate([block.next_sentence_labels for block in blocks]),
+        *(joined("input_ids"), joined("segment_ids"), offsets_of(joined("lengths"))),
+        *(joined("masked_lm_positions"), joined("masked_lm_ids"), offsets_of(joined("masked_counts"))),
+        joined("next_sentence_labels"),
     )
 
 

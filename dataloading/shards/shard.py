@@ -31,7 +31,8 @@ _FileName = Annotated[str, Meta(pattern=r"^(?!\.\.?$)[^/\x00-\x1f\x7f]+$", max_l
 
 @dataclass(frozen=True)
 class DatasetInfo:
-    """Description of samples and of what they were made from. Constraints of the fields hold for files that are read."""
+    """Description of samples and of what they were made from. Constraints of the fields hold for files that are
+    read."""
 
     vocab_size: _Size
     max_seq_length: _Size
@@ -82,7 +83,8 @@ class ShardRecord:
 class Shard(ABC):
     """An open file of samples.
 
-    Where the layout allows it, samples are read from a memory map of the file, which lives as long as anything refers to it.
+    Where the layout allows it, samples are read from a memory map of the file, which lives as long as anything refers
+    to it.
     """
 
     layout: str

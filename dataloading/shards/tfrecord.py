@@ -1,8 +1,9 @@
 """The reference's own output: TFRecord files of ``tf.train.Example``, read without TensorFlow.
 
-A record is framed as length (uint64), masked CRC-32C of the length, data, masked CRC-32C of the data, all little-endian. The
-data is a protobuf message: Example { Features features = 1 }, Features { map<string, Feature> feature = 1 }, and a Feature
-holds a packed list of floats (2) or of integers (3). (tensorflow/core/example/{example,feature}.proto.)
+A record is framed as length (uint64), masked CRC-32C of the length, data, masked CRC-32C of the data, all
+little-endian. The data is a protobuf message: Example { Features features = 1 }, Features { map<string, Feature>
+feature = 1 }, and a Feature holds a packed list of floats (2) or of integers (3).
+(tensorflow/core/example/{example,feature}.proto.)
 
 Features of a sample, padded with zeros: input_ids, input_mask, segment_ids [max_seq_length]; masked_lm_positions,
 masked_lm_ids, masked_lm_weights [max_predictions_per_seq], of which the weights are floats; next_sentence_labels [1].
@@ -35,7 +36,8 @@ _Lists = dict[str, NDArray[np.integer] | NDArray[np.floating]]
 
 
 def is_tfrecord(first_bytes: bytes) -> bool:
-    """Tell whether a file that begins with these bytes (12 at least) is a TFRecord file: a length with the right CRC."""
+    """Tell whether a file that begins with these bytes (12 at least) is a TFRecord file: a length with the right
+    CRC."""
     if len(first_bytes) < _HEADER.size:
         return False
     length, crc = _HEADER.unpack_from(first_bytes)

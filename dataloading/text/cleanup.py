@@ -1,9 +1,10 @@
-"""The four steps from the text of a WikiExtractor file to sentences, with the bytes of the reference's clean-up scripts.
+"""The four steps from the text of a WikiExtractor file to sentences, with the bytes of the reference's clean-up
+scripts.
 
-    articles     the lines of the articles, an empty line where each began; its title and all other empty lines are gone
-    clean        what the extractor left of the wiki markup is taken out, line by line
-    segment      one sentence a line
-    hold_out     some articles go to the evaluation set
+    articles     keep the lines of the articles without titles, and an empty line at the beginning of each article
+    clean        remove remains of wiki markup, line by line
+    segment      put one sentence on a line
+    hold_out     draw articles for the evaluation set
 
 The scripts that the functions name are in mlcommons/training, bert.
 """
@@ -14,13 +15,13 @@ from collections.abc import Callable, Sequence
 
 from dataloading.options import Sentences
 
-# What `clean` does to each line, in this order. The reference has a process for each rule (clean.sh); two of its rules never
-# apply, because `articles` has dropped every line that they look for.
+# The rules of `clean` in their order. The reference runs a process for each rule (clean.sh). Two of its rules never
+# apply, because `articles` drops the lines that they look for.
 _CATEGORY = re.compile(r"\[\[Category:[^\]\[]*\]\]")
 _LINK = (re.compile(r"\[\[([^\]|\[]*)\]\]"), r"\1")
 _NAMED_LINK = (re.compile(r"\[\[[^\]|\[]*\|([^\]|\[]*)\]\]"), r"\1")
 _BRACKETS = (
-    # Twice: the first pass lays open the link around a link.
+    # Twice, for a link around a link.
     *(_LINK, _LINK, _NAMED_LINK, _NAMED_LINK),
     (re.compile(r"\[\[:*[Ff]ile:[^\]\[]*\]\]"), ""),
     (re.compile(r"\[\[[Mm]edia:[^\]\[]*\]\]"), ""),
@@ -42,7 +43,7 @@ _ELEMENTS = (
     (re.compile(r"<ref[^>]*>"), ""),
     (re.compile(r"<http[^>]*>"), ""),
     (re.compile(r"<Ref[^>]*>"), ""),
-    # The escaped slash of the rule leaves a backslash in its set (GNU sed 4.9).
+    # The escaped slash of the rule puts a backslash into its set (GNU sed 4.9).
     (re.compile(r"<mapframe [^\\/]*/>"), ""),
     (re.compile(r"<mapframe[^>]*>"), ""),
 )
@@ -60,9 +61,9 @@ _SENTENCE_END = re.compile(r"(?<=[.!?])\s+(?=[A-Z0-9\"(])")
 
 
 def articles(text: str) -> str:
-    """The text of the articles of one WikiExtractor file: an empty line for each beginning, then its lines.
+    """Return the articles of one WikiExtractor file: for each an empty line, then its lines. (cleanup_file.py.)
 
-    The line after a ``<doc`` line, the title, goes, whatever it is. (The reference's cleanup_file.py.)
+    The line after a ``<doc`` line, which is the title, is dropped.
     """
     kept = []
     lines = iter(_lines(text))
@@ -77,14 +78,14 @@ def articles(text: str) -> str:
 
 
 def clean(text: str) -> str:
-    """``text`` without remains of wiki markup, line by line; ends in a line feed unless it is empty. (clean.sh.)"""
-    # A line with a category goes as a whole, and not only the link.
+    """Remove remains of wiki markup, line by line; the result ends in a line feed unless it is empty. (clean.sh.)"""
+    # A line with a category is dropped as a whole.
     cleaned = [_clean_line(line.removesuffix("\n")) for line in _lines(text) if not _CATEGORY.search(line)]
     return "".join(line + "\n" for line in cleaned)
 
 
 def segment(text: str, split: Callable[[str], list[str]]) -> str:
-    """Put one sentence on a line, empty lines kept, and an empty line at the end. (do_sentence_segmentation.py.)"""
+    """Put one sentence on a line, keep empty lines, and add one at the end. (do_sentence_segmentation.py.)"""
     lines = []
     for line in _lines(text):
         if len(line) == 1:  # the line feed alone
@@ -95,9 +96,10 @@ def segment(text: str, split: Callable[[str], list[str]]) -> str:
 
 
 def hold_out(text: str, count: int, seed: int) -> tuple[list[str], list[str]]:
-    """(training, evaluation): the articles of ``text``, of which ``count`` are drawn for evaluation, both in their order.
+    """Draw ``count`` articles for evaluation; return (training, evaluation), both in their order.
+    (seperate_test_set.py.)
 
-    What follows the last empty line counts as an article, an empty one usually; it can be drawn. (seperate_test_set.py.)
+    The text behind the last empty line, which is usually empty, counts as an article and can be drawn.
 
     Raises:
         ValueError: there are fewer articles than ``count``.
@@ -117,13 +119,13 @@ def hold_out(text: str, count: int, seed: int) -> tuple[list[str], list[str]]:
 
 
 def gathered(training: Sequence[str]) -> bytes:
-    """Return what the training articles of one file add to a part. (do_gather.py.)"""
-    # A byte order mark gets here when the first line of a file is no <doc> line.
+    """Return the bytes that the training articles of one file add to a part. (do_gather.py.)"""
+    # A byte order mark stays if the first line of a file is no <doc> line.
     return joined(training).removeprefix("\ufeff".encode()).removesuffix(b"\n")
 
 
 def sentence_splitter(sentences: Sentences) -> Callable[[str], list[str]]:
-    """The function that splits a line into sentences.
+    """Return the function that splits a line into sentences.
 
     Raises:
         ValueError: punkt is not installed.
@@ -133,7 +135,7 @@ def sentence_splitter(sentences: Sentences) -> Callable[[str], list[str]]:
     try:
         from nltk.tokenize import sent_tokenize  # pyright: ignore[reportMissingImports]
 
-        # Called once, as nltk looks for its data only then.
+        # nltk looks for its data when it is called.
         sent_tokenize("")
     except ImportError:
         raise ValueError(
@@ -148,23 +150,23 @@ def sentence_splitter(sentences: Sentences) -> Callable[[str], list[str]]:
 
 
 def _lines(text: str) -> list[str]:
-    """The lines of ``text`` with their ends, which are line feeds, carriage returns, or both, made line feeds."""
-    # Not splitlines(), which would also split at form feeds and Unicode's separators.
+    """Return the lines of ``text`` with a line feed at the end of each, whatever ended it."""
+    # splitlines() would also split at form feeds and Unicode's separators.
     lines = text.replace("\r\n", "\n").replace("\r", "\n").split("\n")
     last = lines.pop()
     return [line + "\n" for line in lines] + ([last] if last else [])
 
 
 def _clean_line(line: str) -> str:
-    # Each of these rules needs a bracket, and most lines have none.
+    # These rules need a bracket, and most lines have none.
     if "[" in line:
         for pattern, replacement in _BRACKETS:
             line = pattern.sub(replacement, line)
     line = line.replace("alt=", "")
-    # All that follow need a "<".
+    # All further rules need a "<".
     if "<" not in line:
         return line
-    # Two lines from here on, as soon as they are read again.
+    # The reference makes two lines of it.
     line = line.replace("</doc>", "\r")
     for pattern, replacement in _ELEMENTS:
         line = pattern.sub(replacement, line)
@@ -183,5 +185,5 @@ def _split_plainly(line: str) -> list[str]:
 
 
 def joined(articles: Sequence[str]) -> bytes:
-    """Articles as they stand in a text shard, an empty line after each."""
+    """Return articles as in a text shard, with an empty line after each."""
     return "".join(f"{article}\n\n" for article in articles).encode()

@@ -1,9 +1,8 @@
 """The demo corpus: English prose that every CPython carries, as documents of one sentence a line.
 
-Two sources, both read as text and never imported or executed: the language reference in ``pydoc_data.topics`` and the
-docstrings of the standard library. The text differs a little between Python versions, so its digest is recorded with
-the data and no target depends on it. Documents are held out for evaluation by the name of their module or topic, which
-is the same in every version: what is held out here is held out everywhere.
+The sources are the language reference in ``pydoc_data.topics`` and the docstrings of the standard library, which are
+read as text and never imported. The text differs a little between Python versions, so its digest is recorded with the
+data. Documents are held out for evaluation by the name of their module or topic, which is the same in every version.
 """
 
 import ast
@@ -19,7 +18,7 @@ EXCLUDED_PACKAGES = frozenset(
     {"distutils", "encodings", "ensurepip", "idlelib", "lib2to3", "site-packages", "dist-packages", "test", "tests"}
     | {"tkinter", "turtledemo"}
 )
-"""Absent from some distributions' standard library, or not prose."""
+"""Packages that some distributions lack, or that are not prose."""
 
 HELD_OUT_PERCENT = 8
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+(?=[A-Z0-9\"'(`\[])")
@@ -32,27 +31,27 @@ class Document:
     """Topic of the language reference, or top-level object of a module with its methods."""
 
     name: str
-    """The module or topic that it comes from; it decides whether the document is held out."""
+    """Its module or topic, which decides whether the document is held out."""
     sentences: tuple[str, ...]
 
     @property
     def held_out(self) -> bool:
         """Tell whether the document belongs to the evaluation set."""
-        # Not hash(), which differs from process to process.
+        # hash() differs between processes.
         return int.from_bytes(hashlib.sha256(self.name.encode()).digest()[:4], "big") % 100 < HELD_OUT_PERCENT
 
 
 def demo_documents(standard_library: Path | None = None) -> list[Document]:
-    """The documents of the demo corpus in a fixed order, without repeated paragraphs.
+    """Return the documents of the demo corpus in a fixed order, without repeated paragraphs.
 
-    ``standard_library`` is the folder to read (default: that of the running interpreter). Raises ``ValueError`` when it
-    holds no ``pydoc_data/topics.py``, as in Debian's python3-minimal.
+    ``standard_library`` is the folder to read (default: the running interpreter's). Raises ``ValueError`` if it lacks
+    ``pydoc_data/topics.py``, as in Debian's python3-minimal.
     """
     folder = standard_library or Path(sysconfig.get_paths()["stdlib"])
     topics = folder / "pydoc_data" / "topics.py"
     if not topics.is_file():
         raise ValueError(f"no {topics}: the demo corpus needs the full standard library (Debian: install python3)")
-    # Over all documents, so that no text stands in both data sets.
+    # Over all documents, so that no text is in both data sets.
     seen: set[str] = set()
     documents = []
     for name, text in [*_topics(topics), *_docstrings(folder)]:
@@ -71,7 +70,7 @@ def _topics(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def _docstrings(folder: Path) -> Iterator[tuple[str, str]]:
-    """(module, text) for each module's own docstring and for each of its top-level objects."""
+    """Yield (module, text) for the docstring of each module and for each of its top-level objects."""
     for path in sorted(_modules(folder), key=lambda path: path.relative_to(folder).parts):
         try:
             tree = ast.parse(path.read_bytes())
@@ -85,7 +84,7 @@ def _docstrings(folder: Path) -> Iterator[tuple[str, str]]:
 
 
 def _modules(folder: Path) -> Iterator[Path]:
-    """Yield the modules to read, without a look into folders that are left out: most files are of installed packages."""
+    """Yield the modules to read; excluded folders, where most files are, are not listed."""
     for place, folders, files in os.walk(folder):
         excluded = EXCLUDED_PACKAGES | {"pydoc_data"} if place == str(folder) else EXCLUDED_PACKAGES
         folders[:] = [name for name in folders if name not in excluded]
@@ -103,10 +102,10 @@ def _documented(node: ast.AST, deep: bool) -> Iterator[str]:
 
 
 def _prose(text: str, seen: set[str]) -> Iterator[str]:
-    """The paragraphs of ``text`` that read like English and were not ``seen`` before, each on one line."""
+    """Yield the paragraphs of ``text`` that read like English and were not ``seen`` before, each on one line."""
     for block in re.split(r"\n\s*\n", text):
         lines = [line.strip() for line in block.splitlines()]
-        # One such line makes the whole block code, a list or a table.
+        # One such line marks the whole block as code, a list or a table.
         if any(_MARKUP.match(line) for line in lines):
             continue
         paragraph = " ".join(" ".join(lines).split())

@@ -1,10 +1,9 @@
 """WordPiece token ids, equal to the reference BERT tokenizer's for every text.
 
-The reference (Devlin et al. 2018, arXiv 1810.04805; the benchmark's data scripts carry its ``tokenization`` module)
-splits a line into words and a word into pieces. The word rules read Unicode categories from Python's ``unicodedata``;
-the normalizer of the ``tokenizers`` library reads Rust's tables, drops private-use and unassigned characters that the
-reference keeps, and recognises special tokens inside text. So words are made here, by the same tables as the
-reference, and ``tokenizers`` does the greedy longest match. Each distinct word is matched once and then remembered.
+The reference (Devlin et al. 2018, arXiv 1810.04805) splits lines into words by Unicode categories from Python's
+``unicodedata``. The normalizer of the ``tokenizers`` library uses Rust's tables, drops characters that the reference
+keeps, and recognises special tokens inside text. So words are split here, and ``tokenizers`` does the greedy longest
+match. Each distinct word is matched once and then remembered.
 """
 
 import hashlib
@@ -24,26 +23,20 @@ from tokenizers import models
 from console.files import read_bounded, read_json
 
 MAX_CHARACTERS_PER_WORD = 200
-"""A longer word is [UNK] as a whole."""
+"""Longest word; a longer word is [UNK]."""
 
 _MAX_VOCABULARY_BYTES = 64 << 20
-"""A thousand for each token."""
+"""A thousand bytes for each token."""
 
 _CACHED_WORDS = 1 << 20
-"""Words remembered before the memory starts afresh; about 150 MB at most for English."""
+"""Words that are remembered before the memory is cleared; at most about 150 MB for English."""
 
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
-# The reference's: ideographs that Unicode has added since do not stand alone there either.
+# The ranges of the reference, without ideographs that Unicode has added since.
 _CJK_RANGES = (
-    (0x3400, 0x4DBF),
-    (0x4E00, 0x9FFF),
-    (0xF900, 0xFAFF),
-    (0x20000, 0x2A6DF),
-    (0x2A700, 0x2B73F),
-    (0x2B740, 0x2B81F),
-    (0x2B820, 0x2CEAF),
-    (0x2F800, 0x2FA1F),
+    *((0x3400, 0x4DBF), (0x4E00, 0x9FFF), (0xF900, 0xFAFF), (0x20000, 0x2A6DF)),
+    *((0x2A700, 0x2B73F), (0x2B740, 0x2B81F), (0x2B820, 0x2CEAF), (0x2F800, 0x2FA1F)),
 )
 
 _ASCII_CONTROLS = dict.fromkeys((*range(9), 11, 12, *range(14, 32), 127))  # tab, LF and CR are blanks
@@ -52,7 +45,7 @@ _ASCII_WORD = re.compile(r"[0-9A-Za-z]+|\S")  # all other symbols of ASCII are p
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The word pieces of a model in id order, with the digests that identify the file."""
+    """The word pieces of a model in id order, and the digests of their file."""
 
     tokens: tuple[str, ...]
     md5: str
@@ -60,11 +53,11 @@ class Vocabulary:
 
     @classmethod
     def from_file(cls, path: Path) -> Self:
-        """Read one token a line; blanks around it are dropped and a repeated token keeps its first id, as the
-        reference does.
+        """Read one token a line. As in the reference, blanks around it are dropped and a repeated token keeps its first
+        id.
 
         Raises:
-            ValueError: it cannot be read, is not UTF-8, a special token is missing, or more tokens than 16-bit ids can name.
+            ValueError: it cannot be read, is not UTF-8, lacks a special token, or has more tokens than 16-bit ids.
         """
         remedy = (
             "name a BERT vocabulary, one token a line; `python -m dataloading wikipedia` puts the benchmark's in place"
@@ -73,10 +66,10 @@ class Vocabulary:
 
     @classmethod
     def from_folder(cls, folder: Path) -> Self | None:
-        """The vocabulary of a model's folder, from ``vocab.txt`` or ``tokenizer.json``; None where it holds neither.
+        """Read a model's folder with ``vocab.txt`` or ``tokenizer.json``; None if it holds neither.
 
         Raises:
-            ValueError: as of `from_file`, or the tokenizer is not of WordPiece.
+            ValueError: as in `from_file`, or the tokenizer is not WordPiece.
         """
         path = folder / "vocab.txt"
         if path.is_file():
@@ -86,12 +79,11 @@ class Vocabulary:
 
     @classmethod
     def of_tokens(cls, tokens: Sequence[str], path: Path) -> Self:
-        """The vocabulary that a file of these tokens, one a line, would hold; ``path`` is for the error message.
+        """Return the vocabulary of a file of these tokens, one a line; ``path`` is for the error message.
 
         Raises:
-            ValueError: a token cannot stand on a line, or the file would be refused.
+            ValueError: a token cannot be a line, or the file would be refused.
         """
-        # Read back from the file that they would make: its digests are what identifies a vocabulary.
         vocabulary = cls._of(_lines(tokens), path)
         if vocabulary.tokens != tuple(tokens):
             raise ValueError(f"{path}: tokens that repeat, or with blanks; expected a vocabulary of BERT's")
@@ -99,12 +91,11 @@ class Vocabulary:
 
     @property
     def content(self) -> bytes:
-        """A file of the tokens, one a line."""
+        """The tokens as a file, one a line."""
         return _lines(self.tokens)
 
     @classmethod
     def _of(cls, content: bytes, path: Path) -> Self:
-        # The first of equal tokens keeps its place, and with it its id.
         tokens = tuple(dict.fromkeys(text_lines(content, path)))
         missing = [token for token in SPECIAL_TOKENS if token not in tokens]
         if missing:
@@ -116,14 +107,14 @@ class Vocabulary:
             raise ValueError(f"{path}: {len(tokens):,} tokens; ids are stored in 16 bits, so at most {1 << 16:,} fit")
         return cls(
             tokens,
-            # MD5 is what is published of the benchmark's vocabulary; SHA-256 is what tells files apart here.
+            # The published digest of the benchmark's vocabulary is an MD5.
             md5=hashlib.md5(content, usedforsecurity=False).hexdigest(),
             sha256=hashlib.sha256(content).hexdigest(),
         )
 
     @property
     def cased(self) -> bool:
-        """Tell whether tokens besides the special ones have capital letters or accents, so that text must keep its own."""
+        """Whether ordinary tokens have capital letters or accents, so that text must keep them, too."""
         plain = (token for token in self.tokens if token not in SPECIAL_TOKENS)
         return any(token != token.lower() for token in plain)
 
@@ -158,38 +149,34 @@ def _lines(tokens: Sequence[str]) -> bytes:
 
 
 def _pieces_of(path: Path) -> list[str]:
-    """The tokens of a ``tokenizer.json`` in id order."""
+    """Return the tokens of a ``tokenizer.json`` in id order."""
     tokenizer = read_json(path, _MAX_VOCABULARY_BYTES, "expected a tokenizer of Hugging Face's")
     model = tokenizer.get("model") if isinstance(tokenizer, dict) else None
     ids = model.get("vocab") if isinstance(model, dict) and model.get("type") == "WordPiece" else None
-    # By repr, since 1.0 and true equal 1.
+    # Compared by repr, because 1.0 and true equal 1.
     if not isinstance(ids, dict) or set(map(repr, ids.values())) != {str(index) for index in range(len(ids))}:
         raise ValueError(f"{path}: no WordPiece vocabulary with an id for each token; expected a tokenizer of BERT's")
     return sorted(ids, key=ids.__getitem__)
 
 
 def text_lines(content: bytes, path: Path) -> list[str]:
-    """The lines of a UTF-8 file with ``content``, blanks around each stripped; ``path`` is for the error message.
+    """Return the stripped lines of a UTF-8 file with ``content``; ``path`` is for the error message.
 
-    Lines end at line feeds only, and carriage returns are dropped wherever they stand: so does the reference's line
-    reader (TensorFlow's ``BufferedInputStream::ReadLine``).
+    Lines end at line feeds only, and all carriage returns are dropped, as in TensorFlow's
+    ``BufferedInputStream::ReadLine``.
     """
     try:
         lines = content.decode("utf-8").replace("\r", "").split("\n")
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
         raise ValueError(f"{path}: line {line}, byte {error.start}: not UTF-8; convert the file to UTF-8") from None
-    if not lines[-1]:  # the last line feed begins no further line
+    if not lines[-1]:  # behind the last line feed
         lines.pop()
     return [line.strip() for line in lines]
 
 
 class Tokenizer:
-    """Lines of text to token ids.
-
-    Runs on the calling thread alone: only the match of single words is left to ``tokenizers``, which starts no threads
-    for it, so forking afterwards is safe and ``TOKENIZERS_PARALLELISM`` has no effect.
-    """
+    """Lines of text to token ids, on the calling thread alone, so that forking afterwards is safe."""
 
     def __init__(self, vocabulary: Vocabulary, do_lower_case: bool = True) -> None:
         self.vocabulary = vocabulary
@@ -198,17 +185,13 @@ class Tokenizer:
 
     @classmethod
     def from_vocab(cls, path: Path, do_lower_case: bool = True) -> Self:
-        """A tokenizer for the vocabulary file at ``path``; errors as in `Vocabulary.from_file`."""
+        """Return a tokenizer for a vocabulary file; errors as in `Vocabulary.from_file`."""
         return cls(Vocabulary.from_file(path), do_lower_case)
 
     def encode_lines(self, lines: Sequence[str]) -> tuple[NDArray[np.uint16], NDArray[np.int64]]:
-        """Token ids of all lines, without [CLS] and [SEP].
-
-        Returns:
-            ids: uint16 [T], the lines one after another.
-            offsets: int64 [len(lines) + 1], where each line starts in ``ids``; the last entry is T.
-        """
-        # Of a subclass, this asks __missing__ for a word that is new.
+        """Return the token ids of all lines one after another [T], without [CLS] and [SEP], and their starts [lines +
+        1]."""
+        # In a subclass of dict, this calls __missing__ for a new word.
         ids_of = self._word_ids.__getitem__
         encoded = [b"".join(map(ids_of, split_words(line, self.do_lower_case))) for line in lines]
         lengths = np.array([len(ids) // 2 for ids in encoded], np.int64)  # two bytes an id
@@ -216,7 +199,7 @@ class Tokenizer:
 
 
 class _WordIds(dict[str, bytes]):
-    """Word -> its ids as the bytes of a native uint16 array, so that a line is one join."""
+    """Ids of each word as the bytes of a native uint16 array, so that a line is one join."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         super().__init__()
@@ -226,39 +209,36 @@ class _WordIds(dict[str, bytes]):
         )
 
     def __missing__(self, word: str) -> bytes:
-        # The longest match of a word that is in the vocabulary is the word.
         known = self._ids.get(word) if len(word) <= MAX_CHARACTERS_PER_WORD else None
         pieces = [piece.id for piece in self._pieces.tokenize(word)] if known is None else [known]
         ids = array("H", pieces).tobytes()
         if len(self) >= _CACHED_WORDS:
             self.clear()
-        # A longer word is [UNK] in any case, and remembering it could take any amount of memory.
+        # Remembering longer words, which are [UNK], could take any amount of memory.
         if len(word) <= MAX_CHARACTERS_PER_WORD:
             self[word] = ids
         return ids
 
 
 def split_words(line: str, do_lower_case: bool) -> list[str]:
-    """The words of a line as the reference's basic tokenizer splits them: punctuation and CJK characters stand alone.
+    """Split a line into words as the reference's basic tokenizer does: punctuation and CJK characters stand alone.
 
-    With ``do_lower_case`` letters are lowered and lose their accents (canonical decomposition, non-spacing marks
-    dropped).
+    With ``do_lower_case``, letters are lowered and lose their accents.
     """
-    # Nearly every line of English: no table of Unicode has to be asked.
     if line.isascii():
         if not line.isprintable():
             line = line.translate(_ASCII_CONTROLS)
         return _ASCII_WORD.findall(line.lower() if do_lower_case else line)
     line = line.translate(_CLEAN)
-    # The reference lowers and decomposes word by word. Doing it for the whole line gives the same, since blanks stop
-    # both the context that decides a final sigma and the reordering of combining marks.
+    # The reference lowers and decomposes word by word. The whole line gives the same, because blanks end the context of
+    # a final sigma and the reordering of combining marks.
     if do_lower_case:
         return unicodedata.normalize("NFD", line.lower()).translate(_SPLIT_AND_STRIP_ACCENTS).split()
     return line.translate(_SPLIT).split()
 
 
 class _CharacterMap(dict[int, str | None]):
-    """A table for ``str.translate`` that asks ``rule`` once for each character met."""
+    """Table for ``str.translate`` that calls ``rule`` once for each character."""
 
     def __init__(self, rule: Callable[[str], str | None]) -> None:
         super().__init__()

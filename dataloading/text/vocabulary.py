@@ -1,4 +1,4 @@
-"""A WordPiece vocabulary learned from text, for data that bring none of their own."""
+"""A WordPiece vocabulary learned from text."""
 
 import unicodedata
 from collections import Counter
@@ -14,28 +14,26 @@ from tokenizers.trainers import WordPieceTrainer
 from dataloading.text.tokenization import SPECIAL_TOKENS
 
 _FREQUENT = 20
-"""A character that occurs less often is left out of the alphabet."""
+"""Fewest occurrences of a character of the alphabet."""
 
 
 def learn_vocabulary(lines: Sequence[str], size: int, *, lower: bool = True, exactly: bool = True) -> list[str]:
-    """``size`` tokens in id order: the special ones, every character both ways, then the learned pieces by rank.
+    """Return ``size`` tokens in id order: special tokens, every character both ways, then the learned pieces by rank.
 
-    ``lower``: of text without capital letters and accents. ``exactly``: a text that gives fewer tokens is an error.
-
-    The trainer numbers its alphabet in a different order every run, and merges depend on the numbers; giving the alphabet as
-    special tokens in sorted order makes two runs agree.
+    ``lower`` removes capital letters and accents from the text. With ``exactly``, fewer tokens are an error. The
+    alphabet is given as special tokens in sorted order, because the trainer numbers an alphabet differently in every
+    run, and merges depend on the numbers.
     """
     normalizer = BertNormalizer(lowercase=lower)
-    # Here and not by the trainer, as the alphabet is counted in the same text.
     text = [normalizer.normalize_str(line) for line in lines]
     alphabet = sorted(_frequent_characters(text))
-    # Each character also as a continuation, so that no word of known ones is [UNK].
+    # Each character also as a continuation, so that no word of known characters is [UNK].
     fixed = [*SPECIAL_TOKENS, *alphabet, *(f"##{character}" for character in alphabet)]
     if size <= len(fixed):
         raise ValueError(f"a vocabulary of {size} has no room for more than its {len(fixed)} characters: ask for more")
     tokenizer = Tokenizer(WordPiece(unk_token="[UNK]"))
     tokenizer.pre_tokenizer = BertPreTokenizer()
-    # The alphabet stands among the special tokens.
+    # limit_alphabet: the alphabet is among the special tokens.
     trainer = WordPieceTrainer(vocab_size=size, special_tokens=fixed, limit_alphabet=0, show_progress=False)
     tokenizer.train_from_iterator(text, trainer)
     ids = tokenizer.get_vocab()

@@ -22,9 +22,6 @@ from kernels.reference.ops import (
 )
 from kernels.reference.random import Dropout
 
-_MOST_LOGITS = 2**32
-"""The kernels count elements in 32 bits."""
-
 
 def dropout_add_layer_norm(
     x_TD: Tensor,
@@ -92,23 +89,17 @@ def _layer_norm(x_TD: Tensor, weight_D: Tensor, bias_D: Tensor, eps: float) -> T
         return library.fused_layer_norm_affine(x_TD, weight_D, bias_D, list(weight_D.shape), eps)
 
 
-def dropout_add_layer_norm_unsupported_reasons(x_TD: Tensor, *_: Any, **__: Any) -> list[str]:
-    """Return the reasons why these inputs cannot be computed; empty if they can."""
-    return _reasons(x_TD, x_TD.dtype)
+def norm_unsupported_reasons(*inputs: Any, **_: Any) -> list[str]:
+    """Return the reasons why these inputs of a norm cannot be computed; empty if they can."""
+    first = next(x for x in inputs if isinstance(x, Tensor) and x.is_floating_point())
+    return _reasons(first, first.dtype)
 
 
-def embedding_layer_norm_unsupported_reasons(
-    input_ids_T: Tensor, position_ids_T: Tensor, segment_ids_T: Tensor, word_VD: Tensor, *_: Any, **__: Any
-) -> list[str]:
-    """Return the reasons why these inputs cannot be computed; empty if they can."""
-    del input_ids_T, position_ids_T, segment_ids_T
-    return _reasons(word_VD, word_VD.dtype)
-
-
-def masked_lm_loss_unsupported_reasons(hidden_MD: Tensor, decoder_VD: Tensor, *_: Any, **__: Any) -> list[str]:
-    """Return the reasons why these inputs cannot be computed; empty if they can."""
+def loss_unsupported_reasons(hidden_MD: Tensor, decoder_VD: Tensor, *_: Any, **__: Any) -> list[str]:
+    """Return the reasons why these inputs of the loss cannot be computed; old releases also refuse bfloat16 when called."""
     reasons = _reasons(hidden_MD, compute_dtype(hidden_MD))
-    if len(hidden_MD) * len(decoder_VD) >= _MOST_LOGITS:
+    # The kernels count elements in 32 bits.
+    if len(hidden_MD) * len(decoder_VD) >= 2**32:
         reasons.append(f"{len(hidden_MD)} x {len(decoder_VD)} logits, expected fewer than 2^32")
     return reasons
 

@@ -22,7 +22,6 @@ def varlen_attention(
     dropout: Dropout | None = None,
 ) -> Tensor:
     """Return softmax attention inside each sequence, [Q, H, E]."""
-    # Imported when called: the package is optional.
     from flash_attn import flash_attn_varlen_func  # pyright: ignore[reportMissingImports]
 
     output_QHE = flash_attn_varlen_func(

@@ -40,7 +40,6 @@ def varlen_attention(
         for query, key, value, (length_q, _, count) in zip(queries, keys, values, groups, strict=True)
         if length_q
     ]
-    # Rows after the last sequence are zeros and pass no gradient on.
     return torch.cat([*outputs, torch.zeros_like(unowned)])
 
 

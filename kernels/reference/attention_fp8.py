@@ -1,7 +1,7 @@
 """The definition of self-attention between products in FP8, forward and backward.
 
-As ``kernels.reference.ops.varlen_self_attention`` and its gradient, with their casts: the output is the input of a product,
-the gradient of query, key and value that of one. None of these functions has a gradient.
+It computes ``kernels.reference.ops.varlen_self_attention`` and its gradient, and casts both to FP8 for the next products.
+None of these functions has a gradient.
 """
 
 import torch
@@ -15,9 +15,9 @@ from kernels.reference.random import Dropout
 def attention_cast_fp8(
     qkv_T3HE: Tensor, cu_seqlens: Tensor, max_seqlen: int, dropout: Dropout | None, scale: Tensor, amax: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """``varlen_self_attention`` [T, H, E], the same in E4M3 [T, HE] and transposed [HE, padded(T)], and two tensors.
+    """Return ``varlen_self_attention`` [T, H, E], its cast to E4M3 [T, HE], the transpose [HE, padded(T)], and two tensors.
 
-    These are for the backward pass of the same implementation, which the definition's does without.
+    The two tensors are for the backward pass of the same implementation. The definition does not need them.
     """
     context_THE = varlen_self_attention(qkv_T3HE, cu_seqlens, max_seqlen, dropout)
     casts = cast_transpose_fp8(context_THE.flatten(1), scale, amax, E4M3)
@@ -37,13 +37,12 @@ def attention_backward_cast_fp8(
     scale: Tensor,
     amax: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradient of query, key and value in E5M2 [T, 3HE], transposed [3HE, padded(T)], and its sums over tokens, [3HE].
+    """Return the gradient of query, key and value in E5M2 [T, 3HE], its transpose [3HE, padded(T)] and its sums [3HE].
 
-    ``gradient`` is the output's; the output and the two tensors after it are what the forward pass returned.
+    ``gradient_THE`` is the output's gradient. ``context_THE``, ``lse_HT`` and ``kept`` are what the forward pass returned.
     """
-    # What a kernel's forward pass has kept for itself.
     del context_THE, lse_HT, kept
-    # Called from a backward pass, in which gradients are off.
+    # A backward pass calls this, with gradients off.
     with torch.enable_grad():
         qkv_T3HE = qkv_T3HE.detach().requires_grad_()
         output_THE = varlen_self_attention(qkv_T3HE, cu_seqlens, max_seqlen, dropout)

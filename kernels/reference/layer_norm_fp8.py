@@ -1,10 +1,9 @@
 """The definition of dropout, residual and layer norm between products in FP8, forward and backward.
 
-As ``kernels.reference.ops.dropout_add_layer_norm`` and its gradients, with what the products around it want of them. The
-output is read twice: as the next residual, and by products that take it in FP8. Both readers have a gradient of it.
+It computes ``kernels.reference.ops.dropout_add_layer_norm`` and its gradients, with FP8 casts for the products around it.
+Two readers use the output, the next residual and products in FP8, and each of them returns a gradient.
 
-Casts are of what has been rounded to the type of the output, or of x: they are those of ``cast_transpose_fp8``. None of
-these functions has a gradient.
+Values are rounded to the type of the output, or of x, before ``cast_transpose_fp8``. None of these functions has a gradient.
 """
 
 import torch
@@ -26,13 +25,12 @@ def add_norm_cast_fp8(
     scale: Tensor | None,
     amax: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """``layer_norm(residual + dropout(x + bias))`` [T, D], fp32 [2, T] means and reciprocal deviations, and two casts.
+    """Return ``layer_norm(residual + dropout(x + bias))`` [T, D], its means and reciprocal deviations, and two casts.
 
-    These are the output in E4M3 [T, D] and its transpose [D, padded(T)]; None without a scale, where no product in FP8 reads
-    it.
+    The statistics are fp32 [2, T]. The casts are the output in E4M3 [T, D] and its transpose [D, padded(T)], or None without
+    a scale.
     """
     summed_TD = residual_TD + dropout_rows(x_TD + bias_D, dropout)
-    # native_layer_norm returns the statistics that its backward pass needs; F.layer_norm does not.
     y_TD, *statistics_T1 = torch.native_layer_norm(summed_TD, weight_D.shape, weight_D, norm_bias_D, eps)
     statistics_2T = torch.stack([each_T1.flatten() for each_T1 in statistics_T1])
     if scale is None or amax is None:
@@ -52,20 +50,17 @@ def add_norm_backward_cast_fp8(
     scale: Tensor,
     amax: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients for that of the output, ``dy + shortcut_dy``: of products and of the residual branch, which may be None.
+    """Return all gradients for the output's gradient ``dy + shortcut_dy``: from products, and from the residual or None.
 
-    Returns x's in E5M2 [T, D] and its transpose [D, padded(T)], the residual's [T, D], and [D] of bias, weight, norm_bias.
+    They are x's in E5M2 [T, D] and its transpose [D, padded(T)], the residual's [T, D], and bias, weight and norm_bias [D].
     """
     dy_TD = dy_TD if shortcut_dy_TD is None else dy_TD + shortcut_dy_TD
-    # Drawn again from the counter: no mask was kept.
     summed_TD = residual_TD + dropout_rows(x_TD + bias_D, dropout)
     mean_T1, rstd_T1 = statistics_2T[:, :, None]
-    # bias_D stands for the norm's bias, of which only shape and type count.
+    # bias_D stands in for the norm's bias, of which PyTorch uses only the shape and type.
     dsummed_TD, dweight_D, dnorm_bias_D = torch.ops.aten.native_layer_norm_backward(
         dy_TD.to(summed_TD.dtype), summed_TD, weight_D.shape, mean_T1, rstd_T1, weight_D, bias_D, [True, True, True]
     )
-    # Dropout's backward is the same mask and scale on the gradient.
     dbiased_TD = dropout_rows(dsummed_TD, dropout)
-    # Rounded to x's type first: other implementations cast what they have stored.
     casts = cast_transpose_fp8(dbiased_TD.to(x_TD.dtype), scale, amax, E5M2)
     return *casts, dsummed_TD.to(residual_TD.dtype), dbiased_TD.sum(0).to(bias_D.dtype), dweight_D, dnorm_bias_D

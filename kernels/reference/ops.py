@@ -13,12 +13,11 @@ from kernels.reference.random import Dropout
 
 
 def dropout_rows(x_ND: Tensor, dropout: Dropout | None, rows_N: Tensor | None = None) -> Tensor:
-    """Dropout of a matrix by the generator's definition; ``rows_N`` are the rows' numbers there, by default 0 to N - 1."""
+    """Return dropout of a matrix by ``Dropout.mask``; ``rows_N`` are the rows' numbers in it, by default 0 to N - 1."""
     if dropout is None:
         return x_ND
-    # Numbers of rows, not their places here, so that any subset draws what the whole would.
     rows_N = torch.arange(len(x_ND), device=x_ND.device) if rows_N is None else rows_N
-    # where, not a product with the mask: NaN in a dropped place must not stay.
+    # A product with the mask would keep NaN in a dropped place.
     return torch.where(dropout.mask(rows_N, x_ND.shape[1]), x_ND * dropout.scale, 0.0)
 
 
@@ -31,12 +30,12 @@ def varlen_attention(
     max_seqlen: int,
     dropout: Dropout | None = None,
 ) -> Tensor:
-    """Softmax attention inside each sequence, one sequence at a time: the definition.
+    """Return softmax attention inside each sequence, [Q, H, E].
 
     Sequence s owns query rows ``cu_seqlens_q[s]:cu_seqlens_q[s + 1]`` and key rows ``cu_seqlens_k[s]:cu_seqlens_k[s + 1]``
-    (both int32 [S + 1]), at most ``max_seqlen`` of each; scores are scaled by 1 / sqrt(E). Dropout falls on the
-    probabilities: those of query row q and head h are row q * H + h of the mask, keys of the sequence its columns.
-    Rows past the last sequence get zeros and hand no gradient on. Returns [Q, H, E].
+    (both int32 [S + 1]), at most ``max_seqlen`` of each. Scores are scaled by 1 / sqrt(E). Dropout applies to the
+    probabilities: query row q and head h have row q * H + h of the mask, whose columns are the keys of the sequence. Rows
+    after the last sequence are zeros and pass no gradient on.
     """
     heads = query_QHE.shape[1]
     outputs = []
@@ -56,7 +55,7 @@ def varlen_attention(
 def varlen_self_attention(
     qkv_T3HE: Tensor, cu_seqlens: Tensor, max_seqlen: int, dropout: Dropout | None = None
 ) -> Tensor:
-    """``varlen_attention`` of every token: query, key and value are the parts of one tensor. Returns [T, H, E]."""
+    """Return ``varlen_attention`` of the query, key and value in one packed tensor, [T, H, E]."""
     query, key, value = qkv_T3HE.unbind(1)
     return varlen_attention(query, key, value, cu_seqlens, cu_seqlens, max_seqlen, dropout)
 
@@ -70,34 +69,34 @@ def dropout_add_layer_norm(
     eps: float,
     dropout: Dropout | None = None,
 ) -> Tensor:
-    """``layer_norm(residual + dropout(x + bias))``, the end of each half of a post-LN layer. Returns [T, D]."""
+    """Return ``layer_norm(residual + dropout(x + bias))``, the end of each half of a post-LN layer, [T, D]."""
     summed_TD = residual_TD + dropout_rows(x_TD + bias_D, dropout)
     return F.layer_norm(summed_TD, weight_D.shape, weight_D, norm_bias_D, eps)
 
 
 def dense_gelu(x_TD: Tensor, weight_FD: Tensor, bias_F: Tensor) -> Tensor:
-    """``gelu(x @ weight.T + bias)`` in the tanh form that BERT is defined with. Returns [T, F]."""
+    """Return ``gelu(x @ weight.T + bias)`` in BERT's tanh form, [T, F]."""
     return F.gelu(F.linear(x_TD, weight_FD, bias_F), approximate="tanh")
 
 
 def bias_gelu(product_TF: Tensor, bias_F: Tensor) -> Tensor:
-    """``gelu(product + bias)`` in the tanh form, in the product's type: ``dense_gelu`` after its product. Returns [T, F]."""
-    # The bias is a parameter in fp32; the sum is to have the product's type, as an epilogue would give it.
+    """Return ``gelu(product + bias)`` in the tanh form and the product's type, [T, F]: ``dense_gelu`` after its product."""
+    # The fp32 bias must not widen the sum.
     return F.gelu(product_TF + bias_F.to(product_TF.dtype), approximate="tanh")
 
 
 def accumulate_weight_gradient(
     gradient_NK: Tensor, output_gradient_TN: Tensor, input_TK: Tensor, overwrite: bool = False
 ) -> Tensor:
-    """Add ``output_gradient.T @ input`` to a weight's gradient in place, or write it there; returns the gradient.
+    """Add ``output_gradient.T @ input`` to a weight's gradient in place, or overwrite the gradient; return the gradient.
 
-    The operands are in any type and the gradient in at least fp32, in which the product is added up: that of two numbers of
-    16 bits is exact there. What is overwritten may be NaN. T is the tokens of the micro-batch.
+    The operands have any type. The gradient is at least fp32, and the product is accumulated in its type. An overwritten
+    gradient may hold NaN. T is the tokens of the micro-batch.
     """
-    # Autocast would bring operands in fp32 back to 16 bits.
+    # Autocast would convert fp32 operands to 16 bits.
     with torch.autocast(gradient_NK.device.type, enabled=False):
         transposed_NT, input_TK = output_gradient_TN.t().to(gradient_NK.dtype), input_TK.to(gradient_NK.dtype)
-        # mm writes without reading what is there, which may be NaN.
+        # mm does not read the old gradient, which may be NaN.
         if overwrite:
             return torch.mm(transposed_NT, input_TK, out=gradient_NK)
         return gradient_NK.addmm_(transposed_NT, input_TK)
@@ -116,10 +115,10 @@ def embedding_layer_norm(
     dropout: Dropout | None = None,
     word_gradient_VD: Tensor | None = None,
 ) -> Tensor:
-    """Sum of the three embeddings, layer norm, dropout. Ids are integers [T]. Returns [T, D].
+    """Return dropout of the layer norm of the sum of the three embeddings, [T, D]. Ids are integers [T].
 
-    The backward pass adds the word table's gradient to ``word_gradient_VD``, if that is given, and hands none on to
-    autograd: it is in at least fp32.
+    If ``word_gradient_VD``, of at least fp32, is given, the backward pass adds the word table's gradient to it and returns
+    none to autograd.
     """
     word_VD = adding_gradient(word_VD, word_gradient_VD)
     summed_TD = summed_embeddings(input_ids_T, position_ids_T, segment_ids_T, word_VD, position_LD, segment_2D)
@@ -134,7 +133,7 @@ def summed_embeddings(
     position_LD: Tensor,
     segment_2D: Tensor,
 ) -> Tensor:
-    """[T, D] the three embeddings of each token, added."""
+    """Return the sum of the three embeddings of each token, [T, D]."""
     return (
         F.embedding(input_ids_T, word_VD)
         + F.embedding(position_ids_T, position_LD)
@@ -152,17 +151,17 @@ def masked_lm_loss(
     decoder_gradient_VD: Tensor | None = None,
     overwrite: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Sum of the cross-entropies of the masked tokens, and how many have the label as their largest logit.
+    """Return the sum of the masked tokens' cross-entropies, and the number of correct predictions.
 
-    Rows whose label is ``ignore_index`` count for neither. Returns (loss [] in at least fp32, correct [] int64), or None for
-    the second where ``count_correct`` is False, since the search for the largest logit costs a pass of its own; the caller
-    divides, because the number of masked tokens of the whole global batch is known to the plan and not to this rank.
+    A prediction is correct if the label has the largest logit. Rows whose label is ``ignore_index`` count for neither
+    result. Returns (loss [] in at least fp32, correct [] int64). ``correct`` is None without ``count_correct``, because the
+    search for the largest logit costs a pass. The caller divides by the number of masked tokens of the whole global batch.
 
-    Where it counts, as an evaluation does, the loss too is that of ``masked_lm_logits``: 16 bits would make equal what is
-    not. Otherwise, as in training, logits have the type of the product.
+    If it counts, as in an evaluation, the logits are ``masked_lm_logits``, because 16 bits would make different logits
+    equal. Otherwise, as in training, logits have the type of the product.
 
-    The backward pass adds the decoder's gradient to ``decoder_gradient_VD``, if that is given, or writes it there, and hands
-    none on to autograd: it is in at least fp32, and the decoder may be a copy that asks for none.
+    If ``decoder_gradient_VD``, of at least fp32, is given, the backward pass adds the decoder's gradient to it, or
+    overwrites it, and returns none to autograd. The decoder may then be a copy that asks for no gradient.
     """
     decoder_VD = adding_gradient(decoder_VD, decoder_gradient_VD, overwrite)
     if not count_correct:
@@ -172,10 +171,10 @@ def masked_lm_loss(
 
 
 def adding_gradient(table: Tensor, gradient: Tensor | None, overwrite: bool = False) -> Tensor:
-    """Return a view of ``table`` whose gradient is added to ``gradient``, or written there; without it the table itself."""
+    """Return a view of ``table`` whose gradient is added to ``gradient``, or overwrites it; ``table`` itself without it."""
     if gradient is None:
         return table
-    # A copy that asks for no gradient has to ask for one, or the backward pass would not come here.
+    # A table that asks for no gradient has to ask for one, so that autograd runs the backward pass below.
     found = _Adding.apply(table if table.requires_grad else table.detach().requires_grad_(), gradient, overwrite)
     assert isinstance(found, Tensor)
     return found
@@ -194,15 +193,15 @@ class _Adding(torch.autograd.Function):
 
 
 def masked_lm_logits(hidden_MD: Tensor, decoder_VD: Tensor, bias_V: Tensor) -> Tensor:
-    """``hidden @ decoder.T + bias`` in at least fp32, [M, V].
+    """Return ``hidden @ decoder.T + bias`` in at least fp32, [M, V].
 
-    The operands are in the type of products (``compute_dtype``). These are added up in fp32 and never rounded to 16 bits,
-    and the bias is taken as it is.
+    The operands have the type of products (``compute_dtype``). Products are accumulated in fp32 and never rounded to 16
+    bits, and the bias keeps its type.
     """
     dtype = compute_dtype(hidden_MD)
     hidden_MD, decoder_VD = hidden_MD.to(dtype), decoder_VD.to(dtype)
     wide = torch.promote_types(dtype, torch.float32)
-    # A product with out_dtype has no derivative; casting up is as right, and keeps fp32 copies of both operands.
+    # A product with out_dtype has no derivative. Wide operands give the same result, but autograd keeps fp32 copies of both.
     differentiable = torch.is_grad_enabled() and (hidden_MD.requires_grad or decoder_VD.requires_grad)
     with torch.autocast(hidden_MD.device.type, enabled=False):
         if dtype != wide and not differentiable:
@@ -211,10 +210,10 @@ def masked_lm_logits(hidden_MD: Tensor, decoder_VD: Tensor, bias_V: Tensor) -> T
 
 
 def fp32_product(a_MK: Tensor, b_NK: Tensor, out: Tensor | None = None) -> Tensor:
-    """``a @ b.T`` of operands in 16 bits, added up and written in fp32: [M, N], without a gradient.
+    """Return ``a @ b.T`` of operands in 16 bits, accumulated and written in fp32: [M, N], without a gradient.
 
-    On a CPU, for which PyTorch has no such product, the operands are cast up. That is the same: a product of two numbers of
-    16 bits is exact in fp32.
+    PyTorch has no such product on a CPU. There the operands are cast to fp32, in which a product of two numbers of 16 bits
+    is exact.
     """
     if a_MK.is_cuda:
         return torch.mm(a_MK, b_NK.t(), out_dtype=torch.float32, out=out)
@@ -222,26 +221,23 @@ def fp32_product(a_MK: Tensor, b_NK: Tensor, out: Tensor | None = None) -> Tenso
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
-    """The type in which matrix products with ``x`` compute: autocast's where it is on, otherwise that of ``x``.
-
-    Autocast leaves fp64 alone.
-    """
+    """Return the type of products with ``x``: autocast's if it is on, except for fp64, otherwise the type of ``x``."""
     device = x.device.type
     casts = torch.is_autocast_enabled(device) and x.dtype != torch.float64
     return torch.get_autocast_dtype(device) if casts else x.dtype
 
 
 def correct_predictions(logits_MV: Tensor, labels_M: Tensor) -> Tensor:
-    """Count the rows that have the label as their largest logit, [] int64.
+    """Count the rows whose label has the largest logit, [] int64.
 
-    Of equal logits the one with the lowest index counts as the largest. A row with a NaN is never right.
+    Of equal logits the one with the lowest index counts as the largest. A row with a NaN is never correct.
     """
-    largest_M, predicted_M = logits_MV.detach().max(dim=-1)  # the first of equal ones, and NaN where there is one
-    # A NaN counts as the largest, so that a row with one could be right by chance.
+    largest_M, predicted_M = logits_MV.detach().max(dim=-1)  # the first of equal logits, and NaN if a row has one
+    # Tensor.max takes a NaN for the largest, so that its row could be correct by chance.
     return ((predicted_M == labels_M) & ~largest_M.isnan()).sum()
 
 
 def cross_entropy_sum(logits_NC: Tensor, labels_N: Tensor, ignore_index: int = -1) -> Tensor:
-    """Sum over N rows of the cross-entropy of C classes, [] in fp32, or in fp64 for fp64 logits."""
+    """Return the sum over N rows of the cross-entropy of C classes, [] in fp32, or in fp64 for fp64 logits."""
     logits_NC = logits_NC.to(torch.promote_types(logits_NC.dtype, torch.float32))
     return F.cross_entropy(logits_NC, labels_N, ignore_index=ignore_index, reduction="sum")

@@ -1,12 +1,11 @@
 # ruff: noqa: ANN001, ANN201, ANN202, ARG001
 # pyright: reportCallIssue=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
-"""Dense + bias + GELU: matrix products by cuBLAS, everything element-wise in one Triton pass each way.
+"""Dense + bias + GELU: matrix products by cuBLAS, and one Triton pass each way for the element-wise part.
 
 Shape legend in ``kernels/__init__.py``; R: rows of partial sums, one for each program that walks down the tokens.
 
-The product is kept without its bias (2 bytes an element in bf16, read once in the backward: a quarter of the time that
-computing it again would take at BERT-Large's sizes) and autograd keeps the operands of the product. The backward writes
-the product's gradient and sums it over the tokens in the same pass.
+The backward pass reads the saved product without its bias, which takes a quarter of the time of computing it again at
+BERT-Large's sizes. It writes the product's gradient and sums it over the tokens in the same pass.
 """
 
 import torch
@@ -18,22 +17,21 @@ from torch import Tensor
 from kernels.configuration import Configuration
 from kernels.triton.inputs import tensor_reasons
 
-# Tiles are wide, so that 128 threads read 16 bytes each along a row. A program of the backward walks down 64 tokens: at
-# 24,576 tokens x 4,096 that is 3,072 programs, and the partial sums are 2 % of what the pass moves and stay in the L2.
+# Tiles are wide, so that 128 threads read 16 bytes each along a row. A program of the backward pass walks down 64 tokens: at
+# 24,576 tokens x 4,096 that makes 3,072 programs, whose partial sums are 2 % of the traffic and stay in the L2 cache.
 _COLUMNS = 512
 _ROWS = 4
 _ROWS_A_PROGRAM = 64
 _WARPS = 4
 _STAGES = 2
 
-_VARYING = ["rows"]  # no number of tokens is compiled anew
+_VARYING = ["rows"]  # otherwise Triton compiles again for some numbers of tokens
 
 
 def dense_gelu(x_TD: Tensor, weight_FD: Tensor, bias_F: Tensor) -> Tensor:
-    """Return ``gelu(x @ weight.T + bias)`` in the tanh form that BERT is defined with, [T, F] in the product's dtype.
+    """Return ``gelu(x @ weight.T + bias)`` in BERT's tanh form, [T, F] in the product's dtype.
 
-    The product is taken by ``torch.nn.functional.linear`` and follows autocast; ``bias_F`` may have any dtype of the three
-    (bf16, fp16, fp32) and its gradient has the same.
+    The product follows autocast. ``bias_F`` may be bf16, fp16 or fp32, and its gradient has the same type.
     """
     return bias_gelu(F.linear(x_TD, weight_FD), bias_F)
 
@@ -45,11 +43,10 @@ def unsupported_reasons(*tensors: Tensor) -> list[str]:
 
 @triton.jit
 def gelu_gates(y):
-    """Sigmoid(2 u) and sigmoid(-2 u) with u = sqrt(2 / pi) (y + 0.044715 y^3).
+    """Return sigmoid(2 u) and sigmoid(-2 u) with u = sqrt(2 / pi) (y + 0.044715 y^3).
 
-    ``gelu(y) = y (1 + tanh u) / 2`` is ``y`` times the first.
-
-    Both to full relative precision, without the cancellation of ``1 - sigmoid`` and without an exponential that overflows.
+    ``gelu(y) = y (1 + tanh u) / 2`` is ``y`` times the first. Both have full relative precision, without the cancellation of
+    ``1 - sigmoid`` and without an exponential that overflows.
     """
     exponent = 1.5957691216057308 * y * (1.0 + 0.044715 * y * y)  # 2 u; the first factor is 2 sqrt(2 / pi)
     small = tl.exp(-tl.abs(exponent))
@@ -60,7 +57,7 @@ def gelu_gates(y):
 
 @triton.jit
 def gelu_derivative(y):
-    """Derivative of ``gelu(y)`` by ``y``."""
+    """Return the derivative of ``gelu(y)`` by ``y``."""
     gate, rest = gelu_gates(y)
     slope = 1.5957691216057308 * (1.0 + 3.0 * 0.044715 * y * y)
     # The product rule on y sigmoid(2 u), where sigmoid' = sigmoid(2 u) sigmoid(-2 u).
@@ -88,7 +85,7 @@ def _backward_kernel(
     output_gradient, product, bias, product_gradient, bias_partials, rows, columns,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, ROWS_A_PROGRAM: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of the product over [ROWS_A_PROGRAM, COLUMNS], and its sum over these rows in fp32."""
+    """Write the product's gradient over [ROWS_A_PROGRAM, COLUMNS], and its sum over these rows in fp32."""
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     in_columns = column < columns
     b = tl.load(bias + column, mask=in_columns, other=0.0).to(tl.float32)[None, :]
@@ -111,7 +108,7 @@ def _backward_kernel(
 
 @torch.library.custom_op("mlperf_bert::bias_gelu", mutates_args=())
 def bias_gelu(product_TF: Tensor, bias_F: Tensor) -> Tensor:
-    """Return ``gelu(product + bias)`` in the tanh form, [T, F] in the product's dtype. Saves both inputs, nothing else."""
+    """Return ``gelu(product + bias)`` in the tanh form, [T, F] in the product's dtype. Autograd saves only both inputs."""
     product_TF = product_TF.contiguous()
     output_TF = torch.empty_like(product_TF)
     rows, columns = product_TF.shape
@@ -124,7 +121,7 @@ def bias_gelu(product_TF: Tensor, bias_F: Tensor) -> Tensor:
 
 @torch.library.custom_op("mlperf_bert::bias_gelu_backward", mutates_args=())
 def _bias_gelu_backward(output_gradient_TF: Tensor, product_TF: Tensor, bias_F: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of the product [T, F] and of the bias [F], each in its own dtype."""
+    """Return the gradients of the product [T, F] and of the bias [F], each in its own dtype."""
     output_gradient_TF, product_TF = output_gradient_TF.contiguous(), product_TF.contiguous()
     product_gradient_TF = torch.empty_like(product_TF)
     rows, columns = product_TF.shape
@@ -137,14 +134,8 @@ def _bias_gelu_backward(output_gradient_TF: Tensor, product_TF: Tensor, bias_F: 
     return product_gradient_TF, bias_partials_RF.sum(0).to(bias_F.dtype)
 
 
-@bias_gelu.register_fake
-def _(product_TF: Tensor, bias_F: Tensor) -> Tensor:
-    return product_TF.new_empty(product_TF.shape)
-
-
-@_bias_gelu_backward.register_fake
-def _(output_gradient_TF: Tensor, product_TF: Tensor, bias_F: Tensor) -> tuple[Tensor, Tensor]:
-    return product_TF.new_empty(product_TF.shape), bias_F.new_empty(bias_F.shape)
+bias_gelu.register_fake(lambda product_TF, _bias_F: product_TF.new_empty(product_TF.shape))
+_bias_gelu_backward.register_fake(lambda _, *inputs: tuple(x.new_empty(x.shape) for x in inputs))
 
 
 def _setup_context(ctx, inputs, output) -> None:
@@ -159,8 +150,7 @@ bias_gelu.register_autograd(_backward, setup_context=_setup_context)
 
 
 def configurations() -> list[Configuration]:
-    """Return the kernels that BERT-Large runs: bf16, the bias in bf16 or, under autocast, in fp32."""
-
+    """Return the kernels that BERT-Large runs: in bf16, with a bias in bf16 or, under autocast, in fp32."""
     types = dict.fromkeys(("product", "output", "output_gradient", "product_gradient"), "*bf16")
     types |= {"bias_partials": "*fp32", "rows": "i32", "columns": "i32"}
     tile = {"ROWS": _ROWS, "COLUMNS": _COLUMNS, "ROWS_A_PROGRAM": _ROWS_A_PROGRAM}

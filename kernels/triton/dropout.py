@@ -1,11 +1,11 @@
-"""Dropout's draws in Triton, bit for bit those of ``kernels.reference.random``.
+"""Dropout's draws in Triton, equal to ``kernels.reference.random`` bit for bit.
 
-A draw decides for 16 neighbouring columns of a row, and what it decides are 16 bits of a word: numbers are compared with the
-threshold a bit at a time and all columns at once, which is a tenth of what a comparison for each would take.
+A draw decides for 16 neighbouring columns of a row, and returns 16 bits of a word. Numbers are compared with the threshold
+one bit at a time for all columns at once, which takes a tenth of the operations of a comparison for each column.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
-# ruff: noqa: ANN001, ANN201, ANN202  (what a kernel is given, and gives, has types of the compiler's own)
+# ruff: noqa: ANN001, ANN201, ANN202  (the compiler has its own types)
 
 import triton
 import triton.language as tl
@@ -22,13 +22,14 @@ _TIE_MULTIPLIER = tl.constexpr(TIE_MULTIPLIER)
 
 @triton.jit
 def draw_kept(seed, step, stream, threshold, rows, draws):
-    """Draw what is kept of 16 columns, a bit each: int32, of the shape to which ``rows`` and ``draws`` broadcast.
+    """Draw which of 16 columns are kept, one bit each: int32, of the shape to which ``rows`` and ``draws`` broadcast.
 
-    ``seed`` and ``step`` are the two numbers of the state, int64.
+    ``seed`` and ``step`` are the two int64 numbers of the dropout's state.
     """
     word_0, word_1, word_2, word_3 = _philox(seed, draws, stream, rows, step)
-    # Bits 16 to 31 of the words are the low halves of the numbers, bits 0 to 15 the high ones, both from low to high.
-    # The definition compares the tie's highest eight bits. So do all 32, as those of the limit after the eighth are 0.
+    # Bits 16 to 31 of the words are the low halves of the numbers and bits 0 to 15 the high halves, both from low to high.
+    # The definition compares the tie's highest eight bits; comparing all 32 is the same, because the limit's other bits are
+    # 0.
     tie = (word_0 ^ word_1 ^ word_2 ^ word_3) * tl.cast(_TIE_MULTIPLIER, tl.uint32)
     reached = tl.where(tie >= (threshold & 0xFF).to(tl.uint32) << 24, tl.cast(-1, tl.int32), 0).to(tl.uint32)
     limits = ~threshold
@@ -36,7 +37,7 @@ def draw_kept(seed, step, stream, threshold, rows, draws):
     limit_2, limit_3 = _limit(limits, 2), _limit(limits, 3)
     for half in tl.static_range(2):
         if half == 1:
-            reached >>= 16  # to the columns' places in the words' other halves
+            reached >>= 16  # to the columns' places in the other halves of the words
         reached = _majority(reached, word_0, limit_0)
         reached = _majority(reached, word_1, limit_1)
         reached = _majority(reached, word_2, limit_2)
@@ -46,23 +47,23 @@ def draw_kept(seed, step, stream, threshold, rows, draws):
 
 @triton.jit
 def _limit(limits, place: tl.constexpr):
-    """Return a bit of the low half of a byte, and of its high half, for each of 16 columns."""
+    """Return one bit of a byte's low half and one of its high half, each repeated for 16 columns."""
     low, high = -((limits >> 8 + place) & 1), -((limits >> 12 + place) & 1)
     return ((low << 16) | (high & 0xFFFF)).to(tl.uint32)
 
 
 @triton.jit
 def _majority(reached, word, limit):
-    """Compare one more bit: what is larger than the threshold's is reached, what equals it leaves it to the lower bits."""
+    """Compare one more bit: a bit above or below the threshold's decides, and an equal bit leaves it to the lower bits."""
     return (reached & word) | (reached & limit) | (word & limit)
 
 
 @triton.jit
 def _philox(seed, draws, stream, rows, step):
-    """Four words for each counter (draw, stream, row, step).
+    """Return four words for each counter (draw, stream, row, step).
 
-    Unlike Triton's own, it broadcasts late: two rounds of seven are of the rows or the draws alone. And a multiplication of
-    the GPU gives both halves of a product.
+    Unlike ``tl.philox`` it broadcasts late, so that two of seven rounds compute on rows or draws alone, and one
+    multiplication gives both halves of a product.
     """
     key_0, key_1 = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
     c0, c1, c2, c3 = draws.to(tl.uint32), stream.to(tl.uint32), rows.to(tl.uint32), step.to(tl.uint32)
@@ -78,7 +79,7 @@ def _philox(seed, draws, stream, rows, step):
 
 @triton.jit
 def _wide_product(word, MULTIPLIER: tl.constexpr):
-    """Product of 32-bit words in 64 bits, by the one instruction that the compiler would at times make two of."""
+    """Return the product of 32-bit words in 64 bits. In PTX, because the compiler sometimes uses two instructions."""
     if _INTERPRETED:
         return word.to(tl.uint64) * tl.cast(MULTIPLIER, tl.uint64)
     return tl.inline_asm_elementwise(

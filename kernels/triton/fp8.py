@@ -1,21 +1,20 @@
-# ruff: noqa: ANN001, ANN202, ARG001
+# ruff: noqa: ANN001, ANN202
 # pyright: reportCallIssue=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 # pyright: reportArgumentType=false
-"""FP8 casts in Triton: everything that is wanted of an input, in one pass over it.
+"""FP8 casts in Triton: the cast, its transpose and column sums in one pass over an input.
 
-A program reads a tile once, computes in fp32, and writes it as FP8 in rows, in FP8 transposed, and adds it up by columns, as
-far as asked. Bytes of memory traffic an element, of bf16 inputs:
+A program reads a tile once, computes in fp32, and writes the tile in FP8, its transpose and its column sums, as far as they
+are needed. Bytes of memory traffic for one element of bf16 inputs:
 
 | op | reads | writes |
 |---|---|---|
 | ``cast_fp8`` | 2 | 1 |
 | ``cast_transpose_fp8``, ``cast_transpose_into_fp8``, ``bias_gelu_cast_fp8`` | 2 | 2 |
 | ``cast_transpose_sum_fp8`` | 2 | 2, and 4 / 128 of partial sums, which are read again |
-| ``bias_gelu_backward_cast_fp8`` | 4 | as the one above |
+| ``bias_gelu_backward_cast_fp8`` | 4 | the same |
 
-(fp32 weights are read at 4; LAMB has left them in the cache.) The same contracts as in ``kernels.reference.fp8``, bit for
-bit where no GELU is computed: every product ``x * scale`` is one fp32 multiplication. Shape legend there; P: programs that
-walk along the rows.
+fp32 weights take 4 bytes, which LAMB has left in the cache. Results equal ``kernels.reference.fp8`` bit for bit, except
+after a GELU. Shape legend there; P: programs along the rows.
 """
 
 import torch
@@ -30,13 +29,13 @@ from kernels.triton.inputs import tensor_reasons
 from kernels.triton.quantize import POINTERS, SCALARS, aligned, cast_reasons, fp8_pair, quantized, raise_amax
 
 # A row of a tile is 128 bytes in bf16, 64 in FP8, and 128 in the transpose: whole sectors of memory. A thread has 32
-# elements and 48 to 75 registers: three or more blocks fit an SM. Neither this tile nor another has been timed.
+# elements and 48 to 75 registers, so that three or more blocks fit a multiprocessor. No tile has been timed.
 _ROWS = 128
 _COLUMNS = 64
 _WARPS = 8
 _STAGES = 1
 _ONCE = "evict_first"
-"""Hint for what has no reader soon, and would take the place of LAMB's next group in the L2 cache."""
+"""Eviction hint for data that is not read soon, which would push LAMB's next group out of the L2 cache."""
 
 
 @triton.jit(do_not_specialize_on_alignment=SCALARS)
@@ -81,9 +80,9 @@ def _tile(x, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EVICTION:
 
 @triton.jit
 def _places(x, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Pointers to this program's tile of [rows, columns], and which of them are inside.
+    """Return pointers to this program's tile of [rows, columns], and which of them are inside.
 
-    The tile's own start takes 64 bits, what is added to it 32, which saves registers.
+    Only the tile's start needs 64 bits. Offsets inside it have 32, which saves registers.
     """
     columns = aligned(columns)
     first_row, first_column = _first(columns, ROWS, COLUMNS)
@@ -94,7 +93,7 @@ def _places(x, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _first(columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """First row and column of this program's tile. Neighbours in time are neighbours in a row, and so in memory."""
+    """Return the first row and column of this program's tile. Consecutive programs are neighbours in a row."""
     across = tl.cdiv(columns, COLUMNS)
     return tl.program_id(0) // across * ROWS, tl.program_id(0) % across * COLUMNS
 
@@ -112,9 +111,9 @@ def _write(
     value, scale, amax, q, transposed, partials, rows, columns,
     LARGEST: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EVICTION: tl.constexpr,
 ):  # fmt: skip
-    """Write everything asked of a tile; ``transposed`` and ``partials`` may be None. ``amax`` points to its bits, int32."""
+    """Write all results of a tile; ``transposed`` and ``partials`` may be None. ``amax`` points to its bits, int32."""
     places, inside = _places(q, rows, columns, ROWS, COLUMNS)
-    # Outside, GELU of a bias is not zero, and must count for no amax and no sum; the transpose is filled up with zeros.
+    # Outside of the tensor, GELU of a bias is not zero, and must not count for amax, sums and the padded transpose.
     value = tl.where(inside, value, 0.0)
     raise_amax(amax, tl.max(value.to(tl.int32, bitcast=True) & 0x7FFFFFFF))
     cast = quantized(value * tl.load(scale), LARGEST, q.dtype.element_ty)
@@ -125,12 +124,12 @@ def _write(
     in_columns = first_column + column < columns
     if transposed is not None:
         transposed += first_column.to(tl.int64) * padded_rows
-        inside = in_columns[:, None] & (row < padded_rows)[None, :]  # products contract over the padding too
+        inside = in_columns[:, None] & (row < padded_rows)[None, :]  # products contract over the padding as well
         places = transposed + (column[:, None] * padded_rows + row[None, :])
         tl.store(places, tl.trans(cast), mask=inside, eviction_policy=EVICTION)
     if partials is not None:
         partials += (first_row // ROWS).to(tl.int64) * columns + first_column
-        tl.store(partials + column, tl.sum(value, axis=0), mask=in_columns)  # of what FP8 has not rounded
+        tl.store(partials + column, tl.sum(value, axis=0), mask=in_columns)  # before rounding to FP8
 
 
 @torch.library.custom_op("mlperf_bert::cast_fp8", mutates_args=("amax",))
@@ -151,7 +150,7 @@ def cast_transpose_fp8(x_RC: Tensor, scale: Tensor, amax: Tensor, dtype: torch.d
 
 @torch.library.custom_op("mlperf_bert::cast_transpose_into_fp8", mutates_args=("amax", "q_RC", "q_CR"))
 def cast_transpose_into_fp8(x_RC: Tensor, scale: Tensor, amax: Tensor, q_RC: Tensor, q_CR: Tensor) -> None:
-    """Write [R, C] and [C, padded(R)] in the type that they have; of a weight, which LAMB has left in the cache."""
+    """Write [R, C] and [C, padded(R)] of a weight, which LAMB has left in the cache, in the type of the results."""
     _launch(_cast_kernel, (x_RC,), scale, amax, q_RC, q_CR, None, EVICTION=_ONCE)
 
 
@@ -185,39 +184,21 @@ def bias_gelu_backward_cast_fp8(
     return q_TF, q_FT, partials_PF.sum(0)
 
 
-@cast_fp8.register_fake
-def _(x_RC: Tensor, scale: Tensor, amax: Tensor, dtype: torch.dtype) -> Tensor:
-    return x_RC.new_empty(x_RC.shape, dtype=dtype)
+# Fake functions, for tensors without values.
+cast_fp8.register_fake(lambda x_RC, _scale, _amax, dtype: x_RC.new_empty(x_RC.shape, dtype=dtype))
+cast_transpose_fp8.register_fake(lambda x_RC, _scale, _amax, dtype: fp8_pair(x_RC, dtype))
+cast_transpose_into_fp8.register_fake(lambda *_: None)
+cast_transpose_sum_fp8.register_fake(lambda x_RC, _scale, _amax, dtype: (*fp8_pair(x_RC, dtype), _sums(x_RC)))
+bias_gelu_cast_fp8.register_fake(lambda product_TF, *_: fp8_pair(product_TF, E4M3))
+bias_gelu_backward_cast_fp8.register_fake(lambda gradient_TF, *_: (*fp8_pair(gradient_TF, E5M2), _sums(gradient_TF)))
 
 
-@cast_transpose_fp8.register_fake
-def _(x_RC: Tensor, scale: Tensor, amax: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    return fp8_pair(x_RC, dtype)
-
-
-@cast_transpose_into_fp8.register_fake
-def _(x_RC: Tensor, *_: Tensor) -> None:
-    del x_RC
-
-
-@cast_transpose_sum_fp8.register_fake
-def _(x_RC: Tensor, scale: Tensor, amax: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    return *fp8_pair(x_RC, dtype), x_RC.new_empty(x_RC.shape[1], dtype=torch.float32)
-
-
-@bias_gelu_cast_fp8.register_fake
-def _(product_TF: Tensor, *_: Tensor) -> tuple[Tensor, Tensor]:
-    return fp8_pair(product_TF, E4M3)
-
-
-@bias_gelu_backward_cast_fp8.register_fake
-def _(output_gradient_TF: Tensor, *_: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    columns = output_gradient_TF.shape[1]
-    return *fp8_pair(output_gradient_TF, E5M2), output_gradient_TF.new_empty(columns, dtype=torch.float32)
+def _sums(x_RC: Tensor) -> Tensor:
+    return x_RC.new_empty(x_RC.shape[1], dtype=torch.float32)
 
 
 def _partials(x_RC: Tensor) -> Tensor:
-    """Room for the column sums of each row of tiles."""
+    """Allocate the column sums of each row of tiles."""
     return x_RC.new_empty((-(-len(x_RC) // _ROWS), x_RC.shape[1]), dtype=torch.float32)
 
 
@@ -231,7 +212,7 @@ def _launch(
     **options: str,
 ) -> None:
     rows, columns = q_RC.shape
-    assert columns % ALIGNMENT == 0  # as unsupported_reasons says
+    assert columns % ALIGNMENT == 0
     kernel[(-(-rows // _ROWS) * -(-columns // _COLUMNS),)](
         *(x.contiguous() for x in inputs), scale, amax.view(torch.int32), q_RC, *results, rows, columns,
         LARGEST=LARGEST[q_RC.dtype], ROWS=_ROWS, COLUMNS=_COLUMNS, num_warps=_WARPS, num_stages=_STAGES, **options,

@@ -1,22 +1,22 @@
 # pyright: reportCallIssue=false, reportAttributeAccessIssue=false, reportPrivateImportUsage=false
 """LAMB on flat buffers in Triton: the norm, one pass for the moments and the direction, one for the step.
 
-Shape legend in ``kernels/__init__.py``; besides, G segments, A of them adapted, and C chunks. A chunk is what one program
-works on: up to ``CHUNK`` neighbouring elements of one segment. Nothing is added atomically: equal inputs give equal results.
-What one program does is in ``kernels.triton.lamb_passes``.
+Shape legend in ``kernels/__init__.py``; besides, G segments, A of them adapted, and C chunks. A chunk is up to ``CHUNK``
+neighbouring elements of one segment, the work of one program. There are no atomic sums: equal inputs give equal results. The
+kernels are in ``kernels.triton.lamb_passes``.
 
-The step of a segment needs the norm of all its directions. Both passes are made of a few segments before the next ones, so
-that parameters and directions are still in the L2 cache when they are read again, and directions, which all groups keep in
-the same place, seldom leave it. Bytes of memory traffic a parameter of a group that fits:
+The step of a segment needs the norm of all its directions. Both passes run for a group of segments before the next group, so
+that parameters and directions are still in the L2 cache when they are read again. All groups keep directions in the same
+memory, which seldom leaves the cache. Bytes of memory traffic for one parameter of a group that fits:
 
 | pass | reads | writes |
 |---|---|---|
 | norm | gradient 4 | |
-| directions | parameter, gradient, momentum, variance: 16 | both moments 8; zeros 4, if the gradient needs them |
+| directions | parameter, gradient, momentum, variance: 16 | both moments 8; zeros 4, unless the gradient is overwritten |
 | step | | parameter 4, its copy 2 |
-| FP8 casts, in place of the copy | | both ways round 2 |
+| FP8 casts, in place of the copy | | cast and transpose 2 |
 
-That is 34 or 38; 46 or 50 of what does not fit. ``tests/kernels/triton/test_triton_lamb_traffic.py`` counts them.
+The sum is 34 or 38, and 46 or 50 for a group that does not fit.
 """
 
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ from kernels.triton.inputs import tensor_reasons
 from kernels.triton.lamb_passes import apply_kernel, direction_kernel, squares_kernel
 from kernels.triton.squares import sum_of_squares
 
-# A thread has 62 registers, and 32 warps are on a multiprocessor; twice as many elements leave room for 16.
+# A thread has 62 registers, so that 32 warps reside on a multiprocessor; with twice as many elements only 16 would.
 CHUNK = 2048
 ALIGNMENT = 16
 """Chunks start at multiples of this many elements, so that whole chunks are read in vectors of 16 bytes."""
@@ -43,8 +43,8 @@ WARPS = 8
 REDUCTION = 1024
 """Partial sums that are added at once."""
 GROUP = (1 << 22) + (1 << 16)
-"""Elements of the segments that are stepped together, unless one alone has more: a feed-forward weight of BERT-Large and the
-biases beside it. Their parameters and directions are 34 MB, where an A100's L2 cache has 40 MB and an H100's 50."""
+"""Most elements of a group of segments, unless one segment has more: a feed-forward weight of BERT-Large and the biases
+beside it. Their parameters and directions take 34 MB; the L2 cache has 40 MB on an A100 and 50 MB on an H100."""
 
 
 def lamb_step(
@@ -63,7 +63,6 @@ def lamb_step(
 
     The first call for some segments makes their table of chunks on the device: make one before capturing a graph.
     """
-    # Of the whole gradient, before any of it is touched: each chunk is clipped by it, or left out if it is not finite.
     norm = sum_of_squares(gradients_P).sqrt().float()
     chunks = _chunks(segments, parameters_P.device, GROUP)
     flat = parameters_P, gradients_P, state.momentum_P, state.variance_P, state.update_P
@@ -114,7 +113,6 @@ def unsupported_reasons(parameters_P: Tensor, *_: Any, **__: Any) -> list[str]:
 
 def configurations() -> list[Configuration]:
     """Return every kernel as it is launched."""
-
     types = dict.fromkeys(("parameters", "gradients", "momentum", "variance", "update", "partial_sums"), "*fp32")
     types |= {"norm": "*fp32", "learning_rate": "*fp32", "skipped": "*i64"}
     types |= dict.fromkeys(("squares", "root_correction", "epsilon_correction"), "*fp64")
@@ -136,22 +134,22 @@ def configurations() -> list[Configuration]:
 
 @dataclass(frozen=True)
 class _Chunks:
-    """Division of the flat buffers among programs; no chunk crosses a segment's bounds. All int32."""
+    """Division of the flat buffers among programs, in int32. No chunk crosses a segment's bounds."""
 
     table_C4: Tensor
-    """Of each chunk: its segment, its start in units of ``ALIGNMENT``, and the first and the end of the places after the
-    start that are the segment's. Only a segment's first and last chunk can be less than whole."""
+    """For each chunk its segment, its start in units of ``ALIGNMENT``, and the range of its elements that belong to the
+    segment. Only the first and last chunk of a segment can be partial."""
     traits_G2: Tensor
-    """Of each segment: its place among the adapted ones, or -1; and 1 where its gradient is overwritten, or 0."""
+    """For each segment its place among the adapted ones, or -1; and 1 if its gradient is overwritten, else 0."""
     spans_A2: Tensor
-    """Of each adapted segment: its first chunk, and the one after its last, counted from the first of its group."""
+    """For each adapted segment the range of its chunks, counted from the first chunk of its group."""
     groups: list[int]
     """First chunk, adapted segment and element of each group, one after the other, and then the ends of all three."""
 
 
 @lru_cache(maxsize=8)
 def _chunks(segments: LambSegments, device: torch.device, group: int | None = None) -> _Chunks:
-    """Divide segments into chunks, and into groups of up to ``group`` elements, or into one group."""
+    """Divide segments into chunks, and into groups of up to ``group`` elements; by default into one group."""
     rows: list[tuple[int, int, int, int]] = []
     traits: list[tuple[int, int]] = []
     spans: list[tuple[int, int]] = []
@@ -163,13 +161,13 @@ def _chunks(segments: LambSegments, device: torch.device, group: int | None = No
             groups += [len(rows), len(spans), start]
             filled = stop - start
         before = len(rows)
-        # From the last aligned place before the segment: what the chunk then has of its neighbour is masked.
+        # The first chunk starts at an aligned place. Elements of the segment before are masked.
         for chunk in range(start // ALIGNMENT * ALIGNMENT, stop, CHUNK):
             rows.append((segment, chunk // ALIGNMENT, max(start - chunk, 0), min(stop - chunk, CHUNK)))
         overwritten = bool(segments.overwritten) and segments.overwritten[segment]
         traits.append((len(spans) if segments.adapted[segment] else -1, overwritten))
         if segments.adapted[segment]:
-            spans.append((before - groups[-3], len(rows) - groups[-3]))  # partial sums are written anew for each group
+            spans.append((before - groups[-3], len(rows) - groups[-3]))  # each group overwrites the partial sums
     tables = (torch.tensor(values, dtype=torch.int32, device=device) for values in (rows, traits, spans))
     table_C4, traits_G2, flat_spans = tables
     return _Chunks(table_C4, traits_G2, flat_spans.view(-1, 2), [*groups, len(rows), len(spans), sum(segments.sizes)])
@@ -208,10 +206,9 @@ def _lamb_step(
     weight_decay: float,
     max_grad_norm: float,
 ) -> None:
-    """Step and cast group by group; directions of all groups are at the start of ``update_P``."""
+    """Step and cast group by group; all groups keep their directions at the start of ``update_P``."""
     vectors = parameters_P, gradients_P, momentum_P, variance_P, update_P, skipped
     numbers = _Numbers.of(norm, step, beta_1, beta_2, epsilon, weight_decay, max_grad_norm)
-    # Scratch for the largest group serves all: launches of one stream run one after another.
     squares_2A = parameters_P.new_empty(2, len(spans_A2), dtype=torch.float64)
     casts = [WeightCast(*each) for each in zip(starts, scales, amaxes, casts_NK, casts_KN, strict=True)]
     bounds = list(pairwise(zip(groups[::3], groups[1::3], groups[2::3], strict=True)))
@@ -220,16 +217,14 @@ def _lamb_step(
         own_C4, adapted = table_C4[first:stop], slice(first_adapted, stop_adapted)
         _launch_directions(vectors, partial_sums, squares_2A, (own_C4, traits_G2), spans_A2, adapted, numbers)
         _launch_apply(parameters_P, update_P, copies_P, squares_2A, own_C4, traits_G2, norm, learning_rate)
-        # Now, while weights are still in the cache. One of several segments has been stepped when the last one has.
+        # The weights are still in the cache. A weight of several segments is cast after its last segment's step.
         for cast in casts:
             if begin < cast.start + cast.q_NK.numel() <= end:
                 weight_NK = cast.weight(parameters_P)
                 cast_transpose_into_fp8(weight_NK, cast.scale, cast.amax, cast.q_NK, cast.q_KN)
 
 
-@_lamb_step.register_fake
-def _(parameters_P: Tensor, *_others: object) -> None:
-    del parameters_P
+_lamb_step.register_fake(lambda *_: None)
 
 
 @torch.library.custom_op(
@@ -263,10 +258,9 @@ def _lamb_directions(
     return squares_2A
 
 
-@_lamb_directions.register_fake
-def _(parameters_P: Tensor, *others: Any) -> Tensor:
-    spans_A2: Tensor = others[7]
-    return parameters_P.new_empty(2, len(spans_A2), dtype=torch.float64)
+_lamb_directions.register_fake(
+    lambda parameters_P, *others: parameters_P.new_empty(2, len(others[7]), dtype=torch.float64)
+)
 
 
 @torch.library.custom_op("mlperf_bert::lamb_apply", mutates_args=("parameters_P",))
@@ -282,13 +276,11 @@ def _lamb_apply(
     _launch_apply(parameters_P, update_P, None, squares_2A.contiguous(), table_C4, traits_G2, norm, learning_rate)
 
 
-@_lamb_apply.register_fake
-def _(parameters_P: Tensor, *_others: object) -> None:
-    del parameters_P
+_lamb_apply.register_fake(lambda *_: None)
 
 
 class _Numbers(NamedTuple):
-    """Arguments of the kernel of directions that are the same for all chunks."""
+    """Arguments of ``direction_kernel`` that are the same for all chunks."""
 
     norm: Tensor
     root_correction: Tensor
@@ -304,7 +296,7 @@ class _Numbers(NamedTuple):
     @classmethod
     def of(cls, norm: Tensor, step: Tensor, beta_1: float, beta_2: float, *others: float) -> "_Numbers":
         fast_1, fast_2 = beta_1 < 0.5, beta_2 < 0.5
-        # Subtracted here, in double precision; the nearer end is chosen as torch.lerp does, by its weight.
+        # 1 - beta in double precision; like torch.lerp, the kernel interpolates from the nearer end.
         weights = beta_1 if fast_1 else 1 - beta_1, beta_2 if fast_2 else 1 - beta_2
         return cls(norm, *bias_corrections(step, beta_1, beta_2), *weights, *others, fast_1, fast_2)
 
@@ -329,7 +321,7 @@ def _launch_directions(
         CHUNK=CHUNK, ALIGNMENT=ALIGNMENT, FAST_1=fast_1, FAST_2=fast_2, num_warps=WARPS, num_stages=1,
     )  # fmt: skip
     if adapted.start < adapted.stop:
-        own_squares = squares_2A.view(-1)[adapted.start :]  # the second row is A further on
+        own_squares = squares_2A.view(-1)[adapted.start :]  # the second row is A elements further
         squares_kernel[(adapted.stop - adapted.start,)](
             partial_sums, own_squares, spans_A2[adapted], chunks, len(spans_A2),
             REDUCTION=REDUCTION, num_warps=4, num_stages=1,
@@ -346,7 +338,6 @@ def _launch_apply(
     norm: Tensor,
     learning_rate: Tensor,
 ) -> None:
-    """Take the step of a group's chunks."""
     apply_kernel[(len(table_C4),)](
         parameters_P, update_P, copies_P, squares_2A, table_C4, traits_G2, norm, learning_rate, squares_2A.shape[1],
         CHUNK=CHUNK, ALIGNMENT=ALIGNMENT, num_warps=WARPS, num_stages=1,

@@ -1,16 +1,15 @@
 # pyright: reportCallIssue=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 # pyright: reportArgumentType=false
-# ruff: noqa: ANN001, ANN201, ANN202  (what a kernel is given, and gives, has types of the compiler's own)
-"""The kernels of ``kernels.triton.lamb``: what one program does with its chunk.
+# ruff: noqa: ANN001, ANN201, ANN202  (the compiler has its own types)
+"""The kernels of ``kernels.triton.lamb``; each program has one chunk.
 
-Parameters and directions are read again soon, and the rest is asked to leave the L2 cache first. A step begins with the
-chunks whose directions are the newest there.
+Parameters and directions are read again soon, so other data has hints to leave the L2 cache first.
 """
 
 import triton
 import triton.language as tl
 
-# Launches on a part of the chunks begin anywhere in tables, which must not make several kernels of one.
+# A group's launch begins anywhere in the tables. By default Triton would compile again for an aligned start.
 _TABLES = ["table", "traits", "spans", "squares"]
 
 
@@ -20,19 +19,19 @@ def direction_kernel(
     epsilon_correction, weight_1, weight_2, epsilon, weight_decay, max_grad_norm,
     CHUNK: tl.constexpr, ALIGNMENT: tl.constexpr, FAST_1: tl.constexpr, FAST_2: tl.constexpr,
 ):  # fmt: skip
-    """Moments and update direction of a chunk, and its sums of squared parameters and directions."""
+    """Write moments and update direction of a chunk, and its sums of squared parameters and directions."""
     segment, offsets, own, first, stop = _chunk(table, tl.program_id(0), CHUNK, ALIGNMENT)
     size = tl.load(norm)
     taken = _finite(size)
-    if tl.program_id(0) == 0 and tl.load(table + 1) == 0:  # of a step's launches the first
+    if tl.program_id(0) == 0 and tl.load(table + 1) == 0:  # the first launch of a step
         tl.store(skipped, tl.load(skipped) + tl.where(taken, 0, 1))
-    # Divisions and roots are rounded to nearest, as the definition's are: Triton's own are approximate.
+    # Triton's operators divide approximately; the definition rounds to nearest.
     clip = tl.div_rn(max_grad_norm, tl.maximum(size, max_grad_norm))
     root_factor = tl.load(root_correction).to(tl.float32)
     epsilon *= tl.load(epsilon_correction).to(tl.float32)
     decay = tl.where(tl.load(traits + 2 * segment) >= 0, weight_decay, 0.0)
     overwritten = tl.load(traits + 2 * segment + 1)
-    # Without a mask when the chunk is whole: with one, elements would be read one by one.
+    # With a mask, elements would be read one by one.
     if stop - first == CHUNK:
         _directions(
             parameters, gradients, momentum, variance, update, partial_sums, taken, clip, root_factor,
@@ -54,7 +53,7 @@ def _directions(
     weight = _load(parameters + offsets, mask, "")
     gradient = _load(gradients + offsets, mask, "evict_first") * clip
     mean, square = _load(momentum + offsets, mask, "evict_first"), _load(variance + offsets, mask, "evict_first")
-    # Selected, not multiplied by zero: a gradient that is not finite would go on being so.
+    # A product with zero would keep a gradient that is not finite.
     mean = tl.where(taken, _interpolated(mean, gradient, weight_1, FAST_1), mean)
     square = tl.where(taken, _interpolated(square, gradient * gradient, weight_2, FAST_2), square)
     tl.store(momentum + offsets, mean, mask=mask, eviction_policy="evict_first")
@@ -70,21 +69,20 @@ def _directions(
 
 @triton.jit
 def _interpolated(old, new, weight, FAST: tl.constexpr):
-    """Interpolate ``beta * old + (1 - beta) * new`` from the nearer end.
+    """Return ``beta * old + (1 - beta) * new``, interpolated from the nearer end.
 
-    ``weight`` is beta where FAST (beta below 0.5), else 1 - beta.
-
-    As sums of two products they drift: fp32(0.999) + fp32(0.001) is not 1, and the variance would become 1.3e-5 too large.
+    ``weight`` is beta if FAST (beta below 0.5), else 1 - beta. A sum of two products would drift: fp32(0.999) + fp32(0.001)
+    is not 1, and the variance would become 1.3e-5 too large.
     """
     if FAST:
         return new + weight * (old - new)
-    else:  # noqa: RET505  two traces of which one is compiled, not two ways out
+    else:  # noqa: RET505  Triton compiles one of the branches
         return old + weight * (new - old)
 
 
 @triton.jit(do_not_specialize_on_alignment=_TABLES)
 def squares_kernel(partial_sums, squares, spans, chunks, adapted, REDUCTION: tl.constexpr):
-    """Sums of squared parameters and directions of an adapted segment. ``squares`` has rows of ``adapted``."""
+    """Write the sums of squared parameters and directions of an adapted segment; ``squares`` is [2, ``adapted``]."""
     place = tl.program_id(0)
     begin, end = tl.load(spans + 2 * place), tl.load(spans + 2 * place + 1)
     weights, directions = tl.zeros((REDUCTION,), tl.float64), tl.zeros((REDUCTION,), tl.float64)
@@ -101,8 +99,8 @@ def apply_kernel(
     parameters, update, copies, squares, table, traits, norm, learning_rate, adapted,
     CHUNK: tl.constexpr, ALIGNMENT: tl.constexpr,
 ):  # fmt: skip
-    """Take the step of a chunk. ``squares`` has rows of ``adapted``; ``copies`` may be None."""
-    chunk = tl.num_programs(0) - 1 - tl.program_id(0)
+    """Take the step of a chunk; ``squares`` is [2, ``adapted``], and ``copies`` may be None."""
+    chunk = tl.num_programs(0) - 1 - tl.program_id(0)  # the newest directions in the cache first
     segment, offsets, own, first, stop = _chunk(table, chunk, CHUNK, ALIGNMENT)
     taken = _finite(tl.load(norm))
     step_size = tl.load(learning_rate).to(tl.float32)
@@ -129,13 +127,12 @@ def _apply(parameters, update, copies, taken, step_size, offsets, own, mask):
 
 @triton.jit
 def _finite(norm):
-    """Tell whether a norm is finite; NaN is not."""
     return norm < float("inf")
 
 
 @triton.jit
 def _chunk(table, chunk, CHUNK: tl.constexpr, ALIGNMENT: tl.constexpr):
-    """Segment of a chunk, offsets [CHUNK] in the flat buffers and in what this launch has, and which are the segment's."""
+    """Return a chunk's segment, its offsets [CHUNK] in the flat buffers and in the launch, and the range in the segment."""
     row = table + 4 * chunk
     start = tl.load(row + 1)
     places = tl.arange(0, CHUNK)
@@ -155,5 +152,5 @@ def _load(pointers, mask, EVICTION: tl.constexpr):
     """Load, with 0 where the mask is False; None stands for no mask."""
     if mask is None:
         return tl.load(pointers, eviction_policy=EVICTION)
-    else:  # noqa: RET505  two traces of which one is compiled, not two ways out
+    else:  # noqa: RET505  Triton compiles one of the branches
         return tl.load(pointers, mask=mask, other=0.0, eviction_policy=EVICTION)

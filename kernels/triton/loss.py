@@ -4,13 +4,10 @@
 
 Shape legend in ``kernels/__init__.py``; W: V rounded up, the width of a row of logits.
 
-A row of logits is read twice, the second time while it is still in the L2, and overwritten by its gradient before the
-upstream factor, which is known only in the backward and goes to the small tensors there: nothing of [M, V] is written twice.
-Rows are W apart so that each starts on a cache line, for the wide loads of this kernel and of the matrix products alike:
-30,522 is not even a multiple of four.
-
-In an evaluation, which counts correct predictions and writes no gradient, logits are fp32: 594 MB for 64 sequences with 76
-masked tokens each.
+A row of logits is read twice, the second time from the L2 cache, and overwritten by its gradient. The upstream factor is
+known only in the backward pass, which multiplies small tensors by it, so that nothing of size [M, V] is written twice. Rows
+are W elements apart so that each starts on a cache line; 30,522 is not even a multiple of four. In an evaluation, which
+counts correct predictions and writes no gradient, logits are fp32.
 """
 
 from typing import Any, NamedTuple
@@ -35,7 +32,8 @@ class _Tile(NamedTuple):
     stages: int
 
 
-# Wide rows: 16 bytes a thread and load; 16 warps, so that the rows at work at one time (61 KB each in bf16) fit the L2.
+# 16 bytes for each thread and load; 16 warps, so that the rows of all resident programs (61 KB each in bf16) fit the L2
+# cache.
 _WIDE = _Tile(columns=4096, warps=16, stages=1)
 _NARROW = _Tile(columns=1024, warps=4, stages=1)
 
@@ -50,13 +48,11 @@ def masked_lm_loss(
     decoder_gradient_VD: Tensor | None = None,
     overwrite: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Sum of the cross-entropies of the masked tokens, and how many have the label as their largest logit.
+    """Return the sum of the masked tokens' cross-entropies, fp32 [], and the number of correct predictions, int64 [].
 
-    Rows whose label is ``ignore_index`` count for nothing; any other label outside 0 to V - 1 makes the loss NaN. The
-    products follow autocast; logits have their type, or fp32 where correct predictions are counted. Saved for the backward:
-    the two operands and the gradient of the logits, [M, V] in the type of the logits; without gradients nothing is saved or
-    written. What is added to ``decoder_gradient_VD`` is never rounded to 16 bits.
-    Returns (loss [] in fp32, correct [] int64 or None as ``count_correct`` says).
+    A label outside 0 to V - 1, other than ``ignore_index``, makes the loss NaN. Products follow autocast; logits have their
+    type, or fp32 if correct predictions are counted. With gradients the forward pass saves the two operands and the gradient
+    of the logits, [M, W] in the type of the logits. The gradient is added to ``decoder_gradient_VD`` without rounding.
     """
     dtype = compute_dtype(hidden_MD)
     hidden_MD, decoder_VD = hidden_MD.to(dtype), decoder_VD.to(dtype)
@@ -76,7 +72,7 @@ def unsupported_reasons(hidden_MD: Tensor, decoder_VD: Tensor, bias_V: Tensor, *
 def _load(logits, bias, column, vocabulary, width):
     """Load logits with their bias in fp32, -inf past the vocabulary.
 
-    Not kept in the L1, where the bias of all rows shall stay.
+    Logits bypass the L1 cache, which keeps the bias for the next rows.
     """
     inside = column < width
     x = tl.load(logits + column, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
@@ -89,7 +85,7 @@ def _kernel(
     logits, bias, labels, losses, correct, vocabulary, width, ignore_index,
     WITH_GRADIENT: tl.constexpr, COUNT_CORRECT: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Compute a row's loss, whether its label is first, and overwrite its logits by the gradient of its loss."""
+    """Compute a row's loss, and whether it is correct, and overwrite its logits by the gradient of its loss."""
     row = tl.program_id(0)
     logits += row.to(tl.int64) * width
     label = tl.load(labels + row).to(tl.int32)
@@ -103,11 +99,11 @@ def _kernel(
                 tl.store(logits + column, tl.zeros([COLUMNS], tl.float32), mask=column < width)
     else:
         known = (label >= 0) & (label < vocabulary)
-        # Read before the row is overwritten. An unknown label makes it NaN, and so the loss.
+        # An unknown label makes it NaN, and so the loss.
         label_logit = tl.load(logits + label, mask=known, other=float("nan")).to(tl.float32)
         label_logit += tl.load(bias + label, mask=known, other=0.0).to(tl.float32)
         largest = label_logit
-        # By columns of a tile: added up over the threads once, after the loop.
+        # One sum for each column of a tile; the threads add theirs after the loop.
         total = tl.zeros([COLUMNS], tl.float32)
         beaten = tl.zeros([COLUMNS], tl.int32)
         for start in range(0, width, COLUMNS):
@@ -118,7 +114,7 @@ def _kernel(
             total = total * tl.exp(before - largest) + tl.exp(x - largest)
             if COUNT_CORRECT:
                 behind = (x < label_logit) | ((x == label_logit) & (column >= label))
-                beaten |= tl.where(behind, 0, 1)  # what is not behind is ahead, NaN included
+                beaten |= tl.where(behind, 0, 1)  # a NaN beats the label
         summed = tl.sum(total, axis=0)
         tl.store(losses + row, largest - label_logit + tl.log(summed))
         if COUNT_CORRECT:
@@ -143,15 +139,15 @@ def _masked_lm_loss(
     decoder_gradient_VD: Tensor | None = None,
     overwrite: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Loss [] fp32, correct [] int64, and the gradient of the loss by the logits, [M, W], 0 past V.
+    """Return the loss [] fp32, correct [] int64, and the gradient of the loss by the logits, [M, W], 0 past V.
 
-    Without counting ``correct`` is [0], without gradient the last is [0, W]. The last two arguments are for the backward
-    pass alone.
+    Without counting ``correct`` is [0]; without a gradient the last result is [0, W]. Only the backward pass uses the last
+    two arguments.
     """
     rows, vocabulary = len(hidden_MD), len(decoder_VD)
     logits_MW = hidden_MD.new_empty((rows, _width(vocabulary)), dtype=_logits_dtype(hidden_MD, count_correct))
     width = logits_MW.shape[1]
-    # Columns from V to W are left as they are in memory: the kernel takes them for -inf.
+    # Columns from V to W stay uninitialized; the kernel replaces them by -inf.
     if logits_MW.dtype == hidden_MD.dtype:
         torch.mm(hidden_MD, decoder_VD.t(), out=logits_MW[:, :vocabulary])
     else:
@@ -159,7 +155,7 @@ def _masked_lm_loss(
     losses_M = hidden_MD.new_empty(rows, dtype=torch.float32)
     correct_M = hidden_MD.new_empty(rows if count_correct else 0, dtype=torch.int32)
     tile = _tile(vocabulary)
-    padded_bias_W = F.pad(bias_V, (0, width - vocabulary))  # one mask for both loads
+    padded_bias_W = F.pad(bias_V, (0, width - vocabulary))  # so that both loads share a mask
     _kernel[(rows,)](
         logits_MW, padded_bias_W, labels_M.contiguous(), losses_M, correct_M,
         vocabulary, width, ignore_index, WITH_GRADIENT=with_gradient, COUNT_CORRECT=count_correct,
@@ -174,12 +170,10 @@ def _masked_lm_loss(
 def _masked_lm_loss_backward(
     upstream: Tensor, logits_gradient_MW: Tensor, hidden_MD: Tensor, decoder_VD: Tensor, bias_V: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradient of hidden [M, D], hidden scaled as the decoder's gradient needs it, and gradient of bias [V].
+    """Return the gradient of hidden [M, D], hidden times ``upstream`` for the decoder's gradient, and the bias gradient [V].
 
-    Each has the dtype of what it is of; ``upstream`` is [] in fp32.
-
-    The sum for the bias reads the logits' gradient once more. Adding it up in the first kernel would take an atomic addition
-    an element, which moves more than the 2 bytes an element of this.
+    The results have the types of hidden and bias; ``upstream`` is [] in fp32. The bias gradient reads the logits' gradient
+    once more, which moves less memory than atomic additions in the first kernel would.
     """
     logits_gradient_MV = logits_gradient_MW[:, : len(decoder_VD)]
     hidden_gradient_MD = _scaled(torch.mm(_factor(logits_gradient_MW, decoder_VD), decoder_VD), upstream)
@@ -188,17 +182,16 @@ def _masked_lm_loss_backward(
 
 
 def _factor(logits_gradient_MW: Tensor, decoder_VD: Tensor) -> Tensor:
-    """[M, V] in the type of products; it is fp32 where correct predictions were counted."""
+    """Return the gradient [M, V] in the type of products; it is fp32 if correct predictions were counted."""
     return logits_gradient_MW[:, : len(decoder_VD)].to(decoder_VD.dtype)
 
 
 def _scaled(x: Tensor, factor: Tensor) -> Tensor:
-    """Scale in fp32 and round once: in one pass, because a factor of one dimension takes part in promotion."""
+    """Scale in fp32 and round once, in one pass: a factor with a dimension takes part in type promotion."""
     return torch.mul(x, factor.reshape(1), out=x.new_empty(x.shape))
 
 
 def _logits_dtype(hidden_MD: Tensor, count_correct: bool) -> torch.dtype:
-    """Return the dtype by the definition's rule: what is counted has not been rounded to 16 bits."""
     return torch.float32 if count_correct else hidden_MD.dtype
 
 
@@ -221,20 +214,20 @@ def _(hidden_MD: Tensor, decoder_VD: Tensor, *others: Any) -> tuple[Tensor, Tens
     )
 
 
-@_masked_lm_loss_backward.register_fake
-def _(
-    _upstream: Tensor, _gradient: Tensor, hidden_MD: Tensor, _decoder_VD: Tensor, bias_V: Tensor
-) -> tuple[Tensor, ...]:
-    return tuple(x.new_empty(x.shape) for x in (hidden_MD, hidden_MD, bias_V))
+_masked_lm_loss_backward.register_fake(
+    lambda _upstream, _gradient, hidden_MD, _decoder_VD, bias_V: tuple(
+        x.new_empty(x.shape) for x in (hidden_MD, hidden_MD, bias_V)
+    )
+)
 
 
 def _setup_context(ctx, inputs, output) -> None:
     hidden_MD, decoder_VD, bias_V, *_, decoder_gradient_VD, overwrite = inputs
     _, correct, logits_gradient_MW = output
     ctx.mark_non_differentiable(correct, logits_gradient_MW)
-    ctx.set_materialize_grads(False)  # or zeros of [M, W] would be written for the output that nobody uses
+    ctx.set_materialize_grads(False)  # otherwise autograd makes zeros of [M, W] as a gradient
     ctx.save_for_backward(logits_gradient_MW, hidden_MD, decoder_VD, bias_V)
-    # Not saved: autograd would refuse a pass after another one has added to it.
+    # Autograd would refuse a saved tensor that another backward pass has changed.
     ctx.decoder_gradient, ctx.overwrite = decoder_gradient_VD, overwrite
 
 
@@ -255,8 +248,7 @@ _masked_lm_loss.register_autograd(_backward, setup_context=_setup_context)
 
 
 def configurations() -> list[Configuration]:
-    """Return what BERT-Large runs: logits bf16 in training and fp32 in evaluation, bias bf16 or, under autocast, fp32."""
-
+    """Return the kernels of BERT-Large: logits in bf16 for training and fp32 for evaluation, a bias in bf16 or fp32."""
     types = {"labels": "*i64", "losses": "*fp32", "correct": "*i32"}
     types |= dict.fromkeys(("vocabulary", "width", "ignore_index"), "i32")
     return [

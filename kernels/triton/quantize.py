@@ -1,6 +1,6 @@
 # ruff: noqa: ANN001, ANN201, ANN202
 # pyright: reportCallIssue=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
-"""FP8 in Triton: what every kernel that casts has in common."""
+"""Parts of Triton kernels that cast to FP8."""
 
 import torch
 import triton
@@ -12,13 +12,13 @@ from kernels.reference.fp8 import ALIGNMENT, E4M3, E5M2, capability_reasons, pad
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 POINTERS = {E4M3: "*fp8e4nv", E5M2: "*fp8e5"}
-"""Types of pointers, by those of tensors."""
-# Scale and amax are elements of vectors: their addresses are aligned or not, and that must not make two kernels of one.
+"""Triton pointer type for each torch dtype."""
+# Scale and amax are elements of vectors, with any alignment. By default Triton would compile again for aligned ones.
 SCALARS = ["scale", "amax"]
 
 
 def fp8_pair(x_RC: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Room for the cast and for its transpose."""
+    """Allocate a cast and its transpose."""
     rows, columns = x_RC.shape
     return x_RC.new_empty((rows, columns), dtype=dtype), x_RC.new_empty((columns, padded(rows)), dtype=dtype)
 
@@ -33,7 +33,7 @@ def cast_reasons(x_RC: Tensor) -> list[str]:
 
 @triton.jit
 def aligned(size):
-    """Round up to a multiple of 16, which the compiler sees that it is: memory is read and written 16 bytes at a time."""
+    """Round up to a multiple of 16 in a form that the compiler recognises, so that it accesses 16 bytes at a time."""
     return (size + 15) // 16 * 16
 
 
@@ -41,8 +41,8 @@ def aligned(size):
 def raise_amax(amax, largest):
     """Raise ``amax`` to the bits of a magnitude, both int32.
 
-    Magnitudes order like their bits, infinity above all numbers and every NaN above infinity. An amax that is out of date is
-    only ever too small, and then the atomic decides: most programs need none.
+    Magnitudes order like their bits, with infinity above all numbers and NaN above infinity. An outdated amax is too small,
+    so that comparing it first skips the atomic in most programs and never wrongly.
     """
     tl.atomic_max(amax, largest, mask=largest > tl.load(amax), sem="relaxed")
 
@@ -52,11 +52,10 @@ def cast_rows(
     value, scale, amax, q, transposed, sums, start, rows, stop, tokens,
     STRIDE: tl.constexpr, SIZE: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
-    """Cast fp32 ``value`` [rows, SIZE]: those of ``rows`` below ``stop``, counted from row ``start`` on.
+    """Cast fp32 ``value`` [rows, SIZE] for ``rows`` below ``stop``, which count from row ``start``.
 
-    ``q`` points to a column of [tokens, STRIDE], ``transposed`` to a row of [STRIDE, tokens rounded up to 16], ``sums``, if
-    there are to be sums of columns, to SIZE of them. Where a sequence starts is no multiple of anything: what is transposed
-    is written a byte a thread, 32 neighbours at once.
+    ``q`` points to a column of [tokens, STRIDE], ``transposed`` to a row of [STRIDE, tokens rounded up to 16], and ``sums``,
+    which may be None, to SIZE sums of columns.
     """
     live, column = rows < stop, tl.arange(0, SIZE)
     value = tl.where(live[:, None], value, 0.0)
@@ -74,7 +73,7 @@ def cast_rows(
 def cast_zeros(
     q, transposed, start, tokens, step, STRIDE: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Zero every ``step``-th block of rows from ``start`` to the end, and to that of the transpose, which is padded."""
+    """Write zeros to every ``step``-th block of rows from ``start`` on, and to the transpose, including its padding."""
     padded, column = aligned(tokens), tl.arange(0, SIZE)
     for first in range(0, padded - start, step):
         rows = start + first + tl.arange(0, BLOCK).to(tl.int64)
@@ -89,7 +88,7 @@ def cast_zeros(
 def quantized(value, LARGEST: tl.constexpr, DTYPE: tl.constexpr):
     """Quantize ``value`` to FP8: rounded to nearest even, saturated; NaN stays NaN."""
     value = tl.clamp(value, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
-    # The interpreter's own conversion does not round to even, and makes a number of NaN.
+    # The interpreter's own conversion does not round to even, and converts NaN to a number.
     return _fp8_bits(value, DTYPE).to(DTYPE, bitcast=True) if _INTERPRETED else value.to(DTYPE)
 
 
@@ -99,7 +98,7 @@ def _fp8_bits(value, DTYPE: tl.constexpr):
     MANTISSA: tl.constexpr = DTYPE.fp_mantissa_width
     bits = value.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
-    # Adding 2^23 times the distance between neighbouring FP8 numbers leaves no room for what lies between them.
+    # Adding 2^23 times the distance between neighbouring FP8 numbers rounds to one of them.
     smallest = 128 - DTYPE.exponent_bias  # exponent field, in fp32, of the smallest normal number
     exponent = tl.maximum(magnitude >> 23, smallest)
     large = (exponent + (23 - MANTISSA)) << 23

@@ -2,8 +2,8 @@
 # ruff: noqa: ANN001, ANN202
 """The sum of the squares of a long vector in Triton, in double precision.
 
-Shape legend in ``kernels/__init__.py``; besides, B blocks. Memory decides its time on GPUs for data centres and, with a
-conversion and a product in fp64 for four bytes, on others too. Nothing is added atomically: equal inputs give equal sums.
+Shape legend in ``kernels/__init__.py``; besides, B blocks. Memory bandwidth limits it. There are no atomic sums: equal
+inputs give equal results.
 """
 
 import torch
@@ -19,7 +19,7 @@ WARPS = 8
 
 
 def sum_of_squares(vector_P: Tensor) -> Tensor:
-    """Do what ``kernels.reference.lamb.sum_of_squares`` does, of an fp32 vector."""
+    """Return the sum of the squares of an fp32 vector, fp64 []."""
     return _partial_sums(vector_P).sum()
 
 
@@ -30,7 +30,6 @@ def unsupported_reasons(vector_P: Tensor) -> list[str]:
 
 def configurations() -> list[Configuration]:
     """Return the kernel as it is launched."""
-
     types = {"vector": "*fp32", "partial_sums": "*fp64", "size": "i32"}
     return [Configuration.of("fp32", _kernel, types, {"BLOCK": BLOCK}, WARPS, 1)]
 
@@ -46,9 +45,7 @@ def _partial_sums(vector_P: Tensor) -> Tensor:
     return partial_sums_B
 
 
-@_partial_sums.register_fake
-def _(vector_P: Tensor) -> Tensor:
-    return vector_P.new_empty(-(-len(vector_P) // BLOCK), dtype=torch.float64)
+_partial_sums.register_fake(lambda vector_P: vector_P.new_empty(-(-len(vector_P) // BLOCK), dtype=torch.float64))
 
 
 @triton.jit
@@ -56,6 +53,6 @@ def _kernel(vector, partial_sums, size, BLOCK: tl.constexpr):
     """Sum the squares of a block."""
     start = tl.program_id(0).to(tl.int64) * BLOCK
     offsets = start + tl.arange(0, BLOCK)
-    # evict_first: of BERT-Large's 1.3 GB nothing stays in the cache until it is read again.
+    # BERT-Large's 1.3 GB do not fit the cache.
     x = tl.load(vector + offsets, mask=offsets < size, other=0.0, eviction_policy="evict_first").to(tl.float64)
     tl.store(partial_sums + tl.program_id(0), tl.sum(x * x))

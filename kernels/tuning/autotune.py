@@ -30,8 +30,7 @@ from kernels.tuning.request import Arguments, CallKind
 Work = Callable[[], None]
 Timing = Callable[[Callable[[], object]], float]
 
-_LAST_RESORT = "reference"
-"""The definition, which takes seconds at full size."""
+_LAST_RESORT = "reference"  # takes seconds at full size
 _LOG = logging.getLogger(__name__)
 
 
@@ -43,9 +42,9 @@ class KernelChoice:
     signature: str
     label: str
     milliseconds: dict[str, float]
-    """Median of each implementation that ran; the implementation to take comes first, the rest by time."""
+    """Median of each implementation that ran: first the chosen one, then the others by time."""
     errors: dict[str, str]
-    """Why implementations did not run, or could not be captured."""
+    """Reasons why implementations did not run, or could not be captured."""
 
     def __str__(self) -> str:
         times = [f"{name} {milliseconds:.3g} ms" for name, milliseconds in self.milliseconds.items()]
@@ -77,7 +76,7 @@ def observed() -> Iterator[list[CallKind]]:
 
 
 def run_once(work: Work) -> Work:
-    """Run ``work``, and return it as its own repetition: for steps that are not captured."""
+    """Run ``work`` and return it: the ``repeatable`` of steps that are not captured."""
     work()
     return work
 
@@ -85,19 +84,18 @@ def run_once(work: Work) -> Work:
 def tune(
     requests: Iterable[CallKind], repeatable: Callable[[Work], Work] = run_once, timed: Timing | None = None
 ) -> list[KernelChoice]:
-    """Measure the requests for which there is a choice. One process of a run calls it; all apply what it returns.
+    """Measure the kinds of call for which there is a choice. One process of a run calls this; all apply the result.
 
     Args:
-        requests: the kinds of call; those of ops that the run has asked an implementation for are skipped.
-        repeatable: runs a function and returns its repetition as the run will make it, such as the replay of its CUDA graph.
+        requests: the kinds of call. Ops with an explicit choice are skipped.
+        repeatable: runs a function and returns another that repeats it as the run will, such as by replaying its CUDA graph.
             An implementation for which it raises is dropped.
-        timed: returns the seconds of a call; by default a ``Timer`` on the request's device.
+        timed: returns the seconds of a call; by default a ``Timer`` on the call's device.
     """
     requests = list(requests)
-    # Encoder layers in FP8 use attention that makes their casts if the implementation can. Otherwise the casts are passes of
-    # their own, and their time counts for that implementation.
+    # In FP8, Triton's attention also makes the casts that encoder layers need. For other implementations the casts are
+    # separate passes, whose time counts as well.
     in_fp8 = any(request.op == attention_cast_fp8.name for request in requests)
-    # Two layers often make the same kind of call.
     kinds = {(request.op, request.signature): request for request in requests if OPS[request.op].asked == AUTO}
     choices = []
     for request in kinds.values():
@@ -109,7 +107,7 @@ def tune(
 
 
 def apply(choices: Iterable[KernelChoice]) -> None:
-    """Make ``auto`` take what was measured to be fastest, and nothing that failed, in place of earlier choices."""
+    """Make ``auto`` take the fastest implementations and none that failed, in place of earlier choices."""
     choices = list(choices)
     for op in OPS.values():
         of_op = [choice for choice in choices if choice.op == op.name]
@@ -120,15 +118,15 @@ def apply(choices: Iterable[KernelChoice]) -> None:
 def _measure(
     request: CallKind, run: Callable[..., None], repeatable: Callable[[Work], Work], timed: Timing | None
 ) -> KernelChoice | None:
-    """Time the implementations that the run may use; return None if there is no choice, or too little memory for it.
+    """Time the implementations that the run may use; return None if there is no choice, or too little memory to measure.
 
-    Random states are the same afterwards, and cached memory is given back.
+    Restores random states and frees cached memory.
     """
     devices = [request.device] if request.device.type == "cuda" else []
     works: dict[str, Work] = {}
     errors: dict[str, str] = {}
     try:
-        # fork_rng of the device and the CPU only: forking all devices would make a context on each.
+        # By default fork_rng would make a context on each device.
         with torch.random.fork_rng(devices):
             arguments = request.arguments()
             candidates = _candidates(request, arguments)
@@ -141,14 +139,14 @@ def _measure(
                     works[each.name] = repeatable(partial(run, each, request, arguments))
                 except torch.OutOfMemoryError:
                     raise
-                except Exception as error:  # an error of a library must not stop the run
+                except Exception as error:  # a library's error must not stop the run
                     errors[each.name] = _first_line(error)
                     _LOG.warning("%s=%s is not used: %s", request.op, each.name, errors[each.name])
             if len(works) == 1 and not errors:
                 return None
             seconds = medians(works, timed or Timer(request.device))
             works.clear()
-            del arguments  # so that empty_cache below returns their memory
+            del arguments  # so that empty_cache below frees their memory
     except torch.OutOfMemoryError:
         _LOG.warning("%s is not measured: too little memory is left for its arguments", request.label)
         return None
@@ -162,7 +160,7 @@ def _measure(
 
 
 def _candidates(request: CallKind, arguments: Arguments) -> list[Implementation]:
-    """Return the implementations that the run may use for such a call, the definition last, without Triton's interpreter."""
+    """Return the implementations that the run may use for such a call, up to the definition."""
     op = OPS[request.op]
     args, kwargs = arguments
     order = op.order(device_type(*args, **kwargs))
@@ -174,7 +172,7 @@ def _candidates(request: CallKind, arguments: Arguments) -> list[Implementation]
 
 
 def _run(implementation: Implementation, request: CallKind, arguments: Arguments) -> None:
-    """Make one call, and compute the gradients of its result if the call asks for gradients."""
+    """Make one call, and compute its gradients if the call asks for them."""
     args, kwargs = arguments
     with request.state():
         returned = implementation.function(request.op)(*args, **kwargs)
@@ -205,7 +203,7 @@ def _run_between_fp8_products(implementation: Implementation, request: CallKind,
 
 
 def _first_line(error: BaseException) -> str:
-    # The end of a capture that failed raises an error of its own, which does not name the cause.
+    # A failed capture ends with another error, which does not name the cause.
     while error.__context__ is not None:
         error = error.__context__
     line = str(error).strip().partition("\n")[0]

@@ -1,4 +1,4 @@
-"""Times of functions on a device."""
+"""Timing of functions on a device."""
 
 import statistics
 import time
@@ -10,11 +10,11 @@ SAME = 0.03
 """Times that differ by less than this fraction count as equal."""
 ROUNDS = 11
 HEAD_START_CYCLES = 2_000_000
-"""About a millisecond in which the device waits while the host queues the work, so that launch latency does not count."""
+"""The device waits for about a millisecond while the host queues the work, so that launch latency does not count."""
 
 
 def fastest(seconds: Mapping[str, float]) -> str:
-    """Return the first name, in order, whose time is as good as the best."""
+    """Return the first name, in order, whose time equals the best one to within ``SAME``."""
     best = min(seconds.values())
     return next(name for name, each in seconds.items() if each <= best * (1 + SAME))
 
@@ -22,7 +22,7 @@ def fastest(seconds: Mapping[str, float]) -> str:
 def medians(
     works: Mapping[str, Callable[[], object]], timed: Callable[[Callable[[], object]], float]
 ) -> dict[str, float]:
-    """Return the median seconds of each function. The functions take turns, so that a change of clocks affects all."""
+    """Return the median seconds of each function. They take turns, so that a change of clocks affects all of them."""
     samples: dict[str, list[float]] = {name: [] for name in works}
     for _ in range(ROUNDS):
         for name, work in works.items():
@@ -31,7 +31,7 @@ def medians(
 
 
 def flush_buffer(device: torch.device) -> torch.Tensor:
-    """Return a tensor so large that writing it leaves nothing else in a GPU's L2 cache."""
+    """Return a tensor that is large enough to evict everything else from a GPU's L2 cache."""
     cache_bytes = int(getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0)) or 128 * 2**20
     return torch.empty(2 * cache_bytes, dtype=torch.int8, device=device)
 
@@ -46,7 +46,7 @@ class Timer:
             self._start, self._stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
 
     def __call__(self, work: Callable[[], object]) -> float:
-        """Return the seconds that ``work`` takes; on a GPU with a cold L2 cache and the host ahead of the device."""
+        """Return the seconds that ``work`` takes; on a GPU with a cold L2 cache, and with the work queued in advance."""
         if not self._on_gpu:
             begun = time.perf_counter()
             work()

@@ -1,4 +1,4 @@
-"""Inputs of a model's size for every op, to ask an implementation about and to measure it with.
+"""Example inputs for every op, to measure implementations with and to ask whether they can be used.
 
 Shape legend in ``kernels/__init__.py``.
 """
@@ -16,10 +16,10 @@ from kernels.reference.random import Dropout
 
 @dataclass(frozen=True)
 class Size:
-    """Sizes of the model and batch whose inputs these are; the default is BERT-Large with 96 sequences of Wikipedia."""
+    """Sizes of a model and its batch; the default is BERT-Large with 96 sequences of Wikipedia."""
 
     lengths: tuple[int, ...] = (256,) * 96
-    """Tokens of each sequence; a length may be 0."""
+    """Tokens of each sequence, which may be 0."""
     max_seqlen: int = 512
     masked: int = 3648
     hidden: int = 1024
@@ -29,8 +29,6 @@ class Size:
 
 
 SMALL = Size(lengths=(12,) * 4, max_seqlen=16, masked=6, hidden=128, heads=2, intermediate=256, vocabulary=512)
-
-
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 

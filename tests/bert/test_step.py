@@ -2,17 +2,13 @@
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from bert.checkpoints.initial_model import draw_model, first_model
-from bert.configuration.recipes import tiny_cpu
 from bert.evaluation.evaluator import Accuracy, Evaluator
 from bert.parallel.mesh import Mesh
 from bert.step import TrainingStep
@@ -181,23 +177,3 @@ def test_ranks_share_the_evaluation_set_and_miss_nothing(
     ]
     assert sum(share.count for share in shares) == whole.count
     assert sum(share.correct for share in shares) == whole.correct
-
-
-def test_weights_that_a_checkpoint_brings_are_not_drawn_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The file's weights are all there is to the model, and random numbers go on as after drawing."""
-    config = tiny_cpu()
-    assert config.data.initial_checkpoint is not None
-    assert config.data.initial_checkpoint.stat().st_size < 4_000_000
-    random_state = torch.get_rng_state()
-    drawn = first_model(replace(config, data=replace(config.data, initial_checkpoint=None)), CPU, seed=3)
-    assert torch.equal(torch.get_rng_state(), random_state)
-    assert all(map(torch.equal, drawn.parameters(), draw_model(config, CPU, seed=3).parameters()))
-    monkeypatch.setattr("bert.checkpoints.initial_model.initialize_", None)
-    loaded = first_model(config, CPU, seed=3)
-    assert torch.equal(torch.get_rng_state(), random_state)
-    state = loaded.state_dict()
-    expected = load_file(config.data.initial_checkpoint)
-    assert state.keys() == expected.keys()
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in state.items())
-    assert {name for name, _ in loaded.named_parameters()} == state.keys()
-    assert loaded.training

@@ -1,4 +1,4 @@
-"""Order of hosts: a ring enters each subtree once, groups stay in a leaf, and few hosts come from few leaves."""
+"""Order of hosts: a ring enters each subtree once, and groups stay in a leaf if they fit."""
 
 import itertools
 import random
@@ -64,7 +64,7 @@ def test_impossible_numbers_of_hosts_are_refused(nodes: int, group: int) -> None
 
 
 def write_hosts(path: Path, *hosts: tuple[str, tuple[str, ...]], known: bool = True) -> None:
-    found = tuple(Host(name, 1, 2, 1 << 30, (), switches) for name, switches in hosts)
+    found = tuple(Host(name, 2, 1 << 30, (), switches) for name, switches in hosts)
     source = "slurm" if known else "unknown"
     ranks = tuple(Rank(place, 0, "cpu", 1 << 30, "", ()) for place in range(len(hosts)))
     alone = Contention(2, 1, 1.0, 1.0, 1.0, 1.0)

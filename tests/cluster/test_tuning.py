@@ -93,22 +93,15 @@ def test_a_folder_that_cannot_be_written_stops_nothing(
     assert kept(tiny_cpu()) is None
 
 
-def test_the_folder_belongs_to_one_machine_and_one_checkout(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("MLPERF_BERT_CACHE", str(tmp_path / "cache"))
-    assert module.default_folder() == tmp_path / "cache"
-    monkeypatch.delenv("MLPERF_BERT_CACHE")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    here = module.default_folder()
-    assert here.parent == tmp_path / "mlperf-bert"
-    monkeypatch.setattr(platform, "node", lambda: "elsewhere")
-    assert module.default_folder() != here
-    monkeypatch.undo()
+def test_choices_lie_in_the_users_cache_for_one_machine_and_checkout(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.delenv("MLPERF_BERT_CACHE", raising=False)
-    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert module.default_folder() == tmp_path / ".cache" / "mlperf-bert" / here.name
-    monkeypatch.setattr(module, "__file__", str(tmp_path / "cluster" / "tuning" / "choice.py"))
-    assert module.default_folder().name != here.name
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    for cache, expected in ((str(tmp_path), tmp_path), ("relative", tmp_path / "home/.cache")):
+        monkeypatch.setenv("XDG_CACHE_HOME", cache)
+        assert module.default_folder().parent == expected / "mlperf-bert"
+        assert module.default_folder().name.startswith(f"{platform.node()}-")
 
 
 def test_layouts_use_all_cores_then_half_and_divide_the_batch() -> None:

@@ -29,7 +29,7 @@ COMPUTATIONS = (("gelu", (1.0, 4096.0), 1e-4), ("gelu", (1.0, 524288.0), 1e-3))
 
 
 def made_up(hosts: int = 4, ranks: int = 2, name: str = "node") -> View:
-    rates = (Rate("product", "fp32", 512, 1e-3, 0.01), Rate("launch", "fp32", 1, 1e-6, 0.0))
+    rates = (Rate("product", "fp32", 512, 1e-3), Rate("launch", "fp32", 1, 1e-6))
     pairs = [(one, other) for one in range(hosts * ranks) for other in range(hosts * ranks) if one != other]
     return View(
         "2026-01-01T00:00:00+00:00",
@@ -38,7 +38,7 @@ def made_up(hosts: int = 4, ranks: int = 2, name: str = "node") -> View:
         "gloo",
         12.5,
         "slurm",
-        tuple(Host(f"{name}{h}", 2, 64, 1 << 38, ("mlx5_0",), ("top", f"leaf{h // 2}")) for h in range(hosts)),
+        tuple(Host(f"{name}{h}", 64, 1 << 38, ("mlx5_0",), ("top", f"leaf{h // 2}")) for h in range(hosts)),
         tuple(Rank(h, r, "CPU", 1 << 38, "mlx5_0", rates) for h in range(hosts) for r in range(ranks)),
         tuple(Link(one, other, 1e-5, 1e-9 * (1 + one)) for one, other in pairs),
         (Collective("all-reduce", "world", 8, ((65536, 1.6e-4, 1e-4), (262144, 3.6e-4, 3e-4))),),
@@ -94,7 +94,7 @@ def damage(**values: Any) -> Callable[[dict[str, Any]], None]:
     [
         (damage(version=1), "1, expected mlperf-bert cluster view 3"),
         (damage(format="something"), "no view of a cluster (something"),
-        (lambda document: document.pop("digest"), "lacks 'digest'"),
+        (lambda document: document.pop("digest"), "missing required field `digest`"),
         (lambda document: document["content"].update(seconds=1.0), "edited or damaged"),
         (damage(content=[1]), "edited or damaged"),
     ],

@@ -25,7 +25,7 @@ LARGE = {
     "rich",
 }
 """A tenth of a second each, or seconds."""
-DATALOADING = "extract prepare demo merge index shuffle convert wikipedia verify dump"
+DATALOADING = "extract prepare demo index shuffle convert wikipedia verify dump"
 COMPLIANCE = "check report summary system convergence doctor package watch"
 COMMANDS = {  # the empty one is the program itself
     "dataloading": ("", *DATALOADING.split()),

@@ -110,19 +110,6 @@ def test_a_mistake_gets_one_line_and_leaves_nothing(
     assert sorted(tmp_path.iterdir()) == before
 
 
-def test_from_wikiextractors_files_to_samples(run: Run, tmp_path: Path) -> None:
-    vocab, texts = REPOSITORY / "bert" / "artifacts" / "tiny_cpu" / "vocab.txt", tmp_path / "text"
-    inputs = Path(__file__).parent / "text" / "wikipedia" / "text"
-    extract = ["extract", inputs, "--out", texts, "--sentences", "plain", "--part-bytes", 20_000]
-    assert "are to be held out; use fewer evaluation_articles" in run(*extract, fails=True)
-    assert not texts.exists()
-    printed = run(*extract, "--evaluation-articles", 9, "--jobs", 2)
-    parts = sorted(texts.glob("part-*"))
-    assert f"in {len(parts)} part(s), 9 held out in eval.txt" in printed
-    run("prepare", "--text", *parts, "--vocab", vocab, "--out", tmp_path / "train")
-    run("verify", tmp_path / "train")
-
-
 def test_damage_is_found_by_verify_and_dump(run: Run, tmp_path: Path, text: Path, vocab: Path) -> None:
     out = tmp_path / "data"
     run("prepare", "--text", text, "--vocab", vocab, "--out", out)

@@ -147,34 +147,6 @@ def test_work_that_is_told_to_end_leaves_nothing(tmp_path: Path, number: int, jo
     assert list(tmp_path.iterdir()) == []
 
 
-HANDING_OUT = r"""
-import os, signal, sys, time
-from console.interruption import end_in_order
-from dataloading.jobs import run_tasks
-
-class Tasks(list):
-    def __iter__(self):
-        yield 0
-        os.read(begun, 1)  # the first task runs, the second is not handed out yet
-        os.kill(os.getpid(), signal.SIGTERM)
-        yield 1
-
-begun, begin = os.pipe()
-
-def work(_):
-    os.write(begin, b"!")
-    time.sleep(600)
-
-end_in_order()
-list(run_tasks(work, Tasks([0, 1]), 2))
-"""
-
-
-def test_work_that_is_told_to_end_while_it_is_handed_out_ends() -> None:
-    done = subprocess.run([sys.executable, "-c", HANDING_OUT], cwd=REPOSITORY, timeout=300)
-    assert done.returncode == 128 + signal.SIGTERM
-
-
 def test_a_command_that_is_told_to_end_leaves_nothing(tmp_path: Path) -> None:
     text = tmp_path / "text"
     text.write_text("\n".join(f"a sentence of the number {number} here" for number in range(100_000)))

@@ -12,7 +12,7 @@ Arguments = tuple[Sequence[Any], dict[str, Any]]
 
 
 class Outcome(NamedTuple):
-    """Tensors that a call returns and those that it writes, then the gradients of its inputs."""
+    """Tensors that a call returns or writes, and the gradients of its inputs."""
 
     results: list[Tensor]
     gradients: list[Tensor]
@@ -23,7 +23,7 @@ class Outcome(NamedTuple):
 
 
 def tensors_of(value: Any, omitted: str = "") -> Iterator[Tensor]:
-    """The tensors in a tuple or in the fields of a dataclass, without the ``omitted`` field."""
+    """Yield the tensors in a tuple or in the fields of a dataclass, without the ``omitted`` field."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (tuple, list)):
@@ -36,7 +36,7 @@ def tensors_of(value: Any, omitted: str = "") -> Iterator[Tensor]:
 
 
 def outcome(function: Callable[..., Any], arguments: Arguments, dtype: torch.dtype | None = None) -> Outcome:
-    """Call with copies of the arguments, in ``dtype`` or their own types; the upstream gradients are always the same."""
+    """Call with copies of the arguments, in ``dtype`` or their own types, and fixed upstream gradients."""
     args, kwargs = arguments
     args = [_copy(value, dtype) for value in args]
     kwargs = {name: _copy(value, dtype) for name, value in kwargs.items()}
@@ -58,9 +58,9 @@ def _copy(value: Any, dtype: torch.dtype | None) -> Any:
         return dataclasses.replace(value, **{name: _copy(getattr(value, name), dtype) for name in names})
     if not isinstance(value, Tensor):
         return value
-    # FP8 has a type of its own, and ids and bounds are no numbers to compute with.
+    # FP8 tensors, ids and bounds keep their types.
     wide = dtype if dtype is not None and value.is_floating_point() and value.element_size() > 1 else value.dtype
-    # A view stays one, since implementations take strides.
+    # Views stay views, to test strides.
     copied = value.detach().to(wide, copy=value.is_contiguous())
     return copied.requires_grad_(value.requires_grad)
 
@@ -80,7 +80,7 @@ def assert_within_twice(
     free: float,
     steps: float = 0,
 ) -> None:
-    """Hold every result and gradient against float64: at most twice the definition's error in the same types, and ``free``.
+    """Check that every error against float64 is at most twice the definition's in the same types, and ``free``.
 
     Errors are root mean squares over several draws, because the largest error of a few values is luck, in units of the exact
     values'. Results in FP8 are the definition's, but for a share of ``steps`` neighbours.
@@ -104,7 +104,7 @@ def assert_within_twice(
 
 
 def assert_same_fp8(found: Tensor, expected: Tensor, steps: float) -> None:
-    """Compare numbers in FP8, of which a share of ``steps``, or two of a handful, may be neighbours."""
+    """Compare FP8 numbers, of which a share of ``steps`` may be neighbours of the expected ones."""
     kind, mine, truth = torch.finfo(found.dtype), found.double(), expected.double()
     assert torch.equal(mine.isnan(), truth.isnan())
     mine, truth = mine.nan_to_num(), truth.nan_to_num()

@@ -1,4 +1,4 @@
-"""Costs of every configuration of the Triton kernels, kept in a file: compiling them all takes minutes.
+"""A file with the costs of every configuration of the Triton kernels, because compiling all of them takes minutes.
 
     python -m tests.kernels.compiled        # compiles what the file lacks for the installed Triton, and writes the file
 
@@ -42,44 +42,49 @@ class Item:
         chosen = self.configuration
         settings = chosen.signature, chosen.constexprs, chosen.num_warps, chosen.num_stages, chosen.max_registers
         measuring = (
-            inspect.getsource(each) for each in (ahead_of_time.cost, ahead_of_time.compiled, ahead_of_time.figures)
+            _code(inspect.getsource(each))
+            for each in (ahead_of_time.cost, ahead_of_time.compiled, ahead_of_time.figures)
         )
         parts = self.name, chosen.kernel.cache_key, settings, ahead_of_time.INSTRUCTIONS, *measuring
         return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
 
+def _code(source: str) -> str:
+    """Return a function's source without comments and docstring, on which no compilation depends."""
+    tree = ast.parse(source)
+    (definition,) = tree.body
+    assert isinstance(definition, ast.FunctionDef)
+    if ast.get_docstring(definition) is not None:
+        del definition.body[0]
+    return ast.unparse(tree)
+
+
 def _without_comments() -> None:
-    """Take comments, docstrings and line numbers from the kernels' sources: no compilation depends on them."""
+    """Reduce the kernels' sources to code, and forget their line numbers."""
     import triton  # only where there is something to compile
 
-    modules = [module for name, module in sys.modules.items() if name.startswith("kernels.triton")]
-    for function in {
-        id(each): each for module in modules for each in vars(module).values() if isinstance(each, triton.JITFunction)
-    }.values():
-        tree = ast.parse(function.src)
-        (definition,) = tree.body
-        assert isinstance(definition, ast.FunctionDef)
-        if ast.get_docstring(definition) is not None:
-            del definition.body[0]
-        function._unsafe_update_src(ast.unparse(tree))
-        function.starting_line_number = 0
+    for module in [module for name, module in sys.modules.items() if name.startswith("kernels.triton")]:
+        for function in vars(module).values():
+            if isinstance(function, triton.JITFunction):
+                function._unsafe_update_src(_code(function.src))
+                function.starting_line_number = 0
 
 
 @dataclass(frozen=True)
 class Findings:
-    """The costs of all configurations, and what of the file or of the kernels is not as it should be."""
+    """Costs of all configurations, and faults of the file or of the kernels."""
 
     costs: list[Cost]
     lacking: list[str]
-    """Names of configurations that the file should know and does not."""
+    """Names of configurations that are missing in the file."""
     wrong: list[str]
-    """Where the file says something else than the compiler."""
+    """Differences between the file and the compiler."""
     specialized: list[str]
-    """Parameters for whose values kernels are compiled anew: Triton does so for a 1 and for multiples of 16."""
+    """Parameters for which Triton compiles a kernel again if they are 1 or a multiple of 16."""
 
 
 def find() -> Findings:
-    """Take from the file what it knows; compile the rest, and a sample of what it knows."""
+    """Read known costs from the file; compile the other configurations, and a sample of the known ones."""
     kept = {digest: Cost(**figures) for digest, figures in _read().get(_version(), {}).items()}
     items = {item.digest(): item for item in _items()}
     lacking = [digest for digest in items if digest not in kept]
@@ -122,7 +127,7 @@ def _items() -> list[Item]:
 
 
 def _sample(items: dict[str, Item]) -> list[str]:
-    """One of each module, and of architectures each in turn."""
+    """Choose one configuration of each module, for alternating architectures."""
     by_module: dict[str, list[str]] = {}
     for digest, item in items.items():
         by_module.setdefault(item.module, []).append(digest)
@@ -141,7 +146,7 @@ def main() -> None:
     lacking = {digest: item for digest, item in items.items() if digest not in kept}
     costs = kept | {digest: asdict(cost) for digest, cost in zip(lacking, _compile(lacking.values()), strict=True)}
     versions[_version()] = {digest: costs[digest] for digest in items}
-    # One line a configuration, so that a difference shows what has changed.
+    # One line for each configuration, so that a diff shows the change.
     rows = {
         version: ",\n".join(f'"{digest}": {json.dumps(figures)}' for digest, figures in its_own.items())
         for version, its_own in sorted(versions.items())

@@ -19,7 +19,7 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 
 @pytest.fixture(scope="session", autouse=True)
 def launches_are_watched() -> None:
-    """Every kernel that is interpreted runs on the bench of ``tests.kernels.interpreted``."""
+    """Run every interpreted kernel on the bench of ``tests.kernels.interpreted``."""
     if importlib.util.find_spec("triton") is not None:
         from tests.kernels import interpreted
 
@@ -28,7 +28,7 @@ def launches_are_watched() -> None:
 
 @pytest.fixture(autouse=True)
 def uninitialized_memory_is_nan(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fill new tensors with NaN, integers with their largest: what a kernel leaves out is not zero by chance."""
+    """Fill new tensors with NaN or the largest integer, so that elements that a kernel leaves out are not zero by chance."""
     in_triton = request.path.name.startswith("test_triton_")
     if in_triton:  # what torch.use_deterministic_algorithms does, which first imports PyTorch's compiler
         torch._C._set_deterministic_algorithms(True, warn_only=True)
@@ -37,7 +37,7 @@ def uninitialized_memory_is_nan(request: pytest.FixtureRequest) -> Iterator[None
 
 
 class _WithoutTriton(pytest.Module):
-    """A module that cannot be imported here."""
+    """Test module that needs Triton, which is not installed."""
 
     def collect(self):
         pytest.skip("triton is not installed", allow_module_level=True)

@@ -1,4 +1,4 @@
-"""Kernels that ask for too much, to show that ``kernels.ahead_of_time`` notices."""
+"""Kernels that need too many resources, to test that ``kernels.ahead_of_time`` notices."""
 
 import triton
 import triton.language as tl
@@ -16,7 +16,7 @@ def lean(x, out, n, BLOCK: tl.constexpr):
 
 @triton.jit
 def spilling(x, out, n, BLOCK: tl.constexpr):
-    """Keeps 256 numbers a thread alive from the first loop to the second."""
+    """Keep 256 numbers of each thread alive."""
     place = tl.arange(0, BLOCK)
     rows = tl.load(x + place[None, :] + n * tl.arange(0, 8)[:, None])
     total = tl.sum(tl.sum(rows, axis=1), axis=0)
@@ -25,7 +25,7 @@ def spilling(x, out, n, BLOCK: tl.constexpr):
 
 @triton.jit
 def sharing(x, out, n, BLOCK: tl.constexpr):
-    """Multiplies tiles, with more of them on the way than shared memory has room for."""
+    """Multiply tiles, with more pending copies than shared memory can hold."""
     place = tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK, BLOCK), tl.float32)
     for start in range(0, n, BLOCK):

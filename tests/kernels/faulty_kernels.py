@@ -1,5 +1,5 @@
 # ruff: noqa: ARG001  all have the same parameters
-"""Kernels with a fault each, to show that ``tests.kernels.interpreted`` notices.
+"""Kernels with one fault each, to test that ``tests.kernels.interpreted`` notices it.
 
 Each program has a block of ``x`` and of ``y``, vectors of ``size``; ``amax`` is an int32.
 """
@@ -61,7 +61,6 @@ def loads_its_own_stores(x, y, amax, size, BLOCK: tl.constexpr):
 
 @triton.jit
 def loads_its_own_stores_behind_a_barrier(x, y, amax, size, BLOCK: tl.constexpr):
-    """Load them as it may."""
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(y + place, tl.load(x + place, mask=place < size, other=0.0), mask=place < size)
     tl.debug_barrier()
@@ -97,7 +96,7 @@ def takes_places_as_programs_come(x, y, amax, size, BLOCK: tl.constexpr):
 
 @triton.jit
 def raises_a_maximum_that_has_changed(x, y, amax, size, BLOCK: tl.constexpr):
-    """Copies as it should; the maximum is another's when two programs look before either raises it."""
+    """Copy correctly; the maximum is wrong if two programs load it before either raises it."""
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(x + place, mask=place < size, other=0.0)
     largest = tl.max(value).to(tl.int32)

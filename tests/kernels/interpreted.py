@@ -1,4 +1,4 @@
-"""Triton's interpreter as a test bench: it walks the programs of a launch in any order, and looks at every access to memory.
+"""Test bench in Triton's interpreter that runs a launch's programs in any order and checks every memory access.
 
 Each launch fails, whatever its results, where a program
 
@@ -31,50 +31,50 @@ from triton.runtime import interpreter
 # pyright: reportAttributeAccessIssue=false, reportPrivateImportUsage=false, reportArgumentType=false
 
 Order = Literal["forward", "reversed", "shuffled", "interleaved"]
-"""``interleaved``: in a few threads, one of which goes on after every access to memory, as a seeded draw says."""
+"""``interleaved``: in a few threads, of which a random one continues after every memory access."""
 
 READ_WHILE_UPDATED = {"amax"}
-"""A maximum that is out of date is only ever too small, and then the atomic decides."""
+"""An outdated maximum is too small, and then the atomic decides."""
 
 _AT_ONCE = 4
-"""Programs that are interleaved at a time."""
+"""Number of interleaved programs."""
 _NOBODY, _SEVERAL = -1, -2
 _TAG_SHIFT = np.uint64(48)
-"""Addresses of processes end below: the bits above say which argument a pointer is made of."""
+"""Addresses of a process end below this bit. The higher bits hold the number of a pointer's argument."""
 _ADDRESS = np.uint64((1 << 48) - 1)
 
 
 class WrongAccessError(AssertionError):
-    """Access to memory that no program, or not this one, may have."""
+    """Memory access that is forbidden for this program."""
 
 
 @dataclass(frozen=True)
 class Launch:
-    """A kernel that ran, and in how many programs."""
+    """A kernel's launch."""
 
     kernel: str
-    """With its module."""
+    """Name with the module."""
     programs: int
 
 
 class _Storage:
-    """Accesses to the elements of a tensor's memory: a program's number, or nobody."""
+    """Numbers of the programs that accessed each element of a tensor's memory."""
 
     def __init__(self, elements: int) -> None:
         self._elements = elements
         self.written = False
-        """Most memory is only read, and then nobody need know by whom."""
+        """Most memory is only read, and needs no record of its readers."""
         self._reads: list[tuple[int, np.ndarray]] = []
 
     def read(self, program: int, cells: np.ndarray) -> None:
         self._reads.append((program, cells))
 
     def will_be_written(self) -> None:
-        """Find out who has read what."""
+        """Record the readers of each element."""
         if not self.written:
             self.written = True
             self.writer, self.updater, self.reader, self.barriers = np.full((4, self._elements), _NOBODY, np.int32)
-            """``barriers``: how many the writer had passed."""
+            """``barriers``: number of barriers that the writer had passed."""
         for program, cells in self._reads:
             readers = self.reader[cells]
             self.reader[cells] = np.where((readers == program) | (readers == _NOBODY), program, _SEVERAL)
@@ -82,7 +82,7 @@ class _Storage:
 
 
 class _Argument:
-    """A tensor that a kernel was given."""
+    """Tensor argument of a kernel."""
 
     def __init__(self, name: str, tensor: Tensor, storage: _Storage) -> None:
         self.name, self.storage = name, storage
@@ -91,35 +91,35 @@ class _Argument:
         reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
         self.reach = reach if tensor.numel() else 0
         self.has: np.ndarray | None = None
-        """Whether an element in its reach is the tensor's, where it has gaps."""
+        """Which elements between the first and the last belong to a tensor with gaps."""
         if tensor.numel() not in (0, reach):
             has = torch.zeros(reach, dtype=torch.bool)
             has.as_strided(tensor.shape, tensor.stride()).fill_(True)
             self.has = has.numpy()
 
     def lacks(self, elements: np.ndarray) -> np.ndarray | None:
-        """Return those of the elements, counted from the first, that are not the tensor's, if there are any."""
+        """Return the elements, counted from the first, that do not belong to the tensor, or None."""
         if elements.min() < 0 or elements.max() >= self.reach:
             return elements[(elements < 0) | (elements >= self.reach)]
         return None if self.has is None or self.has[elements].all() else elements[~self.has[elements]]
 
 
 class _Memory:
-    """The arguments of a launch, and who accessed what of them."""
+    """Arguments of a launch, and the record of their accesses."""
 
     def __init__(self, kernel: str, grid: Sequence[int]) -> None:
         self.kernel, self.grid = kernel, grid
         self.program = 0
-        """The number of the one that runs."""
+        """Number of the running program."""
         self.barriers = [0] * math.prod(grid)
-        """That each has passed."""
+        """Number of barriers that each program has passed."""
         self.yields: Callable[[], None] = lambda: None
         """Called before every access."""
         self._arguments: list[_Argument] = []
         self._storages: dict[int, tuple[_Storage, int]] = {}
 
     def pointer(self, name: str, tensor: Tensor) -> Any:
-        """Return what a kernel gets in place of the tensor."""
+        """Return the pointer that stands for the tensor in a kernel."""
         memory, itemsize = tensor.untyped_storage(), tensor.element_size()
         known = memory.data_ptr() or -len(self._arguments)  # empty ones have no address, and share nothing
         storage, unit = self._storages.setdefault(known, (_Storage(memory.nbytes() // itemsize), itemsize))
@@ -130,7 +130,7 @@ class _Memory:
         return tl.tensor(interpreter.TensorHandle(np.array([tagged], np.uint64), kind), kind)
 
     def access(self, kind: Literal["load", "store", "atomic"], pointers: np.ndarray, mask: np.ndarray) -> np.ndarray:
-        """Return the addresses, once the access is found to be right."""
+        """Check an access and return its addresses."""
         self.yields()
         used = pointers.reshape(-1) if mask.all() else pointers[np.broadcast_to(mask, pointers.shape)]
         while used.size:
@@ -190,7 +190,7 @@ class _Memory:
 
 
 class _Bench:
-    """Bench of launches: how they run, and what ran."""
+    """Settings of launches, and the record of them."""
 
     def __init__(self) -> None:
         self.order: Order = "forward"
@@ -200,7 +200,7 @@ class _Bench:
         self._patched: set[str] = set()
 
     def launch(self, executor: interpreter.GridExecutor, *args: Any, **kwargs: Any) -> None:
-        """Take the place of ``GridExecutor.__call__``."""
+        """Launch a kernel, in place of ``GridExecutor.__call__``."""
         function = executor.fn
         self.patch(function)
         known = {name: value for name, value in kwargs.items() if name in executor.arg_names}
@@ -234,7 +234,7 @@ class _Bench:
             function(**given)
 
     def patch(self, function: Any) -> None:
-        """Patch the language that a kernel's module sees: the interpreter does so at each call, and once is enough."""
+        """Patch the language for a kernel's module once, where the interpreter does it at each call."""
         if function.__module__ not in self._patched:
             interpreter._patch_lang(function)
             self._patched.add(function.__module__)
@@ -259,7 +259,7 @@ class _Bench:
         self.memory.barriers[self.memory.program] += 1
 
     def atomic(self, plain: Callable[..., Any]) -> Callable[..., Any]:
-        """Return an atomic operation of the interpreter that looks at its access."""
+        """Return an atomic operation of the interpreter that checks its access."""
 
         def update(operation: Any, pointers: Any, value: Any, mask: Any, *others: Any) -> Any:
             addresses = self.memory.access("atomic", pointers.data, mask.data)
@@ -273,7 +273,7 @@ def _largest(dtype: np.dtype) -> Any:
 
 
 class _Interleaved:
-    """Programs in threads, of which one runs at a time: up to its next access to memory."""
+    """Programs in threads. One thread runs at a time, until its next memory access."""
 
     def __init__(self, memory: _Memory, begin: Callable[[int], None], function: Callable[[], None], seed: int) -> None:
         self._begin, self._function = begin, function
@@ -285,7 +285,7 @@ class _Interleaved:
         memory.yields = self._pause
 
     def run(self, numbers: list[int]) -> None:
-        """Run all; raise what one has raised."""
+        """Run all programs; raise the first error."""
         left = iter(numbers)
         while True:
             for number in islice(left, _AT_ONCE - len(self._go) if self._error is None else 0):
@@ -323,7 +323,7 @@ _BENCH = _Bench()
 
 @contextmanager
 def walked(order: Order, seed: int = 0) -> Iterator[list[Launch]]:
-    """Run the programs of each launch in the block in this order; returns what is launched."""
+    """Run the programs of each launch in the block in this order; yield the list of launches."""
     before = _BENCH.order, _BENCH.seed, _BENCH.launches
     _BENCH.order, _BENCH.seed, _BENCH.launches = order, seed, []
     try:
@@ -333,7 +333,7 @@ def walked(order: Order, seed: int = 0) -> Iterator[list[Launch]]:
 
 
 def install() -> None:
-    """Let every launch of this process run on the bench, and the interpreter be twice as fast."""
+    """Run every launch of this process on the bench, and make the interpreter twice as fast."""
 
     def call(function: interpreter.InterpretedFunction, *args: Any, **kwargs: Any) -> Any:
         _BENCH.patch(function.fn)
@@ -345,13 +345,13 @@ def install() -> None:
     builder.create_masked_load, builder.create_masked_store = _BENCH.load, _BENCH.store
     builder.create_barrier = _BENCH.barrier
     builder.create_atomic_rmw = _BENCH.atomic(builder.create_atomic_rmw)
-    # Overflows of integers are looked for in every operation, and what is found is told to nobody.
+    # The interpreter checks every operation for integer overflow, and never reports one.
     builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
     _keep_types()
 
 
 def _keep_types() -> None:
-    """Make the type of a tensor once, which the interpreter does for every operation."""
+    """Cache the types of tensors, which the interpreter makes for every operation."""
     np_dtype, init = interpreter._get_np_dtype, tl.block_type.__init__
     dtypes: dict[str, np.dtype] = {}
     types: dict[tuple[object, ...], dict[str, Any]] = {}

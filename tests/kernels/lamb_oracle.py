@@ -15,7 +15,7 @@ HYPERPARAMETERS = LambHyperparameters(beta_1=0.9, beta_2=0.999, epsilon=1e-6, we
 
 
 class NumpyLamb:
-    """Tensor by tensor in float64, as the reference's formulas read."""
+    """The MLPerf reference's formulas in float64, tensor by tensor."""
 
     def __init__(self, flat: Tensor, segments: LambSegments, hyper: LambHyperparameters = HYPERPARAMETERS) -> None:
         self.segments = segments
@@ -50,12 +50,12 @@ class NumpyLamb:
 
 
 def at(step: int, rate: float) -> dict[str, Any]:
-    """The arguments that change from step to step."""
+    """Return the arguments that change from step to step."""
     return {"step": torch.tensor(step), "learning_rate": torch.tensor(rate)}
 
 
 def pieces_of(segments: LambSegments, start: int, stop: int) -> tuple[LambSegments, list[int]]:
-    """The pieces that segments have in a range; and of each adapted one its place among the adapted segments."""
+    """Return the pieces of segments in a range, and for each adapted piece the number of its adapted segment."""
     pieces: list[tuple[int, bool]] = []
     owners: list[int] = []
     place, begin = 0, 0
@@ -68,7 +68,7 @@ def pieces_of(segments: LambSegments, start: int, stop: int) -> tuple[LambSegmen
 
 
 class Shards:
-    """LAMB by the two halves of an implementation, on pieces of the flat vector, and on one of padding."""
+    """LAMB on pieces of the flat vector, and one piece of padding, by the two halves of an implementation."""
 
     def __init__(self, lamb: ModuleType, flat: Tensor, segments: LambSegments, cuts: tuple[int, ...]) -> None:
         self.lamb, self.segments = lamb, segments
@@ -79,7 +79,7 @@ class Shards:
         self.states = [LambState.zeros_like(weights) for weights in self.weights]
 
     def step(self, gradient: Tensor, *, step: Tensor, learning_rate: Tensor) -> Tensor:
-        """The whole vector after a step."""
+        """Take a step and return the whole vector."""
         norm = torch.linalg.vector_norm(gradient)
         gradients = [*(gradient[start:stop].clone() for start, stop in self.bounds), gradient.new_zeros(5)]
         sums_2A = torch.zeros(2, sum(self.segments.adapted), dtype=torch.float64)

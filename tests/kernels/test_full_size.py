@@ -15,7 +15,6 @@ from bert.parallel.reduction.sharded_lamb import ShardedLamb
 from kernels import LambSegments, LambState
 from kernels.reference import lamb
 from kernels.triton import lamb as triton_lamb
-from kernels.triton import squares as triton_squares
 from tests.kernels.lamb_oracle import HYPERPARAMETERS
 
 pytestmark = pytest.mark.slow
@@ -44,15 +43,9 @@ def test_the_definition() -> None:
     assert lamb.sum_of_squares(everything).item() == pytest.approx(exact, rel=NEAR)
 
 
-def test_triton() -> None:
-    """A tenth of the embedding: all of it is in fp64."""
-    vector = normal(EMBEDDING // 10)
-    assert triton_squares.sum_of_squares(vector).item() == pytest.approx(squares_in_float64(vector), rel=NEAR)
-
-
 @pytest.mark.parametrize(("module", "size"), [(lamb, EMBEDDING), (triton_lamb, EMBEDDING // 40)])
 def test_the_norms_of_a_step(module: ModuleType, size: int) -> None:
-    """Of weights and directions in a tensor of the embedding's size, from which its ratio follows.
+    """Sums of squared weights and directions of a tensor with the embedding's size.
 
     In Triton a fortieth: of its two levels, fp32 inside a chunk and fp64 over chunks, only the second grows.
     """
@@ -66,26 +59,9 @@ def test_the_norms_of_a_step(module: ModuleType, size: int) -> None:
         assert found == pytest.approx(squares_in_float64(segments.adapted_views(vector)[0]), rel=NEAR)
 
 
-def test_a_gpus_order_of_addition_over_the_embedding() -> None:
-    """As ``triton_lamb`` adds on a GPU: 8 squares in turn in each of 256 threads, then a tree, in fp32."""
-    chunks = -(-EMBEDDING // triton_lamb.CHUNK)
-    padded = np.zeros(chunks * triton_lamb.CHUNK, np.float32)
-    vector = normal(EMBEDDING)
-    padded[:EMBEDDING] = vector.numpy()
-    threads = 32 * triton_lamb.WARPS
-    values = padded.reshape(chunks, threads, triton_lamb.CHUNK // threads)
-    sums = np.zeros((chunks, threads), np.float32)
-    for place in range(values.shape[2]):
-        sums += values[:, :, place] * values[:, :, place]
-    while sums.shape[1] > 1:
-        half = sums.shape[1] // 2
-        sums = sums[:, :half] + sums[:, half:]
-    assert sums.astype(np.float64).sum() == pytest.approx(squares_in_float64(vector), rel=NEAR)
-
-
 @pytest.mark.parametrize("sharded", [False, True])
 def test_the_norm_that_an_optimizer_returns(sharded: bool) -> None:
-    """For 4.9 million parameters, where PyTorch's own norm is 1e-4 low."""
+    """PyTorch's own norm of 4.9 million parameters is 1e-4 too low."""
     model = BertForPreTraining(ModelConfig(1, 160, 2, 160, 30_522, 16))
     flat = FlatParameters.of(model)
     if sharded:

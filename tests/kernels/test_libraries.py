@@ -46,7 +46,7 @@ class _Careless(torch.autograd.Function):
 
 @pytest.fixture
 def called_with(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What the library was called with; its functions have the parameters of its version 2, in order."""
+    """Record the arguments of the library, whose functions have the parameters of its version 2."""
     seen: dict[str, Any] = {}
 
     def flash_attn_varlen_func(
@@ -119,7 +119,7 @@ def operands(tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_a_weight_gradient_is_added_in_fp32(dtype: torch.dtype, overwrite: bool) -> None:
-    """Under autocast too, which would multiply fp32 in 16 bits; over 131,072 tokens, a global batch on one GPU."""
+    """Autocast must not convert fp32 operands; 131,072 tokens are a global batch on one GPU."""
     gradient, output_gradient, x = operands(131_072, dtype)
     exact = output_gradient.double().t() @ x.double() + (0 if overwrite else gradient.double())
     if overwrite:
@@ -131,7 +131,7 @@ def test_a_weight_gradient_is_added_in_fp32(dtype: torch.dtype, overwrite: bool)
 
 
 class Calls(TorchDispatchMode):
-    """Operators with what they are given; those that write into a tensor do not run, as PyTorch has them on CUDA alone."""
+    """Record of operators and arguments. Operators with ``out`` do not run, because PyTorch has them on CUDA only."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -148,7 +148,6 @@ class Calls(TorchDispatchMode):
 @pytest.mark.oldest_torch
 @pytest.mark.parametrize(("overwrite", "operator"), [(False, "aten.addmm.dtype_out"), (True, "aten.mm.dtype_out")])
 def test_on_a_gpu_one_product_reads_16_bits_and_writes_the_gradient(overwrite: bool, operator: str) -> None:
-    """Nothing is cast, copied or made."""
     gradient, output_gradient, x = (tensor.to("meta") for tensor in operands(48, torch.bfloat16))
     with Calls() as calls:
         found = pytorch_products.accumulate_weight_gradient(gradient, output_gradient, x, overwrite)

@@ -1,4 +1,4 @@
-"""The choice of an implementation: by order and inputs, or as asked, with reasons."""
+"""The choice of an implementation by order and inputs, or by an explicit choice, with the reasons."""
 
 from typing import Any
 
@@ -37,7 +37,6 @@ def op() -> Op[[Tensor, float], Tensor]:
 
 
 def test_auto_takes_the_first_that_can(op: Op[[Tensor, float], Tensor]) -> None:
-    """Under autocast the reasons are asked again."""
     ones = torch.ones(3)
     for _ in range(2):
         assert op(ones, 2.0).tolist() == [3, 3, 3]
@@ -124,18 +123,6 @@ def test_a_fall_back_on_a_gpu_is_said_once_with_its_reasons(
     assert len(caplog.messages) == 1
 
 
-def test_every_kind_of_call_is_observed_once(op: Op[[Tensor, float], Tensor]):
-    seen: list[Any] = []
-    ones = torch.ones(3)
-    op(ones, 2.0)
-    with op.observed(lambda which, args, kwargs: seen.append((which.name, args[0].dtype, kwargs))):
-        for _ in range(3):
-            op(ones, 2.0)
-        op(ones.double(), 2.0)
-    op(ones.half(), 2.0)
-    assert seen == [("scaled", torch.float32, {}), ("scaled", torch.float64, {})]
-
-
 def test_choices_by_configuration():
     try:
         choose({"varlen_attention": "reference", "lamb_step": "auto"})
@@ -152,7 +139,7 @@ def test_choices_by_configuration():
 
 
 def attention_call(head_size: int, device: str = "cuda") -> tuple[Any, ...]:
-    """Arguments of ``varlen_attention`` with dropout, which PyTorch's own varlen attention does not have."""
+    """Return arguments of ``varlen_attention`` with dropout."""
     bounds = torch.zeros(3, dtype=torch.int32, device=device)
     heads = torch.zeros(8, 2, head_size, dtype=torch.bfloat16, device=device)
     dropout = Dropout(0.1, torch.zeros(2, dtype=torch.int64, device=device), 0)
@@ -160,7 +147,7 @@ def attention_call(head_size: int, device: str = "cuda") -> tuple[Any, ...]:
 
 
 def test_a_step_that_is_captured_gets_no_attention_that_reads_lengths():
-    """Not by order, by measurement, by falling back or by name: capture would fail in ``tolist``, without a reason."""
+    """Neither by order, measurement, fall-back nor name, because capture would fail in ``tolist``."""
     with FakeTensorMode():
         usual, odd = attention_call(64), attention_call(24 * 8 + 4)  # the second size is none of any kernel's
         assert varlen_attention.chosen(*odd).name == "pytorch"
@@ -192,7 +179,7 @@ OWN = [
 
 @pytest.mark.parametrize(("op", "implementation"), OWN, ids=lambda each: each.name)
 def test_what_reads_the_device_is_known_not_to_be_capturable(op: Op[..., Any], implementation: Implementation):
-    """By running every definition and PyTorch's own on a CPU: a ``tolist`` or ``item`` there is one on a GPU."""
+    """A ``tolist`` or ``item`` on a CPU would also run on a GPU, and break a capture."""
     reads: list[str] = []
 
     class Watch(TorchFunctionMode):

@@ -1,4 +1,4 @@
-"""Every op, every implementation that runs on a CPU, every kind of input: held against the definition in float64.
+"""Every op and every implementation that runs on a CPU, for many inputs, against the definition in float64.
 
 Triton's implementations run in the interpreter, on the bench of ``tests.kernels.interpreted``.
 """
@@ -26,7 +26,7 @@ DROPOUT = Dropout(0.1, torch.tensor([-(3 << 40) - 17, (1 << 33) + 77]), 16)
 Inputs = tuple[list[Any], dict[str, Any]]
 Change = Callable[[list[Any]], None]
 STEPS = {op: 1e-3 if "gelu" in op else 0.1 for op in OPS if op.endswith("cast_fp8")}
-"""Share of FP8 numbers that may be a neighbour of the right one, where something is rounded before the cast."""
+"""Share of FP8 numbers that may be a neighbour of the right one, because a value is rounded before the cast."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Case:
         return changed, kwargs
 
     def functions(self) -> dict[str, Callable[..., Any]]:
-        """The implementations that can compute it, without the definition and those that draw another dropout."""
+        """Return the implementations that can compute the case, except the definition and those with other dropout."""
         op, (args, kwargs) = OPS[self.op], self.draw(0)
         dropout = any(isinstance(value, Dropout) for value in args)
         return {
@@ -63,7 +63,7 @@ class Case:
 
 
 def unowned(rest: int) -> Change:
-    """Let the last ``rest`` tokens be no sequence's: the bounds end before them."""
+    """Leave the last ``rest`` tokens outside of all sequences."""
 
     def change(args: list[Any]) -> None:
         for place, x in enumerate(args):
@@ -74,7 +74,7 @@ def unowned(rest: int) -> Change:
 
 
 def lengths_of(lengths_q: Sequence[int], lengths_k: Sequence[int]) -> Change:
-    """Let queries and keys be of different tokens."""
+    """Give queries and keys different tokens."""
 
     def change(args: list[Any]) -> None:
         args[0], *args[1:3] = args[0][: sum(lengths_q)], *(x[: sum(lengths_k)] for x in args[1:3])
@@ -179,7 +179,7 @@ def wide_rows_are_summed_in_wide_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_error_is_at_most_twice_the_definitions(case: Case) -> None:
-    """Free is a unit in the last place, because the interpreter truncates to bf16, and some of fp32."""
+    """One unit in the last place is allowed, because the interpreter truncates to bf16, and a few of fp32."""
     elements = max(1, sum(case.size.lengths) * case.size.hidden)
     draws = [case.draw(seed) for seed in range(min(5, -(-4000 // elements)))]
     free = torch.finfo(case.dtype).eps + 16 * torch.finfo(FP32).eps
@@ -190,7 +190,7 @@ def test_error_is_at_most_twice_the_definitions(case: Case) -> None:
 def test_every_implementation_has_a_case() -> None:
     tested = {(case.op, name) for case in CASES for name in case.functions()}
     every = {(op.name, name) for op in OPS.values() for name in op.implementations if name in ("triton", "pytorch")}
-    # Its result needs what a forward pass kept; a product on CUDA alone; and one with tests of its own.
+    # The first needs tensors of a forward pass, the second runs on CUDA only, and the third has its own tests.
     others = {
         "attention_backward_cast_fp8": "triton",
         "accumulate_weight_gradient": "pytorch",
@@ -204,7 +204,7 @@ def test_strided_inputs(op: str) -> None:
     """Tensors that are not contiguous give the same results to the last bit."""
     args, kwargs = example_inputs(op, CPU, FP32, Size((9, 4), 9, 5, 64, 4, 64, 40))
     function = OPS[op].implementations["triton"].function(op)
-    # Other ops write what they get, or get what a forward pass returned.
+    # Other ops write their inputs, or get tensors of a forward pass.
     takes = not op.startswith(("lamb", "sum", "cast_transpose_into", "attention_backward"))
     strided = [_strided(x) if isinstance(x, Tensor) and x.ndim > 1 and takes else x for x in args]
     for found, expected in zip(
@@ -230,7 +230,7 @@ def test_upstream_gradients_that_are_expanded(op: str) -> None:
 
 
 class Recorded(TorchDispatchMode):
-    """Keeps the calls of this project's custom operators."""
+    """Record of calls to this project's custom operators."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -246,7 +246,7 @@ class Recorded(TorchDispatchMode):
 @pytest.mark.parametrize("dropout", [DROPOUT, None], ids=["dropout", "whole"])
 @pytest.mark.parametrize("op", [name for name, op in OPS.items() if "triton" in op.implementations])
 def test_operators_have_the_right_schema_and_fake_function(op: str, dropout: Dropout | None) -> None:
-    """PyTorch's own checks, of both directions: mutation, aliasing, and results on tensors without values."""
+    """PyTorch's own checks of mutation, aliasing and fake tensors, forward and backward."""
     case = Case(op, Size((5, 2), 5, 5, 32, 2, 48, 40), BF16, dropout)
     args, kwargs = case.draw(0)
     if "norm_backward" in op:
@@ -274,7 +274,7 @@ def triton(op: str) -> Callable[..., Any]:
 
 
 def casts_of(x_RC: Tensor, amax: float, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The definition's casts, sums of columns and largest magnitude, of what has been stored."""
+    """Return the definition's casts, column sums and largest magnitude."""
     largest = torch.tensor(amax)
     *casts, sums = OPS["cast_transpose_sum_fp8"].definition(x_RC, torch.tensor(16.0), largest, dtype)
     return *casts, sums, largest
@@ -282,7 +282,7 @@ def casts_of(x_RC: Tensor, amax: float, dtype: torch.dtype) -> tuple[Tensor, Ten
 
 @pytest.mark.parametrize(("case", "amax"), list(zip(FUSED, cycle([0.0, 1e9]), strict=False)), ids=str)
 def test_kernels_with_casts_are_the_plain_ones_with_a_cast_behind(case: Case, amax: float) -> None:
-    """To the last bit, rows that are no sequence's and the padding of the transpose included."""
+    """Results are equal bit for bit, with unowned rows and the padding of the transpose."""
     args, _ = case.draw(0)
     args = [x.detach() if isinstance(x, Tensor) else x for x in args]
     vectors_in_fp32(args)
@@ -330,7 +330,7 @@ def test_two_gradients_of_a_norms_output_are_added_as_pytorch_adds_them() -> Non
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("op", ["add_norm_cast_fp8", "attention_cast_fp8"])
 def test_the_largest_magnitude_shows_what_is_not_finite(op: str, bad: float) -> None:
-    """In whichever block of rows it is."""
+    """The element may be in any block of rows."""
     args, _ = Case(op, Size((70,), 70, hidden=32, heads=2), FP32, None).draw(0)
     args[0][41, 1 if op.startswith("add") else 2] = bad
     y, *others = triton(op)(*args)
@@ -346,7 +346,12 @@ def test_without_a_scale_a_norm_casts_nothing() -> None:
     assert all(map(same_bits, found[:2], expected[:2]))
 
 
-ADDING = [(op, name) for op in ("embedding_layer_norm", "masked_lm_loss") for name in OPS[op].implementations]
+ADDING = [
+    (op, name)
+    for op in ("embedding_layer_norm", "masked_lm_loss")
+    for name in ("reference", "pytorch", "triton")
+    if name in OPS[op].implementations
+]
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
@@ -355,7 +360,7 @@ ADDING = [(op, name) for op in ("embedding_layer_norm", "masked_lm_loss") for na
 def test_a_tables_gradient_is_added_or_written_where_it_is_asked_for(
     op: str, name: str, copied: bool, overwrite: bool
 ) -> None:
-    """In fp32 also of a table in 16 bits; autograd gets none of it, and the other gradients as before."""
+    """The sum is fp32 for tables in 16 bits too. Autograd gets no gradient of the table, and the same other gradients."""
     args = list(example_inputs(op, CPU, BF16, Size((9,), 9, 9, 64, vocabulary=40))[0])
     place, option = (3, "word_gradient_VD") if op == "embedding_layer_norm" else (1, "decoder_gradient_VD")
     if op == "embedding_layer_norm":

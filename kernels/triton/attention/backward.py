@@ -1,8 +1,8 @@
-"""The backward passes of attention, for queries and for keys and values: what one program does."""
+"""Kernels of attention's backward pass: one for queries, one for keys and values."""
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 # pyright: reportUnboundVariable=false
-# ruff: noqa: ANN001, ANN201  (what a kernel is given, and gives, has types of the compiler's own)
+# ruff: noqa: ANN001, ANN201  (the compiler has its own types)
 
 import triton
 import triton.language as tl
@@ -38,9 +38,9 @@ def attention_backward_queries(
     QUERY_GRADIENT_STRIDE: tl.constexpr, HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr, DROPOUT: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of a block of queries, divided as in ``attention_forward``; also writes ``delta``, fp32 [H, Q].
+    """Write the gradient of a block of queries, with the grid of ``attention_forward``, and ``delta``, fp32 [H, Q].
 
-    That is each row's sum of output times its gradient, without dropout's scale.
+    ``delta`` is each row's sum of output times output gradient, without dropout's scale.
     """
     OUTPUT_STRIDE: tl.constexpr = HEADS * HEAD_SIZE
     SCORE_SCALE: tl.constexpr = 1.4426950408889634 / HEAD_SIZE**0.5
@@ -52,7 +52,7 @@ def attention_backward_queries(
         transposed += transposed_rows(head * HEAD_SIZE, queries)
     start_q = tl.load(cu_seqlens_q + sequence)
     first = tl.program_id(0) * BLOCK_Q
-    if sequence == tl.num_programs(2) - 1:  # the grid has a program more than there are sequences
+    if sequence == tl.num_programs(2) - 1:  # the grid has one more program than there are sequences
         step = tl.num_programs(0) * BLOCK_Q
         if cast is None:
             zero_rows(query_gradient, start_q + first, queries, step, QUERY_GRADIENT_STRIDE, HEAD_SIZE, BLOCK_Q)
@@ -76,11 +76,11 @@ def attention_backward_queries(
     context = load_rows(output + output_offset, rows, length_q, OUTPUT_STRIDE, HEAD_SIZE)
     delta_Q = tl.sum(upstream.to(tl.float32) * context.to(tl.float32), 1)
     if DROPOUT:
-        # The scale is a factor of all that goes into the gradient: it is left out here and multiplied once, at the end.
+        # Dropout's scale is a factor of the whole gradient, which is multiplied by it once at the end.
         delta_Q /= kept_scale
     head_row = head.to(tl.int64) * queries + start_q
     tl.store(delta + head_row + rows, delta_Q, mask=valid_q)
-    lse_Q = tl.load(lse + head_row + rows, mask=valid_q, other=float("inf"))  # weights of rows that are not: 0
+    lse_Q = tl.load(lse + head_row + rows, mask=valid_q, other=float("inf"))  # gives rows past the end weights of 0
     places = places_of_keys(BLOCK_K)
     if DROPOUT:
         kept = of_sequence(kept, queries, groups, head, start_q)
@@ -96,7 +96,7 @@ def attention_backward_queries(
         if DROPOUT:
             drawn = load_kept(of_keys(kept, queries, first_k, BLOCK_K), upper_rows, length_q, BLOCK_K // PLACES)
             weight_gradient = keep_columns(weight_gradient, drawn)
-        # The derivative of softmax; weights are those before dropout, which only the gradient that comes in has passed.
+        # The derivative of softmax. Weights are taken before dropout, and only the upstream gradient has passed it.
         score_gradient = weights * (weight_gradient - delta_Q[:, None])
         if not INTERPRETED:
             score_gradient = score_gradient.to(key_KE.dtype)
@@ -109,7 +109,7 @@ def attention_backward_queries(
         store_rows(query_gradient, total, rows, length_q, QUERY_GRADIENT_STRIDE, HEAD_SIZE)
     else:
         sums = place_of_sums(sums, start_q, sequence, head * HEAD_SIZE, QUERY_GRADIENT_STRIDE, BLOCK_Q)
-        # Rounded before it is cast, as the output is.
+        # Rounded before the cast, like the output.
         value = total.to(query.dtype.element_ty).to(tl.float32)
         cast_rows(
             value, scale, amax, cast, transposed, sums, start_q, rows, length_q, queries,
@@ -125,9 +125,9 @@ def attention_backward_keys(
     VALUE_GRADIENT_STRIDE: tl.constexpr, HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr, DROPOUT: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of a block of keys and values of one head of one sequence.
+    """Write the gradients of a block of keys and values of one head of one sequence.
 
-    Launched after ``attention_backward_queries``, whose ``delta`` it reads.
+    It reads ``delta`` and so runs after ``attention_backward_queries``.
     """
     DRAWS: tl.constexpr = BLOCK_K // PLACES
     OUTPUT_STRIDE: tl.constexpr = HEADS * HEAD_SIZE
@@ -136,13 +136,13 @@ def attention_backward_keys(
     if cast is None:
         key_gradient += head * HEAD_SIZE
         value_gradient += head * HEAD_SIZE
-    else:  # columns of keys before those of values
+    else:  # the columns of keys come before the columns of values
         key_column, value_column = head * HEAD_SIZE, (HEADS + head) * HEAD_SIZE
         key_transposed = transposed + transposed_rows(key_column, keys)
         value_transposed = transposed + transposed_rows(value_column, keys)
     start_k = tl.load(cu_seqlens_k + sequence)
     first = tl.program_id(0) * BLOCK_K
-    if sequence == tl.num_programs(2) - 1:  # the grid has a program more than there are sequences
+    if sequence == tl.num_programs(2) - 1:  # the grid has one more program than there are sequences
         step = tl.num_programs(0) * BLOCK_K
         start = start_k + first
         if cast is None:
@@ -178,11 +178,11 @@ def attention_backward_keys(
         valid_q = rows < length_q
         query_QE = load_rows(query, rows, length_q, QUERY_STRIDE, HEAD_SIZE)
         upstream = load_rows(output_gradient, rows, length_q, OUTPUT_STRIDE, HEAD_SIZE)
-        # Of rows past the end the weights are finite, and upstream and delta zero: they add nothing to either sum.
+        # Rows past the end have finite weights, and upstream and delta of zero: they add nothing to either sum.
         lse_Q = tl.load(lse + rows, mask=valid_q, other=0.0)
         delta_Q = tl.load(delta + rows, mask=valid_q, other=0.0)
-        # Keys are rows here, as in the sums: the next products take weights and gradients from registers. Keys past the
-        # end are zero rows, whose weights may overflow; no other row meets them, and their sums are not stored.
+        # Keys are rows here, as in the sums, so that the next products take weights and gradients from registers. Keys past
+        # the end are zero rows, whose weights may overflow. They do not mix with other rows, and their sums are not stored.
         scores = product(key_KE, tl.trans(query_QE))
         weights = tl.exp2(scores * SCORE_SCALE - lse_Q[None, :])
         dropped = weights
@@ -206,7 +206,7 @@ def attention_backward_keys(
         store_rows(value_gradient, value_total, positions, length_k, VALUE_GRADIENT_STRIDE, HEAD_SIZE)
     else:
         sums = place_of_sums(sums, start_k, sequence, 0, KEY_GRADIENT_STRIDE, BLOCK_K)
-        # A block of keys and values is one row of sums: keys' columns stand before those of values there too.
+        # A block of keys and values has one row of sums, with the columns of keys before the columns of values.
         values = key_total.to(key.dtype.element_ty).to(tl.float32)
         cast_rows(
             values, scale, amax, cast + key_column, key_transposed, sums + key_column, start_k, positions, length_k,

@@ -1,8 +1,8 @@
-"""The forward pass of attention: what one program does."""
+"""Kernel of attention's forward pass."""
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 # pyright: reportUnboundVariable=false
-# ruff: noqa: ANN001, ANN201  (what a kernel is given, and gives, has types of the compiler's own)
+# ruff: noqa: ANN001, ANN201  (the compiler has its own types)
 
 import triton
 import triton.language as tl
@@ -36,10 +36,10 @@ def attention_forward(
 ):  # fmt: skip
     """Attend from a block of queries of one head of one sequence.
 
-    The last program on axis 2 owns the rows past all sequences and zeroes them.
+    The last program on axis 2 writes zeros to the rows after all sequences.
     """
     DRAWS: tl.constexpr = BLOCK_K // PLACES
-    SCORE_SCALE: tl.constexpr = 1.4426950408889634 / HEAD_SIZE**0.5  # base 2: exp2 is what the hardware has
+    SCORE_SCALE: tl.constexpr = 1.4426950408889634 / HEAD_SIZE**0.5  # base 2, because the hardware has exp2
     head, sequence = tl.program_id(1), tl.program_id(2)
     STRIDE: tl.constexpr = HEADS * HEAD_SIZE
     output += head * HEAD_SIZE
@@ -48,14 +48,14 @@ def attention_forward(
         transposed += transposed_rows(head * HEAD_SIZE, queries)
     start_q = tl.load(cu_seqlens_q + sequence)
     first = tl.program_id(0) * BLOCK_Q
-    if sequence == tl.num_programs(2) - 1:  # the grid has a program more than there are sequences
+    if sequence == tl.num_programs(2) - 1:  # the grid has one more program than there are sequences
         step = tl.num_programs(0) * BLOCK_Q
         zero_rows(output, start_q + first, queries, step, STRIDE, HEAD_SIZE, BLOCK_Q)
         if cast is not None:
             cast_zeros(cast, transposed, start_q + first, queries, step, STRIDE, HEAD_SIZE, BLOCK_Q)
         return
     length_q = tl.load(cu_seqlens_q + sequence + 1) - start_q
-    # The grid is that of the longest sequence: others have programs to spare.
+    # The grid fits the longest sequence.
     if first >= length_q:
         return
     start_k = tl.load(cu_seqlens_k + sequence)
@@ -67,13 +67,13 @@ def attention_forward(
     key += start_k.to(tl.int64) * KEY_STRIDE + head * HEAD_SIZE
     value += start_k.to(tl.int64) * VALUE_STRIDE + head * HEAD_SIZE
     query_QE = load_rows(query, rows, length_q, QUERY_STRIDE, HEAD_SIZE)
-    places = places_of_keys(BLOCK_K)  # sums over keys are the same in any order
+    places = places_of_keys(BLOCK_K)
     if DROPOUT:
         seed, step = tl.load(state), tl.load(state + 1)
         upper_rows = first + upper_rows_of(BLOCK_Q)
         kept = of_sequence(kept, queries, groups, head, start_q)
-    # Every block has a key, so that a maximum is finite after the first: exp2 never gets -inf less -inf, which is NaN.
-    # The first rescaling is by exp2(-inf) = 0.
+    # Every block has a key, so that the maximum is finite after the first block, and exp2 never gets -inf - -inf = NaN. The
+    # first rescaling is by exp2(-inf) = 0.
     maximum = tl.full((BLOCK_Q,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_Q,), tl.float32)
     context = tl.zeros((BLOCK_Q, HEAD_SIZE), tl.float32)
@@ -84,14 +84,14 @@ def attention_forward(
         new_maximum = tl.maximum(maximum, tl.max(scores, 1))
         weights = tl.exp2(scores * SCORE_SCALE - (new_maximum * SCORE_SCALE)[:, None])
         rescale = tl.exp2((maximum - new_maximum) * SCORE_SCALE)
-        total = total * rescale + tl.sum(weights, 1)  # before dropout, which takes what softmax has normalised
+        total = total * rescale + tl.sum(weights, 1)  # before dropout, which follows softmax
         if DROPOUT:
             draws = tl.arange(0, DRAWS) + first_k // PLACES
             drawn = draw_kept(seed, step, stream, threshold, ((start_q + rows) * HEADS + head)[:, None], draws[None, :])
             store_kept(of_keys(kept, queries, first_k, BLOCK_K), drawn, upper_rows, length_q)
             weights = keep_columns(weights, drawn)
         value_KE = load_rows(value, positions, length_k, VALUE_STRIDE, HEAD_SIZE)
-        if not INTERPRETED:  # whose bf16 products are wrong, and whose casts truncate
+        if not INTERPRETED:  # the interpreter truncates casts to bf16, and multiplies bf16 wrongly
             weights = weights.to(value_KE.dtype)
         context = context * rescale[:, None] + product(weights, value_KE)
         maximum = new_maximum
@@ -99,9 +99,9 @@ def attention_forward(
     if DROPOUT:
         context *= kept_scale
     context /= total[:, None]
-    # In base 2 and of scaled scores, as the backward passes subtract it inside their exp2.
+    # In base 2 and of scaled scores, because the backward kernels subtract it inside exp2.
     tl.store(lse + head.to(tl.int64) * queries + start_q + rows, maximum * SCORE_SCALE + tl.log2(total), mask=valid_q)
-    # Rounded before it is cast: FP8 is then what a pass over the stored output would make.
+    # Rounded before the cast, so that FP8 equals a cast of the stored output.
     context = context.to(output.dtype.element_ty)
     output += start_q.to(tl.int64) * STRIDE
     store_rows(output, context, rows, length_q, STRIDE, HEAD_SIZE)

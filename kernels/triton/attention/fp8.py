@@ -1,7 +1,8 @@
-"""Self-attention between products in FP8, in Triton: the kernels of ``varlen`` with their casts.
+"""Self-attention between products in FP8, in Triton: the kernels of ``varlen`` with FP8 casts of their results.
 
-The output is written in bf16, which the backward pass reads, and in FP8 in rows and transposed; the gradient of query, key
-and value in FP8 alone. Definitions in ``kernels.reference.attention_fp8``; shape legend in ``kernels/__init__.py``.
+The forward pass writes the output in bf16, for the backward pass, and in FP8 with its transpose. The backward pass writes
+the gradient of query, key and value only in FP8. Definitions in ``kernels.reference.attention_fp8``; shape legend in
+``kernels/__init__.py``.
 """
 
 from dataclasses import replace
@@ -58,7 +59,7 @@ def _backward(
     amax: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     q_TN, q_NT = fp8_pair(qkv.flatten(1), E5M2)
-    # A row for each block of each sequence; what ends in the midst of a block leaves some to nobody.
+    # At least one row for each block of each sequence.
     rows = len(qkv) // smallest_block(qkv) + len(cu_seqlens)
     sums = qkv.new_zeros((rows, q_TN.shape[1]), dtype=torch.float32)
     casts = Casts(scale, amax.view(torch.int32), q_TN, q_NT, sums)
@@ -113,7 +114,7 @@ def backward_unsupported_reasons(*arguments: Any) -> list[str]:
 
 
 def configurations() -> list[Configuration]:
-    """Return the kernels of ``kernels.triton.attention.varlen`` as all layers but the last launch them, with casts."""
+    """Return the kernels of ``varlen`` with casts, as all layers but the last launch them."""
     found = []
     for plain in launches.configurations():
         if "last layer" in plain.name or 90 not in plain.capabilities:  # FP8 needs 8.9

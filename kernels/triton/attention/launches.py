@@ -1,4 +1,4 @@
-"""Launches of the kernels of attention: block sizes by device, arguments, and where results go.
+"""Launches of the attention kernels: block sizes by device, arguments and results.
 
 Shape legend in ``kernels/__init__.py``.
 """
@@ -30,7 +30,7 @@ class _Launch:
     num_warps: int
     num_stages: int
     max_registers: int | None = None
-    """Of a thread, where the compiler would take more than let another block be on a multiprocessor."""
+    """Limit for the registers of a thread, which lets one more block reside on a multiprocessor."""
 
     def options(self) -> dict[str, int]:
         """Keyword arguments of the launch."""
@@ -40,20 +40,20 @@ class _Launch:
 
 @dataclass(frozen=True)
 class Casts:
-    """Places of results in FP8."""
+    """Tensors for results in FP8."""
 
     scale: Tensor
     amax: Tensor
-    """int32, its bits."""
+    """Bits of the largest magnitude, int32."""
     rows: Tensor
-    """[T, columns], of which the last are next to one another."""
+    """[T, columns], with a stride of 1 along the columns."""
     transposed: Tensor
     """[columns, padded(T)]."""
     sums: Tensor | None = None
-    """fp32 [blocks, columns], where columns are added up: zeros, of which a block that there is writes a row."""
+    """Sums of columns, fp32 [blocks, columns]: zeros, in which each block writes a row."""
 
     def split(self, columns: int) -> tuple["Casts", "Casts"]:
-        """Divide it into that of the first columns and that of the others."""
+        """Split at a column."""
         assert self.sums is not None
         first, others = (
             Casts(self.scale, self.amax, self.rows[:, part], self.transposed[part], self.sums[:, part])
@@ -63,13 +63,12 @@ class Casts:
 
 
 NARROW: dict[int, int] = dict.fromkeys((16, 32), 184)
-"""Registers that a thread may have where the forward kernel makes casts, by head size: left alone, a B200's takes fewer and
-spills."""
+"""Registers of a thread of the forward kernel with casts, by head size. Without this limit the compiler chooses fewer on a
+B200, and spills."""
 
-# By the compute capability that they are chosen from. None was measured: they spill no registers, and of what does not
-# spill they let the most warps be on a multiprocessor, in several blocks. Sequences are short, so blocks are small too.
-# With two stages the next tile is asked for at the end of an iteration and waited for at the start of the next one; with
-# three a tile is on its way while one is computed with.
+# By the lowest compute capability that they are for. None was measured: of the sizes that spill no registers they let the
+# most warps reside on a multiprocessor. Sequences are short, and so are the blocks. With three stages the next tile is
+# loaded while one is computed; with two stages the kernel would wait for it.
 _LAUNCHES = {
     80: {"forward": _Launch(64, 64, 4, 3, 168), "dq": _Launch(64, 32, 4, 3), "dkv": _Launch(64, 32, 4, 3)},
     90: {"forward": _Launch(64, 64, 4, 3), "dq": _Launch(64, 64, 4, 3), "dkv": _Launch(64, 64, 4, 3)},
@@ -79,12 +78,12 @@ _FP32_LAUNCHES = {"forward": _Launch(32, 32, 4, 2), "dq": _Launch(32, 32, 4, 1),
 
 
 def _rows_of_heads(x: Tensor) -> Tensor:
-    """Return ``x`` [N, H, E] where the heads of a row are contiguous, as in every part of a packed tensor; else a copy."""
+    """Return ``x`` [N, H, E], or a copy if the heads of a row are not contiguous, as they are in a packed tensor."""
     return x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous()
 
 
 def _kept_shape(heads: int, queries: int, max_seqlen: int, drawn: bool) -> tuple[int, ...]:
-    """Return the shape of the draws whose bits say what dropout kept, if any are drawn: [H, groups, Q, 4]."""
+    """Return the shape of the bits of what dropout kept, [H, groups, Q, 4], or (0,) without dropout."""
     return (heads, _groups(max_seqlen), queries, KEYS_A_GROUP // PLACES_A_DRAW) if drawn else (0,)
 
 
@@ -93,12 +92,12 @@ def _groups(max_seqlen: int) -> int:
 
 
 def _written(casts: Casts | None) -> tuple[Tensor | None, ...]:
-    """Return scale, amax, rows, transposed and sums, as far as there are any."""
+    """Return scale, amax, rows, transposed and sums, or None for each."""
     return (None,) * 5 if casts is None else (casts.scale, casts.amax, casts.rows, casts.transposed, casts.sums)
 
 
 def fake_saved(query: Tensor, max_seqlen: int, state: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return what the forward pass returns besides its output, without values."""
+    """Return tensors like those that the forward pass saves for the backward pass."""
     queries, heads, _size = query.shape
     shape = _kept_shape(heads, queries, max_seqlen, state is not None)
     return query.new_empty((heads, queries), dtype=torch.float32), query.new_empty(shape, dtype=torch.int16)
@@ -114,7 +113,7 @@ def launch_forward(
     stream: int,
     casts: Casts | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return output, logarithms of sums, and what dropout kept."""
+    """Return the output, the logarithms of softmax's sums, and the bits of what dropout kept."""
     qkv = [_rows_of_heads(x) for x in qkv]
     queries, heads, head_size = qkv[0].shape
     output = torch.empty((queries, heads, head_size), dtype=qkv[0].dtype, device=qkv[0].device)
@@ -127,7 +126,7 @@ def launch_forward(
     threshold = 0 if state is None else Dropout(p, state, stream).threshold
     numbers = queries, _groups(max_seqlen), stream, threshold, 1 / (1 - p)
     constants = _constants(attention_forward, strides, strides, heads, head_size, drawn, launch, casts)
-    # Only the device knows the lengths: the grid is for the longest, in S + 1 layers, the last for rows of no sequence.
+    # Only the device knows the lengths: the grid fits the longest sequence, in S + 1 layers, the last for unowned rows.
     grid = (max(1, triton.cdiv(max_seqlen, launch.block_q)), heads, len(cu_seqlens_q))
     bounds = cu_seqlens_q, cu_seqlens_k
     attention_forward[grid](
@@ -149,7 +148,7 @@ def launch_backward(
     p: float,
     casts: Casts | None = None,
 ) -> None:
-    """Write ``gradients``, or ``casts``: columns of queries, keys, values. Of the former then only the strides count."""
+    """Write ``gradients`` of query, key and value, or ``casts`` of them; then only the strides of ``gradients`` count."""
     qkv = [_rows_of_heads(x) for x in qkv]
     queries, heads, head_size = output.shape
     strides = [x.stride(0) for x in qkv], [x.stride(0) for x in gradients]
@@ -158,7 +157,7 @@ def launch_backward(
     delta, upstream = torch.empty_like(lse), output_gradient.contiguous()
     drawn, sizes = kept.numel() > 0, (heads, head_size)
     bounds, numbers = (cu_seqlens_q, cu_seqlens_k), (_groups(max_seqlen), 1 / (1 - p))
-    # Queries first: their kernel writes delta, which that of the keys reads.
+    # The kernel for queries writes delta, which the kernel for keys reads.
     launch = _launch("dq", output)
     options = launch.options() | _constants(attention_backward_queries, *strides, *sizes, drawn, launch, of_queries)
     grid = (max(1, triton.cdiv(max_seqlen, launch.block_q)), heads, len(cu_seqlens_q))
@@ -182,7 +181,7 @@ def configurations() -> list[Configuration]:
     for capability, (model, heads, size), last_layer, dropout in product(
         _LAUNCHES, (("large", 16, 64), ("small", 4, 32)), (False, True), (False, True)
     ):
-        # the last layer has the queries by themselves, keys and values packed, and gradients of each by itself
+        # In the last layer the queries and all gradients are separate tensors, and keys and values are packed.
         packed = (2 if last_layer else 3) * heads * size
         strides = [heads * size if last_layer else packed, packed, packed]
         gradient_strides = [heads * size] * 3 if last_layer else strides
@@ -213,7 +212,7 @@ def _constants(
     launch: _Launch,
     casts: Casts | None,
 ) -> dict[str, Any]:
-    """Return the constants that a kernel has among all; ``strides`` lead from row to row of query, key and value."""
+    """Return the constants that are parameters of a kernel; ``strides`` are those between rows of query, key and value."""
     names = ("QUERY", "KEY", "VALUE")
     constants = {f"{name}_STRIDE": stride for name, stride in zip(names, strides, strict=True)}
     constants |= {f"{name}_GRADIENT_STRIDE": stride for name, stride in zip(names, gradient_strides, strict=True)}
@@ -232,11 +231,11 @@ def _launch(name: str, x: Tensor) -> _Launch:
 
 
 def _oldest(capability: int) -> int:
-    """Return the capability whose launches are taken for this one."""
+    """Return the capability whose launches this one uses."""
     return max((oldest for oldest in _LAUNCHES if oldest <= capability), default=min(_LAUNCHES))
 
 
 def smallest_block(x: Tensor) -> int:
-    """Return the rows of the smallest block of those kernels that write gradients."""
+    """Return the rows of the smallest block in the backward pass."""
     queries, keys = _launch("dq", x), _launch("dkv", x)
     return min(queries.block_q, keys.block_k)

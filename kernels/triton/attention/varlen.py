@@ -1,9 +1,9 @@
 """Variable-length attention in Triton, forward and backward, with dropout from the counter of ``kernels.reference.random``.
 
-Shape legend in ``kernels/__init__.py``; the definition is ``kernels.reference.ops.varlen_attention``. The forward pass is
-the online softmax of FlashAttention-2 (Dao, arXiv 2307.08691) and keeps the output and the logarithm of each row's sum. The
-backward pass is a kernel for the gradient of the queries and one for those of keys and values; each computes scores again,
-so that nothing is added atomically and every result is the same at every run.
+Shape legend in ``kernels/__init__.py``; the definition is ``kernels.reference.ops.varlen_attention``. The forward pass uses
+the online softmax of FlashAttention-2 (Dao, arXiv 2307.08691) and saves the output and the logarithm of each row's sum. The
+backward pass has a kernel for the gradient of the queries and one for the gradients of keys and values. Each computes scores
+again, so that there are no atomic sums and every run gives the same results.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
@@ -32,10 +32,7 @@ def varlen_attention(
 ) -> Tensor:
     """Return softmax attention inside each sequence, [Q, H, E] in the dtype of the inputs.
 
-    int32 ``cu_seqlens`` [S + 1]; no sequence has more than ``max_seqlen`` queries or keys. Rows past the last sequence are 0
-    in the output and in every gradient. The element of query row q, head h and key position c (inside its sequence) has row
-    ``q * H + h`` and column c of the dropout mask. Saved for the backward pass: inputs, output, fp32
-    [H, Q], and a bit for each element of the mask.
+    It saves inputs, output, fp32 [H, Q], and a bit for each element of the dropout mask for the backward pass.
     """
     return _attention(
         [query_QHE, key_THE, value_THE], cu_seqlens_q, cu_seqlens_k, max_seqlen, *dropout_arguments(dropout)
@@ -64,7 +61,7 @@ def self_attention_unsupported_reasons(qkv_T3HE: Tensor, *_: Any) -> list[str]:
 
 
 def dropout_arguments(dropout: Dropout | None) -> tuple[Tensor | None, float, int]:
-    """Return state, probability and stream; no state where nothing is dropped."""
+    """Return state, probability and stream; the state is None if nothing is dropped."""
     if dropout is None or dropout.p == 0:
         return None, 0.0, 0
     return dropout.state, dropout.p, dropout.stream
@@ -115,9 +112,7 @@ def _attention_backward(
     return gradients
 
 
-@_attention_backward.register_fake
-def _(_gradient: Tensor, qkv: Sequence[Tensor], *_: object) -> list[Tensor]:
-    return [x.new_empty(x.shape) for x in qkv]
+_attention_backward.register_fake(lambda _gradient, qkv, *_: [x.new_empty(x.shape) for x in qkv])
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -125,7 +120,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tenso
     ctx.save_for_backward(*qkv, cu_seqlens_q, cu_seqlens_k, *output)
     ctx.numbers = max_seqlen, p
     ctx.mark_non_differentiable(*output[1:])
-    ctx.set_materialize_grads(False)  # else zeros would be written as gradients of what is saved
+    ctx.set_materialize_grads(False)  # otherwise autograd makes zeros as gradients of the saved tensors
 
 
 def _differentiate(ctx: Any, output_gradient: Tensor, *_: None) -> tuple[list[Tensor] | None, ...]:

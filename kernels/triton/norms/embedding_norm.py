@@ -1,12 +1,12 @@
 """The sum of three embeddings, its layer norm and dropout in one pass each way, in Triton.
 
 Shape legend in ``kernels/__init__.py``; the definition is in ``kernels.reference.ops``, the mask in
-``kernels.reference.random``. Forward gathers 3 rows and writes 1; backward gathers 3, reads 1 and adds to 2 in fp32: those
-of the word and position tables by atomics, so that their last bits depend on the order of arrival.
+``kernels.reference.random``. The forward pass gathers 3 rows and writes 1. The backward pass gathers 3, reads 1 and adds to
+2 in fp32. It adds to the word and position tables by atomics, so that their last bits depend on the order of arrival.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false, reportReturnType=false
-# ruff: noqa: ANN001, ANN202  (what a kernel is given, and gives, has types of the compiler's own)
+# ruff: noqa: ANN001, ANN202  (the compiler has its own types)
 
 from typing import Any
 
@@ -40,12 +40,12 @@ from kernels.triton.norms.rows import (
 )
 
 WARPS = 16
-"""Warps a multiprocessor of the backward kernel: as many as its registers let be there at once, so that none waits."""
+"""Warps a multiprocessor of the backward kernel: as many as its registers allow to reside at once."""
 
 
 @triton.jit
 def _summed_embeddings(word, position, segment, words, positions, segments, columns, mask, D: tl.constexpr):
-    """Sum the rows of three tables, [ROWS, BLOCK / 8, 8], by ids [ROWS, 1, 1]."""
+    """Return the sums of rows of three tables, [ROWS, BLOCK / 8, 8], by ids [ROWS, 1, 1]."""
     summed = load_fp32(word + words * D + columns, mask) + load_fp32(position + positions * D + columns, mask)
     return summed + load_fp32(segment + segments * D + columns, mask)
 
@@ -83,7 +83,7 @@ def _embedding_norm_backward(
     state, tokens, threshold, scale, stream,
     D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
-    """Add to ``dword`` and ``dposition``, fp32; ``partials`` [programs, 4, D] are of weight, bias and the two segments."""
+    """Add to ``dword`` and ``dposition``, fp32; write ``partials`` [programs, 4, D] of weight, bias and the two segments."""
     columns = columns_of(BLOCK)
     inside = columns < D
     gain = load_fp32(weight + columns, inside)
@@ -105,10 +105,9 @@ def _embedding_norm_backward(
         dweight += upstream * normalised
         dbias += upstream
         gradient = norm_gradient(upstream, normalised, gain, rstd, D)
-        # Relaxed: no other memory is ordered by these sums.
         tl.atomic_add(dword + words * D + columns, gradient, mask=live & inside, sem="relaxed")
         tl.atomic_add(dposition + positions * D + columns, gradient, mask=live & inside, sem="relaxed")
-        # Two rows for all tokens: by atomics every program would wait for the same addresses.
+        # Atomics on these two rows would make all programs wait for the same addresses.
         dsegment_0 += tl.where(segments == 0, gradient, 0.0)
         dsegment_1 += tl.where(segments == 1, gradient, 0.0)
     partial = partials + tl.program_id(0) * 4 * D + columns
@@ -135,7 +134,7 @@ def _embedding_norm(
     stream: int,
     word_gradient: Tensor | None = None,  # noqa: ARG001
 ) -> tuple[Tensor, Tensor]:
-    """Output [T, D]; means and reciprocal deviations, fp32 [2, T]. The last argument is for the backward pass alone."""
+    """Return the output [T, D], and means and reciprocal deviations, fp32 [2, T]. Only backward uses the last argument."""
     tokens, columns = len(input_ids), word.shape[1]
     layout = Layout.of(columns)
     inputs = (input_ids, position_ids, segment_ids, word, position, segment, weight, bias)
@@ -171,9 +170,9 @@ def _embedding_norm_gradients(
     stream: int,
     dword: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of the position table [L, D], and of weight, bias and both segments [4, D]; the word table's is added.
+    """Return the gradients of the position table [L, D], and of weight, bias and both segments [4, D]; add to ``dword``.
 
-    In fp32 whatever the tables are: atomics in 16 bits would round at every token that has the word.
+    The sums are fp32, because atomics in 16 bits would round at every token that has the word.
     """
     (tokens, columns), layout = dy.shape, Layout.of(dy.shape[1])
     programs = backward_programs(dy.device, tokens, layout, WARPS)
@@ -196,10 +195,10 @@ def _(*inputs: Any) -> tuple[Tensor, Tensor]:
 def _save_embedding_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     *tensors, _, _, state, threshold, scale, stream, word_gradient = inputs
     ctx.scalars = threshold, scale, stream
-    # Not saved: autograd would refuse a pass after another one has added to it, as the decoder's has.
+    # Autograd would refuse a saved tensor that another backward pass, such as the decoder's, has changed.
     ctx.word_gradient = word_gradient
     ctx.mark_non_differentiable(output[1])
-    ctx.set_materialize_grads(False)  # else zeros would be made as the gradient of the statistics
+    ctx.set_materialize_grads(False)  # otherwise autograd makes zeros as the gradient of the statistics
     ctx.save_for_backward(*tensors, output[1], state)
 
 
@@ -227,10 +226,10 @@ def embedding_layer_norm(
     dropout: Dropout | None = None,
     word_gradient_VD: Tensor | None = None,
 ) -> Tensor:
-    """Sum of the three embeddings, layer norm, dropout; row t of the mask is token t. Returns [T, D] in the tables' dtype.
+    """Return dropout of the layer norm of the sum of the three embeddings, [T, D] in the tables' dtype.
 
-    Ids are int32 or int64 and inside their tables, which is not checked. Tables and vectors share a dtype. Kept for the
-    backward pass: the inputs and 8 bytes a token.
+    Ids are int32 or int64 inside their tables, which is not checked. Tables and vectors share a dtype. The backward pass
+    needs the inputs and 8 bytes for each token.
     """
     tables = (word_VD, position_LD, segment_2D)
     others = weight_D, bias_D, eps, *dropout_scalars(dropout), word_gradient_VD

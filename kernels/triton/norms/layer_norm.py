@@ -3,14 +3,14 @@
 Shape legend in ``kernels/__init__.py``; the definition is in ``kernels.reference.ops``, the mask in
 ``kernels.reference.random``.
 
-Nothing of a token's width is kept for the backward pass but the inputs: it makes the normalised sum and the mask anew. In
-rows of D elements that move, forward reads x and residual and writes y (3), backward reads dy, x and residual and writes dx
-and dresidual (5): 8 together, 16 KiB a token of BERT-Large in bf16. Keeping the sum would be 4 + 4: no fewer, one more where
-there is no gradient, and the sum would be rounded. Without dropout dx and dresidual are one row.
+The backward pass computes the normalised sum and the mask again from the inputs. For each token the forward pass reads x
+and residual and writes y, and the backward pass reads dy, x and residual and writes dx and dresidual: 8 rows of D elements,
+16 KiB for BERT-Large in bf16. Saving the sum would move as many rows, and round the sum. Without dropout dx and dresidual
+are one row.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false, reportReturnType=false
-# ruff: noqa: ANN001, ANN201, ANN202  (what a kernel is given, and gives, has types of the compiler's own)
+# ruff: noqa: ANN001, ANN201, ANN202  (the compiler has its own types)
 
 from typing import Any
 
@@ -44,9 +44,9 @@ from kernels.triton.norms.rows import (
 )
 
 WARPS = 20
-"""Warps a multiprocessor of the backward kernel: as many as its registers let be there at once, so that none waits."""
+"""Warps a multiprocessor of the backward kernel: as many as its registers allow to reside at once."""
 PREFETCH = tl.constexpr(3)
-"""Stages of a loop over rows: two tiles are on their way to shared memory while one is computed with."""
+"""Stages of a loop over rows: two tiles are loaded to shared memory while one is computed."""
 
 
 @triton.jit
@@ -69,14 +69,14 @@ def add_norm_row_gradients(
     upstream, x, offset, residual, gain, statistics, rows, places, live, inside, tokens,
     state, threshold, scale, stream, D: tl.constexpr, BLOCK: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
-    """Return for rows the gradients of the residual and of x, which are one without dropout, and what was normalised."""
+    """Return the rows' gradients of the residual and of x, which are equal without dropout, and the normalised rows."""
     summed = load_fp32(x + places, live & inside) + offset
     shortcut = load_fp32(residual + places, live & inside)
     mean, rstd = load_statistics(statistics, rows, tokens)
     if DROPOUT:
         kept = kept_places(rows, state, threshold, stream, BLOCK)
         summed = tl.where(kept, summed * scale, 0.0)
-    # Past the last column it is not zero. The gain and upstream are, and with them all that is made of it there.
+    # It is not zero past the last column, but the gain and upstream are, and so are all gradients there.
     normalised = (summed + shortcut - mean) * rstd
     dresidual = norm_gradient(upstream, normalised, gain, rstd, D)
     dx = dresidual
@@ -109,14 +109,14 @@ def _add_norm_backward(
     state, tokens, threshold, scale, stream,
     D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
-    """Write gradients; ``partials`` [programs, 3, D]: of bias, weight, norm_bias. Without dropout ``dx`` is left alone."""
+    """Write gradients, and ``partials`` [programs, 3, D] of bias, weight and norm_bias; ``dx`` only with dropout."""
     columns = columns_of(BLOCK)
     inside = columns < D
     offset, gain = load_fp32(bias + columns, inside), load_fp32(weight + columns, inside)
     dbias = tl.zeros([ROWS, BLOCK // PLACES, PLACES], tl.float32)
     dweight = tl.zeros_like(dbias)
     dnorm_bias = tl.zeros_like(dbias)
-    # Tiles of several rows, of narrow models, would leave too few registers for it.
+    # Tiles of several rows, for narrow models, leave too few registers.
     STAGES: tl.constexpr = PREFETCH if ROWS == 1 else 1
     for tile in tl.range(tl.program_id(0), tl.cdiv(tokens, ROWS), tl.num_programs(0), num_stages=STAGES):
         rows, live, places = places_of(tile * ROWS, tokens, columns, D, ROWS)
@@ -147,7 +147,7 @@ def _add_norm(
     scale: float,
     stream: int,
 ) -> tuple[Tensor, Tensor]:
-    """Output [T, D]; means and reciprocal deviations, fp32 [2, T]."""
+    """Return the output [T, D], and means and reciprocal deviations, fp32 [2, T]."""
     (tokens, columns), layout = x.shape, Layout.of(x.shape[1])
     inputs = (tensor.contiguous() for tensor in (x, bias, residual, weight, norm_bias))
     outputs = x.new_empty(tokens, columns), x.new_empty(2, tokens, dtype=torch.float32)
@@ -156,9 +156,7 @@ def _add_norm(
     return outputs
 
 
-@_add_norm.register_fake
-def _(x: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape), x.new_empty(2, len(x), dtype=torch.float32)
+_add_norm.register_fake(lambda x, *_: (x.new_empty(x.shape), x.new_empty(2, len(x), dtype=torch.float32)))
 
 
 @torch.library.custom_op("mlperf_bert::dropout_add_layer_norm_backward", mutates_args=())
@@ -174,7 +172,10 @@ def _add_norm_gradients(
     scale: float,
     stream: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of x [T, D] ([0, D] without dropout: the residual's), of the residual, of bias, weight, norm_bias [3, D]."""
+    """Return the gradients of x [T, D], of the residual, and of bias, weight and norm_bias [3, D].
+
+    Without dropout the gradient of x is the residual's, and the first result is [0, D].
+    """
     (tokens, columns), layout = x.shape, Layout.of(x.shape[1])
     programs = backward_programs(x.device, tokens, layout, WARPS)
     inputs = (tensor.contiguous() for tensor in (dy, x, bias, residual, weight, statistics))
@@ -196,14 +197,14 @@ def _(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
 def _save_add_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     x, bias, residual, weight, _, _, state, *ctx.scalars = inputs
     ctx.mark_non_differentiable(output[1])
-    ctx.set_materialize_grads(False)  # else zeros would be made as the gradient of the statistics
+    ctx.set_materialize_grads(False)  # otherwise autograd makes zeros as the gradient of the statistics
     ctx.save_for_backward(x, bias, residual, weight, output[1], state)
 
 
 def _add_norm_autograd(ctx: Any, dy: Tensor, _: None) -> tuple[Tensor | None, ...]:
     dx, dresidual, vectors_3D = _add_norm_gradients(dy, *ctx.saved_tensors, *ctx.scalars)
     dbias, dweight, dnorm_bias = vectors_3D.unbind()
-    # Without dropout both branches of the sum have one gradient.
+    # Without dropout both branches of the sum share a gradient.
     return dx if len(dx) else dresidual, dbias, dresidual, dweight, dnorm_bias, *(None,) * 5
 
 
@@ -219,10 +220,9 @@ def dropout_add_layer_norm(
     eps: float,
     dropout: Dropout | None = None,
 ) -> Tensor:
-    """Return ``layer_norm(residual + dropout(x + bias))``, [T, D] in x's dtype; row t of the mask is token t.
+    """Return ``layer_norm(residual + dropout(x + bias))``, [T, D] in x's dtype.
 
-    x and residual share a dtype, and the three vectors another or the same. Kept for the backward pass: the inputs and
-    8 bytes a token.
+    x and residual share a dtype, and so do the three vectors. The backward pass needs the inputs and 8 bytes for each token.
     """
     return _add_norm(x_TD, bias_D, residual_TD, weight_D, norm_bias_D, eps, *dropout_scalars(dropout))[0]
 

@@ -1,18 +1,17 @@
-"""Dropout, residual and layer norm between products in FP8: the passes of ``layer_norm`` with their casts.
+"""Dropout, residual and layer norm between products in FP8: the passes of ``layer_norm`` with FP8 casts.
 
-Forward also writes the output in FP8 in rows and transposed; backward takes the two gradients of an output that is both the
-next residual and the input of products, and writes the gradient of x in FP8 only. In rows of D bf16 elements that move,
-forward reads 2 and writes 2 (a byte each of the two casts makes one), backward reads 4 and writes 2: 10 together, where the
-plain passes, the two casts and the sum of the gradients move 4 + 1 and 7 + 4 more in passes of their own.
+The forward pass also writes the output in FP8 and its transpose. The backward pass takes the gradients of the output from
+the next residual and from products, and writes the gradient of x only in FP8. For each token they move 10 rows of D bf16
+elements; separate casts and a separate sum of the gradients would move 16 more.
 
-A program walks over 32 rows, a tile at a time as the plain kernel does, then reads what it has just written of them in FP8,
-32 bytes a column, from the cache and writes that transposed: whole sectors of memory, and no registers for 32 rows.
+A program walks over 32 rows, a tile at a time like the plain kernel. Then it reads its FP8 results from the cache, 32 bytes
+a column, and writes them transposed: whole sectors of memory, without registers for 32 rows.
 
 Definitions in ``kernels.reference.layer_norm_fp8``; shape legend in ``kernels/__init__.py``.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false, reportReturnType=false
-# ruff: noqa: ANN001, ANN202  (what a kernel is given, and gives, has types of the compiler's own)
+# ruff: noqa: ANN001, ANN202  (the compiler has its own types)
 
 from typing import Any
 
@@ -44,11 +43,11 @@ from kernels.triton.norms.rows import (
 from kernels.triton.quantize import POINTERS, SCALARS, cast_reasons, fp8_pair, quantized, raise_amax
 
 WARPS = 16
-"""As in ``layer_norm``: four fewer, each with four rows on their way in place of three."""
+"""Warps a multiprocessor of the backward kernel: fewer than in ``layer_norm``, because each loads one more row."""
 
 _GROUP = 32
 _COLUMNS = 32
-"""Of what is transposed at a time."""
+"""Columns that are transposed at a time."""
 
 
 @triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=SCALARS)
@@ -58,7 +57,7 @@ def _add_norm_cast_forward(
     D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, DROPOUT: tl.constexpr,
     GROUP: tl.constexpr, COLUMNS: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
-    """Without ``q`` nothing is cast."""
+    """Cast only if ``q`` is not None."""
     columns = columns_of(BLOCK)
     inside = columns < D
     offset, gain = load_fp32(bias + columns, inside), load_fp32(weight + columns, inside)
@@ -73,7 +72,7 @@ def _add_norm_cast_forward(
             x, offset, residual, gain, shift, rows, places, live, inside,
             state, eps, threshold, kept_scale, stream, D, BLOCK, DROPOUT,
         )  # fmt: skip
-        # Zeros outside, for amax; rounded before it is cast, as a pass over the stored output would find it.
+        # Zeros outside, for amax. Rounded before the cast, so that FP8 equals a cast of the stored output.
         output = tl.where(live & inside, output, 0.0).to(y.dtype.element_ty)
         tl.store(y + places, output, mask=live & inside)
         store_statistics(statistics, mean, rstd, rows, tokens)
@@ -91,7 +90,7 @@ def _add_norm_cast_backward(
     D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, DROPOUT: tl.constexpr,
     GROUP: tl.constexpr, COLUMNS: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
-    """Write gradients; ``partials`` [programs, 3, D]: of bias, weight, norm_bias. ``shortcut_dy`` may be None."""
+    """Write gradients, and ``partials`` [programs, 3, D] of bias, weight and norm_bias; ``shortcut_dy`` may be None."""
     columns = columns_of(BLOCK)
     inside = columns < D
     offset, gain = load_fp32(bias + columns, inside), load_fp32(weight + columns, inside)
@@ -101,12 +100,12 @@ def _add_norm_cast_backward(
     largest = tl.zeros([ROWS, BLOCK // PLACES], tl.int32)
     multiplier = tl.load(scale)
     STAGES: tl.constexpr = PREFETCH if ROWS == 1 else 1
-    # Whole groups for each program: only who has written a group's rows can transpose them without waiting for others.
+    # A program has whole groups, because only the program that wrote a group's rows can transpose them without waiting.
     for group in range(tl.program_id(0), tl.cdiv(tokens, GROUP), tl.num_programs(0)):
         for row in tl.range(0, GROUP, ROWS, num_stages=STAGES):
             rows, live, places = places_of(group * GROUP + row, tokens, columns, D, ROWS)
             upstream = load_fp32(dy + places, live & inside)
-            if shortcut_dy is not None:  # as PyTorch adds them
+            if shortcut_dy is not None:  # rounded like PyTorch's sum
                 upstream += load_fp32(shortcut_dy + places, live & inside)
                 upstream = upstream.to(dy.dtype.element_ty).to(tl.float32)
             gradient, product_gradient, normalised = add_norm_row_gradients(
@@ -127,7 +126,7 @@ def _add_norm_cast_backward(
 
 @triton.jit
 def _cast(value, multiplier, largest, q, places, mask, LARGEST: tl.constexpr):
-    """Write rows of ``q``; return the largest magnitudes so far, by their bits, [ROWS, BLOCK / 8]."""
+    """Write rows of ``q``; return the bits of the largest magnitudes so far, [ROWS, BLOCK / 8]."""
     tl.store(q + places, quantized(value * multiplier, LARGEST, q.dtype.element_ty), mask=mask)
     return tl.maximum(largest, tl.max(value.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=2))
 
@@ -136,9 +135,9 @@ def _cast(value, multiplier, largest, q, places, mask, LARGEST: tl.constexpr):
 def _transpose_rows(
     q, transposed, first, tokens, D: tl.constexpr, GROUP: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
-    """Write ``GROUP`` rows of ``q``, which this program has written, to ``transposed`` [D, tokens rounded up to 16]."""
-    tl.debug_barrier()  # other threads of the program wrote what one reads
-    padded = (tokens + 15) // 16 * 16  # a multiple of 16, as the compiler sees: 16 bytes are written at a time
+    """Transpose ``GROUP`` rows of ``q``, which this program has written, to ``transposed`` [D, tokens rounded up to 16]."""
+    tl.debug_barrier()  # a thread reads what other threads wrote
+    padded = (tokens + 15) // 16 * 16  # the compiler sees a multiple of 16, and writes 16 bytes at a time
     row, column = tl.arange(0, GROUP), tl.arange(0, COLUMNS)
     q += tl.cast(first, tl.int64) * D
     transposed += first
@@ -167,7 +166,7 @@ def _forward(
     scale: Tensor | None,
     amax: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Output, statistics, and both casts, which are empty without a scale."""
+    """Return the output, statistics, and both casts, which are empty without a scale."""
     (tokens, columns), layout = x.shape, Layout.of(x.shape[1])
     inputs = (tensor.contiguous() for tensor in (x, bias, residual, weight, norm_bias))
     y, statistics = x.new_empty(tokens, columns), x.new_empty(2, tokens, dtype=torch.float32)
@@ -203,7 +202,7 @@ def _backward(
     scale: Tensor,
     amax: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Both casts of x's gradient, the residual's, and those of bias, weight, norm_bias [3, D]."""
+    """Return both casts of x's gradient, the residual's gradient, and those of bias, weight and norm_bias [3, D]."""
     (tokens, columns), layout = x.shape, Layout.of(x.shape[1])
     whole = Layout(layout.block, _GROUP, layout.num_warps)
     programs = backward_programs(x.device, tokens, whole, WARPS)
@@ -239,7 +238,7 @@ def add_norm_cast_fp8(
     scale: Tensor | None,
     amax: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Return the output [T, D], statistics fp32 [2, T], and the output in E4M3 in rows and transposed, if it has a scale."""
+    """Return the output [T, D], statistics fp32 [2, T], and the output in E4M3 and its transpose, or None without scale."""
     scalars = dropout_scalars(dropout)
     y_TD, statistics_2T, *pair = _forward(x_TD, bias_D, residual_TD, weight_D, norm_bias_D, eps, *scalars, scale, amax)
     q_TD, q_DT = (None, None) if scale is None else pair
@@ -258,7 +257,7 @@ def add_norm_backward_cast_fp8(
     scale: Tensor,
     amax: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return x's gradient in E5M2 in rows and transposed, the residual's, and those of bias, weight and norm_bias."""
+    """Return x's gradient in E5M2 and its transpose, and the gradients of residual, bias, weight and norm_bias."""
     inputs = dy_TD, shortcut_dy_TD, x_TD, bias_D, residual_TD, weight_D, statistics_2T
     q_TD, q_DT, dresidual_TD, vectors_3D = _backward(*inputs, *dropout_scalars(dropout), scale, amax)
     return q_TD, q_DT, dresidual_TD, *vectors_3D.unbind()

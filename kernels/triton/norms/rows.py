@@ -1,13 +1,13 @@
-"""Parts that layer norms in Triton share: tiles of rows, statistics and gradients, sums over programs, and the launch.
+"""Parts of Triton's layer norms: tiles of rows, statistics and gradients, sums over programs, and the launch.
 
-A program's tile is [ROWS, BLOCK / 8, 8]: eight neighbouring columns are a thread's 16 bytes of bf16. Statistics and
-gradients are summed in fp32: those of vectors (biases, gains, the two segment rows) in registers by a fixed number of
-programs that walk over the rows, then over the programs by a second small kernel.
+A program's tile is [ROWS, BLOCK / 8, 8]: a thread's eight neighbouring columns are 16 bytes of bf16. All sums are in fp32. A
+fixed number of programs walk over the rows and sum the gradients of vectors (biases, gains, the two segment rows) in
+registers; a second kernel adds the sums of the programs.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false, reportReturnType=false
 # pyright: reportGeneralTypeIssues=false
-# ruff: noqa: ANN001, ANN201  (what a kernel is given, and gives, has types of the compiler's own)
+# ruff: noqa: ANN001, ANN201  (the compiler has its own types)
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -26,20 +26,20 @@ from kernels.triton.dropout import draw_kept
 
 MAX_COLUMNS = 4096
 PLACES = tl.constexpr(8)
-# A captured graph or a new length must not compile anew because a number happens to be 1 or a multiple of 16.
+# By default Triton compiles a kernel again when one of these is 1 or a multiple of 16.
 VARYING = ["tokens", "threshold", "stream"]
 
 
 @triton.jit
 def columns_of(BLOCK: tl.constexpr):
-    """Column numbers, [1, BLOCK / 8, 8]."""
+    """Return column numbers, [1, BLOCK / 8, 8]."""
     columns = tl.arange(0, BLOCK // PLACES)[:, None] * PLACES + tl.arange(0, PLACES)[None, :]
     return columns[None, :, :]
 
 
 @triton.jit
 def places_of(first, tokens, columns, D: tl.constexpr, ROWS: tl.constexpr):
-    """Numbers of the rows from ``first`` on, which of them there are, [ROWS, 1, 1], and where their elements stand."""
+    """Return the rows' numbers from ``first`` on, whether they exist, [ROWS, 1, 1], and the offsets of their elements."""
     rows = first + tl.arange(0, ROWS)
     return rows, (rows < tokens)[:, None, None], rows.to(tl.int64)[:, None, None] * D + columns
 
@@ -52,13 +52,13 @@ def load_fp32(pointers, mask):
 
 @triton.jit
 def row_means(tile, D: tl.constexpr):
-    """Means [ROWS, 1, 1] of rows [ROWS, BLOCK / 8, 8], which are zero past the last column."""
+    """Return the means [ROWS, 1, 1] of rows [ROWS, BLOCK / 8, 8], which are zero past the last column."""
     return (tl.sum(tl.sum(tile, axis=2), axis=1) / D)[:, None, None]
 
 
 @triton.jit
 def kept_places(rows, state, threshold, stream, BLOCK: tl.constexpr):
-    """Draw what ``Dropout.mask`` keeps, bool [ROWS, BLOCK / 8, 8]; two neighbouring threads make the same draw."""
+    """Return ``Dropout.mask``, bool [ROWS, BLOCK / 8, 8]; two neighbouring threads make the same draw."""
     eights = tl.arange(0, BLOCK // PLACES)[None, :]
     drawn = draw_kept(tl.load(state), tl.load(state + 1), stream, threshold, rows[:, None], eights // (DRAW // PLACES))
     drawn >>= eights % (DRAW // PLACES) * PLACES
@@ -69,7 +69,7 @@ def kept_places(rows, state, threshold, stream, BLOCK: tl.constexpr):
 def normalised_rows(summed, inside, eps, D: tl.constexpr):
     """Normalise rows; return them, their means and their reciprocal deviations, both [ROWS, 1, 1]."""
     mean = row_means(summed, D)
-    # Deviations, while the row is in registers: the mean of squares less the squared mean would cancel in fp32.
+    # The mean of squares minus the squared mean would cancel in fp32.
     centred = tl.where(inside, summed - mean, 0.0)
     rstd = tl.rsqrt(row_means(centred * centred, D) + eps)
     return centred * rstd, mean, rstd
@@ -85,9 +85,9 @@ def store_statistics(statistics, mean, rstd, rows, tokens):
 
 @triton.jit
 def load_statistics(statistics, rows, tokens):
-    """Load means and reciprocal deviations: zeros past the last row, so that its gradients are zero too.
+    """Load means and reciprocal deviations, with zeros past the last row, so that the gradients there are zero too.
 
-    Loaded before they have dimensions of a tile: a thread would load them once for each of its columns.
+    They get the dimensions of a tile after the load, or a thread would load them once for each of its columns.
     """
     mean, rstd = load_fp32(statistics + rows, rows < tokens), load_fp32(statistics + tokens + rows, rows < tokens)
     return mean[:, None, None], rstd[:, None, None]
@@ -95,7 +95,7 @@ def load_statistics(statistics, rows, tokens):
 
 @triton.jit
 def norm_gradient(dy, normalised, weight, rstd, D: tl.constexpr):
-    """Gradient of what was normalised."""
+    """Return the gradient of the normalisation's input."""
     gradient = dy * weight
     along = row_means(gradient * normalised, D)
     return (gradient - row_means(gradient, D) - normalised * along) * rstd
@@ -138,13 +138,13 @@ class Layout:
 
     @classmethod
     def of(cls, columns: int) -> "Layout":
-        """Choose the layout for rows of so many columns: at least 1024 values a tile, eight of them a thread's."""
+        """Choose the layout for rows of so many columns: at least 1024 values a tile, eight for each thread."""
         block = max(64, triton.next_power_of_2(columns))
         # 256: a warp's threads with eight columns each.
         return cls(block, max(1, 1024 // block), max(4, block // 256))
 
     def options(self, columns: int, dropout: bool) -> dict[str, Any]:
-        """Keyword arguments of the launch."""
+        """Return keyword arguments of the launch."""
         tile = {"D": columns, "BLOCK": self.block, "ROWS": self.rows, "DROPOUT": dropout}
         return {**tile, "num_warps": self.num_warps, "num_stages": 1}
 
@@ -155,17 +155,16 @@ SUM_PIPELINE = {"num_warps": 4, "num_stages": 1}
 
 def backward_programs(device: torch.device, tokens: int, layout: Layout, warps: int) -> int:
     """Return how many programs share the rows."""
-    # No more than are on the device at once: a program more would be one more row of partial sums.
     return max(1, min(multiprocessors(device) * (warps // layout.num_warps), triton.cdiv(tokens, layout.rows)))
 
 
 def multiprocessors(device: torch.device) -> int:
-    """Multiprocessors of a GPU; a CPU counts as one."""
+    """Return the number of multiprocessors of a GPU; a CPU counts as one."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 def forward_grid(tokens: int, layout: Layout) -> tuple[int]:
-    """Programs of a forward kernel."""
+    """Return the grid of a forward kernel."""
     return (max(1, triton.cdiv(tokens, layout.rows)),)
 
 
@@ -183,7 +182,7 @@ Scalars = tuple[Tensor | None, int, float, int]
 
 
 def dropout_scalars(dropout: Dropout | None) -> Scalars:
-    """Return state, threshold, scale and stream; no state where nothing is dropped."""
+    """Return state, threshold, scale and stream; the state is None if nothing is dropped."""
     if dropout is None or dropout.p == 0:
         return None, 0, 1.0, 0
     return dropout.state, dropout.threshold, dropout.scale, dropout.stream
@@ -213,8 +212,8 @@ def norm_configurations(
 ) -> list[Configuration]:
     """Return ``kernels`` as training launches them under autocast, for the hidden sizes of BERT-Large and the small default.
 
-    Parameters and embeddings are fp32, and the stream of y and dy is of type ``stream``; ``types`` and ``fixed`` are of
-    parameters that others do not have, and ``devices`` the last arguments of ``Configuration.of``.
+    Parameters and embeddings are fp32, and y and dy have the type ``stream``. ``types`` and ``fixed`` are for further
+    parameters, and ``devices`` for ``Configuration.of``.
     """
 
     found = []
@@ -232,5 +231,4 @@ def norm_configurations(
 
 def configurations() -> list[Configuration]:
     """Return the sum over programs, which both norms launch."""
-
     return [Configuration.of("fp32", sum_partials, _TYPES, SUM_TILE, **SUM_PIPELINE)]

@@ -14,7 +14,6 @@ import torch
 from safetensors.torch import load_file, save, save_file
 from torch import Tensor
 
-from bert import convert as convert_module
 from bert.checkpoints.hugging_face import to_hugging_face
 from bert.checkpoints.initial_model import load_initial_weights
 from bert.checkpoints.sources import open_source
@@ -24,6 +23,7 @@ from bert.convert import convert
 from bert.model import BertForPreTraining
 from bert.optimizer import FlatParameters
 from bert.predict import fill, predict
+from bert.train import run_command
 from console.safetensors_header import read_header
 from dataloading.batches.loader import batch_of
 from dataloading.batches.synthetic import synthetic_samples
@@ -383,7 +383,7 @@ def test_nothing_is_overwritten(saved: Path, tmp_path: Path, to: Literal["safete
 def test_the_command(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     def run(*arguments: object) -> int:
         monkeypatch.setattr(sys, "argv", ["convert", *map(str, arguments)])
-        return convert_module.main()
+        return run_command(convert, "bert.convert")
 
     out = tmp_path / "new" / "weights.safetensors"
     assert run(BUNDLES / "tf1", "--to", "safetensors", "--out", out, "--num-attention-heads", 2) == 0

@@ -82,23 +82,6 @@ def test_a_recipe_fits_its_gpus_and_is_told_what_does_where_it_does_not(
     assert not any(tmp_path.iterdir())
 
 
-def dry_run(recipe: str, wikipedia: Path, results: Path, world_size: int, rank: int) -> Program:
-    """The program itself on one of many machines, ended: it must not wait for the others."""
-    step = {"SLURM_STEP_ID": 0, "SLURM_NTASKS": world_size, "SLURM_PROCID": rank}
-    program = Program("bert.train", [*arguments(recipe, wikipedia, results), "--dry-run"], **step)
-    program.wait(PATIENCE_S)
-    return program
-
-
-@pytest.mark.slow
-def test_the_largest_recipe_is_checked_without_a_gpu(wikipedia: Path, tmp_path: Path) -> None:
-    done = dry_run("dgxa100_512x8", wikipedia, tmp_path, 4096, 4095)
-    assert done.returncode == 0, done.output
-    ready = f"dgxa100_512x8: ready, results would go to {tmp_path}/dgxa100_512x8/bert/result_0.txt"
-    warning = "warning: training.device is cuda, but PyTorch sees no GPU here: this machine could not run it"
-    assert done.output.splitlines() == ([] if torch.cuda.is_available() else [warning]) + [ready]
-
-
 @pytest.mark.slow
 def test_the_largest_model_is_checked_without_a_gpu(wikipedia: Path, tmp_path: Path) -> None:
     """With what a rank holds of it and of its micro-batches, and the time of a step."""

@@ -11,8 +11,7 @@ from bert.evaluation.evaluator import Evaluator
 from dataloading.dataset.folder import open_dataset
 from tests.bert.small_models import CPU, OF_SMALL_RUN, PLAIN, drawn_model
 from tests.conftest import SmallRun
-from tests.distributed.ranks import Ranks, torchrun
-from tests.programs import PATIENCE_S
+from tests.distributed.ranks import Ranks
 
 pytestmark = pytest.mark.slow
 
@@ -84,23 +83,7 @@ def test_what_is_wrong_is_named(
     assert words in line
 
 
-def test_help_names_the_options(capsys: pytest.CaptureFixture[str]) -> None:
-    assert evaluate.main(["--help"]) == 0
-    assert "--expect" in capsys.readouterr().out
-    with pytest.raises(SystemExit) as ended:
-        evaluate.main(["tiny_cpu", "--help"])
-    assert not ended.value.code
-    assert "usage: python -m bert.evaluate tiny_cpu" in capsys.readouterr().out
-
-
 def test_ranks_share_the_work(settings: list[str], accuracy: float) -> None:
     with Ranks([*settings, "--expect", f"{accuracy:.5f}", "--tolerance", "1e-5"], 3, "bert.evaluate") as ranks:
         assert ranks.ends() == [0, 0, 0], ranks.output
         assert ranks.output.count("masked-LM accuracy ") == 1
-
-
-def test_under_torchrun_a_difference_is_seen(settings: list[str]) -> None:
-    process = torchrun(2, [*settings, "--expect", "0.99"], module="bert.evaluate")
-    said = process.communicate(timeout=PATIENCE_S)[0]
-    assert process.returncode == 1, said
-    assert "expected 0.99 within 0.001, found " in said

@@ -8,9 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
-from bert.guards import preflight
 from bert.guards.preflight import check
 from bert.model import BertForPreTraining
 from bert.train import parse
@@ -65,21 +63,6 @@ def test_what_would_stop_a_run_is_named(
     small_run: SmallRun, tmp_path: Path, change: dict[str, object], said: str
 ) -> None:
     assert said in refusal(small_run, tmp_path / "r", **change)
-
-
-def test_a_machine_whose_gpus_cannot_be_used_is_found_before_ranks_join(
-    small_run: SmallRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("triton")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(preflight, "loaded_driver", lambda: "550.54.15")
-    said = refusal(small_run, tmp_path / "r", training__device="cuda")
-    assert "driver 550.54.15 is too old for CUDA 13.0" in said
-    assert "580 or newer" in said
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setenv("CC", "no-such-compiler")
-    assert "no-such-compiler" in refusal(small_run, tmp_path / "r", training__device="cuda")
 
 
 def test_files_of_the_data_that_do_not_belong_together(small_run: SmallRun, tmp_path: Path) -> None:

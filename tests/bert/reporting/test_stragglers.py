@@ -36,14 +36,6 @@ def test_the_measure_is_the_median_of_all() -> None:
         assert said.startswith(f"rank {named} on host n1 is slow")
 
 
-def test_several_are_named_each_with_its_own_time() -> None:
-    ranks = Stragglers(["a", "b", "c", "d", "e"])
-    said = [line for _ in range(INTERVALS) for line in said_by(ranks, [0.2, 0.1, 0.1, 0.1, 0.4])]
-    assert [line[:18] for line in said] == ["rank 0 on host a i", "rank 4 on host e i"]
-    assert "200.0 ms a step of its own, 2.00 times" in said[0]
-    assert "400.0 ms a step of its own, 4.00 times" in said[1]
-
-
 def test_times_of_zero_name_nobody_and_a_median_of_zero_divides_nothing() -> None:
     ranks = Stragglers(HOSTS)
     assert [said_by(ranks, [0.0] * 4) for _ in range(INTERVALS)] == [[]] * INTERVALS

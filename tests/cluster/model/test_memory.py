@@ -1,6 +1,6 @@
-"""Memory of a rank by part, held to what a real model keeps and to what its optimizer holds."""
+"""Predicted memory of a rank, compared with the tensors that a real model and its optimizer keep."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast, get_args
@@ -8,8 +8,10 @@ from typing import Any, cast, get_args
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -39,7 +41,7 @@ def work_and_samples(model: ModelConfig) -> tuple[Work, Samples]:
 
 
 class Storages(TorchDispatchMode):
-    """Count the bytes of the storages that operators made in the body and that are still alive."""
+    """Count the bytes of the storages that operators created in the body and that are still alive."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +59,7 @@ class Storages(TorchDispatchMode):
 
 
 def kept_bytes(forward: Callable[[Batch], object], known: list[Tensor], samples: Samples, precision: Precision) -> int:
-    """Bytes of the different storages that autograd keeps, but for ``known`` ones and the batch."""
+    """Return the bytes of all storages that autograd keeps, without ``known`` tensors and the batch."""
     batch = batch_of(samples)
     kept: list[Tensor] = []
 
@@ -93,20 +95,20 @@ def test_a_real_model_keeps_what_is_predicted(shape: tuple[int, ...], dropout: f
     assert parts["update"] == optimizer.state.update_P.nbytes
 
 
+@pytest.fixture
+def fake_group() -> Iterator[dist.ProcessGroup]:
+    """Yield the group of the first of two ranks, whose collectives return tensors without meaning."""
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    group = dist.group.WORLD
+    assert group is not None
+    yield group
+    dist.destroy_process_group()
+
+
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
-def test_a_rank_that_shares_a_copy_keeps_what_is_predicted(dropout: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first rank of two; what it would receive has the right shape and no meaning."""
-    from bert.parallel.tensor import exchange
-
-    def gather(rows: Tensor, own: Tensor, **_: object) -> None:
-        rows.copy_(own.repeat(2, *[1] * (own.ndim - 1)))
-
-    monkeypatch.setattr(exchange, "all_gather_single", gather)
-    monkeypatch.setattr(exchange.dist, "all_to_all_single", lambda received, rows, **_: received.copy_(rows))
-    monkeypatch.setattr(exchange.dist, "all_reduce", lambda *_, **__: None)
+def test_a_rank_that_shares_a_copy_keeps_what_is_predicted(dropout: float, fake_group: dist.ProcessGroup) -> None:
     config = ModelConfig(4, 128, 4, 512, 1024, 128, hidden_dropout=dropout, attention_dropout=dropout)
-    group = SimpleNamespace(size=lambda: 2, rank=lambda: 0)
-    model = BertForPreTraining(config, TensorParallel(config, cast(Any, group)).placement)
+    model = BertForPreTraining(config, TensorParallel(config, fake_group).placement)
     initialize_(model, torch.Generator().manual_seed(0))
     flat = FlatParameters.of(model)
     work, samples = work_and_samples(config)
@@ -185,7 +187,7 @@ def test_a_gpu_keeps_no_masks_and_no_probabilities() -> None:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_recomputation_keeps_what_is_predicted(precision: Precision) -> None:
-    """By the difference to what is alive without it: weights and their copies are the same."""
+    """Compare the differences between modes, because weights and their copies are the same in all of them."""
     config = ModelConfig(3, 128, 4, 512, 1024, 128)
     work, samples = work_and_samples(config)
     batch = batch_of(samples)
@@ -208,5 +210,5 @@ def test_recomputation_keeps_what_is_predicted(precision: Precision) -> None:
     for mode in ("selective", "full"):
         saved = parts["none"]["activations"] - parts[mode]["activations"]
         assert saved == pytest.approx(kept["none"] - kept[mode], rel=0.02)
-        assert parts[mode]["recomputed"] == pytest.approx(saved / 2), "of two layers one at a time"
+        assert parts[mode]["recomputed"] == pytest.approx(saved / 2), "one of two inner layers at a time"
     assert parts["none"]["recomputed"] == 0 < parts["full"]["activations"] < parts["selective"]["activations"]

@@ -30,7 +30,7 @@ def test_a_gpu_gets_the_active_card_under_its_switch(machine: Machine) -> None:
 
 
 def test_facts_travel() -> None:
-    host = Host("h" * 128, 2, 256, 1 << 41, ("m" * 32,) * 16, ("s" * 64,) * 8)
+    host = Host("h" * 128, 256, 1 << 41, ("m" * 32,) * 16, ("s" * 64,) * 8)
     facts = Facts("boot", host, "d" * 128, 1 << 37, "mlx5_07")
     assert len(facts.encoded()) == FACTS_BYTES
     assert Facts.decoded(facts.encoded()) == facts

@@ -89,16 +89,6 @@ def test_a_slow_end_is_told_from_a_slow_path_and_by_its_direction(hosts: int) ->
             assert found == ([1] if name == fault else []), (fault, name)
 
 
-def test_both_directions_of_one_host_and_sending_of_another_are_told_apart() -> None:
-    source, target = paths(8)
-    times = np.random.default_rng(0).normal(0, 0.02, (TURNS, len(source)))
-    times[:, (source == 3) | (target == 3)] += np.log(2)
-    times[:, source == 6] += np.log(3)
-    ends = take_apart(times, source, target, 8)
-    assert np.flatnonzero(judge(ends.sending_TN, 100).is_outlier).tolist() == [3, 6]
-    assert np.flatnonzero(judge(ends.receiving_TN, 100).is_outlier).tolist() == [3]
-
-
 def leaves(hosts: int, size: int, longer: float, noise: float) -> list[int] | None:
     source, target = paths(hosts)
     times = np.random.default_rng(1).normal(0, noise, (5, len(source)))

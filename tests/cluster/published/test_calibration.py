@@ -1,7 +1,6 @@
-"""The calibration that is shipped is what the command makes, and its predictions are as good as the page says."""
+"""The shipped calibration is the command's output, and its predictions of unseen results are accurate."""
 
 import hashlib
-import math
 import statistics
 from dataclasses import replace
 
@@ -16,7 +15,6 @@ from cluster.published.calibration import (
     calibrate,
     calibration,
     fit,
-    spread,
     to_json,
 )
 from cluster.published.cost_model import run_time
@@ -25,8 +23,8 @@ from cluster.published.results import TABLE, results
 
 pytestmark = pytest.mark.slow
 
-BOUNDS = {"submitter": 0.085, "scale": 0.085, "accelerator": 0.18}
-"""Median errors of results left out; A fifth above what was measured."""
+BOUNDS = {"submitter": 0.085, "scale": 0.07, "accelerator": 0.15}
+"""Largest accepted median errors of results that were left out: about a fifth above those of the shipped model."""
 
 
 @pytest.fixture(scope="module")
@@ -69,17 +67,6 @@ def test_errors_of_results_that_were_left_out_are_bounded(
 def test_intervals_hold_about_what_they_promise(name: str, made: tuple[Calibration, dict[str, list[Held]]]) -> None:
     share = statistics.mean(held.is_inside(made[0]) for held in made[1][name])
     assert INTERVAL - 0.1 <= share <= INTERVAL + 0.1
-
-
-def test_what_is_known_of_a_model_decides_its_interval() -> None:
-    run, known = results()[0].run, calibration()
-    seen, unseen = (
-        known.bounds(is_seen, spread(replace(known, models=models), run))
-        for is_seen, models in ((True, known.models), (False, ()))
-    )
-    assert tuple(map(math.log, known.interval(run))) == pytest.approx(seen)
-    assert tuple(map(math.log, replace(known, models=()).interval(run))) == pytest.approx(unseen)
-    assert unseen[0] < seen[0] < 0 < seen[1]
 
 
 def test_a_result_that_takes_ten_times_as_long_moves_predictions_by_little() -> None:

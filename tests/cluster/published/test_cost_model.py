@@ -1,4 +1,4 @@
-"""The cost model keeps to physics, whatever the parameters were fitted to."""
+"""The fitted cost model obeys physics, and reads descriptions of networks."""
 
 import dataclasses
 
@@ -107,16 +107,13 @@ def test_the_reference_points_are_those_that_count_in_review() -> None:
             assert (found.origin, round(found.mean)) == ("exact", samples)
 
 
-@pytest.mark.parametrize("batch", [0, 7, 10**9])
-def test_a_batch_that_no_run_has_is_refused(batch: int) -> None:
-    with pytest.raises(ValueError, match="global batch size"):
-        TimedRun(describe_machine(device_named("A100"), 1, 8), batch)
-
-
-@pytest.mark.parametrize(("nodes", "per_node"), [(0, 8), (-1, 8), (1, 0), (10**9, 1), (10**6, 10**6)])
-def test_a_machine_that_nobody_has_is_refused(nodes: int, per_node: int) -> None:
-    with pytest.raises(ValueError, match="expected"):
-        describe_machine(device_named("A100"), nodes, per_node)
+def test_runs_and_machines_that_nobody_has_are_refused() -> None:
+    for batch in (0, 7, 10**9):
+        with pytest.raises(ValueError, match="global batch size"):
+            TimedRun(describe_machine(device_named("A100"), 1, 8), batch)
+    for nodes, per_node in ((0, 8), (-1, 8), (1, 0), (10**9, 1), (10**6, 10**6)):
+        with pytest.raises(ValueError, match="expected"):
+            describe_machine(device_named("A100"), nodes, per_node)
 
 
 @pytest.mark.parametrize(
@@ -126,9 +123,7 @@ def test_a_machine_that_nobody_has_is_refused(nodes: int, per_node: int) -> None
         ("Storage: 2x IB NDR 400Gb/s, Compute: 8x ConnectX-7 IB NDR 400Gb/s, Management: 100Gb/s Ethernet NIC", 8, 400),
         ("1x Ethernet 40Gb/Sec, 8x ConnectX-6 IB HDR 200Gb/Sec", 8, 200),
         ("Compute: 4 x MT28908 Family [ConnectX-6] HDR 200 Gb/Sec + Management: 1 x [ConnectX-6] 100 GB/s Ethernet", 4, 200),
-        ("2x Cornelis Networks Omni-Path HFI Adapter 100 Series 100Gb/Sec", 2, 100),
         ("Management: 1 x 25 Gb / Sec Ethernet, Compute: 1 x ConnectX - 6 IB HDR100 100 Gb / Sec", 1, 100),
-        ("8x NVIDIA NDR (400Gb/s)", 8, 400),
         ("1x ConnectX-5 IB EDR", 1, 100),
         ("8x Quantum-X800 XDR", 8, 800),
         ("2x25GbE, 8x400GbE", 8, 400),

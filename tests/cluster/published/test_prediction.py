@@ -1,4 +1,4 @@
-"""Predictions as people, programs and tables get them."""
+"""Predictions on the command line, as JSON, and of tables."""
 
 import csv
 import dataclasses
@@ -59,30 +59,15 @@ def test_the_nearest_result_of_a_published_system_is_one_of_its_kind() -> None:
         assert near.run.machine.accelerators == result.run.machine.accelerators
 
 
-def test_among_equal_neighbours_the_newest_is_first() -> None:
-    near = predict(TimedRun(describe_machine(device_named("H100"), 1, 8), 768)).near
-    assert {result.run.round for result in near} == {"v3.1"}
-
-
-def test_predict_shows_minutes_parts_and_neighbours(cluster: Command) -> None:
-    done = cluster("predict", "--accelerator", "H100-SXM", "--nodes", "8", "--gpus-per-node", "8", "--batch", "4608")
-    assert done.status == 0, done.err
-    for text in (
-        "64 x H100-SXM-80GB, 8 nodes, global batch size 4,608, FP8",
-        "80% between",
-        *PARTS.values(),
-        "dgxh100_n8",
-    ):
-        assert text in done.out
-
-
-def test_json_is_what_the_lines_say(cluster: Command) -> None:
-    done = cluster("predict", "--accelerator", "A100-SXM", "--nodes", "8", "--batch", "3072", "--json")
-    document = json.loads(done.out)
+def test_json_and_lines_show_the_prediction_and_its_parts(cluster: Command) -> None:
+    arguments = ("predict", "--accelerator", "A100-SXM", "--nodes", "8", "--batch", "3072")
+    shown, document = cluster(*arguments).out, json.loads(cluster(*arguments, "--json").out)
     assert document["low"] < document["minutes"] < document["high"]
     assert set(document["parts"]) == set(PARTS)
     assert sum(document["parts"].values()) == pytest.approx(document["minutes"])
     assert document["minutes"] == predict(TimedRun(describe_machine(device_named("A100-SXM"), 8, 8), 3072)).minutes
+    for text in ("64 x A100-SXM-80GB", "8 nodes", "3,072", f"{document['minutes']:.2f} min", *PARTS.values(), "(v2.1)"):
+        assert text in shown
 
 
 @pytest.mark.parametrize(
@@ -90,15 +75,12 @@ def test_json_is_what_the_lines_say(cluster: Command) -> None:
     [
         (("--accelerator", "NVIDIA Z9000"), "Z9000"),
         (("--accelerator", "H100", "--nodes", "0"), "nodes: 0"),
-        (("--accelerator", "H100", "--gpus-per-node", "-4"), "GPUs per node: -4"),
         (("--accelerator", "H100", "--batch", "4"), "global batch size 4"),
-        (("--accelerator", "H100", "--batch", "many"), "many"),
         (("--accelerator", "H100", "--nodes", "1000000"), "1,048,576"),
         (("--accelerator", "H100", "--round", "3"), "v3.1"),
         ((), "--accelerator"),
         (("--table", "a.csv"), "--out"),
         (("--accelerator", "H100", "--table", "a.csv", "--out", "b.csv"), "--table"),
-        (("--table", "missing.csv", "--out", "out.csv"), "missing.csv"),
     ],
 )
 def test_wrong_options_are_refused_in_one_line(
@@ -164,11 +146,10 @@ def test_a_row_that_cannot_be_predicted_is_left_empty_and_named(row: str, said: 
         b"accelerator,nodes\nH100,8\n",
         f"{HEADER}\n".encode(),
         f'{HEADER}\n"H100,8,8\n'.encode(),
-        f"{HEADER}\n{'x' * 200_000},8,8,,,4608\n".encode(),
         f"{HEADER}\nUnknown 9,8,8,,,4608\n".encode(),
         b"x" * (MOST_BYTES + 1),
     ],
-    ids=["empty", "bytes", "columns", "no rows", "quote", "long cell", "unknown", "size"],
+    ids=["empty", "bytes", "columns", "no rows", "quote", "unknown", "size"],
 )
 def test_a_file_that_is_no_table_is_refused_in_one_line(content: bytes, tmp_path: Path) -> None:
     source, out = tmp_path / "in.csv", tmp_path / "out.csv"
@@ -178,14 +159,6 @@ def test_a_file_that_is_no_table_is_refused_in_one_line(content: bytes, tmp_path
     assert "\n" not in str(error.value)
     assert len(str(error.value)) < 500 + len(str(source))
     assert not out.exists()
-
-
-def test_a_hostile_name_is_shown_harmlessly(tmp_path: Path, cluster: Command) -> None:
-    source = write(tmp_path, HEADER, GOOD, "\x1b[2J::error::,8,8,,,4608")
-    done = cluster("predict", "--table", source, "--out", tmp_path / "out.csv")
-    assert done.status == 0
-    assert "\x1b" not in done.err
-    assert "row 2" in done.err
 
 
 def probed(device: str, hosts: int = 4, gbit_s: float = 300.0) -> View:

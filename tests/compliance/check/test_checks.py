@@ -324,6 +324,13 @@ def test_a_setting_stamped_by_a_clock_ahead_does_not_count_against_the_run(brief
     assert not {"block_start", "eval_accuracy", "run_stop"} & {finding.key for finding in verdict.findings}
 
 
+def test_before_run_start_phases_are_compared_with_phases_alone(brief_log: str, checked) -> None:
+    start_ms = time_of(lines_of(brief_log, "init_start")[0])
+    for time_ms, passes in ((start_ms, True), (start_ms - 1, False)):
+        moved = edit("init_stop", lambda fields, time_ms=time_ms: fields.update(time_ms=time_ms))
+        assert checked(moved(brief_log)).passed is passes
+
+
 def test_untrained_model_may_be_evaluated_first(brief_log: str, checked) -> None:
     start = lines_of(brief_log, "block_start")[0]
     untrained = {"time_ms": time_of(start), "value": 0.34, "metadata": {"epoch_num": 0}}

@@ -1,6 +1,8 @@
+from typing import Any
+
 import pytest
 
-from compliance.convergence.forecast import MAX_SAMPLES, Forecast, forecast, reach
+from compliance.convergence.forecast import MAX_SAMPLES, Forecast, forecast, reach, time_left
 from compliance.convergence.reference_points import reference
 from compliance.log.reader import read_log
 from compliance.log.schedule import EvaluationSchedule, evaluation_interval
@@ -143,3 +145,20 @@ def test_the_evaluation_after_so_many_samples(samples: float, expected: int) -> 
 def test_a_curve_reaches_its_target_within_numbers_or_never(points: list[tuple[int, float]], power: float) -> None:
     found = reach(points, power, 0.72)
     assert found is None or 0 <= found <= MAX_SAMPLES
+
+
+@pytest.mark.parametrize(
+    ("earliest", "latest", "limit", "expected"),
+    [
+        (3, 5, None, (20.0, 40.0)),
+        (3, 5, 400, (20.0, 30.0)),  # the limit ends the run
+        (3, None, None, (20.0, None)),
+        (3, None, 400, (20.0, 30.0)),
+        (None, None, 400, (None, 30.0)),
+        (None, None, None, (None, None)),
+        (1, 1, None, (0.0, 0.0)),
+    ],
+)
+def test_the_time_left(earliest: int | None, latest: int | None, limit: int | None, expected: tuple[Any, Any]) -> None:
+    found = Forecast(earliest, latest, "")
+    assert time_left(found, EvaluationSchedule(100, 10), 100, 10.0, limit) == expected

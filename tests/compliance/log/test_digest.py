@@ -94,7 +94,7 @@ def test_any_edit_is_found_and_the_stretch_holds_it(
             lambda lines: [*lines[:10], lines[10] + " ", *lines[11:]],
             1,
             "error",
-            "the digest on line 33 is not that of the lines above; expected lines 1 to 33 as written",
+            "the digest on line 33 does not match the lines above; expected lines 1 to 33 as written",
         ),
         (lambda lines: [*lines[:40], lines[41], lines[40], *lines[42:]], 34, "error", "lines 34 to"),
         (lambda lines: lines[1:], 1, "error", "lines 1 to 32"),

@@ -113,7 +113,7 @@ def test_bad_lines_are_problems_with_their_line_and_do_not_stop_the_reading(
         (record(event_type=[]), "event_type []"),
         (record(event_type=...), "event_type null"),
         (record(metadata=None), "metadata null"),
-        (record(value="\u00ff").encode("latin-1").replace(b"\\u00ff", b"\xff"), "no UTF-8"),
+        (record(value="\u00ff").encode("latin-1").replace(b"\\u00ff", b"\xff"), "not UTF-8"),
     ],
 )
 def test_records_that_the_official_parser_takes_are_kept_with_a_warning(

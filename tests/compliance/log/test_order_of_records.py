@@ -12,7 +12,18 @@ from compliance.log.reader import read_log
 from compliance.log.record import Record
 from compliance.log.run import LoggedRun
 from compliance.watch.running import RunningLog
-from tests.compliance.log_edits import Edit, delete, epoch_nums, in_turn, later, log_after, move_before, repeat, value
+from tests.compliance.log_edits import (
+    Edit,
+    delete,
+    epoch_nums,
+    in_turn,
+    later,
+    log_after,
+    move_before,
+    repeat,
+    value,
+    without_metadata,
+)
 from tests.compliance.run_logs import CLOSED, counting_clock, initialise
 
 
@@ -94,3 +105,31 @@ def test_many_processes_may_start_the_initialisation() -> None:
     for time_ms in (3000, 1000, 2000):
         run.add(Record(1, time_ms, "INTERVAL_START", "init_start", None, {}))
     assert (run.init_start_ms, run.start_ms, run.phase) == (1000, 1000, "init")
+
+
+def test_the_writer_names_the_line_of_the_record_that_is_repeated(tmp_path: Path) -> None:
+    path = tmp_path / "result_0.txt"
+    log = MLLog(path, clock_ms=counting_clock(10))
+    log.init_start()
+    log.seed(1)
+    first = next(n for n, line in enumerate(path.read_text().splitlines(), start=1) if '"key": "seed"' in line)
+    with pytest.raises(RuleViolation, match=f"first on line {first} with another value,"):
+        log.seed(2)
+
+
+def test_the_writer_refuses_an_accuracy_outside_of_an_evaluation(tmp_path: Path) -> None:
+    log = MLLog(tmp_path / "result_0.txt", clock_ms=counting_clock(10))
+    initialise(log, "open")
+    log.block_start(0)
+    log.block_stop(1024)
+    with pytest.raises(RuleViolation, match="no evaluation is open"):
+        log.eval_accuracy(0.1, 1024)
+
+
+@pytest.mark.parametrize(("ruleset", "expected"), [("5.0.0", []), ("3.0.0", [("metadata", "block_start")] * 3)])
+def test_a_count_of_samples_may_replace_epochs_in_later_rulesets(
+    path: Path, ruleset: str, expected: list[tuple[str, str]]
+) -> None:
+    edits = [without_metadata("block_start", "first_epoch_num", nth) for nth in range(3)]
+    path.write_text(in_turn(*edits)(path.read_text()))
+    assert kinds(path, ruleset) == expected

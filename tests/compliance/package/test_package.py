@@ -295,5 +295,5 @@ def test_the_source_is_what_git_tracks(checkout: Path) -> None:
 
 
 def test_an_installation_is_no_source(checkout: Path) -> None:
-    with pytest.raises(ValueError, match="no git checkout"):
+    with pytest.raises(ValueError, match="not a git checkout"):
         tracked_source(checkout)

@@ -16,7 +16,6 @@ from compliance.report.page import render
 from compliance.report.published import placement, published
 from compliance.report.results import ReportedRun, Results, breakdown, load_results
 from tests.compliance import command
-from tests.compliance.log_edits import value
 from tests.compliance.report.report_folders import write_closed_run, write_description
 from tests.compliance.run_logs import OPEN, initialise, train, without_chain, write_metrics, write_run
 
@@ -143,19 +142,6 @@ def test_a_broken_system_description_is_a_finding(one: Path, text: str) -> None:
     said = {item.title: item for item in summary.statements(results)}
     assert said["The folder and its description"].kind == "bad"
     assert json.loads(summary.as_json(results))["beside"]
-
-
-def test_what_the_logs_have_against_each_other_is_found(tmp_path: Path) -> None:
-    folder = tmp_path / "results" / "node" / "bert"
-    for number in range(3):
-        write_closed_run(folder, number)
-    text = without_chain((folder / "result_2.txt").read_text())
-    (folder / "result_2.txt").write_text(value("seed", 1001)(text))
-    results = load_results(folder)
-    assert [run.outcome for run in results.runs] == ["valid", "valid", "invalid"]
-    about, finding = results.findings[0]
-    assert (about, finding.key) == ("run 2", "seed")
-    assert results.dropped == {0: "fastest", 2: "slowest"}
 
 
 @pytest.mark.parametrize(

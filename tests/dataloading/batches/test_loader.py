@@ -223,31 +223,3 @@ def test_uploads_begin_on_their_own_gpu(small_run: SmallRun, monkeypatch: pytest
     in_thread = [call[1:] for call in calls if call[0] == "prefetch"]
     assert in_thread[0] == ("set_device", own)
     assert [name for name, *_ in in_thread[:5]] == ["set_device", "stream", "pin", "to", "record"]
-
-
-def test_memory_for_the_steps_ahead_is_allocated_before_anything_is_read(
-    small_run: SmallRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    arriving: list[list[Batch]] = []
-
-    class Uploads:
-        """Those of a GPU."""
-
-        def __init__(self, _: torch.device) -> None:
-            """No stream is made."""
-
-        def start(self, batches: list[Batch]) -> tuple[list[Batch], None]:
-            arriving.append(batches)
-            return batches, None
-
-        def finish(self, step: tuple[list[Batch], None]) -> list[Batch]:
-            return step[0]
-
-    monkeypatch.setattr("dataloading.batches.loader.Uploads", Uploads)
-    monkeypatch.setattr(Samples, "take", None)
-    steps = rank_batches(small_run, 1, 0)
-    shape_buckets = [ShapeBucket(1024, 8, 128, 128), ShapeBucket(4096, 16, 640, 128)]
-    NumpyLoader(small_run.train, steps, torch.device("cuda", 0), 4, shape_buckets).close()
-    assert len(arriving) > 4
-    for step in arriving:
-        assert [batch.shape_bucket for batch in step] == shape_buckets[-1:] * len(steps(0)), "the largest"

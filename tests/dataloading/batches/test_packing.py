@@ -116,13 +116,6 @@ def test_wikipedia(limit: int | None, efficiency: float) -> None:
     assert strategy.efficiency_bound - strategy.efficiency < 1e-4
 
 
-def test_better_than_first_fit_decreasing() -> None:
-    """First-fit decreasing puts 4 and 4 together and then needs a third pack; 4, 3 and 3 twice need two."""
-    strategy = pack_histogram([0, 0, 0, 4, 2], 10, 3)
-    assert first_fit_decreasing([0, 0, 0, 4, 2], 10, 3) == 3
-    assert (strategy.combinations, strategy.counts) == (((4, 3, 3),), (2,))
-
-
 @pytest.mark.parametrize(
     ("histogram", "capacity", "limit", "message"),
     [
@@ -191,8 +184,3 @@ def test_a_stream_is_packed_window_by_window(values: list[int], window: int, lim
 def test_lengths_that_do_not_fit(lengths: list[int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         pack_samples(np.array(lengths))
-
-
-def test_a_window_holds_a_sample() -> None:
-    with pytest.raises(ValueError, match="window of 0"):
-        next(stream_packs(np.array([1]), window=0))

@@ -119,12 +119,6 @@ def test_a_folder_without_a_manifest_is_converted(run: Run, source: Dataset, voc
     assert sorted(path.name for path in folder.iterdir()) == before
 
 
-def test_the_packed_command(run: Run, source: Dataset, tmp_path: Path) -> None:
-    out, to_packed = tmp_path / "packed", ["convert", source.folder, "--to", "packed"]
-    assert "layout packed" in run(*to_packed, "--out", out, "--max-sequences", 2)
-    assert multiset_digest(open_dataset(out).blocks()) == multiset_digest(source.blocks())
-
-
 def test_a_stopped_conversion_goes_on(source: Dataset, tmp_path: Path) -> None:
     out = tmp_path / "data"
 

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from benchmarks.data_stages import reference_prepare
 from dataloading.options import PretrainingOptions
-from dataloading.preparation import pretraining_data
 from dataloading.preparation.pretraining_data import create_samples, read_documents, tokenize_documents
 from dataloading.shards.samples import Samples
 from dataloading.text.tokenization import Tokenizer
@@ -105,21 +104,6 @@ def test_equals_the_definition_when_the_buffers_grow(tmp_path: Path, vocab_file:
     assert len(samples.input_ids) > 1 << 20
     assert len(samples.masked_lm_ids) > 1 << 18
     assert samples.digest() == prepare_plainly([path], vocab_file, options).digest()
-
-
-def test_twister_draws_what_cpython_draws() -> None:
-    rng = random.Random(7)
-    twister = np.array(rng.getstate()[1], np.uint32)
-    bounds = [1, 2, 3, 4, 5, 255, 256, 257, 30522, 2**31 - 1, 2**31, 2**32 - 1]
-    for _ in range(200):
-        assert pretraining_data._random(twister) == rng.random()
-        for bound in bounds:
-            assert pretraining_data._random_below(twister, bound) == rng.randint(0, bound - 1)
-    items = np.arange(1000)
-    expected = items.tolist()
-    pretraining_data._shuffle(twister, items)
-    rng.shuffle(expected)
-    assert items.tolist() == expected
 
 
 def test_documents_end_at_empty_lines_only(tmp_path: Path) -> None:

@@ -107,6 +107,27 @@ def more_elements_than_a_number_holds(path: Path) -> None:
             file.create_dataset(name, (1 << 33, 1 << 31), "i2", chunks=(1024, 1024))
 
 
+def attribute_of_one_object(path: Path) -> None:
+    """4,000 texts that are one text of 0.3 MB."""
+    write_shard(path, make_samples(4), INFO)
+    with h5py.File(path, "r+") as file:
+        file.attrs["digest"] = np.array(["x" * 300_000] + ["y"] * 3999, h5py.string_dtype())
+    content = path.read_bytes()
+    length, next_length = struct.pack("<I", 300_000), struct.pack("<I", 1)
+    place = -1
+    while content[place + 16 : place + 20] != next_length:
+        place = content.index(length, place + 1)
+    path.write_bytes(content[:place] + content[place : place + 16] * 4000 + content[place + 64_000 :])
+
+
+def attribute_of_four_gigabytes(path: Path) -> None:
+    write_shard(path, make_samples(4), INFO)
+    content = bytearray(path.read_bytes())
+    place = content.index(struct.pack("<I", 64), content.index(b"digest\0"))
+    content[place : place + 4] = b"\xff" * 4
+    path.write_bytes(content)
+
+
 def small_records(path: Path) -> None:
     """A TFRecord file of a million records of one byte, each with the right CRCs."""
 
@@ -129,6 +150,8 @@ GREEDY: dict[str, Make] = {
     "a chunk that inflates to less": chunk_of(zlib.compress(bytes(100))),
     "chunks that share bytes": chunks_that_share_bytes,
     "more elements than a number holds": more_elements_than_a_number_holds,
+    "an attribute of one object": attribute_of_one_object,
+    "an attribute of four gigabytes": attribute_of_four_gigabytes,
     "small records": small_records,
 }
 

@@ -1,8 +1,5 @@
 """The tokenizer against the plain-Python definition, over Unicode's awkward corners; vocabularies given and learned."""
 
-import os
-import subprocess
-import sys
 from itertools import pairwise
 from pathlib import Path
 
@@ -109,24 +106,6 @@ def test_a_full_word_memory_starts_afresh(vocab_file: Path, monkeypatch: pytest.
     expected = Tokenizer.from_vocab(vocab_file).encode_lines(text)[0]
     monkeypatch.setattr(tokenization, "_CACHED_WORDS", 2)
     assert Tokenizer.from_vocab(vocab_file).encode_lines(text)[0].tolist() == expected.tolist()
-
-
-def test_forking_after_use_draws_no_warning(vocab_file: Path) -> None:
-    code = (
-        "import os, sys; from pathlib import Path; from dataloading.text.tokenization import Tokenizer\n"
-        "t = Tokenizer.from_vocab(Path(sys.argv[1])); t.encode_lines(['the ab'])\n"
-        "child = os.fork(); t.encode_lines(['abc the']); child or os._exit(0); os.waitpid(child, 0)"
-    )
-    environment = {name: value for name, value in os.environ.items() if name != "TOKENIZERS_PARALLELISM"}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore::DeprecationWarning", "-c", code, str(vocab_file)],
-        cwd=REPOSITORY,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stderr == ""
 
 
 def test_vocabulary_is_loaded_as_the_reference_loads_it(tmp_path: Path) -> None:

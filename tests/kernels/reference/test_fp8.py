@@ -32,12 +32,12 @@ def casts(request: pytest.FixtureRequest) -> ModuleType:
 
 
 def in_rows(x: Tensor) -> Tensor:
-    """[N, 16], filled up with zeros."""
+    """Return [N, 16], padded with zeros."""
     return F.pad(x, (0, -len(x) % 16)).view(-1, 16)
 
 
 def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Nearest FP8 number in fp64, found in the table of all of them; of two equally near the one with an even code."""
+    """Return the nearest FP8 number from a table of all of them; of two equally near ones the even code."""
     table = torch.arange(128, dtype=torch.uint8).view(dtype).double()
     table = table[table.isfinite()]
     magnitude = x.double().abs().clamp(max=LARGEST[dtype])
@@ -98,7 +98,7 @@ def test_amax_is_raised_in_place_by_what_is_not_scaled(
 
 
 def test_columns_are_summed_in_fp32(casts: ModuleType):
-    """1,000 equal terms that bf16 holds exactly, as it does not hold their sums, and FP8 holds neither."""
+    """bf16 represents each of 1,000 equal terms exactly, but not their sums; FP8 represents neither."""
     x = torch.full((1000, 16), 1.0078125, dtype=torch.bfloat16)
     *_, total = casts.cast_transpose_sum_fp8(x, scalar(1.0), scalar(0.0), E5M2)
     assert total.dtype == torch.float32

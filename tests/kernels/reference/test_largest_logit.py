@@ -1,4 +1,4 @@
-"""Largest logit in an evaluation: one rule for every implementation, held against float64."""
+"""The rule for the largest logit in an evaluation, for every implementation."""
 
 import importlib
 import importlib.util
@@ -26,7 +26,7 @@ def masked_lm_loss(request: pytest.FixtureRequest) -> Loss:
 
 
 def correct(masked_lm_loss: Loss, hidden: Tensor, decoder: Tensor, bias: Tensor, label: int) -> int:
-    """Tell whether the one row is right."""
+    """Return the number of correct predictions of one row."""
     _, found = masked_lm_loss(hidden, decoder, bias, torch.tensor([label]))
     assert found is not None
     assert found.dtype == torch.int64
@@ -36,7 +36,7 @@ def correct(masked_lm_loss: Loss, hidden: Tensor, decoder: Tensor, bias: Tensor,
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("vocabulary", [12, 5000])
 def test_of_equal_logits_the_lowest_index_counts(masked_lm_loss: Loss, vocabulary: int, dtype: torch.dtype):
-    """An early, a middle and the last class share the largest logit, which the products make."""
+    """An early, a middle and the last class share the largest logit."""
     tied = [3, vocabulary // 2, vocabulary - 1]
     decoder = torch.ones(vocabulary, 4, dtype=dtype)
     decoder[tied] = 2.0
@@ -48,7 +48,7 @@ def test_of_equal_logits_the_lowest_index_counts(masked_lm_loss: Loss, vocabular
 @SIXTEEN_BITS
 @pytest.mark.parametrize("autocast", [True, False])
 def test_what_16_bits_would_make_equal_is_not(masked_lm_loss: Loss, dtype: torch.dtype, autocast: bool):
-    """16 + 0.001 and 16 + 0.003, which are both 16 in bf16 and in fp16: the higher one counts, whichever comes first."""
+    """16.001 and 16.003 are both 16 in bf16 and in fp16."""
     operands = torch.float32 if autocast else dtype
     for places in ((3, 9), (9, 3)):
         decoder = torch.zeros(40, 2, dtype=operands)
@@ -61,7 +61,7 @@ def test_what_16_bits_would_make_equal_is_not(masked_lm_loss: Loss, dtype: torch
 
 @SIXTEEN_BITS
 def test_counts_and_loss_are_those_of_float64(masked_lm_loss: Loss, dtype: torch.dtype):
-    """The largest lie between 20 and 37, where bf16 has steps of 0.125 and 0.25, and two rows another winner."""
+    """The largest logits lie between 20 and 37, where rounding to bf16 would change the winner of two rows."""
     generator = torch.Generator().manual_seed(1)
     hidden, decoder = (torch.randn(rows, 64, generator=generator).to(dtype) for rows in (60, 1500))
     bias = torch.randn(1500, generator=generator)
@@ -80,14 +80,13 @@ def test_counts_and_loss_are_those_of_float64(masked_lm_loss: Loss, dtype: torch
 
 @pytest.mark.parametrize("place", [0, 7])
 def test_a_row_with_nan_is_never_right(masked_lm_loss: Loss, place: int):
-    """Not even the class whose logit it is."""
     hidden, decoder, bias = torch.zeros(1, 4), torch.ones(40, 4), torch.zeros(40)
     bias[place] = float("nan")
     assert [correct(masked_lm_loss, hidden, decoder, bias, label) for label in (0, 7, 20)] == [0, 0, 0]
 
 
 class Operators(TorchDispatchMode):
-    """Notes the name of every operator, and the types of what it is given."""
+    """Record of operators and the types of their arguments."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,7 +99,7 @@ class Operators(TorchDispatchMode):
 
 @SIXTEEN_BITS
 def test_on_a_gpu_the_operands_stay_in_16_bits(dtype: torch.dtype):
-    """Tensors that are said to be on a GPU and have no values: tensor cores multiply 16 bits, and write fp32."""
+    """Tensor cores multiply 16 bits and write fp32. The tensors are fake and have no values."""
     mode = FakeTensorMode()
 
     def on_gpu(*shape: int, dtype: torch.dtype) -> Tensor:

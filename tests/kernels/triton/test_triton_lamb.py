@@ -1,6 +1,6 @@
-"""LAMB in Triton, under its interpreter, against a float64 oracle and against plain PyTorch in the same type."""
+"""LAMB in Triton's interpreter against float64, and against plain PyTorch in the same type."""
 
-from dataclasses import astuple, replace
+from dataclasses import replace
 from types import ModuleType
 
 import numpy as np
@@ -11,9 +11,9 @@ from kernels import LambHyperparameters, LambSegments, LambState, WeightCast
 from kernels.reference import lamb
 from kernels.reference.fp8 import E4M3, cast_transpose_into_fp8
 from kernels.triton import lamb as triton_lamb
-from kernels.triton import squares as triton_squares
 from kernels.triton.quantize import fp8_pair
-from kernels.triton.squares import BLOCK, sum_of_squares
+from tests.kernels.accuracy import same_bits
+from tests.kernels.interpreted import walked
 from tests.kernels.lamb_oracle import HYPERPARAMETERS, NumpyLamb, Shards, at
 
 CHUNK = triton_lamb.CHUNK
@@ -36,7 +36,7 @@ def error(found: torch.Tensor, exact: np.ndarray) -> float:
 def weights_and_gradients(
     segments: LambSegments, steps: int, scale: float = 1.0
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Segments of very different sizes of weight and gradient, and one that starts at zero."""
+    """Return weights and gradients of very different magnitudes, with one segment that starts at zero."""
     generator = torch.Generator().manual_seed(len(segments.sizes))
     flat, *gradients = torch.randn(steps + 1, sum(segments.sizes), generator=generator).unbind()
     flat, gradients = flat.clone(), [scale * gradient for gradient in gradients]
@@ -59,7 +59,7 @@ def weights_and_gradients(
     ],
 )
 def test_as_exact_as_plain_pytorch(layout: str, scale: float, hyper: LambHyperparameters) -> None:
-    """Weights, moments and norm over some steps: at most twice PyTorch's own error; one unit in the last place is free."""
+    """Errors of weights, moments and norm are at most twice PyTorch's own, and one unit in the last place."""
     segments = LAYOUTS[layout]
     flat, gradients = weights_and_gradients(segments, 3, scale)
     exact = NumpyLamb(flat, segments, hyper)
@@ -83,22 +83,8 @@ def test_as_exact_as_plain_pytorch(layout: str, scale: float, hyper: LambHyperpa
                 assert error(mine, truth) <= 2 * error(theirs, truth) + ULP, (step, name, number)
 
 
-def test_no_element_outside_the_buffers_is_touched() -> None:
-    """Buffers inside larger ones: what surrounds them stays, though chunks begin and end beyond them."""
-    segments = LambSegments((37, 20), (True, False))
-    surrounded = [torch.full((57 + 2 * CHUNK,), 7.0) for _ in range(5)]
-    weights, gradient, *vectors = (whole[CHUNK:-CHUNK] for whole in surrounded)
-    for buffer in (weights, gradient, *vectors):
-        buffer.fill_(0.5)
-    state = LambState(vectors[0], vectors[1], vectors[2], torch.tensor(0))
-    triton_lamb.lamb_step(weights, gradient, state, segments, HYPERPARAMETERS, **at(1, 0.1))
-    for whole in surrounded:
-        assert bool((whole[:CHUNK] == 7).all())
-        assert bool((whole[-CHUNK:] == 7).all())
-
-
 def test_more_chunks_than_are_added_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A segment's sums reach over several rounds, as those of BERT-Large's word embeddings do."""
+    """As in BERT-Large's word embeddings, a segment needs several rounds of sums."""
     monkeypatch.setattr(triton_lamb, "REDUCTION", 2)
     test_as_exact_as_plain_pytorch("as in BERT", 1.0, HYPERPARAMETERS)
 
@@ -116,7 +102,7 @@ def test_a_first_step_that_is_not_finite_leaves_what_minus_zero_and_epsilon_zero
 
 
 def test_shards_together_step_as_the_whole() -> None:
-    """Borders anywhere in segments, several in one: at most twice the error of plain PyTorch on the whole vectors."""
+    """Shards begin anywhere. Errors are at most twice plain PyTorch's on the whole vectors."""
     segments = LAYOUTS["as in BERT"]
     flat, gradients = weights_and_gradients(segments, 3)
     exact, plain, plain_state = NumpyLamb(flat, segments), flat.clone(), LambState.zeros_like(flat)
@@ -130,38 +116,14 @@ def test_shards_together_step_as_the_whole() -> None:
         assert error(mine, truth) <= 2 * error(theirs, truth) + ULP
 
 
-def test_opcheck() -> None:
-    segments = LAYOUTS["as in BERT"]
-    chunks = triton_lamb._chunks(segments, torch.device("cpu"))
-    weights, gradients, *moments, update = (torch.rand(sum(segments.sizes)) for _ in range(5))
-    step, rate = at(1, 0.1).values()
-    norm, squares_2A = torch.tensor(2.0), torch.rand(2, sum(segments.adapted), dtype=torch.float64)
-    tables = chunks.table_C4, chunks.traits_G2
-    copies = torch.rand(len(weights)).bfloat16()
-    casts = [[CHUNK], [torch.ones(())], [torch.zeros(())], *([each] for each in fp8_pair(torch.zeros(16, 32), E4M3))]
-    before = weights, gradients, *moments, update, copies, torch.tensor(0)
-    after = *tables, chunks.spans_A2, chunks.groups, norm, step, rate, *astuple(HYPERPARAMETERS)
-    arguments = [weights, gradients, *moments, update, torch.tensor(0), *tables, chunks.spans_A2, norm, step]
-    for op, given in (
-        (triton_lamb._lamb_directions, (*arguments, *astuple(HYPERPARAMETERS))),
-        (triton_lamb._lamb_step, (*before, *([] for _ in casts), *after)),
-        (triton_lamb._lamb_apply, (weights, update, squares_2A, *tables, norm, rate)),
-        (triton_squares._partial_sums, (torch.rand(BLOCK + 5),)),
-    ):
-        torch.library.opcheck(op, given, test_utils=("test_schema", "test_faketensor"))
-    # The schema is checked by arithmetic that FP8 does not have.
-    torch.library.opcheck(triton_lamb._lamb_step, (*before, *casts, *after), test_utils="test_faketensor")
-
-
 def test_groups_step_as_all_segments_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same bits, and a step that is not finite counts once. Copies are the parameters; the interpreter cuts bf16 off."""
+    """Results are equal bit for bit, and a skipped step counts once. The interpreter truncates copies in bf16."""
     segments = LAYOUTS["as in BERT"]
     flat, gradients = weights_and_gradients(segments, 2)
     gradients.append(torch.full_like(flat, torch.nan))
     found = []
     for group, dtype in ((1 << 30, torch.float16), (1500, torch.float32), (1, torch.bfloat16)):
         monkeypatch.setattr(triton_lamb, "GROUP", group)
-        triton_lamb._chunks.cache_clear()
         weights, copies, state = flat.clone(), torch.zeros(len(flat), dtype=dtype), LambState.zeros_like(flat)
         for step, gradient in enumerate(gradients, start=1):
             given = gradient.clone()
@@ -175,45 +137,35 @@ def test_groups_step_as_all_segments_at_once(monkeypatch: pytest.MonkeyPatch) ->
         assert all(map(torch.equal, found[0], others))
 
 
-def test_casts_are_those_of_a_pass_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """To the bit, of weights of one segment and of several, in one group and in two, and of a step that is not taken."""
-    shapes = [(48, 64), (80, 32)]
+@pytest.mark.parametrize("group", [1 << 30, 2100, 1])
+def test_casts_are_those_of_a_pass_of_their_own(monkeypatch: pytest.MonkeyPatch, group: int) -> None:
+    """Weights have one segment or several, in one group or several; the last step is skipped."""
+    monkeypatch.setattr(triton_lamb, "GROUP", group)
     segments = LambSegments((1024, 1024, 1024, 21, 43, 80 * 32), (True,) * 6)
-    starts = (0, 3 * 1024 + 64)
     flat, gradients = weights_and_gradients(segments, 2)
-    gradients.append(torch.full_like(flat, torch.nan))
-    for group in (1 << 30, 2100, 1):
-        monkeypatch.setattr(triton_lamb, "GROUP", group)
-        triton_lamb._chunks.cache_clear()
-        weights, others = flat.clone(), flat.clone()
-        states = LambState.zeros_like(flat), LambState.zeros_like(flat)
+    weights, others = flat.clone(), flat.clone()
+    states = LambState.zeros_like(flat), LambState.zeros_like(flat)
+    for step, gradient in enumerate([*gradients, torch.full_like(flat, torch.nan)], start=1):
         found, expected = (
             tuple(
-                WeightCast(start, torch.tensor(8.0), torch.zeros(()), *fp8_pair(torch.zeros(shape), E4M3))
-                for start, shape in zip(starts, shapes, strict=True)
+                WeightCast(start, torch.tensor(2.0**-step), torch.zeros(()), *fp8_pair(torch.zeros(shape), E4M3))
+                for start, shape in ((0, (48, 64)), (3 * 1024 + 64, (80, 32)))
             )
             for _ in range(2)
         )
-        for step, gradient in enumerate(gradients, start=1):
-            numbers = (segments, HYPERPARAMETERS)
-            versions = [cast.q_KN._version for cast in found]
-            triton_lamb.lamb_step(weights, gradient.clone(), states[0], *numbers, **at(step, 0.1), casts=found)
-            assert [cast.q_KN._version > before for cast, before in zip(found, versions, strict=True)] == [True] * 2
-            triton_lamb.lamb_step(others, gradient.clone(), states[1], *numbers, **at(step, 0.1))
-            assert torch.equal(weights, others)
-            for mine, theirs in zip(found, expected, strict=True):
-                cast_transpose_into_fp8(theirs.weight(others), theirs.scale, theirs.amax, theirs.q_NK, theirs.q_KN)
-                assert mine.amax == theirs.amax > 0
-                assert torch.equal(mine.q_NK.view(torch.uint8), theirs.q_NK.view(torch.uint8))
-                assert torch.equal(mine.q_KN.view(torch.uint8), theirs.q_KN.view(torch.uint8))
-                for each in (mine, theirs):
-                    each.scale.mul_(0.5)
-                    each.amax.zero_()
+        numbers = segments, HYPERPARAMETERS
+        triton_lamb.lamb_step(weights, gradient.clone(), states[0], *numbers, **at(step, 0.1), casts=found)
+        triton_lamb.lamb_step(others, gradient.clone(), states[1], *numbers, **at(step, 0.1))
+        assert torch.equal(weights, others)
+        for mine, theirs in zip(found, expected, strict=True):
+            cast_transpose_into_fp8(theirs.weight(others), theirs.scale, theirs.amax, theirs.q_NK, theirs.q_KN)
+            assert mine.amax == theirs.amax > 0
+            assert same_bits(mine.q_NK, theirs.q_NK)
+            assert same_bits(mine.q_KN, theirs.q_KN)
 
 
 @pytest.mark.parametrize("module", [lamb, triton_lamb])
 def test_a_gradient_that_is_overwritten_is_not_cleared(module: ModuleType) -> None:
-    """And neither is another left; weights step alike."""
     sizes, adapted, overwritten = (CHUNK + 5, 70, 16), (True, False, True), (True, False, False)
     flat, gradient = torch.randn(2, sum(sizes), generator=torch.Generator().manual_seed(0)).unbind()
     stepped = []
@@ -226,19 +178,17 @@ def test_a_gradient_that_is_overwritten_is_not_cleared(module: ModuleType) -> No
     assert torch.equal(*stepped)
 
 
-@pytest.mark.parametrize(
-    ("size", "magnitude"), [(0, 1), (1, 1), (BLOCK - 1, 1), (BLOCK, 1e30), (BLOCK + 1, 1e-30), (5 * BLOCK + 4097, 1)]
-)
-def test_the_sum_of_squares(size: int, magnitude: float) -> None:
-    """Of any length, and of squares outside of fp32."""
-    vector = magnitude * torch.randn(size, generator=torch.Generator().manual_seed(size))
-    found = sum_of_squares(vector)
-    assert (found.dtype, found.shape) == (torch.float64, ())
-    assert found.item() == pytest.approx(vector.double().square().sum().item(), rel=1e-12)
-
-
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_sum_of_what_is_not_finite_shows_it(bad: float) -> None:
-    vector = torch.ones(2 * BLOCK)
-    vector[BLOCK + 3] = bad
-    assert not sum_of_squares(vector).isfinite()
+def test_a_group_is_stepped_and_cast_before_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While its parameters and directions are in the L2 cache."""
+    monkeypatch.setattr(triton_lamb, "GROUP", 5000)
+    sizes = (4096, 900, 5120, 300)
+    segments = LambSegments(sizes, (True,) * 4)
+    cast = WeightCast(4996, torch.ones(()), torch.zeros(()), *fp8_pair(torch.zeros(80, 64), E4M3))
+    flat, (gradient,) = weights_and_gradients(segments, 1)
+    with walked("forward") as launches:
+        triton_lamb.lamb_step(
+            flat, gradient, LambState.zeros_like(flat), segments, HYPERPARAMETERS, **at(1, 0.1), casts=(cast,)
+        )
+    kernels = [launch.kernel.rpartition(".")[2] for launch in launches]
+    step = ["direction_kernel", "squares_kernel", "apply_kernel"]
+    assert kernels == ["_kernel", *step, *step, "_cast_kernel", *step]

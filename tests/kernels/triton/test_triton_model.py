@@ -1,8 +1,7 @@
-"""The whole model through Triton's kernels: the same losses and gradients as through the definitions, dropout included."""
+"""The whole model has the same losses and gradients with Triton's kernels as with the definitions, with dropout."""
 
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import pytest
@@ -10,10 +9,7 @@ import torch
 from torch import Tensor
 
 from bert.configuration.sections import ModelConfig
-from bert.layers import EncoderLayer
 from bert.model import BertForPreTraining, initialize_
-from bert.optimizer import FlatParameters
-from bert.products.weight_gradients import AccumulatingProducts, AccumulatingTable, WeightGradients
 from dataloading.batches.loader import Batch, batch_of
 from dataloading.batches.shape_buckets import ShapeBucket
 from dataloading.batches.synthetic import synthetic_samples
@@ -25,27 +21,17 @@ MODEL_OPS = [name for name, op in OPS.items() if "triton" in op.implementations 
 Trained = tuple[list[float], dict[str, Tensor]]
 
 
-def accumulating_model(config: ModelConfig) -> BertForPreTraining:
-    gradients = WeightGradients()
-    products = AccumulatingProducts(gradients, {})
-    make_layer = partial(EncoderLayer, products=products)
-    return BertForPreTraining(config, AccumulatingTable(gradients, {}), make_layer).train()
-
-
 def trained(
     implementation: str,
     batch: Batch | None = None,
     config: ModelConfig = MODEL,
     *,
     low_precision: bool = False,
-    accumulates: bool = False,
 ) -> Trained:
-    """Losses and gradients of a batch, every op computed by ``implementation``; then the right answers in evaluation."""
-    model = accumulating_model(config) if accumulates else BertForPreTraining(config).train()
+    """Return losses, correct predictions and gradients of a batch with one implementation of all ops."""
+    model = BertForPreTraining(config).train()
     initialize_(model, torch.Generator().manual_seed(0))
     model.seed_dropout(11)
-    if accumulates:
-        FlatParameters.of(model)
     batch = batch or batch_of(SAMPLES)
     with ExitStack() as stack:
         for name in MODEL_OPS:
@@ -85,18 +71,8 @@ def test_low_precision_stays_near(definition: Trained):
         assert likeness > 0.98 or expected.abs().max().item() < 1e-4, (name, likeness)
 
 
-def test_gradients_that_products_add_are_those_of_autograd():
-    """Those of autograd are rounded to bf16 first."""
-    losses, expected = trained("triton", low_precision=True)
-    found_losses, found = trained("triton", low_precision=True, accumulates=True)
-    assert found_losses == pytest.approx(losses, rel=1e-2)
-    for name, gradient in found.items():
-        error = (gradient - expected[name]).norm().item()
-        assert error <= 0.03 * max(expected[name].norm().item(), 1e-3), name
-
-
 def test_a_padded_batch_trains_as_the_batch_that_it_holds():
-    """New memory is NaN here (conftest): a row of an empty slot that no program writes would reach a result."""
+    """conftest fills new memory with NaN, so that a row that no program writes would reach a result."""
     config = replace(MODEL, hidden_dropout=0.0, attention_dropout=0.0)
     expected_losses, expected = trained("triton", config=config)
     padded = batch_of(SAMPLES, shape_bucket=ShapeBucket(96, len(SAMPLES) + 2, 32, 48))

@@ -1,4 +1,4 @@
-"""Every op that has Triton kernels, whatever they are: in several orders of programs and over all kinds of lengths.
+"""Every op with Triton kernels, in several orders of programs and for many lengths; and tests of the test bench.
 
 That no program touches what it must not is seen in every test of kernels, see ``tests.kernels.interpreted``; here that it is
 seen, too.
@@ -26,12 +26,12 @@ from tests.kernels.interpreted import Launch, Order, WrongAccessError, walked
 
 IN_TRITON = [name for name, op in OPS.items() if "triton" in op.implementations]
 SEVERAL_PROGRAMS = Size((40, 0, 33, 56), 56, masked=5, hidden=64, heads=2, intermediate=576, vocabulary=90)
-"""On each axis of every grid."""
+"""Size with several programs on each axis of every grid."""
 
 NO_FORWARD_PASS = {"attention_backward_cast_fp8"}
-"""Ops whose examples are not what one forward pass leaves, so that implementations may differ."""
+"""Ops whose example inputs come from no forward pass, so that implementations may differ."""
 SAME_KERNELS = "varlen_attention"
-"""As ``varlen_self_attention`` launches, on views of a packed tensor as there."""
+"""Op with the same launches as ``varlen_self_attention``."""
 
 
 def in_triton(op: str, dtype: torch.dtype = torch.float32, size: Size = SEVERAL_PROGRAMS) -> Outcome:
@@ -40,7 +40,7 @@ def in_triton(op: str, dtype: torch.dtype = torch.float32, size: Size = SEVERAL_
 
 
 def assert_near_the_definition(op: str, found: Outcome, dtype: torch.dtype, size: Size) -> None:
-    """Root mean squares, to a thousandth or a few times what the type rounds: no accuracy, but neither a wrong element."""
+    """Compare root mean squares with a wide tolerance, which still shows one wrong element."""
     if op in NO_FORWARD_PASS:
         return
     exact = outcome(OPS[op].definition, example_inputs(op, CPU, dtype, size))
@@ -63,7 +63,7 @@ def one_after_another(op: str) -> tuple[Outcome, list[Launch]]:
 
 @pytest.mark.parametrize("op", [op for op in IN_TRITON if op != SAME_KERNELS])
 def test_results_do_not_depend_on_the_order_of_programs(op: str):
-    """To the last bit; but where sums are made by atomics, as of the rows of embeddings, they are rounded in any order."""
+    """Results are equal bit for bit, except for the atomic sums of embedding gradients."""
     expected, launches = one_after_another(op)
     assert_near_the_definition(op, expected, torch.float32, SEVERAL_PROGRAMS)
     for order in get_args(Order)[1:]:
@@ -78,7 +78,7 @@ def test_results_do_not_depend_on_the_order_of_programs(op: str):
 
 
 def test_every_kernel_ran_in_several_programs():
-    """Of all that are compiled ahead of time: one that no op above calls, or in one program, has not been tested there."""
+    """Otherwise the order of programs has not been tested for a kernel."""
     modules = [each.name for each in pkgutil.walk_packages(kernels.triton.__path__, "kernels.triton.")]
     known = {
         f"{configuration.kernel.fn.__module__}.{configuration.kernel.__name__}"
@@ -95,7 +95,7 @@ def test_every_kernel_ran_in_several_programs():
 
 
 def of_lengths(*lengths: int) -> Size:
-    """Small in all but the tokens; of these, one in seven is masked."""
+    """Return a small size with these lengths, of whose tokens one in seven is masked."""
     longest = max(1, *lengths, 1)
     return Size(lengths, longest, sum(lengths) // 7, hidden=16, heads=1, intermediate=16, vocabulary=40)
 
@@ -116,14 +116,15 @@ def takes_tokens(op: str) -> bool:
 @given(st.lists(st.sampled_from([0, 1, 15, 16, 17]), min_size=1, max_size=5))
 @settings(max_examples=5, derandomize=True, deadline=None)
 def test_lengths(op: str, lengths: list[int]):
-    """Around tiles and draws of 16, the longest sequence, one alone, as many as a batch has, and empty slots at its end."""
-    # Of 16 bits, tiles of scores are larger and fewer; as sums over tokens, gradients would not be exact in the definition.
+    """Lengths around tiles and draws of 16, the longest sequence, and empty slots."""
+    # In 16 bits the tiles of scores are larger and fewer. The definition would not sum gradients over tokens exactly in
+    # them.
     size, dtype = of_lengths(*lengths), torch.float16 if "attention" in op else torch.float32
     assert_near_the_definition(op, in_triton(op, dtype, size), dtype, size)
 
 
 def copied(name: str, order: Order = "forward", seed: int = 0, size: int = 42) -> tuple[Tensor, int]:
-    """Return what one of the faulty kernels makes of 0, 1, 2 ...: ``y``, and ``amax``."""
+    """Return ``y`` and ``amax`` of a faulty kernel for the input 0, 1, 2 ..."""
     x, amax = torch.arange(float(size)), torch.zeros((), dtype=torch.int32)
     y = torch.empty(size)
     with walked(order, seed):
@@ -157,7 +158,7 @@ def test_memory_that_nobody_wrote_reaches_results(name: str):
 
 
 def test_what_lies_between_a_views_elements_is_not_its_own():
-    """The elements of another head, say, which are in the same memory."""
+    """For example the elements of another head."""
     x, y = torch.arange(8.0), torch.zeros(8, 2)[:, 0]
     with pytest.raises(WrongAccessError, match="store of element 1 of y, which has 15"):
         faulty_kernels.faultless[(1,)](x, y, torch.zeros(()), 8, BLOCK=8)
@@ -172,6 +173,6 @@ def test_results_that_depend_on_the_order_differ(order: Order):
 
 
 def test_what_only_programs_that_meet_get_wrong():
-    """Which is right one after another, in any order; of five schedules about one shows it."""
+    """Programs that run one after another are right in any order; one in five schedules shows the fault."""
     for order, found in (("shuffled", {41}), ("interleaved", {41, 39})):
         assert {copied("raises_a_maximum_that_has_changed", order, seed)[1] for seed in range(20)} == found

@@ -1,4 +1,4 @@
-"""The whole training step without a device: on tensors that have no values, so that reading one is an error.
+"""The whole training step on tensors without values, so that reading a value is an error.
 
 Forward, backward, LAMB and statistics through Triton's operators, whose fake functions stand in for the kernels. Device
 "meta", because a PyTorch that is built without CUDA refuses to pretend gradients on it: such tensors have no values either
@@ -42,7 +42,7 @@ OF_THE_STEP = (
 
 
 class Watch(TorchDispatchMode):
-    """Counts operators, and notes those that take a tensor of the host together with one of the device, or copy between."""
+    """Record of operators, and of those whose tensors are on both the host and the device."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class Watch(TorchDispatchMode):
 
 
 class TracedStep(TrainingStep):
-    """Without autocast, which "meta" does not have."""
+    """Step without autocast, which "meta" does not have."""
 
     def autocast(self) -> Any:
         return nullcontext()
@@ -75,7 +75,7 @@ def config() -> Config:
 def shared_step(
     mesh: Mesh, layers: int, virtual_stages: int = 1, capturer: CudaCapturer | None = None, **training: Any
 ) -> TracedStep:
-    """One rank's step of a model that all ranks of ``mesh`` have, or share."""
+    """Return one rank's step of a model on ``mesh``."""
     recipe = config()
     recipe = replace(
         recipe,
@@ -89,7 +89,7 @@ def shared_step(
 
 @pytest.fixture(autouse=True)
 def no_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyTorch cannot even be asked about it for "meta"."""
+    """PyTorch raises if it is asked about autocast for "meta"."""
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda _device=None: False)
 
 
