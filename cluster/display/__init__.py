@@ -1,1 +1,1 @@
-"""The view of a cluster for people: in a terminal and as a page."""
+"""Output of `python -m cluster show`."""

@@ -1,1 +1,1 @@
-"""Plan of a run: what is feasible on these machines, what of it is fastest, and why the rest is not."""
+"""Choice of the fastest feasible way to run a recipe on given machines."""

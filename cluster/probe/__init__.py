@@ -1,1 +1,1 @@
-"""The probe: what hosts, devices and links of a cluster do, measured within a minute."""
+"""Measurements of hosts, devices and links, and what is slow among them."""

@@ -1,1 +1,1 @@
-"""Processes, threads and settings of a recipe, measured on this machine and kept: ``python -m cluster tune``."""
+"""Number of processes and threads for a recipe, measured on this machine and kept."""
