@@ -61,9 +61,9 @@ class Launch:
 
 
 def lost_launcher() -> str:
-    """Say that the launcher of this process is gone, which would have ended it; "" while it is there, or there is none.
+    """Return a sentence if the launcher of this process is gone; "" while it is there, or if there is none.
 
-    A process that a shell has started in the background goes on when that shell ends: only launchers that stay count.
+    Only launchers that stay count: a shell may end before a process that it has started in the background.
     """
     launched = any(name in os.environ for name in ("TORCHELASTIC_RUN_ID", "OMPI_COMM_WORLD_RANK", "SLURM_STEP_ID"))
     if not launched or os.getppid() == _parent():
@@ -92,14 +92,13 @@ def scontrol_show(entity: str, names: str) -> list[str]:
 
 @cache
 def _parent() -> int:
-    """Return the process that had started this one when this was first called."""
     return os.getppid()
 
 
 def restarts() -> int:
-    """Count how often the launcher has started this again: an agent of torchrun its processes, or Slurm the job.
+    """Return how often torchrun's agent has restarted its processes, or Slurm the job.
 
-    An agent that only starts its processes again because another one does so has not counted that.
+    An agent that restarts because another agent does so has not counted that.
     """
     return _environment("TORCHELASTIC_RESTART_COUNT", 0) or _environment("SLURM_RESTART_COUNT", 0)
 
@@ -110,7 +109,7 @@ def may_start_again() -> bool:
 
 
 def job() -> str:
-    """The name that agents of torchrun meet under (``--rdzv-id``), the same after every restart; "" where there is none."""
+    """Return the name that torchrun's agents meet under (``--rdzv-id``), equal after every restart; "" if there is none."""
     name = os.environ.get("TORCHELASTIC_RUN_ID", "")
     return "" if name == "none" else name[:256]  # torchrun says "none" where no --rdzv-id was given
 

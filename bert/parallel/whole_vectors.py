@@ -1,4 +1,4 @@
-"""Whole vectors of a model whose parameters are divided among ranks, from what each has and back."""
+"""Conversion between each rank's flat vectors and whole vectors of a model that ranks share."""
 
 import math
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class WholeVectors:
-    """Flat vectors of the whole model: those of ``FlatParameters``, or what the ranks of a copy have of them together.
+    """Flat vectors of the whole model, which is divided among the ranks of a copy.
 
     Shape legend: R ranks of a tensor group, P elements of this rank's flat vectors.
     """
@@ -41,7 +41,7 @@ class WholeVectors:
         if tensor is None and pipeline is None:
             return
         self._shapes = parameter_shapes(model.config)
-        # Without the padding of flat vectors: no optimizer divides a whole one.
+        # Without the padding of flat vectors, which only optimizers need.
         self._places, self.size = {}, 0
         for name, shape in self._shapes.items():
             self._places[name] = slice(self.size, self.size + math.prod(shape))
@@ -49,19 +49,19 @@ class WholeVectors:
 
     @property
     def parameters(self) -> int:
-        """Parameters of the whole model."""
+        """Number of parameters of the whole model."""
         return sum(map(math.prod, self._shapes.values()))
 
     def parts(self, whole: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Each parameter's part of a whole vector, in the parameter's shape, as a view."""
+        """Yield the name of each parameter, and a view of its part of a whole vector in its shape."""
         for name, part in self._places.items():
             yield name, whole[part].view(self._shapes[name])
 
     def gather(self, vector_P: Tensor) -> Tensor:
-        """Bring together what the ranks of a copy have of a vector. Every rank must call it at the same time."""
+        """Gather a whole vector from the ranks of a copy. Every rank must call it at the same time."""
         if self._tensor is None and self._pipeline is None:
             return vector_P
-        # First the shards of a stage go together, on each of its ranks; then each stage goes to the others.
+        # First each rank of a stage gathers the stage's shards; then each stage goes to the other stages.
         shards_RP = vector_P[None]
         if self._tensor is not None:
             group = self._tensor.group
@@ -71,7 +71,7 @@ class WholeVectors:
         for name, part in self.parts(whole):
             if name in self._own:
                 split, own = self._split(name), self._own[name]
-                # What is not divided is equal on all ranks of the group, and taken from the first.
+                # An undivided parameter is equal on all ranks of the group.
                 part.copy_(shards_RP[0, own].view_as(part) if split is None else split.whole(shards_RP[:, own]))
         if self._pipeline is not None:
             for rank in range(self._pipeline.size):  # all ranks in the same order, or broadcasts would not meet
@@ -79,7 +79,7 @@ class WholeVectors:
         return whole
 
     def gather_model(self, weights_P: Tensor, config: ModelConfig) -> BertForPreTraining:
-        """Make a model of its own with all weights. Every rank must call it at the same time."""
+        """Build a new model with all weights. Every rank must call it at the same time."""
         model = BertForPreTraining(config)
         with torch.no_grad():
             for parameter, (_, part) in zip(model.parameters(), self.parts(self.gather(weights_P)), strict=True):
@@ -87,7 +87,7 @@ class WholeVectors:
         return model
 
     def shard_(self, vector_P: Tensor, whole: Tensor) -> None:
-        """Overwrite a vector by what this rank has of a whole one."""
+        """Overwrite a vector with this rank's part of a whole vector."""
         if self._tensor is None and self._pipeline is None:
             vector_P.copy_(whole)
             return
@@ -100,9 +100,8 @@ class WholeVectors:
         return None if self._tensor is None else self._tensor.splits[name]
 
     def _bring(self, whole: Tensor, rank: int, pipeline: "PipelineModel") -> None:
-        """Bring what a rank of the pipeline has to the others, in one message."""
         parts = [part.flatten() for name, part in self.parts(whole) if pipeline.owners[name] == rank]
-        # Parts are views of the whole vector: what is copied into them below is in it.
+        # Parts are views of the whole vector: copying into them fills it.
         message = torch.cat(parts)
         dist.broadcast(message, group=pipeline.group, group_src=rank)
         for part, brought in zip(parts, message.split([len(part) for part in parts]), strict=True):

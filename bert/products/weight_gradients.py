@@ -1,12 +1,11 @@
-"""Weight gradients that products add where they are summed, and products with 16-bit copies of weights that stay.
+"""Products that add weight gradients to the flat gradient themselves, and that read 16-bit copies of the weights.
 
-Autograd takes three passes over a weight's gradient in every micro-batch: it is written in 16 bits, cast to fp32, and added
-to the flat gradient. Here the product's epilogue does all three. The first micro-batch of a step writes over what the last
-step left, so that nothing need be set to zero. And where the optimizer writes 16-bit copies of weights, nothing is cast.
-The decoder's product, with the word table, is one of them.
+Autograd makes three passes over a weight's gradient in every micro-batch: it writes it in 16 bits, casts it to fp32, and
+adds it to the flat gradient. Here the product's epilogue does all three. The first micro-batch of a step overwrites the
+gradients of the step before, so that they need not be set to zero. If the optimizer writes 16-bit copies of weights, nothing is cast.
 
-Under autocast on a GPU; elsewhere the model multiplies as PyTorch does. ``bert.products.fp8`` hands its gradients over here,
-too.
+This is for autocast on a GPU; elsewhere the model multiplies as PyTorch does. ``bert.products.fp8`` accumulates its
+gradients here, too.
 
 Shape legend: T tokens, N and K outputs and inputs of a dense layer, D hidden.
 """
@@ -25,19 +24,19 @@ from bert.model import BertForPreTraining
 from kernels import accumulate_weight_gradient, bias_gelu, compute_dtype, masked_lm_loss
 
 Add = Callable[[Tensor | None, bool], Tensor]
-"""Adds a product to a gradient, or writes it there where the second argument is True; without a gradient, returns one."""
+"""Adds a product to a gradient, or overwrites it if the second argument is True; without a gradient, returns a new one."""
 
 
 class WeightGradients:
-    """Sums of weight gradients that autograd has no part in, but to call a parameter's hooks when its gradient is there."""
+    """Accumulation of weight gradients without autograd, which only calls a parameter's hooks when its gradient is there."""
 
     def __init__(self) -> None:
         self.overwrite = False
-        """Whether what the backward pass finds counts for nothing, as in the first of a step."""
+        """Whether the backward pass overwrites gradients, as in the first of a step."""
 
     @contextmanager
     def overwritten(self, overwrite: bool) -> Iterator[None]:
-        """Say of the backward pass in the body whether it is the first of a step: what is there counts for nothing."""
+        """Mark the backward pass in the body as the first of a step, which overwrites gradients."""
         self.overwrite = overwrite
         try:
             yield
@@ -45,12 +44,7 @@ class WeightGradients:
             self.overwrite = False
 
     def add(self, weight: nn.Parameter, add: Add) -> Tensor | None:
-        """Add a gradient; what autograd is to be told of it.
-
-        That is nothing where the weight has a gradient already. Where it has none, because a rank keeps its shard alone,
-        autograd gets one in fp32, which it keeps as it is.
-        """
-        # Sharded gradients are freed as soon as they are sent, so that each pass begins without any.
+        """Accumulate a gradient, and return it only if autograd must store it, because the weight has none yet."""
         if weight.grad is None:
             return add(None, True)
         add(weight.grad, self.overwrite)
@@ -58,7 +52,7 @@ class WeightGradients:
 
 
 class AccumulatingProducts(MatrixProducts):
-    """An encoder layer's products under autocast, of copies of the weights if there are any."""
+    """An encoder layer's products under autocast, with copies of the weights if there are any."""
 
     def __init__(self, gradients: WeightGradients, copies: Mapping[nn.Parameter, Tensor]) -> None:
         """``copies`` has each of the layer's weights in the type that autocast computes in, or none."""
@@ -87,7 +81,7 @@ class AccumulatingProducts(MatrixProducts):
 
 
 class _AccumulatingProduct(torch.autograd.Function):
-    """Product whose weight's gradient goes past autograd; it is an argument so that a backward pass comes here."""
+    """Product that accumulates its weight's gradient; the weight is an argument so that autograd calls ``backward``."""
 
     @staticmethod
     def forward(
@@ -120,7 +114,7 @@ class _AccumulatingProduct(torch.autograd.Function):
 
 
 class AccumulatingTable(Placement):
-    """The word table, to whose gradient both add, decoder and embeddings; the decoder reads a copy, if there is one."""
+    """Placement where decoder and embeddings add to the word table's gradient; the decoder reads a copy if there is one."""
 
     def __init__(self, gradients: WeightGradients, copies: Mapping[nn.Parameter, Tensor]) -> None:
         """``copies``: as of ``AccumulatingProducts``."""
@@ -147,7 +141,7 @@ class AccumulatingTable(Placement):
 
 
 def _copy(copies: Mapping[nn.Parameter, Tensor], weight: nn.Parameter, dtype: torch.dtype) -> Tensor:
-    """The weight in ``dtype``: cast in every micro-batch where the optimizer leaves no such copy, as a sharded one."""
+    """Return the weight in ``dtype``, cast if the optimizer makes no copy of that type."""
     copy = copies.get(weight)
     return weight.detach().to(dtype) if copy is None or copy.dtype != dtype else copy
 
@@ -155,8 +149,8 @@ def _copy(copies: Mapping[nn.Parameter, Tensor], weight: nn.Parameter, dtype: to
 def product_weights(model: BertForPreTraining, table: bool) -> list[nn.Parameter]:
     """Return the weights that encoder layers multiply with by their ``products``, and with ``table`` the word table.
 
-    The last layer has its queries of some rows only, and takes keys and values by themselves. Of the word table's gradient
-    every backward pass brings the decoder's part before that of the embeddings, which is added.
+    The last layer multiplies parts of its query-key-value weight without ``products``. The decoder's part of the word
+    table's gradient comes before the embeddings' part, which is added.
     """
     found = []
     for layer in model.layers:

@@ -11,25 +11,25 @@ _MASKED_SHARE = 0.15
 
 @dataclass(frozen=True)
 class Stage:
-    """Consecutive layers of the model; the first stage has the embeddings too, the last one the heads."""
+    """Consecutive layers of the model; the first stage also has the embeddings, the last stage the heads."""
 
     index: int
     count: int
-    """Stages of the model."""
+    """Number of stages of the model."""
     layers: range
 
     @property
     def is_first(self) -> bool:
-        """Tell whether it embeds."""
+        """Tell whether the stage has the embeddings."""
         return self.index == 0
 
     @property
     def is_last(self) -> bool:
-        """Tell whether it has the heads, and so the losses."""
+        """Tell whether the stage has the heads and the losses."""
         return self.index == self.count - 1
 
     def owns(self, name: str) -> bool:
-        """Tell whether it is the stage that updates the parameter of this name."""
+        """Tell whether the stage updates the parameter of this name."""
         match name.split("."):
             case ["embeddings", *_]:
                 return self.is_first
@@ -44,10 +44,10 @@ def stages_of(config: ModelConfig, count: int) -> list[Stage]:
 
 
 def layer_costs(config: ModelConfig) -> list[float]:
-    """Multiply-adds of a token with the weights of each layer, those of the heads with the last one's.
+    """Return multiply-adds of a token with the weights of each layer; the last layer's include the heads'.
 
-    Attention adds the same to every layer. The last one computes keys and values of all tokens, and else the rows that the
-    heads read; the embeddings multiply nothing.
+    Attention adds the same to every layer. The last layer computes keys and values of all tokens, and everything else only
+    for the rows that the heads read. The embeddings multiply nothing.
     """
     hidden, wide = config.hidden_size, config.intermediate_size
     rows = _MASKED_SHARE * hidden * (2 * hidden + 2 * wide)  # query, attention output, fc1, fc2
@@ -57,7 +57,7 @@ def layer_costs(config: ModelConfig) -> list[float]:
 
 
 def divided(costs: list[float], count: int) -> list[range]:
-    """Divide a row of costs into ``count`` ranges, none empty, of the lowest highest sum; then of the least squares."""
+    """Divide costs into ``count`` consecutive ranges that minimise the highest sum, then the sum of squares."""
 
     @cache
     def best(start: int, ranges: int) -> tuple[float, float, tuple[int, ...]]:
@@ -69,7 +69,7 @@ def divided(costs: list[float], count: int) -> list[range]:
             cost = sum(costs[start:stop])
             highest, squares, stops = best(stop, ranges - 1)
             choices.append((max(cost, highest), squares + cost**2, (stop, *stops)))
-        return min(choices)  # of equal ones the earliest stops, so that all ranks divide alike
+        return min(choices)  # the earliest stops of equal choices, so that all ranks divide alike
 
     stops = best(0, count)[2]
     return [range(start, stop) for start, stop in zip((0, *stops), stops, strict=False)]

@@ -27,11 +27,9 @@ class ShardedLamb:
     """LAMB as ``bert.optimizer.Lamb``, after a ``Reduction`` with the strategy sharded or sharded_world, or with any where
     the model is divided: by ``tensor``, or among a group of ranks with other parameters each, ``pipeline``.
 
-    A step leaves each weight with the ranks that have it in their shard; ``WeightGather`` brings it to the others. Sums over
-    shards are added in the order of the ranks, and hence equal everywhere to the last bit; so weights stay equal as long as
-    the rails' sums are. A step whose gradients are not all finite changes nothing but ``skipped``.
-
-    What all ranks of a tensor group have lies at the same places of their vectors, and they update it alike.
+    A step updates each weight on the ranks that have it in their shard; ``WeightGather`` sends it to the other ranks. Sums
+    over shards are added in the order of the ranks, and hence equal everywhere to the last bit; so weights stay equal as
+    long as the rails' sums are equal. A step whose gradients are not all finite changes nothing but ``skipped``.
     """
 
     def __init__(
@@ -68,8 +66,7 @@ class ShardedLamb:
         # With an empty one, since cat refuses a list of none.
         self._everywhere_I = torch.cat([torch.arange(0), *places]).to(device)
         self._counts = tensor is None or tensor.rank == 0
-        """Whether this rank is the one of its tensor group that counts what all have."""
-        # One rank of the tensor group has in its rows what all have, or norms would count it for each.
+        """Whether this rank counts the parameters that all ranks of its tensor group have, so that norms do so once."""
         counted = [-1 if everywhere[segment] and not self._counts else segment for segment in adapted]
         self._rows_GK = _rows(counted, len(flat.segments.sizes)).to(device)
 
@@ -77,17 +74,16 @@ class ShardedLamb:
     def step(self) -> Tensor:
         """Apply the reduced gradients to this rank's shard of the weights, and set all gradients to zero.
 
-        Returns the gradients' global norm before clipping, [] on the device, and the same on all ranks.
+        Returns the gradients' global norm before clipping, [] on the device, equal on all ranks.
         """
         config, flat = self.config, self.flat
-        # A rank's shard is scattered over the buckets, and LAMB takes vectors without gaps.
+        # A rank's shard is scattered over the buckets, but LAMB needs vectors without gaps.
         self._collect(flat.gradients_N, self._gradient_W)
         self._collect(flat.weights_N, self._weight_W)
         gradient_W, weight_W = self._gradient_W, self._weight_W
-        # The global norm, by which gradients are clipped, over all that any rank has.
+        # The global norm, for clipping, is over the gradients of all ranks.
         norm = _summed(self._over_shards(self._squares_with_sums_()), self._pipeline).sqrt().to(gradient_W.dtype)
-        # Trust ratios need the norms of whole tensors: so the update stops halfway, for sums over those who share a
-        # tensor. Stages share none.
+        # Trust ratios need the norms of whole tensors: so the update stops halfway, for sums over ranks that share tensors.
         squares_2K = lamb_directions(
             weight_W,
             gradient_W,
@@ -113,13 +109,13 @@ class ShardedLamb:
 
     @torch.no_grad()
     def reset(self) -> None:
-        """Forget moments and counts, as after warm-up."""
+        """Reset moments, gradients and counts, as after warm-up."""
         for tensor in (self.momentum_W, self.variance_W, self.flat.gradients_N, self.steps, self.skipped):
             tensor.zero_()
 
     @torch.no_grad()
     def moments(self) -> tuple[Tensor, Tensor]:
-        """Momentum and variance of all parameters, fp32 [P] each. All ranks must call it at the same time."""
+        """Return momentum and variance of all parameters, [P] each. All ranks must call it at the same time."""
         whole = []
         for shard_W in (self.momentum_W, self.variance_W):
             moment_N = torch.zeros_like(self.flat.weights_N)
@@ -131,14 +127,14 @@ class ShardedLamb:
 
     @torch.no_grad()
     def set_moments_(self, momentum_P: Tensor, variance_P: Tensor) -> None:
-        """Take this rank's part of the moments of all parameters."""
+        """Overwrite this rank's shard of the moments, given the moments of all parameters."""
         for shard_W, moment_P in ((self.momentum_W, momentum_P), (self.variance_W, variance_P)):
             moment_N = torch.zeros_like(self.flat.weights_N)
             moment_N[: len(moment_P)] = moment_P
             self._collect(moment_N, shard_W)
 
     def _squares_with_sums_(self) -> Tensor:
-        """Sum what the tensor group has the gradients of together; the squares that this rank counts, fp64 []."""
+        """Sum gradients of parameters that the whole tensor group has; return the squares that this rank counts, fp64 []."""
         gradient_W, everywhere_I = self._gradient_W, self._everywhere_I
         if self._tensor is None or len(everywhere_I) == 0:
             return sum_of_squares(gradient_W)
@@ -149,7 +145,6 @@ class ShardedLamb:
         return squares if self._counts else squares - sum_of_squares(summed_I)
 
     def _over_shards(self, squares: Tensor) -> Tensor:
-        """Add up over the ranks that share the state, and over the tensor group, in their order; fp64."""
         squares = _summed(squares, self._group)
         return squares if self._tensor is None else _summed(squares, self._tensor.group)
 
@@ -157,7 +152,6 @@ class ShardedLamb:
         torch.cat([self._reduction.shard(flat_N, bucket) for bucket in self._reduction.buckets], out=shard_W)
 
     def _spread(self, shard_W: Tensor, flat_N: Tensor) -> None:
-        """Put the shard's parts into their places in the flat vector."""
         start = 0
         for bucket in self._reduction.buckets:
             own = self._reduction.shard(flat_N, bucket)
@@ -173,17 +167,17 @@ class ShardedLamb:
 
 
 def _summed(squares: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Add up over a group in the order of its ranks, equal on all of them."""
+    """Sum over a group in the order of its ranks, equal on all of them."""
     if group is None:
         return squares
     gathered = squares.new_empty(group.size() * squares.numel())
-    # Not an all-reduce, whose order is the backend's own: with other bits the weights of ranks would drift apart.
+    # Not an all-reduce, whose order may differ between ranks, so that their weights would drift apart.
     all_gather_single(gathered, squares.flatten(), group=group)
     return gathered.view(group.size(), *squares.shape).sum(0)
 
 
 def segment_spans(sizes: tuple[int, ...], owned: list[tuple[int, int]]) -> list[tuple[int, int, int]]:
-    """Return (segment, start, stop) of each span: places in the shard that ``owned`` ranges of the flat vector make."""
+    """Return (segment, start, stop) of each span in the shard that consists of the ``owned`` ranges of the flat vector."""
     spans = []
     base = 0
     for begin, end in owned:
@@ -198,7 +192,7 @@ def segment_spans(sizes: tuple[int, ...], owned: list[tuple[int, int]]) -> list[
 
 
 def _layout(spans: list[tuple[int, int, int]], adapted: tuple[bool, ...], size: int) -> LambSegments:
-    """Describe a shard of ``size`` elements as segments: its spans, and between them the padding, which is not adapted."""
+    """Describe a shard as segments: its spans, and the padding between them, which is not adapted."""
     sizes: list[int] = []
     flags: list[bool] = []
     end = 0
@@ -226,11 +220,10 @@ def _rows(segments: list[int], count: int) -> Tensor:
 class WeightGather:
     """Gathering of weights: all at once when called, or beside the forward pass that follows ``start``.
 
-    After an update a rank has new weights in its own shard alone. The next step hands all buckets over to be gathered, in
-    the order in which its forward pass needs them, and each part of the model waits for those that its weights lie in.
-
-    The embeddings and every layer but the last wait for their own weights when they are called. When the last one of these
-    returns, all the others have to be there, since the last layer and the heads are no modules that are called.
+    After an update a rank has new weights in its own shard only. The next step gathers all buckets in the order in which its
+    forward pass needs them. The embeddings and every layer but the last wait for the buckets of their weights when they are
+    called; the last of these waits for all buckets when it returns, since the last layer and the heads are not called as
+    modules.
     """
 
     def __init__(self, model: BertForPreTraining, flat: FlatParameters, reduction: Reduction) -> None:
@@ -259,12 +252,12 @@ class WeightGather:
         self._arrivals = [stream.run(lambda bucket=bucket: self._gather(bucket)) for bucket in self.buckets]
 
     def wait(self, count: int) -> None:
-        """Compute from now on with the first ``count`` buckets, if they are on their way."""
+        """Order later computation behind the first ``count`` buckets, if a gathering is under way."""
         if self._arrivals:
             self._arrivals[count - 1]()  # they come in order
 
     def finish(self) -> None:
-        """Compute from now on with all of them."""
+        """Order later computation behind all buckets."""
         if self._arrivals:
             self._arrivals = []
             self._reduction.stream.join()

@@ -21,11 +21,11 @@ def shard_of(vector_N: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 class Fp32Sums:
     """Collectives in place on fp32 vectors [N] that divide into a shard for each rank. Without a group each does nothing.
 
-    Vectors travel as they are, and are added on the way: by NCCL, gloo or switches, in an order of theirs.
+    NCCL, gloo or switches add the vectors, in an order of their own.
     """
 
     def reduce_scatter_(self, vector_N: Tensor, group: dist.ProcessGroup | None) -> None:
-        """Leave this rank's shard as the sum over the ranks; what the others hold is left undefined."""
+        """Overwrite this rank's shard with the sum over the ranks; the other shards are undefined afterwards."""
         if group is not None:
             # In place, as NCCL allows for the own shard.
             reduce_scatter_single(shard_of(vector_N, group), vector_N, group=group)
@@ -37,16 +37,15 @@ class Fp32Sums:
             all_gather_single(vector_N, shard_of(vector_N, group), group=group)
 
     def all_reduce_(self, vector_N: Tensor, group: dist.ProcessGroup | None) -> None:
-        """Leave the sum over the ranks, the same on each."""
+        """Overwrite the vector with the sum over the ranks."""
         if group is not None:
             dist.all_reduce(vector_N, group=group)
 
 
 class Bf16Sums:
-    """``Fp32Sums`` of vectors that travel in bf16 and are added in fp32, in as many bytes as a ring would send of them.
+    """``Fp32Sums`` of vectors that travel in bf16 and are added in fp32, with as many bytes sent as in a ring.
 
-    A contribution is rounded once, before it is sent, and a sum once, before it is gathered, whatever the number of ranks.
-    What is bf16 already, such as the sum of the rails on its way through the node, is not rounded again.
+    A contribution is rounded once before it is sent, and a sum once before it is gathered, for any number of ranks.
     """
 
     def __init__(self, elements: int, device: torch.device) -> None:

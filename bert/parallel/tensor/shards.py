@@ -20,18 +20,18 @@ from bert.parallel.tensor.placement import WORDS_MULTIPLE, SharedPlacement
 
 @dataclass(frozen=True)
 class Split:
-    """Division of a parameter along one dimension, each of ``blocks`` parts of it by itself, into equal shards.
+    """Division of a parameter along one dimension into equal shards, each of ``blocks`` parts of it by itself.
 
-    Where the length does not divide, shards are filled up with zeros past its end.
+    If the length does not divide, the last shards are padded with zeros.
     """
 
     shape: tuple[int, ...]
-    """Of the whole."""
+    """Shape of the whole parameter."""
     ranks: int
     dimension: int
     blocks: int = 1
     multiple: int = 1
-    """Of a shard's length."""
+    """Divisor of a shard's length."""
 
     @property
     def length(self) -> int:
@@ -53,7 +53,7 @@ class Split:
         return shard.movedim(0, self.dimension + 1).reshape(self.shard_shape)
 
     def whole(self, shards_R: Tensor) -> Tensor:
-        """Return the whole of the shards of all ranks, flat in [R, n]."""
+        """Return the whole parameter, given the shards of all ranks, flat in [R, n]."""
         shards = shards_R.unflatten(1, self.shard_shape).unflatten(self.dimension + 1, (self.blocks, self.length))
         joined = shards.movedim(0, self.dimension + 1).flatten(self.dimension + 1, self.dimension + 2)
         kept = joined.narrow(self.dimension + 1, 0, self.shape[self.dimension] // self.blocks)
@@ -61,41 +61,41 @@ class Split:
 
 
 def split_of(name: str, shape: tuple[int, ...], ranks: int) -> Split | None:
-    """Return how a parameter is divided; None for what every rank has: norms, biases of sums, small tables, heads."""
+    """Return how a parameter is divided; None for norms, biases of sums, small tables and heads, which every rank has."""
     if name in ("embeddings.word", "decoder_bias"):
         return Split(shape, ranks, 0, multiple=WORDS_MULTIPLE)
     match name.split("."):
-        case ["layers", _, "query_key_value", _]:  # whole heads of each of the three
+        case ["layers", _, "query_key_value", _]:  # whole heads of queries, keys and values
             return Split(shape, ranks, 0, blocks=3)
         case ["layers", _, "intermediate", _]:  # columns of the product: its bias goes with them
             return Split(shape, ranks, 0)
-        # Rows of the product. Its bias is added once, after the sum over ranks, and so is whole on each.
+        # Rows of the product. Its bias is added after the sum over ranks, so every rank has all of it.
         case ["layers", _, "attention_output" | "output", "weight"]:
             return Split(shape, ranks, 1)
     return None
 
 
 class TensorParallel:
-    """Division of a model among the ranks of a tensor group: of each parameter a rank has a shard, or what all have."""
+    """Division of a model among the ranks of a tensor group: each rank has a shard of a parameter, or all of it."""
 
     def __init__(self, config: ModelConfig, group: dist.ProcessGroup, waiting: Waiting = nullcontext) -> None:
         self.group = group
         self.rank = group.rank()
         self.placement = SharedPlacement(Exchange(group, waiting), config.vocab_size)
         self.splits = {name: split_of(name, shape, group.size()) for name, shape in parameter_shapes(config).items()}
-        """Of each parameter, by name."""
+        """Division of each parameter, by name."""
 
     def all_reduce_max_(self, values: Tensor) -> None:
-        """Leave the largest of the ranks' values on each."""
+        """Overwrite the values with the largest ones of all ranks."""
         dist.all_reduce(values, dist.ReduceOp.MAX, group=self.group)
 
     def own(self, name: str, whole: Tensor) -> Tensor:
-        """Return what this rank has of a parameter."""
+        """Return this rank's part of a parameter."""
         split = self.splits[name]
         return whole if split is None else split.shard(whole, self.rank)
 
     def on_all_ranks(self, flat: FlatParameters) -> list[bool]:
-        """Tell of each segment whether every rank has it."""
+        """Tell for each segment whether every rank has all of it."""
         named = zip(flat.names, flat.places.values(), strict=True)
         starts = {place.start for name, place in named if self.splits[name] is None}
         ends = torch.tensor(flat.segments.sizes).cumsum(0).tolist()
@@ -103,7 +103,7 @@ class TensorParallel:
 
 
 def tensor_parallel(config: ModelConfig, mesh: Mesh, waiting: Waiting = nullcontext) -> TensorParallel | None:
-    """Return this rank's part in its tensor group; None where that has no other rank. Every rank must call it."""
+    """Return the division in this rank's tensor group; None without other ranks there. Every rank must call it."""
     if mesh.tensor == 1:
         return None
     group = process_group(mesh.tensor_ranks)

@@ -40,33 +40,6 @@ def test_more_ranks_give_the_same_losses(
     assert counts == [(record["correct"], record["count"]) for record in records(alone_results, "eval")]
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [{"training__reduction": "sharded"}, {"training__reduction": "hierarchical", "training__reduce_dtype": "bf16"}],
-    ids=["sharded", "bf16"],
-)
-def test_other_reductions_end_where_the_flat_one_does(
-    small_run: SmallRun, tmp_path: Path, one_rank: tuple[Path, list[dict[str, float]]], changes: dict[str, object]
-) -> None:
-    """Losses of every step, the weights that are saved, evaluations; log and terminal name the reduction."""
-    saved = tmp_path / "saved.safetensors"
-    output = trained(small_run, tmp_path, 4, save_checkpoint=saved, **changes)
-    narrow = "training__reduce_dtype" in changes
-    line = f"# reduction: {changes['training__reduction']} (as set)"
-    assert line in result_of(tmp_path).read_text()
-    assert output.count(line.removeprefix("# ")) == 1
-    rel = 2e-2 if narrow else 2e-5
-    for one, other in zip(one_rank[1], records(tmp_path, "step"), strict=True):
-        for name in ("masked_lm_loss", "next_sentence_loss", "gradient_norm"):
-            assert other[name] == pytest.approx(one[name], rel=rel, abs=2e-6), (one["step"], name)
-    one, other = load_file(one_rank[0] / "saved.safetensors"), load_file(saved)
-    for name, tensor in one.items():
-        torch.testing.assert_close(other[name], tensor, rtol=rel, atol=1e-2 if narrow else 1e-5)
-    counts = [(record["correct"], record["count"]) for record in records(one_rank[0], "eval")]
-    if not narrow:
-        assert [(record["correct"], record["count"]) for record in records(tmp_path, "eval")] == counts
-
-
 def test_evaluated_and_saved_weights_are_whole(small_run: SmallRun, tmp_path: Path) -> None:
     """Also in a run that ends between evaluations; with steps so long that the weights of the one before would show."""
     saved, counts = [], []

@@ -161,40 +161,6 @@ def test_broken_checkpoints_are_passed_over_with_reasons(
     assert "Traceback" not in started.output
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"optimizer__beta_1": 0.8}, "was made with optimizer.beta_1 0.9, but this run has 0.8: "),
-        ({"training__global_batch_size": 32}, "was made with training.global_batch_size 16, but this run has 32: "),
-        ({"training__seed": 8}, "was made with training.seed 7: leave the seed out, or give this one"),
-        (
-            {"log__division": "closed", "evaluation__interval_samples": None, "evaluation__target": 0.72},
-            "resume is set in the closed division",
-        ),
-    ],
-)
-def test_a_run_that_differs_does_not_go_on(
-    small_run: SmallRun,
-    tmp_path: Path,
-    whole: tuple[Path, list[dict[str, float]]],
-    changes: dict[str, object],
-    message: str,
-) -> None:
-    start = whole[0] / "checkpoints"
-    arguments = small_run.arguments(tmp_path, **{"model__hidden_dropout": 0.1, "resume": start} | changes)
-    process = Program("bert.train", arguments)
-    assert process.wait(PATIENCE_S) == 2, process.output
-    assert message in process.output
-
-
-def test_checkpoints_of_another_run_are_not_mixed_in(
-    small_run: SmallRun, tmp_path: Path, whole: tuple[Path, list[dict[str, float]]]
-) -> None:
-    process = Program("bert.train", small_run.arguments(tmp_path, checkpoint__folder=whole[0] / "checkpoints"))
-    assert process.wait(PATIENCE_S) == 2
-    assert "holds checkpoints of another run" in process.output
-
-
 def test_two_runs_at_a_time_do_not_share_a_folder(
     small_run: SmallRun, tmp_path: Path, whole: tuple[Path, list[dict[str, float]]]
 ) -> None:
