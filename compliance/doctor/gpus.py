@@ -25,12 +25,9 @@ class Gpu:
     """A GPU. A number that NVML does not tell is 0.
 
     Attributes:
-        used_bytes: memory in use.
         links, link_gb_s: active NVLinks, and GB/s of all of them in one direction.
         pcie_width, pcie_full_width: lanes in use, and lanes that the card has.
-        uncorrected_errors: memory errors since the driver was loaded.
         is_divided: whether MIG is enabled.
-        throttled_by: what holds its clocks down.
         processes: name and number of the programs that compute on it.
     """
 

@@ -34,7 +34,6 @@ class Machine:
         shared_bytes: free space of /dev/shm; None without one.
         lockable_bytes: memory that a process may lock; None for any amount.
         load: mean number of running programs over the last minute.
-        address: address of this host's name; "" if it has none.
     """
 
     now: float  # seconds since the epoch

@@ -17,11 +17,7 @@ from compliance.submission.description import read_description
 
 
 def write(path: Path, fields: Mapping[str, Any]) -> None:
-    """Write a description as JSON; the file appears whole or not at all.
-
-    Raises:
-        ValueError: the file cannot be written.
-    """
+    """Write a description as JSON; the file appears whole or not at all. Raises ValueError if it cannot be written."""
     write_whole(path, json.dumps(dict(fields), indent=2, ensure_ascii=False) + "\n")
 
 

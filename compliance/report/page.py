@@ -27,11 +27,7 @@ MAX_DIFFERENCES = 16
 
 
 def write_report(folder: Path, ruleset: str = NEWEST_RULESET, format: Format = "html", out: Path | None = None) -> Path:
-    """Write the report of `folder` to `out`, by default to report.<format> in it, and return its path.
-
-    Raises:
-        ValueError: no runs in the folder, or the file cannot be written.
-    """
+    """Write the report of `folder` to `out`, by default to report.<format> in it, and return its path."""
     path = out or folder / f"report.{format}"
     write_whole(path, render_as(load_results(folder, ruleset), format))
     return path

@@ -48,8 +48,7 @@ class PublishedPlace:
     Attributes:
         sentence: the answer in words, also if there is no place.
         faster, slower: the neighbours, fastest first.
-        compared: number of published results with which the time can be compared.
-        ahead: how many of them are faster.
+        compared, ahead: number of published results with which the time can be compared, and of faster ones.
     """
 
     sentence: str
@@ -111,7 +110,7 @@ def placement(minutes: float, accelerator: str, accelerators: int) -> PublishedP
 
 
 def _slot(accelerator: str) -> str | None:
-    """SXM or PCIe; an H100 NVL is a card for PCIe."""
+    # An H100 NVL is a card for PCIe.
     return "PCIe" if form(accelerator) == "NVL" else form(accelerator)
 
 

@@ -34,12 +34,7 @@ class Figure(NamedTuple):
 
 
 def time_section(results: Results) -> dict[str, Any]:
-    """Return what the section shows; all parts are empty if no run has step records.
-
-    Returns:
-        curves; seconds by part, by the name of a bar; class and text of each part for the key; rows of part, planned and
-        measured milliseconds and their difference.
-    """
+    """Return curves, bars with their key, and the planned step; all are empty if no run has step records."""
     rates = _curve(results.runs, "Sequences per second", "sequences_per_s", MAX_RATE)
     losses = _curve(results.runs, "Training loss", "loss", MAX_LOSS)
     bars, key = _parts(results.runs)

@@ -16,17 +16,12 @@ MAX_LINE_BYTES = 64 * 2**10
 
 
 class Follower(AbstractContextManager["Follower"]):
-    """The lines that a file has gained since the last look. The file may appear later.
-
-    Attributes:
-        bytes_read: bytes read so far.
-        has_more: whether the last look ended because it had read `MAX_BYTES_A_LOOK`.
-    """
+    """The lines that a file has gained since the last look. The file may appear later."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.bytes_read = 0
-        self.has_more = False
+        self.has_more = False  # the last look had read `MAX_BYTES_A_LOOK`
         self._file: BinaryIO | None = None
         self._partial = b""
         self._is_overlong = False

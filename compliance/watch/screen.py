@@ -34,9 +34,6 @@ def watch(path: Path, ruleset: str, timeout_s: float, stale_s: float, console: C
         path: a log, an output that holds a log's lines, or a folder with logs.
         timeout_s: seconds to wait for a log that does not exist yet.
         stale_s: seconds without news after which the watch gives up.
-
-    Raises:
-        ValueError: an unknown ruleset, or times that are not positive.
     """
     rules.check_ruleset(ruleset)
     for name, seconds in (("--timeout", timeout_s), ("--stale", stale_s)):

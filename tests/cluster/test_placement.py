@@ -1,4 +1,4 @@
-"""Order of hosts: a ring enters each subtree once, groups stay in a leaf, and few hosts come from few leaves."""
+"""Order of hosts: a ring enters each subtree once, and groups stay in a leaf if they fit."""
 
 import itertools
 import random

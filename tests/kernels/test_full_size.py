@@ -15,7 +15,6 @@ from bert.parallel.reduction.sharded_lamb import ShardedLamb
 from kernels import LambSegments, LambState
 from kernels.reference import lamb
 from kernels.triton import lamb as triton_lamb
-from kernels.triton import squares as triton_squares
 from tests.kernels.lamb_oracle import HYPERPARAMETERS
 
 pytestmark = pytest.mark.slow
@@ -42,11 +41,6 @@ def test_the_definition() -> None:
     everything = once.repeat(times + 1)[:PARAMETERS]
     exact = times * exact + squares_in_float64(once[:rest])
     assert lamb.sum_of_squares(everything).item() == pytest.approx(exact, rel=NEAR)
-
-
-def test_triton() -> None:
-    vector = normal(EMBEDDING // 10)
-    assert triton_squares.sum_of_squares(vector).item() == pytest.approx(squares_in_float64(vector), rel=NEAR)
 
 
 @pytest.mark.parametrize(("module", "size"), [(lamb, EMBEDDING), (triton_lamb, EMBEDDING // 40)])

@@ -1,4 +1,4 @@
-"""Memory of a rank by part, held to what a real model keeps and to what its optimizer holds."""
+"""Predicted memory of a rank, compared with the tensors that a real model and its optimizer keep."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -41,7 +41,7 @@ def work_and_samples(model: ModelConfig) -> tuple[Work, Samples]:
 
 
 class Storages(TorchDispatchMode):
-    """Count the bytes of the storages that operators made in the body and that are still alive."""
+    """Count the bytes of the storages that operators created in the body and that are still alive."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class Storages(TorchDispatchMode):
 
 
 def kept_bytes(forward: Callable[[Batch], object], known: list[Tensor], samples: Samples, precision: Precision) -> int:
-    """Bytes of the different storages that autograd keeps, but for ``known`` ones and the batch."""
+    """Return the bytes of all storages that autograd keeps, without ``known`` tensors and the batch."""
     batch = batch_of(samples)
     kept: list[Tensor] = []
 
@@ -97,7 +97,7 @@ def test_a_real_model_keeps_what_is_predicted(shape: tuple[int, ...], dropout: f
 
 @pytest.fixture
 def fake_group() -> Iterator[dist.ProcessGroup]:
-    """The first rank of two; what it receives has the right shape and no meaning."""
+    """Yield the group of the first of two ranks, whose collectives return tensors without meaning."""
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     group = dist.group.WORLD
     assert group is not None
@@ -187,7 +187,7 @@ def test_a_gpu_keeps_no_masks_and_no_probabilities() -> None:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_recomputation_keeps_what_is_predicted(precision: Precision) -> None:
-    """By the difference to what is alive without it: weights and their copies are the same."""
+    """Compare the differences between modes, because weights and their copies are the same in all of them."""
     config = ModelConfig(3, 128, 4, 512, 1024, 128)
     work, samples = work_and_samples(config)
     batch = batch_of(samples)
@@ -210,5 +210,5 @@ def test_recomputation_keeps_what_is_predicted(precision: Precision) -> None:
     for mode in ("selective", "full"):
         saved = parts["none"]["activations"] - parts[mode]["activations"]
         assert saved == pytest.approx(kept["none"] - kept[mode], rel=0.02)
-        assert parts[mode]["recomputed"] == pytest.approx(saved / 2), "of two layers one at a time"
+        assert parts[mode]["recomputed"] == pytest.approx(saved / 2), "one of two inner layers at a time"
     assert parts["none"]["recomputed"] == 0 < parts["full"]["activations"] < parts["selective"]["activations"]

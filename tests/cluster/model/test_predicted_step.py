@@ -1,4 +1,4 @@
-"""A step by hand, by its properties, and beside what published results say of the same machine."""
+"""Predicted steps, compared with counts by hand and with the model of published results, and their properties."""
 
 from dataclasses import replace
 from itertools import chain
@@ -75,7 +75,7 @@ def test_what_was_timed_in_16_bits_counts_where_a_run_computes_in_them() -> None
 
 @pytest.mark.parametrize("tensor", [2, 4])
 def test_ranks_that_share_a_copy_divide_its_products_and_pay_for_what_they_exchange(tensor: int) -> None:
-    """By hand: of two layers the first gathers and scatters all tokens four times, the last the rows of its heads."""
+    """The first of two layers gathers and scatters all tokens four times, the last layer the rows that the heads read."""
     strategy = Strategy(16, tensor=tensor)
     sizes = TINY.micro_batches(strategy, 4, 0)
     assert sizes.tokens_AR.shape == (1, 4 // tensor)
@@ -100,7 +100,7 @@ def test_equal_stages_are_idle_while_they_are_filled_and_drained(micro_batches: 
     [seconds] = through_stages(compute_PAR, none_P, 1.0, strategy, sharing=1.0)
     assert 1 - micro_batches / seconds == pytest.approx(3 / (virtual_stages * micro_batches + 3))
     [shared] = through_stages(compute_PAR, none_P, 1.0, strategy, sharing=4.0)
-    assert shared == micro_batches, "as processors that one leaves idle compute for another"
+    assert shared == micro_batches, "an idle rank leaves its processors to the others"
     crowded, paired = (through_stages(compute_PAR, np.full(4, 2.0), 10.0, strategy, sharing=each) for each in (16, 4))
     assert crowded == paired, "the ranks of one stage still share processors"
     [waiting] = through_stages(compute_PAR, np.array([1.0, 2.0, 2.0, 1.0]), 0.1, strategy, sharing=1.0)
@@ -117,20 +117,20 @@ def test_stages_share_the_layers_and_wait_for_each_other() -> None:
     assert few.forward_backward == pytest.approx(many.forward_backward, rel=0.1)
     links = rates(4, 2, seconds_per_byte=1e-7)
     slow = predict_step(work, Strategy(256, 32, pipeline=4), links)
-    assert slow.reduce > many.reduce + 0.5, "hidden states and gradients take longer, and nothing hides them"
+    assert slow.reduce > many.reduce + 0.5, "slow links delay hidden states and gradients"
     narrow = Strategy(256, 32, precision="bf16", pipeline=4)
     on_gpus, on_cpus = (predict_step(work, narrow, replace(links, demand=demand)) for demand in (0.0, 0.5))
-    assert on_cpus.reduce > on_gpus.reduce + 0.3, "which send hidden states in fp32"
+    assert on_cpus.reduce > on_gpus.reduce + 0.3, "stages on CPUs send hidden states in fp32"
     launching = replace(wide, micro_batch_s=1.0)
     assert predict_step(work, Strategy(256, 32, pipeline=4), launching).total > 32
     assert predict_run(work, Strategy(256, 4, pipeline=4), wide).parts["evaluation"] > 0
     data = wide.of_data_groups(1, 4)
-    assert (data.nodes, data.ranks) == (2, 1), "copies take two hosts of two ranks"
+    assert (data.nodes, data.ranks) == (2, 1), "each copy takes two hosts of two ranks"
     assert rates(2, 4).of_data_groups(1, 2).ranks == 2
 
 
 def test_a_data_group_has_the_links_of_its_rails() -> None:
-    """Two groups of a node share its network: a byte of each takes twice as long; in the node each has links of its own."""
+    """Two groups of a node share its network, so a byte takes twice as long; in the node, each has its own links."""
     found = rates(2, 4).of_data_groups(2)
     assert (found.ranks, found.world_size) == (2, 4)
     ring = (1 - 1 / 4) / (1 - 1 / 8)
@@ -177,13 +177,15 @@ def test_half_the_bytes_travel_in_bf16(way: str) -> None:
 
 @pytest.mark.parametrize("way", ["sharded", "sharded_world"])
 def test_the_wait_for_the_first_weights_is_none_of_computing(way: str) -> None:
-    """Which are all of them, in one bucket."""
+    """One bucket has all weights of this model."""
     fast, slow = (
         predict_step(TINY, Strategy(16, reduction=way), rates(seconds_per_byte=each))  # type: ignore[arg-type]
         for each in (1e-9, 1e-6)
     )
     assert slow.forward_backward == pytest.approx(fast.forward_backward)
-    assert slow.reduce > 2 * 1e-6 * 4 * model_shares(TINY.model)[0].elements, "gathered, and summed"
+    assert slow.reduce > 2 * 1e-6 * 4 * model_shares(TINY.model)[0].elements, (
+        "weights are gathered and gradients are summed"
+    )
 
 
 def test_ranks_that_share_processors_wait_less_for_the_longest() -> None:
@@ -226,7 +228,7 @@ def test_traffic_and_launches_of_a_sequence_are_those_of_its_computations() -> N
 
 
 def test_recomputation_costs_forward_parts_of_the_layers_but_the_last() -> None:
-    """Of two layers the first: full repeats all of it, selective all but the products."""
+    """The first of two layers repeats its forward pass: all of it, or without its products."""
     alone = rates(1, 1)
     layer = parts_of(TINY.model, TINY.micro_batches(Strategy(16), 1, 0))[1]
     found = [predict_step(TINY, Strategy(16, recompute=mode), alone, steps=1) for mode in get_args(Recompute)]

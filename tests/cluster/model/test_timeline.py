@@ -1,4 +1,4 @@
-"""The timeline: computing and messages side by side, by hand."""
+"""Small timelines, computed by hand."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The calibration that is shipped is what the command makes, and its predictions are as good as the page says."""
+"""The shipped calibration is the command's output, and its predictions of unseen results are accurate."""
 
 import hashlib
 import statistics
@@ -23,8 +23,8 @@ from cluster.published.results import TABLE, results
 
 pytestmark = pytest.mark.slow
 
-BOUNDS = {"submitter": 0.085, "scale": 0.085, "accelerator": 0.18}
-"""Median errors of results left out; A fifth above what was measured."""
+BOUNDS = {"submitter": 0.085, "scale": 0.07, "accelerator": 0.15}
+"""Largest accepted median errors of results that were left out: about a fifth above those of the shipped model."""
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""The cost model keeps to physics, whatever the parameters were fitted to."""
+"""The fitted cost model obeys physics, and reads descriptions of networks."""
 
 import dataclasses
 

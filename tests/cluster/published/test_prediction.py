@@ -1,4 +1,4 @@
-"""Predictions as people, programs and tables get them."""
+"""Predictions on the command line, as JSON, and of tables."""
 
 import csv
 import dataclasses

@@ -1,6 +1,7 @@
 """The whole examination: what a run reads and writes, on machines that do not exist and on this one."""
 
 import json
+import os
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -125,6 +126,9 @@ def test_nodes_and_ranks(
 def test_the_recipes_of_this_repository_can_be_asked_for(tmp_path: Path) -> None:
     plan = layout_of(IntendedRun("dgxa100_8x8"), ExaminedHost(), 0)
     assert (plan.setting("training", "global_batch_size"), plan.setting("log", "division")) == (3072, "closed")
+    assert layout_of(IntendedRun("tiny_cpu"), ExaminedHost(environment={}), 0).ranks == min(
+        2, len(os.sched_getaffinity(0))
+    )
     with pytest.raises(ValueError, match=r"'nope': expected one of bert_3_9b_8x8, dgxa100_128x8, .*tiny_cpu"):
         layout_of(IntendedRun("nope"), ExaminedHost(), 0)
     broken = Output("", "Traceback\nModuleNotFoundError: No module named 'x'\n", "python failed with status 1")

@@ -140,28 +140,6 @@ def test_what_does_not_wait_is_noticed(
         two_steps(0, shape, captured)
 
 
-def capture(function: Callable[[torch.cuda.Stream], None]) -> None:
-    stream = torch.cuda.Stream()
-    with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream):
-        function(stream)
-
-
-def test_what_ends_a_capture_is_noticed(monkeypatch: pytest.MonkeyPatch):
-    with Timeline(0).watching(monkeypatch):
-        side, event = torch.cuda.Stream(), torch.cuda.Event()
-        event.record()
-
-        def fork(stream: torch.cuda.Stream) -> None:
-            side.wait_stream(stream)
-            with torch.cuda.stream(side):
-                torch.zeros(1)
-
-        with pytest.raises(TimelineError, match=r"side \d is captured and waits for an event, which is not"):
-            capture(lambda stream: stream.wait_event(event))
-        with pytest.raises(TimelineError, match=r"side \d is not waited for at the end of the capture"):
-            capture(fork)
-
-
 def called(ranks: Sequence[int], calls: Callable[[int], list[tuple[tuple[int, ...], torch.dtype]]]) -> list[Timeline]:
     """Trace ranks that sum 4 elements in the groups and types that ``calls`` returns."""
     timelines = [Timeline(rank) for rank in ranks]

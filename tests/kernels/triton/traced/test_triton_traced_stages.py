@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.pipelining import schedules
 
-from bert.parallel.mesh import Mesh, process_group
+from bert.parallel.mesh import Mesh
 from bert.parallel.pipeline.stages import PipelineModel
 from dataloading.batches.loader import inert_batch
 from kernels import OPS
@@ -163,33 +163,3 @@ def send_without_waiting(tensor: Tensor, **ends: Any) -> None:
 def test_what_does_not_fit_is_noticed(fault: Fault, message: str):
     with pytest.raises(TimelineError, match=message):
         all_ranks(TWO, fault)
-
-
-@pytest.mark.parametrize("kept", [True, False])
-def test_what_is_released_before_it_is_sent_is_noticed(kept: bool, monkeypatch: pytest.MonkeyPatch):
-    """PyTorch keeps the tensor; otherwise the next tensor might get its memory."""
-    if not kept:
-        monkeypatch.setattr(Timeline, "_record", lambda *_: None)
-    with Timeline(0).watching(monkeypatch):
-        dist.isend(torch.zeros(4), group=process_group((0, 1)), group_dst=1)
-        released = r"aten.zeros.* on main may be given memory that message on messages 0-1 has"
-        with nullcontext() if kept else pytest.raises(TimelineError, match=released):
-            torch.zeros(4)
-
-
-@pytest.mark.parametrize("sorted_pairs", [True, False])
-def test_hosts_that_wait_for_one_another_are_noticed(sorted_pairs: bool):
-    """Each rank makes a communicator with both neighbours, in the same order on all ranks or not."""
-    timelines = [Timeline(rank) for rank in range(3)]
-    for timeline in timelines:
-        with pytest.MonkeyPatch.context() as patch, timeline.watching(patch):
-            rank, group = timeline.rank, process_group((0, 1, 2))
-            pairs = [(rank, (rank + 1) % 3), ((rank - 1) % 3, rank)]
-            for sender, receiver in sorted(pairs) if sorted_pairs else pairs:
-                if rank == sender:
-                    dist.isend(torch.zeros(4), group=group, group_dst=receiver)
-                else:
-                    dist.irecv(torch.zeros(4), group=group, group_src=sender)
-    require_same_order(timelines)
-    with nullcontext() if sorted_pairs else pytest.raises(TimelineError, match=r"wait for one another.*of a pair"):
-        require_an_end(timelines)
