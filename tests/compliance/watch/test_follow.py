@@ -27,13 +27,6 @@ def test_an_overlong_line_is_left_out_and_takes_no_memory(tmp_path: Path) -> Non
         assert list(follower.lines()) == [b"three"]
 
 
-def test_what_is_no_regular_file_is_left_alone(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe")
-    for path in (tmp_path, tmp_path / "pipe", Path("/dev/zero")):
-        with Follower(path) as follower:
-            assert list(follower.lines()) == []
-
-
 @given(st.lists(st.binary(max_size=40), max_size=12))
 def test_pieces_of_any_size_give_the_same_lines(pieces: list[bytes]) -> None:
     path = Path(f"/dev/shm/follow-{os.getpid()}")

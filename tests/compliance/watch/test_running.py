@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bert.log.mllog import MLLog
 from compliance.watch.running import RunningLog
 from tests.compliance import run_logs
 
@@ -62,22 +61,6 @@ def test_a_whole_run_of_the_real_writer_has_nothing_to_complain_about(tmp_path: 
     assert_said(run)
     assert (run.phase, run.status, run.division, len(run.evaluations)) == ("done", "success", division, 3)
     assert run.target == pytest.approx(0.3 if division == "open" else 0.72)
-
-
-def test_the_phases_follow_the_log(tmp_path: Path) -> None:
-    path = tmp_path / "result_0.txt"
-    run = RunningLog()
-    seen = [run.phase]
-    with MLLog(path, clock_ms=run_logs.counting_clock(10)) as log:
-        run_logs.initialise(log, "open")
-        run_logs.train(log, run_logs.OPEN, [0.1])
-        log.abort()
-    for text in path.read_bytes().splitlines():
-        run.take(text)
-        if run.phase != seen[-1]:
-            seen.append(run.phase)
-    assert seen == ["before", "init", "ready", "run", "done"]
-    assert run.status == "aborted"
 
 
 # Rules about to be broken

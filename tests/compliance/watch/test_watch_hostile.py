@@ -14,7 +14,7 @@ from rich.console import Console
 
 from compliance.watch import follow, running
 from compliance.watch.screen import view
-from compliance.watch.watched import Watch, choose, results_in
+from compliance.watch.watched import Watch, results_in
 from console.live import panel
 from tests.compliance import command, run_logs
 from tests.compliance.watch.test_running import BASE, begun, evaluate, line
@@ -151,13 +151,3 @@ def test_what_is_named_and_no_file_is_refused(kind: str, tmp_path: Path) -> None
     status, text = watch_it(path)
     assert status == 2
     assert text.startswith(f"error: {path}: not a regular file")
-
-
-def test_of_many_logs_the_newest_are_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("compliance.watch.watched.MAX_LOGS", 3)
-    for number in range(6):
-        path = tmp_path / f"result_{number}.txt"
-        path.write_text("")
-        os.utime(path, (1000 + number, 1000 + number))
-    assert [path.name for path in results_in(tmp_path)] == ["result_3.txt", "result_4.txt", "result_5.txt"]
-    assert choose(tmp_path) == tmp_path / "result_5.txt"
