@@ -1,4 +1,4 @@
-"""Parts of BERT: embeddings, encoder layers, and what they are built with.
+"""Parts of BERT: embeddings, encoder layers, and the strategies that they are built with.
 
 Shape legend in ``bert/model.py``.
 """
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DropoutSites:
-    """The dropout of each call site of one forward pass, each with a stream of its own."""
+    """Dropout of each call site of one forward pass, each with a stream of its own."""
 
     config: ModelConfig
     state: Tensor | None
@@ -43,20 +43,20 @@ class DropoutSites:
         return self._at(self.config.attention_dropout, 3 * layer + 1)
 
     def after_attention(self, layer: int) -> Dropout | None:
-        """Return the dropout on what a layer's attention adds to the residual."""
+        """Return the dropout of a layer's attention output."""
         return self._at(self.config.hidden_dropout, 3 * layer + 2)
 
     def after_feed_forward(self, layer: int) -> Dropout | None:
-        """Return the dropout on what a layer's feed-forward half adds to the residual."""
+        """Return the dropout of a layer's feed-forward output."""
         return self._at(self.config.hidden_dropout, 3 * layer + 3)
 
-    # Streams are numbered by layer, not by call, so that stages of a pipeline draw what one rank would.
+    # Streams are numbered by layer, not by call, so that pipeline stages draw the numbers that one rank would.
     def _at(self, p: float, stream: int) -> Dropout | None:
         return None if self.state is None or p == 0 else Dropout(p, self.state, stream)
 
 
 class LayerNorm(nn.Module):
-    """Gain and bias of a layer norm; the arithmetic is in the kernels, fused with what stands before it."""
+    """Gain and bias of a layer norm; the kernels compute it, fused with the operation before it."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class Dense(nn.Module):
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
-        # Filled by a checkpoint or by ``initialize_``: drawing BERT-Large's weights takes a CPU half a minute.
+        # Filled by a checkpoint or by ``initialize_``.
         self.weight = nn.Parameter(torch.empty(outputs, inputs))
         self.bias = nn.Parameter(torch.zeros(outputs))
 
@@ -79,26 +79,26 @@ class Dense(nn.Module):
 
 
 class Placement:
-    """Placement of weights and hidden states: all of them are here, so that there is nothing to do.
+    """Placement of weights and hidden states on ranks; here this rank has all of them.
 
-    ``bert.parallel.tensor`` has the one where ranks share them: products are of all rows with a rank's shard of a weight,
-    everything between products is of a rank's own rows.
+    With the subclass of ``bert.parallel.tensor``, products take all rows and a rank's shard of a weight, and everything
+    between products takes a rank's own rows.
     """
 
     def share(self, length: int) -> int:
-        """Return how much of a dimension of this length a rank's shard of a weight has."""
+        """Return the length of a rank's shard of a dimension."""
         return length
 
     def share_of_words(self, vocab_size: int) -> int:
-        """Return how many rows of the word table a rank has."""
+        """Return the number of rows of the word table that a rank has."""
         return vocab_size
 
     def all_rows(self, own: Tensor) -> Tensor:
-        """Gather what each rank has of the rows."""
+        """Gather the rows of all ranks."""
         return own
 
     def own_rows(self, rows: Tensor, empty: int = 0) -> Tensor:  # noqa: ARG002
-        """Take this rank's part of what all ranks have; ``empty`` is what rows past the end hold."""
+        """Return this rank's rows of all rows; ``empty`` fills rows past the end."""
         return rows
 
     def summed(self, product: Tensor) -> Tensor:
@@ -106,17 +106,17 @@ class Placement:
         return product
 
     def words(self, input_ids_T: Tensor, word_VD: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return for the own rows where in a table their words are, the table, and what its gradient is added to."""
+        """Return, for the own rows, indices into a table of words, the table, and a gradient to add the table's to."""
         return input_ids_T, word_VD, None
 
     def masked_lm_loss(
         self, hidden_MD: Tensor, word_VD: Tensor, bias_V: Tensor, labels_M: Tensor, count_correct: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Return ``masked_lm_loss`` over all rows, of which ``hidden_MD`` are the own."""
+        """Return ``kernels.masked_lm_loss`` over all rows; ``hidden_MD`` are the own rows."""
         return masked_lm_loss(hidden_MD, word_VD, bias_V, labels_M, count_correct=count_correct)
 
     def total(self, loss: Tensor) -> Tensor:
-        """Add up a loss of own rows."""
+        """Sum a loss over the ranks' rows."""
         return loss
 
 
@@ -127,7 +127,7 @@ class Embeddings(nn.Module):
         super().__init__()
         self.config = config
         self.placement = placement
-        # No nn.Embedding: one op reads all three tables, and the word table is the decoder as well.
+        # No nn.Embedding: one op reads all three tables.
         self.word = nn.Parameter(torch.empty(placement.share_of_words(config.vocab_size), config.hidden_size))
         self.position = nn.Parameter(torch.empty(config.max_position_embeddings, config.hidden_size))
         self.segment = nn.Parameter(torch.empty(config.type_vocab_size, config.hidden_size))
@@ -135,7 +135,6 @@ class Embeddings(nn.Module):
 
     def forward(self, batch: "Batch", sites: DropoutSites) -> Tensor:
         """Embed a batch, [T, D]."""
-        # Where ranks share the table, one of the own rows' words, and ids that count its rows.
         word_ids_T, word_VD, word_gradient_VD = self.placement.words(batch.input_ids, self.word)
         return embedding_layer_norm(
             word_ids_T,
@@ -153,17 +152,14 @@ class Embeddings(nn.Module):
 
 
 class MatrixProducts:
-    """Products of an encoder layer with weights: in the precision of its input or, under autocast, of autocast.
-
-    ``bert.products.fp8`` has the same in FP8.
-    """
+    """Matrix products of an encoder layer, in the precision of its input or of autocast."""
 
     def with_bias(self, x: Tensor, dense: Dense) -> Tensor:
         """``x @ weight.T + bias``."""
         return dense(x)
 
     def without_bias(self, x: Tensor, dense: Dense) -> Tensor:
-        """``x @ weight.T``, where the bias is added by what comes next."""
+        """``x @ weight.T``; the next operation adds the bias."""
         return F.linear(x, dense.weight)
 
     def feed_forward(self, x_TD: Tensor, wide: Dense, narrow: Dense) -> Tensor:
@@ -172,11 +168,11 @@ class MatrixProducts:
 
 
 Recomputation = Callable[..., Any]
-"""Calls the function that is its first argument with the other arguments, and may call it again in the backward pass."""
+"""Calls a function with the arguments after it, and may call it again in the backward pass."""
 
 
 def compute_once(function: Callable[..., Any], *inputs: Any) -> Any:
-    """Call a function and keep all that its backward pass reads: no recomputation."""
+    """Call a function without recomputation in the backward pass."""
     return function(*inputs)
 
 
@@ -213,9 +209,9 @@ class EncoderLayer(nn.Module):
         return self.recomputation(self.compute, hidden_TD, cu_seqlens, max_seqlen, sites)
 
     def compute(self, hidden_TD: Tensor, cu_seqlens: Tensor, max_seqlen: int, sites: DropoutSites) -> Tensor:
-        """Compute what ``forward`` returns."""
+        """Compute the result of ``forward``, perhaps for the second time."""
         all_TD = self.placement.all_rows(hidden_TD)
-        # One product makes queries, keys and values, which attention reads as they lie: [T, 3 x H x E].
+        # One product makes queries, keys and values, in the layout that attention reads.
         qkv_T3HE = self.products.with_bias(all_TD, self.query_key_value).unflatten(-1, (3, -1, self._head_size))
         context_THE = varlen_self_attention(qkv_T3HE, cu_seqlens, max_seqlen, sites.attention(self.index))
         return self._after_attention(context_THE.flatten(1), hidden_TD, sites)
@@ -229,15 +225,12 @@ class EncoderLayer(nn.Module):
         rows_Q: Tensor,
         cu_seqlens_q: Tensor,
     ) -> Tensor:
-        """[Q, D] for the chosen rows only: keys and values of all tokens, everything else of ``rows_Q``.
-
-        Exact, because nothing after the last attention mixes tokens.
-        """
+        """[Q, D] for ``rows_Q`` only, with keys and values of all tokens. Exact: nothing after attention mixes tokens."""
         hidden_TD = self.placement.all_rows(hidden_TD)
         weight, bias = self.query_key_value.weight, self.query_key_value.bias
-        # Rows of the fused weight: queries, keys, values. With tensor parallelism they are of this rank's heads alone.
+        # Rows of the fused weight: queries, keys, values of this rank's heads.
         queries = len(weight) // 3
-        # Not by ``products``: rows of queries are others than those of keys, and FP8 leaves the last layer as it is.
+        # Not by ``products``, which multiply the fused weight; FP8 does not apply to the last layer.
         keys_values = F.linear(hidden_TD, weight[queries:], bias[queries:])
         key, value = keys_values.unflatten(-1, (2, -1, self._head_size)).unbind(1)
         chosen_QD = hidden_TD.index_select(0, rows_Q)
@@ -251,10 +244,10 @@ class EncoderLayer(nn.Module):
         return self.config.hidden_size // self.config.num_attention_heads
 
     def _after_attention(self, context_TD: Tensor, residual_TD: Tensor, sites: DropoutSites) -> Tensor:
-        # The op behind the product adds the bias in the pass that it makes anyway.
+        # The norm adds the bias.
         projected_TD = self.products.without_bias(context_TD, self.attention_output)
         attended_TD = self._added(
-            # The bias comes after the sum over ranks, which would otherwise hold it once for each.
+            # The bias comes after the sum over ranks, so that it is added once.
             self.placement.summed(projected_TD),
             self.attention_output.bias,
             residual_TD,
@@ -269,14 +262,13 @@ class EncoderLayer(nn.Module):
     def _added(
         self, product_TD: Tensor, bias_D: Tensor, residual_TD: Tensor, norm: LayerNorm, dropout: Dropout | None
     ) -> Tensor:
-        """[T, D] product and bias, dropped out, added to the residual, normalized."""
         return dropout_add_layer_norm(
             product_TD, bias_D, residual_TD, norm.weight, norm.bias, self.config.layer_norm_eps, dropout
         )
 
 
 class WordTable(nn.Module):
-    """The last stage's copy of the word table, a buffer: the parameter is the first stage's."""
+    """Copy of the word table on the last pipeline stage, a buffer: the first stage has the parameter."""
 
     def __init__(self, word_VD: Tensor) -> None:
         super().__init__()

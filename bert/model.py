@@ -25,33 +25,33 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PretrainingOutput:
-    """Sums over a micro-batch, on the device."""
+    """Loss sums of one micro-batch, kept on the device."""
 
     masked_lm_loss: Tensor
     """[] sum of cross-entropies over the masked tokens"""
     next_sentence_loss: Tensor
     """[] sum of cross-entropies over the sequences"""
     masked_lm_correct: Tensor | None
-    """[] int64, masked tokens whose largest logit is the label; None in training, which does not ask"""
+    """[] int64, number of masked tokens whose largest logit is the label; None in training"""
 
     def mean_losses(self, batch: "Batch") -> tuple[Tensor, Tensor]:
         """Return this micro-batch's share of the global batch's mean masked-LM and next-sentence losses, both [].
 
-        Divided by the counts of the whole global batch, so that losses and gradients add up over ranks and accumulation
-        steps to those of one mean, however the samples are dealt. What is trained on is their sum.
+        The divisors are counts of the whole global batch, so that losses and gradients add up over ranks and accumulation
+        steps. The model trains on the sum of both losses.
         """
-        # Divisors are on the device: a captured step is replayed with the counts of other batches.
+        # The counts are on the device: a captured step is replayed with other batches.
         sequences, masked = batch.global_counts.unbind()
-        # A global batch without a masked token has a loss of 0, not NaN; one without sequences does not occur.
+        # A global batch without a masked token has a loss of 0, not NaN.
         return self.masked_lm_loss / masked.clamp(min=1), self.next_sentence_loss / sequences
 
 
 MakeLayer = Callable[[ModelConfig, int, Placement], EncoderLayer]
-"""Makes the encoder layer of a number."""
+"""Builds the encoder layer with this index."""
 
 
 class BertForPreTraining(nn.Module):
-    """The model, or the part of it that one rank has; BERT-Large and the small default differ in ``ModelConfig`` only."""
+    """The model, or this rank's part of it."""
 
     dropout_state: Tensor
 
@@ -63,15 +63,15 @@ class BertForPreTraining(nn.Module):
         owns: Callable[[str], bool] = lambda _: True,
         word_copy: Tensor | None = None,
     ) -> None:
-        """``placement`` and ``make_layer`` say how the parts are built, and ``owns`` which of them, by name.
+        """``placement`` and ``make_layer`` decide how parts are built, and ``owns`` which parts, by name.
 
-        ``word_copy`` is the table that the heads read where they are without the embeddings.
+        ``word_copy`` is the word table for heads without the embeddings.
         """
         super().__init__()
         self.config = config
         self.placement = placement = placement or Placement()
         hidden = config.hidden_size
-        # Parts of other ranks are empty modules, so that layers keep their numbers and parameters their names.
+        # Parts of other ranks are empty modules, so that parameters keep their names.
         self.embeddings: Any = nn.Identity() if word_copy is None else WordTable(word_copy)
         if owns("embeddings"):
             self.embeddings = Embeddings(config, placement)
@@ -84,23 +84,23 @@ class BertForPreTraining(nn.Module):
             self.next_sentence = Dense(hidden, 2)
             self.transform = Dense(hidden, hidden)
             self.transform_norm = LayerNorm(hidden)
-            # No decoder weight: ``losses`` takes the word table, and autograd adds up the gradients of both uses.
+            # No decoder weight: ``losses`` uses the word table, and autograd adds up the gradients of both uses.
             self.decoder_bias = nn.Parameter(torch.zeros(placement.share_of_words(config.vocab_size)))
-        # Seed and step, on the device so that each replay of a captured step draws anew; no part of the weights.
+        # Seed and step, on the device so that each replay of a captured step draws other numbers.
         self.register_buffer("dropout_state", torch.zeros(2, dtype=torch.int64), persistent=False)
 
     @torch.no_grad()
     def seed_dropout(self, seed: int) -> None:
-        """Start dropout anew from ``seed``, for implementations that draw by the generator of ``kernels.Dropout``."""
+        """Restart dropout from ``seed``, for implementations that draw by the generator of ``kernels.Dropout``."""
         self.dropout_state.copy_(torch.tensor([seed, 0]))
 
     def forward(self, batch: "Batch") -> PretrainingOutput:
-        """Compute both losses of a micro-batch, as sums."""
+        """Return the loss sums of a micro-batch."""
         return self.losses(*self.head_inputs(batch), batch)
 
     def losses(self, cls_SD: Tensor, masked_MD: Tensor, batch: "Batch") -> PretrainingOutput:
-        """Compute both losses, as sums, from what ``head_inputs`` returns."""
-        # The search for the largest logit is a pass of its own over the logits, and training does not ask.
+        """Return the loss sums, given the result of ``head_inputs``."""
+        # Counting correct predictions is another pass over the logits, which training does not need.
         loss, correct = self.placement.masked_lm_loss(
             self._transformed(masked_MD),
             self.embeddings.word,
@@ -109,15 +109,15 @@ class BertForPreTraining(nn.Module):
             count_correct=not self.training,
         )
         logits_S2 = self.next_sentence_logits(cls_SD)
-        # Rows past the end get the label -1, as empty slots do, which is in no loss.
+        # Rows past the end get the label -1, which no loss counts.
         labels_S = self.placement.own_rows(batch.next_sentence_labels, empty=-1)
         next_sentence_loss = self.placement.total(cross_entropy_sum(logits_S2, labels_S))
         return PretrainingOutput(loss, next_sentence_loss, correct)
 
     def head_inputs(self, batch: "Batch") -> tuple[Tensor, Tensor]:
-        """The encoder's output at the [CLS] tokens [S, D] and at the masked tokens [M, D].
+        """Return the encoder's output at the [CLS] tokens [S, D] and at the masked tokens [M, D].
 
-        The last layer is computed for these rows alone.
+        Only these rows of the last layer are computed.
         """
         sites = self.next_sites()
         hidden_TD = self.embedded(batch, sites)
@@ -126,31 +126,30 @@ class BertForPreTraining(nn.Module):
         return self.last_layer(hidden_TD, batch, sites)
 
     def embedded(self, batch: "Batch", sites: DropoutSites) -> Tensor:
-        """Compute what the first layer is given, [T, D]."""
+        """Return the input of the first layer, [T, D]."""
         embedded_TD = self.embeddings(batch, sites)
-        # The embeddings and their norm are fp32; from here on the residual stream has the type of autocast.
+        # The embeddings and their norm are fp32; the residual stream has the type of autocast.
         return embedded_TD.to(compute_dtype(embedded_TD))
 
     def last_layer(self, hidden_TD: Tensor, batch: "Batch", sites: DropoutSites) -> tuple[Tensor, Tensor]:
-        """Compute what ``head_inputs`` returns, from what the last layer is given."""
+        """Return the result of ``head_inputs``, given the input of the last layer."""
         # [CLS] is the first token of every sequence.
         cls_S = batch.cu_seqlens[:-1].long()
-        # Attention wants the queries of a sequence side by side, so rows ascend. Empty slots point at the first row
-        # that no sequence owns: they come last, past the end of ``cu_seqlens_q``, and shapes stay those of the shape
-        # bucket.
+        # Attention needs the queries of a sequence side by side, so rows ascend. Empty slots point at the first row
+        # that no sequence owns: they come last, past the end of ``cu_seqlens_q``.
         rows_Q, order_Q = torch.cat([cls_S, batch.masked_lm_positions]).sort()
-        # How many rows lie before each boundary, without a number that the host would have to read.
+        # Rows before each boundary, computed on the device.
         cu_seqlens_q = torch.searchsorted(rows_Q, batch.cu_seqlens.long()).int()
         last = self.layers[-1]
         assert isinstance(last, EncoderLayer)
         output_QD = last.forward_rows(hidden_TD, batch.cu_seqlens, batch.max_seqlen, sites, rows_Q, cu_seqlens_q)
-        # Back in the order of the heads: [CLS] tokens, then masked ones.
+        # Back in the order of the heads: [CLS] tokens, then masked tokens.
         heads_QD = self.placement.all_rows(output_QD).index_select(0, order_Q.argsort())
         cls_SD, masked_MD = heads_QD[: len(cls_S)], heads_QD[len(cls_S) :]
         return self.placement.own_rows(cls_SD), self.placement.own_rows(masked_MD)
 
     def encode(self, batch: "Batch") -> Tensor:
-        """The encoder's output for every token, [T, D]."""
+        """Return the encoder's output for every token, [T, D]."""
         sites = self.next_sites()
         hidden_TD = self.embedded(batch, sites)
         for layer in self.layers:
@@ -158,39 +157,39 @@ class BertForPreTraining(nn.Module):
         return self.placement.all_rows(hidden_TD)[: batch.tokens]  # without the rows that fill up the last rank
 
     def next_sites(self) -> DropoutSites:
-        """The dropout of the next forward pass; in training each has a step of its own."""
+        """Return the dropout of the next forward pass; in training each pass has a step of its own."""
         if not self.training:
             return DropoutSites(self.config, None)
         self.dropout_state[1] += 1
-        # A copy: the backward pass must find the step that the forward pass had.
+        # A copy: the backward pass must find the forward pass's step.
         return DropoutSites(self.config, self.dropout_state.clone())
 
     def masked_lm_logits(self, masked_MD: Tensor) -> Tensor:
-        """[M, V] from the encoder's output at the masked tokens, as an evaluation has them: in at least fp32."""
+        """Return the logits [M, V] of an evaluation, in at least fp32, given the encoder's output at the masked tokens."""
         return masked_lm_logits(self._transformed(masked_MD), self.embeddings.word, self.decoder_bias)
 
     def next_sentence_logits(self, cls_SD: Tensor) -> Tensor:
-        """[S, 2] from the encoder's output at the [CLS] tokens; column 1 is a random next sentence."""
+        """Return the logits [S, 2], given the encoder's output at the [CLS] tokens; column 1 is a random next sentence."""
         return self.next_sentence(torch.tanh(self.pooler(cls_SD)))
 
     def _transformed(self, masked_MD: Tensor) -> Tensor:
         wide_MD = dense_gelu(masked_MD, self.transform.weight, self.transform.bias)
-        # No dropout and no residual here, which the norms of ``kernels`` are fused with.
+        # The norms of ``kernels`` are fused with dropout and residual, which are not needed here.
         norm = self.transform_norm
         return F.layer_norm(wide_MD, norm.weight.shape, norm.weight, norm.bias, self.config.layer_norm_eps)
 
 
 def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each parameter of the whole model by name, without its memory."""
+    """Return the shape of each parameter of the whole model by name, without allocating it."""
     with torch.device("meta"):
         return {name: tuple(each.shape) for name, each in BertForPreTraining(config).named_parameters()}
 
 
 @torch.no_grad()
 def initialize_(model: BertForPreTraining, generator: torch.Generator) -> None:
-    """BERT's random start: truncated normals at two standard deviations, biases 0, gains 1."""
+    """Draw BERT's initial weights: normals truncated at two standard deviations, biases 0, gains 1."""
     deviation = model.config.initializer_range
     for parameter in model.parameters():
-        # Others have their values since they were made, while matrices hold what was in memory.
+        # Vectors have their values already, while matrices are uninitialised.
         if parameter.ndim > 1:
             nn.init.trunc_normal_(parameter, 0.0, deviation, -2 * deviation, 2 * deviation, generator=generator)

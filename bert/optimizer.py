@@ -1,6 +1,6 @@
 """LAMB over the model's parameters: flat buffers, roles, schedule.
 
-Shape legend: P parameters in all with the padding after each, N that number rounded up to equal shards.
+Shape legend: P elements of all parameters with the padding after each, N elements with padding up to equal shards.
 """
 
 from collections.abc import Collection, Mapping
@@ -15,16 +15,15 @@ from bert.model import BertForPreTraining
 from kernels import LambHyperparameters, LambSegments, LambState, WeightCast, lamb_step
 
 ALIGNMENT = 16
-"""Every parameter, and every rank's shard of a bucket, starts at a multiple of this many elements: 64 bytes. Kernels that
-find pointers at multiples of 16 bytes read 16 bytes at a time."""
+"""Every parameter, and every rank's shard of a bucket, starts at a multiple of this many elements (64 bytes), so that
+kernels can read 16 bytes at a time."""
 
 
 @dataclass(frozen=True)
 class FlatParameters:
-    """Weights and gradients as two flat vectors, fp32 where the model is, of which the model's parameters are views.
+    """Weights and gradients as two flat vectors, of which the model's parameters are views.
 
-    One vector makes the reduction one message and the optimizer a few passes, whatever the number of tensors. Padding is
-    zeros that stay zeros: it has no gradient.
+    One vector makes the reduction one message and the optimizer a few passes. Padding stays zero: it has no gradient.
     """
 
     weights_P: Tensor
@@ -32,12 +31,12 @@ class FlatParameters:
     segments: LambSegments
     """The padding after a parameter belongs to its last segment."""
     weights_N: Tensor
-    """``weights_P`` and the zeros after it."""
+    """``weights_P`` with the zeros after it."""
     gradients_N: Tensor
     places: Mapping[nn.Parameter, slice]
-    """Where each parameter is in the vectors, in the order of the model's parameters."""
+    """Place of each parameter in the vectors, in the order of the model's parameters."""
     names: tuple[str, ...] = ()
-    """Name of each parameter, in the same order."""
+    """Name of each parameter, in that order."""
 
     @classmethod
     @torch.no_grad()
@@ -61,7 +60,7 @@ class FlatParameters:
         for parameter in model.parameters():
             places[parameter] = place = slice(start, start + parameter.numel())
             weights_N[place] = parameter.flatten()
-            # The parameter stays the object that modules and hooks know; only its memory moves.
+            # Only the memory moves: modules and hooks refer to the parameter object.
             parameter.data = weights_N[place].view_as(parameter)
             # Autograd adds in place to an existing gradient: none ever leaves the vector.
             parameter.grad = gradients_N[place].view_as(parameter)
@@ -71,16 +70,16 @@ class FlatParameters:
 
 
 def padded(size: int, shards: int = 1) -> int:
-    """The next number of elements that ``shards`` ranks divide into equal shards that are aligned."""
+    """Round ``size`` up to a number of elements that divides into equal and aligned shards."""
     multiple = ALIGNMENT * shards
     return -(-size // multiple) * multiple
 
 
 def lamb_segments(model: BertForPreTraining, overwritten: Collection[nn.Parameter] = ()) -> LambSegments:
-    """The tensors of the reference in the order of the model's parameters, each parameter's padding with its last one.
+    """Return the reference's tensors as segments, in the order of the model's parameters and with their padding.
 
-    Exclusion goes by role: biases and layer norms, the one-dimensional tensors, are neither decayed nor adapted. The fused
-    query-key-value weight counts as the three tensors that it is in the reference.
+    Biases and layer norms, the one-dimensional tensors, are neither decayed nor adapted. The fused query-key-value weight
+    counts as three tensors, as in the reference.
     """
     # By identity, here and below: == of two parameters compares their elements.
     fused = {id(layer.query_key_value.weight) for layer in model.layers if isinstance(layer, EncoderLayer)}
@@ -100,46 +99,46 @@ def lamb_segments(model: BertForPreTraining, overwritten: Collection[nn.Paramete
 
 
 def learning_rate(config: OptimizerConfig, step: int) -> float:
-    """The rate of optimizer step ``step``, counted from 0 as the reference's ``global_step`` is.
+    """Return the rate of an optimizer step, counted from 0 as the reference's ``global_step`` is.
 
-    Linear warm-up from ``start_warmup_step`` over ``num_warmup_steps``; after it linear decay to 0 on the absolute step, so
-    that the rate jumps where the two lines do not meet.
+    Linear warm-up from ``start_warmup_step`` over ``num_warmup_steps``, then linear decay to 0 on the absolute step; the
+    rate jumps if the two lines do not meet.
     """
     since_start = step - config.start_warmup_step
     if since_start < config.num_warmup_steps:
         return config.base_learning_rate * since_start / config.num_warmup_steps
-    # A run may take more steps than its schedule has; the rate then stays 0.
+    # The rate stays 0 in a run that is longer than its schedule.
     return config.base_learning_rate * max(0.0, 1 - step / config.learning_rate_training_steps)
 
 
 def learning_rate_tensor(config: OptimizerConfig, step: Tensor) -> Tensor:
-    """``learning_rate`` of the step that a counter, int64 [], has reached: fp32 [] on its device, which is not read."""
-    # In fp64, and rounded once at the end, as the host's ``learning_rate`` is.
+    """Return ``learning_rate`` for a step counter, int64 [], on its device: fp32 []."""
+    # In fp64 and rounded once at the end, as on the host.
     steps = step.double()
     since_start = steps - config.start_warmup_step
-    # ``where`` computes both lines: this one must not divide by zero where there is no warm-up.
+    # ``where`` computes both lines: this one must not divide by zero without a warm-up.
     warm_up = config.base_learning_rate * since_start / max(1, config.num_warmup_steps)
     decay = config.base_learning_rate * (1 - steps / config.learning_rate_training_steps).clamp(min=0)
     return torch.where(since_start < config.num_warmup_steps, warm_up, decay).float()
 
 
 def hyperparameters(config: OptimizerConfig) -> LambHyperparameters:
-    """The numbers of an update that are the same at every step."""
+    """Return the hyperparameters that are equal at every step."""
     return LambHyperparameters(
         config.beta_1, config.beta_2, config.epsilon, config.weight_decay_rate, config.max_grad_norm
     )
 
 
 class Lamb:
-    """The optimizer: flat parameters, their moments and the step count, all on the device.
+    """Optimizer with flat parameters, their moments and the step count, all on the device.
 
-    No number that the host hands over changes from one step to the next, so that a captured step can be replayed.
+    The host passes no number that changes between steps, so that a captured step can be replayed.
     """
 
     steps: Tensor
-    """int64 [], the steps taken."""
+    """int64 [], number of steps taken."""
     copies_P: Tensor | None
-    """The weights in the type that the next step multiplies with, if it is to find them so."""
+    """Copy of the weights in the type that products compute in, if the optimizer makes one."""
 
     def __init__(
         self,
@@ -148,20 +147,20 @@ class Lamb:
         copies: torch.dtype | None = None,
         casts: tuple[WeightCast, ...] = (),
     ) -> None:
-        """``copies``: the type of those that every step leaves. ``casts``: what it leaves in FP8."""
+        """Every step also writes copies of the weights in the type ``copies``, and the FP8 ``casts``."""
         self.flat = flat
         self.casts = casts
         self.copies_P = None if copies is None else flat.weights_P.to(copies)
         self.config = config
         self.state = LambState.zeros_like(flat.weights_P)
-        # Counted on the device: replays count by themselves, and whether a step is skipped is known there alone.
+        # Counted on the device, which alone knows whether a step is skipped.
         self.steps = torch.zeros((), dtype=torch.int64, device=flat.weights_P.device)
 
     @torch.no_grad()
     def step(self) -> Tensor:
-        """Apply the gradients and set them to zero; returns their global norm before clipping, [] on the device.
+        """Apply the gradients and set them to zero; return their global norm before clipping, [] on the device.
 
-        A step whose gradients are not all finite changes nothing but ``state.skipped``.
+        If a gradient is not finite, only ``state.skipped`` changes.
         """
         # The schedule counts steps from 0, the bias corrections of the moments from 1.
         rate = learning_rate_tensor(self.config, self.steps)
@@ -180,40 +179,35 @@ class Lamb:
         return norm
 
     def copies(self) -> dict[nn.Parameter, Tensor]:
-        """Each parameter's copy, as a view; none where there are none."""
+        """Return a view of each parameter's copy, or no views if there are no copies."""
         if self.copies_P is None:
             return {}
-        # Views, so that layers find in them what the last step has left.
         return {parameter: self.copies_P[place].view_as(parameter) for parameter, place in self.flat.places.items()}
 
     @torch.no_grad()
     def refresh_copies_(self) -> None:
-        """Copy the weights again, which something else than a step has changed."""
+        """Refresh the copies after any change that was not made by a step."""
         if self.copies_P is not None:
             self.copies_P.copy_(self.flat.weights_P)
 
     @property
     def skipped(self) -> Tensor:
-        """int64 [], the steps not taken because a gradient was not finite."""
+        """int64 [], number of steps not taken because a gradient was not finite."""
         return self.state.skipped
 
     def moments(self) -> tuple[Tensor, Tensor]:
-        """Momentum and variance of all parameters, fp32 [P] each: the optimizer's own."""
+        """Return momentum and variance of all parameters, [P] each: the optimizer's own memory."""
         return self.state.momentum_P, self.state.variance_P
 
     @torch.no_grad()
     def set_moments_(self, momentum_P: Tensor, variance_P: Tensor) -> None:
-        """Overwrite both."""
-        # In place, for the graphs that read them.
+        """Overwrite momentum and variance in place, for the graphs that read them."""
         self.state.momentum_P.copy_(momentum_P)
         self.state.variance_P.copy_(variance_P)
 
     @torch.no_grad()
     def reset(self) -> None:
-        """Forget moments and counts, as after warm-up."""
-        # All in place: steps that are captured by now have these addresses.
-        self.state.momentum_P.zero_()
-        self.state.variance_P.zero_()
-        self.state.skipped.zero_()
-        self.flat.gradients_P.zero_()
-        self.steps.zero_()
+        """Reset moments, gradients and counts in place, as after warm-up: captured steps have their addresses."""
+        state = self.state
+        for tensor in (state.momentum_P, state.variance_P, state.skipped, self.flat.gradients_P, self.steps):
+            tensor.zero_()

@@ -1,4 +1,4 @@
-"""Programs of several commands, by tyro. `console.program`, beside it, needs no installed package."""
+"""Programs with several commands, parsed by tyro. `console.program` needs no installed package."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from console.text import did_you_mean
 
 
 class Commands(SubcommandApp):
-    """Commands of one program: the command line is understood before one of them runs."""
+    """Commands of one program. The whole command line is parsed before a command runs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,8 +30,8 @@ class Commands(SubcommandApp):
         """Register a function as a command, under its own name or another."""
 
         def register(function: Callable[..., Any]) -> Callable[..., Any]:
-            # tyro calls the function while it parses. Bound, that call only takes the arguments: the command runs after
-            # it, so that errors of its own are not taken for errors in the options.
+            # tyro calls the function while it parses. The bound function only stores its arguments, so that the command
+            # runs later, and its own errors are not reported as errors in the options.
             super(Commands, self).command(name=name)(bound(function))
             self._functions[name or function.__name__.replace("_", "-")] = function
             return function
@@ -54,7 +54,7 @@ class Commands(SubcommandApp):
         return call()
 
     def _unknown(self, name: str, command: str) -> str:
-        """Say what ``name`` is not, with what may have been meant."""
+        """Return the complaint about an unknown command, option or argument, with a suggestion."""
         function = self._functions.get(command)
         if function is None and not command.startswith("-"):
             known = ", ".join(self._functions)
@@ -68,17 +68,17 @@ class Commands(SubcommandApp):
         return f"{command} has no option {name}{did_you_mean(name, options)}"
 
     def main(self, program: str) -> int:
-        """Run the command and return the exit status; a user's error is one line on standard error, and 2."""
+        """Run the command and return the exit status. A wrong input is one line on standard error and status 2."""
         accept_any_text()
         try:
             return self.run(program) or 0
-        # An OSError too, so it is caught first: a reader that has gone is no error to report.
+        # Before OSError, which includes it: a reader that has ended is no error.
         except BrokenPipeError:
             return reader_has_gone()
         except (ValueError, OSError) as error:
             complain(error)
             return 2
-        # Commands import what they need when they run, and only some need more than an installation without extras has.
+        # Commands import their packages when they run, so a missing extra shows only now.
         except ModuleNotFoundError as error:
             package = (error.name or "").split(".")[0]
             if not package or find_spec(package) is not None:

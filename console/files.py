@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, and read with a bound."""
+"""Write files atomically, and read them with a size limit."""
 
 import errno
 import hashlib
@@ -24,19 +24,19 @@ _TEMPORARY = re.compile(r"\..+\.[0-9a-f]+\.partial")
 
 @contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
-    """A temporary name beside ``path`` that becomes ``path``, safely on disk, when the block ends without an error.
+    """Yield a temporary name beside ``path``, which becomes ``path``, synced to disk, if the block ends without an error.
 
-    The block makes a file or a folder of that name, which nobody can know before. When it fails, what it made is removed.
+    The block makes a file or a folder of that name, which nobody else can guess. If it fails, the file is removed.
     """
     temporary = path.absolute().with_name(f".{path.absolute().name}.{secrets.token_hex(8)}.partial")
     try:
         yield temporary
         sync(temporary)
         temporary.replace(path)
-        # The folder too, or a loss of power may take the name back.
+        # Without syncing the folder, a loss of power may undo the renaming.
         sync(path.absolute().parent)
     except OSError as error:
-        # Writing to an open file fails without its name, and the temporary one means nothing to anybody.
+        # A failing write does not name its file, and the temporary name means nothing to the user.
         named = str(error.filename or temporary)
         raise OSError(
             error.errno, error.strerror or str(error), str(path) if named.startswith(str(temporary)) else named
@@ -48,16 +48,16 @@ def atomic_path(path: Path) -> Iterator[Path]:
 
 
 def write_atomically(path: Path, content: bytes | memoryview) -> None:
-    """``content`` as the file ``path``, which appears complete and safely on disk, or not at all."""
-    # "x": what somebody put there first, such as a link to another file, is an error and not written through.
+    """Write ``content`` to the file ``path``, which appears complete and synced to disk, or not at all."""
+    # "x" refuses a file or link that somebody else has put there.
     with atomic_path(path) as temporary, temporary.open("xb") as file:
         file.write(content)
 
 
 def require_writable(path: Path) -> None:
-    """Raise ``ValueError`` unless a file can be made at ``path``, for programs that work for long before they write it."""
+    """Raise ``ValueError`` unless a file can be made at ``path``. Long-running programs call this before they start."""
     try:
-        # By trying: permissions do not tell of a file system that is read-only.
+        # Permissions do not show that a file system is read-only, so this tries to write.
         with tempfile.TemporaryFile(dir=path.absolute().parent):
             pass
     except OSError as error:
@@ -67,22 +67,22 @@ def require_writable(path: Path) -> None:
 
 
 def is_temporary(path: Path) -> bool:
-    """Tell whether a path has a name of `atomic_path`'s: something unfinished."""
+    """Tell whether a path has a temporary name of `atomic_path`, which marks an unfinished file."""
     return _TEMPORARY.fullmatch(path.name) is not None
 
 
 class NotAFileError(OSError):
-    """A pipe or a device stands where a file is expected."""
+    """Error for a pipe or a device in place of a file."""
 
 
 def open_regular(path: Path) -> BufferedReader:
-    """A file open for reading; OSError for what is none, such as a pipe, which may never answer, or a device without end."""
-    # Opening a pipe would wait for somebody to write to it.
+    """Open a regular file for reading. Raises ``OSError`` for pipes, which may never answer, and for devices without end."""
+    # Without O_NONBLOCK, opening a pipe would wait for a writer.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         if not stat.S_ISREG(mode := os.fstat(descriptor).st_mode) and not stat.S_ISDIR(mode):
             raise NotAFileError(errno.EINVAL, "a pipe or a device, expected a file", str(path))
-        # Of a folder this raises IsADirectoryError, which says more than NotAFileError.
+        # For a folder this raises IsADirectoryError, which says more than NotAFileError.
         return os.fdopen(descriptor, "rb")
     except BaseException:
         os.close(descriptor)
@@ -96,17 +96,17 @@ def sha256_of(path: Path) -> str:
 
 
 def read_bounded(path: Path, limit: int, remedy: str) -> bytes:
-    """The bytes of a file of at most ``limit`` bytes.
+    """Return the bytes of a file of at most ``limit`` bytes.
 
     Raises:
-        ValueError: it cannot be read, or is larger; ``remedy`` says what to do about either.
+        ValueError: the file cannot be read, or is larger; ``remedy`` says what to do then.
     """
     try:
         with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
             if size > limit:
                 raise ValueError(f"{path}: {size:,} bytes, expected at most {limit:,}; {remedy}")
-            # No more than was measured: the file may grow meanwhile.
+            # The file may grow meanwhile.
             return file.read(size)
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}; {remedy}") from None
@@ -116,7 +116,7 @@ def read_json(path: Path, limit: int, remedy: str) -> Any:
     """Read a JSON file of at most ``limit`` bytes.
 
     Raises:
-        ValueError: as of `read_bounded`, or it is no JSON, nested too deeply, or holds a number of thousands of digits.
+        ValueError: as `read_bounded`, or the file is no JSON, is nested too deeply, or has a number of thousands of digits.
     """
     content = read_bounded(path, limit, remedy)
     try:
@@ -126,28 +126,28 @@ def read_json(path: Path, limit: int, remedy: str) -> Any:
 
 
 def is_private(folder: Path) -> bool:
-    """Tell whether nobody but this user and root can put anything into a folder, or put another in its place."""
-    # From the root on: who may exchange a folder above may exchange all that is in it.
+    """Tell whether only this user and root can write to a folder or replace it."""
+    # From the root down, because whoever may replace a parent folder may replace everything in it.
     for place in reversed([folder.resolve(), *folder.resolve().parents]):
         state = place.stat()
         is_ours, mode = state.st_uid == os.geteuid(), state.st_mode
         by_others = mode & (stat.S_IWGRP | stat.S_IWOTH)
-        # In a folder with the sticky bit, as /tmp, others cannot replace what is there.
+        # In a folder with the sticky bit, such as /tmp, other users cannot replace existing entries.
         if not (is_ours or state.st_uid == 0) or (by_others and (place == folder.resolve() or not mode & stat.S_ISVTX)):
             return False
         if is_ours and not mode & (stat.S_IRWXG | stat.S_IRWXO):
-            return True  # nobody else gets past it
+            return True  # no other user gets past this folder
     return True
 
 
 def shown(value: object) -> str:
-    """Shorten what a file says for a message, and escape characters that a terminal would obey."""
+    """Shorten a value from a file for a message, and escape characters that a terminal would interpret."""
     return visible(value, _MOST_SHOWN)
 
 
 def sync(path: Path) -> None:
     """Wait until a file or folder is on disk."""
-    # A folder can be opened for reading only, and fsync asks for no more.
+    # A folder can only be opened for reading, which is enough for fsync.
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

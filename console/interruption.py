@@ -1,4 +1,4 @@
-"""Signals that end a program: Ctrl-C in one line from the first import on, and what is told to end in order."""
+"""Signals that end a program: one line for Ctrl-C from the first import on, and an orderly end for SIGTERM and SIGHUP."""
 
 import os
 import signal
@@ -8,16 +8,16 @@ from typing import NoReturn
 
 
 def show_in_one_line() -> None:
-    """Let a program that Ctrl-C ends say so, without a traceback. Does nothing where a package is imported by others.
+    """Show one line instead of a traceback when Ctrl-C ends this program. Do nothing if another program imports the package.
 
-    Python itself then ends the process by the signal, as shells expect; what was begun has been undone on the way.
+    Python itself then ends the process by the signal, as shells expect.
     """
     if sys.argv[:1] == ["-m"]:  # Python has not yet found the file of `python -m PACKAGE`
         sys.excepthook = in_one_line
 
 
 def in_one_line(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Show an error that ends the program, Ctrl-C in one line: a `sys.excepthook`."""
+    """Show an error that ends the program, and Ctrl-C in one line. This is a `sys.excepthook`."""
     if issubclass(kind, KeyboardInterrupt):
         sys.stderr.write("interrupted\n")
     else:
@@ -25,16 +25,16 @@ def in_one_line(kind: type[BaseException], error: BaseException, trace: Tracebac
 
 
 def reader_has_gone() -> int:
-    """Give up standard output, whose reader has seen enough, as ``head`` does; return the exit status."""
-    # Python writes out what is left as it ends, and would complain about the reader once more.
+    """Close standard output after its reader, such as ``head``, has ended; return the exit status."""
+    # Python flushes standard output when it ends, and would complain about the missing reader once more.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 1
 
 
 def end_in_order() -> None:
-    """Let SIGTERM and SIGHUP end this process from here on as an error does, so that what is unfinished is removed.
+    """From now on, let SIGTERM and SIGHUP raise ``SystemExit``, so that unfinished files are removed.
 
-    The exit status is 128 + n after signal n, as shells have it.
+    The exit status is 128 + n after signal n, as in shells.
     """
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
@@ -42,5 +42,5 @@ def end_in_order() -> None:
 
 
 def _end(number: int, _frame: FrameType | None) -> NoReturn:
-    signal.signal(number, signal.SIG_IGN)  # a second one would leave things as they are
+    signal.signal(number, signal.SIG_IGN)  # a second signal must not interrupt the cleaning up
     raise SystemExit(128 + number)

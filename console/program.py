@@ -1,4 +1,4 @@
-"""Lines, errors and parsed options of a command line program, all by way of `console.text`."""
+"""Output, errors and option parsing of command line programs. All text is escaped by `console.text`."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ Result = TypeVar("Result")
 
 
 def say(text: object = "") -> None:
-    """Print one line, at once. A line feed in it is shown, not obeyed: a text of several lines is said line by line."""
+    """Print one line and flush. Line feeds in the text are escaped."""
     print(visible(text), flush=True)
 
 
 def say_document(text: str) -> None:
-    """Print a document of several lines, each as `say` does."""
+    """Print a text of several lines, each as `say` does."""
     for one in text.removesuffix("\n").split("\n"):
         say(one)
 
 
 def say_json(document: object) -> None:
-    """Print a document as JSON; nothing in it is a command to a build server."""
+    """Print a document as JSON in which a build server finds no command."""
     print(json_document(document).replace("##", "#\\u0023"), flush=True)  # Azure's commands begin so
 
 
 def say_annotation(level: str, message: object, properties: Mapping[str, object]) -> None:
-    """Print the one command to a build server that is meant as one: see `console.text.annotation`."""
+    """Print an annotation, which is a command to a build server: see `console.text.annotation`."""
     print(annotation(level, message, properties), flush=True)
 
 
@@ -48,27 +48,27 @@ def complain(error: object, kind: str = "error") -> None:
 
 
 def reason(error: object) -> str:
-    """Return what an error says; of a failed system call the file and the reason, without its number."""
-    if isinstance(error, OSError) and error.filename is not None:  # the name is bytes where the call was given bytes
+    """Return an error's message; for a failed system call, the file and the reason without the error number."""
+    if isinstance(error, OSError) and error.filename is not None:  # the name is bytes if the call was given bytes
         return f"{os.fsdecode(error.filename)}: {error.strerror}"
     return str(error)
 
 
 def accept_any_text() -> None:
-    """Make the standard streams escape what their encoding lacks, instead of ending the program, and warnings harmless."""
+    """Let the standard streams escape characters that their encoding lacks, and escape warnings and log messages."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
-    # The handler that logging falls back on, as programs here set up none.
+    # Programs here configure no logging, so this handler prints.
     if logging.lastResort is not None:
         logging.lastResort.setFormatter(_Visible())
     warnings.showwarning = _show_warning
 
 
 def drop_lost_output(note: Callable[[str], None]) -> None:
-    """Go on without standard output or error when it fails from here on, as when `tee` has ended or a disk is full.
+    """From now on, drop output that standard output or error cannot take, for example after `tee` has ended.
 
-    What a stream cannot take is dropped; `note` gets a sentence when a stream fails for the first time.
+    `note` gets a sentence when a stream fails for the first time.
     """
     for name, title in (("stdout", "standard output"), ("stderr", "standard error")):
         stream = getattr(sys, name)
@@ -80,7 +80,7 @@ def drop_lost_output(note: Callable[[str], None]) -> None:
 
 
 class _Expendable(io.FileIO):
-    """Descriptor of an output stream to which a write never fails."""
+    """Output stream whose writes never fail."""
 
     def __init__(self, descriptor: int, title: str, note: Callable[[str], None]) -> None:
         super().__init__(descriptor, "w", closefd=False)
@@ -89,7 +89,7 @@ class _Expendable(io.FileIO):
 
     def write(self, data: Any, /) -> int:
         """Write ``data``, or drop it."""
-        written: int | None = None  # what stays None if a terminal that does not block has no room
+        written: int | None = None  # stays None if a non-blocking terminal has no room
         try:
             written = super().write(data)
         except OSError as error:
@@ -100,7 +100,7 @@ class _Expendable(io.FileIO):
 
 
 class _Visible(logging.Formatter):
-    """Formatter of what a module logs into one harmless line; a traceback below it keeps its lines."""
+    """Formatter that escapes a log message into one line; a traceback below it keeps its lines."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - the name is logging's
         return visible(super().formatMessage(record))
@@ -116,14 +116,14 @@ def _show_warning(
 
 
 def answer_version(arguments: Sequence[str]) -> None:
-    """End the program with its version where that is what the command line asks for first."""
+    """Print the version and end the program if the first argument is ``--version``."""
     if arguments and arguments[0] == "--version":
         say(version_line())
         raise SystemExit(0)
 
 
 class RaisingParser(argparse.ArgumentParser):
-    """Parser that raises ``ValueError`` for wrong options, in one line, where argparse would print its usage and exit."""
+    """Parser that raises ``ValueError`` for wrong options, in one line, instead of printing its usage and exiting."""
 
     def error(self, message: str) -> NoReturn:
         """Raise the complaint."""
@@ -131,10 +131,10 @@ class RaisingParser(argparse.ArgumentParser):
 
 
 def parsed(parse: Callable[[], Result]) -> Result:
-    """Return what `parse`, a call of tyro, makes of the command line.
+    """Return the result of `parse`, which calls tyro on the command line.
 
     Raises:
-        ValueError: what is wrong with the options, in one line instead of tyro's frame.
+        ValueError: the options are wrong; the message is one line instead of tyro's frame.
     """
     complaint = io.StringIO()
     try:
@@ -143,13 +143,13 @@ def parsed(parse: Callable[[], Result]) -> Result:
             return parse()
     except SystemExit as stop:
         if not stop.code:
-            sys.stdout.flush()  # a reader that has gone is an error here, in time to be caught
+            sys.stdout.flush()  # raises BrokenPipeError here, where it is caught, if the reader has ended
             raise
         raise ValueError(_unframed(complaint.getvalue())) from None
 
 
 def _unframed(complaint: str) -> str:
-    """The first paragraph of tyro's framed message, on one line; where output is not UTF-8 it has rules alone."""
+    """Return the first paragraph of tyro's framed message on one line."""
     lines = [text.strip("│ ") for text in complaint.splitlines()[1:]]
     paragraphs = itertools.groupby(lines, key=lambda text: bool(text.strip("─-╰╯") or not text))
     said = next((" ".join(paragraph).strip() for is_text, paragraph in paragraphs if is_text), "") or complaint.strip()
@@ -162,7 +162,7 @@ def _unframed(complaint: str) -> str:
 
 
 def bound(function: Callable[..., Result]) -> Callable[..., Callable[[], Result]]:
-    """Turn a function into one of the same signature that binds its arguments, for a call after parsing."""
+    """Return a function of the same signature that stores its arguments for a call after parsing."""
 
     @wraps(function)
     def bind(*arguments: Any, **named: Any) -> Callable[[], Result]:

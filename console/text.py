@@ -1,11 +1,11 @@
-"""Make text from outside safe to print: names of files, settings, what logs and other programs say.
+"""Make untrusted text safe to print: names of files, settings, output of logs and other programs.
 
-A name may hold anything but a slash and a zero byte: line feeds that forge a verdict, escape sequences that clear the
-screen, marks that turn the order of the letters round, bytes that are no UTF-8. What `str.isprintable` calls printable
-passes; everything else, and what has no width, becomes the escape that `ascii` writes. So one text stays one line, in a
-terminal, in the log of a build server, in Markdown. Documents escape for their own format on top.
+A file name may hold line feeds that forge a verdict, escape sequences that clear the screen, marks that reverse the order
+of letters, and bytes that are not UTF-8. Characters that `str.isprintable` accepts pass. All other characters, and those
+without a width, become the escapes that `ascii` writes, so that a text stays on one line. HTML and Markdown are escaped for
+their own format in addition.
 
-Escaping twice changes nothing: backslashes stay as they are, and an escape may therefore also be what a name spells out.
+Backslashes pass, so escaping a text twice changes nothing.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ import re
 from collections.abc import Iterable, Mapping
 
 _INVISIBLE = re.compile("[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u3164\ufe00-\ufe0f\uffa0\U000e0100-\U000e01ef]")
-"""Letters and marks without a shape (Unicode's Default_Ignorable_Code_Point) that `str.isprintable` lets pass."""
+"""Invisible characters (Unicode's Default_Ignorable_Code_Point) that `str.isprintable` accepts."""
 
 _COMMAND = re.compile(r"^(\s*):(?=:)|#(?=#\w*\[)|:(?=::MLLOG *\{)")
-"""Text by which a build server takes a line for a command (GitHub, Azure), and a reader of logs takes one for a record."""
+"""Text that build servers (GitHub, Azure) take for a command, and log readers for a record."""
 
 
 def visible(text: object, limit: int | None = None) -> str:
-    r"""Return the text on one line, with what steers a reader or cannot be seen as escapes: \x1b, \n, \u202e, \udcff.
+    r"""Return the text on one line, with control and invisible characters as escapes: \x1b, \n, \u202e, \udcff.
 
     Args:
-        limit: most characters; what is longer ends in "...".
+        limit: maximum number of characters; a longer text ends in "...".
     """
     shown = str(text)
     if limit is not None:
-        shown = shown[: limit + 1]  # escapes are longer than what they stand for
+        shown = shown[: limit + 1]  # escapes only make a text longer
     if not shown.isprintable():
         shown = "".join(letter if letter.isprintable() else _escape(letter) for letter in shown)
-    # All of these are beyond ASCII, of which most text is.
+    # Most text is ASCII, which has no invisible letters.
     if not shown.isascii():
         shown = _INVISIBLE.sub(lambda match: _escape(match[0]), shown)
     shown = _COMMAND.sub(lambda match: f"{match[1] or ''}\\x{ord(match[0][-1]):02x}", shown)
@@ -41,10 +41,10 @@ def visible(text: object, limit: int | None = None) -> str:
 
 
 def annotation(level: str, message: object, properties: Mapping[str, object]) -> str:
-    """A command to GitHub's runner that shows `message` beside a line; no part of it can end early or begin another.
+    """Return the command that lets GitHub's runner show `message` beside a line. No text can end it or start another one.
 
-    Specification: GitHub Docs, "Workflow commands for GitHub Actions", and the runner's ActionCommand, which undoes these
-    escapes and no others. What steers a terminal is escaped as by `visible`, and stays so.
+    Specification: GitHub Docs, "Workflow commands for GitHub Actions", and the runner's ActionCommand, which undoes only
+    these escapes. Control characters are also escaped, by `visible`.
 
     Args:
         level: error, warning or notice.
@@ -63,10 +63,10 @@ def _in_command(text: object, codes: Mapping[str, str]) -> str:
 
 
 def json_document(document: object) -> str:
-    """A document as JSON in ASCII that every parser takes: half a surrogate pair, which is no text, as a visible escape.
+    """Return a document as JSON in ASCII; half a surrogate pair, which no parser accepts, becomes a visible escape.
 
     Raises:
-        ValueError: it holds a number that is not finite.
+        ValueError: the document holds a number that is not finite.
     """
     text = json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False)
     return re.sub(r"[^\n\x20-\x7e]", _in_json, text)  # outside of strings JSON has only ASCII
@@ -82,7 +82,7 @@ def _in_json(match: re.Match[str]) -> str:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Suggest a known name that resembles ``name`` or ends with it, as the end of a message; empty if none does."""
+    """Return the end of a message that suggests a known name like ``name``, or an empty text."""
     known = list(known)
     close = difflib.get_close_matches(name, known, n=1) or [each for each in known if each.endswith(f".{name}")][:1]
     return f"; did you mean {close[0]}?" if close else ""

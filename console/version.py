@@ -1,4 +1,4 @@
-"""The version that a program is of, in the line that `--version` prints."""
+"""Version and commit of this program."""
 
 import functools
 import importlib.metadata
@@ -14,9 +14,9 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 
 
 def version_line() -> str:
-    """Return "mlperf-bert 0.2.0 (commit abc1234)"; the commit where one is known.
+    """Return "mlperf-bert 0.2.0 (commit abc1234)", without the commit if it is unknown.
 
-    A checkout need not be installed, and what is installed may be another version: its own pyproject.toml counts.
+    A checkout takes the version from its pyproject.toml, because another version may be installed.
     """
     try:
         settings = (REPOSITORY / "pyproject.toml").read_text(encoding="utf-8")

@@ -1,6 +1,6 @@
 """The benchmark's files as MLCommons distributes them: found in folders, and compared with their sizes and MD5 sums.
 
-The known values are those of the README of the benchmark's reference (mlcommons/training, retired_benchmarks/bert).
+The known values come from the README of the benchmark's reference (mlcommons/training, retired_benchmarks/bert).
 """
 
 import hashlib

@@ -97,7 +97,7 @@ def split_documents(documents: Sequence[Document], share: float) -> TextSplit:
     different = {hashlib.sha256("\n".join(document).encode()).digest(): document for document in documents}
     if len(different) < FEWEST_DOCUMENTS:
         raise ValueError(
-            f"{len(different)} different documents, expected at least {FEWEST_DOCUMENTS}, some of which are held out: put "
+            f"{len(different)} different documents, expected at least {FEWEST_DOCUMENTS}: put "
             "an empty line between documents, or bring more text"
         )
     count = max(_FEWEST_HELD_OUT, round(share * len(different)))

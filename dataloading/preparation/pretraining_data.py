@@ -1,6 +1,6 @@
 """Documents to next-sentence pairs with masked tokens, bit for bit as the reference's ``create_pretraining_data``.
 
-The algorithm is that of Devlin et al. 2018 (arXiv 1810.04805, section 3.1) in the form of the MLPerf BERT reference.
+The algorithm comes from Devlin et al. 2018 (arXiv 1810.04805, section 3.1), in the form of the MLPerf BERT reference.
 All choices come from one ``random.Random(random_seed)`` in a fixed order. The compiled core carries the state of this
 Mersenne Twister and repeats CPython's ``random``, ``randint`` and ``shuffle``.
 

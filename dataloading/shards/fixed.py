@@ -106,7 +106,7 @@ def write_fixed(path: Path, samples: Samples, info: DatasetInfo) -> None:
         rows[where] = values
         return rows
 
-    # The types are those of the shards in circulation.
+    # The same types as in the shards in circulation.
     columns = {
         "input_ids": padded(samples.input_ids, real, "<i2"),
         "input_mask": real.astype("i1"),

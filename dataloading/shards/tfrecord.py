@@ -91,7 +91,7 @@ def _masked_crc(data: bytes) -> int:
 
 
 def _add_sample(lists: _Lists, builder: SampleBuilder) -> None:
-    """Add a sample without its padding; ValueError if the lists are not those of a sample."""
+    """Add a sample without its padding; ValueError if the lists are not a sample's."""
     for names, width in ((_TOKEN_LISTS, len(lists["input_ids"])), (_MASKED_LISTS, len(lists["masked_lm_ids"]))):
         if any(len(lists[name]) != width for name in names) or len(lists["next_sentence_labels"]) != 1:
             raise ValueError("its lists disagree in length")

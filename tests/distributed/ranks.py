@@ -6,20 +6,35 @@ import random
 import socket
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.conftest import SmallRun
+import torch
+
+from tests.conftest import REPOSITORY, SmallRun
 from tests.programs import PATIENCE_S, Program
+
+WORKER = "tests.distributed.worker"
 
 
 class Ranks:
     """Processes of one run, ended with the block in which they are used."""
 
-    def __init__(self, arguments: list[str], count: int, module: str = "bert.train") -> None:
+    def __init__(
+        self, arguments: Sequence[object], count: int, module: str | Callable[..., object] = "bert.train"
+    ) -> None:
+        """``module`` is a program, or a function of modules here that ``worker.py`` calls with the arguments."""
+        module, arguments = program(module, arguments)
         self.master_port = free_port()
         self.processes = [Program(module, arguments, **self._launcher(rank, count)) for rank in range(count)]
+
+    @classmethod
+    def of(cls, processes: list[Program], master_port: int) -> "Ranks":
+        """Take over processes that were started as ranks already."""
+        ranks = cls([], 0)
+        ranks.processes, ranks.master_port = processes, master_port
+        return ranks
 
     def _launcher(self, rank: int, count: int) -> dict[str, object]:
         """The environment that a launcher gives; none for a run of one process."""
@@ -47,7 +62,7 @@ class Ranks:
         return [line for line in self.output.splitlines() if line.startswith("error: ")]
 
     def ends(self, *ranks: int) -> list[int]:
-        """Exit statuses of these ranks, or of all, once they have ended."""
+        """Return the exit statuses of these ranks, or of all, once they have ended."""
         return [self.processes[rank].wait(PATIENCE_S) for rank in ranks or range(len(self.processes))]
 
     def wait_for(self, condition: Callable[[], object]) -> None:
@@ -82,11 +97,24 @@ def records(results: Path, event: str) -> list[dict[str, Any]]:
     return [record for line in lines if (record := json.loads(line))["event"] == event]
 
 
-def run_worker(out: Path, count: int, *arguments: object, worker: str) -> dict[str, Any]:
-    """Return what the ranks of a program of ``workers/`` write into ``out``."""
-    with Ranks([str(out), *map(str, arguments)], count, f"tests.distributed.workers.{worker}") as ranks:
+def program(module: str | Callable[..., object], arguments: Sequence[object]) -> tuple[str, list[str]]:
+    """Return module and arguments of a program; a function is called by ``worker.py``."""
+    texts = [str(each) for each in arguments]
+    return (module, texts) if isinstance(module, str) else (WORKER, [name_of(module), *texts])
+
+
+def name_of(function: Callable[..., object]) -> str:
+    # By its file: pytest imports modules of tests under shorter names.
+    file = Path(function.__code__.co_filename).relative_to(REPOSITORY).with_suffix("")
+    return f"{'.'.join(file.parts)}:{function.__name__}"
+
+
+def run_on_ranks(folder: Path, count: int, function: Callable[..., object], *arguments: object) -> Any:
+    """Return what a function of a mesh and the arguments returns on rank 0 of so many ranks."""
+    out = folder / f"{count}.pt"
+    with Ranks(["tests.distributed.worker:joined", out, name_of(function), *arguments], count, WORKER) as ranks:
         assert ranks.ends() == [0] * count, ranks.output
-    return json.loads(out.read_text())
+    return torch.load(out)
 
 
 def wait_for(condition: Callable[[], object], process: Program | subprocess.Popen[str]) -> None:
@@ -99,8 +127,11 @@ def wait_for(condition: Callable[[], object], process: Program | subprocess.Pope
         time.sleep(0.05)
 
 
-def torchrun(ranks: int, arguments: list[str], *options: str, module: str = "bert.train") -> Program:
+def torchrun(
+    ranks: int, arguments: Sequence[object], *options: str, module: str | Callable[..., object] = "bert.train"
+) -> Program:
     """torchrun itself, with ranks of its own."""
+    module, arguments = program(module, arguments)
     place = (f"--nproc-per-node={ranks}", "--master-addr=127.0.0.1", f"--master-port={free_port()}")
     return Program("torch.distributed.run", [*place, *options, "-m", module, *arguments], OMP_NUM_THREADS=1)
 

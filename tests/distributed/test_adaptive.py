@@ -16,8 +16,8 @@ from compliance.check.checker import check_log
 from compliance.log.reader import read_log
 from console.text import counted
 from tests.conftest import REPOSITORY, SmallRun
+from tests.distributed.elastic import HOSTS
 from tests.distributed.ranks import Ranks, free_port, wait_for
-from tests.distributed.workers.elastic_worker import HOSTS
 from tests.programs import PATIENCE_S, write_forked_python
 
 STEPS, EVERY = 40, 5
@@ -26,7 +26,7 @@ PARTS = ("masked_lm_loss", "next_sentence_loss", "gradient_norm", "learning_rate
 
 PYTHON = """#!/bin/bash
 [[ "$1 $2" != "-m torch.distributed.run" ]] ||
-  set -- -m tests.distributed.workers.elastic_worker "$HOST" agent "$FOLDER" "${@:3}"
+  set -- -m tests.distributed.worker tests.distributed.elastic:agent "$HOST" "$FOLDER" "${@:3}"
 exec "${0%/*}/forked/python" "$@"
 """
 """That of the checkout, in whose place agents are the worker's."""

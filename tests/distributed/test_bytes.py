@@ -1,27 +1,43 @@
 """Bytes that a rank sends in a step, counted by the interface of its host, and what docs/scaling.md says of them.
 
 Every rank is on a host of its own, a network namespace, so that nothing goes past the interface; which of them make a node
-is as in the formulas.
+is as in the formulas. A shape is TENSOR,PIPELINE,REDUCTION,REDUCE_DTYPE,RANKS_OF_A_NODE,ACCUMULATION.
 """
 
-import json
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
 
 from benchmarks.hosts import BridgedHosts, why_not
-from tests.distributed.ranks import free_port
-from tests.distributed.workers.bytes_worker import BUCKET, MODEL
-from tests.programs import PATIENCE_S, Program
+from benchmarks.training.collectives import sent_bytes
+from bert.checkpoints.initial_model import draw_model
+from bert.configuration.recipes import tiny_cpu
+from bert.configuration.sections import ModelConfig, ParallelConfig
+from bert.parallel.mesh import Mesh
+from bert.parallel.reduction.sharded_lamb import ShardedLamb
+from bert.step import TrainingStep
+from bert.timing.stopwatch import Stopwatch
+from dataloading.batches.loader import batch_of
+from dataloading.batches.sampler import MicroBatch
+from dataloading.batches.shape_buckets import ShapeBucket
+from dataloading.batches.synthetic import synthetic_samples
+from tests.distributed.on_host import ranks_on_hosts
+from tests.distributed.ranks import WORKER, name_of
+from tests.distributed.worker import end_groups, regrouped
 
 RANKS = 4
+STEPS = 2
+MODEL = ModelConfig(2, 128, 4, 256, 2048, 64, hidden_dropout=0.0, attention_dropout=0.0)
+BUCKET = ShapeBucket(1600, 50, 256, 64)
 SHAPES = [
     "1,1,flat,fp32,2,1",
     "1,1,hierarchical,fp32,2,1",
-    "1,1,sharded,fp32,2,1",
-    "1,1,sharded_world,fp32,2,1",
     "1,1,sharded,fp32,2,2",
-    "1,1,sharded_world,bf16,2,2",
+    "1,1,sharded_world,bf16,2,1",
     "2,1,sharded,fp32,4,1",
     "1,2,sharded_world,fp32,2,2",
     "2,2,flat,fp32,4,2",
@@ -30,22 +46,46 @@ MISSING = why_not()
 pytestmark = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 
 
+def measured(joined: Mesh, *shapes: str) -> dict[str, list[Any]]:
+    """What every rank has sent in each shape, and the sizes that the formulas are about."""
+    return {shape: in_shape(joined, shape) for shape in shapes}
+
+
+def in_shape(joined: Mesh, shape: str) -> list[Any]:
+    tensor, pipeline, reduction, reduce_dtype, local_size, accumulation = shape.split(",")
+    recipe, parallel = tiny_cpu(), ParallelConfig(int(tensor), int(pipeline))
+    training: Any = {"reduction": reduction, "reduce_dtype": reduce_dtype, "bucket_bytes": 10**6}
+    training = replace(recipe.training, gradient_accumulation_steps=int(accumulation), **training)
+    chosen = replace(recipe, model=MODEL, training=training, parallel=parallel)
+    mesh = replace(regrouped(joined, "block", int(local_size)), tensor=parallel.tensor, pipeline=parallel.pipeline)
+    step = TrainingStep(draw_model(chosen, Mesh(0, 1, 0, torch.device("cpu")), seed=3), chosen, mesh, Stopwatch())
+    samples = synthetic_samples(np.full(49, 32), MODEL.vocab_size)
+    batch = batch_of(samples, MicroBatch(np.arange(49), 49, len(samples.masked_lm_ids)), BUCKET)
+    sent = []
+    for _ in range(1 + STEPS):  # the first one connects
+        dist.barrier()
+        before = sent_bytes()
+        step([batch] * int(accumulation))
+        dist.barrier()
+        sent.append(sent_bytes() - before)
+    own = {"rank": mesh.pipeline_rank, "sent": min(sent[1:]), "parameters": len(step.flat.weights_N)}
+    if isinstance(step.optimizer, ShardedLamb):
+        own["on_all_ranks"] = len(step.optimizer._everywhere_I)
+    ranks: list[Any] = [None] * mesh.world_size
+    dist.all_gather_object(ranks, own)
+    step._reduction.close()
+    end_groups()
+    return ranks
+
+
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    out, port = tmp_path_factory.mktemp("bytes") / "out.json", free_port()
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    out = tmp_path_factory.mktemp("bytes") / "out.pt"
     with BridgedHosts(RANKS) as hosts:
-        ranks = []
-        for rank, host in enumerate(hosts):
-            place = {"RANK": rank, "WORLD_SIZE": RANKS, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": RANKS}
-            place |= {"MASTER_ADDR": "10.77.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "v0"}
-            module = ["tests.distributed.workers.bytes_worker", str(out), *SHAPES]
-            ranks.append(Program("tests.distributed.workers.host_worker", [host, "h", "any", *module], **place))
-        try:
-            assert [rank.wait(PATIENCE_S) for rank in ranks] == [0] * RANKS, "".join(each.output for each in ranks)
-        finally:
-            for rank in ranks:
-                rank.kill()
-    return json.loads(out.read_text())
+        command = [WORKER, "tests.distributed.worker:joined", out, name_of(measured), *SHAPES]
+        with ranks_on_hosts(hosts, command, one_host=True) as ranks:
+            assert ranks.ends() == [0] * RANKS, ranks.output
+    return torch.load(out)
 
 
 def all_gather(size: float, ranks: int) -> float:
@@ -61,11 +101,11 @@ reduce_scatter = all_reduce
 """As gloo has it: the sum of everything, of which each rank keeps its part."""
 
 
-def reduced(strategy: str, dtype: str, size: float, ranks: int, node: int) -> float:
+def reduced(reduction: str, dtype: str, size: float, ranks: int, node: int) -> float:
     """Count the bytes of a gradient, and of the weights after it."""
     rails = ranks // node
     scatter, sent = (reduce_scatter, size) if dtype == "fp32" else (all_gather, size / 2)
-    match strategy:
+    match reduction:
         case "flat":
             return all_reduce(sent, ranks)
         case "sharded_world":
@@ -81,21 +121,20 @@ def exchanged(tensor: int, layers: int, has_ends: tuple[bool, bool]) -> float:
     heads = BUCKET.sequences + BUCKET.masked
     rows = first * BUCKET.tokens + 4 * (layers - last) * BUCKET.tokens
     rows += last * (BUCKET.tokens + 4 * heads + BUCKET.masked)
-    size = 4 * MODEL.hidden_size * rows
-    return 2 * all_gather(size, tensor)  # ranks send each other what a reduce-scatter adds up
+    return 2 * all_gather(4 * MODEL.hidden_size * rows, tensor)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_ranks_send_what_the_formulas_say(found: dict[str, dict[str, Any]], shape: str) -> None:
-    tensor, pipeline, strategy, dtype, node, accumulation = shape.split(",")
+def test_ranks_send_what_the_formulas_say(found: dict[str, list[dict[str, Any]]], shape: str) -> None:
+    tensor, pipeline, reduction, dtype, node, accumulation = shape.split(",")
     shared, stages, micro_batches = int(tensor), int(pipeline), int(accumulation)
     copies = RANKS // (shared * stages)
     a_node = max(1, int(node) // (shared * stages))
-    for rank in found[shape]["ranks"]:
+    for rank in found[shape]:
         is_first, is_last = rank["rank"] == 0, rank["rank"] == stages - 1
         expected = 0.0
         if copies > 1:
-            expected += reduced(strategy, dtype, 4 * rank["parameters"], copies, a_node)
+            expected += reduced(reduction, dtype, 4 * rank["parameters"], copies, a_node)
         if shared > 1:
             layers = MODEL.num_hidden_layers // stages
             expected += micro_batches * exchanged(shared, layers, (is_first, is_last))

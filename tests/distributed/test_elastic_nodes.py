@@ -8,8 +8,8 @@ import re
 from pathlib import Path
 
 from tests.conftest import SmallRun
-from tests.distributed.ranks import free_port
-from tests.distributed.workers.faulty_worker import AT_STEP
+from tests.distributed.faulty import AT_STEP, faulty
+from tests.distributed.ranks import WORKER, free_port, name_of
 from tests.programs import PATIENCE_S, Program
 
 
@@ -22,8 +22,7 @@ def test_all_nodes_start_again_and_go_on_from_the_last_checkpoint(small_run: Sma
     agent += [f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--local-addr=127.0.0.1"]
     agent += [
         "-m",
-        "tests.distributed.workers.faulty_worker",
-        "linger:0,die:1",
+        *(WORKER, name_of(faulty), "linger:0,die:1"),
         *small_run.arguments(tmp_path, **settings),
     ]
     agents = [Program("torch.distributed.run", agent, OMP_NUM_THREADS=1) for _ in range(2)]

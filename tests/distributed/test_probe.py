@@ -5,17 +5,21 @@ import re
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from benchmarks.hosts import BridgedHosts, why_not
 from cluster.model.rates import rates_of_view
 from cluster.model.step import predict_step
 from cluster.model.strategy import Strategy
+from cluster.probe import command, computations
 from cluster.view import View, read_view
 from tests.cluster.model.test_predicted_step import TINY
-from tests.distributed.ranks import Ranks, free_port
-from tests.programs import PATIENCE_S, Program
+from tests.distributed.on_host import ranks_on_hosts
+from tests.distributed.ranks import Ranks
 
 HOSTS = 4
 RATE, THIRD = "300mbit", "100mbit"
@@ -28,37 +32,10 @@ def shape(namespace: str, rate: str) -> None:
     subprocess.run(["ip", "netns", "exec", namespace, "tc", *shaped], check=True, capture_output=True)
 
 
-def start(
-    names: Sequence[str], arguments: Sequence[str], pinned: int | None = None, absent: int | None = None
-) -> list[Program]:
-    """A rank on every host but the ``absent`` one; the ``pinned`` one has a quarter of a core while it is measured."""
-    port, world = free_port(), len(names)
-    return [
-        Program(
-            "tests.distributed.workers.host_worker",
-            [name, f"h{rank}", str(CORES[0]) if rank == pinned else "any", "cluster", "probe", *arguments],
-            RANK=rank,
-            WORLD_SIZE=world,
-            LOCAL_RANK=0,
-            LOCAL_WORLD_SIZE=1,
-            MASTER_ADDR="10.77.0.1",
-            MASTER_PORT=port,
-            GLOO_SOCKET_IFNAME="v0",
-            OMP_NUM_THREADS=1,
-        )
-        for rank, name in enumerate(names)
-        if rank != absent
-    ]
-
-
-def ended(processes: Sequence[Program]) -> tuple[list[int], str]:
-    """Exit statuses, and what all wrote."""
-    try:
-        statuses = [process.wait(PATIENCE_S) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    return statuses, "".join(process.output for process in processes)
+def probe(names: Sequence[str], *arguments: object, **places: Any) -> tuple[list[int], str]:
+    """Exit statuses of the probe's ranks, one a host, and what all wrote."""
+    with ranks_on_hosts(names, ["cluster", "probe", *arguments], **places) as ranks:
+        return ranks.ends(), ranks.output
 
 
 def check_whole(view: View) -> None:
@@ -83,7 +60,7 @@ def test_a_slow_link_and_a_rank_with_a_quarter_of_a_core_are_named_and_nothing_e
     out = tmp_path / "cluster.json"
     with BridgedHosts(HOSTS, RATE) as names:
         shape(names[2], THIRD)
-        statuses, output = ended(start(names, ["--out", str(out), "--seconds", "4"], pinned=1))
+        statuses, output = probe(names, "--out", out, "--seconds", 4, pinned=1)
     assert statuses == [1] * HOSTS, output
     view = read_view(out)
     check_whole(view)
@@ -99,7 +76,7 @@ def test_a_slow_link_and_a_rank_with_a_quarter_of_a_core_are_named_and_nothing_e
 def test_an_even_cluster_has_nothing_to_name(tmp_path: Path) -> None:
     out = tmp_path / "cluster.json"
     with BridgedHosts(HOSTS, RATE) as names:
-        statuses, output = ended(start(names, ["--out", str(out), "--seconds", "3"]))
+        statuses, output = probe(names, "--out", out, "--seconds", 3)
     view = read_view(out)
     check_whole(view)
     assert (statuses, view.outliers) == ([0] * HOSTS, ()), output
@@ -112,7 +89,7 @@ def test_a_host_that_does_not_come_is_named_within_the_limit(tmp_path: Path) -> 
     out = tmp_path / "cluster.json"
     with BridgedHosts(HOSTS, RATE) as names:
         for limit in (4, 16, 64):  # a busy machine starts slowly
-            statuses, output = ended(start(names, ["--out", str(out), "--limit", str(limit)], absent=3))
+            statuses, output = probe(names, "--out", out, "--limit", limit, absent=3)
             if f"1 of 4 ranks have not come within {limit} s (rank 3 on node 3 from 0)" in output:
                 break
     assert statuses == [2] * (HOSTS - 1), output
@@ -134,9 +111,24 @@ def test_ranks_of_one_host_are_measured_over_its_links(tmp_path: Path) -> None:
     assert [rate.quantity for rank in view.ranks for rate in rank.rates] == ["product", "copy"] * 2
 
 
+def probe_with_a_wrong_sum(out: str) -> int:
+    """Probe, where on rank 1 an all-reduce of floats gets one element wrong."""
+    right = dist.all_reduce
+
+    def wrong(tensor: torch.Tensor, *arguments: Any, **named: Any) -> Any:
+        work = right(tensor, *arguments, **named)
+        if os.environ["RANK"] == "1" and tensor.dtype == torch.float32 and tensor.numel() > 1000:
+            tensor[7] += 1
+        return work
+
+    dist.all_reduce = wrong
+    computations._COPIES = 1  # no sum is in them
+    return command.probe(Path(out), seconds=1.0)
+
+
 def test_a_wrong_sum_names_the_rank(tmp_path: Path) -> None:
     out = tmp_path / "cluster.json"
-    with Ranks(["--out", str(out)], 2, "tests.distributed.workers.wrong_sum_worker") as ranks:
+    with Ranks([out], 2, probe_with_a_wrong_sum) as ranks:
         assert ranks.ends() == [1, 1], ranks.output
     view = read_view(out)
     assert {outlier.ranks for outlier in view.outliers} == {(1,)}

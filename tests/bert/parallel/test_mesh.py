@@ -286,7 +286,7 @@ def test_only_rails_ask_for_sums_in_switches(monkeypatch: pytest.MonkeyPatch) ->
 
     def new_group(ranks: list[int], pg_options: Any = None, **_: object) -> dist.ProcessGroup:
         asked[tuple(ranks)] = pg_options
-        return dist.ProcessGroup(0, 1)
+        return dist.ProcessGroup(0, 1)  # type: ignore[reportCallIssue]
 
     monkeypatch.setattr(dist, "new_group", new_group)
     monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=CollnetOptions), raising=False)

@@ -48,7 +48,7 @@ def test_a_share_of_the_documents_is_held_out_whatever_their_order() -> None:
 def test_few_documents_hold_five_out_and_fewer_are_refused() -> None:
     split = split_documents([document(number) for number in range(20)], 0.05)
     assert (len(split.train), len(split.evaluation)) == (15, 5)
-    with pytest.raises(ValueError, match=r"19 different documents, expected at least 20, .* put an empty line between"):
+    with pytest.raises(ValueError, match="19 different documents, expected at least 20"):
         split_documents([document(number % 19) for number in range(38)], 0.05)
 
 

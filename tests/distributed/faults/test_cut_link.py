@@ -14,8 +14,8 @@ import pytest
 from benchmarks.hosts import BridgedHosts, why_not
 from bert.parallel.watchdog.watchdog import FAULT_STATUS
 from tests.conftest import SmallRun
-from tests.distributed.ranks import free_port, last_record, result_of, wait_for
-from tests.programs import PATIENCE_S, Program
+from tests.distributed.on_host import ranks_on_hosts
+from tests.distributed.ranks import last_record, result_of
 
 SECONDS = 3.0
 """The setting ``training.fault_seconds``."""
@@ -36,18 +36,6 @@ def ip(*arguments: str) -> None:
     subprocess.run(["ip", *arguments], check=True)
 
 
-def start(hosts: list[str], arguments: list[str]) -> list[Program]:
-    """Two ranks on each host."""
-    ranks, port = [], free_port()
-    for rank in range(4):
-        host, local = divmod(rank, 2)
-        place = {"RANK": rank, "WORLD_SIZE": 4, "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": 2}
-        place |= {"MASTER_ADDR": "10.77.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "v0"}
-        there = [hosts[host], f"h{host}", "any", "bert.train"]
-        ranks.append(Program("tests.distributed.workers.host_worker", [*there, *arguments], **place))
-    return ranks
-
-
 @pytest.mark.measured
 @pytest.mark.parametrize("silent", [False, True], ids=["down", "silent"])
 def test_both_ends_of_a_cut_link_end_in_time_and_name_the_other(
@@ -56,21 +44,22 @@ def test_both_ends_of_a_cut_link_end_in_time_and_name_the_other(
     """Host 1's interface goes down, or all seems well there but the switch hands nothing on."""
     names, switch = hosts
     changes = {"training__max_samples": 10_000_000, "evaluation__interval_samples": 1600, "log__interval_steps": 10}
-    ranks = start(names, small_run.arguments(tmp_path, training__fault_seconds=SECONDS, **changes))
+    arguments = small_run.arguments(tmp_path, training__fault_seconds=SECONDS, **changes)
+    ranks = ranks_on_hosts(names, ["bert.train", *arguments], a_host=2)
     result = result_of(tmp_path)
     try:
-        wait_for(lambda: result.exists() and '"eval_stop"' in result.read_text(), ranks[0])
+        ranks.wait_for(lambda: result.exists() and '"eval_stop"' in result.read_text())
         ip("-n", switch, "link", "set", "p1", "nomaster") if silent else ip("-n", names[1], "link", "set", "v0", "down")
         begin = time.monotonic()
-        statuses = [rank.wait(PATIENCE_S) for rank in ranks]
+        statuses = ranks.ends()
         assert time.monotonic() - begin > SECONDS / 2
     finally:
-        for rank in ranks:
+        for rank in ranks.processes:
             rank.kill()
         ip("-n", names[1], "link", "set", "v0", "up")
         ip("-n", switch, "link", "set", "p1", "master", "br0")
     assert statuses == [FAULT_STATUS] * 4
-    said = [rank.output for rank in ranks]
+    said = [rank.output for rank in ranks.processes]
     errors = [[line for line in text.splitlines() if line.startswith("error: ")] for text in said]
     assert errors[1] == errors[3] == []
     [here], [there] = errors[0], errors[2]

@@ -25,6 +25,7 @@ from bert.optimizer import learning_rate
 from bert.parallel.watchdog.watchdog import FAULT_STATUS
 from bert.train import parse
 from tests.conftest import SmallRun
+from tests.distributed.faulty import faulty
 from tests.distributed.ranks import Ranks, free_port, last_record, records, result_of, torchrun, wait_for
 from tests.programs import PATIENCE_S, REPOSITORY
 
@@ -34,7 +35,6 @@ LONG = 60.0
 """Of runs that are not."""
 ATTACK_S = 2.5
 """How long strangers go on at least."""
-WORKER = "tests.distributed.workers.faulty_worker"
 
 
 class Start(Protocol):
@@ -58,7 +58,7 @@ def start(small_run: SmallRun, tmp_path: Path) -> Iterator[Start]:
             }
             arguments = small_run.arguments(tmp_path, **endless | changes)
             if breaks is not None:
-                return stack.enter_context(Ranks([breaks, *arguments], count, WORKER))
+                return stack.enter_context(Ranks([breaks, *arguments], count, faulty))
             ranks = stack.enter_context(Ranks(arguments, count))
             result = result_of(tmp_path)
             ranks.wait_for(lambda: result.exists() and result.read_text().count('"eval_stop"') > 1)

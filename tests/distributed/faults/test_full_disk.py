@@ -21,7 +21,8 @@ from bert.train import parse
 from compliance.log.records import EndRecord, MetricsWriter, RunRecord, WarningRecord
 from compliance.log.schedule import EvaluationSchedule
 from tests.conftest import SmallRun
-from tests.distributed.ranks import Ranks, records
+from tests.distributed.faulty import faulty
+from tests.distributed.ranks import Ranks, program, records
 from tests.programs import PATIENCE_S, REPOSITORY, Program
 
 FULL = os.strerror(errno.ENOSPC)
@@ -62,7 +63,7 @@ def test_a_checkpoint_that_does_not_fit_is_a_warning_and_the_one_before_stays(
     folder = disk(2000)
     settings = {"training__max_samples": 16 * 12, "evaluation__interval_samples": 96, "checkpoint__every_steps": 4}
     arguments = small_run.arguments(tmp_path, checkpoint__folder=folder, **settings)
-    process = Program("tests.distributed.workers.faulty_worker", ["fill:0", *arguments], DISK=folder)
+    process = Program(*program(faulty, ["fill:0", *arguments]), DISK=folder)
     assert process.wait(PATIENCE_S) == 1, process.output
     assert [record["step"] for record in records(tmp_path, "step")] == list(range(1, 13))
     texts = [str(record["text"]) for record in records(tmp_path, "warning")]
@@ -82,7 +83,7 @@ def test_a_file_that_cannot_be_written_ends_the_run_with_one_line(
     folder = disk(18_000)
     monkeypatch.setenv("DISK", str(folder))
     arguments = small_run.arguments(folder, training__max_samples=10_000_000)
-    with Ranks(["fill:0", *arguments], count, "tests.distributed.workers.faulty_worker") as ranks:
+    with Ranks(["fill:0", *arguments], count, faulty) as ranks:
         assert ranks.ends() == [2] * count, ranks.output
     [message] = ranks.errors
     written = folder / "tiny_cpu" / "bert"

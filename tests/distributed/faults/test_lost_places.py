@@ -11,15 +11,14 @@ import pytest
 
 from bert.parallel.watchdog.watchdog import FAULT_STATUS
 from tests.conftest import SmallRun
+from tests.distributed.faulty import faulty
 from tests.distributed.ranks import Ranks, result_of, trained
-from tests.distributed.test_tensor_parallel import same_steps, without_dropout
+from tests.distributed.test_shapes import same_steps, without_dropout
 
 EVERY, LENGTH = 4, 14
 SHAPES = {
     ("data 0, pipeline 0, tensor 1", "data 0, pipeline 1, tensor 1"): ["--parallel.pipeline=2", "--parallel.tensor=2"],
-    ("data 0, tensor 1", "data 1, tensor 1"): [
-        *("--parallel.tensor=2", "--training.reduction=sharded", "--training.shard-gradients")
-    ],
+    ("data 0, tensor 1", "data 1, tensor 1"): ["--parallel.tensor=2", "--training.reduction=sharded"],
 }
 """By the places of ranks 1 and 3 of four."""
 
@@ -47,7 +46,7 @@ def test_slow_and_killed_ranks_are_named_with_their_places_and_the_run_goes_on(
     broken, resumed = tmp_path / "broken", tmp_path / "resumed"
     changes = settings(tmp_path)
     arguments = small_run.arguments(broken, **changes) + SHAPES[places]
-    with Ranks(["drag:1,die:3", *arguments], 4, "tests.distributed.workers.faulty_worker") as started:
+    with Ranks(["drag:1,die:3", *arguments], 4, faulty) as started:
         assert started.ends() == [FAULT_STATUS] * 3 + [-signal.SIGKILL], started.output
     [message] = started.errors
     host = re.escape(socket.gethostname())

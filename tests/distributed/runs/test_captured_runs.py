@@ -5,6 +5,7 @@ from pathlib import Path
 
 from tests.conftest import SmallRun
 from tests.distributed.ranks import Ranks, records, result_of
+from tests.distributed.runs.captured import captured
 
 SETTINGS: dict[str, object] = {
     "training__gradient_accumulation_steps": 2,
@@ -16,16 +17,15 @@ SETTINGS: dict[str, object] = {
 """With these, micro-batches have two roles and several shapes."""
 
 
-def captured(run: SmallRun, results: Path, mode: str, **changes: object) -> Ranks:
-    arguments = run.arguments(results, **SETTINGS | changes)
-    return Ranks([mode, *arguments], 2, "tests.distributed.workers.captured_worker")
+def start(run: SmallRun, results: Path, mode: str, **changes: object) -> Ranks:
+    return Ranks([mode, *run.arguments(results, **SETTINGS | changes)], 2, captured)
 
 
 def test_a_captured_run_is_the_run_and_ends(small_run: SmallRun, tmp_path: Path) -> None:
     """And says how much of it was not captured, if anything."""
     found, logs = [], []
     for mode in ("eager", "recorded", "few"):
-        with captured(small_run, tmp_path / mode, mode) as ranks:
+        with start(small_run, tmp_path / mode, mode) as ranks:
             assert ranks.ends() == [1, 1], ranks.output
         steps, evaluations = (records(tmp_path / mode, event) for event in ("step", "eval"))
         losses = [(each["loss"], each["gradient_norm"]) for each in steps]
@@ -38,19 +38,19 @@ def test_a_captured_run_is_the_run_and_ends(small_run: SmallRun, tmp_path: Path)
 
 def test_groups_are_not_destroyed_while_graphs_live(small_run: SmallRun, tmp_path: Path) -> None:
     """The counterpart: with NCCL these ranks would wait for ever."""
-    with captured(small_run, tmp_path, "unclosed") as ranks:
+    with start(small_run, tmp_path, "unclosed") as ranks:
         assert ranks.ends() == [1, 1], ranks.output
     assert "CaptureError: NCCL would wait for " in ranks.output
 
 
 def test_a_signal_and_a_refusal_leave_no_graphs(small_run: SmallRun, tmp_path: Path) -> None:
-    with captured(small_run, tmp_path / "signal", "recorded", training__max_samples=160_000) as ranks:
+    with start(small_run, tmp_path / "signal", "recorded", training__max_samples=160_000) as ranks:
         ranks.wait_for(lambda: "step " in ranks.output)
         for process in ranks.processes:
             process.send_signal(signal.SIGTERM)
         assert ranks.ends() == [128 + signal.SIGTERM] * 2, ranks.output
     assert "CaptureError" not in ranks.output
-    with captured(small_run, tmp_path / "refused", "refused") as ranks:
+    with start(small_run, tmp_path / "refused", "refused") as ranks:
         assert ranks.ends() == [2, 2], ranks.output
     (error,) = ranks.errors
     assert "no loader" in error

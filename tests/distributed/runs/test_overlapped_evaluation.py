@@ -9,10 +9,14 @@ import pytest
 from compliance.check.checker import check_file
 from tests.conftest import SmallRun
 from tests.distributed.ranks import Ranks, result_of
+from tests.distributed.runs.captured import captured
 
 
-def run(small_run: SmallRun, results: Path, module: str, ranks: int = 1, **changes: object) -> list[dict[str, Any]]:
-    with Ranks(small_run.arguments(results, **changes), ranks, module) as started:
+def run(
+    small_run: SmallRun, results: Path, ranks: int = 1, mode: str | None = "recorded", **changes: object
+) -> list[dict[str, Any]]:
+    arguments = small_run.arguments(results, **changes)
+    with Ranks([mode, *arguments], ranks, captured) if mode else Ranks(arguments, ranks) as started:
         assert set(started.ends()) <= {0, 1}, started.output
     lines = result_of(results).with_name("metrics_0.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines]
@@ -31,14 +35,14 @@ def order(results: Path) -> list[tuple[str, int | None]]:
 
 @pytest.fixture(scope="module")
 def plain(small_run: SmallRun, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run(small_run, tmp_path_factory.mktemp("plain"), "bert.train")
+    return run(small_run, tmp_path_factory.mktemp("plain"), mode=None)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_run_without_success_is_the_same(
     small_run: SmallRun, tmp_path: Path, plain: list[dict[str, Any]], ranks: int
 ) -> None:
-    overlapped = run(small_run, tmp_path, "tests.distributed.workers.captured_worker", ranks)
+    overlapped = run(small_run, tmp_path, ranks)
     assert events(overlapped, "eval", "step", "samples", "correct", "count") == events(
         plain, "eval", "step", "samples", "correct", "count"
     )
@@ -70,8 +74,7 @@ def test_success_counts_the_samples_that_were_evaluated(
 ) -> None:
     (first,), *_ = events(plain, "eval", "masked_lm_accuracy")
     assert first > 0
-    worker = "tests.distributed.workers.captured_worker"
-    overlapped = run(small_run, tmp_path, worker, ranks, evaluation__target=first / 2)
+    overlapped = run(small_run, tmp_path, ranks, evaluation__target=first / 2)
     assert events(overlapped, "end", "status", "samples") == [("success", 80)]
     assert order(tmp_path)[-7:] == [
         ("block_start", 80),

@@ -13,6 +13,7 @@ from dataloading.dataset.scan import index_shards
 from dataloading.options import Layout
 from dataloading.preparation.convert import convert
 from tests.conftest import SmallRun
+from tests.distributed.faulty import faulty
 from tests.distributed.ranks import Ranks, records, result_of, torchrun, train, trained, wait_for
 from tests.programs import PATIENCE_S, Program
 
@@ -138,7 +139,7 @@ def test_where_agents_start_again_a_rank_that_gets_no_signal_of_its_own_asks_for
     """Its host goes on without the one that was told to stop, whose rank ends as it does elsewhere."""
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
     arguments = small_run.arguments(tmp_path, training__max_samples=10_000_000, evaluation__interval_samples=320)
-    with Ranks(arguments, 2, "tests.distributed.workers.told_worker") as started:
+    with Ranks(["hurry:0,hurry:1", *arguments], 2, faulty) as started:
         started.wait_for(lambda: result_of(tmp_path).exists() and '"eval_stop"' in result_of(tmp_path).read_text())
         started.processes[1].send_signal(signal.SIGTERM)
         assert started.ends() == [FAULT_STATUS, 128 + signal.SIGTERM], started.output

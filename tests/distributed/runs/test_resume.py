@@ -16,8 +16,8 @@ from bert.train import parse
 from compliance.check.checker import check_log
 from compliance.log.reader import read_log
 from tests.conftest import SmallRun
+from tests.distributed.faulty import AT_STEP, faulty
 from tests.distributed.ranks import Ranks, last_record, records, result_of, torchrun, train, trained, wait_for
-from tests.distributed.workers.faulty_worker import AT_STEP
 from tests.programs import PATIENCE_S, Program
 
 STEPS = 20
@@ -243,7 +243,7 @@ def test_torchrun_starts_a_killed_run_again_from_its_last_checkpoint(small_run: 
     length = AT_STEP + 15
     changes = settings(tmp_path / "checkpoints", training__max_samples=16 * length, checkpoint__every_steps=20)
     arguments = ["die:1", *small_run.arguments(tmp_path, **changes)]
-    process = torchrun(2, arguments, "--max-restarts=1", module="tests.distributed.workers.faulty_worker")
+    process = torchrun(2, arguments, "--max-restarts=1", module=faulty)
     output, _ = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0, output
     first = result_of(tmp_path)

@@ -1,60 +1,67 @@
-"""One rank of ``test_tensor_parallel.py``: the training step in many shapes, one after the other, on the same ranks.
+"""The training step in a shape: how ranks share copies of the model and sum gradients.
 
-python -m tests.distributed.workers.tensor_worker OUT.pt SHAPE...
-
-A shape is TENSOR,STRATEGY,ORDER,RANKS_OF_A_NODE,ACCUMULATION,PRECISION. OUT.pt maps each to what it came to.
+A shape is TENSOR,PIPELINE,VIRTUAL_STAGES,REDUCTION,ORDER,RANKS_OF_A_NODE,ACCUMULATION,STEPS,PRECISION. The precision is
+fp32, fp8, or in fp64 one of fp64, dropout, recomputed, deep, accumulating (products and embeddings add gradients of weights
+by themselves, as on a GPU).
 """
 
-import sys
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+import bert.build
 from bert.checkpoints.initial_model import draw_model
 from bert.configuration.config import Config
 from bert.configuration.recipes import tiny_cpu
-from bert.configuration.sections import ModelConfig, OptimizerConfig
-from bert.parallel.mesh import Mesh, join_mesh, leave_mesh
+from bert.configuration.sections import ModelConfig, OptimizerConfig, ParallelConfig
+from bert.optimizer import Lamb
+from bert.parallel.mesh import Mesh
 from bert.step import TrainingStep
 from bert.timing.stopwatch import Stopwatch
 from dataloading.batches.loader import Batch, batch_of
 from dataloading.batches.sampler import BatchPlan
 from dataloading.batches.shape_buckets import ShapeBucket
 from dataloading.batches.synthetic import synthetic_samples
-from tests.distributed.workers.reduction_worker import end_groups, regrouped
+from kernels import choose
+from tests.distributed.worker import end_groups, on_all, regrouped
 
-STEPS = 4
 DRAWS = 20
-ALONE, ALONE_FP32, ALONE_FP8 = (f"1,flat,block,1,1,{precision}" for precision in ("fp64", "fp32", "fp8"))
-DROPPING = "4,flat,block,4,1,fp64"
+ALONE = "1,1,1,flat,block,1,1,4,fp64"
+DROPPING = "4,1,1,flat,block,4,1,4,fp64"
 """The shape in which dropout is drawn."""
-MODEL = ModelConfig(3, 24, 8, 40, 70, 64, hidden_dropout=0.0, attention_dropout=0.0, initializer_range=0.3)
+MODEL = ModelConfig(5, 24, 8, 40, 70, 64, hidden_dropout=0.0, attention_dropout=0.0, initializer_range=0.3)
 """Of a vocabulary that divides by no number of ranks, and of which the last of four has nothing."""
-FP8_MODEL = replace(MODEL, hidden_size=64, intermediate_size=128, initializer_range=0.05)
+MODELS = {
+    "dropout": replace(MODEL, hidden_dropout=0.1, attention_dropout=0.1),
+    "deep": replace(MODEL, num_hidden_layers=48),
+    "fp8": replace(MODEL, num_hidden_layers=3, hidden_size=64, intermediate_size=128, initializer_range=0.05),
+}
 
 
-def config(tensor: int, strategy: str, accumulation: int, precision: str) -> Config:
+def config(shape: str) -> Config:
+    tensor, pipeline, virtual_stages, reduction, _, _, accumulation, _, precision = shape.split(",")
     recipe = tiny_cpu()
-    training = replace(
-        recipe.training,
-        reduction=strategy,  # type: ignore[arg-type]
-        gradient_accumulation_steps=accumulation,
-        precision="fp8" if precision == "fp8" else "fp32",
-    )
     return replace(
         recipe,
-        model=FP8_MODEL if precision == "fp8" else MODEL,
-        training=training,
+        model=MODELS.get(precision, MODEL),
+        training=replace(
+            recipe.training,
+            reduction=reduction,  # type: ignore[arg-type]
+            gradient_accumulation_steps=int(accumulation),
+            recompute="selective" if precision == "recomputed" else "none",
+            precision="fp8" if precision == "fp8" else "fp32",
+            bucket_bytes=20_000,
+        ),
         optimizer=OptimizerConfig(2e-2, 60, num_warmup_steps=5, start_warmup_step=-1),
-        parallel=replace(recipe.parallel, tensor=tensor),
+        parallel=ParallelConfig(int(tensor), int(pipeline), int(virtual_stages)),
     )
 
 
-def global_batches(mesh: Mesh, accumulation: int, padded: bool, count: int = STEPS) -> list[list[Batch]]:
+def global_batches(mesh: Mesh, accumulation: int, padded: bool, count: int) -> list[list[Batch]]:
     """Make this rank's micro-batches of each step: of lengths that divide by nothing, or padded to shape buckets."""
     samples = synthetic_samples(np.random.default_rng(5).integers(4, 31, 160), MODEL.vocab_size, seed=5)
     samples.masked_lm_ids[:] = samples.masked_lm_positions % 3 * 12 + 20  # learnable, and on different ranks
@@ -74,37 +81,52 @@ def global_batches(mesh: Mesh, accumulation: int, padded: bool, count: int = STE
     return steps
 
 
-def train(mesh: Mesh, shape: str) -> dict[str, Any]:
+def train_all(mesh: Mesh, *shapes: str) -> dict[str, dict[str, Any]]:
+    """Train each shape on the same ranks."""
+    found = {}
+    for shape in shapes:
+        found[shape] = train(mesh, shape)
+        end_groups()
+    return found
+
+
+def train(joined: Mesh, shape: str) -> dict[str, Any]:
     """Losses and norms of every step, what the first one came to, and the end: whole vectors on all ranks."""
-    tensor, strategy, order, local_size, accumulation, precision = shape.split(",")
-    mesh = replace(regrouped(mesh, order, int(local_size)), tensor=int(tensor))
-    chosen = config(int(tensor), strategy, int(accumulation), precision)
+    order, local_size, accumulation, steps, precision = shape.split(",")[4:]
+    chosen = config(shape)
+    parallel = chosen.parallel
+    mesh = replace(regrouped(joined, order, int(local_size)), tensor=parallel.tensor, pipeline=parallel.pipeline)
     model = draw_model(chosen, Mesh(0, 1, 0, torch.device("cpu")), seed=3)
-    if precision == "fp64":
+    if precision not in ("fp32", "fp8"):
         model.double()
-    step = TrainingStep(model, chosen, mesh, Stopwatch())
+    references = ("dropout_add_layer_norm", "varlen_self_attention", "embedding_layer_norm", "varlen_attention")
+    choose(dict.fromkeys(references, "reference") if parallel.pipeline > 1 or precision == "dropout" else {})
+    with patch.object(bert.build, "accumulates_products", lambda *_: precision == "accumulating"):
+        step = TrainingStep(model, chosen, mesh, Stopwatch())
     torch.manual_seed(0)
-    means, first = [], {}
-    batches = global_batches(mesh, int(accumulation), padded=order == "cyclic")
-    if step.fp8 is not None:
-        batches = batches[:1]
-    step.warm_up(batches[0], 1)
+    step.model.seed_dropout(7)
+    batches = global_batches(mesh, int(accumulation), order == "cyclic", int(steps))
+    if precision != "deep":  # a warm-up is no other for that
+        step.warm_up(batches[0], 1)
     scales = None if step.fp8 is None else step.fp8.scale_S.clone()
+    means, first = [], {}
     for micro_batches in batches:
         step(micro_batches)
         means.append(step.statistics.fetch()[0])
         first = first or state(step)
-    last = state(step)
+    last = state(step) if len(batches) > 1 else first
     found = {
         "means": means,
         "first": first,
         "last": last,
         "correct": correct_predictions(step, mesh, batches[:2]),
-        "agreed": agreed(list(last.values())),
+        "agreed": on_all(same_as_rank_0(list(last.values()))),
         "scales": scales,
-        "words": len(step.model.embeddings.word),
+        "words": len(step.model.embeddings.word) if parallel.pipeline == 1 else 0,
+        "elements": len(step.flat.weights_P),
+        "state_bytes": bytes_held(step),
         "returns": returns(step),
-        "saved": dict(step.gather_whole_model().state_dict()),
+        "saved": {name: part.float().clone() for name, part in step.gather_whole_model().state_dict().items()},
         "dropped": _losses_with_dropout(step, mesh, batches[0]) if shape in (ALONE, DROPPING) else [],
         "skips": skips(step, mesh),
     }
@@ -179,43 +201,27 @@ def skips(step: TrainingStep, mesh: Mesh) -> bool:
     steps = []
     for value in (torch.nan, 1e-3):
         with step._reduction.overlapped():
-            for parameter in step.flat.places:
-                assert parameter.grad is not None
-                parameter.grad.fill_(1e-3)
+            step.flat.gradients_P.fill_(1e-3)
             if mesh.rank == mesh.world_size - 1:
-                parameter.grad.view(-1)[-1] = value  # type: ignore[union-attr]
+                step.flat.gradients_P[-1] = value
         step._reduction.finish()
         step.optimizer.step()
-        unchanged = torch.tensor([int(torch.equal(own(), before))])
-        if dist.is_initialized():
-            dist.all_reduce(unchanged, dist.ReduceOp.MIN)
-        steps.append((int(step.optimizer.steps) - taken, bool(unchanged)))
+        steps.append((int(step.optimizer.steps) - taken, on_all(torch.equal(own(), before))))
     return steps == [(0, True), (1, False)]
 
 
-def agreed(tensors: Sequence[torch.Tensor]) -> bool:
-    """Tell whether all ranks have the same to the last bit."""
-    if not dist.is_initialized():
-        return True
+def bytes_held(step: TrainingStep) -> int:
+    """Bytes of the optimizer's own vectors."""
+    optimizer = step.optimizer
+    state = optimizer.state if isinstance(optimizer, Lamb) else optimizer._state
+    held = [value for owner in (optimizer, state) for value in vars(owner).values() if isinstance(value, torch.Tensor)]
+    return sum({value.data_ptr(): value.nbytes for value in held if value.is_floating_point()}.values())
+
+
+def same_as_rank_0(tensors: list[torch.Tensor]) -> bool:
+    """Tell whether this rank has the same as rank 0 to the last bit."""
     one = torch.cat([tensor.flatten().double() for tensor in tensors])
     other = one.clone()
-    dist.broadcast(other, src=0)
-    same = torch.tensor([int(torch.equal(one, other))])
-    dist.all_reduce(same, dist.ReduceOp.MIN)
-    return bool(same)
-
-
-def train_all(train: Callable[[Mesh, str], dict[str, Any]], out: str, *shapes: str) -> None:
-    """Train each shape on the same ranks, and save what ``train`` gives on the main one."""
-    mesh = join_mesh("cpu")
-    found = {}
-    for shape in shapes:
-        found[shape] = train(mesh, shape)
-        end_groups()
-    if mesh.is_main:
-        torch.save(found, out)
-    leave_mesh()
-
-
-if __name__ == "__main__":
-    train_all(train, *sys.argv[1:])
+    if dist.is_initialized():
+        dist.broadcast(other, src=0)
+    return torch.equal(one, other)

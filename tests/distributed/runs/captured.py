@@ -1,13 +1,5 @@
-"""``python -m bert.train`` with steps and evaluations that are captured: on a CPU, with stand-ins for CUDA graphs and NCCL.
+"""``python -m bert.train`` with captured steps and evaluations: on a CPU, with stand-ins for CUDA graphs and NCCL."""
 
-python -m tests.distributed.workers.captured_worker [MODE] ARGUMENTS...
-
-MODE: "eager" pads as a captured run does and captures nothing, "few" captures the smallest shape alone, "unclosed" does not
-reset its graphs, "refused" finds a wrong input when its graphs have been captured.
-"""
-
-import sys
-from collections.abc import Sequence
 from contextlib import ExitStack
 from unittest.mock import patch
 
@@ -16,11 +8,13 @@ import bert.setup
 from bert.train import main
 from tests.bert.recording import Recording, groups_that_wait_for_graphs, recordable_attention
 
-MODES = ("recorded", "eager", "few", "unclosed", "refused")
 
+def captured(mode: str, *arguments: str) -> int:
+    """Run ``bert.train``.
 
-def train(mode: str, arguments: Sequence[str]) -> int:
-    """Run ``bert.train`` in its own way out."""
+    The mode "eager" pads as a captured run does and captures nothing, "few" captures the smallest shape alone, "unclosed"
+    does not reset its graphs, "refused" finds a wrong input when its graphs have been captured.
+    """
     with ExitStack() as stack:
         stack.enter_context(recordable_attention())
         stack.enter_context(groups_that_wait_for_graphs())
@@ -39,8 +33,3 @@ def train(mode: str, arguments: Sequence[str]) -> int:
         for each in patches:
             stack.enter_context(each)
         return main(arguments)
-
-
-if __name__ == "__main__":
-    chosen = sys.argv.pop(1) if sys.argv[1] in MODES else MODES[0]
-    sys.exit(train(chosen, sys.argv[1:]))

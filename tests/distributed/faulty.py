@@ -1,7 +1,4 @@
-"""A rank of a run that breaks on purpose.
-
-python -m tests.distributed.workers.faulty_worker WAY:RANK[,WAY:RANK] RECIPE ...
-"""
+"""``python -m bert.train`` on a rank that breaks on purpose."""
 
 import contextlib
 import os
@@ -10,8 +7,8 @@ import socket
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
+import bert.run
 import bert.train
 from bert.layers import EncoderLayer
 from bert.log.mllog import MLLog
@@ -19,13 +16,14 @@ from bert.parallel.pipeline.stages import PipelineModel
 from bert.parallel.watchdog import watchdog
 from bert.step import TrainingStep
 from dataloading.batches.loader import NumpyLoader
+from tests.distributed.worker import before_each
 
 AT_STEP = int(os.environ.get("AT_STEP", "50"))
 """The step at which it happens: some evaluations after the start."""
 
 
-def main() -> int:
-    breaks, *arguments = sys.argv[1:]
+def faulty(breaks: str, *arguments: str) -> int:
+    """Run ``bert.train``; ``breaks`` is WAY:RANK[,WAY:RANK]."""
     for way, _, rank in (part.partition(":") for part in breaks.split(",")):
         if os.environ.get("RANK", "0") == rank:
             WAYS[way]()
@@ -35,92 +33,92 @@ def main() -> int:
 def raise_in_step() -> None:
     """An error between two collectives."""
 
-    def broken(count: int) -> None:
+    def broken(count: int, _: object) -> None:
         if count == AT_STEP:
             raise RuntimeError("broken on purpose")
 
-    _before_each(TrainingStep, "__call__", broken)
+    before_each(TrainingStep, "__call__", broken)
 
 
 def die() -> None:
     """Killed. A run of fewer than two times ``AT_STEP`` steps that goes on from a checkpoint comes to its end."""
 
-    def killed(count: int) -> None:
+    def killed(count: int, _: object) -> None:
         if count == AT_STEP:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    _before_each(TrainingStep, "__call__", killed)
+    before_each(TrainingStep, "__call__", killed)
 
 
 def hang_in_loader() -> None:
     """A read that never returns."""
 
-    def stuck(count: int) -> None:
+    def stuck(count: int, _: object) -> None:
         while count == AT_STEP:
             time.sleep(1)
 
-    _before_each(NumpyLoader, "__next__", stuck)
+    before_each(NumpyLoader, "__next__", stuck)
 
 
 def hang_in_stage() -> None:
     """A stage of a pipeline that never comes to its end."""
 
-    def stuck(count: int) -> None:
+    def stuck(count: int, _: object) -> None:
         while count == AT_STEP:
             time.sleep(1)
 
-    _before_each(PipelineModel, "through", stuck)
+    before_each(PipelineModel, "through", stuck)
 
 
 def slow_down() -> None:
     """Data that come late, from a step on: each time, ten times as late as the step before took."""
     came = time.monotonic()
 
-    def late(count: int) -> None:
+    def late(count: int, _: object) -> None:
         nonlocal came
         if count > 5:
             time.sleep(10 * (time.monotonic() - came))
         came = time.monotonic()
 
-    _before_each(NumpyLoader, "__next__", late)
+    before_each(NumpyLoader, "__next__", late)
 
 
 def drag() -> None:
     """Layers that begin late: each time, four times as late as the one before took."""
     came = time.monotonic()
 
-    def late(_: int) -> None:
+    def late(*_: object) -> None:
         nonlocal came
         time.sleep(4 * (time.monotonic() - came))
         came = time.monotonic()
 
-    _before_each(EncoderLayer, "forward", late)
+    before_each(EncoderLayer, "forward", late)
 
 
 def overflow() -> None:
     """Gradients that are not finite, from a step on: those of a rank that has lost its weights."""
-    original, count = TrainingStep._forward_backward, 0
 
-    def changed(self: TrainingStep, *arguments: Any) -> None:
-        nonlocal count
-        count += 1
+    def infinite(count: int, step: TrainingStep) -> None:
         if count > AT_STEP:
-            self.flat.gradients_P[-1] = float("inf")
-        original(self, *arguments)
+            step.flat.gradients_P[-1] = float("inf")
 
-    owner: Any = TrainingStep
-    owner._forward_backward = changed
+    before_each(TrainingStep, "_forward_backward", infinite)
+
+
+def hurry() -> None:
+    """Nothing breaks; where ranks of another host got a signal, a rank waits a second for its own."""
+    bert.run._OWN_SIGNAL_S = 1.0
 
 
 def linger() -> None:
     """Last words that take their time."""
-    _before_each(MLLog, "abort", lambda _: time.sleep(3))
+    before_each(MLLog, "abort", lambda *_: time.sleep(3))
 
 
 def fill_disk() -> None:
     """Somebody else's file takes what is left of the disk at ``$DISK``, once the checkpoint of step 4, if any, is there."""
 
-    def filled(count: int) -> None:
+    def filled(count: int, _: object) -> None:
         disk = Path(os.environ["DISK"])
         if count != 8:
             return
@@ -130,7 +128,7 @@ def fill_disk() -> None:
             while True:
                 ballast.write(bytes(4096))
 
-    _before_each(TrainingStep, "__call__", filled)
+    before_each(TrainingStep, "__call__", filled)
 
 
 def show_port() -> None:
@@ -156,20 +154,5 @@ WAYS = {
     "drag": drag,
     "overflow": overflow,
     "linger": linger,
+    "hurry": hurry,
 }
-
-
-def _before_each(owner: type, name: str, act: Any) -> None:
-    original, count = getattr(owner, name), 0
-
-    def changed(*arguments: Any, **options: Any) -> Any:
-        nonlocal count
-        count += 1
-        act(count)
-        return original(*arguments, **options)
-
-    setattr(owner, name, changed)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,15 +1,9 @@
-"""One rank of ``test_overlap.py``: the training step in every order that it can run in, on the same batches.
-
-python -m tests.distributed.workers.step_worker OUT.json RANKS_OF_A_NODE ACCUMULATION STRATEGY...
-"""
+"""The training step in every order in which reduction and gathering can run, on the same batches."""
 
 import contextlib
-import json
-import sys
 import threading
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -21,7 +15,7 @@ from bert.configuration.config import Config
 from bert.configuration.recipes import tiny_cpu
 from bert.configuration.sections import ModelConfig, OptimizerConfig, Recompute, ReductionStrategy
 from bert.execution import Eager
-from bert.parallel.mesh import Mesh, join_mesh, leave_mesh
+from bert.parallel.mesh import Mesh
 from bert.step import TrainingStep
 from bert.timing.stopwatch import Stopwatch
 from dataloading.batches.loader import Batch, batch_of
@@ -30,7 +24,7 @@ from dataloading.batches.shape_buckets import ShapeBucket
 from kernels import cast_fp8
 from tests.bert.recording import Recording, recordable_attention
 from tests.convergence.golden import predictable_samples
-from tests.distributed.workers.reduction_worker import end_groups, regrouped
+from tests.distributed.worker import end_groups, on_all, regrouped
 
 STEPS = 4
 BUCKET_BYTES = 60_000
@@ -180,9 +174,7 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
     """Losses, weights and moments to the last bit, on every rank."""
     pairs = zip([one["weights"], *one["moments"]], [other["weights"], *other["moments"]], strict=True)
     equal = one["means"] == other["means"] and all(torch.equal(*pair) for pair in pairs)
-    agreed = torch.tensor([int(equal)])
-    dist.all_reduce(agreed, dist.ReduceOp.MIN)
-    return bool(agreed)
+    return on_all(equal)
 
 
 def fp8_weights_follow(mesh: Mesh, strategy: ReductionStrategy) -> bool:
@@ -201,9 +193,7 @@ def fp8_weights_follow(mesh: Mesh, strategy: ReductionStrategy) -> bool:
         expected = cast_fp8(dense.dense.weight.detach(), dense.weight.scale, torch.zeros(()), torch.float8_e4m3fn)
         equal &= torch.equal(dense.weight_NK.float(), expected.float())
     step._reduction.close()
-    agreed = torch.tensor([int(equal)])
-    dist.all_reduce(agreed, dist.ReduceOp.MIN)
-    return bool(agreed)
+    return on_all(equal)
 
 
 def automatic(mesh: Mesh) -> list[str]:
@@ -215,46 +205,42 @@ def automatic(mesh: Mesh) -> list[str]:
     return ways
 
 
-def main(out: str, local_size: str, micro_batches: str, *strategies: ReductionStrategy) -> None:
-    mesh, accumulation = regrouped(join_mesh("cpu"), "cyclic", int(local_size)), int(micro_batches)
+def compare_orders(joined: Mesh, micro_batches: str, *strategies: ReductionStrategy) -> dict[str, Any]:
+    """Train in every order, on nodes of two ranks."""
+    mesh, accumulation = regrouped(joined, "cyclic", 2), int(micro_batches)
     result: dict[str, Any] = {}
-    # As on a GPU, where products add weight gradients themselves, in fp32 as well as in 16 bits; so do two of those below.
-    # Parts of the word table's gradient are added in another order then: the others differ from this one by rounding.
-    bert.build.accumulates_products = lambda *_: True
-    whole = train(mesh, "flat", "one message", accumulation)
-    for strategy in strategies:
-        bert.build.accumulates_products = lambda *_, chosen=strategy: chosen in ("flat", "sharded")
-        orders = ["after", "overlapped", "captured"] + ["held"] * strategy.startswith("sharded")
-        runs = {order: train(mesh, strategy, order, accumulation) for order in orders}
-        last = "held" if "held" in runs else "overlapped"
-        # Either mode with one strategy, where processes are few: what is imported for it takes each longer than a run.
-        mode = {"hierarchical": "full", "sharded": "selective"}.get(strategy) if accumulation == 2 else None
-        again = train(mesh, strategy, last, accumulation, mode) if mode else runs[last]  # type: ignore[arg-type]
-        result[strategy] = {
-            "overlap_is_same": same(runs["after"], runs["overlapped"]),
-            **{name: runs["held"][name] for name in ("held", "phases") if "held" in runs},
-            "recomputing_is_same": same(runs[last], again),
-            "held_is_same": "held" not in runs or same(runs["after"], runs["held"]),
-            "capturing_is_same": same(runs["overlapped"], runs["captured"]),
-            "one_message_is_same": same(whole, runs["after"]),
-            "difference": float((whole["weights"] - runs["after"]["weights"]).norm() / whole["weights"].norm()),
-            "moment_differences": [
-                float((one - other).norm() / one.norm())
-                for one, other in zip(whole["moments"], runs["after"]["moments"], strict=True)
-            ],
-            "losses": [means["masked_lm_loss"] for means in runs["captured"]["means"]],
-            "whole_losses": [means["masked_lm_loss"] for means in whole["means"]],
-            **{f"early_{order}": run["early"] for order, run in runs.items()},
-            **{name: runs["captured"][name] for name in ("buckets", "graphs", "replays")},
-        }
-        if strategy.startswith("sharded"):
-            result[strategy]["fp8_follows"] = fp8_weights_follow(mesh, strategy)
-    result["automatic"] = automatic(mesh)
-    if mesh.is_main:
-        Path(out).write_text(json.dumps(result))
-    leave_mesh()
-
-
-if __name__ == "__main__":
     with recordable_attention():
-        main(*sys.argv[1:])  # type: ignore[arg-type]
+        # As on a GPU, products add weight gradients themselves, in fp32 as well; so do two of the strategies below. The
+        # parts of the word table's gradient are added in another order then: the other strategies differ by rounding.
+        bert.build.accumulates_products = lambda *_: True
+        whole = train(mesh, "flat", "one message", accumulation)
+        for strategy in strategies:
+            bert.build.accumulates_products = lambda *_, chosen=strategy: chosen in ("flat", "sharded")
+            result[strategy] = compared(mesh, strategy, accumulation, whole)
+        result["automatic"] = automatic(mesh)
+    return result
+
+
+def compared(mesh: Mesh, strategy: ReductionStrategy, accumulation: int, whole: dict[str, Any]) -> dict[str, Any]:
+    orders = ["after", "overlapped", "captured"] + ["held"] * strategy.startswith("sharded")
+    runs = {order: train(mesh, strategy, order, accumulation) for order in orders}
+    last = "held" if "held" in runs else "overlapped"
+    # Either mode with one strategy, where processes are few: what is imported for it takes each longer than a run.
+    mode = {"hierarchical": "full", "sharded": "selective"}.get(strategy) if accumulation == 2 else None
+    again = train(mesh, strategy, last, accumulation, mode) if mode else runs[last]  # type: ignore[arg-type]
+    found = {
+        "overlap_is_same": same(runs["after"], runs["overlapped"]),
+        "recomputing_is_same": same(runs[last], again),
+        "held_is_same": "held" not in runs or same(runs["after"], runs["held"]),
+        "capturing_is_same": same(runs["overlapped"], runs["captured"]),
+        "one_message_is_same": same(whole, runs["after"]),
+        "difference": float((whole["weights"] - runs["after"]["weights"]).norm() / whole["weights"].norm()),
+        "losses": [means["masked_lm_loss"] for means in runs["captured"]["means"]],
+        "whole_losses": [means["masked_lm_loss"] for means in whole["means"]],
+        **{f"early_{order}": run["early"] for order, run in runs.items()},
+        **{name: runs["captured"][name] for name in ("buckets", "graphs", "replays")},
+    }
+    if "held" in runs:
+        found |= {name: runs["held"][name] for name in ("held", "phases")}
+        found["fp8_follows"] = fp8_weights_follow(mesh, strategy)
+    return found

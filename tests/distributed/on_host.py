@@ -1,0 +1,93 @@
+"""Ranks on hosts of their own: network namespaces with host names (``benchmarks.hosts``).
+
+A process measures time beside other tests, so it goes before them if it may.
+"""
+
+import ctypes
+import os
+import runpy
+import signal
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from benchmarks.hosts import enter, go_first
+from tests.distributed.ranks import Ranks, free_port, program
+from tests.programs import Program
+
+COMPETITORS = 3
+PR_SET_PDEATHSIG = 1
+
+
+def ranks_on_hosts(
+    namespaces: Sequence[str],
+    command: Sequence[object],
+    a_host: int = 1,
+    one_host: bool = False,
+    pinned: int | None = None,
+    absent: int | None = None,
+) -> Ranks:
+    """Start the ranks of a run, ``a_host`` of them on each host; with ``one_host`` they take themselves for ranks of one.
+
+    The rank ``pinned`` has one core, of which it gets a quarter while a probe measures; the rank ``absent`` is not started.
+    """
+    port, count, ranks = free_port(), len(namespaces) * a_host, []
+    for rank in range(count):
+        host, local = divmod(rank, a_host)
+        local, local_size = (rank, count) if one_host else (local, a_host)
+        place = {"RANK": rank, "WORLD_SIZE": count, "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": local_size}
+        place |= {"MASTER_ADDR": "10.77.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "v0", "OMP_NUM_THREADS": 1}
+        name, core = f"h{0 if one_host else host}", min(os.sched_getaffinity(0)) if rank == pinned else "any"
+        if rank != absent:
+            ranks.append(Program(*program(on_host, [namespaces[host], name, core, *command]), **place))
+    return Ranks.of(ranks, port)
+
+
+def on_host(namespace: str, host: str, core: str, module: str, *arguments: str) -> None:
+    """Enter a host and run a module as ``python -m`` would, on a core of its own or on any."""
+    go_first()
+    enter(namespace, host)
+    if core != "any":
+        os.sched_setaffinity(0, {int(core)})
+    if module == "cluster":
+        from cluster.probe import computations
+
+        computations._COPIES = 1  # a third of a probe's time otherwise, and nothing slow is named by them
+        if core != "any":
+            compete_while_measured()
+    sys.argv = [module, *arguments]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def be_busy(parent: int) -> None:
+    """Keep a core busy until the parent ends this process, or ends."""
+    go_first()
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    while os.getppid() == parent:
+        pass
+
+
+def compete_while_measured() -> None:
+    """Fork competitors as the probe begins to measure devices and links, and end them before all that follows."""
+    from cluster.probe import command
+
+    competitors: list[int] = []
+    measure_rates, measure_contention = command.measure_rates, command.measure_contention
+
+    def with_competitors(*arguments: Any) -> Any:
+        parent = os.getpid()
+        while len(competitors) < COMPETITORS:
+            if pid := os.fork():
+                competitors.append(pid)
+            else:
+                be_busy(parent)
+                os._exit(0)
+        return measure_rates(*arguments)
+
+    def without(*arguments: Any) -> Any:
+        for pid in competitors:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        return measure_contention(*arguments)
+
+    command.measure_rates, command.measure_contention = with_competitors, without

@@ -1,0 +1,224 @@
+"""Ranks that share copies of the model and sum gradients in every way, over gloo: the numbers of one rank, and its runs."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from bert.parallel.watchdog.watchdog import FAULT_STATUS
+from tests.conftest import SmallRun
+from tests.distributed.faulty import faulty
+from tests.distributed.ranks import Ranks, records, result_of, run_on_ranks
+from tests.distributed.shapes import ALONE, DROPPING, MODEL, train_all
+
+FP8 = ["4,1,1,flat,block,4,1,1,fp8", "2,1,1,sharded,block,4,1,1,fp8"]
+SHAPES = {
+    2: [
+        "1,1,1,sharded,block,1,1,4,fp64",
+        "1,2,1,flat,block,1,2,6,fp64",
+        "1,2,1,flat,block,1,3,3,accumulating",
+        "1,2,2,sharded,block,2,4,3,dropout",
+    ],
+    4: [
+        "1,1,1,hierarchical,block,2,2,4,fp64",
+        "1,1,1,sharded,cyclic,2,1,4,fp64",
+        "1,1,1,sharded_world,block,2,2,4,fp64",
+        "2,1,1,flat,block,4,1,4,fp64",
+        DROPPING,
+        "2,1,1,sharded,block,4,2,4,fp64",
+        "2,1,1,hierarchical,cyclic,2,1,4,fp64",
+        "2,1,1,sharded_world,block,2,2,4,fp64",
+        "4,1,1,sharded,cyclic,4,2,4,fp64",
+        "1,4,1,flat,block,4,4,3,dropout",
+        "2,2,1,flat,cyclic,2,2,3,recomputed",
+        "1,2,2,sharded,block,4,4,3,fp64",
+        *FP8,
+    ],
+    8: [
+        "2,2,1,sharded,block,8,2,6,fp64",
+        "1,2,1,sharded,block,4,2,3,fp32",
+        "1,4,1,hierarchical,block,2,4,3,fp64",  # each copy on two hosts
+        "2,2,2,sharded_world,cyclic,4,2,3,fp64",
+        "4,2,1,flat,block,4,2,3,fp64",
+        "2,2,1,sharded,block,8,2,1,deep",
+    ],
+}
+MIXED = {"dropout": 4, "fp32": 8}
+"""Micro-batches of the one rank that a shape is compared with: each draws anew, or rounds."""
+
+
+def alone(shape: str) -> str:
+    *_, steps, precision = shape.split(",")
+    return f"1,1,1,flat,block,1,{MIXED.get(precision, 1)},{steps},{precision.replace('accumulating', 'fp64')}"
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """What every shape came to, on as many ranks as it is for."""
+    folder = tmp_path_factory.mktemp("shapes")
+    one = {alone(shape) for shapes in SHAPES.values() for shape in shapes}
+    results = dict(run_on_ranks(folder, 1, train_all, *sorted(one)))
+    for ranks, shapes in SHAPES.items():
+        results |= run_on_ranks(folder, ranks, train_all, *shapes)
+    return results
+
+
+def differences(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> dict[str, float]:
+    """Compare each tensor by the norm; keys' biases, which no softmax sees, have gradients of rounding alone."""
+    assert one.keys() == other.keys()
+    kept = {name: torch.ones_like(tensor) for name, tensor in one.items()}
+    for name, ones in kept.items():
+        if name.endswith("query_key_value.bias"):
+            ones[len(ones) // 3 : 2 * len(ones) // 3] = 0
+    return {
+        name: float(((other[name] - tensor) * kept[name]).norm() / (tensor * kept[name]).norm().clamp(min=1e-30))
+        for name, tensor in one.items()
+    }
+
+
+@pytest.mark.parametrize("shape", [shape for shapes in SHAPES.values() for shape in shapes if shape not in FP8])
+def test_every_shape_trains_as_one_rank(found: dict[str, dict[str, Any]], shape: str) -> None:
+    """Losses and norms of every step; gradients, as the first step's moments have them; weights, and moments in fp64."""
+    tensor, pipeline, _, reduction, _, local_size, *_, precision = shape.split(",")
+    precise = precision != "fp32"
+    one, other = found[alone(shape)], found[shape]
+    for step, (mean, means) in enumerate(zip(one["means"], other["means"], strict=True)):
+        for name in ("masked_lm_loss", "next_sentence_loss", "gradient_norm"):
+            assert means[name] == pytest.approx(mean[name], rel=1e-12 if precise else 1e-5), (step, name)
+        assert (means["tokens"], means["skipped_steps"]) == (mean["tokens"], 0), step
+    for when in ("first", "last"):
+        by_name = differences(one[when], other[when])
+        worst = {name: each for name, each in by_name.items() if precise or name.startswith("weight ")}
+        assert max(worst.values()) < (1e-10 if precise else 1e-5), (when, max(worst, key=worst.__getitem__))
+    assert other["correct"] == one["correct"]
+    assert one["correct"] > 0 or precision == "deep"  # which has hardly begun
+    assert other["agreed"], "all ranks bring the same together, to the last bit"
+    assert other["returns"], "what a rank has of a whole vector is what it was"
+    for name, weight in other["saved"].items():
+        assert torch.equal(weight, other["last"][f"weight {name}"].float()), name
+    assert other["skips"]
+    if int(pipeline) > 1:
+        assert other["elements"] < one["elements"] * 0.72, "no rank has all layers"
+    elif int(tensor) > 1:
+        assert other["words"] == -(-MODEL.vocab_size // (8 * int(tensor))) * 8, "no rank has all words, or all logits"
+    else:  # values a parameter, as docs/scaling.md has them
+        shards = {"sharded": int(local_size), "sharded_world": 4}.get(reduction)
+        values = 3 if shards is None else 5 / shards
+        assert other["state_bytes"] == pytest.approx((8 if precise else 4) * values * other["elements"], rel=0.05)
+
+
+def test_dropout_is_as_random_as_on_one_rank(found: dict[str, dict[str, Any]]) -> None:
+    """The mean loss of a batch over many draws, and how far draws lie apart; not that of no dropout, nor always the same."""
+    one, other = (torch.tensor(found[shape]["dropped"]) for shape in (ALONE, DROPPING))
+    error = ((one.var() + other.var()) / len(other)).sqrt()
+    assert abs(other.mean() - one.mean()) < 3 * error
+    assert 0.6 < other.std() / one.std() < 1.6
+    assert len(set(other.tolist())) == len(other)
+
+
+@pytest.mark.parametrize("shape", FP8)
+def test_fp8_has_the_scales_of_whole_tensors(found: dict[str, dict[str, Any]], shape: str) -> None:
+    one, other = found[alone(shape)], found[shape]
+    assert torch.equal(other["scales"], one["scales"])
+    assert len(set(one["scales"].tolist())) > 3
+    assert other["agreed"]
+    for name in ("masked_lm_loss", "next_sentence_loss", "gradient_norm"):
+        assert other["means"][0][name] == pytest.approx(one["means"][0][name], rel=2e-2)
+
+
+RUNS: list[tuple[str, dict[str, object]]] = [
+    ("data 2 x tensor 2, reduction: sharded (as set)", {"parallel__tensor": 2, "training__reduction": "sharded"}),
+    (
+        "data 1 x pipeline 2 x tensor 2, reduction: flat (one rank)",
+        {"parallel__tensor": 2, "parallel__pipeline": 2, "training__gradient_accumulation_steps": 2},
+    ),
+]
+
+
+@pytest.mark.parametrize(("line", "shape"), RUNS)
+def test_a_run_that_shares_copies_is_the_run_of_one_rank(
+    small_run: SmallRun, tmp_path: Path, line: str, shape: dict[str, object]
+) -> None:
+    """Steps, evaluations and log; from a checkpoint of either, the other goes on."""
+    common = without_dropout() | {"model__num_hidden_layers": 4}
+    for name, ranks, changes in (("one", 1, {}), ("shared", 4, shape)):
+        folder = tmp_path / name
+        settings = common | changes | checkpoints(folder) | {"save_checkpoint": folder / "saved"}
+        with Ranks(small_run.arguments(folder, **settings), ranks) as started:
+            assert started.ends() == [1] * ranks, started.output
+    assert started.output.count(line) == 1
+    correct, count = same_results(tmp_path / "one", tmp_path / "shared")
+    evaluated = common | shape | {"data__initial_checkpoint": tmp_path / "shared" / "saved"}
+    with Ranks(small_run.arguments(tmp_path, **evaluated), 4, "bert.evaluate") as started:
+        assert started.ends() == [0] * 4, started.output
+    assert f"{correct:,} of {count:,} masked tokens" in started.output
+    for source, ranks, changes in (("one", 4, shape), ("shared", 1, {})):
+        folder = tmp_path / f"from {source}"
+        settings = common | changes | checkpoints(folder) | {"checkpoint__every_steps": 1, "training__max_steps": 5}
+        settings |= {"training__seed": None, "resume": tmp_path / source / "checkpoints" / "step_00000004"}
+        with Ranks(small_run.arguments(folder, **settings), ranks) as started:
+            assert started.ends() == [1] * ranks, started.output
+        same_steps(tmp_path / source, folder, since=5)
+
+
+def checkpoints(folder: Path) -> dict[str, object]:
+    return {"checkpoint__folder": folder / "checkpoints", "checkpoint__every_steps": 4, "checkpoint__keep": 9}
+
+
+def without_dropout() -> dict[str, object]:
+    return {"model__hidden_dropout": 0.0, "model__attention_dropout": 0.0}
+
+
+def same_results(one: Path, other: Path) -> tuple[int, int]:
+    """The steps, evaluations and saved weights of two runs; returns what the last evaluation counted."""
+    same_steps(one, other)
+    expected, found = (
+        [(each["correct"], each["count"]) for each in records(folder, "eval")] for folder in (one, other)
+    )
+    assert found == expected
+    saved = load_file(other / "saved")
+    for name, tensor in load_file(one / "saved").items():
+        torch.testing.assert_close(saved[name], tensor, rtol=2e-5, atol=1e-5)
+    return expected[-1]
+
+
+def same_steps(one: Path, other: Path, since: int = 1) -> None:
+    expected = {record["step"]: record for record in records(one, "step")}
+    found = records(other, "step")
+    assert found[0]["step"] == since
+    for record in found:
+        for name in ("masked_lm_loss", "next_sentence_loss", "gradient_norm", "learning_rate"):
+            assert record[name] == pytest.approx(expected[record["step"]][name], rel=2e-5, abs=2e-6), record["step"]
+
+
+@pytest.mark.measured
+def test_a_stage_that_stands_still_is_named_and_not_those_that_wait(small_run: SmallRun, tmp_path: Path) -> None:
+    endless = {"training__max_samples": 10_000_000, "evaluation__interval_samples": 320}
+    endless |= {"training__gradient_accumulation_steps": 2, "parallel__pipeline": 2, "training__fault_seconds": 4.0}
+    with Ranks(["compute:1", *small_run.arguments(tmp_path, **endless)], 4, faulty) as started:
+        assert started.ends() == [FAULT_STATUS] * 4
+        [message] = started.errors
+    place = r"error: rank 1 on host \S+ \(data 0, pipeline 1, tensor 0\)"
+    waiting = r"standing still for \d+ s in forward_backward of step \d+, and the others wait for it in reduce of"
+    assert re.match(rf"{place}: {waiting}", message), message
+    assert '"status": "aborted"' in result_of(tmp_path).read_text()
+
+
+@pytest.mark.parametrize(
+    ("changes", "setting"),
+    [
+        ({"parallel__tensor": 3}, "parallel.tensor is 3"),
+        ({"parallel__tensor": 2}, "parallel.tensor is 2"),
+        ({"parallel__pipeline": 2}, "training.gradient_accumulation_steps is 1"),
+        ({"parallel__pipeline": 2, "training__gradient_accumulation_steps": 2}, "parallel.pipeline is 2"),
+    ],
+)
+def test_impossible_shapes_are_refused(
+    small_run: SmallRun, tmp_path: Path, changes: dict[str, object], setting: str
+) -> None:
+    with Ranks(small_run.arguments(tmp_path, **changes), 1) as started:
+        assert started.ends() == [2]
+    assert setting in started.output

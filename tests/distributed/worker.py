@@ -1,0 +1,92 @@
+"""Program that runs a named function: ``python -m tests.distributed.worker MODULE:FUNCTION ARGUMENT...``.
+
+``tests.distributed.ranks`` starts it on every rank of a run. What functions need that work on ranks is here, too.
+"""
+
+import gc
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from importlib import import_module
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
+
+from bert.configuration.sections import ModelConfig
+from bert.model import BertForPreTraining, initialize_
+from bert.parallel.mesh import Mesh, join_mesh, leave_mesh
+
+
+def call(name: str, *arguments: Any) -> Any:
+    """Call MODULE:FUNCTION."""
+    module, _, function = name.partition(":")
+    return getattr(import_module(module), function)(*arguments)
+
+
+def joined(out: str, name: str, *arguments: str) -> None:
+    """Join the other ranks, call a function with the mesh, and save what it returns on rank 0."""
+    torch.set_num_threads(1)
+    mesh = join_mesh("cpu")
+    found = call(name, mesh, *arguments)
+    if mesh.is_main:
+        torch.save(found, out)
+    leave_mesh()
+
+
+def regrouped(mesh: Mesh, order: str, local_size: int) -> Mesh:
+    """Regroup ranks as if on hosts of ``local_size``, in block or cyclic order."""
+    count = mesh.world_size // local_size
+    if order == "block":
+        nodes = tuple(tuple(range(node * local_size, (node + 1) * local_size)) for node in range(count))
+    else:
+        nodes = tuple(tuple(range(node, mesh.world_size, count)) for node in range(count))
+    return replace(mesh, nodes=nodes)
+
+
+def end_groups() -> None:
+    """End all groups but the world's: each keeps a thread of gloo's that wakes a hundred times a second.
+
+    The groups of a ``TrainingStep`` end when its reduction is closed, whose hooks keep all of it alive.
+    """
+    if (world := dist.group.WORLD) is None:
+        return
+    dist.barrier()
+    groups = dist.distributed_c10d._world.pg_map
+    for group in groups.keys() - {world}:
+        dist.destroy_process_group(group)
+    gc.collect()
+    backend, store = groups[world]
+    groups[world] = backend, PrefixStore("next", store)  # new groups may have the names of earlier ones
+
+
+def on_all(condition: bool) -> bool:
+    """Tell whether a condition holds on all ranks."""
+    agreed = torch.tensor([int(condition)])
+    if dist.is_initialized():
+        dist.all_reduce(agreed, dist.ReduceOp.MIN)
+    return bool(agreed)
+
+
+def fresh_model() -> BertForPreTraining:
+    model = BertForPreTraining(ModelConfig(2, 64, 4, 128, 128, 64, hidden_dropout=0.0, attention_dropout=0.0))
+    initialize_(model, torch.Generator().manual_seed(1))
+    return model
+
+
+def before_each(owner: type, name: str, act: Callable[[int, Any], object]) -> None:
+    """Call ``act`` with the number of the call and the object before every call of a method."""
+    original, count = getattr(owner, name), 0
+
+    def changed(self: object, *arguments: Any, **options: Any) -> Any:
+        nonlocal count
+        count += 1
+        act(count, self)
+        return original(self, *arguments, **options)
+
+    setattr(owner, name, changed)
+
+
+if __name__ == "__main__":
+    sys.exit(call(*sys.argv[1:]))
