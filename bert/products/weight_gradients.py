@@ -2,7 +2,8 @@
 
 Autograd makes three passes over a weight's gradient in every micro-batch: it writes it in 16 bits, casts it to fp32, and
 adds it to the flat gradient. Here the product's epilogue does all three. The first micro-batch of a step overwrites the
-gradients of the step before, so that they need not be set to zero. If the optimizer writes 16-bit copies of weights, nothing is cast.
+gradients of the step before, so that they need not be set to zero. If the optimizer writes 16-bit copies of weights,
+nothing is cast.
 
 This is for autocast on a GPU; elsewhere the model multiplies as PyTorch does. ``bert.products.fp8`` accumulates its
 gradients here, too.
