@@ -10,12 +10,12 @@ from typing import Any
 
 from kernels.reference import attention_fp8, fp8, lamb, layer_norm_fp8
 from kernels.reference import ops as reference
-from kernels.reference.fp8 import new_scales
-from kernels.reference.lamb import LambHyperparameters, LambSegments, LambState, WeightCast
-from kernels.reference.ops import compute_dtype, cross_entropy_sum, masked_lm_logits
-from kernels.reference.random import Dropout
+from kernels.reference.fp8 import new_scales  # noqa: F401  for users of ``kernels``
+from kernels.reference.lamb import LambHyperparameters, LambSegments, LambState, WeightCast  # noqa: F401  for users of ``kernels``
+from kernels.reference.ops import compute_dtype, cross_entropy_sum, masked_lm_logits  # noqa: F401  for users of ``kernels``
+from kernels.reference.random import Dropout  # noqa: F401  for users of ``kernels``
 from kernels.registry import Functions, Implementation, Op, Parameters, Returned
-from kernels.weight_gradient import accumulate_weight_gradient
+from kernels.weight_gradient import accumulate_weight_gradient  # noqa: F401  for users of ``kernels``
 
 
 def _pytorch() -> Functions:
@@ -165,42 +165,3 @@ def captured(recomputed: Collection[str] = ()) -> Iterator[None]:
         for op in OPS.values():
             stack.enter_context(op.captured(op.name in recomputed))
         yield
-
-
-__all__ = [
-    "OPS",
-    "Dropout",
-    "LambHyperparameters",
-    "LambSegments",
-    "LambState",
-    "WeightCast",
-    "accumulate_weight_gradient",
-    "add_norm_backward_cast_fp8",
-    "add_norm_cast_fp8",
-    "attention_backward_cast_fp8",
-    "attention_cast_fp8",
-    "bias_gelu",
-    "bias_gelu_backward_cast_fp8",
-    "bias_gelu_cast_fp8",
-    "captured",
-    "cast_fp8",
-    "cast_transpose_fp8",
-    "cast_transpose_into_fp8",
-    "cast_transpose_sum_fp8",
-    "choose",
-    "compute_dtype",
-    "cross_entropy_sum",
-    "dense_gelu",
-    "dropout_add_layer_norm",
-    "embedding_layer_norm",
-    "lamb_apply",
-    "lamb_directions",
-    "lamb_step",
-    "masked_lm_logits",
-    "masked_lm_loss",
-    "new_scales",
-    "scaled_matmul",
-    "sum_of_squares",
-    "varlen_attention",
-    "varlen_self_attention",
-]

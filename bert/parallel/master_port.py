@@ -10,15 +10,21 @@ import sys
 from console.program import complain
 
 
-def require_free_port() -> None:
-    """Raise ``ValueError`` where another program listens at MASTER_PORT, or this user may not."""
+def master_port() -> int:
+    """Return MASTER_PORT. Raises ``ValueError`` if it is no port."""
     port = os.environ["MASTER_PORT"]
     if not (port.isdecimal() and port.isascii() and 0 < int(port) < 1 << 16):
         raise ValueError(f"MASTER_PORT is {port!r}, expected a whole number from 1 to 65535")
+    return int(port)
+
+
+def require_free_port() -> None:
+    """Raise ``ValueError`` where another program listens at MASTER_PORT, or this user may not."""
+    port = master_port()
     both = socket.has_dualstack_ipv6()  # as PyTorch's store listens: at all addresses
     family = socket.AF_INET6 if both else socket.AF_INET
     try:
-        socket.create_server(("", int(port)), family=family, dualstack_ipv6=both).close()
+        socket.create_server(("", port), family=family, dualstack_ipv6=both).close()
     except OSError as error:
         reason = os.strerror(error.errno) if error.errno else str(error)  # create_server adds the address to it
         raise ValueError(

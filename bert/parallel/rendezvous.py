@@ -11,7 +11,7 @@ import resource
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -22,7 +22,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed.rendezvous import rendezvous
 
 from bert.parallel.launch import Launch, host_of, lost_launcher
-from bert.parallel.master_port import require_free_port
+from bert.parallel.master_port import master_port, require_free_port
 from bert.parallel.single import all_gather_single
 
 _LONGEST_PAUSE_S = 1.0
@@ -65,8 +65,7 @@ def join_group(launch: Launch, device: torch.device, timeout: timedelta, arrival
     rank, world_size = launch.rank, launch.world_size
     # init_process_group would create a store by itself, but the attempt is agreed on before there is a group.
     with explained_store_errors():
-        # Longer than the arrival, so that the roll call ends first and names the missing ranks.
-        store = _open_store(launch, timeout + arrival)
+        store = _open_store(launch, arrival)
         attempt = agree_on_attempt(store, launch, arrival.total_seconds())
         store = PrefixStore(attempt, store)
         backend = "nccl" if on_gpu else "gloo"
@@ -78,8 +77,20 @@ def _open_store(launch: Launch, timeout: timedelta) -> Store:
     """Open the store where ranks meet: the store of torchrun's agent, otherwise one that rank 0 serves."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return next(rendezvous("env://", launch.rank, launch.world_size, timeout=timeout))[0]
+    address, port = os.environ["MASTER_ADDR"], master_port()
+
+    def answers() -> bool:
+        with suppress(OSError), socket.create_connection((address, port), timeout=5):
+            return True
+        return False
+
+    # PyTorch's client would print stacks while rank 0 is not there.
+    if launch.rank and not _in_time(answers, timeout.total_seconds()):
+        raise ValueError(
+            f"rank 0 does not answer at {address}:{port} within {timeout.total_seconds():.0f} s: see whether it was started "
+            "there, and whether this host can reach it"
+        )
     # PyTorch's rendezvous would wait for all ranks here and would not say which ones are missing.
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     return TCPStore(address, port, None, launch.rank == 0, timeout, wait_for_workers=False, multi_tenant=True)
 
 

@@ -110,14 +110,11 @@ class _Search:
         self._too_many: dict[tuple[Precision, Recompute, ParallelConfig], int] = {}
         """Sequences of the smallest micro-batch that did not fit."""
 
-    def _refuse(self, setting: str, value: object, reason: str) -> None:
-        self.refusals.append(Refusal(setting, value, reason))
-
     def _is_divisible(self, tensor: int) -> bool:
         try:
             replace(self._config, parallel=ParallelConfig(tensor))
         except ValueError as error:
-            self._refuse("tensor", tensor, str(error))
+            self.refusals.append(Refusal("tensor", tensor, str(error)))
             return False
         return True
 
@@ -177,7 +174,7 @@ class _Search:
             # The largest tensor groups make the fewest copies: if they do not divide the batch, nothing does.
             elif pipeline == 1 and tensor == self._tensors[-1]:
                 reason = "is no multiple of" if batch > copies else "is less than"
-                self._refuse("batch", batch, f"{reason} {self._target.world_size:,} ranks")
+                self.refusals.append(Refusal("batch", batch, f"{reason} {self._target.world_size:,} ranks"))
 
     def _with_micro_batches(self, schedule: BatchSchedule, way: Strategy) -> Iterator[Candidate]:
         """Return candidates with the largest micro-batches that fit, and those for which recomputation makes room."""
@@ -188,7 +185,7 @@ class _Search:
         )
         if held > usable:
             gigabytes = f"{held / 1e9:,.1f} of {usable / 1e9:,.1f} GB"
-            self._refuse(*setting, f"weights do not fit in {way.precision}: {gigabytes}")
+            self.refusals.append(Refusal(*setting, f"weights do not fit in {way.precision}: {gigabytes}"))
             return
         most = way.sequences(target.world_size)
         enough = most + 1
@@ -201,7 +198,7 @@ class _Search:
                 enough = found[0].strategy.gradient_accumulation_steps
         is_too_large = any((key[0], key[2]) == (way.precision, way.parallel) for key in self._too_many)
         if enough > most and way.pipeline > 1 and is_too_large:
-            self._refuse(*setting, f"no micro-batch fits in {way.precision}")
+            self.refusals.append(Refusal(*setting, f"no micro-batch fits in {way.precision}"))
 
     def _fitting(self, schedule: BatchSchedule, like: Strategy, enough: int) -> Iterator[Candidate]:
         """Return candidates that fit and have less accumulation than ``enough``, the largest micro-batches first."""
@@ -234,7 +231,7 @@ class _Search:
         try:
             configured(self._config, schedule, strategy)
         except ValueError as error:
-            self._refuse("precision", precision, str(error))
+            self.refusals.append(Refusal("precision", precision, str(error)))
             return None
         try:
             memory = sum(memory_of_rank(work, strategy, target.nodes, target.ranks_per_node, target.on_gpu).values())
@@ -242,14 +239,16 @@ class _Search:
                 if strategy.pipeline == 1 and strategy.reduce_dtype == "fp32":
                     way = f"{precision}, {strategy.reduction}, recompute {strategy.recompute}, tensor {strategy.tensor}"
                     gigabytes = f"{memory / 1e9:,.1f} of {usable / 1e9:,.1f} GB"
-                    self._refuse("micro-batch", sequences, f"does not fit in {way}: {gigabytes}")
+                    self.refusals.append(Refusal("micro-batch", sequences, f"does not fit in {way}: {gigabytes}"))
                 if strategy.reduction == self._reductions[-1]:
                     self._too_many[memory_by] = sequences
                 return None
             step = predict_step(work, strategy, target.rates[precision], steps=1)
         # A probe may lack a collective.
         except ValueError as error:
-            self._refuse("way", f"{precision} with {strategy.reduction} in {strategy.reduce_dtype}", str(error))
+            self.refusals.append(
+                Refusal("way", f"{precision} with {strategy.reduction} in {strategy.reduce_dtype}", str(error))
+            )
             return None
         return Candidate(schedule, strategy, step, self._run(schedule, strategy, step), memory)
 

@@ -191,8 +191,7 @@ def _ranks(measured: Measured, nodes: Sequence[Sequence[int]]) -> tuple[Rank, ..
             Rate(cell.quantity, cell.dtype, cell.size, float(np.median(times_T)))
             for cell, times_T in zip(measured.cells, measured.rates_RTC[rank].T, strict=True)
         ]
-        place = nodes[host].index(rank)
-        ranks.append(Rank(host, place, facts.device, facts.device_memory, facts.card, tuple(rates)))
+        ranks.append(Rank(host, nodes[host].index(rank), facts.device, facts.device_memory, facts.card, tuple(rates)))
     return tuple(ranks)
 
 

@@ -78,7 +78,7 @@ def test_a_program_without_its_extra_names_it(installed: Path, tmp_path: Path, m
         assert done.stderr.startswith("error: ")
 
 
-@pytest.mark.parametrize("command", ["plan h100_1x8", "scale h100_1x8", "probe --out view.json", "tune tiny_cpu"])
+@pytest.mark.parametrize("command", ["plan h100_1x8", "scale h100_1x8", "probe --out view.json"])
 def test_a_command_without_its_extra_names_it(installed: Path, tmp_path: Path, command: str) -> None:
     done = run(installed, tmp_path, "cluster", *command.split())
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)

@@ -33,25 +33,12 @@ def paths(rng: np.random.Generator, ranks: list[int], seconds_per_byte: float) -
 def cluster(hosts: int = 4, size: int = 2, seed: int = 0) -> Measured:
     """An even cluster of CPUs with a network card a host."""
     rng = np.random.default_rng(seed)
-    cells = [
-        Cell("product", "fp32", 512, lambda: None),
-        Cell("copy", "fp32", 1 << 25, lambda: None),
-    ]
+    cells = [Cell("product", "fp32", 512, lambda: None), Cell("copy", "fp32", 1 << 25, lambda: None)]
     rates = np.array([5e-3, 4e-3]) * np.exp(rng.normal(0, 0.04, (hosts * size, TURNS, 2)))
     host_of = [rank // size for rank in range(hosts * size)]
-    inside = (
-        [paths(rng, list(range(host * size, (host + 1) * size)), 1e-10) for host in range(hosts)] if size > 1 else []
-    )
-    in_hosts = (
-        Paths(
-            np.concatenate([each.source_E for each in inside]),
-            np.concatenate([each.target_E for each in inside]),
-            np.concatenate([each.latency_TE for each in inside], axis=1),
-            np.concatenate([each.seconds_per_byte_TE for each in inside], axis=1),
-        )
-        if inside
-        else None
-    )
+    inside = [paths(rng, list(range(host * size, (host + 1) * size)), 1e-10) for host in range(hosts) if size > 1]
+    fields = [(each.source_E, each.target_E, each.latency_TE, each.seconds_per_byte_TE) for each in inside]
+    in_hosts = Paths(*(np.concatenate(field, axis=-1) for field in zip(*fields, strict=True))) if inside else None
     between = paths(rng, [host * size for host in range(hosts)], 1e-9) if hosts > 1 else None
     return Measured([facts(host) for host in host_of], host_of, cells, rates, in_hosts, between)
 
