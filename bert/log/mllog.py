@@ -40,8 +40,6 @@ from console.text import visible
 __all__ = ["QUALITY_TARGET", "MLLog", "ResultExists", "RuleViolation", "evaluation_interval", "evaluation_samples"]
 
 TOKEN = ":::MLLOG"
-_CALLER = 3
-"""Stack offset, as MLLogger counts it, to the caller of ``MLLog.start``, ``end`` or ``event``."""
 REPOSITORY_ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -252,7 +250,7 @@ class MLLog:
             time_ms = max(self._clock_ms(), self._run.last_ms)
             record = Record(self._file.next_line, time_ms, event_type, key, value, metadata)
             self._check(record)
-            write(self._logger, key, value, metadata=metadata, time_ms=time_ms, stack_offset=_CALLER)
+            write(self._logger, key, value, metadata=metadata, time_ms=time_ms, stack_offset=_frames_to_caller())
             self._run.add(record)
             if key == "weights_initialization":
                 # The state of the log does not keep every record of a key that is logged often.
@@ -340,3 +338,11 @@ def _steady_clock() -> Callable[[], int]:
     """Return a clock that starts at the wall clock and continues monotonically, whatever corrects the wall clock."""
     offset_ns = time.time_ns() - time.monotonic_ns()
     return lambda: (time.monotonic_ns() + offset_ns) // 1_000_000
+
+
+def _frames_to_caller() -> int:
+    """Return the stack offset, as MLLogger counts it, to the first frame outside this file: the place that logs."""
+    offset, frame = 0, sys._getframe(1)
+    while frame.f_code.co_filename == __file__ and frame.f_back is not None:
+        offset, frame = offset + 1, frame.f_back
+    return offset + 1

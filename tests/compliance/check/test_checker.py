@@ -177,7 +177,7 @@ def test_command_line(tmp_path: Path, closed_log: str) -> None:
     (entry,) = json.loads(said)
     (finding,) = entry.pop("findings")
     assert entry == {"file": str(bad), "ruleset": "3.0.0", "official": "pass", "ours": "fail"}
-    assert finding.pop("source").startswith("bert/log/mllog.py:")
+    assert finding.pop("source").startswith("tests/compliance/run_logs.py:")
     assert finding == {
         "line": 8,
         "key": "seed",
