@@ -48,8 +48,9 @@ def convert(
         f"{model.num_hidden_layers} layers, hidden size {model.hidden_size:,}, intermediate size "
         f"{model.intermediate_size:,}, {model.num_attention_heads} heads, {model.max_position_embeddings} positions"
     )
-    benchmarks = f"the benchmark's has {type(model).vocab_size:,}"
-    say(f"{model.vocab_size:,} vocabulary rows ({benchmarks}): set model.vocab_size and data.vocab accordingly")
+    usual = type(model).vocab_size
+    other = f", not the benchmark's {usual:,}: set model.vocab_size, and data.vocab to a vocabulary of that size"
+    say(f"{model.vocab_size:,} vocabulary rows{other if model.vocab_size != usual else ''}")
     say(found.digest)
     metadata = {"source": found.kind, "source_digest": found.digest}
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -119,7 +119,7 @@ def _open_tensorflow(prefix: Path, heads: int | None) -> CheckpointSource:
     _require_whole(str(bundle.index), missing)
     which = "the benchmark's phase-1 checkpoint" if bundle.is_published else "not the benchmark's published file"
     return CheckpointSource(
-        kind=f"TensorFlow checkpoint (TF1), by size and MD5 of the index {which}",
+        kind=f"TensorFlow checkpoint (TF1), {which} by size and MD5 of its index",
         weights=weights,
         model=_model_of(weights, layers, heads, str(bundle.index)),
         make_digest=lambda: f"sha256 of the index, which holds every tensor's checksum: {bundle.index_sha256}",

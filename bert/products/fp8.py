@@ -61,10 +61,7 @@ class Site:
 
 
 class Fp8Dense:
-    """A dense layer's weight in FP8, both ways round, and its three sites.
-
-    The buffers keep their addresses, which captured graphs read.
-    """
+    """A dense layer's weight in FP8, in both layouts, and its three sites. The buffers keep their addresses."""
 
     def __init__(self, dense: Dense, inputs: Site, weight: Site, gradient: Site, sums: WeightGradients) -> None:
         self.dense = dense
@@ -73,36 +70,36 @@ class Fp8Dense:
         self.weight = weight
         self.gradient = gradient
         outputs, width = dense.weight.shape
-        # Both ways round, because FP8 products contract over the last dimension of both operands: K forward, N back.
+        # In both layouts: FP8 products contract over the last dimension of both operands, K forward and N backward.
         self.weight_NK = torch.zeros(outputs, width, dtype=E4M3, device=dense.weight.device)
         self.weight_KN = torch.zeros(width, outputs, dtype=E4M3, device=dense.weight.device)
 
     def refresh_(self) -> None:
-        """Cast the weight as it is now."""
+        """Cast the current weight."""
         weight_NK, site = self.dense.weight.detach(), self.weight
         cast_transpose_into_fp8(weight_NK, site.scale, site.amax, self.weight_NK, self.weight_KN)
 
     def cast_input(self, x_TK: Tensor) -> tuple[Tensor, Tensor]:
         """Quantize an input: [T, K], and transposed [K, T]."""
-        # Outside of autograd: the product that reads the casts has the input's gradient.
+        # Outside of autograd: the product that reads the casts returns the input's gradient.
         return cast_transpose_fp8(x_TK.detach(), self.input.scale, self.input.amax, E4M3)
 
     def product(self, input_TK: Tensor, dtype: torch.dtype, bias_N: Tensor | None = None) -> Tensor:
-        """[T, N] of the quantized input."""
+        """Multiply the quantized input: [T, N]."""
         inverses = self.input.inverse, self.weight.inverse
         # Hopper's tensor cores keep 13 bits of a sum. Emulated on a trained layer, that errs by 0.05 to 0.23 % here, beside
         # 1.2 to 3.4 % of rounding to FP8, and by 0.04 to 0.16 % beside 4.0 to 5.3 % in the input's gradient.
         return scaled_matmul(input_TK, self.weight_NK, *inverses, dtype, bias_N, use_fast_accum=True)
 
     def input_gradient(self, gradient_TN: Tensor, dtype: torch.dtype) -> Tensor:
-        """[T, K] of the quantized gradient."""
+        """Return the input's gradient [T, K], given the quantized output gradient."""
         inverses = self.gradient.inverse, self.weight.inverse
         return scaled_matmul(gradient_TN, self.weight_KN, *inverses, dtype, use_fast_accum=True)
 
     def weight_gradient(self, gradient_NT: Tensor, input_KT: Tensor) -> Tensor | None:
-        """Add fp32 [N, K] of the quantized and transposed gradient and input; what autograd is to be told of it.
+        """Accumulate the weight's gradient, fp32 [N, K], and return it only if autograd must store it.
 
-        A sum over all tokens, whose terms cancel: in the tensor cores alone it would lose a part of what FP8 leaves of it.
+        The sum is over all tokens, whose terms cancel, so tensor cores alone would lose precision.
         """
 
         def add(sum_NK: Tensor | None, overwrite: bool) -> Tensor:
@@ -170,13 +167,13 @@ class Fp8State:
         return self._sites[at] if at < len(self._sites) else None
 
     def update_(self) -> None:
-        """Update scales from what the last step has seen, and FP8 weights to what the optimizer left."""
-        # Scales first, as weights are cast with the new ones.
+        """Update the scales after a step, and cast the weights that the optimizer has updated."""
+        # Scales first: weights are cast with the new scales.
         self.update_scales_()
         self.refresh_weights_()
 
     def casts(self, places: Mapping[nn.Parameter, slice]) -> tuple[WeightCast, ...]:
-        """Return what an optimizer needs that makes the casts itself; ``places`` of parameters in its vector."""
+        """Describe the casts for an optimizer that makes them; ``places`` are the parameters' places in its vector."""
         return tuple(
             WeightCast(places[fp8.dense.weight].start, fp8.weight.scale, fp8.weight.amax, fp8.weight_NK, fp8.weight_KN)
             for fp8 in self.denses
@@ -184,7 +181,7 @@ class Fp8State:
 
     @torch.no_grad()
     def refresh_weights_(self) -> None:
-        """Cast the weights again, with the scales as they are."""
+        """Cast the weights again with the current scales."""
         for dense in self.denses:
             dense.refresh_()
 
@@ -208,15 +205,15 @@ class Fp8State:
 
     @torch.no_grad()
     def set_scales_(self, scale_S: Tensor) -> None:
-        """Take the scales of an earlier run, for weights that are cast next."""
+        """Overwrite the scales with those of an earlier run; the weights must be cast afterwards."""
         self.scale_S.copy_(scale_S)
         torch.reciprocal(self.scale_S, out=self.inverse_S)
         self.amax_S.zero_()
 
     @torch.no_grad()
     def update_scales_(self) -> None:
-        """Update scales from what the last step has seen, which weights are to be cast with next."""
-        # First, as parts of one tensor on several ranks must have one scale.
+        """Update scales from the largest magnitudes of the last step; the weights must be cast afterwards."""
+        # First: parts of one tensor on several ranks must have one scale.
         self._agree_(self.amax_S)
         self.scale_S.copy_(new_scales(self.amax_S, self.scale_S, self._largest_S))
         torch.reciprocal(self.scale_S, out=self.inverse_S)
@@ -256,7 +253,7 @@ class Fp8Products(MatrixProducts):
 def _product(x_TK: Tensor, fp8: Fp8Dense, bias_N: Tensor | None) -> Tensor:
     if torch.is_grad_enabled():
         return product_of_casts(x_TK, *fp8.cast_input(x_TK), fp8, bias_N)
-    # No transpose, which the backward pass alone reads; magnitudes go nowhere, as in all of an evaluation.
+    # Without the transpose, which only the backward pass reads. An evaluation records no magnitudes.
     quantized_TK = cast_fp8(x_TK, fp8.input.scale, torch.zeros_like(fp8.input.amax), E4M3)
     return fp8.product(quantized_TK, compute_dtype(x_TK), bias_N)
 
@@ -288,7 +285,7 @@ class _Fp8Product(torch.autograd.Function):
         fp8: Fp8Dense,
         dtype: torch.dtype,
     ) -> Tensor:
-        # Autograd wants the gradient in the type of the input, whatever products are computed in.
+        # Autograd needs the gradient in the type of the input.
         ctx.fp8, ctx.dtype, ctx.biased = fp8, x_TK.dtype, bias_N is not None
         ctx.save_for_backward(input_KT, fp8.weight_KN)
         return fp8.product(quantized_TK, dtype, bias_N)
@@ -300,7 +297,7 @@ class _Fp8Product(torch.autograd.Function):
         input_KT, *_ = ctx.saved_tensors
         site = fp8.gradient
         bias_gradient_N = None
-        # One pass makes casts and the gradient of the bias, of numbers that are not rounded yet.
+        # One pass makes the casts, and the gradient of the bias from numbers that are not rounded yet.
         if ctx.biased:
             gradient_TN, gradient_NT, bias_gradient_N = cast_transpose_sum_fp8(
                 output_gradient_TN, site.scale, site.amax, E5M2
@@ -367,11 +364,11 @@ class _FeedForward(torch.autograd.Function):
         passes: FeedForward,
         dtype: torch.dtype,
     ) -> Tensor:
-        # Quantized in here, unlike in ``product_of_casts``: nobody else reads these casts.
+        # Quantized here, unlike in ``product_of_casts``: nothing else reads these casts.
         quantized_TD, input_DT = passes.wide.cast_input(x_TD)
         output_TD, product_TF, wide_FT = passes.forward(quantized_TD, bias_F, dtype)
         ctx.passes, ctx.dtype = passes, x_TD.dtype
-        # The last for autograd alone, as in ``_Fp8Product``.
+        # The last tensor is for autograd alone, as in ``_Fp8Product``.
         ctx.save_for_backward(input_DT, product_TF, bias_F, wide_FT, passes.wide.weight_KN)
         return output_TD
 
