@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from bert.configuration.config import Config
-from bert.configuration.sections import ModelConfig, Precision
+from bert.configuration.sections import ModelConfig, Precision, TrainingConfig
 from bert.layers import EncoderLayer, MatrixProducts, Placement
 from bert.model import BertForPreTraining, MakeLayer
 from bert.parallel.mesh import Mesh
@@ -52,6 +52,11 @@ def accumulates_products(device: torch.device, precision: Precision) -> bool:
     return device.type == "cuda" and precision != "fp32"
 
 
+def shards_gradients(training: TrainingConfig, mesh: Mesh) -> bool:
+    """Tell whether a rank keeps only a shard of the gradients, which takes several copies of the model."""
+    return training.shard_gradients and mesh.data_size > 1
+
+
 def build_model(whole: BertForPreTraining, config: Config, mesh: Mesh, waiting: Waiting = nullcontext) -> RankModel:
     """Build what this rank trains of ``whole``, whose weights are copied. Every rank must call it at the same time.
 
@@ -62,7 +67,8 @@ def build_model(whole: BertForPreTraining, config: Config, mesh: Mesh, waiting: 
     gradients, copies = WeightGradients(), {}
     accumulates = accumulates_products(mesh.device, training.precision)
     products = AccumulatingProducts(gradients, copies) if accumulates else MatrixProducts()
-    adds_to_table = accumulates and tensor is None and mesh.pipeline_rank == 0  # the first stage has the table
+    # The first stage has the table. With sharded gradients, there is no gradient of the table to add to.
+    adds_to_table = accumulates and tensor is None and mesh.pipeline_rank == 0 and not shards_gradients(training, mesh)
     placement = AccumulatingTable(gradients, copies) if adds_to_table else None
     fp8 = _fp8_state(config, mesh, tensor, gradients) if training.precision == "fp8" else None
     make_layer = _layer_maker(config, products, fp8, tensor)

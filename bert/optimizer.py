@@ -28,6 +28,7 @@ class FlatParameters:
 
     weights_P: Tensor
     gradients_P: Tensor
+    """Empty, like ``gradients_N``, if ranks keep only a shard of the gradients."""
     segments: LambSegments
     """The padding after a parameter belongs to its last segment."""
     weights_N: Tensor
@@ -45,25 +46,27 @@ class FlatParameters:
         model: BertForPreTraining,
         shards: int = 1,
         overwritten: Collection[nn.Parameter] = (),
+        gradients: bool = True,
     ) -> "FlatParameters":
         """Move the model's parameters into flat buffers on their device; their values stay.
 
         The buffers end with zeros up to a multiple of ``shards``, so that ranks can divide them equally. The gradients of
-        ``overwritten`` need not be set to zero.
+        ``overwritten`` need not be set to zero. Without ``gradients``, autograd allocates them one by one.
         """
         segments = lamb_segments(model, overwritten)
         size = sum(segments.sizes)
         # Zeros, since the padding counts in the norms of its segment and of the gradient.
         weights_N = next(model.parameters()).new_zeros(padded(size, shards))
-        gradients_N = torch.zeros_like(weights_N)
+        gradients_N = torch.zeros_like(weights_N) if gradients else weights_N.new_zeros(0)
         places, start = {}, 0
         for parameter in model.parameters():
             places[parameter] = place = slice(start, start + parameter.numel())
             weights_N[place] = parameter.flatten()
             # Only the memory moves: modules and hooks refer to the parameter object.
             parameter.data = weights_N[place].view_as(parameter)
-            # Autograd adds in place to an existing gradient: none ever leaves the vector.
-            parameter.grad = gradients_N[place].view_as(parameter)
+            if gradients:
+                # Autograd adds in place to an existing gradient: none ever leaves the vector.
+                parameter.grad = gradients_N[place].view_as(parameter)
             start += padded(parameter.numel())
         names = tuple(name for name, _ in model.named_parameters())
         return cls(weights_N[:size], gradients_N[:size], segments, weights_N, gradients_N, places, names)

@@ -11,7 +11,7 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
-from bert.build import build_model
+from bert.build import build_model, shards_gradients
 from bert.configuration.config import Config
 from bert.configuration.sections import SHARDED
 from bert.cuda_graphs import CudaCapturer, Graph
@@ -21,6 +21,7 @@ from bert.optimizer import FlatParameters, Lamb
 from bert.parallel.mesh import Mesh
 from bert.parallel.reduction.choice import choose
 from bert.parallel.reduction.gradients import Communicators, Reduction
+from bert.parallel.reduction.sharded_gradients import ShardedReduction
 from bert.parallel.reduction.sharded_lamb import ShardedLamb, WeightGather
 from bert.parallel.whole_vectors import WholeVectors
 from bert.products.weight_gradients import product_weights
@@ -56,14 +57,16 @@ class TrainingStep:
         self._weight_gradients, self._pipeline = built.weight_gradients, built.pipeline
         # The reduction: groups of ranks, flat vectors, then the strategy, which may be measured on these vectors.
         communicators = Communicators.create(mesh, in_network=training.sharp)
+        is_sharded = shards_gradients(training, mesh)
         # Pipeline stages have several micro-batches under way at once.
-        overwrites = built.accumulates and self._pipeline is None
+        overwrites = built.accumulates and self._pipeline is None and not is_sharded
         overwritten = product_weights(self.model, built.adds_to_table) if overwrites else ()
-        self.flat = FlatParameters.of(self.model, communicators.world_size, overwritten)
+        self.flat = FlatParameters.of(self.model, communicators.world_size, overwritten, gradients=not is_sharded)
         self.whole = WholeVectors(self.model, self.flat, built.tensor, self._pipeline)
         self.choice = choose(training, self.flat, communicators)
         strategy = self.choice.strategy
-        self._reduction = Reduction(self.flat, communicators, strategy, training.reduce_dtype, training.bucket_bytes)
+        settings = self.flat, communicators, strategy, training.reduce_dtype, training.bucket_bytes
+        self._reduction = ShardedReduction(*settings, stopwatch.waiting) if is_sharded else Reduction(*settings)
         self._gather = WeightGather(self.model, self.flat, self._reduction) if strategy in SHARDED else None
         # A rank that has parts of tensors needs sums over ranks for their norms, which ``ShardedLamb`` makes.
         if self._gather is None and built.tensor is None and self._pipeline is None:

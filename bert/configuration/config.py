@@ -127,6 +127,11 @@ class Config:
             f"training.gradient_accumulation_steps {steps} to a multiple of {ranks}",
         )
         refuse(
+            self.training.shard_gradients,
+            f"{pipeline}, but training.shard_gradients is on, which stages do not support: turn it off, or set "
+            "parallel.pipeline to 1",
+        )
+        refuse(
             self.training.precision == "fp8",
             f"{pipeline}, but training.precision is fp8, which stages do not support: set it to bf16, or "
             "parallel.pipeline to 1",

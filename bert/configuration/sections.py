@@ -136,6 +136,9 @@ class TrainingConfig:
     """How ranks sum gradients. flat: over all at once. hierarchical: inside each host, between hosts, inside again.
     sharded: hierarchical, with the optimizer divided among the ranks of a host. sharded_world: divided among all ranks.
     auto: the faster of the first two."""
+    shard_gradients: bool = False
+    """With sharded and sharded_world: a rank also keeps only its shard of the gradients (ZeRO-2), which saves 4 bytes a
+    parameter. With gradient accumulation, every micro-batch sends its gradients. Not with parallel.pipeline."""
     sharp: bool = False
     """Let InfiniBand switches add the gradients that hosts exchange (SHARP, by NCCL's CollNet). Needs GPUs on several hosts,
     fp32 gradients, and the reduction hierarchical, sharded or auto. NCCL sends as usual if the switches cannot."""
@@ -176,6 +179,11 @@ class TrainingConfig:
         refuse(
             self.seed is not None and not 0 <= self.seed < 2**31,
             f"training.seed is {self.seed}: expected 0 to 2147483647",
+        )
+        refuse(
+            self.shard_gradients and self.reduction not in SHARDED,
+            f"training.shard_gradients is on, but training.reduction is {self.reduction}, after which every rank needs all "
+            "gradients: set training.reduction to sharded or sharded_world, or leave shard_gradients out",
         )
         for name, value, refused in (
             ("device", self.device, ("cpu",)),

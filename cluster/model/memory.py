@@ -95,7 +95,8 @@ def held_by_rank(
     cast += share.has_last * (2 * D * D + work.model.vocab_size * D + 2 * D)
     return {
         "weights": 4.0 * (elements + share.copied),
-        "gradients": 4.0 * (elements + share.copied),
+        # Sharded gradients pass through two buffers of a bucket; the sums are among the update's vectors.
+        "gradients": 8.0 * bucket if strategy.shard_gradients and copies > 1 else 4.0 * (elements + share.copied),
         "moments": 8.0 * shard,
         # The sharded LAMB also holds the gradients and weights of its shard without gaps.
         "update": (12.0 if sharded_lamb else 4.0) * shard,

@@ -33,6 +33,8 @@ class Strategy:
     tensor: int = 1
     pipeline: int = 1
     virtual_stages: int = 1
+    shard_gradients: bool = False
+    """Counts in the memory of a rank, and not yet in the time of a step, which sends gradients of every micro-batch."""
 
     @property
     def parallel(self) -> ParallelConfig:
@@ -84,4 +86,5 @@ def strategy_of(config: Config) -> Strategy:
         config.parallel.tensor,
         config.parallel.pipeline,
         config.parallel.virtual_stages,
+        training.shard_gradients,
     )

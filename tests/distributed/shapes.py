@@ -1,8 +1,8 @@
 """The training step in a shape: how ranks share copies of the model and sum gradients.
 
-A shape is TENSOR,PIPELINE,VIRTUAL_STAGES,REDUCTION,ORDER,RANKS_OF_A_NODE,ACCUMULATION,STEPS,PRECISION. The precision is
-fp32, fp8, or in fp64 one of fp64, dropout, recomputed, deep, accumulating (products and embeddings add gradients of weights
-by themselves, as on a GPU).
+A shape is TENSOR,PIPELINE,VIRTUAL_STAGES,REDUCTION,ORDER,RANKS_OF_A_NODE,ACCUMULATION,STEPS,PRECISION. A + behind the
+reduction stands for sharded gradients. The precision is fp32, fp8, or in fp64 one of fp64, dropout, recomputed, deep,
+accumulating (products and embeddings add gradients of weights by themselves, as on a GPU).
 """
 
 from dataclasses import replace
@@ -50,7 +50,8 @@ def config(shape: str) -> Config:
         model=MODELS.get(precision, MODEL),
         training=replace(
             recipe.training,
-            reduction=reduction,  # type: ignore[arg-type]
+            reduction=reduction.rstrip("+"),  # type: ignore[arg-type]
+            shard_gradients=reduction.endswith("+"),
             gradient_accumulation_steps=int(accumulation),
             recompute="selective" if precision == "recomputed" else "none",
             precision="fp8" if precision == "fp8" else "fp32",
@@ -124,6 +125,7 @@ def train(joined: Mesh, shape: str) -> dict[str, Any]:
         "scales": scales,
         "words": len(step.model.embeddings.word) if parallel.pipeline == 1 else 0,
         "elements": len(step.flat.weights_P),
+        "gradients": len(step.flat.gradients_N),
         "state_bytes": bytes_held(step),
         "returns": returns(step),
         "saved": {name: part.float().clone() for name, part in step.gather_whole_model().state_dict().items()},
@@ -201,9 +203,12 @@ def skips(step: TrainingStep, mesh: Mesh) -> bool:
     steps = []
     for value in (torch.nan, 1e-3):
         with step._reduction.overlapped():
-            step.flat.gradients_P.fill_(1e-3)
+            for parameter in step.flat.places:
+                if parameter.grad is None:  # each rank keeps only a shard
+                    parameter.grad = torch.empty_like(parameter)
+                parameter.grad.fill_(1e-3)
             if mesh.rank == mesh.world_size - 1:
-                step.flat.gradients_P[-1] = value
+                next(reversed(step.flat.places)).grad.view(-1)[-1] = value  # type: ignore[union-attr]
         step._reduction.finish()
         step.optimizer.step()
         steps.append((int(step.optimizer.steps) - taken, on_all(torch.equal(own(), before))))

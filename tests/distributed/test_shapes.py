@@ -32,6 +32,10 @@ SHAPES = {
         "2,1,1,hierarchical,cyclic,2,1,4,fp64",
         "2,1,1,sharded_world,block,2,2,4,fp64",
         "4,1,1,sharded,cyclic,4,2,4,fp64",
+        "1,1,1,sharded+,block,2,2,4,fp64",
+        "1,1,1,sharded_world+,cyclic,2,1,4,accumulating",
+        "2,1,1,sharded+,block,2,2,4,fp64",
+        "2,1,1,sharded_world+,block,4,2,3,recomputed",
         "1,4,1,flat,block,4,4,3,dropout",
         "2,2,1,flat,cyclic,2,2,3,recomputed",
         "1,2,2,sharded,block,4,4,3,fp64",
@@ -100,12 +104,13 @@ def test_every_shape_trains_as_one_rank(found: dict[str, dict[str, Any]], shape:
     for name, weight in other["saved"].items():
         assert torch.equal(weight, other["last"][f"weight {name}"].float()), name
     assert other["skips"]
+    assert (other["gradients"] == 0) == reduction.endswith("+")
     if int(pipeline) > 1:
         assert other["elements"] < one["elements"] * 0.72, "no rank has all layers"
     elif int(tensor) > 1:
         assert other["words"] == -(-MODEL.vocab_size // (8 * int(tensor))) * 8, "no rank has all words, or all logits"
     else:  # values a parameter, as docs/scaling.md has them
-        shards = {"sharded": int(local_size), "sharded_world": 4}.get(reduction)
+        shards = {"sharded": int(local_size), "sharded_world": 4}.get(reduction.rstrip("+"))
         values = 3 if shards is None else 5 / shards
         assert other["state_bytes"] == pytest.approx((8 if precise else 4) * values * other["elements"], rel=0.05)
 

@@ -176,6 +176,11 @@ class Reduction:
             all_gather_single(flat_N[bucket], self.shard(flat_N, bucket), group=self.shard_group)
 
     @property
+    def own_sums(self) -> Tensor | None:
+        """[W] the sums of this rank's shard without gaps, if it keeps nothing else of the gradients."""
+        return None
+
+    @property
     def shard_group(self) -> dist.ProcessGroup | None:
         """The ranks that each have a shard of the sum of a bucket; None if this one has all of it."""
         groups = self.communicators

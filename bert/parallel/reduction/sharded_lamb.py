@@ -48,9 +48,11 @@ class ShardedLamb:
         self._pipeline = pipeline
         shard = len(flat.weights_N) // (self._group.size() if self._group else 1)
         device = flat.weights_N.device
-        self.momentum_W, self.variance_W, self._gradient_W, self._weight_W, self._update_W = (
-            flat.weights_N.new_zeros(shard) for _ in range(5)
+        self.momentum_W, self.variance_W, self._weight_W, self._update_W = (
+            flat.weights_N.new_zeros(shard) for _ in range(4)
         )
+        self._is_gapless = reduction.own_sums is not None
+        self._gradient_W = flat.weights_N.new_zeros(shard) if reduction.own_sums is None else reduction.own_sums
         self.steps = torch.zeros((), dtype=torch.int64, device=device)
         """int64 [], the steps taken."""
         self.skipped = torch.zeros((), dtype=torch.int64, device=device)
@@ -78,7 +80,8 @@ class ShardedLamb:
         """
         config, flat = self.config, self.flat
         # A rank's shard is scattered over the buckets, but LAMB needs vectors without gaps.
-        self._collect(flat.gradients_N, self._gradient_W)
+        if not self._is_gapless:
+            self._collect(flat.gradients_N, self._gradient_W)
         self._collect(flat.weights_N, self._weight_W)
         gradient_W, weight_W = self._gradient_W, self._weight_W
         # The global norm, for clipping, is over the gradients of all ranks.
@@ -104,14 +107,19 @@ class ShardedLamb:
         # Other ranks' parts stay as of the last step, until weights are gathered.
         self._spread(weight_W, flat.weights_N)
         # Not the own shard alone: elsewhere in a flat gradient the reduction has left anything.
-        flat.gradients_N.zero_()
+        self._gradients.zero_()
         return norm
 
     @torch.no_grad()
     def reset(self) -> None:
         """Reset moments, gradients and counts, as after warm-up."""
-        for tensor in (self.momentum_W, self.variance_W, self.flat.gradients_N, self.steps, self.skipped):
+        for tensor in (self.momentum_W, self.variance_W, self._gradients, self.steps, self.skipped):
             tensor.zero_()
+
+    @property
+    def _gradients(self) -> Tensor:
+        # The tensor to which the next step's gradients are added.
+        return self._gradient_W if self._is_gapless else self.flat.gradients_N
 
     @torch.no_grad()
     def moments(self) -> tuple[Tensor, Tensor]:

@@ -66,6 +66,7 @@ def test_settings_are_changed_by_name() -> None:
             "--training.gradient-accumulation-steps 9",
             "set training.gradient_accumulation_steps 9 to a multiple of 4",
         ),
+        ("dgxa100_8x8 --training.shard-gradients", "training.shard_gradients is on, but training.reduction is"),
         ("dgxa100_8x8 --training.sharp --training.reduction flat", "training.reduction is flat"),
         ("dgxa100_8x8 --training.sharp --training.reduce-dtype bf16", "training.reduce_dtype is bf16"),
         ("dgxa100_1x8 --parallel.tensor 32", "intermediate_size 4096: set it to 16 or 8"),

@@ -1,0 +1,123 @@
+"""Sum of gradients of which each rank keeps only its shard (ZeRO-2): buckets take turns in two buffers.
+
+Autograd gives every parameter a gradient of its own. When all gradients of a bucket are there, they are packed into a
+buffer and freed. The buffer is reduced and scattered beside the rest of the backward pass, and added to this rank's shard.
+So a rank holds its shard, two buffers, and the gradients of incomplete buckets, about those of a layer. In return, every
+micro-batch of a step sends its gradients, where whole gradients are sent once.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
+from torch import Tensor, nn
+
+from bert.configuration.sections import ReduceDtype, ReductionStrategy, TrainingConfig
+from bert.optimizer import FlatParameters
+from bert.parallel.reduction.gradients import Communicators, Reduction
+from bert.parallel.reduction.sums import shard_of
+
+BUFFERS = 2
+"""One buffer is on its way while the next one is filled. Messages follow one another, so a third would only wait."""
+
+
+class ShardedReduction(Reduction):
+    """``Reduction`` with the strategy sharded or sharded_world, for a ``FlatParameters`` without gradients.
+
+    Shape legend: B elements of a bucket, W elements of this rank's shard, which is its part of every bucket.
+
+    The backward pass of each micro-batch runs under ``overlapped``. With sharded, sums of a micro-batch are sums over the
+    node; the rails sum all micro-batches at once, with the last one.
+    """
+
+    def __init__(
+        self,
+        flat: FlatParameters,
+        communicators: Communicators,
+        strategy: ReductionStrategy,
+        reduce_dtype: ReduceDtype = "fp32",
+        bucket_bytes: int = TrainingConfig.bucket_bytes,
+        waiting: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
+        """``waiting`` surrounds the time that the backward pass waits for other ranks."""
+        super().__init__(flat, communicators, strategy, reduce_dtype, bucket_bytes)
+        sizes = [bucket.stop - bucket.start for bucket in self.buckets]
+        shards = 1 if self.shard_group is None else self.shard_group.size()
+        stops = (torch.tensor(sizes).cumsum(0) // shards).tolist()
+        self._shard_W = flat.weights_N.new_zeros(stops[-1])
+        self._own = [slice(stop - size // shards, stop) for stop, size in zip(stops, sizes, strict=True)]
+        """Place of this rank's part of each bucket in its shard."""
+        self._buffers = [flat.weights_N.new_empty(max(sizes)) for _ in range(BUFFERS)]
+        self._until_free: list[Callable[[], None]] = []
+        """Function that waits for each buffer."""
+        self._parts: list[list[tuple[nn.Parameter, int]]] = [
+            [
+                (parameter, place.start - bucket.start)
+                for parameter, place in flat.places.items()
+                if bucket.start < place.stop and place.start < bucket.stop
+            ]
+            for bucket in self.buckets
+        ]
+        """Parameters with a part in each bucket, and their starts, counted from the bucket's start."""
+        self._is_last = False
+        self._wait = waiting
+
+    @property
+    def own_sums(self) -> Tensor:
+        """[W] sums of this rank's shard, bucket after bucket, over all micro-batches since they were set to zero."""
+        return self._shard_W
+
+    @contextmanager
+    def overlapped(self, last: bool = True) -> Iterator[None]:
+        """Sum the gradients of the backward pass in the body. Every rank must do so at the same time."""
+        self._is_last = last
+        # Both are free here: a captured pass must not wait for work from before its capture.
+        self._until_free = [lambda: None] * BUFFERS
+        with super().overlapped():
+            yield
+        # No hook starts a bucket with a parameter that got no gradient.
+        self._start(len(self.buckets))
+        self._started = 0
+        if not last:
+            with self._wait():
+                # The next pass needs both buffers, and a capture must join its forks. ``finish`` does both for the last.
+                self.stream.join()
+
+    def finish(self) -> None:
+        """Wait until this rank's shard has the sums of all micro-batches."""
+        self.stream.join()
+
+    @torch.no_grad()
+    def _start(self, stop: int) -> None:
+        for bucket in range(self._started, stop):
+            buffer = bucket % BUFFERS
+            with self._wait():
+                self._until_free[buffer]()
+            packed_B = self._pack(bucket, self._buffers[buffer])
+            self._until_free[buffer] = self.stream.run(
+                lambda bucket=bucket, packed_B=packed_B, last=self._is_last: self._add(bucket, packed_B, last)
+            )
+        self._started = stop
+
+    def _pack(self, bucket: int, buffer: Tensor) -> Tensor:
+        """Copy a bucket's gradients into a buffer, and free the gradients that are sent completely."""
+        size = self.buckets[bucket].stop - self.buckets[bucket].start
+        packed_B = buffer[:size].zero_()  # padding, and parameters without a gradient, add zeros
+        for parameter, start in self._parts[bucket]:
+            if parameter.grad is None:
+                continue
+            stop = start + parameter.numel()
+            packed_B[max(0, start) : min(size, stop)] = parameter.grad.reshape(-1)[
+                max(0, -start) : min(size, stop) - start
+            ]
+            if start >= 0:  # buckets go from the vector's end to its start
+                parameter.grad = None
+        return packed_B
+
+    @torch.no_grad()
+    def _add(self, bucket: int, packed_B: Tensor, last: bool) -> None:
+        self._sums.reduce_scatter_(packed_B, self.shard_group)
+        own_sums = self._shard_W[self._own[bucket]]
+        own_sums += shard_of(packed_B, self.shard_group)
+        if last and self.strategy == "sharded":
+            self._sums.all_reduce_(own_sums, self.communicators.rail)
