@@ -4,7 +4,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bert.checkpoints.hugging_face import to_hugging_face
 from bert.configuration.sections import ModelConfig
 from bert.model import BertForPreTraining
 from dataloading.shards.samples import Samples
@@ -32,6 +31,8 @@ def new_model(config: ModelConfig, attention: str = "sdpa") -> torch.nn.Module:
 
 def model_with_weights_of(model: BertForPreTraining) -> torch.nn.Module:
     """Build Hugging Face's model with the architecture and the weights of ``model``."""
+    from bert.checkpoints.hugging_face import to_hugging_face  # needs packages that the GPU benchmark does without
+
     theirs = new_model(model.config)
     theirs.load_state_dict(to_hugging_face(model.state_dict()))
     return theirs

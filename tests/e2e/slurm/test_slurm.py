@@ -142,7 +142,6 @@ def test_requeued_job_goes_on_with_the_nodes_that_are_left(
     assert re.search(r"^# lost: host \S+ \(1 rank\)$", text, re.M)
     shares = "1 rank on 1 host, a step of each with at most 2 x 8 sequences; before 2 ranks on 1 host, a step of each"
     assert f"# shares of the global batch: {shares} with at most 1 x 8 sequences\n" in text
-    assert re.search(r"^# probe: 1 host\(s\), 1 rank\(s\), none, measured in \d+ s$", text, re.M)
 
 
 def test_notes_of_an_earlier_job_with_the_same_number_are_left_alone(cluster: Cluster, checkout: Path) -> None:
