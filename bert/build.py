@@ -17,8 +17,8 @@ from bert.parallel.tensor.exchange import Waiting
 from bert.parallel.tensor.shards import TensorParallel, tensor_parallel
 from bert.products.fp8 import Fp8Layer, Fp8State, require_fp8
 from bert.products.fp8_layer import FusedLayer
+from bert.products.recompute import recomputation
 from bert.products.weight_gradients import AccumulatingProducts, AccumulatingTable, WeightGradients
-from bert.recompute import recomputation
 
 
 @dataclass(frozen=True)

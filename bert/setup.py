@@ -8,14 +8,14 @@ from functools import partial
 import torch
 from rich.console import Console
 
-from bert.batches import build_loader, captures, choose_shapes, synthetic_batches
 from bert.checkpoints.during_run import NoCheckpoints, RunCheckpoints
 from bert.checkpoints.initial_model import first_model
 from bert.checkpoints.training_state import Checkpoints, RunState, restore
 from bert.checkpoints.world import World
 from bert.configuration.config import Config
-from bert.cuda_graphs import CudaCapturer, replay_of
 from bert.evaluation.evaluator import Evaluator
+from bert.execution.batches import build_loader, captures, choose_shapes, synthetic_batches
+from bert.execution.cuda_graphs import CudaCapturer, replay_of
 from bert.guards.interruption import Interruption
 from bert.guards.preflight import Inputs
 from bert.log.mllog import MLLog
@@ -31,8 +31,8 @@ from bert.step import TrainingStep
 from bert.timing.stopwatch import DeviceStopwatch, Stopwatch
 from compliance.log.records import MetricsWriter, RunRecord
 from compliance.log.schedule import EvaluationSchedule
-from console.durations import clock
 from console.program import say
+from console.text import clock
 from console.version import commit
 from dataloading.batches.shape_buckets import ShapeBucket
 from dataloading.dataset.folder import Dataset

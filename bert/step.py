@@ -1,7 +1,8 @@
 """Training step: forward, loss, backward, reduction, update.
 
 Nothing here reads the device: the rate and the step count live there, losses and norms are summed there, and the host
-fetches the sums once an interval. So the passes of a micro-batch and the update can be captured (``bert.cuda_graphs``).
+fetches the sums once an interval. So CUDA graphs can capture the passes of a micro-batch and the update
+(``bert.execution.cuda_graphs``).
 """
 
 import time
@@ -14,8 +15,8 @@ from torch import Tensor
 from bert.build import build_model, shards_gradients
 from bert.configuration.config import Config
 from bert.configuration.sections import SHARDED
-from bert.cuda_graphs import CudaCapturer, Graph
-from bert.execution import Captured, Eager, Pipelined, Role
+from bert.execution.cuda_graphs import CudaCapturer, Graph
+from bert.execution.passes import Captured, Eager, Pipelined, Role
 from bert.model import BertForPreTraining, PretrainingOutput
 from bert.optimizer import FlatParameters, Lamb
 from bert.parallel.mesh import Mesh
@@ -24,8 +25,8 @@ from bert.parallel.reduction.gradients import Communicators, Reduction
 from bert.parallel.reduction.sharded_gradients import ShardedReduction
 from bert.parallel.reduction.sharded_lamb import ShardedLamb, WeightGather
 from bert.parallel.whole_vectors import WholeVectors
+from bert.products.recompute import RECOMPUTED_OPS
 from bert.products.weight_gradients import product_weights
-from bert.recompute import RECOMPUTED_OPS
 from bert.reporting.statistics import Statistics
 from bert.timing.stopwatch import Stopwatch, is_capturing
 from dataloading.batches.loader import Batch, inert_batch

@@ -280,7 +280,7 @@ def dump(shards: tyro.conf.Positional[tuple[Path, ...]], out: Path) -> None:
 
 
 def _print_progress(unit: str, progress: JobProgress) -> None:
-    from console.durations import clock
+    from console.text import clock
 
     left = progress.seconds / progress.done * (progress.total - progress.done)
     rest = (", existed" if progress.kept else "") + (f", about {clock(left)} left" if left else "")

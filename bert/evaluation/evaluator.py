@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bert.cuda_graphs import BatchGraphs, CudaCapturer
+from bert.execution.cuda_graphs import BatchGraphs, CudaCapturer
 from bert.model import BertForPreTraining
 from bert.parallel.collectives import all_reduce_sum_
 from bert.parallel.mesh import Mesh

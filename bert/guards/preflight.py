@@ -12,11 +12,11 @@ from pathlib import Path
 
 import torch
 
-from bert.batches import plan_of
 from bert.checkpoints.initial_model import check_initial_weights
 from bert.checkpoints.training_state import BYTES_PER_PARAMETER, checkpoint_folders, find
 from bert.configuration.config import Config
 from bert.configuration.run_plan import RunPlan, read_plan
+from bert.execution.batches import plan_of
 from bert.log.mllog import evaluation_interval, evaluation_samples
 from bert.log.result_files import choose_files
 from bert.model import parameter_shapes

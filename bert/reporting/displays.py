@@ -8,9 +8,8 @@ from rich.console import Console
 from compliance.convergence.forecast import forecast, time_left
 from compliance.log.records import EndRecord, EvaluationRecord, PlanRecord, Record, StepRecord, WarningRecord
 from compliance.log.schedule import EvaluationSchedule
-from console.durations import clock, clock_span
 from console.live import LivePanel, RunView
-from console.text import visible
+from console.text import clock, clock_span, visible
 
 
 @dataclass

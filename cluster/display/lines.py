@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from cluster.view import Rate, View
-from console.durations import duration
-from console.text import counted
+from console.text import counted, duration
 
 _MOST_NAMES = 24
 

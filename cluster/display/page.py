@@ -19,9 +19,9 @@ from cluster.display.lines import (
     switch_source,
 )
 from cluster.view import Link, View
-from console.durations import duration
 from console.files import write_atomically
-from console.page import render_page
+from console.html.page import render_page
+from console.text import duration
 
 MOST_CELLS = 96
 """Rows of a heat map. With more hosts, a cell represents several and shows the slowest of their links."""

@@ -17,9 +17,9 @@ from cluster.published.cost_model import TimedRun
 from cluster.published.machine import Machine, describe_machine
 from cluster.published.prediction import minutes_in_digits
 from cluster.published.results import results
-from console.charts import Axes, Line, line_chart
 from console.files import write_atomically
-from console.page import render_page
+from console.html.charts import Axes, Line, line_chart
+from console.html.page import render_page
 
 LARGEST = 16_384
 

@@ -14,10 +14,9 @@ from compliance.report.published import SOURCE, Published
 from compliance.report.results import ReportedRun, Results, load_results
 from compliance.report.summary import COLUMNS, as_csv, as_json, as_markdown, cells, fraction, heading, rate, statements
 from compliance.report.time_section import PART_CLASSES, Figure, time_section
-from console.charts import Axes, Bar, Guide, Line, level, line_chart, run_chart, short_count
-from console.durations import duration
-from console.page import render_page
-from console.text import counted, visible
+from console.html.charts import Axes, Bar, Guide, Line, level, line_chart, run_chart, short_count
+from console.html.page import render_page
+from console.text import counted, duration, visible
 
 TEMPLATE = Path(__file__).with_name("report.html")
 

@@ -10,10 +10,9 @@ from typing import Any, Literal, NamedTuple
 from compliance.log.rules import SUBMISSION_RUNS
 from compliance.report.published import SOURCE
 from compliance.report.results import MIN_RUNS_FOR_SCORE, ReportedRun, Results, breakdown
-from console.durations import duration
-from console.page import MAX_SENTENCE, MAX_TEXT
+from console.html.page import MAX_SENTENCE, MAX_TEXT
 from console.program import say
-from console.text import counted, json_document, visible
+from console.text import counted, duration, json_document, visible
 
 COLUMNS = ("run", "official", "ours", "time to train", "accuracy", "target", "sequences", "sequences/s")
 

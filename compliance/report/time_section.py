@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from compliance.report.results import STEP_PARTS, ReportedRun, Results, breakdown, steps_taken
-from console.charts import Axes, Line, level, line_chart
+from console.html.charts import Axes, Line, level, line_chart
 from console.text import counted
 
 if TYPE_CHECKING:

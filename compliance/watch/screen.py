@@ -17,9 +17,8 @@ from rich.console import Console
 from compliance.log import rules
 from compliance.watch.running import RunningLog
 from compliance.watch.watched import Watch, choose
-from console.durations import clock
 from console.live import LivePanel, RunView, of_target
-from console.text import visible
+from console.text import clock, visible
 
 POLL_S = 1.0
 INIT_STALE_S = 3600.0

@@ -19,7 +19,7 @@ from compliance.log import rules
 from compliance.log.rules import SUBMISSION_RUNS
 from compliance.watch.follow import Follower
 from compliance.watch.running import RunningLog
-from console.durations import clock_span
+from console.text import clock_span
 
 TAIL_BYTES = 64 * 2**10
 MAX_LOGS = 100

@@ -7,8 +7,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from console.durations import clock
 from console.program import say
+from console.text import clock
 from dataloading.preparation.mlcommons import CHECKPOINT, EVALUATION, TRAIN, Inputs
 
 # Seconds on one core of a virtual server for each byte that goes into a stage. They decide how the percentage rises;

@@ -403,7 +403,7 @@ def test_names_of_pytorchs_gpu_interface_exist() -> None:
     for path in [
         *sorted(REPOSITORY.glob("benchmarks/gpu*/**/*.py")),
         REPOSITORY / "benchmarks/gpu.py",
-        REPOSITORY / "bert/cuda_graphs.py",
+        REPOSITORY / "bert/execution/cuda_graphs.py",
         REPOSITORY / "bert/timing/stopwatch.py",
     ]:
         for node in ast.walk(ast.parse(path.read_text())):

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from bert.cuda_graphs import CudaCapturer
+from bert.execution.cuda_graphs import CudaCapturer
 from bert.parallel.reduction.gradients import CommunicationStream
 from kernels import OPS, Dropout
 from kernels.reference import ops as reference

@@ -11,7 +11,7 @@ from bert.checkpoints.initial_model import draw_model
 from bert.configuration.config import Config
 from bert.configuration.recipes import tiny_cpu
 from bert.configuration.sections import ModelConfig, OptimizerConfig
-from bert.cuda_graphs import CudaCapturer
+from bert.execution.cuda_graphs import CudaCapturer
 from bert.layers import EncoderLayer, Placement
 from bert.model import BertForPreTraining, initialize_
 from bert.parallel.mesh import Mesh

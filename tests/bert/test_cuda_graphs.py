@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from bert.cuda_graphs import BatchGraphs, CudaCapturer
 from bert.evaluation.evaluator import Evaluator
+from bert.execution.cuda_graphs import BatchGraphs, CudaCapturer
 from bert.parallel.mesh import Mesh
 from bert.step import TrainingStep
 from dataloading.batches.loader import Batch, batch_of, inert_batch

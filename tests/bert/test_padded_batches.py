@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from bert.batches import captures, choose_shapes, synthetic_batches
 from bert.configuration.recipes import RECIPES
 from bert.configuration.sections import Precision
+from bert.execution.batches import captures, choose_shapes, synthetic_batches
 from bert.parallel.mesh import Mesh
 from dataloading.batches.loader import Batch, batch_of, inert_batch
 from dataloading.batches.shape_buckets import ShapeBucket

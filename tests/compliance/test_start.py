@@ -39,7 +39,7 @@ def test_the_command_line_is_understood_without_the_commands() -> None:
 def test_the_logs_are_judged_without_charts_doctor_and_packages() -> None:
     held = modules_after(COMMAND, "summary", REPOSITORY / "results" / "cpu_2cores" / "bert")
     assert "compliance.official.package" in held
-    assert not held & {"compliance.report.page", "console.charts", "compliance.doctor.system", "numpy"}
+    assert not held & {"compliance.report.page", "console.html.charts", "compliance.doctor.system", "numpy"}
 
 
 def test_a_description_is_judged_without_the_tool_that_needs_scipy(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from console.charts import (
+from console.html.charts import (
     MAX_POINTS,
     Axes,
     Bar,

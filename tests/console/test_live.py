@@ -1,7 +1,7 @@
 import pytest
 
-from console.durations import clock, clock_span, duration
 from console.live import RunView, sparkline
+from console.text import clock, clock_span, duration
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from bert.checkpoints.initial_model import draw_model
 from bert.configuration.config import Config
 from bert.configuration.recipes import tiny_cpu
 from bert.configuration.sections import ModelConfig, OptimizerConfig, Recompute, ReductionStrategy
-from bert.execution import Eager
+from bert.execution.passes import Eager
 from bert.parallel.mesh import Mesh
 from bert.step import TrainingStep
 from bert.timing.stopwatch import Stopwatch

@@ -15,7 +15,7 @@ from benchmarks.gpu_parts.measuring.report import PartReport
 from bert.checkpoints.initial_model import draw_model
 from bert.configuration.recipes import RECIPES
 from bert.configuration.sections import ModelConfig
-from bert.cuda_graphs import CudaCapturer
+from bert.execution.cuda_graphs import CudaCapturer
 from bert.model import BertForPreTraining
 from bert.parallel.mesh import Mesh
 from cluster.model.histogram import drawn_lengths, length_counts

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 
 from benchmarks.gpu_parts.measuring.report import DeviceLostError, Figure, first_line
-from bert.cuda_graphs import replay_of
+from bert.execution.cuda_graphs import replay_of
 from kernels.tuning.contest import Timer
 
 # Compilation, allocation and choice of an implementation are done by then.

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from bert.checkpoints.hugging_face import to_hugging_face
 from bert.checkpoints.initial_model import load_initial_weights
+from bert.checkpoints.safetensors_header import read_header
 from bert.checkpoints.sources import open_source
 from bert.checkpoints.weights import Weight, save_weights, write_safetensors
 from bert.configuration.sections import ModelConfig
@@ -24,7 +25,6 @@ from bert.model import BertForPreTraining
 from bert.optimizer import FlatParameters
 from bert.predict import fill, predict
 from bert.train import run_command
-from console.safetensors_header import read_header
 from dataloading.batches.loader import batch_of
 from dataloading.batches.synthetic import synthetic_samples
 from dataloading.text.tokenization import Vocabulary

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from bert.batches import plan_of
 from bert.checkpoints.weights import model_metadata, safetensors_header
 from bert.configuration.config import Config
 from bert.configuration.recipes import RECIPES
 from bert.configuration.sections import ModelConfig
+from bert.execution.batches import plan_of
 from bert.guards.preflight import check
 from bert.model import BertForPreTraining
 from bert.train import parse

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from bert.cuda_graphs import CudaCapturer
 from bert.evaluation.evaluator import Evaluator
+from bert.execution.cuda_graphs import CudaCapturer
 from bert.model import BertForPreTraining
 from bert.parallel.mesh import Mesh
 from dataloading.batches.loader import batch_of

@@ -17,8 +17,8 @@ import bert.build
 from bert.configuration.sections import Precision, Recompute
 from bert.layers import Dense, EncoderLayer
 from bert.optimizer import Lamb
+from bert.products.recompute import RECOMPUTED_OPS
 from bert.products.weight_gradients import AccumulatingProducts, WeightGradients, product_weights
-from bert.recompute import RECOMPUTED_OPS
 from bert.step import TrainingStep
 from dataloading.batches.loader import Batch, batch_of
 from kernels import OPS

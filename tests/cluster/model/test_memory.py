@@ -21,7 +21,7 @@ from bert.model import BertForPreTraining, initialize_
 from bert.optimizer import FlatParameters, Lamb
 from bert.parallel.pipeline.stages import PipelineModel
 from bert.parallel.tensor.shards import TensorParallel
-from bert.recompute import recomputation
+from bert.products.recompute import recomputation
 from cluster.model.memory import held_by_rank, kept_by_forward, memory_of_rank
 from cluster.model.shares import hidden_bytes, model_shares, under_way
 from cluster.model.strategy import Strategy

@@ -3,7 +3,7 @@
 from contextlib import ExitStack
 from unittest.mock import patch
 
-import bert.batches
+import bert.execution.batches
 import bert.setup
 from bert.train import main
 from tests.bert.recording import Recording, groups_that_wait_for_graphs, recordable_attention
@@ -19,7 +19,7 @@ def captured(mode: str, *arguments: str) -> int:
         stack.enter_context(recordable_attention())
         stack.enter_context(groups_that_wait_for_graphs())
         patches = [
-            patch.object(bert.batches, "captures", lambda *_: True),
+            patch.object(bert.execution.batches, "captures", lambda *_: True),
             patch.object(bert.setup, "captures", lambda *_: mode != "eager"),
             patch.object(bert.setup, "CudaCapturer", lambda _: Recording()),
         ]

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from bert.cuda_graphs import CudaCapturer
+from bert.execution.cuda_graphs import CudaCapturer
 from bert.optimizer import Lamb
 from bert.parallel.mesh import Mesh, process_group
 from bert.parallel.reduction.gradients import CommunicationStream

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from bert.configuration.config import Config
 from bert.configuration.recipes import tiny_cpu
 from bert.configuration.sections import ModelConfig, OptimizerConfig, ParallelConfig
-from bert.cuda_graphs import CudaCapturer
+from bert.execution.cuda_graphs import CudaCapturer
 from bert.model import BertForPreTraining
 from bert.optimizer import Lamb
 from bert.parallel.mesh import Mesh

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import product
 
-from bert.cuda_graphs import BatchGraphs, CudaCapturer
+from bert.execution.cuda_graphs import BatchGraphs, CudaCapturer
 from bert.timing.stopwatch import Stopwatch
 from dataloading.batches.loader import Batch
 

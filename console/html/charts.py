@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from console.page import TEMPLATES, render_part
+from console.html.page import TEMPLATES, render_part
 
 if TYPE_CHECKING:
     from markupsafe import Markup
