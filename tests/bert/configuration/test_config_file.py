@@ -1,4 +1,4 @@
-"""Settings from a file, and from the head of a result file."""
+"""Settings from a file or from the beginning of a result file."""
 
 from dataclasses import replace
 from pathlib import Path
