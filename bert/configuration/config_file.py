@@ -21,7 +21,6 @@ _FORMER_NAMES = {
     "training.fp32_sums": None,
     "training.in_network": None,
     "training.leave_out_stragglers": None,
-    "training.shard_gradients": None,
 }
 """Settings of earlier versions by their names today; None for settings that were removed."""
 

@@ -1,8 +1,9 @@
-"""Process groups of which there is one rank: its calls are noted, and held against those of the other ranks.
+"""Stand-ins for process groups that record one rank's calls, so that they can be compared with the other ranks' calls.
 
-As NCCL has them in PyTorch: a collective that is waited for at once runs on the current stream. Messages run beside it, one
-by one on a communicator of each pair of ranks, or in a batch on that of the group; each has a stream, which the current one
-comes after where a message is waited for. Communicators are made when they are first used, and hosts wait for one another.
+They follow NCCL in PyTorch: a synchronous collective runs on the current stream. Messages run on their own streams:
+single messages on the communicator of the pair of ranks, batches of messages on the communicator of the group. Waiting
+for a message makes the current stream wait for that stream. A communicator is created at its first use, when the hosts
+of its ranks wait for one another.
 """
 
 from collections.abc import Sequence
@@ -19,34 +20,34 @@ if TYPE_CHECKING:
 
 
 class TimelineError(AssertionError):
-    """Streams that do not wait for one another where one needs what the other makes; or a wait that a capture forbids."""
+    """Missing wait between streams that share data, or a wait that a capture forbids."""
 
 
 @dataclass(frozen=True)
 class Collective:
-    """A call that all members of a group have to make, each as its next one in this group.
+    """A call that all members of a group must make in the same order.
 
-    A message is one of a sender and a receiver.
+    A message is a collective of its sender and receiver.
     """
 
     name: str
     group: tuple[int, ...]
     dtype: torch.dtype
     elements: int
-    """Of the whole: what a rank has after a gather, or before a scatter."""
+    """Size of the whole tensor: a gather's output or a scatter's input."""
     stream: "Stream" = field(compare=False, repr=False)
     moment: int = field(compare=False, repr=False)
-    """Of the stream: messages of a batch share one."""
+    """Position on the stream. All messages of a batch share one."""
     after: "Clock" = field(compare=False, repr=False)
-    """What it comes after."""
+    """Operators that precede this call, by stream."""
 
     def comes_after(self, other: "Collective") -> bool:
-        """Tell whether it cannot begin before another of its rank has ended."""
+        """Tell whether this call must wait for the end of another call of the same rank."""
         return self.after[other.stream] >= other.moment
 
 
 def require_same_order(timelines: Sequence["Timeline"]) -> None:
-    """Raise ``TimelineError`` unless the members of each group call the same collectives of it in the same order."""
+    """Raise ``TimelineError`` unless all members of each group make the same calls in the same order."""
     for group in {each.group for timeline in timelines for each in timeline.collectives}:
         first, *others = ([each for each in timelines[rank].collectives if each.group == group] for rank in group)
         for rank, own in zip(group[1:], others, strict=True):
@@ -56,7 +57,7 @@ def require_same_order(timelines: Sequence["Timeline"]) -> None:
 
 
 def require_an_end(timelines: Sequence["Timeline"]) -> None:
-    """Raise ``TimelineError`` where ranks wait for one another for ever: what is called comes after what was before it."""
+    """Raise ``TimelineError`` if the ranks deadlock, given which calls of a rank wait for its earlier calls."""
     left = [list(timeline.collectives) for timeline in timelines]
     ready = [_ready(own) for own in left]
     while any(left):
@@ -73,14 +74,14 @@ def _ready(calls: list[Collective]) -> list[Collective]:
 
 
 class Group(dist.ProcessGroup):
-    """Stand-in for a process group: notes the calls, and leaves tensors as they are."""
+    """Stand-in for a process group that records the calls and leaves tensors unchanged."""
 
     def __init__(self, timeline: "Timeline", ranks: tuple[int, ...]) -> None:
         super().__init__(ranks.index(timeline.rank), len(ranks))  # pyright: ignore[reportCallIssue]
         self._timeline = timeline
         self.ranks = ranks
         self._communicators: dict[int | None, Stream] = {}
-        """Stream of the one with each other rank, and of the group's own."""
+        """Communication stream for each other rank, and under None that of the whole group."""
 
     def allreduce(self, tensors: list[Tensor], *_: Any) -> "Group":
         return self._note("all_reduce", *tensors)
@@ -106,7 +107,7 @@ class Group(dist.ProcessGroup):
         return self._exchange("message", self._communicator(sender), [(ends, tensor) for tensor in tensors])
 
     def exchange(self, operations: Sequence[dist.P2POp]) -> "Messages":
-        """Begin these together."""
+        """Start a batch of sends and receives."""
         messages = []
         for each in operations:
             own, other = self._timeline.rank, self.ranks[each.group_peer]
@@ -114,7 +115,7 @@ class Group(dist.ProcessGroup):
         return self._exchange("message of a batch", self._communicator(), messages)
 
     def wait(self, *_: Any) -> None:
-        """Return as a finished ``Work`` does, which every collective returns."""
+        """Do nothing, like waiting for a finished ``Work``. Every collective returns its group in place of a ``Work``."""
 
     def _note(self, name: str, whole: Tensor, *others: Tensor) -> "Group":
         self._communicator()
@@ -141,7 +142,7 @@ class Messages:
         self._timeline, self._over = timeline, over
 
     def wait(self) -> None:
-        """Let the current stream come after them; the host does not wait."""
+        """Make the current stream wait for the messages. The host does not wait."""
         self._timeline.current.wait_event(self._over)
 
 

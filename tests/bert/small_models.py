@@ -1,4 +1,4 @@
-"""Small models and steps, and how results of two are compared."""
+"""Small models and training steps, and a comparison of their results."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -25,11 +25,11 @@ CPU = Mesh(0, 1, 0, torch.device("cpu"))
 PLAIN = torch.autocast("cpu", enabled=False)
 SMALL = ModelConfig(3, 24, 3, 40, 97, 32, hidden_dropout=0.0, attention_dropout=0.0)
 OF_SMALL_RUN = ModelConfig(2, 32, 2, 64, VOCAB_SIZE, MAX_SEQ_LENGTH)
-"""That fits the data of ``SmallRun``."""
+"""Model that fits the data of ``SmallRun``."""
 
 
 def random_model(config: ModelConfig = SMALL) -> BertForPreTraining:
-    """Draw a model in fp64 with weights large enough, biases and gains included, for every path to leave a trace."""
+    """Draw an fp64 model whose weights, biases and gains are large enough for every path to affect the result."""
     model = BertForPreTraining(config)
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
@@ -40,14 +40,14 @@ def random_model(config: ModelConfig = SMALL) -> BertForPreTraining:
 
 
 def drawn_model(config: ModelConfig, seed: int) -> BertForPreTraining:
-    """Draw a model as training does."""
+    """Initialize a model as training does."""
     model = BertForPreTraining(config)
     initialize_(model, torch.Generator().manual_seed(seed))
     return model.train()
 
 
 def fp8_model(config: ModelConfig, make: Callable[..., Fp8Layer] = Fp8Layer) -> tuple[BertForPreTraining, Fp8State]:
-    """Draw a model as training does, with all layers but the last in FP8."""
+    """Initialize a model as training does, with all layers but the last in FP8."""
     state = Fp8State(config.num_hidden_layers - 1, torch.device("cpu"))
 
     def make_layer(config: ModelConfig, index: int, placement: Placement) -> EncoderLayer:
@@ -82,9 +82,10 @@ def gradients(model: torch.nn.Module) -> dict[str, Tensor]:
 
 
 def assert_near(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], tolerance: float = 1e-12) -> None:
-    """Compare the largest error with the largest entry of each.
+    """Compare the largest error of each tensor with its largest entry.
 
-    A tensor that is 0 in exact arithmetic, as a key bias's gradient is, has rounding and nothing else, hence the floor.
+    The floor is for tensors that are 0 in exact arithmetic, such as a key bias's gradient: they hold only rounding
+    errors.
     """
     assert found.keys() == expected.keys()
     for name, tensor in found.items():

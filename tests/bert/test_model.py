@@ -27,7 +27,7 @@ DTYPES = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 
 
 def samples() -> Samples:
-    """Without id 0, the pad token: it stands in no real sample, and Hugging Face cuts its embedding's gradient."""
+    """Return samples without id 0. It is the padding token, and Hugging Face gives its embedding no gradient."""
     block = synthetic_samples(LENGTHS, SMALL.vocab_size, seed=3, masked_lm_prob=0.2)
     return replace(block, input_ids=np.maximum(block.input_ids, 1))
 
@@ -46,7 +46,7 @@ def hugging_face_model(dtype: torch.dtype) -> Any:
 
 
 def renamed(theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Weights, or their gradients, by this program's names."""
+    """Return weights or gradients under this program's names."""
     names = hugging_face_names(SMALL.num_hidden_layers)
     return {own: torch.cat([theirs[part] for part in parts]) for own, parts in names.items()}
 
@@ -58,14 +58,16 @@ def imported(theirs: Any, dtype: torch.dtype) -> BertForPreTraining:
 
 
 def coordinates(block: Samples) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Sample and position inside it of every token [T], and the sample of every masked token [M]."""
+    """Return each token's sample and position in it [T], and each masked token's sample [M]."""
     rows = np.repeat(np.arange(len(block)), block.lengths)
     columns = np.arange(len(rows)) - block.sequence_offsets[rows]
     return rows, columns, np.repeat(np.arange(len(block)), block.masked_counts)
 
 
 def padded_form(block: Samples) -> dict[str, Tensor]:
-    """[B, L] with a key mask; pads carry a token that would show if it were seen."""
+    """Return tokens as [B, L] with a key mask. The padding token is a real token, so that reading it would change
+    results.
+    """
     rows, columns, masked_rows = coordinates(block)
     shape = (len(block), SMALL.max_position_embeddings)
     ids, segments, mask = np.full(shape, 5), np.zeros(shape, np.int64), np.zeros(shape, np.int64)
@@ -77,7 +79,7 @@ def padded_form(block: Samples) -> dict[str, Tensor]:
 
 
 def hugging_face_padded(theirs: Any, block: Samples) -> tuple[Tensor, Tensor, Tensor]:
-    """Loss, masked-LM logits [M, V] and next-sentence logits [S, 2]."""
+    """Return the loss, the masked-LM logits [M, V] and the next-sentence logits [S, 2]."""
     labels = torch.from_numpy(block.next_sentence_labels.astype(np.int64))
     output = theirs(**padded_form(block), next_sentence_label=labels)
     _, _, masked_rows = coordinates(block)
@@ -87,7 +89,7 @@ def hugging_face_padded(theirs: Any, block: Samples) -> tuple[Tensor, Tensor, Te
 
 @DTYPES
 def test_agrees_with_hugging_face(dtype: torch.dtype):
-    """Loss, logits and every gradient."""
+    """Compare the loss, the logits and every gradient."""
     theirs, block, tolerance = hugging_face_model(dtype), samples(), TOLERANCE[dtype]
     loss, logits, next_sentence = hugging_face_padded(theirs, block)
     ours, batch = imported(theirs, dtype), batch_of(block)
@@ -115,7 +117,7 @@ def test_hugging_face_round_trip():
 
 @pytest.mark.parametrize("layers", [1, 3])
 def test_last_layer_subset_is_exact(layers: int):
-    """``head_inputs`` is ``encode`` at the rows that the heads read, and so are its gradients."""
+    """``head_inputs`` returns the rows of ``encode`` that the heads read, and their gradients match too."""
     model, batch = random_model(replace(SMALL, num_hidden_layers=layers)), batch_of(samples())
     rows = torch.cat([batch.cu_seqlens[:-1].long(), batch.masked_lm_positions])
     shape = len(rows), SMALL.hidden_size
@@ -129,7 +131,7 @@ def test_last_layer_subset_is_exact(layers: int):
 
 
 def test_grouping_into_batches_does_not_matter():
-    """One batch, single sequences, and another order give the same sums of losses, counts and gradients."""
+    """One batch, single sequences and another order give the same summed losses, counts and gradients."""
     block, results = samples(), []
     for groups in ([list(range(6))], [[i] for i in range(6)], [[4, 0, 5], [2, 1, 3]]):
         model = random_model().eval()

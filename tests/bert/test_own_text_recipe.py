@@ -1,4 +1,4 @@
-"""The recipe for one's own text: what follows from the data, and that what is given counts more."""
+"""The recipe for the user's own text derives settings from the data, and explicit settings override them."""
 
 from pathlib import Path
 
@@ -53,7 +53,7 @@ def test_what_is_given_counts_more_and_the_rest_follows_from_it(own: Path) -> No
     config = parse(arguments(own, "--training.max-samples=960", "--model.hidden-size=64"))
     assert config.model.hidden_size == 64
     assert config.optimizer.base_learning_rate == 0.01
-    assert schedule(config) == (960, 64, 30, 3)  # of 30 steps, 15 intervals end at the last one
+    assert schedule(config) == (960, 64, 30, 3)  # 30 steps in at most 15 intervals that end at the last step
     config = parse(arguments(own, "--training.max-samples=960", "--evaluation.interval-samples=320"))
     assert schedule(config) == (960, 320, 30, 3)
     config = parse(arguments(own, "--training.max-steps=17", "--optimizer.num-warmup-steps=2"))
@@ -90,7 +90,7 @@ def test_a_closed_run_ends_at_its_target() -> None:
 
 @pytest.mark.slow
 def test_a_run_trains_to_the_end_and_has_succeeded(own: Path, tmp_path: Path) -> None:
-    """Although it reaches its target before."""
+    """The run continues although it reaches its target early."""
     settings = [
         "--training.max-samples=160",
         "--evaluation.target=0.001",

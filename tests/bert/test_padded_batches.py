@@ -1,4 +1,4 @@
-"""Slots past the real count are inert: a padded batch has the losses and gradients of the batch that it holds."""
+"""Slots past the real counts are inert: padding a batch changes neither its losses nor its gradients."""
 
 from contextlib import ExitStack
 from dataclasses import replace
@@ -32,7 +32,7 @@ SHAPE_BUCKETS = [
 
 
 def trained(batch: Batch, implementation: str = "auto") -> dict[str, Tensor]:
-    """Both mean losses, and the gradients of their sum."""
+    """Return both mean losses and the gradients of their sum."""
     model = random_model().train()
     with ExitStack() as stack:
         for name in ("varlen_attention", "varlen_self_attention", "dropout_add_layer_norm", "embedding_layer_norm"):
@@ -75,7 +75,7 @@ def test_a_batch_of_empty_slots_has_neither_losses_nor_gradients() -> None:
 
 @pytest.mark.parametrize(("precision", "padded"), [("fp32", False), ("bf16", True)])
 def test_products_in_16_bits_of_a_cpu_have_few_numbers_of_rows(precision: Precision, padded: bool) -> None:
-    """oneDNN compiles them for each; those in 32 bits come as they are."""
+    """oneDNN compiles a 16-bit product for each number of rows, so those are padded. fp32 batches are not."""
     config = RECIPES["tiny_cpu"]()
     model = replace(config.model, hidden_size=256, num_attention_heads=4)
     config = replace(config, model=model, training=replace(config.training, precision=precision))

@@ -1,4 +1,6 @@
-"""Recomputation: the same losses, moments and weights to the last bit; and what is computed again, and by what it may be."""
+"""Recomputation gives the same losses, moments and weights bit for bit. Also checks what is recomputed and by which
+implementations.
+"""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -36,7 +38,7 @@ def step_of(recompute: Recompute, precision: Precision = "fp32", capturer: Recor
 
 
 def global_batches(run: SmallRun) -> list[list[Batch]]:
-    """Make two of two micro-batches, padded to one of two sizes by turns."""
+    """Make two global batches of two micro-batches each, padded alternately to two shape buckets."""
     short = np.argsort(run.train.lengths)[:8]
     batches = [
         batch_of(run.train.take(short[2 * number : 2 * number + 2]), shape_bucket=SHAPE_BUCKETS[number % 2])
@@ -46,7 +48,7 @@ def global_batches(run: SmallRun) -> list[list[Batch]]:
 
 
 def trained(step: TrainingStep, run: SmallRun) -> dict[str, Any]:
-    """Return all that steps leave."""
+    """Return the statistics of two steps and all state that training leaves."""
     batches = global_batches(run)
     torch.manual_seed(9)
     step.warm_up(batches[0], 1, SHAPE_BUCKETS)
@@ -69,7 +71,7 @@ def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
 
 
 class Counted(TorchDispatchMode):
-    """Counter of how often each operator runs."""
+    """Counter of the calls of each operator."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,7 +87,7 @@ class Counted(TorchDispatchMode):
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp8"])
 @pytest.mark.slow
 def test_recomputed_steps_are_the_steps(small_run: SmallRun, precision: Precision) -> None:
-    """With dropout, accumulation, and in FP8 the scales of the next step."""
+    """Compare steps with dropout and gradient accumulation. In FP8, the next step's scales must match too."""
     plain = trained(step_of("none", precision), small_run)
     assert 8 < plain["means"][0]["masked_lm_loss"] < 14, "of two micro-batches"
     for mode in MODES:
@@ -93,7 +95,10 @@ def test_recomputed_steps_are_the_steps(small_run: SmallRun, precision: Precisio
 
 
 def test_what_is_computed_again(small_run: SmallRun) -> None:
-    """Selective: attention and GELU of two layers of three, and no product with a weight. Hooks see one forward pass."""
+    """Selective recomputation repeats attention and GELU in two of three layers, but no product with a weight.
+
+    Forward hooks run only once a forward pass.
+    """
     (batch, *_), *_ = global_batches(small_run)
     calls, hooked = {}, Counter[str]()
     for mode in ("none", *MODES):
@@ -115,7 +120,7 @@ def test_what_is_computed_again(small_run: SmallRun) -> None:
 
 
 def test_a_captured_step_gets_no_dropout_that_cannot_be_repeated() -> None:
-    """Not by measurement, nor by name; and only where it would be called again."""
+    """Such an implementation is rejected in measurements and by name, but only for ops that recomputation calls again."""
     with FakeTensorMode():
         usual = attention_call(64)
         with captured():

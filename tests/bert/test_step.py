@@ -1,4 +1,4 @@
-"""The step and the evaluation, in one process."""
+"""The training step and the evaluation in one process."""
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -51,7 +51,7 @@ READS = ("item", "cpu", "tolist", "numpy", "__bool__", "__float__", "__int__", "
 
 
 def count_reads(monkeypatch: pytest.MonkeyPatch, reads: list[str]) -> None:
-    """Note in ``reads`` from now on ``method in module.function`` of every call that hands values to the host."""
+    """Append ``method in module.function`` to ``reads`` for every later call that copies values to the host."""
     for name in READS:
         original = getattr(torch.Tensor, name)
 
@@ -66,7 +66,7 @@ def count_reads(monkeypatch: pytest.MonkeyPatch, reads: list[str]) -> None:
 
 
 class Recorder(TorchDispatchMode):
-    """Every operator that runs, with the numbers and other values that the host hands over with it."""
+    """Recorder of every operator that runs and of the host values passed to it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,7 +88,9 @@ class Recorder(TorchDispatchMode):
 
 
 def test_a_step_reads_nothing_back(step: TrainingStep, small_run: SmallRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    """But for the lengths that attention on a CPU goes by; in Python and below it, in the first step and the second."""
+    """The only exception are the lengths that attention on a CPU reads. Reads in Python and below it count, in both
+    steps.
+    """
     batches = [batch_of(small_run.train.slice(first, first + 8)) for first in (0, 8)]
     reads: list[str] = []
     with monkeypatch.context() as patch, Recorder() as recorder:
@@ -100,7 +102,10 @@ def test_a_step_reads_nothing_back(step: TrainingStep, small_run: SmallRun, monk
 
 
 def test_the_host_hands_over_the_same_in_every_step(step: TrainingStep, small_run: SmallRun) -> None:
-    """Operators and their host values: what a captured step would replay. Rate, step count and corrections are not there."""
+    """Compare the operators and host values that a captured step would replay.
+
+    The learning rate, step count and bias corrections must not be among these values.
+    """
     batches = [batch_of(small_run.train.slice(0, 8))]
     recorders = []
     for _ in range(3):
@@ -127,7 +132,7 @@ def test_statistics_are_means_over_the_steps_since_the_last_fetch(step: Training
 def test_a_step_with_gradients_that_are_not_finite_is_skipped_and_counted(
     step: TrainingStep, small_run: SmallRun
 ) -> None:
-    """Weights, moments and the step count stay; the mean norm is that of the other steps; training goes on."""
+    """Weights, moments and the step count stay the same, the mean norm covers the other steps, and training continues."""
     batches = [batch_of(small_run.train.slice(0, 8))]
     step(batches)
     norm = step.statistics.fetch()[0]["gradient_norm"]
@@ -150,7 +155,7 @@ def test_a_step_with_gradients_that_are_not_finite_is_skipped_and_counted(
 
 @pytest.mark.parametrize("batch_size", [1, 7, 64])
 def test_accuracy_is_counted_exactly(step: TrainingStep, small_run: SmallRun, batch_size: int) -> None:
-    """On padded batches too; the model goes on training."""
+    """Accuracy is exact on padded batches too, and the model stays in training mode."""
     dataset = open_dataset(small_run.folder / "evaluation")
     plain, padded = Evaluator(dataset, CPU, batch_size), Evaluator(dataset, CPU, 64)
     padded._batches = [batch_of(small_run.evaluation, shape_bucket=ShapeBucket(2048, 64, 512, MAX_SEQ_LENGTH))]

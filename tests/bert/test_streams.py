@@ -1,4 +1,4 @@
-"""Work of a GPU beside the step: copies of the next step's batches, and the counts of an evaluation."""
+"""GPU work that runs beside the step: copying the next step's batches and summing the counts of an evaluation."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +20,7 @@ META = torch.device("meta")
 
 @pytest.fixture
 def timeline(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A device with a host whose memory needs no CUDA to be page-locked, nor values."""
+    """Stand-in for a device. Host memory counts as page-locked without CUDA, and tensors need no values."""
     empty = torch.empty
 
     def stand_in(*sizes: Any, pin_memory: bool = False, **settings: Any) -> Tensor:
@@ -34,7 +34,7 @@ def timeline(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def three_steps() -> None:
-    """Each reads batches that have been copied beside the one before."""
+    """Run three steps. While each one runs, the next step's batches are copied."""
     uploads, batch = Uploads(META), inert_batch(ShapeBucket(192, 5, 32, 48))
     ahead = uploads.start([batch])
     for _ in range(3):
@@ -69,7 +69,7 @@ def test_batches_that_are_read_too_early_or_too_late_are_noticed(
 
 def test_an_evaluation_is_summed_before_the_next_step_reduces(timeline: Timeline, monkeypatch: pytest.MonkeyPatch):
     def all_reduce(tensor: Tensor, async_op: bool = False) -> SimpleNamespace:
-        # As NCCL's process group: what is asked for asynchronously runs on a stream of the group's own.
+        # Like NCCL's process group, run asynchronous collectives on the group's own stream.
         stream = Stream(timeline, "of the group") if async_op else timeline.current
         stream.wait_stream(timeline.current)
         with timeline.on(stream):
@@ -85,4 +85,4 @@ def test_an_evaluation_is_summed_before_the_next_step_reduces(timeline: Timeline
     evaluation, reduction = timeline.collectives
     assert reduction.comes_after(evaluation)
     assert reduction.stream.priority < evaluation.stream.priority, "so that it does not queue behind matrix products"
-    counts.zero_()  # by the next evaluation, in the same memory
+    counts.zero_()  # the next evaluation reuses this memory

@@ -1,4 +1,4 @@
-"""Commands of ``python -m cluster``, run in the tests' own process."""
+"""Fixtures that run commands of ``python -m cluster`` in the tests' own process."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ Command = Callable[..., Done]
 
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
-    """Run a command with arguments."""
+    """Return a function that runs a command with the given arguments."""
 
     def run(*arguments: object) -> Done:
         monkeypatch.setattr("sys.argv", ["cluster", *map(str, arguments)])
@@ -34,7 +34,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
 
 @pytest.fixture
 def refused(cluster: Command) -> Callable[..., str]:
-    """Run a command that must say in one line what is wrong, and return that."""
+    """Return a function that runs an invalid command, checks for a one-line error, and returns that line."""
 
     def run(*arguments: object) -> str:
         done = cluster(*arguments)

@@ -1,4 +1,4 @@
-"""Data-sheet facts, and the names that mean a device."""
+"""Data-sheet facts of devices, and the names by which devices are recognized."""
 
 import csv
 import dataclasses
@@ -10,7 +10,7 @@ from cluster.devices import device_named, devices
 from tests.conftest import REPOSITORY
 
 NOT_DESCRIBED = {"TPU-v4", "Graphcore Bow IPU", "Habana Gaudi", "N/A"}
-"""Accelerators of published results without an entry in devices.toml."""
+"""Accelerators in published results that have no entry in devices.toml."""
 
 
 def published_names() -> set[str]:

@@ -1,4 +1,4 @@
-"""Order of hosts: a ring enters each subtree once, and groups stay in a leaf if they fit."""
+"""Order of hosts: a ring enters each subtree once, and groups stay within a leaf switch if they fit."""
 
 import itertools
 import random

@@ -1,4 +1,4 @@
-"""Tuning: a kept choice is read back or ignored, noise is no gain, and short runs measure choices."""
+"""Tuning: saved choices are loaded or ignored, noise does not count as a gain, and short runs measure choices."""
 
 import platform
 from collections.abc import Callable
@@ -21,7 +21,7 @@ FOUND = TunedRun(1, 2)
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The cache of a machine on which nothing is set by hand."""
+    """An empty cache, on a machine where the user has set none of the tuned variables."""
     monkeypatch.setenv("MLPERF_BERT_CACHE", str(tmp_path))
     for name in module.VARIABLES:
         monkeypatch.delenv(name, raising=False)

@@ -1,4 +1,4 @@
-"""The file of a probe is read back as it was, or refused in one line; `show` prints it and writes a page."""
+"""A probe's file is read back unchanged or rejected with a one-line error; `show` prints it and writes a page."""
 
 import dataclasses
 import json
@@ -59,7 +59,7 @@ def test_a_view_is_read_back_as_it_was(file: Path) -> None:
 
 
 def changed(view: View, **of_first: Any) -> View:
-    """A view whose first link, host or rank has other values."""
+    """Return the view with changed fields in its first link, rank or host, or in the view itself."""
     [(name, value)] = of_first.items()
     for part in ("links", "ranks", "hosts"):
         first, *others = getattr(view, part)

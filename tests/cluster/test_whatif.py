@@ -1,4 +1,4 @@
-"""Savings from the removal of parts, stragglers or uneven links, from the records of a run."""
+"""Time saved by removing parts, stragglers or uneven links, computed from the records of a run."""
 
 import json
 from dataclasses import asdict
@@ -36,7 +36,7 @@ def test_parts_are_seconds_of_the_result(tmp_path: Path) -> None:
 
 
 def test_stragglers_cost_what_others_waited_for_them(tmp_path: Path) -> None:
-    """Two ranks of a host are slow, and the slower one recovers."""
+    """Two ranks of a host are slow, and the slower rank recovers."""
     hosts, places = ["h0", "h0", "h1", "h1", "h2"], [f" (data {rank}, tensor 0)" for rank in range(5)]
     stragglers, records = Stragglers(hosts, places=places), []
     for number, record in enumerate(steps(20), 1):

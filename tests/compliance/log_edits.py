@@ -1,4 +1,4 @@
-"""Edits of a log for the tests beside this. A record is known by its key and its place among the records of that key."""
+"""Edits of a log for tests. A record is identified by its key and its index among the records with that key."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from compliance.official.worker import RuleFiles
 
 Edit = Callable[[str], str]
 
-mlp_compliance.yaml = RuleFiles()  # a tenth of a second for each log
+mlp_compliance.yaml = RuleFiles()  # saves a tenth of a second per log
 
 
 def in_turn(*edits: Edit) -> Edit:
@@ -23,7 +23,7 @@ def in_turn(*edits: Edit) -> Edit:
 
 
 def lines_of(text: str, key: str) -> list[str]:
-    """The lines with the records of `key`."""
+    """Return the log lines that contain a record of `key`."""
     return [line for line in text.splitlines(keepends=True) if f'"key": "{key}"' in line]
 
 
@@ -32,7 +32,7 @@ def time_of(line: str) -> int:
 
 
 def edit(key: str, change: Callable[[dict], object], nth: int = 0) -> Edit:
-    """Change the `nth` record of `key` (from the end if negative) as an object."""
+    """Return an edit that changes the parsed `nth` record of `key`; negative numbers count from the end."""
 
     def apply(text: str) -> str:
         lines = text.splitlines()
@@ -62,7 +62,7 @@ def without_metadata(key: str, name: str, nth: int = 0) -> Edit:
 
 
 def delete(*keys: str, nth: int | None = None) -> Edit:
-    """Leave out all records of the keys, or one of each."""
+    """Return an edit that deletes all records of the given keys, or only one record per key."""
 
     def apply(text: str) -> str:
         lines = text.splitlines(keepends=True)
@@ -76,12 +76,12 @@ def delete(*keys: str, nth: int | None = None) -> Edit:
 
 
 def repeat(key: str) -> Edit:
-    """Log the record a second time, right after itself."""
+    """Return an edit that duplicates a record directly after itself."""
     return lambda text: re.sub(rf'(.*"key": "{key}".*\n)', r"\1\1", text, count=1)
 
 
 def repeat_before(key: str, other: str) -> Edit:
-    """Log the record of `key` a second time, right before that of `other`, with the time of `other`."""
+    """Return an edit that copies a record of `key` before a record of `other`, with the time stamp of `other`."""
 
     def apply(text: str) -> str:
         at = lines_of(text, other)[0]
@@ -96,7 +96,7 @@ def move_before(key: str, other: str) -> Edit:
 
 
 def swap(key: str, other: str) -> Edit:
-    """Exchange two records; each gets the time stamp of its new place."""
+    """Return an edit that exchanges two records. Time stamps stay in their places."""
 
     def apply(text: str) -> str:
         first, second = lines_of(text, key)[0], lines_of(text, other)[0]
@@ -108,17 +108,17 @@ def swap(key: str, other: str) -> Edit:
 
 
 def glue(key: str) -> Edit:
-    """Put the record and the next one on one line."""
+    """Return an edit that joins a record and the next one in a single line."""
     return lambda text: re.sub(rf'(.*"key": "{key}".*)\n', r"\1", text, count=1)
 
 
 def epoch_nums(*counts: int) -> Edit:
-    """The epoch_num of each evaluation."""
+    """Return an edit that sets the epoch_num of each evaluation."""
     return in_turn(*(metadata("eval_accuracy", "epoch_num", count, nth) for nth, count in enumerate(counts)))
 
 
 def log_after(key: str, other: str, new: object) -> Edit:
-    """Log a further setting after that of `key`."""
+    """Return an edit that inserts another setting after the record of `key`."""
 
     def apply(text: str) -> str:
         line = lines_of(text, key)[0]
@@ -128,7 +128,7 @@ def log_after(key: str, other: str, new: object) -> Edit:
 
 
 def epochs_for_blocks(text: str) -> str:
-    """One epoch instead of the blocks."""
+    """Replace the blocks by a single epoch."""
     return text.replace('"block_', '"epoch_').replace('"first_epoch_num": 1', '"epoch_num": 1')
 
 
@@ -137,7 +137,7 @@ def garble(key: str, replacement: str) -> Edit:
 
 
 def original_verdict(path: Path, ruleset: str) -> str:
-    """Return the verdict of the official checker as it is in the package, on the whole file."""
+    """Run the unmodified official checker on the whole file and return its verdict."""
     mlp_compliance.enqueued_configs.clear()
     checker = mlp_compliance.make_checker("training", ruleset, quiet=False, werror=False)
     try:

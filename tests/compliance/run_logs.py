@@ -1,4 +1,4 @@
-"""Logs of runs that never happened, written by the real writer with a clock that counts, for the tests beside this."""
+"""Logs of simulated runs, written by the real log writer with a simulated clock."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ OPEN = CLOSED | {"global_batch_size": 32, "quality_target": 0.3, "eval_interval_
 
 
 def counting_clock(step_ms: int = 1000, start_ms: int = START_MS) -> Callable[[], int]:
-    """A clock that advances by `step_ms` at each look."""
+    """Return a clock that advances by `step_ms` per call."""
     ticks = itertools.count(start_ms, step_ms)
     return lambda: next(ticks)
 
@@ -45,7 +45,7 @@ def initialise(
     seed: int = 1234,
     platform: str = "one machine",
 ) -> None:
-    """Log all that comes before run_start."""
+    """Log the records up to run_start."""
     log.cache_clear(True)
     log.init_start()
     log.submission(division=division, org="Example", platform=platform)
@@ -57,7 +57,7 @@ def initialise(
 
 
 def train(log: MLLog, settings: dict[str, Any], accuracies: list[float]) -> int:
-    """The blocks and evaluations of a run; returns the sequences trained."""
+    """Log the blocks and evaluations of a run, and return the number of trained sequences."""
     samples = 0
     for index, accuracy in enumerate(accuracies, start=1):
         log.block_start(samples)
@@ -69,7 +69,7 @@ def train(log: MLLog, settings: dict[str, Any], accuracies: list[float]) -> int:
     return samples
 
 
-@cache  # to write the 398 tensors of a closed one takes a twentieth of a second
+@cache  # writing the 398 tensors of a closed log takes 50 ms
 def log_of(
     accuracies: tuple[float, ...],
     division: Any = "closed",
@@ -81,7 +81,7 @@ def log_of(
     step_ms: int = 10,
     start_ms: int = START_MS,
 ) -> bytes:
-    """A log with these evaluations; one of a run that is still running ends with the last of them."""
+    """Return a log with one evaluation per accuracy. The log of a "running" run ends with its last evaluation."""
     settings = CLOSED if division == "closed" else OPEN
     if batch := global_batch_size:
         settings = settings | {"global_batch_size": batch, "eval_interval_samples": evaluation_interval(batch)}
@@ -99,7 +99,7 @@ def log_of(
 def write_run(
     path: Path, division: Any = "closed", *, header: Mapping[str, object] | None = None, step_ms: int = 10
 ) -> Path:
-    """A complete, successful log; three evaluations, the last one at 1.05 of the target."""
+    """Write a complete, successful log with three evaluations, the last at 1.05 times the target."""
     target = float((CLOSED if division == "closed" else OPEN)["quality_target"])
     accuracies = (0.5 * target, 0.9 * target, 1.05 * target)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -108,12 +108,12 @@ def write_run(
 
 
 def without_chain(text: str) -> str:
-    """The log as software without a chain of digests would write it: it can be edited without breaking one."""
+    """Remove the digest chain from a log, as if other software had written it, so that edits break no digest."""
     return "".join(line for line in text.splitlines(keepends=True) if not line.startswith(("# chain: ", "# digest")))
 
 
 def write_metrics(path: Path, steps: int = 60) -> Path:
-    """A metrics file as the trainer writes it: an entry each 10 steps, an evaluation each 20."""
+    """Write a metrics file like the trainer's: an entry every 10 steps and an evaluation every 20 steps."""
     entries: list[dict[str, Any]] = [
         {"event": "run", "recipe": "test", "world_size": 2, "started": "2024-01-02T03:04:05"}
     ]

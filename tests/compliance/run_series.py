@@ -1,4 +1,4 @@
-"""Series of closed runs that converge at chosen evaluations, for the tests of what is computed over several logs."""
+"""Series of closed runs that converge at chosen evaluations, for tests of statistics over several logs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def write_series(
     global_batch_size: int = 448,
     header: Mapping[str, object] | None = None,
 ) -> list[Path]:
-    """A log for each number of evaluations; runs in `failed` end as aborted. A run takes 5 s an evaluation, about."""
+    """Write one log per entry of `evaluations`; runs in `failed` are aborted. An evaluation takes about 5 s."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / f"result_{number}.txt" for number in range(len(evaluations))]
     for number, (path, count) in enumerate(zip(paths, evaluations, strict=True)):

@@ -1,4 +1,4 @@
-"""Files and trees are written whole and to the disk, or not at all."""
+"""Files and folders are written completely and flushed to disk, or not at all."""
 
 from __future__ import annotations
 

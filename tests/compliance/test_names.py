@@ -1,4 +1,4 @@
-"""Names of files and folders that lie, through every command: what is printed is harmless, and the verdict is given."""
+"""Hostile names of files and folders, passed to every command: the output is harmless, and the verdict is given."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """results/<NAME>/bert with one valid open log, a description that lies as well, and files that were not meant to be."""
+    """results/<NAME>/bert with one valid open log, a description with hostile texts, and unrelated files."""
     results = tmp_path_factory.mktemp("names") / NAME / "results"
     folder = results / NAME / "bert"
     folder.mkdir(parents=True)
@@ -39,7 +39,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def log(results: Path) -> Path:
-    """A valid log whose own name lies."""
+    """A valid log whose file name is hostile."""
     path = results.parent / f"{NAME}.txt"
     path.write_bytes((results / NAME / "bert" / "result_0.txt").read_bytes())
     return path
@@ -111,7 +111,7 @@ def test_the_report_in_any_form_holds_no_raw_name(results: Path) -> None:
     table = [line for line in text.splitlines() if line.startswith("|")]
     assert len(table) == 3
     assert {line.replace("\\|", "").count("|") for line in table} == {len(summary.COLUMNS) + 1}
-    assert "[bold red]" not in text  # its brackets are escaped for Markdown
+    assert "[bold red]" not in text  # brackets are escaped for Markdown
     assert "`" not in text.replace("\\`", "")
     page = render(found)
     assert_harmless("\n".join(page.split("<style>")[0::2]) + page.split("</style>")[1])

@@ -1,4 +1,4 @@
-"""Small commands start small: what only others need is not imported."""
+"""Lightweight commands start fast: they do not import modules that only other commands need."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ COMMAND = "import sys; from compliance.__main__ import app; app.run('compliance'
 
 
 def modules_after(program: str, *arguments: object, given: str = "") -> set[str]:
-    """Names of the modules that a process holds in the end; they stand in its last line."""
+    """Run a program and return the names of all modules it imported, which its last output line lists."""
     done = subprocess.run(
         [sys.executable, "-c", program + MODULES, *map(str, arguments)],
         cwd=REPOSITORY,

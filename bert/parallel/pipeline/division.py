@@ -1,4 +1,4 @@
-"""Division of a model into stages of consecutive layers, so that the costliest one costs as little as can be."""
+"""Division of a model into stages of consecutive layers that minimizes the cost of the most expensive stage."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -6,7 +6,7 @@ from functools import cache
 from bert.configuration.sections import ModelConfig
 
 _MASKED_SHARE = 0.15
-"""Of the tokens: the rows that the heads read. BERT masks so many; the [CLS] tokens hardly count."""
+"""Share of tokens that the heads read. BERT masks this many; the [CLS] tokens hardly count."""
 
 
 @dataclass(frozen=True)
@@ -44,10 +44,10 @@ def stages_of(config: ModelConfig, count: int) -> list[Stage]:
 
 
 def layer_costs(config: ModelConfig) -> list[float]:
-    """Return multiply-adds of a token with the weights of each layer; the last layer's include the heads'.
+    """Return the multiply-adds per token with the weights of each layer; the last layer includes the heads.
 
-    Attention adds the same to every layer. The last layer computes keys and values of all tokens, and everything else only
-    for the rows that the heads read. The embeddings multiply nothing.
+    Attention adds the same cost to every layer and is omitted. The last layer computes keys and values for all tokens, and
+    everything else only for the rows that the heads read. The embeddings multiply nothing.
     """
     hidden, wide = config.hidden_size, config.intermediate_size
     rows = _MASKED_SHARE * hidden * (2 * hidden + 2 * wide)  # query, attention output, fc1, fc2
@@ -57,7 +57,7 @@ def layer_costs(config: ModelConfig) -> list[float]:
 
 
 def divided(costs: list[float], count: int) -> list[range]:
-    """Divide costs into ``count`` consecutive ranges that minimise the highest sum, then the sum of squares."""
+    """Divide costs into ``count`` consecutive ranges that minimize the highest sum, then the sum of squares."""
 
     @cache
     def best(start: int, ranges: int) -> tuple[float, float, tuple[int, ...]]:
@@ -69,7 +69,7 @@ def divided(costs: list[float], count: int) -> list[range]:
             cost = sum(costs[start:stop])
             highest, squares, stops = best(stop, ranges - 1)
             choices.append((max(cost, highest), squares + cost**2, (stop, *stops)))
-        return min(choices)  # the earliest stops of equal choices, so that all ranks divide alike
+        return min(choices)  # on a tie, take the earliest boundaries, so that all ranks divide alike
 
     stops = best(0, count)[2]
     return [range(start, stop) for start, stop in zip((0, *stops), stops, strict=False)]

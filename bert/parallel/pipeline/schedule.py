@@ -21,8 +21,8 @@ from dataloading.batches.shape_buckets import TOKENS_MULTIPLE
 class PipelineSchedule:
     """Forward and backward passes of a step's micro-batches through the stages of all ranks.
 
-    A rank's own computing counts as ``forward_backward``, waiting for its neighbours as ``reduce``: so the watchdog sees
-    which rank of a copy it is that the others wait for.
+    A rank's own computation counts as the phase ``forward_backward``, and waiting for its neighbors as ``reduce``. This lets
+    the watchdog see which rank of a copy the other ranks are waiting for.
     """
 
     def __init__(
@@ -33,48 +33,47 @@ class PipelineSchedule:
         mean_loss: Callable[[PretrainingOutput, Batch], Tensor],
         stopwatch: Stopwatch,
     ) -> None:
-        """``mean_loss`` gives what the last stage's backward pass begins with, and may note what it sees."""
+        """``mean_loss`` returns the loss that the last stage's backward pass starts from, and may record its input."""
         self.pipeline = pipeline
         self.autocast = autocast
         self.mean_loss = mean_loss
         self.batches: Sequence[Batch] = ()
         self.sites: Sequence[DropoutSites] = ()
-        """Of each micro-batch: as on one rank, whatever the order in which stages come to them."""
+        """Dropout of each micro-batch. It is the same as on one rank, in whatever order the stages run."""
         self.rows = 0
-        """W of what is sent: no micro-batch so far has more."""
+        """W of the tensors that are sent: the most rows of any micro-batch so far."""
         self._stopwatch = stopwatch
-        # PyTorch splits the inputs of a step by their first dimension: what each micro-batch gets of these is its
-        # number, by which a stage finds the batch that its rank has loaded. On the host, so that reading it waits for
-        # nothing.
+        # PyTorch splits the inputs of a step along their first dimension. Each micro-batch gets its number, by which a stage
+        # finds the batch that its rank has loaded. The numbers are on the host, so that reading them does not synchronize.
         self._micro_batches = torch.arange(micro_batches)
         self._schedule: Schedule1F1B | ScheduleInterleaved1F1B | None = None
 
     def __call__(self, micro_batches: Sequence[Batch]) -> None:
-        """Add the gradients of all micro-batches to those of this rank's stages. Every rank must call it."""
+        """Accumulate the gradients of all micro-batches in this rank's stages. Every rank must call it."""
         self.batches = micro_batches
         self.sites = [self.pipeline.next_sites() for _ in micro_batches]
         rows = max(map(self.pipeline.rows, micro_batches))
-        # PyTorch's stages have buffers of one shape. The ranks of a copy have the same micro-batches, and so grow at
-        # once. The host then waits until all stages have said that they know their shapes.
+        # PyTorch's stages have buffers of one shape. All ranks of a copy have the same micro-batches and so enlarge their
+        # buffers in the same step. The host then waits until all stages have confirmed their shapes.
         if self._schedule is None or rows > self.rows:
             self.rows = -(-rows // TOKENS_MULTIPLE) * TOKENS_MULTIPLE
             self._schedule = self._torch_schedule()
         with self._stopwatch.time("reduce"):
-            numbers = self._micro_batches  # as the target too: PyTorch computes no loss without one
+            numbers = self._micro_batches  # also passed as the target, because PyTorch computes no loss without one
             self._schedule.step(target=numbers, return_outputs=False, micro_batch=numbers)
             self.pipeline.add_word_gradient_()
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """Count the body as this rank's own computing."""
+        """Count the body as this rank's own computation."""
         with self._stopwatch.time("forward_backward"):
             yield
         self._stopwatch.tracker.enter("reduce")
 
     def _torch_schedule(self) -> Schedule1F1B | ScheduleInterleaved1F1B:
         stages: list[Any] = [_TimedStage(self, stage) for stage in self.pipeline.stages]
-        # The last stage returns its loss already, divided by the counts of the global batch: not by micro-batches once
-        # more.
+        # The last stage's loss is already divided by the counts of the global batch. PyTorch must not divide it again by the
+        # number of micro-batches.
         settings: dict[str, Any] = {"loss_fn": lambda loss, _: loss, "scale_grads": False}
         if len(stages) == 1:
             return Schedule1F1B(stages[0], len(self._micro_batches), **settings)
@@ -82,7 +81,7 @@ class PipelineSchedule:
 
 
 class _TimedStage(PipelineStage):
-    """PyTorch's stage, which says when it computes."""
+    """PyTorch's stage, which also records when it computes."""
 
     def __init__(self, schedule: PipelineSchedule, stage: Stage) -> None:
         pipeline = schedule.pipeline
@@ -90,7 +89,7 @@ class _TimedStage(PipelineStage):
         with schedule.autocast():
             dtype = pipeline.hidden_dtype()
         shape = schedule.rows, pipeline.config.hidden_size
-        # Shapes that are given spare PyTorch a pass through the stages to find them.
+        # With given shapes, PyTorch needs no pass through the stages to infer them.
         hidden_WD = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
         loss = torch.empty((), dtype=weight.dtype, device="meta")
         super().__init__(
@@ -114,7 +113,7 @@ class _TimedStage(PipelineStage):
 
 
 class _StageModule(nn.Module):
-    """A stage as PyTorch's schedules call it: for a micro-batch by number, and but for the first with hidden states."""
+    """Module that PyTorch's schedules call with a micro-batch's number and, except on the first stage, hidden states."""
 
     def __init__(self, schedule: PipelineSchedule, stage: Stage) -> None:
         super().__init__()
@@ -130,4 +129,5 @@ class _StageModule(nn.Module):
             output = pipeline.through(self._stage, hidden_WD, batch, schedule.sites[number])
         if isinstance(output, PretrainingOutput):
             return schedule.mean_loss(output, batch)
-        return F.pad(output, (0, 0, 0, schedule.rows - rows))  # to the shape that is sent; the next stage cuts it off
+        # The next stage removes the padding.
+        return F.pad(output, (0, 0, 0, schedule.rows - rows))

@@ -1,6 +1,6 @@
-"""The model of a rank that has some of its stages: its layers, the copy of the word table, and forward passes.
+"""A rank's pipeline stages: their layers, the last stage's copy of the word table, and forward passes.
 
-Shape legend in ``bert/model.py``; besides W own rows of T, where stages are shared by the ranks of a tensor group.
+Shape legend in ``bert/model.py``. In addition, W is this rank's rows of T, if a tensor group shares its stages.
 """
 
 import torch
@@ -17,7 +17,7 @@ from kernels import compute_dtype
 
 
 class PipelineModel(BertForPreTraining):
-    """The stages of the model that this rank has; called, it goes through the stages of all ranks."""
+    """Pipeline stages that this rank holds. Calling it sends a batch through the stages of all ranks."""
 
     def __init__(
         self,
@@ -28,12 +28,12 @@ class PipelineModel(BertForPreTraining):
         placement: Placement | None = None,
         make_layer: MakeLayer = EncoderLayer,
     ) -> None:
-        """``word_VD`` is what this rank would have of the word table, which the last stage copies."""
+        """``word_VD`` is the part of the word table that this rank would hold; the last stage copies it."""
         self.group = group
         self.rank, self.size = group.rank(), group.size()
         stages = stages_of(config, self.size * virtual_stages)
         self.stages = own = stages[self.rank :: self.size]
-        """Of this rank: with several, each begins where the one before it has been through all ranks."""
+        """This rank's stages. Between two of them, a micro-batch passes through all other ranks."""
         self.owners = {
             name: next(stage.index for stage in stages if stage.owns(name)) % self.size
             for name in parameter_shapes(config)
@@ -44,7 +44,7 @@ class PipelineModel(BertForPreTraining):
         if self.has_losses:
             copy_VD = word_VD.detach().clone()
             self._gradient = torch.zeros_like(copy_VD)
-            # Autograd adds up in this buffer, which the optimizer does not know and ``add_word_gradient_`` sends.
+            # Autograd accumulates into this buffer. The optimizer does not know it; ``add_word_gradient_`` sends it.
             copy_VD.requires_grad_().grad = self._gradient
         super().__init__(config, placement, make_layer, lambda name: any(stage.owns(name) for stage in own), copy_VD)
 
@@ -54,28 +54,28 @@ class PipelineModel(BertForPreTraining):
         return self.rank == self.size - 1
 
     def rows(self, batch: Batch) -> int:
-        """W of a micro-batch: rows of hidden states that this rank gets and gives."""
+        """Return W for a micro-batch: the number of rows of hidden states that this rank receives and sends."""
         return len(self.placement.own_rows(batch.position_ids))
 
     def hidden_dtype(self) -> torch.dtype:
-        """Type of hidden states, in the context in which the model computes."""
+        """Return the dtype of hidden states in the context in which the model computes."""
         weight = next(self.parameters())
-        return compute_dtype(weight) if weight.is_cuda else weight.dtype  # autocast's norms on a CPU give fp32
+        return compute_dtype(weight) if weight.is_cuda else weight.dtype  # on a CPU, norms under autocast return fp32
 
     def through(
         self, stage: Stage, given_WD: Tensor | None, batch: Batch, sites: DropoutSites
     ) -> Tensor | PretrainingOutput:
-        """Compute a stage from what the one before gives: its hidden states [W, D], or the losses after the last one."""
+        """Compute a stage from the previous stage's hidden states [W, D]; the last stage returns the losses."""
         hidden_WD = self.embedded(batch, sites) if given_WD is None else given_WD
         for layer in stage.layers[:-1] if stage.is_last else stage.layers:
             hidden_WD = self.layers[layer](hidden_WD, batch.cu_seqlens, batch.max_seqlen, sites)
         if not stage.is_last:
-            # The next stage has a buffer of this type, and the last norm may give another.
+            # The next stage's buffer has this dtype, and the last norm may return another.
             return hidden_WD.to(self.hidden_dtype())
         return self.losses(*self.last_layer(hidden_WD, batch, sites), batch)
 
     def forward(self, batch: Batch) -> PretrainingOutput:
-        """Compute both losses of a batch, on the rank that has the last stage; zeros elsewhere. Every rank must call it."""
+        """Compute both losses of a batch on the last stage's rank, and zeros elsewhere. Every rank must call it."""
         sites = self.next_sites()
         zero = torch.zeros((), device=batch.input_ids.device)
         output = PretrainingOutput(zero, zero, zero.long())
@@ -84,7 +84,7 @@ class PipelineModel(BertForPreTraining):
             if not stage.is_first:
                 shape = self.rows(batch), self.config.hidden_size
                 hidden_WD = torch.empty(shape, dtype=self.hidden_dtype(), device=batch.input_ids.device)
-                # With several stages a rank, the first rank goes on with what the last one sends.
+                # If ranks have several stages, the last rank sends its output to the first rank.
                 dist.recv(hidden_WD, group=self.group, group_src=(self.rank - 1) % self.size)
             computed = self.through(stage, hidden_WD, batch, sites)
             if isinstance(computed, Tensor):
@@ -95,7 +95,7 @@ class PipelineModel(BertForPreTraining):
 
     @torch.no_grad()
     def add_word_gradient_(self) -> None:
-        """Add the gradient of the copy of the word table to that of the table itself. Every rank must call it."""
+        """Add the gradient of the word table's copy to the table's own gradient. Every rank must call it."""
         if self._gradient is not None:
             dist.send(self._gradient, group=self.group, group_dst=0)
             self._gradient.zero_()
@@ -107,7 +107,7 @@ class PipelineModel(BertForPreTraining):
 
     @torch.no_grad()
     def copy_word_(self) -> None:
-        """Bring the word table to the last stage. Every rank must call it."""
+        """Send the word table to the last stage. Every rank must call it."""
         if self._gradient is not None:
             dist.recv(self.embeddings.word.detach(), group=self.group, group_src=0)
         elif self.rank == 0:
@@ -115,7 +115,7 @@ class PipelineModel(BertForPreTraining):
 
 
 def pipeline_group(mesh: Mesh) -> dist.ProcessGroup | None:
-    """Return the group of ranks that have this rank's shard of each stage; None without stages. Every rank must call it."""
+    """Return the group of ranks with this rank's shard of each stage, or None without stages. Every rank must call it."""
     if mesh.pipeline == 1:
         return None
     return process_group(mesh.pipeline_ranks)

@@ -1,4 +1,4 @@
-"""Collectives of a tensor group in the midst of a forward or backward pass."""
+"""Collectives of a tensor group during a forward or backward pass."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -10,7 +10,7 @@ from torch import Tensor
 from bert.parallel.single import all_gather_single, reduce_scatter_single
 
 Waiting = Callable[[], AbstractContextManager[object]]
-"""Makes the context of a collective, in which a rank waits for the one that comes last."""
+"""Returns the context of a collective, in which a rank waits for the last rank to arrive."""
 
 
 class Exchange:
@@ -24,21 +24,21 @@ class Exchange:
         self._group, self._waiting = group, waiting
 
     def gathered(self, own: Tensor) -> Tensor:
-        """[R W, ...] of each rank's [W, ...]."""
+        """Gather [R W, ...] from each rank's [W, ...]."""
         rows = own.new_empty((self.size * len(own), *own.shape[1:]))
         with self._waiting():
-            # Collectives on one tensor take no gaps, which gradients from autograd may have.
+            # Collectives on one tensor need contiguous memory, and gradients from autograd may not be contiguous.
             all_gather_single(rows, own.contiguous(), group=self._group)
         return rows
 
     def scattered(self, rows: Tensor) -> Tensor:
-        """[W, ...] of the sum over ranks of [R W, ...]."""
-        # Rows have been lengthened to a multiple of the ranks before (``SharedPlacement``).
+        """Return this rank's [W, ...] of the sum over ranks of [R W, ...]."""
+        # ``SharedPlacement`` has already padded the rows to a multiple of the ranks.
         own = rows.new_empty((len(rows) // self.size, *rows.shape[1:]))
         with self._waiting():
             if rows.device.type == "cpu":
-                # Gloo makes an all-reduce of a reduce-scatter, which waits for others several times as often. The
-                # group is of one host, where it costs nothing to send each rank its part directly.
+                # Gloo implements a reduce-scatter as an all-reduce, which waits for other ranks several times as often. All
+                # ranks of the group are on one host, so each rank's part can be sent to it directly at no cost.
                 received = torch.empty_like(rows, memory_format=torch.contiguous_format)
                 dist.all_to_all_single(received, rows.contiguous(), group=self._group)
                 torch.sum(received.view(self.size, *own.shape), 0, out=own)
@@ -47,6 +47,6 @@ class Exchange:
         return own
 
     def all_reduce_(self, values: Tensor, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
-        """Leave the sum of the ranks' values on each, or what else is asked for."""
+        """Overwrite the values on each rank with their sum over the ranks, or with another reduction."""
         with self._waiting():
             dist.all_reduce(values, operation, group=self._group)

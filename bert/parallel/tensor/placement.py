@@ -1,8 +1,9 @@
-"""Hidden states on the ranks of a tensor group: all rows where products need them, a rank's own between products.
+"""Hidden states in a tensor group: all rows as the input of products, and a rank's own rows between products.
 
-Rows are divided evenly, with inert ones past the end: zeros, which no sequence owns and no loss reads.
+Rows are divided evenly. Padding rows at the end are zeros, which belong to no sequence and which no loss reads.
 
-Shape legend in ``bert/model.py``; besides R ranks of the group, W = N / R own rows of N, rounded up.
+Shape legend in ``bert/model.py``. In addition, R is the number of ranks in the group, and W = N / R, rounded up, is the
+number of rows of N on each rank.
 """
 
 from typing import Any
@@ -17,14 +18,13 @@ from bert.parallel.tensor.vocabulary import shard_loss
 from kernels import masked_lm_logits
 
 WORDS_MULTIPLE = 8
-"""Shards of the vocabulary are rounded up to this many words, as rows of 16 bytes of logits are multiplied faster."""
+"""Shards of the vocabulary are rounded up to this many words: products are faster if rows of logits fill 16 bytes."""
 
 
 class SharedPlacement(Placement):
-    """``Placement`` where each rank of a group has a shard of the weights and its own rows of hidden states.
+    """``Placement`` in which each rank of a group has a shard of the weights and its own rows of hidden states.
 
-    Dropout falls on own rows and own heads only, so that it is as random as on one rank where every rank has a seed of its
-    own.
+    Dropout applies only to a rank's own rows and heads. It is as random as on one rank if every rank has its own seed.
     """
 
     def __init__(self, exchange: Exchange, vocab_size: int) -> None:
@@ -36,31 +36,31 @@ class SharedPlacement(Placement):
         return -(-length // self._exchange.size)
 
     def share_of_words(self, vocab_size: int) -> int:
-        """Return how many rows of the word table each rank has, some of them past its end."""
+        """Return the number of rows of the word table per rank; some of them may be past the table's end."""
         return -(-vocab_size // (self._exchange.size * WORDS_MULTIPLE)) * WORDS_MULTIPLE
 
     def all_rows(self, own: Tensor) -> Tensor:
-        """[R W, ...] from each rank's [W, ...]; gradients are summed, and scattered back."""
+        """Gather [R W, ...] from each rank's [W, ...]. The backward pass sums and scatters the gradients."""
         rows = _AllRows.apply(own, self._exchange)
         assert isinstance(rows, Tensor)
         return rows
 
     def own_rows(self, rows: Tensor, empty: int = 0) -> Tensor:
-        """[W, ...] of [N, ...]."""
+        """Return this rank's [W, ...] of [N, ...]."""
         own = self.share(len(rows))
-        # Equal slices of the padded length, as collectives need; past the end of the rows one may be empty.
+        # Collectives need slices of equal length, so the length is padded. The slice may be empty past the end of the rows.
         start = own * self._exchange.rank
         return _lengthened(rows[start : start + own], own, empty)
 
     def summed(self, product: Tensor) -> Tensor:
-        """[W, D] of the sum over ranks of [N, D]; gradients are gathered."""
+        """Return this rank's [W, D] of the sum over ranks of [N, D]. The backward pass gathers the gradients."""
         rows = _SummedRows.apply(_lengthened(product, self.share(len(product)) * self._exchange.size), self._exchange)
         assert isinstance(rows, Tensor)
         return rows
 
     def words(self, input_ids_T: Tensor, word_VD: Tensor) -> tuple[Tensor, Tensor, None]:
-        """Return a table of the own rows' words in their order, brought together from the shards that have them."""
-        # One shard alone has a word, and the others add zeros. Places outside of this one are clamped only to be read
+        """Return indices and a table of the words of this rank's rows in order, collected from the ranks' shards."""
+        # Only one shard has a word, and the other ranks add zeros. Indices outside this shard are clamped only to be read
         # safely.
         places_T = input_ids_T - len(word_VD) * self._exchange.rank
         here_T = (places_T >= 0) & (places_T < len(word_VD))
@@ -71,17 +71,17 @@ class SharedPlacement(Placement):
     def masked_lm_loss(
         self, hidden_MD: Tensor, word_VD: Tensor, bias_V: Tensor, labels_M: Tensor, count_correct: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Return ``kernels.masked_lm_loss`` of logits of which each rank has those of its words; the same on all ranks."""
-        hidden_MD = self.all_rows(hidden_MD)[: len(labels_M)]  # without the inert rows
+        """Return ``kernels.masked_lm_loss`` on all ranks; each rank computes the logits of its own words."""
+        hidden_MD = self.all_rows(hidden_MD)[: len(labels_M)]  # without the padding rows
         start = len(word_VD) * self._exchange.rank
         known = min(max(0, self._vocab_size - start), len(word_VD))
-        if known < len(word_VD):  # rows past the vocabulary must not win
+        if known < len(word_VD):  # rows past the vocabulary must not have the largest logit
             bias_V = torch.cat([bias_V[:known], bias_V.new_full((len(bias_V) - known,), -torch.inf)])
         product = masked_lm_logits if count_correct else F.linear
         return shard_loss(product(hidden_MD, word_VD, bias_V), labels_M, start, self._exchange, count_correct)
 
     def total(self, loss: Tensor) -> Tensor:
-        """[] the sum over ranks, on all of them."""
+        """Return the sum [] over ranks, on all ranks."""
         total = _Total.apply(loss, self._exchange)
         assert isinstance(total, Tensor)
         return total
@@ -90,7 +90,7 @@ class SharedPlacement(Placement):
 def _lengthened(rows: Tensor, length: int, empty: int = 0) -> Tensor:
     if len(rows) == length:
         return rows
-    # F.pad counts dimensions from the last, and rows are the first.
+    # F.pad takes dimensions from the last to the first, and rows are the first.
     return F.pad(rows, (0, 0) * (rows.ndim - 1) + (0, length - len(rows)), value=empty)
 
 
@@ -117,7 +117,7 @@ class _SummedRows(torch.autograd.Function):
 
 
 class _Total(torch.autograd.Function):
-    """Sum whose gradient each rank has already: the loss is the same on all of them."""
+    """Sum over ranks whose gradient needs no communication, because the loss is the same on all ranks."""
 
     @staticmethod
     def forward(_: Any, own: Tensor, exchange: Exchange) -> Tensor:

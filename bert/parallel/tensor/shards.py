@@ -20,9 +20,9 @@ from bert.parallel.tensor.placement import WORDS_MULTIPLE, SharedPlacement
 
 @dataclass(frozen=True)
 class Split:
-    """Division of a parameter along one dimension into equal shards, each of ``blocks`` parts of it by itself.
+    """Division of a parameter along one dimension into equal shards; each of ``blocks`` parts is divided by itself.
 
-    If the length does not divide, the last shards are padded with zeros.
+    If the length is not divisible, the last shards are padded with zeros.
     """
 
     shape: tuple[int, ...]
@@ -31,7 +31,7 @@ class Split:
     dimension: int
     blocks: int = 1
     multiple: int = 1
-    """Divisor of a shard's length."""
+    """A shard's length is rounded up to a multiple of this."""
 
     @property
     def length(self) -> int:
@@ -53,7 +53,7 @@ class Split:
         return shard.movedim(0, self.dimension + 1).reshape(self.shard_shape)
 
     def whole(self, shards_R: Tensor) -> Tensor:
-        """Return the whole parameter, given the shards of all ranks, flat in [R, n]."""
+        """Return the whole parameter, given the flat shards of all ranks, [R, n]."""
         shards = shards_R.unflatten(1, self.shard_shape).unflatten(self.dimension + 1, (self.blocks, self.length))
         joined = shards.movedim(0, self.dimension + 1).flatten(self.dimension + 1, self.dimension + 2)
         kept = joined.narrow(self.dimension + 1, 0, self.shape[self.dimension] // self.blocks)
@@ -61,22 +61,22 @@ class Split:
 
 
 def split_of(name: str, shape: tuple[int, ...], ranks: int) -> Split | None:
-    """Return how a parameter is divided; None for norms, biases of sums, small tables and heads, which every rank has."""
+    """Return how a parameter is divided; None for norms, biases of sums, small tables and heads, which are replicated."""
     if name in ("embeddings.word", "decoder_bias"):
         return Split(shape, ranks, 0, multiple=WORDS_MULTIPLE)
     match name.split("."):
         case ["layers", _, "query_key_value", _]:  # whole heads of queries, keys and values
             return Split(shape, ranks, 0, blocks=3)
-        case ["layers", _, "intermediate", _]:  # columns of the product: its bias goes with them
+        case ["layers", _, "intermediate", _]:  # columns of the product, with its bias
             return Split(shape, ranks, 0)
-        # Rows of the product. Its bias is added after the sum over ranks, so every rank has all of it.
+        # Rows of the product. The bias is added after the sum over ranks, so it is replicated.
         case ["layers", _, "attention_output" | "output", "weight"]:
             return Split(shape, ranks, 1)
     return None
 
 
 class TensorParallel:
-    """Division of a model among the ranks of a tensor group: each rank has a shard of a parameter, or all of it."""
+    """Division of a model among the ranks of a tensor group: a parameter is either sharded or replicated."""
 
     def __init__(self, config: ModelConfig, group: dist.ProcessGroup, waiting: Waiting = nullcontext) -> None:
         self.group = group
@@ -86,7 +86,7 @@ class TensorParallel:
         """Division of each parameter, by name."""
 
     def all_reduce_max_(self, values: Tensor) -> None:
-        """Overwrite the values with the largest ones of all ranks."""
+        """Overwrite the values with their maximum over all ranks."""
         dist.all_reduce(values, dist.ReduceOp.MAX, group=self.group)
 
     def own(self, name: str, whole: Tensor) -> Tensor:
@@ -99,11 +99,11 @@ class TensorParallel:
         named = zip(flat.names, flat.places.values(), strict=True)
         starts = {place.start for name, place in named if self.splits[name] is None}
         ends = torch.tensor(flat.segments.sizes).cumsum(0).tolist()
-        return [start in starts for start in [0, *ends[:-1]]]  # of parameters that are divided, no segment begins there
+        return [start in starts for start in [0, *ends[:-1]]]  # ``starts`` omits divided parameters
 
 
 def tensor_parallel(config: ModelConfig, mesh: Mesh, waiting: Waiting = nullcontext) -> TensorParallel | None:
-    """Return the division in this rank's tensor group; None without other ranks there. Every rank must call it."""
+    """Return the division in this rank's tensor group, or None if this rank is alone. Every rank must call it."""
     if mesh.tensor == 1:
         return None
     group = process_group(mesh.tensor_ranks)

@@ -1,4 +1,4 @@
-"""A Hugging Face folder as the start of a run: the weights of ``bert.convert``, and a clear line where it does not fit."""
+"""A Hugging Face folder as a run's initial checkpoint: ``bert.convert`` gives the same weights, and errors are clear."""
 
 import re
 import shutil
@@ -32,8 +32,8 @@ MODEL = replace(OF_SMALL_RUN, hidden_dropout=0.0, attention_dropout=0.0, layer_n
 
 
 def save_pretrained(folder: Path, vocab: Path | None, kind: str = "BertForPreTraining", rows: int = VOCAB_SIZE) -> Path:
-    """A folder as ``transformers`` writes it, with its fast tokenizer, which brings no vocab.txt."""
-    import transformers  # here, as it takes longer to load than most files of tests
+    """Write a folder as ``transformers`` does, with its fast tokenizer, which has no vocab.txt."""
+    import transformers  # imported here because it loads more slowly than most test files
 
     torch.manual_seed(5)
     config = transformers.BertConfig(
@@ -79,7 +79,7 @@ def loaded(path: Path) -> dict[str, Tensor]:
 
 
 def test_a_folder_is_what_its_conversion_is(folder: Path, small_run: SmallRun, tmp_path: Path) -> None:
-    """Its dropout and epsilon are known to ``bert.convert`` too, whose files state the whole model."""
+    """``bert.convert`` keeps the dropout and epsilon too, since its files describe the whole model."""
     converted = tmp_path / "converted.safetensors"
     convert(folder, "safetensors", converted)
     for path in (folder, converted):
@@ -94,7 +94,7 @@ def test_a_folder_is_what_its_conversion_is(folder: Path, small_run: SmallRun, t
 def test_a_run_and_an_evaluation_start_from_a_folder(
     folder: Path, small_run: SmallRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With the accuracy that its conversion has."""
+    """The accuracy must equal that of the converted file."""
     convert(folder, "safetensors", tmp_path / "converted.safetensors")
     found, runs = list[str](), list[Program]()
     for start in (folder, tmp_path / "converted.safetensors"):
@@ -135,7 +135,7 @@ def test_heads_that_are_missing_stay_random_in_the_open_division(
 
 
 def test_rows_past_the_vocabulary_are_left_out(tmp_path: Path, small_run: SmallRun) -> None:
-    """Others pad the word table to a round number."""
+    """Some models pad the word table to a round number of rows."""
     folder = save_pretrained(tmp_path / "theirs", small_run.folder / "vocab.txt", rows=208)
     check(folder, config_of(small_run))
     theirs = load_file(folder / "model.safetensors")["bert.embeddings.word_embeddings.weight"]

@@ -1,4 +1,4 @@
-"""TensorFlow's checkpoints: the right numbers from real ones, one clear error from damaged and hostile ones."""
+"""TensorFlow checkpoints: real ones are read correctly; damaged and hostile ones give one clear error."""
 
 import math
 import shutil
@@ -27,7 +27,7 @@ WHOLE = ["tf1", "tf1_snappy", "tf1_sharded"]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The fixtures, where tf1_snappy has a data file beside it."""
+    """Return the fixtures, with a data file beside tf1_snappy's index."""
     folder = tmp_path_factory.mktemp("bundles")
     for path in FIXTURES.glob("tf*"):
         shutil.copy(path, folder)
@@ -81,7 +81,7 @@ def test_what_is_not_supported_is_refused_by_name(folder: Path, tmp_path: Path):
 
 
 def copied(folder: Path, name: str, target: Path, suffix: str, content: bytes) -> Path:
-    """A checkpoint with one file's content replaced; returns its prefix."""
+    """Copy a checkpoint with one file's content replaced, and return its prefix."""
     target.mkdir(exist_ok=True)
     for path in folder.glob(f"{name}.*"):
         shutil.copy(path, target)
@@ -96,7 +96,7 @@ def flipped(content: bytes, bit: int) -> bytes:
 
 
 def same_or_refused(prefix: Path, original: TensorBundle) -> None:
-    """Bytes of the index that mean nothing may change; nothing else."""
+    """Check that a damaged index is rejected or is read as before. The index has some bytes without meaning."""
     try:
         found = TensorBundle(prefix)
     except ValueError:
@@ -129,7 +129,7 @@ def test_any_bytes_before_the_mark(folder: Path, content: bytes):
 
 @given(data=st.data(), name=st.sampled_from(["tf1", "tf1_sharded"]))
 def test_a_flipped_bit_in_the_data(folder: Path, data: st.DataObject, name: str):
-    """It is found when the tensor that it lies in is read, and other tensors are as they were."""
+    """Reading the damaged tensor finds the error. Other tensors are unaffected."""
     original = TensorBundle(folder / name)
     tensor = data.draw(st.sampled_from(sorted(original.entries.keys() - {"global_step"})))
     entry = original.entries[tensor]
@@ -180,7 +180,7 @@ def sealed(content: bytes, kind: int = 0) -> bytes:
 
 
 def table(data: bytes, kind: int = 0, handles: list[tuple[int, int]] | None = None) -> bytes:
-    """An index with one data block, or with other handles in its index block; ``handles`` may lead astray."""
+    """Return an index with one data block. ``handles`` replaces the handles in its index block and may be invalid."""
     blocks = [sealed(data, kind), sealed(block())]
     places = [(0, len(data))] if handles is None else handles
     index = block(*((bytes([97 + i]), number(offset) + number(size)) for i, (offset, size) in enumerate(places)))
@@ -258,7 +258,7 @@ def test_a_hostile_tensor(tmp_path: Path, value: bytes, message: str):
 
 
 def test_a_tensor_too_large_for_a_bert_is_not_read(tmp_path: Path):
-    """A sparse file takes no disk, and must take no memory."""
+    """Neither the sparse file's disk space nor memory of its apparent size may be used."""
     rows = 2**29
     prefix = written(tmp_path, table(block(HEADER, (b"w", entry(rows, size=4 * rows)))))
     with (tmp_path / "x.data-00000-of-00001").open("r+b") as file:
@@ -289,7 +289,7 @@ def test_an_index_too_large(tmp_path: Path):
 def test_a_weight_that_does_not_fit_the_others(
     folder: Path, tmp_path: Path, change: Callable[[bytes], bytes], message: str
 ):
-    """One tensor's entry changed, with right checksums."""
+    """One tensor's entry is changed and the checksums are right."""
     records = []
     for name, each in sorted(TensorBundle(folder / "tf1").entries.items()):
         dims = b"".join(field(2, field(1, dim)) for dim in each.shape)
@@ -318,7 +318,7 @@ def test_a_damaged_checkpoint_leaves_nothing_behind(folder: Path, tmp_path: Path
 
 
 def test_the_names_cover_the_reference(folder: Path):
-    """As many parameters as BERT-Large has, by the shapes of make.py, which the fixtures come from."""
+    """The shapes of make.py, the fixtures' source, must add up to the number of parameters of BERT-Large."""
     large = {"layers": 24, "hidden": 1024, "intermediate": 4096, "vocab": 30522, "positions": 512, "segments": 2}
     assert sum(math.prod(shape) for shape in make.shapes(large).values()) == 336_226_108
     entries = TensorBundle(folder / "tf1").entries

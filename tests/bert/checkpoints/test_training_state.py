@@ -1,4 +1,4 @@
-"""Checkpoints of a run in one process: written beside training, whole or not at all, and gone on from to the last bit."""
+"""Checkpoints of a run in one process: written beside training, never partially, and resumed bit for bit."""
 
 import errno
 import json
@@ -45,7 +45,7 @@ SEED = 7
 
 @dataclass(frozen=True)
 class Run:
-    """Parts of a run that it has when it saves and when it goes on."""
+    """Parts of a run that saving and resuming need."""
 
     config: Config
     train: Dataset
@@ -55,7 +55,7 @@ class Run:
     folder: Path
 
     def take(self, *steps: int) -> list[list[float]]:
-        """Train these steps, each on samples of its own; the statistics of each."""
+        """Train these steps, each on its own samples, and return the statistics of each step."""
         said = []
         for number in steps:
             self.step([batch_of(self.samples.train.slice(8 * number, 8 * number + 8))])
@@ -68,7 +68,7 @@ class Run:
         return self.checkpoints.failure()
 
     def state(self) -> dict[str, Tensor]:
-        """Return all that decides what follows."""
+        """Return all state that affects later steps."""
         step = self.step
         momentum_P, variance_P = step.optimizer.moments()
         tensors = {
@@ -104,7 +104,7 @@ Make = Callable[..., Run]
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Nothing of a checkpoint is written before it is set."""
+    """Block the writing of checkpoints until the returned event is set."""
     opened, write = threading.Event(), resume.write_safetensors
 
     def waiting(*arguments: Any) -> None:
@@ -141,7 +141,7 @@ def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp8"])
 def test_what_follows_is_the_same_to_the_last_bit(make: Make, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With dropout; in bf16 as on a GPU, with copies of weights; in FP8 with all scales, and weights as they were cast."""
+    """Resume with dropout, with bf16 weight copies as on a GPU, and in FP8 with all scales and cast weights."""
     monkeypatch.setattr(bert.build, "accumulates_products", lambda _, precision: precision == "bf16")
     changes = {"training__precision": precision, "model__num_hidden_layers": 3, "model__hidden_dropout": 0.1}
     changes |= {"model__hidden_size": 256} if precision == "bf16" else {}
@@ -153,7 +153,7 @@ def test_what_follows_is_the_same_to_the_last_bit(make: Make, precision: str, mo
     saved = run.state()
     losses, ended = run.take(3, 4, 5), run.state()
     again = make(seed=1, **changes)
-    again.take(8, 9)  # it has a past of its own, as after warm-up
+    again.take(8, 9)  # a warm-up would also have changed its state
     state = find(run.folder, again.config, again.train, MESH)
     assert (state.step, state.samples, state.optimizer_steps, state.seed) == (3, 24, 3, SEED)
     assert (state.fp8_scales is None) == (precision != "fp8")
@@ -187,7 +187,7 @@ def test_one_that_cannot_be_written_leaves_nothing_and_is_told_once(
     run.take(0)
     with monkeypatch.context() as patch:
         patch.setattr(resume, "write_safetensors", full)
-        for steps in (1, 2):  # the first of the two is there already, and stays
+        for steps in (1, 2):  # step 1 has a checkpoint already, which must stay
             error = run.save(steps)
             assert error is not None
             assert error.errno == errno.ENOSPC
@@ -228,7 +228,7 @@ def test_what_a_killed_run_has_left_is_no_checkpoint_and_is_removed(make: Make) 
 
 
 def test_it_gets_its_name_by_renaming_when_all_is_on_disk(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that at no time a part of it has the name."""
+    """A partial checkpoint must never have the final name."""
     run, sync, numbers, brought = make(), files.sync, set(), []
 
     def noting(path: Path) -> None:
@@ -259,7 +259,7 @@ def test_random_numbers_after_a_checkpoint_are_of_its_step_and_rank() -> None:
 
 
 def test_the_newest_stay_in_the_order_of_their_steps(make: Make) -> None:
-    """One of the same step is replaced when the new one is there."""
+    """A new checkpoint of the same step replaces the old one once it is complete."""
     run = make(checkpoint__keep=2, checkpoint__every_steps=3)
     assert [steps for steps in range(1, 10) if run.checkpoints.due(steps)] == [3, 6, 9]
     for steps in (99_999_999, 5, 100_000_000):
@@ -291,7 +291,7 @@ def test_broken_ones_do_not_push_out_what_the_run_writes(make: Make) -> None:
 def test_the_next_one_waits_and_a_failure_is_a_warning(
     make: Make, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The watchdog allows a wait as long as writing has taken so far."""
+    """While the step waits, the watchdog allows as much time as writing has taken so far."""
     run, tracker, told = make(), PhaseTracker(), list[str]()
     progress = RunProgress(0.4, 100, EvaluationSchedule(10, 10))
     seen = RunCheckpoints(run.checkpoints, tracker, Reporter(progress, [StepLines(progress, told.append)]))
@@ -311,7 +311,7 @@ def test_the_next_one_waits_and_a_failure_is_a_warning(
 
 
 def changed(**values: object) -> Callable[[Path], object]:
-    """Give entries of state.json other values."""
+    """Change entries of state.json."""
     return lambda path: (path / "state.json").write_text(
         json.dumps(json.loads((path / "state.json").read_text()) | values)
     )
@@ -388,7 +388,7 @@ def test_data_must_be_the_same_and_other_settings_need_not(make: Make, small_run
 
 
 def test_weights_of_another_model_behind_the_right_digest_are_refused(make: Make) -> None:
-    """Also those of another shape, which could be spread over the model's."""
+    """Weights of other shapes are rejected too, even if they could be broadcast to the model's."""
     run = make()
     assert run.save(4) is None
     state, path = find(run.folder, run.config, run.train, MESH), run.folder / "step_00000004" / "momentum.safetensors"
@@ -403,7 +403,7 @@ def test_weights_of_another_model_behind_the_right_digest_are_refused(make: Make
 
 
 def test_what_another_run_has_written_is_neither_replaced_nor_removed(make: Make) -> None:
-    """As two runs that share a folder whose file system has no locks."""
+    """Two runs may share a folder on a file system without locks."""
     first, second = make(checkpoint__keep=1), make(checkpoint__keep=1)
     for steps in (1, 2, 3):
         assert first.save(2 * steps) is None

@@ -1,4 +1,4 @@
-"""Saved weights come back, and a file that does not fit is refused with one clear line."""
+"""Saved weights load unchanged, and a file that does not fit is rejected with one clear line."""
 
 import json
 import os
@@ -47,13 +47,13 @@ def saved(tmp_path: Path) -> Path:
 
 
 def write_vocabulary(path: Path, words: int = 25) -> str:
-    """The special tokens and some words; returns its digest."""
+    """Write the special tokens and some words, and return the vocabulary's digest."""
     path.write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{index}" for index in range(words))]))
     return Vocabulary.from_file(path).sha256
 
 
 def test_round_trip(tmp_path: Path):
-    """Also of parameters that are views of one buffer; what is there is replaced."""
+    """Save and load parameters that are views of one buffer too. Saving replaces an existing file."""
     path = tmp_path / "new folder" / "weights.safetensors"
     source, target = drawn_model(CONFIG, 0), drawn_model(CONFIG, 1)
     save_weights(target, path)
@@ -92,14 +92,14 @@ def test_the_bytes_are_those_of_the_safetensors_library(tmp_path: Path):
 
 @pytest.fixture
 def theirs(saved: Path, tmp_path: Path) -> Path:
-    """A Hugging Face folder with the weights of ``saved``."""
+    """Return a Hugging Face folder with the weights of ``saved``."""
     write_vocabulary(tmp_path / "vocab.txt")
     convert(saved, "hugging-face", tmp_path / "theirs", 2)
     return tmp_path / "theirs"
 
 
 def from_pretrained(folder: Path) -> Any:
-    import transformers  # here and below, as it takes longer to load than most files of tests
+    import transformers  # imported here and below because it loads more slowly than most test files
 
     load: Any = transformers.BertForPreTraining.from_pretrained
     model, report = load(folder, output_loading_info=True)
@@ -111,7 +111,7 @@ FOUR_HEADS = ModelConfig(2, 24, 4, 16, 30, 12, hidden_dropout=0.2, layer_norm_ep
 
 
 def test_a_file_says_which_model_it_holds(tmp_path: Path):
-    """Also what shapes do not tell, such as heads that are not 64 wide."""
+    """The file also records facts that the shapes do not tell, such as the number of heads."""
     write_vocabulary(tmp_path / "vocab.txt")
     ours, again = tmp_path / "ours.safetensors", tmp_path / "again.safetensors"
     save_weights(drawn_model(FOUR_HEADS, 0), ours)
@@ -148,7 +148,7 @@ def test_a_statement_that_makes_no_sense(tmp_path: Path, stated: str):
 
 
 def rewritten(change: Callable[[dict[str, Tensor]], object]) -> Callable[[Path], object]:
-    """Change the tensors of a file."""
+    """Return a function that changes the tensors of a file."""
 
     def act(path: Path) -> None:
         tensors, metadata = load_file(path), read_header(path)[1]
@@ -186,13 +186,13 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(
 
 @pytest.mark.slow
 def test_an_exported_folder_fills_masks_as_the_model_does(tmp_path: Path):
-    """With heads of an odd width, and the tokenizer that comes along."""
+    """Compare with a head width that is odd, and with the tokenizer of the exported folder."""
     import transformers
 
     model = drawn_model(FOUR_HEADS, 3).eval()
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.mul_(20)  # so that words differ
+            parameter.mul_(20)  # so that the predicted words differ
     digest = write_vocabulary(tmp_path / "vocab.txt")
     save_weights(model, tmp_path / "ours.safetensors", {"vocabulary_sha256": digest})
     convert(tmp_path / "ours.safetensors", "hugging-face", tmp_path / "theirs")
@@ -231,7 +231,7 @@ def test_a_vocabulary_is_asked_for_and_must_be_the_models(tmp_path: Path):
 
 
 def test_tensorflow_to_us_and_to_hugging_face_give_one_model(tmp_path: Path):
-    """Both forms compute the same logits from the converted weights."""
+    """Convert from TensorFlow to both formats, and compare the logits of the two models."""
     convert(BUNDLES / "tf1", "safetensors", tmp_path / "ours.safetensors", 2)
     write_vocabulary(tmp_path / "words")
     convert(BUNDLES / "tf1", "hugging-face", tmp_path / "theirs", 2, tmp_path / "words")
@@ -266,7 +266,7 @@ def test_round_trip_through_hugging_face(saved: Path, theirs: Path, tmp_path: Pa
 
 
 def test_a_folder_that_transformers_saved(theirs: Path, tmp_path: Path):
-    """Also with the decoder spelled out, in half precision, and with the names of older files."""
+    """The folder may also have an explicit decoder, half precision, or the names of older files."""
     from_pretrained(theirs).save_pretrained(tmp_path / "again")
     path = tmp_path / "again" / "model.safetensors"
     renamed = {
@@ -316,7 +316,7 @@ def test_a_configuration_that_does_not_fit(theirs: Path, config: str, message: s
 
 @pytest.mark.parametrize("decoder", ["bias", "weight"])
 def test_a_decoder_without_its_original_by_the_same_name(theirs: Path, decoder: str):
-    """A head without its bias, and a word table without prefix, as BertModel's file names it."""
+    """The file lacks the head's bias, or has the word table without its prefix, as BertModel writes it."""
 
     def change(tensors: dict[str, Tensor]) -> None:
         if decoder == "bias":

@@ -1,4 +1,4 @@
-"""A global batch over other ranks than before, and what the log says of it."""
+"""Dividing a global batch over a changed number of ranks, and what the log says about it."""
 
 from dataclasses import replace
 
@@ -35,7 +35,7 @@ def test_no_micro_batch_grows_however_often_ranks_change(batch: int, first: int,
         assert batch >= ranks * world.accumulation  # every micro-batch has a sequence
         assert world.fitting == max(fitting, world.sequences)
         assert world.sequences <= fitting or fitting == 1
-        if world.accumulation > 1 and world.sequences <= fitting:  # no more micro-batches than must be
+        if world.accumulation > 1 and world.sequences <= fitting:  # there are no more micro-batches than necessary
             assert -(-batch // (ranks * (world.accumulation - 1))) > fitting
         fitting = world.fitting
 

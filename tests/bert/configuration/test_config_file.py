@@ -16,6 +16,7 @@ def test_settings_from_toml(tmp_path: Path) -> None:
     file = tmp_path / "mine.toml"
     file.write_text(
         'recipe = "tiny_cpu"\n[training]\nmax_samples = 6400\nautotune = false\n'
+        'reduction = "sharded"\nshard_gradients = true\n'
         '[training.implementations]\ndense_gelu = "reference"\n'
         '[data]\ntrain = "my data"\n[log]\ncache_cleared = true\n'
     )
@@ -23,6 +24,7 @@ def test_settings_from_toml(tmp_path: Path) -> None:
     assert config.recipe == "tiny_cpu"
     assert config.training.max_samples == 9600  # the command line counts more
     assert not config.training.autotune
+    assert config.training.shard_gradients
     assert config.training.implementations == {"dense_gelu": "reference"}
     assert config.data.train == Path("my data")
     assert config.log.cache_cleared

@@ -1,4 +1,4 @@
-"""``python -m bert.evaluate``: what a checkpoint knows before any training, and whether that is what was expected."""
+"""``python -m bert.evaluate`` measures a checkpoint's accuracy without training and compares it with an expected value."""
 
 import re
 from pathlib import Path
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model that predicts some tokens right by chance."""
+    """Save a model that predicts some tokens right by chance."""
     path = tmp_path_factory.mktemp("checkpoint") / "weights.safetensors"
     save_weights(drawn_model(OF_SMALL_RUN, 3), path)
     return path
@@ -26,7 +26,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def accuracy(small_run: SmallRun) -> float:
-    """Return the accuracy by the evaluator alone."""
+    """Return the accuracy that the evaluator finds on its own."""
     dataset = open_dataset(small_run.folder / "evaluation")
     return Evaluator(dataset, CPU, 16)(drawn_model(OF_SMALL_RUN, 3), PLAIN).value
 
@@ -46,7 +46,7 @@ def test_the_accuracy_of_a_checkpoint_and_whether_it_is_as_expected(
     tolerance: float,
     status: int,
 ) -> None:
-    """Training data need not be there, and nothing is left behind."""
+    """The command needs no training data and leaves no files behind."""
     assert 0 < accuracy < 1
     expected = f"{accuracy + difference:.5f}"
     options = ["--expect", expected, "--tolerance", str(tolerance), "--data.train", str(tmp_path / "nowhere")]

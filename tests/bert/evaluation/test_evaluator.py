@@ -1,4 +1,4 @@
-"""Evaluations that are captured, read ahead, and whose result is asked for later."""
+"""Captured evaluations, reading ahead, and collecting the result later."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -33,7 +33,7 @@ def dataset(small_run: SmallRun) -> Dataset:
 
 @pytest.fixture
 def model() -> BertForPreTraining:
-    """Its logits are wide apart, so that some predictions are right."""
+    """Return a model whose logits are far enough apart that some predictions are right."""
     return drawn_model(OF_SMALL_RUN, 3)
 
 
@@ -102,7 +102,9 @@ def test_data_is_read_ahead_once_and_its_faults_surface(
 def test_predictions_in_bf16_are_counted_on_logits_that_are_not_rounded(
     dataset: Dataset, model: BertForPreTraining, small_run: SmallRun
 ) -> None:
-    """A bias of 16 on every logit: in bf16, where 0.125 lies between neighbours, most of a row would be equal."""
+    """With a bias of 16 on every logit, neighbouring bf16 values are 0.125 apart, so most logits of a row would be
+    equal.
+    """
     with torch.no_grad():
         model.decoder_bias.fill_(16.0)
     batch, autocast = batch_of(small_run.evaluation), torch.autocast("cpu", torch.bfloat16)

@@ -21,13 +21,13 @@ def log(tmp_path: Path) -> MLLog:
 
 
 def lines_of(log_file: Path) -> list[str]:
-    """The lines without the digests, which have a test of their own."""
+    """Return the lines without the digests, which have their own test."""
     chain = ("# chain: ", "# digest: ", "# digest at the end: ")
     return [line for line in log_file.read_text().splitlines() if not line.startswith(chain)]
 
 
 def test_a_written_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its order; both names of epsilon; nothing goes to stdout; its folder is made."""
+    """Check the order, both names of epsilon, an empty stdout, and that the folder is created."""
     log = read_log(write_run(tmp_path / "new" / "result_0.txt"))
     keys = [record.key for record in log.records if record.key != "weights_initialization"]
     own = [key for key in CLOSED if key != "opt_lamb_epsilon"]
@@ -83,7 +83,7 @@ def test_other_ranks_write_nothing_and_check_nothing() -> None:
         log.abort()
 
 
-# Every refusal: what the run does, and words of the message.
+# Every rejected call: what the run does, and words of the message.
 
 
 def started(log: MLLog, *then: Callable[[], object]) -> None:
@@ -144,7 +144,7 @@ def test_violations_raise_at_once_and_write_nothing(
         act(log)
     assert not read_log(path).problems
     written = len(lines_of(path))
-    log.abort()  # whatever went wrong, the log can still be completed
+    log.abort()  # the log can still be completed after an error
     log.close()
     keys = [record.key for record in read_log(path).records]
     assert keys[-1] == "run_stop" if "init_start" in keys else len(keys) == written

@@ -1,4 +1,4 @@
-"""Numbers of result files, of a run alone and of others that start at the same moment."""
+"""Numbering of result files when one run starts alone or several runs start at once."""
 
 import os
 import threading
@@ -36,7 +36,7 @@ def test_a_wanted_number_that_is_taken_is_refused(tmp_path: Path, there: str) ->
 
 
 def test_runs_that_start_at_once_get_numbers_of_their_own(tmp_path: Path) -> None:
-    """All have looked before any creates its log, round after round."""
+    """In every round, all runs look at the folder before any of them creates its log."""
     folder = made(tmp_path, "result_0.txt", "result_2.txt")
     runs, rounds = 8, 5
     barrier, numbers = threading.Barrier(runs), []

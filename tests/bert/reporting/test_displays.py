@@ -1,4 +1,4 @@
-"""Lines, panel and time left of a run, as a person sees them."""
+"""The log lines, the panel and the remaining time that a run shows."""
 
 import io
 from dataclasses import replace
@@ -54,7 +54,7 @@ def test_plain_lines_are_one_line_a_record() -> None:
     ]
 
 
-@pytest.mark.measured  # the panel is drawn by the clock
+@pytest.mark.measured  # the panel is redrawn at intervals of real time
 def test_the_panel_shows_accuracy_against_the_target() -> None:
     text = io.StringIO()
     shown = progress(STEP, EVALUATION)
@@ -76,7 +76,7 @@ def test_time_left_after_a_resume_counts_the_samples_of_this_run_alone() -> None
     resumed = RunProgress(target=0.4, max_samples=6400, schedule=EvaluationSchedule(640, 32), resumed_samples=320)
     resumed.add(replace(STEP, samples=320))
     assert resumed.eta == "-"
-    resumed.add(STEP)  # 320 samples in 2 s, and 5760 to go
+    resumed.add(STEP)  # 320 samples took 2 s, and 5760 remain
     assert resumed.eta == "at most 0:36"
 
 
@@ -94,7 +94,7 @@ def test_time_left_is_a_range_once_there_is_a_curve() -> None:
 
 
 def test_the_time_left_that_recorded_runs_would_have_shown_held() -> None:
-    """At every evaluation of the runs in results/: in at least 9 of 10 runs no range that was shown missed the end."""
+    """In at least 9 of 10 runs in results/, the end lay within the range shown at every evaluation."""
     ranges, missed = 0, set()
     for path in sorted((REPOSITORY / "results/cpu_2cores/bert").glob("metrics_*.jsonl")):
         metrics = read_metrics(path)
@@ -109,7 +109,7 @@ def test_the_time_left_that_recorded_runs_would_have_shown_held() -> None:
             ranges += 1
             early, late = (seconds(part) for part in said.split(" to "))
             left = metrics.end.time_s - evaluation.time_s
-            if not 0.9 * early - 1 <= left <= 1.1 * late + 1:  # the speed of a shared machine changes as well
+            if not 0.9 * early - 1 <= left <= 1.1 * late + 1:  # the speed of a shared machine varies as well
                 missed.add(path.name)
     assert ranges > 20
     assert len(missed) <= 1, missed

@@ -1,4 +1,4 @@
-"""Statistics of steps, which the host fetches with a single wait for the device."""
+"""Statistics of steps, which the host fetches while waiting only once for the device."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -29,7 +29,7 @@ class Operators(TorchDispatchMode):
 
 
 def test_what_the_host_adds_is_not_copied_to_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A copy of a number to a GPU makes the host wait for all that the GPU has been given."""
+    """Copying a number to a GPU would make the host wait until the GPU has finished all queued work."""
     summed = Operators()
 
     def all_reduce(tensor: torch.Tensor) -> torch.Tensor:

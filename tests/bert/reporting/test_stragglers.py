@@ -1,4 +1,4 @@
-"""Stragglers: who is named as slow, when, and when no longer."""
+"""Stragglers: which ranks are reported as slow, when, and when the report is withdrawn."""
 
 from bert.reporting.intervals import Stragglers
 
@@ -11,12 +11,12 @@ def said_by(ranks: Stragglers, seconds: list[float]) -> list[str]:
 
 
 def interval(slow: float = 1.0, rank: int = 3) -> list[float]:
-    """Seconds a step of each rank: 0.1, and ``slow`` times as many for one."""
+    """Return the seconds per step of four ranks: 0.1 each, but ``slow`` times as long for ``rank``."""
     return [0.1 * slow if place == rank else 0.1 for place in range(4)]
 
 
 def test_a_rank_is_named_after_some_intervals_in_a_row_and_once_until_it_is_fast_again() -> None:
-    """One good interval begins the count anew."""
+    """One fast interval resets the count."""
     ranks = Stragglers(HOSTS)
     said = []
     for slow, intervals in ((1.5, INTERVALS - 1), (1.0, 1), (1.5, INTERVALS + 5), (1.0, INTERVALS), (1.5, INTERVALS)):
@@ -29,7 +29,7 @@ def test_a_rank_is_named_after_some_intervals_in_a_row_and_once_until_it_is_fast
 
 
 def test_the_measure_is_the_median_of_all() -> None:
-    """A single rank far off does not move it, as it would move the mean, and who is below the ratio is not slow."""
+    """A single outlier moves the mean but not the median. A rank below the ratio is not slow."""
     for seconds, named in (([0.1, 0.1, 0.1 * (RATIO - 0.01), 10.0], 3), ([0.1, 0.1, 0.1 * (RATIO + 0.01), 0.1], 2)):
         ranks = Stragglers(HOSTS)
         [said] = [line for _ in range(INTERVALS) for line in said_by(ranks, seconds)]
@@ -44,7 +44,7 @@ def test_times_of_zero_name_nobody_and_a_median_of_zero_divides_nothing() -> Non
 
 
 def test_ranks_are_compared_with_those_of_their_own_stage_and_named_with_their_place() -> None:
-    """Half of them have twice the work; one of the others is slower than its like, and still as fast as those."""
+    """Half of the ranks have twice the work. One other rank is slow for its stage, yet as fast as that half."""
     places = [f" (data {rank // 2}, pipeline {rank % 2}, tensor 0)" for rank in range(6)]
     ranks = Stragglers(["n"] * 6, stages=[0, 1] * 3, places=places)
     said = [said_by(ranks, [0.1, 0.2, 0.2, 0.2, 0.1, 0.2]) for _ in range(INTERVALS)]

@@ -1,4 +1,4 @@
-"""TensorBoard itself reads what a run has written for it."""
+"""TensorBoard itself reads the event files that a run writes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_a_run_shows_the_numbers_of_its_metrics_by_samples(small_run: SmallRun, 
     settings = small_run.arguments(tmp_path / "r", log__tensorboard=tmp_path / "t" / "b")
     with Ranks(settings, 2) as ranks:
         assert ranks.ends() == [1, 1], ranks.output  # the target is out of reach
-    events = read(tmp_path / "t" / "b" / "tiny_cpu" / "result_0")  # of the main rank alone
+    events = read(tmp_path / "t" / "b" / "tiny_cpu" / "result_0")  # only rank 0 writes events
     assert set(events.Tags()["scalars"]) == OF_A_STEP | OF_AN_EVALUATION
     lines = (tmp_path / "r/tiny_cpu/bert/metrics_0.jsonl").read_text().splitlines()
     records = list(map(json.loads, lines))

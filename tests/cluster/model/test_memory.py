@@ -59,7 +59,7 @@ class Storages(TorchDispatchMode):
 
 
 def kept_bytes(forward: Callable[[Batch], object], known: list[Tensor], samples: Samples, precision: Precision) -> int:
-    """Return the bytes of all storages that autograd keeps, without ``known`` tensors and the batch."""
+    """Return the total size of all storages that autograd keeps, except the ``known`` tensors and the batch."""
     batch = batch_of(samples)
     kept: list[Tensor] = []
 
@@ -97,7 +97,7 @@ def test_a_real_model_keeps_what_is_predicted(shape: tuple[int, ...], dropout: f
 
 @pytest.fixture
 def fake_group() -> Iterator[dist.ProcessGroup]:
-    """Yield the group of the first of two ranks, whose collectives return tensors without meaning."""
+    """Yield a two-rank process group, seen from rank 0, whose collectives return tensors with arbitrary values."""
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     group = dist.group.WORLD
     assert group is not None
@@ -187,13 +187,13 @@ def test_a_gpu_keeps_no_masks_and_no_probabilities() -> None:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_recomputation_keeps_what_is_predicted(precision: Precision) -> None:
-    """Compare the differences between modes, because weights and their copies are the same in all of them."""
+    """Compare only the differences between modes: weights and weight copies are the same in every mode."""
     config = ModelConfig(3, 128, 4, 512, 1024, 128)
     work, samples = work_and_samples(config)
     batch = batch_of(samples)
     kept, parts = {}, {}
     for mode in get_args(Recompute):
-        recomputations = [recomputation(mode)] * 2 + [recomputation("none")]  # the last layer keeps little
+        recomputations = [recomputation(mode)] * 2 + [recomputation("none")]  # the last layer keeps little in any mode
 
         def make_layer(
             config: ModelConfig, index: int, placement: Placement, by_layer: list[Recomputation] = recomputations

@@ -18,10 +18,10 @@ def test_a_piece_waits_for_the_messages_that_it_needs() -> None:
 
 
 def test_on_shared_processors_nothing_comes_for_nothing() -> None:
-    # Both want all of the processors: each gets half of them until one is done.
+    # Both tasks want all processors, so each gets half of them until one is done.
     ends = run([Piece(1.0), Piece(1.0)], [Message(1.0, after=1, share=1.0)], demand=1.0)
     assert (ends.computed, ends.arrived) == (pytest.approx(3.0), pytest.approx(3.0))
-    # A message that keeps a quarter busy gets it at once, and slows computing down by that.
+    # A message that needs a quarter of the processors gets them at once and slows computing down accordingly.
     ends = run([Piece(1.0), Piece(1.5)], [Message(1.0, after=1, share=0.25)], demand=1.0)
     assert ends.computed == pytest.approx(2.75)
 

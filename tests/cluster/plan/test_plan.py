@@ -1,4 +1,4 @@
-"""Planner: its plans are feasible, the best is the fastest of all ways, and a run accepts the file."""
+"""Planner: its plans are feasible, the best plan is faster than all alternatives, and a run accepts the plan file."""
 
 import re
 from collections.abc import Callable
@@ -48,7 +48,7 @@ def with_memory(target: Target, size: float) -> Target:
 
 
 def follow(config: Config, target: Target, best: Candidate, folder: Path) -> Config:
-    """The configuration of a run that follows a plan."""
+    """Return the configuration of a run that follows a plan."""
     write_plan(run_plan(config, target, best), folder / "plan.json")
     return parse([config.recipe, "--plan", str(folder / "plan.json")])
 
@@ -71,7 +71,7 @@ def test_every_batch_has_hyperparameters_that_reached_the_target() -> None:
 
 
 def test_the_best_is_the_fastest_of_all_ways_to_run_its_batch(found: Found, target: Target, work: Work) -> None:
-    """Every other way is predicted one by one, including those that the search skips."""
+    """Predict every other candidate one by one, including candidates that the search skips."""
     best = found.best[0]
     assert [each.seconds for each in found.best] == sorted(each.seconds for each in found.best)
     work = replace(work, samples=best.run.samples)
@@ -116,7 +116,7 @@ def test_copies_are_shared_only_if_nothing_else_fits(found: Found, target: Targe
     assert {each.strategy.tensor for each in found.ranked} == {1, 2, 4, 8}, "each is predicted at least once"
     assert {each.strategy.pipeline for each in found.ranked} == {1, 2, 4, 8}
     config, work = RECIPES["h100_1x8"](), replace(work, samples=1e6)
-    config = replace(config, log=replace(config.log, division="open"))  # with its own batch alone
+    config = replace(config, log=replace(config.log, division="open"))  # the search keeps the recipe's own batch size
     best = search(config, work, with_memory(target, 3e9)).best[0]
     assert best.strategy.tensor > 1
     assert follow(config, target, best, tmp_path).parallel == best.strategy.parallel
@@ -127,7 +127,7 @@ def test_copies_are_shared_only_if_nothing_else_fits(found: Found, target: Targe
 def test_stages_are_chosen_only_if_nothing_else_fits(work: Work, tmp_path: Path) -> None:
     config, work = RECIPES["h100_1x8"](), replace(work, samples=1e6)
     config = replace(config, log=replace(config.log, division="open"))
-    target = described(device_of("h100_1x8", None)[0], 4, 1)  # one in a host, so that none shares products
+    target = described(device_of("h100_1x8", None)[0], 4, 1)  # one per host rules out tensor parallelism
     assert search(config, work, target).best[0].strategy.copy_ranks == 1
     best = search(config, work, with_memory(target, 4.2e9)).best[0]
     assert best.strategy.gradient_accumulation_steps >= best.strategy.pipeline > 1
@@ -154,7 +154,7 @@ def test_lines_say_why_every_other_value_loses(found: Found) -> None:
     losses = [float(line.split("%")[0].split()[-1]) for line in lines if line.startswith("  batch ") and "%" in line]
     assert losses == sorted(losses), "the nearest first"
     assert not re.search(r"  -\d+\.\d%", text), "nothing is faster than the first"
-    # A plan has one step time wherever it stands.
+    # A plan's step time is the same in every place where it is printed.
     rows = {(row[2], row[12]) for row in (line.split() for line in lines[1:6])}
     rivals = re.findall(r"  batch ([\d,]+): .* steps of ([\d.]+) ms", text)
     assert {rival for rival in rivals if rival[0] in {batch for batch, _ in rows}} <= rows

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def points() -> list[ScalingPoint]:
-    """Points of 4,096 accelerators a node, so that there are few of them."""
+    """Points of a scaling curve with 4,096 accelerators per node, which keeps the number of points small."""
     return list(scale(RECIPES["dgxa100_8x8"](), DEVICE, 4096))
 
 

@@ -1,4 +1,4 @@
-"""Findings in words: which part, how slow, what it costs a step; made-up measurements stand for a cluster."""
+"""Findings in words: which part is slow, how slow it is, and what it costs per step. All measurements are synthetic."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -31,7 +31,7 @@ def paths(rng: np.random.Generator, ranks: list[int], seconds_per_byte: float) -
 
 
 def cluster(hosts: int = 4, size: int = 2, seed: int = 0) -> Measured:
-    """An even cluster of CPUs with a network card a host."""
+    """A uniform CPU cluster with one network card per host."""
     rng = np.random.default_rng(seed)
     cells = [Cell("product", "fp32", 512, lambda: None), Cell("copy", "fp32", 1 << 25, lambda: None)]
     rates = np.array([5e-3, 4e-3]) * np.exp(rng.normal(0, 0.04, (hosts * size, TURNS, 2)))
@@ -83,7 +83,7 @@ def slow_inside(measured: Measured) -> None:
 
 
 def slow_rank_and_its_own_path(measured: Measured) -> None:
-    """Measure a slow processor, of whose paths none is named beside it."""
+    """Slow down one processor and all of its paths. Only the processor may be reported, not its paths."""
     assert measured.between_hosts
     measured.rates_RTC[4, :, 0] *= 2
     at = (measured.between_hosts.source_E == 4) | (measured.between_hosts.target_E == 4)

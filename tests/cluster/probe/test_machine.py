@@ -1,4 +1,4 @@
-"""Facts about a machine from trees of files like /sys and from Slurm's output; wrong options of the probe."""
+"""Facts about a machine from trees of files like /sys and from Slurm's output; invalid options of the probe."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +12,7 @@ from tests.e2e.test_launchers import Machine
 
 @pytest.fixture
 def machine(tmp_path: Path) -> Machine:
-    """Two PCI switches, a GPU and an InfiniBand card below each, and a card whose port is down."""
+    """A machine with two PCI switches, each with a GPU and an InfiniBand card, and a card whose port is down."""
     machine = Machine(tmp_path)
     for bus in ("07", "47"):
         machine.gpu(f"pci0000:{bus}/0000:{bus}:00.0/0000:{bus}:01.0", numa=0)

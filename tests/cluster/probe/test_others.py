@@ -1,4 +1,4 @@
-"""A machine that other programs use during a probe is named."""
+"""A probe reports that other programs are using a machine."""
 
 import time
 
@@ -17,7 +17,7 @@ def facts(host: str, machine: str) -> Facts:
 @pytest.mark.parametrize(
     ("busy", "own", "named"),
     [
-        (40.0, 19.0, []),  # two ranks, 38 of 40 seconds
+        (40.0, 19.0, []),  # two ranks that used 38 of 40 CPU seconds
         (40.0, 12.0, ["16%"]),
         (100.0, 19.0, ["62%"]),
         (0.0, 19.0, []),

@@ -1,4 +1,4 @@
-"""Statistics that name slow parts: silent on noise of any shape, and loud where something is slow."""
+"""Outlier detection: it reports nothing for noise of any shape, and it reports parts that really are slow."""
 
 from collections.abc import Callable
 
@@ -20,7 +20,7 @@ NOISES: dict[str, Noise] = {
     "bursts that hit all": lambda rng, shape: rng.normal(0, 0.03, shape) + rng.exponential(1, (shape[0], 1)),
 }
 TURNS = 10
-"""What decides: the turns of two looks."""
+"""Number of turns in two looks, the amount of data that decisions are based on."""
 
 
 @pytest.mark.parametrize("noise", NOISES.values(), ids=NOISES)

@@ -1,4 +1,4 @@
-"""The shipped calibration is the command's output, and its predictions of unseen results are accurate."""
+"""The shipped calibration equals the command's output, and it predicts held-out results accurately."""
 
 import hashlib
 import statistics
@@ -24,7 +24,7 @@ from cluster.published.results import TABLE, results
 pytestmark = pytest.mark.slow
 
 BOUNDS = {"submitter": 0.085, "scale": 0.07, "accelerator": 0.15}
-"""Largest accepted median errors of results that were left out: about a fifth above those of the shipped model."""
+"""Largest accepted median error on held-out results: about a fifth above the shipped model's errors."""
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Predictions on the command line, as JSON, and of tables."""
+"""Predictions on the command line, as JSON, and for tables of systems."""
 
 import csv
 import dataclasses
@@ -162,7 +162,7 @@ def test_a_file_that_is_no_table_is_refused_in_one_line(content: bytes, tmp_path
 
 
 def probed(device: str, hosts: int = 4, gbit_s: float = 300.0) -> View:
-    """Return a view of hosts with eight ranks, and a network card for each rank."""
+    """Return a view of hosts with eight ranks each and a network card for each rank."""
     ranks = [Rank(h, r, device, 80 << 30, f"mlx5_{r}", ()) for h in range(hosts) for r in range(8)]
     pairs = [(8 * a, 8 * b) for a in range(hosts) for b in range(hosts) if a != b]
     links = [Link(a, b, 1e-5, 8e-9 / gbit_s) for a, b in pairs] + [Link(0, 1, 1e-6, 1e-12)]

@@ -43,11 +43,11 @@ def test_open_log_is_held_to_its_own_target_and_interval(tmp_path: Path, open_lo
     path.write_text(metadata("eval_accuracy", "epoch_num", 1500)(open_log))
     assert "every 1000 samples" in check_file(path).findings[0].found
     path.write_text(delete("eval_interval_samples", "quality_target")(open_log))
-    assert check_file(path).passed  # nothing to hold it to: both are this repository's own keys
+    assert check_file(path).passed  # there is nothing to compare with: both keys are this repository's own
 
 
 def test_a_published_log_of_another_shape_passes(tmp_path: Path, closed_log: str) -> None:
-    """As large submissions log: init_start by every rank out of order, one block, no eval_start, floats, packed counts."""
+    """Large submissions log every rank's init_start out of order, one block, no eval_start, floats, packed counts."""
     inner = [delete("block_stop", nth=0), delete("block_start", nth=-1)] * 2
     text = in_turn(
         delete("eval_start", "eval_stop", "quality_target", "eval_interval_samples", "submission_status"),
@@ -105,7 +105,7 @@ def test_a_log_beyond_all_bounds_gets_one_clear_finding(
 
 
 def run_until(reached: str, path: Path, division: str) -> None:
-    """A run that Ctrl-C ends during its initialisation, between blocks, in a block, or in an evaluation."""
+    """Log a run that Ctrl-C ends during its initialization, between blocks, in a block or in an evaluation."""
     with MLLog(path) as log:
         if reached == "init":
             log.cache_clear(False)
@@ -159,9 +159,6 @@ def test_values_that_steer_a_terminal_are_escaped(tmp_path: Path, closed_log: st
     assert len(shown) < 400
 
 
-# The command
-
-
 def test_command_line(tmp_path: Path, closed_log: str) -> None:
     good, bad = tmp_path / "result_0.txt", tmp_path / "result_1.txt"
     good.write_text(closed_log)
@@ -199,13 +196,13 @@ def test_bad_usage_is_one_line_and_exit_status_2(arguments: list[str]) -> None:
     assert said.startswith("error: ")
 
 
-# However bad the log
+# Damaged logs of every kind
 
 AWKWARD = [None, True, 0, -1, 10**400, 1.5, 1e308, "", "0.72", [], {}, [1], {"a": 1}, "\x1b[2J", "closed", "Open"]
 
 
 def mangled(data: st.DataObject, text: str) -> str:
-    """The log with up to four lines dropped, doubled, moved, cut or changed."""
+    """Drop, duplicate, move, cut or change up to four lines of the log."""
     lines = text.splitlines()
     for _ in range(data.draw(st.integers(1, 4))):
         place = data.draw(st.integers(0, len(lines) - 1))

@@ -32,7 +32,7 @@ from tests.compliance.log_edits import (
 
 @pytest.fixture(scope="module")
 def brief_log(closed_log: str) -> str:
-    """Without the weights, which ruleset 5.0.0 does not ask for: each check is quicker."""
+    """A closed log without records of initialized weights, which ruleset 5.0.0 does not require; checks run faster."""
     return delete("weights_initialization")(closed_log)
 
 
@@ -47,7 +47,7 @@ def checked(tmp_path: Path):
 
 
 Mutations = dict[str, tuple[Edit, str, str]]
-"""An edit of a valid closed log, the key of the one finding, and words of it."""
+"""For each name: an edit of a valid closed log, the key of the expected finding, and words in its text."""
 
 REFUSED: Mutations = {
     "wrong-case division": (value("submission_division", "Closed"), "submission_division", "expected 'closed' or"),
@@ -81,7 +81,7 @@ REFUSED: Mutations = {
 }
 
 UNSEEN: Mutations = {
-    # by the official checker
+    # The official checker does not detect these.
     "caches kept": (value("cache_clear", False), "cache_clear", "caches kept"),
     "late second run_start": (repeat_before("run_start", "train_samples"), "run_start", "change the measured time"),
     "batch size zero": (value("global_batch_size", 0), "global_batch_size", "integer > 0"),
@@ -136,7 +136,7 @@ UNSEEN: Mutations = {
 }
 
 WARNED: Mutations = {
-    # accepted submissions do the same
+    # Accepted submissions have these faults too.
     "cache_clear without value": (value("cache_clear", None), "cache_clear", "expected a value"),
     "seed as text": (value("seed", "1234"), "seed", "expected an integer"),
     "beta one": (value("opt_lamb_beta_2", 1.0), "opt_lamb_beta_2", "not including, 1"),
@@ -159,7 +159,7 @@ WARNED: Mutations = {
         "eval_accuracy",
         "evaluation at 175168 samples; expected evaluation 1 at 150080: every 150000 samples",
     ),
-    "partial batches": (  # a first step that is 3 % longer than the others, and all of them longer than the interval
+    "partial batches": (  # all steps are longer than the interval, the first one by another 3 %
         in_turn(epoch_nums(154_048, 304_512, 454_976), value("train_samples", 454_976)),
         "eval_accuracy",
         "evaluation at 154048 samples",
@@ -237,7 +237,7 @@ def test_every_value_has_its_type(brief_log: str, checked, key: str, wrong: obje
     found = [finding for finding in checked(value(key, wrong)(brief_log)).findings if finding.key == key]
     place = 1 + brief_log.splitlines(keepends=True).index(lines_of(brief_log, key)[0])
     assert {finding.line for finding in found} == {place}, found
-    assert wrong == -1.5 or found[0].severity == "error"  # some accepted logs hold odd numbers
+    assert wrong == -1.5 or found[0].severity == "error"  # some accepted logs contain such numbers
 
 
 def test_what_is_reached_after_run_stop_does_not_count(brief_log: str, checked) -> None:
@@ -275,7 +275,7 @@ def test_init_limit_is_exclusive_to_the_millisecond(
 
 
 def test_one_batch_is_enough_for_train_samples_and_fewer_than_evaluated_is_an_error(brief_log: str, checked) -> None:
-    """What is logged at the end against the last evaluation's 450,240 samples, in a log with a batch of 448."""
+    """Vary the final train_samples in a log with a batch size of 448 and a last evaluation at 450,240 samples."""
     for samples, level, expected in ((447, "error", True), (448, "error", False), (450_241, "warning", False)):
         verdict = checked(value("train_samples", samples)(brief_log))
         found = [each for each in verdict.findings if each.key == "train_samples"]
@@ -291,11 +291,11 @@ def test_keys_that_steer_a_terminal_are_escaped(brief_log: str, checked) -> None
     assert len(str(finding)) < 500
 
 
-# What published, accepted submissions do
+# Logs as in published, accepted submissions
 
 
 def evaluated_offline(text: str) -> str:
-    """All evaluations after all training, with the times of their checkpoints."""
+    """Move all evaluations behind the training, with the time stamps of their checkpoints."""
     moved = ("eval_accuracy", "train_samples", "eval_samples", "run_stop")
     rest = [line for line in text.splitlines(True) if any(f'"key": "{key}"' in line for key in moved)]
     training = delete("eval_start", "eval_stop", *moved)(text)
@@ -310,8 +310,8 @@ def test_evaluation_after_training_with_the_times_of_the_checkpoints(brief_log: 
     ends = [("eval_accuracy", 0), ("eval_accuracy", 1), ("eval_accuracy", 2), ("run_stop", 0)]
     for broken in (
         later("run_stop", 5000),
-        in_turn(*(later(key, 5000, nth) for key, nth in ends)),  # not the time of any checkpoint
-        later("eval_accuracy", 90_000),  # out of order among themselves
+        in_turn(*(later(key, 5000, nth) for key, nth in ends)),  # these times belong to no checkpoint
+        later("eval_accuracy", 90_000),  # the evaluations are out of order
         later("eval_accuracy", 90_000, -1),
     ):
         assert checked(broken(text)).ours == "fail"
@@ -354,5 +354,5 @@ def test_open_logs_may_leave_intervals_unpaired(brief_log: str, open_log: str, c
     assert not checked(missing(brief_log)).passed
     start = lines_of(brief_log, "block_start")[0]
     epoch = start.replace("block_start", "epoch_start").replace("first_epoch_num", "epoch_num")
-    (finding,) = checked(brief_log.replace(start, epoch + start, 1)).findings  # an epoch that ends with the run
+    (finding,) = checked(brief_log.replace(start, epoch + start, 1)).findings  # the epoch ends together with the run
     assert (finding.key, finding.severity) == ("epoch_start", "warning")

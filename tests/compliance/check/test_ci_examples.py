@@ -1,4 +1,4 @@
-"""Parts that other repositories take: the hooks of pre-commit, the workflow, the installation without extras."""
+"""Files that other repositories use: the pre-commit hooks, the workflow, and an installation without extras."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_checking_needs_no_more_than_an_installation_without_extras() -> None:
 
 
 def normal(name: str) -> str:
-    """The name of a distribution as package indexes compare it."""
+    """Return a distribution's normalized name, as package indexes compare it."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 

@@ -1,4 +1,4 @@
-"""Files that are not the log of one whole run: one finding says so, whatever else follows from it."""
+"""Files that are not the log of one complete run: a single finding says so and hides the errors that follow from it."""
 
 from __future__ import annotations
 

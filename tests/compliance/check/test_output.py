@@ -1,4 +1,4 @@
-"""What `check` prints and writes beside its verdicts: the total, errors alone, known findings."""
+"""Output of `check` besides its verdicts: the total, errors only, and known findings."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def verdict(name: str, *findings: Finding, ruleset: str = "5.0.0") -> Verdict:
 
 @pytest.fixture
 def logs(tmp_path: Path, closed_log: str) -> list[Path]:
-    """A valid log, and one with an error and a warning."""
+    """A valid log, and a log with one error and one warning."""
     paths = [tmp_path / "result_0.txt", tmp_path / "result_1.txt"]
     text = without_chain(closed_log)
     paths[0].write_text(text)
@@ -74,7 +74,7 @@ def test_a_file_that_holds_no_findings_is_refused(tmp_path: Path, logs: list[Pat
     known = tmp_path / "known.json"
     known.write_text(content)
     status, said = run("check", logs[1], "--ignore", known)
-    if content == "{}":  # holds none
+    if content == "{}":  # a valid file without findings
         return
     assert (status, said.count("\n"), said.startswith(f"error: {known}")) == (2, 1, True)
 

@@ -25,7 +25,7 @@ LATE = Finding(None, "", "SR Directory structure", "9 logs, expected 10", "add o
 
 
 def check_structure(log: dict[str, Any]) -> dict[str, Any]:
-    """Check what the specification demands of the properties that are used here; returns the one run."""
+    """Check the properties in use against the specification, and return the log's only run."""
     assert log.keys() == {"$schema", "version", "runs"}
     assert log["version"] == "2.1.0"
     [run] = log["runs"]
@@ -133,18 +133,16 @@ def test_the_file_is_written_beside_the_other_output(
         write_sarif(log / "out.sarif", [])
 
 
-# Annotations
-
 COMMAND = re.compile(r"::(\w+)(?: ([^:]*))?::(.*)")
-"""A command as the runner splits it: at the first "::" after the properties, which are split at commas."""
+"""A workflow command as the runner parses it: comma-separated properties end at the first "::"."""
 
 
 def decoded(line: str) -> tuple[str, dict[str, str], str]:
-    """Level, properties and message of an annotation as the runner reads them."""
+    """Return the level, properties and message of an annotation, decoded as the runner decodes them."""
     match = COMMAND.fullmatch(line)
     assert match, line
     pairs = dict(pair.split("=", 1) for pair in match[2].split(",")) if match[2] else {}
-    codes = {"%0D": "\r", "%0A": "\n", "%3A": ":", "%2C": ",", "%25": "%"}  # the last one last, as the runner does
+    codes = {"%0D": "\r", "%0A": "\n", "%3A": ":", "%2C": ",", "%25": "%"}  # "%25" comes last, as in the runner
 
     def plain(text: str) -> str:
         for code, letter in codes.items():
@@ -197,7 +195,7 @@ def test_the_command_adds_annotations_to_its_verdict(tmp_path: Path, name: str, 
     *above, last = text.splitlines()
     assert (status, found, above[: len(verdict)], last) == (1, 1, verdict, total)
     added = above[len(verdict) :]
-    assert len(added) == len(verdict) - 1  # the verdict has a line of its own
+    assert len(added) == len(verdict) - 1  # the verdict itself is not an annotation
     for level, properties, _ in map(decoded, added):
         assert level in ("error", "warning")
         assert properties.keys() <= {"file", "line", "title"}

@@ -1,4 +1,4 @@
-"""The ruleset that a check chooses by itself: the newest that accepts the logs."""
+"""Automatic choice of the ruleset: the newest one that accepts the logs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.compliance.run_logs import without_chain
 from tests.compliance.submission.submission_trees import SYSTEM, benchmark_folder, write_log, write_submission
 
 OF_2_1 = delete("opt_lamb_epsilon")
-"""As published logs of round 2.1, whose rule file was changed later."""
+"""Edit that resembles published logs of round 2.1, whose rule file was changed later."""
 LATE = in_turn(OF_2_1, value("eval_accuracy", 0.7, -1))
 
 
@@ -33,7 +33,7 @@ def chosen(path: Path, text: str, edit: Edit) -> tuple[str, str]:
         (lambda text: text, ("5.0.0", "pass")),
         (OF_2_1, ("2.0.0", "pass")),
         (delete("seed"), ("4.0.0", "pass")),
-        (LATE, ("2.0.0", "fail")),  # one error under it, and two under later ones
+        (LATE, ("2.0.0", "fail")),  # one error under this ruleset, two under later ones
         (value("submission_division", "Closed"), ("5.0.0", "fail")),
     ],
 )
@@ -86,7 +86,7 @@ def test_a_round_is_a_folder_of_submissions(tmp_path: Path) -> None:
     (tmp_path / "NoBert" / "systems").mkdir()
     (tmp_path / "again").symlink_to("Example")
     status, said = run("check", tmp_path, "--json")
-    assert status == 1  # each has two logs of ten
+    assert status == 1  # each organization has two of the required ten logs
     for org in ("Example", "Other"):
         assert f'"file": "{benchmark_folder(tmp_path / org)}"' in said
     assert "again" not in said

@@ -1,4 +1,4 @@
-"""The convergence check against the official one, run for real, and against published results."""
+"""The convergence check, compared with the official checker and with published results."""
 
 import json
 import logging
@@ -63,7 +63,7 @@ def test_published_scalings(samples: list[int], batch: int, scaling: float) -> N
 
 
 def write_minimal(path: Path, batch: int, samples: int | None) -> None:
-    """The three records that the official reader of a folder looks at."""
+    """Write the three records that the official checker reads from each log of a folder."""
     status = "success" if samples else "aborted"
     records = [
         ("submission_benchmark", "bert", {}),
@@ -98,7 +98,7 @@ def test_the_verdict_is_the_official_one(tmp_path_factory, data, ruleset: str, b
     for number, count in enumerate(runs):
         write_minimal(folder / f"result_{number}.txt", batch, count)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(logging.root.manager, "disable", logging.CRITICAL)  # whatever happens, for this long only
+        patch.setattr(logging.root.manager, "disable", logging.CRITICAL)  # restored afterwards
         passed, message, factor = rcp_checker.check_directory(
             str(folder), "training", ruleset, False, False, rcp_pass="pruned_rcps", set_scaling=True
         )
@@ -117,7 +117,7 @@ def test_the_verdict_is_the_official_one(tmp_path_factory, data, ruleset: str, b
     [
         (2_443_934, 768, "pass", 1.0),
         (10**9, 768, "pass", 1.0),
-        (2_798_080, 4608, "pass", 1.0),  # the reference's own mean
+        (2_798_080, 4608, "pass", 1.0),  # the mean of the reference itself
         (evaluation_samples(15, evaluation_interval(768), 768), 768, "fail", 1.0861),
         (evaluation_samples(16, evaluation_interval(768), 768), 768, "scaled", 1.0183),
         (evaluation_samples(17, evaluation_interval(768), 768), 768, "pass", 1.0),
@@ -138,7 +138,7 @@ def test_one_run_may_fail_to_converge_two_may_not() -> None:
 
 
 def test_the_failed_run_is_the_slowest_not_just_missing() -> None:
-    """Nine runs and a failed one keep eight: the fastest and the failed one are dropped."""
+    """Of nine successful runs and a failed one, eight count: the fastest run and the failed one are dropped."""
     samples = [2_100_000, *range(2_500_000, 2_500_008)]
     assert outlook([*samples, None], 448, "5.0.0").mean == olympic_mean([*samples, math.inf])
     assert outlook([*samples, None], 448, "5.0.0").mean == 2_500_003.5
@@ -150,7 +150,7 @@ def test_open_runs_have_no_reference() -> None:
     assert "open division" in found.sentence
 
 
-# Unfinished sets
+# Incomplete sets of runs
 
 
 @settings(max_examples=10)
@@ -193,9 +193,6 @@ def test_a_set_that_the_last_run_cannot_save_or_spoil() -> None:
     safe = outlook([2_701_056] * 9, 768, "5.0.0")
     assert safe.verdict == "unfinished"
     assert "It will pass if the missing run converges, at any evaluation." in safe.sentence
-
-
-# Input
 
 
 def test_a_ruleset_without_points_is_refused() -> None:

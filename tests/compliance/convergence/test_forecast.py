@@ -8,7 +8,7 @@ from compliance.log.reader import read_log
 from compliance.log.schedule import EvaluationSchedule, evaluation_interval
 from tests.conftest import REPOSITORY
 
-# Batch size and accuracies of published closed logs from the first evaluation to the one that reached the target.
+# Batch size, and accuracies of published closed logs up to the first evaluation that reached the target.
 PUBLISHED = {
     "v2.1 8 x H100": (768, "3727 4078 4881 6091 6923 7048 7088 7117 7130 7145 7158 7164 7172 7182 7183 7190 7193 7201"),
     "v2.1 8 x A100": (448, "3742 4023 4383 5152 6460 7024 7090 7120 7136 7149 7160 7168 7181 7187 7194 7197 7202"),
@@ -77,9 +77,9 @@ def test_an_open_run_is_not_forecast_from_too_little(known: int) -> None:
 @pytest.mark.parametrize(
     ("accuracies", "expected"),
     [
-        ([], (14, 19)),  # 2,414,421 -+ 2 x 197,392 samples
-        ([0.40, 0.50, 0.60, 0.69, 0.705], (14, 19)),  # accuracies below the jump do not count
-        ([0.5] * 29, (30, 30)),  # slower than the reference: perhaps at its next evaluation
+        ([], (14, 19)),  # mean 2,414,421 samples, plus or minus twice the standard deviation of 197,392
+        ([0.40, 0.50, 0.60, 0.69, 0.705], (14, 19)),  # accuracies before the steep rise are ignored
+        ([0.5] * 29, (30, 30)),  # slower than the reference, so the next evaluation may reach the target
     ],
 )
 def test_a_closed_run_without_four_usable_evaluations_is_expected_like_the_reference(
@@ -96,8 +96,8 @@ def test_a_straight_line_is_carried_on() -> None:
     points = every_1000(0.15, 0.2, 0.25, 0.3)
     assert reach(points, 1.0, 0.5) == pytest.approx(8000)
     found = forecast(points, 0.5, EVERY_1000, None)
-    assert (found.earliest, found.latest) == (8, None)  # a - b / n of this slope ends at 0.44
-    assert forecast(points, 0.52, EVERY_1000, None).earliest == 8  # at 8400, less half an interval
+    assert (found.earliest, found.latest) == (8, None)  # a curve a - b / n with this slope never exceeds 0.44
+    assert forecast(points, 0.52, EVERY_1000, None).earliest == 8  # 8400 samples, minus half an interval
     assert forecast(points, 0.53, EVERY_1000, None).earliest == 9
 
 
@@ -119,16 +119,16 @@ def test_a_curve_that_does_not_rise_has_no_end(values: list[float]) -> None:
 
 
 def test_the_curve_goes_through_the_last_point() -> None:
-    points = every_1000(0.10, 0.20, 0.30, 0.38)  # the slope is 0.094 in 1000
+    points = every_1000(0.10, 0.20, 0.30, 0.38)  # the slope is 0.094 per 1000 samples
     assert reach(points, 1.0, 0.5) == pytest.approx(4000 + 1000 * 0.12 / 0.094)
-    assert reach([(1000, 0.1), (1000, 0.2)], 1.0, 0.5) is None  # points on one spot have no slope
+    assert reach([(1000, 0.1), (1000, 0.2)], 1.0, 0.5) is None  # no slope at a single position
 
 
 @pytest.mark.parametrize(
     ("samples", "expected"), [(0, 1), (1, 1), (1008, 1), (1009, 2), (2000, 2), (2016, 2), (2017, 3), (9_999.5, 10)]
 )
 def test_the_evaluation_after_so_many_samples(samples: float, expected: int) -> None:
-    schedule = EvaluationSchedule(1000, 48)  # at 1008, 2016, 3024, ...
+    schedule = EvaluationSchedule(1000, 48)  # evaluations at 1008, 2016, 3024, ...
     assert schedule.index_after(samples) == expected
     assert schedule.samples(expected) >= samples
 
@@ -151,7 +151,7 @@ def test_a_curve_reaches_its_target_within_numbers_or_never(points: list[tuple[i
     ("earliest", "latest", "limit", "expected"),
     [
         (3, 5, None, (20.0, 40.0)),
-        (3, 5, 400, (20.0, 30.0)),  # the limit ends the run
+        (3, 5, 400, (20.0, 30.0)),  # the run ends at the limit
         (3, None, None, (20.0, None)),
         (3, None, 400, (20.0, 30.0)),
         (None, None, 400, (None, 30.0)),

@@ -1,4 +1,4 @@
-"""The runs of a longer series that a submission takes."""
+"""Choice of a submission's runs from a longer series."""
 
 import math
 import statistics
@@ -13,7 +13,7 @@ TIMES = st.floats(1, 100) | st.just(FAILED)
 
 
 def test_the_rule_s_own_example() -> None:
-    """N = 5 of M = 10: six windows, each scored, the median submitted."""
+    """The rules' example with N = 5 of M = 10 runs: six windows are scored, and the median window is submitted."""
     times = [10.0, 9.0, 11.0, 12.0, 8.0, 10.5, 9.5, 30.0, 7.0, 10.0]
     found = select(list(range(10)), times, runs=5)
     assert len(found.scores) == 6

@@ -1,4 +1,4 @@
-"""Standing of a folder of logs against the reference."""
+"""Comparison of a folder of logs with the reference."""
 
 import re
 from pathlib import Path
@@ -42,7 +42,7 @@ def test_a_run_in_progress_does_not_count(tmp_path: Path) -> None:
     ("evaluations", "failed", "left_out"),
     [
         ([20, 20, 18, 17, 16, 17, 18, 16, 17, 17, 16, 15], set(), ["result_0.txt", "result_11.txt"]),
-        ([3, 3, *[17] * 10], {0, 1}, ["result_0.txt", "result_1.txt"]),  # aborted early, and so not fast ones
+        ([3, 3, *[17] * 10], {0, 1}, ["result_0.txt", "result_1.txt"]),  # early aborts do not count as fast
     ],
 )
 def test_of_twelve_runs_the_window_counts_that_a_submission_takes(

@@ -1,4 +1,4 @@
-"""Machines that do not exist: their facts, their files under a folder, and what their commands print."""
+"""Fake machines: their facts, their files under a folder, and the output of their commands."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ MACHINE = Machine(
     address="10.1.2.3",
     gpus=GPUS,
 )
-"""A healthy node of eight H100."""
+"""A healthy node with eight H100 GPUs."""
 BARE = replace(MACHINE, cores=2, threads=2, physical_cores=2, ports=(), has_rdma_devices=False, gpus=Gpus())
 
 LSCPU = """Architecture:            x86_64
@@ -68,7 +68,7 @@ Caches (sum of all):
 
 @dataclass(frozen=True)
 class FakeHost(ExaminedHost):
-    """Answers commands from `answers`: the first entry of which all words stand in the command."""
+    """Host that answers a command with the first entry of `answers` whose words all occur in the command."""
 
     answers: dict[str, str | Output] = field(default_factory=dict)
     asked: list[tuple[str, ...]] = field(default_factory=list)
@@ -88,7 +88,7 @@ def fake_host(
     answers: dict[str, str | Output] | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> FakeHost:
-    """Make a machine with these files (names from the root) and no others."""
+    """Create a machine that has only the given files. File names are relative to the root."""
     for name, text in (files or {}).items():
         path = root / name.lstrip("/")
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -104,7 +104,7 @@ def describe(
 
 
 def expect(found: Iterable[Diagnosis], *expected: str, about: str = "") -> None:
-    """Compare all that is not ok, or all about one subject, with "STATE SUBJECT: words of what was found"."""
+    """Compare problems, or all diagnoses of the subject `about`, with "STATE SUBJECT: part of what was found"."""
     said = list(found)
     assert all(one.subject and one.found and bool(one.remedy) == (one.state != "ok") for one in said), said
     meant = [one for one in said if (one.subject == about if about else one.state != "ok")]

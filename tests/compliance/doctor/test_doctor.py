@@ -1,4 +1,4 @@
-"""The whole examination: what a run reads and writes, on machines that do not exist and on this one."""
+"""The complete examination: what a run reads and writes, on fake machines and on this machine."""
 
 import json
 import os
@@ -29,7 +29,7 @@ CONFIG: dict[str, Any] = {
     "parallel": {"tensor": 1},
 }
 RECIPES = "bert.configuration.recipes"
-"""In the command that asks for a recipe."""
+"""Part of the command that reads a recipe."""
 READY = "h100_1x8: ready, results would go to results/h100_1x8/bert/result_0.txt\n"
 DISK, MEMORY = [Mount("/", "ext4"), Mount("/dev/shm", "tmpfs")], [Mount("/", "tmpfs")]
 PYTORCH = '{"PyTorch": "2.13.0", "CUDA": "13.0", "gpus": 8}'
@@ -44,7 +44,7 @@ def recipe(**sections: dict[str, Any]) -> str:
 
 
 def host(root: Path, answers: Answers | None = None) -> FakeHost:
-    """A machine on which all is well."""
+    """Return a machine without problems, on which `answers` replaces the output of some commands."""
     well: Answers = {
         RECIPES: recipe(),
         "lacks_of_triton": PYTORCH,
@@ -58,7 +58,7 @@ def host(root: Path, answers: Answers | None = None) -> FakeHost:
 def look(
     root: Path, recipe: str = "h100_1x8", answers: Answers | None = None, mounts: list[Mount] = DISK, **request: Any
 ) -> list[Diagnosis]:
-    """Return what is said before that run on a machine where all is well but for `answers`; `data` is a folder of `root`."""
+    """Examine a machine for a run. The machine is healthy except for `answers`; `data` is a folder below `root`."""
     if "data" in request:
         request["data"] = root / request["data"]
         for name in ("train", "evaluation") if recipe else ("",):
@@ -147,7 +147,7 @@ def test_requests_that_make_no_sense(tmp_path: Path, request_: IntendedRun) -> N
 @pytest.mark.parametrize(("name", "state"), [("", "warn"), ("h100_1x8", "fail")])
 def test_caches(tmp_path: Path, name: str, state: str) -> None:
     expect(look(tmp_path, name), "ok caches: may be dropped before the run", about="caches")
-    assert (tmp_path / "proc/sys/vm/drop_caches").read_text() == ""  # they were not dropped
+    assert (tmp_path / "proc/sys/vm/drop_caches").read_text() == ""  # the examination itself must not drop caches
     blocked = fake_host(tmp_path / "blocked", {"/proc/sys/vm/drop_caches/x": ""}, {RECIPES: recipe()})
     expect(examine(IntendedRun(name, quick=True), blocked, MACHINE), f"{state} caches: Is a directory", about="caches")
     blocked.answers["sudo -n -l sysctl -q vm.drop_caches=3"] = "/usr/sbin/sysctl -q vm.drop_caches=3\n"
@@ -162,7 +162,7 @@ PLACE = "ok data: lies on ext4 at /"
 @pytest.mark.parametrize(
     ("name", "changes", "expected"),
     [
-        ("h100_1x8", {}, []),  # missing data: the dry run says so
+        ("h100_1x8", {}, []),  # the dry run reports missing data
         ("", {"data": "one"}, [PLACE, "warn data: was not read"]),
         ("", {"data": "one", "quick": False, "answers": {"dataloading verify": DAMAGED}}, [PLACE, "fail data: part_0"]),
         ("", {"data": "one", "quick": False, "answers": {"dataloading verify": SILENT}}, [PLACE, "fail data: 3600 s"]),

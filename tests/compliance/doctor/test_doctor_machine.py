@@ -1,4 +1,4 @@
-"""The checks of a machine's facts, and the facts of the machine that the tests run on."""
+"""Checks of a machine's facts, and the facts of the machine that runs the tests."""
 
 import re
 from collections.abc import Iterator

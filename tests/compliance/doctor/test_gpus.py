@@ -1,4 +1,4 @@
-"""The checks of GPUs, and NVML's answers as their facts."""
+"""Checks of GPUs, and the conversion of NVML's answers to facts."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -26,7 +26,7 @@ ONE_RANK = replace(NODE, recipe="h100_1x1", ranks=1)
 
 
 def gpus(count: int, **changes: Any) -> Gpus:
-    """That many GPUs, the last one with changes."""
+    """Return `count` GPUs with changes to the last one."""
     last = replace(GPU, index=count - 1, **changes)
     return replace(GPUS, gpus=(*(replace(GPU, index=index) for index in range(count - 1)), last))
 
@@ -79,7 +79,7 @@ def test_gpus_of_a_node(layout: RunLayout, found: Gpus, expected: list[str]) -> 
         ({"CUDA": None}, "580.65.06", "fail PyTorch: built without CUDA"),
         ({"gpus": 0}, "550.54.15", "fail PyTorch: driver 550.54.15 is too old for CUDA 13.0"),
         ({"gpus": 0}, "580.65.06", "fail PyTorch: sees 0 of 8 GPUs"),
-        ({}, "550.54.15", "ok PyTorch: driver 550.54.15"),  # NVIDIA's forward compatibility package
+        ({}, "550.54.15", "ok PyTorch: driver 550.54.15"),  # possible with NVIDIA's forward compatibility package
         ({"gpus": 4}, "580.65.06", "fail PyTorch: sees 4 of 8 GPUs, 8 are needed"),
         ({"trouble": "no kernel image"}, "580.65.06", "fail PyTorch: no kernel image"),
     ],
@@ -95,15 +95,15 @@ def test_what_triton_lacks_fails_before_a_run() -> None:
 
 
 class NVMLError(Exception):
-    """As pynvml's."""
+    """Stand-in for pynvml's exception."""
 
 
 class NVMLError_LibraryNotFound(NVMLError):  # noqa: N801, N818
-    """As pynvml's."""
+    """Stand-in for pynvml's exception."""
 
 
 class Nvml:
-    """pynvml on a machine with two H100. Exceptions among the answers are raised."""
+    """Stand-in for pynvml on a machine with two H100 GPUs. It raises answers that are exceptions."""
 
     NVMLError, NVMLError_LibraryNotFound = NVMLError, NVMLError_LibraryNotFound
     NVML_NVLINK_MAX_LINKS, NVML_SUCCESS = 18, 0
@@ -138,7 +138,7 @@ class Nvml:
         if name == "NVML_TOPOLOGY_SYSTEM":
             return 50
         if not name.startswith("nvml") or name[4:5].islower() or "_" in name:
-            return 0  # a constant
+            return 0  # the name of a constant
         answer = self.answers.get(name.removeprefix("nvml"), NVMLError("Not Supported"))
 
         def call(*arguments: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The description of a machine as a file: what people gave stays, what is no description is left alone."""
+"""A machine's description file: the command keeps users' fields and does not touch files of another kind."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_what_was_given_stays_and_what_is_measured_is_renewed(tmp_path: Path) ->
 
 def test_setting_a_field_changes_no_other(tmp_path: Path) -> None:
     path = tmp_path / "cluster.json"
-    # Another machine than this one, with a number in place of a text, a wrong division and the fields in another order.
+    # The file describes another machine, with a number instead of a text, an invalid division and reordered fields.
     before = {"host_processor_model_name": "EPYC 9654", "accelerators_per_node": 8, "rack": "B4", "division": "Closed"}
     path.write_text(json.dumps(before))
     assert system(path, "--set", "submitter=A=B", "cooling=") == (0, f"{path}\n")

@@ -53,7 +53,7 @@ def test_each_digest_is_the_sha_256_of_the_lines_above_it(lines: list[str]) -> N
 
 
 def test_intact_log_passes_and_its_chain_is_no_header(tmp_path: Path, lines: list[str]) -> None:
-    assert broken_stretch(tmp_path, lines, end="\r\n") is None  # converted line ends change no line
+    assert broken_stretch(tmp_path, lines, end="\r\n") is None  # changing line endings does not invalidate digests
     assert broken_stretch(tmp_path, lines) is None
     log = read_log(tmp_path / "result_0.txt")
     assert (log.chain.opened, log.chain.ended, log.header) == (True, True, {"recipe": "test"})
@@ -79,7 +79,7 @@ def test_any_edit_is_found_and_the_stretch_holds_it(
     if edited == lines:
         return
     stretch = broken_stretch(tmp_path_factory.mktemp("log"), edited)
-    if stretch is None:  # a line was changed that itself is a digest, the last one but that at the end
+    if stretch is None:  # undetected: the changed line is a digest, either the last one or the one before it
         assert any(line.startswith("# digest") for line in {*lines} - {*edited})
         return
     first, last = stretch
@@ -100,7 +100,7 @@ def test_any_edit_is_found_and_the_stretch_holds_it(
         (lambda lines: lines[1:], 1, "error", "lines 1 to 32"),
         (lambda lines: [line for line in lines if not line.startswith("# digest")], 1, "error", "no digest in a log"),
         (lambda lines: [*lines, "# note"], None, "error", "a line below the digest at the end"),
-        (lambda lines: lines[:-2], ..., "error", "no digest at the end"),  # run_stop is there, but no digest covers it
+        (lambda lines: lines[:-2], ..., "error", "no digest at the end"),  # run_stop is not covered by a digest
         (lambda lines: lines[:-1], ..., "warning", "no digest at the end"),
     ],
 )
@@ -119,7 +119,7 @@ def test_damage_is_said_in_words(
 def test_killed_process_leaves_whole_lines_with_their_digests(tmp_path: Path) -> None:
     log = MLLog(tmp_path / "result_0.txt")
     initialise(log, "open")
-    left = read_log(tmp_path / "result_0.txt")  # what the system has of a file that is not closed
+    left = read_log(tmp_path / "result_0.txt")  # what the operating system has received although the file is still open
     assert left.chain.broken is None
     assert left.chain.digests >= 1
     assert left.run.last["run_start"]
@@ -150,7 +150,7 @@ def test_lines_after_the_run_are_covered_too(tmp_path: Path) -> None:
     with MLLog(path) as log:
         for number in range(100):
             log.line(f"naïve {number} \udc80")
-        log.close()  # again does nothing
+        log.close()  # closing twice is allowed
         os.utime(path)
     assert read_log(path).chain.broken is None
     text = path.read_bytes()

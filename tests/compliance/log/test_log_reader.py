@@ -21,7 +21,7 @@ Reader = Callable[[str | bytes], Log]
 
 
 def record(key: object = "seed", value: object = 1, **changes: object) -> str:
-    """A line with a record; `...` as a field leaves it out."""
+    """Return a log line with one record; a field whose value is `...` is omitted."""
     fields: dict[str, object] = {
         "namespace": "",
         "time_ms": 5,
@@ -151,7 +151,7 @@ def test_source_position_that_could_steer_a_terminal_is_left_out(read: Reader, m
     [
         ("none.txt", "no such file"),
         (".", "a folder"),
-        ("pipe", "not a regular file"),  # which does not make the reader wait
+        ("pipe", "not a regular file"),  # reading must not block
         ("a\0b", "cannot be read: embedded null byte"),
     ],
 )
@@ -186,11 +186,11 @@ def test_header_lines(read: Reader) -> None:
     assert log.header == {"a": "1", "\xe9": "\xfc"}
 
 
-# The same records as the official parser's
+# Comparison with the official parser
 
 
 def official_records(path: Path) -> list[tuple[Any, ...]] | None:
-    """(key, value, metadata, time) of each record as the official parser reads it; None when it fails."""
+    """Return the records as the official parser reads them, or None if it reports an error."""
     try:
         lines, errors = ruleset_500.parse_file(str(path))
     except Exception:
@@ -199,7 +199,7 @@ def official_records(path: Path) -> list[tuple[Any, ...]] | None:
 
 
 def as_utf_8(value: object) -> Any:
-    """Decode again what latin-1 made of the value."""
+    """Redo a value's decoding: from latin-1 to UTF-8."""
     text = json.dumps(value, ensure_ascii=False)
     try:
         return json.loads(text.encode("latin-1").decode("utf-8"))
@@ -235,7 +235,7 @@ def test_the_official_parser_finds_the_same_records(
     errors = [problem for problem in log.problems if problem.severity == "error"]
     if official is None:
         assert errors
-    elif errors:  # that it does not see
+    elif errors:  # the official parser does not detect these errors
         assert all(re.match(r"time_ms '|key null|\d records on one line", problem.found) for problem in errors)
     else:
         own = [(entry.key, entry.value, entry.metadata) for entry in log.records]
@@ -290,13 +290,13 @@ def test_many_empty_lines_take_no_quadratic_time(read: Reader, end: bytes) -> No
     assert time.process_time() - began < 10
 
 
-# Bounds
+# Limits
 
 
 def test_a_log_too_large_to_be_read_is_given_up_at_once(tmp_path: Path) -> None:
     path = tmp_path / "result_0.txt"
     with path.open("wb") as file:
-        file.truncate(2**40)  # a terabyte of nothing
+        file.truncate(2**40)  # a sparse file of one terabyte
     log = read_log(path)
     assert (log.size, log.records, log.token_lines) == (2**40, [], 0)
     assert log.given_up == "a file of 1,048,576.0 MiB; expected at most 256 MiB to be read at all"

@@ -1,4 +1,4 @@
-"""The one description of a log's order, as its three readers use it."""
+"""The shared description of the order of records in a log, as its three readers use it."""
 
 from pathlib import Path
 from typing import Any

@@ -16,7 +16,7 @@ OFFICIAL = Path(spec.origin).parent / "compliance_checker"
 
 
 def official_requirements(ruleset: str, division: str) -> dict[str, str]:
-    """Key to cardinality, as the rule files of the official checker state it."""
+    """Return the required cardinality of each key in the official checker's rule files."""
     required: dict[str, str] = {}
     for name in ("common", f"{division}_common", f"{division}_bert"):
         for entry in yaml.load((OFFICIAL / f"training_{ruleset}" / f"{name}.yaml").read_text(), yaml.BaseLoader):
@@ -40,7 +40,7 @@ def test_table_asks_what_the_official_rule_files_ask(ruleset: str, division: rul
 
 @given(st.integers(1, 10**6))
 def test_evaluation_interval_is_the_formula_of_the_rules(batch: int) -> None:
-    exact = 5 * (23023 * batch + 300_000_000)  # 10,000 x the samples, in integers
+    exact = 5 * (23023 * batch + 300_000_000)  # 10,000 times the number of samples, to stay in integers
     assert schedule.evaluation_interval(batch) == exact // 10_000 // 25_000 * 25_000
 
 
@@ -61,12 +61,12 @@ def test_scheduled_evaluations_are_on_schedule(index: int, interval: int, batch:
 @pytest.mark.parametrize(
     ("interval", "batch", "index", "samples", "previous", "allowed"),
     [
-        (150_000, 448, 15, 2_250_304, 14 * 150_080, True),  # the multiple is rounded
-        (150_000, 448, 15, 15 * 150_080, 14 * 150_080, True),  # the interval is rounded
-        (150_000, 768, 17, 2_549_468, 2_400_100, True),  # packed: counts real sequences
-        (150_000, 768, 15, 2_251_500, 2_100_325, True),  # and of partial batches, up to two
+        (150_000, 448, 15, 2_250_304, 14 * 150_080, True),  # the multiple is rounded up to whole batches
+        (150_000, 448, 15, 15 * 150_080, 14 * 150_080, True),  # the interval is rounded up to whole batches
+        (150_000, 768, 17, 2_549_468, 2_400_100, True),  # packed sequences: the log counts real sequences
+        (150_000, 768, 15, 2_251_500, 2_100_325, True),  # up to two partial batches are allowed
         (150_000, 768, 15, 2_251_900, 2_100_325, False),
-        (325_000, 16_384, 5, 1_645_000, 1_300_000, False),  # but not of large ones
+        (325_000, 16_384, 5, 1_645_000, 1_300_000, False),  # but not if batches are large
         (150_000, 1536, 2, 350_000, 175_000, False),
         (150_000, 448, 2, 450_000, 150_000, False),
     ],

@@ -34,7 +34,7 @@ def lines(closed_log: str, tmp_path: Path) -> Lines:
 
 @pytest.fixture
 def ask(closed_log: str) -> Ask:
-    """The opinion on an edited log, whose records begin in its second line."""
+    """Return a function that edits the log and returns the checker's opinion. Records start in the second line."""
 
     def of(change: Edit, ruleset: str = "5.0.0") -> Opinion:
         return opinion([*enumerate(change(closed_log).encode().splitlines(), start=2)], ruleset)
@@ -122,7 +122,7 @@ def test_answers_are_bounded_and_cannot_steer_a_terminal(ask: Ask) -> None:
         assert all(len(complaint.text) <= official.MAX_TEXT_CHARACTERS for complaint in verdict.complaints)
 
 
-# The process
+# The checker's process
 
 
 def test_a_checker_that_takes_too_long_is_ended_and_started_again(
@@ -133,7 +133,7 @@ def test_a_checker_that_takes_too_long_is_ended_and_started_again(
     assert (verdict.outcome, verdict.judged) == ("fail", False)
     assert verdict.complaints[0].text == "the official compliance checker did not end within 0 s"
     monkeypatch.undo()
-    assert opinion(lines, "5.0.0") == Opinion("pass")  # and not the late answer, which has warnings
+    assert opinion(lines, "5.0.0") == Opinion("pass")  # the late answer, with warnings, is discarded
 
 
 def test_one_process_serves_many_logs_and_another_those_after_its_death(lines: Lines) -> None:
@@ -159,7 +159,7 @@ def test_cutting_at_the_token_is_what_the_package_does(texts: list[str]) -> None
 
 def test_long_records_take_no_quadratic_time(ask: Ask) -> None:
     began = time.monotonic()
-    assert ask(value("seed", "x" * 900_000)).outcome == "pass"  # minutes, at the package's own pace
+    assert ask(value("seed", "x" * 900_000)).outcome == "pass"  # the unmodified checker takes minutes
     assert time.monotonic() - began < 60
 
 
@@ -172,7 +172,7 @@ def test_of_a_long_failure_the_condition_is_kept(ask: Ask) -> None:
 
 @pytest.mark.parametrize("ruleset", rules.RULESETS)
 def test_the_rules_know_every_key_that_a_rule_file_names(ruleset: str) -> None:
-    """Other records are not shown to the official checker."""
+    """Records with other keys are not passed to the official checker."""
     for name in ("common", "closed_common", "open_common", "closed_bert", "open_bert"):
         text = (RULE_FILES / f"training_{ruleset}" / f"{name}.yaml").read_text()
         named = {line.split()[-1] for line in text.splitlines() if line.strip().startswith("NAME:")}

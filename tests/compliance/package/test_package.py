@@ -1,4 +1,4 @@
-"""Packages of ten logs: the submission's tree, and the official tools on it."""
+"""Packages of ten logs: the submission's file tree, and the official tools' verdicts on it."""
 
 import json
 import os
@@ -60,7 +60,7 @@ def request(folder: Path, runs: Path | None = None, *, out: Path | None = None, 
 
 
 def package(folder: Path, **changes: Any) -> tuple[int, str, dict[str, str]]:
-    """Exit status of the command, what it prints, and the verdict of each tool in it."""
+    """Run the package command; return its exit status, its output and each tool's verdict."""
     places = ["--system", description(folder, **changes), "--runs", folder / "runs", "--out", folder / "out"]
     status, said = command("package", "--org", "Example", *places)
     return status, said, {name.strip(): verdict for name, verdict in re.findall(r"^(.{30}) (pass|FAIL)$", said, re.M)}
@@ -68,7 +68,7 @@ def package(folder: Path, **changes: Any) -> tuple[int, str, dict[str, str]]:
 
 @pytest.fixture(scope="module")
 def scaled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """Twelve runs, of which the median window is scaled, packaged by the command; and what that printed."""
+    """Package twelve runs whose median window has a scaled score; return the folder and the command's output."""
     folder = tmp_path_factory.mktemp("scaled")
     header = {"recipe": "tiny_cpu", "commit": "0123 \x1b[2J", "config.training.precision": "bf16"}
     write_series(folder / "runs", [*SCALED, 20, 21], header=header)
@@ -90,7 +90,7 @@ def test_the_tree(scaled: tuple[Path, str]) -> None:
     results = tree / "results/node/bert"
     logs = [f"result_{n}.txt" for n in range(10)]
     assert sorted(path.name for path in results.iterdir()) == sorted([*logs, "scaling.json"])
-    for number, name in enumerate(logs):  # window 2: runs 1 to 10
+    for number, name in enumerate(logs):  # the second window starts with run 1
         assert (results / name).read_bytes() == (folder / f"runs/result_{number + 1}.txt").read_bytes()
     implementation = tree / "benchmarks/bert/implementations/mlperf-bert"
     for name in ("README.md", "Dockerfile", "run_and_time.sh", "bert/train.py", "launch/slurm.sub", "docs/training.md"):
@@ -159,7 +159,7 @@ def test_open_runs(tmp_path: Path) -> None:
     assert (status, verdicts) == (0, dict.fromkeys(TOOLS, "pass")), said
 
 
-# What makes no submission
+# Runs that cannot be submitted
 
 
 def edit_log(number: int, *changes: Callable[[str], str]) -> Callable[[list[Path]], object]:
@@ -248,14 +248,14 @@ def test_a_failure_leaves_nothing_behind(ten: Path, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir(mode=0o555)
     (tmp_path / "file").touch()
     for place in (tmp_path / "out", tmp_path / "file"):
-        if os.geteuid() != 0 or place.is_file():  # root may write everywhere
+        if os.geteuid() != 0 or place.is_file():  # the root user may write everywhere
             with pytest.raises(ValueError, match=r"cannot be written: .*; choose another --out"):
                 make_package(PackageRequest("Example", description(ten), ten / "runs", place))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "out"]
     assert not [*(tmp_path / "out").iterdir()]
 
 
-# The source
+# The source code
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Folders that the tests of the report only read."""
+"""Read-only folders for the tests of the report."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from tests.compliance.run_logs import write_run
 
 @pytest.fixture(scope="session")
 def closed(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    """Ten closed runs on eight H100, a little faster in convergence than the reference."""
+    """Ten closed runs on eight H100 GPUs, which converge a little faster than the reference."""
     return load_results(write_closed_folder(tmp_path_factory.mktemp("closed")))
 
 
 @pytest.fixture
 def one(tmp_path: Path) -> Path:
-    """One valid open run without anything beside it."""
+    """A single valid open run without other files."""
     path = tmp_path / "results" / "node" / "bert"
     write_run(path / "result_0.txt", "open")
     return path
@@ -27,5 +27,5 @@ def one(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def failing(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    """Six runs of which four are no valid results."""
+    """Six runs, four of which are not valid results."""
     return load_results(write_failing_folder(tmp_path_factory.mktemp("failing")))

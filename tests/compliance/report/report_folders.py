@@ -1,4 +1,4 @@
-"""Whole results folders of runs that never happened, for the tests of the report: made up, and saying so."""
+"""Complete results folders of simulated runs for the tests of the report. Their names mark them as made up."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from tests.compliance.run_logs import CLOSED, START_MS, initialise
 BATCH = 768
 INTERVAL = evaluation_interval(BATCH)
 RATE = 8 * 950.0
-"""Sequences per second of the made-up machine: eight H100, as published."""
+"""Sequences per second of the simulated machine: the published throughput of eight H100 GPUs."""
 
 
 @dataclass
 class Clock:
-    """Shows the time that it was set to; a look takes long while the 398 tensors are initialised."""
+    """Clock that advances by `step_ms` per call. The step is large while the 398 tensors are initialized."""
 
     ms: int
     step_ms: int = 200
@@ -41,7 +41,7 @@ def write_closed_run(
     reached: bool = True,
     header: dict[str, object] | None = None,
 ) -> None:
-    """One closed run at a batch size of 768, with its metrics: an evaluation each 150,528 samples."""
+    """Write the log and metrics of a closed run: batch size 768, one evaluation per 150,528 samples."""
     draw = random.Random(number)
     settings = CLOSED | {"global_batch_size": BATCH, "eval_interval_samples": INTERVAL}
     clock = Clock(START_MS + 3_600_000 * number)
@@ -97,7 +97,7 @@ def _metrics(draw: random.Random, before: int, samples: int, rate: float) -> lis
 
 
 def write_description(folder: Path, **fields: object) -> Path:
-    """The system description of results/<system>/bert."""
+    """Write the system description for results/<system>/bert."""
     system = folder.parent.name
     path = folder.parents[1] / "systems" / f"{system}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -120,7 +120,7 @@ def write_description(folder: Path, **fields: object) -> Path:
 
 
 def write_closed_folder(root: Path, evaluations: Sequence[int] = (16, 17, 16, 16, 17, 16, 15, 16, 17, 16)) -> Path:
-    """results/made_up_h100/bert with a run for each number of evaluations; 0 for a run that misses the target."""
+    """Write results/made_up_h100/bert with one run per entry of `evaluations`; 0 is a run that misses the target."""
     folder = root / "results" / "made_up_h100" / "bert"
     for number, last in enumerate(evaluations):
         rate = RATE * (1 + 0.01 * math.sin(number))
@@ -130,7 +130,7 @@ def write_closed_folder(root: Path, evaluations: Sequence[int] = (16, 17, 16, 16
 
 
 def write_failing_folder(root: Path) -> Path:
-    """A folder in which much went wrong: a log edited, two runs aborted, metrics broken, one log not a log."""
+    """Write a folder with many problems: an edited log, two aborted runs, broken metrics and a file without a log."""
     folder = write_closed_folder(root, (16, 0, 16, 0, 11))
     edited = folder / "result_2.txt"
     lines = edited.read_text().splitlines(keepends=True)

@@ -230,7 +230,7 @@ def test_any_damage_to_a_log_gives_a_page(spare: Path, data: st.DataObject) -> N
 
 @pytest.fixture
 def spare(one: Path) -> Path:
-    """A folder whose one log may be damaged."""
+    """A folder whose only log may be damaged by a test."""
     (one / "undamaged").write_bytes((one / "result_0.txt").read_bytes())
     write_metrics(one / "metrics_0.jsonl")
     return one

@@ -22,7 +22,7 @@ from tests.compliance.run_logs import OPEN, initialise, train, without_chain, wr
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three valid open runs of different length and an aborted one; the last two without metrics."""
+    """Three valid open runs of different lengths and an aborted run; the last two runs have no metrics."""
     path = tmp_path_factory.mktemp("open") / "results" / "my_node" / "bert"
     for number in range(3):
         header = {"recipe": "tiny_cpu", "seed": number}
@@ -39,7 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def opened(folder: Path) -> Results:
-    """The same, read."""
+    """The results in `folder`."""
     return load_results(folder)
 
 
@@ -48,7 +48,7 @@ def test_runs_in_numeric_order_with_their_figures(opened: Results) -> None:
     assert list(outcomes.items()) == [(0, "valid"), (1, "valid"), (2, "valid"), (10, "aborted")]
     assert (opened.system, opened.division, opened.global_batch_size) == ("my_node", "open", 32)
     said = opened.runs[0].logged
-    assert said.seconds == pytest.approx(0.1 * 18)  # 18 records from run_start to run_stop
+    assert said.seconds == pytest.approx(0.1 * 18)  # there are 18 records from run_start to run_stop
     assert (said.init_seconds or 0) > 0
     assert said.accuracy == pytest.approx(0.315)
     assert (said.target, said.train_samples, said.converged_samples()) == (0.3, 3008, 3008)
@@ -60,7 +60,7 @@ def test_runs_in_numeric_order_with_their_figures(opened: Results) -> None:
 @pytest.mark.parametrize(
     ("chosen", "kept", "dropped"),
     [
-        ((0, 1, 2, 3), (1, 2), {0: "fastest", 10: "slowest"}),  # the aborted run is the slowest
+        ((0, 1, 2, 3), (1, 2), {0: "fastest", 10: "slowest"}),  # an aborted run counts as the slowest
         ((0, 1, 2), (1,), {0: "fastest", 2: "slowest"}),
         ((0, 1, 3), (1,), {0: "fastest", 10: "slowest"}),
         *((few, (), {}) for few in ((0, 1), (0,), (0, 1, 2, 3, 3), (3, 3, 3))),
@@ -83,7 +83,7 @@ def test_a_closed_score_is_scaled_by_convergence(closed: Results, opened: Result
     assert closed.score_seconds is not None
     assert closed.scaled_seconds == pytest.approx(closed.score_seconds * 2_443_934 / 2_437_632, rel=1e-6)
     assert [run.logged.converged_samples() for run in closed.runs][:2] == [2_400_000, 2_550_528]
-    # Runs that do not belong together have none.
+    # Unrelated runs cannot be scored for convergence.
     assert replace(closed, runs=(*closed.runs, *opened.runs)).convergence is None
     assert replace(closed, runs=opened.runs).convergence is None
 
@@ -91,8 +91,8 @@ def test_a_closed_score_is_scaled_by_convergence(closed: Results, opened: Result
 def test_accelerators_come_from_the_description_or_else_from_a_run(closed: Results, opened: Results) -> None:
     assert (closed.accelerator, closed.accelerators) == ("NVIDIA H100 80GB HBM3", 8)
     described = replace(closed, description={"number_of_nodes": "4", "accelerators_per_node": "8"})
-    assert (described.accelerator, described.accelerators) == ("NVIDIA H100 80GB HBM3", 32)  # the name from the log
-    assert replace(closed, description={"number_of_nodes": "four"}).accelerators == 8  # processes of the run
+    assert (described.accelerator, described.accelerators) == ("NVIDIA H100 80GB HBM3", 32)  # the name is from the log
+    assert replace(closed, description={"number_of_nodes": "four"}).accelerators == 8  # the run's processes
     assert replace(closed, description={"number_of_nodes": "\u0661", "accelerators_per_node": "4"}).accelerators == 8
     assert opened.accelerators == 0
     assert replace(opened, description={}).accelerators is None
@@ -208,7 +208,7 @@ def test_summary_is_plain_text_when_not_on_a_terminal(folder: Path) -> None:
     assert (status, lines[0], lines[-1]) == (0, "BERT on my_node", rules.NOT_A_RESULT)
     assert lines[1].split("  ")[-1].strip() == "sequences/s"
     assert lines[2].split() == ["0", "pass", "valid", "1.8", "s", "0.3150", "0.3000", "3,008", "1,671"]
-    assert lines[5].split()[:3] == ["10", "pass", "aborted"]  # the official checker asks no open log for a status
+    assert lines[5].split()[:3] == ["10", "pass", "aborted"]  # the official checker accepts open logs without status
     assert "\x1b" not in text
 
 

@@ -1,4 +1,4 @@
-"""A valid submission to be spoiled."""
+"""A valid submission that tests may damage."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.compliance.submission.submission_trees import benchmark_folder, witho
 
 @pytest.fixture(scope="session")
 def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A valid closed submission of logs without a chain of digests."""
+    """A valid closed submission whose logs have no digest chains."""
     root = write_submission(tmp_path_factory.mktemp("submission") / "example")
     for log in benchmark_folder(root).iterdir():
         without_chain(log)
@@ -21,5 +21,5 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def root(original: Path, tmp_path: Path) -> Path:
-    """A copy of it."""
+    """A copy of the submission."""
     return shutil.copytree(original, tmp_path / "example")

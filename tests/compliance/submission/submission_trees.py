@@ -1,4 +1,4 @@
-"""Submissions of runs that never happened, written by the real writer, for the tests beside this."""
+"""Submissions of simulated runs, written by the real log writer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.compliance.run_logs import CLOSED, OPEN, START_MS, train
 
 SYSTEM = "node_8x"
 EVALUATIONS = 17
-"""So that a run at batch size 448 takes 2,550,016 sequences: above the mean of the reference."""
+"""At batch size 448 a run takes 2,550,016 sequences, which is above the reference's mean."""
 
 
 def write_log(
@@ -26,7 +26,7 @@ def write_log(
     org: str = "Example",
     status: Any = "research",
 ) -> Path:
-    """The log of run `number`: its own seed and its own three hours."""
+    """Write the log of run `number`, which has its own seed and starts three hours after the previous run."""
     settings = (CLOSED if division == "closed" else OPEN) | (settings or {})
     target = float(settings["quality_target"])
     ticks = itertools.count(START_MS + number * 10_800_000, 1000)
@@ -46,7 +46,7 @@ def write_log(
 
 
 def describe_system(**changes: Any) -> dict[str, Any]:
-    """A complete system description; a change to None leaves the field out."""
+    """Return a complete system description; a field that is changed to None is omitted."""
     fields = dict.fromkeys(SYSTEM_FIELDS, "") | {
         "submitter": "Example",
         "division": "closed",
@@ -60,7 +60,7 @@ def describe_system(**changes: Any) -> dict[str, Any]:
 
 
 def write_description(root: Path, **changes: Any) -> Path:
-    """systems/<system>.json under `root`."""
+    """Write systems/<system>.json below `root`."""
     path = root / "systems" / f"{SYSTEM}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(describe_system(**changes), indent=2) + "\n")
@@ -68,7 +68,7 @@ def write_description(root: Path, **changes: Any) -> Path:
 
 
 def without_chain(path: Path) -> Path:
-    """Leave only the records that ruleset 5.0.0 asks for in a log: editing one breaks no digest, and checks are quick."""
+    """Keep only the records that ruleset 5.0.0 requires, so that edits break no digest and checks are fast."""
     lines = path.read_text().splitlines(keepends=True)
     kept = [line for line in lines if line.startswith(":::MLLOG") and "weights_initialization" not in line]
     path.write_text("".join(kept))
@@ -76,7 +76,7 @@ def without_chain(path: Path) -> Path:
 
 
 def write_submission(root: Path, runs: int = 10, **options: Any) -> Path:
-    """A whole submission of one system; returns `root`."""
+    """Write the complete submission of one system, and return `root`."""
     for number in range(runs):
         write_log(root / "results" / SYSTEM / "bert" / f"result_{number}.txt", number, **options)
     write_description(root, division=options.get("division", "closed"))
@@ -87,5 +87,5 @@ def write_submission(root: Path, runs: int = 10, **options: Any) -> Path:
 
 
 def benchmark_folder(root: Path) -> Path:
-    """The folder of the logs."""
+    """Return the folder that contains the logs."""
     return root / "results" / SYSTEM / "bert"

@@ -1,4 +1,4 @@
-"""System descriptions: their fields, their types, and their agreement with the heads of the logs."""
+"""System descriptions: their fields, field types, and agreement with the logs' headers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Submissions with one fault each: the check must say that one, where it is, under which rule, and its remedy."""
+"""Submissions with one fault each: the check must report the fault, its location, its rule and its remedy."""
 
 # ruff: noqa: E501 - the cases are a table, a row each
 
@@ -30,18 +30,18 @@ FOLDER = f"results/{SYSTEM}/bert"
 DESCRIPTION = f"systems/{SYSTEM}.json"
 
 Mutation = Callable[[Path], object]
-"""Makes one fault in the submission at a path."""
+"""Function that adds one fault to the submission at a path."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One fault and what must be said about it.
+    """One fault and the expected finding.
 
     Attributes:
         where: file or folder of the finding, "." for the submission.
         key, severity: of the finding.
-        rule, found, remedy: parts of its texts.
-        accepted: whether the check as a whole passes all the same.
+        rule, found, remedy: parts of the finding's texts.
+        accepted: whether the check as a whole passes anyway.
     """
 
     name: str
@@ -57,7 +57,7 @@ class Case:
 
 @pytest.fixture(scope="module", autouse=True)
 def quick() -> Iterator[None]:
-    """Logs that have been checked are not checked again."""
+    """Cache verdicts, so that each log is checked only once."""
     known: dict[object, Verdict] = {}
 
     def check_once(log: Log, ruleset: str) -> Verdict:
@@ -73,13 +73,13 @@ def quick() -> Iterator[None]:
 
 @pytest.fixture
 def unasked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The official package tools accept everything."""
+    """Replace the official package tools by stand-ins that accept everything."""
     monkeypatch.setattr(submission, "ask", lambda *_: Answer("pass"))
     monkeypatch.setattr(submission, "ask_about_folder", lambda *_: Answer("pass"))
 
 
 def findings_of(verdicts: list[Verdict], root: Path) -> list[tuple[str, Finding]]:
-    """(place, finding) of all findings, but for what a folder says of logs that have findings of their own."""
+    """Return (place, finding) pairs. Skip a folder's findings about logs that have findings of their own."""
     pairs = [(os.path.relpath(verdict.path, root), finding) for verdict in verdicts for finding in verdict.findings]
     return [pair for pair in pairs if not ((pair[1].rule, pair[1].key) == ("TR 12", "") and "result_" in pair[1].found)]
 
@@ -96,7 +96,7 @@ def in_log(change: Edit, log: str = LOG) -> Mutation:
 
 
 def describe(**changes: Any) -> Mutation:
-    """Write the description again."""
+    """Rewrite the system description."""
     return lambda root: write_description(root, **changes)
 
 
@@ -121,12 +121,12 @@ def link(path: str, target: str) -> Mutation:
 
 
 def fill(path: str, size: int) -> Mutation:
-    """A file of zeros."""
+    """Write a file of zeros."""
     return both(write(path, ""), lambda root: os.truncate(root / path, size))
 
 
 def rewrite(number: int, **options: Any) -> Mutation:
-    """Another run for a log."""
+    """Replace a log by another run's log."""
     path = f"{FOLDER}/result_{number}.txt"
     return lambda root: without_chain(write_log(root / path, number, **options))
 
@@ -142,13 +142,13 @@ LARGE_BATCH = {"global_batch_size": 20480, "eval_interval_samples": evaluation_i
 STATUS_WORDS = "Research, Development, or Internal"
 
 CASES = (
-    # One log, and what it means for the whole
+    # Faults of one log, and their effect on the submission
     Case("aborted", in_log(ABORT), LOG, "run_stop", "TR 11", "aborted", "run again", accepted=True),
     Case("second run_start", in_log(repeat_before("run_start", "train_samples")), LOG, "run_start", "TR 11", "again", "once"),
     Case("planned train_samples", in_log(value("train_samples", 156_725_653)), LOG, "train_samples", "TR 24.6", "2550016", "convergence", "warning", accepted=True),
     Case("half a record", in_log(garble("seed", "")), LOG, "", "log format", "JSON", "whole", accepted=True),
     Case("an empty log", in_log(lambda _: ""), LOG, "", "log format", "no MLLOG record", "", accepted=True),
-    # One log against the others
+    # Disagreement between logs
     Case("another division", in_log(value("submission_division", "open")), LOG, "submission_division", "TR 12", "'closed'", "folder"),
     Case("another organisation", in_log(value("submission_org", "Other")), LOG, "submission_org", "TR 12", "'Example'", "folder", "warning", accepted=True),
     Case("another batch size", in_log(value("global_batch_size", 512)), LOG, "global_batch_size", "RCP", "512, expected 448", "configuration"),
@@ -157,7 +157,7 @@ CASES = (
     Case("seed of another run, logged elsewhere", both(SEED_OF_ANOTHER, in_log(metadata("seed", "lineno", 77))), LOG, "seed", "TR 5.1", "1000", "/dev/urandom"),
     Case("seed twice", in_log(repeat_before("seed", "init_stop")), LOG, "seed", "TR 5.1", "in line 8", "once"),
     Case("no seed", in_log(delete("seed")), LOG, "seed", "TR 5.1", "no record", "log"),
-    # The system description
+    # Faults of the system description
     Case("division Closed", describe(division="Closed"), DESCRIPTION, "division", "SR", "'Closed'", "closed or open"),
     Case("division open", describe(division="open"), DESCRIPTION, "division", "TR 4", "'closed'", "correct"),
     Case("nodes as a number", describe(number_of_nodes=1), DESCRIPTION, "number_of_nodes", "SR", "text", "quotes", "warning", accepted=True),
@@ -182,7 +182,7 @@ CASES = (
     Case("a link", link("benchmarks/bert/README.md", "implementations/pytorch/README.md"), ".", "", "repository", "link", "itself"),
     Case("a link to nothing", link("benchmarks/bert/README.md", "nowhere.md"), ".", "", "repository", "link", "itself"),
     Case("a loop of links", link("results/loop", "../results"), ".", "", "repository", "results/loop", "itself"),
-    # The runs together
+    # Faults of the runs as a set
     Case("faster than the reference", rewrite_all(evaluations=14), FOLDER, "eval_accuracy", "RCP", "2,274,732", "reference"),
     Case("no reference", rewrite_all(settings=LARGE_BATCH), FOLDER, "global_batch_size", "RCP", "20480", "batch size"),
 )  # fmt: skip
@@ -220,13 +220,13 @@ ASKED: dict[str, tuple[Mutation, str]] = {
     "folder BERT": (rename(FOLDER, f"results/{SYSTEM}/BERT"), "pass"),
     "seeds left out": (both(SEED_OF_ANOTHER, write(f"{FOLDER}/package_checker_params", "seed-checker-bypass")), "pass"),
     "division Closed": (both(describe(division="Closed"), SEED_OF_ANOTHER), "pass"),
-    "no division": (describe(division=None), "pass"),  # judged with the description
+    "no division": (describe(division=None), "pass"),  # the division is read from the description
     "text after a record": (in_log(garble("seed", "} done")), "fail"),
     "no description": (remove(DESCRIPTION), "fail"),
     "faster than the reference": (rewrite_all(evaluations=14), "fail"),
     "a power measurement missing": (write(f"{FOLDER}/power/result_4/node_0.txt", ""), "fail"),
 }
-"""Mutations with the verdict of the official package checker on the folder of the logs, as it was seen."""
+"""Mutations with the official package checker's observed verdict on the folder of logs."""
 
 
 @pytest.mark.parametrize("name", ASKED)

@@ -1,4 +1,4 @@
-"""Folders of logs and submissions: what is found in them, who gets the finding, and when the whole passes."""
+"""Folders of logs and submissions: which files are found, who gets each finding, and when the whole passes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.compliance.submission.submission_trees import (
 
 @pytest.fixture
 def bare(root: Path) -> Path:
-    """The same logs without a submission around them; returns results/."""
+    """Remove everything but the logs from a submission, and return results/."""
     shutil.rmtree(root / "systems")
     shutil.rmtree(root / "benchmarks")
     return root / "results"
@@ -50,7 +50,7 @@ def of_folder(verdicts: list[Verdict]) -> Verdict:
 LOGS = [f"results/{SYSTEM}/bert/result_{number}.txt" for number in range(10)]
 
 
-# What a path is
+# Kinds of paths
 
 
 def test_a_submission_is_checked_whole(root: Path) -> None:
@@ -60,7 +60,7 @@ def test_a_submission_is_checked_whole(root: Path) -> None:
     assert [(verdict.official, verdict.ours) for verdict in verdicts] == [("pass", "pass")] * len(verdicts)
     assert not any(verdict.findings for verdict in verdicts)
     assert accepted(verdicts)
-    assert sorted(path for path in root.rglob("*")) == before  # the package checker writes scaling.json
+    assert sorted(path for path in root.rglob("*")) == before  # the package checker's scaling.json is removed
 
 
 @pytest.mark.parametrize("part", ["results", f"results/{SYSTEM}", f"results/{SYSTEM}/bert"])
@@ -83,13 +83,13 @@ def test_bare_results_may_still_grow(bare: Path, part: str) -> None:
 
 
 def test_descriptions_among_bare_results_are_read(bare: Path) -> None:
-    verdicts = check_paths([bare.parent])  # holds results/ and nothing else of a submission
+    verdicts = check_paths([bare.parent])  # the folder contains results/ and no other part of a submission
     assert names(verdicts, bare.parent) == [f"results/{SYSTEM}/bert", *LOGS]
     write_description(bare, accelerators_per_node=8)
     verdicts = check_paths([bare])
     assert names(verdicts, bare)[0] == f"systems/{SYSTEM}.json"
     assert [finding.key for finding in verdicts[0].findings] == ["accelerators_per_node"]
-    assert verdicts[0].official == "fail"  # it ends with a traceback
+    assert verdicts[0].official == "fail"  # the official checker ends with a traceback
 
 
 def test_other_systems_lack_a_description(bare: Path) -> None:
@@ -180,7 +180,7 @@ def test_names_among_the_logs(tmp_path: Path, name: str, kind: str) -> None:
     assert {kind for kind, paths in kinds.items() if paths} == ({kind} - {"other"})
 
 
-# The logs together
+# Checks over several logs
 
 
 ABORT = in_turn(value("eval_accuracy", 0.7, -1), metadata("run_stop", "status", "aborted"))
@@ -336,7 +336,7 @@ def test_exit_status_text_and_json(bare: Path, monkeypatch: pytest.MonkeyPatch) 
     assert [run("check", folder / f"result_{number}.txt")[0] for number in (2, 1)] == [0, 1]
 
 
-# Links, and folders without end
+# Links and very deep folders
 
 
 def test_links_that_lead_out_are_told_and_what_they_lead_to_is_not(bare: Path, tmp_path: Path) -> None:
@@ -348,7 +348,7 @@ def test_links_that_lead_out_are_told_and_what_they_lead_to_is_not(bare: Path, t
     (folder / "result_3.txt").unlink()
     (folder / "result_3.txt").symlink_to(outside)
     (folder / "result_4.txt").rename(folder / "kept.txt")
-    (folder / "result_4.txt").symlink_to("kept.txt")  # a link beside it is nothing to tell
+    (folder / "result_4.txt").symlink_to("kept.txt")  # a link to a file in the same folder is not reported
     (folder / "result_5.txt").unlink()
     (folder / "result_5.txt").symlink_to(secret)
     verdicts = {verdict.path.name: verdict for verdict in check_paths([bare])}
@@ -379,6 +379,6 @@ def test_a_submission_nested_deeper_than_the_system_opens_is_checked(
     finally:
         os.fchdir(inmost)
         os.close(inmost)
-        for _ in range(depth):  # pytest's own clean-up would recurse
+        for _ in range(depth):  # pytest's cleanup would exceed the recursion limit
             os.chdir("..")
             Path("d").rmdir()

@@ -20,7 +20,7 @@ def line(key: str, value: Any = None, time_ms: int = BASE, kind: str = "POINT_IN
 
 
 def begun(division: str = "closed", without: str = "", head: Sequence[bytes] = (), **changes: Any) -> RunningLog:
-    """A run that has just started its clock."""
+    """Return a run that has just logged run_start."""
     run = RunningLog()
     for text in head:
         run.take(text)
@@ -46,7 +46,7 @@ def evaluate(run: RunningLog, samples: int, accuracy: Any, time_ms: int, announc
 
 
 def assert_said(run: RunningLog, *expected: str) -> None:
-    """Each complaint holds the words expected of it."""
+    """Check that each complaint contains its expected words, in order."""
     said = list(run.complaints)
     assert len(said) == len(expected), said
     assert all(words in text for words, text in zip(expected, said, strict=True)), said
@@ -63,7 +63,7 @@ def test_a_whole_run_of_the_real_writer_has_nothing_to_complain_about(tmp_path: 
     assert run.target == pytest.approx(0.3 if division == "open" else 0.72)
 
 
-# Rules about to be broken
+# Complaints about rules that are about to be broken
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_a_whole_run_of_the_real_writer_has_nothing_to_complain_about(tmp_path: 
 def test_a_long_initialisation(division: str, minutes: Sequence[float], expected: list[str]) -> None:
     run = RunningLog()
     run.take(line("submission_division", division))
-    for rank in range(3):  # the first of many ranks counts
+    for rank in range(3):  # only the first rank's record counts
         run.take(f"{rank}: ".encode() + line("init_start", None, BASE + rank * MINUTE, "INTERVAL_START"))
     for now in minutes:
         run.check_initialisation(BASE + now * MINUTE)
@@ -117,7 +117,7 @@ def test_one_rank_that_dropped_its_caches_is_enough() -> None:
 
 
 Event = Callable[[RunningLog], object]
-"""Something that a run comes to hear. Times are minutes after `BASE`."""
+"""Function that adds records to a running log. Times are minutes after `BASE`."""
 
 
 def evaluated(samples: int, minutes: float = 1, accuracy: Any = 0.4, announced: bool = True) -> Event:
@@ -152,7 +152,7 @@ NO_SCHEDULE = [b"# resumed from: step_00000500"]
         ({}, [evaluated(FIRST), evaluated(THIRD)], ["eval_start" + MISSED]),
         ({}, [evaluated(FIRST, 1, 0.4, False), evaluated(THIRD, 2, 0.4, False)], ["eval_accuracy" + MISSED]),
         ({}, [evaluated(100_352)], ["evaluation at 100352 samples, expected evaluation 1 at 150080"]),
-        (  # packed runs count real sequences
+        (  # with packed sequences the log counts real sequences
             {"global_batch_size": 768},
             [evaluated(samples, samples, 0.4, False) for samples in (150_135, 299_622, 449_539, 599_891)],
             [],
@@ -184,7 +184,7 @@ def test_what_is_known_of_evaluations() -> None:
     run.take_metrics(json.dumps({"event": "step", "step": 40, "samples": 1280, "sequences_per_s": 9.0}).encode())
     assert (run.evaluating_at, run.samples) == (1024, 1280)
     run = begun()
-    for minutes in (1, 2, 3):  # placeholders in place of samples
+    for minutes in (1, 2, 3):  # some logs have evaluation indices instead of sample counts
         evaluated(1, minutes, 0.4, False)(run)
     assert [evaluation.samples for evaluation in run.evaluations] == [FIRST, SECOND, THIRD]
     run = begun()
@@ -209,9 +209,9 @@ def test_the_rate_is_that_of_the_last_evaluations() -> None:
     assert run.rate == 448.0
     evaluate(run, FIRST, 0.4, BASE + 100_000)
     assert run.rate == pytest.approx(1500.8)
-    evaluate(run, SECOND, 0.5, BASE + 300_000)  # the second interval took twice as long
+    evaluate(run, SECOND, 0.5, BASE + 300_000)  # the second interval took twice as long, which halves the rate
     assert run.rate == pytest.approx(750.4)
-    for index in range(3, 9):  # the last evaluations count
+    for index in range(3, 9):  # only the last evaluations count
         evaluate(run, FIRST * index, 0.05 * index, BASE + 300_000 + 1000 * index)
     assert run.rate == pytest.approx(150_080, rel=0.01)
 

@@ -31,7 +31,7 @@ INTERVAL = int(run_logs.CLOSED["eval_interval_samples"])
 def closed_run(
     path: Path, evaluations: int = 16, *, seed: int = 1, ends: Any = "success", last: float = 0.7202
 ) -> Path:
-    """A closed log with so many evaluations, the last at `last`."""
+    """Write a closed log with this number of evaluations; the last one has accuracy `last`."""
     accuracies = (*(int(digits) / 10_000 for digits in CURVE.split()[: evaluations - 1]), last)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(run_logs.log_of(accuracies, seed=seed, status=ends, step_ms=100))
@@ -46,7 +46,7 @@ def looked_at(path: Path) -> Watch:
 
 
 class Clock:
-    """The clocks of a watch, which get on where it sleeps; what happens meanwhile happens then."""
+    """Clock that advances only while the watch sleeps, and then runs the scheduled events."""
 
     def __init__(self) -> None:
         self._begin_s, self._wall_s = time.monotonic(), time.time()
@@ -65,7 +65,7 @@ class Clock:
             self._events.pop(0)[1]()
 
     def then(self, *events: Callable[[], object], pause_s: float = 0.15) -> None:
-        """Let these happen one after another, so much time apart."""
+        """Schedule events in order, with a pause before each."""
         self._events = [(self._slept_s + number * pause_s, event) for number, event in enumerate(events, 1)]
 
 
@@ -79,13 +79,13 @@ def clock_of_watch(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def followed(path: Path, timeout_s: float = 5.0, stale_s: float = 5.0) -> tuple[int, str]:
-    """Exit status and what is printed, as to a file."""
+    """Watch a run; return the exit status and the output, formatted as for a file."""
     text = io.StringIO()
     status = watch(path, "5.0.0", timeout_s, stale_s, Console(file=text, width=200, soft_wrap=True))
     return status, text.getvalue()
 
 
-# From begin to end
+# Runs from start to end
 
 
 SAID = """evaluation 1: accuracy 0.7000 of 0.7200 at 150,080 samples
@@ -203,7 +203,7 @@ def test_control_c_ends_it(tmp_path: Path) -> None:
     assert (process.returncode, errors) == (130, b"")
 
 
-# Which log
+# Choice of the log
 
 
 def test_the_newest_log_that_has_not_ended_is_chosen(tmp_path: Path) -> None:
@@ -221,7 +221,7 @@ def test_the_newest_log_that_has_not_ended_is_chosen(tmp_path: Path) -> None:
     assert choose(tmp_path / "none") is None
 
 
-# Beside other runs
+# Comparison with other runs in the folder
 
 
 def test_a_seed_is_compared_as_soon_as_it_is_known(tmp_path: Path, clock_of_watch: Clock) -> None:
@@ -263,7 +263,8 @@ def test_outlook_of_a_run_that_goes_on(tmp_path: Path) -> None:
     ],
 )
 def test_outlook_of_a_run_that_has_ended(tmp_path: Path, others: list[int | None], mine: int, words: str) -> None:
-    run_logs.write_run(tmp_path / "result_97.txt", "open")  # of another batch, and one that goes on: left out
+    # Both are ignored: a run with another batch size, and a run that is still in progress.
+    run_logs.write_run(tmp_path / "result_97.txt", "open")
     closed_run(tmp_path / "result_98.txt", 17, seed=3, ends="running", last=0.7202)
     (text,) = outlooks(tmp_path, others, mine, "success", 0.7202)
     assert text.startswith("with this run: ")
@@ -291,7 +292,7 @@ def test_no_outlook_in_the_open(tmp_path: Path) -> None:
     assert list(looked_at(run_logs.write_run(tmp_path / "open" / "result_0.txt", "open")).outlooks()) == []
 
 
-# What is shown
+# The display
 
 
 def shown(watched: Watch, now_ms: float, width: int = 100) -> str:

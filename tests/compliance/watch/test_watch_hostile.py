@@ -1,4 +1,4 @@
-"""Nothing that a log says ends the watch, holds it up, or makes it grow without end."""
+"""Hostile logs do not stop the watch, block it, or let its memory grow without limit."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ODD_LINES = [
 
 
 def look(watched: Watch, now_ms: float) -> str:
-    """Return what is shown of a run, on a terminal."""
+    """Return a run's display as printed on a terminal."""
     watched.run.check_initialisation(now_ms)
     console = Console(file=io.StringIO(), width=100, force_terminal=True, color_system=None)
     console.print(panel("a run", view(watched, now_ms).rows()))
@@ -121,7 +121,7 @@ def test_a_look_reads_no_more_than_its_share_and_the_next_goes_on(
     assert got[-1] == b"line 02499"
 
 
-# Files that are none
+# Paths that are not regular files
 
 
 def watch_it(path: Path) -> tuple[int, str]:
@@ -138,7 +138,7 @@ def test_pipes_and_links_in_a_folder_hold_nothing_up(tmp_path: Path) -> None:
     assert watch_it(tmp_path)[0] == 1
     run_logs.write_run(tmp_path / "result_5.txt", "open")
     assert list(results_in(tmp_path)) == [tmp_path / "result_5.txt"]
-    assert watch_it(tmp_path / "result_5.txt")[0] == 0  # its siblings are looked at as well
+    assert watch_it(tmp_path / "result_5.txt")[0] == 0  # other logs in the folder are read as well
 
 
 @pytest.mark.parametrize("kind", ["pipe", "device"])

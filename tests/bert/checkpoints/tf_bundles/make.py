@@ -24,18 +24,20 @@ STEP = 28252
 
 
 def state(sizes: dict[str, int] = SIZES) -> dict[str, np.ndarray]:
-    """Weights under the names of Hugging Face's BertForPreTraining, [out, in], each drawn from a seed of its name."""
+    """Return weights under the names of Hugging Face's BertForPreTraining, [out, in], each drawn from a seed for its
+    name.
+    """
     return {name: draw(name, shape) for name, shape in shapes(sizes).items()}
 
 
 def draw(name: str, shape: tuple[int, ...]) -> np.ndarray:
-    """Normal numbers, fp32."""
+    """Draw normally distributed numbers in fp32."""
     generator = np.random.default_rng(zlib.crc32(name.encode()))
     return generator.standard_normal(shape, dtype=np.float32) * np.float32(0.3)
 
 
 def shapes(sizes: dict[str, int]) -> dict[str, tuple[int, ...]]:
-    """Name to shape, in Hugging Face's terms."""
+    """Return the shape of each weight under its Hugging Face name."""
     hidden, wide = sizes["hidden"], sizes["intermediate"]
     embeddings = "bert.embeddings."
     result: dict[str, tuple[int, ...]] = {
@@ -61,7 +63,7 @@ def shapes(sizes: dict[str, int]) -> dict[str, tuple[int, ...]]:
 
 
 def tf1_variables(sizes: dict[str, int]) -> dict[str, np.ndarray]:
-    """The variables of the reference's graph: names with slashes, kernels [in, out]."""
+    """Return the variables of the reference's graph: names with slashes, kernels [in, out]."""
     result = {}
     for name, array in state(sizes).items():
         theirs = name.replace(".layer.", ".layer_").replace(".", "/")
@@ -80,7 +82,7 @@ def tf1_variables(sizes: dict[str, int]) -> dict[str, np.ndarray]:
 
 
 def write_tf1(prefix: Path, sizes: dict[str, int], *, moments: bool, devices: int = 1) -> None:
-    """Write what a TF1 Saver writes."""
+    """Write the files of a TF1 Saver."""
     import tensorflow.compat.v1 as tf  # pyright: ignore[reportMissingImports]
 
     with tf.Graph().as_default():
@@ -103,7 +105,7 @@ def write_tf1(prefix: Path, sizes: dict[str, int], *, moments: bool, devices: in
 
 
 def write_sliced(prefix: Path) -> None:
-    """A word table that was partitioned in two."""
+    """Write a word table that is partitioned in two."""
     import tensorflow.compat.v1 as tf  # pyright: ignore[reportMissingImports]
 
     with tf.Graph().as_default():
@@ -120,7 +122,7 @@ def write_sliced(prefix: Path) -> None:
 
 
 def compress_index(source: Path, target: Path) -> None:
-    """The same index of one data block, with that block packed by Snappy."""
+    """Write the same index with its one data block compressed by Snappy."""
     import cramjam  # pyright: ignore[reportMissingImports]
     import google_crc32c
 
@@ -144,7 +146,7 @@ def compress_index(source: Path, target: Path) -> None:
 
 
 def main(folder: Path) -> None:
-    """Write every checkpoint of the list above."""
+    """Write every checkpoint listed above."""
     os.environ["TF_CPP_MIN_LOG_LEVEL"] = "2"
     write_tf1(folder / "tf1", SIZES, moments=True)
     compress_index(folder / "tf1.index", folder / "tf1_snappy.index")
