@@ -130,7 +130,7 @@ def is_punctuation(char: str) -> bool:
 
 
 def word_pieces(word: str, vocab: dict[str, int]) -> list[str]:
-    """Split a word greedily into the longest pieces from the left; [UNK] if that fails or the word exceeds 200 characters."""
+    """Split a word greedily into the longest pieces from the left; [UNK] if that fails or it exceeds 200 characters."""
     if len(word) > 200:
         return ["[UNK]"]
     pieces: list[str] = []
