@@ -1,1 +1,1 @@
-"""Matrix products in other ways than PyTorch has them: in FP8, and with weight gradients that add up where they are kept."""
+"""Alternatives to PyTorch's matrix products: FP8 products, and products that add to weight gradients in place."""

@@ -1,22 +1,23 @@
 """FP8 for the matrix products of the encoder: delayed scaling, FP8 copies of the weights, forward and backward.
 
-The products QKV, attention output, FC1 and FC2 of every encoder layer but the last, with the gradients of their inputs and
-weights, multiply E4M3 by E4M3 going forward and E5M2 by E4M3 going back, as MLPerf Training's published FP8 results do
-(v3.0, H100; formats: Micikevicius et al. 2022, arXiv 2209.05433). They are 91 % of BERT-Large's work at Wikipedia's
-lengths. The last layer, which computes little more than the rows that the heads read, has 1 % of it and stays in the
-precision of autocast, as attention, heads, norms, embeddings and the residual stream do. The fp32 parameters stay masters.
+The products QKV, attention output, FC1 and FC2 of every encoder layer except the last use FP8, and so do the gradients
+of their inputs and weights. The forward pass multiplies E4M3 by E4M3, and the backward pass E5M2 by E4M3, as in MLPerf
+Training's published FP8 results (v3.0, H100; formats: Micikevicius et al. 2022, arXiv 2209.05433). These products are 91 %
+of BERT-Large's work at Wikipedia's sequence lengths. The last layer computes little more than the rows that the heads
+read. It has 1 % of the work and keeps autocast's precision, as do attention, heads, norms, embeddings and the residual
+stream. The master weights stay fp32.
 
-Each quantized tensor is a site with a scale of its own: the largest power of two that keeps the largest magnitude of the
-step before inside the format, with room to grow (``kernels.reference.fp8.HEADROOM_BITS``). All scales are on the device and
-the host reads none, so that a captured step can be replayed. They are each rank's own where they are of activations and
-gradients; those of the weights agree, as weights do. Ranks that share a copy of the model agree on all of them, which are
-then those of whole tensors.
+Each quantized tensor is a site with its own scale: the largest power of two that keeps the previous step's largest
+magnitude within the format, with some headroom (``kernels.reference.fp8.HEADROOM_BITS``). All scales stay on the device
+and the host never reads them, so that a captured step can be replayed. Each rank has its own scales for activations and
+gradients; weights have equal scales on all ranks, because the weights are equal. Ranks that share a copy of the model
+agree on all scales, which then apply to whole tensors.
 
-On a CPU the definitions of ``kernels.reference.fp8`` stand in: right, and several times slower than fp32. They are for
-tests.
+On a CPU, the reference implementations in ``kernels.reference.fp8`` are used. They are correct but several times slower
+than fp32, and are meant for tests.
 
-Shape legend: T tokens, N and K outputs and inputs of a dense layer, D hidden, F intermediate, S sites; columns of what is
-transposed are padded to a multiple of 16.
+Shape legend: T tokens, N outputs and K inputs of a dense layer, D hidden, F intermediate, S sites. The columns of
+transposed tensors are padded to a multiple of 16.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -45,15 +46,15 @@ from kernels import (
 from kernels.reference.fp8 import E4M3, E5M2, largest_scaled
 
 DENSES = 4
-"""Dense layers of an encoder layer."""
+"""Number of dense layers in an encoder layer."""
 
-# Two reach all sites (``calibrate_``); the others find scales from gradients that were rounded well.
+# Two rounds reach all sites (``calibrate_``). The others compute scales from gradients with little rounding error.
 _CALIBRATION_ROUNDS = 4
 
 
 @dataclass(frozen=True)
 class Site:
-    """Scale, inverse and amax of a quantized tensor: views [] of the state's vectors."""
+    """Scale, inverse scale and amax of a quantized tensor: scalar views [] of the state's vectors."""
 
     scale: Tensor
     inverse: Tensor
@@ -61,7 +62,7 @@ class Site:
 
 
 class Fp8Dense:
-    """A dense layer's weight in FP8, in both layouts, and its three sites. The buffers keep their addresses."""
+    """A dense layer's FP8 weight in both layouts, and its three sites. The buffers keep their addresses."""
 
     def __init__(self, dense: Dense, inputs: Site, weight: Site, gradient: Site, sums: WeightGradients) -> None:
         self.dense = dense
@@ -70,25 +71,26 @@ class Fp8Dense:
         self.weight = weight
         self.gradient = gradient
         outputs, width = dense.weight.shape
-        # In both layouts: FP8 products contract over the last dimension of both operands, K forward and N backward.
+        # FP8 products contract over the last dimension of both operands: K in the forward pass, N in the backward pass.
         self.weight_NK = torch.zeros(outputs, width, dtype=E4M3, device=dense.weight.device)
         self.weight_KN = torch.zeros(width, outputs, dtype=E4M3, device=dense.weight.device)
 
     def refresh_(self) -> None:
-        """Cast the current weight."""
+        """Cast the current weight to FP8."""
         weight_NK, site = self.dense.weight.detach(), self.weight
         cast_transpose_into_fp8(weight_NK, site.scale, site.amax, self.weight_NK, self.weight_KN)
 
     def cast_input(self, x_TK: Tensor) -> tuple[Tensor, Tensor]:
-        """Quantize an input: [T, K], and transposed [K, T]."""
-        # Outside of autograd: the product that reads the casts returns the input's gradient.
+        """Quantize an input; return it as [T, K] and transposed as [K, T]."""
+        # Outside of autograd: the product that reads the casts returns the input's gradient itself.
         return cast_transpose_fp8(x_TK.detach(), self.input.scale, self.input.amax, E4M3)
 
     def product(self, input_TK: Tensor, dtype: torch.dtype, bias_N: Tensor | None = None) -> Tensor:
-        """Multiply the quantized input: [T, N]."""
+        """Multiply the quantized input by the weight; return [T, N]."""
         inverses = self.input.inverse, self.weight.inverse
-        # Hopper's tensor cores keep 13 bits of a sum. Emulated on a trained layer, that errs by 0.05 to 0.23 % here, beside
-        # 1.2 to 3.4 % of rounding to FP8, and by 0.04 to 0.16 % beside 4.0 to 5.3 % in the input's gradient.
+        # Hopper's tensor cores keep 13 bits of a sum. An emulation on a trained layer gave an error of 0.05 to 0.23 % for
+        # this product, where rounding to FP8 costs 1.2 to 3.4 %. For the input's gradient it was 0.04 to 0.16 %, where
+        # rounding costs 4.0 to 5.3 %.
         return scaled_matmul(input_TK, self.weight_NK, *inverses, dtype, bias_N, use_fast_accum=True)
 
     def input_gradient(self, gradient_TN: Tensor, dtype: torch.dtype) -> Tensor:
@@ -99,13 +101,13 @@ class Fp8Dense:
     def weight_gradient(self, gradient_NT: Tensor, input_KT: Tensor) -> Tensor | None:
         """Accumulate the weight's gradient, fp32 [N, K], and return it only if autograd must store it.
 
-        The sum is over all tokens, whose terms cancel, so tensor cores alone would lose precision.
+        The sum is over all tokens. Its terms cancel, so accumulating in the tensor cores alone would lose precision.
         """
 
         def add(sum_NK: Tensor | None, overwrite: bool) -> Tensor:
-            # Left to the tensor cores, this sum would err by 1.4 to 2.8 % beside 2.1 to 4.3 % of rounding.
+            # With tensor-core accumulation this sum would err by 1.4 to 2.8 %, where rounding costs 2.1 to 4.3 %.
             inverses = self.gradient.inverse, self.input.inverse
-            written_NK = sum_NK if overwrite else None  # PyTorch's scaled product adds to nothing but a bias
+            written_NK = sum_NK if overwrite else None  # PyTorch's scaled product can add only a bias
             product_NK = scaled_matmul(
                 gradient_NT, input_KT, *inverses, torch.float32, use_fast_accum=False, out_MN=written_NK
             )
@@ -117,17 +119,17 @@ class Fp8Dense:
 class Fp8State:
     """All sites and FP8 weights of a model.
 
-    Before every optimizer step ``update_scales_``; after it, unless it makes the ``casts``, and after other changes of the
-    weights ``refresh_weights_``, or ``calibrate_`` where they or the data are new altogether. No state of training: a run
-    computes it from its weights and a few batches.
+    Call ``update_scales_`` before every optimizer step. After the step, call ``refresh_weights_``, unless the optimizer
+    makes the ``casts``. Also call ``refresh_weights_`` after other changes of the weights, or ``calibrate_`` if the weights
+    or the data are entirely new. This is not training state: a run computes it from its weights and a few batches.
     """
 
     scale_S: Tensor
-    """fp32: what a tensor is multiplied by before it is rounded."""
+    """fp32, factors by which tensors are multiplied before they are rounded."""
     inverse_S: Tensor
-    """fp32 1 / scale, exact."""
+    """fp32, exactly 1 / scale."""
     amax_S: Tensor
-    """fp32, the largest magnitude since the last update; of a weight, at its last cast."""
+    """fp32, largest magnitude since the last update; for a weight, its largest magnitude at the last cast."""
 
     def __init__(
         self,
@@ -136,9 +138,9 @@ class Fp8State:
         agree_: Callable[[Tensor], None] = lambda _: None,
         gradients: WeightGradients | None = None,
     ) -> None:
-        """``agree_`` leaves the largest of all magnitudes where several ranks have parts of a tensor.
+        """If several ranks hold parts of a tensor, ``agree_`` must replace magnitudes by their maximum over these ranks.
 
-        Weight gradients are added by ``gradients``. Activations and gradients have a scale of 1 until ``calibrate_``.
+        ``gradients`` accumulates weight gradients. Activations and gradients have a scale of 1 until ``calibrate_``.
         """
         self._agree_ = agree_
         self._sums = gradients or WeightGradients()
@@ -148,12 +150,12 @@ class Fp8State:
         self.inverse_S = torch.ones_like(self._largest_S)
         self.amax_S = torch.zeros_like(self._largest_S)
         vectors = self.scale_S, self.inverse_S, self.amax_S
-        # Views: one update serves all sites, and captured graphs find each at its address.
+        # Views, so that one update serves all sites and captured graphs find each site at a fixed address.
         self._sites = [Site(*(vector.select(0, at) for vector in vectors)) for at in range(len(self.scale_S))]
         self.denses: list[Fp8Dense] = []
 
     def quantized(self, *denses: Dense) -> list[Fp8Dense]:
-        """Return the FP8 weights of the next layer, in the order of their sites."""
+        """Return the FP8 weights of the next layer, in the order of its sites."""
         made = []
         for dense in denses:
             at = 3 * len(self.denses)
@@ -162,18 +164,18 @@ class Fp8State:
         return made
 
     def input_of(self, layer: int) -> Site | None:
-        """Return the site of what a layer is given, or None where that layer does not multiply in FP8."""
+        """Return the site of a layer's input, or None if the layer does not multiply in FP8."""
         at = 3 * DENSES * layer
         return self._sites[at] if at < len(self._sites) else None
 
     def update_(self) -> None:
-        """Update the scales after a step, and cast the weights that the optimizer has updated."""
-        # Scales first: weights are cast with the new scales.
+        """Update the scales after a step, then cast the weights that the optimizer has updated."""
+        # The casts must use the new scales.
         self.update_scales_()
         self.refresh_weights_()
 
     def casts(self, places: Mapping[nn.Parameter, slice]) -> tuple[WeightCast, ...]:
-        """Describe the casts for an optimizer that makes them; ``places`` are the parameters' places in its vector."""
+        """Describe the casts for an optimizer that makes them; ``places`` maps parameters to places in its flat vector."""
         return tuple(
             WeightCast(places[fp8.dense.weight].start, fp8.weight.scale, fp8.weight.amax, fp8.weight_NK, fp8.weight_KN)
             for fp8 in self.denses
@@ -186,17 +188,17 @@ class Fp8State:
             dense.refresh_()
 
     def calibrate_(self, forward_backward: Callable[[], object]) -> None:
-        """Find the scales from no knowledge, by some runs of ``forward_backward``: a loss and its gradients.
+        """Find initial scales by running ``forward_backward`` a few times, which computes a loss and its gradients.
 
-        A scale of 1 lets gradients of 1e-7 vanish in E5M2. The residual stream still brings every layer a gradient, from
-        which FC2's and the attention output's scales follow in the first run; FC1's and QKV's in the second, and the rest
-        makes them those of gradients that were not rounded badly on the way.
+        With a scale of 1, gradients of about 1e-7 vanish in E5M2. The residual stream still carries a gradient to every
+        layer, so the first run yields the scales of FC2 and the attention output. The second run yields the scales of FC1
+        and QKV. Further runs refine the scales, using gradients with little rounding error.
 
-        It belongs before the clock starts: the batches may be synthetic, because scales are nothing that is learned. They
-        say how far numbers reach, drop out of the result but for rounding, and are replaced after the first step. What the
-        runs leave in gradients and random states is the caller's to restore; weights are not touched.
+        Call it before the clock starts. The batches may be synthetic, because scales are not learned: they only describe
+        ranges, affect the result only by rounding, and are replaced after the first step. The caller must restore gradients
+        and random states; weights are not touched.
         """
-        # The casts find the magnitudes of the weights, which the last update has set to zero.
+        # The last update has reset the weights' magnitudes to zero, and the casts measure them again.
         self.refresh_weights_()
         for _ in range(_CALIBRATION_ROUNDS):
             self.update_()
@@ -205,7 +207,7 @@ class Fp8State:
 
     @torch.no_grad()
     def set_scales_(self, scale_S: Tensor) -> None:
-        """Overwrite the scales with those of an earlier run; the weights must be cast afterwards."""
+        """Overwrite the scales with an earlier run's scales; the weights must be cast afterwards."""
         self.scale_S.copy_(scale_S)
         torch.reciprocal(self.scale_S, out=self.inverse_S)
         self.amax_S.zero_()
@@ -213,7 +215,7 @@ class Fp8State:
     @torch.no_grad()
     def update_scales_(self) -> None:
         """Update scales from the largest magnitudes of the last step; the weights must be cast afterwards."""
-        # First: parts of one tensor on several ranks must have one scale.
+        # First agree with the other ranks: all parts of a tensor must have the same scale.
         self._agree_(self.amax_S)
         self.scale_S.copy_(new_scales(self.amax_S, self.scale_S, self._largest_S))
         torch.reciprocal(self.scale_S, out=self.inverse_S)
@@ -221,28 +223,28 @@ class Fp8State:
 
 
 class Fp8Products(MatrixProducts):
-    """An encoder layer's products in FP8. Passes without gradients use the scales and leave the state alone."""
+    """FP8 products of an encoder layer. Passes without gradients use the scales but do not change the state."""
 
     def __init__(self, denses: Iterable[Fp8Dense]) -> None:
         self._fp8 = {fp8.dense: fp8 for fp8 in denses}
 
     def with_bias(self, x: Tensor, dense: Dense) -> Tensor:
-        """``x @ weight.T + bias``."""
+        """Return ``x @ weight.T + bias``."""
         return _product(x, self._fp8[dense], dense.bias)
 
     def without_bias(self, x: Tensor, dense: Dense) -> Tensor:
-        """``x @ weight.T``."""
+        """Return ``x @ weight.T``."""
         return _product(x, self._fp8[dense], None)
 
     def feed_forward(self, x_TD: Tensor, wide: Dense, narrow: Dense) -> Tensor:
-        """[T, D] ``gelu(x @ wide.T + bias) @ narrow.T``, without the second bias."""
+        """Return ``gelu(x @ wide.T + bias) @ narrow.T``, [T, D], without the second bias."""
         fp8_wide, fp8_narrow = self._fp8[wide], self._fp8[narrow]
         if torch.is_grad_enabled():
             passes = FeedForward(fp8_wide, fp8_narrow)
             output_TD = _FeedForward.apply(x_TD, wide.weight, wide.bias, narrow.weight, passes, compute_dtype(x_TD))
             assert isinstance(output_TD, Tensor)
             return output_TD
-        # An evaluation must not move the scales of training.
+        # An evaluation must not change the scales of training.
         unrecorded = torch.zeros_like(fp8_wide.input.amax)
         quantized_TD = cast_fp8(x_TD, fp8_wide.input.scale, unrecorded, E4M3)
         product_TF = fp8_wide.product(quantized_TD, compute_dtype(x_TD))
@@ -253,7 +255,7 @@ class Fp8Products(MatrixProducts):
 def _product(x_TK: Tensor, fp8: Fp8Dense, bias_N: Tensor | None) -> Tensor:
     if torch.is_grad_enabled():
         return product_of_casts(x_TK, *fp8.cast_input(x_TK), fp8, bias_N)
-    # Without the transpose, which only the backward pass reads. An evaluation records no magnitudes.
+    # Only the backward pass reads the transpose. An evaluation records no magnitudes.
     quantized_TK = cast_fp8(x_TK, fp8.input.scale, torch.zeros_like(fp8.input.amax), E4M3)
     return fp8.product(quantized_TK, compute_dtype(x_TK), bias_N)
 
@@ -261,17 +263,20 @@ def _product(x_TK: Tensor, fp8: Fp8Dense, bias_N: Tensor | None) -> Tensor:
 def product_of_casts(
     x_TK: Tensor, quantized_TK: Tensor, quantized_KT: Tensor, fp8: Fp8Dense, bias_N: Tensor | None
 ) -> Tensor:
-    """[T, N] of an input that has been quantized and transposed; the gradient is that of ``x_TK``, which is not read."""
+    """Multiply an input that is already quantized and transposed; return [T, N].
+
+    Only the gradient uses ``x_TK``: its values are not read.
+    """
     output_TN = _Fp8Product.apply(x_TK, fp8.dense.weight, bias_N, quantized_TK, quantized_KT, fp8, compute_dtype(x_TK))
     assert isinstance(output_TN, Tensor)
     return output_TN
 
 
 class _Fp8Product(torch.autograd.Function):
-    """Product that keeps the transposed quantized input for its backward pass, one byte an element.
+    """Product that keeps the transposed quantized input for its backward pass: one byte per element.
 
-    Weights are arguments for their gradients. The FP8 weight is saved only so that autograd refuses a backward pass that
-    comes after ``update_``, which overwrites it and the scales.
+    The weight is an argument so that it gets a gradient. The FP8 weight is saved only so that autograd raises an error if
+    the backward pass comes after ``update_``, which overwrites it and the scales.
     """
 
     @staticmethod
@@ -285,7 +290,7 @@ class _Fp8Product(torch.autograd.Function):
         fp8: Fp8Dense,
         dtype: torch.dtype,
     ) -> Tensor:
-        # Autograd needs the gradient in the type of the input.
+        # Autograd needs the input's gradient in the dtype of the input.
         ctx.fp8, ctx.dtype, ctx.biased = fp8, x_TK.dtype, bias_N is not None
         ctx.save_for_backward(input_KT, fp8.weight_KN)
         return fp8.product(quantized_TK, dtype, bias_N)
@@ -297,7 +302,7 @@ class _Fp8Product(torch.autograd.Function):
         input_KT, *_ = ctx.saved_tensors
         site = fp8.gradient
         bias_gradient_N = None
-        # One pass makes the casts, and the gradient of the bias from numbers that are not rounded yet.
+        # One pass makes the casts and sums the bias gradient, before the numbers are rounded.
         if ctx.biased:
             gradient_TN, gradient_NT, bias_gradient_N = cast_transpose_sum_fp8(
                 output_gradient_TN, site.scale, site.amax, E5M2
@@ -311,9 +316,9 @@ class _Fp8Product(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class FeedForward:
-    """FC1, bias, GELU and FC2 in one, so that GELU writes FP8 only.
+    """FC1, bias, GELU and FC2 in one unit, so that GELU writes only FP8.
 
-    For the backward pass are to be kept: FC1's product, in 16 bits under autocast, and both inputs transposed and quantized.
+    The backward pass needs FC1's product, in 16 bits under autocast, and both inputs, transposed and quantized.
     """
 
     wide: Fp8Dense
@@ -338,7 +343,7 @@ class FeedForward:
     ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
         """Return the gradients of the input in ``dtype``, of FC1's weight and bias and of FC2's weight.
 
-        ``gradient_TD`` is the output's, quantized.
+        ``gradient_TD`` is the quantized gradient of the output.
         """
         narrow_weight_gradient_DF = self.narrow.weight_gradient(gradient_DT, wide_FT)
         wide_gradient_TF = self.narrow.input_gradient(gradient_TD, product_TF.dtype)
@@ -352,7 +357,7 @@ class FeedForward:
 
 
 class _FeedForward(torch.autograd.Function):
-    """``FeedForward`` of an input, with what it keeps."""
+    """``FeedForward`` as an autograd function that quantizes its own input."""
 
     @staticmethod
     def forward(
@@ -364,11 +369,11 @@ class _FeedForward(torch.autograd.Function):
         passes: FeedForward,
         dtype: torch.dtype,
     ) -> Tensor:
-        # Quantized here, unlike in ``product_of_casts``: nothing else reads these casts.
+        # Unlike ``product_of_casts``, this quantizes its input itself, because nothing else reads the casts.
         quantized_TD, input_DT = passes.wide.cast_input(x_TD)
         output_TD, product_TF, wide_FT = passes.forward(quantized_TD, bias_F, dtype)
         ctx.passes, ctx.dtype = passes, x_TD.dtype
-        # The last tensor is for autograd alone, as in ``_Fp8Product``.
+        # The last tensor is saved only for autograd's check, as in ``_Fp8Product``.
         ctx.save_for_backward(input_DT, product_TF, bias_F, wide_FT, passes.wide.weight_KN)
         return output_TD
 
@@ -383,7 +388,7 @@ class _FeedForward(torch.autograd.Function):
 
 
 class Fp8Layer(EncoderLayer):
-    """An encoder layer whose products are in FP8."""
+    """Encoder layer whose products are in FP8."""
 
     def __init__(
         self,
@@ -393,7 +398,7 @@ class Fp8Layer(EncoderLayer):
         state: Fp8State,
         recomputation: Recomputation = compute_once,
     ) -> None:
-        """Layers take their sites of ``state`` in the order in which they are made."""
+        """Layers take sites from ``state`` in the order in which they are created."""
         super().__init__(config, index, placement, recomputation=recomputation)
         denses = self.query_key_value, self.attention_output, self.intermediate, self.output
         self.denses = state.quantized(*denses)
@@ -401,7 +406,7 @@ class Fp8Layer(EncoderLayer):
 
 
 def require_fp8(device: torch.device) -> None:
-    """Raise ``ValueError`` where ``device`` is a GPU that cannot multiply FP8, which Ada and Hopper were the first to do."""
+    """Raise ``ValueError`` if ``device`` is a GPU without FP8 support. Ada and Hopper were the first to have it."""
     if device.type == "cuda" and (capability := torch.cuda.get_device_capability(device)) < (8, 9):
         raise ValueError(
             f"training.precision is fp8, but {torch.cuda.get_device_name(device)} has compute capability "

@@ -1,13 +1,13 @@
-"""Encoder layers in FP8 whose casts are made by what computes the tensors.
+"""FP8 encoder layers in which the kernels that compute a tensor also cast it to FP8.
 
-The same numbers as of ``EncoderLayer.forward`` with ``bert.products.fp8.Fp8Products``, in fewer passes over memory. A
-layer's norms write their output in FP8 as well, for the products that read it next, and write the gradient of the product
-before them in FP8 alone; so does attention, where its implementation can. The norms' output is handed on twice, because the
-residual and the products each have a gradient of it: the norm's backward pass reads both, which autograd would add in a pass
-of its own.
+The results equal ``EncoderLayer.forward`` with ``bert.products.fp8.Fp8Products``, in fewer passes over memory. A layer's
+norms also write their output in FP8 for the products that read it next, and they write the gradient of the preceding
+product only in FP8. Attention does the same if its implementation can. The norm's output is passed on twice, because the
+residual and the products each return a gradient for it. The norm's backward pass reads both gradients, which autograd
+would otherwise add in a pass of its own.
 
-For ranks that have a layer to themselves: where ranks share one, sums and copies between them stand between products and
-norms (``bert.parallel.tensor.placement``). Passes without gradients are those of ``EncoderLayer``.
+Only for layers that are not shared among ranks: with tensor parallelism, sums and copies between ranks come between
+products and norms (``bert.parallel.tensor.placement``). Passes without gradients run as in ``EncoderLayer``.
 
 Shape legend in ``bert.products.fp8``.
 """
@@ -34,16 +34,16 @@ from kernels import (
 
 
 class HiddenStates(NamedTuple):
-    """Hidden states for both of their readers; [T, D] twice in the same memory."""
+    """Hidden states for their two readers: the same memory twice, as [T, D]."""
 
     residual_TD: Tensor
     input_TD: Tensor
-    """Of products; they read the casts and give this its gradient."""
+    """Input of the products, which read the casts and return their gradient through this tensor."""
     quantized_TD: Tensor | None
     quantized_DT: Tensor | None
 
     def casts(self, reader: Fp8Dense) -> tuple[Tensor, Tensor]:
-        """Return them for ``reader``, made now where they were not."""
+        """Return the casts for ``reader``, and make them if they do not exist yet."""
         if self.quantized_TD is None or self.quantized_DT is None:
             return reader.cast_input(self.input_TD)
         return self.quantized_TD, self.quantized_DT
@@ -51,34 +51,34 @@ class HiddenStates(NamedTuple):
 
 @dataclass(frozen=True)
 class _AddNorm:
-    """Dropout, residual and norm behind a product whose gradient has the site ``gradient``."""
+    """Dropout, residual and norm after a product. The product's output gradient has the site ``gradient``."""
 
     eps: float
     dropout: Dropout | None
     gradient: Site
     reader: Site | None
-    """The site of the product that reads the output, if that is to be cast."""
+    """The site of the product that reads the output, or None if the output is not cast."""
 
     def forward(
         self, ctx: Any, product_TD: Tensor, bias_D: Tensor, residual_TD: Tensor, weight_D: Tensor, norm_bias_D: Tensor
     ) -> tuple[tuple[Tensor | None, ...], tuple[Tensor, ...]]:
-        """Return the fields of ``HiddenStates``, and what ``backward`` takes."""
+        """Return the fields of ``HiddenStates``, and the tensors that ``backward`` needs."""
         # Without a reader's scale the norm makes no casts.
         reader = (None, None) if self.reader is None else (self.reader.scale, self.reader.amax)
         output_TD, statistics_2T, *casts = add_norm_cast_fp8(
             product_TD, bias_D, residual_TD, weight_D, norm_bias_D, self.eps, self.dropout, *reader
         )
-        # An output that nobody reads has None for its gradient, not a [T, D] of zeros.
+        # An output without a reader gets None as its gradient, not zeros of shape [T, D].
         ctx.set_materialize_grads(False)
-        # FP8 is a floating point type: autograd would take the casts for differentiable.
+        # FP8 is a floating point type, so autograd would consider the casts differentiable.
         ctx.mark_non_differentiable(*(cast for cast in casts if cast is not None))
         kept = product_TD, bias_D, residual_TD, weight_D, statistics_2T
-        # A view, so that autograd sees two outputs and hands over the gradients of their readers apart.
+        # A view, so that autograd sees two outputs and passes the gradients of their two readers separately.
         return (output_TD, output_TD.view_as(output_TD), *casts), kept
 
     def backward(self, gradients: tuple[Tensor | None, ...], kept: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Return the product's gradient, quantized and transposed, the residual's, and those of the three vectors."""
-        # Of the last of these layers the residual alone is read on.
+        """Return the gradients of the product (quantized, and transposed), of the residual, and of the three vectors."""
+        # In the last fused layer, only the residual output has a reader.
         output_gradient_TD, *other = (gradient for gradient in gradients if gradient is not None)
         shortcut_TD = other[0] if other else None
         product_TD, bias_D, residual_TD, weight_D, statistics_2T = kept
@@ -90,7 +90,7 @@ class _AddNorm:
 
 @dataclass(frozen=True)
 class _SelfAttention:
-    """Attention behind the product that makes queries, keys and values, and before one that reads its output."""
+    """Attention between the query-key-value product and the product that reads the attention output."""
 
     heads: int
     cu_seqlens: Tensor
@@ -98,24 +98,23 @@ class _SelfAttention:
     dropout: Dropout | None
 
     def plain(self, qkv_TN: Tensor) -> Tensor:
-        """[T, D], by any implementation."""
+        """Return the attention output [T, D], by any implementation."""
         qkv_T3HE = qkv_TN.unflatten(-1, (3, self.heads, -1))
         return varlen_self_attention(qkv_T3HE, self.cu_seqlens, self.max_seqlen, self.dropout).flatten(1)
 
     def casts(self, input_TD: Tensor) -> bool:
-        """Tell whether the implementation that would compute it for such inputs also makes casts."""
+        """Tell whether the implementation chosen for such inputs also makes casts."""
         tokens, width = input_TD.shape
         shape = tokens, 3, self.heads, width // self.heads
-        # For the choice alone, which asks for shape, type and device, and for whether there is a backward pass; no
-        # value is read.
+        # The choice depends only on shape, dtype, device and whether there is a backward pass; no value is read.
         stand_in = input_TD.new_empty(shape, dtype=compute_dtype(input_TD)).requires_grad_()
-        # Not ``chosen``: this also shows the autotuner a call that is never made where casts are.
+        # Not ``chosen``, which would show the autotuner a call that is never made if attention makes casts.
         chosen = varlen_self_attention.decided(stand_in, self.cu_seqlens, self.max_seqlen, self.dropout)
         return chosen.name in attention_cast_fp8.implementations
 
 
 class _ProductAttention(torch.autograd.Function):
-    """Product of queries, keys and values, then self-attention."""
+    """Product that computes queries, keys and values, then self-attention."""
 
     @staticmethod
     def forward(
@@ -135,10 +134,10 @@ class _ProductAttention(torch.autograd.Function):
             qkv_T3HE, attention.cu_seqlens, attention.max_seqlen, attention.dropout, reader.scale, reader.amax
         )
         ctx.fp8, ctx.attention, ctx.dtype = fp8, attention, x_TD.dtype
-        # The product that reads the casts gives its gradient to the first output.
+        # The product that reads the casts returns its gradient to the first output.
         ctx.mark_non_differentiable(context_TD, context_DT)
         ctx.set_materialize_grads(False)
-        # The last for autograd, as in ``bert.products.fp8``.
+        # The last tensor is saved for autograd's check, as in ``bert.products.fp8``.
         ctx.save_for_backward(qkv_T3HE, context_THE, *others, input_DT, fp8.weight_KN)
         return context_THE.flatten(1), context_TD, context_DT
 
@@ -166,7 +165,7 @@ class _ProductAttention(torch.autograd.Function):
 
 
 class _ProjectionNorm(torch.autograd.Function):
-    """Product, then dropout, residual and norm."""
+    """Product, followed by dropout, residual and norm."""
 
     @staticmethod
     def forward(
@@ -186,7 +185,7 @@ class _ProjectionNorm(torch.autograd.Function):
         product_TD = fp8.product(quantized_TD, dtype)
         outputs, kept = norm.forward(ctx, product_TD, bias_D, residual_TD, norm_weight_D, norm_bias_D)
         ctx.fp8, ctx.norm, ctx.dtype = fp8, norm, context_TD.dtype
-        ctx.save_for_backward(*kept, context_DT, fp8.weight_KN)  # the last for autograd, as in ``bert.products.fp8``
+        ctx.save_for_backward(*kept, context_DT, fp8.weight_KN)  # the last for autograd's check
         return outputs
 
     @staticmethod
@@ -202,7 +201,7 @@ class _ProjectionNorm(torch.autograd.Function):
 
 
 class _FeedForwardNorm(torch.autograd.Function):
-    """The feed-forward half, then dropout, residual and norm."""
+    """Feed-forward products, followed by dropout, residual and norm."""
 
     @staticmethod
     def forward(
@@ -236,15 +235,15 @@ class _FeedForwardNorm(torch.autograd.Function):
         input_gradient_TD, *weight_gradients = passes.backward(
             gradient_TD, gradient_DT, input_DT, product_TF, bias_F, wide_FT, ctx.dtype
         )
-        # Casts are arguments too, and have no gradient.
+        # The casts are inputs too, and have no gradient.
         inputs = residual_gradient_TD, input_gradient_TD, None, None
         return *inputs, *weight_gradients, *vector_gradients, None, None, None
 
 
 class FusedLayer(Fp8Layer):
-    """An encoder layer in FP8 that takes hidden states as they are, or as the layer before hands them over.
+    """FP8 encoder layer that takes plain hidden states, or hidden states with casts from the previous layer.
 
-    The last layer of its kind hands over a tensor.
+    The last fused layer returns a plain tensor.
     """
 
     def __init__(
@@ -256,26 +255,26 @@ class FusedLayer(Fp8Layer):
         recomputation: Recomputation = compute_once,
         casts_between_layers: bool = True,
     ) -> None:
-        """Without ``casts_between_layers`` each layer casts what it is given.
+        """Without ``casts_between_layers``, each layer casts its own input.
 
-        Where layers are recomputed, what one hands to the next is all that is kept, and casts would double that.
+        With recomputation, only the tensors between layers are kept, and passing casts along would double their memory.
         """
         super().__init__(config, index, placement, state, recomputation)
         self._query_key_value, self._attention_output, *halves = self.denses
         self._feed_forward = FeedForward(*halves)
         following = state.input_of(index + 1)
         self._is_last = following is None
-        # Behind the last of these comes a layer that does not multiply in FP8 and reads no casts.
+        # The layer after the last fused layer does not multiply in FP8 and reads no casts.
         self._reader = following if casts_between_layers else None
 
     def compute(self, hidden: Tensor | HiddenStates, cu_seqlens: Tensor, max_seqlen: int, sites: DropoutSites) -> Any:
-        """[T, D] for all tokens."""
-        # An evaluation must leave the magnitudes of training alone.
+        """Return the hidden states [T, D] of all tokens, with their casts except after the last fused layer."""
+        # An evaluation must not change the magnitudes of training.
         if not torch.is_grad_enabled():
             assert isinstance(hidden, Tensor)
             return super().compute(hidden, cu_seqlens, max_seqlen, sites)
         if isinstance(hidden, Tensor):
-            # From the embeddings, which make no casts; autograd adds the gradients of both readers.
+            # The embeddings make no casts; autograd adds the gradients of both readers.
             hidden = HiddenStates(hidden, hidden, None, None)
         index, heads = self.index, self.config.num_attention_heads
         attention = _SelfAttention(heads, cu_seqlens, max_seqlen, sites.attention(index))
@@ -285,13 +284,13 @@ class FusedLayer(Fp8Layer):
         return output.residual_TD if self._is_last else output
 
     def _attention(self, hidden: HiddenStates, attention: _SelfAttention) -> tuple[Tensor, Tensor, Tensor]:
-        """[T, D] and its casts."""
+        """Return the attention output [T, D] and its casts."""
         dense, x_TD, bias_N = self._query_key_value, hidden.input_TD, self.query_key_value.bias
-        # Casts are a pass of their own where the implementation makes none.
+        # If the implementation makes no casts, they take a pass of their own.
         if not attention.casts(x_TD):
             context_TD = attention.plain(product_of_casts(x_TD, *hidden.casts(dense), dense, bias_N))
             return context_TD, *self._attention_output.cast_input(context_TD)
-        # Attention casts for the product behind it, with the scale of that.
+        # Attention makes the casts for the next product, with that product's scale.
         site, weight_ND = self._attention_output.input, self.query_key_value.weight
         casts = hidden.casts(dense)
         return _ProductAttention.apply(x_TD, *casts, weight_ND, bias_N, dense, attention, site, compute_dtype(x_TD))
@@ -305,7 +304,7 @@ class FusedLayer(Fp8Layer):
         dropout: Dropout | None,
     ) -> HiddenStates:
         dense = self._attention_output
-        # The norm casts for FC1, which reads its output next.
+        # The norm makes the casts for FC1, which reads its output next.
         norm = self._add_norm(dropout, dense, self._feed_forward.wide.input)
         outputs = _ProjectionNorm.apply(
             residual_TD,
@@ -323,7 +322,7 @@ class FusedLayer(Fp8Layer):
 
     def _after_feed_forward(self, attended: HiddenStates, dropout: Dropout | None) -> HiddenStates:
         passes = self._feed_forward
-        # The norm casts for the next layer, where that takes casts.
+        # The norm makes the casts for the next layer if that layer takes casts.
         norm = self._add_norm(dropout, passes.narrow, self._reader)
         outputs = _FeedForwardNorm.apply(
             attended.residual_TD,

@@ -1,17 +1,18 @@
-"""Recomputation: what an encoder layer's forward pass lets go of, and its backward pass computes again.
+"""Recomputation: the backward pass of an encoder layer recomputes activations that its forward pass does not keep.
 
-All of it is PyTorch's ``torch.utils.checkpoint``, with its selective contexts; written here is only what it is applied to.
-PyTorch's own ways to apply it to a module are private and do other things: its wrapper changes the names of parameters, and
-its hooks call the module again with all its hooks, so that the backward pass would wait once more for weights that are
-gathered beside the forward pass. Here a layer's ``forward`` calls what is recomputed, and hooks stand before and behind it.
+PyTorch's ``torch.utils.checkpoint`` with selective contexts does the work; this module only selects what it applies to.
+PyTorch's own ways to apply it to a module are private and have side effects: its wrapper renames parameters, and its hooks
+call the module again with all hooks, so that the backward pass would wait a second time for the weights that are gathered
+during the forward pass. Here a layer's ``forward`` calls the recomputed part, and hooks run before and after it.
 
-The same bits come out: kernels draw dropout by a counter, whose step the layer is given. What draws by PyTorch's generator
-finds it as the forward pass did; but not while a CUDA graph is captured, when its state can be neither read nor set, so
-that ``RECOMPUTED_OPS`` must not draw by it there (``kernels.captured``). In FP8 the largest magnitudes are recorded a second
-time, which changes nothing: scales stay until the optimizer's step, and a maximum does not grow by the same numbers.
+The result is the same bit for bit: kernels draw dropout by a counter, and the layer is given the counter's step. Ops that
+draw from PyTorch's generator find it in the state of the forward pass. This does not work while a CUDA graph is captured,
+when the generator's state can be neither read nor set, so ``RECOMPUTED_OPS`` must not draw from it there
+(``kernels.captured``). In FP8, the largest magnitudes are recorded a second time. This changes nothing, because scales stay
+fixed until the optimizer's step, and the same values do not increase a maximum.
 
-The last layer is left as it is. It keeps little, being computed for the rows that the heads read, and its backward pass is
-the first, before anything was freed.
+The last layer is not recomputed. It keeps little, because it is computed only for the rows that the heads read, and its
+backward pass comes first, before any memory has been freed.
 """
 
 from collections.abc import Callable
@@ -26,17 +27,17 @@ from bert.layers import Recomputation, compute_once
 from bert.timing.stopwatch import is_capturing
 
 RECOMPUTED_OPS = ("varlen_self_attention", "dropout_add_layer_norm")
-"""Ops of ``kernels`` with dropout in a layer that is recomputed."""
+"""Ops of ``kernels`` that apply dropout in a recomputed layer."""
 
-# Products with weights have two dimensions each; those of attention are batched, or inside of its kernel.
+# Products with weights have 2D operands; attention's products are batched or inside its kernel.
 _PRODUCTS = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten._scaled_mm.default]
 
 
 def recomputation(mode: Recompute) -> Recomputation:
-    """Return how an encoder layer computes in training.
+    """Return a function that runs an encoder layer in training, with or without recomputation.
 
-    none: once. selective: keep the products with weights, the four of a layer, and compute attention, GELU, norms and
-    dropout again, which are much of the memory and little of the work. full: keep a layer's input alone.
+    none: compute once. selective: keep the results of the layer's four products with weights, and recompute attention, GELU,
+    norms and dropout, which take much of the memory and little of the time. full: keep only the layer's input.
     """
     if mode == "none":
         return compute_once
@@ -45,9 +46,9 @@ def recomputation(mode: Recompute) -> Recomputation:
     def recompute(function: Callable[..., Any], *inputs: Any) -> Any:
         if not torch.is_grad_enabled():  # an evaluation
             return function(*inputs)
-        # The generator's state can be neither read nor set while capturing, and nothing draws by it there.
+        # While capturing, the generator's state can be neither read nor set, and no op draws from it.
         preserve = not is_capturing()
-        # PyTorch takes contexts in its non-reentrant form alone.
+        # PyTorch accepts contexts only in its non-reentrant form.
         return checkpoint(function, *inputs, use_reentrant=False, context_fn=contexts, preserve_rng_state=preserve)
 
     return recompute

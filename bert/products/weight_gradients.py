@@ -2,13 +2,13 @@
 
 Autograd makes three passes over a weight's gradient in every micro-batch: it writes it in 16 bits, casts it to fp32, and
 adds it to the flat gradient. Here the product's epilogue does all three. The first micro-batch of a step overwrites the
-gradients of the step before, so that they need not be set to zero. If the optimizer writes 16-bit copies of weights,
-nothing is cast.
+previous step's gradients, so that they need not be set to zero. If the optimizer writes 16-bit copies of weights, the
+products need no casts.
 
-This is for autocast on a GPU; elsewhere the model multiplies as PyTorch does. ``bert.products.fp8`` accumulates its
-gradients here, too.
+This applies to autocast on a GPU; otherwise the model multiplies as PyTorch does. ``bert.products.fp8`` also accumulates
+its gradients here.
 
-Shape legend: T tokens, N and K outputs and inputs of a dense layer, D hidden.
+Shape legend: T tokens, N outputs and K inputs of a dense layer, D hidden.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -25,15 +25,16 @@ from bert.model import BertForPreTraining
 from kernels import accumulate_weight_gradient, bias_gelu, compute_dtype, masked_lm_loss
 
 Add = Callable[[Tensor | None, bool], Tensor]
-"""Adds a product to a gradient, or overwrites it if the second argument is True; without a gradient, returns a new one."""
+"""Adds a product to a gradient, or overwrites the gradient if the second argument is True. The result is returned; it is
+a new tensor if the gradient is None."""
 
 
 class WeightGradients:
-    """Accumulation of weight gradients without autograd, which only calls a parameter's hooks when its gradient is there."""
+    """Accumulation of weight gradients without autograd, which only runs a parameter's hooks when a gradient is complete."""
 
     def __init__(self) -> None:
         self.overwrite = False
-        """Whether the backward pass overwrites gradients, as in the first of a step."""
+        """Whether the backward pass overwrites gradients, as the first one of a step does."""
 
     @contextmanager
     def overwritten(self, overwrite: bool) -> Iterator[None]:
@@ -45,7 +46,7 @@ class WeightGradients:
             self.overwrite = False
 
     def add(self, weight: nn.Parameter, add: Add) -> Tensor | None:
-        """Accumulate a gradient, and return it only if autograd must store it, because the weight has none yet."""
+        """Accumulate a gradient, and return it only if autograd must store it because the weight has no gradient yet."""
         if weight.grad is None:
             return add(None, True)
         add(weight.grad, self.overwrite)
@@ -53,28 +54,28 @@ class WeightGradients:
 
 
 class AccumulatingProducts(MatrixProducts):
-    """An encoder layer's products under autocast, with copies of the weights if there are any."""
+    """Matrix products of an encoder layer under autocast, which read copies of the weights if there are any."""
 
     def __init__(self, gradients: WeightGradients, copies: Mapping[nn.Parameter, Tensor]) -> None:
-        """``copies`` has each of the layer's weights in the type that autocast computes in, or none."""
+        """``copies`` is empty, or maps each of the layer's weights to a copy in autocast's dtype."""
         self._gradients = gradients
         self._copies = copies
 
     def with_bias(self, x: Tensor, dense: Dense) -> Tensor:
-        """``x @ weight.T + bias``."""
+        """Return ``x @ weight.T + bias``."""
         return self._product(x, dense, dense.bias)
 
     def without_bias(self, x: Tensor, dense: Dense) -> Tensor:
-        """``x @ weight.T``."""
+        """Return ``x @ weight.T``."""
         return self._product(x, dense, None)
 
     def feed_forward(self, x_TD: Tensor, wide: Dense, narrow: Dense) -> Tensor:
-        """[T, D] ``gelu(x @ wide.T + bias) @ narrow.T``, without the second bias."""
+        """Return ``gelu(x @ wide.T + bias) @ narrow.T``, [T, D], without the second bias."""
         return self._product(bias_gelu(self._product(x_TD, wide, None), wide.bias), narrow, None)
 
     def _product(self, x_TK: Tensor, dense: Dense, bias_N: Tensor | None) -> Tensor:
         dtype = compute_dtype(x_TK)
-        # Cast outside of the function, so that what it keeps for its backward pass has 16 bits too.
+        # Cast outside of the function, so that the tensors saved for its backward pass have 16 bits too.
         weight_NK = _copy(self._copies, dense.weight, dtype)
         output_TN = _AccumulatingProduct.apply(x_TK.to(dtype), dense.weight, bias_N, weight_NK, self._gradients)
         assert isinstance(output_TN, Tensor)
@@ -104,32 +105,35 @@ class _AccumulatingProduct(torch.autograd.Function):
         x_TK, weight_NK = ctx.saved_tensors
 
         def add(gradient_NK: Tensor | None, overwrite: bool) -> Tensor:
-            # Where there is no gradient, the product is written and not added.
+            # Without an existing gradient, the product is written instead of added.
             gradient_NK = torch.empty_like(ctx.parameter) if gradient_NK is None else gradient_NK
             return accumulate_weight_gradient(gradient_NK, output_gradient_TN, x_TK, overwrite)
 
         x_gradient_TK = output_gradient_TN @ weight_NK if ctx.needs_input_grad[0] else None
-        # A sum over all tokens: in the fp32 of the parameter, not in 16 bits.
+        # The sum is over all tokens, so it needs the parameter's fp32, not 16 bits.
         bias_gradient_N = None if ctx.bias_dtype is None else output_gradient_TN.sum(0, dtype=ctx.bias_dtype)
         return x_gradient_TK, ctx.gradients.add(ctx.parameter, add), bias_gradient_N, None, None
 
 
 class AccumulatingTable(Placement):
-    """Placement where decoder and embeddings add to the word table's gradient; the decoder reads a copy if there is one."""
+    """Placement in which decoder and embeddings add to the word table's gradient. The decoder reads a copy if one exists."""
 
     def __init__(self, gradients: WeightGradients, copies: Mapping[nn.Parameter, Tensor]) -> None:
-        """``copies``: as of ``AccumulatingProducts``."""
+        """``copies`` is as for ``AccumulatingProducts``."""
         self._gradients = gradients
         self._copies = copies
 
     def words(self, input_ids_T: Tensor, word_VD: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return both, and the gradient: the decoder's part, which may be written over what is there, comes before."""
+        """Return indices, table and gradient.
+
+        The gradient already includes the decoder's part, which comes first and may overwrite the old gradient.
+        """
         return input_ids_T, word_VD, word_VD.grad
 
     def masked_lm_loss(
         self, hidden_MD: Tensor, word_VD: nn.Parameter, bias_V: Tensor, labels_M: Tensor, count_correct: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Return ``kernels.masked_lm_loss``. The backward pass of the embeddings, which comes later, calls the hooks."""
+        """Return ``kernels.masked_lm_loss``. The embeddings' backward pass, which comes later, runs the hooks."""
         return masked_lm_loss(
             hidden_MD,
             _copy(self._copies, word_VD, compute_dtype(hidden_MD)),
@@ -142,16 +146,16 @@ class AccumulatingTable(Placement):
 
 
 def _copy(copies: Mapping[nn.Parameter, Tensor], weight: nn.Parameter, dtype: torch.dtype) -> Tensor:
-    """Return the weight in ``dtype``, cast if the optimizer makes no copy of that type."""
+    """Return the weight in ``dtype``, cast unless the optimizer makes a copy in that dtype."""
     copy = copies.get(weight)
     return weight.detach().to(dtype) if copy is None or copy.dtype != dtype else copy
 
 
 def product_weights(model: BertForPreTraining, table: bool) -> list[nn.Parameter]:
-    """Return the weights that encoder layers multiply with by their ``products``, and with ``table`` the word table.
+    """Return the weights that encoder layers multiply by through ``products``, and with ``table`` the word table.
 
-    The last layer multiplies parts of its query-key-value weight without ``products``. The decoder's part of the word
-    table's gradient comes before the embeddings' part, which is added.
+    The last layer is omitted: it multiplies parts of its query-key-value weight without ``products``. The decoder's part of
+    the word table's gradient is written first, and the embeddings' part is added to it.
     """
     found = []
     for layer in model.layers:

@@ -129,6 +129,5 @@ class _StageModule(nn.Module):
             output = pipeline.through(self._stage, hidden_WD, batch, schedule.sites[number])
         if isinstance(output, PretrainingOutput):
             return schedule.mean_loss(output, batch)
-        return F.pad(
-            output, (0, 0, 0, schedule.rows - rows)
-        )  # pad to the shape that is sent; the next stage removes the padding
+        # The next stage removes the padding.
+        return F.pad(output, (0, 0, 0, schedule.rows - rows))
