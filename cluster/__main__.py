@@ -19,7 +19,7 @@ app = Commands()
 
 @app.command(name="devices")
 def _devices() -> None:
-    """List the known devices: dense peak rates, memory, links (one way) and power, by their vendors."""
+    """List the known devices with their vendors' figures: dense peak rates, memory, links (one way) and power."""
     from cluster.devices import devices
 
     say(f"{'device':16}  TFLOP/s bf16   fp8  memory GB  GB/s  link GB/s  host     W  source")
@@ -52,13 +52,13 @@ def _predict(
         nodes: Number of nodes.
         gpus_per_node: Accelerators of each node, or sockets if the accelerator is a CPU.
         batch: Global batch size. By default, the fastest batch size that was published at this scale.
-        interconnect: Links between the accelerators of a node, in words: "NVLINK BRIDGE" between cards matters.
+        interconnect: Links between the accelerators of a node, in words. "NVLINK BRIDGE" matters for PCIe cards.
         networking: Network of a node, in words: "8x ConnectX-7 IB NDR 400Gb/s".
-        round: Round of MLPerf Training whose software and recipes are assumed, by default the newest.
-        cluster: File of a probe, which describes the machines instead of the options above.
+        round: Round of MLPerf Training whose software and recipes the prediction assumes; by default the newest.
+        cluster: File that `probe` wrote. It describes the machines instead of the options above.
         json: Print one JSON document.
-        table: CSV file of machines to predict instead, with the columns of published_results.csv.
-        out: File to write, the table with its predictions.
+        table: CSV file of machines to predict instead of one machine, with the columns of published_results.csv.
+        out: File to write the table with its predictions to.
     """
     from cluster.devices import device_named
     from cluster.published.cost_model import TimedRun
@@ -108,12 +108,12 @@ def _calibrate(out: Path) -> None:
 
 @app.command
 def probe(out: Path, seconds: float = 30.0, limit: float = 60.0) -> int:
-    """Measure hosts, devices and links, and name what is slow; the exit status is 1 then. Start one process per device.
+    """Measure hosts, devices and links, and name what is slow. Exit status 1 if anything is. Start one process per device.
 
     Args:
         out: File to write, such as cluster.json.
-        seconds: Approximate duration, 5 or more. If something is suspicious, it is measured a second time.
-        limit: Seconds within which all processes must have come.
+        seconds: Approximate duration, at least 5. If something looks slow, a second measurement follows.
+        limit: Seconds within which all processes must have connected.
     """
     from cluster.probe.command import probe as measure
 
@@ -122,11 +122,11 @@ def probe(out: Path, seconds: float = 30.0, limit: float = 60.0) -> int:
 
 @app.command
 def show(view: Positional[Path], out: Path | None = None) -> None:
-    """Print what a probe found, and write a page with links, switches, devices and everything slow.
+    """Print what a probe found, and write a page that shows links, switches, devices and outliers.
 
     Args:
         view: File of a probe, such as cluster.json.
-        out: Page to write; by default the name of the file with .html.
+        out: Page to write; by default the name of the probe's file with the suffix .html.
     """
     from cluster.display.lines import lines
     from cluster.display.page import write_page
@@ -153,8 +153,8 @@ def _place(
     Args:
         view: File of a probe, such as cluster.json.
         nodes: Number of hosts to take; by default all.
-        group: Consecutive hosts that communicate the most, such as the stages of a pipeline.
-        tasks_per_node: Lines for each host in the file.
+        group: Number of consecutive hosts that communicate the most with each other, such as the stages of a pipeline.
+        tasks_per_node: Number of lines for each host in the file.
         out: File for `SLURM_HOSTFILE`, which srun and sbatch read with `--distribution=arbitrary`.
     """
     from cluster.placement import cost, place
@@ -176,7 +176,7 @@ def _place(
         say(f"{view} does not know the switches, so no order is better than another")
     say(f"levels that traffic climbs: {after}, in the order of {view} {before}")
     if out is not None:
-        # Slurm reads the names, and anyone may have written the view.
+        # Slurm reads these names, and the view is an untrusted file.
         if strange := [name for name in names if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name)]:
             raise ValueError(f"{view}: a host is called {strange[0]!r}, which is no host name")
         lines = [f"{names[host]}\n" for host in order for _ in range(tasks_per_node)]
@@ -194,15 +194,15 @@ def _plan(
     networking: str = "",
     out: Path = Path("plan.json"),
 ) -> None:
-    """Choose how to run a recipe: predict all feasible ways, print the best and why the others lose, write a plan.
+    """Choose how to run a recipe: predict every feasible way, print the best and why the others lose, and write a plan.
 
     Args:
         recipe: Recipe of bert.train.
-        cluster: File of a probe of the machines, such as cluster.json. Without it, device facts are used.
-        gpus: Number of devices, in whole nodes; by default the number of the recipe or of the probe.
+        cluster: File of a probe of the machines, such as cluster.json. Without it, the prediction uses data sheets.
+        gpus: Number of devices, in whole nodes; by default the recipe's or the probe's number.
         accelerator: Name of the devices; by default the recipe's.
         networking: Network of a node, in words: "8x ConnectX-7 IB NDR 400Gb/s".
-        out: File to write, for the option --plan of a run.
+        out: File to write, which a run takes with --plan.
     """
     from cluster.plan.command import plan
 
@@ -215,7 +215,7 @@ def _tune(
     settings: Annotated[Positional[tuple[str, ...]], arg(metavar="-- SETTINGS")] = (),
     seconds: float = 120.0,
 ) -> None:
-    """Measure how many processes and threads train a recipe fastest on this machine; ./run_and_time.sh then uses them.
+    """Measure how many processes and threads train a recipe fastest on this machine. ./run_and_time.sh then uses the result.
 
     Args:
         recipe: Recipe to tune, such as tiny_cpu.
@@ -254,8 +254,8 @@ def whatif(metrics: Positional[Path], cluster: Path | None = None) -> None:
     """Show where a run's time went, and how much removing each bottleneck would save.
 
     Args:
-        metrics: Records of the run, metrics_N.jsonl beside its result.
-        cluster: File of a probe of its machines, for the cost of uneven links.
+        metrics: Metrics of the run: the file metrics_N.jsonl beside its log.
+        cluster: File of a probe of the run's machines, which adds the cost of uneven links.
     """
     from cluster.view import read_view
     from cluster.whatif import read_run, report
@@ -265,7 +265,7 @@ def whatif(metrics: Positional[Path], cluster: Path | None = None) -> None:
 
 
 def main() -> int:
-    """Run the command; returns the exit status."""
+    """Run the command and return the exit status."""
     return app.main("python -m cluster")
 
 

@@ -1,4 +1,4 @@
-"""Data-sheet facts of accelerators, and the accelerator that a name means.
+"""Data-sheet facts of accelerators, and a lookup that finds the accelerator by any of its names.
 
 Names come from drivers ("NVIDIA H100 80GB HBM3"), from system descriptions ("NVIDIA A100-SXM4-80GB (400W)") and from people
 ("h100-sxm"). The model name selects the candidates; form factor and memory size choose among them.
@@ -20,9 +20,9 @@ TABLE = Path(__file__).with_name("devices.toml")
 
 @dataclass(frozen=True)
 class Device:
-    """An accelerator by its data sheet, one entry of ``devices.toml``, which describes the fields and their units.
+    """Data-sheet facts of an accelerator: one entry of ``devices.toml``, which describes the fields and their units.
 
-    Rates are of dense operations and bandwidths go one way. Optional fields are None if the device lacks the feature.
+    Rates count dense operations, and bandwidths are one-way. Optional fields are None if the device lacks the feature.
     """
 
     name: str
@@ -55,7 +55,7 @@ def devices() -> tuple[Device, ...]:
 
 
 def device_named(name: str) -> Device:
-    """Return the device that a name means.
+    """Return the device that a name refers to.
 
     Raises:
         ValueError: the name contains no known model. The message lists the nearest names.

@@ -1,8 +1,9 @@
-"""Check a run before it starts, and say what memory and a step are expected to take.
+"""Check a run before it starts, and predict its memory and the time of a step.
 
     python -m cluster.dry_run RECIPE [--section.field value ...]
 
-This is ``python -m bert.train RECIPE --dry-run`` and a forecast, for GPUs and for ranks that share a copy of the model.
+This runs ``python -m bert.train RECIPE --dry-run``. For GPUs, and for ranks that share a copy of the model, it adds a
+forecast.
 """
 
 import sys
@@ -15,12 +16,12 @@ from console.program import say
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Check and forecast; return the exit status."""
+    """Run the checks and the forecast, and return the exit status."""
     if status := train([*arguments, "--dry-run"]):
         return status
     config, launch = parse(arguments), Launch.from_environment()
     if config.training.device == "cuda" or config.parallel.copy_ranks > 1:
-        from cluster.plan.forecast import forecast  # a second of imports
+        from cluster.plan.forecast import forecast  # these imports take a second
 
         for line in forecast(config, launch.world_size, launch.local_size):
             say(f"{config.recipe}: {line}")

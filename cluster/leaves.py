@@ -1,4 +1,4 @@
-"""Leaf switches, inferred from measured paths: hosts with shorter paths to one another share a leaf.
+"""Leaf switches inferred from measured paths: hosts under one leaf have shorter paths to one another.
 
 Hosts are joined by their shortest measured paths first (single linkage), which needs only some of the pairs. The widest gap
 between the lengths at which groups join separates the leaves. They are accepted only if paths between groups are longer than
@@ -15,22 +15,22 @@ from scipy.spatial.distance import squareform
 Array = NDArray[np.float64]
 
 _FAR = 1e6
-"""Distance of pairs that were not measured."""
+"""Distance assigned to pairs that were not measured."""
 _LARGEST = 2048
-"""Most hosts: the matrix of distances is square."""
+"""Maximum number of hosts: the distance matrix is square."""
 _CLEAR = 6.0
-"""Robust deviations between the two kinds of paths."""
+"""Robust deviations that must separate paths within leaves from paths between leaves."""
 
 
 def leaves_of(times_TE: Array, one_E: NDArray[np.int64], other_E: NDArray[np.int64], hosts: int) -> list[int] | None:
-    """Return the leaf of each host, numbered from 0 in the order of hosts; None if the paths do not separate leaves.
+    """Return the leaf of each host, numbered from 0 in host order, or None if the paths do not separate leaves.
 
     Args:
-        times_TE: logarithms of times of paths between hosts by turns, without the shares of their ends.
+        times_TE: logarithms of path times between hosts, by turn, after the shares of the path ends were subtracted.
     """
     if not 4 <= hosts <= _LARGEST or not times_TE.size:
         return None
-    # The mean of both directions and of all rails.
+    # Average both directions and all rails.
     pairs, place_E = np.unique(
         np.stack([np.minimum(one_E, other_E), np.maximum(one_E, other_E)]), axis=1, return_inverse=True
     )
@@ -49,13 +49,13 @@ def leaves_of(times_TE: Array, one_E: NDArray[np.int64], other_E: NDArray[np.int
         return None
     cut = int(np.argmax(gaps))
     found = fcluster(tree, (heights[cut] + heights[cut + 1]) / 2, "distance")
-    # A single host is not a leaf, but perhaps slow.
+    # A group of one host is probably a slow host and not a leaf.
     if len(set(found)) < 2 or np.bincount(found)[1:].min() < 2:
         return None
     is_within = found[pairs[0]] == found[pairs[1]]
     within, between = length_P[is_within], length_P[~is_within]
     if np.quantile(between, 0.25) - np.quantile(within, 0.75) < _CLEAR * noise:
         return None
-    # SciPy's labels depend on the order in which groups were joined.
+    # Renumber the leaves, because SciPy's labels depend on the order in which groups were joined.
     order: dict[int, int] = {}
     return [order.setdefault(int(leaf), len(order)) for leaf in found]

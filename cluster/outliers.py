@@ -1,15 +1,15 @@
-"""Statistics that find slow parts of a cluster by comparing its parts with one another.
+"""Outlier statistics that find the slow parts of a cluster by comparing equal parts.
 
-Quantities are measured several times in turns. Times are compared as logarithms, each with the median of its turn, so
-that a disturbance of all parts affects no part more than others. The median over all turns represents a part. A part is
+Every quantity is measured in several turns. Times are compared as logarithms relative to the median of their turn, so
+that a disturbance of all parts affects no part more than another. The median over all turns represents a part. A part is
 an outlier if it lies further from the other parts than chance explains. The scale combines the error of a repeated
 measurement with the differences between parts, both as median absolute deviations. The limit comes from Student's
-distribution, such that one of ``CHANCE`` probes names something wrongly. So a part that is slow by 3 % is named if the
-others agree within 0.1 %, and a part that is slow by 20 % is not named if they differ by 10 %. Two parts cannot be
-judged.
+distribution, such that one in ``CHANCE`` probes reports a false outlier. So a part that is slow by 3 % is named if the
+others agree within 0.1 %, and a part that is slow by 20 % is not named if the others differ by 10 %. With only two
+parts, neither can be judged.
 
 The time of a path is divided into the shares of the sending end, the receiving end, and the rest, by medians over the
-partners. An end with fewer than three partners cannot be told from its paths.
+partners. An end with fewer than three partners cannot be distinguished from its paths.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ Array = NDArray[np.float64]
 Integers = NDArray[np.int64] | Sequence[int]
 
 CHANCE = 1000
-"""One in so many probes names something wrongly, if noise is normally distributed."""
+"""One in this many probes reports a false outlier, if noise is normally distributed."""
 FEWEST_PARTNERS = 3
-"""Partners that an end needs for a share of its own."""
+"""Minimum number of partners for which an end gets a share of its own."""
 _FEWEST_TURNS = 3
 _TO_SIGMA = 1.4826
-"""Standard deviation of a normal distribution over its median absolute deviation."""
+"""Ratio of a normal distribution's standard deviation to its median absolute deviation."""
 _MEDIAN_ERROR = 1.2533
-"""Standard error of a median over the standard error of a mean: the root of pi / 2."""
+"""Ratio of a median's standard error to a mean's standard error: sqrt(pi / 2)."""
 _OWN_MEDIAN = 1.4
-"""Deviations from the median of few turns are too small on average, as if so many turns were missing (simulated)."""
+"""Turns to subtract from the count, because deviations from the median of few turns are too small (from simulation)."""
 _EFFICIENCY = 0.37
-"""Share of the values with which a standard deviation is as accurate as a median absolute deviation."""
+"""Statistical efficiency of a median absolute deviation, relative to a standard deviation."""
 _SMALL_SAMPLE = {2: 1.196, 3: 1.495, 4: 1.363, 5: 1.206, 6: 1.200, 7: 1.140, 8: 1.129, 9: 1.107}
-"""Correction of a median absolute deviation of few values (Croux and Rousseeuw, 1992)."""
+"""Correction factors for the median absolute deviation of small samples (Croux and Rousseeuw, 1992)."""
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """Result for each part: its time over the median of all parts, its robust deviations, and whether it is an outlier."""
+    """Result for each part: ratio to the median time of all parts, robust deviations, and whether it is an outlier."""
 
     ratios: Array
     deviations: Array
@@ -57,12 +57,12 @@ def judge(times_TP: Array, comparisons: int, chance: int = CHANCE, fitted: int =
     """Compare parts P by the logarithms of their times in turns T, which may be NaN.
 
     Args:
-        comparisons: number of comparisons that share the ``chance`` of a wrong name.
+        comparisons: number of comparisons that share the ``chance`` of a false outlier.
         fitted: number of parameters that were fitted to the parts, which makes their residuals smaller.
     """
     turns, parts = times_TP.shape
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # a part without any time
+        warnings.simplefilter("ignore", RuntimeWarning)  # parts without any time warn
         centred_TP = times_TP - np.nanmedian(times_TP, axis=1, keepdims=True)
         excess_P = np.nanmedian(centred_TP, axis=0)
         excess_P = excess_P - np.nanmedian(excess_P)
@@ -72,25 +72,25 @@ def judge(times_TP: Array, comparisons: int, chance: int = CHANCE, fitted: int =
         residual = np.sqrt(max(1, parts - 1) / free)
         few = _TO_SIGMA * _MEDIAN_ERROR * residual * turns / (turns - _OWN_MEDIAN if turns > 2 else 1)
         own_P = few * np.nanmedian(rest_TP, axis=0) / np.sqrt(taken_P)
-        # The few turns of a part may agree by luck: its error is at least the typical error.
+        # A part's few turns may agree by luck, so assume at least the typical error.
         repeated_P = np.maximum(own_P, few * np.nanmedian(rest_TP) / np.sqrt(taken_P))
         between = _TO_SIGMA * _small_sample(parts) * np.nanmedian(np.abs(excess_P)) * residual
-    # Differences between parts beyond the error of their measurement.
+    # Variance between parts in excess of the measurement error.
     beyond_P = np.maximum(0.0, between**2 - repeated_P**2)
     scale_P = np.sqrt(repeated_P**2 + beyond_P)
     freedom_P = _freedom(repeated_P**2, _EFFICIENCY * free * (turns - 1), beyond_P, free)
     with np.errstate(divide="ignore", invalid="ignore"):
         deviations_P = np.where(excess_P == 0, 0.0, excess_P / scale_P)
     enough = turns >= _FEWEST_TURNS and parts > 2
-    # One-sided, and divided by all comparisons (Bonferroni).
+    # A one-sided test, with the chance divided by the number of comparisons (Bonferroni).
     limit_P = -stdtrit(np.maximum(1.0, freedom_P), 1 / (chance * max(1, comparisons))) if enough else np.inf
-    # If all other parts tie, even a clock's last digit would make an outlier.
+    # If all other parts tie, a difference in the clock's last digit would make an outlier, so require an excess.
     is_outlier = (deviations_P > limit_P) & (excess_P > 1e-3)
     return Judgement(np.exp(np.nan_to_num(excess_P)), np.nan_to_num(deviations_P, posinf=1e6, neginf=-1e6), is_outlier)
 
 
 def _freedom(one_P: Array, of_one: float, other_P: Array, of_other: float) -> Array:
-    """Return the degrees of freedom of a sum of two variances (Welch and Satterthwaite), or 1 if both are 0."""
+    """Return the degrees of freedom of a sum of two variances (Welch-Satterthwaite), or 1 if both variances are 0."""
     with np.errstate(divide="ignore", invalid="ignore"):
         freedom_P = (one_P + other_P) ** 2 / (one_P**2 / max(1, of_one) + other_P**2 / max(1, of_other))
     return np.nan_to_num(freedom_P, nan=1.0)
@@ -102,9 +102,9 @@ def _small_sample(number: int) -> float:
 
 @dataclass(frozen=True)
 class PathTimes:
-    """Logarithms of times of paths by turns T, divided into shares of ends N, rests of paths E, and levels of parts K.
+    """Logarithms of path times by turn T, decomposed into shares of ends N, rests of paths E, and levels of parts K.
 
-    No path joins two parts of the network, such as rails. ``part_N`` is the part of each end.
+    Parts of the network, such as rails, have no paths between them. ``part_N`` is the part of each end.
     """
 
     sending_TN: Array
@@ -117,10 +117,10 @@ class PathTimes:
 def take_apart(
     times_TE: Array, source_E: Integers, target_E: Integers, nodes: int, kind_E: Integers | None = None
 ) -> PathTimes:
-    """Divide logarithms of times of paths E into shares of their ends N and rests, by turns T.
+    """Decompose the logarithms of path times into shares of the ends N and a rest for each path E, by turn T.
 
     Only paths of the same ``kind_E`` are compared, such as paths under one leaf switch. The fit uses medians (Tukey's median
-    polish), so that a slow path does not affect its ends, nor a slow end the other ends.
+    polish), so that a slow path does not affect its ends, and a slow end does not affect other ends.
     """
     rest_TE, source_E, target_E = times_TE.copy(), np.asarray(source_E), np.asarray(target_E)
     kinds_E = np.zeros(times_TE.shape[1]) if kind_E is None else np.asarray(kind_E)
@@ -136,13 +136,13 @@ def take_apart(
         rest_TE -= level_TK[:, part_N[source_E]]
         ends = [_partners(source_E, nodes), _partners(target_E, nodes)]
         shares = [np.zeros((len(rest_TE), nodes)) for _ in ends]
-        for _ in range(8):  # rounds until the polish settles
+        for _ in range(8):  # enough rounds for the polish to converge
             for share_TN, paths_NK, of_E in zip(shares, ends, (source_E, target_E), strict=True):
                 # nanmedian ignores the column of NaN, which fills the rows of `_partners`.
                 padded = np.concatenate([rest_TE, np.full((len(rest_TE), 1), np.nan)], axis=1)
                 step_TN = np.nan_to_num(np.nanmedian(padded[:, paths_NK], axis=2))
                 step_TN[:, (paths_NK < rest_TE.shape[1]).sum(axis=1) < FEWEST_PARTNERS] = 0.0
-                # What all ends of a part have in common belongs to its level.
+                # Move the ends' common share into the level of their part.
                 for inside in members:
                     step_TN[:, inside] -= np.median(step_TN[:, inside], axis=1, keepdims=True)
                 share_TN += step_TN

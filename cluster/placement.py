@@ -1,8 +1,8 @@
 """Placement: choose the hosts of a run and order them so that neighbours in the order are neighbours in the network.
 
-Ranks follow the order of their hosts. An all-reduce along a rail is a ring over the hosts in this order, and a pipeline's
-stages are on consecutive hosts. A ring must enter and leave every subtree at least once, so the cheapest order walks the
-tree of switches and never returns to a subtree.
+Ranks are numbered in the order of their hosts. An all-reduce along a rail is a ring over the hosts in this order, and a
+pipeline's stages are on consecutive hosts. A ring must enter and leave every subtree at least once, so the cheapest order
+walks the tree of switches and never returns to a subtree.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ Path = tuple[str, ...]
 
 
 def climb(one: Path, other: Path) -> int:
-    """Return how many levels above the leaf traffic between two hosts climbs; 0 if they share a leaf."""
+    """Return how many levels above the leaf the traffic between two hosts climbs. 0 means that they share a leaf."""
     shared = 0
     while shared < min(len(one), len(other)) and one[shared] == other[shared]:
         shared += 1
@@ -22,7 +22,7 @@ def climb(one: Path, other: Path) -> int:
 
 
 def cost(order: Sequence[Path], group: int = 1) -> int:
-    """Return the levels that traffic climbs, summed over neighbours in the ring and over all pairs of hosts in a group."""
+    """Return the number of levels that traffic climbs, summed over ring neighbours and over all pairs in a group."""
     ring = sum(climb(order[place - 1], each) for place, each in enumerate(order) if place or len(order) > 2)
     starts = range(0, len(order), group)
     pairs = ((a, b) for start in starts for a in range(start, start + group) for b in range(start, a))
@@ -30,7 +30,7 @@ def cost(order: Sequence[Path], group: int = 1) -> int:
 
 
 def place(paths: Sequence[Path], nodes: int, group: int = 1) -> list[int]:
-    """Return the indices in ``paths`` of the chosen hosts, in order; each ``group`` consecutive hosts communicate the most.
+    """Choose and order hosts, given as indices in ``paths``. Each ``group`` of consecutive hosts communicates the most.
 
     Raises ``ValueError`` if the cluster has too few hosts, or if they do not divide into groups.
     """
@@ -43,7 +43,7 @@ def place(paths: Sequence[Path], nodes: int, group: int = 1) -> list[int]:
 
 
 def _subtrees(paths: Sequence[Path], hosts: Sequence[int], level: int | None = None) -> dict[Path, list[int]]:
-    """Group hosts by their first ``level`` switches, or by leaf, in the order of the tree."""
+    """Group hosts by their first ``level`` switches, or by leaf if None, in the order of the tree."""
     found: dict[Path, list[int]] = {}
     for host in sorted(hosts, key=lambda host: (paths[host], host)):
         found.setdefault(paths[host][:level], []).append(host)
@@ -57,10 +57,10 @@ def _choose(paths: Sequence[Path], nodes: int, group: int) -> list[int]:
     _, smallest = min((len(hosts), path) for path, hosts in subtrees if len(hosts) >= nodes)
     leaves = _subtrees(paths, [host for host in every if paths[host][: len(smallest)] == smallest])
     chosen: list[int] = []
-    for step in (group, 1):  # first the hosts that fill whole groups in their leaf, then single hosts
+    for step in (group, 1):  # first whole groups within a leaf, then single hosts
         available = {leaf: len(hosts) // step * step for leaf, hosts in leaves.items()}
         while (wanted := nodes - len(chosen)) > 0 and any(available.values()):
-            # Take the fullest leaf until one leaf can supply the rest; then take the leaf with the fewest hosts to spare.
+            # Take the fullest leaf until one leaf can supply all remaining hosts. Then take the tightest fit.
             leaf = min(available, key=lambda leaf: (available[leaf] < wanted, abs(available[leaf] - wanted), leaf))
             taken = min(available.pop(leaf), wanted)
             chosen += leaves[leaf][:taken]
@@ -69,7 +69,7 @@ def _choose(paths: Sequence[Path], nodes: int, group: int) -> list[int]:
 
 
 def _fill(paths: Sequence[Path], level: int, hosts: list[int], group: int) -> tuple[list[list[int]], list[int]]:
-    """Form groups from hosts that share their first ``level`` switches; also return the hosts left over."""
+    """Form groups from hosts that share their first ``level`` switches; also return the remaining hosts."""
     subtrees = _subtrees(paths, hosts, level + 1)
     groups: list[list[int]] = []
     left: list[int] = []

@@ -1,4 +1,4 @@
-"""Findings of a probe as lines of text, for the terminal and for the page."""
+"""Text lines that describe the findings of a probe, for the terminal and for the page."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MOST_NAMES = 24
 
 @dataclass(frozen=True)
 class RateRow:
-    """One quantity over all ranks. ``over`` is the slowest rank's time over the typical time."""
+    """One quantity measured on all ranks. ``over`` is the slowest rank's time divided by the typical time."""
 
     name: str
     typical: str
@@ -24,7 +24,7 @@ class RateRow:
 
 
 def lines(view: View) -> Iterator[str]:
-    """Describe a view for the terminal: outliers first."""
+    """Describe a view for the terminal, outliers first."""
     yield f"{heading(view)}, {view.backend}, {view.made}"
     yield from (outlier.sentence for outlier in view.outliers)
     if not view.outliers:
@@ -49,7 +49,7 @@ def heading(view: View) -> str:
 
 
 def rate_rows(view: View) -> list[RateRow]:
-    """Return the quantities that all ranks measured, with the slowest rank of each."""
+    """Return the quantities that all ranks measured, each with its slowest rank."""
     rows = []
     for number, first in enumerate(view.ranks[0].rates):
         times = [rank.rates[number].seconds for rank in view.ranks if number < len(rank.rates)]
@@ -65,7 +65,7 @@ def rate_rows(view: View) -> list[RateRow]:
 
 
 def link_rows(view: View) -> list[tuple[str, str]]:
-    """Return typical and extreme rates of links between hosts and in hosts, each with a name."""
+    """Return named lines with the typical and extreme rates of links between hosts and within hosts."""
     rows = []
     for name, links in (("links between hosts", view.links_between_hosts), ("links in hosts", view.links_in_hosts)):
         if links:
@@ -77,7 +77,7 @@ def link_rows(view: View) -> list[tuple[str, str]]:
 
 
 def collective_rows(view: View) -> list[tuple[str, ...]]:
-    """Return operation, scope, ranks, and the times of the smallest and the largest size of all collectives."""
+    """Return a row for each collective: operation, scope, ranks, and the times of its smallest and largest size."""
     return [
         (
             each.operation,
@@ -91,7 +91,7 @@ def collective_rows(view: View) -> list[tuple[str, ...]]:
 
 
 def leaves(view: View) -> list[tuple[str, list[int]]]:
-    """Return the hosts below each leaf switch with the names of the switches above them, in the order of the tree."""
+    """Return the switch names and the hosts of each leaf switch, in the order of the tree."""
     below: dict[tuple[str, ...], list[int]] = {}
     for number, host in enumerate(view.hosts):
         below.setdefault(host.switches, []).append(number)
@@ -108,7 +108,7 @@ def switch_source(view: View) -> str:
 
 
 def hosts_with_outliers(view: View) -> set[int]:
-    """Return the hosts that outliers concern. A path concerns the hosts at both ends."""
+    """Return the hosts involved in outliers. A slow path involves the hosts at both ends."""
     return {view.ranks[rank].host for outlier in view.outliers for rank in outlier.ranks}
 
 

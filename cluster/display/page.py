@@ -1,4 +1,4 @@
-"""The view of a cluster as one HTML page that needs no other file."""
+"""Self-contained HTML page that shows the view of a cluster."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from console.html.page import render_page
 from console.text import duration
 
 MOST_CELLS = 96
-"""Rows of a heat map. With more hosts, a cell represents several and shows the slowest of their links."""
+"""Maximum rows of a heat map. With more hosts, each cell covers several hosts and shows their slowest link."""
 _MOST_NAMES = 48
-"""Names beside a heat map; more would overlap."""
+"""Maximum number of names beside a heat map. More would overlap."""
 
 
 def write_page(view: View, path: Path) -> None:
-    """Write the whole page or nothing."""
+    """Write the page atomically: a failure leaves no partial file."""
     write_atomically(path, render(view).encode())
 
 
 def render(view: View) -> str:
-    """Return the page."""
+    """Render the view as HTML."""
     hosts, places = [rank.host for rank in view.ranks], [rank.place for rank in view.ranks]
     place_names = [f"rank {place}" for place in range(max(places) + 1)]
     maps = [
@@ -57,7 +57,7 @@ def render(view: View) -> str:
 
 
 def heat_map(title: str, links: Sequence[Link], place_of: Sequence[int], names: Sequence[str]) -> dict[str, Any] | None:
-    """Return the cells of a map from senders (rows) to receivers (columns), coloured by time over the median time."""
+    """Return the cells of a heat map of senders (rows) and receivers (columns), coloured by time relative to the median."""
     if not links:
         return None
     cells = min(len(names), MOST_CELLS)
@@ -68,7 +68,7 @@ def heat_map(title: str, links: Sequence[Link], place_of: Sequence[int], names: 
     shown = []
     for (row, column), link in sorted(slowest.items()):
         over = link.seconds_per_byte / typical
-        # The colour is full at half the median and at four times the median.
+        # The colour saturates at half the median and at four times the median.
         strength = min(1.0, abs(math.log2(max(over, 1e-9))) / (2 if over > 1 else 1))
         ends = f"{names[place_of[link.source]]} to {names[place_of[link.target]]}"
         said = f"{ends}: {bandwidth(link.seconds_per_byte)}, latency {duration(link.latency_s)}"

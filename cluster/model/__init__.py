@@ -1,1 +1,1 @@
-"""A step of this program and the memory of a rank, by part: from the plan of its batches and the rates of its ranks."""
+"""Predictions of this program's step time and of a rank's memory, from the batch plan and the rates of the ranks."""

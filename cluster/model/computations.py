@@ -1,8 +1,9 @@
-"""Computations of a step, counted: what each part of the model computes for a micro-batch.
+"""Counts of the computations in a step: what each part of the model computes for a micro-batch.
 
-A computation belongs to one of few kinds, includes its forward and backward pass, and has a count for each term of its kind.
-`cluster.model.rates` has the seconds of each term. Shape legend: T tokens, Q rows of the last layer, S sequences, M masked
-tokens, D hidden, F intermediate, V vocabulary.
+A computation has a kind and a count for each cost term of that kind, and includes the forward and the backward pass.
+`cluster.model.rates` holds the seconds per unit of each term.
+
+Shape legend: T tokens, Q rows of the last layer, S sequences, M masked tokens, D hidden, F intermediate, V vocabulary.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from cluster.model.work import MicroBatches
 
 Count = float | NDArray[np.float64]
 
-# Few terms a kind: a probe times a handful of shapes, which could not tell more terms apart.
+# Each kind has few terms, because a probe times only a handful of shapes and could not fit more.
 TERMS = {
     "linear": ("calls", "rows x inputs x outputs", "rows x (inputs + outputs)", "inputs x outputs"),
     "attention": ("calls", "tokens x hidden", "pairs x heads", "pairs x hidden"),
@@ -30,23 +31,23 @@ TERMS = {
     "lamb": ("calls", "segments", "parameters"),
     "batch": ("calls", "sequences of all ranks"),
 }
-"""Terms whose sum is a computation's time, by kind."""
+"""Cost terms of each kind. Their sum is a computation's time."""
 
 REPEATED: dict[Recompute, tuple[str, ...]] = {
     "none": (),
     "selective": ("attention", "gelu", "norm"),
     "full": ("linear", "attention", "gelu", "norm"),
 }
-"""Kinds whose forward pass the backward pass of an inner layer repeats."""
+"""Kinds of computation whose forward pass an inner layer repeats during its backward pass, by recomputation mode."""
 
 
 @dataclass(frozen=True)
 class Computation:
-    """A kind of computation with a count for each of its terms; arrays of counts describe many computations.
+    """A kind of computation with a count for each of its terms. Counts that are arrays describe many computations.
 
     Attributes:
         dropout: Whether it applies dropout.
-        in_encoder: Whether it belongs to an inner layer, whose products FP8 computes in 8 bits.
+        in_encoder: Whether it belongs to an inner layer. FP8 computes the products of inner layers in 8 bits.
     """
 
     kind: str
@@ -56,7 +57,7 @@ class Computation:
 
 
 def linear(rows: Count, inputs: int, outputs: int, in_encoder: bool = False) -> Computation:
-    """Return a dense layer's three products, its bias, and the accumulation of its gradient."""
+    """Return the computation of a dense layer: three products, the bias, and the accumulation of its gradient."""
     counts = (1.0, rows * inputs * outputs, rows * (inputs + outputs), float(inputs * outputs))
     return Computation("linear", counts, in_encoder=in_encoder)
 
@@ -64,8 +65,8 @@ def linear(rows: Count, inputs: int, outputs: int, in_encoder: bool = False) -> 
 def parts_of(model: ModelConfig, sizes: MicroBatches, tensor: int = 1) -> tuple[list[Computation], ...]:
     """Return the computations of the embeddings, of an inner layer, and of the last layer with the heads.
 
-    They are those of one of ``tensor`` ranks that share a copy: some heads, columns and words, and some rows between
-    products.
+    The counts are for one of ``tensor`` ranks that share a copy of the model: the rank computes part of the heads, columns
+    and words, and part of the rows between products.
     """
     D, F = model.hidden_size, model.intermediate_size
     T, S, M = sizes.tokens_AR, float(sizes.sequences), sizes.masked_AR
@@ -96,11 +97,11 @@ def parts_of(model: ModelConfig, sizes: MicroBatches, tensor: int = 1) -> tuple[
         ]
 
     embedding = [Computation("embedding", (1.0, T * D, float(own_V * D)), hidden_dropout)]
-    # On a CPU, PyTorch's attention makes one call for all sequences of a length; in the last layer, where their numbers of
-    # queries differ too, one call for each sequence.
+    # On a CPU, PyTorch's attention makes one call for all sequences of a length. The last layer needs one call for each
+    # sequence, because the number of queries differs as well.
     inner = layer(T, [linear(T, D, 3 * own_D, True)], sizes.lengths_AR, sizes.pairs_AR, True)
     last = layer(Q, [linear(T, D, 2 * own_D), linear(Q, D, own_D)], S, sizes.last_pairs_AR, False)
-    # Pooler, next-sentence classifier and transform: a tensor group divides their rows, not their weights.
+    # A tensor group divides the rows of pooler, next-sentence classifier and transform, but not their weights.
     last += [linear(S / tensor, D, D), linear(S / tensor, D, 2), linear(M / tensor, D, D)]
     last += [Computation("gelu", (1.0, M * own_D)), Computation("norm", (1.0, M * own_D))]
     last += [linear(M, D, own_V), Computation("loss", (1.0, M * own_V))]

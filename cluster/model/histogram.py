@@ -1,4 +1,4 @@
-"""Lengths of Wikipedia's sequences at maximum length 512, from the histogram that is shipped."""
+"""Lengths of Wikipedia sequences at maximum length 512, from the shipped histogram."""
 
 import functools
 from pathlib import Path
@@ -18,6 +18,6 @@ def length_counts(path: Path = HISTOGRAM) -> tuple[NDArray[np.int64], NDArray[np
 
 
 def drawn_lengths(generator: np.random.Generator, count: int, path: Path = HISTOGRAM) -> NDArray[np.int64]:
-    """Draw ``count`` lengths as often as they occur."""
+    """Draw ``count`` lengths from the histogram's distribution."""
     lengths, counts = length_counts(path)
     return generator.choice(lengths, count, p=counts / counts.sum())

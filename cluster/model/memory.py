@@ -1,7 +1,7 @@
-"""Memory of a rank by part, in bytes: what it always holds, and what its largest micro-batch adds.
+"""Memory of a rank in bytes, by part: its permanent buffers, and the activations of its largest micro-batch.
 
-What the forward pass keeps is counted tensor by tensor: on a CPU for PyTorch's own operations, on a GPU for this program's
-kernels, which draw dropout again and keep no probabilities.
+Activations are counted tensor by tensor: on a CPU for PyTorch's own operations, and on a GPU for this program's kernels,
+which regenerate dropout masks and store no attention probabilities.
 
 Shape legend: T tokens, Q rows of the last layer, S sequences, M masked tokens, D hidden, F intermediate, H heads.
 """
@@ -21,23 +21,23 @@ from cluster.model.strategy import Strategy
 from cluster.model.work import MicroBatches, Work
 
 _STEPS = 16
-"""Steps of the plan that are searched for the largest micro-batch."""
+"""Number of steps of the plan that are searched for the largest micro-batch."""
 
 _KEYS_A_GROUP = 64
-"""Keys whose dropout attention keeps in one group of bits, as in `kernels.triton.attention.tiles`."""
+"""Number of keys whose dropout bits attention stores as one group, as in `kernels.triton.attention.tiles`."""
 
 
 def memory_of_rank(work: Work, strategy: Strategy, nodes: int, ranks: int, on_gpu: bool = False) -> dict[str, float]:
-    """Return the bytes of each part, on the rank of a pipeline that needs the most. A node has ``ranks`` ranks.
+    """Return the bytes of each part on the pipeline rank that needs the most memory. A node has ``ranks`` ranks.
 
     Raises:
         ValueError: the global batch does not divide over the ranks.
     """
-    # Micro-batches do not depend on how gradients are summed, so one cache entry serves all ways.
+    # Micro-batches do not depend on how gradients are summed, so all reductions share one cache entry.
     computing = replace(strategy, bucket_bytes=1, reduction="flat", reduce_dtype="fp32")
     shares = model_shares(work.model, strategy.tensor, strategy.pipeline, strategy.virtual_stages)
     layers = [each.inner * under_way(strategy, place) for place, each in enumerate(shares)]
-    # Only these places can need the most: both ends, and the place with the most layers under way.
+    # Only these pipeline ranks can need the most memory: both ends, and the rank that stores the most layers.
     places = [
         held_by_rank(work, strategy, nodes, ranks, place, on_gpu)
         | _largest_micro_batch(work, computing, nodes * ranks, on_gpu, place)
@@ -61,16 +61,16 @@ def _largest_micro_batch(work: Work, strategy: Strategy, ranks: int, on_gpu: boo
             sizes.masked_AR * work.model.vocab_size * (2.0 if on_gpu else 4.0) / strategy.tensor * share.has_last
         )
         worst = np.unravel_index(np.argmax(kept_AR + logits_AR), kept_AR.shape)
-        # A layer that recomputes keeps everything again while its backward pass runs.
+        # A layer that recomputes stores all of its activations again during its backward pass.
         keeping_all = kept_by_forward(work, replace(strategy, recompute="none"), sizes, on_gpu, share)
         recomputed = float(keeping_all[worst] - kept_AR[worst]) / max(1, share.inner)
-        # The largest micro-batches of the same rank that may be under way with this one.
+        # The largest micro-batches that the same rank may have in flight beside this one.
         others = np.sort(kept_AR[:, worst[1]])[-whole:-1].sum() if whole > 1 else 0.0
         kept = (float(kept_AR[worst]) + float(others)) * kept_at_once / whole
         largest = max(largest, (kept, float(logits_AR[worst]), recomputed), key=sum)
         rows = max(rows, float(sizes.tokens_AR.max()) / strategy.tensor)
     found: dict[str, float] = dict(zip(("activations", "logits", "recomputed"), largest, strict=True))
-    if strategy.pipeline > 1:  # PyTorch's schedules have a buffer for each micro-batch and neighbour
+    if strategy.pipeline > 1:  # PyTorch's schedules allocate a buffer for each micro-batch and neighbour
         buffers = strategy.gradient_accumulation_steps * share.neighbours
         found["stage buffers"] = buffers * rows * work.model.hidden_size * hidden_bytes(strategy.precision, on_gpu)
     return found
@@ -79,7 +79,7 @@ def _largest_micro_batch(work: Work, strategy: Strategy, ranks: int, on_gpu: boo
 def held_by_rank(
     work: Work, strategy: Strategy, nodes: int, ranks: int, place: int = 0, on_gpu: bool = False
 ) -> dict[str, float]:
-    """Return the bytes of the parts that do not depend on micro-batches; ``place`` is the rank's place in its pipeline."""
+    """Return the bytes of each part that does not depend on micro-batches. ``place`` is the rank's index in its pipeline."""
     share = model_shares(work.model, strategy.tensor, strategy.pipeline, strategy.virtual_stages)[place]
     copies, node_copies = nodes * ranks // strategy.copy_ranks, max(1, ranks // strategy.copy_ranks)
     elements = share.padded(copies)
@@ -87,20 +87,20 @@ def held_by_rank(
     # Ranks that share a copy use the sharded LAMB too.
     sharded_lamb = strategy.is_sharded or strategy.copy_ranks > 1
     bucket = max(each.stop - each.start for each in share.buckets(copies, strategy.bucket_bytes))
-    # 16-bit copies of weights: on a GPU, LAMB on whole vectors writes those of all weights; otherwise autocast casts those
-    # of products. Autocast always casts those of the heads.
+    # 16-bit copies of weights: on a GPU, unsharded LAMB writes copies of all weights. Otherwise autocast copies only the
+    # weights of products. Autocast always copies the weights of the heads.
     D, F = work.model.hidden_size, work.model.intermediate_size
     lamb_copies = on_gpu and strategy.precision == "bf16" and not sharded_lamb
     cast = elements if lamb_copies else (share.inner + share.has_last) * (4 * D * D + 2 * D * F)
     cast += share.has_last * (2 * D * D + work.model.vocab_size * D + 2 * D)
     return {
         "weights": 4.0 * (elements + share.copied),
-        # Sharded gradients pass through two buffers of a bucket; the sums are among the update's vectors.
+        # Sharded gradients pass through two buffers, each as large as a bucket. Their sums are counted with the update.
         "gradients": 8.0 * bucket if strategy.shard_gradients and copies > 1 else 4.0 * (elements + share.copied),
         "moments": 8.0 * shard,
-        # The sharded LAMB also holds the gradients and weights of its shard without gaps.
+        # Sharded LAMB also holds contiguous copies of its shard's gradients and weights.
         "update": (12.0 if sharded_lamb else 4.0) * shard,
-        # Two 16-bit buffers of a bucket.
+        # Two 16-bit buffers, each as large as a bucket.
         "reduction buffers": 4.0 * bucket if strategy.reduce_dtype == "bf16" and copies > 1 else 0.0,
         "16-bit weights": 0.0 if strategy.precision == "fp32" else 2.0 * cast / strategy.tensor,
     }
@@ -109,33 +109,33 @@ def held_by_rank(
 def kept_by_forward(
     work: Work, strategy: Strategy, sizes: MicroBatches, on_gpu: bool = False, share: ModelShare | None = None
 ) -> NDArray[np.float64]:
-    """Return the bytes [A, R] that the forward pass keeps for the backward pass, without logits and weights.
+    """Return the bytes [A, R] that the forward pass stores for the backward pass, excluding logits and weights.
 
-    ``share`` is what the rank has of the model; the whole model if None.
+    ``share`` is the rank's part of the model; None means the whole model.
     """
     share = share or model_shares(work.model)[0]
     model, size = work.model, 4 if strategy.precision == "fp32" else 2
     D, F, H = model.hidden_size, model.intermediate_size, model.num_attention_heads
     T, S, M = sizes.tokens_AR, sizes.sequences, sizes.masked_AR
     Q = S + M
-    # With dropout, PyTorch's attention on a CPU keeps scores, probabilities and mask, and copies keys and values of
-    # sequences of equal length.
+    # With dropout, PyTorch's attention on a CPU stores scores, probabilities and mask, and copies of the keys and values
+    # of sequences that share their length with another sequence.
     cpu_dropout = model.attention_dropout > 0 and not on_gpu
-    # A norm keeps the sum that it normalizes, in fp32 as autocast has it, or on a GPU its terms; fp32 mean and deviation of
-    # each row; and on a CPU the dropout mask.
+    # A norm stores its input sum in fp32, as autocast computes it (on a GPU it stores both terms instead), the fp32 mean
+    # and deviation of each row, and on a CPU the dropout mask.
     norm = (2 * size if on_gpu else 4) * D + 8 + (4 * D if model.hidden_dropout and not on_gpu else 0)
 
     def attention(rows: NDArray[np.float64], pairs: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Count its output or scaled query, the output once more, and statistics or probabilities."""
+        """Return the bytes of the output or scaled query, a second copy of the output, and statistics or probabilities."""
         return rows * 2 * size * D + (3 * size * pairs * H if cpu_dropout else rows * 4 * H)
 
     def rest(rows: NDArray[np.float64], norms_kept: int) -> NDArray[np.float64]:
-        """Count both norms, of whose outputs products keep some, and the feed-forward half."""
+        """Return the bytes of both norms and the feed-forward half. Products store ``norms_kept`` of the norms' outputs."""
         return rows * (2 * norm + norms_kept * size * D + 2 * size * F)
 
     if on_gpu or strategy.recompute != "none":
         inner = share.inner * T * _kept_by_layer(model, strategy.recompute, strategy.precision, int(work.lengths.max()))
-        # On a CPU, norms return fp32, which the next layer gets.
+        # On a CPU, norms return fp32, so the next layer's input is fp32.
         inner = inner + (0 if on_gpu else max(0, share.inner - 1) * T * (4 - size) * D)
     else:
         copied = sizes.equal_AR * 2 * size * D if cpu_dropout else 0
@@ -144,7 +144,7 @@ def kept_by_forward(
     last = T * 2 * size * D + Q * (16 + size * D + (0 if cpu_dropout else size * D))
     last = last + attention(Q, sizes.last_pairs_AR) + rest(Q, 1)
     heads = Q * size * D + M * (3 * size * D + 8) + S * (size * D + 8)
-    # A tensor group divides all but the inputs of products by columns, which each of its ranks gathers.
+    # A tensor group divides all activations except the inputs of column-parallel products, which each rank gathers.
     inputs = {"none": 2, "selective": 1, "full": 0}[strategy.recompute] * share.inner * T
     gathered = size * D * (inputs + share.has_last * (T + 2 * Q + M))
     divided = share.has_embeddings * embedding + inner + share.has_last * (last + heads) - gathered
@@ -152,15 +152,15 @@ def kept_by_forward(
 
 
 def _kept_by_layer(model: ModelConfig, mode: Recompute, precision: Precision, longest_sequence: int) -> int:
-    """Return the bytes a token that this program's kernels keep of an inner layer, including its input."""
+    """Return the bytes per token that this program's kernels store for an inner layer, including its input."""
     D, F, H = model.hidden_size, model.intermediate_size, model.num_attention_heads
     size = 4 if precision == "fp32" else 2
-    if mode == "full":  # the layer's input
+    if mode == "full":  # only the layer's input
         return size * D
-    if mode == "selective":  # and the outputs of QKV, attention, FC1 and FC2
+    if mode == "selective":  # also the outputs of QKV, attention, FC1 and FC2
         return size * (6 * D + F)
-    # And context, the first norm's output, and GELU's; FP8 keeps the inputs of products in 8 bits.
+    # Also the context and the outputs of the first norm and of GELU. FP8 stores the inputs of products in 8 bits.
     activations = size * (8 * D + F) + (3 * D + F if precision == "fp8" else size * F)
     mask = H * -(-longest_sequence // _KEYS_A_GROUP) * _KEYS_A_GROUP // 8 if model.attention_dropout else 0
-    statistics = 4 * H + 2 * 8  # of each head's softmax, and of two norms
+    statistics = 4 * H + 2 * 8  # statistics of each head's softmax, and of two norms
     return activations + mask + statistics

@@ -1,6 +1,6 @@
-"""Rates of the ranks of a run: what a computation costs on one of them, and what a collective costs all of them.
+"""Rates of a run's ranks: the seconds of a computation on one rank, and of a collective over all ranks.
 
-They come from a probe alone, or from data sheets and the parameters that fit published results.
+The rates come either from a probe, or from data sheets and parameters that were fitted to published results.
 """
 
 from __future__ import annotations
@@ -39,29 +39,33 @@ LINEAR_FLOPS = 6.0
 """Floating-point operations of a linear layer for each row x input x output: three products of two operations each."""
 
 ACCESSES = {"attention": 8.0, "norm": 10.0, "gelu": 5.0, "embedding": 8.0, "loss": 6.0}
-"""Times that a computation on a GPU reads or writes each element of its second term, if nothing was measured."""
+"""How often a GPU computation reads or writes each element of its second term. Used if nothing was measured."""
 
 SEQUENCE_BYTES, LAUNCHES = 599_294_086, 1406
-"""Bytes of memory traffic of a sequence of BERT-Large beside its products, with the lengths of Wikipedia, and launches of a
-micro-batch: 2 bytes an access of `cluster.model.computations`; 6 launches a product, and 8 any other computation."""
+"""Memory traffic of a BERT-Large sequence outside its products in bytes, averaged over Wikipedia's lengths, and the kernel
+launches of a micro-batch. An access in `cluster.model.computations` counts 2 bytes. A product counts 6 launches, and any
+other computation counts 8."""
 
 Costs = Mapping[str, tuple[float, ...]]
-"""Seconds for one unit of each term of a computation, by its kind."""
+"""Seconds per unit of each cost term, by kind of computation."""
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Seconds of a collective by the bytes of its whole vector, ascending, and the share of processors it keeps busy."""
+    """Points (bytes of the whole vector, seconds) of a collective in ascending order, and its share of busy processors."""
 
     points: tuple[tuple[float, float], ...]
     share: float = 0.0
 
     def seconds(self, size: float) -> float:
-        """Interpolate between points, extrapolate along the last line, and stay constant below the first point."""
+        """Return the seconds for a size in bytes, interpolated between points.
+
+        Beyond the last point the last line continues. Below the first point the time is constant.
+        """
         sizes = [each for each, _ in self.points]
         at = min(max(bisect.bisect_left(sizes, size), 1), len(sizes) - 1)
         (low, before), (high, after) = self.points[at - 1], self.points[at]
-        # Noise may make a larger message faster than a smaller one, but no size may have a negative cost.
+        # Noise may make a larger message faster than a smaller one, but the cost per byte must not be negative.
         return before + max((after - before) / (high - low), 0.0) * max(0.0, size - low)
 
 
@@ -70,17 +74,17 @@ class Rates:
     """Rates of ranks while all of them work at once.
 
     Attributes:
-        ranks: Of a node.
-        memory_bytes: Of a rank's device, or of its part of a host.
-        costs: Linear layers have their data type after the kind: "linear bf16". Other kinds have "bf16" if 16 bits were
-            measured separately, and then "with dropout" if dropout was.
-        collectives: By operation and scope.
+        ranks: Number of ranks of a node.
+        memory_bytes: Memory of a rank's device, or a rank's part of its host's memory.
+        costs: Costs by kind. A linear layer's key ends with its data type: "linear bf16". Other keys end with "bf16" if 16
+            bits were measured separately, followed by "with dropout" if dropout was measured separately.
+        collectives: Curve of each collective, by operation and scope.
         micro_batch_s: Constant cost of each micro-batch.
-        demand: Share of the processors that computation keeps busy; 0 if ranks have devices of their own.
-        sharing: How much longer a rank computes while all compute than alone, as a factor.
-        mean, last: Mean time of the ranks, and time of the last rank, if all begin equal work together; relative to the time
-            while all keep computing.
-        start_s: From the start of the clock to the first step.
+        demand: Share of the processors that computation keeps busy; 0 if each rank has its own device.
+        sharing: Slowdown factor of a rank's computation while all ranks compute, relative to computing alone.
+        mean, last: Mean time of the ranks and time of the last rank if all begin equal work together, relative to the time
+            of the work while all ranks keep computing.
+        start_s: Seconds from the start of the clock to the first step.
     """
 
     nodes: int
@@ -101,7 +105,7 @@ class Rates:
         return self.nodes * self.ranks
 
     def seconds(self, computation: Computation, precision: str = "fp32") -> Count:
-        """Return the seconds of a computation, forward and backward."""
+        """Return the seconds of a computation's forward and backward pass."""
         kind = computation.kind
         if kind == "linear":
             kind = f"linear {'bf16' if precision == 'fp8' and not computation.in_encoder else precision}"
@@ -123,7 +127,7 @@ class Rates:
         """Return the seconds of a collective on a vector of ``size`` bytes, and the share of processors it keeps busy."""
         if self.members(scope) == 1:
             return 0.0, 0.0
-        # If a scope has all ranks, the probe measured it as "world" alone.
+        # If a scope contains all ranks, the probe measured it only as "world".
         if self.members(scope) == self.world_size:
             scope = "world"
         curve = self.collectives.get((operation, scope))
@@ -132,15 +136,15 @@ class Rates:
         return curve.seconds(size), curve.share
 
     def collective_seconds(self, operation: Operation, scope: Scope, size: float) -> float:
-        """Return the seconds of a collective beside which nothing is computed."""
+        """Return the seconds of a collective that overlaps with no computation."""
         return self.collective(operation, scope, size)[0]
 
     @functools.lru_cache(maxsize=64)  # noqa: B019  a program makes few instances
     def of_data_groups(self, tensor: int, pipeline: int = 1) -> Rates:
         """Return the rates of collectives in data groups, each of which has one rank of every copy of the model.
 
-        All groups communicate at once: on links of their own in a host, and on shared links between hosts. Raises
-        ``ValueError`` if hosts do not hold whole copies.
+        All groups communicate at once. Within a host each group has its own links; between hosts the groups share links.
+        Raises ``ValueError`` if hosts do not hold whole copies.
         """
         if tensor * pipeline == 1:
             return self
@@ -148,8 +152,8 @@ class Rates:
         copies = self.world_size // (tensor * pipeline)
         ranks = max(1, self.ranks // (tensor * pipeline))
         nodes = copies // ranks
-        # A ring of fewer members sends less of a vector. Between hosts, a group's vector takes as long as one that is as
-        # many times larger as groups share the links.
+        # A ring of fewer members sends a smaller part of the vector. Between hosts, sharing links among G groups takes as
+        # long as sending a vector that is G times larger.
         shorter = {
             "world": _shorter_ring(copies, self.world_size),
             "node": _shorter_ring(ranks, self.ranks),
@@ -158,30 +162,30 @@ class Rates:
         scaled: dict[tuple[Operation, Scope], Curve] = {}
         for (operation, scope), curve in self.collectives.items():
             groups = self.ranks // ranks if scope == "world" and self.nodes > 1 else 1
-            # Shrink the sizes instead of stretching the seconds: latency counts once however many groups share a link.
+            # Shrink the sizes instead of stretching the seconds, so that latency counts only once.
             points = tuple((size / groups, shorter[scope] * seconds) for size, seconds in curve.points)
             scaled[operation, scope] = replace(curve, points=points)
         return replace(self, nodes=nodes, ranks=ranks, collectives=scaled)
 
     def tensor_seconds(self, operation: Operation, tensor: int, size: float) -> float:
-        """Return the seconds of a collective in all tensor groups at once, which was measured in a whole node."""
+        """Return the seconds of a collective in all tensor groups at once, from the measurement over a whole node."""
         return _shorter_ring(tensor, self.ranks) * self.collective_seconds(operation, "node", size)
 
     def message_seconds(self, tensor: int, pipeline: int, size: float) -> float:
         """Return the seconds to send ``size`` bytes from each rank to its neighbour in the next stage."""
         # Neighbouring stages share a host if whole copies fit into one.
         scope: Scope = "node" if self.ranks // tensor % pipeline == 0 else "rail"
-        # All-gather this vector, of which each member of a ring sends ``size``.
+        # Use the all-gather of the vector for which each ring member sends ``size`` bytes.
         return self.collective_seconds("all-gather", scope, size / ring_share(self.members(scope)))
 
     def last_of(self, work_R: Sequence[float]) -> float:
         """Return the seconds until the last rank is done, given each rank's seconds while all compute.
 
-        Ranks that share processors get more of them when others are done.
+        Ranks that share processors speed up when other ranks finish.
         """
         ordered = sorted(work_R)
         now, done, many = 0.0, 0.0, len(ordered)
-        # Until the next rank is done, all others continue at the same speed; none is faster than on a processor of its own.
+        # Until the next rank finishes, the remaining ranks have equal speed, but no more than with a processor of their own.
         for place, work in enumerate(ordered):
             now += (work - done) * max(1.0, self.sharing * (many - place) / many) / self.sharing
             done = work
@@ -189,7 +193,7 @@ class Rates:
 
 
 def _shorter_ring(members: int, of: int) -> float:
-    """Return what a member of a ring sends, relative to a ring of ``of`` members."""
+    """Return how much a member of a ring sends, relative to a ring of ``of`` members."""
     return ring_share(members) / ring_share(of) if of > 1 else 0.0
 
 
@@ -197,7 +201,7 @@ def rates_of_view(view: View) -> Rates:
     """Return the rates that a probe measured."""
     hosts, contention = len(view.hosts), view.contention
     ranks = len(view.ranks) // hosts
-    # Over NCCL each rank has a device with its own memory, and messages take no processor from computation.
+    # With NCCL each rank has a device with its own memory, and messages take no processor time from computation.
     on_processors = view.backend != "nccl"
     processors = contention.processors if on_processors else math.inf
     return Rates(
@@ -207,7 +211,7 @@ def rates_of_view(view: View) -> Rates:
         _fitted_costs(view),
         {(each.operation, each.scope): _curve(each, processors) for each in view.collectives},
         demand=min(1.0, len(view.ranks) * contention.threads / processors),
-        # Noise must not promise that ranks speed each other up.
+        # Noise must not suggest that ranks speed each other up.
         sharing=max(1.0, contention.together_s / contention.alone_s),
         mean=min(1.0, contention.mean_s / contention.together_s),
         last=max(1.0, contention.last_s / contention.together_s),
@@ -215,7 +219,7 @@ def rates_of_view(view: View) -> Rates:
 
 
 def _fitted_costs(view: View) -> Costs:
-    """Fit the cost of each term of each kind of computation: non-negative least squares of relative errors."""
+    """Fit the costs of all terms by non-negative least squares of the relative errors."""
     costs = {}
     for kind in dict.fromkeys(each.kind for each in view.computations):
         timed = [each for each in view.computations if each.kind == kind]
@@ -235,10 +239,10 @@ def _curve(measured: Collective, processors: float) -> Curve:
 
 
 def rates_of_machine(machine: Machine, precision: str = "bf16") -> Rates:
-    """Return the rates of a machine by its data sheet and the fit to published results.
+    """Return the rates of a machine from its data sheet and the fit to published results.
 
-    A sequence of Wikipedia's mean cost, and a reduction over all ranks, take as long as `cluster.published.cost_model`
-    predicts. Raises ``ValueError`` if FP8 is asked for and the devices lack it.
+    The rates agree with `cluster.published.cost_model` on the time of a mean Wikipedia sequence and of a reduction over all
+    ranks. Raises ``ValueError`` if FP8 is requested and the devices lack it.
     """
     device, p = machine.device, calibration().parameters
     if precision == "fp8" and device.fp8_tflops is None:
@@ -246,7 +250,7 @@ def rates_of_machine(machine: Machine, precision: str = "bf16") -> Rates:
     run = TimedRun(machine, machine.accelerators)
     matrix, memory, power = sequence_time(p, run, precision == "fp8")
     sequence = matrix + memory + power
-    # The power limit stretches all parts of a sequence alike.
+    # The power limit slows all parts of a sequence by the same factor.
     stretch = sequence / (matrix + memory)
     seconds_per_byte = memory * stretch / SEQUENCE_BYTES
     sixteen = sequence_time(p, run, False)[0] * stretch / SEQUENCE_FLOPS
@@ -257,7 +261,7 @@ def rates_of_machine(machine: Machine, precision: str = "bf16") -> Rates:
         costs["linear fp8"] = (0.0, LINEAR_FLOPS * in_fp8 / FP8_SHARE, 0.0, 8 * seconds_per_byte)
     for kind, accesses in ACCESSES.items():
         costs[kind] = (0.0, 2 * accesses * seconds_per_byte, 0.0)[: len(TERMS[kind])]
-    # Two products of queries, keys and values, in 16 bits also if the encoder's are in FP8.
+    # Attention's two products, which stay in 16 bits even if the encoder's linear layers use FP8.
     costs["attention"] = (*costs["attention"], 2 * LINEAR_FLOPS * sixteen)
     costs["lamb"] = (0.0, 0.0, UPDATE_BYTES / update_bytes_per_s(device))
     # The host assembles batches while the device computes.
@@ -276,13 +280,13 @@ def rates_of_machine(machine: Machine, precision: str = "bf16") -> Rates:
 def _collectives(machine: Machine) -> dict[tuple[Operation, Scope], Curve]:
     p = calibration().parameters
     link, network = link_rate(p, machine), network_rate(p, machine) if machine.groups > 1 else math.inf
-    # A published run's latency of a step is that of all its buckets.
+    # The fitted latency covers all buckets of a published run's step.
     latency = math.exp(p["network_latency"]) * math.log2(machine.groups) / (4 * PARAMETERS / BUCKET_BYTES)
     scopes: list[tuple[Scope, int, float, float]] = [
-        # In a node, a collective costs one launch.
+        # Within a node, the latency of a collective is one launch.
         ("node", machine.group, 1 / link, math.exp(p["launch"]) / LAUNCHES),
         ("rail", machine.groups, machine.group / network, latency),
-        # Links and network form one pipeline, whose slower half counts.
+        # Links and network form one pipeline, and its slower half decides.
         ("world", machine.accelerators, max(1 / link if machine.group > 1 else 0.0, 1 / network), latency),
     ]
     curves: dict[tuple[Operation, Scope], Curve] = {}

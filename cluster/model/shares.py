@@ -1,4 +1,4 @@
-"""What each rank of a pipeline holds of the model, and how many micro-batches it works on at once."""
+"""Part of the model that each pipeline rank holds, and the number of micro-batches that it has in flight."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ WORD = "embeddings.word"
 
 @dataclass(frozen=True)
 class ModelShare:
-    """The layers of a rank, and the flat vector of its parameters.
+    """Layers of a rank, and the flat vector of the rank's parameters.
 
     Attributes:
-        has_embeddings, has_last: Whether it has the embeddings, and the last layer with the heads.
-        inner: Number of its layers, without the model's last layer.
-        neighbours: Stages next to its own, with each of which it exchanges hidden states and their gradients.
-        elements: Elements of the vector, with the padding after each parameter.
-        shared: Elements that every rank of a tensor group has.
-        segments: Tensors that LAMB takes norms of.
-        copied: Elements of its copy of the word table, which is outside the vector.
+        has_embeddings, has_last: Whether the rank holds the embeddings, and whether it holds the last layer with the heads.
+        inner: Number of layers of the rank, excluding the model's last layer.
+        neighbours: Number of adjacent stages, with which the rank exchanges hidden states and their gradients.
+        elements: Elements of the vector, including the padding after each parameter.
+        shared: Elements that are replicated on every rank of a tensor group.
+        segments: Number of tensors whose norms LAMB computes.
+        copied: Elements of the rank's copy of the word table, which is not part of the vector.
         ends: Offsets at which the embeddings and each layer end. The decoder's bias comes first, the heads last.
     """
 
@@ -52,12 +52,12 @@ class ModelShare:
         return bucket_slices(self.padded(shards), shards, bucket_bytes)
 
 
-# A search asks for the same few shapes over and over.
+# Cached, because a search repeats the same few shapes.
 @functools.cache
 def model_shares(
     model: ModelConfig, tensor: int = 1, pipeline: int = 1, virtual_stages: int = 1
 ) -> tuple[ModelShare, ...]:
-    """Return what each rank of a pipeline holds, or the largest rank of the tensor group at its place."""
+    """Return the share of each pipeline rank. With tensor parallelism, return the largest share of each tensor group."""
     stages = stages_of(model, pipeline * virtual_stages)
     shapes, shares = parameter_shapes(model), []
     for rank in range(pipeline):
@@ -86,15 +86,15 @@ def model_shares(
 
 
 def hidden_bytes(precision: Precision, on_gpu: bool) -> int:
-    """Return the bytes per activation element sent between stages: on CPUs, autocast's norms return fp32."""
+    """Return the bytes per activation element sent between stages. On CPUs these are fp32, as autocast's norms return it."""
     return 2 if precision != "fp32" and on_gpu else 4
 
 
 def under_way(strategy: Strategy, place: int) -> float:
-    """Return the micro-batches whose activations a rank of a pipeline keeps at once, as PyTorch schedules them."""
+    """Return the number of micro-batches whose activations a pipeline rank stores at once under PyTorch's schedules."""
     stages, virtual = strategy.pipeline, strategy.virtual_stages
     if virtual == 1:  # 1F1B
         return min(stages - place, strategy.gradient_accumulation_steps) if stages > 1 else 1
-    # The warm-up of ScheduleInterleaved1F1B counts forward passes of single stages, and one more follows.
+    # ScheduleInterleaved1F1B warms up with this many forward passes of single stages, plus one.
     passes = (virtual - 1) * stages + 2 * (stages - 1 - place) + 1
     return min(passes / virtual, strategy.gradient_accumulation_steps)

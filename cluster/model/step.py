@@ -1,8 +1,9 @@
-"""Time of a step of this program by the parts that a run records, and time of a run.
+"""Predicted time of this program's step, by the parts that a run records, and predicted time of a run.
 
-Computation follows the real plan: the micro-batches of each rank are counted for some steps. A simulated timeline overlaps
-the reduction's buckets with the backward pass, and the gathering of sharded weights with the forward pass. Shape legend:
-A micro-batches of a step, R copies of the model, P ranks of a pipeline.
+The computation is counted from the real batch plan: the micro-batches of each rank, for some steps. A simulated timeline
+overlaps the reduction's buckets with the backward pass, and the all-gather of sharded weights with the forward pass.
+
+Shape legend: A micro-batches of a step, R copies of the model, P ranks of a pipeline.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from cluster.published.cost_model import FORWARD_SHARE, RunTime
 from cluster.view import Operation, Scope
 
 _STEPS = 4
-"""Steps of the plan that are counted and averaged."""
+"""Number of steps of the plan that are counted and averaged."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class PredictedStep:
 
 
 def predict_step(work: Work, strategy: Strategy, rates: Rates, steps: int = _STEPS) -> PredictedStep:
-    """Predict a step, averaged over the first steps of the plan.
+    """Predict the time of a step, averaged over the first steps of the plan.
 
     Raises:
         ValueError: the global batch does not divide over the ranks, or a rate is missing.
@@ -63,11 +64,11 @@ def predict_step(work: Work, strategy: Strategy, rates: Rates, steps: int = _STE
 
 
 def least_step(work: Work, strategy: Strategy, rates: Rates) -> PredictedStep:
-    """Return a lower bound of a step: the mean computation of the costliest stage, without update, reduction or waiting."""
+    """Return a lower bound of a step's time: the mean computation of the costliest stage, without any other part."""
     sequences = strategy.sequences(rates.world_size) * strategy.gradient_accumulation_steps
     parts = _computation(work.model, strategy, rates, work.typical(sequences))
     stages = [float(each.sum()) for each in _of_stages(parts, work.model, strategy.parallel)]
-    # A pipeline needs at least one micro-batch for each stage. The time to fill and drain it may be small.
+    # A pipeline needs at least one micro-batch per stage. Filling and draining it is left out, because it may take little.
     through = (max(stages) + rates.micro_batch_s * strategy.pipeline) / min(rates.sharing, strategy.pipeline)
     return PredictedStep(0.0, through, 0.0, 0.0)
 
@@ -81,15 +82,15 @@ def _predicted(work: Work, strategy: Strategy, rates: Rates, step: int) -> Predi
     # If ranks compute on processors, assembling batches takes time from computation.
     compute_R = compute_AR.sum(0) + (assembly if rates.demand >= 1 else 0.0)
     compute = float(compute_R.mean())
-    # Simulate the step of a mean rank, whose pieces include the assembly of batches.
+    # Simulate the step of an average rank, including the assembly of batches.
     scale = compute / float(compute_AR.sum(0).mean())
     means = [float(part.mean()) * scale for part in (embedding, layer, last)]
     ends = _timeline(strategy, data_rates, share, means, rates.micro_batch_s * scale)
-    # A mean rank waits for the last one.
+    # The average rank waits for the slowest rank.
     straggling = max(0.0, rates.last_of(compute_R.tolist()) - rates.mean * compute) if rates.world_size > 1 else 0.0
     return PredictedStep(
         max(0.0, assembly - compute) if rates.demand < 1 else 0.0,
-        # Ranks that end early leave their processors to the others.
+        # Ranks that finish early free their processors for the other ranks.
         ends.computed - ends.waited - (1 - rates.mean) * compute,
         ends.arrived - ends.computed + ends.waited + straggling,
         _update(strategy, rates, share),
@@ -97,9 +98,9 @@ def _predicted(work: Work, strategy: Strategy, rates: Rates, step: int) -> Predi
 
 
 def _predicted_in_stages(work: Work, strategy: Strategy, rates: Rates, step: int) -> PredictedStep:
-    """Predict a step of a pipeline, which is not captured and reduces gradients after its last micro-batch.
+    """Predict a step with pipeline parallelism, which has no CUDA graphs and reduces gradients after its last micro-batch.
 
-    Computation is that of the first stage, as in the records of rank 0; the rest of the pipeline's time is waiting.
+    The computation is the first stage's, as in the records of rank 0. The rest of the pipeline's time counts as waiting.
     """
     shares = model_shares(work.model, strategy.tensor, strategy.pipeline, strategy.virtual_stages)
     # All stages reduce at once, and the one with the most elements is the last to finish.
@@ -117,7 +118,7 @@ def _predicted_in_stages(work: Work, strategy: Strategy, rates: Rates, step: int
     assembly = _assembly(strategy, rates)
     through = rates.last_of((through_R + (assembly if rates.demand >= 1 else 0.0)).tolist())
     computing = min(rates.mean * float(compute_PAR[0].sum(0).mean()), through)
-    # The gradient of the copied word table travels before the sums, and the table itself after the update.
+    # The copied word table's gradient is sent before the reduction, and the table itself after the update.
     word_s = rates.message_seconds(strategy.tensor, strategy.pipeline, 4.0 * shares[-1].copied)
     buckets = largest.buckets(data_rates.world_size, strategy.bucket_bytes)
     reducing = sum(_reduce(strategy, data_rates, bucket)[0] for bucket in buckets)
@@ -136,22 +137,22 @@ def through_stages(
     strategy: Strategy,
     sharing: float,
 ) -> NDArray[np.float64]:
-    """Return the seconds [R] from the first forward pass to the last backward pass, in 1F1B or interleaved.
+    """Return the seconds [R] from the first forward pass to the last backward pass of a 1F1B or interleaved schedule.
 
-    The costliest rank computes all the time, except while others fill and drain the pipeline. Each micro-batch waits for
-    its messages. Ranks that share processors take at least their mean work.
+    The costliest rank computes all the time, except while the other ranks fill and drain the pipeline. Each micro-batch
+    waits for its messages. Ranks that share processors take at least the time of their mean work.
     """
-    # A stage computes faster while the other stages wait and leave it their processors.
+    # A stage computes faster while other stages wait, because it can use their processors.
     compute_s = compute_PAR / min(sharing, strategy.pipeline)
     busy_PR = (compute_s + message_s * neighbours_P[:, None, None]).sum(1)
     costliest_R = busy_PR.max(0)
-    # One micro-batch through the other ranks fills and drains the pipeline; interleaved, through one stage of each.
+    # Filling and draining takes one micro-batch through the other ranks, or through one stage of each if interleaved.
     ends_R = (busy_PR.sum(0) - costliest_R) / compute_PAR.shape[1] / strategy.virtual_stages
     return np.maximum(costliest_R + ends_R, compute_PAR.sum(1).mean(0))
 
 
 def _of_stages(parts: Sequence[Count], model: ModelConfig, parallel: ParallelConfig) -> list[NDArray[np.float64]]:
-    """Add up the embeddings, the inner layers, and the last layer with the heads, that each rank of a pipeline has."""
+    """Sum the model parts that each pipeline rank holds: embeddings, inner layers, and the last layer with heads."""
     embedding, layer, last = parts
     shares = model_shares(model, 1, parallel.pipeline, parallel.virtual_stages)
     return [np.asarray(each.has_embeddings * embedding + each.inner * layer + each.has_last * last) for each in shares]
@@ -186,18 +187,18 @@ def _exchanged(
 ) -> tuple[float, float, float]:
     """Return the seconds of a tensor group's collectives in the parts of `parts_of`, averaged over micro-batches.
 
-    Each all-gather has a reduce-scatter of as many rows in the other direction.
+    Each all-gather has a matching reduce-scatter of as many rows in the other pass.
     """
     if tensor == 1:
         return 0.0, 0.0, 0.0
-    # On CPUs, ranks exchange rows and add them themselves.
+    # On CPUs, the ranks implement reduce-scatter as an all-to-all followed by a local sum.
     scatter: Operation = "reduce-scatter" if rates.demand == 0 else "all-to-all"
 
     def both(rows: float, element: int) -> float:
         size = element * model.hidden_size * rows
         return sum(rates.tensor_seconds(each, tensor, size) for each in ("all-gather", scatter))
 
-    # The embeddings' sum travels in fp32.
+    # The embeddings are summed in fp32.
     element = 4 if precision == "fp32" else 2
     T, M = float(sizes.tokens_AR.mean()), float(sizes.masked_AR.mean())
     Q = M + sizes.sequences
@@ -205,10 +206,10 @@ def _exchanged(
 
 
 def _timeline(strategy: Strategy, rates: Rates, share: ModelShare, means: Sequence[float], constant: float) -> Ends:
-    """Simulate a mean rank's step, given the seconds of its parts.
+    """Simulate an average rank's step, given the seconds of each part of the model.
 
-    The first forward pass and the last backward pass have one piece for each part of the model, because a message begins
-    after a whole piece.
+    The first forward pass and the last backward pass have one piece for each part of the model, because a message can begin
+    only after a whole piece.
     """
     embedding, layer, last = means
     parts = [each + constant / (share.inner + 2) for each in (embedding, *[layer] * share.inner, last)]
@@ -217,18 +218,18 @@ def _timeline(strategy: Strategy, rates: Rates, share: ModelShare, means: Sequen
     buckets = share.buckets(rates.world_size, strategy.bucket_bytes)
     messages: list[Message] = []
     pieces = [Piece(seconds) for seconds in forward]
-    # In FP8 the update gathers the weights, because it casts the copies.
+    # In FP8 the update itself gathers the weights, because it also casts the 8-bit copies.
     if strategy.is_sharded and rates.world_size > 1 and strategy.precision != "fp8":
         messages += [_gather(strategy, rates, bucket) for bucket in buckets[::-1]]
-        # Each part waits for the buckets that begin before its parameters end; the last layer and the heads for all.
+        # Each part waits for the buckets that begin before its parameters end. The last layer and the heads wait for all.
         needs = [sum(bucket.start < stop for bucket in buckets) for stop in (*share.ends[:-1], share.elements)]
         pieces = [Piece(0.0, 1), *(Piece(seconds, need) for seconds, need in zip(forward, needs, strict=True))]
-    # No message can begin or end in the passes between, which form one piece.
+    # All passes between the first and the last one form one piece, because no message begins or ends there.
     pieces.append(Piece((strategy.gradient_accumulation_steps - 1) * (sum(forward) + sum(backward))))
     before = len(pieces)
     pieces += map(Piece, backward)
     for bucket in buckets if rates.world_size > 1 else ():
-        # A bucket is complete after the backward pass of the part in which it begins; the embeddings come last.
+        # A bucket is complete after the backward pass of the part in which it begins. The embeddings' pass is the last.
         part = sum(end <= bucket.start for end in share.ends)
         seconds, busy = _reduce(strategy, rates, bucket)
         messages.append(Message(seconds, before + len(parts) - min(part, len(parts) - 1), busy))
@@ -258,7 +259,7 @@ def _reduce(strategy: Strategy, rates: Rates, bucket: slice) -> tuple[float, flo
         if strategy.reduction == "hierarchical":
             collectives.append(("all-gather", "node", size))
     if strategy.reduce_dtype == "bf16":
-        # Contributions travel in half of the bytes to where they are added in fp32, and the sums travel back.
+        # Ranks send contributions in bf16, half of the bytes, to the rank that adds them in fp32 and returns the sum.
         halves: dict[Operation, list[Operation]] = {
             "reduce-scatter": ["all-to-all"],
             "all-gather": ["all-gather"],
@@ -277,13 +278,13 @@ def _update(strategy: Strategy, rates: Rates, share: ModelShare) -> float:
     elements = share.padded(copies) / shards
     seconds = float(np.sum(rates.seconds(Computation("lamb", (1.0, share.segments / shards, elements)))))
     if shards > 1:
-        if strategy.precision == "fp8" or strategy.pipeline > 1:  # the weights are not gathered beside computation
+        if strategy.precision == "fp8" or strategy.pipeline > 1:  # the weights' all-gather does not overlap
             buckets = share.buckets(copies, strategy.bucket_bytes)
             seconds += sum(_gather(strategy, data_rates, bucket).seconds for bucket in buckets)
-        # Norms of whole tensors, which span shards: two all-gathers of two fp64 numbers for each segment and rank.
+        # Tensors span shards, so their norms need two all-gathers of two fp64 numbers per segment and rank.
         scope: Scope = "node" if strategy.reduction == "sharded" else "world"
         seconds += 2 * data_rates.collective_seconds("all-gather", scope, 16.0 * share.segments * shards)
-    if strategy.tensor > 1:  # gradients of the parameters that every rank of a tensor group has
+    if strategy.tensor > 1:  # gradients of the parameters that are replicated in a tensor group
         seconds += rates.tensor_seconds("all-reduce", strategy.tensor, 4.0 * share.shared / shards)
     return seconds
 
@@ -291,7 +292,7 @@ def _update(strategy: Strategy, rates: Rates, share: ModelShare) -> float:
 def predict_run(
     work: Work, strategy: Strategy, rates: Rates, step: PredictedStep | None = None, samples: float | None = None
 ) -> RunTime:
-    """Predict the time to train, given the predicted ``step`` and the ``samples`` to the target if they are known."""
+    """Predict the time to train, given the predicted ``step`` and, if known, the number of ``samples`` to the target."""
     step = step or predict_step(work, strategy, rates)
     batch = strategy.global_batch_size
     samples = samples or work.samples
@@ -304,18 +305,18 @@ def predict_run(
     return RunTime.of(samples, math.ceil(samples / batch), evaluations, step.parts, **once)
 
 
-@functools.lru_cache(maxsize=256)  # a search asks for a few of them many times
+@functools.lru_cache(maxsize=256)  # a search repeats a few evaluations many times
 def _evaluation(work: Work, precision: Precision, parallel: ParallelConfig, rates: Rates) -> float:
-    """Return the seconds of an evaluation: the forward pass of all its sequences, dealt evenly to the copies."""
+    """Return the seconds of an evaluation: the forward pass of its sequences, divided evenly among the model's copies."""
     sequences = math.ceil(work.evaluation_sequences * parallel.copy_ranks / rates.world_size)
     batches = math.ceil(sequences / work.evaluation_batch_size)
-    # Batches are sorted by length, so together they have each length once.
+    # Batches are sorted by length, so each length occurs in about one batch.
     lengths = max(1.0, min(work.distinct_lengths, sequences) / batches)
     sizes = work.typical(sequences / batches, lengths)
     strategy = Strategy(1, precision=precision, tensor=parallel.tensor)
     stages = _of_stages(_computation(work.model, strategy, rates, sizes), work.model, parallel)
     seconds = [FORWARD_SHARE * batches * (rates.micro_batch_s + float(each.sum())) for each in stages]
-    if parallel.virtual_stages > 1:  # which run one batch at a time
+    if parallel.virtual_stages > 1:  # virtual stages evaluate one batch at a time
         return sum(seconds)
-    # The costliest stage is always busy; the others show while the pipeline fills and drains.
+    # The costliest stage is always busy. The other stages add time while the pipeline fills and drains.
     return max(seconds) + (sum(seconds) - max(seconds)) / batches

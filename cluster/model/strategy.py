@@ -1,4 +1,4 @@
-"""Strategy: how ranks share a run, and how they sum gradients. A planner chooses it; it does not change what is computed."""
+"""Strategy of a run: how ranks divide the work and sum gradients. A planner chooses it; the result is the same."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from bert.configuration.sections import (
     TrainingConfig,
 )
 
-# The training settings' default, so that a plan without the field and a run without the option mean the same size.
+# The default of the training settings, so that a plan without the field and a run without the option use the same size.
 BUCKET_BYTES = TrainingConfig.bucket_bytes
 
 
@@ -34,16 +34,16 @@ class Strategy:
     pipeline: int = 1
     virtual_stages: int = 1
     shard_gradients: bool = False
-    """Counts in the memory of a rank, and not yet in the time of a step, which sends gradients of every micro-batch."""
+    """Affects the predicted memory of a rank. The predicted step time does not yet include its reduction per micro-batch."""
 
     @property
     def parallel(self) -> ParallelConfig:
-        """How ranks share a copy of the model, as the configuration has it."""
+        """Configuration of the ranks that share a copy of the model."""
         return ParallelConfig(self.tensor, self.pipeline, self.virtual_stages)
 
     @property
     def stages(self) -> str:
-        """Number of pipeline ranks in words, with the stages of each if there are several."""
+        """Number of pipeline ranks in words, with the stages per rank if there are several."""
         return str(self.pipeline) + (f" x {self.virtual_stages}" if self.virtual_stages > 1 else "")
 
     @property
@@ -57,11 +57,11 @@ class Strategy:
         return self.tensor * self.pipeline
 
     def shards(self, node_copies: int, copies: int) -> int:
-        """Return the number of shards of the optimizer's state, given the copies of a node and of all nodes."""
+        """Return the number of optimizer-state shards, given the number of copies per node and in total."""
         return {"sharded": node_copies, "sharded_world": copies}.get(self.reduction, 1)
 
     def sequences(self, ranks: int) -> int:
-        """Return the sequences of a micro-batch. Raises ``ValueError`` if the global batch does not divide."""
+        """Return the sequences of a micro-batch. Raises ``ValueError`` if the ranks cannot share the global batch evenly."""
         micro_batches = ranks // self.copy_ranks * self.gradient_accumulation_steps
         if self.global_batch_size % micro_batches:
             copies = f"{ranks // self.copy_ranks} copies of the model ({ranks} ranks)"
@@ -73,7 +73,7 @@ class Strategy:
 
 
 def strategy_of(config: Config) -> Strategy:
-    """Return the strategy of a configuration; "auto" counts as its first candidate."""
+    """Return the strategy of a configuration. A setting "auto" stands for its first candidate."""
     training = config.training
     return Strategy(
         training.global_batch_size,

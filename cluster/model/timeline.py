@@ -1,7 +1,7 @@
-"""Timeline of a rank: pieces of computation in order, messages in order beside them, and waits for one another.
+"""Timeline of a rank: a sequence of computation pieces and a concurrent sequence of messages, which wait for one another.
 
-Both need processors. If there are too few, messages get what they ask for, up to half of them, and computation the rest. On
-a GPU messages need none.
+Both need processors. If there are too few processors, messages get as many as they need, up to half, and computation gets
+the rest. On a GPU, messages need no processors.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from math import inf
 
 @dataclass(frozen=True)
 class Piece:
-    """Seconds of computation that begins after ``needs`` messages have arrived; without seconds, a wait for them."""
+    """Seconds of computation that begins after ``needs`` messages have arrived. With 0 seconds, it only waits for them."""
 
     seconds: float
     needs: int = 0
@@ -21,7 +21,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Message:
-    """Seconds of a collective that begins after so many pieces, and the share of the processors that it keeps busy."""
+    """Seconds of a collective that begins after a number of pieces, and the share of processors that it keeps busy."""
 
     seconds: float
     after: int
@@ -30,7 +30,7 @@ class Message:
 
 @dataclass(frozen=True)
 class Ends:
-    """Seconds until all pieces are computed and all messages have arrived, and seconds spent in waits."""
+    """Seconds until all pieces are computed, seconds until all messages have arrived, and seconds spent waiting."""
 
     computed: float
     arrived: float
@@ -38,7 +38,7 @@ class Ends:
 
 
 def run(pieces: Sequence[Piece], messages: Sequence[Message], demand: float) -> Ends:
-    """Simulate pieces and messages; ``demand`` is the share of the processors that computation keeps busy alone."""
+    """Simulate pieces and messages. ``demand`` is the share of processors that computation alone keeps busy."""
     now = computed = waited = 0.0
     piece = message = 0
     left_piece = pieces[0].seconds if pieces else 0.0
@@ -50,7 +50,7 @@ def run(pieces: Sequence[Piece], messages: Sequence[Message], demand: float) -> 
         speed_piece = speed_message = 1.0
         if computing and sending:
             speed_piece, speed_message = _speeds(demand, messages[message].share)
-        # Advance to the next end of a piece or a message: until then the speeds are constant.
+        # Advance to the next end of a piece or a message. The speeds are constant until then.
         until_piece = left_piece / speed_piece if computing else inf
         until_message = left_message / speed_message if sending else inf
         step = min(until_piece, until_message)
@@ -72,7 +72,7 @@ def run(pieces: Sequence[Piece], messages: Sequence[Message], demand: float) -> 
 
 
 def _speeds(demand: float, share: float) -> tuple[float, float]:
-    """Return the speeds of computation and of a message beside it, relative to each alone."""
+    """Return the speeds of concurrent computation and message, each relative to running alone."""
     if demand + share <= 1 or share == 0:
         return 1.0, 1.0
     given = min(share, max(0.5, 1 - demand))

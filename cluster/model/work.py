@@ -1,4 +1,4 @@
-"""Work of a run: the model, the lengths of its sequences, and when it evaluates; and the micro-batches of a step.
+"""Work of a run: the model, the sequence lengths and the evaluation schedule, and from these the micro-batches of a step.
 
 Shape legend: N sequences of the data set, A micro-batches of a rank in a step, R copies of the model, S sequences of a
 micro-batch.
@@ -23,20 +23,20 @@ from dataloading.dataset.folder import open_dataset
 
 _DRAWN = 200_000
 _MASKED_SHARE, _MOST_MASKED = 0.15, 76
-"""Masked tokens of a sequence of the benchmark's data: a share of its tokens, and the limit."""
+"""Masked tokens in the benchmark's data: their share of a sequence's tokens, and their maximum per sequence."""
 
 
 @dataclass(frozen=True, eq=False)
 class MicroBatches:
-    """Sizes of a step's micro-batches, each array [A, R].
+    """Sizes of a step's micro-batches. Each array has shape [A, R].
 
     Attributes:
         sequences: Number of sequences of each micro-batch.
         tokens_AR, masked_AR: Number of tokens and of masked tokens.
         pairs_AR: Pairs of tokens that attend to each other: the sum of squared lengths.
-        last_pairs_AR: These pairs in the last layer, whose queries are the masked tokens and [CLS].
-        lengths_AR: Number of different lengths.
-        equal_AR: Tokens of sequences that share their length with another sequence.
+        last_pairs_AR: Pairs in the last layer, where only the masked tokens and [CLS] are queries.
+        lengths_AR: Number of distinct sequence lengths.
+        equal_AR: Tokens in sequences that share their length with another sequence.
     """
 
     sequences: float
@@ -48,18 +48,18 @@ class MicroBatches:
     equal_AR: NDArray[np.float64]
 
 
-# eq=False: the caches below compare by identity.
+# eq=False, so that the caches below compare by identity.
 @dataclass(frozen=True, eq=False)
 class Work:
-    """The model that a run trains, its data, and its end.
+    """The model that a run trains, the data, and the stopping point.
 
     Attributes:
-        lengths, masked_counts: [N] number of tokens and of masked tokens of each sequence: the length index.
+        lengths, masked_counts: Number of tokens and of masked tokens of each sequence [N], from the length index.
         evaluation_sequences: Number of sequences of the evaluation set.
-        evaluation_batch_size: Sequences that a rank evaluates at once.
-        samples: Samples to the target; None if the run converges like the reference and published runs.
-        interval_samples: Training samples between evaluations; None for the formula of the rules.
-        seed: Of the order of samples.
+        evaluation_batch_size: Sequences in a rank's evaluation batch.
+        samples: Samples to the target; None to assume the convergence of the reference and of published runs.
+        interval_samples: Training samples between evaluations; None for the formula of the benchmark's rules.
+        seed: Seed of the sample order.
     """
 
     model: ModelConfig
@@ -85,7 +85,7 @@ class Work:
         return self.interval_samples or evaluation_interval(global_batch_size)
 
     def typical(self, sequences: float, lengths: float = 1.0) -> MicroBatches:
-        """Return a micro-batch of sequences of mean cost, with so many different lengths, [1, 1]."""
+        """Return one micro-batch [1, 1] of ``sequences`` sequences of mean cost, with ``lengths`` distinct lengths."""
         tokens, masked, pairs, last_pairs = (np.full((1, 1), sequences * each) for each in self._means)
         return MicroBatches(sequences, tokens, masked, pairs, last_pairs, np.full((1, 1), lengths), np.zeros((1, 1)))
 
@@ -102,12 +102,12 @@ class Work:
     def micro_batches(self, strategy: Strategy, ranks: int, step: int) -> MicroBatches:
         """Return the micro-batches that the plan of a step gives to each copy of the model.
 
-        Raises ``ValueError`` if the global batch does not divide.
+        Raises ``ValueError`` if the ranks cannot share the global batch evenly.
         """
         strategy.sequences(ranks)
         copies = ranks // strategy.copy_ranks
         count = copies * strategy.gradient_accumulation_steps
-        # The plan balances micro-batches, and which copy computes them is only a matter of shape.
+        # The plan balances the micro-batches, so it does not matter which copy computes which one.
         sequences, *sizes = self._dealt(strategy.global_batch_size, count, step)
         return MicroBatches(sequences, *(size.reshape(-1, copies) for size in sizes))
 
@@ -138,7 +138,7 @@ class Work:
 def work_of(config: Config) -> Work:
     """Return the work of a configuration, from the length indices of its data sets."""
     train, evaluation = (open_dataset(folder) for folder in (config.data.train, config.data.evaluation))
-    # In the closed division the reference convergence decides; any other run ends at its own sample limit.
+    # A closed run ends when it converges like the reference. Any other run ends at its own sample limit.
     closed = config.log.division == "closed"
     return Work(
         config.model,
@@ -148,7 +148,7 @@ def work_of(config: Config) -> Work:
         config.evaluation.batch_size,
         None if closed else float(config.training.sample_limit),
         config.evaluation.interval_samples,
-        # Without a seed each run draws one, but a prediction must be repeatable.
+        # A run without a seed draws a random one, but a prediction must be repeatable.
         config.training.seed or 0,
     )
 
@@ -156,7 +156,7 @@ def work_of(config: Config) -> Work:
 @functools.cache
 def wikipedia_work(model: ModelConfig | None = None) -> Work:
     """Return the benchmark's work, with lengths drawn from the shipped histogram of Wikipedia."""
-    # The data type of the length index on disk, and a fixed seed, so that a prediction is repeatable.
+    # The seed is fixed so that the prediction is repeatable. uint16 is the data type of the length index on disk.
     lengths = drawn_lengths(np.random.default_rng(0), _DRAWN + EVALUATION_SEQUENCES).astype(np.uint16)[:_DRAWN]
     masked = np.clip(np.rint(_MASKED_SHARE * lengths), 1, _MOST_MASKED).astype(np.uint16)
     return Work(model or ModelConfig(), lengths, masked)
