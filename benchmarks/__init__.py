@@ -1,1 +1,1 @@
-"""Comparisons side by side; every figure in the README comes from a file here."""
+"""Benchmarks that compare implementations. Every figure in the README comes from a file here."""

@@ -1,4 +1,4 @@
-"""The conditions that a figure depends on besides the code under test: kept with every result."""
+"""The conditions that a figure depends on besides the code under test. They are stored with every result."""
 
 import importlib.metadata
 import json
@@ -14,13 +14,13 @@ from console.version import commit
 
 
 def conditions(packages: tuple[str, ...] = ("torch", "numpy")) -> dict[str, object]:
-    """Commit, date, machine, and versions of ``packages``, which must be installed."""
+    """Return the commit, date, machine, and versions of ``packages``, which must be installed."""
     return {
         "commit": commit(),
         "date": datetime.now(UTC).date().isoformat(),
-        # The processor's instructions and the number of cores, by which figures can be compared.
+        # Figures are comparable only if the instruction set and the number of cores are the same.
         "machine": f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}, {os.cpu_count()} logical cores",
-        # A load beside the run shows here, as otherwise only the figures would.
+        # Shows whether other programs were running and may have slowed the measurement.
         "load_average": os.getloadavg(),
         "versions": {"python": platform.python_version()}
         | {name: importlib.metadata.version(name) for name in packages},
@@ -28,6 +28,6 @@ def conditions(packages: tuple[str, ...] = ("torch", "numpy")) -> dict[str, obje
 
 
 def write_figures(path: Path, figures: Mapping[str, object], packages: tuple[str, ...] = ("torch", "numpy")) -> None:
-    """Write ``figures`` as JSON, with the conditions that they were measured in."""
+    """Write ``figures`` as JSON, with the conditions under which they were measured."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({**figures, **conditions(packages)}, indent=1) + "\n", encoding="utf-8")

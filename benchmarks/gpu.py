@@ -2,11 +2,11 @@
 
     python benchmarks/gpu.py [--part NAME,...] [--out FOLDER] [--seconds N]
 
-Needs torch, triton and numpy; the parts peers and end-to-end say which packages they need besides. Needs no network and no
-data set: samples are random tokens with Wikipedia's lengths. Without --part, all parts but end-to-end run. Each part is a
-process of its own with a share of the time: if it fails or is cut off, the other parts run, and the rows that it has
-measured stay. Figures go to FOLDER/PART.json; a table of the important rows is printed last. Exit status: 0 if everything
-was measured and is right, 1 if not, 2 for wrong input, 128 + n after signal n.
+Needs torch, triton and numpy. The parts peers and end-to-end report which other packages they need. Needs no network and no
+data set: samples are random tokens with Wikipedia's lengths. Without --part, all parts except end-to-end run. Each part
+runs in its own process with a share of the time. If a part fails or is cut off, the rows that it has measured are kept and
+the other parts still run. Figures go to FOLDER/PART.json; a table of the important rows is printed last. Exit status: 0 if
+everything was measured and is correct, 1 if not, 2 for wrong input, 128 + n after signal n.
 """
 
 import argparse
@@ -32,10 +32,10 @@ from console.program import RaisingParser
 
 @dataclass(frozen=True)
 class Part:
-    """Function that gets a ``Context``, and its share of the time if several parts run."""
+    """Function that measures with a ``Context``, and its share of the time if several parts run."""
 
     function: str
-    # A relative share: parts that are not asked for leave theirs to the others.
+    # Relative to the shares of the other selected parts.
     share: int
 
 
@@ -49,18 +49,18 @@ PARTS = {
     "memory": Part("memory:memory", 60),
     "end-to-end": Part("end_to_end:end_to_end", 450),
 }
-"""In the order for a first run: later parts compare with what earlier parts measure."""
+"""Parts in the order in which they run. Later parts use the results of earlier parts."""
 
 ALONE = ("end-to-end",)
-"""Parts that run only if they are named."""
+"""Parts that run only if --part names them."""
 
 SECONDS = 530
-"""Time for all parts together: under nine minutes."""
+"""Seconds for all parts together, a little under nine minutes."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Options of the command: what to measure, for how long at most, and where the figures go."""
+    """Options of the command: parts to measure, time limit, and output folder."""
 
     parts: list[str]
     folder: Path
@@ -69,7 +69,7 @@ class Settings:
     seconds: float
 
 
-# An exception, so that the part under way is ended and the page still printed.
+# This is an exception, so that the running part is ended and the table is still printed.
 class StoppedError(Exception):
     """Error for a signal that asks this process to end."""
 
@@ -79,7 +79,7 @@ class StoppedError(Exception):
 
 
 def parse(arguments: Sequence[str]) -> Settings:
-    """Return the settings of a command line. Raises ``ValueError`` for wrong input."""
+    """Parse a command line. Raises ``ValueError`` for wrong input."""
     parser = RaisingParser(
         prog="python benchmarks/gpu.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -115,10 +115,10 @@ def _folder_of_the_gpu(out: Path | None) -> Path:
 
 
 def measure(settings: Settings) -> bool:
-    """Run the parts one after another, and tell whether all ended well. Later parts get the time that a part leaves."""
+    """Run the parts one after another, and return whether all succeeded. Unused time goes to the later parts."""
     end, well = time.monotonic() + settings.seconds, True
     for at, part in enumerate(settings.parts):
-        # Of the shares that are still to come, so that what a part leaves goes to the later ones.
+        # Relative to the remaining parts, so that time that a part does not use goes to the later parts.
         later = sum(PARTS[other].share for other in settings.parts[at:])
         seconds = (end - time.monotonic()) * PARTS[part].share / later
         report = run_part(part, f"benchmarks.gpu_parts.{PARTS[part].function}", settings, seconds)
@@ -127,13 +127,13 @@ def measure(settings: Settings) -> bool:
 
 
 def run_part(part: str, function: str, settings: Settings, seconds: float) -> PartReport:
-    """Run one part in processes of its own until it has ended or its time is up, and return what it has measured.
+    """Run one part in a separate process until it ends or its time is up, and return its report.
 
-    A process that ends in the middle of a row, as after an access out of bounds, is followed by another, which goes on
-    behind that row.
+    If the process dies while it measures a row, for example after an access out of bounds, another process continues
+    after that row.
     """
     path = settings.folder / f"{part}.json"
-    # A file of an earlier run would pass for rows of this one.
+    # The rows of an earlier run would be taken for rows of this run.
     path.unlink(missing_ok=True)
     end, rows = time.monotonic() + seconds, -1
     while True:
@@ -145,11 +145,11 @@ def run_part(part: str, function: str, settings: Settings, seconds: float) -> Pa
         if status is None:
             return _end(path, f"cut off at its limit of {seconds:.0f} s")
         report = PartReport.load(path)
-        # 1 means that rows failed, which is a result; anything else is an end in the middle.
+        # Status 1 means that rows failed, which is a result. With any other status, the process died early.
         if status in (0, 1) and report.error != CUT_OFF:
             return report
-        # Ended amid a row: that one has failed, and the next process goes on behind it. Lost between two rows, the part
-        # is begun once more, but not twice at the same place.
+        # If the process died while it measured a row, that row has failed and the next process continues after it. If
+        # it died between two rows, the part is restarted, but only once at the same place.
         if report.measuring:
             report.add(Figure(report.measuring, note=f"failed: the process ended with {_ending(status)}"))
         elif status != LOST or len(report.rows) == rows:
@@ -158,25 +158,25 @@ def run_part(part: str, function: str, settings: Settings, seconds: float) -> Pa
 
 
 def _run(function: str, path: Path, settings: Settings, seconds: float) -> int | None:
-    """Return the exit status of one process, or None if its time was up; end everything that it has started."""
+    """Return the exit status of one process, or None if its time was up, and end all of its child processes."""
     command = [sys.executable, str(Path(__file__).parent / "gpu_parts" / "part.py"), function, str(path), str(seconds)]
     command += ["--device", settings.device, *(["--tiny"] if settings.tiny else [])]
-    # In a group of its own, which Ctrl-C does not reach and with which all that the part has started is ended.
-    # process_group came with Python 3.11, which is the oldest that is supported.
+    # The process group shields the part from Ctrl-C, and lets all of its child processes be ended together.
+    # process_group needs Python 3.11, the oldest supported version.
     process = subprocess.Popen(command, process_group=0)
     try:
         return process.wait(max(0, seconds))
     except subprocess.TimeoutExpired:
         return None
     finally:
-        # The whole group: a part starts compilers of its own.
+        # End the whole group, because a part also starts compilers.
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
 
 def _end(path: Path, error: str) -> PartReport:
-    """Write into a part's file why it is not complete, and what was being measured."""
+    """Record in a part's file why it is incomplete and which row was being measured."""
     report = PartReport.load(path)
     place = f" while measuring {report.measuring}" if report.measuring else ""
     report.end(f"{error}{place}")
@@ -192,12 +192,12 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 def _stop(number: int, _frame: FrameType | None) -> NoReturn:
     for one in _SIGNALS:
-        signal.signal(one, signal.SIG_IGN)  # the page is printed in peace
+        signal.signal(one, signal.SIG_IGN)  # further signals must not interrupt printing the table
     raise StoppedError(number)
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measure, write and print; returns the exit status."""
+    """Run the benchmark, print the table, and return the exit status."""
     try:
         settings = parse(arguments)
         for number in _SIGNALS:
@@ -205,7 +205,7 @@ def main(arguments: Sequence[str]) -> int:
         try:
             status = 0 if measure(settings) else 1
         except StoppedError as stopped:
-            # As a shell has it.
+            # The shell's convention for a process that a signal ended.
             status = 128 + stopped.number
         print(page(settings.folder, list(PARTS)))
     except (ValueError, OSError) as error:

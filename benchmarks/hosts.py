@@ -1,4 +1,4 @@
-"""Hosts that are network namespaces of this machine; ranks on them, forked from a process that knows what they run."""
+"""Network namespaces that simulate hosts on this machine, and ranks that are forked to run on them."""
 
 import contextlib
 import ctypes
@@ -12,22 +12,22 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 CLONE_NEWUTS, CLONE_NEWNET = 0x04000000, 0x40000000
-# Below the range that the system gives to connections.
+# Below the system's range of ephemeral ports.
 PORT = 29600
 
 
 class BridgedHosts:
-    """Namespaces as hosts on one bridge, for the body of a ``with``; ``tc tbf`` shapes what each sends to a ``rate``."""
+    """Context manager for namespaces that act as hosts on one bridge; ``tc tbf`` limits what each sends to ``rate``."""
 
     def __init__(self, hosts: int, rate: str | None = None) -> None:
-        # Those of a process that was killed stay, and process numbers return.
+        # Namespaces of a killed process remain, and process ids are reused, so the name must be checked.
         name = _unique_name()
         self._names = [f"{name}h{host}" for host in range(hosts)]
         self._rate = rate
         self.switch = f"{name}sw"
 
     def __enter__(self) -> list[str]:
-        # The bridge has a namespace of its own, so that nothing of the machine's network is touched.
+        # The bridge has its own namespace, so that the machine's network is not changed.
         switch = self.switch
         try:
             ip("netns", "add", switch)
@@ -45,26 +45,26 @@ class BridgedHosts:
                 if self._rate:
                     shape(name, "v0", self._rate)
         except BaseException:
-            # `with` does not call __exit__ where __enter__ fails.
+            # `with` does not call __exit__ if __enter__ fails.
             self.__exit__()
             raise
         return self._names
 
     def __exit__(self, *_: object) -> None:
         for name in (*self._names, self.switch):
-            # Deleting a namespace takes its devices with it; one that was never made is no error here.
+            # Deleting a namespace also deletes its devices. A namespace that was never made is not an error here.
             subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
 
 
 def why_not() -> str | None:
-    """Return what is missing to make hosts here, or None."""
+    """Return why namespaces cannot be made here, or None if they can."""
     if os.geteuid() != 0:
         return "network namespaces need root: run it with sudo"
     absent = [program for program in ("ip", "tc") if shutil.which(program) is None]
     if absent:
         return f"{absent[0]} is not installed: install iproute2"
     name = f"{_unique_name()}probe"
-    # Only trying tells: containers may have root and no right to make namespaces.
+    # The only reliable check is to try: a container may run as root without the right to make namespaces.
     if subprocess.run(["ip", "netns", "add", name], capture_output=True, check=False).returncode:
         return "the kernel refuses network namespaces here"
     ip("netns", "del", name)
@@ -72,7 +72,7 @@ def why_not() -> str | None:
 
 
 def require_hosts() -> None:
-    """End the program with status 2 where hosts cannot be made here."""
+    """Exit with status 2 if namespaces cannot be made here."""
     if missing := why_not():
         print(f"error: {missing}", file=sys.stderr)
         raise SystemExit(2)
@@ -83,51 +83,51 @@ def _unique_name() -> str:
 
 
 def ip(*arguments: str) -> None:
-    """Run ``ip``; RuntimeError where it refuses."""
+    """Run ``ip``; raise ``RuntimeError`` if it fails."""
     done = subprocess.run(["ip", *arguments], capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"ip {' '.join(arguments)}: {done.stderr.strip()}")
 
 
 def shape(namespace: str, device: str, rate: str) -> None:
-    """Let a device send at a rate, as ``tc`` writes it."""
-    # The burst is what passes at full speed; the latency bounds the queue behind it.
+    """Limit the rate at which a device sends. ``rate`` is in the notation of ``tc``."""
+    # The burst passes at full speed; the latency limits the length of the queue.
     shaped = ("qdisc", "add", "dev", device, "root", "tbf", "rate", rate, "burst", "256kb", "latency", "50ms")
     ip("netns", "exec", namespace, "tc", *shaped)
 
 
 def enter(namespace: str, host: str) -> None:
-    """Be on a host, under a name that nobody else sees."""
+    """Move this process into a host's network namespace, and set a host name that only this process sees."""
     libc = ctypes.CDLL(None, use_errno=True)  # os.setns came with Python 3.12
     with Path(f"/run/netns/{namespace}").open() as file:
         entered = libc.setns(file.fileno(), CLONE_NEWNET) == 0
-    # Names of hosts are of a namespace of their own; otherwise the whole machine would be renamed.
+    # The host name needs its own UTS namespace; otherwise the whole machine would be renamed.
     if not entered or libc.unshare(CLONE_NEWUTS):
         raise OSError(ctypes.get_errno(), "cannot enter the host")
     socket.sethostname(host)
 
 
 def go_first() -> None:
-    """Have the scheduler prefer this process and those that it forks, in a session of their own: it prefers whole ones."""
+    """Raise the scheduling priority of this process and its children, in a new session that has its own autogroup."""
     with contextlib.suppress(OSError):
         os.setsid()
-    # Without the rights for it figures are only noisier.
+    # Without the permission for it, the figures are only noisier.
     with contextlib.suppress(OSError):
         Path("/proc/self/autogroup").write_text("-19")
         os.nice(-19)
 
 
 def block(hosts: int, local_size: int) -> list[int]:
-    """The hosts of ranks that are numbered host by host."""
+    """Return the host of each rank, with ranks numbered host by host."""
     return [host for host in range(hosts) for _ in range(local_size)]
 
 
 def environment_of(rank: int, order: Sequence[int]) -> dict[str, str]:
-    """Return what a launcher would set for a rank; ``order`` has the host of each."""
-    # Local ranks are those of the same host, in the order of their numbers.
+    """Return the environment variables that a launcher sets for a rank. ``order`` holds the host of each rank."""
+    # Local ranks number the ranks of one host in ascending order.
     local = [other for other, host in enumerate(order) if host == order[rank]]
     place = {"RANK": rank, "WORLD_SIZE": len(order), "LOCAL_RANK": local.index(rank), "LOCAL_WORLD_SIZE": len(local)}
-    # Rank 0's host is the master, whichever that is; gloo would otherwise take the address of the host's name.
+    # The master is rank 0's host. Without the interface name, gloo would use the address that the host name resolves to.
     place |= {"MASTER_ADDR": f"10.77.0.{order[0] + 1}", "MASTER_PORT": PORT, "GLOO_SOCKET_IFNAME": "v0"}
     return {name: str(value) for name, value in place.items()}
 
@@ -141,11 +141,12 @@ def run_ranks(
     *,
     bound: bool = False,
 ) -> None:
-    """Run a program on ranks whose hosts are ``order``, ``bound`` to a core each; what they say goes to files in ``output``.
+    """Run a program on one rank for each entry of ``order``, its host; the ranks' output goes to files in ``output``.
 
-    SystemExit, with that, unless all end with 0, or with 1, which says that a target was missed.
+    With ``bound``, each rank is bound to a core. Raises ``SystemExit`` with the ranks' output unless all end with status
+    0, or 1, which means that a target was missed.
     """
-    # Forked, so that ranks need not import PyTorch once more each.
+    # Forked ranks need not import PyTorch again.
     fork = multiprocessing.get_context("fork")
     ranks = [
         # daemon: ranks end with this process.
@@ -159,16 +160,16 @@ def run_ranks(
             rank.join(limit_s)
         statuses = [rank.exitcode for rank in ranks]
     finally:
-        # Also on Ctrl-C, and where one rank has failed and others wait for it.
+        # Also needed after Ctrl-C, and if one rank has failed while other ranks wait for it.
         for rank in ranks:
             rank.kill()
-    # 1 is no failure: a target was missed, or a probe has found something slow.
+    # Status 1 is not a failure: a target was missed, or a probe has found something slow.
     if not {*statuses} <= {0, 1}:
         raise SystemExit(f"error: ranks ended with {statuses}:\n{said_by_ranks(output)}")
 
 
 def said_by_ranks(output: Path) -> str:
-    """Return the end of what `run_ranks` has written of its ranks."""
+    """Return the last output of the ranks that `run_ranks` has started."""
     return "".join(path.read_text() for path in sorted(output.glob("rank_*.txt")))[-4000:]
 
 
@@ -176,17 +177,17 @@ def _rank(
     namespaces: Sequence[str], order: Sequence[int], rank: int, program: Callable[[], int], output: Path, bound: bool
 ) -> None:
     with (output / f"rank_{rank}.txt").open("a", encoding="utf-8") as file:
-        # Descriptors and not sys.stdout: libraries in C write to these.
+        # Redirect the descriptors instead of sys.stdout, because C libraries write to the descriptors.
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     enter(namespaces[order[rank]], f"h{order[rank]}")
-    if bound:  # as launchers do, so that none wanders
+    if bound:  # as launchers do, so that no rank migrates between cores
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {cores[rank % len(cores)]})
     os.environ |= environment_of(rank, order)
     status = 2
-    # SystemExit from a parser is that program's end, not this one's.
+    # A parser's SystemExit ends the rank's program, not this function.
     with contextlib.suppress(SystemExit):
         status = program()
     sys.stdout.flush()
-    os._exit(status)  # a fork must not run what its parent has registered for its own end
+    os._exit(status)  # a fork must not run its parent's exit handlers

@@ -1,4 +1,4 @@
-"""Text, vocabularies, data sets and command lines that several benchmarks train with."""
+"""Text, vocabularies, data sets and command lines that several benchmarks share."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,7 +18,7 @@ _BERT_WORDS = 30522
 
 
 def flags(settings: Mapping[str, object]) -> list[str]:
-    """Return settings by name as a command line."""
+    """Return settings as command-line arguments."""
     # Names of settings have underscores in Python and hyphens on a command line.
     return [text for name, value in settings.items() for text in (f"--{name.replace('_', '-')}", str(value))]
 
@@ -30,8 +30,8 @@ def write_demo_text(path: Path) -> Path:
 
 
 def made_up_vocabulary(path: Path, size: int) -> Vocabulary:
-    """Write and read a vocabulary of made-up words."""
-    # Special tokens first, as vocabularies of BERT have to hold them.
+    """Write a synthetic vocabulary, and return it."""
+    # A vocabulary of BERT must contain the special tokens.
     words = [*SPECIAL_TOKENS, *(f"word{number}" for number in range(len(SPECIAL_TOKENS), size))]
     path.write_text("".join(f"{word}\n" for word in words), encoding="utf-8")
     return Vocabulary.from_file(path)
@@ -45,7 +45,7 @@ def write_made_up_set(
     shards: int = 8,
     seed: int = 0,
 ) -> None:
-    """Write a data set of random tokens; without a vocabulary they are of one of BERT's size that is not there."""
+    """Write a data set of random tokens. Without a vocabulary, the ids are drawn from BERT's vocabulary size."""
     samples = synthetic_samples(lengths_N, vocabulary.size if vocabulary else _BERT_WORDS, seed)
     masked = int(samples.masked_counts.max())
     info = DatasetInfo(_BERT_WORDS, longest, masked, "", "", {}, {})
@@ -55,7 +55,7 @@ def write_made_up_set(
 
 
 def global_batch(data: Dataset, sequences: int, step: int) -> Batch:
-    """Return the batch of a step on one rank."""
-    # One rank's plan: a global batch is its only micro-batch.
+    """Return the global batch of a step as one micro-batch."""
+    # With one rank and no accumulation, the global batch is the only micro-batch.
     (micro_batch,) = BatchPlan(data.lengths, data.masked_counts, sequences, 1, 1, seed=0).rank_batches(step, 0)
     return batch_of(data.take(micro_batch.indices), micro_batch)

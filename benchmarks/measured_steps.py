@@ -1,6 +1,6 @@
-"""Predicted steps beside measured steps: hosts that are network namespaces, a probe of them, and real training on them.
+"""Comparison of predicted and measured step times, on network namespaces that simulate hosts.
 
-A prediction knows the file of the probe, the length index and the settings, and nothing of the run.
+A prediction uses only the probe's file, the length index and the settings. It uses no measurement of the training run.
 """
 
 import json
@@ -30,7 +30,7 @@ from compliance.log.records import read_metrics
 
 _SAMPLES, _LONGEST = 20_000, 128
 _ROUNDS = 2
-"""Runs of each reduction, in turn. The fastest counts, because disturbances only make a run slower."""
+"""Runs of each reduction, in turn. The fastest run counts, because disturbances only make a run slower."""
 
 MODELS = {
     "2 x 128": (2, 128, 4, 512, 1024),
@@ -38,12 +38,12 @@ MODELS = {
     "3 x 256, 16,384 words": (3, 256, 8, 1024, 16384),
     "6 x 320": (6, 320, 5, 1280, 2048),
 }
-"""Layers, hidden size, heads, intermediate size and words of a model, by its name."""
+"""Layers, hidden size, heads, intermediate size and vocabulary size of each model, by name."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A cluster and the work that it gets, with each of some reductions."""
+    """A cluster, the model that it trains, and the reductions to compare."""
 
     hosts: int
     ranks: int
@@ -55,7 +55,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """Name the case in a line."""
+        """Description of the case in one line."""
         settings = [f"{name.rpartition('.')[2]} {value}" for name, value in self.settings]
         shape = f"{self.hosts} x {self.ranks}"
         return ", ".join([shape, self.rate or "unshaped", self.model, str(self.batch), *settings])
@@ -76,7 +76,7 @@ CASES = (
 
 
 def measured(cases: Iterable[int], seconds: float, out: Path | None) -> None:
-    """Run the cases of these numbers, print predicted and measured steps, and add them to the figures in ``out``."""
+    """Run the cases with these numbers, print predicted and measured step times, and add them to the figures in ``out``."""
     require_hosts()
     go_first()
     rows: list[dict[str, Any]] = json.loads(out.read_text())["rows"] if out is not None and out.exists() else []
@@ -85,7 +85,7 @@ def measured(cases: Iterable[int], seconds: float, out: Path | None) -> None:
             found = _run(CASES[number], Path(folder) / str(number), seconds)
             rows = [row for row in rows if row["case"] != CASES[number].name] + found
             _print(found)
-            # After each case, so that nothing is lost if a later one fails.
+            # Written after each case, so that nothing is lost if a later case fails.
             if out is not None:
                 write_figures(out, {**_summary(rows), "rows": rows}, ("torch", "numpy", "scipy"))
     print("  ".join(f"{name} {value:.3g}" for name, value in _summary(rows).items()))
@@ -99,16 +99,16 @@ def _run(case: Case, folder: Path, seconds: float) -> list[dict[str, Any]]:
     order, view = block(case.hosts, case.ranks), folder / "cluster.json"
     measured: dict[str, list[dict[str, float]]] = {each: [] for each in arguments}
     with BridgedHosts(case.hosts, case.rate) as names:
-        # The command line of the ranks, which are forks of this process.
+        # The ranks are forks of this process and parse this command line.
         sys.argv = ["cluster", "probe", "--out", str(view), "--seconds", str(seconds)]
         run_ranks(names, order, cluster, folder, limit_s=120, bound=True)
         rates = rates_of_view(read_view(view))
         configs = {each: parse(given) for each, given in arguments.items()}
         predicted = {each: predict_step(work_of(c), strategy_of(c), rates) for each, c in configs.items()}
-        # Each round runs all reductions, so that a slow moment of the machine does not affect only one of them.
+        # Each round runs all reductions, so that a temporary slowdown of the machine does not affect only one of them.
         for _ in range(_ROUNDS):
             for each, given in arguments.items():
-                # Records of about 0.4 s, which is long compared with writing them.
+                # Each record covers about 0.4 s, which is long compared with the time to write it.
                 interval = max(1, min(20, round(0.4 / predicted[each].total)))
                 given = [*given, "--log.interval-steps", str(interval)]
                 run_ranks(names, order, lambda given=given: train(given), folder, limit_s=120, bound=True)
@@ -124,7 +124,7 @@ def _run(case: Case, folder: Path, seconds: float) -> list[dict[str, Any]]:
 
 
 def _settings(case: Case, folder: Path) -> list[str]:
-    """Return arguments of `bert.train`, and make the data that they name."""
+    """Make the data for a case, and return the arguments for `bert.train`."""
     vocabulary = made_up_vocabulary(folder / "vocab.txt", MODELS[case.model][-1])
     for part, count in (("train", _SAMPLES), ("evaluation", 200)):
         generator = np.random.default_rng(len(part))
@@ -150,7 +150,7 @@ def _settings(case: Case, folder: Path) -> list[str]:
 
 
 def _steady(metrics: Path) -> dict[str, float]:
-    """Return the medians of a run's records without the first, which includes reading the first batches."""
+    """Return the medians over a run's records, without the first record, which includes reading the first batches."""
     steps = read_metrics(metrics).steps
     kept = steps[1:] or steps
     return {name: statistics.median(getattr(each, name) for each in kept) for name in ("step_ms", *PARTS)}
@@ -165,11 +165,11 @@ def _print(rows: list[dict[str, Any]]) -> None:
 
 
 def _summary(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Return the errors of all rows, and in how many cases the reduction predicted fastest was close to the fastest."""
+    """Return the prediction errors, and the number of cases where the reduction that was predicted fastest was fastest."""
     errors = [abs(row["predicted_ms"] / row["measured_ms"] - 1) for row in rows]
     cases = {row["case"]: [each for each in rows if each["case"] == row["case"]] for row in rows}
     chosen = [(min(ways, key=lambda row: row["predicted_ms"]), ways) for ways in cases.values()]
-    # Within 3 %, a reduction counts as the fastest.
+    # A reduction within 3 % of the fastest time counts as the fastest.
     right = sum(best["measured_ms"] <= 1.03 * min(row["measured_ms"] for row in ways) for best, ways in chosen)
     return {
         "configurations": len(rows),

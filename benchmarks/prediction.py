@@ -1,11 +1,11 @@
-"""Compare predictions with published results that the model has not seen, and predicted steps with measured steps.
+"""Compare predictions with published results that the model has not seen, and predicted with measured step times.
 
     python benchmarks/prediction.py --published [--out FILE]
     sudo python benchmarks/prediction.py --measured [--cases 0 1 2] [--seconds 20] [--out FILE]
 
-With --published, one submitter, one number of accelerators, or one accelerator is left out at a time; the model is fitted to
-the other results and predicts those left out. A look-up stands beside it: the median of other submitters' results on the
-same system, which shows how far results of equal systems differ.
+With --published, the results of one submitter, one number of accelerators, or one accelerator are held out at a time; the
+model is fitted to the other results and predicts the held-out results. For comparison, a look-up predicts the median of
+other submitters' results on the same system, which shows how much results of equal systems differ.
 
 With --measured, steps on this machine are predicted from a probe alone and then run (`benchmarks/measured_steps.py`). Hosts
 are network namespaces with links of several rates, which need root.
@@ -33,7 +33,7 @@ CASES: tuple[tuple[str, str, Callable[[Held], bool]], ...] = (
     ("scale", "accelerator in the data", lambda held: held.model_seen),
     ("accelerator", "all", lambda _: True),
 )
-"""What is left out, and which of the predictions count."""
+"""The held-out groups, and the predictions that count in each."""
 
 
 def main(
@@ -76,13 +76,13 @@ def main(
 
 
 def of_errors(deviations: list[float]) -> dict[str, float]:
-    """Return the median and the tails of absolute logarithms of predicted over observed time."""
+    """Return the median and the tails of the absolute log ratios of predicted to observed time."""
     ranked = statistics.quantiles(map(abs, deviations), n=20, method="inclusive")
     return {"results": len(deviations), "median": ranked[9], "three_quarters": ranked[14], "nine_tenths": ranked[17]}
 
 
 def look_up_errors() -> list[float]:
-    """Return the logarithms of looked-up over observed time, if another submitter has the same system and recipe."""
+    """Return log ratios of looked-up to observed time, for results whose system and recipe another submitter also used."""
     errors = []
     for result in results():
         alike = [other for other in results() if other.kind == result.kind and other.company != result.company]

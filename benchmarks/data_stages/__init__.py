@@ -1,1 +1,1 @@
-"""The data stages beside peers, on a CPU."""
+"""CPU benchmarks of the data stages, compared with other implementations."""

@@ -1,4 +1,4 @@
-"""Pack a length histogram with ``dataloading.batches.packing_strategy`` and print how full the rows are.
+"""Pack a length histogram with ``dataloading.batches.packing_strategy`` and print the packing efficiency.
 
     python benchmarks/data_stages/packing.py [--histogram FILE] [--out FILE]
 
@@ -24,7 +24,7 @@ LIMITS = (3, 12, None)
 
 
 def main(histogram: Path = HISTOGRAM, out: Path | None = None) -> None:
-    """Print a line for each limit on the sequences of a row.
+    """Print a line for each limit on the number of sequences in a row.
 
     Args:
         histogram: CSV file with columns ``length`` and ``count``; the longest length is the capacity.
@@ -33,7 +33,7 @@ def main(histogram: Path = HISTOGRAM, out: Path | None = None) -> None:
     lengths, counts = length_counts(histogram)
     by_length = np.zeros(lengths.max() + 1, np.int64)
     by_length[lengths] = counts
-    pack_histogram(by_length, len(by_length) - 1, 3)  # loads SciPy, whose time does not count
+    pack_histogram(by_length, len(by_length) - 1, 3)  # loads SciPy before timing starts
     figures = [packed(by_length, limit) for limit in LIMITS]
     print(f"{int(counts.sum()):,} sequences, {int(lengths @ counts) / int(counts.sum()):.1f} tokens on average")
     for figure in figures:
@@ -46,7 +46,7 @@ def main(histogram: Path = HISTOGRAM, out: Path | None = None) -> None:
 
 
 def packed(by_length: NDArray[np.int64], limit: int | None) -> dict[str, Any]:
-    """Pack a histogram [capacity + 1] and return the figures. Ends the program if a sequence has no place."""
+    """Pack a histogram [capacity + 1] and return the figures. Exit if a sequence is missing from the packs."""
     capacity, started = len(by_length) - 1, time.perf_counter()
     strategy = pack_histogram(by_length, capacity, limit)
     seconds = time.perf_counter() - started

@@ -1,4 +1,4 @@
-"""Prepare text on one core: ``dataloading`` against the reference algorithm in plain Python.
+"""Compare the speed of text preparation on one core: ``dataloading`` and the reference algorithm in plain Python.
 
     python benchmarks/data_stages/prepare.py [--vocab FILE] [--text FILE ...] [--rounds N] [--dupe_factor N] [--out FILE]
 
@@ -58,7 +58,7 @@ def main(
             "plain Python": lambda: reference_prepare.prepare(paths, reference_prepare.read_vocab(vocab), options),
             "dataloading": lambda: _prepare(paths, vocab, options),
         }
-        sides["dataloading"]()  # compiles, or loads what is compiled
+        sides["dataloading"]()  # compiles the core or loads it from the cache
         seconds: dict[str, list[float]] = {name: [] for name in sides}
         first: Samples | None = None
         for _ in range(rounds):

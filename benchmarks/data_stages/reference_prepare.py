@@ -1,8 +1,8 @@
 """Text to samples in plain Python: the definition of the data, the tests' oracle and the benchmark's baseline.
 
-Restates, from the description in Devlin et al. 2018 (arXiv 1810.04805) and the behaviour of the benchmark's data scripts,
-what ``dataloading.text.tokenization`` and ``dataloading.preparation.pretraining_data`` must produce. It goes character by
-character, token by token, in strings, and shares no code with them.
+This module defines what ``dataloading.text.tokenization`` and ``dataloading.preparation.pretraining_data`` must produce. It
+follows the description in Devlin et al. 2018 (arXiv 1810.04805) and the behaviour of the benchmark's data scripts. It
+processes strings character by character and token by token, and shares no code with these modules.
 """
 
 import random
@@ -39,9 +39,9 @@ class Sample(NamedTuple):
 
 
 def prepare(paths: Sequence[Path], vocab: dict[str, int], options: PretrainingOptions) -> Samples:
-    """The samples for the text files, as the reference script makes and orders them."""
-    # One generator for all, drawn from in the reference's order: one draw more, or another order, changes all that
-    # follows.
+    """Return the samples of the text files in the reference script's order."""
+    # One generator makes all choices in the reference's order. An additional draw or another order would change every
+    # later choice.
     rng = random.Random(options.random_seed)
     documents = list(read_documents(paths, vocab, options.do_lower_case))
     rng.shuffle(documents)
@@ -55,23 +55,23 @@ def prepare(paths: Sequence[Path], vocab: dict[str, int], options: PretrainingOp
 
 
 def read_vocab(path: Path) -> dict[str, int]:
-    """Token to id; a token that comes again is passed over and takes no id."""
+    """Return the id of each token. A repeated token is skipped and uses up no id."""
     vocab: dict[str, int] = {}
-    # Binary and decoded here: universal newlines would make a line end of a lone carriage return.
+    # Read in binary, because universal newlines would end a line at a lone carriage return.
     with path.open("rb") as file:
         for raw in file:
-            # strip, and setdefault with the length: ids count distinct tokens.
+            # Ids count distinct tokens, so a repeated token must not advance them.
             vocab.setdefault(raw.replace(b"\r", b"").decode().strip(), len(vocab))
     return vocab
 
 
 def read_documents(paths: Iterable[Path], vocab: dict[str, int], do_lower_case: bool) -> Iterator[list[list[str]]]:
-    """Documents of sentences of tokens; empty ones are left out."""
+    """Yield documents as lists of tokenized sentences, without empty documents and sentences."""
     document: list[list[str]] = []
     for path in paths:
         with path.open("rb") as file:
             for raw in file:
-                # As the reference reads: carriage returns go, wherever they stand.
+                # The reference removes all carriage returns, not only those at the end of a line.
                 line = raw.replace(b"\r", b"").decode().strip()
                 if line:
                     tokens = tokenize(line, vocab, do_lower_case)
@@ -85,10 +85,10 @@ def read_documents(paths: Iterable[Path], vocab: dict[str, int], do_lower_case: 
 
 
 def tokenize(line: str, vocab: dict[str, int], do_lower_case: bool) -> list[str]:
-    """Word pieces of a line."""
+    """Return the word pieces of a line."""
     cleaned: list[str] = []
     for char in line:
-        # Control characters that separate count as spaces; others vanish.
+        # Tab, line feed and carriage return count as spaces. Other control characters are dropped.
         if char in "\t\n\r" or unicodedata.category(char) == "Zs":
             cleaned.append(" ")
         elif char in "\0\ufffd" or unicodedata.category(char) in ("Cc", "Cf"):
@@ -101,7 +101,7 @@ def tokenize(line: str, vocab: dict[str, int], do_lower_case: bool) -> list[str]
     pieces: list[str] = []
     for word in "".join(cleaned).split():
         if do_lower_case:
-            # NFD takes accents off letters, and category Mn drops them.
+            # NFD separates accents from letters; accents have the category Mn and are dropped.
             decomposed = unicodedata.normalize("NFD", word.lower())
             word = "".join(char for char in decomposed if unicodedata.category(char) != "Mn")
         for part in split_punctuation(word):
@@ -110,7 +110,7 @@ def tokenize(line: str, vocab: dict[str, int], do_lower_case: bool) -> list[str]
 
 
 def split_punctuation(word: str) -> Iterator[str]:
-    """Yield runs of other characters, and each punctuation character by itself."""
+    """Split a word at punctuation: yield each punctuation character alone, and the text between them."""
     run = ""
     for char in word:
         if is_punctuation(char):
@@ -125,16 +125,16 @@ def split_punctuation(word: str) -> Iterator[str]:
 
 
 def is_punctuation(char: str) -> bool:
-    """Tell whether a character is an ASCII symbol, or punctuation to Unicode."""
+    """Tell whether a character is an ASCII symbol or in a Unicode punctuation category."""
     return char in string.punctuation or unicodedata.category(char).startswith("P")
 
 
 def word_pieces(word: str, vocab: dict[str, int]) -> list[str]:
-    """Longest piece first, from the left; [UNK] when one is missing or the word has more than 200 characters."""
+    """Split a word greedily into the longest pieces from the left; [UNK] if that fails or it exceeds 200 characters."""
     if len(word) > 200:
         return ["[UNK]"]
     pieces: list[str] = []
-    # Greedy: the longest piece that the vocabulary has, which may block a division that would succeed.
+    # Taking the longest piece each time can fail even if another division would succeed.
     start = 0
     while start < len(word):
         prefix = "##" if start else ""
@@ -145,7 +145,7 @@ def word_pieces(word: str, vocab: dict[str, int]) -> list[str]:
                 start = end
                 break
         else:
-            # One missing piece makes the whole word unknown.
+            # The whole word is unknown if any part of it matches no piece.
             return ["[UNK]"]
     return pieces
 
@@ -166,16 +166,16 @@ def samples_of_document(
             chunk.append(document[position])
             size += len(document[position])
             position += 1
-        # Drawn even where the second segment will be replaced: the order of draws is part of the definition.
+        # Drawn even if the second segment will be replaced, because the order of draws is part of the definition.
         split = rng.randint(1, len(chunk) - 1) if len(chunk) > 1 else 1
         first = [token for sentence in chunk[:split] for token in sentence]
         is_random_next = len(chunk) == 1 or rng.random() < 0.5
         if is_random_next:
             second = random_segment(documents, index, target - len(first), rng)
-            position -= len(chunk) - split  # the sentences that made way come again
+            position -= len(chunk) - split  # the replaced sentences are used by the next sample
         else:
             second = [token for sentence in chunk[split:] for token in sentence]
-        # Tokens go from either end of the longer segment, at random.
+        # Drop tokens from a random end of the longer segment.
         while len(first) + len(second) > room:
             longer = first if len(first) > len(second) else second
             longer.pop(0 if rng.random() < 0.5 else -1)
@@ -184,9 +184,9 @@ def samples_of_document(
 
 
 def random_segment(documents: list[list[list[str]]], index: int, size: int, rng: random.Random) -> list[str]:
-    """Sentences from a random place of, most likely, another document."""
+    """Return sentences from a random place, normally in another document."""
     other = index
-    # Ten tries: with few documents the same one may come again and again, and is taken then.
+    # After ten draws of the same document, that document is used.
     for _ in range(10):
         other = rng.randint(0, len(documents) - 1)
         if other != index:
@@ -202,14 +202,14 @@ def random_segment(documents: list[list[list[str]]], index: int, size: int, rng:
 def mask(
     tokens: list[str], first_length: int, words: list[str], options: PretrainingOptions, rng: random.Random
 ) -> tuple[list[str], int, list[tuple[int, str]]]:
-    """Tokens with some replaced, the first segment's length as given, and (position, token that stood there)."""
+    """Return the tokens after masking, the unchanged length of the first segment, and (position, original token) pairs."""
     positions = [place for place, token in enumerate(tokens) if token not in ("[CLS]", "[SEP]")]
     rng.shuffle(positions)
-    # Python's round: half to even, as the reference has it.
+    # Python's round() rounds half to even, as in the reference.
     count = min(options.max_predictions_per_seq, max(1, round(len(tokens) * options.masked_lm_prob)))
     masked = [(place, tokens[place]) for place in positions[:count]]
     for place, token in masked:
-        # 80 % become [MASK], a tenth stay, a tenth become any word: drawn one after the other in this order.
+        # 80 % become [MASK], 10 % stay, 10 % become any word. The order of these draws is part of the definition.
         if rng.random() < 0.8:
             tokens[place] = "[MASK]"
         else:
@@ -218,7 +218,7 @@ def mask(
 
 
 def as_arrays(samples: list[Sample], vocab: dict[str, int]) -> Samples:
-    """Samples as flat arrays of ids."""
+    """Convert samples to flat arrays of ids."""
     lengths = [len(sample.tokens) for sample in samples]
     masked_counts = [len(sample.masked) for sample in samples]
     segments = [[0] * sample.first_length + [1] * (len(sample.tokens) - sample.first_length) for sample in samples]

@@ -1,7 +1,7 @@
-"""Inputs of every op as in training, and the least work that a call of it takes.
+"""Inputs for every op as in training, and the least work that a call must do.
 
-Parameters are fp32 and views of a flat buffer, also where the matrix products are in 16 bits under autocast; everything else
-has the type that the model hands on there. Shape legend in ``kernels/__init__.py``.
+Parameters are fp32 views of a flat buffer, even if autocast runs the matrix products in 16 bits. All other arguments have
+the types that the model passes. Shape legend in ``kernels/__init__.py``.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +23,7 @@ from kernels.tuning.examples import Size, example_inputs
 
 @dataclass(frozen=True)
 class LeastWork:
-    """Least work of a call: forward alone, and forward and backward."""
+    """Least work of a call: (forward alone, forward and backward)."""
 
     flop: tuple[float, float] = (0.0, 0.0)
     """FLOP of the matrix products."""
@@ -33,7 +33,7 @@ class LeastWork:
 
 @dataclass(frozen=True)
 class Case:
-    """Arguments of one call. Floating-point tensors require gradients; those of the model are ``nn.Parameter``."""
+    """Arguments of one call. Floating-point tensors require gradients; the model's own tensors are ``nn.Parameter``."""
 
     op: str
     arguments: tuple[object, ...]
@@ -42,12 +42,12 @@ class Case:
     work: LeastWork
 
     def fresh(self) -> "Case":
-        """Return the same case with new leaves."""
-        # New leaves, since gradients of an earlier call hang on the old ones.
+        """Return this case with new leaf tensors."""
+        # The old leaves hold the gradients of earlier calls.
         return replace(self, arguments=tuple(map(_leaf, self.arguments)))
 
     def exact(self) -> "Case":
-        """Return the same case in float64, without autocast."""
+        """Return this case in float64, without autocast."""
         return replace(self, arguments=tuple(_leaf(value, torch.float64) for value in self.arguments), autocast=None)
 
     @property
@@ -56,10 +56,10 @@ class Case:
         return [value for value in self.arguments if isinstance(value, Tensor) and value.requires_grad]
 
     def outputs(self, function: Callable[..., object]) -> list[Tensor]:
-        """Return the results of a function for the arguments."""
+        """Call a function with the arguments, and return its results as a list."""
         device = self.leaves[0].device.type
         with torch.autocast(device, self.autocast, enabled=self.autocast is not None):
-            # Under the autocast of training, which decides the types that the op meets.
+            # Autocast as in training, because it determines the types that the op receives.
             returned = function(*self.arguments)
         outputs = returned if isinstance(returned, tuple) else (returned,)
         return [cast("Tensor", output) for output in outputs if output is not None]
@@ -68,12 +68,12 @@ class Case:
         """Draw a gradient of the first output, with a fixed seed."""
         with torch.no_grad():
             output = self.outputs(function)[0]
-        # The same seed each time: all implementations of a case are compared by one gradient.
+        # The fixed seed gives all implementations of a case the same gradient.
         generator = torch.Generator(output.device).manual_seed(1)
         return torch.randn(output.shape, generator=generator, device=output.device).to(output.dtype)
 
     def forward_and_gradients(self, function: Callable[..., object], upstream: Tensor) -> list[Tensor]:
-        """Return the results of a function for the arguments, and the gradients of the leaves."""
+        """Call a function with the arguments, and return its results and the gradients of the leaves."""
         outputs = self.outputs(function)
         gradients = torch.autograd.grad(outputs[0], self.leaves, upstream.to(outputs[0].dtype))
         return [*(output.detach() for output in outputs), *gradients]
@@ -88,16 +88,16 @@ def _leaf(value: object, dtype: torch.dtype | None = None) -> object:
 
 @torch.no_grad()
 def drawn_model(config: ModelConfig, device: torch.device) -> BertForPreTraining:
-    """Build a model of one layer with flat parameters, as in training, and draw every parameter."""
+    """Build a one-layer model with flat parameters, as in training, and randomize every parameter."""
     with device:
         model = BertForPreTraining(replace(config, num_hidden_layers=1))
     FlatParameters.of(model)
     generator = torch.Generator(device).manual_seed(0)
     for parameter in model.parameters():
-        # Deviations that keep activations near 1, so that errors are those of ordinary numbers.
+        # This standard deviation keeps activations near 1, so that errors are measured on values of ordinary size.
         parameter.normal_(0, config.hidden_size**-0.5 if parameter.ndim > 1 else 1, generator=generator)
     for norm in (module for module in model.modules() if isinstance(module, LayerNorm)):
-        # Around 1, as a norm's weights are in a trained model.
+        # The weights of a norm are around 1 in a trained model.
         norm.weight.add_(1)
     return model
 
@@ -107,8 +107,8 @@ def cases(
 ) -> list[Case]:
     """Return a case for each op as the model calls it in training, with ``masked`` masked tokens.
 
-    ``dtype`` is that of matrix products and of the residual stream. A length may be 0. Labels of the last two masked tokens
-    are -1: slots that are not in use. ``counting``: right answers are counted too, as in evaluation.
+    ``dtype`` is the type of matrix products and of the residual stream. A length may be 0. The labels of the last two masked
+    tokens are -1, which marks unused slots. With ``counting``, correct predictions are also counted, as in evaluation.
     """
     autocast = dtype if dtype.itemsize < 4 else None
     config, layer, tables, norm = model.config, model.layers[0], model.embeddings, model.transform_norm
@@ -117,27 +117,27 @@ def cases(
     size = Size(
         tuple(lengths), max(lengths), masked, hidden, config.num_attention_heads, wide, vocabulary=config.vocab_size
     )
-    # Autocast decides what a norm gives, which differs between devices and types: asked, not assumed.
+    # The output type of a norm under autocast differs between devices and types, so it is determined by a call.
     with torch.autocast(device.type, dtype, enabled=autocast is not None):
         after_norm = F.layer_norm(
             torch.zeros(1, hidden, dtype=dtype, device=device), (hidden,), norm.weight, norm.bias
         ).dtype
     # The backward pass has two products for each product of the forward pass.
-    # Two operations for each multiply-add.
+    # A multiply-add counts as two operations.
     feed_forward, decoder = 2.0 * sum(lengths) * hidden * wide, 2.0 * masked * hidden * config.vocab_size
     scores = 4.0 * hidden * sum(length**2 for length in lengths)
-    # Tables are fp32 parameters, whatever the products' type.
+    # The embedding tables are fp32 parameters, independent of the type of the matrix products.
     row, row_of_tables = (sum(lengths) * hidden * width for width in (dtype.itemsize, tables.word.element_size()))
     wide_row = sum(lengths) * wide * dtype.itemsize
-    # Moved forward: query, key, value and output.
+    # The forward pass moves query, key, value and output.
     attention = LeastWork((scores, 3 * scores), (4 * row, 12 * row))
     dropped_norm = layer.attention_norm
     embeddings = tables.word, tables.position, tables.segment, tables.norm.weight, tables.norm.bias
 
     def case(op: str, work: LeastWork, weights: Mapping[int, object]) -> Case:
-        """Return a case whose arguments at the given places are the model's own weights or fixed values."""
+        """Return a case with the model's own weights or fixed values for the arguments at the given positions."""
         arguments, _ = example_inputs(op, device, dtype, size)
-        # By place, as `example_inputs` has its arguments by position.
+        # `example_inputs` returns its arguments by position.
         placed = (weights.get(place, value) for place, value in enumerate(arguments))
         return Case(op, tuple(map(_leaf, placed)), autocast, work)
 
@@ -168,7 +168,7 @@ def cases(
             {1: layer.intermediate.weight, 2: layer.intermediate.bias},
         ),
         case("bias_gelu", LeastWork(moved=(2 * wide_row, 5 * wide_row)), {1: layer.intermediate.bias}),
-        # The heads' input is a norm's output, which may be of another type than the residual stream.
+        # The input of the heads is the output of a norm, whose type may differ from the residual stream's.
         replace(loss, arguments=(_leaf(states, after_norm), *others)),
     ]
 

@@ -1,5 +1,5 @@
 # pyright: reportPrivateImportUsage=false
-"""Measure the best that the device reaches: matrix products in bf16 and FP8, and a copy."""
+"""Measure the device's highest rates: of matrix products in bf16 and FP8, and of a copy."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from kernels.reference.fp8 import E4M3, capability_reasons
 
 @dataclass(frozen=True)
 class Ceilings:
-    """Best rates that the device reaches in this process; None if a rate could not be measured."""
+    """Highest rates that the device reaches in this process. A rate that could not be measured is None."""
 
     flop_per_s: float | None
     """Rate of a large matrix product in bf16; a multiply-add counts as 2."""
@@ -26,31 +26,31 @@ class Ceilings:
 
     @classmethod
     def of(cls, context: Context, *, page: bool = False) -> "Ceilings":
-        """Measure the ceilings, once in each part, as its first rows."""
-        # The same rows in every part: shares are of what this very process reached.
+        """Measure the ceilings. Each part does this once and reports them as its first rows."""
+        # Every part measures the ceilings itself, so that shares refer to the rates of the same process.
         makers = {"bf16 product": _large_product, "FP8 product": _large_fp8_product, "device copy": _large_copy}
         rates = []
         for what, make in makers.items():
             name = f"ceiling: {what}"
             row = context.report.attempt(name, partial(_best_row, context, name, make, page))
-            # Figures of rows are in units of 10^12 a second.
+            # The rows' figures are in TFLOP/s or TB/s.
             rates.append(row.figure * 1e12 if row and row.figure else None)
         return cls(*rates)
 
     def floor(self, flop: float = 0.0, moved: float = 0.0, *, fp8: bool = False) -> tuple[float | None, str]:
         """Return the seconds that the work takes at the ceilings, and the name of the ceiling that limits it."""
         rate = self.fp8_flop_per_s if fp8 else self.flop_per_s
-        # No ceiling, no share: a floor of one of the two alone would be too low.
+        # Without one of the needed ceilings there is no floor: the other ceiling alone would give too low a value.
         if (flop and not rate) or (moved and not self.bytes_per_s):
             return None, ""
         by_product, by_copy = flop / (rate or 1), moved / (self.bytes_per_s or 1)
         product = f"of the large {'FP8' if fp8 else 'bf16'} product"
-        # The slower of both: a kernel can overlap one with the other.
+        # The floor is the slower of the two, because a kernel can overlap computation with memory traffic.
         return (by_product, product) if by_product > by_copy else (by_copy, "of the large copy")
 
 
 def ceilings(context: Context) -> None:
-    """Measure the ceilings alone."""
+    """Measure only the ceilings."""
     Ceilings.of(context, page=True)
 
 
@@ -65,7 +65,7 @@ def _large_fp8_product(context: Context) -> tuple[Callable[[], Tensor], int, str
     """Return a matrix product in E4M3, the format of the forward pass, its FLOP, and the unit of its rate."""
     n = context.scale.square
     left, right = (_fp8_operand(context, n, n, E4M3) for _ in range(2))
-    one = torch.ones((), device=context.device)  # a scale's value does not change the time
+    one = torch.ones((), device=context.device)  # the value of the scale does not affect the time
     product = partial(torch._scaled_mm, left, right.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True)
     return product, 2 * n**3, "TFLOP/s"
 
@@ -78,7 +78,7 @@ def _large_copy(context: Context) -> tuple[Callable[[], Tensor], int, str]:
 
 
 def _fp8_operand(context: Context, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-    """Draw normal numbers in FP8, [rows, columns]."""
+    """Draw normally distributed numbers in FP8, [rows, columns]."""
     if reasons := capability_reasons(context.device):
         raise NotUsableError("; ".join(reasons))
     return torch.randn(rows, columns, device=context.device, dtype=torch.bfloat16).to(dtype)
@@ -88,7 +88,7 @@ def _best_row(
     context: Context, name: str, make: Callable[[Context], tuple[Callable[[], Tensor], int, str]], page: bool
 ) -> Figure:
     work, amount, unit = make(context)
-    # Warm, and the best time: a ceiling is what the device can reach.
+    # A ceiling is the highest rate, so the cache is warm and the best time counts.
     seconds = measured(work, context.device, 3 * context.scale.repeats, cold=False)
     best = min(seconds)
     return Figure(

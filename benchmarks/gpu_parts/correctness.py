@@ -1,4 +1,4 @@
-"""Check every implementation of every op: its errors against a float64 oracle.
+"""Check every implementation of every op against a float64 oracle.
 
 Shape legend in ``kernels/__init__.py``.
 """
@@ -26,12 +26,12 @@ from kernels import (
 
 
 def correctness(context: Context) -> None:
-    """Compare errors with the limit of the tests: twice the error of plain PyTorch in the same types."""
+    """Compare errors with the limit that the tests use: twice the error of plain PyTorch in the same types."""
     model = drawn_model(context.scale.model, context.device)
     for dtype in (torch.float32, torch.bfloat16):
         for case in cases(model, _awkward_lengths(context), 101, dtype, counting=True):
             for name in OPS[case.op].implementations:
-                # The definition is what the others are compared with.
+                # The other implementations are compared with the reference.
                 if name != "reference":
                     title = f"{case.op}, {name}, {str(dtype).removeprefix('torch.')}"
                     context.report.attempt(title, partial(_error_row, title, case, name, dtype))
@@ -44,7 +44,7 @@ def correctness(context: Context) -> None:
     for name in accumulate_weight_gradient.implementations:
         title = f"{accumulate_weight_gradient.name}, {name}"
         context.report.attempt(title, partial(_sum_error_row, context, title, name))
-    # Rows without a figure say that something is not usable here, which is no error.
+    # A row without a figure says that an implementation is not usable on this device, which is not an error.
     checked = [row for row in context.report.rows if row.figure is not None]
     worst = max((row.figure or 0 for row in checked), default=None)
     note = f"{len(checked)} checked, {len(context.report.failures)} wrong"
@@ -54,19 +54,19 @@ def correctness(context: Context) -> None:
 def _awkward_lengths(context: Context) -> list[int]:
     longest = context.scale.model.max_position_embeddings
     longer = [longest, longest - 1, 1, 2, 37, longest // 2, 17, 1, 63, 31]
-    # Among them the longest, single tokens, and empty sequences at the end.
+    # The lengths include the longest length, single tokens, and empty sequences at the end.
     return longer + [1 + 5 * i % 23 for i in range(8 if context.tiny else 200)] + [0, 0]
 
 
 def _error_row(title: str, case: Case, name: str, dtype: torch.dtype) -> Figure:
-    """Return the row of one implementation, without dropout if its generator is not the oracle's."""
-    # Masks of another generator cannot be compared element by element.
+    """Return the row of one implementation. Dropout is off if its random generator differs from the oracle's."""
+    # With dropout masks of another generator, elements cannot be compared.
     if name != "triton":
         arguments = tuple(None if isinstance(value, Dropout) else value for value in case.arguments)
         case = replace(case, arguments=arguments)
     definition = OPS[case.op].definition
     ours = partial(call, case.op, name)
-    # One gradient for all three sides.
+    # The oracle, plain PyTorch and our implementation get the same upstream gradient.
     upstream = case.upstream(ours)
     oracle = case.exact().forward_and_gradients(definition, upstream)
     plain = case.fresh().forward_and_gradients(definition, upstream)
@@ -74,23 +74,25 @@ def _error_row(title: str, case: Case, name: str, dtype: torch.dtype) -> Figure:
 
 
 def _fp8_error_row(title: str, case: Fp8Case, name: str) -> Figure:
-    """Return the row of one FP8 implementation; between two FP8 numbers it may round to the other neighbour."""
+    """Return the row of one FP8 implementation. It may round to either neighbouring FP8 number."""
     plain = case.results(OPS[case.op].definition)
     return judged(title, case.exact(), plain, case.results(partial(call, case.op, name)), torch.float32)
 
 
 def judged(title: str, oracle: list[Tensor], plain: list[Tensor], ours: list[Tensor], dtype: torch.dtype) -> Figure:
-    """Return the row with the worst ratio of our error to the allowed error, over the output and every gradient."""
+    """Return a row with the worst ratio of our error to the allowed error, over the output and every gradient."""
     ratios: list[float] = []
     for exact, expected, got in zip(oracle, plain, ours, strict=True):
-        if not exact.is_floating_point():  # the count of right answers may differ by a tie
+        if not exact.is_floating_point():  # a tie may change the count of correct predictions by one
             ratios.append(float((exact - got).abs() > 1))
             continue
         scale = exact.abs().max().clamp(min=1e-30)
-        # In fp64, or the difference itself would round.
+        # Subtract in fp64, because a difference in a narrower type would be rounded.
         errors = [((x.double() - exact).abs().max() / scale).item() for x in (expected, got)]
-        ratios.append(errors[1] / (2 * errors[0] + torch.finfo(dtype).eps))  # plain PyTorch may be exact
-    # NaN compares as false with everything; it is the worst of all here.
+        ratios.append(
+            errors[1] / (2 * errors[0] + torch.finfo(dtype).eps)
+        )  # eps, because plain PyTorch's error may be 0
+    # NaN compares as false with everything, so it is treated as the worst ratio.
     worst = max(range(len(ratios)), key=lambda index: ratios[index] if ratios[index] == ratios[index] else float("inf"))
     place = "output" if worst == 0 else f"result {worst} of {len(ratios) - 1}"
     verdict = "right" if ratios[worst] <= 1 else "WRONG"  # also for a NaN
@@ -98,7 +100,7 @@ def judged(title: str, oracle: list[Tensor], plain: list[Tensor], ours: list[Ten
 
 
 def _lamb_error_row(context: Context, name: str) -> Figure:
-    """Return the row of five steps with 400 segments of 2 to 60,000 elements; parameters and both moments are compared."""
+    """Return the row of five LAMB steps on 400 segments of 2 to 60,000 elements, comparing parameters and both moments."""
     generator = torch.Generator().manual_seed(0)
     sizes = torch.randint(2, 60 if context.tiny else 60_000, (400,), generator=generator).tolist()
     ours = _lamb_steps(context, partial(call, lamb_step.name, name), torch.float32, sizes, steps=5)
@@ -109,14 +111,14 @@ def _lamb_error_row(context: Context, name: str) -> Figure:
 
 
 def _sum_error_row(context: Context, title: str, name: str) -> Figure:
-    """Return the row of a weight gradient over two bf16 micro-batches, of which the first overwrites the buffer."""
+    """Return the row of a weight gradient over two bf16 micro-batches. The first micro-batch overwrites the buffer."""
     generator = torch.Generator(context.device).manual_seed(0)
     tokens, width = (40, 16) if context.tiny else (12_000, 1024)
     drawn = torch.randn(4, tokens, width, generator=generator, device=context.device)
 
     def of_two(function: Callable[..., Tensor], dtype: torch.dtype) -> list[Tensor]:
         first, x, second, y = drawn.bfloat16().to(dtype).unbind()
-        # NaN, which the first of the two is to write over and not to read.
+        # The buffer holds NaN, so that an error shows if the first micro-batch reads it instead of overwriting it.
         total = drawn.new_full((width, width), torch.nan, dtype=torch.promote_types(dtype, torch.float32))
         function(total, first, x, True)
         return [function(total, second, y)]
@@ -130,7 +132,7 @@ def _sum_error_row(context: Context, title: str, name: str) -> Figure:
 def _lamb_steps(
     context: Context, function: Callable[..., Tensor], dtype: torch.dtype, sizes: list[int], steps: int
 ) -> list[Tensor]:
-    """Return parameters and both moments after some steps; two of three segments have a trust ratio."""
+    """Return parameters and both moments after some steps. Two of every three segments use a trust ratio."""
     segments = LambSegments(tuple(sizes), tuple(index % 3 > 0 for index in range(len(sizes))))
     draws = torch.Generator(context.device).manual_seed(0)
     parameters = torch.randn(sum(sizes), generator=draws, device=context.device).to(dtype)

@@ -1,4 +1,4 @@
-"""Start a timed run as a user does, on random samples with Wikipedia's lengths: rate, drift, waiting, verdict on the log."""
+"""Start a timed run as a user does, on random samples with Wikipedia's lengths, and report its rate, drift and log check."""
 
 import importlib.util
 import statistics
@@ -16,20 +16,20 @@ if TYPE_CHECKING:
     from compliance.log.records import Metrics
 
 NEEDS = ("h5py", "mlperf_logging", "msgspec", "rich", "safetensors", "tokenizers", "tyro")
-"""Packages besides PyTorch and NumPy that training, data sets and the check of the log import."""
+"""Packages besides PyTorch and NumPy that training, data sets and the log check import."""
 
 _REPOSITORY = Path(__file__).resolve().parents[2]
 _SECONDS = 300
 _LIKELY_RATE = 600.0
-"""Sequences/s to assume if part ``step`` has left no rate."""
+"""Sequences/s to assume if the part ``step`` has not measured a rate."""
 
 
 def end_to_end(context: Context) -> None:
-    """Train the recipe of one GPU for about five minutes, up to its only evaluation, whose target every model reaches."""
-    # Looked for before data are made, and not found missing by the training program.
+    """Train the one-GPU recipe for about five minutes, until its only evaluation, whose target every model reaches."""
+    # Check for missing packages before making the data; otherwise the training program would fail after that work.
     if missing := [name for name in NEEDS if importlib.util.find_spec(name) is None]:
         raise NotUsableError(f"not installed, which training needs: {', '.join(missing)}")
-    # The evaluation set has the benchmark's size, as its time is part of the result.
+    # The evaluation set has the benchmark's size, because evaluation time is part of the result.
     training, evaluation = (480, 50) if context.tiny else (_samples(context), 10_000)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -40,15 +40,15 @@ def end_to_end(context: Context) -> None:
 
 
 def _samples(context: Context) -> int:
-    """Return the number of samples that last five minutes at the rate that part ``step`` has measured."""
+    """Return the number of samples for five minutes of training at the rate that the part ``step`` has measured."""
     rows = PartReport.load(context.report.path.with_name("step.json")).rows
-    # The rate of the same recipe, in the file that part `step` left beside this one's.
+    # Read the rate of the same recipe from the file of the part `step` in the same folder.
     rate = next((row.figure for row in rows if row.figure and row.unit == "sequences/s"), _LIKELY_RATE)
     return int(rate * _SECONDS)
 
 
 def rows_of(metrics: "Metrics") -> list[Figure]:
-    """Return the rows that a run's metrics give; the run may still go on."""
+    """Return rows from a run's metrics. The run may still be in progress."""
     steps, evaluations, end = metrics.steps, metrics.evaluations, metrics.end
     rows = []
     if steps:
@@ -76,7 +76,7 @@ def rows_of(metrics: "Metrics") -> list[Figure]:
 
 def _write_data(context: Context, folder: Path, counts: dict[str, int]) -> None:
     """Write a synthetic vocabulary, and data sets of these sizes with drawn lengths and random tokens."""
-    from benchmarks.inputs import made_up_vocabulary, write_made_up_set  # imports some of what has been looked for
+    from benchmarks.inputs import made_up_vocabulary, write_made_up_set  # imports packages in NEEDS
 
     model = context.scale.model
     size, longest = (1024, 128) if context.tiny else (model.vocab_size, model.max_position_embeddings)
@@ -94,11 +94,11 @@ def _train(context: Context, folder: Path, samples: int) -> None:
         "data.evaluation": folder / "evaluation",
         "data.vocab": folder / "vocab.txt",
         "data.initial-checkpoint": None,
-        # A target that any model reaches: the run ends at its first evaluation, in order.
+        # Any model reaches this target, so the run ends successfully at its first evaluation.
         "evaluation.target": 1e-12,
-        # Once, at the end.
+        # Evaluate once, at the end.
         "evaluation.interval-samples": samples,
-        # The open division: settings are not those of the closed one.
+        # The settings are not allowed in the closed division.
         "log.division": "open",
         "log.system": "benchmark",
         "log.results": folder / "results",
@@ -108,7 +108,7 @@ def _train(context: Context, folder: Path, samples: int) -> None:
 
     command = [sys.executable, "-m", "bert.train", recipe, *flags(settings)]
     complaints = folder / "stderr.txt"
-    # Into a file: a pipe that nobody reads would fill up and stop the run.
+    # Errors go to a file, because a pipe that nobody reads would fill up and block the run.
     with complaints.open("w", encoding="utf-8") as errors:
         process = subprocess.Popen(command, cwd=_REPOSITORY, stdout=subprocess.DEVNULL, stderr=errors)
         while (status := process.poll()) is None:
@@ -121,7 +121,7 @@ def _train(context: Context, folder: Path, samples: int) -> None:
 
 
 def _add_rows(context: Context, folder: Path, *, quiet: bool = False) -> None:
-    from compliance.log.records import read_metrics  # imports some of what has been looked for
+    from compliance.log.records import read_metrics  # imports packages in NEEDS
 
     for path in folder.glob("results/*/bert/metrics_*.jsonl"):
         context.report.add(*rows_of(read_metrics(path)), quiet=quiet)

@@ -1,6 +1,7 @@
-"""The FP8 ops: their errors against float64 without rounding, and their times against the floor.
+"""Measure the FP8 ops: errors relative to an unrounded float64 result, and times relative to the floor.
 
-Shape legend in ``kernels/__init__.py``. These ops have no gradients, and raise ``amax`` in place, as a call again may do.
+Shape legend in ``kernels/__init__.py``. These ops have no gradients. They raise ``amax`` in place, so repeated calls are
+harmless.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,31 +21,31 @@ from kernels.tuning.examples import Size, example_inputs
 
 @dataclass(frozen=True)
 class Fp8Case:
-    """Arguments of one call, its result without rounding, and its least work."""
+    """Arguments of one call, its exact result, and its least work."""
 
     op: str
     arguments: tuple[object, ...]
     exact: Callable[[], list[Tensor]]
-    """Computes the result in float64, scaled if the result is in FP8, without transposed copies."""
+    """Function that computes the result in float64, scaled if the result is in FP8, without transposed copies."""
     flop: float = 0.0
     moved: float = 0.0
     variant: str = ""
-    """Tells cases of the same op apart."""
+    """Label that distinguishes cases of the same op."""
 
     @property
     def title(self) -> str:
-        """Name of the op and of the variant."""
+        """Name of the op and the variant."""
         return f"{self.op}{self.variant}"
 
     def results(self, function: Callable[..., object]) -> list[Tensor]:
         """Return the results of a function without transposed copies. Raises ``ValueError`` if a copy differs."""
-        # In-place ops return nothing: their results are the last two arguments.
+        # In-place ops return None and write their results to the last two arguments.
         returned = function(*self.arguments)
         written = self.arguments[-2:] if returned is None else (returned,)
         outputs = [cast("Tensor", each) for each in (returned if isinstance(returned, tuple) else written)]
         if len(outputs) > 1:
             rows = outputs[0]
-            # Columns beyond the rows are padding, which products add as zeros.
+            # Further columns are padding, which adds zeros to the products.
             transposed = outputs.pop(1)[:, : len(rows)]
             if not torch.equal(transposed.t().float(), rows.float()):
                 raise ValueError("the transposed copy is another tensor")
@@ -52,17 +53,17 @@ class Fp8Case:
 
 
 def fp8_cases(model: BertForPreTraining, tokens: int) -> list[Fp8Case]:
-    """Return cases for the FP8 ops as an encoder layer calls them: bf16 beside fp32 parameters, small gradients."""
+    """Return cases for the FP8 ops as an encoder layer calls them: bf16 activations, fp32 parameters, small gradients."""
     config, layer = model.config, model.layers[0]
     assert isinstance(layer, EncoderLayer)
     device, hidden, wide = model.decoder_bias.device, config.hidden_size, config.intermediate_size
-    weight, bias = layer.intermediate.weight.detach(), layer.intermediate.bias  # as ``bert.products.fp8`` hands them on
+    weight, bias = layer.intermediate.weight.detach(), layer.intermediate.bias  # as ``bert.products.fp8`` passes them
     size = Size((tokens,), hidden=hidden, intermediate=wide)
 
     def case(
         op: str, exact: Callable[..., list[Tensor]], placed: Mapping[int, object], variant: str = "", **work: float
     ) -> Fp8Case:
-        """Return a case whose arguments at the given places are fixed values such as scales."""
+        """Return a case with fixed values, such as scales, for the arguments at the given positions."""
         drawn, _ = example_inputs(op, device, torch.bfloat16, size)
         arguments = tuple(placed.get(place, value) for place, value in enumerate(drawn))
         return Fp8Case(op, arguments, partial(exact, *arguments), variant=variant, **work)
@@ -71,11 +72,11 @@ def fp8_cases(model: BertForPreTraining, tokens: int) -> list[Fp8Case]:
         return torch.full((), value, device=device)
 
     def gradient(*shape: int) -> Tensor:
-        # As small as gradients of a loss that is divided by the global batch.
+        # The size of gradients of a loss that is divided by the global batch size.
         return (1e-6 * torch.randn(shape, generator=generator, device=device)).bfloat16()
 
     def in_fp8(rows: int, dtype: torch.dtype) -> Tensor:
-        # Padded rows: a weight's gradient contracts over the tokens.
+        # Rows are padded, because the gradient of a weight contracts over the tokens.
         return torch.randn(rows, padded(tokens), generator=generator, device=device).to(dtype)
 
     generator = torch.Generator(device).manual_seed(0)
@@ -86,7 +87,7 @@ def fp8_cases(model: BertForPreTraining, tokens: int) -> list[Fp8Case]:
     cells, wide_cells, flop = tokens * hidden, tokens * wide, 2.0 * tokens * hidden * wide
     backward = {0: gradient(tokens, wide), 2: bias, 3: upward}
     return [
-        # Moved: bytes in 16 or 32 bits read, and one byte for each copy in FP8 written.
+        # Bytes moved: 2 or 4 read for each element, and 1 written for each FP8 copy.
         case("cast_fp8", _cast, {1: scalar(64.0)}, moved=3 * cells),
         case("cast_transpose_fp8", _cast, {1: scalar(64.0)}, moved=4 * cells),
         case("cast_transpose_into_fp8", _cast, {0: weight, 1: scalar(256.0)}, moved=6 * wide * hidden),

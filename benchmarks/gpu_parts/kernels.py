@@ -1,4 +1,4 @@
-"""Time every implementation of every op, against its floor and against other libraries.
+"""Time every implementation of every op, and compare it with its floor and with other libraries.
 
 Shape legend in ``kernels/__init__.py``.
 """
@@ -25,29 +25,29 @@ from kernels import OPS, Dropout, lamb_step
 from kernels.reference.ops import summed_embeddings
 
 _LAMB_BYTES = 36
-"""A parameter and step: the gradient's norm (4 read), moments and direction (16 read, 8 written, and the gradient's
-zeros, 4), the step (4 written). What is read twice is in the L2 cache the second time, but for the word embedding's."""
+"""Bytes that a step moves for each parameter: gradient norm (4 read), moments and direction (16 read, 8 written, and 4 to
+zero the gradient), parameter update (4 written). A second read hits the L2 cache, except for the word embedding."""
 
 
 def kernels(context: Context) -> None:
-    """Time ops forward alone and both ways on one micro-batch of training; peers that must be compiled first come last."""
+    """Time ops on one training micro-batch, without and then with the backward pass. Peers that need compiling come last."""
     ceilings, report = Ceilings.of(context), context.report
-    # The same samples in every part, by their seed.
+    # The fixed seed gives the same samples in every part.
     samples = samples_of(context.scale, context.scale.sequences)
     lengths, masked = samples.lengths.tolist(), len(samples.masked_lm_ids)
     model = drawn_model(context.scale.model, context.device)
     made = cases(model, lengths, masked, context.low_precision)
     for case in made:
         names = list(OPS[case.op].implementations)
-        # At the tiny scale the definition is quick, and shows that the code runs.
+        # At the tiny scale the reference is fast enough, and the run shows that it works.
         if case.op.startswith("varlen") and not context.tiny:
-            names.remove("reference")  # a sequence at a time: seconds that tell nothing
+            names.remove("reference")  # processes one sequence at a time, which takes seconds and shows nothing
         _time(context, case, {name: partial(call, case.op, name) for name in names}, ceilings)
     for case in fp8_cases(model, sum(lengths)):
         for name in OPS[case.op].implementations:
             title = f"{case.title}, {name}"
             report.attempt(title, partial(_fp8_time_row, context, title, case, name, ceilings))
-        # After each op, so that a part that is cut off has compared what it has timed.
+        # Compared after each op, so that a part that is cut off still has the comparisons of its timed ops.
         _compare(context, case.op, case.title)
     for name in lamb_step.implementations:
         report.attempt(f"lamb_step, {name}", partial(_lamb_time_row, context, name, ceilings))
@@ -71,20 +71,20 @@ def _time(context: Context, case: Case, sides: dict[str, Callable[..., object]],
 
 
 def _compare(context: Context, op: str, what: str) -> None:
-    """Add a row that compares the first usable implementation with the fastest of the others timed so far."""
+    """Add a row that compares the first usable implementation with the fastest alternative timed so far."""
     rows = [row for row in context.report.rows if row.name.startswith(f"{what}, ") and row.milliseconds]
     order = [f"{what}, {implementation.name}" for implementation in OPS[op].order(context.device.type)]
-    # The first in the order that ran. Training measures as well, and may take another one that is faster.
+    # The first usable implementation in the registry's order. Training measures them and may choose a faster one.
     ours = min((row for row in rows if row.name in order), key=lambda row: order.index(row.name), default=None)
     if ours is None:
         return
-    # Others of ours count as well: the fastest may be a library that stands behind in the order.
+    # The alternatives include our other implementations, some of which call a library.
     fastest = min((row for row in rows if row is not ours), key=lambda row: row.milliseconds or 0, default=None)
     assert ours.milliseconds
     ratio = fastest.milliseconds / ours.milliseconds if fastest and fastest.milliseconds else None
     taken, other = (row.name.removeprefix(f"{what}, ") if row else "none" for row in (ours, fastest))
     note = f"{taken}; fastest other: {other}; {ours.note}"
-    on_page = not what.endswith(_DIRECTIONS[0])  # both ways stands for both
+    on_page = not what.endswith(_DIRECTIONS[0])  # the row that includes the backward pass represents the op
     context.report.add(replace(ours, name=what, peer=ratio, note=note, page=on_page, seconds=[]), quiet=True)
 
 
@@ -106,12 +106,12 @@ def _time_row(
     def forward() -> None:
         case.outputs(side)
 
-    # Cold: in a step the cache holds what other kernels have touched.
+    # The cache is cold, because in a training step other kernels have replaced its content.
     work, repeats = both if both_ways else forward, 3 * context.scale.repeats
     seconds = measured(work, context.device, repeats, cold=True, capturable=capturable)
     flop, moved = case.work.flop[both_ways], case.work.moved[both_ways]
     floor, ceiling = ceilings.floor(flop, moved)
-    # In the unit of the limit that the row is held against.
+    # Use the unit of the ceiling that limits this row.
     amount, unit = (moved, "TB/s") if not flop or "copy" in ceiling else (flop, "TFLOP/s")
     note = ceiling if capturable or not context.on_gpu else f"{ceiling}; not captured: it times the host as well"
     return timed_row(title, seconds, amount / 1e12, unit, floor, note)
@@ -127,14 +127,14 @@ def _fp8_time_row(context: Context, title: str, case: Fp8Case, name: str, ceilin
 
 def _lamb_time_row(context: Context, name: str, ceilings: Ceilings) -> Figure:
     """Return the row of the optimizer's step on the flat buffers of the whole model."""
-    # Flat buffers on the device from the start, as training has them.
+    # Make the flat buffers directly on the device, as in training.
     with context.device:
         flat = FlatParameters.of(BertForPreTraining(context.scale.model))
     optimizer = Lamb(flat, RECIPES["h100_1x1"]().optimizer)
     drawn_P = torch.randn_like(flat.gradients_P)
 
     def step() -> None:
-        # By name: an explicit choice works or raises, and never falls back unseen.
+        # An implementation that is chosen by name either works or raises; it never falls back silently.
         with lamb_step.using(name):
             optimizer.step()
 
@@ -142,7 +142,7 @@ def _lamb_time_row(context: Context, name: str, ceilings: Ceilings) -> Figure:
         flat.gradients_P.copy_(drawn_P)  # a step leaves zeros
 
     flat.weights_P.copy_(drawn_P)
-    # The registry raises ValueError for what an implementation cannot take.
+    # The registry raises ValueError if an implementation does not support the arguments.
     try:
         seconds = measured(step, context.device, context.scale.repeats, cold=True, before=draw)
     except ValueError as error:
@@ -154,15 +154,15 @@ def _lamb_time_row(context: Context, name: str, ceilings: Ceilings) -> Figure:
 
 
 def _peers(case: Case, lengths: list[int]) -> dict[str, Callable[..., object]]:
-    """Return other ways to compute an op. They may do less (no dropout), never more."""
+    """Return other ways to compute an op. They may do less work (no dropout), but never more."""
     if case.op == "varlen_self_attention":
         return {
             "PyTorch varlen_attn without dropout": _torch_varlen,
-            # SDPA knows no lengths: padding and masking are a part of its cost.
+            # SDPA does not accept lengths, so padding and masking are part of its cost.
             "PyTorch SDPA, padded, mask": _padded_sdpa(lengths, case.leaves[0].device),
         }
     if case.op == "varlen_attention":
-        return {}  # those of varlen_self_attention, which all layers but the last call
+        return {}  # varlen_self_attention, which all layers except the last call, has the peers
     plain: dict[str, Callable[..., object]] = {
         "dropout_add_layer_norm": _plain_add_norm,
         "embedding_layer_norm": _plain_embeddings,
@@ -172,7 +172,7 @@ def _peers(case: Case, lengths: list[int]) -> dict[str, Callable[..., object]]:
     }
     on_gpu = case.leaves[0].is_cuda
     return {
-        # Shapes are fixed in this part, so nothing has to be compiled for any size.
+        # Shapes are fixed in this part, so dynamic shapes are not needed.
         "torch.compile": torch.compile(plain[case.op], dynamic=False, backend="inductor" if on_gpu else "aot_eager")
     }
 
@@ -186,11 +186,11 @@ def _torch_varlen(qkv_T3HE: Tensor, bounds: Tensor, max_seqlen: int, _dropout: o
 
 
 def _padded_sdpa(lengths: list[int], device: torch.device) -> Callable[..., Tensor]:
-    """Return attention that fills sequences up to the longest, and cuts the padding out of its output."""
+    """Return attention that pads sequences to the longest length and removes the padding from its output."""
     longest = max(lengths)
     counts = torch.tensor(lengths)
     real_SL = torch.arange(longest) < counts[:, None]
-    # Indices and mask are made here, because a CUDA graph captures no copy from the host.
+    # Make indices and mask here, because a CUDA graph cannot capture their copy from the host.
     slots_T = real_SL.flatten().nonzero()[:, 0].to(device)
     mask_S11L = real_SL[:, None, None, :].to(device)
 

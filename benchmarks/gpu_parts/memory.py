@@ -1,4 +1,4 @@
-"""Measure the memory of captured training by sequences of a micro-batch, and the most sequences that fit."""
+"""Measure the memory of captured training for several micro-batch sizes, and find the largest size that fits."""
 
 from functools import partial
 
@@ -15,11 +15,11 @@ from dataloading.batches.shape_buckets import ShapeBucket, choose_shape_buckets,
 
 _FITS, _DOES_NOT_FIT = "fits", "does not fit"
 _SHAPE_BUCKETS = 4
-"""Fewer than in training, where 16 share the memory of the largest: capturing takes time."""
+"""Number of shape buckets. Training uses 16, but they share the memory of the largest, and capturing takes time."""
 
 
 def memory(context: Context) -> None:
-    """Double the micro-batch until it does not fit, then bisect."""
+    """Double the micro-batch size until it does not fit, then bisect."""
     for precision in ("bf16", "fp8"):
         _search(context, precision)
 
@@ -27,14 +27,14 @@ def memory(context: Context) -> None:
 def _search(context: Context, precision: Precision) -> None:
     report = context.report
 
-    # From a quarter of the usual size upwards.
+    # Start with a quarter of the usual size.
     most, failing, size = 0, None, max(1, context.scale.sequences // 4)
     limit = context.scale.sequences * (1 if context.tiny else 16)
-    # To within 8 sequences, or a sixteenth.
+    # Stop when the bounds differ by at most 8 sequences or 1/16.
     while size <= limit and (failing is None or failing - most > max(8, most // 16)):
         name = f"{precision}, {size} sequences"
         row = report.attempt(name, partial(_peak, context, name, precision, size))
-        if row is None or row.failed:  # for another reason than memory
+        if row is None or row.failed:  # for a reason other than memory
             return
         most, failing = (size, failing) if row.note.startswith(_FITS) else (most, size)
         size = 2 * size if failing is None else (most + failing) // 2
@@ -45,19 +45,19 @@ def _search(context: Context, precision: Precision) -> None:
 def _peak(context: Context, name: str, precision: Precision, sequences: int) -> Figure:
     """Return the row of peak memory for one size: start-up, capture and a replay."""
     if context.on_gpu:
-        # Earlier peaks would hide this one.
+        # An earlier, higher peak would hide the peak of this size.
         torch.cuda.reset_peak_memory_stats()
     try:
         _train(context, precision, sequences)
     except RuntimeError as error:
-        # Only lack of memory is an answer; any other error is a fault.
+        # Running out of memory is a result. Any other error is a failure.
         if _is_lack_of_memory(error):
             return Figure(name, note=_DOES_NOT_FIT)
         raise
     if not context.on_gpu:
         return Figure(name, note=f"{_FITS}; a CPU keeps no count")
     free, total = torch.cuda.mem_get_info()
-    # Reserved counts: what the allocator holds is not free for others.
+    # Reserved memory is the relevant figure, because other programs cannot use what the allocator holds.
     reserved, allocated = (
         2**-30 * read() for read in (torch.cuda.max_memory_reserved, torch.cuda.max_memory_allocated)
     )
@@ -66,12 +66,12 @@ def _peak(context: Context, name: str, precision: Precision, sequences: int) -> 
 
 
 def _train(context: Context, precision: Precision, sequences: int) -> None:
-    """Start up as a run does, and take a step."""
+    """Start up as a training run does, and take one step."""
     shape_buckets = _shape_buckets(context, sequences)
     samples = samples_of(context.scale, sequences)
     batch = batch_of(samples, shape_bucket=shape_bucket_of(samples, shape_buckets)).to(context.device)
     trained = training_step(context, recipe("h100_1x1", precision=precision))
-    # As training starts up: graphs for all shape buckets, which share one pool.
+    # Capture graphs for all shape buckets, which share one memory pool, as in training.
     trained.warm_up([batch], 1, shape_buckets)
     take_step(trained, [batch])
     if context.on_gpu:
@@ -84,13 +84,13 @@ def _shape_buckets(context: Context, sequences: int) -> list[ShapeBucket]:
     count = RECIPES["h100_1x1"]().training.gradient_accumulation_steps
     lengths = clipped_lengths(20_000, longest, seed=0)
     masked = np.maximum(1, np.rint(0.15 * lengths).astype(np.int64))
-    # Sizes of real draws: buckets follow from their scatter.
+    # Shape buckets are chosen from randomly drawn sizes, because they depend on the spread of the sizes.
     tokens, masked_tokens = draw_sizes(lengths, masked, count * sequences, count)
     return choose_shape_buckets(tokens, masked_tokens, sequences, longest, _SHAPE_BUCKETS)
 
 
 def _is_lack_of_memory(error: BaseException | None) -> bool:
-    """Tell whether memory ran out, also in a capture that fails at its end for another reason."""
+    """Tell whether an error was caused by lack of memory. A capture that runs out of memory can end with another error."""
     while error is not None and not isinstance(error, torch.OutOfMemoryError):
         error = error.__cause__ or error.__context__
     return error is not None

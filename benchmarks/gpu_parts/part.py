@@ -1,9 +1,9 @@
-"""Run a part of ``benchmarks/gpu.py`` in a process of its own.
+"""Run a part of ``benchmarks/gpu.py`` in a separate process.
 
     python benchmarks/gpu_parts/part.py MODULE:FUNCTION FILE SECONDS [--device cpu] [--tiny]
 
-``FUNCTION`` gets a ``Context`` and adds rows to its report. Started again with the same file, it goes on after the rows that
-are there. Exits with 0 when all rows are right, 1 when some failed, ``LOST`` when the device answers this process no more.
+``FUNCTION`` gets a ``Context`` and adds rows to its report. If it is started again with the same file, it continues after
+the existing rows. Exit status: 0 if all rows are correct, 1 if some failed, ``LOST`` if the device no longer responds.
 """
 
 import argparse
@@ -21,13 +21,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 LOST = 3
 _GRACE = 30
-"""Seconds after its time when a part ends itself, should nobody be there any more to end it."""
+"""Seconds after its time limit when a part ends itself, if the process that should end it no longer exists."""
 
 _PACKAGES = ("torch", "triton", "transformers", "flash-attn", "numpy")
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measure for a limited time; returns the exit status."""
+    """Measure for a limited time, and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("function", metavar="MODULE:FUNCTION")
     parser.add_argument("file", metavar="FILE", type=Path)
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true")
     chosen = parser.parse_args(arguments)
-    # An alarm ends the process even where Python never gets to run, as inside a hanging kernel launch.
+    # An alarm ends the process even if Python code cannot run, for example inside a hanging kernel launch.
     signal.alarm(int(chosen.seconds) + _GRACE)
     try:
         return run(chosen.function, chosen.file, chosen.device, tiny=chosen.tiny)
@@ -44,8 +44,8 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def run(function: str, file: Path, device_type: str, *, tiny: bool) -> int:
-    """Measure, and write every row at once; returns the exit status."""
-    import torch  # takes seconds, which count
+    """Measure, write each row as soon as it exists, and return the exit status."""
+    import torch  # takes seconds, which count towards the part's time
 
     from benchmarks.conditions import conditions
     from benchmarks.gpu_parts.measuring.report import DeviceLostError, PartReport, first_line
@@ -53,7 +53,7 @@ def run(function: str, file: Path, device_type: str, *, tiny: bool) -> int:
     from benchmarks.gpu_parts.measuring.timing import device_name, settle
     from kernels.precision import set_product_precision
 
-    # Before any product is made or chosen.
+    # The precision must be set before any matrix product runs and before an implementation is chosen.
     set_product_precision()
 
     # Device 0: the first that CUDA shows, which the caller may have chosen.
@@ -63,19 +63,19 @@ def run(function: str, file: Path, device_type: str, *, tiny: bool) -> int:
     report.settle = partial(settle, device)
     about = {"part": file.stem, "device": device_name(device), "cuda": torch.version.cuda}
     report.about = about | conditions(tuple(name for name in _PACKAGES if _is_installed(name)))
-    # At once, so that the file says what is being measured from the first moment on.
+    # Written at the start, so that the file exists even if the process dies before the first row.
     report.write()
     module, _, name = function.partition(":")
     try:
         measure = getattr(importlib.import_module(module), name)
-        gc.freeze()  # nothing that is imported ends, so collecting after each row need not look at it
+        gc.freeze()  # imported objects are never freed, so the collection after each row can skip them
         measure(Context(device, TINY if tiny else FULL, report))
         report.end(None)
     except DeviceLostError:
         traceback.print_exc()
-        # Not ended: another process goes on behind this row.
+        # The report stays open, because another process continues after this row.
         return LOST
-    except Exception as error:  # the file says why it is not complete
+    except Exception as error:  # the file records why it is incomplete
         traceback.print_exc()
         report.end(first_line(error))
     finally:

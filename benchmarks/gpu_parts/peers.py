@@ -1,4 +1,4 @@
-"""Measure what others make of the same samples, on the same device, in the same run.
+"""Measure the training rate of other implementations on the same samples and device, in the same run.
 
 Shape legend in ``kernels/__init__.py``.
 """
@@ -27,7 +27,7 @@ OURS = "this repository, unpadded"
 
 
 def peers(context: Context) -> None:
-    """Measure a training step of each; every peer takes fp32 weights under bf16 autocast and PyTorch's fused AdamW."""
+    """Measure a training step of each peer. All use fp32 weights under bf16 autocast and PyTorch's fused AdamW."""
     sides: dict[str, Callable[[Context, int], Callable[[], None]]] = {
         "plain PyTorch varlen, unpadded": _plain_varlen,
         "Hugging Face, padded, SDPA": _hugging_face,
@@ -42,7 +42,7 @@ def peers(context: Context) -> None:
 
 
 def _against_fastest(context: Context, names: list[str]) -> Figure:
-    # Those that were measured; one that is not installed is none.
+    # Only peers that were measured. A peer that is not installed has no figure.
     rates = {name: row.figure for name in names if (row := context.report.row(name)) and row.figure}
     ours = context.report.row(OURS)
     if not (ours and ours.figure and rates):
@@ -53,8 +53,8 @@ def _against_fastest(context: Context, names: list[str]) -> Figure:
 
 
 def _peer_row(context: Context, name: str, side: Callable[[Context, int], Callable[[], None]]) -> Figure:
-    """The peer's rate at as many of our sequences as it has memory for: all of them, half, or a quarter."""
-    # A peer that pads may not have room for as many sequences.
+    """Return the peer's rate with the largest batch that fits into memory: all of our sequences, half, or a quarter."""
+    # A peer that pads needs more memory for each sequence.
     for parts in (1, 2, 4):
         sequences = context.scale.sequences // parts
         if seconds := _seconds_if_it_fits(context, side, sequences):
@@ -63,7 +63,7 @@ def _peer_row(context: Context, name: str, side: Callable[[Context, int], Callab
             if ours and ours.figure and row.figure:
                 row = replace(row, note=f"ours is {ours.figure / row.figure:.2f}x as fast; {row.note}")
             return row
-        # Memory that a failed try has cached is given back before a smaller one.
+        # Release the memory that a failed attempt has cached before the next attempt.
         release(context.device)
     return Figure(name, note="does not fit the device's memory", page=True)
 
@@ -78,7 +78,7 @@ def _seconds_if_it_fits(
 
 
 def _hugging_face(context: Context, sequences: int, *, compiled: bool = False) -> Callable[[], None]:
-    with context.device:  # where weights are drawn many times as fast
+    with context.device:  # drawing the weights on the device is many times as fast
         model = new_model(context.scale.model).train()
     samples = samples_of(context.scale, sequences)
     inputs = {
@@ -87,13 +87,13 @@ def _hugging_face(context: Context, sequences: int, *, compiled: bool = False) -
     }
     called = model
     if compiled:
-        # Static shapes, as padded batches have one alone.
+        # Shapes are static, because all padded batches have the same shape.
         called = torch.compile(model, dynamic=False, backend="inductor" if context.on_gpu else "aot_eager")
     return _step(context, model, lambda: called(**inputs).loss)
 
 
 def _plain_varlen(context: Context, sequences: int) -> Callable[[], None]:
-    """The same model in PyTorch's own ops; its varlen attention knows no dropout, which makes it the faster here."""
+    """Prepare a step of our model in plain PyTorch ops. PyTorch's varlen attention has no dropout, which makes it faster."""
     model = context.model()
     (batch,) = micro_batches(context, sequences, 1)
     return _step(context, model, lambda: plain_loss(model, batch))
@@ -113,7 +113,7 @@ def _step(context: Context, model: torch.nn.Module, loss: Callable[[], Tensor]) 
 
 
 def plain_loss(model: BertForPreTraining, batch: Batch) -> Tensor:
-    """The model's loss in plain PyTorch, every layer for every token; [] mean over the batch."""
+    """Compute the model's loss [] in plain PyTorch, with every layer on every token, as the mean over the batch."""
     p = model.config.hidden_dropout if model.training else 0.0
     tables = model.embeddings
     ids = batch.input_ids, batch.position_ids, batch.segment_ids
@@ -142,12 +142,12 @@ def _plain_layer(hidden_TD: Tensor, layer: EncoderLayer, model: BertForPreTraini
 
 def _plain_attention(query: Tensor, key: Tensor, value: Tensor, batch: Batch) -> Tensor:
     if query.is_cuda:
-        from torch.nn.attention.varlen import varlen_attn  # of the GPU builds
+        from torch.nn.attention.varlen import varlen_attn  # only in GPU builds
 
         bounds, longest = batch.cu_seqlens, batch.max_seqlen
         query, key, value = (x.contiguous() for x in (query, key, value))
         return cast("Tensor", varlen_attn(query, key, value, bounds, bounds, longest, longest))
-    # Without CUDA there is no varlen kernel: a sequence at a time.
+    # Without CUDA there is no varlen kernel, so sequences are processed one at a time.
     sizes = batch.cu_seqlens.diff().tolist()
     sequences = zip(*(x.transpose(0, 1).split(sizes, dim=1) for x in (query, key, value)), strict=True)
     return torch.cat([F.scaled_dot_product_attention(*one) for one in sequences], dim=1).transpose(0, 1)

@@ -1,4 +1,4 @@
-"""Measure the training step of BERT-Large: its rate, where its time goes, and its losses in FP8."""
+"""Measure BERT-Large's training step: its rate, how its time divides into phases and kernels, and its losses in FP8."""
 
 import math
 import statistics
@@ -26,12 +26,12 @@ from kernels.tuning import autotune
 
 
 def step(context: Context) -> None:
-    """Measure one GPU's captured step of the recipe of one GPU and of two recipes of eight, and 96 sequences at once."""
+    """Measure a captured step on one GPU: of the one-GPU recipe, of two eight-GPU recipes, and of 96 sequences at once."""
     ceilings, report = Ceilings.of(context), context.report
     for index, (config, micro) in enumerate(_sizes(context)):
         count = config.training.gradient_accumulation_steps
         name = f"{micro * count} sequences as {count} x {micro}, {config.recipe}, {config.training.precision}"
-        # Only the first step has phases: should the stopwatch fail, the other rates are there.
+        # Phases are measured only for the first step, so that a failing stopwatch does not affect the other rates.
         report.attempt(name, partial(rate, context, name, config, micro, ceilings, phases=index == 0))
     for precision in ("bf16", "fp8"):
         name = f"split, {precision}"
@@ -39,7 +39,7 @@ def step(context: Context) -> None:
 
 
 def _sizes(context: Context) -> list[tuple[Config, int]]:
-    """Return recipes and the sequences of a micro-batch of each, as one of the recipe's GPUs takes them."""
+    """Return recipes, each with the number of sequences in a micro-batch on one of its GPUs."""
     found = []
     for config, gpus in (
         (recipe("h100_1x1"), 1),
@@ -57,18 +57,18 @@ def _sizes(context: Context) -> list[tuple[Config, int]]:
 def _look_into(context: Context, name: str, precision: Precision) -> None:
     """Check whether the host waits in a captured step of one micro-batch, and split the step's time."""
     sequences = context.scale.sequences
-    # Padded to a shape bucket, as captured steps are.
+    # Captured steps are padded to a shape bucket.
     batches = micro_batches(context, sequences, 1, padded=True)
     trained = training_step(context, recipe("h100_1x1", gradient_accumulation_steps=1, precision=precision))
     prepare(context, trained, batches)
     run = partial(take_step, trained, batches)
-    # First, because profilers need rights that a container may not have.
+    # Checked first, because profilers need permissions that a container may not have.
     context.report.add(synchronisations(context, f"host synchronisations in a step, {precision}", run))
     split(context, name, run, sequences)
 
 
 def fp8(context: Context) -> None:
-    """Measure the step in FP8, and the losses of many steps in each precision: same weights and samples, no dropout."""
+    """Measure the step in FP8, and the losses of many steps in each precision with equal weights and samples, no dropout."""
     report, sequences = context.report, context.scale.sequences
     config = recipe("h100_1x1", gradient_accumulation_steps=1, precision="fp8")
     report.attempt("step in FP8", partial(rate, context, "step in FP8", config, sequences, Ceilings.of(context)))
@@ -104,7 +104,7 @@ def _parity_row(context: Context, name: str, low: Precision, high: Precision) ->
 
 
 def recipe(name: str, **training: Any) -> Config:
-    """Return a recipe with some settings of its section ``training`` changed."""
+    """Return a recipe with changed settings in its section ``training``."""
     config = RECIPES[name]()
     return replace(config, training=replace(config.training, **training))
 
@@ -112,7 +112,7 @@ def recipe(name: str, **training: Any) -> Config:
 def training_step(
     context: Context, config: Config, *, dropout: bool = True, stopwatch: Stopwatch | None = None
 ) -> TrainingStep:
-    """Return the step of a recipe on the context's model; its bf16 is the context's low precision."""
+    """Return a recipe's training step on the context's model. Precision bf16 becomes the context's low precision."""
     precision = config.training.precision
     if precision == "fp8" and (reasons := capability_reasons(context.device)):
         raise NotUsableError("; ".join(reasons))
@@ -124,14 +124,14 @@ def training_step(
 
 
 def prepare(context: Context, trained: TrainingStep, batches: list[Batch]) -> None:
-    """Warm a step up for these batches and, on a GPU, capture it, as training does before its clock starts."""
+    """Warm up a step for these batches and, on a GPU, capture it, as training does before its clock starts."""
     shape_buckets = sorted({batch.shape_bucket for batch in batches}, key=lambda size: size.tokens)
     choose = partial(_choose_implementations, context.device) if context.on_gpu else None
     trained.warm_up(batches, 1, shape_buckets, choose)
 
 
 def _choose_implementations(device: torch.device, run: Callable[[], None]) -> None:
-    """Choose as training does: what is fastest, as a replay, for the calls of a step."""
+    """Choose the implementations that replay fastest for the calls of a step, as training does."""
     with autotune.observed() as requests:
         run()
     choices = autotune.tune(requests, partial(replay_of, device))
@@ -140,7 +140,7 @@ def _choose_implementations(device: torch.device, run: Callable[[], None]) -> No
 
 
 def take_step(trained: TrainingStep, batches: list[Batch]) -> None:
-    """Take a step, and raise ``RuntimeError`` if a micro-batch ran without its CUDA graph: its time is not training's."""
+    """Run a step. Raise ``RuntimeError`` if a micro-batch ran without its CUDA graph, which would distort the time."""
     trained(batches)
     if trained.uncaptured_batches:
         raise RuntimeError(f"{trained.uncaptured_batches} micro-batches ran without their CUDA graph")
@@ -149,12 +149,12 @@ def take_step(trained: TrainingStep, batches: list[Batch]) -> None:
 def rate(
     context: Context, name: str, config: Config, micro: int, ceilings: Ceilings, *, phases: bool = False
 ) -> Figure:
-    """Return the row of a captured step's rate; with ``phases``, training's stopwatch adds a row for each phase."""
-    # The stopwatch of a GPU records events, the host's reads the clock.
+    """Return the row with a captured step's rate. With ``phases``, also add a row for each phase of the step."""
+    # On a GPU the stopwatch records events; on a CPU it reads the clock.
     stopwatch = DeviceStopwatch() if phases and context.on_gpu else Stopwatch()
     trained = training_step(context, config, stopwatch=stopwatch)
     count = config.training.gradient_accumulation_steps
-    # Model work counts real tokens alone: padding to a bucket is no work.
+    # Model FLOP counts only real tokens, without the padding to a shape bucket.
     real = micro_batches(context, micro, count)
     flop = sum(training_flop(context.scale.model, batch) for batch in real)
     batches = micro_batches(context, micro, count, padded=True)
@@ -174,9 +174,9 @@ def rate(
 def _add_phases(
     context: Context, trained: TrainingStep, batches: list[Batch], stopwatch: Stopwatch, step_seconds: float
 ) -> None:
-    """Add a row for each phase of a step by training's stopwatch; the phases should add up to the step."""
+    """Add a row for each phase that training's stopwatch measures. The phases should add up to the time of the step."""
     repeats = max(1, context.scale.repeats // 3)
-    # What warming up took is no phase of a step.
+    # Discard the times of the warm-up.
     stopwatch.reset()
     for _ in range(repeats):
         take_step(trained, batches)
@@ -190,14 +190,14 @@ def _add_phases(
 
 
 def _losses(context: Context, precision: Precision) -> list[float]:
-    """Return the masked-LM loss of every step, without dropout."""
+    """Train without dropout and return the masked-LM loss of every step."""
     config = recipe("h100_1x1", gradient_accumulation_steps=1, precision=precision)
     trained = training_step(context, config, dropout=False)
     sequences = context.scale.parity_sequences
     prepare(context, trained, micro_batches(context, sequences, 1, padded=True))
     losses = []
     for index in range(context.scale.parity_steps):
-        # Other samples at each step, the same on all sides by their seed.
+        # The seed gives new samples at each step, which are equal in all precisions.
         take_step(trained, micro_batches(context, sequences, 1, seed=index, padded=True))
         losses.append(trained.statistics.fetch()[0]["masked_lm_loss"])
     return losses

@@ -1,1 +1,1 @@
-"""Training beside peers and beside itself, on a CPU."""
+"""CPU benchmarks of training, compared with Hugging Face and between reduction strategies."""

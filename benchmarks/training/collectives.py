@@ -1,9 +1,10 @@
-"""Compare ways to sum a gradient between hosts: bytes on the wire, times, and the choice at start-up.
+"""Compare ways to sum gradients across hosts: bytes sent, times, and the choice made at start-up.
 
     sudo python benchmarks/training/collectives.py [--quick] [--out FILE]
 
-Network namespaces stand for hosts, joined by a bridge; ``tc tbf`` limits the rate of each link. Ranks talk over gloo. Bytes
-are those that the host's interface counted. Sharded strategies include the gathering of weights, but not LAMB.
+Network namespaces simulate hosts that are connected by a bridge; ``tc tbf`` limits the rate of each link. Ranks communicate
+over gloo. Bytes are read from the host's interface counter. Sharded strategies include the all-gather of the weights, but
+not LAMB.
 """
 
 import itertools
@@ -44,11 +45,11 @@ class HostLayout:
     local_size: int
     order: str
     rate: str | None
-    """Rate of each host's link in the notation of ``tc``; None: unlimited."""
+    """Rate of each host's link in the notation of ``tc``, or None for no limit."""
     megabytes: int
     rounds: int
     reduce_dtype: ReduceDtype = "fp32"
-    """Type of the gradients on the wire; gathered weights are fp32."""
+    """Type in which gradients are sent; weights are gathered in fp32."""
 
 
 def main(quick: bool = False, out: Path | None = None) -> None:
@@ -80,7 +81,7 @@ def main(quick: bool = False, out: Path | None = None) -> None:
 
 
 def measure(cases: list[HostLayout]) -> list[dict[str, Any]]:
-    """Run cases of as many hosts and the same links one after another, on namespaces of their own."""
+    """Run cases that share the number of hosts and the link rate, one after another in newly made namespaces."""
     figures = []
     with BridgedHosts(cases[0].hosts, cases[0].rate) as names, tempfile.TemporaryDirectory() as folder:
         found = Path(folder) / "found.json"
@@ -95,7 +96,7 @@ def measure(cases: list[HostLayout]) -> list[dict[str, Any]]:
 
 
 def _rank(case: HostLayout, found: Path) -> int:
-    # Ranks share the cores.
+    # One thread for each rank, because the ranks share the cores.
     torch.set_num_threads(1)
     mesh = join_mesh("cpu")
     communicators = Communicators.create(mesh)
@@ -130,15 +131,15 @@ def _reduced(case: HostLayout, mesh: Mesh, flat: FlatParameters, reduction: Redu
     def communicate() -> None:
         reduction.finish()
         if reduction.strategy in ("sharded", "sharded_world"):
-            # Sharded ways owe the weights, which training gathers before the next forward pass.
+            # Sharded strategies also all-gather the weights, as training does before the next forward pass.
             for bucket in reduction.buckets:
                 reduction.gather(flat.weights_N, bucket)
 
-    # Once unmeasured: connections are made at the first use.
+    # The first call is not measured, because it opens the connections.
     communicate()
     dist.barrier()
     for _ in range(case.rounds):
-        # All begin together, and the end is that of the slowest.
+        # All ranks start together, and the slowest rank determines the time.
         dist.barrier()
         begin, before = time.perf_counter(), sent_bytes()
         communicate()
@@ -146,14 +147,14 @@ def _reduced(case: HostLayout, mesh: Mesh, flat: FlatParameters, reduction: Redu
         seconds.append(time.perf_counter() - begin)
         counts.append(sent_bytes() - before)
     sent = torch.zeros(mesh.world_size, dtype=torch.float64)
-    sent[mesh.rank] = min(counts)  # more is what a busy host had to send twice
+    sent[mesh.rank] = min(counts)  # higher counts include retransmissions
     dist.all_reduce(sent)
     reduction.close()
     return {"seconds": min(seconds), "megabytes_per_host": sent.max().item() / 1e6}
 
 
 def sent_bytes() -> int:
-    """Return the bytes that this host's interface has sent so far; /sys would be that of the machine."""
+    """Return the bytes that this host's interface has sent so far. (/sys would show the machine's interfaces.)"""
     [line] = (line for line in Path("/proc/self/net/dev").read_text().splitlines() if line.lstrip().startswith("v0:"))
     return int(line.partition(":")[2].split()[8])
 
@@ -172,7 +173,7 @@ def _ratios(figures: list[dict[str, Any]]) -> dict[str, float]:
     for figure in figures:
         rate, dtype = figure["rate"] or "unshaped", figure["reduce_dtype"]
         place = f"{figure['hosts']}x{figure['local_size']} {figure['order']} {rate} {dtype}"
-        # What a host must send at least: as much as each of a ring of hosts does.
+        # Lower bound on the bytes that a host sends: those of a ring all-reduce.
         bound = 2 * (figure["hosts"] - 1) / figure["hosts"] * figure["megabytes"] / (2 if dtype == "bf16" else 1)
         for strategy in STRATEGIES:
             ratios[f"{place}, {strategy} bytes over the bound"] = figure[strategy]["megabytes_per_host"] / bound

@@ -1,11 +1,11 @@
-"""Measure a training step on a CPU (forward, backward, optimizer): this model on real tokens, Hugging Face's on padded rows.
+"""Compare a training step (forward, backward, optimizer) on a CPU: our model without padding, Hugging Face's with padding.
 
     python benchmarks/training/cpu_step.py [--workload tiny] [--repeats N] [--out FILE]
 
-Both sides take the same step on the same samples and begin with the same weights: this model with LAMB, and Hugging Face's
-``BertForPreTraining`` with attention mask, scaled-dot-product attention and PyTorch's fused AdamW. Before the clock they
-must agree on the loss. A processor that multiplies bf16 adds a third side: this model with products in bf16. Each repeat
-draws new samples and runs the sides in turn. Times are medians; ratios are medians over repeats. Collating is not timed.
+Both models start with the same weights and take a step on the same samples. Our model uses LAMB; Hugging Face's
+``BertForPreTraining`` uses an attention mask, scaled-dot-product attention and PyTorch's fused AdamW. Before timing starts,
+both must compute the same loss. If the processor has bf16 instructions, our model is also measured with bf16 products. Each
+repeat draws new samples and runs the models in turn. Times and ratios are medians over repeats. Collating is not timed.
 """
 
 import importlib.util
@@ -72,7 +72,7 @@ def main(workload: Literal["wikipedia", "tiny"] = "wikipedia", repeats: int = 7,
 
 
 def measure(config: ModelConfig, repeats: int) -> tuple[dict[str, list[float]], list[int]]:
-    """Return the seconds of every step by side, and the real tokens of every repeat."""
+    """Return the seconds of each side's steps, and the number of real tokens in each repeat."""
     torch.manual_seed(0)
     models = [BertForPreTraining(config) for _ in range(2)]
     for model in models:
@@ -84,10 +84,10 @@ def measure(config: ModelConfig, repeats: int) -> tuple[dict[str, list[float]], 
         sides[OURS_BF16] = our_side(models[1], bf16=True)
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     tokens: list[int] = []
-    for repeat in range(-1, repeats):  # the first one warms up
+    for repeat in range(-1, repeats):  # the first repeat warms up
         samples = samples_of(config, 1 + repeat)
         names = list(sides)
-        turn = repeat % len(names)  # each side goes first in its turn
+        turn = repeat % len(names)  # a different side goes first in each repeat
         for name in names[turn:] + names[:turn]:
             step = sides[name](samples)
             start = time.perf_counter()
@@ -114,7 +114,7 @@ def multiplies_bf16() -> bool:
 
 
 def our_side(model: BertForPreTraining, *, bf16: bool = False) -> Prepare:
-    """Return this repository's step."""
+    """Return a function that prepares a step of our model."""
     optimizer = Lamb(FlatParameters.of(model), OptimizerConfig(1e-4, 100_000))
 
     def prepare(samples: Samples) -> Callable[[], None]:
@@ -133,7 +133,7 @@ def our_side(model: BertForPreTraining, *, bf16: bool = False) -> Prepare:
 
 
 def hugging_face_side(model: torch.nn.Module, max_length: int) -> Prepare:
-    """Return the usual step on the padded batch."""
+    """Return a function that prepares a step of Hugging Face's model on a padded batch."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
     def prepare(samples: Samples) -> Callable[[], None]:
@@ -158,7 +158,7 @@ def check_same_loss(ours: BertForPreTraining, theirs: torch.nn.Module, samples: 
     masked_lm_loss, next_sentence_loss = ours(batch).mean_losses(batch)
     loss = masked_lm_loss + next_sentence_loss
     reference = theirs(**padded(samples, ours.config.max_position_embeddings)).loss
-    # The sides sum in different orders, which costs far less than this tolerance.
+    # The sides sum in different orders. The resulting difference is far below this tolerance.
     if not torch.isclose(loss, reference, rtol=1e-4):
         raise RuntimeError(f"the sides do different work: loss {loss:.6f} against {reference:.6f}")
     ours.train()

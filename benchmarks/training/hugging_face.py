@@ -1,4 +1,4 @@
-"""Hugging Face's BERT of the same architecture, and its padded inputs: what others train."""
+"""Hugging Face's BERT with the same architecture, and its padded inputs, for comparison."""
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ def new_model(config: ModelConfig, attention: str = "sdpa") -> torch.nn.Module:
             num_attention_heads=config.num_attention_heads,
             intermediate_size=config.intermediate_size,
             max_position_embeddings=config.max_position_embeddings,
-            hidden_act="gelu_pytorch_tanh",  # the form that this model computes
+            hidden_act="gelu_pytorch_tanh",  # the same approximation as in our model
             hidden_dropout_prob=config.hidden_dropout,
             attention_probs_dropout_prob=config.attention_dropout,
         ),
@@ -31,7 +31,7 @@ def new_model(config: ModelConfig, attention: str = "sdpa") -> torch.nn.Module:
 
 def model_with_weights_of(model: BertForPreTraining) -> torch.nn.Module:
     """Build Hugging Face's model with the architecture and the weights of ``model``."""
-    from bert.checkpoints.hugging_face import to_hugging_face  # needs packages that the GPU benchmark does without
+    from bert.checkpoints.hugging_face import to_hugging_face  # imports packages that the GPU benchmark does not need
 
     theirs = new_model(model.config)
     theirs.load_state_dict(to_hugging_face(model.state_dict()))
@@ -39,13 +39,13 @@ def model_with_weights_of(model: BertForPreTraining) -> torch.nn.Module:
 
 
 def padded(samples: Samples, length: int) -> dict[str, Tensor]:
-    """The keyword arguments of Hugging Face's model, each int64 [n, length] but the [n] next-sentence labels."""
-    # Rows and columns of all tokens at once: no loop over samples.
+    """Return keyword arguments for Hugging Face's model: int64 [n, length], except the next-sentence labels [n]."""
+    # Index all tokens at once, without a loop over samples.
     rows = np.repeat(np.arange(len(samples)), samples.lengths)
     columns = np.arange(len(rows)) - np.repeat(samples.sequence_offsets[:-1], samples.lengths)
     masked_rows = np.repeat(np.arange(len(samples)), samples.masked_counts)
     input_ids, token_type_ids, attention_mask = (np.zeros((len(samples), length), np.int64) for _ in range(3))
-    labels = np.full((len(samples), length), -100)  # which their cross-entropy passes over
+    labels = np.full((len(samples), length), -100)  # the index that their cross-entropy ignores
     input_ids[rows, columns] = samples.input_ids
     token_type_ids[rows, columns] = samples.segment_ids
     attention_mask[rows, columns] = 1

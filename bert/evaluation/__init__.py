@@ -1,1 +1,1 @@
-"""Evaluations of a run, and of a checkpoint alone."""
+"""Evaluation of the model, during a run or from a checkpoint alone."""

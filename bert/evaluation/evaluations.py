@@ -1,4 +1,4 @@
-"""Evaluations of a run: started, awaited, logged and reported."""
+"""Starting, awaiting, logging and reporting of a run's evaluations."""
 
 import time
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ class _Pending:
 
 
 class Evaluations:
-    """Evaluations of a run. Training may go on while one is pending."""
+    """Evaluations of a run. Training may go on while an evaluation is pending."""
 
     def __init__(
         self,
@@ -31,33 +31,33 @@ class Evaluations:
         target: float,
     ) -> None:
         self.accuracy: float | None = None
-        """Result of the last finished evaluation."""
+        """Masked-LM accuracy of the last finished evaluation, or None before the first one."""
         self.samples = 0
-        """Training samples when that evaluation began."""
+        """Number of samples trained when the last finished evaluation began."""
         self._evaluator, self._step, self._target = evaluator, step, target
         self._log, self._reporter, self._tracker = log, reporter, tracker
         self._pending: _Pending | None = None
 
     @property
     def pending(self) -> bool:
-        """Tell whether an evaluation has begun and its result has not been read."""
+        """Whether an evaluation has begun and its result has not been read yet."""
         return self._pending is not None
 
     def begin(self, at: Position) -> None:
-        """Queue an evaluation of the current weights; every rank must call it after the same step."""
+        """Queue an evaluation of the current weights. Every rank must call this after the same step."""
         began = time.perf_counter()
         self._tracker.enter("evaluation")
-        # The numbers of samples are those of now: a step before the result is not part of this evaluation.
+        # Log the current number of samples: steps that run before the result arrives are not part of this evaluation.
         self._log.eval_start(at.samples)
-        # Each rank may have updated only a part of the weights.
+        # Gather the weights, because each rank may have updated only its shard.
         accuracy = self._evaluator.start(self._step.gather_weights(), self._step.autocast())
         self._pending = _Pending(accuracy, began, at)
 
     def finish(self) -> bool:
-        """Wait for the pending result and report it; return whether it reaches the target."""
+        """Wait for the pending result, report it and return whether it reaches the target accuracy."""
         assert self._pending is not None
         pending, self._pending = self._pending, None
-        # A step may have been queued since; for the watchdog this is the evaluation again.
+        # A training step may have been queued since ``begin``, so tell the watchdog that this is the evaluation again.
         self._tracker.enter("evaluation")
         accuracy = pending.accuracy.result()
         self._log.eval_accuracy(accuracy.value, pending.at.samples)

@@ -1,4 +1,4 @@
-"""Masked-LM accuracy over the evaluation set, as exact integer counts."""
+"""Measurement of the masked-LM accuracy over the evaluation set, in exact integer counts."""
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -28,7 +28,7 @@ class Accuracy:
 
     @property
     def value(self) -> float:
-        """The fraction, 0 to 1."""
+        """Fraction of correct predictions, from 0 to 1."""
         return self.correct / self.count
 
 
@@ -36,9 +36,9 @@ class PendingAccuracy:
     """A queued evaluation, whose counts are copied to the host while the next step runs."""
 
     def __init__(self, counts: Tensor, host_counts: Tensor | None) -> None:
-        """Sum ``counts`` over all ranks; on a GPU, copy them to the page-locked ``host_counts``."""
-        # On the training stream: on another one, this sum and the reductions of the next step would run on two
-        # communicators in an order that differs between ranks, which can deadlock NCCL.
+        """Sum ``counts`` over all ranks and, on a GPU, start copying them to the page-locked ``host_counts``."""
+        # Use the training stream. On another stream, the order of this all-reduce and the next step's reductions could
+        # differ between ranks, and NCCL can deadlock if two communicators run in different orders.
         all_reduce_sum_(counts)
         self._host_counts, self._arrived = counts, None
         if host_counts is not None:
@@ -47,43 +47,46 @@ class PendingAccuracy:
             self._arrived.record()
 
     def result(self) -> Accuracy:
-        """Wait for the accuracy over all ranks and return it."""
+        """Wait for the result of all ranks and return it."""
         if self._arrived is not None:
             self._arrived.synchronize()
         return Accuracy(*self._host_counts.tolist())
 
 
 class Evaluator:
-    """Evaluation of the model on the evaluation set, each rank on its share.
+    """Evaluator of the model on the evaluation set, of which each rank processes its share.
 
-    Copies of the model take every ``data_size``-th sample in order of length, so shares are alike and batches hold similar
-    lengths. Samples are read once, in the background after ``read_ahead``, and stay on the device.
+    Samples are sorted by length, and each copy of the model takes every ``data_size``-th sample. Shares are therefore
+    balanced, and the samples of a batch have similar lengths. Samples are read only once, in the background after
+    ``read_ahead``, and stay on the device.
     """
 
     def __init__(self, dataset: Dataset, mesh: Mesh, batch_size: int) -> None:
-        # Stable: equal lengths must have the same order on all ranks, or samples would be missed.
+        # The sort is stable so that samples of equal length have the same order on all ranks; otherwise some samples
+        # would be evaluated twice and others never.
         by_length = np.argsort(-dataset.lengths.astype(np.int64), kind="stable")
         share = by_length[mesh.data_rank :: mesh.data_size]
         self.samples = len(dataset)
         self._dataset, self._device, self._counted = dataset, mesh.device, mesh.counts_losses
         self._indices = [share[start : start + batch_size] for start in range(0, len(share), batch_size)]
         self._shape_buckets: list[ShapeBucket] = []
-        # Integers, so that sums are exact in any order.
+        # Integer sums are exact in any order.
         self._counts = torch.zeros(2, dtype=torch.int64, device=mesh.device)
         self._host_counts: Tensor | None = None
         if mesh.device.type == "cuda":
             self._host_counts = torch.empty(2, dtype=torch.int64, pin_memory=True)
         self._reserved: list[tuple[Batch, Batch]] = []
-        """Page-locked and device memory for this rank's share, until it is read."""
+        """Batches that reserve page-locked and device memory for this rank's share until the share is read."""
         self._captured: BatchGraphs | None = None
         self._read: Future[list[Batch]] | None = None
         self._batches: list[Batch] = []
 
     @torch.inference_mode()
     def warm_up(self, model: BertForPreTraining, autocast: torch.autocast, capturer: CudaCapturer | None) -> None:
-        """Compile an evaluation's kernels on empty batches, before the clock starts; on a CPU do nothing.
+        """Compile the evaluation's kernels on empty batches before the clock starts. Does nothing on a CPU.
 
-        With a ``capturer`` the evaluation is captured for each shape bucket and replayed from now on, for this ``model``.
+        With a ``capturer``, the evaluation of this ``model`` is also captured for each shape bucket, and later
+        evaluations replay the graphs.
         """
         if not self._indices or (capturer is None and self._device.type == "cpu"):
             return
@@ -108,30 +111,30 @@ class Evaluator:
                 self._captured.prepare(batches, capturer)
                 capturer.capture()
         model.train()
-        # Allocations take long, so they happen before the clock starts; last, since a capture empties the allocators'
-        # caches.
+        # Allocations are slow, so make them before the clock starts. They must follow the capture, which empties the
+        # allocators' caches.
         pinned = [inert_batch(shape).pin() for shape in shapes] if self._device.type == "cuda" else []
         self._reserved = [(batch, batch.to(self._device)) for batch in pinned]
 
     def read_ahead(self) -> None:
-        """Start reading this rank's share in the background, once the data may be touched."""
+        """Start to read this rank's share in the background. Call this only after the clock has started."""
         self._reserved.clear()  # the allocators keep the memory
         reader = ThreadPoolExecutor(1, "evaluation")
         self._read = reader.submit(self._read_all)
-        # The thread ends with its one task.
+        # The thread ends after this task.
         reader.shutdown(wait=False)
 
     def __call__(self, model: BertForPreTraining, autocast: torch.autocast) -> Accuracy:
-        """Wait for the accuracy over all ranks and return it."""
+        """Evaluate the model and return the accuracy over all ranks."""
         return self.start(model, autocast).result()
 
     @torch.inference_mode()
     def start(
         self, model: BertForPreTraining, autocast: torch.autocast, report: Callable[[float], None] = lambda _: None
     ) -> PendingAccuracy:
-        """Queue an evaluation, without dropout. The previous result must have been read.
+        """Queue an evaluation without dropout. The previous result must have been read.
 
-        ``report`` gets the share of this rank's batches that have been queued, after each batch.
+        After each batch, ``report`` is called with the fraction of this rank's batches that have been queued.
         """
         if not self._batches:
             batches = self._read.result() if self._read is not None else self._read_all()
@@ -147,10 +150,10 @@ class Evaluator:
 
     def _count(self, model: BertForPreTraining, autocast: torch.autocast, batch: Batch) -> None:
         with autocast:
-            # On all ranks, because ranks that share the model meet in its collectives.
+            # Ranks that share a copy of the model must all run it, because the model contains collectives.
             correct = model(batch).masked_lm_correct
         assert correct is not None  # in evaluation the model counts
-        if not self._counted:  # another rank of the same copy counts
+        if not self._counted:  # another rank counts for this copy of the model
             return
         self._counts[0] += correct
         self._counts[1] += (batch.masked_lm_ids >= 0).sum()

@@ -1,1 +1,1 @@
-"""Execution of a step: its batches, and forward and backward passes as operators, CUDA graphs or pipeline stages."""
+"""Execution of a step: prepares batches and runs passes operator by operator, as CUDA graphs or as pipeline stages."""

@@ -1,4 +1,4 @@
-"""Batches of a run: shapes for padding, synthetic batches for the warm-up, the loader."""
+"""Batches of a run: the shape buckets for padding, synthetic batches for the warm-up, and the data loader."""
 
 from collections.abc import Sequence
 
@@ -15,7 +15,7 @@ from dataloading.dataset.folder import Dataset
 
 
 def plan_of(config: Config, train: Dataset, data_size: int, seed: int) -> BatchPlan:
-    """Plan the samples of each step for ``data_size`` copies of the model. Raises ``ValueError`` if one gets no share."""
+    """Plan each step's samples for ``data_size`` model copies. Raises ``ValueError`` if a copy would get no samples."""
     training = config.training
     return BatchPlan(
         train.lengths,
@@ -33,16 +33,19 @@ def captures(config: Config, mesh: Mesh) -> bool:
 
 
 def choose_shapes(config: Config, train: Dataset, mesh: Mesh) -> list[ShapeBucket]:
-    """Choose shape buckets to which micro-batches are padded; none if neither CUDA graphs nor oneDNN need fixed shapes."""
+    """Choose the shape buckets to which micro-batches are padded.
+
+    The list is empty if neither CUDA graphs nor oneDNN need fixed shapes.
+    """
     training = config.training
-    # oneDNN compiles 16-bit products for each number of rows and caches a thousand: without padding, nearly every
-    # micro-batch would wait for compilation.
+    # oneDNN compiles a 16-bit matrix product for each number of rows and caches about a thousand of them. Without
+    # padding, nearly every micro-batch would wait for a compilation.
     compiled = mesh.device.type == "cpu" and training.precision != "fp32"
     if not compiled and not captures(config, mesh):
         return []
     micro_batches = mesh.data_size * training.gradient_accumulation_steps
     tokens, masked = draw_sizes(train.lengths, train.masked_counts, training.global_batch_size, micro_batches)
-    # If shares are uneven, the largest.
+    # Round up: if the shares are uneven, the buckets must fit the largest share.
     sequences = -(-training.global_batch_size // micro_batches)
     return choose_shape_buckets(tokens, masked, sequences, train.info.max_seq_length)
 
@@ -50,7 +53,7 @@ def choose_shapes(config: Config, train: Dataset, mesh: Mesh) -> list[ShapeBucke
 def synthetic_batches(config: Config, train: Dataset, mesh: Mesh, shape_buckets: Sequence[ShapeBucket]) -> list[Batch]:
     """Return micro-batches of random tokens with the lengths of a real global batch.
 
-    Lengths may be read before the clock starts (training_rules, section 6.4), tokens may not.
+    Sequence lengths may be read before the clock starts (training_rules, section 6.4), but tokens may not.
     """
     batches = []
     for micro in plan_of(config, train, mesh.data_size, seed=0).rank_batches(0, mesh.data_rank):
@@ -68,17 +71,21 @@ def build_loader(
     first_step: int,
     log: MLLog,
 ) -> Loader:
-    """Build the loader of this rank's micro-batches from ``first_step`` on. It reads nothing before its first batch."""
+    """Build the loader of this rank's micro-batches, starting at ``first_step``.
+
+    The loader reads no data until its first batch is requested.
+    """
     plan = plan_of(config, train, mesh.data_size, seed)
 
     def rank_batches(step: int) -> list[MicroBatch]:
-        # Loaders count from 0, also in a resumed run.
+        # Loaders count steps from 0 even in a resumed run.
         return plan.rank_batches(first_step + step, mesh.data_rank)
 
     ahead = config.data.prefetch
     choice = choose_loader(config.data.loader, mesh.device, rank_batches, train.lengths, ahead, shape_buckets)
     log.line(f"# {choice}")
-    # Each rank chooses for itself, but the log is rank 0's, so every host says that its DALI cannot start.
+    # Each rank chooses its own loader, but only rank 0 writes the log. One rank per host therefore warns on the
+    # console if DALI cannot start there.
     if choice.is_fallback and mesh.local_rank == 0:
         complain(choice, "warning")
     return choice.make(train, rank_batches, mesh.device, ahead, shape_buckets)

@@ -1,7 +1,7 @@
-"""CUDA graphs: steps that are captured once for each shape bucket, and replayed.
+"""CUDA graphs: a step is captured once for each shape bucket and then replayed.
 
-A replay costs the host one launch instead of thousands. It reads and writes the memory of the captured run, so batches are
-copied into static buffers; everything else that a step changes keeps its place.
+A replay costs the host one launch instead of thousands. It reads and writes the same memory addresses as the captured
+run, so batches are copied into static buffers, and all other tensors that a step changes must stay at their addresses.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,11 +20,12 @@ Function = Callable[[], None]
 class CudaCapturer:
     """CUDA graphs that share one memory pool and are replayed one after another on one stream.
 
-    Prepare the largest function first: later ones fit into its blocks. All functions run before any is captured, so that
-    their ordinary memory is freed before the pool is filled. (``torch.cuda.use_mem_pool`` does not reach autograd's thread.)
+    Prepare the function that needs the most memory first, so that later functions reuse its memory blocks. All functions
+    run once before any is captured, so that the memory of these first runs is freed before the pool is filled.
+    (``torch.cuda.use_mem_pool`` does not affect allocations in autograd's thread.)
 
-    Close it before a process group is destroyed, or use it as a context manager: NCCL waits for ever to destroy a
-    communicator that a graph has captured.
+    Close the capturer before its process groups are destroyed, or use it as a context manager: NCCL hangs when it
+    destroys a communicator that a graph still refers to.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -44,12 +45,13 @@ class CudaCapturer:
         self._graphs.close()
 
     def prepare(self, function: Function) -> Function:
-        """Run the function on the side stream, and return the replay of its graph, which ``capture`` will fill.
+        """Run the function on the side stream and return a callable that replays its graph, once ``capture`` has run.
 
-        The run creates what cannot be created while capturing: compiled kernels, cuBLAS handles and workspaces of this
-        stream, NCCL communicators. Autograd gives gradients to the stream that first used the parameters.
+        This first run creates everything that cannot be created during a capture: compiled kernels, this stream's
+        cuBLAS handles and workspaces, and NCCL communicators. It also makes autograd accumulate gradients on this
+        stream, because autograd uses the stream that first used the parameters.
         """
-        # Streams wait for each other both ways, because both read what the other writes.
+        # Each stream waits for the other, because each reads data that the other writes.
         before = torch.cuda.current_stream(self._stream.device)
         self._stream.wait_stream(before)
         with torch.cuda.stream(self._stream):
@@ -61,21 +63,21 @@ class CudaCapturer:
         return graph.replay
 
     def capture(self) -> None:
-        """Capture all prepared functions in the same order."""
+        """Capture all prepared functions in the order in which they were prepared."""
         for graph, function in self._waiting:
-            # thread_local: NCCL's watchdog queries events from its own thread, and autograd's thread allocates, which
-            # would end a capture in mode "global".
+            # In the mode "global", calls from other threads would invalidate the capture: NCCL's watchdog queries
+            # events, and autograd's thread allocates memory.
             with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
                 function()
         self._waiting.clear()
 
 
 def replay_of(device: torch.device, function: Function) -> Function:
-    """Run ``function`` and return the replay of its own CUDA graph. Raises what the capture raises.
+    """Run ``function``, capture it as a CUDA graph and return a callable that replays the graph.
 
-    PyTorch (2.13) keeps the memory pool of a failed capture until the process ends.
+    Errors of the capture are raised. PyTorch (2.13) keeps the memory pool of a failed capture until the process ends.
     """
-    # Exiting the block restores the stream: a capture that fails leaves its own stream current.
+    # A failed capture leaves its own stream current; leaving this block restores the previous stream.
     with torch.cuda.stream(torch.cuda.current_stream(device)):
         capturer = CudaCapturer(device)
         replay = capturer.prepare(function)
@@ -84,24 +86,24 @@ def replay_of(device: torch.device, function: Function) -> Function:
 
 
 class Graph:
-    """A function without arguments: replayed once it is captured, otherwise run."""
+    """A function without arguments that runs as a CUDA graph once it has been captured."""
 
     def __init__(self, function: Function) -> None:
         self._function, self._replay = function, function
 
     def prepare(self, capturer: CudaCapturer) -> None:
-        """Prepare to capture the function; it can be called again when ``capturer`` has captured."""
+        """Prepare the function for capture. Do not call the graph again until ``capturer.capture`` has run."""
         self._replay = capturer.prepare(self._function)
 
     def __call__(self) -> None:
-        """Run the function, or its replay."""
+        """Replay the graph if there is one, otherwise run the function."""
         self._replay()
 
 
 class BatchGraphs:
-    """A function of a batch: replayed if the batch's shape bucket was captured, otherwise run.
+    """A function of a batch that runs as a CUDA graph if the batch's shape bucket was captured.
 
-    It must return nothing, and change only tensors that keep their place.
+    The function must return nothing, and the tensors that it changes must stay at their addresses.
     """
 
     def __init__(self, function: Callable[[Batch], None]) -> None:
@@ -109,9 +111,9 @@ class BatchGraphs:
         self._captured: dict[ShapeBucket, tuple[Batch, Function]] = {}
 
     def prepare(self, batches: Sequence[Batch], capturer: CudaCapturer) -> None:
-        """Prepare to capture the function for each batch's shape bucket, the largest first, in shared buffers."""
+        """Prepare the function for capture in each batch's shape bucket, the largest bucket first, with shared buffers."""
         largest_first = sorted(batches, key=lambda batch: batch.tokens, reverse=True)
-        # Each shape bucket reads the beginning of the same memory.
+        # All shape buckets share one buffer per tensor; smaller buckets use only its beginning.
         buffers = {
             name: torch.zeros_like(max((batch.tensors[name] for batch in batches), key=len))
             for name in largest_first[0].tensors
@@ -122,8 +124,8 @@ class BatchGraphs:
             self._captured[batch.shape_bucket] = static, capturer.prepare(lambda static=static: self._function(static))
 
     def __call__(self, batch: Batch) -> bool:
-        """Run the function, or its replay, on ``batch``; return whether it was replayed."""
-        # Larger than all shape buckets, which is rare.
+        """Run the function on ``batch``, as a CUDA graph if possible, and return whether a graph was replayed."""
+        # Few batches are larger than all shape buckets.
         if batch.shape_bucket not in self._captured:
             self._function(batch)
             return False
@@ -135,5 +137,5 @@ class BatchGraphs:
 
 def _copy_(static: Batch, batch: Batch) -> None:
     for name, buffer in static.tensors.items():
-        # On the stream of the replays, so after the previous replay, which may still read the buffer.
+        # The copy is queued on the stream of the replays, so it waits for the previous replay to finish with the buffer.
         buffer.copy_(batch.tensors[name], non_blocking=True)

@@ -12,18 +12,21 @@ from dataloading.batches.loader import Batch
 
 @dataclass(frozen=True)
 class Role:
-    """What a micro-batch does in its step besides its forward and backward passes. Each role has CUDA graphs of its own."""
+    """Extra work of a micro-batch besides its forward and backward passes. Each role has its own CUDA graphs."""
 
     gathers_weights: bool
-    """The first of a step gathers the weights of a sharded optimizer while its forward pass runs."""
+    """The first micro-batch of a step all-gathers the sharded optimizer's weights during its forward pass."""
     reduces_gradients: bool
-    """The last of a step sums buckets of gradients over the ranks while its backward pass fills them."""
+    """The last micro-batch of a step reduces gradient buckets over the ranks while its backward pass fills them."""
     overwrites_gradients: bool
-    """In the first of a step, products write gradients of weights over the gradients of the step before."""
+    """The first micro-batch of a step overwrites the previous step's weight gradients instead of adding to them."""
 
 
 def roles_of(count: int, duties: Role) -> list[Role]:
-    """Return the roles of ``count`` micro-batches, in their order, in a run that has these duties at all."""
+    """Return the roles of a step's ``count`` micro-batches in order.
+
+    ``duties`` marks the kinds of extra work that this run needs at all.
+    """
     return [
         Role(
             duties.gathers_weights and place == 0,
@@ -35,7 +38,7 @@ def roles_of(count: int, duties: Role) -> list[Role]:
 
 
 Pass = Callable[[Role, Batch], None]
-"""Forward and backward pass of one micro-batch."""
+"""A function that runs the forward and backward passes of one micro-batch."""
 
 
 class Eager:
@@ -52,7 +55,10 @@ class Eager:
 
 
 class Captured:
-    """Execution by CUDA graphs, one for each role and shape bucket. Other batches run operator by operator."""
+    """Execution as CUDA graphs, one for each role and shape bucket.
+
+    Batches that fit no captured shape bucket run operator by operator.
+    """
 
     def __init__(self, forward_backward: Pass, duties: Role, stopwatch: Stopwatch) -> None:
         self._duties, self._stopwatch = duties, stopwatch
@@ -62,7 +68,7 @@ class Captured:
             for role in (Role(*each) for each in product((False, True), repeat=3))
         }
         self.uncaptured_batches = 0
-        """Micro-batches that ran without a graph."""
+        """Number of micro-batches that ran without a CUDA graph."""
 
     def __call__(self, micro_batches: Sequence[Batch]) -> None:
         """Train on the micro-batches of one step, up to the reduced gradients."""
@@ -71,8 +77,8 @@ class Captured:
                 self.uncaptured_batches += not self._graphs[role](batch)
 
     def prepare(self, micro_batches: int, batches: Sequence[Batch], capturer: CudaCapturer) -> None:
-        """Prepare graphs for the shapes of ``batches``, for steps of so many micro-batches."""
-        # The last micro-batch first: it takes the most memory.
+        """Prepare graphs for the shape buckets of ``batches`` and for steps with ``micro_batches`` micro-batches."""
+        # Start with the role of the last micro-batch, which takes the most memory.
         for role in dict.fromkeys(reversed(roles_of(micro_batches, self._duties))):
             self._graphs[role].prepare(batches, capturer)
 
@@ -83,7 +89,7 @@ class Pipelined:
     def __init__(
         self, schedule: Callable[[Sequence[Batch]], None], finish: Callable[[], None], stopwatch: Stopwatch
     ) -> None:
-        """``finish`` completes the reduction of the gradients."""
+        """Create the execution from a function that runs the schedule and one that completes the gradient reduction."""
         self._schedule, self._finish, self._stopwatch = schedule, finish, stopwatch
 
     def __call__(self, micro_batches: Sequence[Batch]) -> None:

@@ -1,9 +1,9 @@
-"""Guard of an honest clock: no byte of the data sets is read before the clock starts.
+"""Data guard: ensures that no byte of the data sets is read before the clock starts.
 
-The rules start the clock before any part of the system touches the data set (training_rules, section 11). An audit hook
-checks every file that this process opens through Python, which is how the data format opens its shards. Libraries such
-as h5py can open files without that event, so files that are open or mapped just before the clock starts are checked
-too.
+The rules require the clock to start before any part of the system touches the data set (training_rules, section 11).
+An audit hook checks every file that this process opens through Python, which is how the data format opens its shards.
+Libraries such as h5py can open files without triggering the hook, so files that are open or mapped just before the
+clock starts are checked too.
 """
 
 import contextlib
@@ -17,13 +17,13 @@ METADATA = frozenset({"manifest.json", "lengths.npy"})
 
 
 class DataTouchedEarlyError(RuntimeError):
-    """Data were opened before ``run_start``."""
+    """A data file was opened before ``run_start``."""
 
 
 class DataGuard:
-    """Guard that forbids opening files in the data folders, except their metadata, until ``release``.
+    """Guard that forbids opening files in the data folders, except metadata files, until ``release``.
 
-    A file is recognised by its path and by its inode, so that links into the folders, and links in them, are covered.
+    A file is recognised by its path and by its inode, which covers links into the folders and links inside them.
     """
 
     def __init__(self, folders: Iterable[Path]) -> None:
@@ -35,12 +35,15 @@ class DataGuard:
         sys.addaudithook(self._hook)  # hooks cannot be removed, so this one becomes idle
 
     def require_untouched(self) -> None:
-        """Raise if data were opened, or are open or mapped now through any library."""
+        """Raise ``DataTouchedEarlyError`` if a data file was opened, or if any library has one open or mapped now."""
         for path in [self._violation] if self._violation else (path for path in _open_now() if self._is_data(path)):
             raise DataTouchedEarlyError(f"data were opened before run_start: {os.path.realpath(path)}")
 
     def release(self) -> None:
-        """Allow data to be read, as the clock starts now. Raises if any were read before."""
+        """Allow data to be read, because the clock starts now.
+
+        Raises ``DataTouchedEarlyError`` if data were opened before.
+        """
         self._armed = False
         if self._violation:
             raise DataTouchedEarlyError(f"data were opened before run_start: {self._violation}")
@@ -56,7 +59,7 @@ class DataGuard:
 
     def _is_data(self, opened: str | bytes | os.PathLike[str] | os.PathLike[bytes] | int) -> bool:
         with contextlib.suppress(OSError, ValueError):
-            found = os.stat(opened)  # noqa: PTH116 on a hot path, and of descriptors
+            found = os.stat(opened)  # noqa: PTH116 faster than Path.stat, and accepts descriptors
             if (found.st_dev, found.st_ino) in self._inodes:
                 return True
         if isinstance(opened, int):
@@ -66,18 +69,18 @@ class DataGuard:
 
 
 def _inodes(folder: Path) -> Iterator[tuple[int, int]]:
-    """Yield device and inode of each data file in a folder, or of the file that a link leads to."""
-    # Errors are for the reader of the data to report.
+    """Yield the device and inode of each data file in a folder. Links are followed."""
+    # Ignore errors here: the reader of the data will report them.
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:
             if entry.name not in METADATA:
-                with contextlib.suppress(OSError):  # a link that leads nowhere
+                with contextlib.suppress(OSError):  # a broken link
                     found = entry.stat()
                     yield found.st_dev, found.st_ino
 
 
 def _open_now() -> Iterator[str]:
-    """Yield the files that this process has open or mapped, if the system tells."""
+    """Yield the files that this process has open or mapped, if the system provides ``/proc``."""
     descriptors, maps = Path("/proc/self/fd"), Path("/proc/self/maps")
     if descriptors.is_dir():
         yield from map(str, descriptors.iterdir())

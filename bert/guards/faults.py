@@ -1,4 +1,4 @@
-"""A run that fails on one rank ends on all ranks."""
+"""Fault handling: a run that fails on one rank ends on all ranks."""
 
 import contextlib
 from collections.abc import Iterator
@@ -14,9 +14,9 @@ from console.program import reason
 
 @contextlib.contextmanager
 def ended_together(config: Config, mesh: Mesh, log: MLLog) -> Iterator[Watchdog]:
-    """End the run on all ranks if an exception leaves the body on this one, and log the reason.
+    """End the run on all ranks, and log the reason, if the body raises an exception on this rank.
 
-    Every rank must enter it at the same time.
+    All ranks must enter this context at the same time.
     """
 
     def close_log(reason: str) -> None:
@@ -29,11 +29,11 @@ def ended_together(config: Config, mesh: Mesh, log: MLLog) -> Iterator[Watchdog]
     try:
         yield watchdog
     except Interrupted as interrupted:
-        # If the others restart without this rank, their agents must see a failure.
+        # The other hosts' elastic agents restart without this rank only if they see a failure.
         watchdog.failed(str(interrupted), FAULT_STATUS if may_start_again() else interrupted.status)
         raise
     except (ValueError, OSError) as error:
-        # The exit status of a wrong input, on all ranks.
+        # All ranks exit with status 2, which means invalid input.
         watchdog.failed(reason(error), 2)
         raise
     except Exception as error:

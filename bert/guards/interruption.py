@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C as an orderly end, and the exit status of an orderly end."""
+"""Orderly end of a run after SIGTERM or Ctrl-C, and its exit status."""
 
 import os
 import signal
@@ -6,7 +6,7 @@ from types import FrameType
 
 
 class Interrupted(Exception):  # noqa: N818 an event, not an error
-    """A signal came before training started."""
+    """A signal arrived that ends the process at once, before training or for the second time."""
 
     def __init__(self, number: int) -> None:
         super().__init__(f"stopped by {signal.Signals(number).name}")
@@ -19,9 +19,9 @@ class Interrupted(Exception):  # noqa: N818 an event, not an error
 
 
 class Interruption:
-    """Signal handler that notes the first signal for the training loop, where all ranks stop after the same step.
+    """Signal handler that records the first signal, so that the training loop can stop all ranks after the same step.
 
-    Before ``defer``, and from the second signal on, it raises ``Interrupted`` at once.
+    Before ``defer``, and for the second and any later signal, it raises ``Interrupted`` at once.
     """
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class Interruption:
             signal.signal(number, self._handle)
 
     def defer(self) -> None:
-        """From now on, leave the first signal to the training loop."""
+        """Leave the first signal to the training loop from now on."""
         self._deferred = True
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
@@ -44,6 +44,6 @@ class Interruption:
 
 
 def orderly(status: int) -> int:
-    """Return the exit status of an orderly end: 0 under torchrun, which treats anything else as a crash."""
-    # torchrun sets this for every process that it starts.
+    """Return the exit status of an orderly end: 0 under torchrun, which treats any other status as a crash."""
+    # torchrun sets this variable for every process that it starts.
     return 0 if "TORCHELASTIC_RUN_ID" in os.environ else status

@@ -1,6 +1,7 @@
-"""Preflight of a run, before it has a log or its ranks have joined: find in seconds whatever would stop it later.
+"""Preflight checks, which find within seconds the problems that would stop a run later.
 
-Nothing is written, and only the metadata of the data sets are read.
+They run before the log exists and before the ranks have joined. They write nothing, and read only the metadata of the
+data sets.
 """
 
 import os
@@ -30,12 +31,12 @@ from dataloading.text.tokenization import Vocabulary
 from kernels import choose
 
 _LOGS_BYTES = 16 << 20
-"""Room for log, metrics and report of a run."""
+"""Disk space in bytes for a run's log, metrics and report."""
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """Inputs of a run, of which only metadata have been read, and the files that it writes."""
+    """Inputs of a run, whose data have not been read yet, and the paths of the files that the run writes."""
 
     train: Dataset
     evaluation: Dataset
@@ -43,37 +44,37 @@ class Inputs:
     result: Path
     metrics: Path
     interval: int
-    """Training samples between evaluations."""
+    """Number of training samples between evaluations."""
     plan: RunPlan | None = None
-    """The plan that the run follows."""
+    """Plan that the run follows, if any."""
 
 
 def check(config: Config, world_size: int, local_size: int = 0) -> Inputs:
-    """Open the inputs of a run and check everything that could stop it later.
+    """Open the inputs of a run and check everything that could stop the run later.
 
-    ``local_size`` is the number of ranks of this node, 0 if unknown. Raises ``ValueError``.
+    ``local_size`` is the number of ranks on this node, or 0 if unknown. Raises ``ValueError`` if a check fails.
     """
     plan, may_go_on = None, may_start_again() or restarts() > 0
     if config.plan is not None:
-        # Its settings are in the configuration already; here its number of ranks counts.
+        # The configuration already contains the plan's settings, so only its number of ranks matters here.
         plan = read_plan(config.plan)
         if not may_go_on:
             plan.require_ranks(world_size, local_size, config.plan)
         elif not plan.is_for(world_size, local_size):
-            plan = None  # hosts were lost or gained: its settings hold, its prediction does not
+            plan = None  # the hosts have changed: the plan's settings still apply, but its prediction does not
     (train, evaluation), vocabulary = _open_inputs(config, [config.data.train, config.data.evaluation])
-    # As if all ranks were on one host; ``join_mesh`` checks the real hosts.
+    # The hosts are not known yet, so assume one host for all ranks. ``join_mesh`` checks the real hosts.
     require_whole_copies(config.parallel, 1, world_size)
-    if not may_go_on:  # otherwise shares may follow from the checkpoint
+    if not may_go_on:  # a restarted run may take its shares from the checkpoint
         check_shares(config, train, world_size // config.parallel.copy_ranks)
     check_loader(config.data.loader)
     if not (may_go_on or job()):
         refuse_others(config)
-    if config.dry_run and config.resume is not None:  # a run reads it after its ranks have joined
-        # As a single rank, since a dry run does not join the others.
+    if config.dry_run and config.resume is not None:  # a real run reads the checkpoint after its ranks have joined
+        # A dry run does not join other ranks, so it reads the checkpoint as a single rank.
         find(config.resume, config, train, Mesh(0, 1, 0, torch.device("cpu")))
     _check_places(config)
-    # A proposal: the number is decided when the log is created.
+    # The run number is only a proposal until the log is created.
     files = choose_files(result_folder(config), config.log.run)
     return Inputs(train, evaluation, vocabulary.sha256, *files, _interval(config), plan)
 
@@ -81,7 +82,7 @@ def check(config: Config, world_size: int, local_size: int = 0) -> Inputs:
 def check_evaluation(config: Config) -> Dataset:
     """Open the evaluation set and check everything that could stop an evaluation of the initial checkpoint.
 
-    Raises ``ValueError``. Neither the training set nor a place for results is needed.
+    Raises ``ValueError`` if a check fails. Needs neither the training set nor a folder for results.
     """
     if config.data.initial_checkpoint is None:
         raise ValueError("data.initial_checkpoint is not set: name the file or folder whose weights to evaluate")
@@ -95,7 +96,10 @@ def result_folder(config: Config) -> Path:
 
 
 def check_shares(config: Config, train: Dataset, data_size: int, uneven: bool = False) -> None:
-    """Raise ``ValueError`` if the global batch is not divisible, or with ``uneven`` if a copy would get no share."""
+    """Raise ``ValueError`` if the global batch cannot be divided evenly over micro-batches.
+
+    With ``uneven``, uneven shares are allowed, and it is raised only if a copy of the model would get no samples.
+    """
     micro_batches = plan_of(config, train, data_size, seed=0).micro_batches
     batch, steps = config.training.global_batch_size, config.training.gradient_accumulation_steps
     if batch % micro_batches and not uneven:
@@ -106,19 +110,19 @@ def check_shares(config: Config, train: Dataset, data_size: int, uneven: bool = 
 
 
 def refuse_others(config: Config) -> None:
-    """Raise ``ValueError`` if the folder for checkpoints holds checkpoints of another run."""
+    """Raise ``ValueError`` if the checkpoint folder holds checkpoints of another run."""
     folder, source = config.checkpoint.folder, config.resume
-    # The source may be one checkpoint of the folder, or the folder of all.
+    # ``resume`` may name the checkpoint folder or one checkpoint inside it.
     own = folder and source and folder.resolve() in (source.resolve(), source.resolve().parent)
     if folder and not own and checkpoint_folders(folder):
         raise ValueError(f"{folder} holds checkpoints of another run: continue it with resume, or move them away")
 
 
 def _open_inputs(config: Config, folders: Sequence[Path]) -> tuple[list[Dataset], Vocabulary]:
-    """Open data sets, of which the last is for evaluation, and check the vocabulary, the weights and the software."""
+    """Open data sets and check the vocabulary, the weights and the software. The last folder is the evaluation set."""
     datasets = [open_dataset(folder) for folder in folders]
     vocabulary = Vocabulary.from_file(config.data.vocab)
-    # The word table has a row for each entry: larger ids would be read out of bounds.
+    # The word embedding table has one row per vocabulary entry; a larger id would read out of bounds.
     if vocabulary.size != config.model.vocab_size:
         raise ValueError(
             f"{config.data.vocab} has {vocabulary.size} entries, but model.vocab_size is {config.model.vocab_size}: "
@@ -148,7 +152,7 @@ def _open_inputs(config: Config, folders: Sequence[Path]) -> tuple[list[Dataset]
 def _check_gpu_software() -> None:
     if torch.cuda.is_available():
         lacks = lacks_of_triton()
-    else:  # on a machine without a driver, a dry run checks everything else
+    else:  # a dry run on a machine without a driver still checks everything else
         outdated = outdated_driver(loaded_driver(), torch.version.cuda or "")
         lacks = [outdated] if outdated else []
     if lacks:
@@ -156,7 +160,10 @@ def _check_gpu_software() -> None:
 
 
 def _interval(config: Config) -> int:
-    """Return the training samples between evaluations, of which there must be one."""
+    """Return the number of training samples between evaluations.
+
+    Raises ``ValueError`` if the run would end before its first evaluation, or without the last one if that is required.
+    """
     interval = config.evaluation.interval_samples or evaluation_interval(config.training.global_batch_size)
     training = config.training
     if training.sample_limit < interval:
@@ -166,7 +173,7 @@ def _interval(config: Config) -> int:
             f"{interval:,} samples: raise it, or lower evaluation.interval_samples"
         )
     batch = training.global_batch_size
-    # The last step may exceed the limit.
+    # The last step may exceed the sample limit.
     end = -(-training.sample_limit // batch) * batch
     if config.evaluation.to_the_end and evaluation_samples(end // interval, interval, batch) != end:
         raise ValueError(
@@ -187,20 +194,20 @@ def _check_places(config: Config) -> None:
             raise ValueError(f"{config.save_checkpoint} is a folder: set save_checkpoint to a file")
         _require_room(config.save_checkpoint.parent, 4 * parameters, "save_checkpoint")
     if config.checkpoint.folder is not None:
-        # The kept checkpoints exist while the next one is written.
+        # The next checkpoint is written before the oldest one is deleted, so there must be space for one more.
         kept = len(checkpoint_folders(config.checkpoint.folder)) if config.checkpoint.folder.is_dir() else 0
         count = max(1, config.checkpoint.keep + 1 - kept)
         _require_room(config.checkpoint.folder, count * BYTES_PER_PARAMETER * parameters, "checkpoint.folder")
 
 
 def _require_room(folder: Path, size: int, setting: str) -> None:
-    """Raise ``ValueError`` unless ``size`` bytes can be written in a folder, which may not exist yet."""
+    """Raise ``ValueError`` unless ``size`` bytes can be written to a folder, which may not exist yet."""
     place = folder.absolute()
-    # A link that leads nowhere counts as existing: no folder can be made in its place.
+    # A broken link counts as existing, because no folder can be created at its path.
     while not os.path.lexists(place):
         place = place.parent
     try:
-        # By trying: permissions do not show that a file system is read-only.
+        # Try to create a file, because permissions do not show whether a file system is read-only.
         with tempfile.TemporaryFile(dir=place):
             pass
         free = shutil.disk_usage(place).free

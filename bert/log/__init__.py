@@ -1,1 +1,1 @@
-"""The log of a run: its number, its head, its records, whole lines with digests."""
+"""The log of a run: its number, header and records, written as whole lines with digests."""

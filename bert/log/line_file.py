@@ -1,4 +1,4 @@
-"""The result file: whole lines, flushed at once, with the chain of digests over all of them."""
+"""Writer of the result file: it flushes each line at once and adds a chain of digests over all lines."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import BinaryIO
 from compliance.log import digest
 
 
-class ResultExists(ValueError):  # noqa: N818 - it names what was found
-    """The result file exists already. It was not touched."""
+class ResultExists(ValueError):  # noqa: N818 - the name states what was found
+    """The result file exists already. It was not changed."""
 
 
 class LineFile:
-    """Writer of the lines of a result file, which must not be there yet."""
+    """Writer of the lines of a new result file. The file must not exist yet."""
 
     def __init__(self, path: Path) -> None:
         self._file = _create(path)
@@ -22,12 +22,12 @@ class LineFile:
 
     @property
     def next_line(self) -> int:
-        """Number of the next line, from 1. The first line of the file opens the chain."""
+        """Number of the next line, from 1. Line 1 opens the digest chain."""
         return (self._chain.lines or 1) + 1
 
     def write(self, text: str) -> None:
-        """Write one line, and a digest when one is due."""
-        # A file name that is no UTF-8 must not end the run that logs it.
+        """Write one line, and a digest line if one is due."""
+        # A file name that is not valid UTF-8 must not end the run that logs it.
         line = text.encode("utf-8", "backslashreplace")
         lines = [line] if self._chain.lines else [digest.OPENING.encode(), line]
         for each in lines:
@@ -41,20 +41,20 @@ class LineFile:
         self._write(self._chain.close_stretch(at_end) + b"\n")
 
     def close(self) -> None:
-        """Write the digest at the end, write the file to the disk and close it, unless it is closed."""
+        """Write the final digest, sync the file to the disk and close it. Does nothing if the file is closed already."""
         if self._file.closed:
             return
         try:
             if self._chain.lines:
                 self.close_stretch(at_end=True)
-            # Only at the end: during the timed run each line would wait for the disk.
+            # Sync only at the end, because during the timed run each line would wait for the disk.
             os.fsync(self._file.fileno())
         finally:
             self._file.close()
 
     def _write(self, content: bytes) -> None:
         try:
-            # Flushed at once, so that readers of a growing log, or of a killed run's log, find whole lines.
+            # Flush each line, so that the log of a running or killed run contains only whole lines.
             self._file.write(content)
             self._file.flush()
         except OSError as error:
@@ -64,7 +64,7 @@ class LineFile:
 def _create(path: Path) -> BinaryIO:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Atomic: of runs that start at the same time, one gets the number.
+        # Mode "x" is atomic: if several runs start at the same time, only one of them gets the number.
         return path.open("xb")
     except OSError as error:
         if isinstance(error, FileExistsError) and path.parent.is_dir():

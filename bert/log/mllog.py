@@ -1,16 +1,16 @@
-"""The only writer of MLLOG lines: a log that is right by construction.
+"""The only writer of MLLOG lines. It checks each record against the rules before writing it.
 
-`MLLog` knows what a log may contain next (`compliance.log.order`). A wrong key, value, order or number of records
-raises `RuleViolation` at the call that made it, and nothing is written. Each line is written and flushed at once, so
-that a killed run leaves whole lines. Lines with digests (`compliance.log.digest`) show whether the file was changed
-later.
+`MLLog` knows which records may come next in a log (`compliance.log.order`). A wrong key, value, order or number of
+records raises `RuleViolation` at the call that caused it, and nothing is written. Each line is flushed at once, so that
+the log of a killed run contains only whole lines. Digest lines (`compliance.log.digest`) show whether the file was
+changed later.
 
 The order of a run:
 
     cache_clear  init_start  submission  seed  hyperparameters  weights_initialization  init_stop
     run_start  { block_start, train, block_stop, eval_start, eval_accuracy, eval_stop } ...  run_stop
 
-The next block may start before the result of an evaluation is known.
+The next block may start before the result of the previous evaluation is known.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ TOKEN = ":::MLLOG"
 REPOSITORY_ROOT = Path(__file__).resolve().parents[2]
 
 
-class RuleViolation(ValueError):  # noqa: N818 - it names what happened to the rules
-    """A record that the rules of the log forbid. It was not written."""
+class RuleViolation(ValueError):  # noqa: N818 - the name states what happened
+    """The rules of the log forbid a record. It was not written."""
 
 
 class MLLog:
-    """Writer of the result file of one run, which refuses to write a wrong one.
+    """Writer of one run's result file, which refuses to write records that the rules forbid.
 
-    Only the process with a ``path`` writes; with None every method returns at once. Use it from one thread; only
-    ``line``, ``abort`` and ``close`` may be called from another one. As a context manager it closes the file, and
-    completes the log as aborted if the block is left with an exception. ``clock_ms`` gives milliseconds since the Unix
-    epoch.
+    If ``path`` is None, as on every rank except rank 0, all methods return at once. Use the log from one thread; only
+    ``line``, ``abort`` and ``close`` may be called from other threads. When used as a context manager, it closes the
+    file, and completes the log as aborted if the block raises an exception. ``clock_ms`` returns milliseconds since the
+    Unix epoch.
 
     Raises ``ResultExists`` if the file exists, and ``ValueError`` if it cannot be created.
     """
@@ -91,25 +91,25 @@ class MLLog:
         """Write one plain line. Raises ``RuleViolation`` if ``text`` holds a line end or the token of a record."""
         if self._file is None:
             return
-        # A plain line with the token would be read as a record, one with a line end as two lines.
+        # A parser would read a plain line with the token as a record, and a plain line with a line end as two lines.
         if TOKEN in text or "\n" in text or "\r" in text:
             raise RuleViolation(f"plain line {text!r}: expected one line without {TOKEN}")
         with self._lock:
             self._file.write(text)
 
     def resumed(self, checkpoint: str, samples: int) -> None:
-        """Note that the run continues a checkpoint after ``samples`` sequences. Such a log is no timed result."""
+        """Note that the run resumes from a checkpoint after ``samples`` sequences. Such a log is not a timed result."""
         self.line(f"# resumed from: {checkpoint}")
         self._run.resumed_samples = self._run.counted_samples = samples
 
     # Before the clock
 
     def cache_clear(self, cleared: bool) -> None:
-        """Log whether the system's caches were dropped before this run (TR 6.1)."""
+        """Log whether the system's file caches were dropped before this run (TR 6.1)."""
         self.event("cache_clear", cleared)
 
     def init_start(self) -> None:
-        """Log the start of the untimed initialisation: before the model is constructed (TR 11)."""
+        """Log the start of the untimed initialization. Call this before the model is constructed (TR 11)."""
         self.start("init_start")
 
     def submission(
@@ -120,7 +120,7 @@ class MLLog:
         platform: str,
         status: Literal["research", "onprem", "cloud", "preview"] = "research",
     ) -> None:
-        """Log what is submitted, by whom, on what."""
+        """Log the benchmark, division, organization, platform and status of the submission."""
         self.event("submission_benchmark", "bert")
         self.event("submission_division", division)
         self.event("submission_org", org)
@@ -136,25 +136,25 @@ class MLLog:
         for key, value in values.items():
             self.event(key, value)
             if key == "opt_lamb_epsilon":
-                self.event("opt_epsilon", value)  # the older name, which ruleset 2.0.0 asks for
+                self.event("opt_epsilon", value)  # ruleset 2.0.0 requires the older name as well
 
     def weights_initialization(self, num_hidden_layers: int) -> None:
-        """Log the name of every weight tensor, in the reference's naming."""
+        """Log the names of all weight tensors, as the reference implementation names them."""
         for tensor in rules.weight_tensors(num_hidden_layers):
             self.event("weights_initialization", tensor=tensor)
 
     def init_stop(self) -> None:
-        """Log the end of the initialisation.
+        """Log the end of the initialization.
 
-        Raises ``RuleViolation`` if a required record is missing, if a closed run has another target, evaluation
-        interval or model than the benchmark, or if the initialisation took too long.
+        Raises ``RuleViolation`` if a required record is missing, if a closed run differs from the benchmark in its
+        target, evaluation interval or model, or if the initialization took too long.
         """
         self.end("init_stop")
 
     # The timed run; `samples` counts sequences trained since run_start
 
     def run_start(self) -> None:
-        """Log the start of the clock: before any process touches the data set (TR 11)."""
+        """Log the start of the clock. Call this before any process touches the data set (TR 11)."""
         self.start("run_start")
 
     def block_start(self, samples: int) -> None:
@@ -162,15 +162,15 @@ class MLLog:
         self.start("block_start", first_epoch_num=1, epoch_count=1, samples_count=samples)
 
     def block_stop(self, samples: int) -> None:
-        """Log the end of the training that ``block_start`` opened."""
+        """Log the end of the training block that ``block_start`` opened."""
         self.end("block_stop", first_epoch_num=1, samples_count=samples)
 
     def eval_start(self, samples: int) -> None:
-        """Log the start of an evaluation, which must be on the schedule (TR 24.4)."""
+        """Log the start of an evaluation. ``samples`` must be on the evaluation schedule (TR 24.4)."""
         self.start("eval_start", epoch_num=samples, samples_count=samples)
 
     def eval_accuracy(self, accuracy: float, samples: int) -> None:
-        """Log the masked-LM accuracy of the open evaluation, a fraction. BERT counts epochs in samples (TR 24.6)."""
+        """Log the masked-LM accuracy of the open evaluation as a fraction. BERT counts epochs in samples (TR 24.6)."""
         self.event("eval_accuracy", accuracy, epoch_num=samples, samples_count=samples)
 
     def eval_stop(self, samples: int) -> None:
@@ -178,10 +178,10 @@ class MLLog:
         self.end("eval_stop", epoch_num=samples, samples_count=samples)
 
     def run_stop(self, status: Literal["success", "aborted"], *, samples: int, eval_samples: int) -> None:
-        """Log the sequences trained, the sequences of one evaluation, and the end of the clock.
+        """Log the number of sequences trained, the number of sequences in one evaluation, and the end of the clock.
 
-        Raises ``RuleViolation`` if a block or an evaluation is open, or if the status is success and the last accuracy
-        does not reach the target. Nothing is written then, and ``abort`` can still complete the log.
+        Raises ``RuleViolation`` if a block or an evaluation is still open, or if the status is success but the last
+        accuracy does not reach the target. In that case nothing is written, and ``abort`` can still complete the log.
         """
         if self._logger is None:
             return
@@ -193,15 +193,15 @@ class MLLog:
     def abort(self, samples: int | None = None) -> None:
         """Complete the log of a run that ends early: close open intervals and log run_stop with status aborted.
 
-        ``samples`` are the sequences trained, by default the last logged count. Before ``init_start`` and after
-        ``run_stop`` this does nothing.
+        ``samples`` is the number of sequences trained, by default the last logged count. Does nothing before
+        ``init_start`` and after ``run_stop``.
         """
         with self._lock:
             run = self._run
             if self._logger is None or run.phase in ("before", "done"):
                 return
             self._is_aborting = True
-            # No interval may end before it began.
+            # The sample count of an interval's end must not be lower than the count of its start.
             samples = max(run.counted_samples, samples or 0)
             if run.phase == "init":
                 self.init_stop()
@@ -213,14 +213,14 @@ class MLLog:
                 self.block_stop(samples)
             if "epoch_start" in run.open:
                 self.end("epoch_stop", epoch_num=samples)
-            # Every log needs both, also the log of a run that never trained.
+            # Every log needs both records, even if the run never trained.
             for key, value in (("train_samples", samples), ("eval_samples", 0)):
                 if key not in run.first:
                     self.event(key, value)
             self.end("run_stop", status="aborted")
 
     def close(self) -> None:
-        """Write the file to the disk and close it, unless it is closed."""
+        """Sync the file to the disk and close it. Does nothing if the file is closed already."""
         if self._file is not None:
             with self._lock:
                 self._file.close()
@@ -236,7 +236,7 @@ class MLLog:
         self._log(MLLogger.end, "INTERVAL_END", key, value, metadata)
 
     def event(self, key: str, value: object = None, **metadata: object) -> None:
-        """Log a record without duration."""
+        """Log a point in time."""
         self._log(MLLogger.event, "POINT_IN_TIME", key, value, metadata)
 
     def _log(
@@ -244,26 +244,26 @@ class MLLog:
     ) -> None:
         if self._logger is None or self._file is None:
             return
-        # Checked, written and remembered under one lock: `abort` may come from the watchdog's thread.
+        # One lock covers the check, the write and the update of the state, because the watchdog's thread may call `abort`.
         with self._lock:
-            # Times in a log must not decrease, whatever the clock does.
+            # Times in a log must not decrease, even if the clock goes backwards.
             time_ms = max(self._clock_ms(), self._run.last_ms)
             record = Record(self._file.next_line, time_ms, event_type, key, value, metadata)
             self._check(record)
             write(self._logger, key, value, metadata=metadata, time_ms=time_ms, stack_offset=_frames_to_caller())
             self._run.add(record)
             if key == "weights_initialization":
-                # The state of the log does not keep every record of a key that is logged often.
+                # `LoggedRun` does not keep every record of a key that is logged many times.
                 self._tensors.append(metadata["tensor"])
             elif key == "run_stop":
-                # Even if the file is truncated after this line, the digest shows that the run is complete.
+                # With a digest here, the run is provably complete even if the file is truncated after this line.
                 self._file.close_stretch()
 
     def _check(self, record: Record) -> None:
-        """Raise ``RuleViolation`` if the record may not follow."""
+        """Raise ``RuleViolation`` if the record is not allowed at this point of the log."""
         for violation in violations(self._run, record):
-            # An aborted run is no result, but its log must end, even inside an evaluation or after a long
-            # initialisation.
+            # The log of an aborted run must be completed, even inside an evaluation or after an initialization that
+            # took too long.
             if not (self._is_aborting and violation.kind in ("evaluation", "init time")):
                 raise RuleViolation(str(violation))
         _check_fields(record)
@@ -274,7 +274,7 @@ class MLLog:
 
 
 def _check_fields(record: Record) -> None:
-    """Raise ``RuleViolation`` for a value without meaning, or metadata that is neither text nor a number."""
+    """Raise ``RuleViolation`` if the key takes no value, or if metadata are neither text nor a finite number."""
     if rules.KEYS[record.key].value is None and record.value is not None:
         raise RuleViolation(f"{record.key}: value {record.value!r}, expected none")
     for name, value in record.metadata.items():
@@ -285,8 +285,8 @@ def _check_fields(record: Record) -> None:
 
 
 def _check_initialized(run: LoggedRun, tensors: list[object]) -> None:
-    """Raise ``RuleViolation`` if a record is missing when the clock starts, or does not fit the division."""
-    # Keys that may also come later are not due yet.
+    """Raise ``RuleViolation`` if a record required before the clock starts is missing or violates the division's rules."""
+    # Keys that may also be logged later are not due yet.
     due = (rule.key for rule in rules.KEYS.values() if rule.written and {*rule.phases} <= {"before", "init"})
     missing = [key for key in due if key not in run.first and key != "init_stop"]
     if missing:
@@ -307,14 +307,14 @@ def _check_initialized(run: LoggedRun, tensors: list[object]) -> None:
 
 
 def _check_end(run: LoggedRun, status: object, train_samples: object) -> None:
-    """Raise ``RuleViolation`` if the run may not end with this status and number of sequences."""
+    """Raise ``RuleViolation`` if the rules do not allow the run to end with this status and number of sequences."""
     broken = [*left_open(run), *(unearned_success(run, train_samples) if status == "success" else ())]
     if broken:
         raise RuleViolation(f"run_stop: status {status}, but {broken[0]}")
 
 
 class _LineHandler(logging.Handler):
-    """Handler that writes the MLLogger's lines to the result file, and raises its errors."""
+    """Handler that writes MLLogger's lines to the result file and raises the errors of these writes."""
 
     def __init__(self, file: LineFile) -> None:
         super().__init__(logging.INFO)
@@ -322,26 +322,26 @@ class _LineHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.levelno > logging.INFO:
-            # MLLogger catches an error of the write and logs a complaint instead of raising it.
+            # MLLogger catches a write error and logs a message instead of raising the error.
             raise sys.exception() or RuntimeError(record.getMessage())
         self._file.write(record.getMessage())
 
 
 def _logger_into(file: LineFile) -> MLLogger:
-    logger = logging.Logger("mllog", logging.INFO)  # not registered by name: one for each log, no shared handlers
+    logger = logging.Logger("mllog", logging.INFO)  # not from getLogger, which would share handlers between logs
     logger.addHandler(_LineHandler(file))
-    # MLLogger puts the path into a regular expression as it is.
+    # MLLogger inserts the path into a regular expression without escaping it.
     return MLLogger(logger, root_dir=re.escape(str(REPOSITORY_ROOT)))
 
 
 def _steady_clock() -> Callable[[], int]:
-    """Return a clock that starts at the wall clock and continues monotonically, whatever corrects the wall clock."""
+    """Return a clock in milliseconds since the Unix epoch that ignores later corrections of the wall clock."""
     offset_ns = time.time_ns() - time.monotonic_ns()
     return lambda: (time.monotonic_ns() + offset_ns) // 1_000_000
 
 
 def _frames_to_caller() -> int:
-    """Return the stack offset, as MLLogger counts it, to the first frame outside this file: the place that logs."""
+    """Return MLLogger's stack offset to the first frame outside this file, which is the caller that logs the record."""
     offset, frame = 0, sys._getframe(1)
     while frame.f_code.co_filename == __file__ and frame.f_back is not None:
         offset, frame = offset + 1, frame.f_back

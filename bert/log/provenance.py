@@ -1,4 +1,4 @@
-"""Head of every result file: configuration, commit, versions, machine."""
+"""Header of a result file: the configuration, commit, package versions and machine of the run."""
 
 import contextlib
 import importlib.metadata
@@ -17,7 +17,7 @@ PACKAGES = ("torch", "numpy", "h5py", "tokenizers", "mlperf-logging", "nvidia-da
 
 
 def provenance(config: Config, mesh: Mesh, seed: int) -> dict[str, object]:
-    """Return names and values for the head of a result file."""
+    """Return names and values for the header of a result file."""
     head: dict[str, object] = {
         # Required for results that MLCommons has not reviewed (docs/compliance.md).
         "note": "not an MLPerf result: unverified, not reviewed by MLCommons",
@@ -41,7 +41,7 @@ def provenance(config: Config, mesh: Mesh, seed: int) -> dict[str, object]:
 
 def _version(package: str) -> str:
     try:
-        # From metadata, so that nothing is imported for its version.
+        # Read the package metadata, which avoids importing the package.
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return "not installed"

@@ -1,8 +1,8 @@
-"""The files that a run writes, and their number.
+"""The files that a run writes, and the choice of the run number.
 
-The run that creates a log owns its number: each run takes the lowest number that is free when it creates its log, and
-nothing is overwritten. The environment variable MLPERF_BERT_CLAIM names a file to which the run writes the path of its
-log, for the program that started it.
+By default, a run takes the lowest run number that is free when it creates its log. No file is ever overwritten. If the
+environment variable MLPERF_BERT_CLAIM names a file, the run writes the path of its log to that file, so that the program
+that started the run can find the log.
 """
 
 import itertools
@@ -18,7 +18,7 @@ CLAIM = "MLPERF_BERT_CLAIM"
 
 
 class ResultFiles(NamedTuple):
-    """The log of a run, and its metrics."""
+    """Paths of a run's log and of its metrics."""
 
     result: Path
     metrics: Path
@@ -30,9 +30,9 @@ class ResultFiles(NamedTuple):
 
 
 def choose_files(folder: Path, wanted: int | None) -> ResultFiles:
-    """Return the files of number ``wanted``, or of the lowest free number.
+    """Return the files of run number ``wanted``, or of the lowest free number if it is None.
 
-    Raises ``ValueError`` if a wanted file exists.
+    Raises ``ValueError`` if a file of run number ``wanted`` exists.
     """
     if wanted is None:
         return next(_free(folder))
@@ -44,26 +44,29 @@ def choose_files(folder: Path, wanted: int | None) -> ResultFiles:
 
 
 def create_log(folder: Path, wanted: int | None) -> tuple[MLLog, ResultFiles]:
-    """Create the log of number ``wanted``, or of the lowest free number. Raises ``ValueError``."""
+    """Create the log of run number ``wanted``, or of the lowest free number if it is None.
+
+    Raises ``ValueError`` if a file of run number ``wanted`` exists or the log cannot be created.
+    """
     free = _free(folder) if wanted is None else iter([choose_files(folder, wanted)])
     for files in free:
         try:
             return MLLog(files.result), files
         except ResultExists:
-            # Another run was faster: the next number.
+            # Another run has just taken this number, so try the next one.
             if wanted is not None:
                 raise
     raise AssertionError("numbers do not end")
 
 
 def claim(result: Path) -> None:
-    """Write the path of the log to the file that the starting program has named, if any."""
+    """Write the path of the log to the file that MLPERF_BERT_CLAIM names, if it is set."""
     if asked := os.environ.get(CLAIM):
         write_atomically(Path(asked), os.fsencode(f"{result}\n"))
 
 
 def _free(folder: Path) -> Iterator[ResultFiles]:
-    # Listed once: a question for each number would be as many file system calls as there are runs.
+    # List the folder once: checking each number would cost as many file system calls as there are runs.
     names = {path.name for path in folder.glob("*")}
     numbered = (ResultFiles.numbered(folder, number) for number in itertools.count())
     return (files for files in numbered if names.isdisjoint(path.name for path in files))

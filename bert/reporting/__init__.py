@@ -1,1 +1,1 @@
-"""Records of a run, and how a person sees them."""
+"""Collection of a run's records, and their display."""

@@ -1,4 +1,4 @@
-"""Comparison of a run's measured step with the step that its plan predicts."""
+"""Comparison of a run's measured step time with the step time that its plan predicts."""
 
 from pathlib import Path
 from statistics import median
@@ -8,11 +8,11 @@ from bert.timing.phases import PHASES
 from compliance.log.records import PlanRecord, StepRecord
 
 WORTH_SAYING = 0.2
-"""Relative difference from the plan's step that is worth a warning."""
+"""Relative difference from the planned step time above which a warning is given."""
 
 
 class AgainstPlan:
-    """Comparison of a run with its plan, which lies at ``path``."""
+    """Comparison of a run with its plan. ``path`` is the plan's file, for messages."""
 
     def __init__(self, plan: RunPlan, path: Path) -> None:
         self._planned_ms = {part: 1000 * seconds for part, seconds in plan.step_seconds.items()}
@@ -20,14 +20,17 @@ class AgainstPlan:
         self._intervals: list[StepRecord] = []
 
     def add(self, record: StepRecord) -> None:
-        """Take in an interval."""
+        """Add the measurements of one log interval."""
         self._intervals.append(record)
 
     def record(self) -> PlanRecord | None:
-        """Compare the median interval, which no outlier moves; None without any."""
+        """Return the median over all intervals beside the plan's prediction, or None if there were no intervals.
+
+        The median is used because outliers hardly affect it.
+        """
         if not self._intervals:
             return None
-        # From each interval, because medians of parts do not add up to the median of the whole.
+        # Compute the rest of each interval first, because medians of parts do not add up to the median of the whole.
         others = [each.step_ms - sum(getattr(each, f"{part}_ms") for part in PHASES) for each in self._intervals]
         return PlanRecord(
             step_ms=median(each.step_ms for each in self._intervals),
@@ -38,7 +41,10 @@ class AgainstPlan:
         )
 
     def warning(self, found: PlanRecord) -> str:
-        """Describe a step that differs from the plan's by more than a fifth, and the part that differs most; else ""."""
+        """Return a warning if the step time differs from the plan by more than a fifth, otherwise an empty string.
+
+        The warning names the part of the step that differs most.
+        """
         planned = found.planned_step_ms
         if abs(found.step_ms - planned) <= WORTH_SAYING * planned:
             return ""

@@ -1,4 +1,4 @@
-"""A run as a person sees it: one line an interval, or a panel that is redrawn in place."""
+"""Displays of a run: one line per log interval, or a panel that is redrawn in place."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,12 +14,12 @@ from console.text import clock, clock_span, visible
 
 @dataclass
 class RunProgress:
-    """Progress of the run, as far as the displays know it.
+    """Progress of the run, as the displays show it.
 
     Attributes:
-        max_samples: samples at which the run ends in any case.
+        max_samples: number of samples after which the run ends even if it has not reached the target.
         schedule: schedule of the evaluations.
-        resumed_samples: samples that were trained before the run was resumed, in none of its time.
+        resumed_samples: number of samples trained before the run was resumed. The run's time does not include them.
     """
 
     target: float
@@ -31,7 +31,7 @@ class RunProgress:
     evaluations: list[EvaluationRecord] = field(default_factory=list)
 
     def add(self, record: Record) -> None:
-        """Note a record."""
+        """Update the progress with a record."""
         if isinstance(record, StepRecord):
             self.latest = record
         elif isinstance(record, EvaluationRecord):
@@ -41,9 +41,9 @@ class RunProgress:
 
     @property
     def eta(self) -> str:
-        """Time to the evaluation that reaches the target: a range if the curve rises, otherwise an upper bound."""
+        """Time left until the target is reached: a range if the accuracy is rising, otherwise an upper bound."""
         latest = self.latest
-        # Before this run has trained anything there is no rate.
+        # There is no rate before this run has trained any samples.
         if latest is None or latest.samples == self.resumed_samples:
             return "-"
         rate = (latest.samples - self.resumed_samples) / latest.time_s
@@ -53,19 +53,19 @@ class RunProgress:
 
 
 class StepLines:
-    """Lines for batch logs, one an interval; ``put`` is where lines go."""
+    """Display for batch logs: one line per record. Each function of ``put`` is called with each line."""
 
     def __init__(self, progress: RunProgress, *put: Callable[[str], None]) -> None:
         self._progress = progress
         self._put = put
 
     def write(self, record: Record) -> None:
-        """Put one line."""
+        """Write one line that describes the record."""
         for put in self._put:
             put(self._text(record))
 
     def close(self) -> None:
-        """Do nothing: every line is out."""
+        """Do nothing, because every line has been written already."""
 
     def _text(self, record: Record) -> str:
         if isinstance(record, StepRecord):
@@ -82,7 +82,7 @@ class StepLines:
                 f"({record.correct}/{record.count})  target {self._progress.target:.4f}  {record.eval_s:.2f} s"
             )
         if isinstance(record, WarningRecord):
-            # It may name hosts and files, whose names may hold control characters.
+            # The text may contain names of hosts and files, which may contain control characters.
             return f"warning at step {record.step}: {visible(record.text)}"
         if isinstance(record, PlanRecord):
             return f"plan: a step took {record.step_ms:.1f} ms, planned {record.planned_step_ms:.1f} ms"
@@ -90,7 +90,7 @@ class StepLines:
 
 
 class RunPanel:
-    """The panel of a run, for a person at a terminal; ``title`` says which run it is."""
+    """Display for a terminal: a panel that is redrawn in place. ``title`` says which run it shows."""
 
     def __init__(self, title: str, progress: RunProgress, console: Console) -> None:
         self._title = title
@@ -98,7 +98,7 @@ class RunPanel:
         self._panel = LivePanel(console)
 
     def write(self, record: Record) -> None:
-        """Show the run as of this record."""
+        """Redraw the panel with the state of the run after this record."""
         self._panel.show(self._view(record))
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Report of the steps of an interval. Apart from evaluations, this is where the loop's host waits for the device."""
+"""Reports on the steps of a log interval. Only here and in evaluations does the host wait for the device."""
 
 import time
 from collections.abc import Sequence
@@ -12,16 +12,17 @@ from bert.timing.stopwatch import Stopwatch
 from compliance.log.records import StepRecord, Straggler
 
 SLOW_RATIO = 1.2
-"""A rank is slow if it takes at least this many times the median."""
+"""A rank is slow if its own work takes more than this many times the median."""
 SLOW_INTERVALS = 3
-"""A rank is named after it was slow in so many intervals in a row."""
+"""Number of consecutive intervals in which a rank must be slow before a warning names it."""
 
 
 class Stragglers:
-    """Search for ranks that slow down the others, by the time of each rank's own work.
+    """Detector of ranks that slow down the other ranks, based on the time of each rank's own work.
 
-    ``hosts`` are the names of the ranks' hosts. Ranks are compared with the ranks of the same stage of ``stages``,
-    which have the same work. ``places`` describe the ranks' places in the mesh, for messages.
+    All arguments have one entry per rank: ``hosts`` holds the host names, ``stages`` the pipeline stages, and ``places``
+    descriptions of the ranks' places in the mesh, for messages. Ranks are compared only with ranks of the same stage,
+    because those have the same amount of work.
     """
 
     def __init__(
@@ -31,12 +32,15 @@ class Stragglers:
         self._stages = stages or [0] * len(hosts)
         self._places = places or [""] * len(hosts)
         self._in_a_row = [0] * len(hosts)
-        """Intervals in a row in which each rank was slow, or no longer slow if it has been named."""
+        """For each rank, the number of consecutive intervals in which its state differed from ``_named``."""
         self._named = [False] * len(hosts)
 
     def add(self, seconds: Sequence[float]) -> list[tuple[str, Straggler]]:
-        """Take in an interval's seconds per step, by rank; return ranks whose state has changed, with a warning."""
-        # The median, because a few slow ranks would move the mean.
+        """Add one interval's seconds per step of each rank, and return the ranks whose state has changed.
+
+        Each returned rank comes with the text of its warning.
+        """
+        # Use the median, because a few slow ranks would raise the mean.
         middles = {
             stage: median(own for own, other in zip(seconds, self._stages, strict=True) if other == stage)
             for stage in set(self._stages)
@@ -72,9 +76,9 @@ class Intervals:
         start: Position,
         skipped: int,
     ) -> None:
-        """Begin the first interval now, after ``start``; so many steps were ``skipped`` before."""
+        """Begin the first interval now, at the position ``start``. ``skipped`` steps were skipped before it."""
         self.bad = 0
-        """Intervals in a row in which every step was skipped."""
+        """Number of consecutive intervals in which every step was skipped."""
         self._config, self._statistics, self._stopwatch = config, statistics, stopwatch
         self._reporter, self._stragglers = reporter, stragglers
         self._skipped, self._steps = skipped, start.steps
@@ -83,20 +87,21 @@ class Intervals:
         """Seconds per step of this rank's own work in the last interval."""
 
     def resume(self) -> None:
-        """Count the time since the last report towards no step."""
+        """Exclude the time since the last report from the step time."""
         self._since = time.perf_counter()
 
     def report(self, at: Position, stop: bool) -> bool:
-        """Fetch the statistics and report them; every rank must call it after the same step.
+        """Fetch the statistics and report them. Every rank must call this after the same step.
 
-        Returns whether the run must end: a rank was told to ``stop``, or gradients do not become finite again.
+        Returns whether the run must end, because some rank asked to ``stop`` or because gradients have not been finite for
+        too long.
         """
         self._stopwatch.tracker.enter("statistics")
         means, stopping = self._statistics.fetch(stop, self._own_seconds)
-        # After the fetch, which waits for the device to finish the steps.
+        # Read the clock after the fetch, which waits for the device to finish the steps.
         now = time.perf_counter()
         steps, seconds = at.steps - self._steps, now - self._since
-        # Read before ``take``, which resets it.
+        # Read this before ``take``, which resets it.
         exchanged_ms = 1000 * self._stopwatch.exchanged / steps
         phases = {f"{name}_ms": 1000 * spent / steps for name, spent in self._stopwatch.take().items()}
         skipped = round(means["skipped_steps"])
@@ -111,7 +116,7 @@ class Intervals:
                 loss=means["masked_lm_loss"] + means["next_sentence_loss"],
                 masked_lm_loss=means["masked_lm_loss"],
                 next_sentence_loss=means["next_sentence_loss"],
-                # The schedule counts from 0, and does not count skipped steps.
+                # The learning rate schedule counts steps from 0 and does not count skipped steps.
                 learning_rate=learning_rate(self._config.optimizer, max(0, at.steps - self._skipped - 1)),
                 gradient_norm=means["gradient_norm"],
                 tokens_per_s=means["tokens"] * steps / seconds,
@@ -121,7 +126,7 @@ class Intervals:
         )
         # The report itself counts towards the next interval.
         self._since, self._steps = now, at.steps
-        # Sent with the next fetch: sending it now would be another collective.
+        # The next fetch sends this value to all ranks, which saves a separate collective.
         self._own_seconds = (phases["data_wait_ms"] + phases["forward_backward_ms"] - exchanged_ms) / 1000
         for text, straggler in self._stragglers.add(self._statistics.own_seconds):
             self._reporter.warn(at.steps, text, straggler)

@@ -1,4 +1,4 @@
-"""Reporter of a run's records to all sinks: files and displays."""
+"""Reporter, which passes a run's records to all sinks: files and displays."""
 
 import time
 from contextlib import ExitStack, suppress
@@ -13,10 +13,10 @@ from compliance.log.records import EndRecord, Record, StepRecord, Straggler, War
 
 @dataclass(frozen=True)
 class Position:
-    """Position of a run: how far it has trained."""
+    """Position of a run: the numbers of steps and samples trained so far."""
 
     steps: int = 0
-    """Global batches."""
+    """Number of global batches trained."""
     samples: int = 0
 
     def after(self, global_batch_size: int) -> "Position":
@@ -28,23 +28,23 @@ class Sink(Protocol):
     """Destination of records."""
 
     def write(self, record: Record) -> None:
-        """Take one record."""
+        """Write or show one record."""
         ...
 
     def close(self) -> None:
-        """Finish."""
+        """Write pending output and release resources."""
         ...
 
 
 class Reporter:
-    """Reporter that hands each record to every sink, and keeps the run's time. Only rank 0 has sinks."""
+    """Reporter that passes each record to every sink and measures the run's time. Only rank 0 has sinks."""
 
     def __init__(self, progress: RunProgress, sinks: list[Sink], against_plan: AgainstPlan | None = None) -> None:
         self._progress, self._sinks, self._against_plan = progress, sinks, against_plan
         self._began = time.perf_counter()
 
     def begin(self) -> None:
-        """Start counting time: the clock of the run has started."""
+        """Start to measure time. Call this when the clock of the run starts."""
         self._began = time.perf_counter()
 
     @property
@@ -59,15 +59,15 @@ class Reporter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         with ExitStack() as closing:
-            if error is not None:  # it may be the reason why a sink cannot be closed
+            if error is not None:  # an error while closing a sink must not hide the error that ended the run
                 closing.enter_context(suppress(OSError))
             for sink in self._sinks:
-                # All are closed, even if closing one raises.
+                # The exit stack closes all sinks, even if closing one of them raises an error.
                 closing.callback(sink.close)
 
     def write(self, record: Record) -> None:
-        """Report ``record``."""
-        # Before the sinks: displays show the progress with this record.
+        """Write ``record`` to all sinks."""
+        # Update the progress before the sinks, because displays show the progress including this record.
         self._progress.add(record)
         if self._against_plan and isinstance(record, StepRecord):
             self._against_plan.add(record)
@@ -75,7 +75,7 @@ class Reporter:
             sink.write(record)
 
     def end(self, steps: int, record: EndRecord) -> None:
-        """Report the comparison with the plan and the end, after so many steps."""
+        """Report the comparison with the plan, if any, and the end of the run after ``steps`` steps."""
         if self._against_plan and (compared := self._against_plan.record()):
             self.write(compared)
             if text := self._against_plan.warning(compared):
@@ -83,5 +83,5 @@ class Reporter:
         self.write(record)
 
     def warn(self, steps: int, text: str, straggler: Straggler | None = None) -> None:
-        """Report a warning, after so many steps."""
+        """Report a warning after ``steps`` steps."""
         self.write(WarningRecord(steps, self.seconds, text, straggler))

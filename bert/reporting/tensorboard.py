@@ -1,4 +1,4 @@
-"""A run's records as TensorBoard reads them, while the run goes on: the setting log.tensorboard."""
+"""Sink that writes a run's records for TensorBoard while the run goes on (the setting log.tensorboard)."""
 
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,11 +14,11 @@ _GROUPS = {
     "step": ("step_ms", "data_wait_ms", "forward_backward_ms", "reduce_ms", "update_ms"),
     "evaluation": ("masked_lm_accuracy", "eval_s"),
 }
-"""Fields of the records by the heading under which TensorBoard shows them."""
+"""Fields of the records, grouped by the heading under which TensorBoard shows them."""
 
 
 def require_installed() -> None:
-    """Raise ``ValueError`` if the package is missing."""
+    """Raise ``ValueError`` if the package tensorboard is not installed."""
     if find_spec("tensorboard") is None:
         raise ValueError(
             "log.tensorboard is set, but tensorboard is not installed: pip install '.[tensorboard]', or leave the "
@@ -27,24 +27,24 @@ def require_installed() -> None:
 
 
 def tensorboard_sinks(config: Config, result: Path) -> list[Sink]:
-    """Return the sink of the run that logs to ``result``, if it asks for one, in a folder of that run's own."""
+    """Return a TensorBoard sink if the configuration asks for one. The run that logs to ``result`` gets its own folder."""
     if config.log.tensorboard is None:
         return []
     return [TensorBoard(config.log.tensorboard / config.log.system / result.stem)]
 
 
 class TensorBoard:
-    """Writer of every number of a record as a scalar. TensorBoard's steps are numbers of training samples."""
+    """Sink that writes the numbers of each record as scalars. TensorBoard's steps are numbers of training samples."""
 
     def __init__(self, folder: Path) -> None:
-        # The package is an extra.
+        # Import it here, because the package is optional.
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer = SummaryWriter(str(folder), flush_secs=10)
 
     def write(self, record: Record) -> None:
         """Add the record's numbers."""
-        # Other records have no numbers over samples.
+        # Other kinds of records have no values to plot over samples.
         if isinstance(record, StepRecord | EvaluationRecord):
             for group, names in _GROUPS.items():
                 for name in names:
@@ -52,5 +52,5 @@ class TensorBoard:
                         self._writer.add_scalar(f"{group}/{name}", getattr(record, name), record.samples)
 
     def close(self) -> None:
-        """Write what is pending and close the file."""
+        """Write pending records and close the file."""
         self._writer.close()

@@ -1,4 +1,4 @@
-"""Time of a step by phase, in seconds, by the host's clock or by events on a GPU's timeline."""
+"""Stopwatches for the phases of a step, based on the host's clock or on CUDA events."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -10,35 +10,38 @@ import torch
 from bert.timing.phases import EXCHANGE, PHASES, PhaseTracker
 
 Span = tuple[Any, Any]
-"""Two CUDA events."""
+"""CUDA events at the begin and the end of a phase."""
 
 
 def cuda_event(captured: bool) -> torch.cuda.Event:
-    """Return an event; a ``captured`` one is recorded by a CUDA graph at each replay."""
+    """Create a timing event. A ``captured`` event can be recorded in a CUDA graph, which records it at each replay."""
     return torch.cuda.Event(enable_timing=True, external=captured)
 
 
 def is_capturing() -> bool:
     """Tell whether the current stream is being captured into a CUDA graph."""
-    # In this order: a run on a CPU must not start CUDA.
+    # Check for initialization first: a run on a CPU must not initialize CUDA.
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 class Stopwatch:
-    """Seconds of each phase since the last ``take``, by the host's clock, which is right on a CPU."""
+    """Stopwatch for training on a CPU: seconds of each phase since the last ``take``, by the host's clock."""
 
     def __init__(self) -> None:
         self.tracker = PhaseTracker()
         self.exchanged = 0.0
-        """Seconds of ``exchanging`` in forward and backward passes since the last ``take``: not the rank's own work."""
+        """Seconds of forward and backward passes spent in ``exchanging`` since the last ``take``.
+
+        They do not count as the rank's own work.
+        """
         self._seconds: dict[str, float] = dict.fromkeys(PHASES, 0.0)
         self._inside = 0.0
 
     @contextmanager
     def time(self, phase: str) -> Iterator[None]:
-        """Count the body towards ``phase``, except what it counts towards other phases."""
+        """Count the body's time towards ``phase``, except for nested bodies, which count towards their own phases."""
         self.tracker.enter(phase)
-        # ``_inside`` is the time that bodies inside this one count towards their own phases.
+        # ``_inside`` is the time of the bodies nested in this one.
         begin, inside = time.perf_counter(), self._inside
         self._inside = 0.0
         try:
@@ -50,7 +53,7 @@ class Stopwatch:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Count the body as waiting for other ranks, inside a pass that is not captured."""
+        """Count the body's time as waiting for other ranks, unless the pass is being captured."""
         if is_capturing():
             yield
             return
@@ -60,14 +63,17 @@ class Stopwatch:
 
     @contextmanager
     def exchanging(self) -> Iterator[None]:
-        """Count the body towards the phase around it, and as waiting for ranks that compute the same micro-batch."""
+        """Count the body's time towards the enclosing phase, but also as time spent waiting for other ranks.
+
+        The body waits for the ranks that compute the same micro-batch.
+        """
         phase, begin = self.tracker.phase, time.perf_counter()
         self.tracker.enter(EXCHANGE + phase)
         try:
             yield
         finally:
             self.tracker.enter(phase)
-            # Subtracted from the rank's own work, which is waiting for data, forward and backward (``Intervals``).
+            # ``Intervals`` subtracts this from the rank's own work: waiting for data, forward and backward passes.
             if phase == "forward_backward":
                 self.exchanged += time.perf_counter() - begin
 
@@ -84,11 +90,11 @@ class Stopwatch:
 
 
 class DeviceStopwatch(Stopwatch):
-    """Seconds of each phase by events on a GPU's timeline, which ``take`` reads, so that the loop never waits.
+    """Stopwatch for training on a GPU: seconds of each phase by CUDA events, which only ``take`` waits for.
 
-    Waiting for data or for other ranks counts only while the device is idle. A phase inside a captured step records its
-    events in the CUDA graph, at every replay; ``take`` reads the last replay, which stands for that phase in every
-    step, and subtracts it from the phase around it.
+    Time spent waiting for data or for other ranks counts only while the device is idle. If a phase lies inside a captured
+    step, the CUDA graph records the phase's events again at every replay. ``take`` reads the events of the last replay,
+    assumes that the phase took equally long in every step, and subtracts it from the enclosing phase.
     """
 
     def __init__(self, event: Callable[[bool], Any] = cuda_event, capturing: Callable[[], bool] = is_capturing) -> None:
@@ -96,18 +102,18 @@ class DeviceStopwatch(Stopwatch):
         self._event, self._capturing = event, capturing
         self._spans: dict[str, list[Span]] = {phase: [] for phase in PHASES}
         self._inside_of: list[tuple[str, Span]] = []
-        """Spans that lie inside another phase, and its name."""
+        """Names of enclosing phases, each with a span that lies inside the phase."""
         self._open: list[str] = []
-        # For every phase, since a capture may contain any. All captures share them.
+        # A capture may contain any phase, so there is one span per phase, which all captures share.
         self._captured: dict[str, Span] = {phase: (event(True), event(True)) for phase in PHASES}
-        # Times exist only between recorded events: until a replay these lie before all phases.
+        # ``elapsed_time`` requires recorded events. Recorded now, these lie before all phases until the first replay.
         for begin, end in self._captured.values():
             begin.record()
             end.record()
 
     @contextmanager
     def time(self, phase: str) -> Iterator[None]:
-        """Count the device's time for the body towards ``phase``, except what it counts towards other phases."""
+        """Count the body's device time towards ``phase``, except for nested bodies, which count towards their own phases."""
         self.tracker.enter(phase)
         capturing = self._capturing()
         begin, end = self._captured[phase] if capturing else (self._event(False), self._event(False))
@@ -121,7 +127,7 @@ class DeviceStopwatch(Stopwatch):
             if not capturing:
                 self._spans[phase].append((begin, end))
                 if self._open:
-                    # Subtracted at ``take``: the device has not passed these events yet.
+                    # ``take`` subtracts this span later, because the device has not reached these events yet.
                     self._inside_of.append((self._open[-1], (begin, end)))
 
     @contextmanager
@@ -130,7 +136,7 @@ class DeviceStopwatch(Stopwatch):
         yield
 
     def take(self) -> dict[str, float]:
-        """Return the seconds by phase, and reset them. Waits until the device has finished the phases."""
+        """Return the seconds by phase and reset them. Waits until the device has finished the phases."""
         for spans in self._spans.values():
             if spans:
                 spans[-1][1].synchronize()
@@ -140,7 +146,7 @@ class DeviceStopwatch(Stopwatch):
             self._seconds[around] -= _seconds(span)
         for phase, captured in self._captured.items():
             for around, spans in self._spans.items():
-                # Captured events that were not replayed recently lie before the last span.
+                # Events that the last span did not replay lie outside it.
                 if around != phase and spans and _lies_in(captured, spans[-1]):
                     seconds = len(spans) * _seconds(captured)
                     self._seconds[phase] += seconds

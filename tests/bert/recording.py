@@ -1,4 +1,4 @@
-"""A stand-in for CUDA graphs on CPU tensors: operators are recorded, and replayed on the memory that they used."""
+"""Stand-in for CUDA graphs on CPU tensors. It records operators and replays them on the same memory."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -21,14 +21,16 @@ from kernels.reference import ops as reference
 
 
 class CaptureError(AssertionError):
-    """Something that CUDA or NCCL would refuse, or wait for without end."""
+    """An action that CUDA or NCCL would reject or wait for forever."""
 
 
 class Graph(TorchDispatchMode):
-    """Stand-in for a CUDA graph. As a mode it records; a replay knows nothing of the Python code that was recorded."""
+    """Stand-in for a CUDA graph. It records operators while it is the active mode. A replay runs no captured Python
+    code.
+    """
 
     live: ClassVar["WeakSet[Graph]"] = WeakSet()
-    """Graphs that have captured something and were not reset."""
+    """Graphs that have captured something and have not been reset."""
 
     def __init__(self, note: Callable[[], object]) -> None:
         super().__init__()
@@ -38,12 +40,12 @@ class Graph(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # skipping imports it, which takes seconds
+        return False  # skipping would import Dynamo, which takes seconds
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run an operator and record it, with its results: a replay writes them to the same memory."""
+        """Run an operator and record it with its results, so that a replay can write to the same memory."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         reads = any(isinstance(each, Tensor) for each in tree_leaves((args, kwargs)))
@@ -52,13 +54,14 @@ class Graph(TorchDispatchMode):
         if func.namespace == "c10d":
             boxes = [each for each in args if isinstance(each, torch.ScriptObject)]
             self.groups |= {dist.ProcessGroup.unbox(box) for box in boxes if "ProcessGroup" in str(box._type())}
-        # Aliases: references to the tensors themselves would keep autograd's graph, and change what autograd copies.
+        # Record aliases: references to the tensors themselves would keep autograd's graph and change what autograd
+        # copies.
         self._calls.append((func, *tree_map_only(Tensor, Tensor.detach, (args, kwargs, result))))
         self.live.add(self)
         return result
 
     def replay(self) -> None:
-        """Run what was recorded."""
+        """Run the recorded operators."""
         if self not in self.live:
             raise CaptureError("a replay of a graph that is empty")
         self._note()
@@ -72,21 +75,21 @@ class Graph(TorchDispatchMode):
                         new.wait()  # pyright: ignore[reportAttributeAccessIssue]  the work of a collective
 
     def reset(self) -> None:
-        """Let go of all that was recorded."""
+        """Drop the recorded operators."""
         self.live.discard(self)
         self._calls.clear()
 
 
 class Recording(CudaCapturer):
-    """``CudaCapturer`` with stand-ins for what it calls of PyTorch."""
+    """``CudaCapturer`` with stand-ins for its PyTorch calls."""
 
     def __init__(self, note: Callable[[str], object] = lambda _: None) -> None:
-        """``note`` is told "run" and "capture" before they happen."""
+        """``note`` is called with "run" and "capture" before either happens."""
         self._note = note
         self.graphs: list[Graph] = []
-        """In the order in which they were prepared."""
+        """Graphs in the order of their preparation."""
         self.replays: list[int] = []
-        """Places in ``graphs``."""
+        """Index in ``graphs`` of each replay."""
         with self._stand_ins():
             super().__init__(torch.device("cpu"))
 
@@ -123,14 +126,14 @@ class Recording(CudaCapturer):
 @contextmanager
 def _recorded(graph: Graph, **_: object) -> Iterator[None]:
     def inline(_: CommunicationStream, work: Callable[[], None]) -> Callable[[], None]:
-        work()  # not in its thread, which the mode does not reach
+        work()  # run in this thread, because the recording mode does not reach the stream's own thread
         return lambda: None
 
     def refused(*_: object) -> None:
         raise CaptureError("values are read on the host")
 
     def waited(work: dist.Work, *limits: Any, wait: Any = dist.Work.wait) -> bool:
-        with _disable_current_modes():  # gloo moves results here, and a replay waits as well
+        with _disable_current_modes():  # gloo moves results here; a replay repeats the wait too
             return wait(work, *limits)
 
     with (
@@ -144,7 +147,7 @@ def _recorded(graph: Graph, **_: object) -> Iterator[None]:
 
 @contextmanager
 def groups_that_wait_for_graphs() -> Iterator[None]:
-    """Refuse to destroy process groups while a graph that captured one of their collectives lives."""
+    """Make destroying a process group an error while a graph with one of its collectives exists."""
     destroy = dist.destroy_process_group
 
     def refusing(group: dist.ProcessGroup | None = None) -> None:
@@ -159,12 +162,12 @@ def groups_that_wait_for_graphs() -> Iterator[None]:
 
 @contextmanager
 def recordable_attention() -> Iterator[None]:
-    """Compute attention by ``dense_attention``, since all that a CPU has reads lengths on the host."""
+    """Compute attention by ``dense_attention``, because every CPU implementation reads lengths on the host."""
     implementations = OPS["varlen_attention"].implementations
     dense = replace(implementations["reference"], functions=lambda: {"varlen_attention": (dense_attention, None)})
     with ExitStack() as stack:
         stack.enter_context(patch.dict(implementations, reference=dense))
-        stack.enter_context(patch.object(reference, "varlen_attention", dense_attention))  # as the packed op calls it
+        stack.enter_context(patch.object(reference, "varlen_attention", dense_attention))  # used by the packed op
         for name in ("varlen_attention", "varlen_self_attention"):
             stack.enter_context(OPS[name].using("reference"))
         yield

@@ -1,4 +1,4 @@
-"""Captured steps: the same weights, bit for bit, as steps that are run; and what may not be captured."""
+"""Captured steps give the same weights, bit for bit, as eager steps. Also checks what must not be captured."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -33,27 +33,29 @@ def recordable() -> Iterator[None]:
 
 SHAPE_BUCKETS = [ShapeBucket(192, 8, 48, MAX_SEQ_LENGTH), ShapeBucket(320, 8, 64, MAX_SEQ_LENGTH)]
 LARGER = ShapeBucket(448, 8, 80, MAX_SEQ_LENGTH)
-"""Which nothing is captured for."""
+"""Shape bucket that is not captured."""
 
 
 def step_of(
     precision: Literal["fp32", "fp8"] = "fp32", mesh: Mesh = CPU, capturer: CudaCapturer | None = None
 ) -> TrainingStep:
-    """Build a step, with dropout in fp32 alone: capturing draws numbers too, and FP8 scales follow from what is drawn."""
+    """Build a step. Only fp32 has dropout: capturing draws random numbers too, and FP8 scales depend on them."""
     dropout = 0.1 if precision == "fp32" else 0.0
     model = replace(OF_SMALL_RUN, hidden_dropout=dropout, attention_dropout=dropout)
     return training_step(step_config(model, precision=precision), mesh, capturer)
 
 
 def global_batches(run: SmallRun, count: int) -> list[list[Batch]]:
-    """Each two micro-batches, whose shape buckets change from one to the next; one in five has none that is captured."""
+    """Make global batches of two micro-batches with changing shape buckets. One micro-batch in five has no captured
+    bucket.
+    """
     kinds = [SHAPE_BUCKETS[0], SHAPE_BUCKETS[1], SHAPE_BUCKETS[1], LARGER, SHAPE_BUCKETS[0]]
-    short = np.argsort(run.train.lengths)[:48]  # so that eight of them fit the smallest
+    short = np.argsort(run.train.lengths)[:48]  # short enough for eight samples to fit the smallest bucket
     batches = []
     for number in range(2 * count):
         chosen = short[np.arange(number, number + 8) % len(short)]
         samples = run.train.take(chosen)
-        # Counts that change, as those of epochs' ends do: they must not be captured.
+        # The counts change, as they do at the end of an epoch, so they must not be captured.
         micro = MicroBatch(chosen, 16, 2 * len(samples.masked_lm_ids) + number)
         batches.append(batch_of(samples, micro, kinds[number % len(kinds)]))
     return [batches[start : start + 2] for start in range(0, 2 * count, 2)]
@@ -61,7 +63,7 @@ def global_batches(run: SmallRun, count: int) -> list[list[Batch]]:
 
 @pytest.mark.parametrize("precision", ["fp32", "fp8"])
 def test_replayed_steps_are_the_steps(small_run: SmallRun, precision: Literal["fp32", "fp8"]) -> None:
-    """Losses, moments and weights, over steps with changing shape buckets and one that is not captured."""
+    """Compare losses, moments and weights over steps with changing shape buckets. One bucket is not captured."""
     results = []
     for capturer in (None, Recording()):
         step = step_of(precision, capturer=capturer)
@@ -69,7 +71,7 @@ def test_replayed_steps_are_the_steps(small_run: SmallRun, precision: Literal["f
         torch.manual_seed(9)
         step.warm_up(batches[0], 1, SHAPE_BUCKETS)
         if capturer is not None:
-            capturer.replays.clear()  # of looking for FP8 scales
+            capturer.replays.clear()  # drop the replays that calibrated the FP8 scales
         torch.manual_seed(9)
         means = []
         for micro_batches in batches:
@@ -77,7 +79,8 @@ def test_replayed_steps_are_the_steps(small_run: SmallRun, precision: Literal["f
             means.append(step.statistics.fetch()[0])
         results.append((step.flat.weights_P.clone(), step.optimizer.moments()[0].clone(), means))
         if capturer is not None:
-            # Captured: the larger shape bucket, the smaller, the update. Ten micro-batches, of which two have none.
+            # Graph 0 is the larger shape bucket, 1 the smaller, 2 the update. Two of the ten micro-batches have no
+            # graph.
             assert capturer.replays == [1, 0, 2, 0, 2, 1, 1, 2, 0, 0, 2, 1, 2]
         assert step.uncaptured_batches == (0 if capturer is None else 2)
     (weights_P, momentum_P, means), (replayed_P, replayed_momentum_P, replayed_means) = results
@@ -91,7 +94,7 @@ def test_replayed_steps_are_the_steps(small_run: SmallRun, precision: Literal["f
 def test_fp8_starts_with_the_scales_of_the_weights_that_it_starts_from(
     small_run: SmallRun, capturer: CudaCapturer | None
 ) -> None:
-    """Not those of inert batches, nor of weights that were trained while warming up; and it follows every update."""
+    """The scales come neither from inert batches nor from weights trained in the warm-up, and they follow every update."""
     step = step_of("fp8", capturer=capturer)
     model = step.model
     step.warm_up(global_batches(small_run, 1)[0], 3, SHAPE_BUCKETS)
@@ -110,7 +113,7 @@ def test_fp8_starts_with_the_scales_of_the_weights_that_it_starts_from(
 
 
 def test_all_is_chosen_and_run_before_anything_is_captured(small_run: SmallRun) -> None:
-    """What running takes and what is captured are never in memory at the same time."""
+    """Buffers of eager runs and of captured graphs are never in memory at the same time."""
     events: list[str] = []
 
     def choose(run: Callable[[], None]) -> None:
@@ -142,7 +145,9 @@ def test_warming_up_leaves_no_trace(small_run: SmallRun, capturer: CudaCapturer 
 
 
 def test_captured_graphs_share_buffers_largest_first() -> None:
-    """Every batch is found where the captured graphs read, and what a larger one left behind its end is not looked at."""
+    """Every batch is copied to the graphs' buffers. Graphs ignore what a larger batch left past the end of a smaller
+    one.
+    """
     seen: list[Batch] = []
 
     def function(batch: Batch) -> None:
@@ -173,7 +178,9 @@ def test_captured_graphs_share_buffers_largest_first() -> None:
 
 @pytest.mark.parametrize("captured", [True, False])
 def test_what_is_chosen_for_a_captured_step_can_be_captured(small_run: SmallRun, captured: bool) -> None:
-    """While implementations are measured and while steps and evaluations run first; afterwards anything again."""
+    """The restriction holds while implementations are measured and while steps and evaluations warm up, and ends with
+    them.
+    """
     plain, seen = OPS["varlen_attention"].implementations["pytorch"], []
 
     def look(_: object) -> None:
@@ -191,7 +198,7 @@ def test_what_is_chosen_for_a_captured_step_can_be_captured(small_run: SmallRun,
 
 
 def test_closed_graphs_are_not_replayed() -> None:
-    """Whoever still has a replay: the step, which the graphs' functions refer to in their turn."""
+    """A step that still has a replay cannot run it. The graphs' functions and the step refer to each other."""
     total = torch.zeros(())
 
     def add() -> None:
@@ -209,7 +216,10 @@ def test_closed_graphs_are_not_replayed() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="PyTorch sees no GPU here")
 def test_captured_steps_on_a_gpu_are_the_steps_and_do_not_wait(small_run: SmallRun) -> None:
-    """As on a CPU, with real graphs; no synchronisation in the loop. Sums of other order: close, not equal."""
+    """Repeat the CPU tests with real graphs, and check that the loop never synchronizes.
+
+    The results are only close, because sums are added in another order.
+    """
     device = torch.device("cuda")
     results = []
     for capturer in (None, CudaCapturer(device)):

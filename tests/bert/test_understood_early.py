@@ -1,4 +1,4 @@
-"""A command line is understood, refused or explained before PyTorch and all that needs it is imported: in half a second."""
+"""A command line is parsed, rejected or explained within half a second, before PyTorch and its dependents are imported."""
 
 import json
 import os

@@ -1,9 +1,9 @@
-"""Timeline of a rank's work, without device and without other ranks: operators and collectives by stream.
+"""Timeline of one rank's work, without a device or other ranks: operators and collectives by stream.
 
-Stands in for what PyTorch has of CUDA's streams, events and graphs, as ``process_groups.py`` does for its groups. Tensors
-need no values: on the device "meta" they have none, and a host that reads one fails. Memory goes back to the stream that it
-was taken on as soon as nobody has it, as with PyTorch's allocator, and other streams must be through with it by the time
-that one goes on.
+It stands in for PyTorch's CUDA streams, events and graphs; ``process_groups.py`` stands in for process groups. Tensors
+need no values: on the device "meta" they have none, and a host that reads one fails. As in PyTorch's allocator, freed
+memory returns at once to the stream that allocated it. Other streams must have finished with that memory before this
+stream runs its next operator.
 """
 
 import itertools
@@ -27,7 +27,7 @@ from bert.parallel.reduction import gradients
 from tests.bert.process_groups import Collective, Group, TimelineError, exchange_batch
 
 Clock = Counter["Stream"]
-"""How far each stream has come, by the operators that it was given."""
+"""Number of operators that are known to precede a point in time, for each stream."""
 
 
 @dataclass(frozen=True)
@@ -40,13 +40,13 @@ class _Access:
     writes: bool
 
     def meets(self, other: "_Access") -> bool:
-        """Tell whether the two need an order."""
+        """Tell whether the two accesses must be ordered."""
         return (self.writes or other.writes) and self.start < other.stop and other.start < self.stop
 
 
 @dataclass(frozen=True)
 class _Past:
-    """An access that has been."""
+    """An earlier access."""
 
     access: _Access
     stream: "Stream"
@@ -56,34 +56,35 @@ class _Past:
 
 @dataclass(eq=False)
 class Stream:
-    """Stand-in for a CUDA stream, and how far it knows the others to have come."""
+    """Stand-in for a CUDA stream, with a clock of the other streams' work that it has waited for."""
 
     timeline: "Timeline"
     name: str
     clock: Clock = field(default_factory=Counter)
     capture: "Graph | None" = None
-    """That it is part of at present."""
+    """Graph whose capture the stream is part of."""
     freed: list[tuple[int, "Graph | None"]] = field(default_factory=list)
-    """Storages that were made on it, and while it was captured into what; its next operator may be given their memory."""
+    """Freed storages of this stream, each with the graph being captured then. The next operator may reuse their memory.
+    """
     priority: int = 0
     device = torch.device("cuda", 0)
 
     def wait_stream(self, other: "Stream") -> None:
-        """Come after all that the other has been given."""
+        """Wait for all work that the other stream was given so far."""
         self._wait(other.clock, other.capture, other.name)
 
     def wait_event(self, event: "Event") -> None:
-        """Come after what was given before the event."""
+        """Wait for all work that preceded the event."""
         self._wait(event.clock, event.capture, "an event")
 
     def record_event(self) -> "Event":
-        """Return an event after what was given so far."""
+        """Return an event that marks the work given so far."""
         event = Event(self.timeline)
         event.record(self)
         return event
 
     def synchronize(self) -> None:
-        """Let the host wait."""
+        """Fail, because the host would wait for the stream."""
         self.timeline.host_waits("a stream")
 
     def _wait(self, clock: Clock, capture: "Graph | None", what: str) -> None:
@@ -104,67 +105,67 @@ class Event:
         self.capture: Graph | None = None
 
     def record(self, stream: Stream | None = None) -> None:
-        """Be after what the stream, or the current one, was given so far."""
+        """Mark the work that ``stream``, by default the current stream, was given so far."""
         stream = stream or self._timeline.current
         self.clock, self.capture = stream.clock.copy(), stream.capture
 
     def synchronize(self) -> None:
-        """Let the host wait."""
+        """Fail, because the host would wait for the event."""
         self._timeline.host_waits("an event")
 
 
 class Graph:
-    """Stand-in for a CUDA graph: a replay accesses what was accessed while it was captured."""
+    """Stand-in for a CUDA graph. A replay makes all memory accesses of the capture."""
 
     def __init__(self, timeline: "Timeline") -> None:
         self._timeline = timeline
         self.streams: list[Stream] = []
         self.accesses: dict[_Access, None] = {}
         self.past: dict[int, list[_Past]] = {}
-        """Of the capture alone: what is captured does not run."""
+        """Accesses within the capture. They are kept apart because captured work does not run."""
         self.collectives: list[Collective] = []
 
     def replay(self) -> None:
-        """Run what was captured on the current stream."""
+        """Replay the captured work on the current stream."""
         self._timeline.run("replay", self.accesses)
         self._timeline.collectives += self.collectives
 
     def reset(self) -> None:
-        """Let go of what was captured."""
+        """Drop the captured work."""
         self.accesses.clear()
         self.collectives.clear()
 
 
 class Timeline(TorchDispatchMode):
-    """Work that a rank gives its device in a block, in which its streams, events, graphs and groups are these."""
+    """Work that a rank gives its device, recorded with stand-ins for streams, events, graphs and groups."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()
         self.rank = rank
         self.host = Stream(self, "host")
-        """Of waits for other ranks, which all that the host gives its device later comes after."""
+        """The host's waits for other ranks. All work that the host submits later comes after them."""
         self.main = self.current = Stream(self, "main")
         self.streams = [self.main]
         self.collectives: list[Collective] = []
         self.operators: Counter[Stream] = Counter()
-        """By stream, how many."""
+        """Number of operators on each stream."""
         self._graphs: list[Graph] = []
         self._past: dict[int, list[_Past]] = {}
         self._numbers = itertools.count()
         self._storages: dict[int, int] = {}
-        """Numbers by address: another storage may be there later."""
+        """Number of the storage at each address. A later storage may reuse an address."""
         self._recorded: dict[int, set[Stream]] = {}
-        """For which the allocator waits before it gives a storage's memory away."""
+        """Streams recorded for each storage. The allocator waits for them before it reuses the memory."""
 
     @contextmanager
     def watching(self, patch: pytest.MonkeyPatch) -> Iterator["Timeline"]:
-        """Stand in for CUDA and for process groups, and look at all operators in the block."""
+        """Replace CUDA and process groups with stand-ins, and record all operators in the block."""
         stream = gradients.CommunicationStream
         patch.setattr(gradients, "CommunicationStream", lambda _: stream(torch.device("cuda", 0)))
         patch.setattr(dist, "new_group", lambda ranks, **_: self._new_group(patch, tuple(ranks)))
         patch.setattr(dist, "destroy_process_group", self._destroy)
         patch.setattr(dist, "batch_isend_irecv", exchange_batch)
-        # PyTorch finds a rank's place in a group by the group of all.
+        # PyTorch finds a rank's place in a group through the default group.
         patch.setattr(distributed_c10d, "_get_default_group", lambda: SimpleNamespace(rank=lambda: self.rank))
         for name, stand_in in {
             "Stream": self._new_stream,
@@ -186,7 +187,7 @@ class Timeline(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run an operator, and note what it reads and writes; a view does neither."""
+        """Run an operator and record its reads and writes. Views make no access."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if func.is_view:
@@ -203,7 +204,7 @@ class Timeline(TorchDispatchMode):
         return result
 
     def run(self, operator: str, accesses: Mapping[_Access, None]) -> None:
-        """Give the current stream an operator. It must come after those of other streams that it shares memory with."""
+        """Run an operator on the current stream. Raises if it shares memory with an operator that it does not wait for."""
         stream = self.current
         stream.clock[stream] += 1
         self.operators[stream] += 1
@@ -226,41 +227,44 @@ class Timeline(TorchDispatchMode):
                         f"{operator} on {stream.name} {does} what {before.operator} on {before.stream.name} {did}, "
                         "and does not wait for it"
                     )
-            # What is written over is behind everything that comes after this.
+            # Later accesses need not be checked against accesses to overwritten memory.
             past[:] = [each for each in past if not (access.writes and _covers(access, each.access))]
             past.append(_Past(access, stream, stream.clock[stream], operator))
             if stream.capture is not None:
                 stream.capture.accesses[access] = None
 
     def collective(self, name: str, group: tuple[int, ...], whole: Tensor, *others: Tensor) -> None:
-        """Give the current stream a collective, which reads and writes all these."""
+        """Run a collective on the current stream. It reads and writes all the tensors."""
         self.run(name, {self._access(tensor, True): None for tensor in (whole, *others)})
         self._note(name, group, whole.dtype, whole.numel())
 
     def exchange(self, name: str, stream: Stream, messages: Sequence[tuple[tuple[int, int], Tensor]]) -> Event:
-        """Give a stream messages by their sender and receiver, after the current one; returns what they are over at."""
+        """Send and receive messages on a stream that first waits for the current one. Returns the event of their end.
+
+        Each message is ((sender, receiver), tensor).
+        """
         stream.wait_stream(self.current)
         with self.on(stream):
             self.run(name, {self._access(tensor, receiver == self.rank): None for (_, receiver), tensor in messages})
             for ends, tensor in messages:
-                # PyTorch keeps what is sent until it is.
+                # PyTorch keeps a tensor until it has been sent.
                 self._record(tensor, stream)
                 self._note(name, ends, tensor.dtype, tensor.numel())
             return stream.record_event()
 
     def stream_of(self, ranks: tuple[int, ...]) -> Stream:
-        """Return a stream for messages among these."""
+        """Return a stream for messages among these ranks."""
         return Stream(self, f"messages {'-'.join(map(str, ranks))}")
 
     def meet(self, name: str, group: tuple[int, ...]) -> None:
-        """Let the host wait until the others of the group are here as well."""
+        """Make the host wait until the other ranks of the group have come."""
         with self.on(self.host):
             self.run(name, {})
             self._note(name, group, torch.uint8, 0)
 
     @contextmanager
     def on(self, stream: Stream) -> Iterator[None]:
-        """Make a stream the current one."""
+        """Make a stream the current one in the block."""
         before, self.current = self.current, stream
         try:
             yield
@@ -268,7 +272,7 @@ class Timeline(TorchDispatchMode):
             self.current = before
 
     def host_waits(self, what: str) -> None:
-        """Fail: nothing here may let the host wait."""
+        """Fail because the host would wait for the device."""
         raise TimelineError(f"the host waits for {what}")
 
     def _note(self, name: str, group: tuple[int, ...], dtype: torch.dtype, elements: int) -> None:
@@ -320,7 +324,7 @@ class Timeline(TorchDispatchMode):
 
     @contextmanager
     def _capturing(self, graph: Graph, stream: Stream, **_: object) -> Iterator[None]:
-        stream.clock |= self.current.clock  # torch.cuda.graph waits for the device first
+        stream.clock |= self.current.clock  # torch.cuda.graph synchronizes with the device first
         stream.capture = graph
         graph.streams.append(stream)
         with self.on(stream):

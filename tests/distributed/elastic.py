@@ -13,17 +13,20 @@ from tests.distributed.worker import before_each
 CLONE_NEWUTS = 0x04000000
 HOSTS = 4
 AT_STEP = 12
-"""Of each process, counted from its start, those of its warm-up among them."""
+"""Step at which rank 0 waits, counted from each process's start and including warm-up steps."""
 
 
 def be_on(host: str) -> None:
-    """Take a host name that nobody else sees, where the system lets this user."""
+    """Set a host name in a private namespace, if the system permits this user to do so."""
     if ctypes.CDLL(None).unshare(CLONE_NEWUTS) == 0:
         socket.sethostname(host)
 
 
 def agent(host: str, folder: str, *arguments: str) -> None:
-    """Run torchrun's agent on a host of that name, which notes its number in ``folder`` and starts ranks by ``rank``."""
+    """Run torchrun's agent under the given host name.
+
+    The agent writes its process id to ``folder`` and starts each rank by calling ``rank``.
+    """
     be_on(host)
     Path(folder, f"{host}.agent").write_text(str(os.getpid()))
     place = arguments.index("bert.train")
@@ -33,10 +36,10 @@ def agent(host: str, folder: str, *arguments: str) -> None:
 
 
 def rank(host: str, folder: str, *arguments: str) -> int:
-    """Run ``bert.train``, where rank 0 waits for what a test is to do.
+    """Run ``bert.train``, and make rank 0 create a file for the test and wait until it is stopped.
 
-    On all hosts it waits once for its end, which the file "whole" in ``folder`` asks for; on fewer hosts until its agent
-    stops it, as one does when a host has come, which "fewer" asks for.
+    With all hosts the file is "whole" and with fewer hosts "fewer". Rank 0 does not wait if the file "whole-is-done" or
+    "fewer-is-done" exists.
     """
     import bert.train
     from bert.guards.interruption import Interruption

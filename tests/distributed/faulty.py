@@ -1,4 +1,4 @@
-"""``python -m bert.train`` on a rank that breaks on purpose."""
+"""Run ``python -m bert.train`` with a rank that fails on purpose."""
 
 import contextlib
 import os
@@ -19,11 +19,11 @@ from dataloading.batches.loader import NumpyLoader
 from tests.distributed.worker import before_each
 
 AT_STEP = int(os.environ.get("AT_STEP", "50"))
-"""The step at which it happens: some evaluations after the start."""
+"""Step at which the rank fails, some evaluations after the start."""
 
 
 def faulty(breaks: str, *arguments: str) -> int:
-    """Run ``bert.train``; ``breaks`` is WAY:RANK[,WAY:RANK]."""
+    """Run ``bert.train`` with the faults ``breaks``, given as WAY:RANK[,WAY:RANK]."""
     for way, _, rank in (part.partition(":") for part in breaks.split(",")):
         if os.environ.get("RANK", "0") == rank:
             WAYS[way]()
@@ -31,7 +31,7 @@ def faulty(breaks: str, *arguments: str) -> int:
 
 
 def raise_in_step() -> None:
-    """An error between two collectives."""
+    """Raise an error between two collectives."""
 
     def broken(count: int, _: object) -> None:
         if count == AT_STEP:
@@ -41,7 +41,7 @@ def raise_in_step() -> None:
 
 
 def die() -> None:
-    """Killed. A run of fewer than two times ``AT_STEP`` steps that goes on from a checkpoint comes to its end."""
+    """Kill the process. A resumed run of fewer than 2 * ``AT_STEP`` steps ends before it is killed again."""
 
     def killed(count: int, _: object) -> None:
         if count == AT_STEP:
@@ -51,7 +51,7 @@ def die() -> None:
 
 
 def hang_in_loader() -> None:
-    """A read that never returns."""
+    """Hang in a read of the data loader."""
 
     def stuck(count: int, _: object) -> None:
         while count == AT_STEP:
@@ -61,7 +61,7 @@ def hang_in_loader() -> None:
 
 
 def hang_in_stage() -> None:
-    """A stage of a pipeline that never comes to its end."""
+    """Hang in a pipeline stage."""
 
     def stuck(count: int, _: object) -> None:
         while count == AT_STEP:
@@ -71,7 +71,7 @@ def hang_in_stage() -> None:
 
 
 def slow_down() -> None:
-    """Data that come late, from a step on: each time, ten times as late as the step before took."""
+    """After some steps, delay each batch by ten times the duration of the previous step."""
     came = time.monotonic()
 
     def late(count: int, _: object) -> None:
@@ -84,7 +84,7 @@ def slow_down() -> None:
 
 
 def drag() -> None:
-    """Layers that begin late: each time, four times as late as the one before took."""
+    """Delay each layer by four times the duration of the previous one."""
     came = time.monotonic()
 
     def late(*_: object) -> None:
@@ -96,7 +96,7 @@ def drag() -> None:
 
 
 def overflow() -> None:
-    """Gradients that are not finite, from a step on: those of a rank that has lost its weights."""
+    """After ``AT_STEP``, make gradients infinite in every step, as on a rank that has lost its weights."""
 
     def infinite(count: int, step: TrainingStep) -> None:
         if count > AT_STEP:
@@ -106,17 +106,17 @@ def overflow() -> None:
 
 
 def hurry() -> None:
-    """Nothing breaks; where ranks of another host got a signal, a rank waits a second for its own."""
+    """Shorten a wait: if another host's ranks got a signal, this rank waits only one second for its own."""
     bert.run._OWN_SIGNAL_S = 1.0
 
 
 def linger() -> None:
-    """Last words that take their time."""
+    """Take three seconds to write the end of an aborted log."""
     before_each(MLLog, "abort", lambda *_: time.sleep(3))
 
 
 def fill_disk() -> None:
-    """Somebody else's file takes what is left of the disk at ``$DISK``, once the checkpoint of step 4, if any, is there."""
+    """Fill the disk at ``$DISK`` with another file at step 8. If there are checkpoints, wait for that of step 4 first."""
 
     def filled(count: int, _: object) -> None:
         disk = Path(os.environ["DISK"])
@@ -132,7 +132,7 @@ def fill_disk() -> None:
 
 
 def show_port() -> None:
-    """Nothing breaks; the port of the watchdog is told."""
+    """Print the port of the watchdog. Nothing fails."""
     listen = watchdog.listen
 
     def shown(address: str) -> socket.socket:

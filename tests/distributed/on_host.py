@@ -1,6 +1,6 @@
-"""Ranks on hosts of their own: network namespaces with host names (``benchmarks.hosts``).
+"""Ranks on separate hosts: network namespaces with host names of their own (``benchmarks.hosts``).
 
-A process measures time beside other tests, so it goes before them if it may.
+The processes measure time while other tests run, so they raise their priority if they may.
 """
 
 import ctypes
@@ -27,9 +27,10 @@ def ranks_on_hosts(
     pinned: int | None = None,
     absent: int | None = None,
 ) -> Ranks:
-    """Start the ranks of a run, ``a_host`` of them on each host; with ``one_host`` they take themselves for ranks of one.
+    """Start the ranks of a run, ``a_host`` on each host. With ``one_host`` the ranks take all hosts for one.
 
-    The rank ``pinned`` has one core, of which it gets a quarter while a probe measures; the rank ``absent`` is not started.
+    The rank ``pinned`` has one core and gets a quarter of it while a probe measures. The rank ``absent`` is not
+    started.
     """
     port, count, ranks = free_port(), len(namespaces) * a_host, []
     for rank in range(count):
@@ -44,7 +45,7 @@ def ranks_on_hosts(
 
 
 def on_host(namespace: str, host: str, core: str, module: str, *arguments: str) -> None:
-    """Enter a host and run a module as ``python -m`` would, on a core of its own or on any."""
+    """Enter a host and run a module as ``python -m`` would, pinned to ``core`` unless that is "any"."""
     go_first()
     enter(namespace, host)
     if core != "any":
@@ -52,7 +53,7 @@ def on_host(namespace: str, host: str, core: str, module: str, *arguments: str) 
     if module == "cluster":
         from cluster.probe import computations
 
-        computations._COPIES = 1  # a third of a probe's time otherwise, and nothing slow is named by them
+        computations._COPIES = 1  # copies would take a third of the probe's time, and no finding here depends on them
         if core != "any":
             compete_while_measured()
     sys.argv = [module, *arguments]
@@ -60,7 +61,7 @@ def on_host(namespace: str, host: str, core: str, module: str, *arguments: str) 
 
 
 def be_busy(parent: int) -> None:
-    """Keep a core busy until the parent ends this process, or ends."""
+    """Keep a core busy until the parent ends this process or ends itself."""
     go_first()
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     while os.getppid() == parent:
@@ -68,7 +69,7 @@ def be_busy(parent: int) -> None:
 
 
 def compete_while_measured() -> None:
-    """Fork competitors as the probe begins to measure devices and links, and end them before all that follows."""
+    """Fork competing processes when the probe begins to measure devices and links, and end them before its later steps."""
     from cluster.probe import command
 
     competitors: list[int] = []

@@ -1,8 +1,8 @@
 """The training step in a shape: how ranks share copies of the model and sum gradients.
 
-A shape is TENSOR,PIPELINE,VIRTUAL_STAGES,REDUCTION,ORDER,RANKS_OF_A_NODE,ACCUMULATION,STEPS,PRECISION. A + behind the
-reduction stands for sharded gradients. The precision is fp32, fp8, or in fp64 one of fp64, dropout, recomputed, deep,
-accumulating (products and embeddings add gradients of weights by themselves, as on a GPU).
+A shape is TENSOR,PIPELINE,VIRTUAL_STAGES,REDUCTION,ORDER,RANKS_OF_A_NODE,ACCUMULATION,STEPS,PRECISION. A + after the
+reduction means sharded gradients. The precision is fp32, fp8, or one of the fp64 variants fp64, dropout, recomputed,
+deep and accumulating. In accumulating, products and embeddings add weight gradients themselves, as on a GPU.
 """
 
 from dataclasses import replace
@@ -32,9 +32,9 @@ from tests.distributed.worker import end_groups, on_all, regrouped
 DRAWS = 20
 ALONE = "1,1,1,flat,block,1,1,4,fp64"
 DROPPING = "4,1,1,flat,block,4,1,4,fp64"
-"""The shape in which dropout is drawn."""
+"""Shape whose dropout is compared with that of one rank."""
 MODEL = ModelConfig(5, 24, 8, 40, 70, 64, hidden_dropout=0.0, attention_dropout=0.0, initializer_range=0.3)
-"""Of a vocabulary that divides by no number of ranks, and of which the last of four has nothing."""
+"""Model whose vocabulary size is divisible by no number of ranks. The last of four ranks holds no words."""
 MODELS = {
     "dropout": replace(MODEL, hidden_dropout=0.1, attention_dropout=0.1),
     "deep": replace(MODEL, num_hidden_layers=48),
@@ -63,9 +63,9 @@ def config(shape: str) -> Config:
 
 
 def global_batches(mesh: Mesh, accumulation: int, padded: bool, count: int) -> list[list[Batch]]:
-    """Make this rank's micro-batches of each step: of lengths that divide by nothing, or padded to shape buckets."""
+    """Make this rank's micro-batches of each step, with odd lengths or padded to shape buckets."""
     samples = synthetic_samples(np.random.default_rng(5).integers(4, 31, 160), MODEL.vocab_size, seed=5)
-    samples.masked_lm_ids[:] = samples.masked_lm_positions % 3 * 12 + 20  # learnable, and on different ranks
+    samples.masked_lm_ids[:] = samples.masked_lm_positions % 3 * 12 + 20  # learnable from the position
     plan = BatchPlan(samples.lengths, samples.masked_counts, 8, mesh.data_size, accumulation, 2)
     steps = []
     for step in range(count):
@@ -92,7 +92,10 @@ def train_all(mesh: Mesh, *shapes: str) -> dict[str, dict[str, Any]]:
 
 
 def train(joined: Mesh, shape: str) -> dict[str, Any]:
-    """Losses and norms of every step, what the first one came to, and the end: whole vectors on all ranks."""
+    """Return losses and norms of every step, and the state after the first and the last step.
+
+    The state consists of whole vectors, which all ranks return.
+    """
     order, local_size, accumulation, steps, precision = shape.split(",")[4:]
     chosen = config(shape)
     parallel = chosen.parallel
@@ -107,7 +110,7 @@ def train(joined: Mesh, shape: str) -> dict[str, Any]:
     torch.manual_seed(0)
     step.model.seed_dropout(7)
     batches = global_batches(mesh, int(accumulation), order == "cyclic", int(steps))
-    if precision != "deep":  # a warm-up is no other for that
+    if precision != "deep":  # the warm-up of the deep model would test nothing new
         step.warm_up(batches[0], 1)
     scales = None if step.fp8 is None else step.fp8.scale_S.clone()
     means, first = [], {}
@@ -137,7 +140,7 @@ def train(joined: Mesh, shape: str) -> dict[str, Any]:
 
 
 def state(step: TrainingStep) -> dict[str, torch.Tensor]:
-    """Weights and moments of the whole model by name."""
+    """Return the weights and moments of the whole model by name."""
     step.gather_weights()
     vectors = {
         "weight": step.flat.weights_P,
@@ -151,7 +154,7 @@ def state(step: TrainingStep) -> dict[str, torch.Tensor]:
 
 
 def correct_predictions(step: TrainingStep, mesh: Mesh, batches: list[list[Batch]]) -> int:
-    """Over the batches of all ranks, each counted once."""
+    """Count correct predictions over the batches of all ranks, each batch once."""
     step.model.eval()
     counts = torch.zeros(1, dtype=torch.int64)
     with torch.inference_mode(), step.autocast():
@@ -166,7 +169,7 @@ def correct_predictions(step: TrainingStep, mesh: Mesh, batches: list[list[Batch
 
 
 def returns(step: TrainingStep) -> bool:
-    """Tell whether shards of a whole vector are what they were before it was brought together."""
+    """Tell whether gathering a whole vector and sharding it again returns the same shards."""
     before = step.flat.weights_P.clone()
     whole = step.whole.gather(step.flat.weights_P).clone()
     step.flat.weights_P.data.zero_()
@@ -176,7 +179,7 @@ def returns(step: TrainingStep) -> bool:
 
 
 def _losses_with_dropout(step: TrainingStep, mesh: Mesh, micro_batches: list[Batch]) -> list[float]:
-    """Sums over all ranks of the losses of the same batch, each time with other elements dropped."""
+    """Return losses of one batch, summed over all ranks, for several draws of dropout."""
     config = replace(step.model.config, hidden_dropout=0.1, attention_dropout=0.1)
     for part in (step.model, step.model.embeddings, *step.model.layers):
         part.config = config  # type: ignore[assignment]
@@ -193,7 +196,7 @@ def _losses_with_dropout(step: TrainingStep, mesh: Mesh, micro_batches: list[Bat
 
 
 def skips(step: TrainingStep, mesh: Mesh) -> bool:
-    """Tell whether no rank takes a step where one rank's gradient is not finite, and all take the next."""
+    """Tell whether all ranks skip a step with a NaN gradient on one rank, and all take the next step."""
 
     def own() -> torch.Tensor:
         step.gather_weights()
@@ -204,7 +207,7 @@ def skips(step: TrainingStep, mesh: Mesh) -> bool:
     for value in (torch.nan, 1e-3):
         with step._reduction.overlapped():
             for parameter in step.flat.places:
-                if parameter.grad is None:  # each rank keeps only a shard
+                if parameter.grad is None:  # with sharded gradients, there is no gradient yet
                     parameter.grad = torch.empty_like(parameter)
                 parameter.grad.fill_(1e-3)
             if mesh.rank == mesh.world_size - 1:
@@ -216,7 +219,7 @@ def skips(step: TrainingStep, mesh: Mesh) -> bool:
 
 
 def bytes_held(step: TrainingStep) -> int:
-    """Bytes of the optimizer's own vectors."""
+    """Return the size in bytes of the optimizer's own vectors."""
     optimizer = step.optimizer
     state = optimizer.state if isinstance(optimizer, Lamb) else optimizer._state
     held = [value for owner in (optimizer, state) for value in vars(owner).values() if isinstance(value, torch.Tensor)]
@@ -224,7 +227,7 @@ def bytes_held(step: TrainingStep) -> int:
 
 
 def same_as_rank_0(tensors: list[torch.Tensor]) -> bool:
-    """Tell whether this rank has the same as rank 0 to the last bit."""
+    """Tell whether this rank's tensors equal rank 0's bit for bit."""
     one = torch.cat([tensor.flatten().double() for tensor in tensors])
     other = one.clone()
     if dist.is_initialized():

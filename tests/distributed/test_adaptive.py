@@ -1,4 +1,4 @@
-"""Hosts that are lost and come back, by ``launch/elastic.sh``: processes under host names of their own."""
+"""Hosts are lost and come back under ``launch/elastic.sh``. The hosts are processes with different host names."""
 
 import json
 import os
@@ -29,12 +29,12 @@ PYTHON = """#!/bin/bash
   set -- -m tests.distributed.worker tests.distributed.elastic:agent "$HOST" "$FOLDER" "${@:3}"
 exec "${0%/*}/forked/python" "$@"
 """
-"""That of the checkout, in whose place agents are the worker's."""
+"""The checkout's ``python``. It runs ``elastic.agent`` in place of torchrun."""
 
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """Make what ``launch/elastic.sh`` needs of a checkout, installed."""
+    """Make an installed checkout with everything that ``launch/elastic.sh`` needs."""
     root = tmp_path / "checkout"
     programs, installed = root / ".venv/bin", root / ".venv/installed"
     for folder in (programs / "forked", installed):
@@ -53,7 +53,7 @@ def checkout(tmp_path: Path) -> Path:
 
 
 class Elastic:
-    """``launch/elastic.sh`` on hosts and where they meet, ended with the block in which it is used."""
+    """``launch/elastic.sh`` on several hosts and their rendezvous. Leaving the block kills them all."""
 
     def __init__(self, checkout: Path, folder: Path, arguments: list[str]) -> None:
         recipe, *settings = arguments
@@ -72,11 +72,11 @@ class Elastic:
             started.wait(PATIENCE_S)
 
     def add_host(self, number: int) -> subprocess.Popen[str]:
-        """Start it on a host, whose address decides its place among the ranks."""
+        """Start the script on a host. Its address determines its position among the ranks."""
         return self._start(f"h{number}", *self._arguments, ADDRESS=f"127.0.0.{number + 1}")
 
     def kill_host(self, number: int) -> None:
-        """Kill an agent and its ranks, as when a machine loses its power."""
+        """Kill an agent and its ranks, as a power failure does."""
         agent = int((self.folder / f"h{number}.agent").read_text())
         ranks = [int(pid) for pid in Path(f"/proc/{agent}/task/{agent}/children").read_text().split()]
         for process in (agent, *ranks):
@@ -84,7 +84,7 @@ class Elastic:
 
     @property
     def output(self) -> str:
-        """Return what all have written, host after host."""
+        """Return the output of all hosts, one host after another."""
         return "".join(path.read_text() for path in sorted(self.folder.glob("*.output")))
 
     def _start(self, name: str, *arguments: str, **changes: str) -> subprocess.Popen[str]:
@@ -99,7 +99,7 @@ class Elastic:
 
 
 def curve(results: Path) -> dict[int, dict[str, float]]:
-    """Records of the steps of all attempts; of a step that was trained twice the later."""
+    """Return the record of each step over all attempts. If a step was trained twice, the later record counts."""
     files = sorted((results / "tiny_cpu" / "bert").glob("metrics_*.jsonl"))
     lines = [json.loads(line) for file in files for line in file.read_text().splitlines()]
     return {line["step"]: line for line in lines if line["event"] == "step"}
@@ -115,7 +115,7 @@ def test_a_run_goes_on_without_a_host_and_with_it_again(small_run: SmallRun, che
             hosts = [elastic.add_host(number) for number in range(HOSTS)]
             wait_for((tmp_path / "whole").exists, hosts[1])
             (tmp_path / "whole-is-done").touch()
-            (tmp_path / "fewer").unlink(missing_ok=True)  # where some came late
+            (tmp_path / "fewer").unlink(missing_ok=True)  # there is such a file if some hosts joined late
             elastic.kill_host(0)
             wait_for((tmp_path / "fewer").exists, hosts[1])
             (tmp_path / "fewer-is-done").touch()
@@ -128,7 +128,7 @@ def test_a_run_goes_on_without_a_host_and_with_it_again(small_run: SmallRun, che
 
 
 def check_curve(unbroken: dict[int, dict[str, float]], broken: dict[int, dict[str, float]]) -> None:
-    """The same to rounding, though three ranks take shares of 6, 5 and 5 sequences in micro-batches of 3 and 2."""
+    """Compare up to rounding. With three ranks the shares are 6, 5 and 5 sequences, in micro-batches of 3 and 2."""
     assert list(unbroken) == list(broken) == list(range(1, STEPS + 1))
     for step, expected in unbroken.items():
         for name in PARTS:
@@ -136,7 +136,7 @@ def check_curve(unbroken: dict[int, dict[str, float]], broken: dict[int, dict[st
 
 
 def check_logs(results: list[Path]) -> None:
-    """The last three are those of all hosts, of all but one, and of all again; what each says of it."""
+    """Check the last three logs: of the run on all hosts, on all but one, and on all hosts again."""
     whole, fewer, again = (result.read_text() for result in results[-3:])
     host = "h0" if os.geteuid() == 0 else socket.gethostname()
     others = HOSTS if os.geteuid() == 0 else 1
@@ -147,7 +147,7 @@ def check_logs(results: list[Path]) -> None:
     assert "run_stop" not in whole  # rank 0 was killed
     resumed = re.search(r"# resumed from: .*/step_(\d{8})\n", again)
     assert resumed
-    assert int(resumed[1]) == int(re.findall(r"^step +(\d+) ", fewer, re.M)[-1])  # stopped in order: no step is lost
+    assert int(resumed[1]) == int(re.findall(r"^step +(\d+) ", fewer, re.M)[-1])  # an orderly stop loses no step
     for text, lines in (
         (fewer, (f"lost: host {host} (1 rank)", f"shares of the global batch: {three}; before {four}")),
         (again, (f"gained: host {host} (1 rank)", f"shares of the global batch: {four}; before {three}")),
@@ -159,4 +159,6 @@ def check_logs(results: list[Path]) -> None:
         for text in (whole, fewer, again)
     ]
     assert settings == [["16", "4", "1"], ["16", "3", "2"], ["16", "4", "1"]]
-    assert "eval_accuracy" in [finding.key for finding in check_log(read_log(results[-1])).findings]  # no timed result
+    assert "eval_accuracy" in [
+        finding.key for finding in check_log(read_log(results[-1])).findings
+    ]  # because it was resumed

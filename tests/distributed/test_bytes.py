@@ -1,7 +1,7 @@
-"""Bytes that a rank sends in a step, counted by the interface of its host, and what docs/scaling.md says of them.
+"""Compare the bytes that a rank sends in a step, counted by its host's interface, with the formulas in docs/scaling.md.
 
-Every rank is on a host of its own, a network namespace, so that nothing goes past the interface; which of them make a node
-is as in the formulas. A shape is TENSOR,PIPELINE,REDUCTION,REDUCE_DTYPE,RANKS_OF_A_NODE,ACCUMULATION.
+Every rank is on its own host, a network namespace, so that all bytes pass the interface. Ranks are grouped into nodes
+as the formulas assume. A shape is TENSOR,PIPELINE,REDUCTION,REDUCE_DTYPE,RANKS_OF_A_NODE,ACCUMULATION.
 """
 
 from dataclasses import replace
@@ -47,7 +47,7 @@ pytestmark = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 
 
 def measured(joined: Mesh, *shapes: str) -> dict[str, list[Any]]:
-    """What every rank has sent in each shape, and the sizes that the formulas are about."""
+    """Return the bytes that every rank sends in each shape, and the sizes for the formulas."""
     return {shape: in_shape(joined, shape) for shape in shapes}
 
 
@@ -62,7 +62,7 @@ def in_shape(joined: Mesh, shape: str) -> list[Any]:
     samples = synthetic_samples(np.full(49, 32), MODEL.vocab_size)
     batch = batch_of(samples, MicroBatch(np.arange(49), 49, len(samples.masked_lm_ids)), BUCKET)
     sent = []
-    for _ in range(1 + STEPS):  # the first one connects
+    for _ in range(1 + STEPS):  # the first step also opens connections
         dist.barrier()
         before = sent_bytes()
         step([batch] * int(accumulation))
@@ -89,7 +89,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, 
 
 
 def all_gather(size: float, ranks: int) -> float:
-    """Bytes that a rank sends, of a whole of so many; an all-to-all sends as many."""
+    """Return the bytes that a rank sends in an all-gather of ``size`` bytes in total. An all-to-all sends as many."""
     return (ranks - 1) / ranks * size
 
 
@@ -98,11 +98,11 @@ def all_reduce(size: float, ranks: int) -> float:
 
 
 reduce_scatter = all_reduce
-"""As gloo has it: the sum of everything, of which each rank keeps its part."""
+"""gloo computes the whole sum, of which each rank keeps its part."""
 
 
 def reduced(reduction: str, dtype: str, size: float, ranks: int, node: int) -> float:
-    """Count the bytes of a gradient, and of the weights after it."""
+    """Return the bytes for reducing the gradients and then gathering the weights."""
     rails = ranks // node
     scatter, sent = (reduce_scatter, size) if dtype == "fp32" else (all_gather, size / 2)
     match reduction:
@@ -116,7 +116,10 @@ def reduced(reduction: str, dtype: str, size: float, ranks: int, node: int) -> f
 
 
 def exchanged(tensor: int, layers: int, has_ends: tuple[bool, bool]) -> float:
-    """Count the bytes of a tensor group in a micro-batch: an all-gather and a reduce-scatter of so many rows, either way."""
+    """Return the bytes that a rank sends to its tensor group in a micro-batch, forward and backward.
+
+    Each row in ``rows`` stands for one all-gather and one reduce-scatter.
+    """
     first, last = has_ends
     heads = BUCKET.sequences + BUCKET.masked
     rows = first * BUCKET.tokens + 4 * (layers - last) * BUCKET.tokens
@@ -142,5 +145,5 @@ def test_ranks_send_what_the_formulas_say(found: dict[str, list[dict[str, Any]]]
         if stages > 1:
             hidden = micro_batches * 4 * MODEL.hidden_size * BUCKET.tokens / shared
             expected += hidden * ((not is_first) + (not is_last))
-            expected += 4 * MODEL.hidden_size * MODEL.vocab_size / shared  # its gradient, or itself
+            expected += 4 * MODEL.hidden_size * MODEL.vocab_size / shared  # the word table or its gradient
         assert rank["sent"] == pytest.approx(expected, rel=0.02), rank

@@ -1,4 +1,4 @@
-"""The benchmark of reductions on network namespaces: bytes on the wire, and host identities that differ by name alone."""
+"""The reduction benchmark on network namespaces: bytes on the wire, and hosts whose identities differ only in name."""
 
 import json
 import subprocess
@@ -33,7 +33,7 @@ def test_between_hosts_hierarchical_sends_what_it_must(tmp_path: Path) -> None:
     for name, ratio in figures["ratios"].items():
         assert f"{name}: {ratio:.2f}" in done.stdout
     for case in reduced:
-        for strategy in ("hierarchical", "sharded"):  # of either, the weights take the way that the sums took
+        for strategy in ("hierarchical", "sharded"):  # the weights take the same links as the gradient sums
             assert 0.99 < case[strategy]["megabytes_per_host"] / case["megabytes"] < 1.03, strategy
         for strategy in ("flat", "sharded_world"):
             assert case[strategy]["megabytes_per_host"] > 1.4 * case["megabytes"], strategy

@@ -1,7 +1,7 @@
-"""Two torchrun agents, each of which stands for a node: a rank is killed, and both start their ranks again.
+"""Two torchrun agents stand for two nodes. One rank is killed, and both agents restart their ranks.
 
-The rank that survives takes its time to end. So its agent sees the other one wait before it sees a fault, and starts its
-rank again without counting that.
+The surviving rank ends slowly. Its agent therefore learns that the other agent is waiting before it notices a fault,
+and restarts its rank without counting that as a restart.
 """
 
 import re

@@ -1,5 +1,5 @@
-"""The step on several ranks over gloo: reduction beside backward, captured or not, is the reduction after it, and weights
-that are gathered beside forward are those that were gathered before it.
+"""The step on several ranks over gloo. Overlapping reduction with backward, captured or eager, changes no result, and
+neither does gathering weights during the forward pass.
 """
 
 from pathlib import Path
@@ -14,12 +14,12 @@ from tests.distributed.ranks import run_on_ranks
 
 @pytest.mark.parametrize(("ranks", "accumulation"), [(2, 2), (4, 1)])
 def test_every_order_of_the_step_gives_the_same_weights(tmp_path: Path, ranks: int, accumulation: int) -> None:
-    """On one host and on two, with micro-batches that are padded to shape buckets by turns."""
+    """Compare on one host and on two, with micro-batches padded alternately to several shape buckets."""
     strategies = get_args(ReductionStrategy)
     found = run_on_ranks(tmp_path, ranks, compare_orders, accumulation, *strategies)
     ways = found.pop("automatic")
     assert len(set(ways)) == 1
-    if ranks == 2:  # nothing to measure
+    if ranks == 2:  # with two ranks there is nothing to measure
         assert ways[0] == "reduction: flat (one host)"
     else:
         assert ways[0].startswith("reduction: ")
@@ -31,16 +31,18 @@ def test_every_order_of_the_step_gives_the_same_weights(tmp_path: Path, ranks: i
         assert run["recomputing_is_same"], name
         if name.startswith("sharded"):
             assert_weights_came_beside_forward(name, run)
-        # Backward fills the last bucket at its very end, so overlapped all have started by then; otherwise none has.
+        # Backward fills the last bucket at its very end, so all buckets have started by then if reduction overlaps,
+        # else none.
         assert run["buckets"] > 5
         assert run["early_after"] == [0] * STEPS
         assert run["early_overlapped"] == [run["buckets"]] * STEPS
         assert set(run["early_captured"]) == {run["buckets"]}
-        # Two sizes, of the last micro-batch and of the others if there are others, and the update. Of eight micro-batches
-        # one has a size that is not captured.
+        # There is a graph for each of two sizes, for the last micro-batch and for earlier ones if there are any, and
+        # one for
+        # the update. One of eight micro-batches has a size that is not captured.
         assert run["graphs"] == 2 * accumulation + 1
         assert run["replays"] == (STEPS if accumulation == 1 else 2 * STEPS - 1) + STEPS
-        # Against one message after backward, as sums of two numbers are the same in any order.
+        # Compare with a single message after backward, because the sum of two numbers is the same in either order.
         if ranks == 2 and name == "flat":
             assert run["one_message_is_same"]
         assert run["difference"] < 1e-6, name
@@ -49,7 +51,7 @@ def test_every_order_of_the_step_gives_the_same_weights(tmp_path: Path, ranks: i
 
 
 def assert_weights_came_beside_forward(name: str, run: dict[str, Any]) -> None:
-    """Check that all weights but the embeddings' came while a part before them was computed."""
+    """Check that all weights except the embeddings' arrived while an earlier part of the model was computed."""
     assert run["held_is_same"], name
     assert run["held"] >= (STEPS + 1) * run["buckets"] / 2, "in the warm-up step and those that follow"
     assert run["held"] < (STEPS + 1) * run["buckets"], "once a step"

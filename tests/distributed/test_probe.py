@@ -1,4 +1,4 @@
-"""The probe over hosts that are network namespaces with shaped links: faults are named, and nothing else."""
+"""The probe on hosts that are network namespaces with shaped links: it names every fault and nothing else."""
 
 import os
 import re
@@ -33,7 +33,7 @@ def shape(namespace: str, rate: str) -> None:
 
 
 def probe(names: Sequence[str], *arguments: object, **places: Any) -> tuple[list[int], str]:
-    """Exit statuses of the probe's ranks, one a host, and what all wrote."""
+    """Run the probe with one rank on each host. Returns the exit statuses and all output."""
     with ranks_on_hosts(names, ["cluster", "probe", *arguments], **places) as ranks:
         return ranks.ends(), ranks.output
 
@@ -88,7 +88,7 @@ def test_an_even_cluster_has_nothing_to_name(tmp_path: Path) -> None:
 def test_a_host_that_does_not_come_is_named_within_the_limit(tmp_path: Path) -> None:
     out = tmp_path / "cluster.json"
     with BridgedHosts(HOSTS, RATE) as names:
-        for limit in (4, 16, 64):  # a busy machine starts slowly
+        for limit in (4, 16, 64):  # a busy machine starts processes slowly
             statuses, output = probe(names, "--out", out, "--limit", limit, absent=3)
             if f"1 of 4 ranks have not come within {limit} s (rank 3 on node 3 from 0)" in output:
                 break
@@ -112,7 +112,7 @@ def test_ranks_of_one_host_are_measured_over_its_links(tmp_path: Path) -> None:
 
 
 def probe_with_a_wrong_sum(out: str) -> int:
-    """Probe, where on rank 1 an all-reduce of floats gets one element wrong."""
+    """Run the probe with an all-reduce that gets one float wrong on rank 1."""
     right = dist.all_reduce
 
     def wrong(tensor: torch.Tensor, *arguments: Any, **named: Any) -> Any:
@@ -122,7 +122,7 @@ def probe_with_a_wrong_sum(out: str) -> int:
         return work
 
     dist.all_reduce = wrong
-    computations._COPIES = 1  # no sum is in them
+    computations._COPIES = 1  # copies involve no sum
     return command.probe(Path(out), seconds=1.0)
 
 

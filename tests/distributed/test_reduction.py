@@ -1,4 +1,4 @@
-"""Sums of gradients over ranks: what they lose, which way is chosen, and what is kept."""
+"""Sums of gradients over ranks: their rounding errors, the choice of a strategy, and their buffers."""
 
 import re
 import threading
@@ -26,13 +26,13 @@ from tests.distributed.worker import end_groups, fresh_model, regrouped
 
 
 def contribution(rank: int, size: int) -> torch.Tensor:
-    """Contribution of one rank, over 8 binary orders of magnitude: fp32 [size]."""
+    """Return one rank's contribution, with values over 8 powers of two: fp32 [size]."""
     generator = torch.Generator().manual_seed(rank)
     return torch.randn(size, generator=generator) * torch.exp2(-8 * torch.rand(size, generator=generator))
 
 
 def errors_of_sums(joined: Mesh) -> dict[str, Any]:
-    """Compare every way to sum, over nodes of every size, with sums in fp64."""
+    """Compare every reduction strategy, on nodes of every size, with a sum in fp64."""
     errors = {}
     for local_size in (1, 2, 4, 8):
         mesh = regrouped(joined, "cyclic", local_size)
@@ -59,7 +59,10 @@ def errors_of_sums(joined: Mesh) -> dict[str, Any]:
 
 
 def test_gradients_in_bf16_are_rounded_a_fixed_number_of_times(tmp_path: Path) -> None:
-    """Once is 0.17 % in the norm. Of eight ranks, on nodes of 1, 2, 4 and 8; rounded at hops sums are 0.35 to 0.39 % off."""
+    """Check sums over eight ranks, on nodes of 1, 2, 4 and 8 ranks.
+
+    Rounding once gives an error of 0.17 % in the norm. Rounding at every hop gives 0.35 to 0.39 %.
+    """
     found = run_on_ranks(tmp_path, 8, errors_of_sums)
     errors = {1: (1.5e-3, 1.8e-3), 2: (2.2e-3, 2.5e-3), 3: (2.7e-3, 3.1e-3)}
     assert len(found) == 32
@@ -70,14 +73,14 @@ def test_gradients_in_bf16_are_rounded_a_fixed_number_of_times(tmp_path: Path) -
             assert sums["error"] < 1e-7, name
             continue
         roundings = {"flat": 2, "sharded_world": 1}.get(strategy, 2 if local_size in "18" else 3)
-        if strategy == "sharded" and local_size == "8":  # each rank keeps the sum that it made
+        if strategy == "sharded" and local_size == "8":  # each rank keeps its own sum unrounded
             roundings = 1
         least, most = errors[roundings]
         assert least < sums["error"] < most, name
 
 
 def test_buckets_in_bf16_share_two_buffers() -> None:
-    """Whatever the number of buckets: the memory that docs/scaling.md names."""
+    """The memory is as docs/scaling.md states, whatever the number of buckets."""
     several, (weights, gradients) = cast(dist.ProcessGroup, object()), torch.zeros(2, 1632)
     flat = FlatParameters(weights, gradients, LambSegments((1632,), (True,)), weights, gradients, {})
     reduction = Reduction(flat, Communicators(several, None, several, 2), "flat", "bf16", bucket_bytes=384)
@@ -87,7 +90,10 @@ def test_buckets_in_bf16_share_two_buffers() -> None:
 
 
 def choices(joined: Mesh) -> dict[str, list[str]]:
-    """What is chosen on two nodes of two ranks when a group is slow: on one rank, by a clock that slow groups alone move."""
+    """Return the strategies chosen on two nodes of two ranks if one group is slow.
+
+    On one rank the clock advances only in calls of the slow group.
+    """
     mesh = regrouped(joined, "cyclic", 2)
     communicators = Communicators.create(mesh)
     all_reduce, slow, clock = dist.all_reduce, [None], [0.0]
@@ -123,7 +129,7 @@ def test_buckets_cover_the_vector_from_its_end_in_equal_and_aligned_pieces(size:
 
 
 def test_without_other_ranks_nothing_is_chosen_and_nothing_held() -> None:
-    """Whatever was asked for: no hooks, no buffers for bf16, no thread."""
+    """Whatever the settings request, there are no hooks, no bf16 buffers and no thread."""
     mesh, model = Mesh(0, 1, 0, torch.device("cpu")), torch.nn.Linear(3, 4)
     communicators = Communicators.create(mesh)
     vectors = [torch.zeros(16) for _ in range(4)]

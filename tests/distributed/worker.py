@@ -1,6 +1,7 @@
 """Program that runs a named function: ``python -m tests.distributed.worker MODULE:FUNCTION ARGUMENT...``.
 
-``tests.distributed.ranks`` starts it on every rank of a run. What functions need that work on ranks is here, too.
+``tests.distributed.ranks`` starts it on every rank of a run. This module also has helpers for functions that run on
+ranks.
 """
 
 import gc
@@ -20,13 +21,13 @@ from bert.parallel.mesh import Mesh, join_mesh, leave_mesh
 
 
 def call(name: str, *arguments: Any) -> Any:
-    """Call MODULE:FUNCTION."""
+    """Call the function named as MODULE:FUNCTION."""
     module, _, function = name.partition(":")
     return getattr(import_module(module), function)(*arguments)
 
 
 def joined(out: str, name: str, *arguments: str) -> None:
-    """Join the other ranks, call a function with the mesh, and save what it returns on rank 0."""
+    """Join the other ranks, call a function with the mesh, and save rank 0's result."""
     torch.set_num_threads(1)
     mesh = join_mesh("cpu")
     found = call(name, mesh, *arguments)
@@ -36,7 +37,7 @@ def joined(out: str, name: str, *arguments: str) -> None:
 
 
 def regrouped(mesh: Mesh, order: str, local_size: int) -> Mesh:
-    """Regroup ranks as if on hosts of ``local_size``, in block or cyclic order."""
+    """Regroup the ranks into hosts of ``local_size`` ranks, in block or cyclic order."""
     count = mesh.world_size // local_size
     if order == "block":
         nodes = tuple(tuple(range(node * local_size, (node + 1) * local_size)) for node in range(count))
@@ -46,9 +47,10 @@ def regrouped(mesh: Mesh, order: str, local_size: int) -> Mesh:
 
 
 def end_groups() -> None:
-    """End all groups but the world's: each keeps a thread of gloo's that wakes a hundred times a second.
+    """Destroy all process groups but the default one: each has a gloo thread that wakes a hundred times a second.
 
-    The groups of a ``TrainingStep`` end when its reduction is closed, whose hooks keep all of it alive.
+    The groups of a ``TrainingStep`` are destroyed only after its reduction is closed, whose hooks keep the groups
+    alive.
     """
     if (world := dist.group.WORLD) is None:
         return
@@ -58,7 +60,7 @@ def end_groups() -> None:
         dist.destroy_process_group(group)
     gc.collect()
     backend, store = groups[world]
-    groups[world] = backend, PrefixStore("next", store)  # new groups may have the names of earlier ones
+    groups[world] = backend, PrefixStore("next", store)  # new groups may reuse earlier names
 
 
 def on_all(condition: bool) -> bool:
@@ -76,7 +78,7 @@ def fresh_model() -> BertForPreTraining:
 
 
 def before_each(owner: type, name: str, act: Callable[[int, Any], object]) -> None:
-    """Call ``act`` with the number of the call and the object before every call of a method."""
+    """Before every call of a method, call ``act`` with the number of the call and the object."""
     original, count = getattr(owner, name), 0
 
     def changed(self: object, *arguments: Any, **options: Any) -> Any:

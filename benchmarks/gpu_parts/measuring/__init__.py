@@ -1,1 +1,1 @@
-"""Sizes, times, rows of figures and their page, which the parts share."""
+"""Code that the parts share: sizes, timing, the report's rows, and the table."""

@@ -1,5 +1,5 @@
 # pyright: reportPrivateImportUsage=false
-"""Split the time of a training step by kernel, and check whether the host ever waits in a step."""
+"""Split the time of a training step by kernel, and check whether the host waits for the device in a step."""
 
 import statistics
 from collections.abc import Callable
@@ -18,7 +18,7 @@ _MOST_ROWS = 24
 def split(context: Context, name: str, run: Callable[[], None], sequences: int) -> None:
     """Add a row for each kernel that takes the most time in one step, and one for the time when the device is idle."""
     on_gpu = context.on_gpu
-    # The profiler slows launches down, so the step's time is measured without it.
+    # Measure the step's time without the profiler, which slows launches down.
     seconds = statistics.median(measured(run, context.device, context.scale.repeats, cold=False))
     with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as recorded:
         run()
@@ -26,7 +26,7 @@ def split(context: Context, name: str, run: Callable[[], None], sequences: int) 
             torch.cuda.synchronize()
     spent: dict[str, float] = {}
     for event in recorded.key_averages():
-        # Self time, so that nothing counts twice. On a GPU, events of the host run beside those of the device.
+        # Self time counts nothing twice. On a GPU, only the device's events count, because the host runs concurrently.
         microseconds = event.self_device_time_total if on_gpu else event.self_cpu_time_total
         of_the_host = on_gpu and event.device_type != DeviceType.CUDA
         if not (of_the_host or event.is_user_annotation) and microseconds:
@@ -49,10 +49,10 @@ def split(context: Context, name: str, run: Callable[[], None], sequences: int) 
 
 
 def synchronisations(context: Context, name: str, run: Callable[[], None]) -> Figure:
-    """Return a row that says whether PyTorch sees the host wait for the device in a step."""
+    """Return a row that says whether PyTorch detects that the host waits for the device in a step."""
     if not context.on_gpu:
         return Figure(name, note="nothing to see on a CPU")
-    torch.cuda.synchronize()  # work that is queued already must not make the host wait
+    torch.cuda.synchronize()  # the host must not wait for work that was queued before
     torch.cuda.set_sync_debug_mode("error")
     try:
         run()

@@ -1,6 +1,6 @@
-"""Rows, and the file of a part: written anew with every row, so that a part that is cut off leaves what it has measured.
+"""The rows of a part and the part's file, which is rewritten after every row so that no row is lost if the part is cut off.
 
-Nothing here imports PyTorch: the process that starts the parts and ends them writes the same files.
+This module does not import PyTorch, because the process that starts and ends the parts also writes these files.
 """
 
 import json
@@ -11,22 +11,22 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 CUT_OFF = "cut off"
-"""What the file says until the part has ended."""
+"""The error in the file until the part has ended."""
 
 _OWN_PACKAGES = ("benchmarks", "bert", "dataloading", "kernels")
 
 
 class NotUsableError(Exception):
-    """Error for something that is not installed, or cannot be used on this device."""
+    """Error for a library or kernel that is not installed, or cannot be used on this device."""
 
 
 class DeviceLostError(Exception):
-    """Error for a device that no longer answers this process, as after an access out of bounds; a new process may use it."""
+    """Error for a device that no longer responds to this process, for example after an access out of bounds."""
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A row of the report: one figure."""
+    """A row of the report, with one figure."""
 
     name: str
     milliseconds: float | None = None
@@ -39,15 +39,15 @@ class Figure:
     """Speed relative to the fastest peer in the same run."""
     note: str = ""
     page: bool = False
-    """Whether the row is on the one page that is printed last; all others are in the file."""
+    """Whether the row appears in the table that is printed last. The file contains all rows."""
     seconds: list[float] = field(default_factory=list)
-    """Every single time, in order."""
+    """The time of each repeat, in order."""
     losses: list[float] = field(default_factory=list)
-    """Loss of every step, in parts that compare losses."""
+    """The loss of each step, in parts that compare losses."""
 
     @property
     def failed(self) -> bool:
-        """Tell whether the row is wrong or could not be measured; a row that is not usable here has not failed."""
+        """Whether the row is wrong or could not be measured. A row that is not usable on this device has not failed."""
         return self.note.startswith(("failed", "WRONG"))
 
 
@@ -57,8 +57,8 @@ class PartReport:
 
     path: Path
     about: Mapping[str, object]
-    """What the figures depend on: part, device, commit, versions."""
-    # The default does nothing: reports are also made without a device.
+    """The conditions of the figures: part, device, commit, versions."""
+    # The default does nothing, because reports are also made without a device.
     settle: Callable[[], None] = lambda: None
     """Called after each measurement to clean up the device; may raise ``DeviceLostError``."""
     rows: list[Figure] = field(default_factory=list)
@@ -67,24 +67,24 @@ class PartReport:
     error: str | None = CUT_OFF
     """Why the part is not complete."""
     took: float = 0.0
-    """Seconds, in all processes of the part."""
+    """Seconds spent in all processes of the part."""
     _since: float = field(default_factory=time.monotonic)
 
     @classmethod
     def load(cls, path: Path) -> "PartReport":
-        """Load the report of a file; an empty one where there is none."""
+        """Load the report from a file, or return an empty report if the file does not exist."""
         if not path.exists():
             return cls(path, {"part": path.stem})
         found = json.loads(path.read_text(encoding="utf-8"))
         rows = [Figure(**row) for row in found.pop("rows")]
-        # Derived from `error`, and written for people who read the file.
+        # `complete` follows from `error`. It is written only for people who read the file.
         del found["complete"]
         state = {name: found.pop(name) for name in ("measuring", "error", "took")}
         return cls(path, found, rows=rows, **state)
 
     @property
     def complete(self) -> bool:
-        """Tell whether the part ran to its end, failed rows or not."""
+        """Whether the part ran to its end, even if rows have failed."""
         return self.error is None
 
     @property
@@ -93,38 +93,38 @@ class PartReport:
         return [row for row in self.rows if row.failed]
 
     def row(self, name: str) -> Figure | None:
-        """The row of that name."""
+        """Return the row with this name, if any."""
         return next((row for row in self.rows if row.name == name), None)
 
     def add(self, *rows: Figure, quiet: bool = False) -> None:
         """Add rows in place of earlier rows of the same names, and print them."""
         names = {row.name for row in rows}
-        # Rows replace earlier ones of their name: a run that goes on reports the same rows anew.
+        # A continued run reports some rows again, which replace the earlier rows with the same names.
         self.rows = [*(row for row in self.rows if row.name not in names), *rows]
         self.write()
         for row in rows if not quiet else ():
             print(f"{self.path.stem}: {text(row)}", flush=True)
 
     def attempt(self, name: str, measure: Callable[[], Figure | None]) -> Figure | None:
-        """Add the row that ``measure`` gives, or one that says why there is none: others can still be measured.
+        """Add the row that ``measure`` returns. If it fails, add a row with the reason, so that later rows can be measured.
 
-        What an earlier process of this part has tried is not tried again. Returns the row.
+        Rows that an earlier process of this part has tried are skipped. Returns the row.
         """
         if found := self.row(name):
             return found
-        # Written before the measurement: should the process die in it, the file says where.
+        # Written before the measurement, so that the file names the row if the process dies.
         self.measuring = name
         self.write()
         try:
             row = measure()
-        except Exception as error:  # whatever one library raises must not take the others' figures along
+        except Exception as error:  # an error of one library must not prevent the other rows
             row = Figure(name, note=f"{_kind(error)}: {first_line(error)}")
-        # After every measurement, failed or not: asynchronous errors show here and not in the next row.
+        # Clean up even after a failure, so that asynchronous errors appear here and not in the next row.
         try:
             self.settle()
         except DeviceLostError as error:
             self.measuring = None
-            # The row that lost the device is named as failed before the process ends.
+            # Record the row that lost the device as failed before the process ends.
             self.add(row if row and row.failed else Figure(name, note=f"failed: {first_line(error)}"))
             raise
         self.measuring = None
@@ -133,14 +133,14 @@ class PartReport:
         return row
 
     def end(self, error: str | None) -> None:
-        """Say that the part has ended: as it should, or why not."""
+        """Record that the part has ended, with the error if it is incomplete."""
         self.error = error
         self.write()
 
     def write(self) -> None:
-        """Write the file anew; a reader finds the old one or the new one, whenever this process ends."""
+        """Replace the file atomically: a reader finds either the old or the new content, even if this process is killed."""
         now = time.monotonic()
-        # Seconds since the last writing are added, so that several processes of a part add up.
+        # Add the seconds since the last write, so that the times of several processes of a part add up.
         self.took, self._since = self.took + now - self._since, now
         figures = {
             **self.about,
@@ -151,20 +151,20 @@ class PartReport:
             "rows": [{name: _json_value(value) for name, value in asdict(row).items()} for row in self.rows],
         }
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        # Aside and renamed: a reader never finds half a file.
+        # Renaming a temporary file is atomic.
         aside = self.path.with_name(f".{self.path.name}.partial")
         aside.write_text(json.dumps(figures, indent=1, allow_nan=False) + "\n", encoding="utf-8")
         aside.replace(self.path)
 
 
 def first_line(error: BaseException) -> str:
-    """Type and start of an error's message."""
+    """Return an error's type and the start of its message."""
     message = str(error).strip().partition("\n")[0][:200]
     return message if isinstance(error, NotUsableError) else f"{type(error).__name__}: {message}"
 
 
 def text(row: Figure) -> str:
-    """A row in one line."""
+    """Format a row as one line."""
     cells = [row.name]
     if row.milliseconds is not None:
         cells.append(f"{number(row.milliseconds)} ms")
@@ -178,17 +178,17 @@ def text(row: Figure) -> str:
 
 
 def number(value: float | None) -> str:
-    """Format with four digits."""
+    """Format a number with four digits."""
     return "" if value is None else f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}"
 
 
 def percent(value: float | None) -> str:
-    """A share."""
+    """Format a fraction as a percentage."""
     return "" if value is None else f"{100 * value:.1f} %"
 
 
 def _kind(error: Exception) -> str:
-    """An import that fails says that a library is not there, unless it is of this repository."""
+    """Describe an error: an import error means that a library is missing, unless it is a module of this repository."""
     of_this_repository = (getattr(error, "name", None) or "").startswith(_OWN_PACKAGES)
     absent = isinstance(error, NotUsableError) or (isinstance(error, ImportError) and not of_this_repository)
     return "not usable here" if absent else "failed"

@@ -1,4 +1,4 @@
-"""What is measured: the model, its batches, and their work.
+"""The model and batches that are measured, and the FLOP of a training step.
 
 Shape legend: T tokens, S sequences, M masked tokens, D hidden, F intermediate, V vocabulary, H heads, E head size.
 """
@@ -27,13 +27,13 @@ from dataloading.shards.samples import Samples
 
 @dataclass(frozen=True)
 class Scale:
-    """Sizes of everything."""
+    """Sizes of the measurements."""
 
     model: ModelConfig
     sequences: int
     """Sequences of one micro-batch."""
     repeats: int
-    """Timed steps; kernels are timed three times as often."""
+    """Number of timed steps. Kernels are timed three times as often."""
     square: int
     """Rows and columns of the large matrix product."""
     copied: int
@@ -42,7 +42,8 @@ class Scale:
     parity_sequences: int
 
 
-# 96 sequences a micro-batch, ten repeats, a product of 8192, 2 GiB copied, 200 steps of 16 sequences for losses.
+# 96 sequences a micro-batch, 10 repeats, a matrix product of size 8192, a copy of 2 GiB, and 200 steps of 16 sequences for
+# the losses.
 FULL = Scale(ModelConfig(), 96, 10, 8192, 2**31, 200, 16)
 TINY = Scale(ModelConfig(2, 64, 2, 128, 500, 64), 4, 1, 64, 2**16, 3, 4)
 
@@ -57,17 +58,17 @@ class Context:
 
     @property
     def tiny(self) -> bool:
-        """Tell whether this only shows that the code runs."""
+        """Whether the scale is tiny, which only shows that the code runs."""
         return self.scale is TINY
 
     @property
     def on_gpu(self) -> bool:
-        """Tell whether this measures a GPU; on a CPU it only shows that the code runs."""
+        """Whether the device is a GPU. On a CPU, a run only shows that the code works."""
         return self.device.type == "cuda"
 
     @property
     def low_precision(self) -> torch.dtype:
-        """bf16, the type that figures are about; fp32 for the tiny scale on a CPU."""
+        """The low-precision type: bf16, or fp32 for the tiny scale on a CPU."""
         return torch.bfloat16 if self.on_gpu or not self.tiny else torch.float32
 
     @property
@@ -77,7 +78,7 @@ class Context:
 
     @cached_property
     def _weights(self) -> dict[str, Tensor]:
-        """Initial weights, drawn once a process and kept on the host, where they take no device memory."""
+        """Initial weights, drawn once a process and kept on the host to save device memory."""
         recipe = RECIPES["h100_1x1"]()
         config = replace(recipe, model=self.scale.model, log=replace(recipe.log, division="open"))
         model = draw_model(config, self.mesh, seed=0)
@@ -105,9 +106,9 @@ def wikipedia_lengths(sequences: int, longest: int) -> NDArray[np.int64]:
     """Return quantiles of Wikipedia's lengths, [sequences], longest first."""
     length, count = length_counts()
     below = np.cumsum(count) / count.sum()
-    # Quantiles instead of draws: small batches would scatter, and figures with them.
+    # Quantiles are used because the lengths of a small random batch, and so the figures, would vary.
     quantiles = (np.arange(sequences) + 0.5) / sequences
-    # Longest first, as the loader has them.
+    # The loader also returns the longest sample first.
     return np.clip(length[np.searchsorted(below, quantiles)][::-1], 3, longest)
 
 
@@ -118,7 +119,7 @@ def samples_of(scale: Scale, sequences: int, seed: int = 0) -> Samples:
 
 
 def micro_batches(context: Context, sequences: int, count: int, seed: int = 0, *, padded: bool = False) -> list[Batch]:
-    """Return a global batch of ``count`` micro-batches on the device; ``padded`` pads each to its shape bucket."""
+    """Return a global batch of ``count`` micro-batches on the device. ``padded`` pads each of them to its shape bucket."""
     batches = []
     for index in range(count):
         # Each micro-batch has samples of its own.
@@ -126,18 +127,18 @@ def micro_batches(context: Context, sequences: int, count: int, seed: int = 0, *
         longest = context.scale.model.max_position_embeddings
         sizes = len(samples.input_ids), sequences, len(samples.masked_lm_ids), longest
         batches.append(batch_of(samples, shape_bucket=ShapeBucket.around(*sizes) if padded else None))
-    # Counts of the whole global batch, by which losses are divided.
+    # Losses are divided by the counts of the whole global batch.
     counts = torch.stack([batch.global_counts for batch in batches]).sum(dim=0)
     return [replace(batch, global_counts=counts).to(context.device) for batch in batches]
 
 
 def training_flop(model: ModelConfig, batch: Batch) -> float:
-    """Return the model FLOP of a training step on a micro-batch: three times the forward pass, without padding."""
+    """Return the model FLOP of a training step on an unpadded micro-batch, which is three times the forward pass's FLOP."""
     hidden, layers = model.hidden_size, model.num_hidden_layers
     lengths = batch.cu_seqlens.diff().double()
-    # Products of the layers: query, key, value and output, and the two of the feed-forward half.
+    # Matrix products of the layers: query, key, value, output, and two in the feed-forward block.
     dense = 2 * batch.tokens * (4 * hidden**2 + 2 * hidden * model.intermediate_size)
     attention = 4 * hidden * float((lengths**2).sum())
-    # The transform and the decoder, of masked tokens alone.
+    # The masked-LM transform and decoder run only on masked tokens.
     head = 2 * batch.masked_lm_ids.numel() * (hidden**2 + hidden * model.vocab_size)
     return 3 * (layers * (dense + attention) + head)

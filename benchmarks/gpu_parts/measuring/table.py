@@ -1,4 +1,4 @@
-"""The table that is printed last: the important rows of every part that has a file in a folder."""
+"""The table that is printed last. It contains the important rows of every part that has a file in a folder."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -6,16 +6,16 @@ from pathlib import Path
 from benchmarks.gpu_parts.measuring.report import Figure, PartReport, number, percent
 
 _COLUMNS = ("part", "what", "ms", "figure", "", "of ceiling", "x peer", "note")
-# Wide enough for the longest usual cell; longer ones are cut, as a page of a terminal has its end.
+# Wide enough for the longest usual cell. Longer cells are cut, so that a row fits into a terminal.
 _WIDEST = (13, 58, 9, 9, 18, 10, 6, 62)
 
 
 def page(folder: Path, parts: Sequence[str]) -> str:
-    """Return a table in Markdown with the important and the failed rows, and a line for each part that says how it ended."""
+    """Return a Markdown table of the important rows and the failed rows, and a line with the outcome of each part."""
     lines = [_COLUMNS]
     for part in parts:
         path = folder / f"{part}.json"
-        # A part that was not asked for has no file, and no line.
+        # A part that has not run has no file.
         if not path.exists():
             continue
         report = PartReport.load(path)
@@ -46,7 +46,7 @@ def _why_or_where(report: PartReport) -> str:
 
 
 def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
-    # A bar would end the cell.
+    # A vertical bar would end the cell.
     kept = [_shortened(cell.replace("|", "/"), width).ljust(width) for cell, width in zip(cells, widths, strict=True)]
     return f"| {' | '.join(kept)} |"
 

@@ -1,4 +1,4 @@
-"""Seconds on a device."""
+"""Timing of calls on a device, and cleaning up after them."""
 
 import gc
 import re
@@ -11,7 +11,7 @@ from benchmarks.gpu_parts.measuring.report import DeviceLostError, Figure, first
 from bert.execution.cuda_graphs import replay_of
 from kernels.tuning.contest import Timer
 
-# Compilation, allocation and choice of an implementation are done by then.
+# Compilation, allocation and the choice of an implementation are complete after three calls.
 _WARM_UP = 3
 
 
@@ -26,12 +26,12 @@ def measured(
 ) -> list[float]:
     """Return the seconds of each of ``repeats`` calls after a warm-up.
 
-    On a GPU, events measure the time. With ``cold``, a call is timed as a part of a captured step: its CUDA graph is
-    replayed (unless it is not ``capturable``), nothing that it reads is in the L2 cache, and the host is ahead of the
-    device; ``before`` runs ahead of each call and is not timed. Otherwise calls follow one another as in a training loop.
+    On a GPU, events measure the time. With ``cold``, a call is timed under the conditions of a captured step: its CUDA
+    graph is replayed (if it is ``capturable``), its inputs are not in the L2 cache, and the host runs ahead of the device.
+    ``before`` runs before each call and is not timed. Without ``cold``, calls run one after another as in a training loop.
     """
     on_gpu = device.type == "cuda"
-    # One call on a CPU, where nothing is compiled.
+    # One call is enough on a CPU, where nothing is compiled.
     for _ in range(_WARM_UP if on_gpu else 1):
         before()
         work()
@@ -50,15 +50,15 @@ def measured(
 
 
 def _in_a_row(work: Callable[[], object], repeats: int) -> list[float]:
-    # Made before the loop: creating events costs time on the host.
+    # Creating events takes time on the host, so they are made before the loop.
     events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
-    # Whatever was queued must not be in the first time.
+    # The first measurement must not include work that was queued before.
     torch.cuda.synchronize()
     for start, stop in events:
         start.record()
         work()
         stop.record()
-    # Once, at the end: synchronizing in between would empty the queue each time.
+    # Synchronizing after each call would empty the queue.
     torch.cuda.synchronize()
     return [start.elapsed_time(stop) / 1e3 for start, stop in events]
 
@@ -73,16 +73,16 @@ def timed_row(
     *,
     page: bool = False,
 ) -> Figure:
-    """Return a row for ``amount`` of work a call, such as TFLOP, which takes ``floor`` seconds at the ceiling."""
+    """Return a row for calls that each do ``amount`` of work, such as TFLOP, and take ``floor`` seconds at the ceiling."""
     median = statistics.median(seconds)
     share = None if floor is None else floor / median
     return Figure(name, 1e3 * median, amount / median, unit, share, note=note, page=page, seconds=seconds)
 
 
 def release(device: torch.device) -> None:
-    """Return unused device memory to the driver, also that of objects in reference cycles."""
+    """Return unused device memory to the driver, including the memory of objects in reference cycles."""
     if device.type == "cuda":
-        # Reference cycles hold tensors until the collector looks for them.
+        # Reference cycles keep tensors alive until the garbage collector runs.
         gc.collect()
         torch.cuda.empty_cache()
 
@@ -91,11 +91,11 @@ def settle(device: torch.device) -> None:
     """Clean up the device after a measurement.
 
     Raises:
-        DeviceLostError: the device no longer answers this process.
+        DeviceLostError: the device no longer responds to this process.
     """
     if device.type == "cuda":
         try:
-            torch.cuda.set_stream(torch.cuda.default_stream(device))  # a step's capture that fails leaves its own
+            torch.cuda.set_stream(torch.cuda.default_stream(device))  # a failed capture leaves its stream current
             torch.cuda.synchronize(device)
         except RuntimeError as error:
             raise DeviceLostError(first_line(error)) from error
@@ -108,5 +108,5 @@ def device_name(device: torch.device) -> str:
 
 
 def folder_name(device: torch.device) -> str:
-    """Return the device's name in a form that suits a folder."""
+    """Return the device's name in a form that is suitable for a folder name."""
     return re.sub(r"[^a-z0-9]+", "_", device_name(device).lower()).strip("_")

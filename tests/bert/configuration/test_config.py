@@ -1,4 +1,4 @@
-"""Wrong settings are refused before any work, with the name of the setting to change."""
+"""Wrong settings are rejected before any work, in a message that names the setting to change."""
 
 import shutil
 from pathlib import Path
@@ -15,7 +15,7 @@ from tests.programs import PATIENCE_S, Program
 
 
 def test_settings_are_changed_by_name() -> None:
-    """With hyphens or underscores."""
+    """Names may have hyphens or underscores."""
     arguments = ["--optimizer.base-learning-rate=0.001", "--training.global_batch_size", "64", "--data.loader", "dali"]
     config = parse(["tiny_cpu", *arguments])
     found = config.optimizer.base_learning_rate, config.training.global_batch_size, config.data.loader
@@ -133,7 +133,7 @@ def test_an_older_pytorch_is_refused_before_any_check(
 
 
 def test_the_oldest_pytorch_is_the_same_everywhere() -> None:
-    """What installing asks for, what a run asks for, and what CI tests with."""
+    """The installer, the run's check and CI name the same version."""
     oldest = ".".join(map(str, OLDEST_TORCH))
     assert f'"torch>={oldest}.0a0"' in (REPOSITORY / "pyproject.toml").read_text()
     assert f"TORCH={oldest}.0 ./run_tests.sh -m oldest_torch" in (REPOSITORY / ".ci/run").read_text()

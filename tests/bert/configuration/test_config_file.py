@@ -1,4 +1,4 @@
-"""Settings from a file, and from the head of a result file."""
+"""Settings from a file or from the beginning of a result file."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +22,7 @@ def test_settings_from_toml(tmp_path: Path) -> None:
     )
     config = parse(["--config", str(file), "--training.max-samples", "9600"])
     assert config.recipe == "tiny_cpu"
-    assert config.training.max_samples == 9600  # the command line counts more
+    assert config.training.max_samples == 9600  # the command line takes precedence
     assert not config.training.autotune
     assert config.training.shard_gradients
     assert config.training.implementations == {"dense_gelu": "reference"}
@@ -39,12 +39,12 @@ def test_a_result_file_configures_its_run_once_more(recipe: str, tmp_path: Path)
     path = write_log(tmp_path / "result_3.txt", config)
     found = parse(["--config", str(path)])
     expected = replace(config, log=replace(config.log, run=None, cache_cleared=False))
-    # Paths in the repository start at its root there.
+    # Paths below the repository are written relative to its root.
     assert dict(flattened("config", found)) == dict(flattened("config", expected))
 
 
 def test_a_result_file_of_an_earlier_version_does_so_too() -> None:
-    """Settings have been renamed and removed since."""
+    """The file has settings that have since been renamed or removed."""
     config = parse(["--config", str(REPOSITORY / "results/cpu_2cores/bert/result_0.txt")])
     assert (config.log.system, config.training.reduce_dtype) == ("cpu_2cores", "fp32")
 

@@ -1,4 +1,4 @@
-"""Every recipe at the number of GPUs that it is for, as far as a machine without any can tell."""
+"""Every recipe at its number of GPUs, as far as a machine without GPUs can check it."""
 
 import os
 import re
@@ -24,14 +24,14 @@ GPU_RECIPES = sorted(set(RECIPES) - {"tiny_cpu", "own_text_cpu", "bert_3_9b_8x8"
 
 
 def gpus(recipe: str) -> int:
-    """GPUs that a recipe is for: its name ends in nodes x GPUs a node."""
+    """Return a recipe's number of GPUs. Its name ends in the number of nodes x GPUs per node."""
     nodes, per_node = recipe.rpartition("_")[2].split("x")
     return int(nodes) * int(per_node)
 
 
 @pytest.fixture(scope="module")
 def wikipedia(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A few made-up samples as a data set with a vocabulary of BERT's size."""
+    """Write a few synthetic samples as a data set with a vocabulary of BERT's size."""
     folder = tmp_path_factory.mktemp("wikipedia")
     size = RECIPES["h100_1x1"]().model.vocab_size
     tokens = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
@@ -44,7 +44,7 @@ def wikipedia(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def write_sparse_checkpoint(path: Path) -> None:
-    """A checkpoint of BERT-Large in whose place on the disk there is only the header."""
+    """Write a sparse file of a BERT-Large checkpoint that uses disk space only for its header."""
     with torch.device("meta"):
         state = BertForPreTraining(ModelConfig()).state_dict()
     shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
@@ -78,13 +78,13 @@ def test_a_recipe_fits_its_gpus_and_is_told_what_does_where_it_does_not(
     )
     assert config.optimizer.learning_rate_training_steps * training.global_batch_size < training.max_samples
     with pytest.raises(ValueError, match=rf"does not divide over 5 ranks .* make it a multiple of {5 * steps}"):
-        check(config, 5)  # 5 divides no recipe's batch
+        check(config, 5)  # no recipe's batch is divisible by 5
     assert not any(tmp_path.iterdir())
 
 
 @pytest.mark.slow
 def test_the_largest_model_is_checked_without_a_gpu(wikipedia: Path, tmp_path: Path) -> None:
-    """With what a rank holds of it and of its micro-batches, and the time of a step."""
+    """Check the memory that a rank needs for the model and its micro-batches, and the step time."""
     step = {"SLURM_STEP_ID": 0, "SLURM_NTASKS": 64, "SLURM_NNODES": 8, "SLURM_PROCID": 63}
     own = [*arguments("bert_3_9b_8x8", wikipedia, tmp_path), "--data.initial-checkpoint", "None"]
     done = Program("cluster.dry_run", own, **step)
@@ -101,7 +101,7 @@ HEAD = (
 
 
 def row(config: Config) -> str:
-    """A recipe's line of the table in docs/training.md."""
+    """Return a recipe's line of the table in docs/training.md."""
     training, optimizer = config.training, config.optimizer
     accumulation = training.gradient_accumulation_steps
     share = training.global_batch_size // (gpus(config.recipe) * accumulation)

@@ -1,4 +1,7 @@
-"""The guard that keeps the clock honest. Each case runs in a process of its own: audit hooks cannot be taken back."""
+"""The guard against touching training data before the clock starts.
+
+Each case runs in its own process because audit hooks cannot be removed.
+"""
 
 import shutil
 import subprocess
@@ -63,7 +66,7 @@ def run(code: str, folder: Path, *more: str) -> subprocess.CompletedProcess[str]
 
 @pytest.mark.slow
 def test_touching_data_before_the_clock_fails_the_run(small_run: SmallRun, tmp_path: Path) -> None:
-    """The shards are the same, whatever leads to them."""
+    """The guard recognizes the shards by whichever path they are opened."""
     source, places = small_run.folder / "train", tmp_path / "places"
     shutil.copytree(source, places / "folder")
     (places / "linked_folder").symlink_to(source)
@@ -111,7 +114,9 @@ assert len(dataset.take(__import__('numpy').arange(5))) == 5
 
 
 def test_data_are_released_on_all_ranks_once_the_clock_is_in_the_log(small_run: SmallRun, tmp_path: Path) -> None:
-    """Between the two barriers rank 0 writes: a rank without a log would otherwise open data while it does."""
+    """Rank 0 writes between the two barriers. Otherwise a rank without a log could open data before the clock is in the
+    log.
+    """
     code = """
 import bert.run, bert.train
 from bert.log.mllog import MLLog

@@ -1,4 +1,4 @@
-"""Checks before a run: what would stop it later is found before it has a log, by the dry run and by the run itself."""
+"""Checks before a run. Both the dry run and the run itself find problems before the run writes a log."""
 
 import shutil
 import subprocess
@@ -16,7 +16,7 @@ from tests.conftest import SmallRun, write_small_dataset
 
 
 def refusal(small_run: SmallRun, results: Path, **changes: object) -> str:
-    """The error of a dry run with these settings, which leaves nothing."""
+    """Return the error of a dry run with these settings, which must leave no files behind."""
     before = sorted(results.rglob("*")) if results.is_dir() else None
     with pytest.raises(ValueError, match=r".") as caught:
         check(parse([*small_run.arguments(results, **changes), "--dry-run"]), 1)
@@ -113,7 +113,7 @@ def test_a_disk_that_would_be_full_is_found_before(small_run: SmallRun, tmp_path
     config = parse(small_run.arguments(results, checkpoint__folder=small_disk))
     size = 12 * sum(parameter.numel() for parameter in BertForPreTraining(config.model).parameters())
     assert 2 * size < 900 * 1024 < 3 * size
-    said = refusal(small_run, results, checkpoint__folder=small_disk)  # two that are kept, and the one that is written
+    said = refusal(small_run, results, checkpoint__folder=small_disk)  # two kept checkpoints and a new one
     assert said.startswith(
         f"{small_disk} needs {3 * size / 1e6:.1f} MB, but 0.9 MB are free there: make room, or set check"
     )

@@ -1,4 +1,4 @@
-"""Compiled code that others could have put there is neither read nor run."""
+"""Compiled code that other users could have placed in a cache is neither read nor run."""
 
 import os
 import pickle
@@ -46,7 +46,7 @@ class Planted:
 
 @pytest.fixture
 def visible() -> Iterator[Path]:
-    """A folder that everybody gets into: pytest's own are closed to others, and so is all that is in them."""
+    """Make a folder that all users can enter. pytest's own temporary folders are closed to other users."""
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         Path(folder).chmod(0o755)
         yield Path(folder)
@@ -62,7 +62,7 @@ def test_a_pickle_in_a_folder_of_others_is_not_read(visible: Path) -> None:
     module.mkdir()
     (module / "doubling.py").write_text(MODULE)
     assert call(module, cache).stdout == "8\n"
-    [index] = cache.rglob("*.nbi")  # it is kept where that is safe
+    [index] = cache.rglob("*.nbi")  # the cache is kept in a private place
     index.write_bytes(pickle.dumps(Planted(mark)))
     for folder in (index.parent, cache):
         mode = folder.stat().st_mode
@@ -100,7 +100,7 @@ def test_triton_gets_a_folder_of_its_own_where_others_can_write(visible: Path, m
     monkeypatch.setenv("TRITON_HOME", str(visible))
     assert triton_cache.require_private_cache() is None
     assert triton_cache.VARIABLE not in os.environ
-    monkeypatch.setenv(triton_cache.VARIABLE, "")  # taken back after the test
+    monkeypatch.setenv(triton_cache.VARIABLE, "")  # so that the variable is restored after the test
     (visible / ".triton" / "cache").chmod(0o777)
     warning = triton_cache.require_private_cache()
     assert warning is not None

@@ -1,4 +1,4 @@
-"""Processes that come together through a store in which others of the same run have left their traces."""
+"""Processes agree on the current attempt through a store that holds data of the run's earlier attempts."""
 
 import socket
 import struct
@@ -38,7 +38,7 @@ class Process(threading.Thread):
 
 
 def come(store: HashStore, ranks: list[int], world_size: int, pause: float = 0.0) -> set[str | None]:
-    """The names that these get, one coming after the other."""
+    """Start the ranks one after another and return the names that they agreed on."""
     processes = []
     for rank in ranks:
         processes.append(Process(store, rank, world_size))
@@ -119,7 +119,7 @@ def test_a_store_that_a_stranger_has_spoilt_is_explained(monkeypatch: pytest.Mon
     over = threading.Event()
 
     def spoil() -> None:
-        """Overwrite the number of processes that have come."""
+        """Overwrite the store's count of processes."""
         while not over.is_set():
             try:
                 with socket.create_connection(("127.0.0.1", port), timeout=1) as connection:

@@ -120,7 +120,7 @@ def test_block_and_cyclic_orders_are_understood() -> None:
 
 
 def any_order(seed: int) -> list[Identity]:
-    """Deal the ranks of four hosts of eight at random, each host's in the order of its local ranks."""
+    """Assign ranks to four hosts of eight at random, keeping each host's local ranks in order."""
     dealt = [host for host in range(4) for _ in range(8)]
     random.Random(seed).shuffle(dealt)
     return [Identity(f"n{host}", "boot", dealt[:rank].count(host), 8) for rank, host in enumerate(dealt)]
@@ -145,7 +145,7 @@ def test_stages_of_a_copy_are_near_and_data_groups_on_their_rails(tensor: int, p
         }
         assert set(mesh.rail_ranks) | set(mesh.node_data_ranks) <= set(mesh.data_ranks)
         assert len(mesh.rail_ranks) * len(mesh.node_data_ranks) == mesh.data_size
-        for other in mesh.rail_ranks:  # with the same shard of a sharded optimizer
+        for other in mesh.rail_ranks:  # ranks with the same optimizer shard
             assert meshes[other].node_data_ranks.index(other) == mesh.node_data_ranks.index(mesh.rank)
         if pipeline > 1:
             place = f" (data {mesh.data_rank}, pipeline {mesh.pipeline_rank}, tensor {mesh.tensor_rank})"
@@ -164,7 +164,7 @@ def test_stages_that_ranks_do_not_divide_into_are_refused_with_the_nearest() -> 
             ValueError, match=rf"is {stages}, but with parallel.tensor 2, 4 hosts .*: set it to {near}$"
         ):
             require_whole_copies(ParallelConfig(2, stages), 4, 8)
-    with pytest.raises(ValueError, match="is 4, but 2 hosts of 6 ranks do not divide"):  # over the edge of a host
+    with pytest.raises(ValueError, match="is 4, but 2 hosts of 6 ranks do not divide"):  # across hosts
         require_whole_copies(ParallelConfig(1, 4), 2, 6)
 
 
@@ -199,7 +199,7 @@ def test_ranks_that_only_seem_to_share_a_host_are_refused() -> None:
     identities = [Identity(f"pod{rank}", "boot", rank, 2) for rank in range(2)]
     with pytest.raises(ValueError, match=r"host pod0 runs 1 ranks .* announces 2"):
         group_by_host(identities)
-    identities = [Identity("pod", "boot", 0, 0), Identity("pod", "boot", 1, 4)]  # one launcher does not say
+    identities = [Identity("pod", "boot", 0, 0), Identity("pod", "boot", 1, 4)]  # one launcher sets no local rank
     with pytest.raises(ValueError, match=r"host pod runs 2 ranks .* announces 4"):
         group_by_host(identities)
 
@@ -219,7 +219,7 @@ def test_a_mesh_without_hosts_is_one_host() -> None:
 
 @pytest.fixture
 def descriptors() -> Iterator[int]:
-    """A low limit of open files, as shells have it; the hard one of this machine."""
+    """Set a low soft limit on open files, as shells do, and keep this machine's hard limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))
     yield hard
@@ -247,7 +247,7 @@ def test_ranks_on_several_hosts_do_not_register_buffers_of_captured_collectives(
     monkeypatch: pytest.MonkeyPatch, local_size: str, chosen: str | None, expected: str | None
 ) -> None:
     class MetError(Exception):
-        """The ranks meet: communicators are made after this."""
+        """Raised when the ranks meet. Communicators are created after this point."""
 
     def rendezvous(*_: object, **__: object) -> Iterator[object]:
         raise MetError
@@ -255,7 +255,7 @@ def test_ranks_on_several_hosts_do_not_register_buffers_of_captured_collectives(
     for name, value in (TORCHRUN | {"LOCAL_WORLD_SIZE": local_size, "MASTER_ADDR": "a", "MASTER_PORT": "1"}).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    monkeypatch.setenv("NCCL_GRAPH_REGISTER", chosen or "")  # so that it is put back
+    monkeypatch.setenv("NCCL_GRAPH_REGISTER", chosen or "")  # so that the variable is restored
     if chosen is None:
         monkeypatch.delenv("NCCL_GRAPH_REGISTER")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -268,14 +268,14 @@ def test_ranks_on_several_hosts_do_not_register_buffers_of_captured_collectives(
 
 
 class CollnetOptions:
-    """Stand-in for the options of a PyTorch that can ask NCCL for sums in switches."""
+    """Stand-in for the options of a PyTorch that can request in-switch reductions from NCCL."""
 
     def __init__(self) -> None:
         self.config = SimpleNamespace(collnet_enable=-1)
 
 
 class OlderOptions:
-    """Stand-in for the options of a PyTorch that cannot."""
+    """Stand-in for the options of a PyTorch that cannot request them."""
 
     def __init__(self) -> None:
         self.config = SimpleNamespace()

@@ -1,4 +1,4 @@
-"""Choice of the reduction where nothing needs to be measured."""
+"""Choice of the reduction when nothing needs to be measured."""
 
 from dataclasses import replace
 from typing import Any, cast

@@ -1,4 +1,4 @@
-"""The collectives of PyTorch before 2.13, which has them under new names."""
+"""The collectives in PyTorch versions before 2.13, which renamed them."""
 
 import importlib
 

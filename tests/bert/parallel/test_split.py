@@ -1,4 +1,4 @@
-"""Shards of a parameter on a tensor group, and the whole that they are of."""
+"""Shards of a parameter in a tensor group, and the whole parameter that they form."""
 
 import numpy as np
 import pytest

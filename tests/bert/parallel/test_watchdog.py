@@ -1,4 +1,6 @@
-"""A rank's own side of the watchdog, with the hub played over a socket. Faults of real ranks: tests/distributed/faults."""
+"""The watchdog on one rank, with a socket in place of the hub. Faults of real ranks are tested in
+tests/distributed/faults.
+"""
 
 import json
 import os
@@ -19,11 +21,11 @@ from tests.programs import PATIENCE_S
 
 SECONDS = 60.0
 BRISK = 5.0
-"""For a rank that has to report several times in a test: ten times in it."""
+"""Timeout in seconds for a rank that must report several times in a test. It reports ten times in this period."""
 
 
 class PlayedHub:
-    """Listener in the place of rank 0, and a rank's watchdog that has connected to it."""
+    """Listener in place of rank 0, with the watchdog of one rank connected to it."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.listener = socket.create_server(("127.0.0.1", 0))
@@ -69,12 +71,12 @@ class PlayedHub:
         return line
 
     def ends(self) -> int | None:
-        """Return the status with which the process would end."""
+        """Return the status with which the process would exit."""
         assert self.ended.wait(PATIENCE_S)
         return self.status
 
     def close(self) -> None:
-        for watchdog in self._watchdogs:  # or their threads end the process of the tests
+        for watchdog in self._watchdogs:  # otherwise the watchdog's threads would end the test process
             watchdog._closing.set()
         self._over.set()
         self.listener.close()
@@ -99,7 +101,7 @@ def test_a_rank_reports_its_phase_and_how_long_that_may_take(hub: PlayedHub) -> 
     watchdog, tracker = hub.watch(seconds=BRISK), PhaseTracker()
     assert hub.hear("phase") == {"phase": "start", "step": 0, "entered": -1, "limit": None}
     hub.say(heard=True)
-    tracker.longest = {"data_wait": 1e6}  # forgotten when the clock starts
+    tracker.longest = {"data_wait": 1e6}  # starting the clock discards this value
     with watchdog.expect_progress(tracker):
         tracker.step = 3
         tracker.enter("data_wait")
@@ -112,7 +114,7 @@ def test_a_rank_reports_its_phase_and_how_long_that_may_take(hub: PlayedHub) -> 
 
 
 def test_a_hub_that_is_slow_to_read_gets_whole_lines(hub: PlayedHub) -> None:
-    """More than buffers hold, sent by one thread while the other reports."""
+    """Send more than the buffers hold from one thread while the other reports."""
     hub.listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, LINE)
     watchdog = hub.watch(seconds=BRISK)
     watchdog._connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, LINE)
@@ -144,7 +146,7 @@ def test_the_message_of_an_error_is_bounded(hub: PlayedHub, letter: str) -> None
 def test_when_rank_0_is_lost_one_rank_of_each_host_speaks(
     hub: PlayedHub, capfd: pytest.CaptureFixture[str], rank: int, nodes: tuple[tuple[int, ...], ...], speaks: bool
 ) -> None:
-    """Rank 0 itself if it is alone on its host."""
+    """Rank 0 itself reports if it is alone on its host."""
     watchdog = hub.watch()
     watchdog._mesh = Mesh(rank, 4, 0, torch.device("cpu"), nodes)
     hub.connection.close()
@@ -154,7 +156,7 @@ def test_when_rank_0_is_lost_one_rank_of_each_host_speaks(
 
 
 def test_a_rank_that_is_sent_away_comes_again(hub: PlayedHub) -> None:
-    """As happens among many strangers, or when the hub has no descriptor left."""
+    """The hub rejects ranks when many strangers connect or when it has no file descriptor left."""
 
     def send_away_then_answer() -> None:
         for _ in range(2):
@@ -167,7 +169,7 @@ def test_a_rank_that_is_sent_away_comes_again(hub: PlayedHub) -> None:
     crowded.join(PATIENCE_S)
     hub.say(over=True)
     hub._watchdogs[-1]._thread.join(PATIENCE_S)
-    hub.connection.close()  # after the end of the watch this is no fault
+    hub.connection.close()  # closing after the end of the watch is not a fault
     assert hub.status is None
 
 

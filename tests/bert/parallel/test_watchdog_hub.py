@@ -1,4 +1,4 @@
-"""The watchdog's hub among ranks and strangers, played over sockets."""
+"""The watchdog's hub with simulated ranks and strangers, connected over sockets."""
 
 import json
 import resource
@@ -18,7 +18,7 @@ TOKEN = "secret"
 
 
 class Peer:
-    """Rank or stranger that has connected to the hub."""
+    """A rank or a stranger that is connected to the hub."""
 
     def __init__(self, port: int, said: bytes = b"") -> None:
         self.socket = socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S)
@@ -49,7 +49,7 @@ class Peer:
 
 
 class Played:
-    """A hub with some of its ranks."""
+    """A hub with some of its ranks connected."""
 
     def __init__(self, count: int, joined: int | None = None) -> None:
         listener = listen("127.0.0.1")
@@ -64,7 +64,7 @@ class Played:
         return peer
 
     def end(self, rank: int) -> str:
-        """End a rank's connection; returns the verdict that rank 0 is told."""
+        """Close a rank's connection and return the verdict that rank 0 receives."""
         self.ranks[rank].socket.close()
         return self.ranks[0].hear("verdict")["verdict"]
 
@@ -153,7 +153,7 @@ def test_of_many_strangers_the_oldest_go_and_ranks_still_come(play: Any) -> None
         hub.ranks.append(hub.rank(1))
         assert all(peer.is_sent_away() for peer in crowd[:40])
         crowd[-1].socket.setblocking(False)
-        with pytest.raises(BlockingIOError):  # it may stay
+        with pytest.raises(BlockingIOError):  # the hub keeps this connection open
             crowd[-1].socket.recv(1)
 
 

@@ -1,4 +1,4 @@
-"""Fused FP8 layers are the layers that they stand for, bit for bit."""
+"""Fused FP8 layers give the same results, bit for bit, as the layers that they replace."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -31,7 +31,7 @@ def small_batch() -> Batch:
 
 @contextmanager
 def definitions(*besides: str) -> Iterator[None]:
-    """Let every FP8 op, and those named, be computed by its definition."""
+    """Compute every FP8 op, and the ops named in ``besides``, by its reference implementation."""
     with ExitStack() as stack:
         for name in OPS:
             if "fp8" in name or name in ("scaled_matmul", *besides):
@@ -44,7 +44,7 @@ def made(config: ModelConfig, fused: bool, **how: Any) -> tuple[BertForPreTraini
 
 
 def trained(config: ModelConfig, batch: Batch, autocast: bool, fused: bool, **how: Any) -> Found:
-    """Loss, gradients and magnitudes of a pass, with scales that other passes found."""
+    """Return loss, gradients and magnitudes of a pass with calibrated scales."""
     model, state = made(config, fused, **how)
     model.seed_dropout(3)
 
@@ -71,7 +71,7 @@ def assert_same(found: Found, expected: Found) -> None:
 def test_losses_gradients_and_magnitudes_are_those_of_separate_passes(
     autocast: bool, casts_between_layers: bool
 ) -> None:
-    """With PyTorch's attention, which makes no casts, as on every CPU."""
+    """PyTorch's attention, which every CPU uses, makes no casts."""
     batch = small_batch()
     with definitions():
         plain = trained(CONFIG, batch, autocast, fused=False)

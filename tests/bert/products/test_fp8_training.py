@@ -42,12 +42,14 @@ pytestmark = pytest.mark.slow
 CONFIG = ModelConfig(3, 64, 2, 128, 128, 32, hidden_dropout=0.0, attention_dropout=0.0, initializer_range=0.04)
 FP8_OPS = [name for name in OPS if "fp8" in name or name == "scaled_matmul"]
 TOKENS = 203
-"""No multiple of 16."""
+"""Not a multiple of 16."""
 
 
 @pytest.fixture(autouse=True)
 def definitions() -> Iterator[None]:
-    """Take the definition of every FP8 op: on a CPU PyTorch's scaled product takes seconds where that takes milliseconds."""
+    """Use the reference implementation of every FP8 op: on a CPU it takes milliseconds, and PyTorch's scaled product
+    seconds.
+    """
     with ExitStack() as stack:
         for name in FP8_OPS:
             stack.enter_context(OPS[name].using("reference"))
@@ -86,7 +88,7 @@ def made(*denses: Dense) -> tuple[Fp8State, Fp8Products]:
 
 
 def input_and_upstream() -> tuple[Tensor, Tensor]:
-    """[T, 64], and an upstream gradient of the same shape, far below what E5M2 holds."""
+    """Return an input [T, 64] and an upstream gradient of the same shape whose values are far below E5M2's range."""
     generator = torch.Generator().manual_seed(3)
     x, upstream = (torch.randn(TOKENS, 64, generator=generator) for _ in range(2))
     return x.requires_grad_(), upstream * 1e-6
@@ -95,7 +97,7 @@ def input_and_upstream() -> tuple[Tensor, Tensor]:
 def trained(
     run: Callable[[Tensor], Tensor], x: Tensor, upstream: Tensor, parameters: Sequence[Tensor], state: Fp8State | None
 ) -> list[Tensor]:
-    """Output and the gradients of ``x`` and ``parameters``, with the scales that calibration finds if there is a state."""
+    """Return the output and the gradients of ``x`` and ``parameters``. A state is calibrated first."""
     if state is not None:
         state.calibrate_(lambda: run(x).backward(upstream))
     for tensor in (x, *parameters):
@@ -108,7 +110,7 @@ def trained(
 
 
 def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round ``x`` as FP8 does, by a formula of its own: the power of two from logarithms. fp64."""
+    """Round ``x`` to FP8 with an independent formula, which takes the power of two from logarithms. Returns fp64."""
     scale = 2.0 ** torch.floor(torch.log2(largest_scaled(dtype) / x.abs().max().double()))
     return (x.double() * scale).float().to(dtype).double() / scale
 
@@ -154,14 +156,14 @@ def test_a_feed_forward_half_is_the_products_of_what_was_rounded() -> None:
         before.grad.sum(0),
         rounded_upstream.T @ rounded_after,
     )
-    # What is rounded to FP8 here comes from fp32 there and from fp64 here: a few elements may fall on the other side.
+    # The layer rounds fp32 values to FP8 and this test rounds fp64 values, so a few elements may round differently.
     for one, exact in zip(found, expected, strict=True):
         assert distance(one, exact) < 1e-3
 
 
 @pytest.mark.parametrize(("kind", "times"), [("input", 4), ("weight", 4), ("gradient", 16)])
 def test_what_grows_in_one_step_is_rounded_as_before(kind: str, times: int) -> None:
-    """Scales are those of the step before. Without headroom the errors here are 0.16 to 0.7."""
+    """The scales come from the previous step. Without headroom the errors here would be 0.16 to 0.7."""
     dense = Dense(64, 64)
     state, products = made(dense)
     x, upstream = input_and_upstream()
@@ -196,7 +198,7 @@ def test_only_sums_over_a_layers_width_are_left_to_the_tensor_cores(monkeypatch:
 
 
 def test_rows_without_a_gradient_add_nothing() -> None:
-    """Shape bucket slots: their input is some number, their upstream gradient 0."""
+    """Empty slots of a shape bucket have arbitrary input and an upstream gradient of 0."""
     wide, narrow = Dense(64, 160), Dense(160, 64)
     results = []
     for slots in (0, 21):
@@ -226,7 +228,7 @@ def test_a_backward_pass_after_the_update_is_refused() -> None:
 
 
 def test_calibration_finds_the_scales() -> None:
-    """Every site has the scale of its own largest magnitude, and more rounds change next to nothing."""
+    """Every site's scale follows from its own largest magnitude, and more rounds change almost nothing."""
     model, state, batch = calibrated()
     before = state.scale_S.clone()
     assert (before != 1).all()
@@ -245,7 +247,7 @@ def test_calibration_finds_the_scales() -> None:
 
 
 def test_magnitudes_are_collected_over_micro_batches() -> None:
-    """The scale after two micro-batches is the smaller of those after each."""
+    """The scale after two micro-batches is the smaller of their separate scales."""
     scales = []
     first, second = batches(2)
     for micro_batches in ([first], [second], [first, second]):
@@ -317,7 +319,7 @@ def test_under_autocast_products_are_bf16_and_gradients_of_parameters_fp32() -> 
 
 
 def holds_the_weights(dense: Fp8Dense) -> bool:
-    """Tell whether the FP8 weights are those of now, both ways round, but for what the scale's last step may have cut."""
+    """Tell whether both FP8 copies match the current weights, clamped to the range that the current scale allows."""
     now = (dense.dense.weight.detach() * dense.weight.scale).clamp(-448, 448).to(E4M3)
     return torch.equal(dense.weight_NK.float(), now.float()) and torch.equal(dense.weight_KN.float(), now.float().T)
 
@@ -347,11 +349,11 @@ def test_weights_follow_the_flat_buffer() -> None:
 STEPS = 80
 OPTIMIZER = OptimizerConfig(base_learning_rate=1e-2, learning_rate_training_steps=200, num_warmup_steps=10)
 NEAR = 0.01
-"""Largest relative difference of the losses, averaged over 10 steps: 0.0003 has been seen, and 0.09 with a mistake."""
+"""Largest relative difference of losses averaged over 10 steps. Correct code gave 0.0003, and a mistake 0.09."""
 
 
 def loss_curve(fp8: bool, mistake: str = "") -> Tensor:
-    """Losses [STEPS] of training on four batches again and again."""
+    """Return the losses [STEPS] of training repeatedly on four batches."""
     data = batches(4)
     model, state = fp8_model(CONFIG) if fp8 else (drawn_model(CONFIG, 1), None)
     optimizer = Lamb(FlatParameters.of(model), OPTIMIZER)
@@ -368,7 +370,7 @@ def loss_curve(fp8: bool, mistake: str = "") -> Tensor:
             state.update_scales_()
         else:
             state.update_()
-        if mistake == "one inverse off":  # the input of the second layer's FC2, four times too large
+        if mistake == "one inverse off":  # scale the input of the second layer's FC2 four times too large
             state.denses[7].input.inverse.mul_(4)
     return torch.tensor(losses)
 
@@ -405,7 +407,7 @@ def test_a_gpu_without_fp8_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Context:
-    """Stand-in for what autograd hands to a function."""
+    """Stand-in for the context that autograd passes to a function."""
 
     saved_tensors: tuple[Tensor, ...]
 
@@ -415,9 +417,9 @@ class Context:
 
 @torch.no_grad()
 def test_the_host_reads_nothing_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On tensors of no content, said to be on a GPU: what asks for a value raises, and so does a tensor left on the CPU.
+    """Run on meta tensors that claim to be on a GPU: reading a value raises, and so does a tensor left on the CPU.
 
-    Autograd and the method ``copy_`` want a real GPU, hence the context and the operator.
+    Autograd and the method ``copy_`` need a real GPU, so the test replaces the context and the operator.
     """
     pytest.importorskip("triton", reason="Triton, whose kernels a GPU runs, is not installed")
     monkeypatch.setattr(torch.Tensor, "copy_", lambda self, source: torch.ops.aten.copy_.default(self, source))

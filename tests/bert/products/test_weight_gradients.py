@@ -1,6 +1,6 @@
-"""Weight gradients that go past autograd, and 16-bit copies of weights: as autograd and autocast have it, on a CPU.
+"""Weight gradients that bypass autograd and 16-bit weight copies give the results of autograd and autocast, on a CPU.
 
-The definition stands in for a GPU's product, and a step is told that it has one.
+The reference op stands in for the GPU's product, and the step is patched to use it.
 """
 
 from collections import Counter
@@ -46,7 +46,7 @@ def global_batch(run: SmallRun) -> list[Batch]:
 
 
 def gradients(step: TrainingStep, run: SmallRun) -> list[Tensor]:
-    """Gradients of two micro-batches, by segments."""
+    """Return the gradients of two micro-batches for each segment."""
     step.execution(global_batch(run))
     return [view.clone() for view in step.flat.segments.views(step.flat.gradients_P)]
 
@@ -70,7 +70,7 @@ def test_gradients_are_nearer_to_the_exact_ones_than_those_of_autocast(
 def test_steps_are_those_of_autograd(
     small_run: SmallRun, as_on_a_gpu: pytest.MonkeyPatch, precision: Precision, accumulation: int
 ) -> None:
-    """Losses, gradients, weights and an evaluation, to rounding in bf16."""
+    """Losses, gradients, weights and an evaluation agree up to bf16 rounding."""
     micro_batches = [batch_of(small_run.train.slice(first, first + 4)) for first in (0, 4, 8)[:accumulation]]
 
     def run() -> tuple[list[Tensor], Tensor, Tensor]:
@@ -111,7 +111,9 @@ def test_the_first_micro_batch_writes_over_what_the_last_step_left(small_run: Sm
 
 @pytest.mark.usefixtures("as_on_a_gpu")
 def test_steps_leave_copies_and_only_what_is_overwritten(small_run: SmallRun) -> None:
-    """After warm-up, where weights go back, and after steps; products read these copies and no weight."""
+    """Check after a warm-up, which restores the weights, and after steps. Products read the copies and never the
+    weights.
+    """
     step = made()
     assert isinstance(step.optimizer, Lamb)
     step.warm_up(global_batch(small_run), 1)
@@ -129,7 +131,7 @@ def test_steps_leave_copies_and_only_what_is_overwritten(small_run: SmallRun) ->
     with step.autocast():
         loss = step.model(global_batch(small_run)[0]).masked_lm_loss
         for weight in product_weights(step.model, True):
-            if weight is not step.model.embeddings.word:  # which the embeddings read
+            if weight is not step.model.embeddings.word:  # the embeddings read this weight itself
                 weight.data.fill_(torch.nan)
         assert torch.equal(step.model(global_batch(small_run)[0]).masked_lm_loss, loss)
     with torch.no_grad():
@@ -140,7 +142,7 @@ def test_steps_leave_copies_and_only_what_is_overwritten(small_run: SmallRun) ->
 
 @pytest.mark.usefixtures("as_on_a_gpu")
 def test_steps_leave_fp8_weights_as_a_pass_of_their_own_does(small_run: SmallRun) -> None:
-    """Of weights, scales and magnitudes, to the last bit; also of a step that is not taken."""
+    """Weights, scales and magnitudes are bit-identical, also after a skipped step."""
     found, expected = made("fp8"), made("fp8")
     assert isinstance(expected.optimizer, Lamb)
     expected.optimizer.casts = ()
@@ -168,10 +170,10 @@ def fp8_numbers(step: TrainingStep) -> list[Tensor]:
 @pytest.mark.usefixtures("as_on_a_gpu")
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_recomputed_and_captured_steps_are_the_steps(small_run: SmallRun, recompute: Recompute) -> None:
-    """To the last bit; the first micro-batch and the others are captured by themselves."""
+    """The results are bit-identical. The first micro-batch has graphs of its own."""
     capturer = Recording()
     with ExitStack() as stack:
-        # PyTorch's implementations draw dropout from its generator, which a captured recomputation cannot set back.
+        # PyTorch's implementations draw dropout from its generator, which a captured recomputation cannot reset.
         for name in RECOMPUTED_OPS:
             stack.enter_context(OPS[name].using("reference"))
         stack.enter_context(recordable_attention())
@@ -184,7 +186,10 @@ def test_recomputed_and_captured_steps_are_the_steps(small_run: SmallRun, recomp
 @pytest.mark.usefixtures("as_on_a_gpu")
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
 def test_every_parameter_says_once_that_its_gradient_is_there(small_run: SmallRun, precision: str) -> None:
-    """To the reduction, by autograd's hooks: those too whose gradient autograd has not seen, and when all of it is there."""
+    """Every parameter's hook runs once, when its gradient is complete, so that the reduction can start.
+
+    This includes parameters whose gradients bypass autograd.
+    """
     step = made(precision)
     said: list[tuple[str, Tensor]] = []
     for name, parameter in step.model.named_parameters():
@@ -202,7 +207,7 @@ def test_every_parameter_says_once_that_its_gradient_is_there(small_run: SmallRu
 
 
 def test_a_weight_without_a_gradient_gets_one_from_autograd() -> None:
-    """In fp32, as where a rank keeps its shard of the gradients alone; and the second pass adds to it."""
+    """The gradient is in fp32, as on a rank that keeps only its gradient shard, and the second pass adds to it."""
     dense, x = Dense(16, 8), torch.randn(5, 16, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         dense.weight.normal_(generator=torch.Generator().manual_seed(1))

@@ -1,4 +1,4 @@
-"""Seconds by phase: on the host's clock, and on a device's own timeline."""
+"""Seconds spent in each phase, by the host's clock and by the device's own timeline."""
 
 import time
 
@@ -48,7 +48,7 @@ def test_an_exchange_is_part_of_its_phase_and_in_a_pass_told_apart() -> None:
 
 
 class Device:
-    """A device's timeline, in milliseconds; its marks are passed when they are captured, or replayed."""
+    """Stand-in for a device's timeline in milliseconds. It passes marks when they are captured or replayed."""
 
     def __init__(self) -> None:
         self.now = self.known = 0.0
@@ -133,7 +133,7 @@ def test_the_reduction_inside_a_captured_step_is_taken_out_of_the_phase_around_i
     expected = {"data_wait": 0, "forward_backward": 0.04, "reduce": 0.012, "update": 0.008}
     assert stopwatch.take() == pytest.approx(expected)
     with stopwatch.time("update"):
-        device.work(9)  # not replayed: what the last replay left says nothing of this step
+        device.work(9)  # there was no replay, so marks of the last replay must not count
     assert stopwatch.take() == pytest.approx(dict.fromkeys(expected, 0) | {"update": 0.009})
 
 

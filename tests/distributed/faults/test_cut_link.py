@@ -1,6 +1,6 @@
-"""The network between two hosts is cut in the middle of a run: both ends of it end in the stated time and name the other.
+"""The network between two hosts is cut during a run. Both hosts end within the stated time and name each other.
 
-Hosts are network namespaces, with host names of their own, as in ``benchmarks/training/collectives.py``.
+Hosts are network namespaces with host names of their own, as in ``benchmarks/training/collectives.py``.
 """
 
 import re
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 
 @pytest.fixture(scope="module")
 def hosts() -> Iterator[tuple[list[str], str]]:
-    """The namespaces of two hosts, host 0 at 10.77.0.1, and of the switch between them."""
+    """Create the namespaces of two hosts, of which host 0 has the address 10.77.0.1, and of the switch between them."""
     network = BridgedHosts(2)
     with network as names:
         yield names, network.switch
@@ -41,7 +41,7 @@ def ip(*arguments: str) -> None:
 def test_both_ends_of_a_cut_link_end_in_time_and_name_the_other(
     small_run: SmallRun, tmp_path: Path, hosts: tuple[list[str], str], silent: bool
 ) -> None:
-    """Host 1's interface goes down, or all seems well there but the switch hands nothing on."""
+    """Either host 1's interface goes down, or all interfaces stay up but the switch forwards nothing."""
     names, switch = hosts
     changes = {"training__max_samples": 10_000_000, "evaluation__interval_samples": 1600, "log__interval_steps": 10}
     arguments = small_run.arguments(tmp_path, training__fault_seconds=SECONDS, **changes)

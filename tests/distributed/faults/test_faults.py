@@ -1,7 +1,7 @@
-"""Ranks that die, stop, fail or stand still in the middle of a run: all others end, with one message that says why.
+"""A rank dies, stops, fails or hangs during a run: all other ranks end, with one message that gives the reason.
 
-What ends a run at once is told from what ends it after ``training.fault_seconds`` by what the message says: a busy machine
-may take any time for it.
+The message also shows whether the run ended at once or after ``training.fault_seconds``. Time is no evidence for that,
+because a busy machine may be arbitrarily slow.
 """
 
 import itertools
@@ -30,18 +30,21 @@ from tests.distributed.ranks import Ranks, free_port, last_record, records, resu
 from tests.programs import PATIENCE_S, REPOSITORY
 
 SECONDS = 4.0
-"""The setting ``training.fault_seconds`` of runs that are to wait for it to pass."""
+"""``training.fault_seconds`` for runs that must wait until it has passed."""
 LONG = 60.0
-"""Of runs that are not."""
+"""``training.fault_seconds`` for runs that must end before it has passed."""
 ATTACK_S = 2.5
-"""How long strangers go on at least."""
+"""Minimum duration in seconds of the attack by strangers."""
 
 
 class Start(Protocol):
-    """Starts a run without an end."""
+    """Starts an endless run."""
 
     def __call__(self, count: int = 3, breaks: str | None = None, **changes: object) -> Ranks:
-        """Break ``count`` ranks after their first evaluations; or one that ``breaks`` by itself, as its worker is told."""
+        """Start ``count`` ranks and return after their first evaluations.
+
+        With ``breaks``, start the ranks with this fault, as ``faulty`` takes it, and return at once.
+        """
         ...
 
 
@@ -89,7 +92,7 @@ def test_a_stopped_rank_ends_all_in_time(start: Start, tmp_path: Path) -> None:
     [message] = ranks.errors
     assert message.startswith(f"error: rank 1 on host {socket.gethostname()}: not heard of for ")
     assert '"status": "aborted"' in last_record(result_of(tmp_path))
-    ranks.processes[1].send_signal(signal.SIGCONT)  # and when it goes on, it ends as well
+    ranks.processes[1].send_signal(signal.SIGCONT)  # a stopped rank also ends once it continues
     assert ranks.ends(1) == [FAULT_STATUS]
 
 
@@ -116,7 +119,7 @@ def test_an_error_on_one_rank_ends_all_at_once(start: Start, tmp_path: Path, ran
     assert ranks.ends() == [FAULT_STATUS] * 3
     [message] = ranks.errors
     assert message == f"error: rank {rank} on host {socket.gethostname()}: RuntimeError: broken on purpose"
-    assert ranks.output.count("Traceback") == 1  # of what broke, and not of those whose connections broke with it
+    assert ranks.output.count("Traceback") == 1  # only the failed rank prints one, not the ranks that lost it
     assert "# ended by a fault: " in result_of(tmp_path).read_text()
     assert '"status": "aborted"' in last_record(result_of(tmp_path))
 
@@ -146,9 +149,10 @@ def test_a_wait_of_all_ranks_blames_nobody_before_its_time(start: Start) -> None
 
 
 def test_strangers_at_the_ports_do_not_end_a_run(start: Start, tmp_path: Path) -> None:
-    """The watchdog's, and that of PyTorch's store: a flood, garbage, slow and half-open connections.
+    """Attack the ports of the watchdog and of PyTorch's store with a flood, garbage, and slow and half-open
+    connections.
 
-    Only the store listens on all addresses, as it does wherever it is told to be; the run is on one host.
+    The run is on one host. Only the store listens on all addresses, as PyTorch's store always does.
     """
     ranks, result = start(2, breaks="show:0"), result_of(tmp_path)
     ranks.wait_for(lambda: result.exists() and '"eval_stop"' in result.read_text())
@@ -167,7 +171,7 @@ def test_strangers_at_the_ports_do_not_end_a_run(start: Start, tmp_path: Path) -
 
 
 class Strangers:
-    """Threads that connect to these ports of this machine, until the end of the block."""
+    """Threads that connect to these local ports until the end of the block."""
 
     def __init__(self, ports: set[int]) -> None:
         self.connections = 0
@@ -187,7 +191,7 @@ class Strangers:
 
     def _attack(self, kind: Callable[[int], None], port: int) -> None:
         while not self._over.is_set():
-            with suppress(OSError):  # sent away, refused, or one too many
+            with suppress(OSError):  # the connection may be closed, refused, or one too many
                 kind(port)
 
     def _connect(self, port: int) -> socket.socket:
@@ -215,7 +219,7 @@ class Strangers:
 
 
 def listening_ports(pid: int) -> set[int]:
-    """Those on which a process listens for other hosts."""
+    """Return the ports on which a process listens for other hosts."""
     inodes, ports = set(), set()
     for link in Path(f"/proc/{pid}/fd").iterdir():
         with suppress(OSError):
@@ -250,7 +254,7 @@ def test_under_torchrun_a_killed_rank_is_named_first(small_run: SmallRun, tmp_pa
 
 
 def is_running(pid: str) -> bool:
-    """Tell whether a process has not ended; nobody may have waited for one that has."""
+    """Tell whether a process is running. A zombie is not."""
     with suppress(OSError):
         return Path(f"/proc/{pid}/cmdline").read_bytes() != b""
     return False
@@ -262,7 +266,7 @@ def test_ranks_end_when_torchrun_is_killed(small_run: SmallRun, tmp_path: Path, 
     place = [f"--nproc-per-node={count}", "--master-addr=127.0.0.1", f"--master-port={free_port()}"]
     command = [sys.executable, "-m", "torch.distributed.run", *place, "-m", "bert.train", *arguments]
     with (tmp_path / "output").open("w") as output:
-        # No fork: of those, another process is the parent.
+        # Start no fork: the parent of a fork is another process.
         agent = subprocess.Popen(
             command, cwd=REPOSITORY, stdout=output, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
         )
@@ -311,6 +315,6 @@ def test_steps_that_are_all_skipped_end_the_run_on_every_rank(
     assert sum(skipped) - 30 < 10
     optimizer = parse(small_run.arguments(tmp_path)).optimizer
     for record, so_far in zip(steps, itertools.accumulate(skipped), strict=True):
-        last_taken = record["step"] - so_far - 1  # from 0
+        last_taken = record["step"] - so_far - 1  # counted from 0
         assert record["learning_rate"] == pytest.approx(learning_rate(optimizer, last_taken), rel=1e-8)
     assert ranks.errors == []

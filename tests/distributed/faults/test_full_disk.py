@@ -1,4 +1,4 @@
-"""Disks that fill up in the middle of a run, for real: small tmpfs mounts as the folder of checkpoints and of results."""
+"""Disks fill up during a run. Small tmpfs mounts hold the checkpoints or the results."""
 
 import errno
 import json
@@ -30,7 +30,7 @@ FULL = os.strerror(errno.ENOSPC)
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
-    """Mounts a disk of so many KiB."""
+    """Mounts a disk of the given size in KiB."""
     mounted: list[Path] = []
 
     def mount(kibibytes: int) -> Path:
@@ -91,11 +91,11 @@ def test_a_file_that_cannot_be_written_ends_the_run_with_one_line(
     assert "Traceback" not in ranks.output
     assert "Exception" not in ranks.output
     *whole, _ = (written / "metrics_0.jsonl").read_text().splitlines()
-    # A loaded machine may have slow ranks to warn of.
+    # On a busy machine there may be warnings of slow ranks.
     assert {strict(line)["event"] for line in whole} - {"warning"} == {"run", "step", "eval"}
     text = (written / "result_0.txt").read_text()
     assert '"run_start"' in text
-    assert '"success"' not in text  # if metrics were first, there may be room for the end as aborted
+    assert '"success"' not in text  # if the metrics failed first, the log may have room to end as aborted
 
 
 def test_a_run_goes_on_when_nobody_reads_its_output(small_run: SmallRun, tmp_path: Path) -> None:
@@ -117,7 +117,7 @@ def test_metrics_name_their_file_and_their_other_sinks_are_closed(disk: Disk) ->
 
     class Other:
         def write(self, record: object) -> None:
-            """Takes all."""
+            """Accept every record."""
 
         def close(self) -> None:
             closed.append(True)
@@ -151,7 +151,7 @@ def test_a_log_names_its_file_and_lets_go_of_it(disk: Disk) -> None:
 
 
 def test_a_fault_that_the_log_cannot_take_is_the_only_one(small_run: SmallRun, tmp_path: Path, disk: Disk) -> None:
-    """What closes the log after a fault passes over what it cannot write, and lets go of the file."""
+    """Closing the log after a fault skips whatever cannot be written and closes the file."""
     path = disk(8) / "system" / "bert" / "result_0.txt"
     log = MLLog(path)
     log.init_start()
@@ -175,7 +175,7 @@ def open_files() -> set[Path]:
 def test_a_sink_that_cannot_be_closed_is_told_unless_something_else_was_first() -> None:
     class Unclosable:
         def write(self, record: object) -> None:
-            """Takes all."""
+            """Accept every record."""
 
         def close(self) -> None:
             raise OSError(errno.ENOSPC, FULL, "sink")

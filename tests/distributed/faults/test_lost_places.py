@@ -1,5 +1,5 @@
-"""A rank that shares a copy of the model is slow, and another killed: each is named with its place, and the run goes on from
-its checkpoint.
+"""One rank of a tensor or pipeline group is slow and another is killed. The messages name the position of each in the
+model, and the run resumes from its checkpoint.
 """
 
 import re
@@ -20,7 +20,7 @@ SHAPES = {
     ("data 0, pipeline 0, tensor 1", "data 0, pipeline 1, tensor 1"): ["--parallel.pipeline=2", "--parallel.tensor=2"],
     ("data 0, tensor 1", "data 1, tensor 1"): ["--parallel.tensor=2", "--training.reduction=sharded"],
 }
-"""By the places of ranks 1 and 3 of four."""
+"""Shapes by the positions of ranks 1 and 3 of four."""
 
 
 def settings(folder: Path) -> dict[str, object]:
@@ -31,7 +31,7 @@ def settings(folder: Path) -> dict[str, object]:
 
 @pytest.fixture(scope="module")
 def unbroken(small_run: SmallRun, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of one rank, which the others equal."""
+    """Run on one rank. The other runs must match its results."""
     folder = tmp_path_factory.mktemp("unbroken")
     trained(small_run, folder, 1, **settings(folder))
     return folder
@@ -42,7 +42,7 @@ def unbroken(small_run: SmallRun, tmp_path_factory: pytest.TempPathFactory) -> P
 def test_slow_and_killed_ranks_are_named_with_their_places_and_the_run_goes_on(
     small_run: SmallRun, tmp_path: Path, unbroken: Path, places: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("AT_STEP", str(LENGTH))  # of which two are the warm-up's
+    monkeypatch.setenv("AT_STEP", str(LENGTH))  # two of these steps are warm-up steps
     broken, resumed = tmp_path / "broken", tmp_path / "resumed"
     changes = settings(tmp_path)
     arguments = small_run.arguments(broken, **changes) + SHAPES[places]
@@ -60,9 +60,9 @@ def test_slow_and_killed_ranks_are_named_with_their_places_and_the_run_goes_on(
     same_steps(unbroken, broken)
     changes |= {"resume": tmp_path / "checkpoints", "training__seed": None}
     with Ranks(small_run.arguments(resumed, **changes) + SHAPES[places], 4) as again:
-        assert again.ends() == [1] * 4, again.output  # random tokens: the target is missed
+        assert again.ends() == [1] * 4, again.output  # the target is missed because the tokens are random
     found = re.search(r"# resumed from: .*/step_(\d{8})\n", result_of(resumed).read_text())
     assert found
-    assert int(found[1]) in (EVERY, 2 * EVERY, 3 * EVERY)  # a checkpoint is written beside the steps after it
+    assert int(found[1]) in (EVERY, 2 * EVERY, 3 * EVERY)  # a checkpoint is written while later steps run
     same_steps(unbroken, resumed, since=int(found[1]) + 1)
     assert f'"samples_count": {16 * LENGTH}' in result_of(resumed).read_text()

@@ -1,4 +1,4 @@
-"""``python -m bert.train`` with captured steps and evaluations: on a CPU, with stand-ins for CUDA graphs and NCCL."""
+"""``python -m bert.train`` with captured steps and evaluations on a CPU, with stand-ins for CUDA graphs and NCCL."""
 
 from contextlib import ExitStack
 from unittest.mock import patch
@@ -10,10 +10,10 @@ from tests.bert.recording import Recording, groups_that_wait_for_graphs, recorda
 
 
 def captured(mode: str, *arguments: str) -> int:
-    """Run ``bert.train``.
+    """Run ``bert.train`` in a mode.
 
-    The mode "eager" pads as a captured run does and captures nothing, "few" captures the smallest shape alone, "unclosed"
-    does not reset its graphs, "refused" finds a wrong input when its graphs have been captured.
+    The mode "eager" pads as a captured run does but captures nothing, "few" captures only the smallest shape,
+    "unclosed" does not reset its graphs, and "refused" raises an error after capturing.
     """
     with ExitStack() as stack:
         stack.enter_context(recordable_attention())

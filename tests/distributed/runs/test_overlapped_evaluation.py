@@ -1,4 +1,4 @@
-"""Evaluations whose result is read a step later: the same run, the same verdict, a log that passes."""
+"""Evaluations whose result is read one step later. The run, its verdict and the log checks stay the same."""
 
 import json
 from pathlib import Path
@@ -27,7 +27,7 @@ def events(records: list[dict[str, Any]], event: str, *names: str) -> list[tuple
 
 
 def order(results: Path) -> list[tuple[str, int | None]]:
-    """The records of the run and the samples that they name."""
+    """Return the log's events in order, each with its sample count."""
     text = result_of(results).read_text()
     records = [json.loads(line.partition(" ")[2]) for line in text.splitlines() if line.startswith(":::MLLOG")]
     return [(record["key"], record["metadata"].get("samples_count")) for record in records]
@@ -57,7 +57,7 @@ def test_a_run_without_success_is_the_same(
         ("eval_accuracy", 80),
         ("eval_stop", 80),
         ("block_stop", 160),
-        ("eval_start", 160),  # the samples are used up: nothing to train meanwhile
+        ("eval_start", 160),  # no samples are left to train on meanwhile
         ("eval_accuracy", 160),
         ("eval_stop", 160),
         ("block_start", 160),

@@ -1,4 +1,4 @@
-"""The same run on 1, 2 and 4 ranks, over gloo: the same losses, the same log."""
+"""The same run on 1, 2 and 4 ranks over gloo gives the same losses and the same log."""
 
 import signal
 from pathlib import Path
@@ -41,7 +41,7 @@ def test_more_ranks_give_the_same_losses(
 
 
 def test_evaluated_and_saved_weights_are_whole(small_run: SmallRun, tmp_path: Path) -> None:
-    """Also in a run that ends between evaluations; with steps so long that the weights of the one before would show."""
+    """The run ends between evaluations. Its steps are so large that outdated weights would change the results."""
     saved, counts = [], []
     for reduction in ("flat", "sharded"):
         folder = tmp_path / reduction
@@ -89,7 +89,7 @@ def test_a_run_may_be_limited_in_steps_and_in_minutes(small_run: SmallRun, tmp_p
 def test_a_signal_ends_the_run_as_aborted_with_the_log_complete(
     small_run: SmallRun, tmp_path: Path, number: signal.Signals, launched: bool
 ) -> None:
-    """To torchrun any of them means the same: it hands it on to its ranks."""
+    """torchrun treats both signals alike and passes them on to its ranks."""
     arguments = small_run.arguments(tmp_path, training__max_samples=10_000_000, evaluation__interval_samples=320)
     process = torchrun(2, arguments) if launched else Program("bert.train", arguments)
     result = result_of(tmp_path)
@@ -109,7 +109,7 @@ def test_a_signal_ends_the_run_as_aborted_with_the_log_complete(
 def test_where_agents_start_again_a_rank_that_gets_no_signal_of_its_own_asks_for_it(
     small_run: SmallRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its host goes on without the one that was told to stop, whose rank ends as it does elsewhere."""
+    """The signal means that one host is to leave the run, so the other host's rank ends as after a fault."""
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
     arguments = small_run.arguments(tmp_path, training__max_samples=10_000_000, evaluation__interval_samples=320)
     with Ranks(["hurry:0,hurry:1", *arguments], 2, faulty) as started:

@@ -1,4 +1,4 @@
-"""Runs that go on from a checkpoint: the same losses, on any number of ranks, and after a kill under torchrun."""
+"""Runs that resume from a checkpoint: the same losses on any number of ranks, and after a kill under torchrun."""
 
 import json
 import os
@@ -36,7 +36,7 @@ def settings(folder: Path, **changes: object) -> dict[str, object]:
 
 
 def kept(checkpoints: Path, target: Path, step: int) -> Path:
-    """A folder of one checkpoint, as if the run had ended there."""
+    """Make a folder with only one checkpoint, as if the run had ended there."""
     target.mkdir()
     shutil.copytree(checkpoints / f"step_{step:08}", target / f"step_{step:08}")
     return target
@@ -44,7 +44,7 @@ def kept(checkpoints: Path, target: Path, step: int) -> Path:
 
 @pytest.fixture(scope="module")
 def whole(small_run: SmallRun, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, float]]]:
-    """A run of 2 ranks from beginning to end, with dropout, and its checkpoints."""
+    """Train on 2 ranks with dropout from beginning to end, writing checkpoints."""
     folder = tmp_path_factory.mktemp("whole")
     steps = train(small_run, folder, 2, **settings(folder / "checkpoints", model__hidden_dropout=0.1))
     assert [record["step"] for record in steps] == list(range(1, STEPS + 1))
@@ -55,7 +55,7 @@ def whole(small_run: SmallRun, tmp_path_factory: pytest.TempPathFactory) -> tupl
 def without_dropout(
     small_run: SmallRun, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, list[dict[str, float]]]:
-    """Such a run without dropout, whose draws belong to a rank."""
+    """Train the same run without dropout, whose random numbers depend on the rank."""
     folder = tmp_path_factory.mktemp("without_dropout")
     return folder, train(small_run, folder, 2, **settings(folder / "checkpoints"))
 
@@ -77,13 +77,13 @@ def test_the_same_ranks_go_on_with_the_same_losses_to_the_last_bit(
         ]
         assert files[0] == files[1], name
     evaluations = records(tmp_path, "eval")
-    assert [record["samples"] for record in evaluations] == [192, 288]  # the schedule goes on
+    assert [record["samples"] for record in evaluations] == [192, 288]  # the evaluation schedule continues
     before = {record["samples"]: record["correct"] for record in records(folder, "eval")}
     assert all(before[record["samples"]] == record["correct"] for record in evaluations)
 
 
 def test_in_fp8_the_same_ranks_go_on_to_the_last_bit(small_run: SmallRun, tmp_path: Path) -> None:
-    """Though each rank has scales of its own until a checkpoint is written."""
+    """Each rank has its own scales until a checkpoint is written."""
     changes = settings(tmp_path / "checkpoints", training__precision="fp8", model__num_hidden_layers=3)
     changes |= {"training__max_samples": 16 * 8, "evaluation__interval_samples": 16 * 8, "checkpoint__every_steps": 3}
     steps = train(small_run, tmp_path / "whole", 2, **changes)
@@ -107,7 +107,9 @@ def test_a_resumed_log_says_so_and_is_no_timed_result(
 ) -> None:
     start = kept(whole[0] / "checkpoints", tmp_path / "kept", 8)
     path = start / "step_00000008" / "state.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"optimizer_steps": 6}))  # as if two had been skipped
+    path.write_text(
+        json.dumps(json.loads(path.read_text()) | {"optimizer_steps": 6})
+    )  # as if two steps had been skipped
     changes = {"model__hidden_dropout": 0.1, "resume": start, "training__max_samples": 16 * STEPS}
     assert "(resumed: no timed result)" in trained(small_run, tmp_path, 1, evaluation__interval_samples=96, **changes)
     rates = [record["learning_rate"] for record in records(tmp_path, "step")]
@@ -116,14 +118,14 @@ def test_a_resumed_log_says_so_and_is_no_timed_result(
     result = result_of(tmp_path)
     assert f"# resumed from: {start / 'step_00000008'}\n" in result.read_text()
     keys = [finding.key for finding in check_log(read_log(result)).findings]
-    assert "eval_accuracy" in keys  # the evaluations before are in another log
+    assert "eval_accuracy" in keys  # the earlier evaluations are in another log
 
 
 @pytest.mark.parametrize("reduction", ["flat", "sharded"])
 def test_other_ranks_go_on_with_the_same_losses_to_rounding(
     small_run: SmallRun, tmp_path: Path, without_dropout: tuple[Path, list[dict[str, float]]], reduction: str
 ) -> None:
-    """From 2 ranks to 4, and from there to 1."""
+    """Resume on 4 and on 1 ranks from checkpoints that 2 ranks wrote."""
     folder, steps = without_dropout
     checkpoints = folder / "checkpoints"
     for count, step in ((4, 8), (1, 12)):
@@ -176,7 +178,7 @@ def test_two_runs_at_a_time_do_not_share_a_folder(
     first.send_signal(signal.SIGTERM)
     first.wait(PATIENCE_S)
     assert len(list(folder.glob("step_*"))) == 1
-    # Another run's are not taken for what a run that goes on from elsewhere has left.
+    # A run that resumes from another folder must not take these checkpoints for its own.
     changes = settings(folder, resume=whole[0] / "checkpoints", model__hidden_dropout=0.1)
     third = Program("bert.train", small_run.arguments(tmp_path / "third", **changes))
     assert third.wait(PATIENCE_S) == 2
