@@ -1,4 +1,4 @@
-"""Commands of the data stages, and what no test of them may leave behind."""
+"""Fixtures that run dataloading commands and check for files that a test must not leave behind."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -14,7 +14,7 @@ Run = Callable[..., str]
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """``run("verify", folder)`` gives what was printed; with ``fails`` the command must end in one line of error."""
+    """Return a function: ``run("verify", folder)`` returns the output; with ``fails`` a one-line error is expected."""
 
     def run_command(*arguments: object, fails: bool = False) -> str:
         monkeypatch.setattr(sys, "argv", ["dataloading", *map(str, arguments)])
@@ -48,7 +48,7 @@ sys.addaudithook(lambda event, arguments: _opened.append(str(arguments[0])) if e
 
 @pytest.fixture
 def opened() -> list[str]:
-    """Names of the files that this process has opened; it grows on."""
+    """Growing list of the files that this process has opened since the start of the test."""
     _opened.clear()
     return _opened
 

@@ -1,4 +1,4 @@
-"""Text and random samples for tests that need some and do not care which."""
+"""Text and random samples for tests that do not depend on their content."""
 
 import numpy as np
 
@@ -17,11 +17,11 @@ INFO = DatasetInfo(
     options={"random_seed": 12345, "masked_lm_prob": 0.15, "do_lower_case": True},
     sources={"text.txt": "2" * 64},
 )
-"""What may be said of `make_samples`."""
+"""Metadata that is valid for the samples of `make_samples`."""
 
 
 def make_samples(count: int, seed: int = 0) -> Samples:
-    """``count`` samples of 5 to 20 tokens, ids below 100, with 0 to 4 of them masked."""
+    """Return ``count`` random samples: 5 to 20 tokens, ids below 100, and 0 to 4 masked tokens each."""
     rng = np.random.default_rng(seed)
     lengths = rng.integers(5, 21, count)
     masked_counts = rng.integers(0, 5, count)

@@ -1,4 +1,4 @@
-"""``python -m dataloading``: text to verified shards, and one line for every mistake."""
+"""``python -m dataloading``: it turns text into verified shards, and reports every mistake in one line."""
 
 import resource
 import subprocess

@@ -1,4 +1,4 @@
-"""Files are written under names that nobody knows, whole or not at all; and only files are read."""
+"""Files are written completely or not at all, under unpredictable temporary names; only regular files are read."""
 
 import contextlib
 import os
@@ -32,7 +32,7 @@ VOCAB = REPOSITORY / "bert" / "artifacts" / "tiny_cpu" / "vocab.txt"
 def test_a_link_under_the_name_of_the_unfinished_file_is_not_followed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Though nobody can know the name, which is random."""
+    """This holds even if an attacker guesses the random name."""
     victim, known = tmp_path / "victim", "0123456789abcdef"
     victim.write_text("of somebody else")
     (tmp_path / f".new.{known}.partial").symlink_to(victim)
@@ -86,7 +86,7 @@ READERS: dict[str, Callable[[Path], object]] = {
 @pytest.mark.parametrize("kind", ["pipe", "device"])
 @pytest.mark.parametrize("reader", READERS)
 def test_what_is_no_file_is_refused_at_once(tmp_path: Path, reader: str, kind: str) -> None:
-    """A pipe gives no answer, /dev/zero one without end."""
+    """Reading a pipe would block, and reading /dev/zero would never end."""
     write_dataset(tmp_path / "data", make_samples(4), shards=1, info=INFO)
     path = tmp_path / "manifest.json"
     os.mkfifo(path) if kind == "pipe" else path.symlink_to("/dev/zero")

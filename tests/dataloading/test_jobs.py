@@ -1,4 +1,4 @@
-"""Work in several processes that can be stopped: what is left behind, and what is refused."""
+"""Work in several processes that can be interrupted: leftover files, and rejected options."""
 
 import os
 import signal

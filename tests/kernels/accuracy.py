@@ -1,4 +1,4 @@
-"""The rule by which an implementation of an op is right: at most twice plain PyTorch's error against float64."""
+"""Accuracy rule for implementations of ops: at most twice plain PyTorch's error, measured against float64."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +23,7 @@ class Outcome(NamedTuple):
 
 
 def tensors_of(value: Any, omitted: str = "") -> Iterator[Tensor]:
-    """Yield the tensors in a tuple or in the fields of a dataclass, without the ``omitted`` field."""
+    """Yield the tensors in a tuple or in the fields of a dataclass, except the ``omitted`` field."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (tuple, list)):
@@ -36,11 +36,11 @@ def tensors_of(value: Any, omitted: str = "") -> Iterator[Tensor]:
 
 
 def outcome(function: Callable[..., Any], arguments: Arguments, dtype: torch.dtype | None = None) -> Outcome:
-    """Call with copies of the arguments, in ``dtype`` or their own types, and fixed upstream gradients."""
+    """Call a function with copies of the arguments, in ``dtype`` or their own types, and fixed upstream gradients."""
     args, kwargs = arguments
     args = [_copy(value, dtype) for value in args]
     kwargs = {name: _copy(value, dtype) for name, value in kwargs.items()}
-    inputs = [*tensors_of(args, "update_P"), *tensors_of(list(kwargs.values()))]  # LAMB's scratch holds anything
+    inputs = [*tensors_of(args, "update_P"), *tensors_of(list(kwargs.values()))]  # LAMB's scratch is arbitrary
     before = [tensor.detach().clone() for tensor in inputs]
     returned = list(tensors_of(function(*args, **kwargs)))
     written = [now.detach() for now, then in zip(inputs, before, strict=True) if not same_bits(now, then)]
@@ -60,7 +60,7 @@ def _copy(value: Any, dtype: torch.dtype | None) -> Any:
         return value
     # FP8 tensors, ids and bounds keep their types.
     wide = dtype if dtype is not None and value.is_floating_point() and value.element_size() > 1 else value.dtype
-    # Views stay views, to test strides.
+    # Keep views as views, so that strides are tested.
     copied = value.detach().to(wide, copy=value.is_contiguous())
     return copied.requires_grad_(value.requires_grad)
 
@@ -80,10 +80,11 @@ def assert_within_twice(
     free: float,
     steps: float = 0,
 ) -> None:
-    """Check that every error against float64 is at most twice the definition's in the same types, and ``free``.
+    """Check that errors against float64 are at most ``free`` plus twice the definition's error in the same types.
 
-    Errors are root mean squares over several draws, because the largest error of a few values is luck, in units of the exact
-    values'. Results in FP8 are the definition's, but for a share of ``steps`` neighbours.
+    An error is a root mean square over several draws, because the largest error of a few values is random. ``free`` is
+    relative to the root mean square of the exact values. FP8 results equal the definition's, except that a share of
+    ``steps`` may be neighboring FP8 numbers.
     """
     found = [outcome(function, draw).tensors for draw in draws]
     plain = [outcome(definition, draw).tensors for draw in draws]
@@ -91,7 +92,7 @@ def assert_within_twice(
     for place, (mine, theirs, truth) in enumerate(
         zip(*(list(zip(*each, strict=True)) for each in (found, plain, exact)), strict=True)
     ):
-        if not theirs[0].numel():  # nothing, or what a kernel keeps for its own backward pass
+        if not theirs[0].numel():  # an empty tensor, or one that a kernel keeps for its own backward pass
             continue
         assert [(x.shape, x.dtype) for x in mine] == [(x.shape, x.dtype) for x in theirs], place
         if mine[0].is_floating_point() and mine[0].element_size() == 1:
@@ -104,7 +105,7 @@ def assert_within_twice(
 
 
 def assert_same_fp8(found: Tensor, expected: Tensor, steps: float) -> None:
-    """Compare FP8 numbers, of which a share of ``steps`` may be neighbours of the expected ones."""
+    """Compare FP8 numbers. A share of ``steps`` may be neighbors of the expected numbers."""
     kind, mine, truth = torch.finfo(found.dtype), found.double(), expected.double()
     assert torch.equal(mine.isnan(), truth.isnan())
     mine, truth = mine.nan_to_num(), truth.nan_to_num()

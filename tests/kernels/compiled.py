@@ -1,9 +1,9 @@
-"""A file with the costs of every configuration of the Triton kernels, because compiling all of them takes minutes.
+"""Cache file with the costs of all Triton kernel configurations, because compiling all of them takes minutes.
 
-    python -m tests.kernels.compiled        # compiles what the file lacks for the installed Triton, and writes the file
+    python -m tests.kernels.compiled        # compiles configurations that the file lacks, and updates the file
 
-The file has a section for each version of Triton and identifies a configuration by a digest of everything that its
-compilation depends on. The tests compile the other configurations, and one of each module again to validate the file.
+The file has a section for each version of Triton and identifies a configuration by a digest of everything that affects
+its compilation. Tests compile configurations that are not in the file, and one of each module again to validate the file.
 """
 
 import ast
@@ -26,7 +26,7 @@ FILE = Path(__file__).with_name("compiled.json")
 
 @dataclass(frozen=True)
 class Item:
-    """A configuration of a module, for one compute capability."""
+    """A kernel configuration, compiled for one compute capability."""
 
     module: str
     configuration: Configuration
@@ -38,7 +38,7 @@ class Item:
         return f"{self.module}: {kernel}, {self.configuration.name}, sm_{self.capability}"
 
     def digest(self) -> str:
-        """Digest the kernel and what it calls, the configuration, and the functions that compile and measure it."""
+        """Return a digest of the kernel, its callees, its configuration, and the functions that compile and measure it."""
         chosen = self.configuration
         settings = chosen.signature, chosen.constexprs, chosen.num_warps, chosen.num_stages, chosen.max_registers
         measuring = (
@@ -50,7 +50,7 @@ class Item:
 
 
 def _code(source: str) -> str:
-    """Return a function's source without comments and docstring, on which no compilation depends."""
+    """Return a function's source without comments and docstring, which do not affect compilation."""
     tree = ast.parse(source)
     (definition,) = tree.body
     assert isinstance(definition, ast.FunctionDef)
@@ -60,8 +60,8 @@ def _code(source: str) -> str:
 
 
 def _without_comments() -> None:
-    """Reduce the kernels' sources to code, and forget their line numbers."""
-    import triton  # only where there is something to compile
+    """Remove comments and line numbers from the kernels' sources."""
+    import triton  # imported only if something is compiled
 
     for module in [module for name, module in sys.modules.items() if name.startswith("kernels.triton")]:
         for function in vars(module).values():
@@ -72,19 +72,19 @@ def _without_comments() -> None:
 
 @dataclass(frozen=True)
 class Findings:
-    """Costs of all configurations, and faults of the file or of the kernels."""
+    """Costs of all configurations, and problems of the file or the kernels."""
 
     costs: list[Cost]
     lacking: list[str]
-    """Names of configurations that are missing in the file."""
+    """Names of configurations that are not in the file."""
     wrong: list[str]
-    """Differences between the file and the compiler."""
+    """Differences between the file's costs and the compiler's."""
     specialized: list[str]
-    """Parameters for which Triton compiles a kernel again if they are 1 or a multiple of 16."""
+    """Parameters for whose values Triton specializes a kernel: 1 and multiples of 16."""
 
 
 def find() -> Findings:
-    """Read known costs from the file; compile the other configurations, and a sample of the known ones."""
+    """Read known costs from the file, compile the other configurations, and validate a sample of the known ones."""
     kept = {digest: Cost(**figures) for digest, figures in _read().get(_version(), {}).items()}
     items = {item.digest(): item for item in _items()}
     lacking = [digest for digest in items if digest not in kept]
@@ -105,12 +105,12 @@ def _specialized(configuration: Configuration) -> list[str]:
 
 
 def _read() -> dict[str, dict[str, dict]]:
-    """Return the figures by version of Triton and digest."""
+    """Return the costs for each version of Triton and digest."""
     return json.loads(FILE.read_text(encoding="utf-8")) if FILE.exists() else {}
 
 
 def _version() -> str:
-    import triton  # only where there is something to compile
+    import triton  # imported only if something is compiled
 
     return triton.__version__
 
@@ -127,7 +127,7 @@ def _items() -> list[Item]:
 
 
 def _sample(items: dict[str, Item]) -> list[str]:
-    """Choose one configuration of each module, for alternating architectures."""
+    """Choose one configuration from each module, with alternating architectures."""
     by_module: dict[str, list[str]] = {}
     for digest, item in items.items():
         by_module.setdefault(item.module, []).append(digest)
@@ -140,13 +140,13 @@ def _compile(items: Iterable[Item]) -> list[Cost]:
 
 
 def main() -> None:
-    """Write the section of the installed Triton."""
+    """Update the installed Triton version's section of the file."""
     versions, items = _read(), {item.digest(): item for item in _items()}
     kept = versions.get(_version(), {})
     lacking = {digest: item for digest, item in items.items() if digest not in kept}
     costs = kept | {digest: asdict(cost) for digest, cost in zip(lacking, _compile(lacking.values()), strict=True)}
     versions[_version()] = {digest: costs[digest] for digest in items}
-    # One line for each configuration, so that a diff shows the change.
+    # One line per configuration keeps diffs readable.
     rows = {
         version: ",\n".join(f'"{digest}": {json.dumps(figures)}' for digest, figures in its_own.items())
         for version, its_own in sorted(versions.items())

@@ -1,6 +1,6 @@
-"""The tests of Triton kernels run under its interpreter, on CPU tensors.
+"""The tests of Triton kernels run in Triton's interpreter, on CPU tensors.
 
-Triton reads ``TRITON_INTERPRET`` once, when it is imported: it is set here, before any test module is.
+Triton reads ``TRITON_INTERPRET`` once when it is imported, so it is set here, before test modules are imported.
 """
 
 import importlib.util
@@ -19,7 +19,7 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 
 @pytest.fixture(scope="session", autouse=True)
 def launches_are_watched() -> None:
-    """Run every interpreted kernel on the bench of ``tests.kernels.interpreted``."""
+    """Run every interpreted kernel on the test bench of ``tests.kernels.interpreted``."""
     if importlib.util.find_spec("triton") is not None:
         from tests.kernels import interpreted
 
@@ -28,16 +28,16 @@ def launches_are_watched() -> None:
 
 @pytest.fixture(autouse=True)
 def uninitialized_memory_is_nan(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fill new tensors with NaN or the largest integer, so that elements that a kernel leaves out are not zero by chance."""
+    """Fill new tensors with NaN or the largest integer, so that elements that a kernel skips are not zero by chance."""
     in_triton = request.path.name.startswith("test_triton_")
-    if in_triton:  # what torch.use_deterministic_algorithms does, which first imports PyTorch's compiler
+    if in_triton:  # torch.use_deterministic_algorithms does this too, but imports PyTorch's compiler first
         torch._C._set_deterministic_algorithms(True, warn_only=True)
     yield
     torch._C._set_deterministic_algorithms(False)
 
 
 class _WithoutTriton(pytest.Module):
-    """Test module that needs Triton, which is not installed."""
+    """Skipped test module that needs Triton, which is not installed."""
 
     def collect(self):
         pytest.skip("triton is not installed", allow_module_level=True)

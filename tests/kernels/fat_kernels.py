@@ -1,4 +1,4 @@
-"""Kernels that need too many resources, to test that ``kernels.ahead_of_time`` notices."""
+"""Kernels that need too many resources, to test that ``kernels.ahead_of_time`` detects them."""
 
 import triton
 import triton.language as tl
@@ -16,7 +16,7 @@ def lean(x, out, n, BLOCK: tl.constexpr):
 
 @triton.jit
 def spilling(x, out, n, BLOCK: tl.constexpr):
-    """Keep 256 numbers of each thread alive."""
+    """Use 256 live values per thread, so that registers spill."""
     place = tl.arange(0, BLOCK)
     rows = tl.load(x + place[None, :] + n * tl.arange(0, 8)[:, None])
     total = tl.sum(tl.sum(rows, axis=1), axis=0)
@@ -25,7 +25,7 @@ def spilling(x, out, n, BLOCK: tl.constexpr):
 
 @triton.jit
 def sharing(x, out, n, BLOCK: tl.constexpr):
-    """Multiply tiles, with more pending copies than shared memory can hold."""
+    """Multiply tiles with more pipelined copies than fit into shared memory."""
     place = tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK, BLOCK), tl.float32)
     for start in range(0, n, BLOCK):

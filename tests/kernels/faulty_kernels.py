@@ -1,7 +1,7 @@
 # ruff: noqa: ARG001  all have the same parameters
-"""Kernels with one fault each, to test that ``tests.kernels.interpreted`` notices it.
+"""Kernels with one fault each, to test that ``tests.kernels.interpreted`` detects it.
 
-Each program has a block of ``x`` and of ``y``, vectors of ``size``; ``amax`` is an int32.
+Each program processes a block of ``x`` and ``y``, vectors of ``size`` elements; ``amax`` is an int32.
 """
 
 import triton
@@ -96,7 +96,7 @@ def takes_places_as_programs_come(x, y, amax, size, BLOCK: tl.constexpr):
 
 @triton.jit
 def raises_a_maximum_that_has_changed(x, y, amax, size, BLOCK: tl.constexpr):
-    """Copy correctly; the maximum is wrong if two programs load it before either raises it."""
+    """Copy correctly. The maximum is wrong if two programs load it before either of them updates it."""
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(x + place, mask=place < size, other=0.0)
     largest = tl.max(value).to(tl.int32)

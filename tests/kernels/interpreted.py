@@ -1,14 +1,14 @@
 """Test bench in Triton's interpreter that runs a launch's programs in any order and checks every memory access.
 
-Each launch fails, whatever its results, where a program
+A launch fails, even if its results are right, if a program
 
-* reads or writes an element that its argument does not have: there are guard zones without end around every tensor;
-* reads or writes what another one writes, or updates by atomics (but for the arguments named in ``READ_WHILE_UPDATED``):
-  programs run in no order and at the same time, so that such a launch is right by luck alone;
-* reads what it wrote itself with no barrier between, or writes an element twice with one store: the threads of a program run
-  in no order either.
+* reads or writes outside of the elements of its argument: unlimited guard zones surround every tensor;
+* reads or writes an element that another program writes or updates by atomics, except for the arguments named in
+  ``READ_WHILE_UPDATED``: programs run concurrently and in no order, so that such a launch is right only by luck;
+* reads an element that it wrote itself without a barrier in between, or writes an element twice with one store: the
+  threads of a program run in no order either.
 
-Lanes that a load leaves out without saying what is there instead are NaN, or the largest number; the interpreter's are 0.
+Masked lanes of a load without a value for them are NaN or the largest number. Triton's own interpreter makes them 0.
 """
 
 import inspect
@@ -31,50 +31,50 @@ from triton.runtime import interpreter
 # pyright: reportAttributeAccessIssue=false, reportPrivateImportUsage=false, reportArgumentType=false
 
 Order = Literal["forward", "reversed", "shuffled", "interleaved"]
-"""``interleaved``: in a few threads, of which a random one continues after every memory access."""
+"""``interleaved`` runs a few threads and, after every memory access, continues a random one."""
 
 READ_WHILE_UPDATED = {"amax"}
-"""An outdated maximum is too small, and then the atomic decides."""
+"""Arguments that may be read while they are updated: an outdated maximum is too small, and then the atomic decides."""
 
 _AT_ONCE = 4
-"""Number of interleaved programs."""
+"""Number of programs that are interleaved at a time."""
 _NOBODY, _SEVERAL = -1, -2
 _TAG_SHIFT = np.uint64(48)
-"""Addresses of a process end below this bit. The higher bits hold the number of a pointer's argument."""
+"""All addresses of a process fit below this bit. The bits above hold the number of a pointer's argument."""
 _ADDRESS = np.uint64((1 << 48) - 1)
 
 
 class WrongAccessError(AssertionError):
-    """Memory access that is forbidden for this program."""
+    """Memory access that this program must not make."""
 
 
 @dataclass(frozen=True)
 class Launch:
-    """A kernel's launch."""
+    """Launch of a kernel."""
 
     kernel: str
-    """Name with the module."""
+    """Kernel's name with its module."""
     programs: int
 
 
 class _Storage:
-    """Numbers of the programs that accessed each element of a tensor's memory."""
+    """Record of the programs that accessed each element of a tensor's memory."""
 
     def __init__(self, elements: int) -> None:
         self._elements = elements
         self.written = False
-        """Most memory is only read, and needs no record of its readers."""
+        """False for most memory, which is only read and needs no record of its readers."""
         self._reads: list[tuple[int, np.ndarray]] = []
 
     def read(self, program: int, cells: np.ndarray) -> None:
         self._reads.append((program, cells))
 
     def will_be_written(self) -> None:
-        """Record the readers of each element."""
+        """Start to record the readers of each element."""
         if not self.written:
             self.written = True
             self.writer, self.updater, self.reader, self.barriers = np.full((4, self._elements), _NOBODY, np.int32)
-            """``barriers``: number of barriers that the writer had passed."""
+            """In ``barriers``: the number of barriers that the writer had passed."""
         for program, cells in self._reads:
             readers = self.reader[cells]
             self.reader[cells] = np.where((readers == program) | (readers == _NOBODY), program, _SEVERAL)
@@ -91,37 +91,37 @@ class _Argument:
         reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
         self.reach = reach if tensor.numel() else 0
         self.has: np.ndarray | None = None
-        """Which elements between the first and the last belong to a tensor with gaps."""
+        """Mask of the elements that belong to a tensor with gaps, from its first to its last element."""
         if tensor.numel() not in (0, reach):
             has = torch.zeros(reach, dtype=torch.bool)
             has.as_strided(tensor.shape, tensor.stride()).fill_(True)
             self.has = has.numpy()
 
     def lacks(self, elements: np.ndarray) -> np.ndarray | None:
-        """Return the elements, counted from the first, that do not belong to the tensor, or None."""
+        """Return the indices of elements outside of the tensor, counted from its first element, or None."""
         if elements.min() < 0 or elements.max() >= self.reach:
             return elements[(elements < 0) | (elements >= self.reach)]
         return None if self.has is None or self.has[elements].all() else elements[~self.has[elements]]
 
 
 class _Memory:
-    """Arguments of a launch, and the record of their accesses."""
+    """Arguments of a launch, and the record of accesses to them."""
 
     def __init__(self, kernel: str, grid: Sequence[int]) -> None:
         self.kernel, self.grid = kernel, grid
         self.program = 0
-        """Number of the running program."""
+        """Index of the running program."""
         self.barriers = [0] * math.prod(grid)
-        """Number of barriers that each program has passed."""
+        """Number of barriers that each program has passed so far."""
         self.yields: Callable[[], None] = lambda: None
         """Called before every access."""
         self._arguments: list[_Argument] = []
         self._storages: dict[int, tuple[_Storage, int]] = {}
 
     def pointer(self, name: str, tensor: Tensor) -> Any:
-        """Return the pointer that stands for the tensor in a kernel."""
+        """Return the pointer that represents the tensor in a kernel."""
         memory, itemsize = tensor.untyped_storage(), tensor.element_size()
-        known = memory.data_ptr() or -len(self._arguments)  # empty ones have no address, and share nothing
+        known = memory.data_ptr() or -len(self._arguments)  # empty tensors have no address and share no memory
         storage, unit = self._storages.setdefault(known, (_Storage(memory.nbytes() // itemsize), itemsize))
         assert unit == itemsize, f"{self.kernel}: {name} has elements of another size in the same memory"
         self._arguments.append(_Argument(name, tensor, storage))
@@ -190,7 +190,7 @@ class _Memory:
 
 
 class _Bench:
-    """Settings of launches, and the record of them."""
+    """Settings for launches, and the record of launches."""
 
     def __init__(self) -> None:
         self.order: Order = "forward"
@@ -200,7 +200,7 @@ class _Bench:
         self._patched: set[str] = set()
 
     def launch(self, executor: interpreter.GridExecutor, *args: Any, **kwargs: Any) -> None:
-        """Launch a kernel, in place of ``GridExecutor.__call__``."""
+        """Launch a kernel. This replaces ``GridExecutor.__call__``."""
         function = executor.fn
         self.patch(function)
         known = {name: value for name, value in kwargs.items() if name in executor.arg_names}
@@ -234,7 +234,7 @@ class _Bench:
             function(**given)
 
     def patch(self, function: Any) -> None:
-        """Patch the language for a kernel's module once, where the interpreter does it at each call."""
+        """Patch Triton's language once per module of kernels. Triton itself patches it at each call."""
         if function.__module__ not in self._patched:
             interpreter._patch_lang(function)
             self._patched.add(function.__module__)
@@ -244,9 +244,9 @@ class _Bench:
         dtype = interpreter._get_np_dtype(kind)
         if other is not None:
             rest = other.data
-        elif pointers.data.size == 1:  # or a single 0, which Triton's language takes for nothing where it interprets
+        elif pointers.data.size == 1:  # Triton's interpreter may have dropped an ``other`` of 0
             rest = np.zeros(pointers.data.shape, dtype)
-        else:  # nothing says what is there: on a GPU anything
+        else:  # without ``other`` the values are undefined on a GPU
             rest = np.full(pointers.data.shape, np.nan if dtype.kind == "f" else _largest(dtype), dtype)
         addresses = self.memory.access("load", pointers.data, mask.data)
         return interpreter.TensorHandle(interpreter._interpreter.load(addresses, mask.data, rest, dtype), kind)
@@ -259,7 +259,7 @@ class _Bench:
         self.memory.barriers[self.memory.program] += 1
 
     def atomic(self, plain: Callable[..., Any]) -> Callable[..., Any]:
-        """Return an atomic operation of the interpreter that checks its access."""
+        """Return a version of the interpreter's atomic operation that checks the access."""
 
         def update(operation: Any, pointers: Any, value: Any, mask: Any, *others: Any) -> Any:
             addresses = self.memory.access("atomic", pointers.data, mask.data)
@@ -304,7 +304,7 @@ class _Interleaved:
         try:
             self._go[number].acquire()
             self._function()
-        except BaseException as error:  # raised by ``run``; the others end at their next access
+        except BaseException as error:  # ``run`` raises the error, and the other programs stop at their next access
             self._error = self._error or error
         finally:
             del self._go[number]
@@ -315,7 +315,7 @@ class _Interleaved:
         self._turn.release()
         go.acquire()
         if self._error is not None:
-            raise SystemExit  # of this thread
+            raise SystemExit  # ends this thread only
 
 
 _BENCH = _Bench()
@@ -323,7 +323,7 @@ _BENCH = _Bench()
 
 @contextmanager
 def walked(order: Order, seed: int = 0) -> Iterator[list[Launch]]:
-    """Run the programs of each launch in the block in this order; yield the list of launches."""
+    """Run the programs of all launches in this block in the given order; yield the list of launches."""
     before = _BENCH.order, _BENCH.seed, _BENCH.launches
     _BENCH.order, _BENCH.seed, _BENCH.launches = order, seed, []
     try:
@@ -333,7 +333,7 @@ def walked(order: Order, seed: int = 0) -> Iterator[list[Launch]]:
 
 
 def install() -> None:
-    """Run every launch of this process on the bench, and make the interpreter twice as fast."""
+    """Make all launches of this process run on the bench, and make the interpreter twice as fast."""
 
     def call(function: interpreter.InterpretedFunction, *args: Any, **kwargs: Any) -> Any:
         _BENCH.patch(function.fn)
@@ -345,13 +345,13 @@ def install() -> None:
     builder.create_masked_load, builder.create_masked_store = _BENCH.load, _BENCH.store
     builder.create_barrier = _BENCH.barrier
     builder.create_atomic_rmw = _BENCH.atomic(builder.create_atomic_rmw)
-    # The interpreter checks every operation for integer overflow, and never reports one.
+    # The interpreter checks every operation for integer overflow but never reports one, so turn the check off.
     builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
     _keep_types()
 
 
 def _keep_types() -> None:
-    """Cache the types of tensors, which the interpreter makes for every operation."""
+    """Cache the types of tensors, which the interpreter otherwise creates for every operation."""
     np_dtype, init = interpreter._get_np_dtype, tl.block_type.__init__
     dtypes: dict[str, np.dtype] = {}
     types: dict[tuple[object, ...], dict[str, Any]] = {}

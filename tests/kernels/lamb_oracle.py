@@ -1,4 +1,4 @@
-"""LAMB in float64 NumPy, and LAMB on shards of a vector in one process."""
+"""LAMB in float64 NumPy, and LAMB on several shards of a vector in one process."""
 
 import math
 from itertools import pairwise
@@ -15,7 +15,7 @@ HYPERPARAMETERS = LambHyperparameters(beta_1=0.9, beta_2=0.999, epsilon=1e-6, we
 
 
 class NumpyLamb:
-    """The MLPerf reference's formulas in float64, tensor by tensor."""
+    """LAMB by the MLPerf reference's formulas in float64, tensor by tensor."""
 
     def __init__(self, flat: Tensor, segments: LambSegments, hyper: LambHyperparameters = HYPERPARAMETERS) -> None:
         self.segments = segments
@@ -50,12 +50,12 @@ class NumpyLamb:
 
 
 def at(step: int, rate: float) -> dict[str, Any]:
-    """Return the arguments that change from step to step."""
+    """Return the LAMB arguments that change from step to step."""
     return {"step": torch.tensor(step), "learning_rate": torch.tensor(rate)}
 
 
 def pieces_of(segments: LambSegments, start: int, stop: int) -> tuple[LambSegments, list[int]]:
-    """Return the pieces of segments in a range, and for each adapted piece the number of its adapted segment."""
+    """Return a range's pieces of segments, and for each adapted piece the index of its segment among adapted ones."""
     pieces: list[tuple[int, bool]] = []
     owners: list[int] = []
     place, begin = 0, 0
@@ -68,7 +68,7 @@ def pieces_of(segments: LambSegments, start: int, stop: int) -> tuple[LambSegmen
 
 
 class Shards:
-    """LAMB on pieces of the flat vector, and one piece of padding, by the two halves of an implementation."""
+    """LAMB on pieces of the flat vector and a piece of padding. It calls an implementation's two halves separately."""
 
     def __init__(self, lamb: ModuleType, flat: Tensor, segments: LambSegments, cuts: tuple[int, ...]) -> None:
         self.lamb, self.segments = lamb, segments
@@ -79,7 +79,7 @@ class Shards:
         self.states = [LambState.zeros_like(weights) for weights in self.weights]
 
     def step(self, gradient: Tensor, *, step: Tensor, learning_rate: Tensor) -> Tensor:
-        """Take a step and return the whole vector."""
+        """Take a step on all shards and return the whole vector."""
         norm = torch.linalg.vector_norm(gradient)
         gradients = [*(gradient[start:stop].clone() for start, stop in self.bounds), gradient.new_zeros(5)]
         sums_2A = torch.zeros(2, sum(self.segments.adapted), dtype=torch.float64)

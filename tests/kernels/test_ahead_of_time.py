@@ -1,4 +1,4 @@
-"""Every configuration compiles for every architecture without spills, and kernels that do not fit are noticed."""
+"""All configurations compile for all architectures without spills, and kernels that do not fit are detected."""
 
 import importlib.util
 import json
@@ -14,7 +14,7 @@ from kernels import ahead_of_time
 from kernels.ahead_of_time import Cost
 from kernels.configuration import SHARED_MEMORY_LIMITS
 
-pytestmark = [pytest.mark.slow, pytest.mark.oldest_torch]  # which brings Triton 3.6
+pytestmark = [pytest.mark.slow, pytest.mark.oldest_torch]  # the oldest PyTorch comes with Triton 3.6
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
@@ -22,7 +22,7 @@ needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, re
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
-    """Return the findings of a process in which Triton compiles. No kernel supports a compute capability of 7.5."""
+    """Return the findings of a process in which Triton compiles. No kernel supports compute capability 7.5."""
     program = (
         "import json, triton; from dataclasses import asdict; from kernels.ahead_of_time import costs_of; "
         "from tests.kernels import compiled, fat_kernels; "
@@ -54,13 +54,13 @@ def test_every_configuration_compiles_without_spills_and_fits(found: dict[str, A
     assert all(0 < cost.registers <= 255 for cost in costs)
     attention = [cost for cost in costs if cost.module == "attention.launches"]
     assert all(cost.in_flight >= 2 for cost in attention), "a tile is on its way while one is computed with"
-    # Devices of 8.6, 8.9 and 12.0 use the launches of 8.0 and 9.0, and have only 99 KiB for a block.
+    # Devices with capability 8.6, 8.9 or 12.0 use the launches for 8.0 and 9.0 but have only 99 KiB per block.
     assert all(cost.shared <= 99 * 1024 for cost in attention)
 
 
 @needs_triton
 def test_kernels_have_the_instructions_that_they_should(found: dict[str, Any]) -> None:
-    """Tensor-core products of each generation, asynchronous copies, and memory accesses of 16 bytes."""
+    """Check for each generation's tensor-core instructions, asynchronous copies and 16-byte memory accesses."""
     costs = [(Cost(**cost), set(cost["instructions"].split())) for cost in found["own"]["costs"]]
     products = {80: "mma", 90: "wgmma", 100: "tcgen05"}
     for cost, kinds in costs:
@@ -68,7 +68,7 @@ def test_kernels_have_the_instructions_that_they_should(found: dict[str, Any]) -
         assert kinds & set(products.values()) == expected, cost
         assert not expected or kinds & {"cp.async", "TMA"}, cost
     assert {(cost.module, cost.kernel) for cost, kinds in costs if "f64" in kinds} == {
-        ("squares", "_kernel"),  # a norm over all parameters, which memory decides
+        ("squares", "_kernel"),  # a norm over all parameters, whose speed is limited by memory
         ("lamb", "squares_kernel"),
     }
     assert {cost.kernel for cost, kinds in costs if "vectors" not in kinds} == {"squares_kernel"}, "of partial sums"
@@ -82,7 +82,7 @@ def test_the_file_of_costs_is_right(found: dict[str, Any]) -> None:
 
 @needs_triton
 def test_numbers_that_vary_are_not_compiled_in(found: dict[str, Any]) -> None:
-    """Token counts and call sites vary during training. Numbers of the model and the device do not."""
+    """Token counts and call sites vary during training. Numbers that describe the model or the device do not."""
     places = [name.partition(": ") for name in found["own"]["specialized"]]
     of_the_model = {"columns", "width", "programs", "vocabulary", "ignore_index", "adapted", "chunks"}
     assert {name for module, _, name in places if module not in ("fp8", "squares")} <= of_the_model

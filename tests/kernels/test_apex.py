@@ -1,4 +1,4 @@
-"""The adapter to NVIDIA's apex, which is not installed here: stand-ins have the parameters of its functions."""
+"""The adapter to NVIDIA's apex, tested with stand-ins, because apex is not installed here."""
 
 import sys
 from types import ModuleType
@@ -17,7 +17,7 @@ from tests.kernels.accuracy import CPU, outcome
 
 
 class SoftmaxCrossEntropyLoss(torch.autograd.Function):
-    """apex's: it reads the logit of every label."""
+    """Stand-in for apex's class. Like apex, it reads the logit of every label."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, smoothing=0.0, padding_idx=0, half_to_float=False) -> Tensor:

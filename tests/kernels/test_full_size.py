@@ -1,4 +1,4 @@
-"""Sums and norms at BERT-Large's sizes, 31 million elements in one tensor and 335 million in all, against float64."""
+"""Sums and norms at BERT-Large's sizes (31 million elements per tensor, 335 million in all), compared with float64."""
 
 from types import ModuleType
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
 EMBEDDING = 30_522 * 1024
 PARAMETERS = 336_226_108
 NEAR = 1e-6
-"""Largest relative error of a sum or norm."""
+"""Largest accepted relative error of a sum or norm."""
 
 
 def normal(size: int) -> torch.Tensor:
@@ -45,9 +45,10 @@ def test_the_definition() -> None:
 
 @pytest.mark.parametrize(("module", "size"), [(lamb, EMBEDDING), (triton_lamb, EMBEDDING // 40)])
 def test_the_norms_of_a_step(module: ModuleType, size: int) -> None:
-    """Sums of squared weights and directions of a tensor with the embedding's size.
+    """Check the sums of squared weights and directions of a tensor as large as the embedding.
 
-    In Triton a fortieth: of its two levels, fp32 inside a chunk and fp64 over chunks, only the second grows.
+    Triton gets a fortieth of it. Triton adds fp32 within chunks and fp64 over chunks, and only the second level grows with
+    the size.
     """
     segments = LambSegments((1000, size), (False, True))
     weights, gradients = normal(1000 + size), normal(1000 + size).flip(0)
@@ -61,7 +62,7 @@ def test_the_norms_of_a_step(module: ModuleType, size: int) -> None:
 
 @pytest.mark.parametrize("sharded", [False, True])
 def test_the_norm_that_an_optimizer_returns(sharded: bool) -> None:
-    """PyTorch's own norm of 4.9 million parameters is 1e-4 too low."""
+    """PyTorch's own norm of 4.9 million parameters is too low by 1e-4."""
     model = BertForPreTraining(ModelConfig(1, 160, 2, 160, 30_522, 16))
     flat = FlatParameters.of(model)
     if sharded:

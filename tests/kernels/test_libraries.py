@@ -1,5 +1,5 @@
 # pyright: reportCallIssue=false
-"""The adapter to flash-attn, which is not installed here, and products that PyTorch has on CUDA only."""
+"""The flash-attn adapter, tested without flash-attn, and matrix products that PyTorch supports on CUDA only."""
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -19,11 +19,11 @@ from tests.kernels.accuracy import outcome
 
 BOUNDS = torch.tensor([0, 3, 8, 8], dtype=torch.int32)
 SPARE = 4
-"""Rows after the last sequence."""
+"""Number of rows after the last sequence."""
 
 
 class _Careless(torch.autograd.Function):
-    """The definition, with NaN in every row that no sequence owns, as the library leaves them."""
+    """The definition of attention, but with NaN in rows outside of all sequences, as the library leaves them."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, bounds_q: Tensor, bounds_k: Tensor) -> Tensor:
@@ -46,7 +46,7 @@ class _Careless(torch.autograd.Function):
 
 @pytest.fixture
 def called_with(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Record the arguments of the library, whose functions have the parameters of its version 2."""
+    """Stand-in for flash-attn 2's functions that records their arguments."""
     seen: dict[str, Any] = {}
 
     def flash_attn_varlen_func(
@@ -77,7 +77,7 @@ def test_flash_attn_is_not_imported_and_not_usable_here() -> None:
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("p", [0.25, 0.0])
 def test_flash_attn_on_a_batch_that_is_filled_up(packed: bool, p: float, called_with: dict[str, Any]) -> None:
-    """Rows that no sequence owns are 0 in the output and in every gradient."""
+    """Rows outside of all sequences are 0 in the output and in all gradients."""
     dropout = Dropout(p, torch.zeros(2, dtype=torch.int64), 0) if p else None
     bounds_q = torch.tensor([0, 1, 3, 3], dtype=torch.int32)
     rows = (8, 8) if packed else (3, 3, 8, 8)
@@ -110,7 +110,7 @@ def test_what_flash_attn_cannot_do(shape: tuple[int, ...], dtype: torch.dtype, r
 
 
 def operands(tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """A gradient [12, 20] in fp32, and the operands that are multiplied."""
+    """Return a gradient [12, 20] in fp32, and the operands of the product that is added to it."""
     generator = torch.Generator().manual_seed(tokens)
     output_gradient, x = (torch.randn(tokens, size, generator=generator).to(dtype) for size in (12, 20))
     return torch.randn(12, 20, generator=generator), output_gradient, x
@@ -119,7 +119,7 @@ def operands(tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_a_weight_gradient_is_added_in_fp32(dtype: torch.dtype, overwrite: bool) -> None:
-    """Autocast must not convert fp32 operands; 131,072 tokens are a global batch on one GPU."""
+    """Autocast must not convert fp32 operands. 131,072 tokens correspond to a global batch on one GPU."""
     gradient, output_gradient, x = operands(131_072, dtype)
     exact = output_gradient.double().t() @ x.double() + (0 if overwrite else gradient.double())
     if overwrite:
@@ -131,7 +131,7 @@ def test_a_weight_gradient_is_added_in_fp32(dtype: torch.dtype, overwrite: bool)
 
 
 class Calls(TorchDispatchMode):
-    """Record of operators and arguments. Operators with ``out`` do not run, because PyTorch has them on CUDA only."""
+    """Record of operators and arguments. Operators with ``out`` do not run, because PyTorch has them only on CUDA."""
 
     def __init__(self) -> None:
         super().__init__()

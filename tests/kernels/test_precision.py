@@ -1,4 +1,4 @@
-"""Setting up a device makes PyTorch accumulate matrix products in fp32, whatever was set before."""
+"""Setting up a device makes PyTorch accumulate matrix products in fp32, whatever the settings were before."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,7 +14,7 @@ PRODUCTS = torch.backends.cuda.matmul
 
 
 def settings() -> tuple[object, ...]:
-    """Return whether reductions in bf16 and in fp16 and TF32 are allowed, and the name of the precision."""
+    """Return whether reductions in bf16, in fp16 and in TF32 are allowed, and the name of the precision."""
     reduced = PRODUCTS.allow_bf16_reduced_precision_reduction, PRODUCTS.allow_fp16_reduced_precision_reduction
     return *reduced, PRODUCTS.allow_tf32, torch.get_float32_matmul_precision()
 
@@ -26,7 +26,7 @@ def allow(bf16: bool, fp16: bool, word: str) -> None:
 
 @pytest.fixture(autouse=True)
 def everything_is_allowed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Allow everything, as a program or a container may do."""
+    """Allow all reduced precisions, as another program or a container might."""
     bf16, fp16, _, word = settings()
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)

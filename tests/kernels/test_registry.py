@@ -1,4 +1,4 @@
-"""The choice of an implementation by order and inputs, or by an explicit choice, with the reasons."""
+"""Choice of an op's implementation, by order and inputs or by name, with the reasons."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ from kernels.tuning.examples import example_inputs
 
 
 def scaled(x: Tensor, factor: float) -> Tensor:
-    """The definition."""
+    """Definition of the test op."""
     return x * factor
 
 
@@ -26,7 +26,7 @@ def only_float32(x: Tensor, _factor: float) -> list[str]:
 
 @pytest.fixture
 def op() -> Op[[Tensor, float], Tensor]:
-    """Implementations that add another number to the definition."""
+    """Test op whose implementations each add a different number to the definition's result."""
     order = (
         Implementation("picky", lambda: {"scaled": (lambda x, factor: x * factor + 2, lambda *_: ["never works"])}),
         Implementation("absent", dict, requires="a_package_that_is_not_there"),
@@ -66,9 +66,9 @@ def test_auto_takes_what_was_measured_where_it_can(op: Op[[Tensor, float], Tenso
     ones = torch.ones(3)
     op.prefer({signature(ones, 2.0): "reference", signature(ones.double(), 2.0): "fast"})
     assert op(ones, 2.0).tolist() == [2, 2, 2]
-    assert op(torch.ones(4), 2.0).tolist() == [2, 2, 2, 2]  # 3 and 4 are of one bucket
+    assert op(torch.ones(4), 2.0).tolist() == [2, 2, 2, 2]  # 3 and 4 elements are in the same bucket
     assert op(torch.ones(5), 2.0).tolist() == [3] * 5
-    assert op(ones.double(), 2.0).tolist() == [2, 2, 2]  # fast cannot
+    assert op(ones.double(), 2.0).tolist() == [2, 2, 2]  # "fast" does not support float64
     with op.using("fast"):
         assert op(ones, 2.0).tolist() == [3, 3, 3]
     op.prefer({}, {"fast": "it failed to be captured"})
@@ -139,7 +139,7 @@ def test_choices_by_configuration():
 
 
 def attention_call(head_size: int, device: str = "cuda") -> tuple[Any, ...]:
-    """Return arguments of ``varlen_attention`` with dropout."""
+    """Return arguments for ``varlen_attention`` with dropout."""
     bounds = torch.zeros(3, dtype=torch.int32, device=device)
     heads = torch.zeros(8, 2, head_size, dtype=torch.bfloat16, device=device)
     dropout = Dropout(0.1, torch.zeros(2, dtype=torch.int64, device=device), 0)
@@ -147,9 +147,9 @@ def attention_call(head_size: int, device: str = "cuda") -> tuple[Any, ...]:
 
 
 def test_a_step_that_is_captured_gets_no_attention_that_reads_lengths():
-    """Neither by order, measurement, fall-back nor name, because capture would fail in ``tolist``."""
+    """Order, measurement, fallback and explicit names must all avoid it, because ``tolist`` would break the capture."""
     with FakeTensorMode():
-        usual, odd = attention_call(64), attention_call(24 * 8 + 4)  # the second size is none of any kernel's
+        usual, odd = attention_call(64), attention_call(24 * 8 + 4)  # no kernel supports the second head size
         assert varlen_attention.chosen(*odd).name == "pytorch"
         varlen_attention.prefer({signature(*usual): "pytorch"})
         try:
@@ -179,7 +179,7 @@ OWN = [
 
 @pytest.mark.parametrize(("op", "implementation"), OWN, ids=lambda each: each.name)
 def test_what_reads_the_device_is_known_not_to_be_capturable(op: Op[..., Any], implementation: Implementation):
-    """A ``tolist`` or ``item`` on a CPU would also run on a GPU, and break a capture."""
+    """Calls of ``tolist`` or ``item`` on a CPU would also happen on a GPU, where they break a capture."""
     reads: list[str] = []
 
     class Watch(TorchFunctionMode):

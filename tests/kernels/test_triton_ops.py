@@ -1,6 +1,6 @@
-"""Every op and every implementation that runs on a CPU, for many inputs, against the definition in float64.
+"""All ops and all implementations that run on a CPU, compared with the definition in float64 for many inputs.
 
-Triton's implementations run in the interpreter, on the bench of ``tests.kernels.interpreted``.
+Triton's implementations run in the interpreter, on the test bench of ``tests.kernels.interpreted``.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,17 +21,17 @@ from kernels.tuning.examples import Size, example_inputs
 from tests.kernels.accuracy import CPU, assert_within_twice, outcome, same_bits
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-# Seed and step have more than 32 bits; the generator takes the lower ones of the step.
+# Seed and step exceed 32 bits; the generator uses only the lower 32 bits of the step.
 DROPOUT = Dropout(0.1, torch.tensor([-(3 << 40) - 17, (1 << 33) + 77]), 16)
 Inputs = tuple[list[Any], dict[str, Any]]
 Change = Callable[[list[Any]], None]
 STEPS = {op: 1e-3 if "gelu" in op else 0.1 for op in OPS if op.endswith("cast_fp8")}
-"""Share of FP8 numbers that may be a neighbour of the right one, because a value is rounded before the cast."""
+"""Share of FP8 numbers that may be a neighbor of the expected number, because values are rounded before the cast."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """Inputs of an op; ``change`` edits the positional arguments."""
+    """Inputs of an op. ``change`` edits the positional arguments."""
 
     op: str
     size: Size
@@ -51,7 +51,7 @@ class Case:
         return changed, kwargs
 
     def functions(self) -> dict[str, Callable[..., Any]]:
-        """Return the implementations that can compute the case, except the definition and those with other dropout."""
+        """Return implementations that support the case, except the definition and implementations with other dropout."""
         op, (args, kwargs) = OPS[self.op], self.draw(0)
         dropout = any(isinstance(value, Dropout) for value in args)
         return {
@@ -63,7 +63,7 @@ class Case:
 
 
 def unowned(rest: int) -> Change:
-    """Leave the last ``rest`` tokens outside of all sequences."""
+    """Return a change that leaves the last ``rest`` tokens outside of all sequences."""
 
     def change(args: list[Any]) -> None:
         for place, x in enumerate(args):
@@ -74,7 +74,7 @@ def unowned(rest: int) -> Change:
 
 
 def lengths_of(lengths_q: Sequence[int], lengths_k: Sequence[int]) -> Change:
-    """Give queries and keys different tokens."""
+    """Return a change that gives queries and keys different sequence lengths."""
 
     def change(args: list[Any]) -> None:
         args[0], *args[1:3] = args[0][: sum(lengths_q)], *(x[: sum(lengths_k)] for x in args[1:3])
@@ -85,7 +85,7 @@ def lengths_of(lengths_q: Sequence[int], lengths_k: Sequence[int]) -> Change:
 
 
 def with_a_mean(args: list[Any]) -> None:
-    """Give the residual a mean that is large beside its deviation."""
+    """Make the residual's mean large compared with its deviation."""
     residual = next(place for place in (4, 2) if args[place].ndim == 2)
     args[residual] = (args[residual].detach() + 5).requires_grad_(args[residual].requires_grad)
 
@@ -107,7 +107,7 @@ def counting(args: list[Any]) -> None:
 
 def attention_cases() -> Iterator[Case]:
     for lengths, rest, size, dtype, dropout in (
-        ([31, 32, 33, 64, 65], 7, 32, FP32, DROPOUT),  # around a block of keys: 32 in fp32, else 64
+        ([31, 32, 33, 64, 65], 7, 32, FP32, DROPOUT),  # around a block of keys (fp32: 32, otherwise 64)
         ([31, 32, 33, 64, 65], 0, 64, BF16, DROPOUT),
         ([0, 5, 0, 0, 9, 9, 0], 41, 16, FP16, None),
         ([70, 3], 7, 64, FP32, None),
@@ -123,7 +123,7 @@ def attention_cases() -> Iterator[Case]:
 
 
 def norm_cases() -> Iterator[Case]:
-    for tokens, columns, dtype, dropout in (  # around tiles of rows and columns, and more rows than programs
+    for tokens, columns, dtype, dropout in (  # sizes around tiles of rows and columns, and more rows than programs
         *((5, 128, dtype, dropout) for dropout in (DROPOUT, None) for dtype in (FP32, BF16)),
         *((0, 64, FP32, DROPOUT), (1, 16, FP32, DROPOUT), (5, 64, FP16, DROPOUT), (16, 48, BF16, None)),
         *((70, 96, FP32, DROPOUT), (37, 144, FP16, None), (3, 1024, BF16, DROPOUT), (3, 2064, FP32, None)),
@@ -154,11 +154,11 @@ def other_cases() -> Iterator[Case]:
     yield Case("sum_of_squares", Size(hidden=8, intermediate=5003))
     for op in ("lamb_directions", "lamb_apply"):
         yield Case(op, Size(hidden=8, intermediate=5003))
-    yield Case("lamb_step", Size(hidden=8, intermediate=5003), BF16)  # of the copies
+    yield Case("lamb_step", Size(hidden=8, intermediate=5003), BF16)  # with bf16 copies of the weights
 
 
 def cast_cases() -> Iterator[Case]:
-    # Rows around the padding and the tile; columns less than a tile, not a whole number of tiles, and many.
+    # Row counts around the padding and the tile. Columns: less than a tile, not a multiple of a tile, and many tiles.
     shapes = [(0, 32), (1, 16), (15, 48), (16, 16), (17, 320), (128, 64), (129, 80), (255, 48), (300, 16)]
     for (tokens, columns), dtype in zip(shapes, 3 * (BF16, FP32, FP16), strict=True):
         size = Size((tokens,), hidden=columns, intermediate=columns)
@@ -173,13 +173,13 @@ CASES = [*attention_cases(), *norm_cases(), *other_cases(), *cast_cases()]
 
 @pytest.fixture(autouse=True)
 def wide_rows_are_summed_in_wide_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise hundreds of programs do it, and take most of the interpreter's time."""
+    """Sum wide rows in wide tiles: narrow tiles need hundreds of programs and most of the interpreter's time."""
     monkeypatch.setitem(SUM_TILE, "COLUMNS", 512)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_error_is_at_most_twice_the_definitions(case: Case) -> None:
-    """One unit in the last place is allowed, because the interpreter truncates to bf16, and a few of fp32."""
+    """Allow one unit in the last place, because the interpreter truncates to bf16, and a few units of fp32."""
     elements = max(1, sum(case.size.lengths) * case.size.hidden)
     draws = [case.draw(seed) for seed in range(min(5, -(-4000 // elements)))]
     free = torch.finfo(case.dtype).eps + 16 * torch.finfo(FP32).eps
@@ -190,7 +190,7 @@ def test_error_is_at_most_twice_the_definitions(case: Case) -> None:
 def test_every_implementation_has_a_case() -> None:
     tested = {(case.op, name) for case in CASES for name in case.functions()}
     every = {(op.name, name) for op in OPS.values() for name in op.implementations if name in ("triton", "pytorch")}
-    # The first needs tensors of a forward pass, the second runs on CUDA only, and the third has its own tests.
+    # The first op needs tensors from a forward pass, the second runs on CUDA only, and the third has its own tests.
     others = {
         "attention_backward_cast_fp8": "triton",
         "accumulate_weight_gradient": "pytorch",
@@ -201,10 +201,10 @@ def test_every_implementation_has_a_case() -> None:
 
 @pytest.mark.parametrize("op", [name for name, op in OPS.items() if "triton" in op.implementations])
 def test_strided_inputs(op: str) -> None:
-    """Tensors that are not contiguous give the same results to the last bit."""
+    """Results for non-contiguous tensors are equal bit for bit."""
     args, kwargs = example_inputs(op, CPU, FP32, Size((9, 4), 9, 5, 64, 4, 64, 40))
     function = OPS[op].implementations["triton"].function(op)
-    # Other ops write their inputs, or get tensors of a forward pass.
+    # Other ops write their inputs or need tensors from a forward pass.
     takes = not op.startswith(("lamb", "sum", "cast_transpose_into", "attention_backward"))
     strided = [_strided(x) if isinstance(x, Tensor) and x.ndim > 1 and takes else x for x in args]
     for found, expected in zip(
@@ -221,7 +221,7 @@ def _strided(x: Tensor) -> Tensor:
     "op", ["varlen_self_attention", "dropout_add_layer_norm", "dense_gelu", "embedding_layer_norm"]
 )
 def test_upstream_gradients_that_are_expanded(op: str) -> None:
-    """The gradient of a sum has strides of zero."""
+    """The upstream gradient of a sum is expanded, so its strides are zero."""
     args, _ = example_inputs(op, CPU, FP32, Size((9, 4), 9, 5, 64, 4, 64, 40))
     leaves = [x for x in args if isinstance(x, Tensor) and x.requires_grad]
     output = triton(op)(*args)
@@ -246,7 +246,7 @@ class Recorded(TorchDispatchMode):
 @pytest.mark.parametrize("dropout", [DROPOUT, None], ids=["dropout", "whole"])
 @pytest.mark.parametrize("op", [name for name, op in OPS.items() if "triton" in op.implementations])
 def test_operators_have_the_right_schema_and_fake_function(op: str, dropout: Dropout | None) -> None:
-    """PyTorch's own checks of mutation, aliasing and fake tensors, forward and backward."""
+    """PyTorch checks mutation, aliasing and fake tensors, forward and backward."""
     case = Case(op, Size((5, 2), 5, 5, 32, 2, 48, 40), BF16, dropout)
     args, kwargs = case.draw(0)
     if "norm_backward" in op:
@@ -257,7 +257,7 @@ def test_operators_have_the_right_schema_and_fake_function(op: str, dropout: Dro
     for operator, given in recorded.calls:
         tensors = tree_leaves(given)
         fp8 = any(isinstance(x, Tensor) and x.is_floating_point() and x.element_size() == 1 for x in tensors)
-        # The schema is checked by comparing arguments, for which PyTorch has no FP8.
+        # The schema check compares arguments, which PyTorch does not support for FP8.
         checks = ["test_faketensor"] if fp8 else ["test_faketensor", "test_schema"]
         torch.library.opcheck(operator, given, test_utils=checks)
 
@@ -274,7 +274,7 @@ def triton(op: str) -> Callable[..., Any]:
 
 
 def casts_of(x_RC: Tensor, amax: float, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the definition's casts, column sums and largest magnitude."""
+    """Return the casts, column sums and largest magnitude by the definition."""
     largest = torch.tensor(amax)
     *casts, sums = OPS["cast_transpose_sum_fp8"].definition(x_RC, torch.tensor(16.0), largest, dtype)
     return *casts, sums, largest
@@ -282,7 +282,7 @@ def casts_of(x_RC: Tensor, amax: float, dtype: torch.dtype) -> tuple[Tensor, Ten
 
 @pytest.mark.parametrize(("case", "amax"), list(zip(FUSED, cycle([0.0, 1e9]), strict=False)), ids=str)
 def test_kernels_with_casts_are_the_plain_ones_with_a_cast_behind(case: Case, amax: float) -> None:
-    """Results are equal bit for bit, with unowned rows and the padding of the transpose."""
+    """A fused cast equals a separate cast bit for bit, including unowned rows and the transpose's padding."""
     args, _ = case.draw(0)
     args = [x.detach() if isinstance(x, Tensor) else x for x in args]
     vectors_in_fp32(args)
@@ -291,7 +291,7 @@ def test_kernels_with_casts_are_the_plain_ones_with_a_cast_behind(case: Case, am
     upstream = torch.randn(plain.shape, generator=torch.Generator().manual_seed(1)).to(case.dtype)
     gradients = torch.autograd.grad(plain, leaves, upstream)
     given = [x.detach() if isinstance(x, Tensor) else x for x in args]
-    scale, largest = torch.tensor([1.0, 16.0])[1], torch.tensor([7.0, amax])[1]  # elements of vectors, as in training
+    scale, largest = torch.tensor([1.0, 16.0])[1], torch.tensor([7.0, amax])[1]  # vector elements, as in training
     backward_scale, backward_largest = scale.clone(), largest.clone()
     if "norm" in case.op:
         y, statistics, *casts = triton("add_norm_cast_fp8")(*given, scale, largest)
@@ -330,11 +330,11 @@ def test_two_gradients_of_a_norms_output_are_added_as_pytorch_adds_them() -> Non
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("op", ["add_norm_cast_fp8", "attention_cast_fp8"])
 def test_the_largest_magnitude_shows_what_is_not_finite(op: str, bad: float) -> None:
-    """The element may be in any block of rows."""
+    """The non-finite element may be in any block of rows."""
     args, _ = Case(op, Size((70,), 70, hidden=32, heads=2), FP32, None).draw(0)
     args[0][41, 1 if op.startswith("add") else 2] = bad
     y, *others = triton(op)(*args)
-    q = others[1 if op.startswith("add") else 0]  # statistics come first
+    q = others[1 if op.startswith("add") else 0]  # the statistics come before the casts
     assert not args[-1].isfinite()
     assert torch.equal(q.float().isnan(), y.flatten(1).isnan())
 
@@ -360,7 +360,7 @@ ADDING = [
 def test_a_tables_gradient_is_added_or_written_where_it_is_asked_for(
     op: str, name: str, copied: bool, overwrite: bool
 ) -> None:
-    """The sum is fp32 for tables in 16 bits too. Autograd gets no gradient of the table, and the same other gradients."""
+    """The sum is fp32 even for 16-bit tables. Autograd gets no table gradient; other gradients do not change."""
     args = list(example_inputs(op, CPU, BF16, Size((9,), 9, 9, 64, vocabulary=40))[0])
     place, option = (3, "word_gradient_VD") if op == "embedding_layer_norm" else (1, "decoder_gradient_VD")
     if op == "embedding_layer_norm":

@@ -1,4 +1,4 @@
-"""Batches: the flat stream, its bookkeeping, and the same from NumPy and DALI."""
+"""Batches: the flat stream, its bookkeeping, and equal results from NumPy and DALI."""
 
 import threading
 from collections.abc import Callable
@@ -68,7 +68,7 @@ SHAPE_BUCKETS = {
     1: [ShapeBucket(256, 12, 48, MAX_SEQ_LENGTH), ShapeBucket(320, 12, 64, MAX_SEQ_LENGTH)],
     3: [ShapeBucket(128, 4, 16, MAX_SEQ_LENGTH)],
 }
-"""By accumulation steps: some batches fit each, and some none."""
+"""Shape buckets for each number of accumulation steps. Some batches fit each of them, and some fit none."""
 
 
 @pytest.mark.parametrize("padded", [False, True])
@@ -82,7 +82,7 @@ def test_dali_gives_the_same_stream_as_numpy(small_run: SmallRun, accumulation: 
         chosen = rank_batches(small_run, accumulation, rank)
         given = SHAPE_BUCKETS[accumulation] if padded else []
         loaders: list[Loader] = [loader(dataset, chosen, CPU, 2, given) for loader in (NumpyLoader, DaliLoader)]
-        for _ in range(25):  # 600 samples of 250: over two epochs
+        for _ in range(25):  # 600 samples, more than two epochs of 250
             ours, theirs = (next(loader) for loader in loaders)
             assert len(ours) == len(theirs) == accumulation
             for one, other in zip(ours, theirs, strict=True):
@@ -123,7 +123,7 @@ def test_loaders_pad_to_the_smallest_shape_bucket_that_holds_the_batch_of_every_
 
 
 def assert_padded(padded: Batch, plain: Batch) -> None:
-    """Every real slot is where it was, and every other one holds what makes it inert."""
+    """Check that real slots are unchanged and that all padding holds values without effect."""
     empty = {
         "cu_seqlens": plain.tokens,
         "masked_lm_positions": plain.tokens,
@@ -157,7 +157,7 @@ def test_batches_of_the_files_are_those_of_the_samples(small_run: SmallRun) -> N
 
 
 class Unreadable:
-    """A source whose third read fails."""
+    """Sample source whose third read fails."""
 
     def __init__(self, samples: Samples) -> None:
         self.samples, self.reads = samples, 0
@@ -189,9 +189,9 @@ def test_nothing_is_read_before_the_first_batch_and_closing_is_prompt(small_run:
 
 
 def test_uploads_begin_on_their_own_gpu(small_run: SmallRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the thread that reads ahead, nothing of CUDA comes before its device is set: it would be the first GPU's.
+    """The read-ahead thread sets its device before any other CUDA call, which would otherwise go to the first GPU.
 
-    With stand-ins for what PyTorch has of CUDA.
+    Stand-ins replace PyTorch's CUDA functions.
     """
     own, calls = torch.device("cuda", 3), []
 
@@ -200,7 +200,7 @@ def test_uploads_begin_on_their_own_gpu(small_run: SmallRun, monkeypatch: pytest
             self.device = device
 
         def wait_event(self, _: object) -> None:
-            """Nothing to wait for."""
+            """Return at once: the stand-in stream has no work."""
 
     def noting(name: str, result: object = None) -> Callable[..., object]:
         def call(*args: object) -> object:

@@ -1,4 +1,4 @@
-"""The loader that ``data.loader`` asks for: as set, the faster one, or NumPy if DALI cannot start."""
+"""The loader that ``data.loader`` selects: the named one, the faster one, or NumPy if DALI cannot start."""
 
 import importlib.util
 import sys
@@ -20,14 +20,14 @@ STEP = [MicroBatch(np.array([4, 1, 2]), 6, 16), MicroBatch(np.array([0, 5]), 6, 
 
 
 class Dali(NumpyLoader):
-    """Stand-in for DALI's loader that counts what happens to it."""
+    """Stand-in for DALI's loader that counts the calls of its methods."""
 
     seen: list[list[Batch]] = []  # noqa: RUF012
     closed = 0
     error: str | None = None
 
     def __init__(self, *arguments: Any) -> None:
-        if not self.error:  # DALI itself fails at its first step, too
+        if not self.error:  # DALI itself also fails only at its first step
             super().__init__(*arguments)
 
     def __next__(self) -> list[Batch]:

@@ -1,4 +1,4 @@
-"""Packing: every sequence exactly once, within the limits, close to a bound that holds, the same every time."""
+"""Packing: it places every sequence once, respects limits, comes close to a valid bound, and is reproducible."""
 
 import itertools
 from collections import Counter
@@ -19,7 +19,7 @@ WIKIPEDIA = np.bincount(LENGTHS, COUNTS).astype(np.int64)
 
 
 def first_fit_decreasing(histogram: list[int], capacity: int, limit: int | None) -> int:
-    """Packs of the textbook algorithm, one sequence at a time."""
+    """Count the packs that the textbook first-fit-decreasing algorithm needs, one sequence at a time."""
     packs: list[list[int]] = []
     for length in range(capacity, 0, -1):
         for _ in range(histogram[length] if length < len(histogram) else 0):
@@ -33,7 +33,7 @@ def first_fit_decreasing(histogram: list[int], capacity: int, limit: int | None)
 
 
 def fewest_packs(lengths: tuple[int, ...], capacity: int, limit: int | None) -> int:
-    """Find the number by trying everything; for a handful of sequences."""
+    """Find the smallest number of packs by exhaustive search. Feasible for only a few sequences."""
 
     def search(rest: tuple[int, ...], packs: tuple[tuple[int, int], ...]) -> int:
         if not rest:
@@ -91,12 +91,12 @@ def test_every_sequence_once_within_limits_and_never_worse_than_first_fit_decrea
 
 
 @given(histograms(most=200_000))
-@example(([0] * 7 + [198] + [0] * 107 + [107] + [0] * 13, 128, None))  # 107 of 115 + 7, and 18 of 7 in each other pack
+@example(([0] * 7 + [198] + [0] * 107 + [107] + [0] * 13, 128, None))  # 107 packs of 115 + 7, then 18 of 7 per pack
 def test_large_counts(given_: tuple[list[int], int, int | None]) -> None:
     histogram, capacity, limit = given_
     strategy = pack_histogram(histogram, capacity, limit)
     assert_packs_the_histogram(strategy, histogram, limit)
-    assert strategy.packs <= strategy.bound * 1.0002 + 5  # what rounding costs
+    assert strategy.packs <= strategy.bound * 1.0002 + 5  # tolerance for rounding
 
 
 @given(st.lists(st.integers(1, 10), min_size=1, max_size=7), st.sampled_from([2, 3, None]))

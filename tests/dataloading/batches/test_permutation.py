@@ -1,4 +1,4 @@
-"""The order of an epoch: a permutation for every n, uniform as far as statistics can see, and the same for ever."""
+"""The order of an epoch: a permutation for every n, statistically uniform, and the same in all versions."""
 
 import math
 
@@ -35,7 +35,7 @@ def test_any_n_gives_distinct_things_below_n_and_the_same_ones_alone(
 
 
 def test_orders_never_change() -> None:
-    """Runs are repeatable across versions only as long as these hold: do not replace them."""
+    """Do not replace these expected orders: runs are reproducible across versions only while they stay the same."""
     assert whole(12, seed=0, epoch=0).tolist() == [4, 9, 2, 5, 6, 3, 11, 7, 10, 8, 1, 0]
     assert whole(12, seed=2**31 - 1, epoch=7).tolist() == [3, 7, 10, 5, 8, 11, 1, 9, 4, 0, 6, 2]
     far = np.array([0, 1, 2, 78_000_000, 155_999_999])

@@ -1,4 +1,4 @@
-"""The plan: every sample once an epoch, equal shares, balanced tokens, and the same for everybody."""
+"""The batch plan: every sample once per epoch, equal shares, balanced tokens, and the same plan on all ranks."""
 
 import tracemalloc
 from dataclasses import replace
@@ -39,7 +39,7 @@ def test_each_epoch_holds_every_sample_exactly_once(made: BatchPlan) -> None:
 @settings(max_examples=50)
 @given(plans(), st.integers(0, 20))
 def test_ranks_share_what_one_alone_trains_on_in_numbers_as_equal_as_may_be(made: BatchPlan, step: int) -> None:
-    """And in a fresh plan, whatever this one was asked before."""
+    """The batches of a new plan are the same as those of a plan that was used before."""
     batch = replace(made).global_batch(step)
     shares = [made.rank_batches(step, rank) for rank in range(made.world_size)]
     assert {len(share) for share in shares} == {made.gradient_accumulation_steps}
@@ -69,9 +69,9 @@ def test_epochs_and_seeds_give_different_orders() -> None:
 
 def test_a_step_costs_what_its_global_batch_does() -> None:
     samples = 156_000_000
-    index = np.broadcast_to(np.uint16(100), samples)  # takes no memory
+    index = np.broadcast_to(np.uint16(100), samples)  # a broadcast array takes no memory
     made = BatchPlan(index, index, 16384, 4096, 1, seed=9)
-    last = samples // 16384  # holds the end of the first epoch and the beginning of the second
+    last = samples // 16384  # this batch spans the end of the first epoch and the start of the second
     tracemalloc.start()
     border = made.global_batch(last)
     made.rank_batches(last, 4095)
@@ -117,7 +117,7 @@ def test_a_round_goes_to_the_micro_batches_of_the_least_cost() -> None:
 
 def test_one_gets_a_second_long_sequence_before_another_has_a_short_one() -> None:
     lengths = np.array([512, 512, 512, 300, 300, 20, 20, 20])
-    # Four rounds of one each would put a 20 beside the 300 of the first round, and the other 300 beside a 512.
+    # Four rounds of one sequence each would put a 20 beside the 300 of round one, and the other 300 beside a 512.
     assert (300, 300) in map(tuple, lengths[deal(lengths, 4)].tolist())
 
 

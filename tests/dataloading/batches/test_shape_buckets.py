@@ -1,4 +1,4 @@
-"""Shape buckets: every micro-batch that was drawn fits, boundaries waste the least, and the rest gets one of its own."""
+"""Shape buckets: all drawn micro-batches fit, boundaries minimize padding, and larger batches get their own shape."""
 
 import itertools
 import time
@@ -23,7 +23,7 @@ SIZES = st.lists(st.tuples(st.integers(8, 4000), st.integers(0, 8)), min_size=1,
 
 
 def waste(shape_buckets: list[ShapeBucket], tokens_N: np.ndarray) -> float:
-    """The share of token slots that stay empty."""
+    """Return the share of token slots that stay empty."""
     sizes = np.array([shape_bucket.tokens for shape_bucket in shape_buckets])
     return 1 - tokens_N.sum() / sizes[np.searchsorted(sizes, tokens_N, side="right")].sum()
 
@@ -49,7 +49,7 @@ def test_what_was_drawn_fits_and_sizes_suit_the_kernels(sizes: list[tuple[int, i
 
 @given(st.lists(st.integers(1, 1200), min_size=1, max_size=12), st.integers(1, 4))
 def test_no_other_boundaries_waste_less(tokens: list[int], most: int) -> None:
-    """Against every choice of boundaries, the top fixed."""
+    """Compare with every choice of boundaries that has the same largest bucket."""
     tokens_N = np.array(tokens)
     chosen = choose_shape_buckets(tokens_N, np.ones_like(tokens_N), sequences=1200, max_seqlen=512, most=most)
     candidates = sorted({-(-(count + 1) // 64) * 64 for count in tokens} - {chosen[-1].tokens})
@@ -66,13 +66,13 @@ def test_a_batch_that_fits_nothing_gets_a_shape_bucket_of_its_own() -> None:
     for sizes in ((320, 4, 16, 64), (64, 5, 16, 64), (64, 4, 48, 64), (64, 4, 16, 65)):
         assert fitting(ShapeBucket(*sizes), shape_buckets) == ShapeBucket(*sizes)
     assert fitting(ShapeBucket.around(127, 4, 3, 64), shape_buckets) == shape_buckets[0]
-    # A row must be left that nobody owns.
+    # A bucket must have at least one padding row.
     assert fitting(ShapeBucket.around(128, 4, 3, 64), shape_buckets) == shape_buckets[1]
     assert fitting(ShapeBucket.around(100, 4, 17, 60), shape_buckets) == shape_buckets[1]
 
 
 def test_wikipedia_wastes_less_than_one_percent_and_starts_at_once() -> None:
-    """One GPU's recipe, four micro-batches of 64: the draw, its waste on other draws, and what falls through."""
+    """Choose buckets for one GPU's recipe (four micro-batches of 64) and test them on other batches."""
     lengths = drawn_lengths(np.random.default_rng(5), 200_000).astype(np.uint16)
     masked_counts = np.minimum(76, np.maximum(1, np.rint(0.15 * lengths))).astype(np.uint16)
     begin = time.process_time()

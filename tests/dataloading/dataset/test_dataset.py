@@ -81,7 +81,7 @@ def test_a_data_set_in_use_works_in_a_child_process(folder: Path, samples: Sampl
     dataset = open_dataset(folder)
     pickled = len(pickle.dumps(dataset))
     dataset.take(EVERYTHING)
-    assert len(pickle.dumps(dataset)) == pickled  # the maps stay behind
+    assert len(pickle.dumps(dataset)) == pickled  # memory maps are not pickled
     context: Any = multiprocessing.get_context(method)
     queue = context.Queue()
     child = context.Process(target=digest_of, args=(dataset, queue))

@@ -1,4 +1,4 @@
-"""Names of files that lie, through the commands of the data stages: what is printed is harmless, the status is right."""
+"""Hostile file names, passed to the dataloading commands: the output is harmless and the exit status is right."""
 
 import sys
 from pathlib import Path
@@ -13,7 +13,7 @@ from tests.hostile import LONG, NAME, assert_harmless
 def assert_said(
     status: int, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes], *arguments: object
 ) -> None:
-    """A command ends with this status, and its output is harmless."""
+    """Check that a command ends with this status and that its output is harmless."""
     monkeypatch.setattr(sys, "argv", ["dataloading", *map(str, arguments)])
     found = main()
     output = b"".join(capfdbinary.readouterr()).decode()

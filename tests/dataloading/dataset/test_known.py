@@ -1,4 +1,4 @@
-"""Verification: recognition of the benchmark's own data, and of samples that repeat."""
+"""Verification: it recognizes the benchmark's own data and detects repeated samples."""
 
 import hashlib
 from dataclasses import asdict, replace
@@ -34,7 +34,7 @@ def make(folder: Path, lengths: list[int], repeat: tuple[int, ...] = ()) -> Data
 
 
 def test_the_content_digest_is_that_of_the_published_script(tmp_path: Path) -> None:
-    """An MD5 for each row's Python list, then one of the list of those, read by h5py from a varlength file."""
+    """Hash each row's Python list with MD5, then hash the list of hashes. h5py reads the rows from a varlength file."""
     samples = synthetic_samples(np.array([5, 30, 3, 100]), 30522)
     write_varlength(tmp_path / "file", samples, INFO)
     with h5py.File(tmp_path / "file") as file:

@@ -1,4 +1,4 @@
-"""The global shuffle: every sample once, reproducible, random, resumable, and small."""
+"""The global shuffle: it keeps each sample once, and is reproducible, random, resumable and small in memory."""
 
 import subprocess
 import sys
@@ -31,14 +31,14 @@ def source(tmp_path: Path) -> Dataset:
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bounds so small that a thousand samples need several buckets, blocks and writes."""
+    """Lower the size limits, so that a thousand samples need several buckets, blocks and writes."""
     monkeypatch.setattr(shuffle_module, "_BUCKET_BYTES", 8000)
     monkeypatch.setattr(shuffle_module, "_BUFFERED_BYTES", 3000)
     monkeypatch.setattr(shuffle_module, "_BLOCK_SAMPLES", 70)
 
 
 def order_of(dataset: Dataset, samples: Samples) -> np.ndarray:
-    """Place [n] in ``samples`` of each sample of the data set."""
+    """Return the index in ``samples`` [n] of each sample in the data set."""
     digests = samples.sample_digests()
     assert len(np.unique(digests)) == len(digests)
     found = dataset.take(np.arange(len(dataset))).sample_digests()
@@ -64,7 +64,7 @@ def test_every_sample_comes_once_in_an_order_of_the_seed(source: Dataset, tmp_pa
 
 @pytest.mark.usefixtures("small")
 def test_the_order_is_uniform(source: Dataset, tmp_path: Path) -> None:
-    """The place of a sample does not depend on its old place: chi-square over a 10 x 10 table, and no runs stay."""
+    """A sample's new place is independent of its old one (chi-square, 10 x 10 table), and neighbors are separated."""
     table = np.zeros((10, 10))
     followers = 0
     for seed in range(8):
@@ -72,8 +72,8 @@ def test_the_order_is_uniform(source: Dataset, tmp_path: Path) -> None:
         np.add.at(table, (np.arange(COUNT) * 10 // COUNT, order * 10 // COUNT), 1)
         followers += int((np.diff(order) == 1).sum())
     statistic = ((table - 80) ** 2 / 80).sum()
-    assert 40 < statistic < 145  # 81 degrees of freedom: one in ten thousand falls outside
-    assert followers < 25  # 8 expected
+    assert 40 < statistic < 145  # chi-square with 81 degrees of freedom: one in ten thousand falls outside
+    assert followers < 25  # 8 are expected
 
 
 @pytest.mark.usefixtures("small")
@@ -92,7 +92,7 @@ def test_a_stopped_shuffle_goes_on(source: Dataset, tmp_path: Path, step: str, a
     before = {path.name: path.stat().st_ino for path in (tmp_path / "data").glob("part_*")}
     steps: list[str] = []
     found = shuffle(source, tmp_path / "data", shards=7, seed=1, report=lambda name, *_: steps.append(name))
-    assert ("read" in steps) == (step == "read")  # otherwise the buckets were complete
+    assert ("read" in steps) == (step == "read")  # otherwise the buckets were complete and nothing is read again
     after = {path.name: path.stat().st_ino for path in (tmp_path / "data").glob("part_*")}
     assert len(after.items() - before.items()) == made_again
     assert found.shards == expected.shards
@@ -116,7 +116,7 @@ def test_a_lost_or_doubled_sample_is_noticed(
     change: Callable[[Samples], Samples],
     message: str,
 ) -> None:
-    read = shuffle_module._read_bucket  # a fault of the disk, which no public name can make
+    read = shuffle_module._read_bucket  # simulates a disk error, which is impossible through public functions
     monkeypatch.setattr(shuffle_module, "_read_bucket", lambda path: change(read(path)))
     with pytest.raises(ValueError, match=message):
         shuffle(source, tmp_path / "data", shards=2, seed=1)
@@ -158,7 +158,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 
 
 def test_memory_does_not_grow_with_the_data(tmp_path: Path) -> None:
-    """As the system counts it, mapped pages included; shards have one size throughout."""
+    """Memory is measured by the operating system and includes mapped pages. All shards have the same size."""
     grown = []
     samples = synthetic_samples(np.full(5_000, 500), 30522)
     info = replace(INFO, vocab_size=30522, max_seq_length=512, max_predictions_per_seq=80)

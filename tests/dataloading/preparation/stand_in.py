@@ -1,4 +1,4 @@
-"""Small stand-ins of what MLCommons distributes, with the names of the real files."""
+"""Small stand-ins for MLCommons' downloads, with the names of the real files."""
 
 import hashlib
 import shutil
@@ -13,12 +13,12 @@ _BUNDLES = REPOSITORY / "tests" / "bert" / "checkpoints" / "tf_bundles"
 _VOCAB = REPOSITORY / "bert" / "artifacts" / "tiny_cpu" / "vocab.txt"
 PARTS = 3
 EVALUATION_DOCUMENTS = 1100
-"""Each gives at least ten samples."""
+"""Number of evaluation documents, which give at least ten samples each."""
 
 
 @dataclass(frozen=True)
 class StandIn:
-    """The two downloads, and a list of the MD5 sums of all their files."""
+    """The two downloads, and a file with the MD5 sums of all their files."""
 
     files: Path
     text: Path
@@ -26,7 +26,6 @@ class StandIn:
 
     @property
     def part(self) -> Path:
-        """One part of the text."""
         return self.text / f"part-00001-of-{PARTS:05d}"
 
 
@@ -44,7 +43,7 @@ def write_stand_in(folder: Path) -> StandIn:
     for index in range(PARTS):
         (text / f"part-{index:05d}-of-{PARTS:05d}").write_text(documents(rng, 40, sentences=20))
     (text / "eval.txt").write_text(documents(rng, EVALUATION_DOCUMENTS, sentences=3))
-    (text / "eval.md5").write_text(f"{'0' * 32}\n")  # of articles, in the format of no list
+    (text / "eval.md5").write_text(f"{'0' * 32}\n")  # MD5 sums of articles, not in md5sum's format
     for each in (files, text):
         (each / f"{each.name}.md5").write_text(_sums(each, each))
     checksums = folder / "checksums.md5"
@@ -53,7 +52,7 @@ def write_stand_in(folder: Path) -> StandIn:
 
 
 def documents(rng: np.random.Generator, count: int, *, sentences: int) -> str:
-    """Return documents of random words, none like another."""
+    """Return distinct documents of random words."""
     words = [line for line in _VOCAB.read_text().split() if line.isalpha() and len(line) > 2]
     one = lambda: " ".join(rng.choice(words, rng.integers(4, 14))).capitalize() + ".\n"  # noqa: E731
     return "".join("".join(one() for _ in range(sentences)) + "\n" for _ in range(count))

@@ -1,4 +1,4 @@
-"""Conversions between layouts, and data sets made of shards from elsewhere."""
+"""Conversions between layouts, and data sets from shards of other programs."""
 
 import shutil
 from pathlib import Path
@@ -48,7 +48,7 @@ def converted(source: Dataset, out: Path, layout: Layout, jobs: int = 1) -> Data
 
 
 def from_elsewhere(source: Dataset, folder: Path, layout: Layout) -> np.ndarray:
-    """Shards of a layout, without a manifest; returns the order of their samples in digests."""
+    """Write shards in a layout without a manifest, and return their samples' digests in order."""
     digests = converted(source, folder, layout).take(EVERYTHING).sample_digests()
     for name in ("manifest.json", "lengths.npy"):
         (folder / name).unlink()

@@ -1,4 +1,4 @@
-"""Own text to data sets: which documents are held out, which vocabulary is used, and what is refused."""
+"""Data sets from users' own text: held-out documents, the vocabulary, and invalid options."""
 
 import json
 import re
@@ -18,7 +18,7 @@ WORDS = ["alpha", "beta", "gamma", "delta", "Épsilon", "zeta", "eta", "theta", 
 
 
 def document(number: int) -> list[str]:
-    """A few sentences that no other document has."""
+    """Return a few sentences that occur in no other document."""
     words = [WORDS[(number + place) % 10] for place in range(8)]
     return [f"Number {number} {' '.join(words)}.", f"{' '.join(reversed(words))} {number}"]
 
@@ -92,7 +92,7 @@ def test_both_sets_and_their_vocabulary(text: Path, tmp_path: Path) -> None:
 
 
 def test_a_vocabulary_is_learned_from_training_documents_alone_and_may_be_small(text: Path, tmp_path: Path) -> None:
-    """A text that gives fewer tokens than asked for gives those."""
+    """A vocabulary is smaller than requested if the text does not have enough tokens."""
     write_own_text(OwnText((text,), vocab_size=50_000, cased=True), tmp_path / "out")
     vocabulary = Vocabulary.from_file(tmp_path / "out" / "vocab.txt")
     assert vocabulary.size < 2000
@@ -115,7 +115,7 @@ def test_a_vocabulary_that_is_given(text: Path, tmp_path: Path, form: str) -> No
     given = model / "vocab.txt" if form == "file" else model
     write_own_text(OwnText((text,), vocab=given), tmp_path / "out")
     assert Vocabulary.from_file(tmp_path / "out" / "vocab.txt").tokens == tuple(tokens)
-    assert open_dataset(tmp_path / "out" / "train").info.options["do_lower_case"] is False  # as Capital tells
+    assert open_dataset(tmp_path / "out" / "train").info.options["do_lower_case"] is False  # it contains Capital
 
 
 def test_each_file_is_a_document_where_paragraphs_have_empty_lines_between_them(tmp_path: Path) -> None:
@@ -129,7 +129,7 @@ def test_each_file_is_a_document_where_paragraphs_have_empty_lines_between_them(
 
 
 def test_lines_are_split_into_sentences_and_long_ones_cut(tmp_path: Path) -> None:
-    """What does not fit into a sample would be lost."""
+    """Tokens of a sentence that exceed a sample's length would be lost otherwise."""
     long = " ".join(f"w{index}" for index in range(150))
     documents = [["First here. Second there", long], *(document(number) for number in range(30))]
     split = write_own_text(OwnText((write_text(tmp_path / "text.txt", documents),), vocab_size=120), tmp_path / "out")

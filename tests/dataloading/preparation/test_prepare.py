@@ -1,4 +1,4 @@
-"""Preparation in parts, in processes, and after a crash: always the same samples as in one go."""
+"""Preparation in parts, in several processes, and after a crash gives the same samples as in one run."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""``python -m dataloading wikipedia`` on small stand-ins of MLCommons' downloads."""
+"""``python -m dataloading wikipedia``, run on small stand-ins for MLCommons' downloads."""
 
 import hashlib
 import json
@@ -36,7 +36,7 @@ def stand_in(tmp_path_factory: pytest.TempPathFactory) -> StandIn:
 
 @pytest.fixture
 def own(stand_in: StandIn, tmp_path: Path) -> StandIn:
-    """A stand-in that a test may damage, with everything but the checkpoint."""
+    """A private copy of the stand-in without checkpoints, which a test may damage."""
     files, text = (shutil.copytree(each, tmp_path / each.name) for each in (stand_in.files, stand_in.text))
     for form in ("tf1_ckpt", "tf2_ckpt"):
         shutil.rmtree(files / form)
@@ -45,14 +45,14 @@ def own(stand_in: StandIn, tmp_path: Path) -> StandIn:
 
 @pytest.fixture(scope="module")
 def whole(stand_in: StandIn, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    """What the command makes of the text without an interruption."""
+    """The command's results from one run without interruption."""
     out = tmp_path_factory.mktemp("whole") / "out"
-    assert child(nothing, *arguments(stand_in, out)) == 1  # no checkpoint
+    assert child(nothing, *arguments(stand_in, out)) == 1  # 1: there is no checkpoint
     return results(out)
 
 
 def arguments(given: StandIn, out: Path, *more: object) -> list[object]:
-    """Options for the text and the vocabulary, without the checkpoint."""
+    """Return the command's arguments for the text and the vocabulary, without the checkpoint."""
     vocabulary = out.parent / "vocabulary"
     vocabulary.mkdir(exist_ok=True)
     shutil.copy2(given.files / "vocab.txt", vocabulary)
@@ -60,25 +60,25 @@ def arguments(given: StandIn, out: Path, *more: object) -> list[object]:
 
 
 def results(out: Path) -> dict[str, bytes]:
-    """The results, without what the stages leave for one another, and without the names of the texts."""
+    """Return the contents of all result files, without intermediate files and without the names of the text files."""
     paths = (path for path in out.rglob("*") if path.is_file() and "preparation" not in path.relative_to(out).parts)
     contents = {str(path.relative_to(out)): path.read_bytes() for path in paths}
     for name in ("train/manifest.json", "evaluation/manifest.json"):
         manifest = json.loads(contents[name])
         manifest["info"]["sources"] = sorted(manifest["info"]["sources"].values())
         contents[name] = json.dumps(manifest).encode()
-    # The one shard of the evaluation set says it as well.
+    # The single shard of the evaluation set contains the names of the texts as well, so use its digest.
     contents["evaluation"] = open_dataset(out / "evaluation").shards[0].digest.encode()
     del contents["evaluation/part_00000_of_00001.hdf5"]
     return contents
 
 
 FRESH = multiprocessing.get_context("forkserver")
-"""Forks of this process would have its garbage, and locks that its threads held."""
+"""Context whose children inherit neither this process's garbage nor locks that its threads hold."""
 
 
 def child(prepare_child: Callable[[], object], *words: object) -> int:
-    """Run the command in a process of its own, and return its exit status, negative after a signal."""
+    """Run the command in a new process and return its exit status, which is negative after a signal."""
     process = FRESH.Process(target=run_command, args=(prepare_child, [str(word) for word in words]))
     process.start()
     process.join()
@@ -93,17 +93,17 @@ def run_command(prepare_child: Callable[[], object], words: list[str]) -> None:
 
 
 def nothing() -> None:
-    """Change nothing in the process of the command."""
+    """Prepare nothing in the child process."""
 
 
 def die_at_third_name(out: Path, before: bool) -> None:
-    """Kill this process at its third new name in ``out``, before or after the renaming."""
+    """Kill this process when it renames its third file in ``out``, before or after the renaming."""
     names = [0]
     for name in ("replace", "rename"):
         rename = getattr(Path, name)
 
         def counted(self: Path, target: Path, rename: Callable[..., Path] = rename) -> Path:
-            # Not in folders that get their own name later.
+            # Do not count files in hidden folders, which are renamed later themselves.
             hidden = any(part[0] == "." for part in Path(target).parts)
             names[0] += out in Path(target).parents and not hidden
             if before and names[0] == 3:
@@ -117,7 +117,7 @@ def die_at_third_name(out: Path, before: bool) -> None:
 
 
 def limited(file_bytes: int) -> None:
-    """Let no file of this process grow larger."""
+    """Limit the size of all files that this process writes."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, file_bytes))
 
 
@@ -134,7 +134,7 @@ def test_both_downloads_make_what_the_recipes_expect(run: Run, stand_in: StandIn
     for said in ("tf2_ckpt/model.ckpt-28252: not used", "expected time with --jobs 2", "[ 99 %]", "GB are free"):
         assert said in printed
     for key, name in (("train", "train"), ("initial-checkpoint", "phase1.safetensors")):
-        assert printed.count(f"--data.{key} {out / name}") == 2  # bert.evaluate, and the dry run
+        assert printed.count(f"--data.{key} {out / name}") == 2  # once for bert.evaluate and once for the dry run
     assert {path.suffix or path.name for path in (out / "preparation").iterdir()} == {".json", "lock"}
 
     texts = tuple(stand_in.text / f"part-{index:05d}-of-{PARTS:05d}" for index in range(PARTS))
@@ -175,7 +175,7 @@ def test_inputs_come_in_any_mixture(run: Run, stand_in: StandIn, whole: dict[str
     shutil.copy(stand_in.files / "vocab.txt", only)
     assert child(nothing, "wikipedia", only, *base) == 1
     assert {path.name for path in out.iterdir()} == {"vocab.txt", "evaluation", "preparation"}
-    # The vocabulary is there by now; parts of the text are not in the first call's folder.
+    # The second call reuses the vocabulary in OUT. Its folder has the parts that the first call's folder lacked.
     (only / "eval.txt").unlink()
     for path in stand_in.text.glob("part-*"):
         shutil.copy(path, only)
@@ -236,7 +236,7 @@ def test_known_sizes_and_sums_hold_without_a_list(run: Run, stand_in: StandIn, t
         assert name in said
     for size in ("231,508", "32,851,144", "314", "17,371", "4,034,713,312"):
         assert size in said
-    assert "6,420" not in said  # of the TF2 form, which lies beside and is not used
+    assert "6,420" not in said  # the size of a TF2 file, which is in the download but is not used
     assert not (tmp_path / "out").exists()
 
 
@@ -244,7 +244,7 @@ def test_the_rest_is_compared_with_the_list_beside_it(stand_in: StandIn, tmp_pat
     beside = Checksums(None, [stand_in.text / f"{stand_in.text.name}.md5", stand_in.text / "eval.md5"])
     md5 = hashlib.md5(stand_in.part.read_bytes()).hexdigest()
     assert [each.md5 for each in beside.expected(stand_in.part)] == [md5]
-    # The known value comes first, and the folder tells one checkpoint from the other.
+    # Known MD5 sums take precedence over lists, and the folder's name distinguishes the checkpoints' formats.
     assert [each.md5 for each in beside.expected(stand_in.text / "eval.txt")] == [KNOWN["eval.txt"][1]]
     for form in ("tf1_ckpt", "tf2_ckpt"):
         name = f"{form}/model.ckpt-28252.index"
@@ -256,7 +256,7 @@ def test_the_rest_is_compared_with_the_list_beside_it(stand_in: StandIn, tmp_pat
 
 
 def test_it_goes_on_after_a_kill_at_every_step(stand_in: StandIn, whole: dict[str, bytes], tmp_path: Path) -> None:
-    """Each run is killed at its third new name in OUT, before or after the renaming, until one has no more to make."""
+    """Kill each run at its third renaming in OUT, before or after it, until a run has fewer than three left."""
     out, runs = tmp_path / "out", 0
     kept: dict[str, int] = {}
     while True:
@@ -282,7 +282,7 @@ def test_a_full_disk_is_one_error_and_it_goes_on_later(
     stand_in: StandIn, whole: dict[str, bytes], tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
-    for limit in (400_000, 1_100_000):  # in the middle of the evaluation's samples, and of the training set's
+    for limit in (400_000, 1_100_000):  # within the evaluation set, within the training set
         assert child(partial(limited, limit), *arguments(stand_in, out)) == 2
         assert not (out / "train").exists()
     assert child(nothing, *arguments(stand_in, out)) == 1
@@ -304,9 +304,9 @@ def test_parts_make_the_same_and_the_last_one_makes_the_rest(
     for part, status in (("3/3", 0), ("1/3", 0)):
         assert child(nothing, *arguments(stand_in, out, "--part", part)) == status
         assert {path.name for path in out.iterdir()} == {"vocab.txt", "preparation"}
-    assert child(nothing, *arguments(stand_in, out, "--part", "2/3")) == 1  # no checkpoint
+    assert child(nothing, *arguments(stand_in, out, "--part", "2/3")) == 1  # 1: there is no checkpoint
     assert results(out) == whole
-    # A part that is made again, as when its job is requeued, finds everything there.
+    # A repeated part, for example in a requeued job, finds all results in place.
     assert child(nothing, *arguments(stand_in, out, "--part", "1/3")) == 1
     assert results(out) == whole
 

@@ -1,4 +1,4 @@
-"""Shards made to harm: small files that promise much, and files that lead elsewhere. All are refused, in little memory."""
+"""Malicious shards: small files that claim huge sizes or refer to other files. All are rejected in little memory."""
 
 import json
 import struct
@@ -23,13 +23,13 @@ from tests.dataloading.shards.test_layouts import RAGGED, array_of, write_like_o
 
 FIXED = {"input_ids": 512, "input_mask": 512, "segment_ids": 512, "masked_lm_positions": 76, "masked_lm_ids": 76}
 MOST_MEMORY = 96 << 20
-"""Bytes that a process may grow by while it refuses all of the files."""
+"""Number of bytes by which a process may grow while it rejects all files."""
 
 Make = Callable[[Path], None]
 
 
 def never_written(rows: int, ragged: bool = False, **storage: Any) -> Make:
-    """Columns of many rows, none of which was written."""
+    """Return a writer of columns with many rows, none of which is stored."""
 
     def make(path: Path) -> None:
         with h5py.File(path, "w") as file:
@@ -42,7 +42,7 @@ def never_written(rows: int, ragged: bool = False, **storage: Any) -> Make:
 
 
 def one_object_for_all_rows(storage: dict[str, Any]) -> Make:
-    """0.7 MB of heap, which all of 7,000 rows refer to."""
+    """Return a writer of 7,000 rows that all refer to the same 0.7 MB on the heap."""
 
     def make(path: Path) -> None:
         places = {}
@@ -66,7 +66,7 @@ def one_object_for_all_rows(storage: dict[str, Any]) -> Make:
 
 
 def chunk_of(packed: bytes) -> Make:
-    """A native shard whose ids are one chunk of 65,536, stored as ``packed``."""
+    """Return a writer of a native shard whose ids are one chunk of 65,536, stored as ``packed``."""
 
     def make(path: Path) -> None:
         write_shard(path, make_samples(4), INFO)
@@ -79,7 +79,7 @@ def chunk_of(packed: bytes) -> Make:
 
 
 def chunks_that_share_bytes(path: Path) -> None:
-    """One stored chunk of random numbers, which the index names 600 times."""
+    """Write one chunk of random numbers to which 600 index entries refer."""
     rows = np.random.default_rng(0).integers(0, 30_000, (600, 512), "<i2")
     rows[1:] = 0
     with h5py.File(path, "w") as file:
@@ -90,7 +90,7 @@ def chunks_that_share_bytes(path: Path) -> None:
         first = array_of(file, "input_ids").id.get_chunk_info(0)
     content = bytearray(path.read_bytes())
     small = zlib.compress(rows[1].tobytes(), 4)
-    # Keys of the index: size, filter mask, coordinates of the chunk and of the element in it; then its address.
+    # A key of the index: size, filter mask, the chunk's coordinates, the offset in an element. The address follows.
     for row in range(1, 600):
         place = content.find(struct.pack("<IIQQQ", len(small), 0, row, 0, 0))
         assert place > 0
@@ -108,7 +108,7 @@ def more_elements_than_a_number_holds(path: Path) -> None:
 
 
 def attribute_of_one_object(path: Path) -> None:
-    """4,000 texts that are one text of 0.3 MB."""
+    """Write 4,000 strings that all refer to the same 0.3 MB string."""
     write_shard(path, make_samples(4), INFO)
     with h5py.File(path, "r+") as file:
         file.attrs["digest"] = np.array(["x" * 300_000] + ["y"] * 3999, h5py.string_dtype())
@@ -129,7 +129,7 @@ def attribute_of_four_gigabytes(path: Path) -> None:
 
 
 def small_records(path: Path) -> None:
-    """A TFRecord file of a million records of one byte, each with the right CRCs."""
+    """Write a TFRecord file of a million one-byte records with valid CRCs."""
 
     def with_crc(data: bytes) -> bytes:
         crc = google_crc32c.value(data)
@@ -220,7 +220,7 @@ def link(kind: str) -> Callable[[h5py.File, Path], None]:
 
 
 def unknown_filter(file: h5py.File, _: Path) -> None:
-    """Filter for which the HDF5 library would look for a shared library."""
+    """Use a filter for which the HDF5 library would search for a shared library."""
     data = array_of(file, "input_ids")[()]
     del file["input_ids"]
     storage = h5py.h5p.create(h5py.h5p.DATASET_CREATE)

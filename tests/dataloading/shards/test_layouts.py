@@ -1,4 +1,4 @@
-"""The HDF5 layouts in circulation: read as other programs write them, written as other programs read them."""
+"""HDF5 layouts in use: we read files that other programs wrote, and other programs read files that we write."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -27,7 +27,7 @@ CHOSEN = np.array([50, 3, 3, 0, 56])
 
 
 def make_samples(count: int = COUNT, seed: int = 5) -> Samples:
-    """Samples that never mask position 0, which these layouts cannot hold."""
+    """Return samples without a mask at position 0, which these layouts cannot represent."""
     lengths = np.random.default_rng(seed).integers(3, INFO.max_seq_length + 1, max(count, 1))
     return synthetic_samples(lengths, INFO.vocab_size, seed=seed).slice(0, count)
 
@@ -39,7 +39,7 @@ def array_of(file: h5py.File, name: str) -> h5py.Dataset:
 
 
 def pack_rows(samples: Samples, packs: np.ndarray) -> Iterator[dict[str, list[int]]]:
-    """The rows of a packed file, sample by sample, as published packing scripts compose them."""
+    """Yield the rows of a packed file, composed sample by sample like in published packing scripts."""
     for first, stop in pairwise(packs):
         row: dict[str, list[int]] = {name: [] for name in (*RAGGED, *PACKED)}
         for index in range(first, stop):
@@ -53,7 +53,7 @@ def pack_rows(samples: Samples, packs: np.ndarray) -> Iterator[dict[str, list[in
 
 
 def write_like_others(path: Path, layout: str, samples: Samples, packs: np.ndarray = PACKS, **storage: Any) -> None:
-    """Files made by h5py row by row, with none of our code."""
+    """Write a file row by row with h5py, without any of this project's code."""
     labels = samples.next_sentence_labels.astype("i1")
     with h5py.File(path, "w") as file:
         if layout == "fixed":
@@ -152,7 +152,7 @@ def test_files_of_ours_are_read_by_other_programs(tmp_path: Path, layout: str, c
 
 
 def test_rows_are_found_in_large_and_small_heap_collections(tmp_path: Path) -> None:
-    """Rows written in any order, next to rows of other sizes."""
+    """Rows are written in shuffled order, next to rows of other sizes."""
     rng = np.random.default_rng(1)
     lengths = np.array([3, 30_000, 7, 4, 5000, 100, 4096, 2048, *rng.integers(3, 600, 300)])
     samples, path = synthetic_samples(lengths, 30_000), tmp_path / "file"
@@ -185,7 +185,7 @@ def test_truncated_and_flipped_files_are_refused_or_read_right(tmp_path: Path, l
 
     for size in range(0, len(content), len(content) // 40):
         assert read(content[:size]) is None
-    # Some bytes of a file mean nothing (free space, padding, access hints): the digest of the manifest decides.
+    # Some bytes of a file have no effect (free space, padding, access hints). The manifest's digest covers them.
     for place in np.random.default_rng(0).integers(0, len(content), 350).tolist():
         damaged = content[:place] + bytes([content[place] ^ 0xFF]) + content[place + 1 :]
         assert read(damaged) in (None, samples.digest())
@@ -209,7 +209,7 @@ def set_row(name: str, values: list[int]) -> Callable[[h5py.File], None]:
 
 
 def zero_positions_of_a_pack(file: h5py.File) -> None:
-    """Put zeros where the second of its samples cannot have any."""
+    """Write zeros to positions at which the second sample of a pack cannot have any."""
     column = array_of(file, "masked_lm_positions")
     column[0] = np.zeros_like(column[0])
 

@@ -1,4 +1,4 @@
-"""Shards of the native layout: what is written comes back, and what is damaged is refused with a reason."""
+"""Shards of the native layout: they are read back as written, and damaged files are rejected with a reason."""
 
 import json
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Blocks of samples: choosing, cutting, joining, digests."""
+"""Blocks of samples: selection, slicing, concatenation and digests."""
 
 import dataclasses
 

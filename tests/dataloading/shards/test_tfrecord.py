@@ -1,4 +1,4 @@
-"""TFRecord files: what TensorFlow wrote, other legal encodings, and every kind of damage."""
+"""TFRecord files: files from TensorFlow, other valid encodings, and every kind of damage."""
 
 import gzip
 import struct
@@ -174,7 +174,7 @@ def test_a_flipped_bit_of_any_byte_and_every_truncation_is_noticed(tmp_path: Pat
 
 
 def test_messages_with_the_right_crc_never_do_harm(tmp_path: Path) -> None:
-    """A stranger can compute a CRC, too: every damaged message is read or refused."""
+    """Anyone can compute a CRC, so every damaged message with a valid CRC is either read or rejected."""
     message, path = example(SAMPLE), tmp_path / "file"
     refused = 0
     changes = [(place, flip) for place in range(len(message)) for flip in (0x01, 0x04, 0x80)]
@@ -195,7 +195,7 @@ def test_messages_with_the_right_crc_never_do_harm(tmp_path: Path) -> None:
     ("data", "message"),
     [
         (delimited(1, entry("input_ids", delimited(1, b"text"))), "input_ids is missing"),
-        (delimited(1, delimited(1, varint(1 << 3) + varint(5))), r"no tf\.train\.Example"),  # a number for a name
+        (delimited(1, delimited(1, varint(1 << 3) + varint(5))), r"no tf\.train\.Example"),  # the name is a number
         (example(SAMPLE) + delimited(1, entry("input_ids", feature([1] * 8))), "input_ids is there twice"),
         *(
             (varint(1 << 3 | 2) + varint(size) + b"abc", r"no tf\.train\.Example")

@@ -1,4 +1,4 @@
-"""The demo corpus: prose of the standard library, the same every time, with whole modules held out."""
+"""The demo corpus: prose from the standard library, reproducible, with whole modules held out."""
 
 import shutil
 import subprocess
@@ -81,7 +81,7 @@ def test_a_python_without_its_documentation_is_a_clear_error(tmp_path: Path) -> 
 
 @pytest.fixture
 def made(documents: list[Document], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The demo's data, of a few of its documents."""
+    """The demo's data, made from a fraction of its documents."""
     monkeypatch.setattr(demo, "demo_documents", lambda: documents[::40])
     assert write_demo(tmp_path / "demo", VOCAB)
     return tmp_path / "demo"
@@ -103,7 +103,7 @@ def test_the_data_are_made_once_and_mended_when_damaged(made: Path) -> None:
     [("train", "a data set"), ("evaluation", "a damaged one"), ("train", "a file beside"), ("evaluation", "a file")],
 )
 def test_what_the_demo_has_not_made_is_not_touched(made: Path, small_run: SmallRun, name: str, foreign: str) -> None:
-    (made / "train" / "lengths.npy").write_bytes(b"")  # or nothing would be made anew
+    (made / "train" / "lengths.npy").write_bytes(b"")  # damage the data, so that the demo has to make them again
     if foreign == "a data set":
         shutil.rmtree(made / name)
         shutil.copytree(small_run.folder / "train", made / name)

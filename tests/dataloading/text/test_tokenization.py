@@ -1,4 +1,4 @@
-"""The tokenizer against the plain-Python definition, over Unicode's awkward corners; vocabularies given and learned."""
+"""The tokenizer, compared with a plain-Python definition on unusual Unicode; given and learned vocabularies."""
 
 from itertools import pairwise
 from pathlib import Path

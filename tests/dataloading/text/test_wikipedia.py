@@ -1,4 +1,4 @@
-"""WikiExtractor files to text shards: the bytes of the reference's scripts, made in one go or taken up again."""
+"""Conversion of WikiExtractor files to text shards: same bytes as the reference's scripts, in one run or resumed."""
 
 import re
 import shutil
@@ -48,7 +48,7 @@ def test_shards_and_evaluation_text_have_the_references_bytes(sentences: Sentenc
 
 
 def test_the_shared_sample_is_split_as_its_plain_text_says() -> None:
-    """wiki_NN.txt keeps titles and markup, so only the splitter is compared."""
+    """Only the splitter is compared, because wiki_NN.txt keeps titles and markup."""
     if not SHARED.is_dir():
         pytest.skip(f"{SHARED} is missing: the sample of Wikipedia text is not part of the repository")
     split = sentence_splitter("plain")
@@ -63,7 +63,7 @@ def test_the_shared_sample_is_split_as_its_plain_text_says() -> None:
 
 
 def test_the_rules_of_the_cleanup_apply_in_their_order() -> None:
-    """Expected is what the commands of clean.sh make of the same lines, with GNU sed 4.9."""
+    """Expected lines are the output of clean.sh's commands with GNU sed 4.9."""
     for line, expected in (
         ("a [[b|c]] [[d]] [e] [[File:x|y [[z]] w]].", "a c d e y z w."),
         ("[[File:x|y|z]] [[:file:y|z|w]] [[image:a|b|[c]]] end", "   end"),
@@ -184,7 +184,7 @@ def test_files_fill_a_part_to_its_last_byte_and_a_larger_one_is_its_own(tmp_path
         file.write_bytes(bytes(size))
     tasks = _plan(files, tmp_path, replace(PLAIN, part_bytes=20, evaluation_articles=4))
     assert [task.inputs for task in tasks] == [tuple(files[:2]), (files[2],), (files[3],), tuple(files[4:])]
-    # Of 4 articles from 6 files, file by file: as many as 4 / 6 of the files so far, rounded down, are more than before.
+    # 4 articles from 6 files: after n files, floor(n * 4 / 6) articles have been held out.
     assert [count for task in tasks for count, _ in task.held_out] == [0, 1, 1, 0, 1, 1]
 
 

@@ -1,4 +1,4 @@
-"""FP8: casts against a table of all FP8 numbers, scaled matrix products and scales."""
+"""FP8: casts compared with a table of all FP8 numbers, scaled matrix products, and scales."""
 
 import importlib
 import math
@@ -25,19 +25,19 @@ def scalar(value: float) -> Tensor:
 
 @pytest.fixture(params=["reference", "triton"])
 def casts(request: pytest.FixtureRequest) -> ModuleType:
-    """The definitions, and Triton's in its interpreter."""
+    """The definitions of the casts, and Triton's kernels in its interpreter."""
     if request.param == "triton":
         pytest.importorskip("triton")
     return importlib.import_module(f"kernels.{request.param}.fp8")
 
 
 def in_rows(x: Tensor) -> Tensor:
-    """Return [N, 16], padded with zeros."""
+    """Return the elements as [N, 16], padded with zeros."""
     return F.pad(x, (0, -len(x) % 16)).view(-1, 16)
 
 
 def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the nearest FP8 number from a table of all of them; of two equally near ones the even code."""
+    """Return the nearest FP8 number from a table of all of them. Ties go to the even code."""
     table = torch.arange(128, dtype=torch.uint8).view(dtype).double()
     table = table[table.isfinite()]
     magnitude = x.double().abs().clamp(max=LARGEST[dtype])
@@ -98,7 +98,7 @@ def test_amax_is_raised_in_place_by_what_is_not_scaled(
 
 
 def test_columns_are_summed_in_fp32(casts: ModuleType):
-    """bf16 represents each of 1,000 equal terms exactly, but not their sums; FP8 represents neither."""
+    """bf16 represents each of the 1,000 equal terms exactly, but not their sums. FP8 represents neither."""
     x = torch.full((1000, 16), 1.0078125, dtype=torch.bfloat16)
     *_, total = casts.cast_transpose_sum_fp8(x, scalar(1.0), scalar(0.0), E5M2)
     assert total.dtype == torch.float32
@@ -141,7 +141,7 @@ def operands(sides: tuple[torch.dtype, torch.dtype], shape: tuple[int, int, int]
 
 
 def assert_product(found: Tensor, a: Tensor, b: Tensor, out_dtype: torch.dtype, error: float) -> None:
-    """Check a product of operands scaled by 0.125 and 2^-9; ``error`` is relative to the sum of the terms' magnitudes."""
+    """Check a product of operands scaled by 0.125 and 2^-9; ``error`` is relative to the sum of absolute terms."""
     left, right = a.double() * 0.125, (b.double() * 2.0**-9).t()
     exact, bound = left @ right, left.abs() @ right.abs()
     assert (found.shape, found.dtype) == (exact.shape, out_dtype)
@@ -220,7 +220,7 @@ def test_a_new_scale_is_the_largest_power_of_two_that_fits(amax: float, largest:
         assert scale == 3.0
         return
     assert math.frexp(scale)[0] == 0.5
-    assert scale * amax <= largest  # in doubles all of this is exact
+    assert scale * amax <= largest  # exact in float64
     assert largest < 2 * scale * amax or scale == 2.0**126
     smallest = float(np.finfo(np.float32).tiny)
     assert min(scale, 1 / scale) >= smallest

@@ -1,5 +1,5 @@
 # pyright: reportArgumentType=false, reportCallIssue=false
-"""LAMB against float64 NumPy, the segments of a model, and the learning rate."""
+"""LAMB compared with float64 NumPy, the segments of a model, and the learning rate."""
 
 import importlib.util
 import math
@@ -27,7 +27,7 @@ EITHER = pytest.mark.parametrize("implementation", ["reference", pytest.param("t
 def compare(
     flat: torch.Tensor, gradients: list[torch.Tensor], segments: LambSegments, hyper: LambHyperparameters
 ) -> None:
-    """Compare the weights with NumPy's after each step."""
+    """Compare the weights with the NumPy version's after each step."""
     exact, state = NumpyLamb(flat, segments, hyper), LambState.zeros_like(flat)
     for step, gradient in enumerate(gradients, start=1):
         when = {"step": torch.tensor(step), "learning_rate": torch.tensor(0.1 / step, dtype=torch.float64)}
@@ -47,7 +47,7 @@ def compare(
     seed=st.integers(0, 2**31),
 )
 def test_matches_numpy(parts, zero_weights, gradient_scale, betas, weight_decay, seed):
-    """One segment starts at zero. Large gradients are clipped, and the smallest are not."""
+    """One segment starts at zero. Large gradients are clipped, and small ones are not."""
     segments = LambSegments(tuple(size for size, _ in parts), tuple(adapted for _, adapted in parts))
     generator = torch.Generator().manual_seed(seed)
     flat = torch.randn(sum(segments.sizes), generator=generator, dtype=torch.float64)
@@ -64,7 +64,7 @@ def test_zero_update_and_zero_weight_leave_a_ratio_of_one(implementation: str):
         lamb_step(flat, torch.zeros(6), LambState.zeros_like(flat), segments, hyper, **at(1, 0.1))
         assert flat.tolist() == [0, 0, 0, 1, 2, 3]
         lamb_step(flat, torch.ones(6), LambState.zeros_like(flat), segments, hyper, **at(1, 0.1))
-    assert flat[:3].tolist() == pytest.approx([-0.1] * 3, rel=1e-5)  # the ratio is 1, so the step is the rate
+    assert flat[:3].tolist() == pytest.approx([-0.1] * 3, rel=1e-5)  # the trust ratio is 1
 
 
 @pytest.mark.oldest_torch
@@ -113,7 +113,7 @@ def test_the_sum_of_squares(implementation: str, size: int, magnitude: float):
 
 @pytest.mark.parametrize("beta_2", [0.85437, 0.999])
 def test_the_variance_of_a_constant_gradient_is_its_square(beta_2: float):
-    """With fp32 factors beta and 1 - beta it would become 1.3e-5 too large."""
+    """fp32 factors beta and 1 - beta would make it 1.3e-5 too large."""
     flat, gradient = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([0.1, -0.2, 0.3])
     state = LambState.zeros_like(flat)
     state.momentum_P.copy_(gradient)
@@ -128,7 +128,7 @@ def test_the_variance_of_a_constant_gradient_is_its_square(beta_2: float):
 
 @pytest.mark.parametrize("cuts", [(4,), (1, 6, 7), (5, 9)])
 def test_shards_by_halves_are_the_whole(cuts: tuple[int, ...]):
-    """Shards begin inside adapted segments, inside others, or between segments."""
+    """Shards start inside adapted segments, inside other segments, or between segments."""
     segments = LambSegments((5, 3, 2), (True, False, True))
     flat, *gradients = torch.randn(4, 10, generator=torch.Generator().manual_seed(0), dtype=torch.float64).unbind()
     shards, state = Shards(lamb, flat, segments, cuts), LambState.zeros_like(flat)
@@ -139,7 +139,7 @@ def test_shards_by_halves_are_the_whole(cuts: tuple[int, ...]):
 
 
 def test_the_step_count_waits_for_a_step_that_is_taken():
-    """So do the schedule and the bias corrections: the run equals one without the bad gradients."""
+    """The schedule and the bias corrections wait too: the run equals a run without the bad gradients."""
     flats = [FlatParameters.of(small_model()) for _ in range(2)]
     disturbed, plain = (Lamb(flat, OptimizerConfig(0.1, 10, num_warmup_steps=4)) for flat in flats)
     for bad in (False, True, False, True, True, False):
@@ -168,7 +168,7 @@ def small_model() -> BertForPreTraining:
 
 
 def test_segments_follow_roles():
-    """A segment is a parameter or a third of it, and padding belongs to a parameter's last segment."""
+    """A segment is a parameter or a third of one. Padding belongs to a parameter's last segment."""
     model = small_model()
     flat = FlatParameters.of(model)
     sizes = iter(zip(flat.segments.sizes, flat.segments.adapted, strict=True))
@@ -189,7 +189,7 @@ def test_segments_follow_roles():
 @pytest.mark.parametrize("recipe", ["tiny_cpu", "h100_1x8", "dgxa100_1x8"])
 @pytest.mark.parametrize("ranks", [1, 24, 4096])
 def test_everything_that_a_kernel_reads_is_aligned(recipe: str, ranks: int):
-    """Parameters, gradients, and every rank's piece of each bucket start at multiples of 16 elements."""
+    """Parameters, gradients, and every rank's shard of each bucket start at multiples of 16 elements."""
     with torch.device("meta"):
         model = BertForPreTraining(RECIPES[recipe]().model)
     flat = FlatParameters.of(model, ranks)
@@ -202,7 +202,7 @@ def test_everything_that_a_kernel_reads_is_aligned(recipe: str, ranks: int):
 
 
 def test_padding_stays_zero_and_has_no_part_in_any_norm():
-    """The vocabulary and the hidden size are not aligned, and the pointers are."""
+    """The vocabulary and hidden sizes are not multiples of the alignment, but pointers are aligned."""
     model = BertForPreTraining(ModelConfig(2, 6, 2, 10, 31, 7))
     initialize_(model, torch.Generator().manual_seed(0))
     flat = FlatParameters.of(model, 3)
@@ -236,11 +236,11 @@ def test_flat_parameters_keep_values_and_share_memory():
     [
         # no warm-up: base * (1 - step / train_steps) from the first step
         (4.25e-4, 6700, 0, 0, {0: 4.25e-4, 3350: 2.125e-4, 6700: 0.0, 7000: 0.0}),
-        # one round's 64-GPU schedule: 100 steps from -25, then the absolute step decides, so the rate jumps
+        # one round's 64-GPU schedule: 100 warm-up steps from step -25; then the absolute step counts, so the rate jumps
         (1.5e-3, 1271, 100, -25, {0: 3.75e-4, 74: 1.485e-3, 75: 1.5e-3 * (1 - 75 / 1271)}),
-        # "flat" schedule: nearly the base rate for 330 steps, then a drop to 0.529 of it
+        # "flat" schedule: nearly the base rate for 330 steps, then a drop to 0.529 of the base rate
         (2.58e-3, 700, 200330, -200000, {0: 2.58e-3 * 200000 / 200330, 330: 2.58e-3 * (1 - 330 / 700)}),
-        # 0.95 to 1.0 of the base over 500 steps, then 0.51 of it
+        # 0.95 to 1.0 of the base rate over 500 steps, then a drop to 0.51 of it
         (2e-3, 1024, 10000, -9500, {0: 1.9e-3, 499: 2e-3 * 0.9999, 500: 2e-3 * (1 - 500 / 1024)}),
         (1e-3, 100, 10, 0, {0: 0.0, 5: 5e-4, 9: 9e-4, 10: 9e-4, 99: 1e-5}),
     ],

@@ -1,4 +1,4 @@
-"""The rule for the largest logit in an evaluation, for every implementation."""
+"""How evaluation picks the largest logit, tested for every implementation."""
 
 import importlib
 import importlib.util
@@ -19,14 +19,14 @@ SIXTEEN_BITS = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16],
 
 @pytest.fixture(params=["reference.ops", "triton.loss"])
 def masked_lm_loss(request: pytest.FixtureRequest) -> Loss:
-    """Every implementation; Triton's in its interpreter."""
+    """Every implementation; Triton's kernels run in the interpreter."""
     if request.param == "triton.loss" and importlib.util.find_spec("triton") is None:
         pytest.skip("triton is not installed")
     return importlib.import_module(f"kernels.{request.param}").masked_lm_loss
 
 
 def correct(masked_lm_loss: Loss, hidden: Tensor, decoder: Tensor, bias: Tensor, label: int) -> int:
-    """Return the number of correct predictions of one row."""
+    """Return the number of correct predictions for a single row."""
     _, found = masked_lm_loss(hidden, decoder, bias, torch.tensor([label]))
     assert found is not None
     assert found.dtype == torch.int64
@@ -36,7 +36,7 @@ def correct(masked_lm_loss: Loss, hidden: Tensor, decoder: Tensor, bias: Tensor,
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("vocabulary", [12, 5000])
 def test_of_equal_logits_the_lowest_index_counts(masked_lm_loss: Loss, vocabulary: int, dtype: torch.dtype):
-    """An early, a middle and the last class share the largest logit."""
+    """The largest logit is shared by an early, a middle and the last class."""
     tied = [3, vocabulary // 2, vocabulary - 1]
     decoder = torch.ones(vocabulary, 4, dtype=dtype)
     decoder[tied] = 2.0
@@ -48,7 +48,7 @@ def test_of_equal_logits_the_lowest_index_counts(masked_lm_loss: Loss, vocabular
 @SIXTEEN_BITS
 @pytest.mark.parametrize("autocast", [True, False])
 def test_what_16_bits_would_make_equal_is_not(masked_lm_loss: Loss, dtype: torch.dtype, autocast: bool):
-    """16.001 and 16.003 are both 16 in bf16 and in fp16."""
+    """16.001 and 16.003 both round to 16 in bf16 and fp16."""
     operands = torch.float32 if autocast else dtype
     for places in ((3, 9), (9, 3)):
         decoder = torch.zeros(40, 2, dtype=operands)
@@ -61,7 +61,7 @@ def test_what_16_bits_would_make_equal_is_not(masked_lm_loss: Loss, dtype: torch
 
 @SIXTEEN_BITS
 def test_counts_and_loss_are_those_of_float64(masked_lm_loss: Loss, dtype: torch.dtype):
-    """The largest logits lie between 20 and 37, where rounding to bf16 would change the winner of two rows."""
+    """The largest logits are between 20 and 37. Rounding them to bf16 would change the predictions of two rows."""
     generator = torch.Generator().manual_seed(1)
     hidden, decoder = (torch.randn(rows, 64, generator=generator).to(dtype) for rows in (60, 1500))
     bias = torch.randn(1500, generator=generator)
@@ -86,7 +86,7 @@ def test_a_row_with_nan_is_never_right(masked_lm_loss: Loss, place: int):
 
 
 class Operators(TorchDispatchMode):
-    """Record of operators and the types of their arguments."""
+    """Record of operators and their arguments' types."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ class Operators(TorchDispatchMode):
 
 @SIXTEEN_BITS
 def test_on_a_gpu_the_operands_stay_in_16_bits(dtype: torch.dtype):
-    """Tensor cores multiply 16 bits and write fp32. The tensors are fake and have no values."""
+    """Tensor cores multiply 16-bit operands and write fp32 results. Fake tensors stand for GPU tensors."""
     mode = FakeTensorMode()
 
     def on_gpu(*shape: int, dtype: torch.dtype) -> Tensor:

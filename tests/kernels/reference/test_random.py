@@ -1,4 +1,4 @@
-"""Dropout from a counter: known answers, rate, independence, and dependence on nothing but its arguments."""
+"""Counter-based dropout: known answers, rate, independence, and masks that depend only on the arguments."""
 
 import math
 
@@ -25,7 +25,7 @@ def words(*values: int) -> list[torch.Tensor]:
     ],
 )
 def test_known_answers(counter: tuple[int, ...], key: int, expected: tuple[int, ...]):
-    """The vectors that the authors publish with Random123 (kat_vectors, philox 4x32-7)."""
+    """Test vectors that the authors publish with Random123 (kat_vectors, philox 4x32-7)."""
     assert tuple(int(word) for word in philox(torch.tensor(key), words(*counter))) == expected
 
 
@@ -54,7 +54,7 @@ def test_every_argument_counts_and_gives_an_independent_mask(other: dict[str, in
 
 @pytest.mark.parametrize("p", [25.5 / 256, 0.5])
 def test_what_is_dropped_of_a_draw_is_binomial(p: float):
-    """The 16 elements of a draw share the tie, which decides numbers that equal the threshold."""
+    """The 16 elements of a draw share the tie-break for numbers that equal the threshold."""
     dropped = (~mask(p)).unflatten(1, (-1, 16)).sum(dim=2).double()
     expected = 16 * p * (1 - p)
     assert abs(dropped.var().item() / expected - 1) < 5 * math.sqrt(2 / dropped.numel())
@@ -66,7 +66,7 @@ def test_a_probability_of_almost_one_drops_almost_all():
 
 @pytest.mark.parametrize(("rows", "columns"), [(1, 0), (0, 1), (0, 2), (0, 7), (0, 8), (0, 16), (1, 1), (1, 16)])
 def test_neighbours_are_independent(rows: int, columns: int):
-    """The product of two indicators has the mean of independent ones, inside a draw and between draws."""
+    """The product of two indicators has the mean of independent indicators, within a draw and across draws."""
     dropped = (~mask(0.5)).double()
     both = dropped[rows:, columns:] * dropped[: dropped.shape[0] - rows, : dropped.shape[1] - columns]
     assert abs(both.mean().item() - 0.25) < 5 * math.sqrt(0.25 * 0.75 / both.numel())

@@ -1,5 +1,5 @@
 # pyright: reportArgumentType=false, reportCallIssue=false
-"""The definitions against formulas in float64 NumPy."""
+"""The definitions of ops, compared with formulas in float64 NumPy."""
 
 import math
 
@@ -62,7 +62,7 @@ def test_dropout_rate_scale_and_gradient(shape: tuple[int, ...], dropout_p: floa
 
 
 def test_dropped_elements_are_independent_of_their_neighbours():
-    """The product of two indicators has the mean of independent ones, also for elements that share a random draw."""
+    """The product of two indicators has the mean of independent indicators, even within one random draw."""
     torch.manual_seed(0)
     dropped = (pytorch.drop(torch.ones(400_000), with_p(0.5)) == 0).double()
     for distance in range(1, 9):
@@ -76,7 +76,7 @@ def test_dropout_touches_the_new_term_and_not_the_residual(implementation):
     plain = implementation(zeros, zeros[0], x, gain, zeros[0], 1e-12)
     assert torch.equal(implementation(zeros, zeros[0], x, gain, zeros[0], 1e-12, with_p(0.5)), plain)
     assert not torch.equal(implementation(x, zeros[0], zeros, gain, zeros[0], 1e-12, with_p(0.5)), plain)
-    # the bias belongs to what is dropped
+    # dropout applies to the bias as well
     assert not torch.equal(implementation(zeros, x[0], zeros, gain, zeros[0], 1e-12, with_p(0.5)), plain)
 
 
@@ -127,7 +127,7 @@ def test_masked_lm_loss_sums_and_counts(ignored: list[int]):
 
 
 def test_varlen_attention_by_hand():
-    """One head, two sequences, in float64."""
+    """Compute one head and two sequences in float64."""
     query, key, value = (random_array(5, 1, 4, seed=seed) for seed in range(3))
     bounds = torch.tensor([0, 2, 5], dtype=torch.int32)
     got = reference.varlen_attention(tensor(query), tensor(key), tensor(value), bounds, bounds, 3).numpy()
@@ -139,7 +139,7 @@ def test_varlen_attention_by_hand():
 
 
 def test_attention_drops_what_the_mask_says():
-    """Equal scores and one-hot values read the kept probabilities off the output."""
+    """With equal scores and one-hot values, the output shows which probabilities were kept."""
     dropout, length, heads = Dropout(0.3, torch.tensor([7, 8]), 9), 21, 3
     query = torch.zeros(30, heads, 32)
     value = torch.eye(32)[:, None].expand(32, heads, 32)[:30]

@@ -1,5 +1,5 @@
 # pyright: reportCallIssue=false
-"""Values at which formulas break: far tails, logits that overflow, sums that 16 bits cannot hold, ignored slots."""
+"""Extreme values: far tails, logits that overflow, sums that 16 bits cannot represent, and ignored slots."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from tests.kernels.accuracy import CPU, outcome
 
 
 def loss_inputs(masked: int, vocabulary: int) -> tuple[Any, ...]:
-    """Hidden, decoder, bias and labels, every third of which is ignored."""
+    """Return hidden states, decoder, bias and labels. Every third label is ignored."""
     sizes = Size(masked=masked, hidden=8, vocabulary=vocabulary)
     hidden, decoder, bias, labels, *_ = example_inputs("masked_lm_loss", CPU, torch.float32, sizes)[0]
     labels[2::3] = -1
@@ -22,7 +22,7 @@ def loss_inputs(masked: int, vocabulary: int) -> tuple[Any, ...]:
 
 
 def test_a_bias_gradient_is_summed_in_fp32() -> None:
-    """200 equal terms that bf16 holds exactly, as it does not hold their sums."""
+    """bf16 represents each of the 200 equal terms exactly, but not their sums."""
     product, bias = torch.zeros(200, 1, dtype=torch.bfloat16, requires_grad=True), torch.zeros(1, requires_grad=True)
     upstream = torch.full((200, 1), 1.0078125, dtype=torch.bfloat16)
     (gradient,) = torch.autograd.grad(dense.bias_gelu(product, bias), bias, upstream)
@@ -39,14 +39,14 @@ def test_far_tails_of_gelu_and_zero() -> None:
 
 @pytest.mark.parametrize("scale", [1e-20, 10.0, 1e4])
 def test_extreme_scores_stay_finite(scale: float) -> None:
-    """Scores far below 0 for every key, where exponents of what lies past a sequence's end would overflow."""
+    """All scores are far below 0, so that exponentials of positions after a sequence's end would overflow."""
     sizes = Size((3, 35), 35, hidden=64, heads=2)
     query, key, value, *others, _ = example_inputs("varlen_attention", CPU, torch.float32, sizes)[0]
     arguments = [query.abs() * scale, -key.abs() * scale, value, *others], {}
     oracle = outcome(reference.varlen_attention, arguments, torch.float64).tensors
     for got, exact in zip(outcome(varlen_attention, arguments).tensors, oracle, strict=True):
         assert got.isfinite().all()
-        if scale < 1e4:  # beyond, rounding alone decides which key is the largest
+        if scale < 1e4:  # at larger scales rounding alone decides which key has the largest score
             assert (got - exact).abs().max() <= 1e-2 * exact.abs().max() + 1e-6
 
 
@@ -75,7 +75,7 @@ def test_another_ignore_index_and_a_label_past_the_vocabulary() -> None:
 
 @pytest.mark.parametrize("height", [1e4, -1e4])
 def test_logits_far_from_zero_and_classes_that_cannot_be(height: float) -> None:
-    """Exponentials neither overflow nor vanish, and -inf as the bias of a class takes it out."""
+    """Exponentials neither overflow nor vanish, and a class whose bias is -inf is excluded."""
     hidden, decoder, bias, labels = loss_inputs(4, 2000)
     bias = bias.detach() + height
     bias[:1100] = float("-inf")
@@ -88,7 +88,7 @@ def test_logits_far_from_zero_and_classes_that_cannot_be(height: float) -> None:
 
 
 def test_a_backward_pass_twice_and_in_part() -> None:
-    """The kept gradient is not used up, and inputs that need no gradient get none."""
+    """A backward pass does not consume the saved gradient. Inputs that need no gradient get none."""
     hidden, decoder, bias, labels = loss_inputs(5, 70)
     found, _ = loss.masked_lm_loss(hidden, decoder.detach(), bias.detach(), labels)
     (once,) = torch.autograd.grad(found, hidden, retain_graph=True)
@@ -97,7 +97,7 @@ def test_a_backward_pass_twice_and_in_part() -> None:
 
 
 def test_the_upstream_gradient_is_not_rounded_to_the_operands_type() -> None:
-    """In bf16 the factor here would be 1."""
+    """bf16 would round the factor to 1."""
     hidden, decoder = torch.zeros(32, 1, dtype=torch.bfloat16), torch.zeros(2, 1, dtype=torch.bfloat16)
     bias = torch.zeros(2, requires_grad=True)
     found, _ = loss.masked_lm_loss(hidden, decoder, bias, torch.ones(32, dtype=torch.int64))

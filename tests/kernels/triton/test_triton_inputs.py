@@ -1,4 +1,4 @@
-"""Inputs that Triton's implementations of the ops refuse, with the reasons."""
+"""Inputs that Triton's implementations of ops do not support, with the reasons."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,11 +14,11 @@ from tests.kernels.accuracy import CPU
 IN_TRITON = [name for name, op in OPS.items() if "triton" in op.implementations]
 
 FIRST = {"embedding_layer_norm": 3, "attention_backward_cast_fp8": 1}
-"""Place of the input whose type decides, where it is not the first."""
+"""Index of the input whose type is checked, for ops where it is not the first input."""
 
 
 def reasons(op: str, changes: dict[int, Callable[[Any], object]]) -> str:
-    """Reasons for small inputs, some of which are changed."""
+    """Return the reasons against small example inputs, some of which are changed."""
     args, kwargs = example_inputs(op, CPU, torch.float32)
     changed = [changes.get(place, lambda same: same)(value) for place, value in enumerate(args)]
     return "; ".join(OPS[op].implementations["triton"].unsupported_reasons(op, *changed, **kwargs))

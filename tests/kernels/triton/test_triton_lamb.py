@@ -1,4 +1,4 @@
-"""LAMB in Triton's interpreter against float64, and against plain PyTorch in the same type."""
+"""LAMB in Triton's interpreter, compared with float64 and with plain PyTorch in the same type."""
 
 from dataclasses import replace
 from types import ModuleType
@@ -29,7 +29,7 @@ LAYOUTS = {
 
 
 def error(found: torch.Tensor, exact: np.ndarray) -> float:
-    """Largest error in units of the largest value."""
+    """Return the largest error, relative to the largest value."""
     return float(np.abs(found.double().numpy() - exact).max() / max(np.abs(exact).max(), 1e-30))
 
 
@@ -59,7 +59,7 @@ def weights_and_gradients(
     ],
 )
 def test_as_exact_as_plain_pytorch(layout: str, scale: float, hyper: LambHyperparameters) -> None:
-    """Errors of weights, moments and norm are at most twice PyTorch's own, and one unit in the last place."""
+    """Errors of weights, moments and norm are at most twice PyTorch's errors plus one unit in the last place."""
     segments = LAYOUTS[layout]
     flat, gradients = weights_and_gradients(segments, 3, scale)
     exact = NumpyLamb(flat, segments, hyper)
@@ -84,13 +84,13 @@ def test_as_exact_as_plain_pytorch(layout: str, scale: float, hyper: LambHyperpa
 
 
 def test_more_chunks_than_are_added_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in BERT-Large's word embeddings, a segment needs several rounds of sums."""
+    """A segment needs several rounds of sums, like BERT-Large's word embeddings."""
     monkeypatch.setattr(triton_lamb, "REDUCTION", 2)
     test_as_exact_as_plain_pytorch("as in BERT", 1.0, HYPERPARAMETERS)
 
 
 def test_a_first_step_that_is_not_finite_leaves_what_minus_zero_and_epsilon_zero_would_break() -> None:
-    """With fresh moments and no epsilon, directions are 0 / 0; a weight of -0 keeps its sign."""
+    """With new moments and epsilon 0, directions are 0 / 0. A weight of -0 keeps its sign."""
     weights = torch.tensor([-0.0, 1.0, 2.0])
     state, segments = LambState.zeros_like(weights), LambSegments((3,), (True,))
     hyper = replace(HYPERPARAMETERS, epsilon=0.0)
@@ -102,7 +102,7 @@ def test_a_first_step_that_is_not_finite_leaves_what_minus_zero_and_epsilon_zero
 
 
 def test_shards_together_step_as_the_whole() -> None:
-    """Shards begin anywhere. Errors are at most twice plain PyTorch's on the whole vectors."""
+    """Shards start at arbitrary elements. Errors are at most twice plain PyTorch's errors on the whole vectors."""
     segments = LAYOUTS["as in BERT"]
     flat, gradients = weights_and_gradients(segments, 3)
     exact, plain, plain_state = NumpyLamb(flat, segments), flat.clone(), LambState.zeros_like(flat)
@@ -117,7 +117,7 @@ def test_shards_together_step_as_the_whole() -> None:
 
 
 def test_groups_step_as_all_segments_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Results are equal bit for bit, and a skipped step counts once. The interpreter truncates copies in bf16."""
+    """Results are equal bit for bit, and a skipped step counts once. The interpreter truncates the bf16 copies."""
     segments = LAYOUTS["as in BERT"]
     flat, gradients = weights_and_gradients(segments, 2)
     gradients.append(torch.full_like(flat, torch.nan))
@@ -139,7 +139,7 @@ def test_groups_step_as_all_segments_at_once(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("group", [1 << 30, 2100, 1])
 def test_casts_are_those_of_a_pass_of_their_own(monkeypatch: pytest.MonkeyPatch, group: int) -> None:
-    """Weights have one segment or several, in one group or several; the last step is skipped."""
+    """Casts in the step equal separate casts. Weights have one or more segments and groups. The last step is skipped."""
     monkeypatch.setattr(triton_lamb, "GROUP", group)
     segments = LambSegments((1024, 1024, 1024, 21, 43, 80 * 32), (True,) * 6)
     flat, gradients = weights_and_gradients(segments, 2)
@@ -179,7 +179,7 @@ def test_a_gradient_that_is_overwritten_is_not_cleared(module: ModuleType) -> No
 
 
 def test_a_group_is_stepped_and_cast_before_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While its parameters and directions are in the L2 cache."""
+    """The kernels then find the group's parameters and directions in the L2 cache."""
     monkeypatch.setattr(triton_lamb, "GROUP", 5000)
     sizes = (4096, 900, 5120, 300)
     segments = LambSegments(sizes, (True,) * 4)

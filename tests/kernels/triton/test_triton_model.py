@@ -1,4 +1,4 @@
-"""The whole model has the same losses and gradients with Triton's kernels as with the definitions, with dropout."""
+"""The whole model with dropout has the same losses and gradients with Triton's kernels as with the definitions."""
 
 from contextlib import ExitStack
 from dataclasses import replace
@@ -28,7 +28,7 @@ def trained(
     *,
     low_precision: bool = False,
 ) -> Trained:
-    """Return losses, correct predictions and gradients of a batch with one implementation of all ops."""
+    """Train on a batch with one implementation of all ops; return losses, correct predictions and gradients."""
     model = BertForPreTraining(config).train()
     initialize_(model, torch.Generator().manual_seed(0))
     model.seed_dropout(11)
@@ -72,7 +72,7 @@ def test_low_precision_stays_near(definition: Trained):
 
 
 def test_a_padded_batch_trains_as_the_batch_that_it_holds():
-    """conftest fills new memory with NaN, so that a row that no program writes would reach a result."""
+    """conftest fills new memory with NaN, so that rows that no program writes would affect the results."""
     config = replace(MODEL, hidden_dropout=0.0, attention_dropout=0.0)
     expected_losses, expected = trained("triton", config=config)
     padded = batch_of(SAMPLES, shape_bucket=ShapeBucket(96, len(SAMPLES) + 2, 32, 48))

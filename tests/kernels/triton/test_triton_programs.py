@@ -1,7 +1,7 @@
-"""Every op with Triton kernels, in several orders of programs and for many lengths; and tests of the test bench.
+"""All Triton ops with several orders of programs and many lengths, and tests of the test bench itself.
 
-That no program touches what it must not is seen in every test of kernels, see ``tests.kernels.interpreted``; here that it is
-seen, too.
+Every test of kernels checks memory accesses, see ``tests.kernels.interpreted``. The tests here also check that the bench
+detects wrong accesses.
 """
 
 import importlib
@@ -26,12 +26,12 @@ from tests.kernels.interpreted import Launch, Order, WrongAccessError, walked
 
 IN_TRITON = [name for name, op in OPS.items() if "triton" in op.implementations]
 SEVERAL_PROGRAMS = Size((40, 0, 33, 56), 56, masked=5, hidden=64, heads=2, intermediate=576, vocabulary=90)
-"""Size with several programs on each axis of every grid."""
+"""Size for which every grid has several programs on each axis."""
 
 NO_FORWARD_PASS = {"attention_backward_cast_fp8"}
-"""Ops whose example inputs come from no forward pass, so that implementations may differ."""
+"""Ops whose example inputs do not come from a forward pass, so that results of implementations may differ."""
 SAME_KERNELS = "varlen_attention"
-"""Op with the same launches as ``varlen_self_attention``."""
+"""Op that launches the same kernels as ``varlen_self_attention``."""
 
 
 def in_triton(op: str, dtype: torch.dtype = torch.float32, size: Size = SEVERAL_PROGRAMS) -> Outcome:
@@ -40,12 +40,12 @@ def in_triton(op: str, dtype: torch.dtype = torch.float32, size: Size = SEVERAL_
 
 
 def assert_near_the_definition(op: str, found: Outcome, dtype: torch.dtype, size: Size) -> None:
-    """Compare root mean squares with a wide tolerance, which still shows one wrong element."""
+    """Compare root mean squares with a wide tolerance, which one wrong element still exceeds."""
     if op in NO_FORWARD_PASS:
         return
     exact = outcome(OPS[op].definition, example_inputs(op, CPU, dtype, size))
     for mine, truth in zip(found.tensors, exact.tensors, strict=True):
-        if truth.numel() == 0:  # or kept for a backward pass
+        if truth.numel() == 0:  # an empty tensor, or one that is kept for a backward pass
             continue
         assert (mine.shape, mine.dtype) == (truth.shape, truth.dtype)
         if mine.is_floating_point() and mine.element_size() == 1:
@@ -78,7 +78,7 @@ def test_results_do_not_depend_on_the_order_of_programs(op: str):
 
 
 def test_every_kernel_ran_in_several_programs():
-    """Otherwise the order of programs has not been tested for a kernel."""
+    """The order of programs matters only for kernels that run in several programs."""
     modules = [each.name for each in pkgutil.walk_packages(kernels.triton.__path__, "kernels.triton.")]
     known = {
         f"{configuration.kernel.fn.__module__}.{configuration.kernel.__name__}"
@@ -90,12 +90,12 @@ def test_every_kernel_ran_in_several_programs():
     assert {launch.kernel for launch in launches} == known
     in_one = {
         "kernels.triton.lamb_passes.squares_kernel"
-    }  # it has one for each segment that is adapted, and the example one such segment
+    }  # this kernel has one program per adapted segment, and the example has one such segment
     assert {launch.kernel for launch in launches if launch.programs > 1} == known - in_one
 
 
 def of_lengths(*lengths: int) -> Size:
-    """Return a small size with these lengths, of whose tokens one in seven is masked."""
+    """Return a small size with these sequence lengths, in which one in seven tokens is masked."""
     longest = max(1, *lengths, 1)
     return Size(lengths, longest, sum(lengths) // 7, hidden=16, heads=1, intermediate=16, vocabulary=40)
 
@@ -116,15 +116,15 @@ def takes_tokens(op: str) -> bool:
 @given(st.lists(st.sampled_from([0, 1, 15, 16, 17]), min_size=1, max_size=5))
 @settings(max_examples=5, derandomize=True, deadline=None)
 def test_lengths(op: str, lengths: list[int]):
-    """Lengths around tiles and draws of 16, the longest sequence, and empty slots."""
-    # In 16 bits the tiles of scores are larger and fewer. The definition would not sum gradients over tokens exactly in
-    # them.
+    """Test lengths around tiles and draws of 16, the longest sequence, and empty slots."""
+    # Attention runs in 16 bits, which gives larger and fewer tiles of scores. Other ops run in fp32, because in
+    # 16 bits the definition would not sum gradients over tokens exactly.
     size, dtype = of_lengths(*lengths), torch.float16 if "attention" in op else torch.float32
     assert_near_the_definition(op, in_triton(op, dtype, size), dtype, size)
 
 
 def copied(name: str, order: Order = "forward", seed: int = 0, size: int = 42) -> tuple[Tensor, int]:
-    """Return ``y`` and ``amax`` of a faulty kernel for the input 0, 1, 2 ..."""
+    """Run a faulty kernel on the input 0, 1, 2, ... and return ``y`` and ``amax``."""
     x, amax = torch.arange(float(size)), torch.zeros((), dtype=torch.int32)
     y = torch.empty(size)
     with walked(order, seed):
@@ -148,7 +148,7 @@ def copied(name: str, order: Order = "forward", seed: int = 0, size: int = 42) -
 def test_wrong_accesses_are_noticed(name: str, message: str):
     with pytest.raises(WrongAccessError, match=f"^{name}, .*{message}"):
         copied(name)
-    with pytest.raises(WrongAccessError, match=name):  # whichever program comes first
+    with pytest.raises(WrongAccessError, match=name):  # any program may fail first
         copied(name, "interleaved")
 
 
@@ -158,7 +158,7 @@ def test_memory_that_nobody_wrote_reaches_results(name: str):
 
 
 def test_what_lies_between_a_views_elements_is_not_its_own():
-    """For example the elements of another head."""
+    """The gap may hold, for example, elements of another attention head."""
     x, y = torch.arange(8.0), torch.zeros(8, 2)[:, 0]
     with pytest.raises(WrongAccessError, match="store of element 1 of y, which has 15"):
         faulty_kernels.faultless[(1,)](x, y, torch.zeros(()), 8, BLOCK=8)
@@ -173,6 +173,6 @@ def test_results_that_depend_on_the_order_differ(order: Order):
 
 
 def test_what_only_programs_that_meet_get_wrong():
-    """Programs that run one after another are right in any order; one in five schedules shows the fault."""
+    """Programs that run one after another give the right result. One in five interleaved schedules shows the fault."""
     for order, found in (("shuffled", {41}), ("interleaved", {41, 39})):
         assert {copied("raises_a_maximum_that_has_changed", order, seed)[1] for seed in range(20)} == found

@@ -1,4 +1,4 @@
-"""The measured choice of implementations: it changes nothing else in the run, and drops failures."""
+"""Measured choice of implementations: it has no other effect on the run, and it drops implementations that fail."""
 
 import gc
 import weakref
@@ -30,12 +30,12 @@ def _as_before() -> Iterator[None]:
 
 
 def grown(x: Tensor) -> Tensor:
-    """The definition."""
+    """Definition of the test op."""
     return x * 2
 
 
 class Grown:
-    """Op whose implementations have these names and times, in this order; it records their calls."""
+    """Op with one implementation per entry of ``times``, in that order. It records calls."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, times: dict[str, float]) -> None:
         self.calls: list[str] = []
@@ -68,7 +68,7 @@ class Grown:
         return self._times[self.calls[-1]]
 
     def replayed(self, work: Work) -> Work:
-        """Run ``work`` and pretend to capture it in a CUDA graph."""
+        """Run ``work``, and run it again as if a CUDA graph captured it."""
         work()
         self.capturing = True
         try:
@@ -111,7 +111,7 @@ def test_the_fastest_is_measured_and_taken(monkeypatch: pytest.MonkeyPatch):
 def test_what_cannot_be_captured_is_dropped_and_the_next_is_taken(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, measured: int
 ):
-    """Otherwise capturing the step would fail."""
+    """Otherwise the capture of the training step would fail."""
     op = Grown(monkeypatch, {"first": 1.0, "second": 3.0, "third": 2.0})
     op.not_capturable = {"first"}
     (choice,) = tune([request_for(torch.rand(measured, 8))], op.replayed, op.timed)
@@ -156,7 +156,7 @@ def test_only_a_choice_is_measured(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.parametrize("in_fp8", [False, True])
 def test_casts_between_fp8_products_count_for_what_does_not_make_them(monkeypatch: pytest.MonkeyPatch, in_fp8: bool):
-    """The definitions stand in for Triton's kernels, which make the casts, and for a library's attention."""
+    """The definitions replace Triton's kernels, which produce the casts, and a library's attention, which does not."""
     spent: list[float] = []
 
     def charged(function: Callable[..., Any], seconds: float) -> Callable[..., Any]:

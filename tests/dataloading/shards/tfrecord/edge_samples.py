@@ -12,7 +12,7 @@ COUNT = 80
 
 
 def edge_samples() -> Samples:
-    """The first samples of the made-up text golden/edge.txt."""
+    """Return the first samples of the synthetic text golden/edge.txt."""
     tokenizer = Tokenizer.from_vocab(REPOSITORY / "bert" / "artifacts" / "tiny_cpu" / "vocab.txt", True)
     documents = tokenize_documents(
         read_documents([REPOSITORY / "tests" / "dataloading" / "preparation" / "golden" / "edge.txt"]), tokenizer

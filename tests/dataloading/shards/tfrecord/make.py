@@ -1,9 +1,9 @@
-"""Makes edge_64.tfrecord: samples of made-up text, written and read back by TensorFlow, compared with our reader.
+"""Make edge_64.tfrecord from synthetic text: TensorFlow writes and reads the file, and our reader must agree.
 
     pip install -e .[train] tensorflow-cpu==2.21.0
     python -m tests.dataloading.shards.tfrecord.make
 
-TensorFlow is needed for this alone. The file is the same every time.
+Nothing else needs TensorFlow. The file is reproducible.
 """
 
 from pathlib import Path

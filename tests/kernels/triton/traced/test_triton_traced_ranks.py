@@ -1,4 +1,4 @@
-"""The training step of several ranks without a device: collectives in the same order, and streams that wait."""
+"""The training step of several ranks, traced without a device: the order of collectives, and waits between streams."""
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
@@ -33,7 +33,7 @@ RANKS = 4
 
 @dataclass(frozen=True)
 class Shape:
-    """Shape of four ranks on two hosts."""
+    """Configuration of four ranks on two hosts."""
 
     reduction: str
     tensor: int = 1
@@ -64,8 +64,8 @@ def two_steps(rank: int, shape: Shape, captured: bool = False) -> Timeline:
     with ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
         for op in OPS.values():
             stack.enter_context(op.using("triton" if "triton" in op.implementations else "reference"))
-        patch.setattr(torch, "autocast", lambda *_, **__: nullcontext())  # which "meta" does not have
-        patch.setattr(Statistics, "fetch", lambda _: None)  # the host reads at an evaluation, and after the warm-up
+        patch.setattr(torch, "autocast", lambda *_, **__: nullcontext())  # "meta" has no autocast
+        patch.setattr(Statistics, "fetch", lambda _: None)  # the host reads only at evaluations and after the warm-up
         timeline = stack.enter_context(Timeline(rank).watching(patch))
         batch = inert_batch(SHAPE_BUCKET).to(META)
         with CudaCapturer(torch.device("cuda")) as capturer:
@@ -81,7 +81,7 @@ def two_steps(rank: int, shape: Shape, captured: bool = False) -> Timeline:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_ranks_call_the_same_collectives_and_streams_wait(shape: Shape):
-    """A timeline fails if a stream does not wait for data that it reads or overwrites, or if the host waits."""
+    """The timeline raises if a stream does not wait for data that it reads or overwrites, or if the host waits."""
     timelines = [two_steps(rank, shape) for rank in range(RANKS)]
     require_same_order(timelines)
     require_an_end(timelines)
@@ -94,7 +94,7 @@ def test_ranks_call_the_same_collectives_and_streams_wait(shape: Shape):
     assert len(reduced) >= 20, "beside the backward pass"
     assert (torch.bfloat16 in reduced) == (shape.reduce_dtype == "bf16")
     captured = two_steps(RANKS - 1, shape, captured=True)
-    # The warm-up has made the communicators.
+    # The warm-up has created the communicators.
     made = [each for each in own.collectives if not each.name.startswith("communicator")]
     assert captured.collectives == made[-len(captured.collectives) :]
     assert len(captured.collectives) > 30
@@ -102,7 +102,7 @@ def test_ranks_call_the_same_collectives_and_streams_wait(shape: Shape):
 
 
 def without_arrival(stream: CommunicationStream, work: Callable[[], None], run: Any = CommunicationStream.run) -> Any:
-    """Run work on a stream, and do not wait for it."""
+    """Run work on a stream without waiting for it."""
     run(stream, work)
     return lambda: None
 
@@ -141,7 +141,7 @@ def test_what_does_not_wait_is_noticed(
 
 
 def called(ranks: Sequence[int], calls: Callable[[int], list[tuple[tuple[int, ...], torch.dtype]]]) -> list[Timeline]:
-    """Trace ranks that sum 4 elements in the groups and types that ``calls`` returns."""
+    """Trace ranks that all-reduce 4 elements in the groups and types that ``calls`` returns."""
     timelines = [Timeline(rank) for rank in ranks]
     for timeline in timelines:
         with pytest.MonkeyPatch.context() as patch, timeline.watching(patch):
@@ -164,7 +164,7 @@ def test_ranks_that_call_something_else_are_noticed():
 
 @pytest.mark.parametrize("swapped", [False, True])
 def test_ranks_that_wait_for_one_another_are_noticed(swapped: bool):
-    """A rank calls two groups in another order, though the calls of each group have the same order on all ranks."""
+    """One rank calls two groups in another order. Each group's own calls have the same order on all ranks."""
     calls = [((0, 1), torch.float32), ((0, 1, 2), torch.float32)]
     timelines = called(range(3), lambda rank: calls[::-1] if rank == 1 and swapped else calls)
     require_same_order(timelines)

@@ -1,4 +1,4 @@
-"""The training step of several stages without a device: matching messages, and streams that wait for them."""
+"""The training step of several pipeline stages, traced without a device: matching messages, and waits of streams."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -31,7 +31,7 @@ META = torch.device("meta")
 
 @dataclass(frozen=True)
 class Shape:
-    """Shape of ``copies`` of the model, all on one host."""
+    """Configuration of ``copies`` copies of the model, all on one host."""
 
     pipeline: int
     virtual_stages: int = 1
@@ -60,7 +60,7 @@ SHAPES = [
     Shape(2, tensor=2, copies=2, reduction="sharded_world", micro_batches=2),
 ]
 Fault = Callable[[int, pytest.MonkeyPatch], None]
-"""Change of the library on one rank or on all of them."""
+"""Function that changes the library on one rank or on all ranks."""
 
 
 def step_on(rank: int, shape: Shape) -> TracedStep:
@@ -76,10 +76,10 @@ def step_on(rank: int, shape: Shape) -> TracedStep:
 
 @contextmanager
 def first_step() -> Iterator[None]:
-    """Allow the one read by the host: before its first step a PyTorch schedule asks whether all stages know their shapes."""
+    """Allow one read by the host: a PyTorch schedule's first step asks whether all stages know their shapes."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Tensor, "item", lambda _: 1)
-        # "meta" has no random states to restore.
+        # "meta" has no random state to restore.
         patch.setattr(torch.random, "fork_rng", lambda **_: nullcontext())
         yield
 
@@ -88,7 +88,7 @@ def two_steps(rank: int, shape: Shape, fault: Fault = lambda *_: None) -> Timeli
     with ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
         for op in OPS.values():
             stack.enter_context(op.using("triton" if "triton" in op.implementations else "reference"))
-        patch.setattr(torch, "autocast", lambda *_, **__: nullcontext())  # which "meta" does not have
+        patch.setattr(torch, "autocast", lambda *_, **__: nullcontext())  # "meta" has no autocast
         timeline = stack.enter_context(Timeline(rank).watching(patch))
         fault(rank, patch)
         step, batch = step_on(rank, shape), inert_batch(SHAPE_BUCKET).to(META)
@@ -97,12 +97,12 @@ def two_steps(rank: int, shape: Shape, fault: Fault = lambda *_: None) -> Timeli
                 step([batch] * shape.micro_batches)
             step([batch] * shape.micro_batches)
         except RuntimeError as error:
-            raise error.__cause__ or error from None  # PyTorch's stages have their own around what a pass raises
+            raise error.__cause__ or error from None  # PyTorch's stages wrap errors of a pass in their own error
     return timeline
 
 
 def all_ranks(shape: Shape, fault: Fault = lambda *_: None) -> list[Timeline]:
-    """Trace two steps of each rank, and compare the calls of the ranks."""
+    """Trace two steps of each rank and compare the ranks' calls."""
     timelines = [two_steps(rank, shape, fault) for rank in range(shape.ranks)]
     require_same_order(timelines)
     require_an_end(timelines)
@@ -111,14 +111,14 @@ def all_ranks(shape: Shape, fault: Fault = lambda *_: None) -> list[Timeline]:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_messages_meet_and_streams_wait(shape: Shape):
-    """A timeline fails if a stream does not wait for data that it reads or overwrites, or if the host waits."""
+    """The timeline raises if a stream does not wait for data that it reads or overwrites, or if the host waits."""
     timelines = all_ranks(shape)
     last = shape.pipeline * shape.virtual_stages - 1
-    for timeline in timelines[: shape.pipeline * shape.tensor]:  # of a copy
+    for timeline in timelines[: shape.pipeline * shape.tensor]:  # the ranks of one copy
         messages = Counter(each.group for each in timeline.collectives if each.name.startswith("message"))
         assert all(timeline.rank in ends for ends in messages)
         place = timeline.rank // shape.tensor
-        # Each step sends hidden states, gradients and the word table; the first one also PyTorch's question about shapes.
+        # Each step sends hidden states, gradients and the word table. The first one also exchanges shapes.
         own = range(place, last + 1, shape.pipeline)
         ways = sum((stage > 0) + (stage < last) for stage in own)
         word = 4 if place in (0, shape.pipeline - 1) else 0

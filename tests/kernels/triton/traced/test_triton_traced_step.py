@@ -1,8 +1,8 @@
 """The whole training step on tensors without values, so that reading a value is an error.
 
-Forward, backward, LAMB and statistics through Triton's operators, whose fake functions stand in for the kernels. Device
-"meta", because a PyTorch that is built without CUDA refuses to pretend gradients on it: such tensors have no values either
-and are not the host's, so that numbers which come from the host are seen as well.
+Forward and backward passes, LAMB and statistics run through Triton's operators, whose fake functions replace the kernels.
+The device is "meta", because PyTorch without CUDA cannot fake gradients on a CUDA device. Meta tensors have no values
+either, and they are not on the host, so that transfers of numbers from the host are detected as well.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -42,7 +42,7 @@ OF_THE_STEP = (
 
 
 class Watch(TorchDispatchMode):
-    """Record of operators, and of those whose tensors are on both the host and the device."""
+    """Record of all operators, and of operators that mix tensors of the host and the device."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class Watch(TorchDispatchMode):
 
 
 class TracedStep(TrainingStep):
-    """Step without autocast, which "meta" does not have."""
+    """Training step without autocast, which "meta" does not have."""
 
     def autocast(self) -> Any:
         return nullcontext()
@@ -75,7 +75,7 @@ def config() -> Config:
 def shared_step(
     mesh: Mesh, layers: int, virtual_stages: int = 1, capturer: CudaCapturer | None = None, **training: Any
 ) -> TracedStep:
-    """Return one rank's step of a model on ``mesh``."""
+    """Return the training step of one rank of ``mesh``."""
     recipe = config()
     recipe = replace(
         recipe,
@@ -89,7 +89,7 @@ def shared_step(
 
 @pytest.fixture(autouse=True)
 def no_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyTorch raises if it is asked about autocast for "meta"."""
+    """Report autocast as off, because PyTorch raises if it is asked about autocast on "meta"."""
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda _device=None: False)
 
 
@@ -112,12 +112,12 @@ def meta_step() -> tuple[TrainingStep, Batch]:
 def test_a_step_needs_no_value_on_the_host_and_none_from_it() -> None:
     step, batch = meta_step()
     with triton():
-        step([batch])  # tables that the first call makes
+        step([batch])  # the first call creates tables
         with Watch() as watch:
             step([batch, batch])
     assert len(watch.operators) > 200
     assert sum("lamb_step" in name for name in watch.operators) == 1
-    assert sum("attention" in name for name in watch.operators) >= 8  # two layers, forward and backward, twice
+    assert sum("attention" in name for name in watch.operators) >= 8  # 2 layers x 2 passes x 2 batches
     assert watch.crossings == []
 
 
