@@ -1,1 +1,1 @@
-"""All that knows about ranks: mesh, reduction, tensor and pipeline parallelism, watchdog."""
+"""Everything that depends on ranks: mesh, reduction, tensor and pipeline parallelism, watchdog."""

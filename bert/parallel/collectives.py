@@ -1,4 +1,4 @@
-"""Sums and copies over all ranks. Without other ranks each is a no-op."""
+"""Sums and copies over all ranks. In a run of one rank, each of them does nothing."""
 
 import torch
 import torch.distributed as dist
@@ -15,14 +15,14 @@ def all_reduce_sum_(tensor: Tensor) -> Tensor:
 
 
 def all_reduce_min_(tensor: Tensor) -> Tensor:
-    """Put the smallest of all ranks' values in place of each, and return it."""
+    """Replace each value by its minimum over all ranks, in place, and return the tensor."""
     if dist.is_initialized():
         dist.all_reduce(tensor, dist.ReduceOp.MIN)
     return tensor
 
 
 def all_reduce_max_(tensor: Tensor) -> Tensor:
-    """Put the largest of all ranks' values in place of each, and return it."""
+    """Replace each value by its maximum over all ranks, in place, and return the tensor."""
     if dist.is_initialized():
         dist.all_reduce(tensor, dist.ReduceOp.MAX)
     return tensor
@@ -36,13 +36,13 @@ def broadcast_(tensor: Tensor) -> Tensor:
 
 
 def agreed_integer(value: int, mesh: Mesh) -> int:
-    """Rank 0's ``value``, on every rank. Reads the device: for start-up only."""
+    """Return rank 0's ``value`` on every rank. It reads from the device, so it is for start-up only."""
     return int(broadcast_(torch.tensor([value], dtype=torch.int64, device=mesh.device)).item())
 
 
 def agreed_text(text: str, mesh: Mesh) -> str:
-    """Rank 0's ``text``, on every rank. Reads the device: for start-up only."""
-    # Its length first, then its bytes: broadcast_object_list would unpickle what it receives.
+    """Return rank 0's ``text`` on every rank. It reads from the device, so it is for start-up only."""
+    # Broadcast the length, then the bytes: broadcast_object_list would unpickle what it receives.
     content = text.encode()
     size = agreed_integer(len(content), mesh)
     numbers = list(content) if mesh.is_main else [0] * size
@@ -52,6 +52,6 @@ def agreed_text(text: str, mesh: Mesh) -> str:
 def barrier(group: dist.ProcessGroup | None = None) -> None:
     """Wait for every rank, or for the ranks of a group."""
     if dist.is_initialized():
-        # NCCL's barrier is a sum on a device; PyTorch warns if it has to guess which device.
+        # NCCL's barrier is a sum on a device, and PyTorch warns if it has to guess the device.
         devices = [torch.cuda.current_device()] if dist.get_backend() == "nccl" else None
         dist.barrier(group, device_ids=devices)

@@ -1,6 +1,7 @@
-"""Launch environment: this process's rank among the others, before it has joined them.
+"""Launch environment: this process's rank and the number of ranks, before it has joined the others.
 
-Needs no PyTorch, so that a command line is understood, or an error told with its rank, before that is imported.
+This module does not import PyTorch, so that a command line can be parsed, or an error reported with its rank, before PyTorch
+is imported.
 """
 
 import os
@@ -13,7 +14,7 @@ from console.processes import run
 
 @dataclass(frozen=True)
 class Launch:
-    """Ranks and sizes that the launcher states in the environment. ``local_size`` is 0 where it states none."""
+    """Ranks and sizes that the launcher states in the environment. ``local_size`` is 0 if the launcher does not state it."""
 
     rank: int = 0
     world_size: int = 1
@@ -24,10 +25,10 @@ class Launch:
 
     @classmethod
     def from_environment(cls) -> "Launch":
-        """Read torchrun's variables, else mpirun's (Open MPI), else those of an srun step, else be alone.
+        """Read the variables of torchrun, else mpirun (Open MPI), else an srun step; without any, return a single process.
 
         torchrun comes first because mpirun and srun may have started it, and mpirun before srun for the same reason. Raises
-        ``ValueError`` when a variable is no whole number or the rank lies outside the world.
+        ``ValueError`` if a variable is not an integer or the rank is outside the world.
         """
         _parent()
         launch = cls._read()
@@ -40,16 +41,16 @@ class Launch:
 
     @classmethod
     def _read(cls) -> "Launch":
-        # One of them will do: half of what a launcher states is refused, and not taken for no launcher.
+        # A single variable is enough: an incomplete environment raises an error and does not count as having no launcher.
         if "RANK" in os.environ or "WORLD_SIZE" in os.environ:
             names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
         elif "OMPI_COMM_WORLD_RANK" in os.environ:
             names = tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
         elif "SLURM_STEP_ID" in os.environ and "SLURM_PROCID" in os.environ:
-            # A batch script has a SLURM_PROCID too, but is no step.
+            # A batch script also has a SLURM_PROCID, but is not a step.
             tasks, nodes = _environment("SLURM_NTASKS", 1), _environment("SLURM_NNODES", 1)
             rank, local_rank = _environment("SLURM_PROCID", 0), _environment("SLURM_LOCALID", 0)
-            # Where tasks are uneven, their mean is no size of a host.
+            # If hosts have different numbers of tasks, the mean is not the size of any host.
             local_size = tasks // nodes if nodes > 0 and tasks % nodes == 0 else 0
             return cls(rank, tasks, local_rank, local_size, "SLURM_PROCID", "SLURM_NTASKS")
         else:
@@ -61,9 +62,9 @@ class Launch:
 
 
 def lost_launcher() -> str:
-    """Return a sentence if the launcher of this process is gone; "" while it is there, or if there is none.
+    """Return a sentence if the launcher of this process has ended, or "" if it is running or there is none.
 
-    Only launchers that stay count: a shell may end before a process that it has started in the background.
+    Only launchers that outlive their processes count: a shell may end before a process that it started in the background.
     """
     launched = any(name in os.environ for name in ("TORCHELASTIC_RUN_ID", "OMPI_COMM_WORLD_RANK", "SLURM_STEP_ID"))
     if not launched or os.getppid() == _parent():
@@ -72,7 +73,7 @@ def lost_launcher() -> str:
 
 
 def host_of(rank: int, launch: Launch) -> str:
-    """Say on which host a rank was to start: by Slurm's list of nodes, otherwise by its number; "" if unknown."""
+    """Return words for the host where a rank was to start: its name by Slurm's node list, or its number; "" if unknown."""
     if not launch.local_size:
         return ""
     node = rank // launch.local_size
@@ -83,8 +84,8 @@ def host_of(rank: int, launch: Launch) -> str:
 
 
 def scontrol_show(entity: str, names: str) -> list[str]:
-    """Return the lines that ``scontrol show`` prints about nodes; none without Slurm, or if these are not host names."""
-    # The names become arguments of a program: only host lists may, and no options.
+    """Return the lines that ``scontrol show`` prints about nodes; [] without Slurm, or if these are not host names."""
+    # The names become arguments of a program, so only host lists are allowed, and no options.
     if not re.fullmatch(r"[\w.,\[\]-]{1,65536}", names, re.ASCII) or names.startswith("-"):
         return []
     return run(["scontrol", "show", entity, names], timeout_s=5).answer.splitlines()
@@ -98,7 +99,7 @@ def _parent() -> int:
 def restarts() -> int:
     """Return how often torchrun's agent has restarted its processes, or Slurm the job.
 
-    An agent that restarts because another agent does so has not counted that.
+    An agent that restarts because another agent does so does not count that restart.
     """
     return _environment("TORCHELASTIC_RESTART_COUNT", 0) or _environment("SLURM_RESTART_COUNT", 0)
 
@@ -109,13 +110,13 @@ def may_start_again() -> bool:
 
 
 def job() -> str:
-    """Return the name that torchrun's agents meet under (``--rdzv-id``), equal after every restart; "" if there is none."""
+    """Return the name under which torchrun's agents meet (``--rdzv-id``), the same after restarts, or "" without one."""
     name = os.environ.get("TORCHELASTIC_RUN_ID", "")
-    return "" if name == "none" else name[:256]  # torchrun says "none" where no --rdzv-id was given
+    return "" if name == "none" else name[:256]  # torchrun sets "none" if no --rdzv-id was given
 
 
 def _environment(name: str, default: int) -> int:
     text = os.environ.get(name, str(default))
-    if not re.fullmatch("-?[0-9]{1,9}", text):  # int() reads digits of other scripts, and has errors of its own
+    if not re.fullmatch("-?[0-9]{1,9}", text):  # int() also accepts digits of other scripts
         raise ValueError(f"{name}={text!r} in the environment: expected a whole number")
     return int(text)

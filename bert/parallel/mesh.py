@@ -1,11 +1,11 @@
-"""Place of this process among the ranks: its host, the neighbours there, and the ranks that share its copy of the model.
+"""Place of this process among the ranks: its host, the neighbors there, and the ranks that share its copy of the model.
 
 The launcher's environment gives rank and world size; ``bert.parallel.rendezvous`` finds out which ranks share a host.
 
-Ranks are dealt host by host: first the shards of a stage, which exchange the most and stay on a host, then the stages of a
-copy, neighbours on a host or on the next one, then the copies. A host holds whole copies, or a copy whole hosts; so the
-ranks of a data group have the same local rank whenever there is one of them a host. PyTorch's DeviceMesh cannot describe
-that: it assumes that neighbouring ranks share a host.
+Ranks are assigned host by host: first the shards of a stage, which exchange the most data and stay on one host, then the
+stages of a copy, on the same host or the next one, and then the copies. A host holds whole copies, or a copy takes whole
+hosts, so the ranks of a data group have the same local rank if each is on a host of its own. PyTorch's DeviceMesh cannot
+describe that: it assumes that neighboring ranks share a host.
 """
 
 import math
@@ -25,118 +25,118 @@ from bert.parallel.rendezvous import group_by_host, join_group
 from console.text import counted
 from kernels.precision import set_product_precision
 
-# Longer than training.fault_seconds by default: the watchdog ends a run first, and says whose fault it is.
+# Longer than the default of training.fault_seconds, so that the watchdog ends a run first and names the rank to blame.
 TIMEOUT = timedelta(minutes=10)
-"""After this long in one collective, or in waiting for all ranks to join, a rank gives up."""
+"""A rank gives up after waiting this long in one collective, or for all ranks to join."""
 
 
 @dataclass(frozen=True)
 class Mesh:
     """This process's place in the run: a grid of nodes by ranks of a node.
 
-    ``tensor`` neighbours on a node share a stage of the model, ``pipeline`` such groups a copy of it, whose ranks get the
-    same micro-batches. Ranks with the same place in their copies have the same shards of the same layers, and add up
-    gradients: a data group, which does not leave its rail.
+    ``tensor`` neighboring ranks on a node share a stage of the model. ``pipeline`` such groups share a copy of the model,
+    and all ranks of a copy get the same micro-batches. Ranks with the same position in their copies have the same shards
+    of the same layers and sum their gradients. They form a data group, which does not leave its rail.
     """
 
     rank: int
     world_size: int
     local_rank: int
-    """Of the process on its host, as the launcher numbers it: the device to use."""
+    """Number of the process on its host, as given by the launcher, and of the device that it uses."""
     device: torch.device
     nodes: tuple[tuple[int, ...], ...] = ()
-    """The ranks of each host, by local rank; ``()`` stands for one host. Neighbours need not have neighbouring ranks."""
+    """Ranks of each host, by local rank; ``()`` stands for one host. Neighboring processes may have any ranks."""
     tensor: int = 1
-    """Ranks that share a stage of the model, or the whole where there is one stage."""
+    """Number of ranks that share a stage of the model, or the whole model if there is one stage."""
     pipeline: int = 1
-    """Groups of such ranks that a copy of the model is divided among, layer by layer."""
+    """Number of such groups that share a copy of the model, divided by layers."""
     hosts: tuple[str, ...] = ()
-    """The name of every rank's host, by rank."""
+    """Host name of every rank, by rank."""
 
     @property
     def is_main(self) -> bool:
-        """Tell whether this is the process that logs."""
+        """Tell whether this is rank 0, the process that logs."""
         return self.rank == 0
 
     @cached_property
     def node_ranks(self) -> tuple[int, ...]:
-        """The ranks on this host, by local rank."""
+        """Ranks on this host, by local rank."""
         return next((ranks for ranks in self.nodes if self.rank in ranks), tuple(range(self.world_size)))
 
     @cached_property
     def rail_ranks(self) -> tuple[int, ...]:
-        """The ranks with this one's place on their hosts and in their copies, ascending: they share a path, a rail."""
+        """Ranks with this rank's position on their hosts and in their copies, ascending. They share a rail."""
         place = self.node_ranks.index(self.rank)
         data = set(self.data_ranks)
-        # Sorted, as PyTorch 2.11 makes no group in another order. None matters here: only all-reduces go along a rail.
+        # Sorted, because PyTorch 2.11 only creates ascending groups. The order does not matter for all-reduces along a rail.
         return tuple(sorted(ranks[place] for ranks in self.nodes if ranks[place] in data)) or (self.rank,)
 
     @cached_property
     def copies(self) -> tuple[tuple[int, ...], ...]:
-        """The ranks of each copy of the model, stage after stage; copies by their lowest rank."""
+        """Ranks of each copy of the model, stage after stage; copies are ordered by their lowest rank."""
         ranks = [rank for node in self.nodes for rank in node] or list(range(self.world_size))
         size = self.tensor * self.pipeline
         return tuple(sorted((tuple(ranks[start : start + size]) for start in range(0, len(ranks), size)), key=min))
 
     @property
     def data_size(self) -> int:
-        """Copies of the model: as many micro-batches are computed at a time, or begun where a copy has several stages."""
+        """Number of copies of the model, and so of micro-batches that are computed, or started in a pipeline, at a time."""
         return len(self.copies)
 
     @cached_property
     def data_rank(self) -> int:
-        """The number of this rank's copy: which micro-batches it gets."""
+        """Number of this rank's copy, which determines its micro-batches."""
         return next(copy for copy, ranks in enumerate(self.copies) if self.rank in ranks)
 
     @cached_property
     def copy_rank(self) -> int:
-        """The number of this rank in its copy."""
+        """Number of this rank in its copy."""
         return self.copies[self.data_rank].index(self.rank)
 
     @property
     def tensor_ranks(self) -> tuple[int, ...]:
-        """The ranks that share this one's stage of its copy."""
+        """Ranks that share this rank's stage of its copy."""
         start = self.pipeline_rank * self.tensor
         return self.copies[self.data_rank][start : start + self.tensor]
 
     @property
     def tensor_rank(self) -> int:
-        """The number of this rank's shard of its stage."""
+        """Number of this rank's shard of its stage."""
         return self.copy_rank % self.tensor
 
     @property
     def pipeline_ranks(self) -> tuple[int, ...]:
-        """The ranks that have this one's shard of each stage of its copy."""
+        """Ranks that have this rank's shard of each stage of its copy."""
         return self.copies[self.data_rank][self.tensor_rank :: self.tensor]
 
     @property
     def pipeline_rank(self) -> int:
-        """The number of this rank among ``pipeline_ranks``: what it has of the layers."""
+        """Number of this rank among ``pipeline_ranks``, which determines its layers."""
         return self.copy_rank // self.tensor
 
     @property
     def counts_losses(self) -> bool:
-        """Tell whether this is the rank of its copy that counts losses, tokens and predictions, which its last stage has."""
+        """Tell whether this rank counts losses, tokens and predictions for its copy; it is a rank of the last stage."""
         return self.tensor_rank == 0 and self.pipeline_rank == self.pipeline - 1
 
     @property
     def data_ranks(self) -> tuple[int, ...]:
-        """The ranks that have this one's shard, by copy."""
+        """Ranks that have this rank's shard, by copy."""
         return tuple(ranks[self.copy_rank] for ranks in self.copies)
 
     @property
     def node_data_ranks(self) -> tuple[int, ...]:
-        """The ranks of ``data_ranks`` on this host, by local rank."""
+        """Ranks of ``data_ranks`` on this host, by local rank."""
         data = set(self.data_ranks)
         return tuple(rank for rank in self.node_ranks if rank in data)
 
     @property
     def dropout_stream(self) -> int:
-        """The number of this rank among those that drop other elements, which stages of a copy do by their layers."""
+        """Number of this rank's dropout stream. The stages of a copy share one, because their layers already differ."""
         return self.data_rank * self.tensor + self.tensor_rank if self.pipeline > 1 else self.rank
 
     def stages(self) -> list[int]:
-        """The place of every rank in its pipeline, by rank."""
+        """Number of every rank's place in its pipeline, by rank."""
         found = [0] * self.world_size
         for ranks in self.copies:
             for number, rank in enumerate(ranks):
@@ -144,7 +144,7 @@ class Mesh:
         return found
 
     def places(self) -> list[str]:
-        """Say of every rank, by rank, which place it has in the grid; "" where each has a whole copy of the model."""
+        """Describe every rank's place in the grid, by rank; "" if each rank has a whole copy of the model."""
         said = [""] * self.world_size
         if self.tensor * self.pipeline > 1:
             for copy, ranks in enumerate(self.copies):
@@ -154,7 +154,7 @@ class Mesh:
         return said
 
     def __str__(self) -> str:
-        """Name the shape as a log does."""
+        """Describe the shape for logs."""
         pipeline = f" x pipeline {self.pipeline}" if self.pipeline > 1 else ""
         return f"data {self.data_size}{pipeline} x tensor {self.tensor}"
 
@@ -165,18 +165,17 @@ def join_mesh(
     parallel: ParallelConfig | None = None,
     arrival: timedelta | None = None,
 ) -> Mesh:
-    """Join the run that the launcher describes in the environment, or make a run of a single process without one.
+    """Join the run that the launcher describes in the environment, or create a run of one process if there is no launcher.
 
-    GPUs communicate by NCCL, CPUs by gloo; ranks share copies of the model as ``parallel`` says. From here on matrix
-    products are as precise as training asks (``set_product_precision``). ``arrival`` limits the wait for all ranks, by
-    default like ``timeout``. Raises ``ValueError`` when the environment, the
-    device, the hosts or the shape do not fit.
+    GPUs communicate by NCCL, CPUs by gloo; ranks share copies of the model according to ``parallel``. From here on, matrix
+    products have the precision that training needs (``set_product_precision``). ``arrival`` limits the wait for all ranks
+    and defaults to ``timeout``. Raises ``ValueError`` if the environment, the device, the hosts or the shape do not fit.
     """
     launch = Launch.from_environment()
     set_product_precision()
     if device == "cuda":
         require_gpus(launch.local_rank + 1)
-        torch.cuda.set_device(launch.local_rank)  # NCCL takes the current device
+        torch.cuda.set_device(launch.local_rank)  # NCCL uses the current device
     place = torch.device(device, launch.local_rank) if device == "cuda" else torch.device(device)
     nodes: tuple[tuple[int, ...], ...] = ()
     hosts: tuple[str, ...] = (socket.gethostname(),)
@@ -184,7 +183,7 @@ def join_mesh(
         identities = join_group(launch, place, timeout, arrival or timeout)
         nodes = group_by_host(identities, one_launcher=device == "cuda")
         hosts = tuple(identity.host for identity in identities)
-    a_host = len(nodes[0]) if nodes else 1  # all hosts have as many, says group_by_host
+    a_host = len(nodes[0]) if nodes else 1  # group_by_host ensures that all hosts have as many
     parallel = parallel or ParallelConfig()
     require_whole_copies(parallel, launch.world_size // a_host, a_host)
     return Mesh(
@@ -200,7 +199,7 @@ def join_mesh(
 
 
 def require_gpus(processes: int) -> None:
-    """Raise ``ValueError`` unless PyTorch sees a GPU here for each of so many processes."""
+    """Raise ``ValueError`` unless PyTorch sees a GPU on this host for each of ``processes``."""
     if not torch.cuda.is_available():
         raise ValueError(
             "training.device is cuda, but PyTorch sees no GPU here: set training.device to cpu, or start the run where "
@@ -214,7 +213,7 @@ def require_gpus(processes: int) -> None:
 
 
 def are_whole_copies(parallel: ParallelConfig, hosts: int, a_host: int) -> bool:
-    """Tell whether ``hosts`` of so many ranks hold whole copies of the model, or copies take whole hosts.
+    """Tell whether hosts with ``a_host`` ranks each hold whole copies of the model, or copies take whole hosts.
 
     Otherwise a data group would leave its rail.
     """
@@ -227,7 +226,7 @@ def are_whole_copies(parallel: ParallelConfig, hosts: int, a_host: int) -> bool:
 
 
 def require_whole_copies(parallel: ParallelConfig, hosts: int, a_host: int) -> None:
-    """Raise ``ValueError``, with sizes that fit, unless ``are_whole_copies``."""
+    """Raise ``ValueError``, suggesting sizes that fit, unless ``are_whole_copies``."""
     if are_whole_copies(parallel, hosts, a_host):
         return
     ranks = f"{counted(hosts, 'host')} of {counted(a_host, 'rank')}"
@@ -248,17 +247,17 @@ def require_whole_copies(parallel: ParallelConfig, hosts: int, a_host: int) -> N
 
 
 def process_group(ranks: Sequence[int], *, in_network: bool = False) -> dist.ProcessGroup | None:
-    """Create a group in this order; None for a rank alone. Every rank of it must call it at the same time.
+    """Create a group of ranks in this order; None for a single rank. Every member must call it at the same time.
 
     Args:
         in_network: Ask NCCL to let switches add what the ranks send (CollNet, SHARP).
 
     Raises:
-        ValueError: this PyTorch cannot ask NCCL for it.
+        ValueError: this PyTorch cannot ask NCCL for in-network sums.
     """
     if len(ranks) == 1:
         return None
-    # PyTorch 2.11 has no sort_ranks, and does not need it when ranks ascend.
+    # PyTorch 2.11 has no sort_ranks, and ascending ranks do not need it.
     order: dict[str, Any] = {} if list(ranks) == sorted(ranks) else {"sort_ranks": False}
     # use_local_synchronization: otherwise every rank of the run would have to create every group, in the same order.
     options = _in_network_options() if in_network else None

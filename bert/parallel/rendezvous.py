@@ -1,8 +1,8 @@
 """Rendezvous of a run's processes: the store, the attempt that they belong to, and the hosts that they are on.
 
-torchrun's store outlives the processes that it restarts, so keys of earlier attempts must be hidden. Its restart count does
-not identify the attempt: an agent counts the restarts of its own failed processes, and not those that it makes because
-another agent restarts.
+torchrun's store outlives the processes that torchrun restarts, so keys of earlier attempts must be hidden. torchrun's
+restart count does not identify the attempt: an agent counts only restarts after failures of its own processes, and not the
+restarts that it makes because another agent restarts.
 """
 
 import os
@@ -28,12 +28,12 @@ from bert.parallel.single import all_gather_single
 _LONGEST_PAUSE_S = 1.0
 _IDENTITY_BYTES = 256
 _DESCRIPTORS = 1024
-"""File descriptors for everything but connections between ranks: files, pipes, libraries, devices, strangers."""
+"""File descriptors for everything except connections between ranks: files, pipes, libraries, devices, strangers."""
 
 
 @dataclass(frozen=True)
 class Identity:
-    """Host of a rank: its name and the kernel's boot id, since names such as localhost may repeat."""
+    """Host of a rank: its name, and the kernel's boot id because names such as localhost may repeat."""
 
     host: str
     boot: str
@@ -42,9 +42,9 @@ class Identity:
 
 
 def join_group(launch: Launch, device: torch.device, timeout: timedelta, arrival: timedelta) -> list[Identity]:
-    """Meet the other ranks and create the default process group; returns every rank's identity, by rank.
+    """Meet the other ranks and create the default process group; return every rank's identity, by rank.
 
-    Raises ``ValueError`` when the environment is incomplete or not all ranks come within ``arrival``.
+    Raises ``ValueError`` if the environment is incomplete or not all ranks arrive within ``arrival``.
     """
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         if name not in os.environ:
@@ -56,14 +56,14 @@ def join_group(launch: Launch, device: torch.device, timeout: timedelta, arrival
         require_free_port()
     allow_descriptors(launch)
     if os.environ["MASTER_ADDR"] in ("127.0.0.1", "localhost"):
-        # All ranks are on this host. By default gloo listens on the address of the host's name, where anybody connects.
+        # All ranks are on this host. By default gloo listens on the host name's address, where anybody can connect.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     on_gpu = device.type == "cuda"
     if on_gpu and launch.local_size != launch.world_size:
-        # Between hosts, captured collectives on registered buffers can go wrong (NVIDIA/nccl #2389).
+        # Between hosts, captured collectives on registered buffers can give wrong results (NVIDIA/nccl #2389).
         os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
     rank, world_size = launch.rank, launch.world_size
-    # init_process_group would create a store by itself, but the attempt is agreed on before there is a group.
+    # init_process_group would create its own store, but the ranks agree on the attempt before there is a group.
     with explained_store_errors():
         store = _open_store(launch, arrival)
         attempt = agree_on_attempt(store, launch, arrival.total_seconds())
@@ -74,7 +74,7 @@ def join_group(launch: Launch, device: torch.device, timeout: timedelta, arrival
 
 
 def _open_store(launch: Launch, timeout: timedelta) -> Store:
-    """Open the store where ranks meet: the store of torchrun's agent, otherwise one that rank 0 serves."""
+    """Open the store where ranks meet: the store of torchrun's agent if there is one, else a store that rank 0 serves."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return next(rendezvous("env://", launch.rank, launch.world_size, timeout=timeout))[0]
     address, port = os.environ["MASTER_ADDR"], master_port()
@@ -84,23 +84,23 @@ def _open_store(launch: Launch, timeout: timedelta) -> Store:
             return True
         return False
 
-    # PyTorch's client would print stacks while rank 0 is not there.
+    # PyTorch's client would print stack traces until rank 0 is there.
     if launch.rank and not _in_time(answers, timeout.total_seconds()):
         raise ValueError(
             f"rank 0 does not answer at {address}:{port} within {timeout.total_seconds():.0f} s: see whether it was started "
             "there, and whether this host can reach it"
         )
-    # PyTorch's rendezvous would wait for all ranks here and would not say which ones are missing.
+    # PyTorch's rendezvous would wait here for all ranks and would not say which ones are missing.
     return TCPStore(address, port, None, launch.rank == 0, timeout, wait_for_workers=False, multi_tenant=True)
 
 
 @contextmanager
 def explained_store_errors() -> Iterator[None]:
-    """Explain errors of PyTorch's store, which anyone who reaches its port can cause, by a ``ValueError``."""
+    """Raise a ``ValueError`` that explains errors of PyTorch's store. Anyone who reaches its port can cause them."""
     try:
         yield
     except (RuntimeError, ValueError, IndexError) as error:
-        # For a number that a stranger has overwritten, C++ only names the function that could not parse it.
+        # If a stranger has overwritten a number, the C++ error only names the function that could not parse it.
         reason = str(error).partition("\n")[0]
         if isinstance(error, ValueError) and not re.fullmatch("sto[a-z]+", reason):
             raise
@@ -112,25 +112,25 @@ def explained_store_errors() -> Iterator[None]:
 
 
 def agree_on_attempt(store: Store, launch: Launch, seconds: float) -> str:
-    """Return a name that exactly the processes of this attempt get.
+    """Return a name for this attempt, which exactly its processes get.
 
-    Rank 0 makes it up and the other ranks answer to it. They take it once rank 0 has heard all of them, but not if that was
-    before they answered. Raises ``ValueError`` after ``seconds``; on rank 0 it names the missing ranks.
+    Rank 0 creates the name and the other ranks reply to it. They accept it after rank 0 has received all replies, but not
+    if that happened before they replied. Raises ``ValueError`` after ``seconds``; on rank 0 it names the missing ranks.
     """
     if launch.rank:
         return _follow(store, launch.rank, seconds)
-    # Random, as no number is counted alike on all hosts, and as the store still has the names of earlier attempts.
+    # Random, because hosts count restarts differently and the store still has the names of earlier attempts.
     name = os.urandom(8).hex()
     store.set("attempt", name)
     missing = [f"{name}/{other}" for other in range(1, launch.world_size)]
 
     def heard() -> bool:
-        while missing and store.check([missing[-1]]):  # one key a request, and none again that has been seen
+        while missing and store.check([missing[-1]]):  # one key per request, until it exists
             missing.pop()
         return not missing
 
     if not _in_time(heard, seconds):
-        # The list still contains ranks behind the last absent one that have come.
+        # The list may still contain ranks that have arrived, if they come before a missing rank.
         absent = [int(key.partition("/")[2]) for key in missing if not store.check([key])]
         ranks = ", ".join(f"rank {rank}{host_of(rank, launch)}" for rank in absent[:8])
         raise ValueError(
@@ -151,7 +151,7 @@ def _follow(store: Store, rank: int, seconds: float) -> str:
             return False
         name = store.get("attempt").decode()
         if store.check([f"{name}/complete"]):
-            # An attempt that was complete before this process answered is an earlier one: a new name will follow.
+            # An attempt that was complete before this process replied is an earlier one: a new name will follow.
             return name in answered
         if name not in answered:
             store.set(f"{name}/{rank}", "")
@@ -164,9 +164,9 @@ def _follow(store: Store, rank: int, seconds: float) -> str:
 
 
 def _in_time(condition: Callable[[], bool], seconds: float) -> bool:
-    """Poll until the condition holds or the time is over: a signal does not end a wait inside the store.
+    """Poll until the condition holds or the time is over, because a signal does not end a wait inside the store.
 
-    Raises ``ValueError`` when the launcher of this process is gone.
+    Raises ``ValueError`` if the launcher of this process has ended.
     """
     deadline, pause = time.monotonic() + seconds, 0.01
     while not condition():
@@ -175,15 +175,15 @@ def _in_time(condition: Callable[[], bool], seconds: float) -> bool:
         if lost := lost_launcher():
             raise ValueError(lost)
         time.sleep(pause)
-        # Less and less often, as thousands of ranks may ask the one store.
+        # Less and less often, because thousands of ranks may poll the same store.
         pause = min(1.5 * pause, _LONGEST_PAUSE_S)
     return True
 
 
 def allow_descriptors(launch: Launch) -> None:
-    """Raise this process's limit of open files to the number of connections that it may have.
+    """Raise this process's limit of open files to the number of connections that it may need.
 
-    Rank 0 has all ranks at PyTorch's store and at the watchdog, and under gloo every rank is connected to all others.
+    PyTorch's store and the watchdog connect rank 0 to all ranks. With gloo, every rank is connected to all other ranks.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = 3 * launch.world_size + _DESCRIPTORS
@@ -214,18 +214,18 @@ def _all_identities(launch: Launch, device: torch.device) -> list[Identity]:
 
 
 def group_by_host(identities: Sequence[Identity], one_launcher: bool = True) -> tuple[tuple[int, ...], ...]:
-    """Return the ranks of each host in ascending order, hosts by their lowest rank.
+    """Return the ranks of each host in ascending order; hosts are ordered by their lowest rank.
 
-    Raises ``ValueError`` when hosts hold different numbers of ranks, when a launcher announces more ranks a host than share
-    it, and when a host's local ranks do not ascend with its ranks. With ``one_launcher`` equal local ranks, which would use
-    one device, are refused too.
+    Raises ``ValueError`` if hosts have different numbers of ranks, if a launcher announces more ranks per host than share
+    it, or if a host's local ranks do not ascend with its ranks. With ``one_launcher``, equal local ranks are an error too,
+    because they would use the same device.
     """
     hosts: dict[tuple[str, str], list[int]] = {}
     for rank, identity in enumerate(identities):
         hosts.setdefault((identity.host, identity.boot), []).append(rank)
     for (host, _), ranks in hosts.items():
         local_ranks = [identities[rank].local_rank for rank in ranks]
-        # Containers may have host names of their own: ranks that share a host would then count as several hosts.
+        # Containers may have their own host names, so ranks that share a host would count as several hosts.
         announced = max(identities[rank].local_size for rank in ranks)
         if len(ranks) < announced:
             raise ValueError(
@@ -236,13 +236,13 @@ def group_by_host(identities: Sequence[Identity], one_launcher: bool = True) -> 
             raise ValueError(
                 f"host {host} runs ranks {_listed(ranks)} with local ranks {_listed(local_ranks)}: start one launcher a host"
             )
-        # A rank's place on its host must be that of its rail, and groups are made in ascending order.
+        # A rank's position on its host must be its position in the rail, and groups are created in ascending order.
         if local_ranks != sorted(local_ranks):
             raise ValueError(
                 f"host {host} runs ranks {_listed(ranks)} with local ranks {_listed(local_ranks)}: number each host's ranks "
                 "in the order of its local ranks"
             )
-    # Rails and shards go by the place on a host, and need as many places on each.
+    # Rails and shards depend on the position on a host, and need equally many positions on each host.
     if len({len(ranks) for ranks in hosts.values()}) > 1:
         counts = ", ".join(f"{host} {len(ranks)}" for (host, _), ranks in list(hosts.items())[:16])
         raise ValueError(f"hosts with different numbers of ranks ({counts}): start the same number on every host")

@@ -1,4 +1,4 @@
-"""Collectives on one tensor, under the names that PyTorch gave them in 2.13 and that older releases do not have."""
+"""Collectives on one tensor, under the names that PyTorch 2.13 introduced and older releases do not have."""
 
 import torch.distributed as dist
 

@@ -1,4 +1,4 @@
-"""Conversion between each rank's flat vectors and whole vectors of a model that ranks share."""
+"""Conversion between each rank's flat vectors and flat vectors of the whole model, if ranks share a copy of the model."""
 
 import math
 from collections.abc import Iterator
@@ -37,11 +37,11 @@ class WholeVectors:
         self._own = {name: flat.places[parameter] for name, parameter in model.named_parameters()}
         self._places = self._own
         self.size = len(flat.weights_P)
-        """Elements of a whole vector."""
+        """Number of elements in a whole vector."""
         if tensor is None and pipeline is None:
             return
         self._shapes = parameter_shapes(model.config)
-        # Without the padding of flat vectors, which only optimizers need.
+        # Without the flat vectors' padding, which only optimizers need.
         self._places, self.size = {}, 0
         for name, shape in self._shapes.items():
             self._places[name] = slice(self.size, self.size + math.prod(shape))
@@ -53,7 +53,7 @@ class WholeVectors:
         return sum(map(math.prod, self._shapes.values()))
 
     def parts(self, whole: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Yield the name of each parameter, and a view of its part of a whole vector in its shape."""
+        """Yield each parameter's name and a view of its part of a whole vector, in the parameter's shape."""
         for name, part in self._places.items():
             yield name, whole[part].view(self._shapes[name])
 
@@ -61,7 +61,7 @@ class WholeVectors:
         """Gather a whole vector from the ranks of a copy. Every rank must call it at the same time."""
         if self._tensor is None and self._pipeline is None:
             return vector_P
-        # First each rank of a stage gathers the stage's shards; then each stage goes to the other stages.
+        # First each rank of a stage gathers the stage's shards; then each stage is broadcast to the other stages.
         shards_RP = vector_P[None]
         if self._tensor is not None:
             group = self._tensor.group
@@ -74,7 +74,7 @@ class WholeVectors:
                 # An undivided parameter is equal on all ranks of the group.
                 part.copy_(shards_RP[0, own].view_as(part) if split is None else split.whole(shards_RP[:, own]))
         if self._pipeline is not None:
-            for rank in range(self._pipeline.size):  # all ranks in the same order, or broadcasts would not meet
+            for rank in range(self._pipeline.size):  # in the same order on all ranks, so that the broadcasts match
                 self._bring(whole, rank, self._pipeline)
         return whole
 
@@ -101,7 +101,7 @@ class WholeVectors:
 
     def _bring(self, whole: Tensor, rank: int, pipeline: "PipelineModel") -> None:
         parts = [part.flatten() for name, part in self.parts(whole) if pipeline.owners[name] == rank]
-        # Parts are views of the whole vector: copying into them fills it.
+        # The parts are views of the whole vector, so copying into them fills it.
         message = torch.cat(parts)
         dist.broadcast(message, group=pipeline.group, group_src=rank)
         for part, brought in zip(parts, message.split([len(part) for part in parts]), strict=True):

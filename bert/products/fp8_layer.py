@@ -185,7 +185,7 @@ class _ProjectionNorm(torch.autograd.Function):
         product_TD = fp8.product(quantized_TD, dtype)
         outputs, kept = norm.forward(ctx, product_TD, bias_D, residual_TD, norm_weight_D, norm_bias_D)
         ctx.fp8, ctx.norm, ctx.dtype = fp8, norm, context_TD.dtype
-        ctx.save_for_backward(*kept, context_DT, fp8.weight_KN)  # the last for autograd's check
+        ctx.save_for_backward(*kept, context_DT, fp8.weight_KN)  # the last tensor is for autograd's check
         return outputs
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Choice of the way in which this run sums its gradients: as set, or the fastest one here."""
+"""Choice of this run's reduction strategy: the configured one, or the fastest one here."""
 
 import math
 import time
@@ -28,10 +28,10 @@ class ReductionChoice:
 
 
 def choose(config: TrainingConfig, flat: FlatParameters, communicators: Communicators) -> ReductionChoice:
-    """Choose how this run reduces, the same on all ranks. For start-up only: measuring zeroes the gradients.
+    """Choose this run's reduction strategy, the same on all ranks. For start-up only: measuring zeroes the gradients.
 
     ``auto`` measures flat and hierarchical if they differ here. It never chooses the sharded strategies, which save memory:
-    timing the sums alone says too little about them.
+    the time of their sums alone says too little about them.
     """
     if communicators.world is None:
         return ReductionChoice("flat", "one rank")
@@ -50,13 +50,13 @@ def measured_choice(
     reduce_dtype: ReduceDtype = "fp32",
     bucket_bytes: int = TrainingConfig.bucket_bytes,
 ) -> ReductionChoice:
-    """Measure the fastest way to reduce a gradient of this size; the same on all ranks. It zeroes gradients.
+    """Measure the fastest strategy for a gradient of this size, the same on all ranks. Measuring zeroes the gradients.
 
-    A round takes as long as on the slowest rank. Each strategy counts with its best round, since the first round opens
+    A round's time is that of the slowest rank. Each strategy is judged by its best round, because the first round opens
     connections. No round begins after ``_ENOUGH_S``.
     """
     reductions = [Reduction(flat, communicators, each, reduce_dtype, bucket_bytes) for each in strategies]
-    # The same memory is summed again and again: anything but zeros would grow from round to round.
+    # The same memory is summed again and again, so any values but zeros would grow from round to round.
     flat.gradients_N.zero_()
     device = flat.gradients_N.device
     best, spent = [math.inf] * len(strategies), 0.0
@@ -64,7 +64,7 @@ def measured_choice(
         times = torch.zeros(len(strategies), dtype=torch.float64, device=device)
         # Rounds alternate between strategies, so that a disturbance on the machine slows all of them.
         for place, reduction in enumerate(reductions):
-            barrier(communicators.world)  # late ranks must not count as a slow sum
+            barrier(communicators.world)  # late ranks must not count as slow sums
             begin = time.perf_counter()
             reduction.finish()
             # ``finish`` makes the stream wait for the sums, not the host.
@@ -77,7 +77,7 @@ def measured_choice(
         if spent > _ENOUGH_S:  # equal on all ranks
             break
     for reduction in reductions:
-        # Its hooks on the parameters would otherwise run in every backward pass.
+        # Otherwise its hooks on the parameters would run in every backward pass.
         reduction.close()
     shown = ", ".join(f"{each} {1000 * seconds:.1f} ms" for each, seconds in zip(strategies, best, strict=True))
     return ReductionChoice(strategies[best.index(min(best))], shown)

@@ -1,11 +1,11 @@
-"""Sum of the flat gradient over all copies of the model: in buckets, while the backward pass still runs.
+"""Sum of the flat gradient over all copies of the model, in buckets, while the backward pass still runs.
 
-Losses are divided by the counts of the whole global batch, so gradients add up: nothing is scaled before or after.
+Losses are divided by the counts of the whole global batch, so gradients simply add up without any scaling.
 
-flat is one all-reduce over all ranks. hierarchical is a reduce-scatter in the node, an all-reduce of each shard between
-nodes along its rail, and an all-gather in the node. sharded omits the all-gather; ``WeightGather`` gathers weights instead.
-sharded_world is a reduce-scatter over all ranks, after which weights are gathered over all ranks. With tensor or pipeline
-parallelism "all ranks" are the ranks of a data group, which hold the same shards of the model.
+Strategies: flat is one all-reduce over all ranks. hierarchical is a reduce-scatter in the node, an all-reduce of each shard
+between nodes along its rail, and an all-gather in the node. sharded omits the all-gather; ``WeightGather`` gathers weights
+instead. sharded_world is a reduce-scatter over all ranks, after which weights are gathered over all ranks. With tensor or
+pipeline parallelism, "all ranks" are the ranks of a data group, which hold the same shards of the model.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,9 +26,9 @@ from bert.parallel.single import all_gather_single
 
 @dataclass(frozen=True)
 class Communicators:
-    """Groups for reductions alone: this rank's data group, its part in the node, and the rail.
+    """Process groups only for reductions: this rank's data group, the part of it on this node, and the rail.
 
-    None where this rank would be alone.
+    A group is None if this rank would be its only member.
     """
 
     world: dist.ProcessGroup | None
@@ -40,9 +40,9 @@ class Communicators:
     def create(cls, mesh: Mesh, *, in_network: bool = False) -> "Communicators":
         """Create the groups; every rank must call it at the same time.
 
-        Only the rail asks for sums ``in_network``: switches can hold few reduction trees, and only rails cross switches.
+        Only the rail asks for in-network sums: switches can hold few reduction trees, and only rails cross switches.
         """
-        # Created in the same order on all ranks: each group is made when all of its ranks ask for it.
+        # All ranks create the groups in the same order, because creating a group waits for all of its ranks.
         return cls(
             process_group(mesh.data_ranks),
             process_group(mesh.node_data_ranks),
@@ -52,29 +52,29 @@ class Communicators:
 
 
 class CommunicationStream:
-    """Stream of collectives that run in order beside the computation: a stream on a GPU, a thread otherwise.
+    """Stream of collectives that run in order alongside the computation: a CUDA stream on a GPU, otherwise a thread.
 
     On a GPU neither ``run`` nor ``join`` makes the host wait, so both can be captured in a CUDA graph.
     """
 
     def __init__(self, device: torch.device) -> None:
-        # High priority: a collective's few blocks would otherwise queue behind waves of a matrix product's blocks.
+        # High priority: otherwise a collective's few blocks would queue behind waves of a matrix product's blocks.
         self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
-        # One thread: all ranks must begin collectives in the same order.
+        # A single thread, because all ranks must begin collectives in the same order.
         self._thread = None if self._stream else ThreadPoolExecutor(1, thread_name_prefix="reduction")
         self._pending: list[Future[None]] = []
 
     def run(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Do ``work`` after everything that was computed or handed over before.
+        """Run ``work`` after all earlier computation and all earlier work.
 
-        Returns a function that orders all later computation behind the work; it raises what the work raised.
+        Returns a function that orders all later computation behind the work, and that raises the work's exceptions.
         """
         if self._stream:
-            self._stream.wait_stream(torch.cuda.current_stream())  # gradients must be there before they are sent
-            # Without record_stream: the memory that the work reads and writes is allocated once for the run.
+            self._stream.wait_stream(torch.cuda.current_stream())  # gradients must be complete before they are sent
+            # record_stream is not needed: the memory that the work reads and writes is allocated once per run.
             with torch.cuda.stream(self._stream):
                 work()
-            # One event for each work, so that waiting for a bucket does not wait for the buckets behind it.
+            # One event per work item, so that waiting for a bucket does not wait for the buckets behind it.
             done = torch.cuda.Event()
             done.record(self._stream)
             return lambda: torch.cuda.current_stream().wait_event(done)
@@ -84,9 +84,9 @@ class CommunicationStream:
         return pending.result
 
     def join(self) -> None:
-        """Order all later computation behind all work that was handed over. Raises what the work raised."""
+        """Order all later computation behind all submitted work. Raises the work's exceptions."""
         if self._stream:
-            # In a capture this also joins the fork that ``run`` made; a capture that ends before that is an error of CUDA.
+            # In a capture this also joins the fork that ``run`` made: CUDA reports an error if a capture ends with a fork.
             torch.cuda.current_stream().wait_stream(self._stream)
         pending, self._pending = self._pending, []
         for work in pending:
@@ -94,9 +94,9 @@ class CommunicationStream:
 
 
 def bucket_slices(size: int, shards: int, bucket_bytes: int) -> list[slice]:
-    """Return slices of a flat fp32 vector in the order in which backward fills it, from its end to its start.
+    """Return slices of a flat fp32 vector from its end to its start, the order in which the backward pass fills it.
 
-    Each divides into ``shards`` equal and aligned shards, as ``size`` must.
+    Each slice divides into ``shards`` equal and aligned shards, and so must ``size``.
     """
     multiple = ALIGNMENT * shards
     assert size % multiple == 0
@@ -107,12 +107,12 @@ def bucket_slices(size: int, shards: int, bucket_bytes: int) -> list[slice]:
 class Reduction:
     """Sum of the flat gradient over all ranks, bucket by bucket.
 
-    In the backward pass of the last micro-batch, under ``overlapped``, a bucket starts when its last gradient is there;
-    ``finish`` starts the remaining buckets and waits. Without ``overlapped``, ``finish`` does it all.
+    During the backward pass of the last micro-batch, under ``overlapped``, a bucket starts when its last gradient is
+    complete; ``finish`` starts the remaining buckets and waits. Without ``overlapped``, ``finish`` reduces all buckets.
 
-    ``reduce_dtype`` is the type that travels; sums are fp32. With bf16 a gradient's contribution is rounded once, and so is
-    each sum that is sent on: flat rounds twice, sharded_world once, and hierarchical and sharded three times, or once less
-    without node or rail.
+    ``reduce_dtype`` is the dtype in which vectors are sent; sums are fp32. With bf16, each gradient is rounded once
+    before it is sent, and so is each sum that is sent on: flat rounds twice, sharded_world once, and hierarchical and
+    sharded three times, or once less without node or rail.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class Reduction:
         self.strategy = strategy
         self.communicators = communicators
         self._gradients_N = flat.gradients_N
-        # A vector that divides by the ranks of all nodes also divides by the ranks of one.
+        # A vector that is divisible by the ranks of all nodes is also divisible by the ranks of one node.
         self.buckets = bucket_slices(len(flat.weights_N), communicators.world_size, bucket_bytes)
         self.stream = CommunicationStream(flat.weights_N.device)
         self._sums: Fp32Sums | Bf16Sums = Fp32Sums()
@@ -139,20 +139,20 @@ class Reduction:
         self._waiting: list[int] = []
         """Number of gradients still to come in this backward pass, for each bucket."""
         self._gradients_of = [0] * len(self.buckets)
-        """Number of parameters with a part in each bucket: one may lie across a boundary, long ones across several."""
+        """Number of parameters with a part in each bucket. A parameter may lie across one or more boundaries."""
         self._hooks = list(self._hook(flat)) if communicators.world else []
 
     @contextmanager
     def overlapped(self, last: bool = True) -> Iterator[None]:
-        """Start buckets during the backward pass in the body, of which there must be exactly one.
+        """Start buckets during the backward pass in the body, which must contain exactly one backward pass.
 
-        Nothing starts unless it is the ``last`` of the step, which completes the gradients.
+        Nothing starts unless it is the ``last`` one of the step, which completes the gradients.
         """
         if not last:
             yield
             return
         self._waiting = [*self._gradients_of]
-        # Counted first: a hook that runs from here on lowers the counts.
+        # Set the counts first: the hooks decrement them from here on.
         self._armed = True
         try:
             yield
@@ -160,7 +160,7 @@ class Reduction:
             self._armed = False
 
     def finish(self) -> None:
-        """Reduce the buckets that have not started; then the gradients, or this rank's shards of them, are the sums."""
+        """Reduce the remaining buckets. Afterwards the gradients, or this rank's shards of them, are the sums."""
         self._start(len(self.buckets))
         self._started = 0
         self.stream.join()
@@ -177,12 +177,12 @@ class Reduction:
 
     @property
     def own_sums(self) -> Tensor | None:
-        """[W] the sums of this rank's shard without gaps, if it keeps nothing else of the gradients."""
+        """The sums of this rank's shard, [W] and contiguous, if it keeps no other gradients; otherwise None."""
         return None
 
     @property
     def shard_group(self) -> dist.ProcessGroup | None:
-        """The ranks that each have a shard of the sum of a bucket; None if this one has all of it."""
+        """Ranks that each have a shard of a bucket's sum, or None if this rank has the whole sum."""
         groups = self.communicators
         return {"sharded": groups.node, "sharded_world": groups.world}.get(self.strategy)
 
@@ -198,15 +198,15 @@ class Reduction:
             ]
             for bucket in touched:
                 self._gradients_of[bucket] += 1
-            # The hook of a shared parameter runs after the gradients of all its uses have been added up.
+            # The hook of a shared parameter runs after all of its uses have added their gradients.
             yield parameter.register_post_accumulate_grad_hook(lambda _, touched=touched: self._filled(touched))
 
     def _filled(self, buckets: list[int]) -> None:
-        if self._armed:  # hooks also run in the passes of earlier micro-batches
+        if self._armed:  # hooks also run during earlier micro-batches
             for bucket in buckets:
                 self._waiting[bucket] -= 1
             ready = self._started
-            # A full bucket waits for the buckets before it.
+            # A complete bucket waits for the buckets before it.
             while ready < len(self._waiting) and self._waiting[ready] <= 0:
                 ready += 1
             self._start(ready)
@@ -227,7 +227,7 @@ class Reduction:
         if self.strategy == "sharded_world":
             sums.reduce_scatter_(gradients, groups.world)
             return
-        # Only a shard of the node's sum travels between hosts, sent by each rank along its rail.
+        # Between hosts, only a shard of the node's sum is sent, by each rank along its rail.
         sums.reduce_scatter_(gradients, groups.node)
         sums.all_reduce_(shard_of(gradients, groups.node), groups.rail)
         if self.strategy == "hierarchical":

@@ -1,9 +1,9 @@
-"""Sum of gradients of which each rank keeps only its shard (ZeRO-2): buckets take turns in two buffers.
+"""Sum of gradients of which each rank keeps only its shard (ZeRO-2). Buckets take turns in two buffers.
 
-Autograd gives every parameter a gradient of its own. When all gradients of a bucket are there, they are packed into a
-buffer and freed. The buffer is reduced and scattered beside the rest of the backward pass, and added to this rank's shard.
-So a rank holds its shard, two buffers, and the gradients of incomplete buckets, about those of a layer. In return, every
-micro-batch of a step sends its gradients, where whole gradients are sent once.
+Autograd gives every parameter a separate gradient. When all gradients of a bucket are complete, they are packed into a
+buffer and freed. The buffer is reduced and scattered during the rest of the backward pass, and the result is added to this
+rank's shard. So a rank holds its shard, two buffers, and the gradients of incomplete buckets, which take about as much
+memory as one layer's. In return, every micro-batch sends its gradients, whereas unsharded gradients are sent once per step.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,7 +18,7 @@ from bert.parallel.reduction.gradients import Communicators, Reduction
 from bert.parallel.reduction.sums import shard_of
 
 BUFFERS = 2
-"""One buffer is on its way while the next one is filled. Messages follow one another, so a third would only wait."""
+"""One buffer is sent while the next one is filled. Messages are sent one at a time, so a third buffer would only wait."""
 
 
 class ShardedReduction(Reduction):
@@ -26,8 +26,8 @@ class ShardedReduction(Reduction):
 
     Shape legend: B elements of a bucket, W elements of this rank's shard, which is its part of every bucket.
 
-    The backward pass of each micro-batch runs under ``overlapped``. With sharded, sums of a micro-batch are sums over the
-    node; the rails sum all micro-batches at once, with the last one.
+    The backward pass of each micro-batch runs under ``overlapped``. With sharded, every micro-batch is summed over the node;
+    the rails sum all micro-batches at once, after the last one.
     """
 
     def __init__(
@@ -39,17 +39,17 @@ class ShardedReduction(Reduction):
         bucket_bytes: int = TrainingConfig.bucket_bytes,
         waiting: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
-        """``waiting`` surrounds the time that the backward pass waits for other ranks."""
+        """``waiting`` is the context in which the backward pass waits for other ranks."""
         super().__init__(flat, communicators, strategy, reduce_dtype, bucket_bytes)
         sizes = [bucket.stop - bucket.start for bucket in self.buckets]
         shards = 1 if self.shard_group is None else self.shard_group.size()
         stops = (torch.tensor(sizes).cumsum(0) // shards).tolist()
         self._shard_W = flat.weights_N.new_zeros(stops[-1])
         self._own = [slice(stop - size // shards, stop) for stop, size in zip(stops, sizes, strict=True)]
-        """Place of this rank's part of each bucket in its shard."""
+        """Position of this rank's part of each bucket in its shard."""
         self._buffers = [flat.weights_N.new_empty(max(sizes)) for _ in range(BUFFERS)]
         self._until_free: list[Callable[[], None]] = []
-        """Function that waits for each buffer."""
+        """For each buffer, a function that waits until the buffer is free."""
         self._parts: list[list[tuple[nn.Parameter, int]]] = [
             [
                 (parameter, place.start - bucket.start)
@@ -58,33 +58,33 @@ class ShardedReduction(Reduction):
             ]
             for bucket in self.buckets
         ]
-        """Parameters with a part in each bucket, and their starts, counted from the bucket's start."""
+        """For each bucket, the parameters with a part in it and their offsets from the bucket's start."""
         self._is_last = False
         self._wait = waiting
 
     @property
     def own_sums(self) -> Tensor:
-        """[W] sums of this rank's shard, bucket after bucket, over all micro-batches since they were set to zero."""
+        """Sums of this rank's shard, [W], bucket after bucket, over all micro-batches since they were set to zero."""
         return self._shard_W
 
     @contextmanager
     def overlapped(self, last: bool = True) -> Iterator[None]:
         """Sum the gradients of the backward pass in the body. Every rank must do so at the same time."""
         self._is_last = last
-        # Both are free here: a captured pass must not wait for work from before its capture.
+        # Both buffers are free here: a captured pass must not wait for work from before its capture.
         self._until_free = [lambda: None] * BUFFERS
         with super().overlapped():
             yield
-        # No hook starts a bucket with a parameter that got no gradient.
+        # Hooks do not start a bucket if one of its parameters got no gradient.
         self._start(len(self.buckets))
         self._started = 0
         if not last:
             with self._wait():
-                # The next pass needs both buffers, and a capture must join its forks. ``finish`` does both for the last.
+                # The next pass needs both buffers, and a capture must join its forks. ``finish`` does both at the end.
                 self.stream.join()
 
     def finish(self) -> None:
-        """Wait until this rank's shard has the sums of all micro-batches."""
+        """Wait until this rank's shard contains the sums of all micro-batches."""
         self.stream.join()
 
     @torch.no_grad()
@@ -100,9 +100,9 @@ class ShardedReduction(Reduction):
         self._started = stop
 
     def _pack(self, bucket: int, buffer: Tensor) -> Tensor:
-        """Copy a bucket's gradients into a buffer, and free the gradients that are sent completely."""
+        """Copy a bucket's gradients into a buffer, and free the gradients that have been sent completely."""
         size = self.buckets[bucket].stop - self.buckets[bucket].start
-        packed_B = buffer[:size].zero_()  # padding, and parameters without a gradient, add zeros
+        packed_B = buffer[:size].zero_()  # padding and parameters without a gradient add zeros
         for parameter, start in self._parts[bucket]:
             if parameter.grad is None:
                 continue

@@ -1,11 +1,11 @@
-"""LAMB with its state divided among the ranks of a node, so that every node holds the whole of it, or among all ranks; and
-LAMB of parameters that are divided themselves, among the ranks of a copy of the model.
+"""LAMB with sharded state: among the ranks of a node, so that every node holds all of it, or among all ranks. Also LAMB of
+parameters that are themselves divided among the ranks of a copy of the model.
 
 Shape legend: N flat parameters with padding, R ranks that share the state, W = N / R elements of a shard, G segments, K
-spans, I of the W elements that are of parameters that a whole tensor group has.
+spans, I elements of W whose parameters are replicated in a tensor group.
 
-A rank's shard is its part of every bucket of the reduction, one after the other. A span is what one segment has in
-the shard without a gap.
+A rank's shard consists of its part of every bucket of the reduction, one after the other. A span is a contiguous part of
+one segment in the shard.
 """
 
 from collections.abc import Callable
@@ -24,12 +24,12 @@ from kernels import LambSegments, LambState, lamb_apply, lamb_directions, sum_of
 
 
 class ShardedLamb:
-    """LAMB as ``bert.optimizer.Lamb``, after a ``Reduction`` with the strategy sharded or sharded_world, or with any where
-    the model is divided: by ``tensor``, or among a group of ranks with other parameters each, ``pipeline``.
+    """LAMB like ``bert.optimizer.Lamb``, for a ``Reduction`` with the strategy sharded or sharded_world. It works after any
+    strategy if the model is divided by ``tensor``, or among ``pipeline``, a group of ranks with different parameters.
 
     A step updates each weight on the ranks that have it in their shard; ``WeightGather`` sends it to the other ranks. Sums
-    over shards are added in the order of the ranks, and hence equal everywhere to the last bit; so weights stay equal as
-    long as the rails' sums are equal. A step whose gradients are not all finite changes nothing but ``skipped``.
+    over shards are added in the order of the ranks and are therefore equal on all ranks bit for bit. So weights stay equal
+    as long as the rails' sums are equal. A step with a gradient that is not finite changes only ``skipped``.
     """
 
     def __init__(
@@ -54,21 +54,21 @@ class ShardedLamb:
         self._is_gapless = reduction.own_sums is not None
         self._gradient_W = flat.weights_N.new_zeros(shard) if reduction.own_sums is None else reduction.own_sums
         self.steps = torch.zeros((), dtype=torch.int64, device=device)
-        """int64 [], the steps taken."""
+        """int64 [], number of steps taken."""
         self.skipped = torch.zeros((), dtype=torch.int64, device=device)
-        """int64 [], the steps not taken because a gradient was not finite."""
+        """int64 [], number of steps not taken because a gradient was not finite."""
         self._state = LambState(self.momentum_W, self.variance_W, self._update_W, self.skipped)
         spans = segment_spans(flat.segments.sizes, [self._own(bucket) for bucket in reduction.buckets])
         self._spans = _layout(spans, flat.segments.adapted, shard)
         adapted = [segment for segment, _, _ in spans if flat.segments.adapted[segment]]
-        # On the device, so that a step looks up and adds without the host.
+        # On the device, so that a step needs no synchronization with the host to index and add.
         self._segments_K = torch.tensor(adapted, dtype=torch.int64, device=device)
         everywhere = [False] * len(flat.segments.sizes) if tensor is None else tensor.on_all_ranks(flat)
         places = [torch.arange(start, stop) for segment, start, stop in spans if everywhere[segment]]
-        # With an empty one, since cat refuses a list of none.
+        # The empty tensor is needed because cat rejects an empty list.
         self._everywhere_I = torch.cat([torch.arange(0), *places]).to(device)
         self._counts = tensor is None or tensor.rank == 0
-        """Whether this rank counts the parameters that all ranks of its tensor group have, so that norms do so once."""
+        """Whether this rank counts replicated parameters in norms. Only one rank of a tensor group does."""
         counted = [-1 if everywhere[segment] and not self._counts else segment for segment in adapted]
         self._rows_GK = _rows(counted, len(flat.segments.sizes)).to(device)
 
@@ -79,14 +79,14 @@ class ShardedLamb:
         Returns the gradients' global norm before clipping, [] on the device, equal on all ranks.
         """
         config, flat = self.config, self.flat
-        # A rank's shard is scattered over the buckets, but LAMB needs vectors without gaps.
+        # A rank's shard is scattered over the buckets, but LAMB needs contiguous vectors.
         if not self._is_gapless:
             self._collect(flat.gradients_N, self._gradient_W)
         self._collect(flat.weights_N, self._weight_W)
         gradient_W, weight_W = self._gradient_W, self._weight_W
-        # The global norm, for clipping, is over the gradients of all ranks.
+        # Clipping needs the global norm over the gradients of all ranks.
         norm = _summed(self._over_shards(self._squares_with_sums_()), self._pipeline).sqrt().to(gradient_W.dtype)
-        # Trust ratios need the norms of whole tensors: so the update stops halfway, for sums over ranks that share tensors.
+        # Trust ratios need the norms of whole tensors, so the update pauses here to sum over the ranks that share tensors.
         squares_2K = lamb_directions(
             weight_W,
             gradient_W,
@@ -96,17 +96,17 @@ class ShardedLamb:
             norm=norm,
             step=self.steps + 1,
         )
-        # Every rank takes part in the sums, even one without adapted elements.
+        # Every rank takes part in the sums, even a rank without adapted elements.
         filled_2K = torch.cat([squares_2K, squares_2K.new_zeros(2, 1)], dim=1)
         squares_2G = self._over_shards(filled_2K[:, self._rows_GK].sum(-1))
-        # Counted from 0, while the bias corrections above count from 1.
+        # The schedule counts steps from 0, the bias corrections above count from 1.
         rate = learning_rate_tensor(config, self.steps)
         squares_2K = squares_2G[:, self._segments_K]
         lamb_apply(weight_W, self._state, self._spans, squares_2K, norm=norm, learning_rate=rate)
         self.steps += norm < torch.inf  # neither infinite nor NaN: the step was taken
-        # Other ranks' parts stay as of the last step, until weights are gathered.
+        # Other ranks' parts keep the last step's values until weights are gathered.
         self._spread(weight_W, flat.weights_N)
-        # Not the own shard alone: elsewhere in a flat gradient the reduction has left anything.
+        # Not only this rank's shard: the reduction leaves arbitrary values elsewhere in a flat gradient.
         self._gradients.zero_()
         return norm
 
@@ -142,7 +142,7 @@ class ShardedLamb:
             self._collect(moment_N, shard_W)
 
     def _squares_with_sums_(self) -> Tensor:
-        """Sum gradients of parameters that the whole tensor group has; return the squares that this rank counts, fp64 []."""
+        """Sum the gradients of replicated parameters over the tensor group and return the squares that this rank counts."""
         gradient_W, everywhere_I = self._gradient_W, self._everywhere_I
         if self._tensor is None or len(everywhere_I) == 0:
             return sum_of_squares(gradient_W)
@@ -175,11 +175,11 @@ class ShardedLamb:
 
 
 def _summed(squares: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Sum over a group in the order of its ranks, equal on all of them."""
+    """Sum over a group in the order of its ranks, so that the result is equal on all of them."""
     if group is None:
         return squares
     gathered = squares.new_empty(group.size() * squares.numel())
-    # Not an all-reduce, whose order may differ between ranks, so that their weights would drift apart.
+    # Not an all-reduce: its order may differ between ranks, so their weights would drift apart.
     all_gather_single(gathered, squares.flatten(), group=group)
     return gathered.view(group.size(), *squares.shape).sum(0)
 
@@ -216,9 +216,9 @@ def _layout(spans: list[tuple[int, int, int]], adapted: tuple[bool, ...], size: 
 
 
 def _rows(segments: list[int], count: int) -> Tensor:
-    """Return [G, longest] places of each segment's spans, filled up with the place after the last: sums in a fixed order.
+    """Return the positions of each segment's spans, [G, longest], to sum them in a fixed order.
 
-    A span of segment -1 is in none.
+    Rows are padded with the position after the last span. A span of segment -1 belongs to no row.
     """
     rows = [[place for place, other in enumerate(segments) if other == segment] for segment in range(count)]
     longest = max(1, *map(len, rows))
@@ -226,24 +226,25 @@ def _rows(segments: list[int], count: int) -> Tensor:
 
 
 class WeightGather:
-    """Gathering of weights: all at once when called, or beside the forward pass that follows ``start``.
+    """Gathering of weights: all at once when called, or during the forward pass that follows ``start``.
 
-    After an update a rank has new weights in its own shard only. The next step gathers all buckets in the order in which its
-    forward pass needs them. The embeddings and every layer but the last wait for the buckets of their weights when they are
-    called; the last of these waits for all buckets when it returns, since the last layer and the heads are not called as
-    modules.
+    After an update, a rank has new weights only in its own shard. The next step gathers all buckets in the order in which
+    its forward pass needs them. When the embeddings or any layer but the last is called, it waits for the buckets of its
+    own weights. When the last of these layers returns, it waits for all buckets, because the last layer and the heads are
+    not called as modules.
     """
 
     def __init__(self, model: BertForPreTraining, flat: FlatParameters, reduction: Reduction) -> None:
         self._reduction = reduction
         self._weights_N = flat.weights_N
         self.buckets = reduction.buckets[::-1]
-        """From the start of the vector, as forward needs them."""
+        """Buckets from the start of the vector, in the order in which the forward pass needs them."""
         self._arrivals: list[Callable[[], None]] = []
         parts = [model.embeddings, *model.layers[:-1]]
         for part in parts:
-            stop = max((flat.places[parameter].stop for parameter in part.parameters()), default=0)  # of another stage
-            # All buckets up to its last weight, as they arrive in the order of the vector.
+            stop = max((flat.places[parameter].stop for parameter in part.parameters()), default=0)
+            # Buckets arrive in the vector's order, so a part needs all buckets up to its last weight. A part of another
+            # stage has no parameters.
             needed = sum(bucket.start < stop for bucket in self.buckets)
             part.register_forward_pre_hook(lambda *_, needed=needed: self.wait(needed))
         parts[-1].register_forward_hook(lambda *_: self.finish())
@@ -254,15 +255,15 @@ class WeightGather:
         self.finish()
 
     def start(self) -> None:
-        """Begin; the next forward pass waits for what it needs. Every rank must call it at the same time."""
+        """Start gathering; the next forward pass waits for what it needs. Every rank must call it at the same time."""
         stream = self._reduction.stream
-        # Behind the update, which the stream waits for; what computes waits bucket by bucket.
+        # The gathering waits for the update. The computation waits for one bucket at a time.
         self._arrivals = [stream.run(lambda bucket=bucket: self._gather(bucket)) for bucket in self.buckets]
 
     def wait(self, count: int) -> None:
-        """Order later computation behind the first ``count`` buckets, if a gathering is under way."""
+        """Order later computation behind the first ``count`` buckets, if weights are being gathered."""
         if self._arrivals:
-            self._arrivals[count - 1]()  # they come in order
+            self._arrivals[count - 1]()  # buckets arrive in order
 
     def finish(self) -> None:
         """Order later computation behind all buckets."""

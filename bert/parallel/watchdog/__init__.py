@@ -1,1 +1,1 @@
-"""Ranks that fail, hang or straggle are named: what every rank sends (watchdog.py), and who hears it (hub.py)."""
+"""Detection of ranks that fail or hang: every rank reports (watchdog.py) to a hub (hub.py) with a judge (judge.py)."""

@@ -1,7 +1,8 @@
-"""Hub of the watchdog on rank 0: it hears every rank and tells all of them the verdict.
+"""Hub of the watchdog on rank 0: it receives the reports of every rank and sends all ranks the verdict.
 
-Its port is open to whoever reaches the host. A connection is a stranger's until its first line is the run's token with a
-rank. Strangers have a deadline and a number, and when descriptors run out, they are sent away first.
+Its port is open to anyone who can reach the host. A connection counts as a stranger until its first line contains the run's
+token and a rank. Strangers have a deadline and a maximum number, and if file descriptors run out, they are disconnected
+first.
 """
 
 import asyncio
@@ -16,31 +17,31 @@ from typing import Any
 from bert.parallel.watchdog.judge import LINE, Ending, Judge, Member, encoded
 
 BACKLOG = 4096
-"""Connections that the system queues: all ranks come at once."""
+"""Length of the system's queue of connections: all ranks connect at once."""
 _GREETING_S = 10.0
-"""Seconds that a stranger has to show the token."""
+"""Seconds within which a stranger must send the token."""
 _STRANGERS = 256
-"""Most strangers at a time; of more, the oldest are sent away."""
+"""Maximum number of strangers at a time; if there are more, the oldest is disconnected."""
 _UNREAD_BYTES = 1 << 16
-"""A rank that has left so much unread is sent nothing more: its silence will tell."""
+"""A rank with this many unread bytes is sent nothing more. If it hangs, its silence will show it."""
 _LINGER_S = 5.0
-"""Seconds that connections stay open after the last word."""
+"""Seconds that connections stay open after the last message."""
 
 
 class Hub:
-    """Hub in a thread of its own, which ends with the verdict or with ``close``."""
+    """Hub in a thread of its own, which ends after the verdict or after ``close``."""
 
     def __init__(
         self, listener: socket.socket, places: Sequence[str], seconds: float, beat_s: float, token: str
     ) -> None:
-        """``places``, ``seconds`` and ``beat_s`` are as of ``Judge``. It starts at once."""
+        """``places``, ``seconds`` and ``beat_s`` are as in ``Judge``. The thread starts at once."""
         self.verdict: Ending | None = None
         self._judge = Judge(places, seconds, beat_s)
         self._listener, self._beat_s, self._token = listener, beat_s, token.encode()
         self._connected: dict[int, asyncio.StreamWriter] = {}
         self._strangers: dict[asyncio.StreamWriter, None] = {}
         self._closing, self._done = threading.Event(), threading.Event()
-        # A daemon, as nothing may keep a process alive whose run is over.
+        # A daemon thread, because nothing may keep the process alive when its run is over.
         threading.Thread(target=lambda: asyncio.run(self._run()), name="watchdog-hub", daemon=True).start()
 
     def close(self, patience_s: float) -> None:
@@ -49,11 +50,11 @@ class Hub:
         self.join(patience_s)
 
     def join(self, patience_s: float) -> None:
-        """Wait until all ranks have been told the end."""
+        """Wait until all ranks have been sent the last message."""
         self._done.wait(patience_s)
 
     async def _run(self) -> None:
-        # Out of descriptors asyncio stops accepting for a second; what else goes wrong concerns one connection.
+        # When descriptors run out, asyncio pauses accepting for a second. Any other error concerns one connection.
         asyncio.get_running_loop().set_exception_handler(lambda *_: self._send_strangers_away())
         await asyncio.start_server(self._serve, sock=self._listener, limit=LINE, backlog=BACKLOG)
         turn, told = time.monotonic(), 0.0
@@ -62,7 +63,7 @@ class Hub:
             now = time.monotonic()
             self.verdict = self._judge.pass_time(min(now - turn, 2 * self._beat_s))
             turn = now
-            if now - told > self._beat_s / 2:  # ranks judge the hub by it, as it judges them
+            if now - told > self._beat_s / 2:  # ranks expect regular messages from the hub, as it does from them
                 told = now
                 self._tell({"heard": True})
         verdict = self.verdict
@@ -78,25 +79,25 @@ class Hub:
             try:
                 self._strangers[writer] = None
                 if len(self._strangers) > _STRANGERS:
-                    oldest = next(iter(self._strangers))  # a dictionary keeps its order
+                    oldest = next(iter(self._strangers))  # dictionaries keep insertion order
                     del self._strangers[oldest]
                     oldest.transport.abort()
                 greeting = await asyncio.wait_for(reader.readuntil(b"\n"), _GREETING_S)
             finally:
                 self._strangers.pop(writer, None)
             member, host = self._known(greeting)
-            # A rank that has reported greets no more: a stranger has overheard its greeting.
+            # A rank that has reported does not greet again: this is a stranger who has overheard its greeting.
             if member is not None and not member.beating:
                 await self._hear(member, host, reader, writer)
         writer.transport.abort()
 
     def _known(self, greeting: bytes) -> tuple[Member | None, str]:
         token, _, who = greeting.rstrip(b"\n").partition(b" ")
-        # In constant time, so that nothing tells how much of the token was right.
+        # In constant time, so that the duration does not reveal how much of the token was right.
         if not hmac.compare_digest(token, self._token):
             return None, ""
         rank, _, host = who.decode(errors="replace").partition(" ")
-        # Bounded, as int() raises at thousands of digits.
+        # Bounded, because int() raises for numbers of thousands of digits.
         number = int(rank) if rank.isascii() and rank.isdigit() and len(rank) < 10 else len(self._judge.members)
         return (self._judge.members[number] if number < len(self._judge.members) else None), host
 
@@ -105,7 +106,7 @@ class Hub:
     ) -> None:
         before = self._connected.get(member.rank)
         self._connected[member.rank] = writer
-        if before is not None:  # it gave up waiting for an answer
+        if before is not None:  # the rank gave up waiting for an answer on its old connection
             before.transport.abort()
         self._judge.greet(member, host)
         _send(writer, {"heard": True})  # the rank waits for this answer
@@ -133,8 +134,8 @@ def _send(writer: asyncio.StreamWriter, message: dict[str, Any]) -> None:
 
 
 def listen(address: str = "") -> socket.socket:
-    """Listen on a free port, by default of all addresses: ranks know the one that reaches rank 0."""
-    # Both families: MASTER_ADDR may resolve to either.
+    """Listen on a free port, by default on all addresses; the other ranks know which address reaches rank 0."""
+    # Both IPv4 and IPv6, because MASTER_ADDR may resolve to either.
     if not address and socket.has_dualstack_ipv6():
         return socket.create_server(("", 0), family=socket.AF_INET6, backlog=BACKLOG, dualstack_ipv6=True)
     return socket.create_server((address, 0), backlog=BACKLOG)

@@ -1,6 +1,6 @@
-"""Judgement of the watchdog: which rank is to blame when one dies, hangs or stops.
+"""Judge of the watchdog: it decides which rank is to blame if one dies, hangs or stops.
 
-Time is the sum of bounded turns, so that a machine that was suspended as a whole blames nobody when it resumes.
+Time is the sum of bounded turns, so that no rank is blamed after the whole machine was suspended and resumes.
 """
 
 import contextlib
@@ -14,55 +14,55 @@ from bert.timing.phases import EXCHANGE, PHASES
 FAULT_STATUS = 3
 """Exit status of every rank after a fault."""
 LINE = 8192
-"""Most bytes of a message."""
+"""Maximum length of a message in bytes."""
 _GATHER_S = 0.5
-"""After an error, the judge waits so long for news of a lost rank, whose end causes errors elsewhere."""
-# In the order of a step, so that ranks compare as further ahead or behind; an unknown phase counts as furthest ahead.
+"""Seconds that the judge waits after an error for news of a lost rank, because losing one causes errors on others."""
+# In the order of a step, to compare which rank is further ahead. An unknown phase counts as furthest ahead.
 _ORDER = {phase: place for place, phase in enumerate((*PHASES, "statistics", "checkpoint", "evaluation"))}
 
 
 @dataclass(frozen=True)
 class Ending:
-    """Reason for the end of the run, and its exit status."""
+    """Reason for the end of the run, and the exit status of all ranks."""
 
     text: str
     status: int = FAULT_STATUS
     rank: int | None = None
-    """The rank to blame, if it is a single one."""
+    """The rank to blame, or None if it is not a single one."""
 
 
 @dataclass
 class Member:
-    """Rank as the judge knows it."""
+    """State of a rank as known to the judge."""
 
     rank: int
     in_mesh: str = ""
-    """Its place in the mesh, appended to its name."""
+    """Place of the rank in the mesh, appended to its name."""
     host: str = "unknown"
     beating: bool = False
-    """It has said where it is since it came."""
+    """Whether the rank has reported its position since it connected."""
     left: bool = False
-    """It said good-bye."""
+    """Whether the rank has left without a fault."""
     heard_s: float = 0.0
     place: str = "start"
     order: tuple[int, int] = (0, 0)
-    """Order of its place: the lesser, the further behind."""
+    """Position of the rank in the step; lower values are further behind."""
     entered: int = -1
     moved_s: float = 0.0
     limit_s: float | None = None
-    """How long it may stay in its place; None before training."""
+    """Seconds that the rank may stay at its position; None before training."""
 
     @property
     def name(self) -> str:
-        """Rank, host and place in the mesh, for messages."""
+        """Return rank, host and place in the mesh, for messages."""
         return f"rank {self.rank} on host {self.host}{self.in_mesh}"
 
 
 class Judge:
-    """Judge of all ranks, by their messages and the time that passes."""
+    """Judge of all ranks, based on their messages and the time that passes."""
 
     def __init__(self, places: Sequence[str], seconds: float, beat_s: float) -> None:
-        """``places``: of the ranks in the mesh. A rank may be silent for ``seconds``, and reports every ``beat_s``."""
+        """``places`` are the ranks' places in the mesh. Ranks report every ``beat_s`` and may be silent for ``seconds``."""
         self.members = [Member(rank, place) for rank, place in enumerate(places)]
         self._seconds, self._beat_s = seconds, beat_s
         self._now_s = 0.0
@@ -70,17 +70,17 @@ class Judge:
         self._failed: list[tuple[float, Ending]] = []
 
     def greet(self, member: Member, host: str) -> None:
-        """Note that a rank has connected, perhaps once more because it got no answer."""
+        """Record that a rank has connected; it connects again if it got no answer."""
         member.host, member.beating, member.heard_s = host, False, self._now_s
 
     def lose(self, member: Member) -> None:
-        """Note the end of a rank's connection."""
-        # A rank that has not reported may have given up waiting for an answer, and connects again.
+        """Record that a rank's connection was closed."""
+        # A rank that has not reported yet may have given up waiting for an answer, and will connect again.
         if member.beating and not member.left:
             self._lost.append(member)
 
     def hear(self, member: Member, line: bytes) -> None:
-        """Take in a message; anything else is ignored, and is no sign of life either."""
+        """Handle a message. An invalid message is ignored and does not count as a sign of life."""
         with contextlib.suppress(KeyError, TypeError, ValueError, OverflowError):
             self._take(member, parsed(line))
 
@@ -103,16 +103,16 @@ class Judge:
         member.heard_s = self._now_s
 
     def pass_time(self, elapsed_s: float) -> Ending | None:
-        """Let time pass; return the verdict if there is reason for one."""
+        """Advance the time; return the verdict if there is one."""
         self._now_s += elapsed_s
-        if self._lost:  # before errors, which its end causes elsewhere
+        if self._lost:  # before errors, because a lost rank causes errors on others
             text = f"{_names(self._lost)}: ended without a word, last in {self._lost[0].place}"
             return Ending(text, rank=self._lost[0].rank)
         if self._failed and self._now_s > self._failed[0][0]:
             return self._failed[0][1]
         present = [member for member in self.members if not member.left]
         if any(self._silence(member) > self._seconds for member in present):
-            # With all whose sign is overdue too: behind a cut link, ranks fall silent within a beat of each other.
+            # Also name the ranks whose report is overdue: behind a cut link, ranks fall silent within a beat of each other.
             silent = [member for member in present if self._silence(member) > self._seconds - 2 * self._beat_s]
             text = f"{_names(silent)}: not heard of for {self._silence(silent[0]):.0f} s, last in {silent[0].place}: "
             return Ending(text + "stopped, or cut off", rank=silent[0].rank)
@@ -122,13 +122,13 @@ class Judge:
         return self._now_s - member.heard_s
 
     def _standstill(self, present: list[Member]) -> Ending | None:
-        """Blame the ranks furthest behind if they have not moved for too long: the others wait for them."""
+        """Blame the ranks furthest behind if they have not moved for too long, because the other ranks wait for them."""
         if not present:
             return None
         least = min(member.order for member in present)
         behind = [member for member in present if member.order == least]
         still_s = {member.rank: self._now_s - member.moved_s for member in behind}
-        # While one of the ranks furthest behind may still move, the others may be waiting for it.
+        # If one of the ranks furthest behind may still move, the others may be waiting for it.
         if not all(member.limit_s is not None and still_s[member.rank] > member.limit_s for member in behind):
             return None
         where = f"for {still_s[behind[0].rank]:.0f} s in {behind[0].place}"
@@ -139,13 +139,13 @@ class Judge:
 
 
 def encoded(message: dict[str, object]) -> bytes:
-    """Return a message as a line."""
+    """Encode a message as a line."""
     text = json.dumps(message, ensure_ascii=False)
-    return text.encode(errors="backslashreplace") + b"\n"  # JSON's way to write half a surrogate pair
+    return text.encode(errors="backslashreplace") + b"\n"  # JSON escapes half a surrogate pair like this
 
 
 def parsed(line: bytes) -> dict[str, Any]:
-    """Return the message of a line; an empty one if it is none."""
+    """Parse a line as a message; return {} if it is invalid."""
     try:
         message = json.loads(line)
     except (ValueError, RecursionError):

@@ -1,10 +1,10 @@
-"""A rank that dies, stops or hangs ends the run on every rank, with one message.
+"""If a rank dies, stops or hangs, the watchdog ends the run on every rank, with one message.
 
-Collectives cannot tell: they wait, or fail on the survivors with the address of a connection. PyTorch's own means name no
-culprit either: torchrun's agent only knows whether the processes of its host have ended, and NCCL's watchdog names a
-collective. So every rank has a thread with a connection to a hub on rank 0 (``bert.parallel.watchdog.hub``). A few times in
-``seconds`` it reports where the rank is; the end of the connection says that the process is gone. The hub decides which rank
-is to blame, and all ranks end.
+Collectives cannot detect this: they wait, or fail on the surviving ranks with the address of a connection. PyTorch's own
+tools do not name the cause either: torchrun's agent only knows whether the processes of its host have ended, and NCCL's
+watchdog only names a collective. So every rank has a thread with a connection to a hub on rank 0
+(``bert.parallel.watchdog.hub``). It reports the rank's position several times within ``seconds``. A closed connection means
+that the process has ended. The hub decides which rank is to blame, and then all ranks end.
 """
 
 import contextlib
@@ -30,19 +30,19 @@ from console.program import complain
 __all__ = ["FAULT_STATUS", "Watchdog"]
 
 _GRACE_S = 5.0
-"""For what a rank still has to do before it ends: closing the log, or waiting for the verdict."""
+"""Seconds for a rank's last work before it ends: closing the log, or waiting for the verdict."""
 _FIRST = 10
-"""A phase that has never ended yet may take so many times ``seconds``, and any other so many times its longest."""
+"""Limit of a phase, as a multiple of its longest duration so far, or of ``seconds`` if it has never ended yet."""
 _ANSWER_S = 10.0
-"""A hub that has not answered for so long is asked anew."""
+"""After this many seconds without an answer from the hub, a rank connects again."""
 
 
 class Watchdog:
-    """This rank's thread, and on rank 0 the hub. Without other ranks it only watches the launcher.
+    """This rank's watchdog thread, and on rank 0 also the hub. In a run of one rank, it only watches the launcher.
 
-    Every rank must create it at the same time. A rank may be silent, or make all others wait, for ``seconds``. When the run
-    ends by a fault, ``on_fault`` first gets the message and has some seconds, in a thread of its own, as the main thread may
-    be stuck. Raises ``OSError`` if the hub cannot be reached.
+    Every rank must create it at the same time. A rank may be silent, or keep all other ranks waiting, for ``seconds``. If a
+    fault ends the run, ``on_fault`` is first called with the message. It has a few seconds and runs in its own thread,
+    because the main thread may be stuck. Raises ``OSError`` if the hub cannot be reached.
     """
 
     def __init__(self, mesh: Mesh, seconds: float, on_fault: Callable[[str], None] = lambda _: None) -> None:
@@ -50,10 +50,11 @@ class Watchdog:
         self._tracker: PhaseTracker | None = None
         self._mesh = mesh
         self._seconds = seconds
-        self._beat_s = min(seconds / 10, max(1.0, mesh.world_size / 500))  # the hub can hear some hundreds a second
+        # The hub can read a few hundred messages per second.
+        self._beat_s = min(seconds / 10, max(1.0, mesh.world_size / 500))
         self._closing = threading.Event()
         self._decided = threading.Event()
-        self._sending = threading.Lock()  # the main thread sends as well, and lines must stay whole
+        self._sending = threading.Lock()  # the main thread sends as well, and lines must not be interleaved
         self._error: BaseException | None = None
         self._hub: Hub | None = None
         threading.Thread(target=self._watch_launcher, name="launcher-watch", daemon=True).start()
@@ -62,7 +63,7 @@ class Watchdog:
         alone = len(mesh.node_ranks) == mesh.world_size  # then no other host can reach the port
         listener = listen("127.0.0.1" if alone else "") if mesh.is_main else None
         port = agreed_integer(listener.getsockname()[1] if listener else 0, mesh)
-        # The port is open to the network: whoever does not know this is not listened to.
+        # The port is open to the network: the hub ignores anyone who does not know this token.
         token = agreed_text(os.urandom(16).hex() if mesh.is_main else "", mesh)
         self._main_host = agreed_text(socket.gethostname(), mesh)
         if listener:
@@ -82,31 +83,31 @@ class Watchdog:
         tracker.forget()
         self._tracker = tracker
         if self._mesh.world_size > 1:
-            self._send(self._place())  # the next beat may be far off, and a rank be lost before
+            self._send(self._place())  # the rank may be lost before the next regular report
         try:
             yield
         finally:
             self._tracker = None
 
     def failed(self, text: str, status: int = FAULT_STATUS, error: BaseException | None = None) -> None:
-        """Tell all ranks that this one ends with an error, and end with them. Returns only without other ranks.
+        """Report to all ranks that this one ends with an error, and end the run. Returns only in a run of one rank.
 
-        ``status`` is the exit status of all ranks. The traceback of ``error`` is shown if the run ends because of it.
+        ``status`` is the exit status of all ranks. The traceback of ``error`` is printed if this error is why the run ends.
         """
         if self._mesh.world_size == 1 or self._closing.is_set():
             return
         self._error = error
-        # Shortened, since escapes lengthen it, and a line beyond LINE counts as no message.
+        # Truncated, because escaping lengthens the text, and the hub ignores lines longer than LINE.
         self._send({"failed": text[: LINE // 8], "status": status})
         self._decided.wait(2 * _GRACE_S)
         if self._decided.is_set():
             threading.Event().wait()  # the other thread ends the process
 
     def close(self) -> None:
-        """Leave the watch in good order; on rank 0, end it for all ranks."""
+        """Leave the watchdog without a fault; on rank 0, end it for all ranks."""
         if self._closing.is_set():
             return
-        # First: the thread is not to take the end of the connection for that of the hub.
+        # First, so that the thread does not mistake the closed connection for a lost hub.
         self._closing.set()
         if self._mesh.world_size == 1:
             return
@@ -117,11 +118,11 @@ class Watchdog:
         self._connection.close()
 
     def _watch_launcher(self) -> None:
-        """End the run when this rank's launcher is gone, for example killed because memory ran out."""
+        """End the run when this rank's launcher has ended, for example because it was killed when memory ran out."""
         while not self._closing.wait(self._beat_s):
             if lost := lost_launcher():
                 self.failed(lost)
-                # Still here, as there are no other ranks: end in order, as after any other signal.
+                # Still running, because there are no other ranks: shut down in order, as after any other signal.
                 os.kill(os.getpid(), signal.SIGTERM)
                 return
 
@@ -136,12 +137,12 @@ class Watchdog:
             now = time.monotonic()
             if self._closing.is_set():
                 return
-            # A turn counts for two beats at most: a machine that was stopped as a whole blames nobody when it goes on.
+            # A turn counts as two beats at most, so that no rank is blamed after the whole machine was suspended.
             over = self._take_in(data, min(now - turn, 2 * self._beat_s))
             turn = now
 
     def _take_in(self, data: bytes | None, elapsed_s: float) -> bool:
-        """Act on the hub's messages after so much time; return whether the watch is over."""
+        """Handle the hub's messages after ``elapsed_s``; return whether the watch is over."""
         self._silence_s += elapsed_s
         if data:
             self._silence_s = 0.0
@@ -159,8 +160,8 @@ class Watchdog:
         return False
 
     def _receive(self, timeout_s: float) -> bytes | None:
-        """Return the hub's bytes; None if there are none yet, and no bytes at the end of the connection."""
-        # Not by the socket's own timeout, which is for sending as well: a short one would cut off half a line.
+        """Return the hub's bytes, None if there are none yet, or b"" if the connection was closed."""
+        # The socket's own timeout also applies to sending, and a short one would cut off half a line.
         if not self._readable.poll(1000 * timeout_s):
             return None
         try:
@@ -171,7 +172,7 @@ class Watchdog:
     def _place(self) -> dict[str, object]:
         tracker = self._tracker
         if tracker is None:
-            # No limit before training: compiling and tuning take as long as they take.
+            # No limit before training: compiling and tuning may take any time.
             return {"phase": "start", "step": 0, "entered": -1, "limit": None}
         longest = tracker.longest.get(tracker.phase)
         limit = max(self._seconds, _FIRST * (self._seconds if longest is None else longest))
@@ -186,7 +187,7 @@ class Watchdog:
         )
 
     def _end(self, verdict: Ending, speaks: bool) -> None:
-        # First, so that a main thread in ``failed`` stays there and does not end the process by itself.
+        # First, so that a main thread in ``failed`` stays there and does not end the process itself.
         self._decided.set()
 
         def last_words() -> None:
@@ -199,21 +200,24 @@ class Watchdog:
             sys.stdout.flush()
 
         words = threading.Thread(target=last_words, name="last-words", daemon=True)
-        # In time or not at all: a full disk or a stuck file system must not keep this process alive.
+        # With a time limit: a full disk or a stuck file system must not keep this process alive.
         words.start()
         words.join(_GRACE_S)
         if self._hub:
-            self._hub.join(1.0)  # the verdict is out
-        # sys.exit ends a thread alone, and the interpreter's way out would wait for a main thread that is stuck.
+            self._hub.join(1.0)  # wait until all ranks have the verdict
+        # sys.exit would end only this thread, and a normal interpreter exit would wait for a stuck main thread.
         os._exit(verdict.status)
 
     def _send(self, message: dict[str, object]) -> None:
-        with self._sending, contextlib.suppress(OSError):  # that the connection is lost is for the reader to notice
+        with self._sending, contextlib.suppress(OSError):  # the receiving code notices a lost connection
             self._connection.sendall(encoded(message))
 
 
 def _join(address: tuple[str, int], greeting: bytes, patience_s: float) -> tuple[socket.socket, bytes]:
-    """A connection to the hub that has answered, and its answer. Among strangers it may take more than one attempt."""
+    """Connect to the hub and return the connection and the hub's answer.
+
+    It may take several attempts if strangers occupy the port.
+    """
     deadline = time.monotonic() + patience_s
     while True:
         with contextlib.ExitStack() as attempt:
@@ -223,7 +227,7 @@ def _join(address: tuple[str, int], greeting: bytes, patience_s: float) -> tuple
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 connection.sendall(greeting)
                 if answer := connection.recv(LINE):
-                    # The connection stays, which leaving the block would close.
+                    # Keep the connection open, which leaving the block would close.
                     attempt.pop_all()
                     return connection, answer
                 error: OSError = ConnectionError("it closes the connection")
