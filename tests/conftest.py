@@ -21,35 +21,35 @@ from dataloading.shards.shard import DatasetInfo
 from dataloading.text.tokenization import Vocabulary
 from tests.programs import REPOSITORY
 
-# Hundreds of processes would each compile what they import, PyTorch's modules among it, which is half of their time.
+# Without bytecode, each of hundreds of processes would compile PyTorch and its other imports, half of its time.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
-# How long an example takes says more about what else the machine does than about the code.
+# An example's duration depends more on other processes on the machine than on the code.
 patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("patient", patient)
 settings.register_profile("quick", patient, max_examples=20)
 settings.load_profile("patient")
 
-# In the background or under nohup a shell has programs ignore signals, and all that they start. Tests send them.
+# A shell starts background jobs, and nohup its command, with signals ignored. The tests send these signals.
 for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, handler)
 
-# What a developer has pinned or measured is not for the tests.
+# The tests must not use what a developer has pinned or measured.
 CACHE = tempfile.TemporaryDirectory(prefix="mlperf-bert-tests-", ignore_cleanup_errors=True)
 os.environ["MLPERF_BERT_CACHE"] = CACHE.name
 
 SLOW_ROOMS = ("e2e", "distributed", "benchmarks", "kernels/triton", "convergence")
-"""Folders of tests that are slow as a whole, the slowest first."""
+"""Test folders in which all tests are slow, the slowest first."""
 TRIES = 3
-"""Of a test that is marked ``measured``."""
+"""Maximum number of tries of a test marked ``measured``."""
 VOCAB_SIZE = 200
 MAX_SEQ_LENGTH = 48
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what is slow, and run it first, so that no worker begins with the longest file when the others end."""
+    """Mark slow tests and run them first, so that no worker starts the longest file when the others have finished."""
 
     @cache
     def room_of(path: Path) -> int:
@@ -64,10 +64,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
-    """Repeat a test that is marked ``measured`` until it passes, ``TRIES`` times at most, each with fresh fixtures.
+    """Repeat a test marked ``measured`` until it passes, at most ``TRIES`` times, each with fresh fixtures.
 
-    It measures on the clock, the links or the disk of a machine on which others are at work: they can spoil a try, and a
-    fault fails each. From the second on it has no other such test beside it. That a try was spoilt is among the warnings.
+    Such a test measures time, links or disks on a machine with other load. The load may spoil one try, but a real fault
+    fails every try. From the second try on, no other such test runs beside it. A spoilt try is reported as a warning.
     """
     if item.get_closest_marker("measured") is None:
         return None
@@ -79,7 +79,7 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
                 item.warn(pytest.PytestWarning(f"try {number} failed: {failed[0].splitlines()[-1]}"))
             fcntl.flock(lock, fcntl.LOCK_EX if number else fcntl.LOCK_SH)
             reports = runtestprotocol(item, log=False, nextitem=nextitem)
-            fcntl.flock(lock, fcntl.LOCK_UN)  # or a process that the test has forked might keep it
+            fcntl.flock(lock, fcntl.LOCK_UN)  # otherwise a forked process might keep the lock
             if not any(report.failed for report in reports):
                 break
     for report in reports:
@@ -90,14 +90,14 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 @dataclass(frozen=True)
 class SmallRun:
-    """A data set of made-up samples and the command line that trains a very small model on it."""
+    """A data set of synthetic samples, and the command line that trains a very small model on it."""
 
     folder: Path
     train: Samples
     evaluation: Samples
 
     def arguments(self, results: Path, **changes: object) -> list[str]:
-        """Arguments of ``python -m bert.train``; ``changes`` are settings with ``__`` for the dot."""
+        """Return arguments for ``python -m bert.train``. In ``changes``, ``__`` stands for the dot in a setting's name."""
         settings: dict[str, object] = {
             "model__num_hidden_layers": 2,
             "model__hidden_size": 32,

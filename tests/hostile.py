@@ -1,4 +1,4 @@
-"""Names that lie, and what no program may print because of one."""
+"""Hostile file names, and a check that no program prints them unescaped."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ NAME = (
     f"x\n{FORGED}\r\n::error::forged\x1b[2J\x1b]8;;http:e\x07\x9b1m\x7f\u202e\u2066\u200b\u2028\x85"
     "##[error]forged[bold red]|`*_<b>\udcff\udc80"
 )
-"""Line feeds, commands to build servers, escape sequences, marks of direction and without width, markup, no UTF-8."""
+"""Contains newlines, build server commands, escape sequences, bidirectional and zero-width characters, markup, and
+bytes that are not UTF-8.
+"""
 LONG = NAME + "y" * (255 - len(NAME.encode("utf-8", "surrogateescape")))
-"""The same, as long as the name of a file may be."""
+"""The same name, extended to the maximum length of a file name."""
 
 
 def run(module: str, arguments: Sequence[object], environment: Mapping[str, str]) -> tuple[int, str]:
-    """Exit status and whole output of `python -m MODULE ARGUMENTS`."""
+    """Run `python -m MODULE ARGUMENTS` and return its exit status and all output."""
     command = [sys.executable, "-m", module, *map(str, arguments)]
     done = subprocess.run(
         command,
@@ -36,7 +38,7 @@ def run(module: str, arguments: Sequence[object], environment: Mapping[str, str]
 
 
 def assert_harmless(text: str) -> None:
-    """Nothing in the text steers a terminal, begins a line as the name wanted, or is a command to a build server."""
+    """Check that the text has no control characters, no forged lines and no build server commands."""
     odd = {letter for letter in text if not letter.isprintable()} - {"\n"}
     assert not odd, (odd, text)
     for line in text.split("\n"):

@@ -1,4 +1,4 @@
-"""A page of HTML, taken apart for the tests of what writes pages."""
+"""Parser for HTML pages, for tests of the code that writes pages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ALLOWED = set(
 
 
 class Page(HTMLParser):
-    """The tags of a page, which are balanced, load nothing and run nothing, and its text."""
+    """The tags and the text of a page. The tags must be balanced, load nothing and run nothing."""
 
     def __init__(self, text: str) -> None:
         super().__init__()

@@ -1,11 +1,11 @@
-"""Programs of the repository as processes that need not import PyTorch: two seconds of a processor less for each.
+"""Programs of the repository as processes that need not import PyTorch, which saves two seconds of CPU time for each.
 
-A server imports packages once and forks. A fork is what ``python -m MODULE ARGUMENTS`` would be, with arguments,
-environment, folder, output, signals and an exit status of its own; only the interpreter is not taken down when all else has
-ended, which would copy its whole memory. There are two servers, which all workers share: one for ``Program``, which has
-imported ``bert.run`` too, and one for the ``python`` of copies of the repository, whose own modules each fork imports.
-Fresh interpreters are started by the tests of scripts, of a run from its first start on, and for torchrun of signals, and by
-the command at the top of the README, which ``.ci/run`` runs.
+A server imports packages once and forks. A fork behaves as ``python -m MODULE ARGUMENTS`` would, with its own
+arguments, environment, folder, output, signals and exit status. Only the interpreter is not finalized at the end,
+because that would copy its whole memory. All workers share two servers: one for ``Program``, which has also imported
+``bert.run``, and one for the ``python`` of repository copies, in which each fork imports the copy's own modules. Some
+tests start real interpreters: tests of scripts, of a run from its first start, and of signals to torchrun, and the
+command at the top of the README, which ``.ci/run`` runs.
 """
 
 import atexit
@@ -28,10 +28,10 @@ from typing import Any
 REPOSITORY = Path(__file__).resolve().parent.parent
 LARGEST_REQUEST = 200_000
 PATIENCE_S = 600.0
-"""How long anything may take before it counts as never happening: a busy machine is many times slower than an idle one."""
+"""Seconds after which a test gives up. A busy machine is many times slower than an idle one."""
 
 _SHARED = "MLPERF_BERT_TEST_SERVERS"
-"""Variable that gives workers the process whose workers they are, and the folder of its servers."""
+"""Variable that tells workers the process that started them and the folder of its servers."""
 _OWN = ("benchmarks", "bert", "cluster", "compliance", "console", "dataloading", "kernels", "tests")
 _FORKED_PYTHON = """#!{python} -IS
 # Becomes a fork of the server of tests/programs.py where a program is to run, and {python} for anything else.
@@ -63,10 +63,10 @@ os._exit(status)
 
 
 class Program:
-    """A running ``python -m MODULE ARGUMENTS``, as ``subprocess.Popen`` would have it; stdout and stderr go to one file."""
+    """A running ``python -m MODULE ARGUMENTS`` with methods of ``subprocess.Popen``. stdout and stderr share one file."""
 
     def __init__(self, module: str, arguments: list[str], /, **environment: object) -> None:
-        """``environment``: what differs from the tests' own."""
+        """``environment`` has the variables that differ from the tests' environment."""
         variables = os.environ | {name: str(value) for name, value in environment.items()}
         self.returncode: int | None = None
         self._output = tempfile.TemporaryFile()  # noqa: SIM115, closed with the program that it belongs to
@@ -82,18 +82,18 @@ class Program:
 
     @property
     def output(self) -> str:
-        """Return what it has written so far."""
+        """Return the program's output so far."""
         return os.pread(self._output.fileno(), 1 << 24, 0).decode()
 
     def poll(self) -> int | None:
-        """The exit status, or None while it runs; negative after a signal."""
+        """Return the exit status, which is negative after a signal, or None while the program runs."""
         if self.returncode is None and select.select([self._server], [], [], 0)[0]:
             self.returncode = self._number()
             self._server.close()
         return self.returncode
 
     def wait(self, timeout: float) -> int:
-        """The exit status once it ends. Raises ``subprocess.TimeoutExpired`` when it does not within so many seconds."""
+        """Wait for the exit status. Raises ``subprocess.TimeoutExpired`` after ``timeout`` seconds."""
         if self.returncode is None:
             select.select([self._server], [], [], timeout)
         if self.poll() is None:
@@ -102,17 +102,17 @@ class Program:
         return self.returncode
 
     def communicate(self, timeout: float) -> tuple[str, None]:
-        """Wait for its end; all output."""
+        """Wait for the end and return all output."""
         self.wait(timeout)
         return self.output, None
 
     def send_signal(self, number: int) -> None:
-        """Send it a signal, if it runs."""
+        """Send a signal to the program if it runs."""
         if self.poll() is None:
             os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """End it at once, if it runs."""
+        """Kill the program if it runs."""
         self.send_signal(signal.SIGKILL)
 
     def _number(self) -> int:
@@ -120,7 +120,7 @@ class Program:
 
 
 def write_forked_python(folder: Path, imported: str = "packages") -> None:
-    """Write ``python`` and ``torchrun`` of a copy into a folder, which have a server fork where its programs are to run."""
+    """Write a ``python`` and a ``torchrun`` into a folder that ask a server to fork."""
     (folder / "python").symlink_to(_forked_python(imported))
     (folder / "torchrun").write_text('#!/bin/bash\nexec "${0%/*}/python" -m torch.distributed.run "$@"\n')
     (folder / "torchrun").chmod(0o755)
@@ -128,7 +128,10 @@ def write_forked_python(folder: Path, imported: str = "packages") -> None:
 
 @cache
 def _forked_python(imported: str) -> str:
-    """The program that has a server fork, one for each worker: a file that is being written cannot be run."""
+    """Return the path of a program that asks a server to fork.
+
+    Each worker has its own, because a file cannot be executed while another process writes to it.
+    """
     path = Path(_FOLDER, f"{os.getpid()} python of {imported}")
     text = _FORKED_PYTHON.format(python=sys.executable, own=_OWN, path=_server(imported), largest=LARGEST_REQUEST)
     path.write_text(text)
@@ -138,14 +141,14 @@ def _forked_python(imported: str) -> str:
 
 @cache
 def _server(imported: str) -> str:
-    """The address of a server, which ends with the tests."""
+    """Return the address of a server, which ends with the tests. The first caller starts it."""
     address = Path(_FOLDER, imported)
     if address.exists():
         return str(address)
     own = Path(_FOLDER, f"{os.getpid()} {imported}")
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as requests:
         requests.bind(str(own))
-        requests.listen(64)  # it answers once it has imported everything
+        requests.listen(64)  # the server answers once it has imported everything
         try:
             address.hardlink_to(own)
         except FileExistsError:  # another worker came first
@@ -159,9 +162,9 @@ def _server(imported: str) -> str:
 
 
 def _shared() -> tuple[int, str]:
-    """The process that servers live as long as, and their folder: those of the process that has started this worker."""
+    """Return the process whose end also ends the servers, and their folder. Workers share both with their parent."""
     owner, _, folder = os.environ.get(_SHARED, "").partition(" ")
-    if owner == str(os.getppid()):  # and not of tests that a test of theirs has started
+    if owner == str(os.getppid()):  # tests that a test starts have servers of their own
         return int(owner), folder
     made = tempfile.TemporaryDirectory(prefix="mlperf-bert-", ignore_cleanup_errors=True)
     atexit.register(made.cleanup)
@@ -170,9 +173,11 @@ def _shared() -> tuple[int, str]:
 
 
 def _serve(imported: str, requests: socket.socket, owner: int) -> dict[str, Any]:
-    """Fork for every request, and tell its number and its end; returns in each fork, with the request."""
+    """Fork for every request, and send back the process id and the exit status. Returns only in forks, with the
+    request.
+    """
     tie = os.pidfd_open(owner)
-    atexit.register(_end)  # the first, so that it is called after all others
+    atexit.register(_end)  # registered first, so that it is called last
     _import_packages()
     if imported == "bert":
         _import_own()
@@ -180,16 +185,16 @@ def _serve(imported: str, requests: socket.socket, owner: int) -> dict[str, Any]
         del sys.path[0]
         for name in [name for name in sys.modules if name.partition(".")[0] in _OWN]:
             del sys.modules[name]
-    gc.freeze()  # or each fork copies all memory as it looks for garbage
-    # Or a thread that is woken interrupts the one that wakes it, which holds a lock that gloo asks for in a loop meanwhile.
+    gc.freeze()  # otherwise each fork's garbage collection would copy all memory
+    # Otherwise a woken thread would interrupt the thread that woke it, whose lock gloo's loop requests meanwhile.
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     running: dict[int, socket.socket] = {}
-    """The connection that asked for each fork, by a descriptor of the fork."""
+    """Connection of each fork's request, by the fork's pidfd."""
     while True:
         ready, *_ = select.select([requests, tie, *running, *running.values()], [], [])
         for fork, connection in list(running.items()):
             if fork in ready or connection in ready or tie in ready:
-                if fork not in ready:  # the other end of the connection has gone
+                if fork not in ready:  # the other end has closed the connection
                     signal.pidfd_send_signal(fork, signal.SIGKILL)
                 ended = os.waitid(os.P_PIDFD, fork, os.WEXITED)
                 assert ended is not None
@@ -222,7 +227,7 @@ def _serve(imported: str, requests: socket.socket, owner: int) -> dict[str, Any]
 
 
 def _tell(connection: socket.socket, number: int) -> None:
-    with contextlib.suppress(OSError):  # the other end has gone
+    with contextlib.suppress(OSError):  # the other end may have closed the connection
         connection.sendall(number.to_bytes(4, "little", signed=True))
 
 
@@ -238,30 +243,28 @@ def _import_packages() -> None:
     import tyro  # noqa: F401
     from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
-    # For the name of a method agents look at all modules, of which here are many: a tenth of a processor for each of them.
+    # Agents search all modules for a method's name. With this many modules, that takes a tenth of a CPU for each agent.
     dynamic_rendezvous.get_method_name = lambda depth=2: sys._getframe(depth).f_code.co_name
 
 
 def _import_own() -> None:
-    import bert.run  # what programs import is there
+    import bert.run  # imports all that programs import
     from bert.train import parse
 
-    parse(["tiny_cpu"])  # and what tyro finds out about the settings, a fifth of a second
-    del sys.modules["bert.train"]  # which may be what is to run
-    inspect.getmodule(
-        bert.run.run.__code__
-    )  # looks at the files of all modules once, as the first record of a log does
+    parse(["tiny_cpu"])  # tyro also caches what it finds in the settings, which takes a fifth of a second
+    del sys.modules["bert.train"]  # a fork may run this module
+    inspect.getmodule(bert.run.run.__code__)  # caches the files of all modules, as a log's first record does
 
 
 def _run(request: dict[str, Any]) -> None:
-    """Run what is asked for, and note the exit status of an orderly end."""
+    """Run the requested program, and record the exit status if it ends normally."""
     os.environ.clear()
     os.environ.update(request["environment"])
     os.chdir(request["folder"])
     os.sched_setaffinity(0, request["cores"])
     sys.modules["torch"].set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
     sys.executable = request["executable"]
-    tempfile.tempdir = None  # which the server has found for its own environment
+    tempfile.tempdir = None  # the server has cached this from its own environment
     sys.stdin = open(0, closefd=False)  # noqa: SIM115, as are the others, which knew the server's files
     lines, encoding = 1 if request["unbuffered"] else -1, sys.stdout.encoding
     sys.stdout = open(1, "w", lines, encoding, sys.stdout.errors, closefd=False)  # noqa: SIM115

@@ -1,4 +1,4 @@
-"""Imports go one way, and nowhere in a circle."""
+"""Imports go in one direction and form no cycle."""
 
 import ast
 import sys
@@ -17,9 +17,9 @@ ALLOWED = {
     "bert": {"bert", "kernels", "dataloading", "console", "compliance.log", "compliance.convergence.forecast"},
     "cluster": {"cluster", "bert", "kernels", "dataloading", "console", "compliance.log"},
 }
-"""Packages, or rooms of them, that modules of a package may import."""
+"""For each package or subpackage, the packages and subpackages that its modules may import."""
 PROGRAMS_OF_KERNELS = {"kernels.__main__", "kernels.ahead_of_time"}
-"""They answer --version and Ctrl-C as all programs do; what imports the ops gets nothing of console."""
+"""These programs handle --version and Ctrl-C as all programs do. Importing the ops must import nothing of console."""
 TORCH_ALLOWED_IN_DATALOADING = {f"dataloading.batches.{name}" for name in ("loader", "loader_choice", "dali")}
 
 
@@ -37,7 +37,7 @@ MODULES = modules()
 
 @cache
 def imported(path: Path) -> frozenset[str]:
-    """Full names of what a file imports, modules and what is taken from them."""
+    """Return the full names of modules and attributes that a file imports."""
     names: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -78,7 +78,7 @@ def test_kernels_import_torch_and_triton_only() -> None:
 
 
 def assert_one_way(edges: dict[str, set[str]]) -> None:
-    """Fail with the first circle among these imports."""
+    """Fail if the imports contain a cycle, and show the first."""
     finished: set[str] = set()
 
     def visit(module: str, path: tuple[str, ...]) -> None:
@@ -93,7 +93,7 @@ def assert_one_way(edges: dict[str, set[str]]) -> None:
 
 
 def test_there_are_no_import_cycles() -> None:
-    # A package's __init__ counts as imported by its modules' importers only where something is taken from it.
+    # A package's __init__ counts as imported by its modules' importers only if they use something from it.
     edges = {module: own(imported(path)) - {module} for module, path in MODULES.items()}
     for module, targets in edges.items():
         deeper = {target for target in targets if any(other.startswith(target + ".") for other in targets)}
@@ -102,7 +102,7 @@ def test_there_are_no_import_cycles() -> None:
 
 
 def test_rooms_of_a_package_are_in_no_circle() -> None:
-    """A room: a folder or a module of a package; imports for types alone count too."""
+    """A room is a folder or a module of a package. Imports for type checking count too."""
     edges: dict[str, set[str]] = {}
     for module, path in MODULES.items():
         package, *place = module.split(".")

@@ -1,4 +1,4 @@
-"""Every file and module that code, comments and pages name is there."""
+"""Every file and module mentioned in code, comments and pages exists."""
 
 import ast
 import re
@@ -17,7 +17,7 @@ MODULE = re.compile(rf"`((?:{'|'.join(PACKAGES)})(?:\.\w+)+)(?:\(\))?`")
 ELSEWHERE = re.compile(
     r"benchmarks/(bert|a)\b|benchmarks/results/|\w+/__pycache__|bert/(embeddings|encoder|pooler|result_|untracked)"
 )
-"""Places in a submission or in a checkpoint, and what a command makes."""
+"""Paths in a submission or a checkpoint, and files that a command creates."""
 
 
 def texts() -> list[Path]:
@@ -48,7 +48,7 @@ def texts() -> list[Path]:
 
 @cache
 def names_in(path: Path) -> set[str]:
-    """Names that a module defines or imports, and the attributes of its classes."""
+    """Return the names that a module defines or imports, and the attributes of its classes."""
     names: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -63,7 +63,7 @@ def names_in(path: Path) -> set[str]:
 
 
 def is_there(dotted: str) -> bool:
-    """Tell whether a dotted name is a module, or a name in one."""
+    """Tell whether a dotted name is a module or a name in a module."""
     parts = dotted.split(".")
     for length in range(len(parts), 0, -1):
         place, rest = REPOSITORY.joinpath(*parts[:length]), parts[length:]

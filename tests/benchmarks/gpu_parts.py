@@ -1,4 +1,4 @@
-"""Parts of the GPU benchmark for its tests, most of which end as no part should."""
+"""Parts of the GPU benchmark for its tests. Most of them fail in some way."""
 
 import os
 import signal
@@ -9,7 +9,7 @@ from benchmarks.gpu_parts.measuring.scale import Context
 
 
 def unlucky(context: Context) -> None:
-    """A row that is killed, and one after which the device answers no more."""
+    """Report rows of which one is killed and a later one loses the device."""
 
     def killed() -> Figure:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -31,16 +31,16 @@ def unlucky(context: Context) -> None:
 
 
 def endless(context: Context) -> None:
-    """A row that ends, and one that never does."""
+    """Report a row that ends and a row that never ends."""
     context.report.attempt("first", lambda: Figure("first", figure=1.0))
     context.report.attempt("endless", lambda: time.sleep(3600))
 
 
 def right(context: Context) -> None:
-    """One row."""
+    """Report one row."""
     context.report.add(Figure("not on the page", figure=1.0))
 
 
 def wrong(context: Context) -> None:
-    """Two rows, of which one is wrong."""
+    """Report two rows, one of them with a wrong result."""
     context.report.add(Figure("not on the page"), Figure("wrong", note="WRONG: 3"))

@@ -1,4 +1,4 @@
-"""The GPU benchmark, as far as it can be shown without one: the same code on small shapes."""
+"""The GPU benchmark on a machine without a GPU: the same code runs on small shapes."""
 
 import ast
 import functools
@@ -55,7 +55,7 @@ def context(tmp_path: Path) -> Context:
 
 @pytest.fixture(scope="module")
 def bare_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An interpreter that finds torch, triton, numpy, what these require, and nothing else that is installed here."""
+    """Make an interpreter that finds only torch, triton, numpy and their requirements."""
     folder = tmp_path_factory.mktemp("bare")
     venv.create(folder, with_pip=False)
     (packages,) = folder.glob("lib/python*/site-packages")
@@ -68,7 +68,7 @@ def bare_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def requirements(names: set[str]) -> set[str]:
-    """The packages and those that they require, without extras, as far as they are installed."""
+    """Return these packages and all packages that they require, without extras, if they are installed."""
     found: set[str] = set()
     while names:
         name = names.pop()
@@ -84,7 +84,9 @@ def requirements(names: set[str]) -> set[str]:
 
 @pytest.fixture(scope="module")
 def all_parts(bare_python: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the parts' figures: run one after another in a process, where the command starts one for each."""
+    """Run all parts in one process, although the command starts a process for each. Returns the folder of their
+    figures.
+    """
     folder = tmp_path_factory.mktemp("gpu")
     program = f"""
 import sys; from importlib.metadata import distributions; from pathlib import Path
@@ -168,7 +170,9 @@ def test_steps_are_those_of_one_of_the_recipes_gpus() -> None:
 
 @pytest.fixture
 def capturing(context: Context, monkeypatch: pytest.MonkeyPatch) -> Iterator[Context]:
-    """A context whose steps are captured by a stand-in, with the roles that micro-batches have on a GPU."""
+    """Return a context that records steps in place of capturing them. Micro-batches have the roles that they have on a
+    GPU.
+    """
     monkeypatch.setattr(Context, "capturer", lambda _: Recording())
     monkeypatch.setattr(bert.build, "accumulates_products", lambda *_: True)
     with recordable_attention():
@@ -177,14 +181,14 @@ def capturing(context: Context, monkeypatch: pytest.MonkeyPatch) -> Iterator[Con
 
 def test_every_micro_batch_of_a_measured_step_is_captured(capturing: Context) -> None:
     ceilings = Ceilings(None, None, None)
-    four, _, _, one, _ = gpu_step._sizes(capturing)  # as many micro-batches a step
+    four, _, _, one, _ = gpu_step._sizes(capturing)  # four and one micro-batches per step
     for config, micro in (four, one):
         assert gpu_step.rate(capturing, "x", config, micro, ceilings).figure
     gpu_step._losses(capturing, "bf16")
 
 
 def test_a_micro_batch_without_its_graph_is_an_error(capturing: Context) -> None:
-    """Two micro-batches in a recipe of one: the second has a role that was not captured, as rows of eight GPUs had."""
+    """The recipe has one micro-batch per step, so the second one has a role without a graph."""
     trained = gpu_step.training_step(capturing, gpu_step.recipe("h100_1x8"))
     batches = micro_batches(capturing, 4, 2, padded=True)
     gpu_step.prepare(capturing, trained, batches)
@@ -195,7 +199,7 @@ def test_a_micro_batch_without_its_graph_is_an_error(capturing: Context) -> None
 
 @pytest.mark.parametrize("capturable", [True, False])
 def test_what_can_be_captured_is_timed_as_a_replay(capturable: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With stand-ins for CUDA that note what happens."""
+    """CUDA stand-ins record the calls."""
     done: list[str] = []
 
     class Event:
@@ -257,7 +261,7 @@ def test_fp8_is_timed_and_learns_as_fp32(all_parts: Path) -> None:
     found = rows(all_parts, "fp8")
     assert found["step in FP8"]["figure"] > 0
     assert found["step in FP8"]["note"].startswith("fp8: ")
-    assert found["losses in bf16 against fp32"]["figure"] == 0  # fp32 on both sides where it is tiny: the same losses
+    assert found["losses in bf16 against fp32"]["figure"] == 0  # tiny models use fp32 on both sides
     assert 0 < found["losses in fp8 against bf16"]["figure"] < 0.05
     assert FULL.parity_steps == 200
 
@@ -283,7 +287,9 @@ def test_an_fp8_cast_with_another_transpose_is_wrong() -> None:
 
 
 def test_inputs_are_those_of_training_by_type_and_alignment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Against what a step hands to each op: an odd vocabulary moves everything behind the decoder's bias."""
+    """Compare with the inputs of each op in a step. An odd vocabulary size misaligns everything after the decoder's
+    bias.
+    """
     norm = kernels.libraries.pytorch.dropout_add_layer_norm
     keeping_type = lambda x, *more: norm(x, *more).to(x.dtype)  # noqa: E731, as Triton's does
     monkeypatch.setattr(kernels.libraries.pytorch, "dropout_add_layer_norm", keeping_type)
@@ -297,7 +303,7 @@ def test_inputs_are_those_of_training_by_type_and_alignment(tmp_path: Path, monk
             for op in kernels.OPS.values():
                 observing.enter_context(op.observed(lambda op, args, _: seen[op.name].add(traits(*args))))
             trained(micro_batches(context, 4, 1))
-            trained.refresh_copies_()  # as after a warm-up; the step itself leaves casts by LAMB
+            trained.refresh_copies_()  # as after a warm-up; in a step, LAMB writes the casts
             with torch.no_grad(), trained.autocast():
                 trained.model(*micro_batches(context, 4, 1))
     model = drawn_model(scale.model, CPU)
@@ -353,7 +359,7 @@ def test_memory_ends_with_what_fits(all_parts: Path) -> None:
 
 @pytest.mark.parametrize("limit", [1, 100, 139, 10_000])
 def test_the_search_for_memory_finds_the_limit(context: Context, monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
-    """Also where the capture fails for a reason of its own because memory ran out."""
+    """Running out of memory counts even if the capture then reports another error."""
 
     def train(_context: object, _precision: object, sequences: int) -> None:
         try:
@@ -399,7 +405,7 @@ def test_not_a_number_is_wrong() -> None:
 
 
 def test_names_of_pytorchs_gpu_interface_exist() -> None:
-    """What no run without a GPU would find: the benchmark uses names that this PyTorch has."""
+    """A run without a GPU would not notice a missing name, so check all names that the benchmark uses."""
     for path in [
         *sorted(REPOSITORY.glob("benchmarks/gpu*/**/*.py")),
         REPOSITORY / "benchmarks/gpu.py",

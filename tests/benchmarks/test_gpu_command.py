@@ -1,4 +1,4 @@
-"""The command of the GPU benchmark: wrong input, time, and what is kept of a part that does not end as it should."""
+"""The command of the GPU benchmark: wrong input, time limits, and saved results of parts that fail."""
 
 import json
 import os
@@ -55,7 +55,7 @@ def test_wrong_input_is_one_line(arguments: list[str], complaint: str, capsys: p
 
 
 def test_parts_share_the_time_of_the_call(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """What one leaves of its time, the later ones get; one alone gets all of it; all end in time."""
+    """Time that one part leaves goes to later parts, a single part gets all the time, and all parts end in time."""
     clock, given = [0.0], {}
 
     def run_part(part: str, _function: str, _settings: gpu.Settings, seconds: float) -> PartReport:
@@ -109,7 +109,7 @@ def test_a_part_is_cut_off_at_its_limit_and_keeps_its_rows(tmp_path: Path) -> No
 
 @pytest.fixture
 def running(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
-    """The command, in the middle of a real part."""
+    """Start the command and wait until a real part runs."""
     options = ["--device", "cpu", "--tiny", "--part", "kernels,memory", "--out"]
     line = [sys.executable, str(GPU_PY), *options, str(tmp_path)]
     process = subprocess.Popen(line, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, text=True)
@@ -191,7 +191,7 @@ def test_a_row_that_fails_leaves_the_others(tmp_path: Path) -> None:
     ]
     assert [row.name for row in report.failures] == ["a", "d"]
     loaded = PartReport.load(report.path)
-    assert loaded.rows[-1].figure is None  # JSON knows no infinity
+    assert loaded.rows[-1].figure is None  # JSON has no infinity
     assert not loaded.complete
 
 

@@ -68,7 +68,7 @@ def test_marks_lie_where_their_values_say() -> None:
     assert [band[name] for name in ("x", "y", "width", "height")] == ["0.0", "600.0", "1000.0", "200.0"]
     assert [across[name] for name in ("x", "y", "width", "height")] == ["100.0", "0.0", "200.0", "1000.0"]
     assert page.of("path", "mean")[0]["d"] == "M0 500.0H1000"
-    assert page.text.endswith("bm\n")  # the key, without the guide that has no label
+    assert page.text.endswith("bm\n")  # the key follows, without the guide that has no label
 
 
 def test_columns_stand_on_zero_and_dots_do_not() -> None:
@@ -81,7 +81,10 @@ def test_columns_stand_on_zero_and_dots_do_not() -> None:
     assert "style" in columns.of("span", "note")[0]
     dots = Page(run_chart(bars, AXES, columns=False))
     assert not dots.of("rect")
-    assert [str(path["d"]) for path in dots.of("path", "dots")] == ["M250.0 833.3h0", "M750.0 166.7h0"]  # 75 to 105
+    assert [str(path["d"]) for path in dots.of("path", "dots")] == [
+        "M250.0 833.3h0",
+        "M750.0 166.7h0",
+    ]  # axis: 75 to 105
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Programs of several commands: what is said of a wrong command line."""
+"""Programs with several commands: error messages for a wrong command line."""
 
 from pathlib import Path
 

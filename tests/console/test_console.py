@@ -1,4 +1,4 @@
-"""The way out for text."""
+"""All text goes out through the console package."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ pytestmark = pytest.mark.slow
 
 ROOMS = ("bert", "cluster", "compliance", "dataloading")
 OTHER_WAYS = {"print", "Console", "input", "basicConfig", "print_exception"}
-ALLOWED = {  # rich's consoles show what has passed `visible`; a fault's traceback is for developers
+ALLOWED = {  # rich's consoles print text that has passed `visible`; tracebacks of faults are for developers
     "bert/reporting/displays.py": set(),
     "bert/parallel/watchdog/watchdog.py": {"print_exception"},
     "bert/setup.py": {"Console"},
     "compliance/check/output.py": {"Console", "print"},
     "compliance/doctor/examination.py": {"Console", "print"},
-    "compliance/official/worker.py": {"print"},  # JSON to the program that asked
+    "compliance/official/worker.py": {"print"},  # prints JSON for the calling program
     "compliance/watch/screen.py": {"Console", "print"},
 }
 
@@ -167,17 +167,17 @@ def test_what_modules_log_and_warn_of_is_harmless() -> None:
     ("arguments", "imported"),
     [
         *((f"{name} --help", "tyro") for name in WITH_TYRO),
-        ("bert.train tiny_cpu", "torch"),  # after the command line was understood
+        ("bert.train tiny_cpu", "torch"),  # imported after the command line was parsed
         ("bert.evaluate tiny_cpu", "torch"),
-        ("kernels", "torch"),  # by a command that works with it
+        ("kernels", "torch"),  # imported by a command that needs it
         ("kernels.ahead_of_time", "torch"),
     ],
 )
 def test_ctrl_c_during_the_imports_is_one_line(arguments: str, imported: str, tmp_path: Path) -> None:
-    """The process ends by the signal, which a shell shows as 130."""
+    """The process ends by SIGINT, which a shell reports as 130."""
     (tmp_path / f"{imported}.py").write_text("raise KeyboardInterrupt")
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
-    environment.pop("TRITON_INTERPRET", None)  # which other tests set, and with which there is nothing to compile
+    environment.pop("TRITON_INTERPRET", None)  # other tests set this variable, which disables compiling
     command = [sys.executable, "-m", *arguments.split()]
     done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "interrupted\n")
@@ -203,7 +203,7 @@ def test_other_errors_and_importers_are_left_alone(tmp_path: Path) -> None:
     ],
 )
 def test_a_reader_that_has_seen_enough_is_no_error(program: list[str], small_run: SmallRun) -> None:
-    """As in ``python -m kernels | head -1``."""
+    """The reader closes the pipe early, as in ``python -m kernels | head -1``."""
     command = [sys.executable, "-m", *(part.format(run=small_run.folder) for part in program)]
     with subprocess.Popen(
         command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

@@ -1,4 +1,4 @@
-"""What a run on GPUs needs of a machine beside PyTorch."""
+"""Requirements of a GPU run on the machine, besides PyTorch."""
 
 import sysconfig
 from pathlib import Path

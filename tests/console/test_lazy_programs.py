@@ -1,4 +1,4 @@
-"""A program says what it can do before it imports what it does it with."""
+"""A program prints its help before it imports the packages that it works with."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ LARGE = {
     "yaml",
     "rich",
 }
-"""A tenth of a second each, or seconds."""
+"""Packages that take from a tenth of a second to several seconds to import."""
 DATALOADING = "extract prepare demo index shuffle convert wikipedia verify dump"
 COMPLIANCE = "check report summary system convergence doctor package watch"
-COMMANDS = {  # the empty one is the program itself
+COMMANDS = {  # the empty string is the program without a command
     "dataloading": ("", *DATALOADING.split()),
     "compliance": ("", *COMPLIANCE.split()),
     "cluster": ("", "devices", "predict", "calibrate", "probe", "show", "tune", "whatif"),

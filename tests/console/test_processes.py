@@ -1,4 +1,4 @@
-"""Running a program: its output, its failure, its time limit."""
+"""Running a program: output, failure and time limit."""
 
 import sys
 import time
@@ -31,7 +31,7 @@ def test_a_program_that_hangs_is_killed_with_its_children(tmp_path: Path) -> Non
     hanging = f"sleep 600 & echo $! > {number}; wait"
     done = run(["bash", "-c", hanging], timeout_s=2)
     assert "2 s" in done.trouble
-    if number.exists():  # a busy machine may not have started the child within the limit
+    if number.exists():  # a busy machine may not have started the child within the time limit
         child = Path("/proc", number.read_text().strip(), "stat")
         patience = time.monotonic() + 60
         while is_alive(child):

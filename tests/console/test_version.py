@@ -1,4 +1,4 @@
-"""The version that programs print, and the commit that a result names."""
+"""The version that programs print, and the commit that a result states."""
 
 import os
 import re
@@ -15,7 +15,7 @@ from tests.conftest import REPOSITORY
 
 @pytest.fixture
 def commit_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Path], str]]:
-    """``commit()`` of a program that lies in the given folder."""
+    """Return the result of ``commit()`` for a program in this folder."""
 
     def commit(folder: Path) -> str:
         monkeypatch.setattr(version, "REPOSITORY", folder)

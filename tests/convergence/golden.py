@@ -1,9 +1,9 @@
-"""The golden loss curve: a small model on made-up samples, every number from fixed seeds.
+"""The golden loss curve: a small model on synthetic samples, with every number drawn from fixed seeds.
 
-    python -m tests.convergence.golden        # writes tests/convergence/golden_losses.json anew
+    python -m tests.convergence.golden        # overwrites tests/convergence/golden_losses.json
 
-A change that is meant to leave the numbers alone must match the file; one that is meant to change them says why and makes
-it again.
+A change that should not affect the numbers must match the file. A change that should affect them gives the reason and
+overwrites the file.
 """
 
 import json
@@ -25,14 +25,14 @@ STEPS = 30
 
 
 def predictable_samples() -> Samples:
-    """Made-up samples whose masked tokens can be told from their positions, so that there is something to learn."""
+    """Make synthetic samples whose masked tokens follow from their positions, so that there is something to learn."""
     samples = synthetic_samples(np.random.default_rng(5).integers(8, 65, 400), vocab_size=128, seed=5)
     learnable = (samples.masked_lm_positions % 16 + 16).astype(np.uint16)
     return Samples(**{**samples.__dict__, "masked_lm_ids": learnable})
 
 
 def losses() -> list[dict[str, float]]:
-    """Masked-LM loss, next-sentence loss and gradient norm of every step, dropout off."""
+    """Return masked-LM loss, next-sentence loss and gradient norm of every step, without dropout."""
     torch.manual_seed(0)
     model = BertForPreTraining(ModelConfig(2, 64, 4, 128, 128, 64, hidden_dropout=0.0, attention_dropout=0.0))
     initialize_(model, torch.Generator().manual_seed(1))

@@ -1,9 +1,10 @@
-"""Pretraining by other code than the program's: Hugging Face's BERT on padded batches, and LAMB tensor by tensor.
+"""Pretraining by independent code: Hugging Face's BERT on padded batches, and LAMB tensor by tensor.
 
-The benchmark's definition in its plainest form, which ``test_agreement.py`` compares with the program. It takes samples,
-settings and initial weights from the program. LAMB, the schedule and what is excluded from decay and
+This is the benchmark's definition in its plainest form, with which ``test_agreement.py`` compares the program. Samples,
+settings and initial weights come from the program. LAMB, the schedule, and the parameters excluded from decay and
 adaptation follow the reference's ``lamb_optimizer_v1.py`` and ``optimization.py`` (MLPerf Training,
-``retired_benchmarks/bert``): by name, one variable at a time. Norms are float64, whatever the weights are.
+``retired_benchmarks/bert``): variables are processed one by one and excluded by name. Norms are float64 for weights of
+any dtype.
 """
 
 import math
@@ -26,21 +27,21 @@ NOT_ADAPTED = ("LayerNorm", "layer_norm", "bias")
 
 @dataclass(frozen=True)
 class Side:
-    """A side of a comparison: what the numbers are, and in which order they are added up."""
+    """One side of a comparison: its number format and its order of summation."""
 
     name: str
     dtype: torch.dtype
-    """Of weights, gradients and moments."""
+    """Dtype of weights, gradients and moments."""
     micro_batches: int = 1
-    """Parts that a global batch is cut into; each is padded to its longest sample."""
+    """Number of parts of a global batch. Each part is padded to its longest sample."""
     reverse: bool = False
-    """Whether a global batch is taken from its end."""
+    """Whether samples of a global batch are taken in reverse order."""
     attention: Literal["sdpa", "eager"] = "sdpa"
 
 
 @dataclass
 class Trained:
-    """Results of a run: a number a step, and the weights after the last one under Hugging Face's names, float64."""
+    """Results of a run: one number per step, and the final weights in float64 under Hugging Face's names."""
 
     masked_lm_loss: list[float] = field(default_factory=list)
     next_sentence_loss: list[float] = field(default_factory=list)
@@ -49,11 +50,10 @@ class Trained:
 
 
 def train(side: Side, initial: BertForPreTraining, batches: Iterable[Samples], optimizer: OptimizerConfig) -> Trained:
-    """Train from the weights of ``initial``, a step a global batch."""
+    """Train from the weights of ``initial``, one step for each global batch."""
     model: Any = model_with_weights_of(initial).to(side.dtype).train()
     model.set_attn_implementation(side.attention)
-    # Hugging Face's embedding leaves [PAD] untrained; the reference's does not, and [PAD] is among the tokens that masking
-    # draws at random.
+    # Hugging Face does not train the embedding of [PAD]. The reference does, and masking draws [PAD] as a random token.
     model.bert.embeddings.word_embeddings.padding_idx = None
     lamb, trained = ReferenceLamb(model, optimizer), Trained()
     for batch in batches:
@@ -66,7 +66,7 @@ def train(side: Side, initial: BertForPreTraining, batches: Iterable[Samples], o
 
 
 def _backward(side: Side, model: Any, batch: Samples) -> tuple[float, float]:
-    """Gradients of both mean losses of a global batch, and the losses."""
+    """Compute the gradients of both mean losses of a global batch. Returns the losses."""
     order = np.arange(len(batch))[:: -1 if side.reverse else 1]
     masked_lm_loss = next_sentence_loss = 0.0
     for rows in np.array_split(order, side.micro_batches):
@@ -76,9 +76,9 @@ def _backward(side: Side, model: Any, batch: Samples) -> tuple[float, float]:
             inputs["input_ids"], attention_mask=inputs["attention_mask"], token_type_ids=inputs["token_type_ids"]
         )
         masked = inputs["labels"] >= 0
-        # The head at masked tokens alone, since logits of all tokens would be most of the work, and have no gradient.
+        # Apply the head only to masked tokens: other tokens' logits would be most of the work and have no gradient.
         logits = model.cls.predictions(encoded.last_hidden_state[masked])
-        # Divided by the counts of the whole batch, so that parts add up to the batch's mean.
+        # Divide by the counts of the whole batch, so that the parts add up to the batch's mean.
         masked_lm = F.cross_entropy(logits, inputs["labels"][masked], reduction="sum") / len(batch.masked_lm_ids)
         logits = model.cls.seq_relationship(encoded.pooler_output)
         next_sentence = F.cross_entropy(logits, inputs["next_sentence_label"], reduction="sum") / len(batch)
@@ -100,19 +100,19 @@ class ReferenceLamb:
 
     @torch.no_grad()
     def step(self) -> float:
-        """Apply the gradients and forget them; returns their global norm before clipping."""
-        # hypot adds squares of norms without overflow, in fp64.
+        """Apply the gradients and clear them. Returns their global norm before clipping."""
+        # hypot adds the squared norms in fp64 without overflow.
         global_norm = math.hypot(*(_norm(_gradient(weight)) for weight in self._parameters.values()))
-        # max before dividing: a gradient within the limit keeps its length.
+        # Taking the maximum leaves a gradient within the limit unscaled.
         scale = self._config.max_grad_norm / max(global_norm, self._config.max_grad_norm)
-        # Before the step is counted: the schedule's first step is 0.
+        # The rate comes before the increment, because the schedule's first step is 0.
         rate = self._learning_rate()
         self._steps += 1
         for name, weight in self._parameters.items():
             update = self._direction(name, _gradient(weight) * scale)
-            # By name, as the reference excludes them.
+            # The reference excludes parameters by name.
             if not any(part in name for part in NOT_ADAPTED):
-                # Decay comes before the norm of the update, which it is part of.
+                # Decay comes first, because the norm of the update includes it.
                 update += self._config.weight_decay_rate * weight
                 weight_norm, update_norm = _norm(weight), _norm(update)
                 if weight_norm > 0 and update_norm > 0:
@@ -124,7 +124,7 @@ class ReferenceLamb:
     def _direction(self, name: str, gradient: Tensor) -> Tensor:
         beta_1, beta_2 = self._config.beta_1, self._config.beta_2
         momentum, variance = self._momenta[name], self._variances[name]
-        # In this form the weights of old and new add up to 1 in any precision.
+        # In this form the weights of the old and the new value add up to 1 in any precision.
         momentum += (1 - beta_1) * (gradient - momentum)
         variance += (1 - beta_2) * (gradient * gradient - variance)
         unbiased_momentum = momentum / (1 - beta_1**self._steps)
@@ -132,7 +132,7 @@ class ReferenceLamb:
         return unbiased_momentum / (unbiased_variance.sqrt() + self._config.epsilon)
 
     def _learning_rate(self) -> float:
-        """Learning rate of the step to come: warm-up, then polynomial decay of power 1 to 0 on the absolute step."""
+        """Return the next step's learning rate: warm-up, then linear decay to 0 on the absolute step."""
         config = self._config
         # With start_warmup_step -1 the first step's rate is not 0.
         warmed_up = self._steps - config.start_warmup_step

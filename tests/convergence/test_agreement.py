@@ -1,12 +1,12 @@
-"""The program's training on real text agrees with an independent implementation: losses, gradient norms, weights.
+"""Training on real text agrees with an independent implementation in losses, gradient norms and weights.
 
 The program trains on two ranks over gloo, as a user runs it. Hugging Face's model with the reference's LAMB
-(``independent.py``) trains from the same weights on the same global batches, without dropout: in float64, which stands for
-the truth, and twice in fp32 with different orders of summation. The distances between the independent sides are the floor
-that fp32 allows.
+(``independent.py``) trains from the same weights on the same global batches, without dropout: once in float64, the
+ground truth, and twice in fp32 with different summation orders. The distances between these three runs show the
+accuracy that fp32 allows.
 
-Three steps of one layer catch a wrong loss, clipping, schedule, direction or global norm. AGREEMENT_STEPS=300
-AGREEMENT_LAYERS=4 also finds what grows slowly, such as a variance that drifts; it takes some minutes.
+Three steps of one layer detect a wrong loss, clipping, schedule, direction or global norm. AGREEMENT_STEPS=300
+AGREEMENT_LAYERS=4 also detects slowly growing errors, such as a drifting variance. It takes some minutes.
 """
 
 import itertools
@@ -39,19 +39,19 @@ from tests.convergence.independent import Side, Trained, train
 from tests.distributed.ranks import free_port
 from tests.programs import write_forked_python
 
-# Two ranks, so that the comparison includes the reduction and the distribution of batches.
+# Two ranks, so that the comparison covers the reduction and the distribution of batches.
 RANKS, BATCH, LENGTH, SEED = 2, 16, 128, 7
 STEPS, LAYERS = int(os.environ.get("AGREEMENT_STEPS", "3")), int(os.environ.get("AGREEMENT_LAYERS", "1"))
 VOCABULARY = 30522
 OPTIMIZER = OptimizerConfig(1e-3, learning_rate_training_steps=400, num_warmup_steps=30, start_warmup_step=-1)
 TRUTH = "float64"
 GOALS = {"loss": 1e-6, "weight matrix": 5e-7, "bias or norm": 3e-5, "gradient norm": 1e-6}
-"""Largest relative distance from float64, by kind of number."""
+"""Largest relative distance from float64 for each kind of number."""
 
 
 @dataclass(frozen=True, order=True)
 class Worst:
-    """The largest relative difference of a kind of number, and its place."""
+    """The largest relative difference among numbers of one kind, and where it occurs."""
 
     difference: float
     place: str
@@ -85,10 +85,10 @@ def test_the_program_trains_as_an_independent_implementation_does(
 
 
 def differences(one: Trained, other: Trained) -> dict[str, Worst]:
-    """Return the worst relative difference of each kind: of a step's number, and of a weight by its norm."""
+    """Return the worst relative difference of each kind, for numbers of a step directly and for weights by the norm."""
     distances: dict[bool, list[Worst]] = {True: [], False: []}
     for name, weight in other.weights.items():
-        # Softmax ignores a key's bias, so its gradient is rounding alone.
+        # Softmax ignores a key's bias, so its gradient is only rounding.
         if not name.endswith("key.bias"):
             distance = torch.linalg.vector_norm(one.weights[name] - weight) / torch.linalg.vector_norm(weight)
             distances[weight.ndim > 1].append(Worst(distance.nan_to_num(nan=torch.inf).item(), name))
@@ -109,7 +109,9 @@ def worst_step(kind: str, one: list[float], other: list[float]) -> Worst:
 
 
 def train_by_the_program(model: ModelConfig, vocab: Path, folder: Path) -> Trained:
-    """Run ``bert.train`` from the initial weights in ``folder`` for all steps: the target is out of reach."""
+    """Train with ``bert.train`` from the initial weights in ``folder``. All steps run, since the target is out of
+    reach.
+    """
     saved = folder / "trained.safetensors"
     settings: dict[str, object] = {f"model.{name}": value for name, value in asdict(model).items()}
     settings |= {f"optimizer.{name}": value for name, value in asdict(OPTIMIZER).items()}
@@ -147,13 +149,13 @@ def train_by_the_program(model: ModelConfig, vocab: Path, folder: Path) -> Train
 
 
 def global_batches(data: Dataset) -> Iterator[Samples]:
-    """Yield the samples that all ranks of the program take together in each step."""
+    """Yield the samples of each global batch, over all ranks of the program."""
     plan = BatchPlan(data.lengths, data.masked_counts, BATCH, RANKS, gradient_accumulation_steps=1, seed=SEED)
     return (data.take(plan.global_batch(step)) for step in range(STEPS))
 
 
 def full_size_vocabulary(path: Path) -> Path:
-    """Write the shipped vocabulary with unused tokens up to BERT's size, so that norms cover as many elements."""
+    """Write the shipped vocabulary, padded with unused tokens to BERT's size, so that norms cover as many elements."""
     tokens = (ARTIFACTS / "tiny_cpu" / "vocab.txt").read_text(encoding="utf-8").splitlines()
     tokens += [f"[unused{number}]" for number in range(VOCABULARY - len(tokens))]
     path.write_text("".join(f"{token}\n" for token in tokens), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The loss curve of a fixed small run stays what it was."""
+"""The loss curve of a fixed small run does not change."""
 
 import json
 

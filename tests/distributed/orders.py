@@ -1,4 +1,4 @@
-"""The training step in every order in which reduction and gathering can run, on the same batches."""
+"""The training step with every order of reduction and weight gathering, on the same batches."""
 
 import contextlib
 import threading
@@ -28,7 +28,7 @@ from tests.distributed.worker import end_groups, on_all, regrouped
 
 STEPS = 4
 BUCKET_BYTES = 60_000
-"""Small enough for so small a model to have more than one."""
+"""Small enough for this small model to have several buckets."""
 
 
 def config(strategy: ReductionStrategy | Literal["auto"], accumulation: int, recompute: Recompute = "none") -> Config:
@@ -46,7 +46,9 @@ def config(strategy: ReductionStrategy | Literal["auto"], accumulation: int, rec
 
 @cache
 def global_batches(mesh: Mesh, accumulation: int, steps: int = STEPS) -> tuple[list[list[Batch]], list[ShapeBucket]]:
-    """Make this rank's micro-batches, padded to one of two captured sizes or, one in seven, to one that is not captured."""
+    """Make this rank's micro-batches. One in seven is padded to a size without a graph, the others to two captured
+    sizes.
+    """
     samples = predictable_samples()
     longest = int(samples.lengths.max())
     kinds = [ShapeBucket(size, 8, 128, longest) for size in (288, 320, 352)]
@@ -64,7 +66,7 @@ def global_batches(mesh: Mesh, accumulation: int, steps: int = STEPS) -> tuple[l
 def train(
     mesh: Mesh, strategy: ReductionStrategy, order: str, accumulation: int, recompute: Recompute = "none"
 ) -> dict[str, Any]:
-    """Losses of every step, final weights, moments, and how many buckets backward had started."""
+    """Return losses of every step, final weights and moments, and how many buckets started during backward."""
     end_groups()
     chosen = config(strategy, accumulation, recompute)
     capturer = Recording() if order == "captured" else None
@@ -89,13 +91,13 @@ def train(
     step.model.seed_dropout(9 + mesh.rank)
     step.warm_up(batches[0], 1, shape_buckets)
     if capturer is None:
-        early.clear()  # a replay does not call the reduction again
+        early.clear()  # replays do not call the reduction, so a captured run keeps the counts of its warm-up
     torch.manual_seed(9 + mesh.rank)
     means = []
     for micro_batches in batches:
         step(micro_batches)
         means.append(step.statistics.fetch()[0])
-    if held:  # no step follows that could let weights go
+    if held:  # no forward pass follows that could release the weights
         del vars(step._gather)["_gather"]
     step.gather_weights()
     found = {
@@ -114,7 +116,7 @@ def train(
 
 
 def gather_after_update(step: TrainingStep) -> None:
-    """Instead of beside the next forward pass."""
+    """Gather the weights right after the update instead of during the next forward pass."""
     execution, update = step.execution, step.update
     assert isinstance(execution, Eager)
     execution._duties = replace(execution._duties, gathers_weights=False)
@@ -122,11 +124,11 @@ def gather_after_update(step: TrainingStep) -> None:
 
 
 def hold_weights_back(step: TrainingStep) -> list[slice | str]:
-    """Let no weights come before the part of the model before the one that needs them computes.
+    """Delay each bucket of weights until the part of the model before the one that needs it has started.
 
-    A forward pass that waited for all of them, or for the wrong ones, would wait for good, and one that did not wait would
-    compute with old ones. Returns the buckets that were held back, while steps go on, and in
-    which phase each forward pass says that it is.
+    A forward pass that waited for all buckets, or for the wrong ones, would wait forever, and one that did not wait
+    would use old weights. Returns a list to which steps append the delayed buckets and the watchdog's phase in each
+    forward pass.
     """
     gather = step._gather
     assert gather is not None
@@ -145,7 +147,7 @@ def hold_weights_back(step: TrainingStep) -> list[slice | str]:
         start()
 
     def arriving(bucket: slice) -> None:
-        # The parts that need none of the bucket come first.
+        # Parts that end before the bucket need none of it.
         before = sum(end <= bucket.start for end in ends)
         if before:
             assert began[before - 1].wait(60), bucket
@@ -157,7 +159,7 @@ def hold_weights_back(step: TrainingStep) -> list[slice | str]:
 
 
 def end_of(step: TrainingStep, part: torch.nn.Module) -> int:
-    """Find where the weights of a part of the model end in the flat vector."""
+    """Return the position in the flat vector where the weights of a part of the model end."""
     own = {id(parameter) for parameter in part.parameters()}
     end = stop = 0
     for parameter in step.model.parameters():
@@ -171,14 +173,14 @@ def _in_one_message(step: TrainingStep) -> None:
 
 
 def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Losses, weights and moments to the last bit, on every rank."""
+    """Tell whether losses, weights and moments are bit-identical on every rank."""
     pairs = zip([one["weights"], *one["moments"]], [other["weights"], *other["moments"]], strict=True)
     equal = one["means"] == other["means"] and all(torch.equal(*pair) for pair in pairs)
     return on_all(equal)
 
 
 def fp8_weights_follow(mesh: Mesh, strategy: ReductionStrategy) -> bool:
-    """Tell whether FP8 copies are casts of the weights that all ranks have after some steps."""
+    """Tell whether the FP8 copies match the gathered weights after some steps."""
     chosen = config(strategy, 1)
     chosen = replace(chosen, training=replace(chosen.training, precision="fp8"))
     step = TrainingStep(draw_model(chosen, mesh, seed=3), chosen, mesh, Stopwatch())
@@ -188,7 +190,7 @@ def fp8_weights_follow(mesh: Mesh, strategy: ReductionStrategy) -> bool:
     step.gather_weights()
     assert step.fp8 is not None
     assert isinstance(step.execution, Eager)
-    equal = not step.execution._duties.gathers_weights  # nothing is left to gather in the next forward pass
+    equal = not step.execution._duties.gathers_weights  # the next forward pass has nothing left to gather
     for dense in step.fp8.denses:
         expected = cast_fp8(dense.dense.weight.detach(), dense.weight.scale, torch.zeros(()), torch.float8_e4m3fn)
         equal &= torch.equal(dense.weight_NK.float(), expected.float())
@@ -197,7 +199,7 @@ def fp8_weights_follow(mesh: Mesh, strategy: ReductionStrategy) -> bool:
 
 
 def automatic(mesh: Mesh) -> list[str]:
-    """Choose as is done where nothing is asked for."""
+    """Return every rank's choice of the reduction under the setting "auto"."""
     chosen = config("auto", 1)
     step = TrainingStep(draw_model(chosen, mesh, seed=3), chosen, mesh, Stopwatch())
     ways = [""] * mesh.world_size
@@ -210,8 +212,9 @@ def compare_orders(joined: Mesh, micro_batches: str, *strategies: ReductionStrat
     mesh, accumulation = regrouped(joined, "cyclic", 2), int(micro_batches)
     result: dict[str, Any] = {}
     with recordable_attention():
-        # As on a GPU, products add weight gradients themselves, in fp32 as well; so do two of the strategies below. The
-        # parts of the word table's gradient are added in another order then: the other strategies differ by rounding.
+        # As on a GPU, products add weight gradients themselves, in fp32 too. So do the flat and sharded strategies
+        # below.
+        # The other strategies add the parts of the word table's gradient in another order and differ by rounding.
         bert.build.accumulates_products = lambda *_: True
         whole = train(mesh, "flat", "one message", accumulation)
         for strategy in strategies:
@@ -225,7 +228,7 @@ def compared(mesh: Mesh, strategy: ReductionStrategy, accumulation: int, whole: 
     orders = ["after", "overlapped", "captured"] + ["held"] * strategy.startswith("sharded")
     runs = {order: train(mesh, strategy, order, accumulation) for order in orders}
     last = "held" if "held" in runs else "overlapped"
-    # Either mode with one strategy, where processes are few: what is imported for it takes each longer than a run.
+    # Test each mode with one strategy and on few processes, because importing what it needs takes longer than a run.
     mode = {"hierarchical": "full", "sharded": "selective"}.get(strategy) if accumulation == 2 else None
     again = train(mesh, strategy, last, accumulation, mode) if mode else runs[last]  # type: ignore[arg-type]
     found = {

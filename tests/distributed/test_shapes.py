@@ -1,4 +1,4 @@
-"""Ranks that share copies of the model and sum gradients in every way, over gloo: the numbers of one rank, and its runs."""
+"""Ranks that share copies of the model and sum gradients in every way, over gloo, compared with one rank."""
 
 import re
 from pathlib import Path
@@ -51,7 +51,7 @@ SHAPES = {
     ],
 }
 MIXED = {"dropout": 4, "fp32": 8}
-"""Micro-batches of the one rank that a shape is compared with: each draws anew, or rounds."""
+"""Micro-batches of the one-rank run that a shape is compared with. Each one draws dropout, or rounds, separately."""
 
 
 def alone(shape: str) -> str:
@@ -61,7 +61,7 @@ def alone(shape: str) -> str:
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """What every shape came to, on as many ranks as it is for."""
+    """Return the results of every shape on its number of ranks."""
     folder = tmp_path_factory.mktemp("shapes")
     one = {alone(shape) for shapes in SHAPES.values() for shape in shapes}
     results = dict(run_on_ranks(folder, 1, train_all, *sorted(one)))
@@ -71,7 +71,9 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
 
 
 def differences(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> dict[str, float]:
-    """Compare each tensor by the norm; keys' biases, which no softmax sees, have gradients of rounding alone."""
+    """Compare each tensor by its norm. Key biases are left out: softmax ignores them, so their gradients are only
+    rounding.
+    """
     assert one.keys() == other.keys()
     kept = {name: torch.ones_like(tensor) for name, tensor in one.items()}
     for name, ones in kept.items():
@@ -85,7 +87,10 @@ def differences(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) ->
 
 @pytest.mark.parametrize("shape", [shape for shapes in SHAPES.values() for shape in shapes if shape not in FP8])
 def test_every_shape_trains_as_one_rank(found: dict[str, dict[str, Any]], shape: str) -> None:
-    """Losses and norms of every step; gradients, as the first step's moments have them; weights, and moments in fp64."""
+    """Compare losses and gradient norms of every step, the weights, and in fp64 the moments.
+
+    The first step's moments stand for its gradients.
+    """
     tensor, pipeline, _, reduction, _, local_size, *_, precision = shape.split(",")
     precise = precision != "fp32"
     one, other = found[alone(shape)], found[shape]
@@ -98,7 +103,7 @@ def test_every_shape_trains_as_one_rank(found: dict[str, dict[str, Any]], shape:
         worst = {name: each for name, each in by_name.items() if precise or name.startswith("weight ")}
         assert max(worst.values()) < (1e-10 if precise else 1e-5), (when, max(worst, key=worst.__getitem__))
     assert other["correct"] == one["correct"]
-    assert one["correct"] > 0 or precision == "deep"  # which has hardly begun
+    assert one["correct"] > 0 or precision == "deep"  # 48 layers have barely begun to learn
     assert other["agreed"], "all ranks bring the same together, to the last bit"
     assert other["returns"], "what a rank has of a whole vector is what it was"
     for name, weight in other["saved"].items():
@@ -109,14 +114,14 @@ def test_every_shape_trains_as_one_rank(found: dict[str, dict[str, Any]], shape:
         assert other["elements"] < one["elements"] * 0.72, "no rank has all layers"
     elif int(tensor) > 1:
         assert other["words"] == -(-MODEL.vocab_size // (8 * int(tensor))) * 8, "no rank has all words, or all logits"
-    else:  # values a parameter, as docs/scaling.md has them
+    else:  # the number of values per parameter that docs/scaling.md states
         shards = {"sharded": int(local_size), "sharded_world": 4}.get(reduction.rstrip("+"))
         values = 3 if shards is None else 5 / shards
         assert other["state_bytes"] == pytest.approx((8 if precise else 4) * values * other["elements"], rel=0.05)
 
 
 def test_dropout_is_as_random_as_on_one_rank(found: dict[str, dict[str, Any]]) -> None:
-    """The mean loss of a batch over many draws, and how far draws lie apart; not that of no dropout, nor always the same."""
+    """Compare the mean and the standard deviation of a batch's loss over many draws. No two draws may be equal."""
     one, other = (torch.tensor(found[shape]["dropped"]) for shape in (ALONE, DROPPING))
     error = ((one.var() + other.var()) / len(other)).sqrt()
     assert abs(other.mean() - one.mean()) < 3 * error
@@ -147,7 +152,7 @@ RUNS: list[tuple[str, dict[str, object]]] = [
 def test_a_run_that_shares_copies_is_the_run_of_one_rank(
     small_run: SmallRun, tmp_path: Path, line: str, shape: dict[str, object]
 ) -> None:
-    """Steps, evaluations and log; from a checkpoint of either, the other goes on."""
+    """Compare steps, evaluations and logs, and resume each run from the other one's checkpoint."""
     common = without_dropout() | {"model__num_hidden_layers": 4}
     for name, ranks, changes in (("one", 1, {}), ("shared", 4, shape)):
         folder = tmp_path / name
@@ -178,7 +183,7 @@ def without_dropout() -> dict[str, object]:
 
 
 def same_results(one: Path, other: Path) -> tuple[int, int]:
-    """The steps, evaluations and saved weights of two runs; returns what the last evaluation counted."""
+    """Compare the steps, evaluations and saved weights of two runs. Returns the last evaluation's counts."""
     same_steps(one, other)
     expected, found = (
         [(each["correct"], each["count"]) for each in records(folder, "eval")] for folder in (one, other)

@@ -1,4 +1,4 @@
-"""A stranger's copy of the repository."""
+"""Copies of the repository as a new user would have them."""
 
 import fcntl
 import os
@@ -19,11 +19,11 @@ from tests.programs import write_forked_python
 
 COMMITTED_RESULTS = "cpu_2cores"
 FEW = {"train": 2048, "evaluation": 128}
-"""Of the demo's samples, enough for short runs."""
+"""Numbers of the demo's samples that suffice for short runs."""
 
 
 def left_behind(folder: str, names: list[str]) -> set[str]:
-    """Name what a clone would not have: environments, data, results. What Numba has compiled is not compiled again."""
+    """Return the names that a clone would not have: environments, data and results. Code compiled by Numba is kept."""
     at_top, in_results = Path(folder) == REPOSITORY, Path(folder) == REPOSITORY / "results"
     return {
         name
@@ -37,12 +37,13 @@ REAL_LAUNCHER = """#!/bin/bash
 [[ "$1 $2" != "-m torch.distributed.run" ]] || PYTHON_EXEC=${{RANKS_PYTHON-$0}} exec {python} "$@"
 exec "${{0%/*}}/forked/python" "$@"
 """
-"""A ``python`` that is torchrun itself where it is asked for, and starts everything else as a fork, ranks among it
-unless ``RANKS_PYTHON`` names their interpreter."""
+"""A ``python`` that runs torchrun itself but forks for everything else. Ranks are forks too, unless ``RANKS_PYTHON``
+names their interpreter.
+"""
 
 
 def with_forked_python(checkout: Path) -> Path:
-    """Give a copy another ``python``; returns the copy."""
+    """Replace a copy's ``python`` and ``torchrun`` with programs that fork. Returns the copy."""
     programs = checkout / ".venv/bin"
     programs.unlink()
     programs.mkdir()
@@ -54,7 +55,7 @@ def with_forked_python(checkout: Path) -> Path:
 
 
 def with_real_launcher(checkout: Path) -> Path:
-    """Give a copy the ``python`` of ``REAL_LAUNCHER``; returns the copy."""
+    """Give a copy the ``python`` of ``REAL_LAUNCHER``. Returns the copy."""
     programs = with_forked_python(checkout) / ".venv/bin"
     (programs / "forked").mkdir()
     (programs / "python").rename(programs / "forked/python")
@@ -65,7 +66,7 @@ def with_real_launcher(checkout: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def demo_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the data of tiny_cpu, and a few of these samples; the worker that asks first makes them."""
+    """Return a folder with the data of tiny_cpu and a small part of it. The first worker to ask makes both."""
     base = tmp_path_factory.getbasetemp()
     shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
     made = shared / "demo"
@@ -82,27 +83,27 @@ def demo_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def real_checkout(bare_checkout: Path, demo_data: Path) -> Path:
-    """A copy of the sources that has data for tiny_cpu, of which it need not make any: few, or evaluations take longest."""
+    """Return a copy of the sources with a small part of tiny_cpu's data, so that evaluations are short."""
     shutil.copytree(demo_data / "few", bare_checkout / "data/tiny_cpu")
     return bare_checkout
 
 
 @pytest.fixture(scope="module")
 def checkout(real_checkout: Path) -> Path:
-    """Such a copy whose ``python`` starts as a fork, for tests that do not look at processes."""
+    """Return such a copy whose ``python`` forks a server, for tests that do not look at processes."""
     return with_forked_python(real_checkout)
 
 
 @pytest.fixture(scope="module")
 def checkout_with_all_data(checkout: Path, demo_data: Path) -> Path:
-    """A copy that has all data of tiny_cpu, too, in ``data/whole``."""
+    """Return a copy that also has all data of tiny_cpu, in ``data/whole``."""
     shutil.copytree(demo_data / "tiny_cpu", checkout / "data/whole")
     return checkout
 
 
 @pytest.fixture(scope="module")
 def checkout_with_results(checkout: Path) -> Path:
-    """A copy in which ``./run_and_time.sh`` has run before: the committed results are of tiny_cpu."""
+    """Return a copy with results, as if ``./run_and_time.sh`` had run: the committed results, named tiny_cpu."""
     results = checkout / "results"
     (results / "systems").mkdir()
     shutil.copytree(results / COMMITTED_RESULTS, results / "tiny_cpu")
@@ -112,7 +113,7 @@ def checkout_with_results(checkout: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def bare_checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the sources with this interpreter's packages as its .venv, marked as installed."""
+    """Make a copy of the sources with this interpreter's packages as its .venv, marked as installed."""
     copy = tmp_path_factory.mktemp("checkout") / "with a space"
     shutil.copytree(REPOSITORY, copy, ignore=left_behind)
     (copy / ".venv/installed").mkdir(parents=True)
@@ -126,7 +127,7 @@ def bare_checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """A Slurm cluster of two nodes, for jobs from the checkout."""
+    """Start a Slurm cluster of two nodes, for jobs from the checkout."""
     cluster = Cluster(tmp_path_factory.mktemp("slurm"), nodes=2)
     try:
         cluster.start()
@@ -137,6 +138,6 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 @pytest.fixture
 def no_results(checkout: Path) -> None:
-    """The checkout has none, nor anything else that a job has left there."""
+    """Empty the checkout's results folder."""
     shutil.rmtree(checkout / "results", ignore_errors=True)
     (checkout / "results").mkdir()

@@ -1,7 +1,8 @@
-"""The image of ``Dockerfile``: built by buildah from a stand-in for NGC's, it trains ``tiny_cpu``, as an ordinary user.
+"""The image of ``Dockerfile``, built by buildah from a stand-in for NGC's image, trains ``tiny_cpu`` as an ordinary
+user.
 
-Takes minutes and gigabytes, so it runs only where BERT_TEST_BASE names an image that buildah has, with Python 3.11 and pip;
-BUILDAH_OPTIONS are global options of buildah (--root, --storage-driver). See docs/launching.md.
+This takes minutes and gigabytes, so it runs only if BERT_TEST_BASE names an image that buildah has, with Python 3.11
+and pip. BUILDAH_OPTIONS are global options of buildah (--root, --storage-driver). See docs/launching.md.
 """
 
 import json
@@ -17,7 +18,7 @@ from tests.conftest import REPOSITORY
 BASE = os.environ.get("BERT_TEST_BASE")
 IMAGE = "localhost/mlperf-bert-test"
 NGC = {"torch": "2.11.0", "numpy": "1.26.4", "setuptools": "81.0.0"}
-"""What the stand-in brings, as NGC's images do: this PyTorch asks for setuptools below 82."""
+"""Packages of the stand-in, as in NGC's images. This PyTorch requires setuptools below 82."""
 STAND_IN = f"""FROM {BASE}
 RUN python3 -m pip install --break-system-packages --quiet --no-cache-dir {" ".join(f"{k}=={v}" for k, v in NGC.items())}
 RUN mkdir -p /opt/nvidia && cd /opt/nvidia \\

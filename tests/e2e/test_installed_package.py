@@ -1,4 +1,4 @@
-"""The wheel that is built from this tree, in an empty environment: whole, and plain about what an extra would bring."""
+"""The wheel built from this tree, in an empty environment: it is complete, and its programs name a missing extra."""
 
 import os
 import shutil
@@ -27,7 +27,7 @@ PROGRAMS = (
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built as pip does it, without fetching anything."""
+    """Build the wheel as pip does, without downloading anything."""
     pytest.importorskip("setuptools", minversion="77")
     folder = tmp_path_factory.mktemp("wheel")
     tree = shutil.copytree(REPOSITORY, folder / "tree", ignore=left_behind)
@@ -38,7 +38,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel's files beside this environment's packages, except those of the extras."""
+    """Unpack the wheel beside this environment's packages, except those of the extras."""
     site = tmp_path_factory.mktemp("site")
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(site)
@@ -50,7 +50,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(site: Path, folder: Path, module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"PYTHONPATH": str(site)}
-    command = [sys.executable, "-S", "-m", module, *arguments]  # -S: of this environment only what is named
+    command = [sys.executable, "-S", "-m", module, *arguments]  # -S hides this environment's other packages
     return subprocess.run(
         command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600, check=False
     )
@@ -73,7 +73,7 @@ def test_a_program_without_its_extra_names_it(installed: Path, tmp_path: Path, m
     done = run(installed, tmp_path, module, "--help")
     assert done.returncode != 0
     assert " is not installed: pip install '.[train]'" in done.stderr
-    if not module.startswith("kernels"):  # which import nothing that could print
+    if not module.startswith("kernels"):  # programs of kernels import nothing that could print the error
         assert (done.returncode, done.stderr.count("\n")) == (2, 1)
         assert done.stderr.startswith("error: ")
 

@@ -1,4 +1,4 @@
-"""Launchers: binding to cores, files for containers, the script for Slurm without Slurm."""
+"""Launchers: binding to cores, container options, and the Slurm script without Slurm."""
 
 import os
 import re
@@ -17,7 +17,7 @@ BIND = REPOSITORY / "launch/bind.sh"
 
 
 class Machine:
-    """A tree of files as under /sys: NUMA nodes, cores with two hardware threads, PCI devices, InfiniBand cards."""
+    """A copy of /sys with NUMA nodes, cores with two hardware threads, PCI devices and InfiniBand cards."""
 
     def __init__(self, folder: Path) -> None:
         self.sys = folder / "sys"
@@ -36,7 +36,7 @@ class Machine:
                 self.write(f"devices/system/cpu/cpu{cpu}/topology/thread_siblings_list", threads)
 
     def pci(self, path: str, vendor: str, kind: str, numa: int) -> None:
-        """A device at ``path`` below the root complex, ending in its address."""
+        """Add a device at ``path`` below the root complex. The path ends in the device's address."""
         for name, text in (("vendor", vendor), ("class", kind), ("numa_node", str(numa))):
             self.write(f"devices/{path}/{name}", text)
         (self.sys / "bus/pci/devices" / Path(path).name).symlink_to(self.sys / "devices" / path)
@@ -51,7 +51,7 @@ class Machine:
         (self.sys / "class/infiniband" / name).symlink_to(self.sys / f"devices/{path}/infiniband/{name}")
 
     def binding(self, rank: int, ranks: int, allowed: str, **env: str) -> str:
-        """Return what ``bind.sh`` would do for a process; ``allowed`` are the cores that the machine lets it use."""
+        """Return what ``bind.sh`` would do for a process that may use the cores ``allowed``."""
         done = subprocess.run(
             [BIND, "true"],
             env=os.environ
@@ -72,14 +72,17 @@ class Machine:
 
 @pytest.fixture
 def machine(tmp_path: Path) -> Machine:
-    """Two NUMA nodes of four cores with two threads each, two GPUs on each, and cards; GPU order is not node order."""
+    """Make two NUMA nodes with network cards, and with four two-thread cores and two GPUs each.
+
+    The order of GPUs differs from the order of nodes.
+    """
     machine = Machine(tmp_path)
     machine.cpus({0: "0-3,8-11", 1: "4-7,12-15"}, [f"{core},{core + 8}" for core in range(8)])
     machine.gpu("pci0000:80/0000:80:01.0/0000:01:00.0", numa=1)
     machine.gpu("pci0000:80/0000:80:02.0/0000:02:00.0", numa=1)
     machine.gpu("pci0000:00/0000:00:01.0/0000:81:00.0", numa=0)
     machine.gpu("pci0000:00/0000:00:02.0/0000:82:00.0", numa=0)
-    machine.pci("pci0000:00/0000:00:1f.0", "0x1a03", "0x030000", 0)  # the screen of a server
+    machine.pci("pci0000:00/0000:00:1f.0", "0x1a03", "0x030000", 0)  # a server's display adapter
     machine.hca("mlx5_0", "pci0000:80/0000:80:02.0/0000:03:00.0")
     machine.hca("mlx5_1", "pci0000:80/0000:80:01.0/0000:04:00.0")
     return machine
@@ -106,9 +109,9 @@ def test_visible_gpus_decide(machine: Machine) -> None:
     first, second = {0, 1, 2, 3, 8, 9, 10, 11}, {4, 5, 6, 7, 12, 13, 14, 15}
     assert cores("3,0") == [first, second]
     assert cores("0,1") == [{4, 5, 12, 13}, {6, 7, 14, 15}]
-    evenly = [first, second]  # of all cores
+    evenly = [first, second]  # all cores are divided evenly
     assert cores("GPU-8f2b3c,GPU-1d2e3f") == cores("a[$(touch opened)]") == cores("7,8") == evenly
-    # Of several kinds: CUDA's own order is by speed.
+    # With several kinds of GPUs, CUDA orders them by speed.
     machine.write("devices/pci0000:80/0000:80:01.0/0000:01:00.0/device", "0x1fb0")
     machine.write("devices/pci0000:80/0000:80:02.0/0000:02:00.0/device", "0x2330")
     assert cores("") == evenly
@@ -118,7 +121,7 @@ def test_visible_gpus_decide(machine: Machine) -> None:
 def test_processes_stay_on_the_cores_they_were_given(machine: Machine) -> None:
     assert machine.cores(0, 4, "0-4") == {4}
     assert machine.cores(1, 4, "0-4") == {4}
-    # Nothing of the node of GPUs 0 and 1 is allowed: their share of an even split of what is.
+    # No core on the node of GPUs 0 and 1 is allowed, so their ranks share the allowed cores evenly.
     assert [machine.cores(rank, 4, "0-3") for rank in range(4)] == [{0}, {1}, {0, 1}, {2, 3}]
 
 
@@ -133,7 +136,7 @@ def test_without_gpus_the_allowed_cores_are_split(tmp_path: Path, ranks: int) ->
 
 
 def test_all_processes_get_the_same_network_cards(machine: Machine) -> None:
-    """NCCL requires one NCCL_IB_HCA for all ranks."""
+    """NCCL requires the same NCCL_IB_HCA on all ranks."""
     assert not any("HCA" in machine.binding(rank, 4, "0-15") for rank in range(4))
 
 
@@ -162,7 +165,7 @@ def allowed_here() -> str:
 
 @pytest.fixture
 def engine(tmp_path: Path) -> Path:
-    """A container engine that says how it was called: which options reach it is what docker.sh is about."""
+    """Make a container engine that prints its options, which docker.sh has to choose."""
     path = tmp_path / "bin" / "docker"
     path.parent.mkdir()
     path.write_text('#!/bin/bash\nprintf "%s\\n" "$@"\nexit 3\n')
@@ -185,7 +188,7 @@ def test_docker_gets_folders_user_and_arguments(engine: Path, tmp_path: Path) ->
     assert given[given.index("--security-opt") + 1] == "no-new-privileges"
     assert "--tty" not in given
     assert (tmp_path / "my results").is_dir()
-    # The home folder, in which Triton keeps what it has compiled, outlives the container.
+    # The home folder outlives the container, because Triton keeps compiled kernels there.
     assert f"{tmp_path}/kept:/cache" in given
     assert "HOME=/cache" in given
     assert is_private(tmp_path / "kept")
@@ -264,7 +267,7 @@ def test_a_place_that_is_no_number_is_one_line(tmp_path: Path, env: dict[str, st
 def test_what_slurm_says_is_checked_before_it_is_used(
     checkout: Path, tmp_path: Path, env: dict[str, str], complaint: str | None
 ) -> None:
-    """The batch script without Slurm: it has the variables that Slurm would set, and starts nothing."""
+    """Run the batch script without Slurm but with Slurm's variables. It must not run their content."""
     job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1", "SLURM_SUBMIT_DIR": str(checkout)} | env
     (tmp_path / "apptainer").write_text('#!/bin/bash\nprintf "%s\\n" "$@"\nexit 9\n')
     (tmp_path / "apptainer").chmod(0o755)
@@ -274,7 +277,9 @@ def test_what_slurm_says_is_checked_before_it_is_used(
         assert complaint in one_error(done)
     else:
         assert done.returncode == 9
-        assert "/workspace/bert/results,/a:/b --writable\n--pwd\n" in done.stdout  # one word, and no option
+        assert (
+            "/workspace/bert/results,/a:/b --writable\n--pwd\n" in done.stdout
+        )  # the text is one word and not an option
     assert not (checkout / "opened").exists()
 
 
@@ -308,7 +313,7 @@ def test_kubernetes_objects_are_valid_and_agree() -> None:
 
 
 def test_pods_pass_the_restricted_profile() -> None:
-    """What Pod Security's "restricted" profile asks of a pod, of what is set in these."""
+    """Check the requirements of Pod Security's "restricted" profile for the settings in use."""
     *_, job = kubernetes_objects()
     pod = job["spec"]["template"]["spec"]
     assert not pod.keys() & {"hostNetwork", "hostPID", "hostIPC", "initContainers"}
@@ -336,7 +341,7 @@ def test_pods_pass_the_restricted_profile() -> None:
 
 
 def test_the_image_is_built_without_arguments_that_may_hold_a_password() -> None:
-    """The history of an image shows the values of all arguments."""
+    """An image's history shows the values of all build arguments."""
     dockerfile = (REPOSITORY / "Dockerfile").read_text(encoding="utf-8")
     assert set(re.findall(r"^ARG (\w+)", dockerfile, re.M)) == {"BASE", "EXTRAS", "REVISION"}
     assert "RUN --mount=type=secret,id=pip," in dockerfile

@@ -1,4 +1,6 @@
-"""Several nodes without a cluster manager: by hand, by mpirun, and what launchers call before and after a run."""
+"""Several nodes without a cluster manager: by hand, by mpirun, and the commands that launchers run before and after a
+run.
+"""
 
 import shutil
 import subprocess
@@ -13,7 +15,7 @@ from tests.programs import PATIENCE_S
 
 
 def two_nodes(checkout: Path, *settings: str) -> list[subprocess.Popen[str]]:
-    """The command on each of two nodes, both of which are this machine."""
+    """Start the command on two nodes, both of which are this machine."""
     shared = {"NNODES": "2", "NPROC": "1", "MASTER_ADDR": "localhost", "OMP_NUM_THREADS": "1"}
     shared["MASTER_PORT"] = str(free_port())
     script, run = checkout / "run_and_time.sh", ("tiny_cpu", "1", "--", *SHORT, *settings)

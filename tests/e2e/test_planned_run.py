@@ -1,4 +1,4 @@
-"""Path from a probe of this machine to a plan, and from the plan to a run that follows it and says how it compares."""
+"""Probing this machine, planning for it, and a run that follows the plan and reports how it compares."""
 
 import json
 import re
@@ -16,7 +16,7 @@ STEPS = 20
 
 
 def make_sums_slow(path: Path) -> None:
-    """Have what adds up over ranks take a second more, of which stages of one copy need none."""
+    """Add a second to every collective that sums, none of which pipeline stages of one copy need."""
     view = read_view(path)
     collectives = (
         replace(each, points=tuple((size, seconds + 1, busy) for size, seconds, busy in each.points))

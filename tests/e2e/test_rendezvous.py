@@ -1,6 +1,6 @@
-"""``run_and_time.sh`` from a first start to verdict and report, and where its processes meet.
+"""``run_and_time.sh`` from its first start to the verdict and the report, and the store where its processes meet.
 
-That is a store that everybody on the machine may write, in which nothing is a program.
+Everybody on the machine can write to the store, so nothing in it may be executed.
 """
 
 import base64
@@ -23,7 +23,7 @@ SETTINGS = ("--evaluation.interval-samples", "320", "--evaluation.target", "0.02
 
 
 class Opens:
-    """A pickle that makes a file when it is read."""
+    """A pickle that creates a link when it is loaded."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -33,7 +33,7 @@ class Opens:
 
 
 def launcher(folder: Path) -> int:
-    """The process that has started those which train into ``folder``; 0 before there are any."""
+    """Return the process id of the launcher whose ranks train in ``folder``, or 0 if there is none yet."""
     for command in Path("/proc").glob("[0-9]*/cmdline"):
         words = read(command)
         if (
@@ -48,7 +48,7 @@ def launcher(folder: Path) -> int:
 
 
 def stores(process: int) -> list[TCPStore]:
-    """Connections to every store that listens in a process."""
+    """Return connections to all stores that listen in a process."""
     sockets = psutil.Process(process).net_connections("tcp")
     ports = {
         each.laddr.port for each in sockets if each.status == psutil.CONN_LISTEN and each.laddr.ip in ("0.0.0.0", "::")
@@ -72,14 +72,14 @@ def test_a_run_ends_with_verdict_and_report_and_opens_no_pickle_in_its_store(
     hostile = base64.b64encode(pickle.dumps(Opens(tmp_path / "was opened"))).decode()
     agent = launcher(real_checkout)
     ranks = [int(pid) for pid in read(Path(f"/proc/{agent}/task/{agent}/children")).split()]
-    for rank in ranks:  # or they would be at their end before the stores have been looked into
+    for rank in ranks:  # otherwise the ranks could end before the stores have been read
         os.kill(rank, signal.SIGSTOP)
     for store in stores(agent):
         for key in store.list_keys():
             values[key] = store.get(key)
             if is_pickle(values[key]):
                 store.set(key, hostile)
-        store.set("torch.rendezvous.none", hostile)  # where an elastic agent without a name of its run would look
+        store.set("torch.rendezvous.none", hostile)  # an elastic agent without a run id would look here
     for rank in ranks:
         os.kill(rank, signal.SIGCONT)
     process.wait(timeout=PATIENCE_S)
@@ -99,7 +99,7 @@ def test_a_run_ends_with_verdict_and_report_and_opens_no_pickle_in_its_store(
 
 
 def is_pickle(value: bytes) -> bool:
-    """Return whether a value, or what it stands for in base64, has the first and the last byte of a pickle."""
+    """Tell whether a value, plain or in base64, starts and ends like a pickle."""
     texts = [value]
     with suppress(ValueError):
         texts.append(base64.b64decode(value, validate=True))

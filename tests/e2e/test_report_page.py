@@ -1,6 +1,7 @@
-"""The report as a browser shows it: at the width of a telephone and of a wall, light and dark, printed.
+"""The report in a browser: as wide as a telephone and as a large screen, in light and dark mode, and printed.
 
-The pages stand unchanged in frames of a page that measures them; what it found is in the DOM that the browser dumps.
+The unchanged pages are in frames of a page that measures them and writes its findings to the DOM that the browser
+dumps.
 """
 
 import base64
@@ -26,7 +27,7 @@ pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium or Chrome t
 WIDTHS = (320, 400, 1600)
 SCHEMES = {"dark": 0, "light": 1}
 MIN_CONTRAST = 4.5
-"""WCAG 2.2, 1.4.3: of text on its background."""
+"""Minimum contrast of text against its background, by WCAG 2.2, 1.4.3."""
 
 MEASURE = """
 const luminance = ([r, g, b]) => {
@@ -100,7 +101,7 @@ addEventListener('load', () => {
 
 
 def browse(page: Path, *options: str, scheme: str = "light") -> tuple[str, str]:
-    """Return what the browser prints about a page, and what it complains of."""
+    """Return the browser's output and error messages for a page."""
     assert BROWSER is not None
     command = [
         BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars",
@@ -113,7 +114,7 @@ def browse(page: Path, *options: str, scheme: str = "light") -> tuple[str, str]:
 
 
 def ask(page: Path, script: str, body: str, scheme: str = "light") -> Any:
-    """Run a script over a body; what it leaves in the `pre` comes back."""
+    """Run a script on an HTML body and return what it writes into the `pre`."""
     page.write_text(
         '<!doctype html><html style="color-scheme: light dark"><meta charset="utf-8"><pre></pre>'
         f"<script>{script.replace('MIN_CONTRAST', str(MIN_CONTRAST))}</script>{body}</html>"
@@ -128,7 +129,9 @@ def ask(page: Path, script: str, body: str, scheme: str = "light") -> Any:
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The committed results, ten closed runs with published neighbours, and a folder with failures."""
+    """Make the pages of the committed results, of ten closed runs with published neighbours, and of a folder with
+    failures.
+    """
     root = tmp_path_factory.mktemp("folders")
     folders = {
         "tiny": REPOSITORY / "results/cpu_2cores/bert",
@@ -140,7 +143,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def measured(pages: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """Return what the browser measured, by scheme and by "page width"."""
+    """Return the browser's measurements by colour scheme and by "page width"."""
     frames = "".join(
         f'<iframe name="{name} {width}" width="{width}" height="900" srcdoc="{escape(text)}"></iframe>'
         for name, text in pages.items()

@@ -1,4 +1,4 @@
-"""The script of the workflow that checks results, run as GitHub's runner runs it, in a repository with a pull request."""
+"""The script of the workflow that checks results, run in a repository with a pull request as GitHub's runner does."""
 
 import os
 import re
@@ -17,11 +17,11 @@ from tests.conftest import REPOSITORY
 WORKFLOW = yaml.safe_load((REPOSITORY / ".github/workflows/results.yml").read_text())
 (STEP,) = (step for step in WORKFLOW["jobs"]["check"]["steps"] if "mlperf-bert-compliance" in step.get("run", ""))
 SHELLS = {None: ["bash", "-e"], "bash": ["bash", "--noprofile", "--norc", "-eo", "pipefail"]}
-"""How the runner calls a shell that is not named, and one that is."""
+"""Command of the GitHub runner for a step without a shell and for one with ``shell: bash``."""
 
 
 class PullRequest:
-    """A repository with results of two systems, and a branch on which something becomes of them."""
+    """A repository with the results of two systems, and a branch that changes them."""
 
     def __init__(self, folder: Path) -> None:
         self.root = folder / "repository"
@@ -52,7 +52,7 @@ class PullRequest:
         return self.git("rev-parse", "HEAD")
 
     def check(self, base: str = "") -> subprocess.CompletedProcess[str]:
-        """Run the step on what has been committed since ``base``."""
+        """Run the workflow's step on the changes since ``base``."""
         script = self.tools / "script.sh"
         script.write_text(STEP["run"])
         environment = os.environ | {
@@ -65,7 +65,7 @@ class PullRequest:
 
     @property
     def checked(self) -> list[str]:
-        """The folders that the command was given, in any order."""
+        """Return the sorted folders that were passed to the command."""
         given = self.tools / "given"
         return sorted(word for word in given.read_text().splitlines() if "/" in word) if given.exists() else []
 
@@ -81,7 +81,7 @@ def spoil(*paths: Path) -> None:
 
 
 def two_logs(system: Path) -> list[Path]:
-    """Allow one of ten to fail."""
+    """Return two of the ten logs. Only one of the ten may fail."""
     return [system / f"bert/result_{run}.txt" for run in (3, 7)]
 
 
@@ -147,7 +147,7 @@ def test_no_name_is_a_command_to_the_runner(pull_request: PullRequest, kind: str
 
 
 def test_the_workflow_runs_what_was_reviewed() -> None:
-    """Actions by commit, a checkout that leaves no credentials, and the pinned packages."""
+    """Actions are pinned by commit, the checkout keeps no credentials, and packages are pinned."""
     steps = WORKFLOW["jobs"]["check"]["steps"]
     actions = [step["uses"] for step in steps if "uses" in step]
     assert actions

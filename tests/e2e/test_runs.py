@@ -1,4 +1,4 @@
-"""``run_and_time.sh`` trains, in a copy of the checkout: with data of one's own, and twice at once."""
+"""``run_and_time.sh`` trains in a copy of the checkout: with the user's own data, and twice at once."""
 
 import os
 import re
@@ -24,7 +24,7 @@ def test_tiny_cpu_with_other_data_makes_none_of_its_own(checkout: Path, tmp_path
 
 
 def test_two_runs_at_once_in_one_folder_each_report_their_own(checkout: Path, demo_data: Path, tmp_path: Path) -> None:
-    """Both find no data and make them; those that they are evaluated on are fewer, or this would take longest."""
+    """Both runs find no data and make it. They evaluate on fewer samples, because evaluation would take longest."""
     shutil.rmtree(checkout / "data", ignore_errors=True)
     folder = tmp_path / "my results" / "tiny_cpu" / "bert"
     folder.mkdir(parents=True)
@@ -58,7 +58,7 @@ def test_a_run_on_gpus_that_are_not_there_is_refused_before_anything_starts(
     (said,) = done.stderr.splitlines()
     assert said.startswith("error: training.device is cuda, but PyTorch sees no GPU here: set training.device to cpu")
     assert not (tmp_path / "results").exists()
-    # Data and settings of a run elsewhere are checked without GPUs.
+    # The data and settings of runs on other machines can be checked without GPUs.
     done = start(script, recipe, "1", "--", *settings, "--dry-run", cwd=tmp_path, NPROC="2")
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -85,7 +85,9 @@ def test_ranks_are_bound_where_there_are_gpus(checkout: Path, tmp_path: Path, sm
             assert not (tmp_path / "bound").exists()
             arguments = ("tiny_cpu", "1", "--", *small_run.arguments(tmp_path / "results")[1:])
             done = start(checkout / "run_and_time.sh", *arguments, cwd=tmp_path, NPROC="2", PATH=path)
-            assert "end: aborted after 160 samples" in done.stdout, done.stdout + done.stderr  # it misses its target
+            assert "end: aborted after 160 samples" in done.stdout, (
+                done.stdout + done.stderr
+            )  # the run misses its target
     finally:
         bind.write_text(original)
     assert sorted((tmp_path / "bound").read_text().splitlines()) == ["0 of 2", "1 of 2"]
@@ -94,7 +96,7 @@ def test_ranks_are_bound_where_there_are_gpus(checkout: Path, tmp_path: Path, sm
 def test_what_was_tuned_is_used_unless_something_is_set(
     checkout: Path, tmp_path: Path, small_run: SmallRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A choice that is none of the defaults; the documented search finds one, in ``tests/e2e/docs``."""
+    """The tuned choice differs from the defaults. The documented search that finds one is tested in ``tests/e2e/docs``."""
     monkeypatch.setenv("MLPERF_BERT_CACHE", str(tmp_path / "cache"))
     recipe, *settings = small_run.arguments(tmp_path / "results", evaluation__target=0.001)
     config = parse([recipe, *settings])

@@ -1,4 +1,4 @@
-"""The two commands: packages and environment that they set up, wrong input, help; and what tests of their runs share."""
+"""The two scripts: their environment and packages, wrong input and help. Also helpers for tests of their runs."""
 
 import os
 import shutil
@@ -22,7 +22,7 @@ REACHED_AT_ONCE, NEVER_REACHED = "0.02", "0.99"
 
 @pytest.fixture
 def bare(tmp_path: Path) -> Path:
-    """Make what the set-up of .venv needs of a checkout, and a ``python`` that notes calls and installs nothing."""
+    """Make the files that setting up .venv needs, and a ``python`` that records calls and installs nothing."""
     for name in ("constraints.txt", "pyproject.toml", "launch/environment.sh", "launch/venv.sh"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
@@ -43,7 +43,9 @@ def bare(tmp_path: Path) -> Path:
 
 
 def environment(**changes: str) -> dict[str, str]:
-    """The environment of a user's shell, outside any launcher. The page cache stays: other tests read from it."""
+    """Return the environment of a user's shell outside any launcher. The page cache stays, because other tests read
+    from it.
+    """
     unset = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "NPROC", "NNODES", "NODE_RANK", "OMP_NUM_THREADS", "PYTHON")
     return {name: value for name, value in os.environ.items() if name not in unset} | {"CLEAR_CACHES": "0"} | changes
 
@@ -55,9 +57,9 @@ def start(script: Path, *arguments: str, cwd: Path, **env: str) -> subprocess.Co
 
 
 def begin(script: Path, *arguments: str, cwd: Path, **env: str) -> subprocess.Popen[str]:
-    """The script in a session of its own, its output in one stream.
+    """Start the script in its own session, with all output in one stream.
 
-    Where tests run in the background SIGINT is ignored, and a shell cannot trap what was ignored when it began.
+    In background jobs SIGINT is ignored, and a shell cannot trap a signal that was ignored when the shell started.
     """
     return subprocess.Popen(
         [script, *arguments],
@@ -83,7 +85,7 @@ def calls(bare: Path) -> list[str]:
 
 
 def one_error(done: subprocess.CompletedProcess[str]) -> str:
-    """The only line on stderr of a command that refused its input."""
+    """Return the only line on stderr of a command that rejected its input."""
     assert done.returncode == 2, done.stdout + done.stderr
     (line,) = done.stderr.splitlines()
     assert line.startswith("error: ")
@@ -91,7 +93,7 @@ def one_error(done: subprocess.CompletedProcess[str]) -> str:
 
 
 def read(path: Path) -> bytes:
-    """A process's command line; empty when it has ended meanwhile."""
+    """Return a process's command line, which is empty if the process has ended."""
     try:
         return path.read_bytes()
     except OSError:
@@ -106,9 +108,9 @@ TWO_NODES = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "127.0.0.1"}
 PINS = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
 CUDA_BUILD = f"2.99.0, {PINS['torch']}, 2.0.0"
 CPU_BUILD = f"2.99.0, {PINS['torch']}+cpu, 2.0.0"
-"""What pip may find."""
+"""Versions that pip may find."""
 OPENS = "a[$(touch opened)]"
-"""What bash would run where it computes with the variable."""
+"""A value that runs a command if bash evaluates it as a number."""
 
 
 @pytest.mark.parametrize(
@@ -159,7 +161,7 @@ def test_a_master_port_that_is_taken_is_one_line_on_the_node_that_would_listen(c
 
 @pytest.mark.parametrize("version", ["../../..", "2.11.0/../..", "a[$(touch opened)]", "-U"])
 def test_a_version_that_is_none_is_one_line(bare: Path, version: str) -> None:
-    """It becomes part of a path that is removed."""
+    """The version becomes part of a path that the script removes."""
     done = start(Path("/bin/bash"), "-c", 'source launch/venv.sh; prepare_torch "$1"', "bash", version, cwd=bare)
     assert "TORCH is '" in one_error(done)
 
@@ -227,7 +229,7 @@ def test_what_a_setting_needs_is_installed_with_it(bare: Path, setting: tuple[st
 
 
 def test_a_venv_from_which_something_is_gone_is_made_anew(bare: Path) -> None:
-    """Not when something is added, such as flash-attn."""
+    """Adding a package, such as flash-attn, changes nothing."""
     assert prepare(bare).returncode == 0
     packages = bare / ".venv/lib/python3.11/site-packages"
     for name in ("numpy", "torch", "torch-2.dist-info"):
@@ -254,7 +256,7 @@ def test_process_of_another_launcher_starts_none(checkout: Path, tmp_path: Path)
 def test_tests_hand_on_the_status_of_pytest(checkout: Path, tmp_path: Path) -> None:
     assert start(checkout / "run_tests.sh", "-n0", "no_such_test.py", cwd=tmp_path).returncode == 4
     slow = ("-n0", "--collect-only", "tests/e2e/test_report_page.py")
-    assert start(checkout / "run_tests.sh", "--quick", *slow, cwd=tmp_path).returncode == 5  # no tests were left
+    assert start(checkout / "run_tests.sh", "--quick", *slow, cwd=tmp_path).returncode == 5  # pytest selected no tests
 
 
 def test_what_python_compiles_is_kept_though_the_environment_says_not_to(bare: Path) -> None:
@@ -268,13 +270,13 @@ def test_venv_is_made_once_and_again_for_new_pins(bare: Path) -> None:
     assert calls(bare) == ["venv", "pip"]
     assert prepare(bare).stdout == ""
     assert calls(bare) == ["venv", "pip"]
-    prepare(bare, "test")  # more packages
+    prepare(bare, "test")  # the tests need more packages
     assert calls(bare) == ["venv", "pip", "pip"]
     with (bare / "constraints.txt").open("a") as pins:
         pins.write("another==1.0\n")
     prepare(bare, "test")
     assert calls(bare) == ["venv", "pip", "pip", "pip"]
-    prepare(bare)  # they hold the packages of a run, too
+    prepare(bare)  # the installed packages include those of a run
     assert calls(bare) == ["venv", "pip", "pip", "pip"]
 
 
@@ -287,7 +289,7 @@ def test_starts_at_the_same_moment_install_once(bare: Path) -> None:
 
 
 def test_another_pytorch_stands_beside_the_packages_and_is_installed_once(bare: Path) -> None:
-    """Pins that it does not go with are left out."""
+    """Pins that conflict with it are left out."""
     command = "source launch/venv.sh; prepare_venv; prepare_torch 2.11.0"
     for _ in range(2):
         assert start(Path("/bin/bash"), "-c", command, cwd=bare, PYTHON="./python").returncode == 0
@@ -299,7 +301,7 @@ def test_another_pytorch_stands_beside_the_packages_and_is_installed_once(bare: 
 
 
 def test_gigabytes_of_cuda_are_announced_where_no_gpu_needs_them(bare: Path) -> None:
-    """Once, before pip begins, and not where pip finds PyTorch's build for CPUs."""
+    """The message appears once, before pip begins, unless pip finds PyTorch's CPU build."""
     no_gpu = [folder for folder in os.environ["PATH"].split(":") if not Path(folder, "nvidia-smi").exists()]
 
     def said(builds: str, path: str, **env: str) -> str:
@@ -339,7 +341,7 @@ def test_packages_can_be_added_to_the_venv(bare: Path) -> None:
 
 @pytest.mark.parametrize("activated", [True, False])
 def test_the_interpreter_that_made_an_activated_venv_makes_it_anew(activated: bool, bare: Path) -> None:
-    """Its own would be cleared with it."""
+    """Clearing the venv would also delete the interpreter inside it."""
     made = sys.executable
     subprocess.run([made, "-m", "venv", "--without-pip", bare / ".venv"], check=True, timeout=PATIENCE_S)
     path = f"{bare / '.venv/bin'}:{os.environ['PATH']}" if activated else os.environ["PATH"]
@@ -377,7 +379,7 @@ def test_unfit_interpreter_is_one_line(bare: Path, python: str | None, complaint
 
 
 def test_an_interpreter_with_the_name_of_an_option_is_one_line(bare: Path) -> None:
-    """That is, not bash's own complaint, nor how its commands are used."""
+    """The message replaces bash's own error and usage text."""
     assert one_error(prepare(bare, python="-c")).startswith("error: there is no -c: ")
     assert not (bare / ".venv").exists()
 
@@ -386,13 +388,13 @@ def test_failed_installation_is_tried_again(bare: Path, monkeypatch: pytest.Monk
     working = (bare / "python").read_text()
     (bare / "python").write_text(working.replace('echo pip "$@" >>calls', "exit 1"))
     assert one_error(prepare(bare)).endswith("pip could not install the packages, see above")
-    with monkeypatch.context() as patch:  # where the system's PyTorch may be older than what is asked for
+    with monkeypatch.context() as patch:  # here the system's PyTorch may be older than required
         patch.setenv("SYSTEM_TORCH", "1")
         kept = f"PyTorch stays torch=={version('torch')}"
         assert one_error(prepare(bare)).endswith(f"pip could not install the packages, see above; {kept}")
     (bare / "python").write_text(working)
     assert prepare(bare).returncode == 0
-    assert calls(bare) == ["venv", "venv", "venv", "pip"]  # each time from the beginning
+    assert calls(bare) == ["venv", "venv", "venv", "pip"]  # every attempt starts from the beginning
 
 
 @pytest.mark.parametrize("script", ["run_and_time.sh", "run_tests.sh"])
@@ -400,7 +402,7 @@ def test_failed_installation_is_tried_again(bare: Path, monkeypatch: pytest.Monk
 def test_preparation_that_is_stopped_ends_at_once_in_a_line_and_is_made_anew(
     bare: Path, script: str, number: signal.Signals, status: int
 ) -> None:
-    """SIGTERM as from ``docker stop``, to the script alone, or Ctrl-C, while pip is in the middle of a package."""
+    """While pip is installing a package, the script gets SIGTERM as from ``docker stop``, or all processes get Ctrl-C."""
     shutil.copy(ROOT / script, bare)
     working = (bare / "python").read_text()
     half = "mkdir -p .venv/half && echo $$ >pip; trap 'echo Operation cancelled' INT; while true; do sleep 0.1; done"
@@ -408,7 +410,7 @@ def test_preparation_that_is_stopped_ends_at_once_in_a_line_and_is_made_anew(
     process = begin(bare / script, "--", "--help", cwd=bare, PYTHON="./python", BUILDS=CPU_BUILD)
     wait_for(lambda: (bare / "pip").exists() and (bare / "pip").read_text().endswith("\n"))
     if number == signal.SIGINT:
-        os.killpg(process.pid, number)  # as a terminal does
+        os.killpg(process.pid, number)  # as a terminal does on Ctrl-C
     else:
         process.terminate()
     lines = process.communicate(timeout=PATIENCE_S)[0].splitlines()

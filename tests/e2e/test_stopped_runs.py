@@ -1,6 +1,6 @@
-"""``run_and_time.sh`` that is told to end: while it makes data, and while one or two processes, or two nodes, train.
+"""``run_and_time.sh`` is interrupted while it makes data, or while one process, two processes or two nodes train.
 
-Ranks are children of torchrun, by which the script finds them; so that is a program of its own here.
+The script finds the ranks as children of torchrun. Therefore torchrun is a real program here and not a fork.
 """
 
 import os
@@ -22,7 +22,7 @@ from tests.programs import PATIENCE_S
 
 @pytest.fixture(scope="module")
 def launching_checkout(real_checkout: Path) -> Path:
-    """A copy in which only torchrun is no fork."""
+    """Make a copy of the checkout in which torchrun is a real program and all other programs are forks."""
     return with_real_launcher(real_checkout)
 
 
@@ -30,7 +30,7 @@ def launching_checkout(real_checkout: Path) -> Path:
 def training(
     launching_checkout: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> Iterator[subprocess.Popen[str]]:
-    """A run of as many processes as the parameter says, after its first steps; results are in ``tmp_path``."""
+    """Start a run with the given number of processes, wait for its first steps, and write results to ``tmp_path``."""
     settings = (*SHORT, NEVER_REACHED, "--log.results", str(tmp_path))
     shared = {"NPROC": str(request.param), "OMP_NUM_THREADS": "1", "RANKS_PYTHON": sys.executable}
     process = begin(launching_checkout / "run_and_time.sh", "tiny_cpu", "2", "--", *settings, cwd=tmp_path, **shared)
@@ -73,7 +73,7 @@ def test_a_killed_launcher_ends_its_ranks_and_the_series(training: subprocess.Po
     output, _ = training.communicate(timeout=PATIENCE_S)
     assert training.returncode == 1, output
     assert "run 2 of 2" not in output
-    assert alone or is_aborted(tmp_path)  # a single process has been killed itself
+    assert alone or is_aborted(tmp_path)  # without torchrun, this kills the run itself
     assert not processes_of(tmp_path)
 
 
@@ -102,12 +102,12 @@ def children(pid: int) -> list[int]:
 
 
 def processes_of(results: Path) -> list[Path]:
-    """Processes that name this folder on their command line."""
+    """Return the processes that mention this folder on their command line."""
     return [path for path in Path("/proc").glob("[0-9]*/cmdline") if str(results).encode() in read(path)]
 
 
 def is_aborted(results: Path) -> bool:
-    """Tell whether there is a single log, which ends as aborted."""
+    """Tell whether there is a single log and its status is aborted."""
     (log,) = (results / "tiny_cpu/bert").glob("result_*.txt")
     (stop,) = (line for line in log.read_text().splitlines() if '"run_stop"' in line)
     return '"status": "aborted"' in stop
@@ -140,7 +140,7 @@ def test_a_signal_to_another_node_ends_the_run_in_order(launching_checkout: Path
 
 
 def test_data_whose_making_is_stopped_are_not_left_half_made(launching_checkout: Path, tmp_path: Path) -> None:
-    """Here the script has a place of its own for its data: a link in the checkout."""
+    """The checkout's data folder is a link, so that this script has its own data."""
     (launching_checkout / "data").mkdir(exist_ok=True)
     (tmp_path / "tiny_cpu").mkdir()
     shutil.rmtree(launching_checkout / "data/tiny_cpu", ignore_errors=True)

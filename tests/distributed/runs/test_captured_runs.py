@@ -1,4 +1,4 @@
-"""Captured runs of two ranks: the losses of a run that is not captured, and no graph when groups are destroyed."""
+"""Captured runs of two ranks give the losses of an eager run, and leave no graph when the process groups are destroyed."""
 
 import signal
 from pathlib import Path
@@ -14,7 +14,7 @@ SETTINGS: dict[str, object] = {
     "training__reduction": "sharded_world",
     "evaluation__interval_samples": 160,
 }
-"""With these, micro-batches have two roles and several shapes."""
+"""With these settings, micro-batches have two roles and several shapes."""
 
 
 def start(run: SmallRun, results: Path, mode: str, **changes: object) -> Ranks:
@@ -22,7 +22,7 @@ def start(run: SmallRun, results: Path, mode: str, **changes: object) -> Ranks:
 
 
 def test_a_captured_run_is_the_run_and_ends(small_run: SmallRun, tmp_path: Path) -> None:
-    """And says how much of it was not captured, if anything."""
+    """The log also says whether some micro-batches ran without a graph."""
     found, logs = [], []
     for mode in ("eager", "recorded", "few"):
         with start(small_run, tmp_path / mode, mode) as ranks:
@@ -37,7 +37,7 @@ def test_a_captured_run_is_the_run_and_ends(small_run: SmallRun, tmp_path: Path)
 
 
 def test_groups_are_not_destroyed_while_graphs_live(small_run: SmallRun, tmp_path: Path) -> None:
-    """The counterpart: with NCCL these ranks would wait for ever."""
+    """With NCCL these ranks would wait forever."""
     with start(small_run, tmp_path, "unclosed") as ranks:
         assert ranks.ends() == [1, 1], ranks.output
     assert "CaptureError: NCCL would wait for " in ranks.output

@@ -1,8 +1,8 @@
-"""Every command of the README and the pages runs as it stands there, in a fresh copy of the repository.
+"""Run every command of the README and the pages unchanged in a fresh copy of the repository.
 
-Commands are the lines of the blocks marked ``sh``. Those of a group of pages run in order, in one copy, so that later ones
-find what earlier ones made; each group has a file of tests, so that workers share them. Long commands get settings that make
-them short, named here.
+The commands are the lines of the blocks marked ``sh``. The commands of a group of pages run in order in one copy, so
+that later commands find what earlier ones made. Each group has its own test file, so that workers share the groups.
+Long commands get settings, listed here, that make them short.
 """
 
 import os
@@ -19,13 +19,13 @@ DATA = ("data.md", "own_text.md", "checkpoints.md")
 RESULTS = tuple(page.name for page in PAGES if page.name not in ("README.md", *TRAINING, *DATA))
 
 EASY = " --evaluation.interval-samples 64 --evaluation.target 0.02"
-"""Reached at the first evaluation. ``.ci/run`` runs the commands at the top of the README unchanged."""
+"""Makes a run reach its target at the first evaluation. ``.ci/run`` runs the README's first commands unchanged."""
 BRIEF = " --training.max-samples 64 --evaluation.interval-samples 64"
 SHORT = " --training.max-samples 320 --evaluation.interval-samples 320 --evaluation.target 0.0001"
-"""Trained to the end, and one masked token of some hundreds found then."""
+"""Makes a run train to its end, with a target of one correct masked token in some hundreds."""
 ON_A_CPU = "env -u TRITON_INTERPRET python benchmarks/gpu.py --device cpu --tiny --out results/gpu"
 SHORTENED = {
-    "./run_tests.sh": "./run_tests.sh --collect-only --numprocesses 0 tests/test_imports.py",  # this is that command
+    "./run_tests.sh": "./run_tests.sh --collect-only --numprocesses 0 tests/test_imports.py",  # avoids recursion
     "PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu ./run_and_time.sh": "./run_and_time.sh --prepare",
     "./run_and_time.sh tiny_cpu 3": "NPROC=1 ./run_and_time.sh tiny_cpu 2 --" + EASY,
     "NPROC=2 ./run_and_time.sh tiny_cpu 1 -- --parallel.tensor 2": (
@@ -56,7 +56,7 @@ SHORTENED = {
     "--text README.md docs/data.md",
     "python -m compliance doctor --recipe h100_1x1 --quick": "python -m compliance doctor --recipe tiny_cpu --quick",
     "./run_tests.sh tests/kernels": "./run_tests.sh --collect-only --numprocesses 0 tests/kernels/test_registry.py",
-    "python -m kernels.ahead_of_time": "python -m kernels.ahead_of_time --help",  # which compile the kernels
+    "python -m kernels.ahead_of_time": "python -m kernels.ahead_of_time --help",  # the command would compile the kernels
     "python benchmarks/gpu.py --part ceilings,correctness": f"{ON_A_CPU} --part ceilings,correctness",
     "python benchmarks/gpu.py --part step,kernels": f"{ON_A_CPU} --part step",  # tests/benchmarks run the other parts
     "python benchmarks/gpu.py --part fp8,peers": f"{ON_A_CPU} --part fp8",
@@ -85,13 +85,13 @@ SHORTENED = {
     "python benchmarks/training/cpu_step.py": "python benchmarks/training/cpu_step.py --workload tiny --repeats 1",
 }
 FIRST = "./run_and_time.sh"
-"""``tests/e2e/test_rendezvous.py`` runs it, and looks at what it prints and leaves."""
+"""``tests/e2e/test_rendezvous.py`` runs this command and checks its output and files."""
 MAY_MISS_TARGET = re.compile(r"-m bert\.train tiny_cpu --training\.max-samples")
-"""Shown with too few samples on purpose: exit status 1 says that the target was not reached."""
+"""The pages show these commands with too few samples on purpose. Exit status 1 means that the target was missed."""
 
 
 def commands(*names: str) -> list[str]:
-    """The commands of these pages, in their order; what stands on an earlier page runs there alone."""
+    """Return the commands of these pages in order. A command that is also on an earlier page belongs to that page only."""
     first: dict[str, str] = {}
     for page in PAGES:
         for block in re.findall(r"```sh\n(.*?)```", page.read_text(encoding="utf-8"), re.S):
@@ -102,9 +102,9 @@ def commands(*names: str) -> list[str]:
 
 
 def assert_works(command: str, checkout: Path) -> None:
-    """Run a command in a copy of the repository as a reader would, with the environment's programs in reach."""
-    # One thread a process: two beside another busy test are many times slower than one.
-    # The page cache stays: other tests read from it.
+    """Run a command in a copy of the repository as a reader would, with the environment's programs on the path."""
+    # One thread per process: beside another busy test, two threads are many times slower than one.
+    # Keep the page cache, because other tests read from it.
     path = f"{checkout}/.venv/bin:{os.environ['PATH']}"
     environment = os.environ | {"PATH": path, "OMP_NUM_THREADS": "1", "CLEAR_CACHES": "0"}
     shown = SHORTENED.get(command, command)

@@ -1,4 +1,4 @@
-"""The commands of the README, and links and results of all pages; the pages' commands are in files of their own."""
+"""The README's commands, and the links and results on all pages. The pages' commands are tested in separate files."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The commands of the pages on data and weights."""
+"""The commands on the pages about data and weights."""
 
 from pathlib import Path
 

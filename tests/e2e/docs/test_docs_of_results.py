@@ -1,4 +1,4 @@
-"""The commands of the pages on logs, reports, machines and launchers."""
+"""The commands on the pages about logs, reports, machines and launchers."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The commands of the pages that train."""
+"""The commands on the pages about training."""
 
 from pathlib import Path
 

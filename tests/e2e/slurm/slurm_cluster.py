@@ -1,8 +1,8 @@
-"""A Slurm cluster of this machine alone: the real controller and a daemon a node, on the loopback interface.
+"""A Slurm cluster on this machine only: the real controller and one daemon per node, on the loopback interface.
 
-No systemd, no cgroups and no accounting, so that it runs in a container; root is needed for the daemons. They are in the
-background and would outlive tests that are killed, so a process of this file watches over them: when the tests' end of its
-standard input closes, in whichever way, it ends them.
+It uses no systemd, no cgroups and no accounting, so that it runs in a container. The daemons need root. They run in the
+background and would outlive tests that are killed. Therefore a process of this file watches its standard input and
+stops the daemons when the tests close their end or die.
 """
 
 import contextlib
@@ -53,7 +53,7 @@ PartitionName=debug Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 
 
 def missing() -> str | None:
-    """Say what keeps a cluster from starting here, for a test's ``skip``; None when nothing does."""
+    """Return the reason why no cluster can start here, for ``pytest.mark.skipif``, or None."""
     if os.geteuid() != 0:
         return "Slurm's daemons need root"
     absent = [program for program in PROGRAMS if not shutil.which(program)]
@@ -62,7 +62,7 @@ def missing() -> str | None:
 
 @dataclass
 class Cluster:
-    """A running cluster; every command in ``environment`` talks to it."""
+    """A running cluster. Commands use it through the variables in ``environment``."""
 
     folder: Path
     nodes: int
@@ -105,13 +105,13 @@ class Cluster:
         self.wait_for(lambda: self.run("sinfo", "-h", "-N", "-o", "%T").split() == ["idle"] * self.nodes)
 
     def stop(self) -> None:
-        """Have all jobs and daemons ended, and wait for it."""
+        """Stop all jobs and daemons, and wait for their end."""
         if self._watch:
             self._watch.communicate(timeout=600)
 
     def end(self) -> None:
-        """End all jobs and daemons; munged last, for the others still talk while they end."""
-        with contextlib.suppress(AssertionError, subprocess.TimeoutExpired):  # the controller may be what failed
+        """Stop all jobs and daemons. munged stops last, because the other daemons use it while they stop."""
+        with contextlib.suppress(AssertionError, subprocess.TimeoutExpired):  # the controller itself may have failed
             self.run("scancel", "--full", "--signal=KILL", "--user=root")
             self.run("scancel", "--user=root")
             self.wait_for(lambda: not self.run("squeue", "-h"), 20)
@@ -126,7 +126,9 @@ class Cluster:
                 _kill(pid, signal.SIGKILL)
 
     def run(self, *command: str, cwd: Path | None = None, **env: str) -> str:
-        """The output of a command on the cluster. Bounded: against a dead controller they would hang for minutes."""
+        """Run a command on the cluster and return its output. Without the timeout it would wait minutes for a dead
+        controller.
+        """
         done = subprocess.run(
             command,
             cwd=cwd,
@@ -140,24 +142,24 @@ class Cluster:
         return done.stdout
 
     def job(self, number: str) -> dict[str, str]:
-        """Return what the controller knows of a job."""
+        """Return the controller's record of a job."""
         return dict(re.findall(r"(\w+)=(\S*)", self.run("scontrol", "show", "job", number)))
 
     def wait_for(self, condition: Callable[[], bool], seconds: float = 600) -> None:
-        """Wait until ``condition()`` holds. ``sbatch --wait`` would ask at growing intervals."""
+        """Wait until ``condition()`` holds. ``sbatch --wait`` would poll at growing intervals."""
         deadline = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < deadline, f"not within {seconds} s; {self.run('squeue')}"
             time.sleep(0.2)
 
     def finish(self, number: str) -> dict[str, str]:
-        """Wait for the end of a job and tell what became of it."""
+        """Wait for the end of a job and return its record."""
         self.wait_for(lambda: not self.run("squeue", "-h", "-j", number, "-t", "PD,R,CG,RQ", "-o", "%T").strip())
         return self.job(number)
 
 
 def _free_ports(count: int) -> int:
-    """The first of ``count`` consecutive ports that nothing listens on, and that nobody else is given at the same time."""
+    """Return the first of ``count`` consecutive free ports, below those that the system assigns to connections."""
     for _ in range(1000):
         first = random.SystemRandom().randrange(20_000, 32_000 - count)
         try:

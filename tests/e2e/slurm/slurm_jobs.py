@@ -1,4 +1,4 @@
-"""Jobs of ``launch/slurm.sub`` in a checkout, and what they leave there."""
+"""Jobs of ``launch/slurm.sub`` in a checkout, and their output."""
 
 from pathlib import Path
 
@@ -9,13 +9,13 @@ RESULTS = Path("results/tiny_cpu/bert")
 
 
 def submit(cluster: Cluster, checkout: Path, *arguments: str, options: tuple[str, ...] = ("-N2",), **env: str) -> str:
-    """Submit ``launch/slurm.sub`` from the checkout; the job's number."""
+    """Submit ``launch/slurm.sub`` from the checkout and return the job's number."""
     command = ("sbatch", "--parsable", *options, "launch/slurm.sub", *arguments)
     return cluster.run(*command, cwd=checkout, **({"OMP_NUM_THREADS": "1", "CLEAR_CACHES": "0"} | env)).strip()
 
 
 def small(run: SmallRun, results: str = "results", samples: int = 10_000_000, **changes: object) -> list[str]:
-    """Settings of a very small run, without an end and with a target that it does not reach."""
+    """Return settings of a very small, endless run with a target that it does not reach."""
     settings = {"training__max_samples": samples, "evaluation__interval_samples": 1600} | changes
     return ["--", *run.arguments(Path(results), **settings)[1:]]
 

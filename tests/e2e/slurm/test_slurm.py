@@ -1,4 +1,6 @@
-"""``launch/slurm.sub`` on a real Slurm cluster of this machine: two nodes, a task each, from sbatch to the report."""
+"""``launch/slurm.sub`` on a real Slurm cluster on this machine: two nodes with one task each, from sbatch to the
+report.
+"""
 
 import re
 import sys
@@ -16,7 +18,7 @@ from tests.e2e.slurm.slurm_cluster import Cluster, missing
 from tests.e2e.slurm.slurm_jobs import RESULTS, output, small, submit, training
 
 SHORT = ("--", "--evaluation.interval-samples", "160", "--log.interval-steps", "5", "--evaluation.target", "0.02")
-"""Settings with which the recipe as it is reaches its target at once."""
+"""Settings with which the unchanged recipe reaches its target at once."""
 
 pytestmark = [
     pytest.mark.skipif(missing() is not None, reason=str(missing())),
@@ -43,7 +45,9 @@ def test_two_tasks_train_and_the_job_reports(cluster: Cluster, checkout: Path) -
 def test_tasks_come_in_the_order_of_place(
     cluster: Cluster, checkout: Path, small_run: SmallRun, tmp_path: Path
 ) -> None:
-    """With what `launch/slurm.sub` gives srun. Nodes come sorted where nobody asks, so the view has them the other way."""
+    """Use the srun options of `launch/slurm.sub`. Slurm sorts nodes by default, so the cluster view has the reverse
+    order.
+    """
     view, hosts = made_up(hosts=2, ranks=1), tmp_path / "hosts.txt"
     named = tuple(replace(host, name=name) for host, name in zip(view.hosts, ("n2", "n1"), strict=True))
     write_view(replace(view, hosts=named, collectives=(), outliers=()), tmp_path / "cluster.json")
@@ -92,7 +96,7 @@ def test_jobs_at_once_take_the_numbers_that_are_free_and_report_their_own(
 
 
 def test_requeued_job_repeats_what_was_cut_off(cluster: Cluster, checkout: Path, small_run: SmallRun) -> None:
-    """Run 0 ends by itself at its sample limit, run 1 is cut off: only run 1 is repeated, under its number."""
+    """Run 0 ends at its sample limit and run 1 is interrupted. The job repeats only run 1, under the same number."""
     settings = small(small_run, "results/of us all", samples=4800)
     folder = Path("results/of us all/tiny_cpu/bert")
     job = submit(cluster, checkout, "tiny_cpu", "2", *settings, options=("-N1",))
@@ -120,7 +124,9 @@ def test_requeued_job_repeats_what_was_cut_off(cluster: Cluster, checkout: Path,
 def test_requeued_job_goes_on_with_the_nodes_that_are_left(
     cluster: Cluster, checkout: Path, small_run: SmallRun
 ) -> None:
-    """A node is taken down while the job waits: Slurm starts it on the other one, and the run shares its batch anew."""
+    """One node goes down while the job waits. Slurm restarts the job on the other node, and the run redistributes its
+    batch.
+    """
     checkpoints = {"log__division": "open", "checkpoint__folder": "results/checkpoints", "checkpoint__every_steps": 5}
     job = submit(cluster, checkout, "tiny_cpu", "1", *small(small_run, **checkpoints), options=("-N1-2",))
     cluster.wait_for(lambda: any((checkout / "results").glob("checkpoints/step_*/state.json")))

@@ -1,5 +1,5 @@
-"""Jobs of ``launch/slurm.sub`` that do not come to their end: cancelled, out of time, with a task that dies; and a cluster
-whose tests are killed.
+"""Jobs of ``launch/slurm.sub`` that end early: cancelled, out of time, or with a task that dies. Also a cluster whose
+tests are killed.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ pytestmark = [
 
 
 def status_of(log: Path) -> str:
-    """The status of the only ``run_stop`` of a log."""
+    """Return the status in the log's only ``run_stop``."""
     (line,) = (line for line in log.read_text().splitlines() if '"run_stop"' in line)
     return json.loads(line.partition(":::MLLOG ")[2])["metadata"]["status"]
 
@@ -42,7 +42,7 @@ def test_scancel_leaves_an_aborted_log(cluster: Cluster, checkout: Path, small_r
 
 
 def test_time_limit_ahead_ends_the_run_in_order(cluster: Cluster, checkout: Path, small_run: SmallRun) -> None:
-    """What ``#SBATCH --signal=B:TERM@120`` sends: a signal to the batch script alone."""
+    """``#SBATCH --signal=B:TERM@120`` sends a signal only to the batch script."""
     job = submit(cluster, checkout, "tiny_cpu", "2", *small(small_run))
     training(cluster, checkout, 0)
     cluster.run("scancel", "--batch", "--signal=TERM", job)
@@ -65,7 +65,7 @@ def test_dead_task_fails_the_job(cluster: Cluster, checkout: Path, small_run: Sm
 
 
 def is_task(environ: Path, cluster: Cluster, job: str, rank: int) -> bool:
-    """Tell whether a process is that task; another cluster of this machine may have a job of the same number."""
+    """Tell whether a process is this cluster's task. Another cluster on this machine may have a job of the same number."""
     try:
         variables = environ.read_bytes().split(b"\0")
         command = (environ.parent / "cmdline").read_bytes()
@@ -103,7 +103,7 @@ input()
 
 
 def mentioning(folder: Path) -> list[str]:
-    """The command lines of processes that name a folder."""
+    """Return the command lines of processes that mention a folder."""
     lines = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
