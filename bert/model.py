@@ -190,6 +190,6 @@ def initialize_(model: BertForPreTraining, generator: torch.Generator) -> None:
     """Draw BERT's initial weights: normals truncated at two standard deviations, biases 0, gains 1."""
     deviation = model.config.initializer_range
     for parameter in model.parameters():
-        # Vectors have their values already, while matrices are uninitialized.
+        # Vectors have their values already, while matrices are uninitialised.
         if parameter.ndim > 1:
             nn.init.trunc_normal_(parameter, 0.0, deviation, -2 * deviation, 2 * deviation, generator=generator)

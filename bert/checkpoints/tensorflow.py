@@ -87,7 +87,7 @@ class TensorBundle:
         if _OBJECT_GRAPH in self.entries:
             raise ValueError(f"{self.index} is a TF2 checkpoint: take the TF1 form, or a Hugging Face folder")
         self._require_extents()
-        # MLCommons publishes MD5 digests. They only identify the file, and builds with FIPS must be told so.
+        # MLCommons publishes MD5 digests. They only identify the file; FIPS builds allow MD5 only if it is not used for security.
         md5 = hashlib.md5(content, usedforsecurity=False).hexdigest()
         self.is_published = (md5, self.data_file(0).stat().st_size) == _PUBLISHED
 
