@@ -145,9 +145,7 @@ def test_warming_up_leaves_no_trace(small_run: SmallRun, capturer: CudaCapturer 
 
 
 def test_captured_graphs_share_buffers_largest_first() -> None:
-    """Every batch is copied to the graphs' buffers. Graphs ignore what a larger batch left past the end of a smaller
-    one.
-    """
+    """Batches are copied to shared buffers. A graph ignores values that a larger batch left past its end."""
     seen: list[Batch] = []
 
     def function(batch: Batch) -> None:
@@ -178,9 +176,7 @@ def test_captured_graphs_share_buffers_largest_first() -> None:
 
 @pytest.mark.parametrize("captured", [True, False])
 def test_what_is_chosen_for_a_captured_step_can_be_captured(small_run: SmallRun, captured: bool) -> None:
-    """The restriction holds while implementations are measured and while steps and evaluations warm up, and ends with
-    them.
-    """
+    """The restriction applies while implementations are measured and while steps and evaluations warm up."""
     plain, seen = OPS["varlen_attention"].implementations["pytorch"], []
 
     def look(_: object) -> None:
@@ -198,7 +194,7 @@ def test_what_is_chosen_for_a_captured_step_can_be_captured(small_run: SmallRun,
 
 
 def test_closed_graphs_are_not_replayed() -> None:
-    """A step that still has a replay cannot run it. The graphs' functions and the step refer to each other."""
+    """The step still holds replays of closed graphs, because it and the graphs' functions refer to each other."""
     total = torch.zeros(())
 
     def add() -> None:

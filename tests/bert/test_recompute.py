@@ -120,7 +120,7 @@ def test_what_is_computed_again(small_run: SmallRun) -> None:
 
 
 def test_a_captured_step_gets_no_dropout_that_cannot_be_repeated() -> None:
-    """Such an implementation is rejected in measurements and by name, but only for ops that recomputation calls again."""
+    """Implementations with unrepeatable dropout are rejected, in measurements and by name, but only for recomputed ops."""
     with FakeTensorMode():
         usual = attention_call(64)
         with captured():

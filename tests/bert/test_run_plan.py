@@ -105,7 +105,7 @@ def test_a_run_says_where_it_differs_from_its_plan(
     lines: list[str] = []
     sinks = [MetricsWriter(tmp_path / "metrics.jsonl", RunRecord()), StepLines(progress, lines.append)]
     with Reporter(progress, sinks, AgainstPlan(planned(), Path("p.json"))) as reporter:
-        reporter.write(interval(20, data_wait=500.0))  # the first interval sets the baseline for the data loader
+        reporter.write(interval(20, data_wait=500.0))  # ignored, because the data loader starts in it
         for step in (40, 60, 80):
             reporter.write(interval(step, reduce=reduce_ms, forward_backward=forward_backward_ms))
         reporter.end(80, EndRecord("success", 8.0, 2560, 0.4))

@@ -212,9 +212,8 @@ def compare_orders(joined: Mesh, micro_batches: str, *strategies: ReductionStrat
     mesh, accumulation = regrouped(joined, "cyclic", 2), int(micro_batches)
     result: dict[str, Any] = {}
     with recordable_attention():
-        # As on a GPU, products add weight gradients themselves, in fp32 too. So do the flat and sharded strategies
-        # below.
-        # The other strategies add the parts of the word table's gradient in another order and differ by rounding.
+        # As on a GPU, products add weight gradients themselves, in fp32 too. So do the flat and sharded runs below. The
+        # other runs add the parts of the word table's gradient in another order and differ by rounding.
         bert.build.accumulates_products = lambda *_: True
         whole = train(mesh, "flat", "one message", accumulation)
         for strategy in strategies:

@@ -186,7 +186,7 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(
 
 @pytest.mark.slow
 def test_an_exported_folder_fills_masks_as_the_model_does(tmp_path: Path):
-    """Compare with a head width that is odd, and with the tokenizer of the exported folder."""
+    """The model has an unusual head width, and the exported folder brings its own tokenizer."""
     import transformers
 
     model = drawn_model(FOUR_HEADS, 3).eval()

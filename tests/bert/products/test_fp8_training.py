@@ -1,4 +1,4 @@
-"""The FP8 encoder, computed by the definitions: gradients, the life of the scales, and training against fp32.
+"""The FP8 encoder on the reference ops: gradients, the scales over time, and training compared with fp32.
 
 Shape legend in ``bert/products/fp8.py``.
 """

@@ -125,7 +125,7 @@ def test_a_resumed_log_says_so_and_is_no_timed_result(
 def test_other_ranks_go_on_with_the_same_losses_to_rounding(
     small_run: SmallRun, tmp_path: Path, without_dropout: tuple[Path, list[dict[str, float]]], reduction: str
 ) -> None:
-    """Resume on 4 and on 1 ranks from checkpoints that 2 ranks wrote."""
+    """Resume a run of 2 ranks on 4 ranks, and then resume that run on 1 rank."""
     folder, steps = without_dropout
     checkpoints = folder / "checkpoints"
     for count, step in ((4, 8), (1, 12)):
