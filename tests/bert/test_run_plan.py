@@ -1,6 +1,4 @@
-"""A run that follows a plan: it takes the plan's settings, rejects contradictions, and compares its step time with the
-plan.
-"""
+"""A run with a plan takes the plan's settings, rejects contradictions, and compares its step time."""
 
 import json
 from dataclasses import replace

@@ -46,9 +46,7 @@ def config(strategy: ReductionStrategy | Literal["auto"], accumulation: int, rec
 
 @cache
 def global_batches(mesh: Mesh, accumulation: int, steps: int = STEPS) -> tuple[list[list[Batch]], list[ShapeBucket]]:
-    """Make this rank's micro-batches. One in seven is padded to a size without a graph, the others to two captured
-    sizes.
-    """
+    """Make this rank's micro-batches in one of two captured sizes. One in seven has a size without a graph."""
     samples = predictable_samples()
     longest = int(samples.lengths.max())
     kinds = [ShapeBucket(size, 8, 128, longest) for size in (288, 320, 352)]

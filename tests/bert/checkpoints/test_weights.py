@@ -53,7 +53,7 @@ def write_vocabulary(path: Path, words: int = 25) -> str:
 
 
 def test_round_trip(tmp_path: Path):
-    """Save and load parameters that are views of one buffer too. Saving replaces an existing file."""
+    """Saving works for parameters that are views of one buffer, too, and replaces an existing file."""
     path = tmp_path / "new folder" / "weights.safetensors"
     source, target = drawn_model(CONFIG, 0), drawn_model(CONFIG, 1)
     save_weights(target, path)

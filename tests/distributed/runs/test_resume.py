@@ -107,9 +107,7 @@ def test_a_resumed_log_says_so_and_is_no_timed_result(
 ) -> None:
     start = kept(whole[0] / "checkpoints", tmp_path / "kept", 8)
     path = start / "step_00000008" / "state.json"
-    path.write_text(
-        json.dumps(json.loads(path.read_text()) | {"optimizer_steps": 6})
-    )  # as if two steps had been skipped
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"optimizer_steps": 6}))  # as if two were skipped
     changes = {"model__hidden_dropout": 0.1, "resume": start, "training__max_samples": 16 * STEPS}
     assert "(resumed: no timed result)" in trained(small_run, tmp_path, 1, evaluation__interval_samples=96, **changes)
     rates = [record["learning_rate"] for record in records(tmp_path, "step")]
