@@ -1,7 +1,8 @@
-"""Checkpoints from one format into another: ``python -m bert.convert SOURCE --to FORMAT --out PATH``.
+"""Convert a checkpoint to another format: ``python -m bert.convert SOURCE --to FORMAT --out PATH``.
 
-The content of SOURCE decides what it is: a TensorFlow 1 checkpoint (its prefix or its .index file), a Hugging Face folder or
-model.safetensors, or a safetensors file of this program. Weights are read, checked and written one at a time.
+The format of SOURCE is detected from its content. It may be a TensorFlow 1 checkpoint (its prefix or its .index file), a
+Hugging Face folder or model.safetensors, or a safetensors file of this program. Weights are read, checked and written one
+at a time.
 """
 
 import math
@@ -29,15 +30,15 @@ def convert(
         source: Prefix or .index of a TensorFlow checkpoint, a Hugging Face folder, or a safetensors file.
         to: safetensors is the format of data.initial_checkpoint; hugging-face makes a folder for from_pretrained.
         out: The file or folder to write; it must be absent.
-        num_attention_heads: Needed where the source does not say it, and is no TensorFlow checkpoint with heads 64 wide.
-        vocab: The vocabulary that the model was trained with; by default vocab.txt beside the source. For hugging-face.
+        num_attention_heads: Needed if the source does not state it, except for TensorFlow checkpoints with heads 64 wide.
+        vocab: The model's vocabulary, for hugging-face. By default vocab.txt beside the source.
     """
-    # Here, so that --help need not wait for PyTorch.
+    # Import these here, so that --help does not wait for PyTorch.
     from bert.checkpoints.hugging_face import write_folder
     from bert.checkpoints.sources import open_source, vocabulary_of
     from bert.checkpoints.weights import VOCABULARY, model_metadata, write_safetensors
 
-    # exists() is False for a link that leads nowhere, and the link would be replaced.
+    # exists() is False for a broken link, which would then be replaced.
     if out.exists() or out.is_symlink():
         raise ValueError(f"{out} exists already: move it away, or name another --out")
     found = open_source(source, num_attention_heads)

@@ -1,4 +1,4 @@
-"""Default settings of ``own_text_cpu`` that follow from the data, the vocabulary and the weights."""
+"""Derivation of default settings of ``own_text_cpu`` from the data, the vocabulary and the initial weights."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -7,22 +7,25 @@ from bert.configuration.config import Config
 
 _EVALUATIONS = 20
 _FEWEST_STEPS = 1000
-"""Fewest steps from random weights: a model of this size learns little in fewer."""
+"""Minimum number of steps when training starts from random weights. A model of this size learns little in fewer steps."""
 
 _RATE_TIMES_WIDTH = 0.64
-"""Learning rate times hidden size: 0.005 for ``tiny_cpu``, and within twice BERT-Large's published ones at small batches."""
+"""Product of learning rate and hidden size.
+
+It gives 0.005 for ``tiny_cpu``, and for BERT-Large less than twice the published learning rates for small batches.
+"""
 
 
 def _from_the_data(config: Config) -> Config:
-    """Set the model of the vocabulary and the initial checkpoint, and the number of training samples."""
-    # Large imports, which most command lines do not need.
+    """Set the model, the learning rate and the number of training samples from the data and the initial checkpoint."""
+    # These imports are slow, and most commands do not need them.
     from bert.checkpoints.sources import open_source
     from dataloading.dataset.folder import open_dataset
     from dataloading.dataset.manifest import MANIFEST_NAME
     from dataloading.text.tokenization import Vocabulary
 
     data, training = config.data, config.training
-    # The checks of a run report missing data, and an evaluation needs no training set.
+    # Ignore missing data here: preflight reports it, and an evaluation needs no training set.
     there = [folder for folder in (data.train, data.evaluation) if (folder / MANIFEST_NAME).is_file()]
     if not there:
         return config
@@ -34,21 +37,21 @@ def _from_the_data(config: Config) -> Config:
         model = replace(config.model, vocab_size=vocab_size, max_position_embeddings=longest)
         steps = max(steps, _FEWEST_STEPS)
     else:
-        # The checkpoint's word table may be padded; padding is dropped when weights are read.
+        # The checkpoint's word embedding table may be padded. The padding is dropped when the weights are read.
         model = replace(open_source(data.initial_checkpoint, whole=False).model, vocab_size=vocab_size)
     optimizer = replace(config.optimizer, base_learning_rate=_RATE_TIMES_WIDTH / model.hidden_size)
     steps = max(steps, 1)
-    # Divisible, so that evaluations are evenly spaced and the last is at the end.
+    # Make the number of steps divisible, so that evaluations are evenly spaced and the last one is at the end.
     steps += -steps % _EVALUATIONS
     training = replace(training, max_samples=steps * training.global_batch_size)
     return replace(config, model=model, optimizer=optimizer, training=training)
 
 
 def _from_the_length(config: Config) -> Config:
-    """Set evaluation times, the last at the end, and a learning rate that reaches 0 there."""
+    """Set an evaluation interval that ends with the last step, and a learning rate schedule that reaches 0 there."""
     batch = config.training.global_batch_size
     steps = -(-config.training.sample_limit // batch)
-    # Evenly spaced, also if the number of samples is given.
+    # Evaluations must be evenly spaced even if the user has set the number of samples.
     evaluations = next(count for count in range(_EVALUATIONS, 0, -1) if steps % count == 0)
     return replace(
         config,
@@ -58,4 +61,4 @@ def _from_the_length(config: Config) -> Config:
 
 
 FOLLOWING: dict[str, tuple[Callable[[Config], Config], ...]] = {"own_text_cpu": (_from_the_data, _from_the_length)}
-"""Functions that derive default settings, by recipe."""
+"""Map from recipes to the functions that derive their default settings."""

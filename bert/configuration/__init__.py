@@ -1,1 +1,1 @@
-"""The settings of a run: what there is to set, named sets of settings, and where they come from."""
+"""The settings of a run, the recipes (named sets of settings), and the files from which settings are read."""

@@ -1,4 +1,4 @@
-"""A run's whole configuration: frozen dataclasses, checked once, before any work.
+"""The whole configuration of a run, as frozen dataclasses that check their values when they are created.
 
 Recipes (``recipes.py``) are functions that return a ``Config``.
 """
@@ -36,20 +36,21 @@ class Config:
     log: LogConfig
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     plan: Path | None = None
-    """Take the settings of this file of `python -m cluster plan`, on the number of processes that it is for, and
-    compare the measured step with its prediction. A setting that contradicts it is refused."""
+    """Take settings from this file, which `python -m cluster plan` wrote, and compare the measured step time with its
+    prediction. The run must have the number of processes that the plan is for. A setting that contradicts the plan is
+    refused."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     resume: Path | None = None
-    """Continue from the newest complete checkpoint in this folder, on any number of ranks. The new log is no timed
+    """Continue from the newest complete checkpoint in this folder, on any number of ranks. The new log is not a timed
     result."""
     save_checkpoint: Path | None = None
-    """Write the trained weights here (safetensors) after the run."""
+    """Write the trained weights to this file (safetensors) after the run."""
     dry_run: bool = False
-    """Check everything that can be checked before the run, and stop."""
+    """Check everything that can be checked before the run, then exit."""
 
     def __post_init__(self) -> None:
         training = self.training
-        # NaN gets past the comparisons by which the sections check themselves.
+        # The sections check their values by comparisons, which do not detect NaN.
         for section in (self.model, self.optimizer, training, self.evaluation):
             for each in fields(section):
                 if isinstance(value := getattr(section, each.name), float) and not math.isfinite(value):
@@ -67,14 +68,14 @@ class Config:
             self._check_pipeline()
         if training.precision == "fp8":
             self._check_fp8()
-        # From about this width on bf16 pays, if the processor multiplies bf16 (docs/training.md).
+        # On a CPU with bf16 instructions, bf16 is faster only from about this hidden size on (docs/training.md).
         refuse(
             training.precision == "bf16" and training.device == "cpu" and self.model.hidden_size < 256,
             "training.precision bf16 is slower than fp32 for so small a model on a CPU: set training.precision to fp32",
         )
 
     def _check_closed(self) -> None:
-        """Refuse what the rules forbid, before the writer of the log does so during the initialisation."""
+        """Refuse settings that the rules forbid. Otherwise the log would refuse them later, during the initialization."""
         division = "in the closed division: leave it out, or set log.division to open"
         for name, is_set in (
             ("evaluation.interval_samples", self.evaluation.interval_samples is not None),
@@ -86,7 +87,7 @@ class Config:
             self.evaluation.target != 0.720,
             f"evaluation.target is {self.evaluation.target}, expected 0.720 {division}",
         )
-        # The defaults of ``ModelConfig`` are BERT-Large, of which nothing may differ.
+        # The closed division requires BERT-Large, which the defaults of ``ModelConfig`` describe.
         for each in fields(self.model):
             value = getattr(self.model, each.name)
             refuse(value != each.default, f"model.{each.name} is {value}, expected {each.default} {division}")
@@ -106,8 +107,8 @@ class Config:
     def _check_pipeline(self) -> None:
         """Refuse impossible pipelines.
 
-        A stage needs a layer. PyTorch's schedules need a micro-batch for each rank, and with several stages a rank,
-        rounds of equal size.
+        Each stage needs at least one layer. PyTorch's schedules need at least one micro-batch per rank and, with several
+        stages per rank, rounds of equal size.
         """
         ranks, virtual = self.parallel.pipeline, self.parallel.virtual_stages
         layers, steps = self.model.num_hidden_layers, self.training.gradient_accumulation_steps
@@ -143,7 +144,7 @@ class Config:
         )
 
     def _check_fp8(self) -> None:
-        # FP8 products contract over multiples of 16, and each rank has its share of the width.
+        # FP8 matrix products need inner dimensions that are multiples of 16, and each rank has only a part of the width.
         multiple = 16 * self.parallel.tensor
         for name in ("hidden_size", "intermediate_size"):
             size = getattr(self.model, name)
@@ -159,13 +160,16 @@ class Config:
 
 
 def flattened(prefix: str, section: object) -> list[tuple[str, object]]:
-    """Return names and values of a section and its subsections. Paths in the repository start at its root."""
+    """Return the names and values of a section and its subsections.
+
+    Paths inside the repository are relative to its root.
+    """
     assert is_dataclass(section)
     rows: list[tuple[str, object]] = []
     for each in fields(section):
         value = getattr(section, each.name)
         name = f"{prefix}.{each.name}"
-        # A result file says the same wherever the repository lies.
+        # A result file must not depend on where the repository is stored.
         if isinstance(value, Path) and value.is_relative_to(REPOSITORY):
             value = value.relative_to(REPOSITORY)
         rows += flattened(name, value) if is_dataclass(value) else [(name, value)]

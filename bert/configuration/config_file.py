@@ -1,4 +1,4 @@
-"""Settings from a file: TOML, or the head of a result file."""
+"""Reader of settings from a TOML file or from the header of a result file."""
 
 import re
 import shlex
@@ -13,26 +13,26 @@ from console.text import did_you_mean
 
 _MOST_BYTES = 1 << 20
 _HEAD_BYTES = 1 << 16
-"""Size of the head of a result file, which states the configuration."""
+"""Number of bytes read from a result file. The header, which contains the configuration, lies within them."""
 _OF_ONE_RUN = ("dry_run", "log.run", "log.cache_cleared")
-"""Settings of a result file that are not taken again."""
+"""Settings in a result file that are ignored, because they belong to one run only."""
 _FORMER_NAMES = {
     "training.wire": "training.reduce_dtype",
     "training.fp32_sums": None,
     "training.in_network": None,
     "training.leave_out_stragglers": None,
 }
-"""Settings of earlier versions by their names today; None for settings that were removed."""
+"""Map from names of settings in earlier versions to current names, or to None if the setting was removed."""
 
 
 def arguments_of(path: Path, recipe: str | None) -> tuple[str, list[str]]:
-    """Return the recipe and the command line that a file stands for.
+    """Return the recipe of a settings file, and its settings as command-line arguments.
 
-    Raises ``ValueError`` if it cannot be read, or names another recipe than ``recipe`` or an unknown setting.
+    Raises ``ValueError`` if the file cannot be read, contains an unknown setting, or names a recipe other than ``recipe``.
     """
     named = ((_FORMER_NAMES.get(name, name), value) for name, value in _read(path))
     values = {name: value for name, value in named if name is not None}
-    # First, because it decides the settings and their defaults.
+    # The recipe comes first, because it determines the other settings and their defaults.
     stated = values.pop("recipe", None)
     if recipe is not None and stated not in (None, recipe):
         raise ValueError(f"{path} is of the recipe {stated}, expected {recipe}: name that one, or leave the recipe out")
@@ -41,11 +41,11 @@ def arguments_of(path: Path, recipe: str | None) -> tuple[str, list[str]]:
             f'{path} names no recipe: write it there (recipe = "tiny_cpu"), or put it before --config '
             f"{shlex.quote(str(path))} on the command line"
         )
-    # TOML may have a number or a list here.
+    # Convert to text, because the TOML value may be a number or a list.
     chosen = recipe or str(stated)
     if chosen not in RECIPES:
         raise ValueError(f"{path} names the recipe {chosen!r}: expected recipe = one of {', '.join(RECIPES)}")
-    # tyro would name the option, but not the file.
+    # Check the names here, because tyro's error message would not mention the file.
     known = setting_names(chosen)
     for name in values:
         if name not in known:
@@ -54,7 +54,7 @@ def arguments_of(path: Path, recipe: str | None) -> tuple[str, list[str]]:
 
 
 def setting_names(recipe: str) -> list[str]:
-    """Return all settings, as section.field."""
+    """Return the names of all settings, in the form section.field."""
     return [name.removeprefix("config.") for name, _ in flattened("config", RECIPES[recipe]())]
 
 
@@ -62,13 +62,13 @@ def _read(path: Path) -> Iterator[tuple[str, object]]:
     if path.suffix == ".toml":
         try:
             content = tomllib.loads(read_bounded(path, _MOST_BYTES, "expected TOML").decode())
-        # RecursionError: the file nests deeply.
+        # A deeply nested file raises RecursionError.
         except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
             raise ValueError(f"{path} is no TOML: {error}") from None
         return _flat("", content)
     try:
         with open_regular(path) as file:
-            # The bound may cut a character in two.
+            # The size limit may cut a multi-byte character in two.
             head = file.read(_HEAD_BYTES).decode(errors="replace")
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}") from None
@@ -83,7 +83,7 @@ def _read(path: Path) -> Iterator[tuple[str, object]]:
 def _flat(prefix: str, table: Mapping[str, object]) -> Iterator[tuple[str, object]]:
     for key, value in table.items():
         name = f"{prefix}{key}"
-        # This setting is a table itself: its keys are names of ops.
+        # The value of this setting is itself a table, whose keys are names of ops.
         if isinstance(value, dict) and name != "training.implementations":
             yield from _flat(f"{name}.", value)
         else:
@@ -91,18 +91,21 @@ def _flat(prefix: str, table: Mapping[str, object]) -> Iterator[tuple[str, objec
 
 
 def option_of(name: str, value: object) -> list[str]:
-    """Write a setting for a command line. Values come from TOML, or as Python prints them in the head of a result file."""
+    """Return the command-line arguments for a setting.
+
+    The value comes from TOML, or is the text that Python printed to the header of a result file.
+    """
     option = f"--{name.replace('_', '-')}"
     if isinstance(value, Mapping):
         return [option, *(str(part) for pair in value.items() for part in pair)]
     if name == "training.implementations":
-        # A dict of texts as Python prints it.
+        # The value is the printed form of a dict of strings.
         return [option, *re.findall(r"'([^']*)'", str(value))]
-    # tyro's booleans take no value: --section.field, and --section.no-field.
+    # In tyro, boolean options take no value: they are written --section.field or --section.no-field.
     if str(value) == "False":
         section, _, field = option.rpartition(".")
         return [f"{section}.no-{field}" if section else f"--no-{field.removeprefix('--')}"]
     if str(value) == "True":
         return [option]
-    # With =, because a text that begins with a dash would be parsed as an option.
+    # Use "=", because a separate value that begins with a dash would be parsed as an option.
     return [f"{option}={value}"]

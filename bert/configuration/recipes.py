@@ -1,7 +1,7 @@
-"""Recipes: named, complete configurations, whose settings can be changed by name on the command line.
+"""Recipes: named, complete configurations. Each setting can be overridden on the command line.
 
-The GPU recipes have the hyperparameters and the precision of published results at the same global batch size, which the
-rules allow.
+The GPU recipes use the hyperparameters and the precision of published results with the same global batch size, which
+the rules allow.
 """
 
 from collections.abc import Callable
@@ -21,11 +21,11 @@ from bert.configuration.sections import (
 )
 
 ARTIFACTS = Path(__file__).resolve().parents[1] / "artifacts"
-"""Vocabulary and phase-1 checkpoint of ``tiny_cpu``, which ship with the program."""
+"""Folder with the vocabulary and the phase-1 checkpoint of ``tiny_cpu``, which ship with the program."""
 
 
 def tiny_cpu() -> Config:
-    """A small BERT on the standard library's prose: minutes on two CPU cores."""
+    """A small BERT on the prose of Python's standard library, trained within minutes on two CPU cores."""
     return Config(
         recipe="tiny_cpu",
         model=tiny_model(),
@@ -42,7 +42,7 @@ def tiny_cpu() -> Config:
         ),
         training=TrainingConfig(global_batch_size=32, max_samples=96_000),
         evaluation=EvaluationConfig(target=0.36, interval_samples=4800),
-        # Another model and target than the closed division's.
+        # The closed division requires another model and another target.
         log=LogConfig(system="tiny_cpu", division="open"),
     )
 
@@ -50,7 +50,7 @@ def tiny_cpu() -> Config:
 def own_text_cpu() -> Config:
     """The model of tiny_cpu on your own text.
 
-    Settings that are not given follow from the text (``own_text.py``, docs/own_text.md).
+    Settings that are not given are derived from the text (``own_text.py``, docs/own_text.md).
     """
     tiny = tiny_cpu()
     return replace(
@@ -80,7 +80,7 @@ def _on_gpus(
     max_samples: int = 4_500_000,
     precision: Precision = "bf16",
 ) -> Config:
-    """Return a recipe for BERT-Large on Wikipedia. Its name ends in nodes x GPUs per node."""
+    """Return a recipe for BERT-Large on Wikipedia. Its ``name`` ends with the number of nodes x GPUs per node."""
     return Config(
         recipe=name,
         model=ModelConfig(),
@@ -88,7 +88,7 @@ def _on_gpus(
             train=Path("data/wikipedia/train"),
             evaluation=Path("data/wikipedia/evaluation"),
             vocab=Path("data/wikipedia/vocab.txt"),
-            # `bert.convert` makes it from the benchmark's checkpoint (docs/checkpoints.md).
+            # `bert.convert` creates this file from the benchmark's checkpoint (docs/checkpoints.md).
             initial_checkpoint=Path("data/wikipedia/phase1.safetensors"),
         ),
         optimizer=optimizer,
@@ -120,13 +120,13 @@ def _lamb(
 
 _NVIDIA = (0.60466, 0.85437)
 _ON_GPUS = (
-    # Four A100 of ASUS, Dell and Lenovo, v2.0.
+    # ASUS, Dell and Lenovo, v2.0, on four A100.
     _on_gpus("h100_1x1", 256, 4, _lamb(3.5e-4, 13700)),
     # NVIDIA, v3.0.
     _on_gpus("h100_1x8", 768, 1, _lamb(9.6e-4, 3680, _NVIDIA, 0.1), precision="fp8"),
-    # NVIDIA, v3.0: constant for 330 steps, then falling.
+    # NVIDIA, v3.0. The learning rate is constant for 330 steps and then falls.
     _on_gpus("h100_8x8", 4608, 1, _lamb(2.58e-3, 700, (0.6, 0.7), 0.1, 200_330, -200_000), precision="fp8"),
-    # NVIDIA, v3.0: nearly constant for 500 steps, then falling.
+    # NVIDIA, v3.0. The learning rate is nearly constant for 500 steps and then falls.
     _on_gpus("h100_64x8", 3072, 1, _lamb(2e-3, 1024, (0.62, 0.9), warmup=10_000, start=-9500)),
     # CoreWeave and NVIDIA, v3.0.
     _on_gpus("h100_384x8", 12288, 1, _lamb(3.1e-3, 500, (0.8, 0.925), 0.0166629, 300, -100), 12_000_000),
@@ -145,23 +145,24 @@ _ON_GPUS = (
     # NVIDIA, v2.1.
     _on_gpus("dgxa100_512x8", 16384, 1, _lamb(3.3e-3, 470, (0.75, 0.9), 0.0166629, 290, -100), 12_000_000),
 )
-"""Hyperparameters of published results of MLPerf Training, by submitter and round."""
+"""Recipes with hyperparameters of published MLPerf Training results. Comments name the submitter and the round."""
 
 
 def bert_3_9b_8x8() -> Config:
     """A BERT of 3.9 billion parameters (Megatron-LM's largest, arXiv 1909.08053), on eight nodes of eight A100 of 40
     GB.
 
-    Its schedule comes from no result. Each node has a copy of the model: two stages of 24 layers, on four GPUs each.
+    Its learning rate schedule is not from a published result. Each node has one copy of the model, which is divided into
+    two pipeline stages of 24 layers on four GPUs each.
     """
     large = _on_gpus("bert_3_9b_8x8", 1024, 16, _lamb(4e-4, 4300, warmup=430))
     return replace(
         large,
         model=ModelConfig(num_hidden_layers=48, hidden_size=2560, num_attention_heads=40, intermediate_size=10240),
         data=replace(large.data, initial_checkpoint=None),
-        # Exchanges between stages are not captured.
+        # CUDA graphs cannot capture the exchanges between pipeline stages.
         training=replace(large.training, cuda_graphs=False, reduction="sharded_world", recompute="selective"),
-        # Another model than BERT-Large, which the closed division refuses.
+        # The closed division requires BERT-Large.
         log=replace(large.log, division="open"),
         parallel=ParallelConfig(tensor=4, pipeline=2),
     )
@@ -179,7 +180,7 @@ def described(name: str) -> str:
     """Describe a recipe in one line."""
     config = RECIPES[name]()
     nodes, _, gpus = name.rpartition("_")[2].partition("x")
-    # Only recipes of a shape of their own are functions with a docstring.
+    # Recipes that are not plain BERT-Large are functions with a docstring.
     what = (
         (RECIPES[name].__doc__ or f"BERT-Large on Wikipedia, {nodes} nodes x {gpus} GPUs").splitlines()[0].rstrip(".")
     )

@@ -1,4 +1,4 @@
-"""Plan of a run: settings that ``python -m cluster plan`` chose for a number of ranks, and the predicted step."""
+"""Plan of a run: settings that ``python -m cluster plan`` chose for a number of ranks, and predicted times."""
 
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -26,7 +26,7 @@ PLANNED = (
     "parallel.virtual_stages",
     *(f"optimizer.{field.name}" for field in fields(OptimizerConfig)),
 )
-"""Settings that a plan decides. The optimizer's settings belong to the global batch size."""
+"""Settings that a plan determines. They include the optimizer's settings, which depend on the global batch size."""
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,9 @@ class RunPlan:
 
     Attributes:
         device: name of the devices that the plan is for.
-        settings: the settings of `PLANNED`, as a command line has them.
+        settings: values of the settings in `PLANNED`, in the form used on a command line.
         hyperparameters: source of the hyperparameters.
-        step_seconds: seconds of each of `PHASES`, and of the rest of a step as ``other``.
+        step_seconds: seconds of each phase in `PHASES`, and of the rest of a step as ``other``.
         train_seconds: seconds from ``run_start`` to ``run_stop``.
     """
 
@@ -51,7 +51,7 @@ class RunPlan:
     train_seconds: float
 
     def recipe_for(self, stated: str | None) -> str:
-        """Return the recipe of the run. Raises ``ValueError`` if another one is ``stated``."""
+        """Return the recipe of the run. Raises ``ValueError`` if ``stated`` is a different recipe."""
         if stated not in (None, self.recipe):
             raise ValueError(
                 f"the plan is of the recipe {self.recipe}, expected {stated}: plan that one, or name this one"
@@ -59,13 +59,13 @@ class RunPlan:
         return self.recipe
 
     def arguments(self) -> list[str]:
-        """Return the settings as a command line. Steps are captured, except with pipeline stages."""
+        """Return the settings as command-line arguments. CUDA graphs are on unless there are pipeline stages."""
         captured = str(self.settings["parallel.pipeline"] == "1")
         settings = {"training.cuda_graphs": captured, **self.settings}
         return [argument for each in settings.items() for argument in option_of(*each)]
 
     def require_settings(self, config: Config) -> None:
-        """Raise ``ValueError`` if a configuration has other settings than the plan."""
+        """Raise ``ValueError`` if a setting of the configuration differs from the plan."""
         for name, value in settings_of(config).items():
             if value != self.settings[name]:
                 raise ValueError(
@@ -74,7 +74,7 @@ class RunPlan:
                 )
 
     def is_for(self, world_size: int, local_size: int) -> bool:
-        """Tell whether the plan is for so many ranks in all and on this node (``local_size``, 0 if unknown)."""
+        """Tell whether the plan is for ``world_size`` ranks with ``local_size`` ranks on this node (0 if unknown)."""
         return world_size == self.nodes * self.ranks_per_node and local_size in (0, self.ranks_per_node)
 
     def require_ranks(self, world_size: int, local_size: int, path: Path) -> None:
@@ -88,19 +88,19 @@ class RunPlan:
 
 
 def settings_of(config: Config) -> dict[str, str]:
-    """Return a configuration's settings of `PLANNED`, as a command line has them."""
+    """Return the configuration's values of the settings in `PLANNED`, in the form used on a command line."""
     values = dict(flattened("config", config))
-    # As text, because a printed float reads back as the same number.
+    # Text is exact, because a printed float reads back as the same number.
     return {name: str(values[f"config.{name}"]) for name in PLANNED}
 
 
 def write_plan(plan: RunPlan, path: Path) -> None:
-    """Write a plan with a digest that shows edits. Raises ``OSError`` if it cannot be written."""
+    """Write a plan with a digest that reveals later edits. Raises ``OSError`` if the file cannot be written."""
     _FILE.write(plan, path)
 
 
 def read_plan(path: Path) -> RunPlan:
-    """Read and check a plan. Raises ``ValueError`` if a planner of this version did not write it."""
+    """Read and check a plan. Raises ``ValueError`` if it was not written by this version's planner."""
     return _FILE.read(path)
 
 

@@ -1,6 +1,6 @@
-"""The sections of a run's configuration: each setting's meaning, default and range.
+"""The sections of a run's configuration, with the meaning, default and valid range of each setting.
 
-The docstring under each field is its ``--help`` text. ``config.py`` checks settings of several sections together.
+The docstring under each field is its ``--help`` text. ``config.py`` checks combinations of settings across sections.
 """
 
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ ReductionStrategy = Literal["flat", "hierarchical", "sharded", "sharded_world"]
 ReduceDtype = Literal["fp32", "bf16"]
 
 SHARDED = ("sharded", "sharded_world")
-"""Reductions after which a rank updates a shard of the weights."""
+"""Reduction strategies with which each rank updates only its shard of the weights."""
 
 
 @dataclass(frozen=True)
@@ -51,23 +51,23 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """LAMB and its schedule, under the names of the MLPerf log."""
+    """LAMB and its learning rate schedule, with the names used in the MLPerf log."""
 
     base_learning_rate: float
     learning_rate_training_steps: int
-    """The step at which the polynomial decay reaches 0."""
+    """Step at which the polynomial decay of the learning rate reaches 0."""
     beta_1: float = 0.9
     beta_2: float = 0.999
     epsilon: float = 1e-6
     weight_decay_rate: float = 0.01
     num_warmup_steps: int = 0
     start_warmup_step: int = 0
-    """Step at which the warm-up line crosses 0: 0 or negative."""
+    """Step at which the linear warm-up of the learning rate starts from 0. It must be 0 or negative."""
     max_grad_norm: float = 1.0
-    """Global norm that gradients are clipped to; the rules fix it at 1."""
+    """Global norm to which gradients are clipped. The rules fix it at 1."""
 
     def __post_init__(self) -> None:
-        # If no gradient has ever been, the direction is 0 / epsilon.
+        # Epsilon must not be 0: for a parameter without any gradient so far, the update is 0 / epsilon.
         for name in ("base_learning_rate", "epsilon", "max_grad_norm"):
             refuse(getattr(self, name) <= 0, f"optimizer.{name} is {getattr(self, name)}: expected more than 0")
         _at_least(1, "optimizer.learning_rate_training_steps", self.learning_rate_training_steps)
@@ -85,17 +85,17 @@ class DataConfig:
     """Paths of the data, and the loader."""
 
     train: Path
-    """Folder with the training shards, their manifest and length index."""
+    """Folder with the training shards, their manifest and their length index."""
     evaluation: Path
-    """Folder with the evaluation shards."""
+    """Folder with the evaluation shards, their manifest and their length index."""
     vocab: Path
-    """The vocabulary of the shards. Its digest is compared with the digest in their manifest."""
+    """Vocabulary file of the shards. Its digest must match the digest in their manifest."""
     initial_checkpoint: Path | None
     """Weights to start from: a safetensors file or a Hugging Face folder. None: random weights."""
     loader: Literal["auto", "numpy", "dali"] = "auto"
-    """auto: on a GPU the faster of both, if nvidia-dali is installed; otherwise numpy. Both give the same batches."""
+    """auto: the faster loader on a GPU if nvidia-dali is installed, otherwise numpy. Both loaders give the same batches."""
     prefetch: int = 4
-    """Number of steps that the loader prepares ahead."""
+    """Number of steps for which the loader prepares batches in advance."""
 
     def __post_init__(self) -> None:
         _at_least(1, "data.prefetch", self.prefetch)
@@ -103,61 +103,64 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class TrainingConfig:
-    """The batch, the length of the run, and the machine."""
+    """The batch size, the length of the run, and how training uses the machine."""
 
     global_batch_size: int
-    """Sequences of an optimizer step, over all ranks."""
+    """Number of sequences per optimizer step, summed over all ranks."""
     max_samples: int
-    """Training sequences after which a run ends as aborted if it has not reached the target."""
+    """Number of training sequences after which a run ends as aborted if it has not reached the target."""
     max_steps: int | None = None
-    """The same in optimizer steps, whichever comes first."""
+    """Like max_samples, but in optimizer steps. The limit that is reached first ends the run."""
     max_minutes: float | None = None
-    """The same in minutes since the clock started, checked every log.interval_steps."""
+    """Like max_samples, but in minutes since the clock started. The time is checked every log.interval_steps."""
     gradient_accumulation_steps: int = 1
     seed: int | None = None
-    """Seed of sample order and dropout. None: drawn from the system's entropy (rules, section 5.1)."""
+    """Seed of the sample order and of dropout. None: a random seed from the system's entropy (rules, section 5.1)."""
     device: Literal["cpu", "cuda"] = "cpu"
     precision: Precision = "fp32"
-    """Precision of matrix products; parameters are fp32. fp8: bf16, with the encoder's products in FP8."""
+    """Precision of matrix products; parameters are fp32. fp8: the encoder's products in FP8, all others in bf16."""
     bad_intervals: int = 10
-    """End the run as aborted after so many log intervals in a row in which no step had finite gradients."""
+    """End the run as aborted after this many consecutive log intervals in which no step had finite gradients."""
     fault_seconds: float = 60.0
-    """Timeout of a rank's heartbeat, and of progress while all ranks wait for one; then the run ends on all ranks. A
-    phase may take ten times its longest duration so far, and ten times the timeout when it comes for the first time."""
+    """Seconds without a heartbeat from a rank, or without progress of a rank for which all others wait, after which the
+    run ends on all ranks. A phase may take ten times its longest duration so far, or ten times this timeout when the
+    phase runs for the first time."""
     warmup_steps: int = 2
-    """Steps on synthetic batches before the clock starts, after which all state is restored."""
+    """Number of steps on synthetic batches before the clock starts. All state is restored after them."""
     cuda_graphs: bool = True
     """On a GPU: pad micro-batches to a few sizes, capture the step for each size before the clock starts, and replay
-    it, which saves thousands of launches. False is for debugging, and for profiles by operator."""
+    it, which saves thousands of kernel launches. Turn it off for debugging, and for profiles of single operators."""
     autotune: bool = True
-    """On a GPU: before the clock starts, time the implementations of each op as the step will run them, and use the
-    fastest. Implementations that fail are dropped."""
+    """On a GPU: before the clock starts, time the implementations of each op under the conditions of the step, and use
+    the fastest. Implementations that fail are skipped."""
     reduction: Literal["auto", ReductionStrategy] = "auto"
-    """How ranks sum gradients. flat: over all at once. hierarchical: inside each host, between hosts, inside again.
-    sharded: hierarchical, with the optimizer divided among the ranks of a host. sharded_world: divided among all ranks.
-    auto: the faster of the first two."""
+    """How ranks sum gradients. flat: over all ranks at once. hierarchical: first inside each host, then between hosts,
+    then inside each host again. sharded: like hierarchical, with the optimizer divided among the ranks of a host.
+    sharded_world: with the optimizer divided among all ranks. auto: the faster of flat and hierarchical."""
     shard_gradients: bool = False
-    """With sharded and sharded_world: a rank also keeps only its shard of the gradients (ZeRO-2), which saves 4 bytes a
-    parameter. With gradient accumulation, every micro-batch sends its gradients. Not with parallel.pipeline."""
+    """With sharded and sharded_world: each rank also keeps only its shard of the gradients (ZeRO-2), which saves 4 bytes
+    per parameter. With gradient accumulation, every micro-batch sends its gradients. Not possible with
+    parallel.pipeline."""
     sharp: bool = False
     """Let InfiniBand switches add the gradients that hosts exchange (SHARP, by NCCL's CollNet). Needs GPUs on several hosts,
-    fp32 gradients, and the reduction hierarchical, sharded or auto. NCCL sends as usual if the switches cannot."""
+    fp32 gradients, and the reduction hierarchical, sharded or auto. If the switches do not support it, NCCL sends gradients
+    as usual."""
     reduce_dtype: ReduceDtype = "fp32"
-    """Type in which gradients are sent between ranks; they are summed in fp32. bf16: half the bytes, more messages, and
-    an error of 0.2 to 0.3 % in the norm of a tensor's gradient, at any number of ranks."""
+    """Type in which ranks send gradients. Gradients are always summed in fp32. bf16: half the bytes, more messages, and an
+    error of 0.2 to 0.3 % in the norm of a tensor's gradient, for any number of ranks."""
     bucket_bytes: int = 25 * 2**20
-    """Size of a bucket of fp32 gradients, which ranks sum while backward fills the next bucket. Larger buckets are
-    fewer messages, and a longer wait for the last one."""
+    """Size in bytes of a bucket of fp32 gradients. Ranks sum a bucket while the backward pass fills the next one. Larger
+    buckets need fewer messages, but the wait for the last bucket is longer."""
     recompute: Recompute = "none"
-    """What the backward pass computes again to save memory, with equal results. selective: attention, GELU and norms of
-    all encoder layers but the last. full: these layers as a whole."""
+    """What the backward pass recomputes to save memory, with equal results. selective: attention, GELU and layer norms of
+    all encoder layers except the last. full: the whole of these layers."""
     implementations: dict[str, str] = field(default_factory=dict)
-    """Implementation of an op by the op's name, such as ``varlen_attention flash_attn``; ``python -m kernels`` lists
-    them. The run fails if it cannot be used."""
+    """Names of ops, each followed by the implementation to use, such as ``varlen_attention flash_attn``.
+    ``python -m kernels`` lists the implementations. The run fails if an implementation cannot be used."""
 
     @property
     def sample_limit(self) -> int:
-        """Training samples of a run that does not reach its target."""
+        """Number of samples after which a run ends even if it has not reached its target."""
         if self.max_steps is None:
             return self.max_samples
         return min(self.max_samples, self.max_steps * self.global_batch_size)
@@ -165,10 +168,10 @@ class TrainingConfig:
     def __post_init__(self) -> None:
         for name in ("global_batch_size", "max_samples", "max_steps", "gradient_accumulation_steps", "bad_intervals"):
             _at_least(1, f"training.{name}", getattr(self, name))
-        # One element. Buckets are rounded up to aligned shards for all ranks.
+        # A bucket holds at least one fp32 element. Buckets are rounded up to aligned shards for all ranks.
         _at_least(4, "training.bucket_bytes", self.bucket_bytes)
         _at_least(0, "training.warmup_steps", self.warmup_steps)
-        # Negated, so that NaN is refused as well.
+        # The comparison is negated so that NaN is refused as well.
         refuse(
             self.max_minutes is not None and not self.max_minutes > 0,
             f"training.max_minutes is {self.max_minutes}: expected more than 0",
@@ -188,7 +191,7 @@ class TrainingConfig:
         for name, value, refused in (
             ("device", self.device, ("cpu",)),
             ("reduction", self.reduction, ("flat", "sharded_world")),
-            ("reduce_dtype", self.reduce_dtype, ("bf16",)),  # switches would round every sum of two
+            ("reduce_dtype", self.reduce_dtype, ("bf16",)),  # switches would round each partial sum to bf16
         ):
             refuse(
                 self.sharp and value in refused,
@@ -201,17 +204,18 @@ class ParallelConfig:
     """Division of a copy of the model among ranks."""
 
     tensor: int = 1
-    """Number of ranks of a host that share a copy: they divide heads, feed-forward layer and vocabulary."""
+    """Number of ranks on a host that share each layer. They divide the heads, the feed-forward layer and the vocabulary."""
     pipeline: int = 1
-    """Number of stages of consecutive layers that a copy is divided into, each on parallel.tensor ranks. Micro-batches
-    pass through them one after another (1F1B), so training.gradient_accumulation_steps must be at least as large."""
+    """Number of stages of consecutive layers into which a copy of the model is divided, each on parallel.tensor ranks.
+    Micro-batches pass through the stages one after another (1F1B), so training.gradient_accumulation_steps must be at
+    least as large."""
     virtual_stages: int = 1
-    """Stages per rank of a pipeline. More than one (interleaved 1F1B): less idle time at the ends of a step, more
-    messages."""
+    """Number of pipeline stages per rank. More than one (interleaved 1F1B) means less idle time at the beginning and end
+    of a step, but more messages."""
 
     @property
     def copy_ranks(self) -> int:
-        """Ranks that share a copy of the model."""
+        """Number of ranks that share a copy of the model."""
         return self.tensor * self.pipeline
 
     def __post_init__(self) -> None:
@@ -226,16 +230,17 @@ class ParallelConfig:
 
 @dataclass(frozen=True)
 class EvaluationConfig:
-    """Target and times of evaluations."""
+    """Target accuracy, and how often and how evaluations run."""
 
     target: float = 0.720
     """Masked-LM accuracy that ends the run as a success."""
     to_the_end: bool = False
-    """Train training.max_samples even if the target is reached earlier; the last evaluation decides."""
+    """Train on training.max_samples sequences even if the target is reached earlier. The last evaluation decides whether
+    the run is a success."""
     interval_samples: int | None = None
-    """Training samples between evaluations. None: the MLPerf formula for the global batch size."""
+    """Number of training samples between evaluations. None: the MLPerf formula for the global batch size."""
     batch_size: int = 64
-    """Sequences that a rank evaluates at once."""
+    """Number of sequences that a rank evaluates at once."""
 
     def __post_init__(self) -> None:
         refuse(not 0 < self.target < 1, f"evaluation.target is {self.target}: expected a fraction between 0 and 1")
@@ -248,11 +253,11 @@ class CheckpointConfig:
     """Checkpoints, from which a run continues after a fault."""
 
     folder: Path | None = None
-    """Folder for checkpoints: weights, moments and position. None: no checkpoints."""
+    """Folder for checkpoints, which contain the weights, the optimizer's moments and the position. None: no checkpoints."""
     every_steps: int = 1000
-    """Steps between checkpoints. One is also written when a signal ends the run."""
+    """Number of steps between checkpoints. A checkpoint is also written when a signal ends the run."""
     keep: int = 2
-    """Number of checkpoints to keep; older ones are removed."""
+    """Number of checkpoints to keep. Older checkpoints are removed."""
 
     def __post_init__(self) -> None:
         _at_least(1, "checkpoint.every_steps", self.every_steps)
@@ -261,29 +266,29 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class LogConfig:
-    """Result file of the run, and its description of the system."""
+    """Location of the result file, and what it says about the system."""
 
     system: str
-    """Name of the system. Results go to results/<system>/bert/."""
+    """Name of the system. Results are written to results/<system>/bert/."""
     results: Path = Path("results")
     run: int | None = None
-    """The n of result_<n>.txt. None: the first free number."""
+    """The number n of result_<n>.txt. None: the lowest free number."""
     division: Literal["open", "closed"] = "closed"
     organization: str = "unverified"
-    """submission_org of the log."""
+    """The submission_org in the log."""
     platform: str = ""
-    """submission_platform of the log; by default the system's name."""
+    """The submission_platform in the log. By default, this is the system's name."""
     status: Literal["cloud", "onprem", "preview", "research"] = "research"
     cache_cleared: bool = False
-    """Whether the launcher dropped the file caches before this run; logged as cache_clear."""
+    """Whether the launcher dropped the file caches before this run. It is logged as cache_clear."""
     interval_steps: int = 20
-    """Steps between two lines of metrics."""
+    """Number of steps between two lines of metrics."""
     tensorboard: Path | None = None
-    """Folder for TensorBoard, with the metrics by training samples in <system>/result_<n>. It needs
+    """Folder for TensorBoard. The metrics over training samples are written to <system>/result_<n> inside it. Needs
     pip install '.[tensorboard]'."""
 
     def __post_init__(self) -> None:
-        # It names a folder, out of which nothing may lead.
+        # The name becomes a folder name, so it must not lead out of the results folder.
         refuse(
             not self.system or set(self.system) & set("/\\ \t\n") != set() or self.system.startswith("."),
             f"log.system is {self.system!r}: expected a plain name without spaces or slashes",
@@ -293,7 +298,7 @@ class LogConfig:
 
 
 def refuse(is_wrong: bool, message: str) -> None:
-    """Raise ``ValueError`` if a setting is wrong."""
+    """Raise ``ValueError`` with this message if ``is_wrong``."""
     if is_wrong:
         raise ValueError(message)
 
