@@ -1,8 +1,8 @@
 """TensorFlow 1 checkpoints ("tensor bundles"), read without TensorFlow, and the names of BERT's variables in them.
 
 A bundle consists of ``PREFIX.index`` and the data files ``PREFIX.data-0000i-of-0000n``. The index is a sorted table in
-LevelDB's format (its doc/table_format.md). Its empty key has a header, and each tensor's name has the position and checksum
-of the tensor (tensorflow/core/protobuf/tensor_bundle.proto). Files are not trusted: every length is compared with the file
+LevelDB's format (its doc/table_format.md). Its empty key holds a header, and each tensor's name maps to its position and
+checksum (tensorflow/core/protobuf/tensor_bundle.proto). Files are not trusted: every length is compared with the file
 size before memory is allocated, and every block and tensor that is read is verified by its checksum. Errors are
 ``ValueError``.
 """
@@ -87,7 +87,7 @@ class TensorBundle:
         if _OBJECT_GRAPH in self.entries:
             raise ValueError(f"{self.index} is a TF2 checkpoint: take the TF1 form, or a Hugging Face folder")
         self._require_extents()
-        # MLCommons publishes MD5 digests. They only identify the file; FIPS builds allow MD5 only if it is not used for security.
+        # MLCommons publishes MD5 digests. FIPS builds allow MD5 only for purposes other than security.
         md5 = hashlib.md5(content, usedforsecurity=False).hexdigest()
         self.is_published = (md5, self.data_file(0).stat().st_size) == _PUBLISHED
 
@@ -197,7 +197,7 @@ def _sorted_table(content: bytes) -> Iterator[tuple[bytes, bytes]]:
             tensors += 1
             if last is not None and key <= last:
                 raise ValueError(f"the key {key!r} follows {last!r}: expected ascending keys")
-            # Keys share prefixes, so even a small file can contain very many.
+            # Keys share prefixes, so even a small file can contain very many keys.
             if tensors > _MOST_TENSORS:
                 raise ValueError(f"more than {_MOST_TENSORS:,} tensors")
             last = key

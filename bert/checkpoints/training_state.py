@@ -1,9 +1,9 @@
 """Checkpoints of a run, from which it continues on any number of ranks.
 
-        FOLDER/step_00000120/model.safetensors      weights, also accepted by ``data.initial_checkpoint``
-                             momentum.safetensors   LAMB's first moments, under the names of the weights
-                             variance.safetensors   LAMB's second moments
-                             state.json             everything else, with the size and digest of each file
+    FOLDER/step_00000120/model.safetensors      weights, also accepted by ``data.initial_checkpoint``
+                         momentum.safetensors   LAMB's first moments, under the names of the weights
+                         variance.safetensors   LAMB's second moments
+                         state.json             everything else, with the size and digest of each file
 
 The content does not depend on the number of ranks that wrote it: shards are gathered, and the sample order follows from
 seed and step. Rank 0 reads and writes the files, and only one run at a time uses the folder (``bert.checkpoints.lock``).
@@ -142,7 +142,7 @@ class Checkpoints:
         step = self._step
         # A generator's state depends on the rank, so reseed here as a resumed run does, on any number of ranks.
         reseed(self._seed, steps, self._mesh)
-        if step.fp8 is not None:  # ranks differ; the smallest scale overflows on none
+        if step.fp8 is not None:  # scales differ between ranks; the smallest ones overflow nowhere
             step.fp8.set_scales_(all_reduce_min_(step.fp8.scale_S))
             step.fp8.refresh_weights_()
         step.gather_weights()
@@ -225,8 +225,8 @@ def reseed(seed: int, steps: int, mesh: Mesh) -> None:
 def lock(folder: Path, mesh: Mesh, again: bool) -> None:
     """Keep other runs out of a checkpoint folder until this process ends; every rank must call it at the same time.
 
-    With ``again``, this is a restarted run, and a process of it that is still ending may hold the lock. If the file system
-    has no locks, a warning is printed. Raises ``ValueError`` on every rank if another run holds the lock.
+    With ``again``, this run was restarted, and one of its earlier processes may still hold the lock. If the file system has
+    no locks, a warning is printed. Raises ``ValueError`` on every rank if another run holds the lock.
     """
 
     def take() -> str:

@@ -35,7 +35,7 @@ class World:
 
     @classmethod
     def of(cls, hosts: Sequence[str], config: Config, before: "World | None" = None) -> "World":
-        """Return the world of a run that continues a run of ``before``; ``hosts`` has each rank's host name."""
+        """Return the world of a run that continues the run of ``before``; ``hosts`` has each rank's host name."""
         steps, copies = config.training.gradient_accumulation_steps, len(hosts) // config.parallel.copy_ranks
         sequences = -(-config.training.global_batch_size // (copies * steps))
         fitting = max(sequences, before.fitting if before else 0)
