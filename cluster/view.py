@@ -1,4 +1,4 @@
-"""Measurements of a cluster: written by `probe`, read by predictions, plans and pages.
+"""Measurements of a cluster. `probe` writes them, and predictions, plans and pages read them.
 
 Hosts and ranks are identified by their index in `View.hosts` and `View.ranks`. Times are seconds and sizes are bytes, unless
 an attribute says otherwise.
@@ -25,8 +25,8 @@ class Host:
     """A host.
 
     Attributes:
-        cards: names of its network cards in use.
-        switches: above it, from the top of the network to its leaf; empty if neither Slurm nor measurements tell.
+        cards: names of the host's network cards that are in use.
+        switches: switches above the host, from the top of the network to the host's leaf; empty if they are unknown.
     """
 
     name: str
@@ -38,10 +38,10 @@ class Host:
 
 @dataclass(frozen=True)
 class Rate:
-    """Time that a device takes for one operation.
+    """Time of one operation on a device.
 
     Attributes:
-        size: n for a product of two n x n matrices, 1 for a launch, otherwise bytes.
+        size: n for a product of two n x n matrices, 1 for a kernel launch, otherwise bytes.
     """
 
     quantity: Quantity
@@ -52,7 +52,7 @@ class Rate:
 
 @dataclass(frozen=True)
 class Rank:
-    """A rank: the index of its host, its position among the host's ranks, its device, and the network card nearest to it."""
+    """A rank: the index of its host, its position among the host's ranks, its device, and its nearest network card."""
 
     host: int
     place: int
@@ -64,7 +64,7 @@ class Rank:
 
 @dataclass(frozen=True)
 class Link:
-    """One direction between two ranks. ``latency_s`` is half of the round trip of eight bytes."""
+    """One direction of a link between two ranks. ``latency_s`` is half of the round trip of eight bytes."""
 
     source: int
     target: int
@@ -90,7 +90,7 @@ class Collective:
 class ComputationTime:
     """Mean time of one kind of computation, forward and backward, while all ranks compute.
 
-    ``counts`` are the counts of the kind's cost terms in ``cluster.model.computations.TERMS``.
+    ``counts`` has a count for each cost term of the kind, in the order of ``cluster.model.computations.TERMS``.
     """
 
     kind: str
@@ -103,11 +103,11 @@ class Contention:
     """Slowdown of ranks that share processors.
 
     Attributes:
-        processors: of all machines. A machine counts once, even if several hosts share it.
-        threads: of each rank.
+        processors: number of processors of all machines. A machine counts once, even if several hosts share it.
+        threads: number of threads of each rank.
         alone_s, together_s: a rank's time for the same work while the other ranks wait, and while they compute as well.
-        mean_s, last_s: mean time and time of the last rank if all begin the work together. Ranks that still work get
-            the processors of those that are done.
+        mean_s, last_s: mean time of the ranks and time of the last rank if all begin the work together. Ranks that finish
+            free their processors for the remaining ranks.
     """
 
     processors: int
@@ -120,14 +120,14 @@ class Contention:
 
 @dataclass(frozen=True)
 class Outlier:
-    """Something slow or broken.
+    """A slow or broken host, rank or link.
 
     Attributes:
-        name: of the host, rank or link, in words.
-        ratio: its time over the time of its peers; 0 if it gave wrong results.
-        deviations: robust standard deviations from its peers.
+        name: name of the host, rank or link, in words.
+        ratio: its time divided by the time of its peers; 0 if it gave wrong results.
+        deviations: distance from its peers in robust standard deviations.
         step_share: relative increase of the time of a BERT-Large step.
-        ranks: concerned ranks, the sender first.
+        ranks: ranks involved, the sender first.
     """
 
     part: Part
@@ -140,7 +140,7 @@ class Outlier:
 
     @property
     def finding(self) -> str:
-        """What is wrong, without the name."""
+        """What is wrong, in words, without the name."""
         if not self.ratio:
             return self.quantity
         cost = f", {100 * self.step_share:.1f} % of a step" if self.step_share else ""
@@ -156,7 +156,7 @@ class Outlier:
 
 @dataclass(frozen=True)
 class View:
-    """All that one probe found out about a cluster."""
+    """All measurements and findings of one probe of a cluster."""
 
     made: str
     commit: str
@@ -184,19 +184,19 @@ class View:
 
 
 def write_view(view: View, path: Path) -> None:
-    """Write the whole file or nothing. Raises ``OSError`` if it cannot be written."""
+    """Write a view atomically. Raises ``OSError`` if the file cannot be written."""
     _FILE.write(view, path)
 
 
 def read_view(path: Path) -> View:
-    """Read and validate a file. Raises ``ValueError`` with one line if no probe of this version wrote it."""
+    """Read and validate a view. Raises ``ValueError`` with a one-line message if no probe of this version wrote the file."""
     return _FILE.read(path)
 
 
 def _check(view: View) -> None:
-    """Raise ``ValueError`` if indices of a view lead nowhere, or hosts have different numbers of ranks."""
+    """Raise ``ValueError`` if an index of a view is out of range, or if hosts have different numbers of ranks."""
     ranks, sizes = range(len(view.ranks)), Counter(rank.host for rank in view.ranks)
-    # Everything that reads a view divides ranks by hosts.
+    # All readers of a view assume that ranks are evenly distributed over hosts.
     if not ranks or sorted(sizes) != [*range(len(view.hosts))] or len(set(sizes.values())) > 1:
         raise ValueError("hosts without ranks, or with different numbers of ranks")
     ends = [(link.source, link.target) for link in view.links] + [outlier.ranks for outlier in view.outliers]

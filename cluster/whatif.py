@@ -1,7 +1,7 @@
-"""Account of a run's time: where it went, and how much the removal of each bottleneck would save.
+"""Breakdown of a run's time, and an estimate of how much removing each bottleneck would save.
 
-Everything comes from the records of the run: the parts of its steps on rank 0, its evaluations, and the stragglers that it
-named. Removing one bottleneck leaves the others as they are, so the savings are upper bounds.
+All figures come from the records of the run: the parts of its steps on rank 0, its evaluations, and the stragglers that it
+reported. Each estimate assumes that the other bottlenecks stay the same, so the savings are upper bounds.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ PARTS = ("data_wait_ms", "forward_backward_ms", "reduce_ms", "update_ms")
 
 @dataclass
 class Account:
-    """Seconds of a run by part, its number of steps, and the stragglers of each interval with its number of steps."""
+    """Seconds of a run by part, the number of steps, and for each interval its number of steps and its stragglers."""
 
     seconds: float
     steps: int
@@ -35,7 +35,7 @@ def read_run(path: Path) -> Account:
     warnings = [(each.step, each.straggler) for each in metrics.warnings if each.straggler]
     slow: dict[int, Straggler] = {}
     for record in metrics.steps:
-        # A record has means over all steps since the last record.
+        # A record holds means over all steps since the last record.
         steps = max(0, record.step - account.steps)
         for name in PARTS:
             account.parts[name] += steps * getattr(record, name) / 1000
@@ -49,15 +49,15 @@ def read_run(path: Path) -> Account:
     if not account.steps or not account.seconds:
         raise ValueError(f"{path}: no record of steps; expected metrics_N.jsonl of a run, beside its result_N.txt")
     account.parts["evaluations"] = sum(record.eval_s for record in metrics.evaluations)
-    # Start, checkpoints, and all other time.
+    # The rest of the time: start, checkpoints, and others.
     account.parts["start and other"] = max(0.0, account.seconds - sum(account.parts.values()))
     return account
 
 
 def savings(account: Account, view: View | None = None) -> dict[str, float]:
-    """Return the seconds that the removal of each bottleneck would save, the largest first.
+    """Return the seconds that removing each bottleneck would save, the largest first.
 
-    ``view`` is of the cluster that the run used.
+    ``view`` describes the cluster that the run used.
     """
     found = {
         "waiting for the reduction (perfect overlap)": account.parts["reduce_ms"],
@@ -66,7 +66,7 @@ def savings(account: Account, view: View | None = None) -> dict[str, float]:
     }
     ranks = {(each.host, each.rank) for _, slow in account.slow for each in slow}
     hosts = [host for host, _ in ranks]
-    for host, rank in ranks:  # by both: after a restart, the rank may be on another host
+    for host, rank in ranks:  # key by host and rank, because after a restart a rank may be on another host
         found[f"rank {rank} on host {host}"] = _without(
             account, lambda each, at=(host, rank): (each.host, each.rank) == at
         )
@@ -80,7 +80,7 @@ def savings(account: Account, view: View | None = None) -> dict[str, float]:
 
 
 def _without(account: Account, is_removed: Callable[[Straggler], bool]) -> float:
-    """Return the seconds that the other ranks waited for the removed ranks."""
+    """Return the seconds that other ranks waited for the removed ranks."""
     saved = 0.0
     for steps, slow in account.slow:
         slowest = max((each.own_ms for each in slow), default=0.0)

@@ -19,7 +19,7 @@ from console.text import counted, did_you_mean
 
 
 def recipe_named(name: str) -> Config:
-    """Return a recipe. Raises ``ValueError`` if its name is unknown or its settings depend on its data."""
+    """Return the named recipe. Raises ``ValueError`` if it is unknown or if its settings depend on its data."""
     if name not in RECIPES:
         raise ValueError(
             f"unknown recipe {name!r}: expected one of {', '.join(RECIPES)}{did_you_mean(name, list(RECIPES))}"
@@ -32,7 +32,7 @@ def recipe_named(name: str) -> Config:
 def plan(
     recipe: str, cluster: Path | None, gpus: int | None, accelerator: str | None, networking: str, out: Path
 ) -> None:
-    """Print the best plans and why the others lose, and write the best plan.
+    """Print the best plans and why the other plans lose, and write the best plan to a file.
 
     Raises:
         ValueError: the request is wrong, or nothing is feasible.
@@ -42,7 +42,7 @@ def plan(
     target = target_of(recipe, cluster, gpus, accelerator, networking)
     found = search(config, work_for(config), target)
     best = found.best[0]
-    # Before printing: a reader such as `head` may close the pipe early.
+    # Write before printing, because a reader such as `head` may close the pipe early.
     write_plan(run_plan(config, target, best), out)
     where = f"{counted(target.nodes, 'node')} of {target.ranks_per_node} x {target.device}"
     source = f"as measured in {cluster}" if cluster else "by its facts"
@@ -55,7 +55,7 @@ def plan(
 
 
 def run_plan(config: Config, target: Target, chosen: Candidate) -> RunPlan:
-    """Return a candidate as the plan of a run."""
+    """Convert a candidate to the plan of a run."""
     return RunPlan(
         recipe=config.recipe,
         device=target.device,

@@ -1,4 +1,4 @@
-"""Forecast of a run before it starts: the memory of a rank, and a step on the devices of its recipe."""
+"""Forecast of a run before it starts: the memory of a rank, and the time of a step on the recipe's devices."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from cluster.plan.target import described, device_of
 
 
 def forecast(config: Config, world_size: int, local_size: int = 0) -> Iterator[str]:
-    """Return lines about a rank's memory, also with other recomputation, and about a step if the device is known.
+    """Return lines about a rank's memory with each recomputation mode, and about the step time if the device is known.
 
     Args:
-        local_size: ranks of a node; 0 if unknown, which means nodes of the device's usual size.
+        local_size: ranks of a node. If it is 0 (unknown), nodes have the device's usual size.
     """
     try:
         device, per_node = device_of(config.recipe, None)

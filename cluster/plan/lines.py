@@ -8,7 +8,7 @@ from cluster.plan.search import Candidate, Found
 from console.text import counted, visible
 
 _MOST_VALUES = 8
-"""Values of one setting that get a line of their own."""
+"""Maximum number of values of one setting that get a line of their own."""
 
 _COLUMNS = (
     *("", "minutes", "batch", "pipeline", "tensor", "micro-batches", "precision", "reduction", "sums", "recompute"),
@@ -17,7 +17,7 @@ _COLUMNS = (
 
 
 def as_lines(found: Found, world_size: int) -> Iterator[str]:
-    """Return the best plans as a table, then a line for each other value of a setting, then what is not feasible."""
+    """Return the best plans as a table, a line for each other value of a setting, and the infeasible values."""
     rows = [_COLUMNS, *(_row(place, each, world_size) for place, each in enumerate(found.best, 1))]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
@@ -48,7 +48,7 @@ def summary(candidate: Candidate) -> str:
 
 def _row(place: int, each: Candidate, world_size: int) -> tuple[str, ...]:
     strategy, step = each.strategy, each.step
-    # Enough digits to tell the best plans apart.
+    # Use enough digits to tell the best plans apart.
     minutes = f"{each.seconds / 60:.3f}" if each.seconds < 600 else f"{each.seconds / 60:,.1f}"
     micro_batches = f"{strategy.gradient_accumulation_steps} x {strategy.sequences(world_size)}"
     times = (f"{1000 * seconds:.2f}" for seconds in (step.total, step.forward_backward, step.reduce, step.update))
@@ -76,7 +76,7 @@ def _values(each: Candidate, world_size: int) -> dict[str, str]:
 def _rivals(found: Found, world_size: int) -> Iterator[str]:
     """Describe the fastest candidate with each value of a setting that the best plan does not have.
 
-    Micro-batches are compared only for the best plan's batch and copies, since they follow from these.
+    Micro-batches are compared only among plans with the best plan's batch and copies, because they depend on these.
     """
     best = found.best[0]
     own = _values(best, world_size)
@@ -95,7 +95,7 @@ def _rivals(found: Found, world_size: int) -> Iterator[str]:
 
 
 def _cause(best: Candidate, rival: Candidate) -> str:
-    # Steps of different batches cannot be compared part by part.
+    # Steps of different batch sizes cannot be compared part by part.
     if rival.strategy.global_batch_size != best.strategy.global_batch_size:
         return _steps(rival)
     longer = {part: rival.step.parts[part] - seconds for part, seconds in best.step.parts.items()}

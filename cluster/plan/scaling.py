@@ -1,4 +1,4 @@
-"""Time to train against the number of accelerators: the best plan for each, and where the time goes."""
+"""Time to train as a function of the number of accelerators: the best plan for each, and where the time goes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from console.html.page import render_page
 LARGEST = 16_384
 
 CAUSES = ("devices at work", "launches and small kernels", "reduction", "update", "evaluation", "start")
-"""Parts of the time to train. Devices compute while data is loaded, so waiting for data is not one of them."""
+"""Parts of the time to train. Data loads while devices compute, so waiting for data is not a part."""
 
 
 @dataclass(frozen=True)
@@ -32,10 +32,10 @@ class ScalingPoint:
     """A number of accelerators with its best plan.
 
     Attributes:
-        seconds: by cause.
+        seconds: seconds of the run by cause.
         low, high: 80 % interval of the minutes, as wide as the spread of published results.
-        efficiency: sequences per second and accelerator, relative to one whole node.
-        samples_factor: samples to converge, relative to one whole node. Large batches need more.
+        efficiency: sequences per second per accelerator, relative to a single node.
+        samples_factor: samples to converge, relative to a single node. Large batches need more samples.
     """
 
     machine: Machine
@@ -79,7 +79,7 @@ def scale(config: Config, device: Device, per_node: int, networking: str = "") -
         target = described(device, nodes * per_node, per_node, networking)
         plan = search(config, work, target).best[0]
         low, high = calibration().interval(TimedRun(machine, plan.strategy.global_batch_size))
-        # A step's records count launches as part of forward and backward; here they are a cause of their own.
+        # A step's records count launches as part of forward and backward. Here launches are a separate cause.
         launches = target.rates[plan.strategy.precision].micro_batch_s * plan.strategy.gradient_accumulation_steps
         parts = plan.run.parts
         seconds = {
@@ -97,7 +97,7 @@ def scale(config: Config, device: Device, per_node: int, networking: str = "") -
 
 
 def fastest_published(device: Device, at_least: int) -> list[tuple[int, float]]:
-    """Return the fastest published minutes for each number of a device's accelerators, from a number on."""
+    """Return a device's published numbers of accelerators from ``at_least`` on, each with its fastest minutes."""
     fastest: dict[int, float] = {}
     for result in results():
         machine = result.run.machine
@@ -108,7 +108,7 @@ def fastest_published(device: Device, at_least: int) -> list[tuple[int, float]]:
 
 
 def write_page(recipe: str, device: Device, points: Sequence[ScalingPoint], path: Path) -> None:
-    """Write a page with the curve, the plans and the shares, or nothing."""
+    """Write a page with the curve, the plans and the shares of the time. A failure leaves no partial file."""
     published = fastest_published(device, points[0].accelerators)
     curves = {
         "predicted": ([(each.accelerators, each.minutes) for each in points], "valid"),

@@ -1,8 +1,9 @@
-"""Global batch sizes with hyperparameters that have reached the target, and the samples that they took.
+"""Global batch sizes with hyperparameters that have reached the target, and the number of samples that each needed.
 
-A global batch size has its own learning rate, decay and betas. They come from the recipe, from other recipes, and from
-published closed results whose logs state all of them: results without warm-up, since logs omit its start, and with a weight
-decay, since some logs state 0 instead of it. LAMB's epsilon is not in the table of results; it is the benchmark's 1e-6.
+Each global batch size has its own learning rate, decay and betas. They come from the recipe, from other recipes, and from
+published closed results whose logs state all of them. Results with warm-up are excluded, because logs omit its start, and
+so are results with weight decay 0, because some logs state 0 instead of the true value. LAMB's epsilon is not in
+the table of results; it is the benchmark's 1e-6.
 """
 
 from __future__ import annotations
@@ -40,9 +41,9 @@ class BatchSchedule:
     """Hyperparameters of a global batch size.
 
     Attributes:
-        max_samples: at which a run that has not reached the target ends.
-        samples: to the target, the median of published results; None if none was published.
-        source: where the hyperparameters are from.
+        max_samples: samples at which a run that has not reached the target ends.
+        samples: median number of samples to the target in published results; None if none was published.
+        source: where the hyperparameters come from.
     """
 
     global_batch_size: int
@@ -53,10 +54,10 @@ class BatchSchedule:
 
 
 def schedules(config: Config) -> list[BatchSchedule]:
-    """Return a schedule for each global batch size that a recipe can be trained with, the smallest first.
+    """Return a schedule for each global batch size that a recipe can be trained with, in ascending order.
 
-    The recipe's own batch keeps the recipe's hyperparameters. Published results are about BERT-Large and the closed
-    division's target, so any other model or target only has its own batch.
+    The recipe's own batch size keeps the recipe's hyperparameters. Published results are for BERT-Large and the closed
+    division's target, so a recipe with another model or target gets only its own batch size.
     """
     published = _published()
     own = _of_recipe(config, published, "the recipe's own")
@@ -97,7 +98,7 @@ def _of_recipe(config: Config, published: _Published, source: str) -> BatchSched
         optimizer.learning_rate_training_steps,
         optimizer.num_warmup_steps,
     )
-    # An exact match: recipes state the numbers that logs print.
+    # Compare exactly, because recipes state the same digits that logs print.
     known = config.model == ModelConfig() and config.log.division == "closed" and key in published
     samples = _median_samples(published[key]) if known else None
     return BatchSchedule(batch, optimizer, config.training.max_samples, samples, source)
@@ -128,7 +129,7 @@ def _median_samples(rows: Sequence[Mapping[str, str]]) -> float:
 
 
 def _max_samples(batch: int) -> int:
-    """Return the limit of the recipe with the largest batch that is not larger, or with the smallest batch."""
+    """Return the sample limit of the recipe with the largest batch up to ``batch``, or else with the smallest batch."""
     limits = {
         config.training.global_batch_size: config.training.max_samples
         for config in (recipe() for recipe in RECIPES.values())

@@ -1,8 +1,8 @@
-"""Search for the fastest feasible way to run a recipe on given ranks. Every way is predicted, and none is run.
+"""Search for the fastest feasible way to run a recipe on given ranks, by predictions only.
 
-Ways that compute longer than the best ways take in total are skipped. Micro-batches are as large as memory allows, or the
-next smaller size, since more accumulation costs launches and saves nothing. A pipeline gets as many micro-batches as make
-its step fastest. Recomputation is tried only if it makes room for larger micro-batches.
+A way is skipped if its computation alone takes longer than the best ways take in total. Only the largest micro-batch that
+fits in memory and the next smaller one are tried, because more accumulation adds launches and saves nothing. A pipeline
+gets the number of micro-batches that makes its step fastest. Recomputation is tried only if it allows larger micro-batches.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from cluster.plan.target import Target
 from cluster.published.cost_model import RunTime
 
 REDUCTIONS: tuple[ReductionStrategy, ...] = ("flat", "hierarchical", "sharded", "sharded_world")
-"""The last one takes the least memory."""
+"""The last strategy takes the least memory."""
 TENSORS = (1, 2, 4, 8)
 PIPELINES = (1, 2, 4, 8, 16, 32, 64)
 VIRTUAL_STAGES = (1, 2, 4)
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
-"""From the most memory to the least, and from the least time to the most."""
+"""In order of decreasing memory and increasing time."""
 BEST = 5
 _MICRO_BATCHES = 2
-"""Sizes of micro-batches that are tried, from the largest that fits."""
+"""Number of micro-batch sizes to try, starting with the largest that fits."""
 USABLE_MEMORY = 0.9
 """Usable share of a device's memory. Driver, communicators and the allocator's fragmentation take the rest."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A way to run, and its prediction. ``memory`` is in bytes of a rank."""
+    """A way to run, and its prediction. ``memory`` is the bytes of a rank by part."""
 
     schedule: BatchSchedule
     strategy: Strategy
@@ -54,13 +54,13 @@ class Candidate:
 
     @property
     def least_seconds(self) -> float:
-        """Predicted time to train with a reduction that is free."""
+        """Predicted time to train if the reduction took no time."""
         return self.seconds - self.run.parts["reduce"]
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """A value of a setting that is not feasible, and why."""
+    """An infeasible value of a setting, and the reason."""
 
     setting: str
     value: object
@@ -69,7 +69,7 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Found:
-    """Result of a search: the best candidates, all candidates with the fastest first, and what is not feasible."""
+    """Result of a search: the best candidates, all candidates with the fastest first, and the infeasible values."""
 
     best: tuple[Candidate, ...]
     ranked: tuple[Candidate, ...]
@@ -87,7 +87,7 @@ def search(config: Config, work: Work, target: Target) -> Found:
     for each in sorted(first, key=lambda candidate: candidate.least_seconds):
         if _may_be_among_best(each.least_seconds, ranked):
             ranked += search.other_reductions(each)
-    # One step of the plan was enough to skip slow ways. To compare the others, several steps are predicted.
+    # Predicting one step was enough to skip slow ways. Comparing the remaining ways takes several steps.
     ranked = sorted(map(search.refine, ranked), key=lambda candidate: candidate.seconds)
     return Found(tuple(ranked[:BEST]), tuple(ranked), tuple(dict.fromkeys(search.refusals)))
 
@@ -97,18 +97,18 @@ def _may_be_among_best(least_seconds: float, found: Sequence[Candidate]) -> bool
 
 
 class _Search:
-    """Predictions for one recipe on one target."""
+    """Predictor of all ways to run one recipe on one target."""
 
     def __init__(self, config: Config, work: Work, target: Target) -> None:
         self._config, self._work, self._target = config, work, target
         self.refusals = [Refusal("precision", *missing) for missing in target.missing.items()]
-        # With one node, or one rank a node, the other reductions are the same.
+        # With one node, or with one rank per node, several reductions are equivalent.
         has_levels = target.nodes > 1 and target.ranks_per_node > 1
         self._reductions = REDUCTIONS if has_levels else ("flat", "sharded_world")
         self._schedules = schedules(config)
         self._tensors = [each for each in TENSORS if target.ranks_per_node % each == 0 and self._is_divisible(each)]
         self._too_many: dict[tuple[Precision, Recompute, ParallelConfig], int] = {}
-        """Sequences of the smallest micro-batch that did not fit."""
+        """Size in sequences of the smallest micro-batch that did not fit."""
 
     def _is_divisible(self, tensor: int) -> bool:
         try:
@@ -119,10 +119,10 @@ class _Search:
         return True
 
     def computing(self) -> list[Candidate]:
-        """Return candidates for all ways to compute that may be among the best, with the smallest reduction.
+        """Return candidates for all ways to compute that may be among the best, with the least-memory reduction.
 
-        Shared copies of the model only save memory and reduction. If a number of sharing ranks takes too long even with
-        free reduction, one way with that number is predicted, so that the output can say why it loses.
+        Sharing a copy of the model among ranks only saves memory and reduction time. If sharing among some number of ranks
+        is too slow even with a free reduction, one such way is predicted, so that the output can say why it loses.
         """
         found: list[Candidate] = []
         for tensor in self._tensors:
@@ -135,15 +135,15 @@ class _Search:
                 shown = [1] if place == 0 else []
                 for virtual_stages in self._virtual_stages(pipeline) if may_be else shown:
                     found += self._with_micro_batches(schedule, replace(way, virtual_stages=virtual_stages))
-                if not may_be:  # and later ways take longer
+                if not may_be:  # later ways take even longer
                     break
         return found
 
     def _by_least_seconds(self, tensors: Sequence[int], pipeline: int) -> list[tuple[float, BatchSchedule, Strategy]]:
-        """Return ways with so many stages, sorted by a lower bound of their time to train, which comes first."""
+        """Return the ways with these group sizes, sorted by a lower bound of the time to train, which comes first."""
         if pipeline > self._config.model.num_hidden_layers:
             return []
-        virtual_stages = self._virtual_stages(pipeline)[-1]  # the most: ranks wait least
+        virtual_stages = self._virtual_stages(pipeline)[-1]  # with the most stages per rank, ranks wait the least
         timed = []
         for tensor in tensors:
             for schedule, way in self._ways(tensor, pipeline):
@@ -158,7 +158,7 @@ class _Search:
         return [each for each in VIRTUAL_STAGES if pipeline * each <= self._config.model.num_hidden_layers]
 
     def _ways(self, tensor: int, pipeline: int) -> Iterator[tuple[BatchSchedule, Strategy]]:
-        """Return all batches and precisions on copies of so many ranks, in one micro-batch."""
+        """Return all batch sizes and precisions for the given sizes of tensor group and pipeline, in one micro-batch."""
         target = self._target
         # Otherwise a data group would leave its rail.
         if not are_whole_copies(ParallelConfig(tensor, pipeline), target.nodes, target.ranks_per_node):
@@ -166,18 +166,18 @@ class _Search:
         copies = target.world_size // (tensor * pipeline)
         for schedule in self._schedules:
             batch = schedule.global_batch_size
-            if batch % copies == 0 and batch >= copies * pipeline:  # a micro-batch for each stage
+            if batch % copies == 0 and batch >= copies * pipeline:  # at least a micro-batch per stage
                 for precision in target.rates:
-                    if precision != "fp8" or pipeline == 1:  # scales belong to the whole model
+                    if precision != "fp8" or pipeline == 1:  # FP8 scales span the whole model
                         reduction = self._reductions[-1]
                         yield schedule, Strategy(batch, 1, precision, reduction, tensor=tensor, pipeline=pipeline)
-            # The largest tensor groups make the fewest copies: if they do not divide the batch, nothing does.
+            # The largest tensor groups make the fewest copies. If these do not divide the batch, no other number does.
             elif pipeline == 1 and tensor == self._tensors[-1]:
                 reason = "is no multiple of" if batch > copies else "is less than"
                 self.refusals.append(Refusal("batch", batch, f"{reason} {self._target.world_size:,} ranks"))
 
     def _with_micro_batches(self, schedule: BatchSchedule, way: Strategy) -> Iterator[Candidate]:
-        """Return candidates with the largest micro-batches that fit, and those for which recomputation makes room."""
+        """Return candidates with the largest micro-batches that fit, without and with recomputation."""
         target, usable = self._target, self._usable_memory(way)
         held = sum(held_by_rank(self._work, way, target.nodes, target.ranks_per_node, on_gpu=target.on_gpu).values())
         setting = (
@@ -189,7 +189,7 @@ class _Search:
             return
         most = way.sequences(target.world_size)
         enough = most + 1
-        # From fast to slow: more recomputation pays only with less accumulation than before.
+        # Try recomputation from fast to slow. More of it pays off only if it reduces the accumulation.
         for recompute in RECOMPUTES:
             fitting = self._fitting(schedule, replace(way, recompute=recompute), enough)
             found = list(islice(fitting, _MICRO_BATCHES) if way.pipeline == 1 else _while_faster(fitting))
@@ -201,7 +201,7 @@ class _Search:
             self.refusals.append(Refusal(*setting, f"no micro-batch fits in {way.precision}"))
 
     def _fitting(self, schedule: BatchSchedule, like: Strategy, enough: int) -> Iterator[Candidate]:
-        """Return candidates that fit and have less accumulation than ``enough``, the largest micro-batches first."""
+        """Return candidates that fit and accumulate fewer than ``enough`` micro-batches, the largest ones first."""
         sequences = like.sequences(self._target.world_size)
         divisors = (each for each in range(1, sequences + 1) if sequences % each == 0)
         for accumulation in takewhile(lambda each: each < enough, divisors):
@@ -213,7 +213,7 @@ class _Search:
                 yield candidate
 
     def other_reductions(self, like: Candidate) -> Iterator[Candidate]:
-        """Return candidates that compute the same, and reduce gradients in another way."""
+        """Return candidates with the same computation and a different gradient reduction."""
         if self._target.world_size == 1:
             return
         for reduction, reduce_dtype in product(self._reductions, ("fp32", "bf16")):
@@ -244,7 +244,7 @@ class _Search:
                     self._too_many[memory_by] = sequences
                 return None
             step = predict_step(work, strategy, target.rates[precision], steps=1)
-        # A probe may lack a collective.
+        # The probe may not have measured a collective.
         except ValueError as error:
             self.refusals.append(
                 Refusal("way", f"{precision} with {strategy.reduction} in {strategy.reduce_dtype}", str(error))
@@ -253,7 +253,7 @@ class _Search:
         return Candidate(schedule, strategy, step, self._run(schedule, strategy, step), memory)
 
     def refine(self, each: Candidate) -> Candidate:
-        """Predict a candidate again by several steps of its plan."""
+        """Predict a candidate again from several steps of its plan."""
         step = predict_step(self._work, each.strategy, self._target.rates[each.strategy.precision])
         return replace(each, step=step, run=self._run(each.schedule, each.strategy, step))
 
@@ -280,7 +280,7 @@ def configured(config: Config, schedule: BatchSchedule, strategy: Strategy) -> C
         reduce_dtype=strategy.reduce_dtype,
         bucket_bytes=strategy.bucket_bytes,
         recompute=strategy.recompute,
-        cuda_graphs=strategy.pipeline == 1,  # messages between stages are not captured
+        cuda_graphs=strategy.pipeline == 1,  # CUDA graphs cannot capture messages between stages
     )
     return replace(config, training=training, optimizer=schedule.optimizer, parallel=strategy.parallel)
 

@@ -1,4 +1,4 @@
-"""Machines that a run is planned for: how many, and their rates."""
+"""Machines that a run is planned for: their number and their rates."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from cluster.view import read_view
 from console.text import counted
 
 _ACCELERATORS = {"h100": "H100-SXM-80GB", "dgxa100": "A100-SXM-80GB", "bert_3_9b": "A100-SXM-40GB"}
-"""Devices by the first words of a recipe's name."""
+"""Device names by the first words of a recipe's name."""
 _SIZED = re.compile(r"([a-z0-9_]+)_(\d+)x(\d+)")
-"""Name of a recipe: devices, nodes, and devices of each node."""
+"""Pattern of a recipe's name: device, number of nodes, and devices per node."""
 
 
 @dataclass(frozen=True)
@@ -28,9 +28,9 @@ class Target:
     """Ranks to plan for.
 
     Attributes:
-        device: its name.
-        rates: by precision.
-        missing: why a precision has no rates.
+        device: name of the device.
+        rates: rates by precision.
+        missing: reason why a precision has no rates, by precision.
         on_gpu: whether each rank has a device of its own.
     """
 
@@ -50,7 +50,7 @@ class Target:
 def target_of(
     recipe: str, cluster: Path | None, gpus: int | None, accelerator: str | None = None, networking: str = ""
 ) -> Target:
-    """Return the target that a probe measured, or else a number of devices by their facts, by default the recipe's.
+    """Return the target that a probe measured. Without a probe, describe devices by data sheets, by default the recipe's.
 
     Raises:
         ValueError: the probe had another number of ranks, or the device is unknown.
@@ -75,11 +75,11 @@ def device_of(recipe: str, accelerator: str | None) -> tuple[Device, int]:
     name = accelerator or (_ACCELERATORS.get(sized[1]) if sized else None)
     if name is None:
         raise ValueError(f"{recipe} names no device: give --cluster, the file of `python -m cluster probe`")
-    return device_named(name), max(8, int(sized[3])) if sized else 8  # a smaller recipe uses a part of a node
+    return device_named(name), max(8, int(sized[3])) if sized else 8  # a smaller recipe uses part of a node
 
 
 def described(device: Device, count: int, per_node: int, networking: str = "") -> Target:
-    """Return so many devices by their facts. Raises ``ValueError`` if they do not make whole nodes."""
+    """Return a target of ``count`` devices with data-sheet rates. Raises ``ValueError`` if they do not fill whole nodes."""
     if count < 1:
         raise ValueError(f"--gpus is {count}, expected at least 1")
     per_node = min(count, per_node)
@@ -98,7 +98,7 @@ def described(device: Device, count: int, per_node: int, networking: str = "") -
 def _measured(path: Path, gpus: int | None) -> Target:
     view = read_view(path)
     ranks, hosts = len(view.ranks), len(view.hosts)
-    # Contention and collectives were measured on all ranks at once and say nothing about another number of ranks.
+    # Contention and collectives were measured on all ranks at once, so they do not apply to another number of ranks.
     if gpus not in (None, ranks):
         raise ValueError(f"{path} has {counted(ranks, 'rank')}, but --gpus is {gpus}: probe as many as you plan for")
     rates = rates_of_view(view)

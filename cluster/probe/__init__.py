@@ -1,1 +1,1 @@
-"""Measurements of hosts, devices and links, and what is slow among them."""
+"""Measurements of hosts, devices and links, and the search for slow ones."""

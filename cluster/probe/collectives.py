@@ -1,7 +1,7 @@
-"""Times of the collectives that training uses, in the node, along rails and over all ranks, with a check of every result.
+"""Timing of the collectives that training uses, within nodes, along rails and over all ranks. Every result is checked.
 
-All nodes and all rails work at the same time, as in a step. The values are whole numbers that fp32 adds exactly, so each
-element of each result can be compared with the right value.
+All nodes and all rails work at the same time, as in a step. The values are integers that fp32 adds exactly, so every
+element of every result can be compared with the expected value.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from cluster.view import Collective, Operation, Scope
 _SMALLEST_BYTES, _LARGEST_BYTES, _FACTOR = 64 * 2**10, 256 * 2**20, 4
 _REPEATS, _FEWEST_REPEATS = 5, 3
 _FEWEST_SIZES = 3
-"""Sizes that are always timed, up to 1 MiB: traffic shapers let small messages through at once."""
+"""Number of sizes that are always timed, up to 1 MiB, because traffic shapers pass small messages without delay."""
 _PERIOD = 61
-"""Values repeat after so many elements. The number is prime, so that pieces of equal size differ."""
+"""Number of elements after which the values repeat. It is prime, so that pieces of equal size differ."""
 
 
 @dataclass(frozen=True)
 class WrongResult:
-    """A wrong result on a rank. ``source`` is the rank whose data is wrong, or -1 if unknown."""
+    """A wrong result of a collective on a rank. ``source`` is the rank whose data is wrong, or -1 if unknown."""
 
     operation: Operation
     scope: Scope
@@ -43,15 +43,15 @@ class WrongResult:
 
 
 def measure_collectives(mesh: Mesh, seconds: float) -> tuple[list[Collective], list[WrongResult]]:
-    """Time all collectives in all scopes. All ranks must call it at the same time, and all get the same answer.
+    """Time all collectives in all scopes. All ranks must call this function at the same time, and all get the same result.
 
-    Each collective gets an equal part of ``seconds``. Its size grows until the next one would exceed that part.
+    Each collective gets an equal part of ``seconds``. The message size grows until the next size would exceed that time.
     """
     groups = Communicators.create(mesh)
     scopes: dict[Scope, tuple[dist.ProcessGroup | None, list[int]]] = {
         "world": (groups.world, list(range(mesh.world_size)))
     }
-    # With a single node, or one rank in each, scopes coincide.
+    # With a single node, or one rank per node, the scopes coincide.
     if 1 < len(mesh.node_ranks) < mesh.world_size:
         scopes["node"] = (groups.node, list(mesh.node_ranks))
         scopes["rail"] = (groups.rail, list(mesh.rail_ranks))
@@ -73,7 +73,7 @@ def _times(
     points, wrong, spent, size = [], [], 0.0, _SMALLEST_BYTES
     while size <= _LARGEST_BYTES:
         left, next_one = seconds - spent, _FACTOR * points[-1][1] if points else 0.0
-        # All ranks have the slowest rank's seconds, so all stop at the same size.
+        # All ranks use the slowest rank's seconds, so they stop at the same size.
         if len(points) >= _FEWEST_SIZES and left < _FEWEST_REPEATS * next_one:
             break
         piece = max(1, size // 4 // len(ranks))
@@ -89,7 +89,7 @@ def _times(
 
 @dataclass(frozen=True)
 class Trial:
-    """A collective on one rank: its buffers, its action, the right result, and whose data each piece of the result is."""
+    """A collective on one rank: its buffers, the call, the expected result, and the source rank of each piece."""
 
     own: Tensor
     out: Tensor
@@ -108,12 +108,12 @@ class Trial:
         device: torch.device,
         group: dist.ProcessGroup | None,
     ) -> Trial:
-        """Prepare a collective on vectors of a piece of so many elements for each rank."""
+        """Prepare a collective on vectors with one piece of ``piece`` elements for each rank."""
         many, place = len(ranks), ranks.index(rank)
         whole = torch.arange(piece * many, device=device) % _PERIOD
         mine = slice(place * piece, (place + 1) * piece)
         own = (whole + place % _PERIOD).float()
-        # The sum of (element + place % period) over all places.
+        # The expected sum of (element + place % period) over all places.
         total = (whole * many + sum(other % _PERIOD for other in range(many))).float()
         out = torch.empty_like(own)
         if operation == "all-reduce":
@@ -130,12 +130,12 @@ class Trial:
 
 
 def _run(mesh: Mesh, trial: Trial, repeats: int) -> tuple[list[float], float, list[tuple[int, int, int]]]:
-    """Return the slowest rank's seconds of each repetition, the processor seconds of one repetition on all ranks, and
-    the rank, source and number of wrong elements of wrong results.
+    """Return the slowest rank's seconds of each repetition, the processor seconds of one repetition summed over all ranks,
+    and (rank, source, number of wrong elements) of each wrong result.
     """
     took, busy, wrong, source = [], 0.0, 0, -1
-    for repeat in range(repeats + 1):  # the first one connects the ranks
-        # The previous result would pass for right.
+    for repeat in range(repeats + 1):  # the first repetition connects the ranks
+        # Clear the output, because the previous result would pass the check.
         trial.out.copy_(trial.own) if trial.is_in_place else trial.out.zero_()
         barrier()
         start, before = time.perf_counter(), time.process_time()
@@ -144,7 +144,7 @@ def _run(mesh: Mesh, trial: Trial, repeats: int) -> tuple[list[float], float, li
             torch.cuda.synchronize(mesh.device)
         if repeat:
             took.append(time.perf_counter() - start)
-            # Includes all threads: gloo's threads do the work of a collective.
+            # process_time() includes all threads. Gloo's threads do the work of a collective.
             busy += (time.process_time() - before) / repeats
         is_wrong = trial.out != trial.right
         found = int(is_wrong.sum().item())

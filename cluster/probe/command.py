@@ -1,4 +1,4 @@
-"""The probe: measure in turns, compare, measure a second time if something is suspicious, and write the view."""
+"""The probe: measure in turns, search for outliers, measure a second time if there are any, and write the view."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ from console.text import counted
 from console.version import commit
 
 TURNS = 5
-"""Turns of a measurement. A second measurement adds as many."""
+"""Turns of a measurement. A second measurement adds the same number."""
 
 _DEVICES, _PATHS_IN_HOSTS, _PATHS_BETWEEN, _CONTENTION, _COMPUTATIONS, _COLLECTIVES = 0.25, 0.1, 0.15, 0.1, 0.2, 0.2
-"""Shares of the requested seconds."""
+"""Share of the requested seconds for each measurement."""
 
 
 def probe(out: Path, seconds: float = 30.0, limit: float = 60.0) -> int:
     """Measure, write the view, and print what is slow. Returns the exit status, which is 1 if something is slow.
 
     Args:
-        seconds: approximate duration of the measurements, without a second measurement of devices and links.
-        limit: seconds within which all ranks must have come.
+        seconds: approximate duration of the measurements, excluding a second measurement of devices and links.
+        limit: seconds within which all ranks must have connected.
 
     Raises:
-        ValueError: the launch is wrong, ranks do not come, or a rank is lost.
+        ValueError: the launch is wrong, ranks do not connect in time, or a rank is lost.
     """
     launch = Launch.from_environment()
     if launch.rank == 0:
@@ -54,7 +54,7 @@ def probe(out: Path, seconds: float = 30.0, limit: float = 60.0) -> int:
         raise ValueError(f"--seconds is {seconds:g} and --limit is {limit:g}, expected at least 1")
     try:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        # A collective may wait for the slowest rank.
+        # The timeout must allow for waiting for the slowest rank.
         timeout = timedelta(seconds=max(60.0, 4 * seconds))
         mesh = join_mesh(device, timeout, arrival=timedelta(seconds=limit))
         view = _measure(mesh, seconds)
@@ -76,7 +76,7 @@ def probe(out: Path, seconds: float = 30.0, limit: float = 60.0) -> int:
         leave_mesh()
 
 
-# Computations that need gradients enable them.
+# Computations that need gradients enable them again.
 @torch.no_grad()
 def _measure(mesh: Mesh, seconds: float) -> View | None:
     """Return the view on rank 0, and None on the other ranks."""
@@ -85,11 +85,11 @@ def _measure(mesh: Mesh, seconds: float) -> View | None:
     every = [Facts.decoded(row.tobytes()) for row in gather_numbers(facts, mesh)]
     nodes = mesh.nodes or (tuple(range(mesh.world_size)),)
     host_of = [next(host for host, ranks in enumerate(nodes) if rank in ranks) for rank in range(mesh.world_size)]
-    # Hosts may be parts of one machine, which counts once.
+    # Several hosts may share one machine, whose processors count once.
     processors = sum({facts.machine: facts.host.cores for facts in every}.values())
     own = every[mesh.rank]
     sharers = [rank for rank, facts in enumerate(every) if facts.machine == own.machine]
-    # Hardware threads share cores, so half of them measure at a time.
+    # Two hardware threads share a core, so only half of them measure at the same time.
     slots = max(1, own.host.cores // 2 // torch.get_num_threads())
     if mesh.device.type == "cuda":
         sharers, slots = [mesh.rank], 1
@@ -139,30 +139,30 @@ def _measure(mesh: Mesh, seconds: float) -> View | None:
 
 
 def _schedules(nodes: Sequence[Sequence[int]], every: Sequence[Facts]) -> tuple[list[Pairs], list[Pairs]]:
-    """Return rounds of pairs of ranks within hosts and between hosts. All hosts and all network cards are busy at once.
+    """Return the rounds of rank pairs within hosts and between hosts. A round keeps all hosts and all network cards busy.
 
-    Between hosts, the first rank at each card represents it.
+    Between hosts, the first rank at each network card represents the card.
     """
-    # All hosts have equally many ranks.
+    # All hosts have the same number of ranks.
     within = [
         [_ordered(ranks[a], ranks[b]) for ranks in nodes for a, b in pairs] for pairs in rounds_of_pairs(len(nodes[0]))
     ]
-    # Names often follow leaf switches, and neighbours are measured.
+    # Hosts with neighbouring names often share a leaf switch, and paths between neighbours are measured.
     by_name = sorted(nodes, key=lambda ranks: _natural(every[ranks[0]].host.name))
-    # Reversed, so that the first rank at a card stays.
+    # Iterate in reverse, so that the first rank at each card is kept.
     at_cards = [list({every[rank].card: rank for rank in reversed(ranks)}.values())[::-1] for ranks in by_name]
     rails = list(zip(*at_cards, strict=False))
     rounds = rounds_of_pairs(len(by_name))
     return within, [[_ordered(rail[a], rail[b]) for rail in rails for a, b in pairs] for pairs in rounds]
 
 
-# The lower rank sends first.
+# The lower rank of a pair sends first.
 def _ordered(one: int, other: int) -> tuple[int, int]:
     return (one, other) if one < other else (other, one)
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
-    """Return a sort key by which node9 comes before node10."""
+    """Return a natural sort key, which puts node9 before node10."""
     return [(int(part) if part.isdecimal() else -1, part) for part in re.split(r"(\d+)", name)]
 
 

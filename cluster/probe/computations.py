@@ -1,8 +1,8 @@
-"""Times of the computations of a training step, forward and backward, on all ranks at once.
+"""Timing of a training step's computations, forward and backward, on all ranks at once.
 
 Each kind of computation is timed in a few shapes. The costs of its terms (`cluster.model.computations.TERMS`) are fitted to
-these times. As in a model, several computations of a kind run forward before they run backward, so that their inputs have
-left the caches and memory is allocated and freed in the same order.
+these times. As in a model, several computations of a kind run forward before any of them runs backward. So their inputs have
+left the caches, and memory is allocated and freed in the order of a model.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from kernels import (
 )
 
 _COPIES = 4
-"""Computations in one action. Each has its own inputs."""
+"""Number of computations in one action. Each has its own inputs."""
 _DROPOUT = 0.1
 _EPS = 1e-12
 _MOST_TURNS = 3
 _SLICE_S = 0.015
-"""Several time slices of the scheduler."""
+"""Shortest window, which covers several time slices of the scheduler."""
 _LINEAR = (
     (64, 128, 128),
     (512, 128, 512),
@@ -53,29 +53,29 @@ _LINEAR = (
     (192, 1024, 384),
     (64, 256, 8192),
 )
-"""Rows, inputs and outputs; eight times as many of each on a GPU."""
+"""(Rows, inputs, outputs). On a GPU each is eight times as large."""
 _ATTENTION = ((1, 128, 4, 32), (1, 384, 4, 64), (16, 32, 4, 32), (6, 128, 4, 32), (2, 96, 16, 64))
-"""Sequences, length of each, heads, and size of a head."""
+"""(Sequences, length of each sequence, heads, head size)."""
 _NORM = ((32, 128), (512, 128), (768, 512))
 _GELU = ((32, 128), (512, 512), (512, 1024))
 _LOSS = ((8, 1024), (64, 1024), (32, 16384))
-"""Rows and columns."""
+"""(Rows, columns)."""
 _EMBEDDING = ((64, 128, 1024), (768, 128, 1024), (192, 256, 8192))
-"""Tokens, hidden size and vocabulary size."""
+"""(Tokens, hidden size, vocabulary size)."""
 _LAMB = ((8, 4096), (32, 16384), (16, 393216))
-"""Segments and elements of each: in a core's cache, in the processor's cache, and in neither."""
+"""(Segments, elements of each segment). The sizes fit a core's cache, the processor's cache, and neither."""
 _BATCH = (32, 256)
 """Global batch sizes."""
 _PRODUCT, _REPEATS = 256, 3
 """Matrix size of the products that measure contention, and the number of repetitions."""
 
 _Forward = tuple[Callable[[], Tensor], list[Tensor]]
-"""A forward pass and the activations that it reads."""
+"""A forward pass, and the activations that it reads."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A computation to time. ``times`` is how often one call of ``action`` does it."""
+    """A computation to time. One call of ``action`` does it ``times`` times."""
 
     kind: str
     counts: tuple[float, ...]
@@ -88,7 +88,7 @@ def trials_of(device: torch.device) -> list[Trial]:
     # The CPU's shapes would not fill a GPU.
     factor = 8 if device.type == "cuda" else 1
     dtypes = [torch.float32]
-    # Without native bf16 products the time would be that of an emulation.
+    # Without native bf16 products this would time an emulation.
     if device.type == "cuda" or torch.ops.mkldnn._is_mkldnn_bf16_supported():
         dtypes.append(torch.bfloat16)
     trials = [
@@ -107,22 +107,22 @@ def trials_of(device: torch.device) -> list[Trial]:
 
 
 def measure_computations(mesh: Mesh, processors: int, seconds: float) -> list[ComputationTime]:
-    """Time all computations within about so many seconds. All ranks must call it at the same time.
+    """Time all computations in about ``seconds`` seconds. All ranks must call this function at the same time.
 
-    ``processors`` counts the processors of all machines. If ranks share them, a window is longer than the scheduler's time
-    slices, and there are fewer windows.
+    ``processors`` is the number of processors of all machines. If ranks share processors, each window is longer than the
+    scheduler's time slices, and there are fewer windows.
     """
     start = time.perf_counter()
     trials = trials_of(mesh.device)
     for trial in trials:  # the first call allocates memory and chooses implementations
         trial.action()
-    # Agreed, because all ranks must plan the same turns.
+    # The ranks agree on the time spent, because all ranks must plan the same turns.
     seconds -= agreed_integer(round(1000 * (time.perf_counter() - start)), mesh) / 1000
     window = max(seconds / (_MOST_TURNS * len(trials)), _SLICE_S * mesh.world_size / processors)
     turns = max(1, round(seconds / (window * len(trials))))
     barrier()
     own_TK = np.array([[time_in_window(t.action, window, mesh.device) / t.times for t in trials] for _ in range(turns)])
-    # The mean over ranks first: if ranks share processors, one rank gains what another one loses.
+    # Average over the ranks first, because ranks that share processors gain time at each other's expense.
     found_K = np.median(gather_numbers(own_TK, mesh).mean(axis=0), axis=0)
     return [
         ComputationTime(trial.kind, trial.counts, found) for trial, found in zip(trials, found_K.tolist(), strict=True)
@@ -130,7 +130,7 @@ def measure_computations(mesh: Mesh, processors: int, seconds: float) -> list[Co
 
 
 def measure_contention(mesh: Mesh, processors: int, seconds: float) -> Contention:
-    """Time the same products on one rank alone and on all ranks at once. All ranks must call it at the same time."""
+    """Time the same products on one rank alone and on all ranks. All ranks must call this function at the same time."""
     one, other = torch.rand(2, _PRODUCT, _PRODUCT, device=mesh.device)
     out = torch.empty_like(one)
     share = seconds / _REPEATS / 3
@@ -152,13 +152,13 @@ def measure_contention(mesh: Mesh, processors: int, seconds: float) -> Contentio
         if mesh.rank == 0:
             alone.append(work())
         barrier()
-        # Over and over, until the window ends: no rank is done early and frees processors.
+        # Repeat until the window ends, so that no rank finishes early and frees processors.
         together.append(time_in_window(work, share, mesh.device))
         barrier()
-        # Once, as in a step: ranks that are done free processors for the others.
+        # Do the work once, as in a step: ranks that finish free processors for the other ranks.
         begun.append(work())
         barrier()
-    # Only rank 0's row counts; the other ranks send an array of the same shape.
+    # Only rank 0's row is used. The other ranks send an array of the same shape.
     first_T = gather_numbers(np.array(alone if mesh.rank == 0 else together), mesh)[0]
     together_RT, begun_RT = (gather_numbers(np.array(times), mesh) for times in (together, begun))
     times = (first_T, together_RT.mean(axis=0), begun_RT.mean(axis=0), begun_RT.max(axis=0))
@@ -166,7 +166,7 @@ def measure_contention(mesh: Mesh, processors: int, seconds: float) -> Contentio
 
 
 def _backward_of(make: Callable[[], _Forward], kind: str, counts: tuple[float, ...]) -> Trial:
-    """Return a trial of ``_COPIES`` computations forward, and then backward in the opposite order."""
+    """Return a trial that runs ``_COPIES`` computations forward, and then backward in reverse order."""
     computations = [make() for _ in range(_COPIES)]
     with torch.enable_grad():
         gradient = torch.ones_like(computations[0][0]())
@@ -179,7 +179,7 @@ def _backward_of(make: Callable[[], _Forward], kind: str, counts: tuple[float, .
                 for activation in activations:
                     activation.grad = None
                 outputs.append(forward())
-            # Frees an output's graph before the next backward pass, as in a model.
+            # Free each output's graph before the next backward pass, as in a model.
             while outputs:
                 output = outputs.pop()
                 output.backward(gradient if output.ndim else None)
@@ -188,7 +188,7 @@ def _backward_of(make: Callable[[], _Forward], kind: str, counts: tuple[float, .
 
 
 def _leaf(*shape: int, device: torch.device) -> Tensor:
-    # Backward adds to an existing gradient, as it does with the flat gradient vector.
+    # The backward pass adds to an existing gradient, as in training with the flat gradient vector.
     leaf = torch.rand(*shape, device=device, requires_grad=True)
     leaf.grad = torch.zeros_like(leaf)
     return leaf
@@ -275,7 +275,7 @@ def _lamb(segments: int, size: int, device: torch.device) -> Trial:
     state = LambState.zeros_like(weights)
     layout = LambSegments((size,) * segments, (True,) * segments)
     hyperparameters = LambHyperparameters(0.9, 0.999, 1e-6, 0.01, 1.0)
-    # A learning rate of 0 keeps the weights as they are.
+    # A learning rate of 0 leaves the weights unchanged.
     step, rate = torch.ones((), dtype=torch.int64, device=device), torch.zeros((), device=device)
 
     def action() -> None:
@@ -285,9 +285,9 @@ def _lamb(segments: int, size: int, device: torch.device) -> Trial:
 
 
 def _batch(size: int) -> Trial:
-    # uint16, as in the length index on disk.
+    # uint16 is the data type of the length index on disk.
     lengths = np.random.default_rng(0).integers(8, 128, 8192).astype(np.uint16)
-    # One of four ranks plans the whole global batch and assembles a quarter of it.
+    # As one of four ranks: plan the whole global batch and assemble a quarter of it.
     plan = BatchPlan(lengths, (lengths // 7 + 1).astype(np.uint16), size, 4, 1, 0)
     samples = synthetic_samples(lengths[: size // 4], 1024)
 

@@ -1,8 +1,8 @@
-"""Rates of a device: matrix products, memory copies, and on GPUs launches and transfers from and to the host.
+"""Rates of a device: matrix products, memory copies, and on GPUs kernel launches and transfers between host and device.
 
-A rate is measured over a window of time, not over single operations, because a rank that has half a processor gets it in
-time slices. Ranks that share a machine's cores take turns, since they would slow each other down; ranks with a GPU each
-measure together. A turn visits all ranks before the next one begins.
+A rate is measured over a window of time and not over single operations, because a rank that shares a processor gets it in
+time slices. Ranks that share a machine's cores take turns, because they would slow each other down. Ranks with their own
+GPU measure at the same time. A turn visits all ranks before the next one begins.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _LONGEST_WINDOW_S = 0.3
 
 @dataclass(frozen=True)
 class Cell:
-    """One operation to time. ``times`` is how often one call of ``action`` does it."""
+    """One operation to time. One call of ``action`` does it ``times`` times."""
 
     quantity: Quantity
     dtype: str
@@ -38,19 +38,19 @@ class Cell:
 
 
 def cells_of(device: torch.device) -> list[Cell]:
-    """Return the operations that are timed on a device; ranks are compared by them."""
+    """Return the operations that are timed on a device to compare ranks."""
     if device.type == "cpu":
-        # 32 MiB: more than a core's cache.
+        # 32 MiB does not fit a core's cache.
         source, target = torch.ones(2, 8 * 2**20)
         return [_product(torch.float32, 512, device), Cell("copy", "fp32", source.nbytes, lambda: target.copy_(source))]
     source, target = torch.ones(2, 64 * 2**20, device=device)
-    # Other memory than pinned memory would be copied through a buffer of the driver.
+    # The driver would copy unpinned memory through a buffer of its own.
     pinned = torch.ones(16 * 2**20, pin_memory=True)
     on_device = torch.empty_like(pinned, device=device)
     one = torch.zeros(1, device=device)
 
     def launch() -> None:
-        # The host's clock cannot time a single launch.
+        # A single launch is too short for the host's clock.
         for _ in range(_LAUNCHES):
             one.add_(1.0)
 
@@ -71,8 +71,8 @@ def _product(dtype: torch.dtype, size: int, device: torch.device) -> Cell:
 
 
 def time_in_window(action: Callable[[], object], seconds: float, device: torch.device) -> float:
-    """Return the seconds that one action takes, measured over a window of at least so many seconds and one action."""
-    batch = 8 if device.type == "cuda" else 1  # the host waits for a GPU once a batch
+    """Return the seconds per action, measured over a window of at least ``seconds`` seconds and at least one action."""
+    batch = 8 if device.type == "cuda" else 1  # the host waits for a GPU once per batch
     count, start = 0, time.perf_counter()
     while True:
         for _ in range(batch):
@@ -88,20 +88,20 @@ def time_in_window(action: Callable[[], object], seconds: float, device: torch.d
 def measure_rates(
     mesh: Mesh, cells: Sequence[Cell], sharers: Sequence[int], slots: int, turns: int, seconds: float
 ) -> NDArray[np.float64]:
-    """Return the seconds of every cell C in every turn T on this rank. All ranks must call it at the same time.
+    """Return this rank's seconds for every turn T and cell C. All ranks must call this function at the same time.
 
     Args:
         sharers: ranks that share this rank's cores, including this one.
-        slots: number of them that measure at the same time.
+        slots: number of sharing ranks that measure at the same time.
         seconds: approximate duration of the whole measurement.
     """
-    # All ranks go through as many barriers as the fullest machine needs.
+    # All ranks must pass as many barriers as the machine with the most groups.
     own_groups = math.ceil(len(sharers) / slots)
     groups = int(all_reduce_max_(torch.tensor([own_groups], device=mesh.device)).item())
     mine = list(sharers).index(mesh.rank) // slots
     window = min(_LONGEST_WINDOW_S, seconds / (turns * groups * len(cells)))
     times_TC = np.empty((turns, len(cells)))
-    for cell in cells:  # the first call allocates memory and loads kernels
+    for cell in cells:  # warm up: the first call allocates memory and loads kernels
         cell.action()
     for turn in range(turns):
         for group in range(groups):
@@ -113,7 +113,7 @@ def measure_rates(
 
 
 def gather_numbers(own: NDArray[Any], mesh: Mesh) -> NDArray[Any]:
-    """Return the arrays of all ranks, which have the same shape and type, by rank."""
+    """Return the stacked arrays of all ranks, which must have the same shape and type."""
     if mesh.world_size == 1:
         return own[None]
     sent = torch.from_numpy(own).to(mesh.device).reshape(-1)

@@ -1,4 +1,4 @@
-"""Slow and broken ranks, hosts and links of a probe, in words, with their cost for a step of BERT-Large."""
+"""Slow and broken ranks, hosts and links that a probe found, in words, with their cost for a BERT-Large step."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from cluster.probe.machine import Facts
 from cluster.view import Outlier, Source
 
 SCREENING = 4
-"""One in so many faultless clusters is measured a second time."""
+"""One in this many healthy clusters gets an unnecessary second measurement."""
 
 STEP_OPERATIONS = 56 * 0.5e12
 """Operations of a rank's step: 56 sequences of BERT-Large with the benchmark's mean length, forward and backward."""
 PARAMETERS = 336e6
 _UPDATE_BYTES = 7 * 4 * PARAMETERS
-"""LAMB reads a gradient, and reads and writes a weight and two moments, in fp32."""
+"""Memory traffic of LAMB: it reads a gradient, and reads and writes a weight and two moments, all in fp32."""
 _AS_SLOW = 1.25
-"""A slow rank explains paths of its own that are slower by up to so many times its own ratio."""
+"""A slow rank explains its slow paths up to this multiple of the rank's own ratio."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Measurements of a probe: cells C of ranks R by turns T, and paths in hosts and between hosts.
+    """Measurements of a probe: cells C of ranks R by turn T, and paths within hosts and between hosts.
 
     Paths between hosts are measured between the first ranks at each network card.
     """
@@ -44,27 +44,27 @@ class Measured:
 
     @property
     def hosts(self) -> int:
-        """The number of hosts."""
+        """Number of hosts."""
         return max(self.host_of) + 1
 
 
 @dataclass(frozen=True)
 class _Step:
-    """Seconds of a step's parts on a typical device and path."""
+    """Seconds of each part of a step on a typical device and path."""
 
     compute: float
     update: float
     reduce: float
 
     def share(self, quantity: str, ratio: float) -> float:
-        """Return the relative increase of a step. Launches are captured and transfers overlap, so these cost nothing."""
+        """Return the relative increase of the step time. It is 0 for launches (CUDA graphs) and transfers (overlapped)."""
         part = {"product": self.compute, "copy": self.update, "bandwidth": self.reduce}.get(quantity.split()[0], 0.0)
         return (ratio - 1) * part / (self.compute + self.update + self.reduce)
 
 
 @dataclass(frozen=True)
 class _Found:
-    """A slow rank, end of paths, path, or part of the network. ``way`` says which of them; it is empty for a rank."""
+    """A slow rank, path end, path, or part of the network. ``way`` says which kind it is, and is empty for a rank."""
 
     ranks: tuple[int, ...]
     way: str
@@ -95,7 +95,7 @@ def find_leaves(measured: Measured) -> tuple[list[tuple[str, ...]], Source]:
         ends, source_E, target_E = _ends(paths)
         host_E, other_E = (np.array([measured.host_of[ends[end]] for end in of]) for of in (source_E, target_E))
         for times_TE in (paths.seconds_per_byte_TE, paths.latency_TE):
-            # A slow end is no leaf: only what remains without the shares of the ends counts.
+            # Subtract the shares of the ends, so that a slow end does not look like a leaf.
             rest_TE = take_apart(np.log(times_TE), source_E, target_E, len(ends)).rest_TE
             leaves = leaves_of(rest_TE, host_E, other_E, measured.hosts)
             if leaves is not None:
@@ -106,9 +106,9 @@ def find_leaves(measured: Measured) -> tuple[list[tuple[str, ...]], Source]:
 def find_outliers(
     measured: Measured, switches: Sequence[tuple[str, ...]], wrong: Sequence[WrongResult] = (), chance: int = CHANCE
 ) -> list[Outlier]:
-    """Return everything slow or broken, the most expensive first. ``chance`` is explained in `cluster.outliers`."""
+    """Return all outliers, the most expensive first. See `cluster.outliers` for ``chance``."""
     layers = [paths for paths in (measured.between_hosts, measured.in_hosts) if paths is not None]
-    # All comparisons of the probe share the one chance of a wrong name.
+    # All comparisons of the probe share one chance of a false outlier.
     comparisons = len(measured.cells) * len(measured.facts) + sum(4 * len(paths.source_E) for paths in layers)
     step = _step_of(measured)
     ranks = _slow_ranks(measured, step, comparisons, chance)
@@ -126,20 +126,20 @@ def find_outliers(
 def _step_of(measured: Measured) -> _Step:
     typical_C = np.median(measured.rates_RTC, axis=(0, 1))
     timed = [*zip(measured.cells, typical_C, strict=True)]
-    # A multiply-add counts as two operations; a copy reads and writes.
+    # A multiply-add counts as two operations, and a copy both reads and writes.
     flops = max(2.0 * cell.size**3 / seconds for cell, seconds in timed if cell.quantity == "product")
     bytes_per_s = max(2.0 * cell.size / seconds for cell, seconds in timed if cell.quantity == "copy")
     paths, reduce = measured.between_hosts or measured.in_hosts, 0.0
     if paths is not None:
         ends = len(_ends(paths)[0])
         many, cards = (measured.hosts, ends / measured.hosts) if measured.between_hosts else (ends, 1)
-        # A ring along every rail, in fp32; each card carries its part of the gradient.
+        # The reduction is an fp32 ring along every rail. Each card carries its part of the gradient.
         reduce = 2 * (many - 1) / many * 4 * PARAMETERS / cards * float(np.median(paths.seconds_per_byte_TE))
     return _Step(STEP_OPERATIONS / flops, _UPDATE_BYTES / bytes_per_s, reduce)
 
 
 def _slow_ranks(measured: Measured, step: _Step, comparisons: int, chance: int) -> dict[int, _Found]:
-    """Return the most expensive finding of each slow rank. Only equal devices are compared."""
+    """Return the most expensive finding of each slow rank. Only ranks with equal devices are compared."""
     found: dict[int, _Found] = {}
     for device in dict.fromkeys(facts.device for facts in measured.facts):
         members = [rank for rank, facts in enumerate(measured.facts) if facts.device == device]
@@ -155,7 +155,7 @@ def _slow_ranks(measured: Measured, step: _Step, comparisons: int, chance: int) 
 
 
 def _ends(paths: Paths) -> tuple[list[int], list[int], list[int]]:
-    """Return the ranks at ends of paths, and the indices of each path's source and target among them."""
+    """Return the ranks at path ends, and the indices in this list of each path's source and target."""
     ends = sorted({*paths.source_E.tolist(), *paths.target_E.tolist()})
     place = {rank: index for index, rank in enumerate(ends)}
     return ends, [place[rank] for rank in paths.source_E.tolist()], [place[rank] for rank in paths.target_E.tolist()]
@@ -180,12 +180,12 @@ def _slow_paths(
             members = tuple(end for end, part in zip(ends, parts.part_N, strict=True) if part == k)
             found.append(_Found.of(members, "part", quantity, judgement, int(k), step))
         slow = {each.ranks[0]: each.ratio for each in found if each.quantity == quantity}
-        # The level was fitted, and the shares of ends that have enough paths.
+        # Fitted parameters: the level, and the share of each end that has enough paths.
         fitted = 1 + sum(int((np.bincount(of_E) >= FEWEST_PARTNERS).sum()) for of_E in (source_E, target_E))
         judgement = judge(parts.rest_TE, comparisons, chance, fitted=fitted)
         for e in np.flatnonzero(judgement.is_outlier):
             pair = (int(paths.source_E[e]), int(paths.target_E[e]))
-            # A path of a slow end is named only if it is slower than the end by as much again.
+            # After subtracting the ends' shares, name a path with a slow end only if its ratio exceeds that end's ratio.
             if judgement.ratios[e] > max(slow.get(rank, 1.0) for rank in pair):
                 found.append(_Found.of(pair, "path", quantity, judgement, int(e), step))
     return found

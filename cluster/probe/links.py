@@ -1,8 +1,8 @@
-"""Latency and bandwidth of paths between ranks. Pairs of ranks talk at the same time, but no rank has two partners.
+"""Latency and bandwidth of paths between ranks. Many pairs of ranks communicate at once, but no rank has two partners.
 
-A path is measured in one direction at a time on the receiver's clock, from the end of the message's first quarter to its
-end. So neither latency, nor what buffers and traffic shapers let through at once, nor the time at which the sender began
-matters. Latency is half of the median round trip of eight bytes.
+Bandwidth is measured in one direction at a time on the receiver's clock, over the last three quarters of a message. This
+excludes latency, the sender's start time, and data that buffers and traffic shapers pass immediately. Latency is half of
+the median round trip of eight bytes.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _ROUND_TRIPS = 12
 _SMALLEST_BYTES = 256 * 2**10
 _LARGEST_BYTES = {"cpu": 64 * 2**20, "cuda": 256 * 2**20}
 _TARGET_SECONDS = 0.05
-"""Approximate duration of a message: long enough to ignore disturbances, short enough for many messages."""
+"""Approximate duration of a message: long enough to average out disturbances, and short enough for many messages."""
 
 
 @dataclass(frozen=True)
 class Paths:
-    """Measurements of directed paths E between ranks, by turns T."""
+    """Measurements of directed paths E between ranks, by turn T."""
 
     source_E: NDArray[np.int64]
     target_E: NDArray[np.int64]
@@ -41,18 +41,18 @@ class Paths:
 
 
 def measure_paths(mesh: Mesh, rounds: Sequence[Pairs], turns: int, seconds: float) -> Paths:
-    """Measure every pair of ranks of ``rounds`` in each turn. All ranks must call it at the same time.
+    """Measure every rank pair of ``rounds`` in each turn. All ranks must call this function at the same time.
 
-    After the third turn, no turn begins later than ``seconds``.
+    After the third turn, no new turn begins once ``seconds`` have passed.
     """
     partners = [next((pair for pair in pairs if mesh.rank in pair), None) for pairs in rounds]
     messages = _Messages(mesh)
-    # All turns send the same sizes, so that they can be compared.
+    # All turns use the same sizes, so that the turns can be compared.
     sizes = [messages.suitable_sizes(pair) if pair else (0, 0) for pair in partners]
     start, rows = time.perf_counter(), []
     for turn in range(turns):
         row = [(np.nan,) * 3] * len(rounds)  # NaN where this rank has no partner
-        # Another order in each turn, so that the aftermath of a round does not always hit the same round.
+        # Shuffle the rounds in each turn, so that after-effects of one round do not always hit the same next round.
         for number in np.random.default_rng(turn).permutation(len(rounds)):
             if pair := partners[number]:
                 row[number] = messages.both_ways(pair, sizes[number])
@@ -73,7 +73,7 @@ def measure_paths(mesh: Mesh, rounds: Sequence[Pairs], turns: int, seconds: floa
 
 
 def _run(*operations: dist.P2POp) -> None:
-    # A batch uses NCCL's communicator of all ranks; a single send would create one for each pair.
+    # A batched send uses NCCL's communicator of all ranks. A single send would create a communicator for each pair.
     for work in dist.batch_isend_irecv([*operations]):
         work.wait()
     if operations[0].tensor.device.type == "cuda":
@@ -81,7 +81,7 @@ def _run(*operations: dist.P2POp) -> None:
 
 
 class _Messages:
-    """Buffers for messages, and the ways to exchange them with another rank."""
+    """Message buffers, and methods to exchange messages with another rank."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
@@ -90,11 +90,11 @@ class _Messages:
         self._large = torch.ones(self._largest, dtype=torch.uint8, device=mesh.device)
 
     def suitable_sizes(self, pair: tuple[int, int]) -> tuple[int, int]:
-        """Return the bytes that take about ``_TARGET_SECONDS`` to the higher rank and to the lower; the same on both."""
+        """Return, on both ranks, the bytes that take about ``_TARGET_SECONDS`` to the higher and to the lower rank."""
         sizes, peer = [_SMALLEST_BYTES, _SMALLEST_BYTES], sum(pair) - self._mesh.rank
         while True:
             _, *rates = self.both_ways(pair, (sizes[0], sizes[1]), round_trips=1)
-            # Each rank timed one direction and has 0 for the other: the sum has both.
+            # Each rank timed one direction and has NaN, here 0, for the other. The sum holds both directions.
             own = torch.tensor(rates, dtype=torch.float64, device=self._mesh.device).nan_to_num()
             theirs = torch.empty_like(own)
             _run(dist.P2POp(dist.isend, own, peer), dist.P2POp(dist.irecv, theirs, peer))
@@ -113,7 +113,7 @@ class _Messages:
     ) -> tuple[float, float, float]:
         """Return the latency and the seconds per byte to the higher and to the lower rank.
 
-        The lower rank measures the latency. The receiver measures a rate, and its partner has NaN.
+        The lower rank measures the latency. The receiver measures the rate of its direction, and the sender gets NaN.
         """
         low, high = pair
         if self._mesh.rank == low:
@@ -137,7 +137,7 @@ class _Messages:
         return statistics.median(trips)
 
     def _send(self, peer: int, size: int) -> None:
-        # The receiver says when its memory is ready.
+        # Wait until the receiver reports that its memory is ready.
         _run(dist.P2POp(dist.irecv, self._small, peer))
         for part in self._parts(size):
             _run(dist.P2POp(dist.isend, part, peer))
@@ -146,10 +146,10 @@ class _Messages:
         return self._large[: size // 4], self._large[size // 4 : size]
 
     def _receive(self, peer: int, size: int) -> float:
-        """Request the message, and return the seconds per byte of its last three quarters.
+        """Request a message, and return the seconds per byte of its last three quarters.
 
-        Gloo receives into memory that is waiting; what arrives earlier would seem fast. NCCL works in the order of its
-        stream, and sends nothing before the receiver is there.
+        With Gloo, data that arrives before the receiver has posted its memory would seem fast. NCCL works in stream order
+        and sends nothing before the receiver is ready.
         """
         receive = [dist.P2POp(dist.irecv, part, peer) for part in self._parts(size)]
         ready = dist.P2POp(dist.isend, self._small, peer)
@@ -158,7 +158,7 @@ class _Messages:
             _run(ready)
             for operation, event in zip(receive, (first, last), strict=True):
                 for work in dist.batch_isend_irecv([operation]):
-                    work.wait()  # makes the stream wait, not the host
+                    work.wait()  # the stream waits, and the host does not
                 event.record()
             torch.cuda.synchronize()
             seconds = first.elapsed_time(last) / 1e3
@@ -170,6 +170,6 @@ class _Messages:
             start = time.perf_counter()
             other[0].wait()
             end = time.perf_counter()
-            # A receiver that wakes up late finds everything there: then the whole message is a better measure.
+            # A receiver that wakes up late finds all data arrived. Then the whole message is the better measure.
             seconds = max(end - start, 0.75 * (end - begin) / 2)
         return max(seconds, 1e-9) / (size - size // 4)

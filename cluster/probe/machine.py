@@ -14,18 +14,18 @@ from typing import TYPE_CHECKING, Any
 from bert.parallel.launch import scontrol_show
 from cluster.view import Host
 
-if TYPE_CHECKING:  # imports PyTorch, which is not needed to name a processor
+if TYPE_CHECKING:  # avoids importing PyTorch to name a processor
     from bert.parallel.mesh import Mesh
 
 FACTS_BYTES = 4096
-"""Size of an encoded `Facts`: the ranks all-gather them."""
+"""Fixed size of encoded `Facts`, because the ranks all-gather them."""
 _MOST_CARDS = 16
 _MOST_SWITCHES = 8
 
 
 @dataclass(frozen=True)
 class Facts:
-    """A rank's host and device. ``machine`` is the same for all hosts that share its processors, such as containers."""
+    """A rank's host and device. Hosts that share processors, such as containers, have the same ``machine``."""
 
     machine: str
     host: Host
@@ -67,7 +67,7 @@ def facts_of(mesh: Mesh) -> Facts:
         card = interface if interface in cards else next(iter(cards), "")
     name = socket.gethostname()[:128]
     cores = psutil.cpu_count() or 1
-    boot = Path("/proc/sys/kernel/random/boot_id")  # shared by all hosts that are containers of one machine
+    boot = Path("/proc/sys/kernel/random/boot_id")  # the same in all containers of one machine
     return Facts(
         boot.read_text().strip() if boot.exists() else name,
         Host(name, cores, host_memory(), tuple(cards), slurm_switches()),
@@ -78,7 +78,7 @@ def facts_of(mesh: Mesh) -> Facts:
 
 
 def processor_name() -> str:
-    """Return the model name of the processor; "CPU" if the system does not tell it."""
+    """Return the model name of the processor, or "CPU" if the system does not report it."""
     path = Path("/proc/cpuinfo")
     found = re.search(r"^model name\s*: (.*)$", path.read_text(errors="replace"), re.M) if path.exists() else None
     return found[1].strip() if found else "CPU"
@@ -92,7 +92,7 @@ def host_memory() -> int:
 
 
 def network_cards(sys: Path) -> list[str]:
-    """Return InfiniBand and RoCE cards with an active port; without any, the network interfaces that are up."""
+    """Return the InfiniBand and RoCE cards with an active port, or else the network interfaces that are up."""
     import psutil
 
     cards = [
@@ -123,9 +123,9 @@ def pci_address(properties: Any) -> str:
 
 
 def slurm_switches() -> tuple[str, ...]:
-    """Return the switches above this host from the top to its leaf, by Slurm's topology; empty without one.
+    """Return the switches above this host from the top to its leaf, from Slurm's topology; empty if there is none.
 
-    Slurm states them in a task's environment if the topology plugin is a tree. Otherwise ``scontrol`` is asked.
+    With the tree topology plugin, Slurm sets them in a task's environment. Otherwise this calls ``scontrol``.
     """
     address, pattern = os.environ.get("SLURM_TOPOLOGY_ADDR", ""), os.environ.get("SLURM_TOPOLOGY_ADDR_PATTERN", "")
     if pattern.startswith("switch."):

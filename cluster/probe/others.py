@@ -1,4 +1,4 @@
-"""Processor time that other programs took while the probe measured. It makes a machine look slow."""
+"""Processor time that other programs used during the probe, which makes a machine look slow."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from cluster.probe.computing import gather_numbers
 from cluster.probe.machine import Facts
 
 MOST = 0.1
-"""Share of a machine's processors that other programs may take without a warning."""
+"""Share of a machine's processors that other programs may use without a warning."""
 
 
 def processor_seconds() -> NDArray[np.float64]:
-    """Return the busy seconds of this machine's processors, all their seconds, and this process's seconds, [3]."""
+    """Return [busy, total, own]: this machine's busy and total processor seconds, and those of this process."""
     times = psutil.cpu_times()
-    whole = sum(times[:8])  # guests' time is counted as user time already
+    whole = sum(times[:8])  # user time already includes the time of guests
     return np.array([whole - times.idle - times.iowait, whole, time.process_time()])
 
 
 def watch_others(mesh: Mesh, before: NDArray[np.float64], every: Sequence[Facts]) -> list[str]:
-    """Return a warning for each machine that was busy since ``before``. All ranks must call it at the same time."""
+    """Return a warning for each machine that was busy since ``before``. All ranks must call this at the same time."""
     return warnings(gather_numbers(processor_seconds() - before, mesh), every)
 
 

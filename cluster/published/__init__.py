@@ -1,1 +1,1 @@
-"""Time to train as others have published it: a cost model fitted to their results, and its predictions of other machines."""
+"""Cost model fitted to published MLPerf results, and its predictions of the time to train on other machines."""

@@ -1,7 +1,7 @@
 """Fit of the cost model to published results, and the accuracy of its predictions.
 
-Each result yields two observations: the time of its samples, and the number of samples. A Cauchy loss limits the influence
-of badly configured systems and badly chosen recipes. Results of the same system and recipe share their weight.
+Each result yields two observations: the time for its samples, and the number of samples. A Cauchy loss limits the influence
+of badly configured systems and badly chosen recipes. Repeated results of one system and recipe get less weight each.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from cluster.published.results import TABLE, Result, results
 CALIBRATION = Path(__file__).with_name("calibration.json")
 
 TIME_SCALE, SAMPLES_SCALE = 0.02, 0.025
-"""Usual scatter of the logarithms of the time for given samples, and of the samples."""
+"""Typical standard deviation of the logarithm of the time for given samples, and of the logarithm of the samples."""
 
 INTERVAL = 0.8
-"""Share of results that prediction intervals should hold."""
+"""Share of results that prediction intervals should contain."""
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """Parameters of the model from published results.
+    """Parameters of the cost model, fitted to published results.
 
     Attributes:
         parameters: Values by name.
-        covariance: Of the parameters, in their order.
-        models: Accelerators among the results.
-        known, unknown: Logarithms of observed over predicted time that bound `INTERVAL` of the results, in units of
-            `spread`, for accelerators among the results and for others.
+        covariance: Covariance of the parameters, in their order.
+        models: Accelerator models among the results.
+        known, unknown: Bounds of log(observed / predicted time), in units of `spread`, that contain `INTERVAL` of the
+            results, for accelerators among the results and for all others.
         source: SHA-256 of the table of results.
     """
 
@@ -51,12 +51,12 @@ class Calibration:
     source: str
 
     def interval(self, run: TimedRun) -> tuple[float, float]:
-        """Return the factors on a predicted time that bound `INTERVAL` of the results."""
+        """Return the factors of the predicted time that bound the interval containing `INTERVAL` of the results."""
         low, high = self.bounds(run.machine.device.model in self.models, spread(self, run))
         return math.exp(low), math.exp(high)
 
     def bounds(self, model_seen: bool, spread: float) -> tuple[float, float]:
-        """Return the logarithms of those factors."""
+        """Return the logarithms of the interval's factors."""
         known = self.known[0] * spread, self.known[1] * spread
         if model_seen:
             return known
@@ -67,7 +67,7 @@ class Calibration:
 
 
 def spread(calibration: Calibration, run: TimedRun) -> float:
-    """Return the standard deviation of the logarithm of a run's time: scatter of results and uncertainty of parameters."""
+    """Return the standard deviation of log(run time), from the scatter of results and the uncertainty of the parameters."""
 
     def log_time(parameters: Parameters) -> float:
         return math.log(run_time(parameters, run).total)
@@ -76,7 +76,7 @@ def spread(calibration: Calibration, run: TimedRun) -> float:
     moved = ({**calibration.parameters, name: value + step} for name, value in calibration.parameters.items())
     slopes = np.array([(log_time(each) - base) / step for each in moved])
     variance = float(slopes @ np.array(calibration.covariance) @ slopes)
-    # Only the prior of the chip's own parameter is known if no result has the chip.
+    # If no result has this chip, only the prior of the chip's own parameter is known.
     if run.machine.device.model not in calibration.models:
         variance += CHIP.deviation**2
     return math.sqrt(variance + TIME_SCALE**2 + SAMPLES_SCALE**2)
@@ -85,11 +85,12 @@ def spread(calibration: Calibration, run: TimedRun) -> float:
 def fit(
     observed: Sequence[Result], start: Parameters | None = None, tolerance: float = 1e-7
 ) -> tuple[dict[str, float], tuple[tuple[float, ...], ...]]:
-    """Return the most plausible parameters given results, and their covariance.
+    """Return the most plausible parameters given the results, and their covariance.
 
-    The search begins at ``start``, or else at the priors, and stops at a relative change of the loss of ``tolerance``.
+    The search begins at ``start``, or at the priors if None. It stops when the relative change of the loss is below
+    ``tolerance``.
     """
-    from scipy.optimize import least_squares  # takes long to import, and predictions do without
+    from scipy.optimize import least_squares  # slow to import, and predictions do not need it
 
     names = [*PRIORS, *sorted({chip_parameter(result.run.machine.device.chip) for result in observed})]
     mean = np.array([prior_of(name).mean for name in names])
@@ -98,7 +99,7 @@ def fit(
 
     def residuals(x: np.ndarray) -> np.ndarray:
         parameters = dict(zip(names, x.tolist(), strict=True))
-        # The squares of n equal results are summed, so a factor of n ** -0.25 gives them the weight of n ** 0.5 results.
+        # The squares of n equal results are summed, so a factor n ** -0.25 gives them the total weight of n ** 0.5 results.
         found = [
             _cauchy(misfit) * alike[result.kind] ** -0.25
             for result in observed
@@ -113,29 +114,29 @@ def fit(
 
 
 def _misfits(parameters: Parameters, result: Result) -> list[float]:
-    """Return the distance of a result from the model in units of the usual scatter: of time and of samples."""
+    """Return the deviations of a result's time and samples from the model, in units of their typical scatter."""
     if result.samples is None:
         total = run_time(parameters, result.run).total
         return [math.log(result.seconds / total) / math.hypot(TIME_SCALE, SAMPLES_SCALE)]
     log_samples = log_samples_needed(parameters, result.run, step_parts(parameters, result.run))
-    # Predict the time of the samples that the result took, so that both residuals are independent.
+    # Predict the time for the samples that the result actually took, so that the two residuals are independent.
     total = run_time(parameters, result.run, result.samples).total
     return [math.log(result.seconds / total) / TIME_SCALE, (math.log(result.samples) - log_samples) / SAMPLES_SCALE]
 
 
 def _cauchy(residual: float) -> float:
-    """Return the residual whose square is the Cauchy loss of ``residual``; priors stay quadratic."""
+    """Return the residual whose square is the Cauchy loss of ``residual``. Priors keep a quadratic loss."""
     return math.copysign(math.sqrt(2 * math.log1p(residual**2 / 2)), residual)
 
 
 @dataclass(frozen=True)
 class Held:
-    """A result, and the prediction of a model that has not seen it.
+    """A result, and its prediction by a fit that left it out.
 
     Attributes:
-        seconds: Predicted.
-        spread: Standard deviation of its logarithm.
-        model_seen, scale_seen: Whether the fit had results of this accelerator, and of this number of them.
+        seconds: Predicted time.
+        spread: Standard deviation of the logarithm of the time.
+        model_seen, scale_seen: Whether the fit had results with this accelerator, and with this number of accelerators.
     """
 
     result: Result
@@ -146,11 +147,11 @@ class Held:
 
     @property
     def deviation(self) -> float:
-        """Logarithm of observed over predicted."""
+        """Logarithm of observed time over predicted time."""
         return math.log(self.result.seconds / self.seconds)
 
     def is_inside(self, calibration: Calibration) -> bool:
-        """Tell whether the result lies in the interval about the prediction."""
+        """Tell whether the result lies in the prediction's interval."""
         low, high = calibration.bounds(self.model_seen, self.spread)
         return low <= self.deviation <= high
 
@@ -180,12 +181,12 @@ def held_out(group: Callable[[Result], Hashable], start: Parameters) -> list[Hel
 
 
 def calibrate() -> tuple[Calibration, dict[str, list[Held]]]:
-    """Fit the model to all results and set its intervals by cross-validation: half a minute of a processor."""
+    """Fit the model to all results and set its intervals by cross-validation. This takes half a minute."""
     parameters, covariance = fit(results())
     validation = {name: held_out(group, parameters) for name, group in GROUPS.items()}
     seen = [held for name in ("submitter", "scale") for held in validation[name] if held.model_seen]
     known, unknown = _quantiles(seen), _quantiles(validation["accelerator"])
-    # A test compares the digest of the table, which shows a fit that is older than its data.
+    # A test compares this digest with the table's, to detect a fit that is older than its data.
     source = hashlib.sha256(TABLE.read_bytes()).hexdigest()
     return Calibration(parameters, covariance, _models(results()), known, unknown, source), validation
 
@@ -195,7 +196,7 @@ def _models(observed: Iterable[Result]) -> tuple[str, ...]:
 
 
 def _quantiles(held: Iterable[Held]) -> tuple[float, float]:
-    """Return the bounds of the middle `INTERVAL` of the deviations in units of their spread."""
+    """Return the bounds of the middle `INTERVAL` of the deviations, in units of their spread."""
     ranked = sorted(each.deviation / each.spread for each in held)
     outside = round((1 - INTERVAL) / 2 * len(ranked))
     return ranked[outside], ranked[-1 - outside]
@@ -208,5 +209,5 @@ def to_json(calibration: Calibration) -> bytes:
 
 @lru_cache
 def calibration() -> Calibration:
-    """Return the calibration that is shipped."""
+    """Return the shipped calibration."""
     return msgspec.json.decode(CALIBRATION.read_bytes(), type=Calibration)

@@ -1,8 +1,8 @@
-"""Samples that a run needs to reach the target: the reference convergence, and how practice differs from it.
+"""Samples that a run needs to reach the target: the reference convergence, and corrections from published results.
 
-The reference points are those that count in review: no larger batch converges in fewer samples, and none lies above the line
-between its neighbours. Between the points, samples are interpolated in the batch size, as the rules do; beyond the largest
-point the last line continues.
+Only reference points that count in review are listed: no larger batch converges in fewer samples, and no point lies above
+the line between its neighbours. Samples are interpolated linearly in the batch size, as the rules do. Beyond the largest
+point, the last line continues.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ REFERENCE_POINTS = (
     (13056, 4_645_333),
     (16384, 5_505_422),
 )
-"""Global batch size and mean samples in mlperf-logging's `rcps_bert.json`, equal in rulesets 2.1.0 to 5.0.0."""
+"""Global batch size and mean samples from mlperf-logging's `rcps_bert.json`, identical in rulesets 2.1.0 to 5.0.0."""
 
 SEQUENCES_PER_GB = 1.2
-"""Sequences of a 16-bit micro-batch that fit in a GB, from published runs with 24 to 80 GB."""
+"""Sequences of a 16-bit micro-batch that fit per GB of memory, from published runs with 24 to 80 GB."""
 
 TUNED_ACCELERATORS = 256
-"""Scale from which recipes were tuned for the very run even in round v2.0."""
+"""Number of accelerators from which even round v2.0 used recipes that were tuned for the run."""
 
 LONG_RUN_MINUTES = 17
-"""Time to train of eight A100, for which the recipes in circulation were made."""
+"""Time to train of eight A100, for which the widely copied recipes were made."""
 
 
 def log_samples(
@@ -39,22 +39,22 @@ def log_samples(
 ) -> float:
     """Return the logarithm of the mean samples to the target.
 
-    ``memory_gb`` is of each device, ``sequences_per_second`` of the whole system. ``old_recipe`` means hyperparameters as
+    ``memory_gb`` is per device, and ``sequences_per_second`` is of the whole system. ``old_recipe`` means hyperparameters as
     published up to round v2.0.
     """
     practice = [(log(knot), p[f"practice_{knot}"]) for knot in BATCH_KNOTS]
     found = log(_line(REFERENCE_POINTS, batch)) + _line(practice, min(log(batch), practice[-1][0]))
-    if old_recipe:  # the effect decays with scale: large runs had recipes of their own even then
+    if old_recipe:  # the effect decays with scale, because large runs had tuned recipes even then
         growth = p["old_recipe_growth"] * max(0.0, log2(batch / 448))
         found += (p["old_recipe"] + growth) * exp(-accelerators / TUNED_ACCELERATORS)
     found += p["accumulation"] * max(0.0, log2(batch / accelerators / (SEQUENCES_PER_GB * memory_gb)))
-    # The longer a trial takes, here at the smallest reference batch, the fewer trials are made.
+    # The longer a trial takes (here at the smallest reference batch), the fewer trials a submitter makes.
     minutes = REFERENCE_POINTS[0][1] / sequences_per_second / 60
     return found + p["tuning"] * max(0.0, log2(minutes / LONG_RUN_MINUTES))
 
 
 def _line(points: Sequence[tuple[float, float]], x: float) -> float:
-    """Interpolate between points: constant before the first, and along the last line beyond the last."""
+    """Interpolate between points, stay constant before the first point, and continue the last line beyond the last."""
     if x <= points[0][0]:
         return points[0][1]
     at = min(bisect_left(points, (x,)), len(points) - 1)

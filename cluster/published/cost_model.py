@@ -1,9 +1,9 @@
-"""Time of a run and its parts, from facts of devices, links and the work.
+"""Cost model of a run: its time and its parts, from facts about the devices, the links and the work.
 
-A step is the time of its sequences on a device, a constant cost of each micro-batch, the reduction of the gradient, and the
-update. A sequence costs matrix products at a share of the peak rate, then memory traffic; and at least its energy over the
-device's power. The reduction inside a node and the reduction between nodes form one pipeline, whose slower half counts.
-Published runs do not show that the backward pass hides the reduction, so the efficiency of links includes what is hidden.
+A step consists of the time of its sequences on a device, a constant cost per micro-batch, the gradient's reduction, and the
+update. A sequence takes the time of its matrix products at a share of the peak rate plus its memory traffic, and at least
+its energy divided by the device's power. The reductions inside and between nodes form one pipeline, and its slower half
+decides. Published runs do not tell how much reduction the backward pass hides, so the link efficiency includes this overlap.
 """
 
 from __future__ import annotations
@@ -19,38 +19,38 @@ from cluster.published.parameters import Parameters, chip_parameter
 from compliance.log.schedule import evaluation_interval
 
 PARAMETERS = 336.2e6
-"""Of BERT-Large with its heads."""
+"""Number of parameters of BERT-Large with its heads."""
 
 UPDATE_BYTES = 30
-"""Memory traffic of LAMB for one parameter: weight and both moments read and written, gradient, 16-bit copy, norms."""
+"""LAMB's memory traffic per parameter: weight and both moments read and written, gradient, 16-bit copy, norms."""
 
 UPDATE_EFFICIENCY = 0.8
 """Share of the memory bandwidth that LAMB reaches."""
 
 SEQUENCE_FLOPS = 500e9
-"""Operations of a sequence, forward and backward: the mean over the lengths of a Wikipedia data set at 512, by
-s tokens and m masked ones as 3 (24 (24 h^2 s + 4 h s^2) + m (2 h^2 + 2 h V)) with h = 1024, V = 30528."""
+"""Operations of a sequence, forward and backward, averaged over Wikipedia's lengths at maximum length 512. A sequence of
+s tokens, m of them masked, takes 3 (24 (24 h^2 s + 4 h s^2) + m (2 h^2 + 2 h V)) operations, with h = 1024, V = 30528."""
 
 FP8_SHARE = 0.87
-"""Share of these in the encoder's linear layers: 463.5 of 500 without attention and heads, less what stays in 16 bits."""
+"""Share of a sequence's operations in FP8: the encoder's linear layers (463.5 of 500) minus those kept in 16 bits."""
 
 EVALUATION_SEQUENCES = 10_000
-"""Of the benchmark."""
+"""Size of the benchmark's evaluation set."""
 
 FORWARD_SHARE = 1 / 3
-"""Share of the forward pass: a product's backward pass consists of two products of the same size."""
+"""Share of the forward pass in a step's computation: the backward pass of a product is two products of the same size."""
 
 SHARPNESS = 4
-"""Exponent by which two limits combine: the larger one dominates, and equal limits take 19 % longer than either."""
+"""Exponent of the smooth maximum that combines two limits. Two equal limits take 19 % longer than either alone."""
 
 FP8_SEQUENCES_PER_GB = 3.2
 """`SEQUENCES_PER_GB` of published FP8 runs on HBM: 256 sequences in 80 GB without accumulation."""
 
 LARGEST_BATCH = 8 * REFERENCE_POINTS[-1][0]
-"""Far above every batch size that has converged; the reference is silent there."""
+"""Far above every batch size that has converged, and outside the range of the reference points."""
 
 SWITCHED = 8
-"""Devices of a node from which its board has PCIe switches."""
+"""Number of devices per node from which a board has PCIe switches."""
 
 ROUND = re.compile(r"v[0-9]\.[0-9]")
 """Name of a round of MLPerf Training."""
@@ -64,7 +64,7 @@ class TimedRun:
 
     Attributes:
         batch: Global batch size.
-        round: Round of MLPerf Training whose software it uses, such as "v2.1"; None for the newest.
+        round: Round of MLPerf Training whose software the run uses, such as "v2.1"; None for the newest.
 
     Raises:
         ValueError: the batch is below the number of devices or above `LARGEST_BATCH`, or the round is malformed.
@@ -85,12 +85,12 @@ class TimedRun:
 
     @property
     def is_old(self) -> bool:
-        """Tell whether software and hyperparameters are those of the rounds up to v2.0."""
+        """Tell whether the run uses software and hyperparameters of the rounds up to v2.0."""
         return self.round in OLD_ROUNDS
 
     @property
     def uses_fp8(self) -> bool:
-        """Tell whether published software trains in FP8 on the device; results of Gaudi 2 are in bf16."""
+        """Tell whether published software trains in FP8 on the device. Gaudi 2 supports FP8, but its results are in bf16."""
         return self.machine.device.fp8_tflops is not None and self.machine.device.vendor != "Intel"
 
 
@@ -110,17 +110,17 @@ class RunTime:
 
     @classmethod
     def of(cls, samples: float, steps: float, evaluations: float, step: dict[str, float], **others: float) -> RunTime:
-        """Add up the parts of all steps, and ``others``, which count once."""
+        """Sum the parts of all steps, and add ``others`` once."""
         return cls(samples, steps, evaluations, {name: steps * seconds for name, seconds in step.items()} | others)
 
 
 def run_time(p: Parameters, run: TimedRun, samples: float | None = None) -> RunTime:
-    """Return the time of a run: to the samples that the model predicts, or to ``samples``."""
+    """Return the time of a run to ``samples``, or to the predicted number of samples if None."""
     step = step_parts(p, run)
     samples = samples or exp(log_samples_needed(p, run, step))
     sequences = run.batch / run.machine.accelerators
     sequence = (step["matrix"] + step["memory"] + step["power"]) / sequences
-    # Evaluation sequences are dealt evenly, so the device with one sequence more than the others decides.
+    # Sequences are distributed evenly, so the device with one sequence more than the others decides.
     evaluation = FORWARD_SHARE * (ceil(EVALUATION_SEQUENCES / run.machine.accelerators) * sequence + step["launch"])
     evaluations = samples / evaluation_interval(run.batch)
     once = {"evaluation": evaluations * evaluation, "start": exp(p["start"])}
@@ -128,7 +128,7 @@ def run_time(p: Parameters, run: TimedRun, samples: float | None = None) -> RunT
 
 
 def log_samples_needed(p: Parameters, run: TimedRun, step: dict[str, float]) -> float:
-    """Return the logarithm of the samples to the target of a run whose steps have these parts."""
+    """Return the logarithm of the samples to the target, given the seconds of a step by part."""
     machine, rate = run.machine, run.batch / sum(step.values())
     return log_samples(p, run.batch, machine.accelerators, machine.device.memory_gb, rate, run.is_old)
 
@@ -136,8 +136,8 @@ def log_samples_needed(p: Parameters, run: TimedRun, step: dict[str, float]) -> 
 def step_parts(p: Parameters, run: TimedRun) -> dict[str, float]:
     """Return the seconds of a step by part.
 
-    ``matrix`` are operations at the rate that they reach, ``memory`` the traffic that they do not hide, ``power`` what the
-    power limit adds, ``launch`` the constant cost of all micro-batches, ``inside`` and ``between`` the reduction in and
+    ``matrix`` is the time of matrix products, ``memory`` the memory traffic that they do not hide, ``power`` the slowdown by
+    the power limit, ``launch`` the constant cost of all micro-batches, ``inside`` and ``between`` the reduction within and
     between groups, and ``update`` LAMB on a device's shard.
     """
     machine, device = run.machine, run.machine.device
@@ -145,7 +145,7 @@ def step_parts(p: Parameters, run: TimedRun) -> dict[str, float]:
     matrix, memory, power = sequence_time(p, run, run.uses_fp8)
     per_gb = FP8_SEQUENCES_PER_GB if run.uses_fp8 and "HBM" in device.memory else SEQUENCES_PER_GB
     micro_batches = ceil(sequences / (per_gb * device.memory_gb))
-    # If b sequences fill a device half, n sequences take as long as n + b on a full device.
+    # If b sequences keep a device half busy, n sequences take as long as n + b sequences at full efficiency.
     launch = micro_batches * (exp(p["launch"]) + exp(p["half_batch"]) * (matrix + memory + power))
     inside, between = _reduction(p, machine)
     return {
@@ -160,12 +160,12 @@ def step_parts(p: Parameters, run: TimedRun) -> dict[str, float]:
 
 
 def update_bytes_per_s(device: Device) -> float:
-    """Return the memory bandwidth that LAMB reaches."""
+    """Return the memory bandwidth that LAMB reaches on a device."""
     return UPDATE_EFFICIENCY * device.memory_gb_s * 1e9
 
 
 def sequence_time(p: Parameters, run: TimedRun, fp8: bool) -> tuple[float, float, float]:
-    """Return the seconds of a sequence on a device: matrix products, memory traffic, and what the power limit adds."""
+    """Return a sequence's seconds on a device: matrix products, memory traffic, and the time that the power limit adds."""
     device = run.machine.device
     rate = exp(p["matrix_efficiency"]) * device.bf16_tflops * 1e12
     energy = exp(p["energy"]) * 2 ** (-(device.year - 2020) / exp(p["energy_halving"]))
@@ -177,7 +177,7 @@ def sequence_time(p: Parameters, run: TimedRun, fp8: bool) -> tuple[float, float
         energy *= FP8_SHARE * exp(p["fp8_energy"]) + (1 - FP8_SHARE)
     memory = exp(p["traffic"]) / (device.memory_gb_s * 1e9)
     power = _larger(matrix + memory, energy / device.tdp_w) - matrix - memory
-    # The correction for chip and software stretches all three parts alike.
+    # The correction for chip and software scales all three parts by the same factor.
     slowness = exp(-_log_speed(p, run))
     return matrix * slowness, memory * slowness, power * slowness
 
@@ -192,7 +192,7 @@ def _log_speed(p: Parameters, run: TimedRun) -> float:
 
 
 def _reduction(p: Parameters, machine: Machine) -> tuple[float, float]:
-    """Return the seconds of summing the 16-bit gradient over all devices: the share inside groups and between them."""
+    """Return the seconds to sum the 16-bit gradient over all devices, split into the parts inside and between groups."""
     gradient = 2 * PARAMETERS
     inside = 2 * gradient * ring_share(machine.group) / link_rate(p, machine)
     between = 0.0
@@ -200,7 +200,7 @@ def _reduction(p: Parameters, machine: Machine) -> tuple[float, float]:
         between = 2 * gradient * ring_share(machine.accelerators) / network_rate(p, machine)
         between += exp(p["network_latency"]) * log2(machine.groups)
     together = _larger(inside, between)
-    # Split the time of the pipeline over its halves in proportion, so that the parts add up.
+    # Split the pipeline's time in proportion to its halves, so that the parts add up.
     return (together * inside / (inside + between), together * between / (inside + between)) if together else (0.0, 0.0)
 
 
@@ -212,7 +212,7 @@ def ring_share(members: float) -> float:
 def link_rate(p: Parameters, machine: Machine) -> float:
     """Return the bytes a second that a device sends to the other devices of its group."""
     device = machine.device
-    # A bridge joins two cards: among more cards, traffic leaves it.
+    # A bridge joins only two cards, so traffic among more cards takes other links.
     if machine.is_bridged and machine.group == 2 and device.bridge_gb_s is not None:
         return exp(p["fabric_efficiency"]) * device.bridge_gb_s * 1e9
     return exp(p["fabric_efficiency" if machine.has_fabric else "pcie_efficiency"]) * device.link_gb_s * 1e9
@@ -221,18 +221,18 @@ def link_rate(p: Parameters, machine: Machine) -> float:
 def network_rate(p: Parameters, machine: Machine) -> float:
     """Return the bytes a second that a group sends to the next group.
 
-    Boards of eight devices join devices and ports by PCIe switches. On smaller boards, ports that several devices share are
-    fed through the host's memory.
+    Boards of eight devices connect devices and ports by PCIe switches. On smaller boards, traffic to a port that several
+    devices share goes through the host's memory.
     """
     device, network = machine.device, machine.network
     if device.network_gb_s is not None:
         return exp(p["network_efficiency"]) * device.network_gb_s * machine.group * 1e9
-    byte_seconds = 8 / (exp(p["network_efficiency"]) * network.gbit_s)  # nanoseconds, of one port
+    byte_seconds = 8 / (exp(p["network_efficiency"]) * network.gbit_s)  # nanoseconds per byte of one port
     if network.ports < machine.per_node < SWITCHED:
         byte_seconds = _larger(byte_seconds, 1 / (exp(p["staging_efficiency"]) * device.host_gb_s))
     return network.ports * machine.group / machine.per_node / byte_seconds * 1e9
 
 
 def _larger(one: float, other: float) -> float:
-    """Combine two limits: a smooth maximum."""
+    """Combine two limits by a smooth maximum."""
     return (one**SHARPNESS + other**SHARPNESS) ** (1 / SHARPNESS)

@@ -1,4 +1,4 @@
-"""A machine that may train: devices, nodes, and the network, parsed from the free text of a system description."""
+"""Description of a machine: devices, nodes and the network, parsed from the free text of a system description."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from functools import cached_property
 from cluster.devices import Device
 
 MOST_ACCELERATORS = 1 << 20
-"""Limit that catches typing errors: no cluster has as many."""
+"""Limit that catches typing errors. No cluster has this many accelerators."""
 
 _GBIT_S = {"XDR": 800, "NDR": 400, "HDR100": 100, "HDR": 200, "EDR": 100, "E810": 100}
-"""Rate of a port by the product name that implies it."""
+"""Rate of a port, by the product name that implies it."""
 
 _MOST_PORTS = 64
 
 
 @dataclass(frozen=True)
 class Network:
-    """Network ports of a node, with the rate of each one way; ``is_assumed`` if the description names none."""
+    """Network ports of a node, with the one-way rate of each. ``is_assumed`` is set if the description names no ports."""
 
     ports: int
     gbit_s: float
@@ -28,7 +28,7 @@ class Network:
 
 @dataclass(frozen=True)
 class Machine:
-    """Equal nodes of equal devices; ``is_bridged`` if bridges join pairs of cards."""
+    """A machine of equal nodes with equal devices. ``is_bridged`` is set if bridges join pairs of cards."""
 
     device: Device
     nodes: int
@@ -38,32 +38,34 @@ class Machine:
 
     @cached_property
     def accelerators(self) -> int:
-        """Devices of all nodes."""
+        """Number of devices in all nodes."""
         return self.nodes * self.per_node
 
     @cached_property
     def group(self) -> int:
-        """Devices that the fast link joins: those of a node, or of a rack if the link reaches that far."""
+        """Number of devices joined by the fast link: the devices of a node, or of a rack if the link reaches that far."""
         return min(self.accelerators, max(self.per_node, self.device.link_domain or 0))
 
     @cached_property
     def groups(self) -> int:
-        """Number of groups, joined only by the network; the last may be smaller."""
+        """Number of groups. Only the network joins them, and the last group may be smaller."""
         return -(-self.accelerators // self.group)
 
     @property
     def has_fabric(self) -> bool:
-        """Tell whether all devices of a group reach each other faster than by PCIe."""
+        """Tell whether a link faster than PCIe joins all devices of a group."""
         return self.device.form not in ("PCIe", "NVL")
 
 
 def describe_machine(
     device: Device, nodes: int, per_node: int, interconnect: str = "", networking: str = ""
 ) -> Machine:
-    """Return the machine of two numbers and two descriptions in the words of MLPerf's system descriptions.
+    """Return a machine, given its numbers and two texts in the words of MLPerf's system descriptions.
 
-    ``interconnect`` joins the devices of a node, such as "NVLINK BRIDGE", and ``networking`` the nodes, such as "Compute: 8x
-    ConnectX-7 IB NDR 400Gb/s, Management: ...". Raises ``ValueError`` if a number is out of range.
+    ``interconnect`` describes the links within a node, such as "NVLINK BRIDGE". ``networking`` describes the network between
+    nodes, such as "Compute: 8x ConnectX-7 IB NDR 400Gb/s, Management: ...".
+
+    Raises ``ValueError`` if a number is out of range.
     """
     for name, value in (("nodes", nodes), ("GPUs per node", per_node), ("GPUs in all", nodes * per_node)):
         if not 0 < value <= MOST_ACCELERATORS:
@@ -73,13 +75,13 @@ def describe_machine(
 
 
 def _network(text: str) -> Network | None:
-    """Parse the ports that carry the training: those labelled Compute, or else the fastest."""
-    text = text[:1000]  # untrusted: no description is longer
+    """Parse the ports that carry training traffic: the ports labelled Compute, or else the fastest ports."""
+    text = text[:1000]  # the text is untrusted, and no real description is longer
     if compute := re.search(r"Compute\s*:?(.*?)(?:Management|Storage|$)", text, re.S):
         text = compute[1]
     parts = [part for part in re.split(r"[,;+]", text) if not re.search("Management|Storage", part)]
     found = [network for part in parts if (network := _ports(part))]
-    # Compare the sums of the ports: eight slow ports may carry more than one fast port.
+    # Compare total rates, because eight slow ports may carry more than one fast port.
     return max(found, key=lambda network: network.ports * network.gbit_s, default=None)
 
 
@@ -94,7 +96,7 @@ def _ports(part: str) -> Network | None:
 
 
 def _usual_network(device: Device, per_node: int) -> Network:
-    """Assume a port of the device's generation for each training module, and one of 100 Gbit/s for a node of cards."""
+    """Assume one port of the device's generation per SXM or OAM module, or one 100 Gbit/s port for a node of cards."""
     if device.form in ("PCIe", "NVL", "CPU"):
         return Network(1, 100, is_assumed=True)
     return Network(per_node, 200 if device.year <= 2020 else 400, is_assumed=True)

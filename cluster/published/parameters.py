@@ -1,4 +1,4 @@
-"""Parameters of the cost model: the meaning of each, and a prior belief that published results then refine.
+"""Parameters of the cost model, each with its meaning and a prior that the fit to published results refines.
 
 Positive quantities are stored as natural logarithms, so a standard deviation of 0.2 is about 20 %.
 """
@@ -15,7 +15,7 @@ Parameters = Mapping[str, float]
 
 @dataclass(frozen=True)
 class Prior:
-    """Normal distribution of a parameter before any result is seen, and the meaning of the parameter."""
+    """Prior normal distribution of a parameter, before any result is seen, and the meaning of the parameter."""
 
     mean: float
     deviation: float
@@ -54,7 +54,7 @@ PRIORS = {
 }
 
 CHIP = Prior(0.0, 0.08, "speed of a chip relative to all of the above")
-"""Prior of the parameter ``chip_NAME`` of each chip in the published results; other chips use 0."""
+"""Prior of the parameter ``chip_NAME`` for each chip in the published results. For other chips the parameter is 0."""
 
 
 def chip_parameter(chip: str) -> str:

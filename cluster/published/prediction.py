@@ -1,4 +1,4 @@
-"""Prediction of the time to train: minutes, their parts, an interval, and the nearest published results."""
+"""Prediction of the time to train, with its parts, an interval, and the most similar published results."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PARTS = {
 class Prediction:
     """A predicted time to train with the bounds of its interval in minutes, and the most similar published results.
 
-    ``extrapolates`` says in words how the run lies outside all published results.
+    ``extrapolates`` says in words in which respect the run lies outside all published results.
     """
 
     run: TimedRun
@@ -55,7 +55,7 @@ def predict(run: TimedRun) -> Prediction:
 
 
 def usual_run(machine: Machine, round: str | None = None) -> TimedRun:
-    """Return the run with the fastest of the batch sizes published at the nearest scales."""
+    """Return a run on the machine with the fastest batch size among those published at the nearest scales."""
     runs = [TimedRun(machine, batch, round) for batch in usual_batches(machine.accelerators)]
     return min(runs, key=lambda run: run_time(calibration().parameters, run).total)
 
@@ -107,7 +107,7 @@ def as_document(prediction: Prediction) -> dict[str, object]:
 
 
 def as_lines(prediction: Prediction) -> list[str]:
-    """Return a prediction in lines for people."""
+    """Return a prediction as lines of text."""
     run, machine, time = prediction.run, prediction.run.machine, prediction.time
     minutes, low, high = map(minutes_in_digits, (prediction.minutes, prediction.low, prediction.high))
     lines = [

@@ -1,4 +1,4 @@
-"""Predictions for a table: a CSV file of machines in, the same table with predicted minutes out."""
+"""Predictions for a CSV table of machines. The output is the same table with predicted minutes."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ MOST_BYTES = 16 << 20
 def predict_table(source: Path, out: Path) -> dict[int, str]:
     """Predict every row of the CSV file ``source`` and write the table with the columns `ADDED` to ``out``.
 
-    Returns the reason for each row that cannot be predicted, by its number from 1. Such a row keeps its cells, and those of
-    `ADDED` stay empty.
+    Returns the reason for each row that cannot be predicted, by row number from 1. In such a row the columns `ADDED` are
+    empty.
 
     Raises:
-        ValueError: the file is no such table.
+        ValueError: the file is not a table with the required columns.
     """
     content = read_bounded(source, MOST_BYTES, "give --table a CSV file with the columns of published_results.csv")
     reader = csv.DictReader(io.StringIO(content.decode("utf-8-sig", "replace"), newline=""), restval="", strict=True)
@@ -46,7 +46,7 @@ def predict_table(source: Path, out: Path) -> dict[int, str]:
         raise ValueError(f"{source}: column {missing[0]} is missing, expected {', '.join(COLUMNS)}")
     text, refused = io.StringIO(), {}
     columns = [name for name in columns if name not in ADDED]
-    # Cells beyond the header are under the key None, which `extrasaction` drops.
+    # csv collects cells beyond the header under the key None, which `extrasaction` drops.
     writer = csv.DictWriter(text, [*columns, *ADDED], restval="", extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
     for number, row in enumerate(rows, 1):
@@ -67,7 +67,7 @@ def predict_table(source: Path, out: Path) -> dict[int, str]:
 
 def _predicted(row: Mapping[str, str]) -> Prediction:
     machine, round = described_machine(row), row.get("round", "").strip()
-    # Other tables may use the column for something else: then the newest software counts.
+    # Other tables may use the column for something else. Then assume the newest software.
     round = round if ROUND.fullmatch(round) else None
     if not row["global_batch_size"].strip():
         return predict(usual_run(machine, round))

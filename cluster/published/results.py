@@ -25,12 +25,12 @@ ONE_SUBMITTER = {
     "AZURE": "HAZYRESEARCH",
     "NVIDIA_COREWEAVE": "NVIDIA",
 }
-"""Other names of a company, or of a company that submitted the same system."""
+"""Company name by its other names, or by the names of companies that submitted the same system."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """A published closed result: mean seconds to train, and mean samples to the target if the logs state them."""
+    """A published closed result: mean seconds to train, and mean samples to the target if its logs state them."""
 
     run: TimedRun
     submitter: str
@@ -40,7 +40,7 @@ class Result:
 
     @property
     def company(self) -> str:
-        """One name for a company that submitted under several."""
+        """Name of the company, unified if it submitted under several names."""
         return ONE_SUBMITTER.get(self.submitter.upper(), self.submitter.upper())
 
     @property
@@ -62,7 +62,7 @@ def described_machine(row: Mapping[str, str]) -> Machine:
 
 
 def whole_number(row: Mapping[str, str], column: str) -> int:
-    """Return the number in a column, of at most nine digits; spreadsheets may have written it as "8.0"."""
+    """Return the integer of at most nine digits in a column. Spreadsheets may have written it as "8.0"."""
     text = row[column].strip().removesuffix(".0")
     if not (text.isascii() and text.isdecimal() and len(text) <= 9):
         raise ValueError(f"{column} is {text[:40]!r}, expected a whole number")
@@ -79,7 +79,7 @@ def results() -> tuple[Result, ...]:
                 continue
             try:
                 machine = described_machine(row)
-            except ValueError:  # of a device without facts, such as a TPU
+            except ValueError:  # no data sheet for this device, such as a TPU
                 continue
             samples = None if machine.device.model in SAMPLES_NOT_LOGGED else float(row["mean_train_samples"])
             run = TimedRun(machine, int(row["global_batch_size"]), row["round"])
@@ -88,8 +88,8 @@ def results() -> tuple[Result, ...]:
 
 
 def nearest(run: TimedRun) -> tuple[Result, ...]:
-    """Return the three results on the most similar machines: by model and form, then scale, nodes and batch."""
-    # Sorting is stable: among equally near results the newest comes first.
+    """Return the three results on the most similar machines, compared by model and form, then scale, nodes and batch."""
+    # Sorting is stable, so the newest of equally similar results comes first.
     newest_first = sorted(results(), key=lambda result: result.run.round or "", reverse=True)
     return tuple(sorted(newest_first, key=lambda result: _distance(result.run, run))[:3])
 
@@ -106,5 +106,5 @@ def usual_batches(accelerators: int) -> tuple[int, ...]:
     scales = sorted({result.run.machine.accelerators for result in results()})
     near = {*[scale for scale in scales if scale <= accelerators][-1:], *[s for s in scales if s >= accelerators][:1]}
     batches = {result.run.batch for result in results() if result.run.machine.accelerators in near}
-    # Beyond all published scales, one sequence on each accelerator is the least that there can be.
+    # Beyond all published scales, use the smallest possible batch: one sequence per accelerator.
     return tuple(sorted(batch for batch in batches if batch >= accelerators)) or (accelerators,)

@@ -1,1 +1,1 @@
-"""Number of processes and threads for a recipe, measured on this machine and kept."""
+"""Tuning: measures and stores the fastest number of processes and threads for a recipe on this machine."""

@@ -1,9 +1,10 @@
-"""The best choice for a recipe on this machine, which ``tune`` keeps and ``run_and_time.sh`` asks for.
+"""Best number of processes and threads for a recipe on this machine. ``tune`` stores it, and ``run_and_time.sh`` reads it.
 
     python -m cluster.tuning.choice RECIPE [--section.field value ...]
 
-If there is one for this machine and these settings, prints a sentence, the number of processes, and the threads of each, one
-a line; otherwise nothing. It does not import PyTorch, which would take longer than most choices save.
+If a choice is stored for this machine and these settings, the command prints three lines: a sentence, the number of
+processes, and the threads per process. Otherwise it prints nothing. It does not import PyTorch, because that would take
+longer than most choices save.
 """
 
 from __future__ import annotations
@@ -42,13 +43,13 @@ _OF_THE_STEP = (
     "recompute",
     "implementations",
 )
-"""Settings under ``training`` that decide how long a step takes."""
+"""Settings under ``training`` that affect the time of a step."""
 
 Count = Annotated[int, msgspec.Meta(ge=1, le=4096)]
 
 
 class TunedRun(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A number of processes, and the threads of each."""
+    """Number of processes, and number of threads per process."""
 
     processes: Count
     threads: Count
@@ -65,22 +66,22 @@ class _Kept(msgspec.Struct):
 def default_folder() -> Path:
     """Return ``$MLPERF_BERT_CACHE``, or the folder of this machine and checkout in ``$XDG_CACHE_HOME`` (``~/.cache``).
 
-    A choice for one machine is wrong for another machine that shares its home.
+    The folder's name includes the machine, because several machines may share a home directory.
     """
     if chosen := os.environ.get(FOLDER_VARIABLE):
         return Path(chosen)
     base = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    if not base.is_absolute():  # the XDG base directory specification ignores relative paths
+    if not base.is_absolute():  # the XDG base directory specification says to ignore relative paths
         try:
             base = Path.home() / ".cache"
-        except RuntimeError:  # a container's user without a name
+        except RuntimeError:  # the user of a container may have no name
             base = Path(tempfile.gettempdir())
     checkout = hashlib.sha256(os.fsencode(Path(__file__).resolve().parents[2])).hexdigest()[:8]
     return base / "mlperf-bert" / f"{platform.node()}-{checkout}"
 
 
 def keep(config: Config, choice: TunedRun) -> None:
-    """Keep a choice for this machine and for what ``config`` trains; print a warning if it cannot be written."""
+    """Store a choice for this machine and configuration. Print a warning if it cannot be written."""
     path, key = _file_and_key(config)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -90,13 +91,13 @@ def keep(config: Config, choice: TunedRun) -> None:
 
 
 def kept(config: Config) -> TunedRun | None:
-    """Return the choice that was kept for this machine and for what ``config`` trains, unless it is damaged."""
+    """Return the choice stored for this machine and configuration; None if there is none or its file is damaged."""
     path, key = _file_and_key(config)
     if not path.exists():
         return None
     try:
         found = msgspec.json.decode(read_bounded(path, _MOST_BYTES, "delete it"), type=_Kept)
-        # The file's name has only a part of the digest.
+        # The file name contains only part of the digest, so compare the whole key.
         if found.key != key:
             raise ValueError(f"{path} was made for another machine or configuration; delete it")
         return found.choice
@@ -106,16 +107,16 @@ def kept(config: Config) -> TunedRun | None:
 
 
 def _file_and_key(config: Config) -> tuple[Path, dict[str, object]]:
-    # As JSON reads it back.
+    # Convert the key to the types that JSON reads back.
     key = json.loads(json.dumps(_key(config), sort_keys=True))
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24]
     return default_folder() / "runs" / f"{config.recipe}-{digest}.json", key
 
 
 def set_by_hand(settings: Sequence[str]) -> str | None:
-    """Return the name of what the user has set instead of the choice, if anything, in the environment or the settings."""
+    """Return the name of a variable or setting with which the user overrides the choice, or None."""
     names = {argument.partition("=")[0].removeprefix("--") for argument in settings}
-    # A kept choice must not override a configuration file or a plan.
+    # A stored choice must not override a configuration file or a plan.
     given = [
         *(name for name in VARIABLES if os.environ.get(name)),
         *(each for each in ("config", "plan") if each in names),
@@ -124,16 +125,16 @@ def set_by_hand(settings: Sequence[str]) -> str | None:
 
 
 def _key(config: Config) -> dict[str, object]:
-    """Return everything that decides which choice is fastest, as far as it is known without PyTorch."""
+    """Return everything known without PyTorch that affects which choice is fastest."""
     shape = flattened("model", config.model) + flattened("parallel", config.parallel)
     shape += [(f"training.{name}", getattr(config.training, name)) for name in _OF_THE_STEP]
     return {
         "processor": processor_name(),
-        # The affinity: containers and batch systems may give fewer cores than the machine has.
+        # Use the affinity, because containers and batch systems may allow fewer cores than the machine has.
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(host_memory() / 2**30),
         "python": platform.python_version(),
-        # From the package's metadata: importing PyTorch takes longer than most choices gain.
+        # Read the package's metadata, because importing PyTorch takes longer than most choices save.
         "torch": metadata.version("torch"),
         "data.loader": config.data.loader,
         **dict(shape),
@@ -141,9 +142,9 @@ def _key(config: Config) -> dict[str, object]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print the choice for a command line, if there is one. ``bert.train`` reports errors in the command line."""
+    """Print the stored choice for a command line, if any. Errors in the command line are left to ``bert.train``."""
     try:
-        with contextlib.redirect_stdout(io.StringIO()):  # the run answers --help
+        with contextlib.redirect_stdout(io.StringIO()):  # the run itself answers --help
             config = parse(arguments)
     except (ValueError, OSError, SystemExit):
         return 0

@@ -1,4 +1,4 @@
-"""Find the number of processes and threads that train a recipe fastest on this machine, by short runs with each."""
+"""Find the number of processes and threads that train a recipe fastest on this machine, by short trial runs."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from console.processes import Output, run
 from console.program import say
 
 GAIN = 0.01
-"""Share of the default's time that a choice must save in the worst comparison."""
+"""Share of the default's time that a choice must save even in its worst comparison."""
 _CONFIRMATIONS = 2
 _FIRST_STEPS, _FEWEST_STEPS = 12, 8
 _INTERVALS = 4
-"""Records of a short run. The median of their steps counts, so that a disturbance does not."""
+"""Number of records of a short run. Its time is the median over the records, which ignores a disturbance."""
 _FIRST_PATIENCE_S, _PATIENCE = 600.0, 3.0
-"""Seconds after which the first run is killed, and the multiple of its expected duration for other runs."""
+"""Seconds after which the first run is killed, and the multiple of the expected duration after which other runs are."""
 _LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_", "TORCHELASTIC_", "SLURM_", "OMPI_")
-"""Variables by which a launcher of this program would make the short runs a part of its own run."""
+"""Prefixes of launcher variables. Short runs that inherited them would join the launcher's own run."""
 
 
 def tune(recipe: str, settings: tuple[str, ...], seconds: float) -> TunedRun:
-    """Measure for about so many seconds, print the results, and keep the best choice.
+    """Measure for about ``seconds`` seconds, print the results, and store the best choice.
 
     Raises ``ValueError`` if the default choice cannot run.
     """
@@ -44,7 +44,7 @@ def tune(recipe: str, settings: tuple[str, ...], seconds: float) -> TunedRun:
         raise ValueError("tune chooses processes and threads on CPUs; with GPUs, a run has one process for each GPU")
     if config.checkpoint.folder or config.resume or config.save_checkpoint:
         raise ValueError("tune starts many short runs: omit --checkpoint.folder, --resume and --save-checkpoint")
-    # Some recipes make their data first.
+    # Some recipes must generate their data first.
     _script("./run_and_time.sh", "--prepare", recipe, "--", *settings)
     default = default_choice(recipe)
     runs = _ShortRuns(config, settings, deadline)
@@ -57,7 +57,7 @@ def tune(recipe: str, settings: tuple[str, ...], seconds: float) -> TunedRun:
 
 
 def _fastest(runs: _ShortRuns, default: TunedRun, challengers: list[TunedRun]) -> TunedRun:
-    """Return the choice that takes less time than the default in all of its runs, or else the default."""
+    """Return the choice with the fastest first run if all of its runs beat the default, or else the default."""
     runs.plan(1 + len(challengers) + 2 * _CONFIRMATIONS)
     times = {default: [runs.seconds(default)]}
     for choice in challengers:
@@ -84,12 +84,12 @@ def _fastest(runs: _ShortRuns, default: TunedRun, challengers: list[TunedRun]) -
 
 
 def is_faster(times: list[float], default: list[float]) -> bool:
-    """Tell whether all times are shorter than all times of the default, if there are enough of them."""
+    """Tell whether there are enough times, and all are shorter by `GAIN` than all times of the default."""
     return len(times) > _CONFIRMATIONS and max(times) < (1 - GAIN) * min(default)
 
 
 class _ShortRuns:
-    """Runs of a recipe that end after some steps, with the same samples for every choice."""
+    """Short runs of a recipe that end after some steps. Every choice trains on the same samples."""
 
     def __init__(self, config: Config, settings: tuple[str, ...], deadline: float) -> None:
         self._arguments = [config.recipe, *settings, "--training.seed=1"]
@@ -100,14 +100,14 @@ class _ShortRuns:
         self._run_s = _FIRST_PATIENCE_S / _PATIENCE
 
     def first(self, choice: TunedRun) -> float:
-        """Return the seconds of a step, after which `plan` knows how long a start takes."""
+        """Make the first run, which also measures the start-up time for `plan`, and return the seconds of a step."""
         begin = time.monotonic()
         self._step_s = self.seconds(choice)
         self._start_s = time.monotonic() - begin - self._steps * self._step_s
         return self._step_s
 
     def plan(self, count: int) -> None:
-        """Choose the steps of a run such that so many runs end before the deadline."""
+        """Choose the steps per run so that ``count`` runs end before the deadline."""
         left = (self._deadline - time.monotonic()) / count - self._start_s
         self._steps = min(max(_FEWEST_STEPS, int(left / self._step_s)), self._most_steps)
         self._run_s = self._start_s + self._steps * self._step_s
@@ -118,7 +118,7 @@ class _ShortRuns:
         return time.monotonic() + self._run_s < self._deadline
 
     def seconds(self, choice: TunedRun) -> float:
-        """Run with a choice and return the median seconds of a step. Raises ``ValueError`` if the run fails."""
+        """Run once with a choice and return the median seconds of a step. Raises ``ValueError`` if the run fails."""
         with tempfile.TemporaryDirectory() as folder:
             arguments = [
                 *self._arguments,
@@ -133,7 +133,7 @@ class _ShortRuns:
             done = run(command, timeout_s=_PATIENCE * self._run_s, folder=REPOSITORY, environment=environment)
             files = [*Path(folder).rglob("metrics_*.jsonl")]
             steps = [each.step_ms / 1000 for each in read_metrics(files[0]).steps] if files else []
-        # Without a target, the run ends with status 1.
+        # The exit status does not help, because a run that misses its target ends with status 1.
         if len(steps) < 2:
             raise ValueError(f"{choice} {_complaint(done)}")
         return statistics.median(steps[1:])
@@ -149,7 +149,7 @@ def _launcher(processes: int, folder: str) -> list[str]:
 
 
 def _free_port() -> int:
-    """Return a free port below the range from which the system takes ports of connections."""
+    """Return a free port below the range of ephemeral ports."""
     while True:
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("", random.SystemRandom().randrange(10_000, 32_000)))
@@ -157,7 +157,7 @@ def _free_port() -> int:
 
 
 def default_choice(recipe: str) -> TunedRun:
-    """Return the choice of ``run_and_time.sh`` without tuning."""
+    """Return the default choice of ``run_and_time.sh``."""
     script = 'source launch/processes.sh; default_processes "$1" .venv/bin/python; echo "$NPROC $OMP_NUM_THREADS"'
     processes, threads = _script("bash", "-euo", "pipefail", "-c", script, "bash", recipe).split()
     return TunedRun(int(processes), int(threads))
@@ -180,7 +180,7 @@ def _complaint(done: Output) -> str:
 
 
 def layouts(default: TunedRun, batch: int, cores: int) -> list[TunedRun]:
-    """Return other numbers of processes and threads, on all cores and on half of them; processes must divide the batch."""
+    """Return alternatives to the default, on all cores and on half of them. The processes must divide the batch evenly."""
     counts = [2**power for power in range(cores.bit_length()) if batch % 2**power == 0]
     every = [TunedRun(count, cores // used // count) for used in (1, 2) for count in counts if cores // used >= count]
     return [each for each in dict.fromkeys(every) if each != default]
