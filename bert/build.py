@@ -1,4 +1,4 @@
-"""The model that one rank trains: layers with the products, the placement and the recomputation that they need."""
+"""Construction of the model that one rank trains, with the products, placement and recomputation of its layers."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -23,58 +23,58 @@ from bert.products.weight_gradients import AccumulatingProducts, AccumulatingTab
 
 @dataclass(frozen=True)
 class RankModel:
-    """What one rank has of the model, and what its layers share."""
+    """One rank's part of the model, and the state that its layers share."""
 
     model: BertForPreTraining
     tensor: TensorParallel | None
-    """How a tensor group divides the parameters."""
+    """Division of the parameters in a tensor group; None without tensor parallelism."""
     fp8: Fp8State | None
     weight_gradients: WeightGradients
-    """Where products add gradients of their weights, past autograd."""
+    """Accumulator of weight gradients, which bypasses autograd."""
     copies: dict[nn.Parameter, Tensor]
-    """16-bit copies of weights that products read, empty until an optimizer has made them."""
+    """16-bit copies of weights for the products. Empty until an optimizer has made them."""
     accumulates: bool
-    """Whether products add gradients of weights where these are summed."""
+    """Whether products add weight gradients directly to the flat gradient."""
 
     @property
     def pipeline(self) -> PipelineModel | None:
-        """The model where it has stages on other ranks."""
+        """The model if other ranks have stages of it, else None."""
         return self.model if isinstance(self.model, PipelineModel) else None
 
     @property
     def adds_to_table(self) -> bool:
-        """Tell whether the decoder adds its gradient to that of the word table."""
+        """Tell whether the decoder adds its gradient directly to the word table's gradient."""
         return isinstance(self.model.placement, AccumulatingTable)
 
 
 def accumulates_products(device: torch.device, precision: Precision) -> bool:
-    """Tell whether products add gradients of weights where these are summed: in 16 bits, on a GPU."""
+    """Tell whether products add weight gradients directly to the flat gradient: with 16-bit precision on a GPU."""
     return device.type == "cuda" and precision != "fp32"
 
 
 def shards_gradients(training: TrainingConfig, mesh: Mesh) -> bool:
-    """Tell whether a rank keeps only a shard of the gradients, which takes several copies of the model."""
+    """Tell whether a rank keeps only a shard of the gradients, which requires several copies of the model."""
     return training.shard_gradients and mesh.data_size > 1
 
 
 def build_model(whole: BertForPreTraining, config: Config, mesh: Mesh, waiting: Waiting = nullcontext) -> RankModel:
-    """Build what this rank trains of ``whole``, whose weights are copied. Every rank must call it at the same time.
+    """Build this rank's part of ``whole``, and copy its weights. Every rank must call it at the same time.
 
-    Raises ``ValueError`` on a GPU that cannot compute in FP8 where that is asked for.
+    Raises ``ValueError`` if the precision is FP8 and the GPU does not support it.
     """
     training = config.training
     tensor = tensor_parallel(config.model, mesh, waiting)
     gradients, copies = WeightGradients(), {}
     accumulates = accumulates_products(mesh.device, training.precision)
     products = AccumulatingProducts(gradients, copies) if accumulates else MatrixProducts()
-    # The first stage has the table. With sharded gradients, there is no gradient of the table to add to.
+    # Only the first stage has the table. With sharded gradients, there is no gradient of the table to add to.
     adds_to_table = accumulates and tensor is None and mesh.pipeline_rank == 0 and not shards_gradients(training, mesh)
     placement = AccumulatingTable(gradients, copies) if adds_to_table else None
     fp8 = _fp8_state(config, mesh, tensor, gradients) if training.precision == "fp8" else None
     make_layer = _layer_maker(config, products, fp8, tensor)
     model = divided_model(whole, mesh, tensor, config.parallel.virtual_stages, placement, make_layer)
     if fp8 is not None:
-        # The first cast finds the magnitudes of the weights, the update makes scales of them and casts again.
+        # The first cast measures the magnitudes of the weights; the update computes scales from them and casts again.
         fp8.refresh_weights_()
         fp8.update_()
     return RankModel(model, tensor, fp8, gradients, copies, accumulates)
@@ -88,7 +88,7 @@ def divided_model(
     placement: Placement | None = None,
     make_layer: MakeLayer = EncoderLayer,
 ) -> BertForPreTraining:
-    """Build what this rank has of ``whole``, with its weights. Every rank must call it at the same time."""
+    """Build this rank's part of ``whole``, with its weights. Every rank must call it at the same time."""
     if placement is None and tensor is not None:
         placement = tensor.placement
     own: Callable[[str, Tensor], Tensor] = tensor.own if tensor is not None else lambda _, weight: weight
@@ -110,7 +110,7 @@ def divided_model(
 
 def _fp8_state(config: Config, mesh: Mesh, tensor: TensorParallel | None, gradients: WeightGradients) -> Fp8State:
     require_fp8(mesh.device)
-    layers = config.model.num_hidden_layers - 1  # all but the last, which computes little more than the heads' rows
+    layers = config.model.num_hidden_layers - 1  # the last layer computes little more than the heads' rows
     agree_ = (lambda _: None) if tensor is None else tensor.all_reduce_max_
     return Fp8State(layers, mesh.device, agree_, gradients)
 
@@ -121,12 +121,12 @@ def _layer_maker(
     recompute = config.training.recompute
 
     def make(model: ModelConfig, index: int, placement: Placement) -> EncoderLayer:
-        # The last layer keeps little, and its backward pass is the first. It has no products in FP8 either.
+        # The last layer keeps little, and its backward pass comes first. It does not use FP8 either.
         if index == model.num_hidden_layers - 1:
             return EncoderLayer(model, index, placement, products)
         if fp8 is None:
             return EncoderLayer(model, index, placement, products, recomputation(recompute))
-        # What ranks exchange stands between products and norms, which fused layers compute in one.
+        # Fused layers combine products with norms, but tensor parallelism needs communication between them.
         if tensor is not None:
             return Fp8Layer(model, index, placement, fp8, recomputation(recompute))
         return FusedLayer(model, index, placement, fp8, recomputation(recompute), recompute == "none")

@@ -1,4 +1,4 @@
-"""Parts of BERT: embeddings, encoder layers, and the strategies that they are built with.
+"""Parts of BERT: embeddings, encoder layers, and the strategies that layers are built with.
 
 Shape legend in ``bert/model.py``.
 """
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DropoutSites:
-    """Dropout of each call site of one forward pass, each with a stream of its own."""
+    """Dropout at each call site of one forward pass. Each site has its own random stream."""
 
     config: ModelConfig
     state: Tensor | None
@@ -50,13 +50,13 @@ class DropoutSites:
         """Return the dropout of a layer's feed-forward output."""
         return self._at(self.config.hidden_dropout, 3 * layer + 3)
 
-    # Streams are numbered by layer, not by call, so that pipeline stages draw the numbers that one rank would.
+    # Streams are numbered by layer, not by call, so that pipeline stages draw the same numbers as a single rank.
     def _at(self, p: float, stream: int) -> Dropout | None:
         return None if self.state is None or p == 0 else Dropout(p, self.state, stream)
 
 
 class LayerNorm(nn.Module):
-    """Gain and bias of a layer norm; the kernels compute it, fused with the operation before it."""
+    """Gain and bias of a layer norm. The kernels compute the norm, fused with the preceding operation."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -69,20 +69,20 @@ class Dense(nn.Module):
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
-        # Filled by a checkpoint or by ``initialize_``.
+        # A checkpoint or ``initialize_`` sets the values.
         self.weight = nn.Parameter(torch.empty(outputs, inputs))
         self.bias = nn.Parameter(torch.zeros(outputs))
 
     def forward(self, x: Tensor) -> Tensor:
-        """``x @ weight.T + bias``."""
+        """Return ``x @ weight.T + bias``."""
         return F.linear(x, self.weight, self.bias)
 
 
 class Placement:
-    """Placement of weights and hidden states on ranks; here this rank has all of them.
+    """Placement of weights and hidden states on ranks. This base class is for one rank, which has all of them.
 
-    With the subclass of ``bert.parallel.tensor``, products take all rows and a rank's shard of a weight, and everything
-    between products takes a rank's own rows.
+    With the subclass in ``bert.parallel.tensor``, products use all rows and a rank's shard of a weight, and everything
+    between products uses only a rank's own rows.
     """
 
     def share(self, length: int) -> int:
@@ -98,25 +98,25 @@ class Placement:
         return own
 
     def own_rows(self, rows: Tensor, empty: int = 0) -> Tensor:  # noqa: ARG002
-        """Return this rank's rows of all rows; ``empty`` fills rows past the end."""
+        """Return this rank's rows of all rows; padding rows past the end are filled with ``empty``."""
         return rows
 
     def summed(self, product: Tensor) -> Tensor:
-        """Return this rank's rows of the sum of products of shards."""
+        """Return this rank's rows of the sum of the ranks' partial products."""
         return product
 
     def words(self, input_ids_T: Tensor, word_VD: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return, for the own rows, indices into a table of words, the table, and a gradient to add the table's to."""
+        """Return indices of this rank's words into a table, the table, and its gradient to accumulate into, or None."""
         return input_ids_T, word_VD, None
 
     def masked_lm_loss(
         self, hidden_MD: Tensor, word_VD: Tensor, bias_V: Tensor, labels_M: Tensor, count_correct: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Return ``kernels.masked_lm_loss`` over all rows; ``hidden_MD`` are the own rows."""
+        """Return ``kernels.masked_lm_loss`` over all rows; ``hidden_MD`` has this rank's rows."""
         return masked_lm_loss(hidden_MD, word_VD, bias_V, labels_M, count_correct=count_correct)
 
     def total(self, loss: Tensor) -> Tensor:
-        """Sum a loss over the ranks' rows."""
+        """Sum a loss over the ranks."""
         return loss
 
 
@@ -127,14 +127,14 @@ class Embeddings(nn.Module):
         super().__init__()
         self.config = config
         self.placement = placement
-        # No nn.Embedding: one op reads all three tables.
+        # Not nn.Embedding, because one op reads all three tables.
         self.word = nn.Parameter(torch.empty(placement.share_of_words(config.vocab_size), config.hidden_size))
         self.position = nn.Parameter(torch.empty(config.max_position_embeddings, config.hidden_size))
         self.segment = nn.Parameter(torch.empty(config.type_vocab_size, config.hidden_size))
         self.norm = LayerNorm(config.hidden_size)
 
     def forward(self, batch: "Batch", sites: DropoutSites) -> Tensor:
-        """Embed a batch, [T, D]."""
+        """Embed a batch; return [T, D]."""
         word_ids_T, word_VD, word_gradient_VD = self.placement.words(batch.input_ids, self.word)
         return embedding_layer_norm(
             word_ids_T,
@@ -152,32 +152,32 @@ class Embeddings(nn.Module):
 
 
 class MatrixProducts:
-    """Matrix products of an encoder layer, in the precision of its input or of autocast."""
+    """Matrix products of an encoder layer, in the precision of the input or of autocast."""
 
     def with_bias(self, x: Tensor, dense: Dense) -> Tensor:
-        """``x @ weight.T + bias``."""
+        """Return ``x @ weight.T + bias``."""
         return dense(x)
 
     def without_bias(self, x: Tensor, dense: Dense) -> Tensor:
-        """``x @ weight.T``; the next operation adds the bias."""
+        """Return ``x @ weight.T``; the next operation adds the bias."""
         return F.linear(x, dense.weight)
 
     def feed_forward(self, x_TD: Tensor, wide: Dense, narrow: Dense) -> Tensor:
-        """[T, D] ``gelu(x @ wide.T + bias) @ narrow.T``, without the second bias."""
+        """Return ``gelu(x @ wide.T + bias) @ narrow.T``, [T, D], without the second bias."""
         return F.linear(dense_gelu(x_TD, wide.weight, wide.bias), narrow.weight)
 
 
 Recomputation = Callable[..., Any]
-"""Calls a function with the arguments after it, and may call it again in the backward pass."""
+"""Calls a function with the given arguments, and may call it again in the backward pass."""
 
 
 def compute_once(function: Callable[..., Any], *inputs: Any) -> Any:
-    """Call a function without recomputation in the backward pass."""
+    """Call a function that is not recomputed in the backward pass."""
     return function(*inputs)
 
 
 class EncoderLayer(nn.Module):
-    """Attention and feed-forward halves, each followed by dropout, residual and norm."""
+    """Attention and feed-forward, each followed by dropout, residual and norm."""
 
     def __init__(
         self,
@@ -194,9 +194,9 @@ class EncoderLayer(nn.Module):
         self.products = products or MatrixProducts()
         self.recomputation = recomputation
         hidden = config.hidden_size
-        # With tensor parallelism a rank has whole heads, and columns of the intermediate layer.
+        # With tensor parallelism, a rank has whole heads and some columns of the intermediate layer.
         heads, intermediate = placement.share(hidden), placement.share(config.intermediate_size)
-        # One product for all three; LAMB has them as three tensors, as the reference does (``lamb_segments``).
+        # One product computes all three. LAMB treats them as three tensors, as the reference does (``lamb_segments``).
         self.query_key_value = Dense(hidden, 3 * heads)
         self.attention_output = Dense(heads, hidden)
         self.attention_norm = LayerNorm(hidden)
@@ -205,13 +205,13 @@ class EncoderLayer(nn.Module):
         self.output_norm = LayerNorm(hidden)
 
     def forward(self, hidden_TD: Tensor, cu_seqlens: Tensor, max_seqlen: int, sites: DropoutSites) -> Tensor:
-        """[T, D] for all tokens."""
+        """Return the layer's output for all tokens, [T, D]."""
         return self.recomputation(self.compute, hidden_TD, cu_seqlens, max_seqlen, sites)
 
     def compute(self, hidden_TD: Tensor, cu_seqlens: Tensor, max_seqlen: int, sites: DropoutSites) -> Tensor:
-        """Compute the result of ``forward``, perhaps for the second time."""
+        """Compute the result of ``forward``. With recomputation, this is called a second time in the backward pass."""
         all_TD = self.placement.all_rows(hidden_TD)
-        # One product makes queries, keys and values, in the layout that attention reads.
+        # One product computes queries, keys and values in the layout that attention reads.
         qkv_T3HE = self.products.with_bias(all_TD, self.query_key_value).unflatten(-1, (3, -1, self._head_size))
         context_THE = varlen_self_attention(qkv_T3HE, cu_seqlens, max_seqlen, sites.attention(self.index))
         return self._after_attention(context_THE.flatten(1), hidden_TD, sites)
@@ -225,12 +225,12 @@ class EncoderLayer(nn.Module):
         rows_Q: Tensor,
         cu_seqlens_q: Tensor,
     ) -> Tensor:
-        """[Q, D] for ``rows_Q`` only, with keys and values of all tokens. Exact: nothing after attention mixes tokens."""
+        """Return the exact output for ``rows_Q`` only, [Q, D]: only attention mixes tokens, and it reads all of them."""
         hidden_TD = self.placement.all_rows(hidden_TD)
         weight, bias = self.query_key_value.weight, self.query_key_value.bias
-        # Rows of the fused weight: queries, keys, values of this rank's heads.
+        # Rows of the fused weight are queries, keys and values of this rank's heads.
         queries = len(weight) // 3
-        # Not by ``products``, which multiply the fused weight; FP8 does not apply to the last layer.
+        # ``products`` would multiply by the whole fused weight. FP8 does not apply to the last layer anyway.
         keys_values = F.linear(hidden_TD, weight[queries:], bias[queries:])
         key, value = keys_values.unflatten(-1, (2, -1, self._head_size)).unbind(1)
         chosen_QD = hidden_TD.index_select(0, rows_Q)
@@ -268,7 +268,7 @@ class EncoderLayer(nn.Module):
 
 
 class WordTable(nn.Module):
-    """Copy of the word table on the last pipeline stage, a buffer: the first stage has the parameter."""
+    """Copy of the word table on the last pipeline stage. It is a buffer, because the first stage has the parameter."""
 
     def __init__(self, word_VD: Tensor) -> None:
         super().__init__()

@@ -1,10 +1,10 @@
-"""BERT with its two pretraining heads, on the flat token stream of a ``Batch``.
+"""BERT with its two pretraining heads, computed on the flat token stream of a ``Batch``.
 
 Shape legend: T tokens, Q rows of the last layer, S sequences, M masked tokens, D hidden, F intermediate, V vocabulary,
 H heads, E head size.
 
-Post-LN encoder with learned positions, tanh-form GELU, masked-LM decoder tied to the word embeddings, next-sentence head
-on the pooled [CLS] token (Devlin et al., arXiv 1810.04805). Every weight is [out, in].
+Post-LN encoder with learned positions, tanh-form GELU, masked-LM decoder tied to the word embeddings, and next-sentence
+head on the pooled [CLS] token (Devlin et al., arXiv 1810.04805). Every weight is [out, in].
 """
 
 from collections.abc import Callable
@@ -28,26 +28,26 @@ class PretrainingOutput:
     """Loss sums of one micro-batch, kept on the device."""
 
     masked_lm_loss: Tensor
-    """[] sum of cross-entropies over the masked tokens"""
+    """[], sum of cross-entropies over the masked tokens."""
     next_sentence_loss: Tensor
-    """[] sum of cross-entropies over the sequences"""
+    """[], sum of cross-entropies over the sequences."""
     masked_lm_correct: Tensor | None
-    """[] int64, number of masked tokens whose largest logit is the label; None in training"""
+    """int64 [], number of masked tokens whose largest logit is the label; None in training."""
 
     def mean_losses(self, batch: "Batch") -> tuple[Tensor, Tensor]:
         """Return this micro-batch's share of the global batch's mean masked-LM and next-sentence losses, both [].
 
-        The divisors are counts of the whole global batch, so that losses and gradients add up over ranks and accumulation
-        steps. The model trains on the sum of both losses.
+        The divisors are the counts of the whole global batch, so that losses and gradients add up over ranks and
+        accumulation steps. The model trains on the sum of both losses.
         """
-        # The counts are on the device: a captured step is replayed with other batches.
+        # The counts are on the device, because a captured step is replayed with other batches.
         sequences, masked = batch.global_counts.unbind()
         # A global batch without a masked token has a loss of 0, not NaN.
         return self.masked_lm_loss / masked.clamp(min=1), self.next_sentence_loss / sequences
 
 
 MakeLayer = Callable[[ModelConfig, int, Placement], EncoderLayer]
-"""Builds the encoder layer with this index."""
+"""Builds the encoder layer with the given index."""
 
 
 class BertForPreTraining(nn.Module):
@@ -63,15 +63,15 @@ class BertForPreTraining(nn.Module):
         owns: Callable[[str], bool] = lambda _: True,
         word_copy: Tensor | None = None,
     ) -> None:
-        """``placement`` and ``make_layer`` decide how parts are built, and ``owns`` which parts, by name.
+        """``placement`` and ``make_layer`` decide how parts are built; ``owns`` decides by name which parts are built.
 
-        ``word_copy`` is the word table for heads without the embeddings.
+        ``word_copy`` is the word table for the heads if this rank has no embeddings.
         """
         super().__init__()
         self.config = config
         self.placement = placement = placement or Placement()
         hidden = config.hidden_size
-        # Parts of other ranks are empty modules, so that parameters keep their names.
+        # Parts that other ranks have are empty modules, so that parameters keep their names.
         self.embeddings: Any = nn.Identity() if word_copy is None else WordTable(word_copy)
         if owns("embeddings"):
             self.embeddings = Embeddings(config, placement)
@@ -84,14 +84,14 @@ class BertForPreTraining(nn.Module):
             self.next_sentence = Dense(hidden, 2)
             self.transform = Dense(hidden, hidden)
             self.transform_norm = LayerNorm(hidden)
-            # No decoder weight: ``losses`` uses the word table, and autograd adds up the gradients of both uses.
+            # There is no decoder weight: ``losses`` uses the word table, and autograd adds up the gradients of both uses.
             self.decoder_bias = nn.Parameter(torch.zeros(placement.share_of_words(config.vocab_size)))
-        # Seed and step, on the device so that each replay of a captured step draws other numbers.
+        # Seed and step are on the device, so that each replay of a captured step draws different numbers.
         self.register_buffer("dropout_state", torch.zeros(2, dtype=torch.int64), persistent=False)
 
     @torch.no_grad()
     def seed_dropout(self, seed: int) -> None:
-        """Restart dropout from ``seed``, for implementations that draw by the generator of ``kernels.Dropout``."""
+        """Restart dropout from ``seed``, for implementations that draw from the generator of ``kernels.Dropout``."""
         self.dropout_state.copy_(torch.tensor([seed, 0]))
 
     def forward(self, batch: "Batch") -> PretrainingOutput:
@@ -100,7 +100,7 @@ class BertForPreTraining(nn.Module):
 
     def losses(self, cls_SD: Tensor, masked_MD: Tensor, batch: "Batch") -> PretrainingOutput:
         """Return the loss sums, given the result of ``head_inputs``."""
-        # Counting correct predictions is another pass over the logits, which training does not need.
+        # Counting correct predictions takes another pass over the logits, which training does not need.
         loss, correct = self.placement.masked_lm_loss(
             self._transformed(masked_MD),
             self.embeddings.word,
@@ -128,22 +128,22 @@ class BertForPreTraining(nn.Module):
     def embedded(self, batch: "Batch", sites: DropoutSites) -> Tensor:
         """Return the input of the first layer, [T, D]."""
         embedded_TD = self.embeddings(batch, sites)
-        # The embeddings and their norm are fp32; the residual stream has the type of autocast.
+        # The embeddings and their norm are fp32; the residual stream has autocast's dtype.
         return embedded_TD.to(compute_dtype(embedded_TD))
 
     def last_layer(self, hidden_TD: Tensor, batch: "Batch", sites: DropoutSites) -> tuple[Tensor, Tensor]:
         """Return the result of ``head_inputs``, given the input of the last layer."""
         # [CLS] is the first token of every sequence.
         cls_S = batch.cu_seqlens[:-1].long()
-        # Attention needs the queries of a sequence side by side, so rows ascend. Empty slots point at the first row
-        # that no sequence owns: they come last, past the end of ``cu_seqlens_q``.
+        # Attention needs the queries of a sequence to be adjacent, so rows are sorted. Empty slots point to the first row
+        # that no sequence owns, so they come last, past the end of ``cu_seqlens_q``.
         rows_Q, order_Q = torch.cat([cls_S, batch.masked_lm_positions]).sort()
-        # Rows before each boundary, computed on the device.
+        # For each boundary, the number of rows before it, computed on the device.
         cu_seqlens_q = torch.searchsorted(rows_Q, batch.cu_seqlens.long()).int()
         last = self.layers[-1]
         assert isinstance(last, EncoderLayer)
         output_QD = last.forward_rows(hidden_TD, batch.cu_seqlens, batch.max_seqlen, sites, rows_Q, cu_seqlens_q)
-        # Back in the order of the heads: [CLS] tokens, then masked tokens.
+        # Restore the order of the heads: [CLS] tokens, then masked tokens.
         heads_QD = self.placement.all_rows(output_QD).index_select(0, order_Q.argsort())
         cls_SD, masked_MD = heads_QD[: len(cls_S)], heads_QD[len(cls_S) :]
         return self.placement.own_rows(cls_SD), self.placement.own_rows(masked_MD)
@@ -154,18 +154,18 @@ class BertForPreTraining(nn.Module):
         hidden_TD = self.embedded(batch, sites)
         for layer in self.layers:
             hidden_TD = layer(hidden_TD, batch.cu_seqlens, batch.max_seqlen, sites)
-        return self.placement.all_rows(hidden_TD)[: batch.tokens]  # without the rows that fill up the last rank
+        return self.placement.all_rows(hidden_TD)[: batch.tokens]  # without the last rank's padding rows
 
     def next_sites(self) -> DropoutSites:
-        """Return the dropout of the next forward pass; in training each pass has a step of its own."""
+        """Return the dropout of the next forward pass; in training each pass has its own step."""
         if not self.training:
             return DropoutSites(self.config, None)
         self.dropout_state[1] += 1
-        # A copy: the backward pass must find the forward pass's step.
+        # A copy, because the backward pass must use the forward pass's step.
         return DropoutSites(self.config, self.dropout_state.clone())
 
     def masked_lm_logits(self, masked_MD: Tensor) -> Tensor:
-        """Return the logits [M, V] of an evaluation, in at least fp32, given the encoder's output at the masked tokens."""
+        """Return an evaluation's logits [M, V], in at least fp32, given the encoder's output at the masked tokens."""
         return masked_lm_logits(self._transformed(masked_MD), self.embeddings.word, self.decoder_bias)
 
     def next_sentence_logits(self, cls_SD: Tensor) -> Tensor:
@@ -180,7 +180,7 @@ class BertForPreTraining(nn.Module):
 
 
 def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each parameter of the whole model by name, without allocating it."""
+    """Return the shape of each parameter of the whole model by name, without allocating the model."""
     with torch.device("meta"):
         return {name: tuple(each.shape) for name, each in BertForPreTraining(config).named_parameters()}
 

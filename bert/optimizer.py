@@ -1,6 +1,6 @@
-"""LAMB over the model's parameters: flat buffers, roles, schedule.
+"""LAMB over the model's parameters: flat buffers, segments and learning rate schedule.
 
-Shape legend: P elements of all parameters with the padding after each, N elements with padding up to equal shards.
+Shape legend: P elements of all parameters, each with its padding; N elements with padding up to equal shards.
 """
 
 from collections.abc import Collection, Mapping
@@ -21,23 +21,24 @@ kernels can read 16 bytes at a time."""
 
 @dataclass(frozen=True)
 class FlatParameters:
-    """Weights and gradients as two flat vectors, of which the model's parameters are views.
+    """Weights and gradients as two flat vectors; the model's parameters are views of them.
 
-    One vector makes the reduction one message and the optimizer a few passes. Padding stays zero: it has no gradient.
+    With one vector, the reduction sends one message and the optimizer makes a few passes. Padding stays zero, because it
+    has no gradient.
     """
 
     weights_P: Tensor
     gradients_P: Tensor
     """Empty, like ``gradients_N``, if ranks keep only a shard of the gradients."""
     segments: LambSegments
-    """The padding after a parameter belongs to its last segment."""
+    """Segments of the vectors. The padding after a parameter belongs to the parameter's last segment."""
     weights_N: Tensor
-    """``weights_P`` with the zeros after it."""
+    """``weights_P`` with the zeros that follow it."""
     gradients_N: Tensor
     places: Mapping[nn.Parameter, slice]
     """Place of each parameter in the vectors, in the order of the model's parameters."""
     names: tuple[str, ...] = ()
-    """Name of each parameter, in that order."""
+    """Name of each parameter, in the same order."""
 
     @classmethod
     @torch.no_grad()
@@ -48,24 +49,24 @@ class FlatParameters:
         overwritten: Collection[nn.Parameter] = (),
         gradients: bool = True,
     ) -> "FlatParameters":
-        """Move the model's parameters into flat buffers on their device; their values stay.
+        """Move the model's parameters into flat buffers on their device, without changing their values.
 
-        The buffers end with zeros up to a multiple of ``shards``, so that ranks can divide them equally. The gradients of
-        ``overwritten`` need not be set to zero. Without ``gradients``, autograd allocates them one by one.
+        The buffers are padded with zeros to a multiple of ``shards``, so that ranks can divide them equally. The gradients
+        of ``overwritten`` need not be set to zero. Without ``gradients``, autograd allocates gradients one by one.
         """
         segments = lamb_segments(model, overwritten)
         size = sum(segments.sizes)
-        # Zeros, since the padding counts in the norms of its segment and of the gradient.
+        # Zeros, because the padding counts in the norms of its segment and of the gradient.
         weights_N = next(model.parameters()).new_zeros(padded(size, shards))
         gradients_N = torch.zeros_like(weights_N) if gradients else weights_N.new_zeros(0)
         places, start = {}, 0
         for parameter in model.parameters():
             places[parameter] = place = slice(start, start + parameter.numel())
             weights_N[place] = parameter.flatten()
-            # Only the memory moves: modules and hooks refer to the parameter object.
+            # Only the data moves: modules and hooks keep referring to the parameter object.
             parameter.data = weights_N[place].view_as(parameter)
             if gradients:
-                # Autograd adds in place to an existing gradient: none ever leaves the vector.
+                # Autograd adds to an existing gradient in place, so gradients stay in the vector.
                 parameter.grad = gradients_N[place].view_as(parameter)
             start += padded(parameter.numel())
         names = tuple(name for name, _ in model.named_parameters())
@@ -79,12 +80,12 @@ def padded(size: int, shards: int = 1) -> int:
 
 
 def lamb_segments(model: BertForPreTraining, overwritten: Collection[nn.Parameter] = ()) -> LambSegments:
-    """Return the reference's tensors as segments, in the order of the model's parameters and with their padding.
+    """Return the reference's tensors as segments with their padding, in the order of the model's parameters.
 
     Biases and layer norms, the one-dimensional tensors, are neither decayed nor adapted. The fused query-key-value weight
     counts as three tensors, as in the reference.
     """
-    # By identity, here and below: == of two parameters compares their elements.
+    # By identity, here and below, because == of two parameters compares their elements.
     fused = {id(layer.query_key_value.weight) for layer in model.layers if isinstance(layer, EncoderLayer)}
     sizes: list[int] = []
     adapted: list[bool] = []
@@ -93,16 +94,16 @@ def lamb_segments(model: BertForPreTraining, overwritten: Collection[nn.Paramete
     for parameter in model.parameters():
         parts = 3 if id(parameter) in fused else 1
         sizes += [parameter.numel() // parts] * parts
-        # Segments leave no gap: LAMB splits the whole vector by their sizes.
+        # Segments leave no gaps, because LAMB splits the whole vector by their sizes.
         sizes[-1] += padded(parameter.numel()) - parameter.numel()
         adapted += [parameter.ndim > 1] * parts
         replaced += [id(parameter) in ids] * parts
-    # Empty where none is overwritten: then one fill clears the whole gradient, not one for each segment.
+    # If none is overwritten, this is empty, so that one fill clears the whole gradient instead of one per segment.
     return LambSegments(tuple(sizes), tuple(adapted), tuple(replaced) if ids else ())
 
 
 def learning_rate(config: OptimizerConfig, step: int) -> float:
-    """Return the rate of an optimizer step, counted from 0 as the reference's ``global_step`` is.
+    """Return the learning rate of an optimizer step, counted from 0 as the reference's ``global_step`` is.
 
     Linear warm-up from ``start_warmup_step`` over ``num_warmup_steps``, then linear decay to 0 on the absolute step; the
     rate jumps if the two lines do not meet.
@@ -110,23 +111,23 @@ def learning_rate(config: OptimizerConfig, step: int) -> float:
     since_start = step - config.start_warmup_step
     if since_start < config.num_warmup_steps:
         return config.base_learning_rate * since_start / config.num_warmup_steps
-    # The rate stays 0 in a run that is longer than its schedule.
+    # The rate stays 0 if a run is longer than its schedule.
     return config.base_learning_rate * max(0.0, 1 - step / config.learning_rate_training_steps)
 
 
 def learning_rate_tensor(config: OptimizerConfig, step: Tensor) -> Tensor:
-    """Return ``learning_rate`` for a step counter, int64 [], on its device: fp32 []."""
-    # In fp64 and rounded once at the end, as on the host.
+    """Return ``learning_rate``, fp32 [], for a step counter, int64 [], on the counter's device."""
+    # Computed in fp64 and rounded once at the end, as on the host.
     steps = step.double()
     since_start = steps - config.start_warmup_step
-    # ``where`` computes both lines: this one must not divide by zero without a warm-up.
+    # ``where`` computes both lines, so this one must not divide by zero if there is no warm-up.
     warm_up = config.base_learning_rate * since_start / max(1, config.num_warmup_steps)
     decay = config.base_learning_rate * (1 - steps / config.learning_rate_training_steps).clamp(min=0)
     return torch.where(since_start < config.num_warmup_steps, warm_up, decay).float()
 
 
 def hyperparameters(config: OptimizerConfig) -> LambHyperparameters:
-    """Return the hyperparameters that are equal at every step."""
+    """Return the hyperparameters that are the same at every step."""
     return LambHyperparameters(
         config.beta_1, config.beta_2, config.epsilon, config.weight_decay_rate, config.max_grad_norm
     )
@@ -135,13 +136,13 @@ def hyperparameters(config: OptimizerConfig) -> LambHyperparameters:
 class Lamb:
     """Optimizer with flat parameters, their moments and the step count, all on the device.
 
-    The host passes no number that changes between steps, so that a captured step can be replayed.
+    The host passes no values that change between steps, so that a captured step can be replayed.
     """
 
     steps: Tensor
     """int64 [], number of steps taken."""
     copies_P: Tensor | None
-    """Copy of the weights in the type that products compute in, if the optimizer makes one."""
+    """Copy of the weights in the dtype of the products, if the optimizer makes one."""
 
     def __init__(
         self,
@@ -150,13 +151,13 @@ class Lamb:
         copies: torch.dtype | None = None,
         casts: tuple[WeightCast, ...] = (),
     ) -> None:
-        """Every step also writes copies of the weights in the type ``copies``, and the FP8 ``casts``."""
+        """Every step also writes copies of the weights in the dtype ``copies``, and the FP8 ``casts``."""
         self.flat = flat
         self.casts = casts
         self.copies_P = None if copies is None else flat.weights_P.to(copies)
         self.config = config
         self.state = LambState.zeros_like(flat.weights_P)
-        # Counted on the device, which alone knows whether a step is skipped.
+        # Counted on the device, because only the device knows whether a step is skipped.
         self.steps = torch.zeros((), dtype=torch.int64, device=flat.weights_P.device)
 
     @torch.no_grad()
@@ -182,7 +183,7 @@ class Lamb:
         return norm
 
     def copies(self) -> dict[nn.Parameter, Tensor]:
-        """Return a view of each parameter's copy, or no views if there are no copies."""
+        """Return a view of each parameter's copy, or {} if there are no copies."""
         if self.copies_P is None:
             return {}
         return {parameter: self.copies_P[place].view_as(parameter) for parameter, place in self.flat.places.items()}
@@ -195,22 +196,22 @@ class Lamb:
 
     @property
     def skipped(self) -> Tensor:
-        """int64 [], number of steps not taken because a gradient was not finite."""
+        """Number of steps not taken because a gradient was not finite, int64 []."""
         return self.state.skipped
 
     def moments(self) -> tuple[Tensor, Tensor]:
-        """Return momentum and variance of all parameters, [P] each: the optimizer's own memory."""
+        """Return momentum and variance of all parameters, [P] each, without copying them."""
         return self.state.momentum_P, self.state.variance_P
 
     @torch.no_grad()
     def set_moments_(self, momentum_P: Tensor, variance_P: Tensor) -> None:
-        """Overwrite momentum and variance in place, for the graphs that read them."""
+        """Overwrite momentum and variance in place, because captured graphs read them."""
         self.state.momentum_P.copy_(momentum_P)
         self.state.variance_P.copy_(variance_P)
 
     @torch.no_grad()
     def reset(self) -> None:
-        """Reset moments, gradients and counts in place, as after warm-up: captured steps have their addresses."""
+        """Reset moments, gradients and counts in place, as after warm-up: captured steps contain their addresses."""
         state = self.state
         for tensor in (state.momentum_P, state.variance_P, state.skipped, self.flat.gradients_P, self.steps):
             tensor.zero_()

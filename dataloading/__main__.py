@@ -1,6 +1,6 @@
 """Command line of the data stages: ``python -m dataloading COMMAND``.
 
-A command imports what it needs when it runs, so that --help and wrong options are answered at once.
+Each command imports its modules when it runs, so that --help and errors in options appear without delay.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ def _extract(
     options: Annotated[ExtractionOptions, tyro.conf.arg(name="")],
     jobs: int = 1,
 ) -> None:
-    """Make text shards of WikiExtractor's files, and the evaluation text. Continues after an interruption.
+    """Make text shards and the evaluation text from WikiExtractor's files. Continues after an interruption.
 
     Args:
-        inputs: WikiExtractor's output folder, or files of it.
-        out: Folder to make; it must be absent, empty, or begun by the same command.
+        inputs: WikiExtractor's output folder, or files from it.
+        out: Folder to make. It must be absent, empty, or from an interrupted run of the same command.
         options: The reference scripts' settings.
         jobs: Processes to use.
     """
@@ -60,11 +60,11 @@ def _prepare(
     """Make a data set from text, one HDF5 shard a file. Continues after an interruption.
 
     Args:
-        text: Files with one sentence a line and an empty line between documents; each is one call of the algorithm.
+        text: Files with one sentence a line and an empty line between documents. Each file is one call of the algorithm.
         vocab: The model's vocabulary, one token a line.
-        out: Folder to make; it must be absent, empty, or begun by the same command.
+        out: Folder to make. It must be absent, empty, or from an interrupted run of the same command.
         options: The reference script's settings.
-        one_call: All files go into one call of the algorithm, and into one shard.
+        one_call: Use one call of the algorithm for all files, which makes one shard.
         jobs: Processes to use.
     """
     from dataloading.preparation.prepare import Job, prepare
@@ -83,18 +83,18 @@ def wikipedia(
     part: str | None = None,
     checksums: Path | None = None,
 ) -> int:
-    """Make all data of the GPU recipes from MLCommons' files, and verify them. Continues after an interruption.
+    """Make all data for the GPU recipes from MLCommons' files, and verify it. Continues after an interruption.
 
-    The exit status is 0 if everything is made, 1 if the folders lack files for a result, 2 on an error.
+    The exit status is 0 if all results exist, 1 if the folders lack files for a result, and 2 after an error.
 
     Args:
-        folders: Folders of the downloader (docs/data.md) with text, checkpoint and vocab.txt, or WikiExtractor's output.
+        folders: Folders from the downloader (docs/data.md) with text, checkpoint and vocab.txt, or WikiExtractor's output.
         extraction: Settings for WikiExtractor's files.
         out: Folder for train, evaluation, vocab.txt and phase1.safetensors.
         shards: Number of files of the training set.
         jobs: Processes to use.
-        part: i/n: make the i-th of n shares of the samples. The process that completes the last share makes the rest.
-        checksums: MD5 sums in md5sum's format instead of the built-in sums, for mirrors.
+        part: i/n: make part i of n of the samples. The process that completes the last part makes the other results.
+        checksums: File in md5sum's format with MD5 sums that replace the built-in sums, for mirrors.
     """
     from dataloading.preparation.stages import Request
     from dataloading.preparation.wikipedia import make_wikipedia
@@ -125,7 +125,7 @@ def from_text(out: Path, own: Annotated[OwnText, tyro.conf.arg(name="")]) -> Non
 
 @app.command
 def demo(out: Path, vocab: Path) -> None:
-    """Make the built-in default's data from the standard library's prose, or verify existing data.
+    """Make the built-in default's data from the standard library's prose, or verify the existing data.
 
     Args:
         out: Folder for the data sets train and evaluation.
@@ -144,12 +144,12 @@ def demo(out: Path, vocab: Path) -> None:
 
 @app.command
 def index(folder: tyro.conf.Positional[Path], vocab: Path, out: Path | None = None) -> None:
-    """Make a data set of shards of other programs without changing them: write a manifest and a length index.
+    """Turn shards from other programs into a data set by writing a manifest and a length index. Shards are not changed.
 
     Args:
         folder: Shards of any layout (native, fixed, varlength, packed, TFRecord), and nothing else.
-        vocab: The vocabulary of their ids.
-        out: Folder to make, with links to the shards, if nothing may be written beside them.
+        vocab: The vocabulary that the shards' token ids refer to.
+        out: Folder to make with links to the shards. Needed if their folder is not writable.
     """
     from dataloading.dataset.folder import new_folder, open_dataset
     from dataloading.dataset.scan import index_shards, info_of, shard_names
@@ -209,7 +209,7 @@ def _convert(
         folder: The data set, or a folder of shards of any layout (native, fixed, varlength, packed, TFRecord).
         out: Folder to make.
         to: Layout of the new shards.
-        vocab: The vocabulary of the ids, if the folder has no manifest.
+        vocab: The vocabulary that the token ids refer to. Needed if the folder has no manifest.
         max_sequences: Most samples in a pack (layout packed).
         seed: Seed for choosing the samples of each pack and the order of packs (layout packed).
         jobs: Processes to use (layouts other than packed).
@@ -227,11 +227,11 @@ def _convert(
 
 @app.command
 def verify(folder: tyro.conf.Positional[Path], checksums: Path | None = None) -> None:
-    """Read a whole data set, compare every digest, look for repeated samples, say whether it is a known data set.
+    """Read a whole data set, check every digest, look for repeated samples, and report whether the data set is known.
 
     Args:
         folder: The data set.
-        checksums: A published list of the shards' content digests, such as 4320_shards_varlength.chk, to compare with.
+        checksums: A published list of content digests to compare with, such as 4320_shards_varlength.chk.
     """
     from dataloading.dataset import known
     from dataloading.dataset.folder import open_dataset
@@ -247,10 +247,10 @@ def verify(folder: tyro.conf.Positional[Path], checksums: Path | None = None) ->
 
 @app.command
 def dump(shards: tyro.conf.Positional[tuple[Path, ...]], out: Path) -> None:
-    """Write the samples of shards, in order, as plain NumPy arrays without padding.
+    """Write the samples of some shards, in order, as plain NumPy arrays without padding.
 
     Args:
-        shards: Shards of any layout, or folders of them: data sets in the order of their manifests, others by name.
+        shards: Shards of any layout, or folders of shards. Data sets are read in manifest order, other folders by name.
         out: The .npz file to write.
     """
     import numpy as np
@@ -264,7 +264,7 @@ def dump(shards: tyro.conf.Positional[tuple[Path, ...]], out: Path) -> None:
         raise ValueError("no shard named; expected one or more files or folders")
     paths = [path for named in shards for path in (shards_of(named) if named.is_dir() else [named])]
     samples = concatenate([open_shard(path).verify() for path in paths])
-    # NumPy would append .npz to a name, but not to an open file.
+    # Pass an open file, because NumPy would append .npz to a name.
     with atomic_path(out) as temporary, temporary.open("xb") as file:
         np.savez_compressed(
             file,
@@ -299,14 +299,14 @@ def _parse_part(text: str) -> WorkPart:
     from dataloading.jobs import WorkPart
 
     index, slash, count = text.partition("/")
-    # int() would also take signs, spaces and underscores.
+    # int() would also accept signs, spaces and underscores.
     if not (slash and index.isdecimal() and count.isdecimal()):
         raise ValueError(f"--part is {text!r}; expected i/n, from 1/n to n/n")
     return WorkPart(int(index), int(count))
 
 
 def main() -> int:
-    """Run the command; returns the exit status."""
+    """Run the command and return the exit status."""
     return app.main("python -m dataloading")
 
 

@@ -1,7 +1,7 @@
-"""Functions that Numba compiles, cached between runs in folders that nobody else can write.
+"""Compilation with Numba, cached between runs in folders that no other user can write.
 
-Numba's cache holds pickles, which can run any code. It is beside the source, which is trusted like the source, or in
-``NUMBA_CACHE_DIR`` or the user's cache folder, which in a container is often in /tmp.
+Numba's cache contains pickles, which can run any code. The cache is beside the source, where it is as trustworthy as the
+source, or in ``NUMBA_CACHE_DIR`` or the user's cache folder, which in a container is often in /tmp.
 """
 
 import logging
@@ -31,7 +31,7 @@ def compiled(function: Function) -> Function:
     return kept if _is_trusted(Path(kept.stats.cache_path)) else njit(function)
 
 
-# Cached, so that each folder is warned about once.
+# Cached, so that there is one warning for each folder.
 @lru_cache
 def _is_trusted(folder: Path) -> bool:
     if Path(__file__).parent in folder.parents or is_private(folder):

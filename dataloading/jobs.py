@@ -1,4 +1,4 @@
-"""Work in several processes that can be interrupted and continued."""
+"""Jobs that run in several processes and can be continued after an interruption."""
 
 import json
 import multiprocessing
@@ -23,7 +23,7 @@ _MAX_DESCRIPTION_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class WorkPart:
-    """One of several shares of the work of making a data set, counted from 1."""
+    """One of several parts into which the work of making a data set is divided. ``index`` counts from 1."""
 
     index: int
     count: int
@@ -36,7 +36,7 @@ class WorkPart:
         return f"{self.index}/{self.count}"
 
     def share_of(self, tasks: int) -> range:
-        """Return the tasks of this part, which are consecutive; ValueError if there are fewer tasks than parts."""
+        """Return this part's consecutive range of tasks; ValueError if there are fewer tasks than parts."""
         if self.count > tasks:
             raise ValueError(f"--part is {self} for {tasks} text(s); expected at most {tasks} parts")
         return range(tasks * (self.index - 1) // self.count, tasks * self.index // self.count)
@@ -44,18 +44,18 @@ class WorkPart:
 
 @dataclass(frozen=True)
 class JobProgress:
-    """Work done so far."""
+    """Progress report after each finished file."""
 
     name: str
-    """The file that was just finished."""
+    """Name of the finished file."""
     count: int
-    """Samples or training articles in it."""
+    """Number of samples or training articles in the file."""
     done: int
     total: int
     kept: bool
-    """Whether an earlier attempt had finished the file."""
+    """Whether an earlier attempt made the file."""
     seconds: float
-    """Since the start."""
+    """Seconds since the start of the job."""
 
 
 Report = Callable[[JobProgress], None]
@@ -69,17 +69,17 @@ def ignore_progress(_: JobProgress) -> None:
 def begun(
     folder: Path, name: str, description: Mapping[str, object], *, finished: str, alone: bool = True
 ) -> Iterator[None]:
-    """Make ``folder`` with the file ``name``, which describes the job there, and keep both after the work.
+    """Make ``folder`` and the file ``name`` in it that describes the job. Both remain after the ``with`` block.
 
-    Leftovers of a killed process are removed. If the work fails before there is a file that matches ``finished``, the
-    folder is left as it was before. ``alone`` is False if other processes may work on the same job in the same folder.
+    Temporary files of a killed process are removed. If the work fails before a file that matches ``finished`` exists, the
+    folder is restored to its earlier state. ``alone`` is False if other processes may work on the same job in this folder.
 
     Raises:
-        ValueError: the folder holds something else, or the same job was begun with other settings.
+        ValueError: the folder holds other files, or the same job was started with other settings.
     """
     path = folder / name
     existed, new = folder.exists(), not path.exists()
-    # Another process may be writing the same description at this moment, under a temporary name.
+    # Ignore temporary files, because another process may be writing the same description right now.
     if new and existed and (not folder.is_dir() or any(not is_temporary(entry) for entry in folder.iterdir())):
         raise ValueError(f"{folder} already exists; name a folder that does not exist or is empty")
     try:
@@ -87,11 +87,11 @@ def begun(
             folder.mkdir(parents=True, exist_ok=True)
             write_atomically(path, json.dumps(description, indent=1).encode())
         _check_same(path, description)
-        # Other processes may be writing temporary files.
+        # Keep temporary files if other processes may be writing them.
         for leftover in filter(is_temporary, folder.rglob(".*.partial")) if alone else ():
             leftover.unlink()
         yield
-    except BaseException:  # SystemExit and KeyboardInterrupt included
+    except BaseException:  # including SystemExit and KeyboardInterrupt
         if alone and new and not any(folder.glob(finished)):
             path.unlink(missing_ok=True)
             if not existed:
@@ -100,9 +100,9 @@ def begun(
 
 
 def run_tasks(make: Callable[[Task], Result], tasks: Sequence[Task], jobs: int) -> Iterator[Result]:
-    """Yield ``make(task)`` for each task, as tasks finish, in at most ``jobs`` processes; one job runs in this process.
+    """Yield the result of ``make(task)`` as each task finishes. Up to ``jobs`` processes run; with 1, only this process.
 
-    Processes are forked and share what is loaded or compiled here. The first error ends all of them.
+    Processes are forked, so they share everything that this process has loaded or compiled. The first error ends them all.
 
     Raises:
         ValueError: ``jobs`` is below 1, or a process was killed.
@@ -122,7 +122,7 @@ def run_tasks(make: Callable[[Task], Result], tasks: Sequence[Task], jobs: int) 
             "a process was killed, perhaps for lack of memory; run the same command again to continue, with fewer --jobs"
         ) from None
     except BaseException as error:
-        if not isinstance(error, Exception):  # this process was told to end, and a task may take minutes
+        if not isinstance(error, Exception):  # this process must end, but a task may take minutes
             for child in multiprocessing.active_children():
                 child.terminate()
         raise
@@ -131,7 +131,7 @@ def run_tasks(make: Callable[[Task], Result], tasks: Sequence[Task], jobs: int) 
 
 
 def _run_task(make: Callable[[Task], Result], task: Task) -> Result:
-    """Return ``make(task)``; end this process if it was told to end, which the pool would take for a result."""
+    """Return ``make(task)``. On SystemExit, end this process, because the pool would return the exception as a result."""
     try:
         return make(task)
     except SystemExit as told:
@@ -139,24 +139,24 @@ def _run_task(make: Callable[[Task], Result], task: Task) -> Result:
 
 
 def _end_with_parent() -> None:
-    """End this process when its parent is killed; otherwise it would wait for work forever."""
+    """End this process when its parent is killed. Otherwise it would wait for work forever."""
     parent = multiprocessing.parent_process()
     assert parent is not None
 
     def wait() -> None:
         parent.join()
-        os._exit(1)  # sys.exit() would end this thread alone
+        os._exit(1)  # sys.exit() would end only this thread
 
     threading.Thread(target=wait, daemon=True).start()
 
 
 def _check_same(path: Path, description: Mapping[str, object]) -> None:
-    """Raise ``ValueError`` unless the job that was begun in a folder is this job."""
+    """Raise ``ValueError`` unless the job that was started in the folder has the same description."""
     found, expected = (
         _settings(each)
         for each in (
             read_json(path, _MAX_DESCRIPTION_BYTES, "delete the folder and begin again"),
-            json.loads(json.dumps(description)),  # JSON makes lists of tuples
+            json.loads(json.dumps(description)),  # JSON turns tuples into lists
         )
     )
     if names := sorted(name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name)):
@@ -166,7 +166,7 @@ def _check_same(path: Path, description: Mapping[str, object]) -> None:
 
 
 def _settings(description: object) -> dict[str, object]:
-    """Return the settings of a nested description by their own names."""
+    """Flatten a nested description to the names and values of its innermost settings."""
     settings: dict[str, object] = {}
     for name, value in description.items() if isinstance(description, dict) else ():
         settings |= _settings(value) if isinstance(value, dict) else {name: value}

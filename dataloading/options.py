@@ -1,4 +1,4 @@
-"""Settings of the data stages. The command line is parsed with these classes before anything large is imported."""
+"""Settings of the data stages. This module imports nothing large, so that the command line is parsed quickly."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,13 +12,13 @@ EVALUATION_SAMPLES = 10_000
 """Samples in the benchmark's evaluation set."""
 
 REFERENCE_PART_BYTES = 28_227_665
-"""26.92 MiB, which makes 500 parts of the benchmark's dump."""
+"""26.92 MiB. With this size, the benchmark's dump gives 500 parts."""
 
 _MIN_SEQ_LENGTH = 5
-"""Length of [CLS] a [SEP] b [SEP]."""
+"""Length of the shortest sample, [CLS] a [SEP] b [SEP]."""
 
 _MAX_SEQ_LENGTH = (1 << 15) - 1
-"""Lengths and positions are stored in 16 bits, in some layouts in signed integers."""
+"""Largest length. Lengths and positions are stored in 16 bits, and in signed integers in some layouts."""
 
 
 @dataclass(frozen=True)
@@ -27,11 +27,11 @@ class ExtractionOptions:
 
     sentences: Sentences = "punkt"
     """punkt: the reference's sentence tokenizer, from the package nltk. plain: split at [.!?] before a space and a
-    capital, digit, double quote or round bracket, which needs no package and gives other text than the benchmark's."""
+    capital, digit, double quote or round bracket. plain needs no package, but its text differs from the benchmark's."""
     evaluation_articles: int = 10_000
     """Articles to hold out for the evaluation set."""
     part_bytes: int = REFERENCE_PART_BYTES
-    """Most bytes of WikiExtractor's files that make one part."""
+    """Maximum bytes of WikiExtractor's files in one part."""
     seed: int = 12345
     """Seed for choosing held-out articles."""
 
@@ -44,22 +44,22 @@ class ExtractionOptions:
 
 @dataclass(frozen=True)
 class PretrainingOptions:
-    """Flags of the reference script, under its names, with the values that MLPerf uses."""
+    """Flags of the reference script, with the same names, and with MLPerf's values as defaults."""
 
     max_seq_length: int = 512
     """Most tokens in a sample, [CLS] and both [SEP] included."""
     max_predictions_per_seq: int = 76
     """Most masked tokens in a sample."""
     dupe_factor: int = 10
-    """Passes over the documents, each with other sentence pairs and masks."""
+    """Number of passes over the documents. Each pass has different sentence pairs and masks."""
     short_seq_prob: float = 0.1
-    """Share of documents that are cut into shorter samples."""
+    """Probability that a document is cut into shorter samples."""
     masked_lm_prob: float = 0.15
     """Share of a sample's tokens to mask."""
     random_seed: int = 12345
-    """Seed of every choice."""
+    """Seed of all random choices."""
     do_lower_case: bool = True
-    """Lower the text and strip its accents, for an uncased vocabulary."""
+    """Lower-case the text and strip its accents, for an uncased vocabulary."""
 
     def __post_init__(self) -> None:
         if not _MIN_SEQ_LENGTH <= self.max_seq_length <= _MAX_SEQ_LENGTH:
@@ -76,27 +76,27 @@ class PretrainingOptions:
 
 @dataclass(frozen=True)
 class OwnText:
-    """Settings of a data set from own text."""
+    """Settings for making data sets from your own text."""
 
     text: tuple[Path, ...]
     """Files of UTF-8 text with an empty line between documents, folders of such files, or patterns
     ("texts/**/*.txt")."""
     vocab: Path | None = None
-    """The vocabulary to use, one token a line, or the folder of a Hugging Face model. By default one is learned."""
+    """Vocabulary file with one token a line, or folder of a Hugging Face model. By default, a vocabulary is learned."""
     vocab_size: int = 2048
-    """Most tokens of a learned vocabulary."""
+    """Maximum number of tokens in a learned vocabulary."""
     cased: bool = False
-    """Keep capital letters and accents in a learned vocabulary. Without effect on a given vocabulary."""
+    """Keep capital letters and accents in a learned vocabulary. Has no effect with a given vocabulary."""
     documents: Literal["blank-lines", "files"] = "blank-lines"
     """End of a document: an empty line, or the end of the file (for text with empty lines between paragraphs)."""
     evaluation_share: float = 0.05
-    """Share of the documents that is held out for evaluation; at least five documents are."""
+    """Share of the documents that is held out for evaluation, with a minimum of five documents."""
     max_seq_length: int = 128
     """Most tokens in a sample, [CLS] and both [SEP] included."""
     dupe_factor: int = 10
-    """Passes over the training text, each with other sentence pairs and masks. The evaluation text gets two."""
+    """Passes over the training text, each with different sentence pairs and masks. The evaluation text gets two passes."""
     seed: int = 12345
-    """Seed of sentence pairs and masks."""
+    """Seed for choosing sentence pairs and masks."""
 
     def __post_init__(self) -> None:
         if not self.text:

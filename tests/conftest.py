@@ -31,7 +31,7 @@ settings.register_profile("patient", patient)
 settings.register_profile("quick", patient, max_examples=20)
 settings.load_profile("patient")
 
-# A shell starts background jobs, and nohup its command, with signals ignored. The tests send these signals.
+# In background jobs and under nohup, programs inherit ignored signals. The tests send these signals.
 for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, handler)

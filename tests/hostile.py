@@ -15,9 +15,7 @@ NAME = (
     f"x\n{FORGED}\r\n::error::forged\x1b[2J\x1b]8;;http:e\x07\x9b1m\x7f\u202e\u2066\u200b\u2028\x85"
     "##[error]forged[bold red]|`*_<b>\udcff\udc80"
 )
-"""Contains newlines, build server commands, escape sequences, bidirectional and zero-width characters, markup, and
-bytes that are not UTF-8.
-"""
+"""Has newlines, build server commands, escape sequences, bidirectional and zero-width characters, markup, no UTF-8."""
 LONG = NAME + "y" * (255 - len(NAME.encode("utf-8", "surrogateescape")))
 """The same name, extended to the maximum length of a file name."""
 

@@ -173,9 +173,7 @@ def _shared() -> tuple[int, str]:
 
 
 def _serve(imported: str, requests: socket.socket, owner: int) -> dict[str, Any]:
-    """Fork for every request, and send back the process id and the exit status. Returns only in forks, with the
-    request.
-    """
+    """Fork for every request, and send back process id and exit status. Returns only in forks, with the request."""
     tie = os.pidfd_open(owner)
     atexit.register(_end)  # registered first, so that it is called last
     _import_packages()

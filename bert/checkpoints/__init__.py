@@ -1,1 +1,1 @@
-"""Weights and training state in files, and the formats of others."""
+"""Files of weights and training state, in this program's formats and in other programs' formats."""

@@ -1,4 +1,4 @@
-"""Checkpoints as the training loop sees them: one that cannot be written costs a warning, not the run."""
+"""Checkpoints as used by the training loop. If one cannot be written, the run prints a warning and continues."""
 
 from bert.checkpoints.training_state import Checkpoints
 from bert.reporting.reporter import Position, Reporter
@@ -6,7 +6,7 @@ from bert.timing.phases import PhaseTracker
 
 
 class NoCheckpoints:
-    """Checkpoints of a run that has no folder for them: none is due, and saving does nothing."""
+    """Replacement for ``RunCheckpoints`` if no folder is configured: no checkpoint is due, and saving does nothing."""
 
     def due(self, _steps: int) -> bool:
         """Return False."""
@@ -23,7 +23,7 @@ class NoCheckpoints:
 
 
 class RunCheckpoints:
-    """Writer of ``checkpoints`` that tells ``tracker`` what is waited for, and ``reporter`` what went wrong."""
+    """Writer of ``checkpoints`` that reports waiting times to ``tracker`` and errors to ``reporter``."""
 
     def __init__(self, checkpoints: Checkpoints, tracker: PhaseTracker, reporter: Reporter) -> None:
         self._checkpoints = checkpoints
@@ -31,29 +31,29 @@ class RunCheckpoints:
         self._reporter = reporter
 
     def due(self, steps: int) -> bool:
-        """Tell whether a checkpoint is to be written after so many steps."""
+        """Tell whether a checkpoint is due after ``steps`` steps."""
         return self._checkpoints.due(steps)
 
     def save(self, at: Position) -> None:
-        """Begin one, when the one before is there; every rank must call it after the same step."""
-        # There is one set of copies in the host's memory, which the thread may still be writing from.
+        """Start writing a checkpoint, after the previous one is on disk; every rank must call it after the same step."""
+        # There is only one set of copies in host memory, and the thread may still be writing from it.
         self.wait(at)
         self._tracker.enter("checkpoint")
         self._checkpoints.save(at.steps, at.samples)
 
     def wait(self, at: Position) -> None:
-        """Wait until the one that is being written is there."""
+        """Wait until the checkpoint that is being written is on disk."""
         if self._checkpoints.writing:
             self._tracker.enter("checkpoint_write")
             self._checkpoints.wait()
         self.look(at)
 
     def look(self, at: Position) -> None:
-        """Warn if the last one could not be written, and note how long writing takes."""
-        # Asked from the loop: an error of the thread stays in its future until somebody asks.
+        """Warn if the last checkpoint could not be written, and record how long writing takes."""
+        # The thread's error stays in its future, so the loop has to ask for it.
         error = self._checkpoints.failure()
         if error is not None:
             self._reporter.warn(at.steps, f"no checkpoint was written: {error.filename}: {error.strerror}")
-        # The watchdog allows a phase so many times its longest: what the thread took stands for waits that are to come.
+        # The watchdog limits a phase to a multiple of its longest duration, and waiting may take as long as the writing did.
         if self._checkpoints.longest_s is not None:
             self._tracker.longest["checkpoint_write"] = self._checkpoints.longest_s

@@ -1,4 +1,4 @@
-"""Hugging Face's form of a BERT: names of weights, and a folder that ``transformers`` loads, with its tokenizer."""
+"""Hugging Face's format of a BERT: names of weights, and a folder with a tokenizer that ``transformers`` can load."""
 
 import json
 from collections.abc import Mapping
@@ -37,12 +37,12 @@ _HUGGING_FACE_LAYER = {
 
 
 def hugging_face_names(layers: int) -> dict[str, tuple[str, ...]]:
-    """Map each of our names to the Hugging Face names whose tensors, joined along the first dimension, it holds."""
+    """Map each of our names to one or more Hugging Face names, whose tensors are concatenated along the first dimension."""
     pairs = dict(_HUGGING_FACE)
     for index in range(layers):
         for ours, theirs in _HUGGING_FACE_LAYER.items():
             pairs[f"layers.{index}.{ours}"] = f"bert.encoder.layer.{index}.{theirs}"
-    # Parameters here, where the others are modules with a weight and a bias.
+    # These are parameters, whereas the other names are modules with a weight and a bias.
     whole = ("embeddings.word", "embeddings.position", "embeddings.segment", "decoder_bias")
     names: dict[str, tuple[str, ...]] = {
         ours + suffix: (theirs + suffix,)
@@ -52,7 +52,7 @@ def hugging_face_names(layers: int) -> dict[str, tuple[str, ...]]:
     for index in range(layers):
         attention = f"bert.encoder.layer.{index}.attention.self"
         for kind in ("weight", "bias"):
-            # In this order, in which ``EncoderLayer`` takes the fused weight apart.
+            # ``EncoderLayer`` splits the fused weight in this order.
             names[f"layers.{index}.query_key_value.{kind}"] = tuple(
                 f"{attention}.{part}.{kind}" for part in ("query", "key", "value")
             )
@@ -60,7 +60,7 @@ def hugging_face_names(layers: int) -> dict[str, tuple[str, ...]]:
 
 
 def to_hugging_face(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return our tensors under the names of Hugging Face's ``BertForPreTraining``, with the tied decoder spelled out."""
+    """Return our tensors under the names of Hugging Face's ``BertForPreTraining``, including the tied decoder."""
     result = {}
     for ours, theirs in hugging_face_names(_layers(tensors)).items():
         result |= dict(zip(theirs, tensors[ours].chunk(len(theirs)), strict=True))
@@ -80,21 +80,21 @@ def write_folder(
     vocabulary: Vocabulary,
     metadata: Mapping[str, str],
 ) -> None:
-    """Write a folder for ``from_pretrained`` of models and tokenizers, whole or not at all."""
+    """Atomically write a folder for ``from_pretrained`` of models and tokenizers."""
     parts: dict[str, Weight] = {}
     for ours, theirs in hugging_face_names(_layers(weights)).items():
         weight = weights[ours]
         count = len(theirs)
         shape = (weight.shape[0] // count, *weight.shape[1:])
-        for place, name in enumerate(theirs):  # a fused weight is read for each of its parts
+        for place, name in enumerate(theirs):  # a fused weight is read once for each of its parts
             parts[name] = Weight(shape, lambda each=weight, count=count, at=place: each.read().chunk(count)[at])
     with atomic_path(out) as folder:
         folder.mkdir()
         _write_json(folder / "config.json", _configuration(model))
         _write_tokenizer(folder, model, vocabulary)
-        # Without a format in its metadata transformers refuses the file.
+        # transformers rejects a file without a format in its metadata.
         write_safetensors(folder / "model.safetensors", parts, {"format": "pt"} | dict(metadata))
-        # ``atomic_path`` brings the folder to the disk, and not what is in it.
+        # ``atomic_path`` flushes the folder to disk, but not the files in it.
         for path in folder.iterdir():
             sync(path)
 
@@ -110,7 +110,7 @@ def _configuration(model: ModelConfig) -> dict[str, object]:
         "intermediate_size": model.intermediate_size,
         "max_position_embeddings": model.max_position_embeddings,
         "type_vocab_size": model.type_vocab_size,
-        "hidden_act": "gelu_new",  # the tanh form, which the reference and this model compute
+        "hidden_act": "gelu_new",  # the tanh form, as in the reference and this model
         "hidden_dropout_prob": model.hidden_dropout,
         "attention_probs_dropout_prob": model.attention_dropout,
         "layer_norm_eps": model.layer_norm_eps,
@@ -121,7 +121,7 @@ def _configuration(model: ModelConfig) -> dict[str, object]:
 
 
 def _write_tokenizer(folder: Path, model: ModelConfig, vocabulary: Vocabulary) -> None:
-    """BERT's tokenizer: of small letters unless tokens have capital ones."""
+    """Write BERT's tokenizer, which lowercases text unless the vocabulary is cased."""
     special = {f"{name}_token": f"[{name.upper()}]" for name in ("pad", "unk", "cls", "sep", "mask")}
     cased = vocabulary.cased
     pieces = models.WordPiece(vocabulary.ids, unk_token="[UNK]", max_input_chars_per_word=MAX_CHARACTERS_PER_WORD)
@@ -130,10 +130,10 @@ def _write_tokenizer(folder: Path, model: ModelConfig, vocabulary: Vocabulary) -
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.post_processor = processors.BertProcessing(("[SEP]", vocabulary.sep_id), ("[CLS]", vocabulary.cls_id))
     tokenizer.decoder = decoders.WordPiece()
-    # Or [MASK] in a text would be split at its brackets.
+    # Otherwise [MASK] in a text would be split at its brackets.
     tokenizer.add_special_tokens(list(special.values()))
     tokenizer.save(str(folder / "tokenizer.json"))
-    # Read by this program (``Vocabulary.from_folder``), and by tokenizers that know no tokenizer.json.
+    # For this program (``Vocabulary.from_folder``) and for tokenizers that do not read tokenizer.json.
     (folder / "vocab.txt").write_bytes(vocabulary.content)
     settings = {
         "tokenizer_class": "BertTokenizer",
@@ -153,7 +153,7 @@ _Fraction = Annotated[float, msgspec.Meta(ge=0, lt=1)]
 
 
 class _Stated(msgspec.Struct):
-    """Fields of a config.json; absent fields count as BERT's."""
+    """Fields of a config.json. Missing fields have BERT's values."""
 
     num_attention_heads: _Count
     num_hidden_layers: _Count | None = None
@@ -164,7 +164,7 @@ class _Stated(msgspec.Struct):
     layer_norm_eps: _Fraction | None = None
     hidden_dropout_prob: _Fraction | None = None
     attention_probs_dropout_prob: _Fraction | None = None
-    # Only what this program trains. The exact GELU differs from the tanh form here by up to 5e-4 (docs/checkpoints.md).
+    # Only values that this program supports. The exact GELU differs from the tanh form by up to 5e-4 (docs/checkpoints.md).
     model_type: Literal["bert"] | None = None
     position_embedding_type: Literal["absolute"] | None = None
     hidden_act: Annotated[str, msgspec.Meta(pattern="^gelu")] | None = None
@@ -176,7 +176,7 @@ _RENAMED = {"hidden_dropout_prob": "hidden_dropout", "attention_probs_dropout_pr
 def stated_configuration(path: Path) -> dict[str, int | float] | None:
     """Return the fields of ``ModelConfig`` that a Hugging Face config.json states; None if there is no such file.
 
-    Raises ``ValueError`` if the number of heads is missing, a value is impossible, or the model is another kind of BERT.
+    Raises ``ValueError`` if the number of heads is missing, a value is impossible, or the model is not a supported BERT.
     """
     if not path.is_file():
         return None

@@ -1,6 +1,6 @@
-"""The model that training starts from: random weights, or those of a checkpoint.
+"""The model that training starts from, with random weights or a checkpoint's weights.
 
-What reads files is imported where it is needed: benchmarks of a GPU do without safetensors and tokenizers.
+Modules that read files are imported only when needed, so that GPU benchmarks do not require safetensors and tokenizers.
 """
 
 from pathlib import Path
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from bert.checkpoints.sources import CheckpointSource
     from dataloading.text.tokenization import Vocabulary
 
-# Not the vocabulary, whose table may be padded, and not dropout, which is no property of weights.
+# The vocabulary is omitted because its table may be padded, and dropout because it is not a property of the weights.
 _COMPARED = (
     "num_hidden_layers",
     "hidden_size",
@@ -31,9 +31,9 @@ _COMPARED = (
 
 
 def first_model(config: Config, mesh: Mesh, seed: int) -> BertForPreTraining:
-    """Return the model that training starts from: the initial checkpoint's weights if there is one, else random weights."""
+    """Return the model that training starts from, with the initial checkpoint's weights or random weights."""
     start = config.data.initial_checkpoint
-    # A file has all weights, or it is refused: drawing would take a CPU half a minute.
+    # A single file must contain all weights. Skipping the random draw saves half a minute on a CPU.
     is_file = start is not None and not start.is_dir()
     model = _empty_model(config, mesh) if is_file else draw_model(config, mesh, seed)
     missing = [] if start is None else load_initial_weights(model, start)
@@ -43,9 +43,9 @@ def first_model(config: Config, mesh: Mesh, seed: int) -> BertForPreTraining:
 
 
 def draw_model(config: Config, mesh: Mesh, seed: int) -> BertForPreTraining:
-    """The model on its device, from random weights that are drawn there: a CPU takes half a minute for BERT-Large's."""
+    """Return a model with random weights, drawn on its device: a CPU takes half a minute for BERT-Large."""
     model = _empty_model(config, mesh)
-    # A generator of its own: the draw depends on the seed alone, not on what PyTorch's has been asked before.
+    # A separate generator, so that the weights depend only on the seed and not on earlier draws.
     initialize_(model, torch.Generator(mesh.device).manual_seed(seed))
     return model
 
@@ -58,8 +58,8 @@ def _empty_model(config: Config, mesh: Mesh) -> BertForPreTraining:
 def check_initial_weights(path: Path, config: Config, vocabulary: "Vocabulary") -> None:
     """Raise ``ValueError`` if ``load_initial_weights`` would, or if the model was trained with another vocabulary.
 
-    It reads names, shapes and configuration, and of a Hugging Face folder the decoder, if that has its own. A folder without
-    heads is allowed in the open division only.
+    It reads names, shapes and the configuration, and the decoder of a Hugging Face folder if the decoder is stored
+    separately. A folder without heads is allowed only in the open division.
     """
     from dataloading.text.tokenization import Vocabulary
 
@@ -72,7 +72,7 @@ def check_initial_weights(path: Path, config: Config, vocabulary: "Vocabulary") 
             f"({vocabulary.sha256[:12]}...): set data.vocab to that one, and make the samples with it"
         )
     theirs = Vocabulary.from_folder(path) if path.is_dir() else None
-    # By tokens, not by digest: the folder may have them in a tokenizer.json.
+    # Compare tokens and not digests, because the folder may have its tokens in a tokenizer.json.
     if theirs is not None and theirs.tokens != vocabulary.tokens:
         raise ValueError(
             f"{path} has another vocabulary ({theirs.size:,} tokens) than {config.data.vocab} ({vocabulary.size:,}): make "
@@ -82,9 +82,9 @@ def check_initial_weights(path: Path, config: Config, vocabulary: "Vocabulary") 
 
 @torch.no_grad()
 def load_initial_weights(model: BertForPreTraining, path: Path) -> list[str]:
-    """Read the weights of a checkpoint into ``model``; return the names of weights of heads that a folder lacks.
+    """Read a checkpoint's weights into ``model``; return the names of the heads' weights that a folder lacks.
 
-    Rows of its word table past the model's vocabulary, which others pad, are omitted. Raises ``ValueError`` when weights are
+    Rows of its word table past the model's vocabulary are padding and are omitted. Raises ``ValueError`` if weights are
     missing, damaged, or of another architecture.
     """
     state, found = model.state_dict(), _open(path, model.config, whole=not path.is_dir()).weights
@@ -109,7 +109,7 @@ def _open(path: Path, model: ModelConfig, whole: bool) -> "CheckpointSource":
                 f"{path} holds a model with {name} {found}, but model.{name} is {expected}: "
                 f"set --model.{name.replace('_', '-')} {found}"
             )
-    # More rows than tokens are padding, and left out; fewer would leave tokens without one.
+    # Extra rows are padding and are omitted, but with fewer rows some tokens would have no embedding.
     if source.model.vocab_size < model.vocab_size:
         raise ValueError(
             f"{path} holds a model of {source.model.vocab_size:,} tokens, but model.vocab_size is {model.vocab_size:,}: "

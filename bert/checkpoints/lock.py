@@ -1,4 +1,4 @@
-"""Lock on a folder of checkpoints, so that one run at a time uses it."""
+"""Lock on a checkpoint folder, so that only one run at a time uses it."""
 
 import os
 import shutil
@@ -11,10 +11,10 @@ NAME = ".lock"
 
 
 def lock_checkpoints(folder: Path, patience_s: float) -> int:
-    """Lock ``folder``, which is created if need be, until this process ends or closes the descriptor that is returned.
+    """Lock ``folder``, creating it if necessary, until this process ends or closes the returned descriptor.
 
-    Unfinished checkpoints of killed runs are removed. ``patience_s``: seconds to wait for another process to end, such as
-    a process of the same run.
+    Unfinished checkpoints of killed runs are removed. ``patience_s`` is the number of seconds to wait for another process to
+    end, such as an earlier process of the same run.
 
     Raises:
         ValueError: another run holds the lock.
@@ -29,9 +29,9 @@ def lock_checkpoints(folder: Path, patience_s: float) -> int:
             "wait until that run has ended"
         ) from None
     try:
-        # Nobody writes these while this process has the lock.
+        # No other process writes these while this process has the lock.
         for left in filter(is_temporary, folder.glob(".step_*.partial")):
-            shutil.rmtree(left, ignore_errors=True)  # files, and folders of other users, stay
+            shutil.rmtree(left, ignore_errors=True)  # plain files and other users' folders remain
     except BaseException:
         os.close(descriptor)
         raise

@@ -1,7 +1,7 @@
-"""Checkpoints from elsewhere and from this program, opened: TensorFlow 1, Hugging Face, safetensors.
+"""Readers of checkpoints in several formats: TensorFlow 1, Hugging Face, and this program's safetensors files.
 
-The kind of a checkpoint follows from its content. Opening checks everything but the numbers, which are read weight by
-weight, when they are needed.
+The format is detected from the content. Opening a checkpoint checks everything except the values of the weights, which are
+read one weight at a time when they are needed.
 """
 
 import math
@@ -25,9 +25,9 @@ from console.files import open_regular, sha256_of
 from dataloading.text.tokenization import Vocabulary
 
 _FORMER_ENDINGS = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
-"""Names in Hugging Face's older files for the names of today."""
+"""Current names in Hugging Face's files, and the names in its older files."""
 _HEADS = ("pooler", "next_sentence", "transform", "decoder_bias")
-"""How the names of weights begin that are not the encoder's."""
+"""Prefixes of the names of weights outside the encoder."""
 _TIED = {
     "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
     "cls.predictions.decoder.bias": "cls.predictions.bias",
@@ -36,27 +36,27 @@ _TIED = {
 
 @dataclass(frozen=True)
 class CheckpointSource:
-    """An open checkpoint: everything is known but the numbers."""
+    """An open checkpoint whose weights have not been read yet."""
 
     kind: str
     weights: Mapping[str, Weight]
-    """By this program's names."""
+    """Weights by this program's names."""
     model: ModelConfig
     make_digest: Callable[[], str]
-    """Returns the digest of the source, with the name of the file that it is of."""
+    """Returns the digest of the source, with the name of the digested file."""
     vocabulary_sha256: str | None = None
-    """Digest of the vocabulary that it was trained with, if known."""
+    """Digest of the vocabulary that the model was trained with, if known."""
 
     @cached_property
     def digest(self) -> str:
-        """The digest of the source, which is read for it."""
+        """Digest of the source. Computing it reads the file."""
         return self.make_digest()
 
 
 def open_source(path: Path, num_attention_heads: int | None = None, whole: bool = True) -> CheckpointSource:
-    """Open a checkpoint and check that it holds a BERT; ``num_attention_heads`` for files that do not state it.
+    """Open a checkpoint and check that it holds a BERT; ``num_attention_heads`` is for files that do not state it.
 
-    Unless ``whole``, pooler and heads may be missing from Hugging Face's files, as from those of ``BertForMaskedLM``. Raises
+    Unless ``whole``, Hugging Face's files may lack pooler and heads, as files of ``BertForMaskedLM`` do. Raises
     ``ValueError``.
     """
     if not path.exists() and path.with_name(path.name + INDEX_SUFFIX).is_file():
@@ -71,9 +71,9 @@ def open_source(path: Path, num_attention_heads: int | None = None, whole: bool 
         end = file.read(8)
     if end == MAGIC:
         return _open_tensorflow(path.with_suffix(""), num_attention_heads)
-    if start[8:9] == b"{":  # behind the length of the header, which is JSON
+    if start[8:9] == b"{":  # the JSON header follows its own length
         return _open_safetensors(path, num_attention_heads, whole)
-    # An archive of torch.save, or a bare pickle.
+    # An archive of torch.save, or a bare pickle file.
     if start.startswith((b"PK\x03\x04", b"\x80")) or path.suffix in (".bin", ".pt", ".pth", ".pkl"):
         raise ValueError(
             f"{path} is a pickle file, which can run any code when it is read, and is not: save it as safetensors first"
@@ -85,13 +85,13 @@ def open_source(path: Path, num_attention_heads: int | None = None, whole: bool 
 
 
 def vocabulary_of(found: CheckpointSource, source: Path, vocab: Path | None) -> Vocabulary:
-    """Read the vocabulary of a model, by default from beside its checkpoint. Raises ``ValueError`` if it is another's."""
+    """Read a model's vocabulary, by default from beside its checkpoint. Raises ``ValueError`` if it does not match."""
     beside = (source if source.is_dir() else source.parent) / "vocab.txt"
     if vocab is None and not beside.is_file():
         raise ValueError(f"there is no {beside}: set --vocab to the vocabulary that the model was trained with")
     path = beside if vocab is None else vocab
     vocabulary = Vocabulary.from_file(path)
-    # Fewer tokens than rows are fine: tables are often padded.
+    # There may be fewer tokens than rows, because tables are often padded.
     if vocabulary.size > found.model.vocab_size:
         raise ValueError(f"{path} has {vocabulary.size:,} tokens, but the model has {found.model.vocab_size:,} rows")
     if found.vocabulary_sha256 not in (None, vocabulary.sha256):
@@ -111,7 +111,7 @@ def _open_tensorflow(prefix: Path, heads: int | None) -> CheckpointSource:
             return None
         if not variable.endswith("/kernel"):
             return Weight(entry.shape, lambda: torch.from_numpy(bundle.array(variable)))
-        # Kernels are [in, out]; the transpose is a view, made contiguous when it is written.
+        # TensorFlow's kernels are [in, out]. The transpose is a view, which is made contiguous when it is written.
         return Weight(entry.shape[::-1], lambda: torch.from_numpy(bundle.array(variable).T))
 
     layers = _layers(r"bert/encoder/layer_(\d+)/", bundle.entries)
@@ -190,12 +190,12 @@ def _name_of_today(name: str) -> str:
     for today, former in _FORMER_ENDINGS.items():
         if name.endswith(former):
             name = name.removesuffix(former) + today
-    # Files of BertModel alone have no prefix.
+    # Names in files of a bare BertModel have no prefix.
     return name if name.startswith(("bert.", "cls.")) else f"bert.{name}"
 
 
 def _found(find: Callable[[str], Weight | None], layers: int) -> tuple[dict[str, Weight], dict[str, str]]:
-    """Find all weights by Hugging Face's names; return the weights, and those names of the missing ones."""
+    """Find all weights by Hugging Face's names; return the weights, and the Hugging Face name of each missing weight."""
     weights, missing = {}, {}
     for ours, theirs in hugging_face_names(layers).items():
         parts = [find(name) for name in theirs]
@@ -224,7 +224,7 @@ def _read(path: Path, name: str) -> Tensor:
 
 
 def _require_tied(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Refuse a decoder that is not the word table: it would be dropped silently."""
+    """Raise ``ValueError`` if the decoder is not the word table, because it would be dropped silently."""
     for copy, original in _TIED.items():
         kept = next((name for name in (original, original.removeprefix("bert.")) if name in shapes), None)
         if kept and copy in shapes and not torch.equal(_read(path, copy), _read(path, kept)):
@@ -232,7 +232,7 @@ def _require_tied(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
 
 
 def _layers(pattern: str, names: Iterable[str]) -> int:
-    # Counted, and not the largest number, since a file may state any.
+    # Count the layers instead of taking the largest number, because a file may contain any number.
     return len({match[1] for name in names if (match := re.match(pattern, name))})
 
 
@@ -249,7 +249,7 @@ def _require_whole(source: str, missing: Mapping[str, str]) -> None:
 def _model_of(
     weights: Mapping[str, Weight], layers: int, heads: int | None, source: str, like: ModelConfig | None = None
 ) -> ModelConfig:
-    """Return the architecture by the weights' shapes, which must agree with each other; all else is as in ``like``."""
+    """Return the architecture implied by the weights' shapes, which must be consistent; ``like`` provides the rest."""
     tables = [weights[f"embeddings.{name}"].shape for name in ("word", "position", "segment")]
     if layers < 1 or any(len(shape) != 2 for shape in tables):
         raise ValueError(f"{source}: {layers} layers and tables of shapes {tables}, expected a BERT")
@@ -272,7 +272,7 @@ def _model_of(
         )
     except ValueError as error:
         raise ValueError(f"{source}: {error}") from None
-    # Layers are alike: one is built for all, however many a file claims.
+    # All layers have equal shapes, so one layer is enough, however many a file claims to have.
     expected = parameter_shapes(replace(model, num_hidden_layers=1))
     for name, weight in weights.items():
         shape = expected[re.sub(r"^layers\.\d+", "layers.0", name)]

@@ -1,9 +1,10 @@
 """TensorFlow 1 checkpoints ("tensor bundles"), read without TensorFlow, and the names of BERT's variables in them.
 
-A bundle is ``PREFIX.index`` and the data files ``PREFIX.data-0000i-of-0000n``. The index is a sorted table in LevelDB's
-format (its doc/table_format.md) with a header under the empty key, and the place and the checksum of each tensor under its
-name (tensorflow/core/protobuf/tensor_bundle.proto). Files are not trusted: every length is compared with the size of the
-file before anything is allocated, every block and every tensor that is read with its checksum. Errors are ``ValueError``.
+A bundle consists of ``PREFIX.index`` and the data files ``PREFIX.data-0000i-of-0000n``. The index is a sorted table in
+LevelDB's format (its doc/table_format.md). Its empty key holds a header, and each tensor's name maps to its position and
+checksum (tensorflow/core/protobuf/tensor_bundle.proto). Files are not trusted: every length is compared with the file
+size before memory is allocated, and every block and tensor that is read is verified by its checksum. Errors are
+``ValueError``.
 """
 
 import hashlib
@@ -26,16 +27,16 @@ _MOST_INDEX_BYTES = 4 << 20
 _MOST_TENSORS = 1 << 16
 _MOST_NAME_BYTES = 1024
 _MOST_TENSOR_BYTES = 1 << 30
-"""BERT-Large's largest tensor is an eighth of that."""
+"""Eight times the size of BERT-Large's largest tensor."""
 _FOOTER_BYTES = 48
 _TRAILER_BYTES = 5
-"""One byte of compression type and the checksum after each block."""
+"""A block is followed by one byte of compression type and a checksum."""
 _OBJECT_GRAPH = "_CHECKPOINTABLE_OBJECT_GRAPH"
 _FLOAT32 = 1
 _REMEDY = "fetch or copy the checkpoint again"
 _PUBLISHED = ("f97de3ae180eb8d479555c939d50d048", 4_034_713_312)
-"""The benchmark's phase-1 checkpoint: MD5 of its index, bytes of its data file."""
-# The first ending that fits is taken: the last one is an ending of others.
+"""The benchmark's phase-1 checkpoint: MD5 of its index, and size of its data file in bytes."""
+# The first matching ending is used: the last one is also the end of other names.
 _ENDINGS = {
     "embeddings.weight": "embeddings",
     "LayerNorm.weight": "LayerNorm/gamma",
@@ -49,23 +50,23 @@ _ENDINGS = {
 
 @dataclass(frozen=True)
 class Entry:
-    """Type, shape and place of a tensor. Sizes are in bytes."""
+    """Type, shape and position of a tensor. Offsets and sizes are in bytes."""
 
     dtype: int
-    """TensorFlow's number of the type."""
+    """TensorFlow's number for the dtype."""
     shape: tuple[int, ...]
     shard: int
     offset: int
     size: int
     checksum: int
-    """Masked CRC-32C."""
+    """Masked CRC-32C of the tensor."""
     is_partitioned: bool
 
 
 class TensorBundle:
     """An open TensorFlow checkpoint.
 
-    Raises ``ValueError`` if the index is damaged, is no index, or does not fit the data files.
+    Raises ``ValueError`` if the index is damaged, is not an index, or does not match the data files.
     """
 
     def __init__(self, prefix: Path) -> None:
@@ -79,14 +80,14 @@ class TensorBundle:
             self.entries = {
                 key.decode(): _entry(value)
                 for key, value in records.items()
-                if not key.startswith(b"\0") and key  # a part of a partitioned variable, and the header
+                if not key.startswith(b"\0") and key  # neither a part of a partitioned variable nor the header
             }
-        except ValueError as error:  # also a name that is not UTF-8
+        except ValueError as error:  # a name that is not UTF-8 also raises this
             raise ValueError(f"{self.index}: {error}; {_REMEDY}") from None
         if _OBJECT_GRAPH in self.entries:
             raise ValueError(f"{self.index} is a TF2 checkpoint: take the TF1 form, or a Hugging Face folder")
         self._require_extents()
-        # MLCommons publishes MD5s. They identify the file and protect nothing, which FIPS builds have to be told.
+        # MLCommons publishes MD5 digests. FIPS builds allow MD5 only for purposes other than security.
         md5 = hashlib.md5(content, usedforsecurity=False).hexdigest()
         self.is_published = (md5, self.data_file(0).stat().st_size) == _PUBLISHED
 
@@ -112,10 +113,10 @@ class TensorBundle:
         return entry
 
     def array(self, name: str) -> np.ndarray:
-        """Read an fp32 tensor and compare it with its checksum. Raises ``ValueError``."""
+        """Read an fp32 tensor and verify its checksum. Raises ``ValueError``."""
         entry = self.readable(name)
         assert entry is not None
-        # Read into an array: one made of bytes would be read-only, of which torch.from_numpy warns.
+        # Read into a writable array, because torch.from_numpy warns about read-only arrays.
         path, content = self.data_file(entry.shard), np.empty(entry.size, np.uint8)
         with open_regular(path) as file:
             file.seek(entry.offset)
@@ -126,7 +127,7 @@ class TensorBundle:
 
     def _require_extents(self) -> None:
         found = {}
-        # The first file is asked for its size even if no tensor is in it.
+        # Include the first file even if it contains no tensor, because its size is needed later.
         for shard in {entry.shard for entry in self.entries.values()} | {0}:
             if shard >= self.shards:
                 raise ValueError(f"{self.index}: a tensor in data file {shard} of {self.shards}; {_REMEDY}")
@@ -154,12 +155,12 @@ def tf1_name(name: str) -> str:
 def _shard_count(records: dict[bytes, bytes]) -> int:
     if b"" not in records:
         raise ValueError("no header")
-    # BundleHeaderProto: num_shards, endianness. A field that is 0 is not written.
+    # BundleHeaderProto: num_shards, endianness. Fields with the value 0 are not written.
     header = dict(_fields(records[b""]))
     shards = _integer(header.get(1, 0))
     if header.get(2, 0) != 0:
         raise ValueError("written on a big-endian machine, which is not supported")
-    if not 0 < shards < 100_000:  # names of data files have five digits
+    if not 0 < shards < 100_000:  # data file names have five digits
         raise ValueError(f"{shards} data files")
     return shards
 
@@ -168,21 +169,21 @@ def _entry(value: bytes) -> Entry:
     # BundleEntryProto: dtype 1, shape 2, shard_id 3, offset 4, size 5, crc32c 6, slices 7.
     fields = dict(_fields(value))
     dtype, shard, offset, size, checksum = (_integer(fields.get(number, 0)) for number in (1, 3, 4, 5, 6))
-    # TensorShapeProto: dim 2, its size 1.
+    # TensorShapeProto: dim 2, whose size is field 1.
     dims = [dim for number, dim in _fields(_message(fields.get(2, b""))) if number == 2]
     shape = tuple(_integer(dict(_fields(_message(dim))).get(1, 0)) for dim in dims)
-    # Numbers are unsigned here: a negative one of a damaged file is beyond these bounds.
+    # Numbers are unsigned here, so a negative number in a damaged file exceeds these bounds.
     if len(shape) > 8 or any(dim >= 1 << 40 for dim in shape) or max(offset, size) >= 1 << 62:
         raise ValueError(f"a tensor of {len(shape)} dimensions with {size:,} bytes at {offset:,}")
     return Entry(dtype, shape, shard, offset, size, checksum, 7 in fields)
 
 
 def _sorted_table(content: bytes) -> Iterator[tuple[bytes, bytes]]:
-    """Yield keys and values of a sorted table."""
+    """Yield the keys and values of a sorted table."""
     if len(content) < _FOOTER_BYTES or not content.endswith(MAGIC):
         raise ValueError("not the index of a TensorFlow checkpoint (the mark at its end is missing)")
     blocks_end, footer = len(content) - _FOOTER_BYTES, content[-_FOOTER_BYTES:]
-    # The footer: offset and size of the meta index, which is not needed, and of the index of blocks.
+    # The footer has offset and size of the meta index, which is not needed, and of the index of blocks.
     position, numbers = 0, []
     for _ in range(4):
         number, position = _varint(footer, position)
@@ -196,7 +197,7 @@ def _sorted_table(content: bytes) -> Iterator[tuple[bytes, bytes]]:
             tensors += 1
             if last is not None and key <= last:
                 raise ValueError(f"the key {key!r} follows {last!r}: expected ascending keys")
-            # Keys are stored by their differences: a small file can hold very many.
+            # Keys share prefixes, so even a small file can contain very many keys.
             if tensors > _MOST_TENSORS:
                 raise ValueError(f"more than {_MOST_TENSORS:,} tensors")
             last = key
@@ -204,18 +205,18 @@ def _sorted_table(content: bytes) -> Iterator[tuple[bytes, bytes]]:
 
 
 def _block(content: bytes, offset: int, size: int, end: int) -> Iterator[tuple[bytes, bytes]]:
-    """Yield keys and values of one block that must end, with its trailer, before ``end``."""
+    """Yield the keys and values of one block, which must end, including its trailer, before ``end``."""
     after = offset + size
     if after + _TRAILER_BYTES > end or size < 4:
         raise ValueError(f"a block at bytes {offset:,} to {after:,}, expected at least four bytes before {end:,}")
     kind, checksum = struct.unpack_from("<BI", content, after)
-    # The checksum is over the block and the byte of its type.
+    # The checksum covers the block and its type byte.
     if _masked(google_crc32c.value(content[offset : after + 1])) != checksum:
         raise ValueError(f"the block at byte {offset:,} does not have its checksum")
     if kind > 1:
         raise ValueError(f"a block of compression type {kind}: expected 0 (none) or 1 (Snappy)")
     block = _uncompressed(content[offset:after]) if kind else content[offset:after]
-    # Records, then restart points for searches and the number of restart points.
+    # A block has records, then restart points for searches, then the number of restart points.
     restarts = int.from_bytes(block[-4:], "little")
     if restarts > len(block) // 4 - 1:
         raise ValueError(f"a block of {len(block):,} bytes with {restarts:,} restart points")
@@ -223,7 +224,7 @@ def _block(content: bytes, offset: int, size: int, end: int) -> Iterator[tuple[b
     for _ in range(_MOST_TENSORS + 1):
         if position >= len(block):
             return
-        # Bytes shared with the key before; then the lengths of the new part of the key, and of the value.
+        # A record starts with the number of bytes shared with the previous key, the rest's length, and the value's length.
         shared, position = _varint(block, position)
         fresh, position = _varint(block, position)
         length, position = _varint(block, position)
@@ -236,7 +237,7 @@ def _block(content: bytes, offset: int, size: int, end: int) -> Iterator[tuple[b
 
 
 def _uncompressed(packed: bytes) -> bytes:
-    """Decompress a block (format_description.txt of google/snappy); the benchmark's index is compressed."""
+    """Decompress a block (format_description.txt of google/snappy). The benchmark's index is compressed."""
     length, position = _varint(packed, 0)
     if length > _MOST_INDEX_BYTES:
         raise ValueError(f"a compressed block of {length:,} bytes, expected at most {_MOST_INDEX_BYTES:,}")
@@ -244,7 +245,7 @@ def _uncompressed(packed: bytes) -> bytes:
     while position < len(packed) and len(result) <= length:
         tag = packed[position]
         kind, count, position = tag & 3, tag >> 2, position + 1  # a literal, or a copy with 1, 2 or 4 bytes of distance
-        # A literal of up to 60 bytes has its length in the tag; above that the tag says how many bytes hold it.
+        # The tag has the length of a literal of up to 60 bytes. For longer ones, it says how many bytes the length takes.
         extra = (max(0, count - 59), 1, 2, 4)[kind]
         number = int.from_bytes(packed[position : position + extra], "little")
         position += extra
@@ -253,13 +254,13 @@ def _uncompressed(packed: bytes) -> bytes:
             result += packed[position : position + count]
             position += count
         else:
-            # The short form keeps three bits of the distance in the tag, and four to eleven bytes are copied.
+            # The short form of a copy has three bits of the distance in the tag, and copies four to eleven bytes.
             count, distance = (count % 8 + 4, tag >> 5 << 8 | number) if kind == 1 else (count + 1, number)
             if not 0 < distance <= len(result):
                 raise ValueError(f"a compressed block that copies from {distance:,} bytes back after {len(result):,}")
             start = len(result) - distance
             piece = result[start : start + count]
-            result += (piece * (-(-count // len(piece))))[:count]  # a copy may reach into its own output
+            result += (piece * (-(-count // len(piece))))[:count]  # a copy may overlap its own output
     if position != len(packed) or len(result) != length or length < 4:
         raise ValueError(f"a compressed block that gives {len(result):,} bytes, expected {length:,} and at least 4")
     return bytes(result)
@@ -270,7 +271,7 @@ def _fields(content: bytes) -> Iterator[tuple[int, int | bytes]]:
     position = 0
     while position < len(content):
         tag, position = _varint(content, position)
-        # Wire types: 0 varint, 1 and 5 of fixed size, 2 with a length.
+        # Wire types: 0 is a varint, 1 and 5 have a fixed size, 2 has a length.
         kind, length = tag & 7, {1: 8, 5: 4}.get(tag & 7, 0)
         if kind == 0:
             value, position = _varint(content, position)
@@ -288,7 +289,7 @@ def _fields(content: bytes) -> Iterator[tuple[int, int | bytes]]:
 
 
 def _varint(content: bytes, position: int) -> tuple[int, int]:
-    """Return an unsigned number of up to 64 bits, seven a byte, and the position after it."""
+    """Parse a varint of up to 64 bits, seven bits per byte; return it and the position after it."""
     number = 0
     for index, byte in enumerate(content[position : position + 10]):
         number |= (byte & 127) << 7 * index

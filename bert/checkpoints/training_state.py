@@ -1,15 +1,16 @@
 """Checkpoints of a run, from which it continues on any number of ranks.
 
-    FOLDER/step_00000120/model.safetensors      weights, as ``data.initial_checkpoint`` takes them too
-                         momentum.safetensors   LAMB's moments, under the names of the weights
-                         variance.safetensors
-                         state.json             everything else, with size and digest of each file
+    FOLDER/step_00000120/model.safetensors      weights, also accepted by ``data.initial_checkpoint``
+                         momentum.safetensors   LAMB's first moments, under the names of the weights
+                         variance.safetensors   LAMB's second moments
+                         state.json             everything else, with the size and digest of each file
 
-Its content does not depend on the number of ranks that wrote it: shards are gathered, and the sample order follows from seed
-and step. Rank 0 writes and reads, and one run at a time has the folder (``bert.checkpoints.lock``). PyTorch's own formats
-unpickle, so whoever can write to the folder could run code. A checkpoint gets its name when all of it is on disk.
+The content does not depend on the number of ranks that wrote it: shards are gathered, and the sample order follows from
+seed and step. Rank 0 reads and writes the files, and only one run at a time uses the folder (``bert.checkpoints.lock``).
+PyTorch's own formats use pickle, so anyone who can write to the folder could run code. A checkpoint gets its final name
+after it is completely on disk.
 
-Training waits only for the copy to the host's memory; a thread writes it from there.
+Training waits only for the copy to host memory; a thread writes the files from there.
 """
 
 import hashlib
@@ -51,22 +52,22 @@ _Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]  # counters on the devic
 
 @dataclass(frozen=True)
 class RunState:
-    """State of a run besides its weights and moments."""
+    """State of a run, except for its weights and moments."""
 
     step: _Count
-    """Global batches trained: the position in the plan."""
+    """Number of global batches trained, which is the position in the plan."""
     samples: _Count
     optimizer_steps: _Count
-    """Fewer than ``step`` if steps were skipped."""
+    """Number of optimizer steps taken, fewer than ``step`` if steps were skipped."""
     seed: _Count
     dropout_draws: _Count
-    """The counter of the dropout's random state; its key follows from seed, rank and number of ranks."""
+    """Counter of dropout's random state. The key follows from the seed, the rank and the number of ranks."""
     fp8_scales: list[Annotated[float, msgspec.Meta(gt=0)]] | None
     settings: dict[str, str]
-    """Settings that must be the same when the run continues."""
+    """Settings that must not change when the run continues."""
     path: str = ""
     world: World | None = None
-    """Hosts and shares of the run that wrote it; None in old checkpoints."""
+    """Hosts and batch shares of the run that wrote the checkpoint; None in old checkpoints."""
 
 
 @dataclass(frozen=True)
@@ -84,14 +85,14 @@ class _StateFile(RunState):
 
 
 class Checkpoints:
-    """Writer of a run's checkpoints, one at a time, which keeps the newest ones."""
+    """Writer of a run's checkpoints. It writes one at a time and keeps the newest ones."""
 
     def __init__(
         self, config: Config, train: Dataset, mesh: Mesh, seed: int, step: TrainingStep, world: World | None = None
     ) -> None:
         assert config.checkpoint.folder is not None
         self.longest_s: float | None = None
-        """Seconds that writing one has taken at most."""
+        """Longest time that writing a checkpoint has taken, in seconds; None before the first one."""
         self._config = config.checkpoint
         self._folder = config.checkpoint.folder
         self._settings = fixed_settings(config, train)
@@ -103,10 +104,10 @@ class Checkpoints:
         self._written: Future[None] | None = None
         size, pinned = step.whole.size, mesh.device.type == "cuda"
         self._removable = set(_by_step(self._folder)) if mesh.is_main else set()
-        """Checkpoints that are this run's own to replace: those it goes on from, and those it has written."""
-        # Made once, as pinned memory is slow to get, and because training waits for the copies.
+        """Checkpoints that this run may delete: those that it found at the start, and those that it has written."""
+        # Allocated once, because pinned memory is slow to allocate and training waits for the copies.
         self._copies = [torch.empty(size, pin_memory=pinned) for _ in _FILES] if mesh.is_main else []
-        """Of the whole model, in the host's memory: what is being written."""
+        """Copies of the whole model's weights and moments in host memory, from which the thread writes."""
 
     @property
     def writing(self) -> bool:
@@ -114,34 +115,34 @@ class Checkpoints:
         return self._written is not None and not self._written.done()
 
     def due(self, steps: int) -> bool:
-        """Tell whether a checkpoint is to be written after so many steps."""
+        """Tell whether a checkpoint is due after ``steps`` steps."""
         return steps % self._config.every_steps == 0
 
     def wait(self) -> None:
-        """Wait until the one that is being written is on disk, or has failed."""
+        """Wait until the checkpoint that is being written is on disk, or has failed."""
         if self._written is not None:
             wait([self._written])
 
     def failure(self) -> OSError | None:
-        """Return, once, the error that kept the last checkpoint from being written, if one did."""
+        """Return the error if the last checkpoint could not be written. Each error is returned only once."""
         if self._written is None or not self._written.done():
             return None
         error = self._written.exception()
         self._written = None
-        # A mistake of the program is no full disk, and ends the run.
+        # Only errors of the file system are survivable. Anything else is a bug and ends the run.
         if error is not None and not isinstance(error, OSError):
             raise error
         return error
 
     def save(self, steps: int, samples: int) -> None:
-        """Begin to write one, after ``wait`` for the one before; every rank must call it after the same step.
+        """Start writing a checkpoint; ``wait`` must be called first. Every rank must call it after the same step.
 
-        From here on, random numbers and FP8 scales are those of a run that goes on from this checkpoint.
+        It also resets random numbers and FP8 scales to the values that a run resumed from this checkpoint has.
         """
         step = self._step
-        # The state of a generator is of one rank: at any number of them, all start anew here, and so does who resumes.
+        # A generator's state depends on the rank, so reseed here as a resumed run does, on any number of ranks.
         reseed(self._seed, steps, self._mesh)
-        if step.fp8 is not None:  # each rank has its own: with the smallest, nothing overflows on any
+        if step.fp8 is not None:  # scales differ between ranks; the smallest ones overflow nowhere
             step.fp8.set_scales_(all_reduce_min_(step.fp8.scale_S))
             step.fp8.refresh_weights_()
         step.gather_weights()
@@ -153,7 +154,7 @@ class Checkpoints:
                 self._copies[place].copy_(whole)
         if not self._mesh.is_main:
             return
-        # What it reads of the device waits for nothing more: the copies above have waited.
+        # Reading from the device does not wait here, because the copies above have already waited.
         state = RunState(
             step=steps,
             samples=samples,
@@ -170,7 +171,7 @@ class Checkpoints:
         begin = time.perf_counter()
         try:
             self._write_folder(state)
-        except OSError as error:  # writing to an open file fails without its name
+        except OSError as error:  # errors of an open file do not contain its name
             raise OSError(error.errno, error.strerror, error.filename or str(self._folder)) from None
         finally:
             self.longest_s = max(self.longest_s or 0.0, time.perf_counter() - begin)
@@ -182,26 +183,26 @@ class Checkpoints:
             partial.mkdir()
             for name, copy in zip(_FILES, self._copies, strict=True):
                 write_safetensors(partial / name, _weights(self._step, copy), {})
-                sync(partial / name)  # on disk before the folder has its name
+                sync(partial / name)  # the file must be on disk before the folder gets its name
             files = {name: _digest(partial / name) for name in _FILES}
             content = msgspec.json.encode(_StateFile(**vars(state), files=files))
             write_atomically(partial / "state.json", msgspec.json.format(content, indent=1))
             sync(partial)
-            # A folder is not renamed over one that holds files. It is this run's own, which it has passed over as
-            # broken.
+            # A rename cannot replace a folder that has files. A folder that this run may delete was skipped as broken
+            # when the run resumed.
             if final in self._removable:
                 shutil.rmtree(final, ignore_errors=True)
-        # Those of later steps are not counted: a run that has passed over broken ones still keeps its own.
+        # Later steps do not count, so that a run that skipped broken later checkpoints still keeps its own.
         self._removable.add(final)
         earlier = [path for path in _by_step(self._folder) if _step_of(path) <= state.step]
-        # Others in the folder may be needed by somebody: only what is this run's own goes.
+        # Delete only this run's own checkpoints: other runs may need the rest.
         for old in earlier[self._config.keep :]:
             if old in self._removable:
                 shutil.rmtree(old)
 
 
 def checkpoint_folders(folder: Path) -> list[Path]:
-    """The checkpoints in ``folder`` by their names, the newest first; ``folder`` itself if it is one."""
+    """Return the checkpoints in ``folder``, newest first, or only ``folder`` itself if it is a checkpoint."""
     return [folder] if (folder / "state.json").is_file() else _by_step(folder)
 
 
@@ -215,22 +216,22 @@ def _step_of(path: Path) -> int:
 
 
 def reseed(seed: int, steps: int, mesh: Mesh) -> None:
-    """Start PyTorch's own generators anew, from what a run that goes on knows too."""
+    """Reseed PyTorch's own generators from values that a resumed run also has."""
     known = f"seed {seed} step {steps} rank {mesh.rank} of {mesh.world_size}"
-    # Hashed, because the CPU's generator takes no more than the low 32 bits.
+    # Hashed, because the CPU's generator uses only the low 32 bits.
     torch.manual_seed(int.from_bytes(hashlib.sha256(known.encode()).digest()[:8]))
 
 
 def lock(folder: Path, mesh: Mesh, again: bool) -> None:
-    """Keep other runs out of a folder of checkpoints until this process ends; every rank must call it at the same time.
+    """Keep other runs out of a checkpoint folder until this process ends; every rank must call it at the same time.
 
-    ``again``: the run is restarted, and an ending process of it may still have the lock. A file system without locks gets a
-    warning. Raises ``ValueError`` on every rank when another run is there.
+    With ``again``, this run was restarted, and one of its earlier processes may still hold the lock. If the file system has
+    no locks, a warning is printed. Raises ``ValueError`` on every rank if another run holds the lock.
     """
 
     def take() -> str:
         try:
-            # The descriptor, a plain number, is dropped: it stays open, and the lock taken, until the process ends.
+            # The descriptor is a plain integer. Dropping it does not close it, so the lock is held until the process ends.
             lock_checkpoints(folder, _PATIENCE_S if again else 0.0)
         except OSError as error:
             return f"warning: no lock on {folder} ({error.strerror}): see that no other run writes there"
@@ -242,9 +243,9 @@ def lock(folder: Path, mesh: Mesh, again: bool) -> None:
 
 
 def find(folder: Path, config: Config, train: Dataset, mesh: Mesh) -> RunState:
-    """Return the newest whole checkpoint in ``folder`` that this run may continue from; all ranks agree.
+    """Return the newest complete checkpoint in ``folder`` that this run may continue from, the same on all ranks.
 
-    Raises ``ValueError`` on every rank when there is none, with the reasons.
+    Raises ``ValueError`` with the reasons on every rank if there is none.
     """
     found = _on_rank0(lambda: msgspec.json.encode(_newest(folder, config, train)).decode(), mesh)
     return msgspec.json.decode(found, type=RunState)
@@ -267,11 +268,11 @@ def written_by(folder: Path, mesh: Mesh) -> str:
 
 
 def _on_rank0(act: Callable[[], str], mesh: Mesh) -> str:
-    """Return on all ranks the result of ``act`` on rank 0; its ``ValueError`` or ``OSError`` is a ``ValueError`` there."""
+    """Run ``act`` on rank 0 and return its result on all ranks; its errors become a ``ValueError`` on all ranks."""
     answer = ""
     if mesh.is_main:
         try:
-            # Not raised here: the other ranks wait for an answer.
+            # Not raised here, because the other ranks wait for an answer.
             answer = act()
         except (ValueError, OSError) as error:
             answer = f"error: {error}"
@@ -282,21 +283,21 @@ def _on_rank0(act: Callable[[], str], mesh: Mesh) -> str:
 
 
 def restore(step: TrainingStep, state: RunState, mesh: Mesh) -> None:
-    """Bring model and optimizer to where ``state`` says; every rank must call it at the same time."""
+    """Restore model and optimizer from the checkpoint of ``state``; every rank must call it at the same time."""
     reseed(state.seed, state.step, mesh)
-    # Zeros, since checkpoints do not hold the padding.
+    # Zeros, because checkpoints do not contain the padding.
     vectors = [torch.zeros_like(step.flat.weights_P) for _ in _FILES]
     for name, vector_P in zip(_FILES, vectors, strict=True):
         whole = vector_P.new_zeros(step.whole.size)
         if mesh.is_main:
             _read_into(step, Path(state.path) / name, whole)
-        # Rank 0 alone reads, so that others need not see its file system.
+        # Only rank 0 reads, so that the other ranks need no access to its file system.
         step.whole.shard_(vector_P, broadcast_(whole))
     weights_P, momentum_P, variance_P = vectors
     with torch.no_grad():
         step.flat.weights_P.copy_(weights_P)
         step.optimizer.set_moments_(momentum_P, variance_P)
-        # In place, here and below: captured graphs have these addresses.
+        # In place, here and below, because captured graphs contain these addresses.
         step.optimizer.steps.fill_(state.optimizer_steps)
         step.model.dropout_state[1] = state.dropout_draws
         if step.fp8 is not None and state.fp8_scales is not None:
@@ -304,11 +305,11 @@ def restore(step: TrainingStep, state: RunState, mesh: Mesh) -> None:
                 raise ValueError(f"{state.path}: {len(state.fp8_scales)} FP8 scales of another model; {_REMEDY}")
             step.fp8.set_scales_(torch.tensor(state.fp8_scales))
         step.refresh_copies_()
-    step.gather_weights()  # to whoever computes with copies of what others update
+    step.gather_weights()  # refresh the weights that other ranks update
 
 
 def fixed_settings(config: Config, train: Dataset) -> dict[str, str]:
-    """Collect the settings and data that decide the losses of a run besides its seed."""
+    """Collect the settings and data that, together with the seed, determine a run's losses."""
     settings = {
         f"{name}.{key}": str(value)
         for name, section in (("model", config.model), ("optimizer", config.optimizer))
@@ -330,7 +331,7 @@ def _newest(folder: Path, config: Config, train: Dataset) -> RunState:
             broken.append(str(error))
             continue
         for name, value in expected.items():
-            # Told, not passed over as a broken one is: it is whole, and the run is another.
+            # An error, unlike a broken checkpoint, which is skipped: this one is complete but belongs to a different run.
             if state.settings.get(name) != value:
                 raise ValueError(
                     f"{path} was made with {name} {state.settings.get(name)}, but this run has {value}: "
@@ -348,11 +349,11 @@ def _newest(folder: Path, config: Config, train: Dataset) -> RunState:
 
 
 def _read_state(path: Path) -> RunState:
-    """Read a checkpoint's state. Raises ``ValueError`` unless the checkpoint is whole."""
+    """Read a checkpoint's state. Raises ``ValueError`` if the checkpoint is not complete."""
     state = _state_file(path)
     for name in _FILES:
         file, digest = path / name, state.files.get(name)
-        # The size first: a digest reads the whole file.
+        # Compare the size first, because computing a digest reads the whole file.
         is_whole = digest is not None and file.is_file() and file.stat().st_size == digest.bytes
         if not is_whole or _digest(file) != digest:
             raise ValueError(f"{file} is missing, or not as it was written; {_REMEDY}")
@@ -380,7 +381,7 @@ def _read_into(step: TrainingStep, path: Path, whole: Tensor) -> None:
         with safe_open(path, "pt") as file:
             for name, part in step.whole.parts(whole):
                 found = file.get_tensor(name)
-                if found.shape != part.shape:  # one that is smaller would be repeated
+                if found.shape != part.shape:  # ``copy_`` would broadcast a smaller tensor
                     raise ValueError(f"{path} holds {name} of shape {tuple(found.shape)}, expected {tuple(part.shape)}")
                 part.copy_(found)
     except (SafetensorError, OSError, RuntimeError) as error:

@@ -1,4 +1,4 @@
-"""Safetensors files of this program: weights under their own names, with the model and the vocabulary's digest."""
+"""This program's safetensors files: weights under their own names, with the model and the vocabulary's digest."""
 
 import json
 import math
@@ -17,18 +17,18 @@ from console.files import atomic_path
 
 @dataclass(frozen=True)
 class Weight:
-    """A weight that is read when it is needed."""
+    """A weight whose values are read when needed."""
 
     shape: tuple[int, ...]
     read: Callable[[], Tensor]
 
 
 MODEL, VOCABULARY = "model", "vocabulary_sha256"
-"""Entries of a file's metadata. Shapes do not tell how many heads there are."""
+"""Keys in a file's metadata. The model is needed because shapes do not reveal the number of heads."""
 
 
 def save_weights(model: BertForPreTraining, path: Path, metadata: Mapping[str, str] | None = None) -> None:
-    """Write the weights and the model's configuration, whole or not at all."""
+    """Write the weights and the model's configuration atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     weights = {name: Weight(tuple(tensor.shape), tensor.detach().cpu) for name, tensor in model.state_dict().items()}
     with atomic_path(path) as temporary:
@@ -41,7 +41,7 @@ def model_metadata(model: ModelConfig) -> dict[str, str]:
 
 
 def stated_model(metadata: Mapping[str, str], source: str) -> ModelConfig | None:
-    """Return the model that a file states, or None. Raises ``ValueError`` if the statement is no model."""
+    """Return the model that a file's metadata states, or None. Raises ``ValueError`` if it is invalid."""
     if MODEL not in metadata:
         return None
     try:
@@ -51,11 +51,11 @@ def stated_model(metadata: Mapping[str, str], source: str) -> ModelConfig | None
 
 
 def write_safetensors(path: Path, weights: Mapping[str, Weight], metadata: Mapping[str, str]) -> None:
-    """Write fp32 weights one after the other, so that no more than one of them is in memory."""
-    # The library's own writer wants all tensors in memory at once.
+    """Write fp32 weights one after the other, so that at most one of them is in memory."""
+    # The library's own writer needs all tensors in memory at once.
     with path.open("xb") as file:
         file.write(safetensors_header({name: weight.shape for name, weight in weights.items()}, metadata)[0])
-        # By name, in which order the header has counted the offsets.
+        # Sorted by name, because the header's offsets follow this order.
         for name, weight in sorted(weights.items()):
             tensor = weight.read().float().contiguous()
             assert tensor.shape == weight.shape, name
@@ -63,9 +63,9 @@ def write_safetensors(path: Path, weights: Mapping[str, Weight], metadata: Mappi
 
 
 def safetensors_header(shapes: Mapping[str, tuple[int, ...]], metadata: Mapping[str, str]) -> tuple[bytes, int]:
-    """Return the beginning of a file of fp32 tensors, and the number of bytes that follow: the tensors, by name.
+    """Return the beginning of a file of fp32 tensors, and the number of bytes of the tensors, which follow by name.
 
-    The format: eight bytes with the length of a JSON header, the header, the tensors (safetensors, "Format").
+    A file consists of eight bytes with the length of a JSON header, the header, and the tensors (safetensors, "Format").
     """
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
@@ -73,5 +73,5 @@ def safetensors_header(shapes: Mapping[str, tuple[int, ...]], metadata: Mapping[
         start, end = end, end + 4 * math.prod(shape)
         header[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)  # tensors begin at a multiple of eight
+    text += b" " * (-len(text) % 8)  # tensors begin at a multiple of eight bytes
     return struct.pack("<Q", len(text)) + text, end

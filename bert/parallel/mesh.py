@@ -1,11 +1,11 @@
-"""Place of this process among the ranks: its host, the neighbors there, and the ranks that share its copy of the model.
+"""Place of this process among the ranks: its host, the neighbours there, and the ranks that share its copy of the model.
 
 The launcher's environment gives rank and world size; ``bert.parallel.rendezvous`` finds out which ranks share a host.
 
 Ranks are assigned host by host: first the shards of a stage, which exchange the most data and stay on one host, then the
 stages of a copy, on the same host or the next one, and then the copies. A host holds whole copies, or a copy takes whole
 hosts, so the ranks of a data group have the same local rank if each is on a host of its own. PyTorch's DeviceMesh cannot
-describe that: it assumes that neighboring ranks share a host.
+describe that: it assumes that neighbouring ranks share a host.
 """
 
 import math
@@ -34,7 +34,7 @@ TIMEOUT = timedelta(minutes=10)
 class Mesh:
     """This process's place in the run: a grid of nodes by ranks of a node.
 
-    ``tensor`` neighboring ranks on a node share a stage of the model. ``pipeline`` such groups share a copy of the model,
+    ``tensor`` neighbouring ranks on a node share a stage of the model. ``pipeline`` such groups share a copy of the model,
     and all ranks of a copy get the same micro-batches. Ranks with the same position in their copies have the same shards
     of the same layers and sum their gradients. They form a data group, which does not leave its rail.
     """
@@ -42,10 +42,10 @@ class Mesh:
     rank: int
     world_size: int
     local_rank: int
-    """Number of the process on its host, as given by the launcher, and of the device that it uses."""
+    """Index of the process on its host, as given by the launcher, and of the device that it uses."""
     device: torch.device
     nodes: tuple[tuple[int, ...], ...] = ()
-    """Ranks of each host, by local rank; ``()`` stands for one host. Neighboring processes may have any ranks."""
+    """Ranks of each host, by local rank; ``()`` stands for one host. Neighbours may have any ranks."""
     tensor: int = 1
     """Number of ranks that share a stage of the model, or the whole model if there is one stage."""
     pipeline: int = 1
@@ -85,12 +85,12 @@ class Mesh:
 
     @cached_property
     def data_rank(self) -> int:
-        """Number of this rank's copy, which determines its micro-batches."""
+        """Index of this rank's copy, which determines its micro-batches."""
         return next(copy for copy, ranks in enumerate(self.copies) if self.rank in ranks)
 
     @cached_property
     def copy_rank(self) -> int:
-        """Number of this rank in its copy."""
+        """Index of this rank in its copy."""
         return self.copies[self.data_rank].index(self.rank)
 
     @property
@@ -101,7 +101,7 @@ class Mesh:
 
     @property
     def tensor_rank(self) -> int:
-        """Number of this rank's shard of its stage."""
+        """Index of this rank's shard of its stage."""
         return self.copy_rank % self.tensor
 
     @property
@@ -111,7 +111,7 @@ class Mesh:
 
     @property
     def pipeline_rank(self) -> int:
-        """Number of this rank among ``pipeline_ranks``, which determines its layers."""
+        """Index of this rank among ``pipeline_ranks``, which determines its layers."""
         return self.copy_rank // self.tensor
 
     @property
@@ -132,11 +132,11 @@ class Mesh:
 
     @property
     def dropout_stream(self) -> int:
-        """Number of this rank's dropout stream. The stages of a copy share one, because their layers already differ."""
+        """Index of this rank's dropout stream. The stages of a copy share one, because their layers already differ."""
         return self.data_rank * self.tensor + self.tensor_rank if self.pipeline > 1 else self.rank
 
     def stages(self) -> list[int]:
-        """Number of every rank's place in its pipeline, by rank."""
+        """Return the index of each rank in its pipeline, by rank."""
         found = [0] * self.world_size
         for ranks in self.copies:
             for number, rank in enumerate(ranks):
@@ -183,7 +183,7 @@ def join_mesh(
         identities = join_group(launch, place, timeout, arrival or timeout)
         nodes = group_by_host(identities, one_launcher=device == "cuda")
         hosts = tuple(identity.host for identity in identities)
-    a_host = len(nodes[0]) if nodes else 1  # group_by_host ensures that all hosts have as many
+    a_host = len(nodes[0]) if nodes else 1  # group_by_host ensures that hosts have equally many
     parallel = parallel or ParallelConfig()
     require_whole_copies(parallel, launch.world_size // a_host, a_host)
     return Mesh(

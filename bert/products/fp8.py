@@ -48,7 +48,7 @@ from kernels.reference.fp8 import E4M3, E5M2, largest_scaled
 DENSES = 4
 """Number of dense layers in an encoder layer."""
 
-# Two rounds reach all sites (``calibrate_``). The others compute scales from gradients with little rounding error.
+# Two rounds reach all sites (``calibrate_``). The other rounds compute scales from gradients with little rounding error.
 _CALIBRATION_ROUNDS = 4
 
 

@@ -1,1 +1,1 @@
-"""Programs that make samples: from text, from the standard library, from a data set of another layout."""
+"""Programs that make samples from text, from the standard library's prose, or from a data set of another layout."""

@@ -1,4 +1,4 @@
-"""A data set from one layout to another, in several processes."""
+"""Conversion of a data set from one layout to another, in several processes."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,13 +23,13 @@ JOB_NAME = "convert.json"
 def convert(
     source: Dataset, out: Path, layout: Layout, *, jobs: int = 1, report: Callable[[str], None] = lambda _: None
 ) -> Dataset:
-    """Write the samples of ``source`` in their order to shards of another layout, one for each shard of the source.
+    """Convert each shard of ``source`` to a shard of another layout, with the samples in the same order.
 
-    Continues an interrupted conversion: existing shards that hold the right samples are kept. ``report`` is called with
-    each shard's name.
+    An interrupted conversion is continued: existing shards with the right samples are kept. ``report`` is called with the
+    name of each finished shard.
 
     Raises:
-        ValueError: ``out`` holds something else, the samples do not fit the layout, or a shard is damaged.
+        ValueError: ``out`` holds other files, the samples do not fit the layout, or a shard is damaged.
     """
     count = len(source.shards)
     tasks: list[_Task] = [(source, index, out / shard_name(index, count), layout) for index in range(count)]
@@ -39,7 +39,7 @@ def convert(
         for name in run_tasks(_convert_shard, tasks, jobs):
             report(name)
         dataset = index_shards(out, [path.name for _, _, path, _ in tasks], source.info)
-    # After the block: a conversion that fails needs the file to continue.
+    # Deleted only after success, because a failed conversion needs the file to continue.
     (out / JOB_NAME).unlink()
     return dataset
 
@@ -49,15 +49,15 @@ def convert_to_packed(
 ) -> Dataset:
     """Write the samples of ``source`` as packs of at most ``max_sequences`` samples and ``max_seq_length`` tokens.
 
-    Which samples share a pack is random, and so is the order of the packs. Errors as in `convert`; an interrupted
-    conversion begins again.
+    The samples of each pack and the order of the packs are random. Raises the same errors as `convert`. An interrupted
+    conversion starts again.
     """
     count = len(source.shards)
 
     def planned() -> Iterator[Packs]:
         return stream_packs(source.lengths, source.info.max_seq_length, max_sequences, seed)
 
-    # Planned twice, so that the number of packs is known before the first is written and no plan has to be kept.
+    # The packs are planned twice. The first plan only counts them, so that no plan has to be kept in memory.
     bounds = np.linspace(0, sum(len(packs) for packs in planned()), count + 1).astype(np.int64)
     names = [shard_name(index, count) for index in range(count)]
     with new_folder(out) as aside:
@@ -69,7 +69,7 @@ def convert_to_packed(
 
 
 def _cut(windows: Iterator[Packs], bounds: NDArray[np.int64]) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
-    """Yield the samples and offsets of packs ``bounds[i]`` to ``bounds[i + 1]``, for each i."""
+    """For each i, yield the samples and offsets of packs ``bounds[i]`` to ``bounds[i + 1]``."""
     samples, lengths = np.empty(0, np.int64), np.empty(0, np.int64)
     for wanted in np.diff(bounds).tolist():
         while len(lengths) < wanted:
@@ -85,12 +85,12 @@ _Task = tuple[Dataset, int, Path, Layout]
 
 
 def _convert_shard(task: _Task) -> str:
-    """Write one shard, unless it exists, and return its name."""
+    """Write one shard unless it exists; return its name."""
     source, index, path, layout = task
     digest = source.shards[index].digest
     if whole_shard(path, digest) is None:
         samples = source.open_listed(index).verify(digest)
         write = {"native": write_shard, "fixed": write_fixed, "varlength": write_varlength}[layout]
-        # The manifest names the source texts of all shards together.
+        # The manifest lists the source texts of all shards.
         write(path, samples, source.info.without_sources())
     return path.name

@@ -1,4 +1,4 @@
-"""The data of the built-in default, from the standard library's prose to two data sets, in seconds."""
+"""Generation of the built-in default's training and evaluation sets from the standard library's prose, in seconds."""
 
 import hashlib
 import platform
@@ -20,15 +20,15 @@ SHARDS = 4
 
 
 def write_demo(folder: Path, vocab: Path) -> bool:
-    """Write ``folder/train`` and ``folder/evaluation``; return False if both exist, whole and made by this Python.
+    """Write ``folder/train`` and ``folder/evaluation``; return False if both exist intact and this Python made them.
 
-    Raises ``ValueError`` if this Python lacks the text, the vocabulary is not one, or the folder holds something else.
+    Raises ``ValueError`` if this Python lacks the text, the vocabulary is invalid, or the folder holds other files.
     """
     tokenizer = Tokenizer.from_vocab(vocab)
     splits = (("train", False, TRAIN_OPTIONS), ("evaluation", True, EVALUATION_OPTIONS))
     if all(_is_current(folder / name, tokenizer, options) for name, _, options in splits):
         return False
-    # Both are checked before the first is cleared.
+    # Check both folders before deleting anything.
     for name, _, _ in splits:
         _require_ours(folder / name, name)
     documents = demo_documents()
@@ -44,13 +44,13 @@ def write_demo(folder: Path, vocab: Path) -> bool:
 
 
 def demo_samples(documents: list[Document], tokenizer: Tokenizer, options: PretrainingOptions) -> Samples:
-    """Make pretraining samples of some documents, by the reference algorithm."""
+    """Make pretraining samples from documents with the reference algorithm."""
     tokenized = tokenize_documents([document.sentences for document in documents], tokenizer)
     return create_samples(tokenized, options, tokenizer.vocabulary)
 
 
 def text_digest(documents: list[Document]) -> str:
-    """Return the SHA-256 of the documents' text, which differs between Python versions."""
+    """Return the SHA-256 of the documents' text. The text differs between Python versions."""
     text = "\n\n".join("\n".join(document.sentences) for document in documents)
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -60,7 +60,7 @@ def _source(name: str) -> str:
 
 
 def _require_ours(folder: Path, name: str) -> None:
-    """Raise ``ValueError`` if the folder holds anything that no demo has made."""
+    """Raise ``ValueError`` if the folder holds anything that this command has not made."""
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return
     own = {MANIFEST_NAME, LENGTHS_NAME, *(shard_name(index, SHARDS) for index in range(SHARDS))}
@@ -73,7 +73,7 @@ def _require_ours(folder: Path, name: str) -> None:
 
 
 def _clear(folder: Path) -> None:
-    """Remove the files of an older demo, the manifest last: it says whose files they are."""
+    """Remove the files of an older demo. The manifest goes last, because it identifies the files as a demo's."""
     found = folder.iterdir() if folder.is_dir() else ()
     for path in sorted(found, key=lambda path: path.name == MANIFEST_NAME):
         path.unlink()

@@ -1,4 +1,4 @@
-"""Time and disk that the preparation of the benchmark's data takes, and its progress."""
+"""Estimated time and disk space for preparing the benchmark's data, and progress reports."""
 
 import os
 import time
@@ -11,31 +11,31 @@ from console.program import say
 from console.text import clock
 from dataloading.preparation.mlcommons import CHECKPOINT, EVALUATION, TRAIN, Inputs
 
-# Seconds on one core of a virtual server for each byte that goes into a stage. They decide how the percentage rises;
-# the remaining time is corrected by the speed of this machine from the first file on.
+# Seconds for each input byte of a stage, on one core of a virtual server. These constants determine the reported
+# percentage. The remaining time is corrected for this machine's speed after the first file.
 _CHECKING = 2e-9
 _PREPARING = 1.7e-7
 _SHUFFLING = 1.2e-7
 _VERIFYING = 3.1e-8
 _STARTING_SECONDS = 5
-"""Seconds that the conversion of the checkpoint takes to import PyTorch."""
+"""Seconds that the checkpoint conversion takes to import PyTorch."""
 
 _SAMPLE_BYTES = 11
-"""Bytes of samples for each byte of text: ten passes over the text, in shards."""
+"""Bytes in shards for each byte of text. Samples are made in ten passes over the text."""
 
 _PRIOR = 0.1
-"""Weight of the estimate beside the time that has passed, as a share of the whole time."""
+"""Weight of the estimate relative to the measured time, as a share of the total time."""
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Expected time and disk of the results that are missing."""
+    """Expected time and disk space for the missing results."""
 
     seconds: Mapping[str, float]
-    """Seconds of each stage, in order; empty if nothing is to be made."""
+    """Seconds for each stage, in order. Empty if all results exist."""
     result_bytes: float = 0
     most_bytes: float = 0
-    """Disk that is needed while the results are made."""
+    """Highest disk usage while the results are made."""
 
     def __str__(self) -> str:
         parts = ", ".join(f"{name} {clock(seconds)}" for name, seconds in self.seconds.items())
@@ -43,7 +43,7 @@ class Estimate:
 
 
 def estimate(inputs: Inputs, existing: Collection[str], jobs: int) -> Estimate:
-    """Estimate time and disk of all results that ``inputs`` allow and that do not exist yet."""
+    """Estimate the time and disk space for all results that ``inputs`` allow and that do not exist yet."""
     missing = {name for name, files in inputs.by_result.items() if files and name not in existing}
     if not missing & {CHECKPOINT, EVALUATION, TRAIN}:
         return Estimate({})
@@ -53,7 +53,7 @@ def estimate(inputs: Inputs, existing: Collection[str], jobs: int) -> Estimate:
     result, most = 0.0, 0.0
     if CHECKPOINT in missing:
         seconds[CHECKPOINT] = _STARTING_SECONDS + _CHECKING * checkpoint
-        result += checkpoint / 3  # a TF1 checkpoint also holds two moments of each weight
+        result += checkpoint / 3  # a TF1 checkpoint also contains two moments for each weight
     if EVALUATION in missing:
         seconds[EVALUATION] = _PREPARING * held_out
         most += _SAMPLE_BYTES * held_out
@@ -61,24 +61,24 @@ def estimate(inputs: Inputs, existing: Collection[str], jobs: int) -> Estimate:
         seconds["samples"] = _PREPARING * text / workers
         seconds[TRAIN] = _SHUFFLING * text
         result += _SAMPLE_BYTES * text
-        most += 2 * _SAMPLE_BYTES * text  # samples in order, and the buckets of the shuffle
+        most += 2 * _SAMPLE_BYTES * text  # the unshuffled samples and the buckets of the shuffle
     seconds["verify"] = _VERIFYING * text
     return Estimate(seconds, result, result + most)
 
 
 class Progress:
-    """Progress over all stages: prints a line for each percent of the expected time."""
+    """Progress over all stages. Prints a line for each percent of the expected time."""
 
     def __init__(self, seconds: Mapping[str, float]) -> None:
         self._seconds = seconds
         self._shares = dict.fromkeys(seconds, 0.0)
         self._kept = 0.0
-        """Seconds of the estimate for results of earlier attempts."""
+        """Estimated seconds for the results that earlier attempts made."""
         self._started = time.perf_counter()
         self._percent = -1
 
     def set(self, stage: str, share: float, *, kept: bool = False) -> None:
-        """Note that a share of a stage is done; ``kept`` says that an earlier attempt did it."""
+        """Set the completed share of a stage. ``kept`` means that an earlier attempt completed it."""
         if stage not in self._seconds:
             return
         self._kept += kept * (share - self._shares[stage]) * self._seconds[stage]
@@ -91,16 +91,16 @@ class Progress:
             say(f"[{self._percent:3} %] {stage}, about {clock(slowness * (total - done))} left")
 
     def add(self, stage: str, share: float) -> None:
-        """Note a further share of a stage."""
+        """Increase the completed share of a stage."""
         self.set(stage, min(1.0, self._shares.get(stage, 0.0) + share))
 
     def finish(self, stage: str) -> None:
-        """Note the end of a stage."""
+        """Mark a stage as complete."""
         self.set(stage, 1.0, kept=True)
 
 
 def total_bytes(paths: Collection[Path]) -> int:
-    """Return the size of all files together, without files that other processes delete meanwhile."""
+    """Return the total size of files. Files that another process has deleted count as empty."""
     size = 0
     for path in paths:
         with suppress(FileNotFoundError):

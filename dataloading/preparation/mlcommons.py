@@ -1,4 +1,4 @@
-"""The benchmark's files as MLCommons distributes them: found in folders, and compared with their sizes and MD5 sums.
+"""The benchmark's files as MLCommons distributes them: finding them in folders, and checking their sizes and MD5 sums.
 
 The known values come from the README of the benchmark's reference (mlcommons/training, retired_benchmarks/bert).
 """
@@ -17,10 +17,10 @@ from dataloading.jobs import WorkPart, run_tasks
 from dataloading.text.tokenization import text_lines
 
 VOCABULARY, CHECKPOINT, EVALUATION, TRAIN = "vocab.txt", "phase1.safetensors", "evaluation", "train"
-"""Names of the results."""
+"""File or folder names of the results."""
 
 TEXT_PARTS = 500
-"""Parts of the benchmark's text."""
+"""Number of parts of the benchmark's text."""
 
 KNOWN: Mapping[str, tuple[int, str]] = {
     "vocab.txt": (231_508, "64800d5d8528ce344256daf115d4965e"),
@@ -37,7 +37,7 @@ KNOWN: Mapping[str, tuple[int, str]] = {
     "part-00498-of-00500": (24_575_505, "e6d68a7632e9f4aa1a94128cce556dc9"),
     "part-00499-of-00500": (21_873_644, "b3b087ad24e3770d879a351664cebc5a"),
 }
-"""Size and MD5 by name. The MD5 sums of the other parts are in the list that the downloader leaves beside them."""
+"""Size and MD5 by file name. The downloader's list, beside the text parts, has the MD5 sums of the other parts."""
 
 _PART = re.compile(r"part-(\d{5})-of-(\d{5})")
 _WIKI = re.compile(r"wiki_\d\d")
@@ -55,26 +55,26 @@ class Inputs:
     config: tuple[Path, ...] = ()
     """bert_config.json, which is optional."""
     checkpoint: tuple[Path, ...] = ()
-    """Index and data files of one TensorFlow checkpoint, the index first."""
+    """Index file and data files of one TensorFlow checkpoint, in this order."""
     text: tuple[Path, ...] = ()
     """Parts of the preprocessed text, in order."""
     evaluation: tuple[Path, ...] = ()
     """eval.txt."""
     articles: tuple[Path, ...] = ()
-    """WikiExtractor's files, which are used if there is no preprocessed text."""
+    """WikiExtractor's files. They are used if there is no preprocessed text."""
     lists: tuple[Path, ...] = ()
-    """Lists of MD5 sums beside the data."""
+    """Lists of MD5 sums that were found beside the data."""
     unused: tuple[Path, ...] = ()
-    """Prefixes of checkpoints that are not used."""
+    """Path prefixes of checkpoints that are not used."""
 
     @property
     def files(self) -> list[Path]:
-        """Every file whose content goes into a result."""
+        """Return every file whose content is used for a result."""
         return [*self.vocabulary, *self.config, *self.evaluation, *self.checkpoint, *self.text]
 
     @property
     def by_result(self) -> dict[str, tuple[Path, ...]]:
-        """The files that each result is made of."""
+        """Return the input files of each result."""
         return {
             VOCABULARY: self.vocabulary,
             CHECKPOINT: self.checkpoint,
@@ -87,7 +87,7 @@ def find_inputs(folders: Sequence[Path], leave_out: Path) -> Inputs:
     """Find the input files in ``folders``, at any depth, except in ``leave_out``.
 
     Raises:
-        ValueError: a folder is missing, a set of files is incomplete, or a file is there twice.
+        ValueError: a folder is missing, a set of files is incomplete, or a file was found twice.
     """
     names: dict[str, list[Path]] = {}
     for path in _walk(folders, leave_out.resolve()):
@@ -128,7 +128,7 @@ def _single(names: Mapping[str, list[Path]], name: str) -> tuple[Path, ...]:
 
 
 def _parts(names: Mapping[str, list[Path]]) -> tuple[Path, ...]:
-    """Return the parts of the text in order; raise ``ValueError`` unless they are complete."""
+    """Return the parts of the text in order; raise ``ValueError`` if a part is missing."""
     matches = [match for name in names if (match := _PART.fullmatch(name))]
     counts = sorted({int(match[2]) for match in matches})
     if len(counts) > 1:
@@ -146,7 +146,7 @@ def _parts(names: Mapping[str, list[Path]]) -> tuple[Path, ...]:
 def _checkpoint(names: Mapping[str, list[Path]]) -> tuple[tuple[Path, ...], list[Path]]:
     """Return the files of the checkpoint to convert, and the prefixes of other checkpoints."""
     matches = [(match, path) for name in names if (match := _CHECKPOINT.fullmatch(name)) for path in names[name]]
-    # The TF1 form comes first because it holds both heads (docs/checkpoints.md).
+    # TF1 checkpoints are preferred, because they contain both heads (docs/checkpoints.md).
     prefixes = sorted(
         {path.with_name(match[1]) for match, path in matches}, key=lambda prefix: (_is_tf2(prefix), prefix)
     )
@@ -171,14 +171,14 @@ def _is_tf2(prefix: Path) -> bool:
 
 @dataclass(frozen=True)
 class Expected:
-    """Content that a file may have."""
+    """Size and MD5 sum that a file may have."""
 
     size: int | None
     md5: str
 
 
 class Checksums:
-    """Expected MD5 sums by file name: from a given list, otherwise the known sums, then the lists beside the data."""
+    """Expected MD5 sums by file name: from a given list, or else the known sums and then the lists beside the data."""
 
     def __init__(self, given: Path | None, lists: Iterable[Path]) -> None:
         if given is None:
@@ -193,7 +193,7 @@ class Checksums:
                     by_name.setdefault(key, []).append(expected)
 
     def expected(self, path: Path) -> list[Expected]:
-        """Return the content that the file may have, by its folder and name or else by its name; empty if unknown."""
+        """Look up a file by folder and name, or else by name; return what it may contain, or an empty list if unknown."""
         for by_name in self._lists:
             if found := by_name.get(_with_folder(path)) or by_name.get(path.name):
                 return found
@@ -217,7 +217,7 @@ def _read_list(path: Path, *, strict: bool) -> Iterator[tuple[PurePosixPath, Exp
 
 
 def check_sizes(files: Iterable[Path], checksums: Checksums) -> None:
-    """Raise ``ValueError`` that names the files whose size is not the expected one."""
+    """Raise ``ValueError`` with the names of all files that do not have the expected size."""
     wrong = []
     for path in files:
         size, sizes = path.stat().st_size, {expected.size for expected in checksums.expected(path)}
@@ -227,7 +227,7 @@ def check_sizes(files: Iterable[Path], checksums: Checksums) -> None:
 
 
 def check_digests(md5_by_file: Mapping[Path, str], checksums: Checksums) -> int:
-    """Raise ``ValueError`` that names the files with another MD5 sum; return how many files are in no list."""
+    """Raise ``ValueError`` with the names of all files whose MD5 sum is wrong; return the number of files in no list."""
     wanted = {path: {expected.md5 for expected in checksums.expected(path)} for path in md5_by_file}
     _refuse(
         [
@@ -250,10 +250,10 @@ def _refuse(wrong: Sequence[str]) -> None:
 def digests_of(
     files: Sequence[Path], work: Path, part: WorkPart | None, jobs: int, *, report: Callable[[Path], None]
 ) -> dict[Path, str]:
-    """Return the MD5 sum of each file, computed in ``jobs`` processes; ``report`` is called with every file that is
+    """Return the MD5 sum of each file, computed in ``jobs`` processes. ``report`` is called with each file that was
     read.
 
-    Sums are kept in ``work``. A file that still has the same size and time of change is not read again.
+    Sums are cached in ``work``. A file is read again only if its size or modification time has changed.
     """
     kept: dict[str, list[int | str]] = {}
     for path in work.glob("checked*.json"):
@@ -266,7 +266,7 @@ def digests_of(
         report(path)
     if new:
         rows = kept | {str(path): [*state, md5s[path]] for path, state in states.items()}
-        # Each part has a file, because several processes may write at a time.
+        # Each part has its own file, because several processes may write at the same time.
         name = f"checked_{part.index}_of_{part.count}.json" if part else "checked.json"
         write_atomically(work / name, json.dumps(rows, indent=1).encode())
     return md5s
@@ -274,7 +274,7 @@ def digests_of(
 
 def _digest(path: Path) -> tuple[Path, str]:
     with open_regular(path) as file:
-        # usedforsecurity: builds with FIPS refuse MD5 otherwise.
+        # Without usedforsecurity=False, FIPS builds refuse MD5.
         return path, hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
 
 

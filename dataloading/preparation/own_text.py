@@ -1,4 +1,4 @@
-"""Own text to a training set, an evaluation set of held-out documents, and the vocabulary of both."""
+"""Conversion of the user's text to a training set, an evaluation set of held-out documents, and a vocabulary."""
 
 import glob
 import hashlib
@@ -18,38 +18,39 @@ from dataloading.text.tokenization import Tokenizer, Vocabulary
 from dataloading.text.vocabulary import learn_vocabulary
 
 FEWEST_DOCUMENTS = 20
-"""Fewer documents make no meaningful evaluation set."""
+"""Smallest number of documents that gives a meaningful evaluation set."""
 
 _FEWEST_HELD_OUT = 5
 _SHARD_CHARACTERS = 27 << 20
-"""Text of a shard, which takes 30 times as much memory; a part of the benchmark's text has this size."""
+"""Characters of text in a shard, the size of a part of the benchmark's text. Making a shard takes 30 times as much
+memory."""
 
 _SEED_OF_EVALUATION = 54321
 
 Document = list[str]
-"""Sentences."""
+"""List of sentences."""
 
 
 @dataclass(frozen=True)
 class TextSplit:
-    """Documents without repetitions."""
+    """Training and evaluation documents, without duplicates."""
 
     train: list[Document]
     evaluation: list[Document]
     repeated: int
-    """Documents that were left out because they repeat other documents."""
+    """Number of documents that were dropped as duplicates."""
 
 
 def write_own_text(own: OwnText, out: Path) -> TextSplit:
-    """Write ``out/train``, ``out/evaluation`` and ``out/vocab.txt``, all or nothing; return the documents of both sets.
+    """Write ``out/train``, ``out/evaluation`` and ``out/vocab.txt`` atomically; return the documents of both sets.
 
     Raises:
-        ValueError: a text or the vocabulary cannot be used, there are too few documents, or ``out`` holds something.
+        ValueError: a text or the vocabulary cannot be used, there are too few documents, or ``out`` is not empty.
     """
     texts = text_files(own.text)
     split = split_documents([document for path in texts for document in _documents(path, own)], own.evaluation_share)
     with new_folder(out) as aside:
-        # Learned from the training text alone, so that held-out documents stay unseen.
+        # Learn the vocabulary from the training text alone, so that held-out documents stay unseen.
         vocabulary, lower = _vocabulary(own, split.train)
         write_atomically(aside / "vocab.txt", vocabulary.content)
         tokenizer = Tokenizer(vocabulary, lower)
@@ -70,9 +71,9 @@ def write_own_text(own: OwnText, out: Path) -> TextSplit:
 
 
 def text_files(places: Sequence[Path]) -> list[Path]:
-    """Return the files that files, folders and patterns name, each once and without hidden files of folders.
+    """Resolve files, folders and patterns to files, each once. Hidden files in folders are skipped.
 
-    Raises ``ValueError`` if a place names no file.
+    Raises ``ValueError`` if a path or pattern matches no file.
     """
     found: dict[Path, None] = {}
     for place in places:
@@ -80,7 +81,7 @@ def text_files(places: Sequence[Path]) -> list[Path]:
             inside = [path for path in sorted(place.rglob("*")) if path.is_file()]
             files = [path for path in inside if not any(part[0] == "." for part in path.relative_to(place).parts)]
         else:
-            matches = glob.glob(str(place), recursive=True)  # noqa: PTH207 - leaves hidden files out, as a shell does
+            matches = glob.glob(str(place), recursive=True)  # noqa: PTH207 - skips hidden files, as a shell does
             files = [place] if place.exists() else [path for path in sorted(map(Path, matches)) if path.is_file()]
         if not files:
             raise ValueError(f"--text {place}: there is no such file, expected a file, a folder of files or a pattern")
@@ -89,11 +90,11 @@ def text_files(places: Sequence[Path]) -> list[Path]:
 
 
 def split_documents(documents: Sequence[Document], share: float) -> TextSplit:
-    """Hold out ``share`` of the documents: those with the smallest digests, whatever the order of the documents.
+    """Hold out the ``share`` of documents with the smallest digests, independently of the order of the documents.
 
-    No document is in both sets. Raises ``ValueError`` if there are too few.
+    No document is in both sets. Raises ``ValueError`` if there are too few documents.
     """
-    # The dictionary drops repetitions and keeps the order.
+    # The dictionary removes duplicates and keeps the order.
     different = {hashlib.sha256("\n".join(document).encode()).digest(): document for document in documents}
     if len(different) < FEWEST_DOCUMENTS:
         raise ValueError(
@@ -110,7 +111,7 @@ def split_documents(documents: Sequence[Document], share: float) -> TextSplit:
 
 
 def _documents(path: Path, own: OwnText) -> list[Document]:
-    """Return the documents of a file. Sentences longer than half a sample are cut, or their ends would be lost."""
+    """Return the documents of a file. Split sentences longer than half a sample, because their ends would be lost."""
     split, most = sentence_splitter("plain"), max(1, own.max_seq_length // 2)
     documents = [
         [part for line in lines for sentence in split(line) for part in _cut(sentence, most)]
@@ -125,10 +126,10 @@ def _cut(sentence: str, most: int) -> list[str]:
 
 
 def _vocabulary(own: OwnText, documents: Sequence[Document]) -> tuple[Vocabulary, bool]:
-    """Return the vocabulary, and whether text is lowered for it."""
+    """Return the vocabulary, and whether it needs lower-case text."""
     if own.vocab is None:
         lines = [sentence for document in documents for sentence in document]
-        # A short text gives fewer tokens, which is no error here.
+        # A short text gives fewer tokens, which is not an error here.
         tokens = learn_vocabulary(lines, own.vocab_size, lower=not own.cased, exactly=False)
         return Vocabulary.of_tokens(tokens, Path("vocab.txt")), not own.cased
     given = Vocabulary.from_folder(own.vocab) if own.vocab.is_dir() else Vocabulary.from_file(own.vocab)
@@ -140,7 +141,7 @@ def _vocabulary(own: OwnText, documents: Sequence[Document]) -> tuple[Vocabulary
 def _write(
     folder: Path, documents: list[Document], tokenizer: Tokenizer, options: PretrainingOptions, sources: dict[str, str]
 ) -> None:
-    """Write a data set, in several shards if the text is long."""
+    """Write a data set, with several shards if the text is long."""
     vocabulary = tokenizer.vocabulary
     info = samples_info(vocabulary, options, sources)
     folder.mkdir()
@@ -153,13 +154,13 @@ def _write(
 
 
 def _calls(documents: list[Document]) -> list[list[Document]]:
-    """Divide the documents into runs of about equal length, each for one call of the algorithm."""
+    """Divide the documents into consecutive groups of about equal length, one for each call of the algorithm."""
     sizes = [sum(map(len, document)) for document in documents]
     count = -(-sum(sizes) // _SHARD_CHARACTERS)
     calls: list[list[Document]] = [[] for _ in range(count)]
     before = 0
     for document, size in zip(documents, sizes, strict=True):
-        # The place of a document in the whole text decides which call it goes into.
+        # A document's position in the whole text decides which call it belongs to.
         calls[before * count // sum(sizes)].append(document)
         before += size
-    return [call for call in calls if call]  # a long document leaves other calls empty
+    return [call for call in calls if call]  # a long document may leave other calls empty

@@ -1,10 +1,10 @@
-"""Text shards to a data set of native shards, in several processes or on several machines; continues after a crash.
+"""Conversion of text files to a data set of native shards, in several processes or on several machines.
 
-A unit of work is one call of the reference's algorithm: one text file, as the reference is used on its 500 parts, or
-all files together. Each call makes one shard, which records what it was made from:
+A unit of work is one call of the reference's algorithm, on one text file (as the reference processes its 500 parts) or on
+all files together. Each call makes one shard, which records its texts and settings. A job can continue after a crash:
 
-    OUT/prepare.json                 settings, vocabulary and texts of the job; other settings are refused
-    OUT/part_00007_of_00500.hdf5     one call's samples, in the reference's order; appears when it is on disk
+    OUT/prepare.json                 settings, vocabulary and texts of the job; a job with other settings is refused
+    OUT/part_00007_of_00500.hdf5     one call's samples, in the reference's order; appears once it is complete
     OUT/manifest.json, lengths.npy   written last
 """
 
@@ -32,13 +32,13 @@ JOB_NAME = "prepare.json"
 
 @dataclass(frozen=True)
 class Job:
-    """Texts and settings that a data set is made from."""
+    """Texts and settings from which a data set is made."""
 
     texts: tuple[Path, ...]
     vocab: Path
     options: PretrainingOptions
     one_call: bool = False
-    """Whether all texts go into one call of the algorithm, instead of one call for each."""
+    """Whether the algorithm is called once with all texts, instead of once for each text."""
 
     def __post_init__(self) -> None:
         if not self.texts:
@@ -54,12 +54,12 @@ class Job:
 
     @property
     def shard_names(self) -> list[str]:
-        """The file names of the shards, one a call."""
+        """The file name of each call's shard."""
         return [shard_name(index, len(self.calls)) for index in range(len(self.calls))]
 
 
 def prepare(job: Job, out: Path, *, jobs: int = 1, report: Report = ignore_progress) -> Dataset:
-    """Make the data set of ``job`` in ``out`` in ``jobs`` processes; continues an interrupted preparation.
+    """Make the data set of ``job`` in the folder ``out`` with ``jobs`` processes, or continue an interrupted preparation.
 
     Each process needs about 30 bytes of memory for each byte of its largest text (0.8 GB for 27 MB).
 
@@ -74,13 +74,13 @@ def prepare(job: Job, out: Path, *, jobs: int = 1, report: Report = ignore_progr
 def make_shards(
     job: Job, out: Path, *, jobs: int = 1, part: WorkPart | None = None, report: Report = ignore_progress
 ) -> DatasetInfo:
-    """Make the shards of a data set, or one share of them, without a manifest; raises as `prepare` does."""
+    """Make the shards of a data set, or one part of them, without a manifest. Raises the same errors as `prepare`."""
     info = samples_info(Vocabulary.from_file(job.vocab), job.options)
     mine = part.share_of(len(job.calls)) if part else range(len(job.calls))
-    # Checked first: otherwise a text that cannot be read would end the job after hours.
+    # Check first, so that an unreadable text does not end the job after hours.
     _check_texts([path for index in mine for path in job.calls[index]])
     description = {"info": asdict(info), "calls": [[path.as_posix() for path in call] for call in job.calls]}
-    # Processes that make other parts may use the same folder.
+    # Processes that make other parts may use the same folder at the same time.
     with begun(out, JOB_NAME, description, finished="part_*", alone=part is None):
         started = time.perf_counter()
         if jobs > 1:
@@ -95,7 +95,7 @@ _Task = tuple[Job, DatasetInfo, Path, int]
 
 
 def _make_shard(task: _Task) -> tuple[str, int, bool]:
-    """Make the shard of one call, unless it exists; return its name, its number of samples and whether it existed."""
+    """Make the shard of one call unless it exists; return its name, its number of samples, and whether it existed."""
     job, info, out, index = task
     texts = job.calls[index]
     info = replace(info, sources={path.as_posix(): sha256_of(path) for path in texts})
@@ -114,7 +114,7 @@ def _make_shard(task: _Task) -> tuple[str, int, bool]:
 
 @lru_cache(maxsize=1)
 def _tokenizer(vocab: Path, sha256: str, do_lower_case: bool) -> Tokenizer:
-    """Return one tokenizer for all texts of a process, because it remembers words."""
+    """Return the tokenizer that a process uses for all of its texts, so that it caches words across texts."""
     tokenizer = Tokenizer.from_vocab(vocab, do_lower_case)
     if tokenizer.vocabulary.sha256 != sha256:
         raise ValueError(f"{vocab}: changed while it was used; run the command again")
@@ -122,7 +122,7 @@ def _tokenizer(vocab: Path, sha256: str, do_lower_case: bool) -> Tokenizer:
 
 
 def _compile(job: Job, info: DatasetInfo) -> None:
-    """Compile the core before processes are forked."""
+    """Compile the core before forking, so that the processes share it."""
     tokenizer = _tokenizer(job.vocab, info.vocabulary_sha256, job.options.do_lower_case)
     create_samples(tokenize_documents([["a", "b"], ["c"]], tokenizer), job.options, tokenizer.vocabulary)
 
@@ -135,7 +135,7 @@ def _check_texts(texts: Sequence[Path]) -> None:
             by_size.setdefault(file.seek(0, os.SEEK_END), []).append(path)
     for path in by_size.get(0, []):
         raise ValueError(f"{path}: no text found; expected one sentence a line, an empty line between documents")
-    for alike in by_size.values():  # only texts of one size can be copies
+    for alike in by_size.values():  # only texts of equal size can be copies
         first: dict[str, Path] = {}
         for path in alike if len(alike) > 1 else []:
             if (other := first.setdefault(sha256_of(path), path)) != path:

@@ -1,11 +1,11 @@
-"""Documents to next-sentence pairs with masked tokens, bit for bit as the reference's ``create_pretraining_data``.
+"""Conversion of documents to masked next-sentence pairs, bit-identical to the reference's ``create_pretraining_data``.
 
 The algorithm comes from Devlin et al. 2018 (arXiv 1810.04805, section 3.1), in the form of the MLPerf BERT reference.
-All choices come from one ``random.Random(random_seed)`` in a fixed order. The compiled core carries the state of this
-Mersenne Twister and repeats CPython's ``random``, ``randint`` and ``shuffle``.
+All choices come from one ``random.Random(random_seed)`` in a fixed order. The compiled core holds the state of this
+Mersenne Twister and reimplements CPython's ``random``, ``randint`` and ``shuffle``.
 
-A run of sentences is a range of one flat token array, so segments are chosen and cut by moving four bounds. Tokens are
-copied once, when the sample is laid out.
+Consecutive sentences are a range of one flat token array, so choosing and truncating the two segments only moves their
+bounds. Tokens are copied once, when the sample is written.
 """
 
 import random
@@ -26,18 +26,18 @@ from dataloading.shards.shard import DatasetInfo
 from dataloading.text.tokenization import Tokenizer, Vocabulary, text_lines
 
 _MAX_TEXT_BYTES = 4 << 30
-"""Largest text. The benchmark's texts have 27 MB; 30 times as much memory is needed."""
+"""Largest size of a text. Processing needs 30 times as much memory. The benchmark's texts have 27 MB each."""
 
 _MAX_LINE = 16 << 20
-"""Longest line in characters: a text without line feeds would be one sentence."""
+"""Longest line in characters. The limit detects text without line feeds, which would be one sentence."""
 
 _DRAWS_OF_ANOTHER_DOCUMENT = 10
-"""Attempts of the reference to draw another document for a random next segment."""
+"""Number of times that the reference tries to draw another document for a random next segment."""
 
 
 @dataclass(frozen=True)
 class TokenizedDocuments:
-    """D documents with S sentences and T tokens in all; no sentence and no document is empty."""
+    """D documents with S sentences and T tokens in total. No sentence and no document is empty."""
 
     token_ids: NDArray[np.uint16]
     """[T]"""
@@ -48,10 +48,10 @@ class TokenizedDocuments:
 
 
 def read_documents(paths: Sequence[Path]) -> list[list[str]]:
-    """Read the sentences of each document, from text with one sentence a line and an empty line between documents.
+    """Read documents as lists of sentences, from text with one sentence a line and an empty line between documents.
 
-    As in the reference, only an empty line ends a document: the first lines of a file continue the previous file's
-    document.
+    As in the reference, only an empty line ends a document, so the first lines of a file continue the last document of
+    the previous file.
 
     Raises:
         ValueError: a file cannot be read, is not UTF-8, is too large, or has no text or a line that is too long.
@@ -75,7 +75,7 @@ def read_documents(paths: Sequence[Path]) -> list[list[str]]:
 
 
 def tokenize_documents(documents: Iterable[Sequence[str]], tokenizer: Tokenizer) -> TokenizedDocuments:
-    """Return documents as flat token ids, without empty sentences and documents; ValueError if nothing is left."""
+    """Return documents as flat token ids, without empty sentences and documents; ValueError if no tokens remain."""
     documents = list(documents)
     token_ids, line_offsets = tokenizer.encode_lines(list(chain.from_iterable(documents)))
     if not len(token_ids):
@@ -93,8 +93,8 @@ def tokenize_documents(documents: Iterable[Sequence[str]], tokenizer: Tokenizer)
 def samples_info(
     vocabulary: Vocabulary, options: PretrainingOptions, sources: dict[str, str] | None = None
 ) -> DatasetInfo:
-    """Describe samples before they are made. Words are split by Python's Unicode tables, so their version is an
-    option."""
+    """Describe samples before they are made. The options include the version of Python's Unicode tables, which
+    determine how words are split."""
     recorded = asdict(options) | {"unicode": unicodedata.unidata_version}
     return DatasetInfo.of(vocabulary, options.max_seq_length, options.max_predictions_per_seq, recorded, sources)
 
@@ -102,14 +102,14 @@ def samples_info(
 def create_samples(documents: TokenizedDocuments, options: PretrainingOptions, vocabulary: Vocabulary) -> Samples:
     """Return the samples of the reference script for these documents, in its order.
 
-    The first call in a process compiles the core, or loads it from Numba's cache. Needs about 10 bytes of memory for
-    each token of the result, which itself has 3.
+    The first call in a process compiles the core, or loads it from Numba's cache. Needs about 10 bytes of memory a
+    token, including 3 for the result.
     """
-    # The order of draws is the reference's: documents are shuffled, samples are drawn, and samples are shuffled.
+    # As in the reference: shuffle documents, draw samples, shuffle samples.
     twister = np.array(random.Random(options.random_seed).getstate()[1], np.uint32)
     document_order = np.arange(len(documents.document_offsets) - 1)
     _shuffle(twister, document_order)
-    # Python's own arithmetic decides the counts: round() to even, in double precision.
+    # The counts are computed in Python, because the reference depends on round() to even in double precision.
     masked_count_by_length = np.array(
         [
             min(options.max_predictions_per_seq, max(1, round(length * options.masked_lm_prob)), max(0, length - 3))
@@ -167,7 +167,7 @@ def _next_word(twister: NDArray[np.uint32]) -> int:
 
 @compiled
 def _random(twister: NDArray[np.uint32]) -> float:
-    """Repeat ``random.random()``: 53 bits from two words."""
+    """Reimplement ``random.random()``: 53 bits from two words."""
     high = _next_word(twister) >> 5
     low = _next_word(twister) >> 6
     return (high * 67108864.0 + low) / 9007199254740992.0
@@ -175,7 +175,7 @@ def _random(twister: NDArray[np.uint32]) -> float:
 
 @compiled
 def _random_below(twister: NDArray[np.uint32], bound: int) -> int:
-    """Repeat ``randint(0, bound - 1)``: as many bits as ``bound`` has, drawn again until they are below it."""
+    """Reimplement ``randint(0, bound - 1)``: draw as many bits as ``bound`` has until the number is below ``bound``."""
     bits = 0
     while bound >> bits:
         bits += 1
@@ -187,7 +187,7 @@ def _random_below(twister: NDArray[np.uint32], bound: int) -> int:
 
 @compiled
 def _shuffle(twister: NDArray[np.uint32], items: NDArray[np.int64]) -> None:
-    """Repeat ``random.shuffle(items)`` in place: `_random_below` for falling bounds, with a running count of bits."""
+    """Reimplement ``random.shuffle(items)`` in place: draw like `_random_below`, with decreasing bounds."""
     bits = 0
     while len(items) >> bits:
         bits += 1
@@ -220,7 +220,7 @@ def _draw_samples(
     its next-sentence label.
     """
     max_num_tokens = len(masked_count_by_length) - 4  # max_seq_length less [CLS] and both [SEP]
-    # Buffers are doubled when they are full, because the number of samples is known only when all are drawn.
+    # Buffers are doubled when they are full, because the number of samples is unknown until all are drawn.
     input_ids = np.empty(1 << 20, np.uint16)
     positions = np.empty(1 << 18, np.uint16)
     labels = np.empty(1 << 18, np.uint16)
@@ -282,11 +282,11 @@ def _draw_pair(
     if stop - first >= 2:
         split += _random_below(twister, stop - first - 1)
     a_start, a_stop = sentence_offsets[first], sentence_offsets[split]
-    # The reference does not draw for a single sentence, which has no second half.
+    # The reference draws no number for a single sentence, because it cannot be divided.
     if stop - first >= 2 and _random(twister) >= 0.5:
         return a_start, a_stop, a_stop, sentence_offsets[stop], False, stop
     other = document
-    # A single document, or ten unlucky draws, give a segment of this document, which still counts as random.
+    # If there is only one document, or all ten draws give this document, its segment still counts as random.
     for _ in range(_DRAWS_OF_ANOTHER_DOCUMENT):
         other = _random_below(twister, len(document_starts))
         if other != document:
@@ -295,13 +295,13 @@ def _draw_pair(
     start = int(document_starts[other])
     start += _random_below(twister, end - start)
     b_stop = _sentences_for(sentence_offsets, start, end, target_seq_length - (a_stop - a_start))
-    # The sentences behind the split were not used, so the next sample starts with them.
+    # The sentences after the split were not used, so the next sample starts with them.
     return a_start, a_stop, sentence_offsets[start], sentence_offsets[b_stop], True, split
 
 
 @compiled
 def _sentences_for(sentence_offsets: NDArray[np.int64], first: int, end: int, token_count: int) -> int:
-    """Find where a run of sentences from ``first`` stops: once it has ``token_count`` tokens, or at ``end``."""
+    """Return the end of the shortest run of sentences from ``first`` that has ``token_count`` tokens, at most ``end``."""
     stop = first + 1
     while stop < end and sentence_offsets[stop] - sentence_offsets[first] < token_count:
         stop += 1
@@ -312,7 +312,7 @@ def _sentences_for(sentence_offsets: NDArray[np.int64], first: int, end: int, to
 def _truncate(
     twister: NDArray[np.uint32], a_start: int, a_stop: int, b_start: int, b_stop: int, max_num_tokens: int
 ) -> tuple:
-    """Drop tokens from the front or the back of the longer segment until both fit."""
+    """Drop tokens from a random end of the longer segment until both segments fit."""
     for _ in range(a_stop - a_start + b_stop - b_start - max_num_tokens):
         from_front = _random(twister) < 0.5
         if a_stop - a_start > b_stop - b_start:
@@ -345,7 +345,7 @@ def _mask(
     mask_id: int,
     vocab_size: int,
 ) -> None:
-    """Mask ``len(positions)`` tokens of a sample in place: 80 % by [MASK], 10 % kept, 10 % by any id.
+    """Mask ``len(positions)`` tokens of a sample in place: replace 80 % by [MASK], keep 10 %, replace 10 % by any id.
 
     Fills ``positions`` (ascending) and ``labels``.
     """
@@ -353,7 +353,7 @@ def _mask(
     replacements = np.full(len(row), -1)
     # The reference draws in shuffled order and sorts by position afterwards.
     for index in range(len(candidates)):
-        candidates[index] = index + 1 if index + 1 < first_length - 1 else index + 2  # neither [CLS] nor a [SEP]
+        candidates[index] = index + 1 if index + 1 < first_length - 1 else index + 2  # skips [CLS] and [SEP]
     _shuffle(twister, candidates)
     for position in candidates[: len(positions)]:
         if _random(twister) < 0.8:
@@ -373,7 +373,7 @@ def _mask(
 
 @compiled
 def _with_room(array: np.ndarray, needed: int) -> np.ndarray:
-    """Return ``array``, or a copy of twice its length if it is shorter than ``needed``."""
+    """Return ``array`` if it has ``needed`` elements, otherwise a copy of twice its length."""
     if needed <= len(array):
         return array
     larger = np.empty(2 * len(array), array.dtype)
@@ -383,7 +383,7 @@ def _with_room(array: np.ndarray, needed: int) -> np.ndarray:
 
 @compiled
 def _copy(source: np.ndarray, target: np.ndarray) -> None:
-    """Do ``target[:len(source)] = source``, which Numba takes seconds to compile."""
+    """Copy ``source`` to the start of ``target`` in a loop: Numba takes seconds to compile an assignment to a slice."""
     for index in range(len(source)):
         target[index] = source[index]
 

@@ -1,11 +1,11 @@
-"""The stages from MLCommons' files to the data of the GPU recipes. A stage is skipped if its result exists.
+"""The stages that turn MLCommons' files into the data of the GPU recipes. A stage is skipped if its result exists.
 
-    OUT/preparation/checked*.json    MD5 sums of the input files, by name, size and time of change
+    OUT/preparation/checked*.json    MD5 sums of the input files, by name, size and modification time
     OUT/preparation/NAME.json        inputs and settings that a result in OUT was made from
-    OUT/preparation/NAME-DIGEST      a stage at work, named by the digest of its inputs and settings
-    OUT/preparation/verified.json    digests of the manifests of data sets that were verified
+    OUT/preparation/NAME-DIGEST      unfinished result, named by the digest of its inputs and settings
+    OUT/preparation/verified.json    manifest digests of the verified data sets
 
-Every stage continues after an interruption, including ``kill -9``. Intermediate files are deleted at the end.
+Every stage can continue after an interruption, including ``kill -9``. Intermediate files are deleted at the end.
 """
 
 import hashlib
@@ -49,7 +49,7 @@ _STAGES_IN_PARTS = ("check", "samples")
 _ELSEWHERE = "move it away, or name another --out"
 
 _MadeFrom = dict[str, object]
-"""Digests of inputs, and settings."""
+"""Digests of the inputs, and settings, that a result was made from."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Request:
 
 
 class Preparation:
-    """One run of the command, which has locked its folder."""
+    """One run of the command, which holds the folder's lock."""
 
     def __init__(self, request: Request, inputs: Inputs, checksums: Checksums) -> None:
         self.out, self.work = request.out, request.work
@@ -82,7 +82,7 @@ class Preparation:
         self.md5s: dict[Path, str] = {}
 
     def make(self) -> None:
-        """Make everything that the inputs allow, and verify it."""
+        """Make all results that the inputs allow, and verify them."""
         for path in filter(is_temporary, [*self.work.iterdir(), *self.out.glob(f".{VOCABULARY}.*")]):
             _delete(path)
         self._begin(self.inputs.files)
@@ -96,7 +96,7 @@ class Preparation:
             order: _MadeFrom = {"shards": self.request.shards, "seed": _SEED}
             self._make(TRAIN, self._digests(sources[TRAIN]) | self._settings() | order, self._make_train)
         self._verify()
-        # Without a training set, other processes may have made parts of it.
+        # If the training set does not exist yet, other processes may still need the parts.
         if (self.out / TRAIN).exists():
             for path in [path for path in self.work.iterdir() if _WORK.fullmatch(path.name)]:
                 _delete(path)
@@ -113,7 +113,7 @@ class Preparation:
         return all((folder / name).exists() for name in job.shard_names)
 
     def _begin(self, files: list[Path]) -> None:
-        """Check the small files, announce time and disk, check the other files, and put the vocabulary in its place."""
+        """Check the small files, print the expected time and disk, check the other files, and install the vocabulary."""
         self._check([path for path in files if path.stat().st_size <= _SMALL_BYTES])
         given = self.inputs.vocabulary[0] if self.inputs.vocabulary else None
         if (self.inputs.by_result[EVALUATION] or self.inputs.by_result[TRAIN]) and not (given or self.vocab.is_file()):
@@ -127,7 +127,7 @@ class Preparation:
             raise ValueError(f"{self.vocab} is another vocabulary than {given}; {_ELSEWHERE}")
 
     def _announce(self) -> None:
-        """Print the expected time and disk, and begin to report progress; ValueError if the disk is too small."""
+        """Print the expected time and disk space, and start reporting progress; ValueError if the disk is too small."""
         existing = [name for name in self.inputs.by_result if (self.out / name).exists()]
         expected = estimate(self.inputs, existing, self.request.jobs)
         if part := self.request.part:
@@ -150,18 +150,18 @@ class Preparation:
             )
 
     def _check(self, files: list[Path]) -> int:
-        """Compare files with the lists of MD5 sums; return how many files are in no list."""
+        """Compare files with the lists of MD5 sums; return the number of files that no list contains."""
         total = total_bytes(files) or 1
         self.md5s |= digests_of(
             *(files, self.work, self.request.part, self.request.jobs),
             report=lambda path: self.progress.add("check", path.stat().st_size / total),
         )
-        # Text that was extracted here has the names of the benchmark's text, and other content.
+        # Text that this command extracted has the same file names as the benchmark's text, but other content.
         given = [path for path in files if self.work.resolve() not in path.parents]
         return check_digests({path: self.md5s[path] for path in given}, self.checksums)
 
     def _make(self, result: str, made_from: _MadeFrom, make: Callable[[Path], None]) -> None:
-        """Make a result, unless it exists. ``make`` gets the path to make it at, and continues an earlier attempt."""
+        """Make a result unless it exists. ``make`` gets a path for the result, and continues an earlier attempt there."""
         target, marker = self.out / result, self.work / f"{result}.json"
         if target.exists() or target.is_symlink():
             if not marker.exists() or read_json(marker, _MAX_RECORD_BYTES, "delete it") != made_from:
@@ -172,7 +172,7 @@ class Preparation:
         else:
             place = self._place(result, made_from)
             make(place)
-            # The marker comes first: without the result it has no meaning.
+            # The marker is written first, because it has no effect until the result exists.
             write_atomically(marker, json.dumps(made_from, indent=1).encode())
             place.rename(target)
             sync(self.out)
@@ -186,9 +186,9 @@ class Preparation:
         if place.exists():
             return
         prefix = str(self.inputs.checkpoint[0]).removesuffix(".index")
-        # A process of its own: this package does not import PyTorch, nor bert.
+        # Run in a separate process, because this package imports neither PyTorch nor bert.
         command = [sys.executable, "-m", "bert.convert", prefix, "--to", "safetensors", "--out", str(place)]
-        # A TF1 checkpoint does not tell the number of attention heads.
+        # A TF1 checkpoint does not contain the number of attention heads.
         for config in self.inputs.config:
             stated = read_json(config, _MAX_RECORD_BYTES, "download it again")
             heads = stated.get("num_attention_heads") if isinstance(stated, dict) else None
@@ -206,7 +206,7 @@ class Preparation:
 
     def _make_train(self, place: Path) -> None:
         samples = self._samples_folder()
-        # The last act of a shuffle is to delete the description of its job.
+        # A shuffle is complete once it has deleted the description of its job.
         if not (place / MANIFEST_NAME).exists() or (place / JOB_NAME).exists():
             if not (samples / MANIFEST_NAME).exists():
                 prepare(self._job(), samples, jobs=self.request.jobs, report=self._report_files("samples"))
@@ -242,7 +242,7 @@ class Preparation:
         self.progress.finish("verify")
 
     def _check_count(self, folder: Path, count: int) -> None:
-        """Raise ``ValueError`` if the benchmark's own text gave another number of samples than the benchmark's."""
+        """Raise ``ValueError`` if the benchmark's own text did not give the benchmark's number of samples."""
         if self.request.checksums is not None or len(self.inputs.text) != TEXT_PARTS or not self.inputs.evaluation:
             return
         least, most = (
@@ -252,11 +252,11 @@ class Preparation:
             raise ValueError(f"{folder}: {count:,} samples of the benchmark's text, expected {least:,} to {most:,}")
 
     def _digests(self, files: Sequence[Path]) -> _MadeFrom:
-        """Digest of files by their names and contents."""
+        """Return the digest of the files' names and contents."""
         return _inputs((path.name, self.md5s[path]) for path in files)
 
     def _settings(self) -> _MadeFrom:
-        """Settings that samples depend on, beside the text."""
+        """Return the settings that samples depend on, besides the text."""
         return {"vocabulary": sha256_of(self.vocab), **asdict(self.options)}
 
     def _report_files(self, stage: str) -> Report:
@@ -278,7 +278,7 @@ def _delete(path: Path) -> None:
 
 
 def in_units(count: float) -> str:
-    """Format a number of bytes."""
+    """Format a number of bytes with a unit."""
     for unit, size in (("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):
         if count >= size:
             return f"{count / size:,.1f} {unit}"

@@ -1,6 +1,6 @@
-"""The benchmark's data from MLCommons' files: everything that the GPU recipes expect, made in stages and verified.
+"""Preparation of the benchmark's data from MLCommons' files, in stages and with verification, for the GPU recipes.
 
-OUT/vocab.txt, phase1.safetensors, evaluation/, train/   the results; each appears when it is complete
+OUT/vocab.txt, phase1.safetensors, evaluation/, train/   results; each appears once it is complete
 OUT/preparation/                                         intermediate files (`stages`)
 """
 
@@ -40,12 +40,12 @@ _SOURCES = {
 
 
 def make_wikipedia(request: Request) -> bool:
-    """Make all that the inputs allow, or one part of it; return whether nothing is missing in the end.
+    """Make all results that the inputs allow, or one part of the samples; return whether all results exist in the end.
 
-    The process that completes the last part makes the other results, too.
+    The process that completes the last part also makes the other results.
 
     Raises:
-        ValueError: an input is wrong, a result was made from other inputs, or another process is at work.
+        ValueError: an input is wrong, a result was made from other inputs, or another process is running.
         OSError: the disk is full or cannot be written.
     """
     inputs = find_inputs(request.folders, request.out)
@@ -58,7 +58,7 @@ def make_wikipedia(request: Request) -> bool:
     request.work.mkdir(parents=True, exist_ok=True)
     if inputs.articles and not (inputs.text or inputs.evaluation):
         inputs = _with_extracted_text(request, inputs)
-    # With a complete training set, there is no part to make.
+    # If the training set is complete, no part needs to be made.
     if request.part is not None and not (request.out / TRAIN).exists():
         with _locked(request, shared=True):
             is_last = Preparation(request, inputs, checksums).make_part(request.part)
@@ -71,14 +71,14 @@ def make_wikipedia(request: Request) -> bool:
     except BusyError as owner:
         if request.part is None:
             raise ValueError(f"{request.out}: {owner} is at work there; wait for it, or name another --out") from None
-        # The process that holds the lock completes a later part, or makes the rest already.
+        # Another process holds the lock. It will complete a later part, or is already making the other results.
         say(f"part {request.part} is done; another process makes the rest")
         return True
     return _conclude(request.out, inputs)
 
 
 def _with_extracted_text(request: Request, inputs: Inputs) -> Inputs:
-    """Extract the text of WikiExtractor's files, unless both data sets exist, and return it among the inputs."""
+    """Extract the text of WikiExtractor's files unless both data sets exist; return the inputs with the extracted text."""
     if all((request.out / name).exists() for name in (TRAIN, EVALUATION)):
         return inputs
     job = [asdict(request.extraction), *((str(path), path.stat().st_size) for path in inputs.articles)]
@@ -93,7 +93,7 @@ def _with_extracted_text(request: Request, inputs: Inputs) -> Inputs:
 
 @contextmanager
 def _locked(request: Request, *, shared: bool, patience_s: float = 0.0) -> Iterator[None]:
-    """Hold the lock of the folder, alone or with other processes that make parts."""
+    """Hold the folder's lock, exclusively or shared with other processes that make parts."""
     descriptor = lock_file(request.work / "lock", shared=shared, patience_s=patience_s)
     try:
         yield
@@ -102,7 +102,7 @@ def _locked(request: Request, *, shared: bool, patience_s: float = 0.0) -> Itera
 
 
 def _describe(request: Request, inputs: Inputs) -> None:
-    """Print what was found, and what is missing."""
+    """Print the inputs that were found and the results that cannot be made."""
     found: dict[str, Sequence[Path]] = {
         "vocabulary": inputs.vocabulary,
         "checkpoint": inputs.checkpoint,
@@ -128,7 +128,7 @@ def _missing(out: Path, inputs: Inputs) -> list[str]:
 
 
 def _conclude(out: Path, inputs: Inputs) -> bool:
-    """Print what exists and what to do next; return whether nothing is missing."""
+    """Print the existing results and the next step; return whether all results exist."""
     for folder in (out / TRAIN, out / EVALUATION):
         if folder.exists():
             say(f"{folder}: {len(open_dataset(folder)):,} samples, verified")

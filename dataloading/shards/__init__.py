@@ -1,1 +1,1 @@
-"""The formats of shards: our own, and those in circulation."""
+"""The shard formats: the native layout and the layouts in circulation."""

@@ -2,8 +2,8 @@
 
     input_ids, input_mask, segment_ids [n, 512], masked_lm_positions, masked_lm_ids [n, 76], next_sentence_labels [n]
 
-The layout neither names the vocabulary of its ids nor carries a digest. Position 0 holds [CLS], which is never masked,
-so 0 marks padding among the masked positions. This module also has what the fixed and the ragged layouts share.
+The layout contains neither a digest nor the name of the vocabulary. Position 0 holds [CLS], which is never masked, so 0
+marks padding among the masked positions. This module also contains helpers that the fixed and ragged layouts share.
 """
 
 import mmap
@@ -18,19 +18,19 @@ from dataloading.shards.samples import Samples, concatenate, offsets_of
 from dataloading.shards.shard import MAX_ID, REMEDY, DatasetInfo, FlatShard, Shard, check_content, check_offsets
 
 MOST_ID = (1 << 15) - 1
-"""Ids and positions are signed 16-bit integers in these layouts."""
+"""Largest id and position, which are signed 16-bit integers in these layouts."""
 
 COLUMNS = ("input_ids", "segment_ids", "masked_lm_positions", "masked_lm_ids")
 _ROWS_AT_A_TIME = 4096
 
 
 def unknown_info(max_seq_length: int = MAX_ID, max_predictions_per_seq: int = MAX_ID) -> DatasetInfo:
-    """Describe a file that does not say what it was made from."""
+    """Return the description of a file that contains no description."""
     return DatasetInfo(MAX_ID + 1, max_seq_length, max_predictions_per_seq, "", "", {}, {})
 
 
 class FixedShard(Shard):
-    """Padded rows."""
+    """A shard with padded rows."""
 
     layout = "fixed"
 
@@ -44,12 +44,12 @@ class FixedShard(Shard):
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        """[n] real tokens of each sample; reads the mask of every row."""
+        """[n] number of real tokens in each sample. Reads the mask of every row."""
         return self._columns["input_mask"].sum(axis=1, dtype=np.int64)
 
     @property
     def masked_counts(self) -> NDArray[np.int64]:
-        """[n] masked tokens of each sample; reads the positions of every row."""
+        """[n] number of masked tokens in each sample. Reads the positions of every row."""
         return np.count_nonzero(self._columns["masked_lm_positions"], axis=1).astype(np.int64)
 
     def _between(self, start: int, stop: int) -> Samples:
@@ -70,7 +70,7 @@ class FixedShard(Shard):
 
 
 def open_fixed(path: Path, file: HDF5File) -> Shard:
-    """Open a shard of the fixed layout; ValueError if it is damaged. A compressed file is kept in memory without
+    """Open a shard of the fixed layout; ValueError if it is damaged. A compressed file is read into memory without
     padding."""
     names = ("input_ids", "input_mask", "segment_ids", "masked_lm_positions", "masked_lm_ids")
     arrays = {name: file.array(name) for name in names}
@@ -91,13 +91,13 @@ def open_fixed(path: Path, file: HDF5File) -> Shard:
 
 
 def write_fixed(path: Path, samples: Samples, info: DatasetInfo) -> None:
-    """Write a file with ``info.max_seq_length`` tokens and ``info.max_predictions_per_seq`` masked tokens a row.
+    """Write a file whose rows have ``info.max_seq_length`` tokens and ``info.max_predictions_per_seq`` masked tokens.
 
     Raises:
         ValueError: the samples contradict ``info``, or do not fit the layout.
     """
     check_writable(samples, info, path)
-    # [n, width]: filled places of each padded row.
+    # [n, width]: whether each place of a padded row is filled.
     real = np.arange(info.max_seq_length) < samples.lengths[:, None]
     masked = np.arange(info.max_predictions_per_seq) < samples.masked_counts[:, None]
 
@@ -106,7 +106,7 @@ def write_fixed(path: Path, samples: Samples, info: DatasetInfo) -> None:
         rows[where] = values
         return rows
 
-    # The same types as in the shards in circulation.
+    # The types match the shards in circulation.
     columns = {
         "input_ids": padded(samples.input_ids, real, "<i2"),
         "input_mask": real.astype("i1"),
@@ -121,7 +121,7 @@ def write_fixed(path: Path, samples: Samples, info: DatasetInfo) -> None:
 
 
 def narrow(values: NDArray[Any], dtype: Any, name: str) -> NDArray[Any]:
-    """Cast non-negative integers to another type; ValueError if one does not fit."""
+    """Cast non-negative integers to another type; ValueError if a value does not fit."""
     most = np.iinfo(dtype).max
     if values.dtype.kind not in "iu":
         raise ValueError(f"{name} holds {values.dtype}, expected integers; {REMEDY}")
@@ -131,7 +131,7 @@ def narrow(values: NDArray[Any], dtype: Any, name: str) -> NDArray[Any]:
 
 
 def one_value_a_row(array: HDF5Array, rows: int) -> NDArray[Any]:
-    """Return next-sentence labels, which are stored as [n] or [n, 1]; ValueError if there are not ``rows`` of them."""
+    """Return next-sentence labels, stored as [n] or [n, 1]; ValueError if their number is not ``rows``."""
     if array.row_dtype is not None or array.values.size != rows:
         raise ValueError(f"next_sentence_labels has shape {array.values.shape}, expected {rows} integers")
     return array.values.reshape(-1)

@@ -1,4 +1,4 @@
-"""Recognition of a shard's layout by the content of the file."""
+"""Detection of a shard's layout from the content of the file."""
 
 import mmap
 from pathlib import Path
@@ -16,19 +16,19 @@ _HDF5_SIGNATURE = b"\x89HDF\r\n\x1a\n"
 
 
 def open_shard(path: Path) -> Shard:
-    """Open a file of samples of any layout for reading, and check its structure.
+    """Open a file of samples in any layout for reading, and check its structure.
 
     The layouts are native, the fixed, varlength and packed HDF5 layouts in circulation, and TFRecord files of the
-    reference script. Compressed files and TFRecord files are unpacked into memory; other files are read when samples
-    are asked for.
+    reference script. Compressed files and TFRecord files are unpacked into memory; other files are read when samples are
+    requested.
 
     Raises:
-        ValueError: missing, truncated, of no known layout, or inconsistent.
+        ValueError: the file is missing, truncated, inconsistent, or in an unknown layout.
     """
     content = map_file(path)
     if content[: len(_HDF5_SIGNATURE)] == _HDF5_SIGNATURE:
         return _open_hdf5(path, content)
-    # Imported here because only this format needs CRCs.
+    # Imported here, because only this format needs the CRC code.
     from dataloading.shards.tfrecord import is_tfrecord, open_tfrecord
 
     if is_tfrecord(content[:16]):
@@ -41,7 +41,8 @@ def open_shard(path: Path) -> Shard:
 def whole_shard(path: Path, digest: str | None = None) -> tuple[DatasetInfo, int] | None:
     """Return the description and the number of samples of a shard that an earlier attempt left at ``path``.
 
-    Returns None if it is missing, damaged, or its content does not have ``digest`` (by default the digest in the file).
+    Returns None if the shard is missing or damaged, or if its content does not match ``digest``. The default is the
+    digest in the file.
     Equal samples have equal digests in all layouts.
     """
     if not path.exists():
@@ -60,7 +61,7 @@ def _open_hdf5(path: Path, content: mmap.mmap) -> Shard:
             return _open_layout(path, file)
         finally:
             file.close()
-    # Any of these can come out of h5py and NumPy for a damaged file.
+    # For a damaged file, h5py and NumPy can raise any of these errors.
     except (OSError, RuntimeError, LookupError, TypeError, ValueError, MemoryError, msgspec.MsgspecError) as error:
         complaint = str(error)
         if complaint.startswith(str(path)):

@@ -1,8 +1,8 @@
-"""HDF5 files that are not trusted: an array must lie in its file, whole and within bounds, before any of it is read.
+"""Safe reading of untrusted HDF5 files. An array is read only if it is stored completely and within bounds in its file.
 
-A file of a few kilobytes can promise gigabytes: chunks that were never written read as fill values, chunks may share
-their bytes, and gzip expands. The HDF5 library also follows links into other files and loads shared libraries for
-unknown filters. Therefore h5py tells where an array is stored, and the bytes are taken from the file and unpacked here.
+A file of a few kilobytes can claim gigabytes: chunks that were never written are read as fill values, chunks may share
+bytes, and gzip expands. The HDF5 library also follows links into other files and loads shared libraries for unknown
+filters. So this module uses h5py only to locate an array, and reads and unpacks the bytes itself.
 """
 
 import io
@@ -26,20 +26,20 @@ from numpy.typing import NDArray
 from console.files import write_atomically
 
 MOST_EXPANSION = 128
-"""Limit of the unpacked size of all arrays, in sizes of the file. Padded rows of 512 with five real tokens reach 75."""
+"""Largest ratio of unpacked arrays to file size. Padded rows of 512 with five real tokens reach a ratio of 75."""
 
 REFERENCE = np.dtype([("count", "<u4"), ("address", "<u8"), ("object", "<u4")])
-"""Stored form of a row of variable length: its number of values, the address of a heap collection, and the number of an
-object in the collection (HDF5 File Format Specification 3.0, section IV.A.2.d)."""
+"""Stored form of a row of variable length: number of values, address of a heap collection, and number of the object in it
+(HDF5 File Format Specification 3.0, section IV.A.2.d)."""
 
 _FILTERS = [h5py.h5z.FILTER_SHUFFLE, h5py.h5z.FILTER_DEFLATE]
-"""Known filters in the order in which HDF5 applies them."""
+"""Supported filters, in the order in which HDF5 applies them."""
 
 
 @contextmanager
 def new_hdf5_file(path: Path) -> Iterator[h5py.File]:
-    """Yield an HDF5 file that becomes ``path``, complete and on disk, when the block ends without an error."""
-    # Composed in memory: on a full disk the HDF5 library hides the reason and can take the process down.
+    """Yield a new HDF5 file that is written atomically to ``path`` when the block ends without an error."""
+    # Build the file in memory: on a full disk the HDF5 library hides the reason and can crash the process.
     image = io.BytesIO()
     with h5py.File(image, "w") as file:
         yield file
@@ -55,14 +55,14 @@ class HDF5Array:
     row_dtype: np.dtype[Any] | None
     """Type of the integers in rows of variable length, otherwise None."""
     in_place: bool
-    """Whether ``values`` is a view of the file, which takes no memory."""
+    """Whether ``values`` is a view of the file, which uses no memory."""
 
 
 class HDF5File:
-    """A file that is open for reading. ``content`` is a map of the whole file.
+    """An HDF5 file that is open for reading. ``content`` is a map of the whole file.
 
     Raises:
-        OSError: not an HDF5 file, or damaged.
+        OSError: the file is not an HDF5 file, or is damaged.
     """
 
     def __init__(self, path: Path, content: mmap.mmap) -> None:
@@ -71,19 +71,19 @@ class HDF5File:
         self._room = MOST_EXPANSION * len(content)
 
     def close(self) -> None:
-        """Close the file; arrays stay valid."""
+        """Close the file. Its arrays stay valid."""
         self._file.close()
 
     @property
     def names(self) -> list[str]:
-        """Names in the root group, sorted."""
+        """Sorted names in the root group."""
         return sorted(self._file)
 
     def attribute(self, name: str) -> str | int:
-        """Return a text or an integer; ValueError if it is missing or claims more bytes than the file has."""
+        """Return a string or integer attribute; ValueError if it is missing or claims more bytes than the file has."""
         key = name.encode()
         found = h5py.h5a.open(self._file.id, key) if h5py.h5a.exists(self._file.id, key) else None
-        # An array is not read: it may repeat one text as often as a hostile file likes.
+        # Arrays are refused, because in a hostile file an array could repeat one string any number of times.
         if found is None or found.shape != () or found.dtype.kind not in "iuO":
             raise ValueError(f"the attribute {name} is missing or is neither a text nor an integer")
         if found.dtype.kind == "O":
@@ -103,7 +103,7 @@ class HDF5File:
         """Return an array as a read-only view of the file, or unpacked into memory.
 
         Raises:
-            ValueError: not an array of integers, damaged, or not completely stored in this file.
+            ValueError: the array does not hold integers, is damaged, or is not stored completely in this file.
         """
         dataset = self._open(name)
         row_dtype = h5py.check_vlen_dtype(dataset.dtype)
@@ -123,7 +123,7 @@ class HDF5File:
             raise ValueError(f"{name} is not stored in this file in one piece or in chunks")
         if storage.get_layout() == h5py.h5d.CHUNKED:
             return HDF5Array(self._unpacked(dataset, name, shape, stored), row_dtype, in_place=False)
-        offset = dataset.get_offset()  # None: nothing was ever written
+        offset = dataset.get_offset()  # None if nothing was ever written
         if offset is None or offset + size > len(self.content):
             raise ValueError(f"{name} claims {size:,} bytes that are not inside the file")
         values = np.frombuffer(self.content, stored, size // stored.itemsize, offset)
@@ -131,7 +131,7 @@ class HDF5File:
 
     def _open(self, name: str) -> h5py.h5d.DatasetID:
         group, key = self._file.id, name.encode()
-        # The type is asked before the link is followed, which could lead into another file.
+        # Check the link's type before following the link, which could lead into another file.
         if key not in group or group.links.get_info(key).type != h5py.h5l.TYPE_HARD:
             raise ValueError(f"{name} is missing or a link to another place, expected an array in this file")
         return h5py.h5d.open(group, key)
@@ -139,7 +139,7 @@ class HDF5File:
     def _unpacked(
         self, dataset: h5py.h5d.DatasetID, name: str, shape: tuple[int, ...], stored: np.dtype[Any]
     ) -> NDArray[Any]:
-        """Unpack an array that is stored in chunks, after checking that all of its chunks are stored in this file."""
+        """Unpack a chunked array, after checking that all of its chunks are stored in this file."""
         storage = dataset.get_create_plist()
         chunk: tuple[int, ...] = storage.get_chunk()
         filters = [storage.get_filter(index)[0] for index in range(storage.get_nfilters())]
@@ -156,27 +156,27 @@ class HDF5File:
             )
         values = np.empty(shape, stored)
         for corner in product(*(range(0, end, size) for end, size in zip(shape, chunk, strict=True))):
-            # Each bit of the mask is a filter that was not applied to this chunk.
+            # Each set bit of the mask marks a filter that was not applied to this chunk.
             skipped, content = dataset.read_direct_chunk(corner)
             applied = [known for place, known in enumerate(filters) if not skipped >> place & 1]
             try:
                 block = _unpacked_chunk(content, applied, chunk_bytes, stored).reshape(chunk)
             except (ValueError, zlib.error) as error:
                 raise ValueError(f"{name}: the chunk at {corner} is damaged ({error})") from None
-            # Chunks at an edge are stored whole.
+            # Chunks at an edge are stored at full size.
             box = tuple(slice(at, min(at + size, end)) for at, size, end in zip(corner, chunk, shape, strict=True))
             values[box] = block[tuple(slice(side.stop - side.start) for side in box)]
         return values
 
 
 def _unpacked_chunk(content: bytes, filters: list[int], size: int, stored: np.dtype[Any]) -> NDArray[Any]:
-    """Undo the filters of a chunk that has ``size`` bytes unpacked, and return a flat array."""
+    """Unpack a chunk by undoing its filters, and return a flat array. ``size`` is the unpacked size in bytes."""
     if h5py.h5z.FILTER_DEFLATE in filters:
         content = zlib.decompressobj().decompress(content, size + 1)
     if len(content) != size:
         raise ValueError(f"it does not hold the {size:,} bytes that were expected")
     if h5py.h5z.FILTER_SHUFFLE in filters:
-        # The filter puts the first bytes of all elements first, then their second bytes.
+        # The shuffle filter stores the first bytes of all elements, then all second bytes, and so on.
         content = np.frombuffer(content, np.uint8).reshape(stored.itemsize, -1).T.tobytes()
     return np.frombuffer(content, stored)
 
@@ -187,13 +187,11 @@ _MOST_MESSAGES = 4096
 
 
 def _text_sizes(content: mmap.mmap, header: int, key: bytes) -> Iterator[int]:
-    """Yield the size that an attribute of variable length claims in an object header of version 1, which h5py
-    writes."""
+    """Yield the size that each variable-length attribute ``key`` claims in an object header of version 1, h5py's
+    version."""
     blocks = [(header + 16, int.from_bytes(content[header + 8 : header + 12], "little"))]
     found = 0
-    for start, size in (
-        blocks if content[header : header + 1] == b"\x01" else ()
-    ):  # continuations are appended meanwhile
+    for start, size in blocks if content[header : header + 1] == b"\x01" else ():  # the loop appends continuations
         place, end = start, min(start + size, len(content))
         while place + 8 <= end and (found := found + 1) <= _MOST_MESSAGES:
             kind, length = struct.unpack_from("<HH", content, place)

@@ -1,6 +1,6 @@
-"""The native layout: an HDF5 file that holds the flat arrays of `Samples`, described by root attributes.
+"""The native layout: an HDF5 file with the flat arrays of `Samples`. Root attributes describe the samples.
 
-Each array is stored in one piece and read through a memory map, so that reading a sample costs one copy.
+Each array is stored contiguously and read through a memory map, so that reading a sample costs one copy.
 """
 
 import json
@@ -30,7 +30,7 @@ DTYPES = {
 def write_shard(path: Path, samples: Samples, info: DatasetInfo) -> ShardRecord:
     """Write one shard; the file appears complete or not at all.
 
-    Equal samples and info give equal bytes. Needs as much memory as the file has bytes.
+    Equal samples and info give identical files. Needs as much memory as the size of the file.
 
     Raises:
         ValueError: the samples contradict ``info``.
@@ -56,7 +56,7 @@ def write_shard(path: Path, samples: Samples, info: DatasetInfo) -> ShardRecord:
 
 
 def open_native(path: Path, file: HDF5File) -> FlatShard:
-    """Open a file of `write_shard` and read its offsets; ValueError if it is damaged or of another version."""
+    """Open a file that `write_shard` wrote, and read its offsets; ValueError if it is damaged or has another version."""
     version = file.attribute("format"), file.attribute("schema_version")
     if version != (FORMAT, SCHEMA_VERSION):
         raise ValueError(f"{version[0]}, schema version {version[1]}; expected {FORMAT}, {SCHEMA_VERSION}")

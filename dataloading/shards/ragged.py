@@ -1,11 +1,11 @@
-"""The HDF5 layouts with rows of variable length: one sample a row (varlength) or several (packed).
+"""The HDF5 layouts with rows of variable length: one sample a row (varlength) or several samples a row (packed).
 
     varlength  input_ids, segment_ids, masked_lm_positions, masked_lm_ids [n rows], next_sentence_labels [n]
-    packed     the same with several samples in a row, one after another, and next_sentence_labels, packed_input_len and
-               packed_masked_lm_len [rows of one number a sample]
+    packed     the same columns with several concatenated samples in a row; next_sentence_labels, packed_input_len and
+               packed_masked_lm_len have one number for each sample in a row
 
 A row is stored as a reference into the file's global heap (HDF5 File Format Specification 3.0, section III.E). The HDF5
-library follows one reference at a time and allocates memory for each; here rows are read from the map of the file.
+library follows one reference at a time and allocates memory for each. This module reads rows from a map of the file.
 """
 
 import mmap
@@ -27,18 +27,18 @@ from dataloading.shards.shard import REMEDY, DatasetInfo, Shard
 _SIZES = {name: DTYPES[name].itemsize for name in COLUMNS}
 
 _OBJECT_HEADER = struct.Struct("<H6xQ")
-"""Number and size of an object of a heap collection."""
+"""Header of an object in a heap collection: its number and size."""
 
 
 class RaggedColumn:
-    """Rows of integers of variable length; ValueError if they are not such rows or claim more than the file holds."""
+    """Rows of integers of variable length. ValueError if the array has other rows or claims too many bytes for the file."""
 
     def __init__(self, path: Path, file: HDF5File, name: str) -> None:
         array = file.array(name)
         if array.row_dtype is None or array.values.ndim != 1:
             raise ValueError(f"{name} has shape {array.values.shape}, expected rows of integers of variable length")
         self.counts = array.values["count"].astype(np.int64)
-        """[rows] elements of each row."""
+        """[rows] number of elements in each row."""
         self.held_bytes = 0 if array.in_place else array.values.nbytes
         self.dtype = array.row_dtype
         self._name = f"{path}: {name}"
@@ -48,11 +48,11 @@ class RaggedColumn:
         self._content = memoryview(file.content)
         self._objects = lru_cache(maxsize=64)(partial(_objects_of, file.content))
         claimed = int(self.counts.sum()) * self.dtype.itemsize
-        if claimed > len(file.content):  # several rows that share an object would multiply it
+        if claimed > len(file.content):  # rows that share one object could claim any amount of memory
             raise ValueError(f"{name} claims {claimed:,} bytes in a file of {len(file.content):,}")
 
     def row(self, index: int, start: int = 0, stop: int | None = None) -> memoryview:
-        """Return the bytes of a row, or of some of its elements; ValueError if its reference leads nowhere."""
+        """Return the bytes of a row or of a range of its elements; ValueError if the row's reference is invalid."""
         size = int(self.counts[index]) * self.dtype.itemsize
         place, found = 0, 0
         if size:
@@ -63,15 +63,15 @@ class RaggedColumn:
         return self._content[place + start * self.dtype.itemsize : end]
 
     def narrowed(self, values: NDArray[Any], dtype: Any) -> NDArray[Any]:
-        """Return values of this column in another type; ValueError if one does not fit."""
+        """Convert values of this column to another type; ValueError if a value does not fit."""
         return narrow(values, dtype, self._name)
 
 
 class RaggedShard(Shard):
-    """Rows of variable length, read from the map of the file."""
+    """A shard with rows of variable length, read from a map of the file."""
 
     row_offsets: NDArray[np.int64]
-    """[R + 1] first sample of each row; a row is a pack in the packed layout, and one sample otherwise."""
+    """[R + 1] first sample of each row. A row is a pack in the packed layout, and one sample in the varlength layout."""
 
     def __init__(self, path: Path, file: HDF5File) -> None:
         super().__init__(path, unknown_info(), file.content)
@@ -97,7 +97,7 @@ class RaggedShard(Shard):
         self.row_offsets = offsets_of(samples_in_row)
         self._row_of = np.repeat(np.arange(rows), samples_in_row)
         self._starts, self._masked_starts = map(self._starts_in_rows, (self._lengths, self._masked_counts))
-        # A row is as long as its samples together. bincount adds in float64, which is exact up to 2^53.
+        # A row has as many elements as its samples in total. bincount adds in float64, which is exact up to 2^53.
         tokens, masked = (np.bincount(self._row_of, sizes, rows) for sizes in (self._lengths, self._masked_counts))
         for name, expected in zip(COLUMNS, (tokens, tokens, masked, masked), strict=True):
             if not np.array_equal(expected, self._columns[name].counts):
@@ -108,23 +108,23 @@ class RaggedShard(Shard):
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        """[n] real tokens of each sample."""
+        """[n] number of real tokens in each sample."""
         return self._lengths
 
     @property
     def masked_counts(self) -> NDArray[np.int64]:
-        """[n] masked tokens of each sample."""
+        """[n] number of masked tokens in each sample."""
         return self._masked_counts
 
     def add_to(self, builder: SampleBuilder, index: int) -> None:
-        """Add one sample, unchecked, to ``builder``."""
+        """Add one sample to ``builder`` without checking its content."""
         row, start, first = (int(places[index]) for places in (self._row_of, self._starts, self._masked_starts))
         stop, last = start + int(self._lengths[index]), first + int(self._masked_counts[index])
         parts: list[memoryview | bytes] = []
         for name, begin, end in zip(COLUMNS, (start, start, first, first), (stop, stop, last, last), strict=True):
             column = self._columns[name]
             part = column.row(row, begin, end)
-            shift = start if name == "masked_lm_positions" else 0  # positions count from the beginning of the row
+            shift = start if name == "masked_lm_positions" else 0  # stored positions are relative to the row
             if shift or not column.is_as_in_samples:
                 values = np.frombuffer(part, column.dtype).astype(np.int64) - shift
                 part = column.narrowed(values, DTYPES[name]).tobytes()
@@ -138,20 +138,20 @@ class RaggedShard(Shard):
         return builder.samples()
 
     def _starts_in_rows(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return where each sample starts inside its row [n]."""
+        """Return each sample's start inside its row [n]."""
         starts = offsets_of(lengths)
         return starts[:-1] - starts[self.row_offsets[self._row_of]]
 
 
 def write_varlength(path: Path, samples: Samples, info: DatasetInfo) -> None:
-    """Write a file of the varlength layout; errors as in `write_fixed`."""
+    """Write a file in the varlength layout. Raises the same errors as `write_fixed`."""
     check_writable(samples, info, path)
     columns = _columns_of(samples, samples.sequence_offsets, samples.masked_lm_offsets)
     _write(path, columns, samples.next_sentence_labels.astype("i1"))
 
 
 def write_packed(path: Path, samples: Samples, pack_offsets: NDArray[np.int64], info: DatasetInfo) -> None:
-    """Write a file of the packed layout; errors as in `write_fixed`.
+    """Write a file in the packed layout. Raises the same errors as `write_fixed`.
 
     Pack p holds samples ``pack_offsets[p]`` to ``pack_offsets[p + 1]``.
     """
@@ -170,7 +170,7 @@ def write_packed(path: Path, samples: Samples, pack_offsets: NDArray[np.int64], 
 
 
 _Columns = dict[str, tuple[NDArray[Any], NDArray[np.int64]]]
-"""Flat values and the offsets of their rows, by name."""
+"""Flat values and row offsets of each column, by name."""
 
 
 def _columns_of(samples: Samples, offsets: NDArray[np.int64], masked_offsets: NDArray[np.int64]) -> _Columns:
@@ -189,17 +189,17 @@ def _write(path: Path, columns: _Columns, labels: NDArray[Any] | None) -> None:
             for row in range(len(rows)):
                 rows[row] = values[offsets[row] : offsets[row + 1]]
             column = file.create_dataset(name, rows.shape, rows.dtype)
-            # Assigning by index would take rows of equal lengths for a matrix.
+            # Assignment by index would treat rows of equal length as a matrix.
             column.id.write(h5py.h5s.ALL, h5py.h5s.ALL, rows)
         if labels is not None:
             file.create_dataset("next_sentence_labels", data=labels)
 
 
 def _objects_of(content: mmap.mmap, address: int) -> dict[int, tuple[int, int]]:
-    """Return the place and size of each object of a heap collection, by number; empty if there is no collection.
+    """Return each object's offset and size in a heap collection, by object number. Empty if there is no collection.
 
-    Objects follow one another. Each has a header of 16 bytes and is padded to 8 bytes; number 0 is free space at the
-    end.
+    Objects are stored consecutively. Each has a header of 16 bytes and is padded to 8 bytes. Number 0 marks the free
+    space at the end.
     """
     objects: dict[int, tuple[int, int]] = {}
     if content[address : address + 5] != b"GCOL\x01" or address + 16 > len(content):
@@ -209,7 +209,7 @@ def _objects_of(content: mmap.mmap, address: int) -> dict[int, tuple[int, int]]:
     while place + _OBJECT_HEADER.size <= end:
         number, size = _OBJECT_HEADER.unpack_from(content, place)
         place += _OBJECT_HEADER.size
-        # A number that repeats would make the loop as long as a hostile file likes.
+        # Stop at a repeated number, because a hostile file could otherwise make the loop arbitrarily long.
         if number == 0 or size > end - place or number in objects:
             break
         objects[number] = (place, size)

@@ -1,7 +1,7 @@
 """A block of pretraining samples as flat arrays.
 
-Shapes: n samples, T real tokens, M masked tokens. Nothing is padded. Sample i owns
-``input_ids[sequence_offsets[i]:sequence_offsets[i + 1]]``, and its masked tokens are found in the same way.
+Shapes: n samples, T real tokens, M masked tokens, without padding. The tokens of sample i are
+``input_ids[sequence_offsets[i]:sequence_offsets[i + 1]]``; ``masked_lm_offsets`` delimits its masked tokens in the same way.
 """
 
 import hashlib
@@ -12,19 +12,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-# 2^64 divided by the golden ratio: the step of SplitMix64.
+# SplitMix64's increment: 2^64 divided by the golden ratio.
 SPLITMIX64_GAMMA = np.uint64(0x9E3779B97F4A7C15)
 
 _ELEMENTS_AT_A_TIME = 1 << 16
-"""Elements that are gathered or digested at once, so that temporary arrays fit into the processor's cache."""
+"""Number of elements to gather or digest at a time. Temporary arrays of this size fit into the processor's cache."""
 
 
 @dataclass(frozen=True)
 class Samples:
-    """Next-sentence pairs with masked tokens, as the reference's ``create_pretraining_data`` makes them."""
+    """Masked next-sentence pairs, as made by the reference's ``create_pretraining_data``."""
 
     input_ids: NDArray[np.uint16]
-    """[T] tokens after masking, [CLS] first and [SEP] last in every sample."""
+    """[T] tokens after masking. Every sample starts with [CLS] and ends with [SEP]."""
     segment_ids: NDArray[np.uint8]
     """[T] 0 up to and including the first [SEP], 1 after it."""
     sequence_offsets: NDArray[np.int64]
@@ -43,17 +43,17 @@ class Samples:
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        """[n] real tokens of each sample."""
+        """[n] number of real tokens in each sample."""
         return np.diff(self.sequence_offsets)
 
     @property
     def masked_counts(self) -> NDArray[np.int64]:
-        """[n] masked tokens of each sample."""
+        """[n] number of masked tokens in each sample."""
         return np.diff(self.masked_lm_offsets)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all arrays."""
+        """Total size of all arrays in bytes."""
         return sum(getattr(self, field.name).nbytes for field in fields(self))
 
     def take(self, indices: NDArray[np.int64]) -> "Samples":
@@ -65,7 +65,7 @@ class Samples:
         return Samples(input_ids, segment_ids, offsets, positions, masked_ids, masked_offsets, labels)
 
     def slice(self, start: int, stop: int) -> "Samples":
-        """Return samples ``start`` to ``stop`` as a block that shares the memory of this block, except the offsets."""
+        """Return samples ``start`` to ``stop`` as a block that shares this block's memory, except for the offsets."""
         tokens = slice(*self.sequence_offsets[[start, stop]])
         masked = slice(*self.masked_lm_offsets[[start, stop]])
         return Samples(
@@ -77,9 +77,9 @@ class Samples:
         )
 
     def digest(self) -> str:
-        """Return the SHA-256 of names, types and contents: equal for equal samples in equal order."""
+        """Return the SHA-256 of the arrays' names, types and contents. Equal samples in equal order have equal digests."""
         state = hashlib.sha256()
-        # The order of the fields is part of the digest, and so is the byte order of each type.
+        # The digest depends on the order of the fields and on the byte order of each type.
         for field in fields(self):
             array = np.ascontiguousarray(getattr(self, field.name))
             state.update(f"{field.name}:{array.dtype.str}:{array.shape}\n".encode())
@@ -87,12 +87,12 @@ class Samples:
         return state.hexdigest()
 
     def sample_digests(self) -> NDArray[np.uint64]:
-        """Return 64 bits [n] for each sample that depend on all of its content and on nothing else.
+        """Return a 64-bit digest of each sample's content [n].
 
-        The sum of the digests modulo 2^64 tells whether two data sets hold the same samples in any order. It detects
-        accidents and not deliberate collisions.
+        Two data sets that hold the same samples in any order have equal sums of digests modulo 2^64. The digests detect
+        accidental changes, but not deliberate collisions.
         """
-        # The label is shifted beyond any length, so that the two do not mix.
+        # Shift the label beyond the bits of any length, so that label and length stay separate.
         digests = _mix((self.next_sentence_labels.astype(np.uint64) << np.uint64(40)) | self.lengths.astype(np.uint64))
         for kind, offsets, values in (
             (1, self.sequence_offsets, (self.input_ids, self.segment_ids)),
@@ -100,15 +100,15 @@ class Samples:
         ):
             for rows in row_blocks(offsets):
                 digests[rows.start : rows.stop] += _ragged_digests(kind, offsets[rows.start : rows.stop + 1], values)
-        # Mixed again by sample: otherwise the sum over samples would not tell which elements belong together.
+        # Mix again for each sample. Otherwise the sum over samples would not depend on which elements belong together.
         return _mix(digests)
 
 
 class SampleBuilder:
-    """Collector of samples, one by one: it keeps references to their bytes and copies them once at the end.
+    """Collector of individual samples. It keeps references to their bytes and copies the bytes once at the end.
 
-    Gathering by index arrays costs a fixed time for each file. If the samples of a batch lie in thousands of files,
-    that time is many times the time of the copy.
+    Gathering with index arrays costs a fixed time for each file. If a batch's samples are in thousands of files, this
+    time far exceeds the time for the copy.
     """
 
     def __init__(self) -> None:
@@ -123,7 +123,7 @@ class SampleBuilder:
         masked_lm_ids: memoryview | bytes,
         next_sentence_label: int,
     ) -> None:
-        """Add one sample: bytes of little-endian uint16 arrays, and of uint8 for ``segment_ids``."""
+        """Add one sample, given as the bytes of little-endian uint16 arrays, except ``segment_ids``, which are uint8."""
         parts = (input_ids, segment_ids, masked_lm_positions, masked_lm_ids)
         for column, part in zip(self._columns, parts, strict=True):
             column.append(part)
@@ -133,13 +133,13 @@ class SampleBuilder:
         return len(self._labels)
 
     def samples(self) -> Samples:
-        """Return the added samples in their order, in arrays that can be written to."""
-        # bytearray: arrays over bytes cannot be written to.
+        """Return the added samples in order, in writable arrays."""
+        # Use bytearray, because arrays over bytes are read-only.
         input_ids, segment_ids, positions, masked_ids = (
             np.frombuffer(bytearray().join(column), kind)
             for column, kind in zip(self._columns, ("<u2", "u1", "<u2", "<u2"), strict=True)
         )
-        # Segment ids have one byte each, masked ids two.
+        # A segment id has one byte, a masked id two.
         offsets = offsets_of(np.array([len(part) for part in self._columns[1]], np.int64))
         masked_offsets = offsets_of(np.array([len(part) // 2 for part in self._columns[3]], np.int64))
         labels = np.frombuffer(self._labels, "u1")
@@ -147,7 +147,7 @@ class SampleBuilder:
 
 
 def row_blocks(offsets: NDArray[np.int64]) -> Iterator[range]:
-    """Yield consecutive ranges of ragged rows with about ``_ELEMENTS_AT_A_TIME`` elements, at least one row each."""
+    """Yield consecutive ranges of at least one ragged row, with about ``_ELEMENTS_AT_A_TIME`` elements in each range."""
     start = 0
     while start < len(offsets) - 1:
         stop = max(start + 1, int(np.searchsorted(offsets, offsets[start] + _ELEMENTS_AT_A_TIME, side="right")) - 1)
@@ -156,7 +156,7 @@ def row_blocks(offsets: NDArray[np.int64]) -> Iterator[range]:
 
 
 def offsets_of(lengths: NDArray[np.integer]) -> NDArray[np.int64]:
-    """Return the starts of ragged rows with these lengths, followed by their sum [n + 1]."""
+    """Return the starts of ragged rows with these lengths, followed by the sum of the lengths [n + 1]."""
     offsets = np.zeros(len(lengths) + 1, np.int64)
     np.cumsum(lengths, out=offsets[1:])
     return offsets
@@ -208,13 +208,13 @@ def _gather_ragged(
 
 
 def _ragged_digests(kind: int, offsets: NDArray[np.int64], values: tuple[NDArray[Any], ...]) -> NDArray[np.uint64]:
-    """Sum a mix of (kind, place in the row, both values) over each ragged row [n]."""
+    """Hash (kind, position in the row, both values) for each element, and sum the hashes over each ragged row [n]."""
     start, stop = int(offsets[0]), int(offsets[-1])
     first, second = (array[start:stop].astype(np.uint64) for array in values)
     place = (np.arange(start, stop) - np.repeat(offsets[:-1], np.diff(offsets))).astype(np.uint64)
-    # Each has 16 bits of its own.
+    # Each of the four numbers gets 16 bits.
     mixed = _mix(first | second << np.uint64(16) | place << np.uint64(32) | np.uint64(kind << 48))
-    # reduceat takes the next element for an empty row, so empty rows are left out.
+    # reduceat would return the next element for an empty row, so empty rows are skipped.
     filled = np.flatnonzero(np.diff(offsets))
     sums = np.zeros(len(offsets) - 1, np.uint64)
     if len(filled):

@@ -1,4 +1,4 @@
-"""A shard: one file of samples of any layout, and the checks of its content."""
+"""The interface of a shard, a file of samples in any layout, and checks of its content."""
 
 import json
 import mmap
@@ -14,36 +14,35 @@ from numpy.typing import NDArray
 from console.files import open_regular
 from dataloading.shards.samples import SampleBuilder, Samples
 
-# That module imports the tokenizers library.
+# Imported only for type checking, because that module imports the tokenizers library.
 if TYPE_CHECKING:
     from dataloading.text.tokenization import Vocabulary
 
 REMEDY = "copy or prepare the data set again"
 
 MAX_ID = (1 << 16) - 1
-"""Ids, positions and lengths are stored in 16 bits."""
+"""Largest id, position and length. They are stored in 16 bits."""
 
 _Size = Annotated[int, Meta(ge=1, le=MAX_ID + 1)]
 _Count = Annotated[int, Meta(ge=0, lt=1 << 62)]
-# A plain file name: a manifest must not lead out of its folder.
+# A plain file name, so that a manifest cannot refer to files outside its folder.
 _FileName = Annotated[str, Meta(pattern=r"^(?!\.\.?$)[^/\x00-\x1f\x7f]+$", max_length=255)]
 
 
 @dataclass(frozen=True)
 class DatasetInfo:
-    """Description of samples and of what they were made from. Constraints of the fields hold for files that are
-    read."""
+    """Description of samples and of their sources. The constraints on the fields are checked when a file is read."""
 
     vocab_size: _Size
     max_seq_length: _Size
     max_predictions_per_seq: _Size
     vocabulary_md5: str
     vocabulary_sha256: str
-    """Both digests are empty if a file does not say which vocabulary its ids belong to."""
+    """SHA-256 of the vocabulary. Both digests are empty if the file does not name the vocabulary of its ids."""
     options: dict[str, int | float | bool | str]
-    """Settings that made the samples, by name; equal in all shards of a data set."""
+    """Settings that the samples were made with, by name. They are equal in all shards of a data set."""
     sources: dict[str, str]
-    """SHA-256 of each source text by name."""
+    """SHA-256 of each source text, by name."""
 
     @classmethod
     def of(
@@ -69,7 +68,7 @@ class DatasetInfo:
 
 @dataclass(frozen=True)
 class ShardRecord:
-    """Row of the manifest."""
+    """A shard's entry in the manifest."""
 
     name: _FileName
     samples: _Count
@@ -81,21 +80,21 @@ class ShardRecord:
 
 
 class Shard(ABC):
-    """An open file of samples.
+    """An open file of samples in any layout.
 
-    Where the layout allows it, samples are read from a memory map of the file, which lives as long as anything refers
-    to it.
+    If the layout allows it, samples are read from a memory map of the file, which exists as long as an object refers to
+    it.
     """
 
     layout: str
-    """Name of the layout, as ``convert --to`` takes it."""
+    """Name of the layout, as in ``convert --to``."""
     digest: str | None = None
-    """`Samples.digest` of the content, if the file carries it."""
+    """`Samples.digest` of the content, if the file contains it."""
     held_bytes: int = 0
-    """Memory that this shard holds while it is open."""
+    """Bytes of memory that this shard uses while it is open."""
 
     def __init__(self, path: Path, info: DatasetInfo, content: mmap.mmap | None) -> None:
-        """Open a shard whose samples lie in ``content``, the map of the whole file, or in memory (None)."""
+        """Set up a shard. ``content`` is the map of the whole file, or None if the samples are held in memory."""
         self.path = path
         self.info = info
         self.file_bytes = path.stat().st_size
@@ -108,25 +107,25 @@ class Shard(ABC):
     @property
     @abstractmethod
     def lengths(self) -> NDArray[np.int64]:
-        """[n] real tokens of each sample."""
+        """[n] number of real tokens in each sample."""
 
     @property
     @abstractmethod
     def masked_counts(self) -> NDArray[np.int64]:
-        """[n] masked tokens of each sample."""
+        """[n] number of masked tokens in each sample."""
 
     @abstractmethod
     def _between(self, start: int, stop: int) -> Samples:
-        """Return samples ``start`` to ``stop``, unchecked."""
+        """Return samples ``start`` to ``stop`` without checking their content."""
 
     def add_to(self, builder: SampleBuilder, index: int) -> None:
-        """Add one sample, unchecked, to ``builder``."""
+        """Add one sample to ``builder`` without checking its content."""
         one = self._between(index, index + 1)
         arrays = (one.input_ids, one.segment_ids, one.masked_lm_positions, one.masked_lm_ids)
         builder.add(*(array.tobytes() for array in arrays), next_sentence_label=int(one.next_sentence_labels[0]))
 
     def read(self, start: int, stop: int) -> Samples:
-        """Return samples ``start`` to ``stop``; IndexError outside the shard, ValueError for bad content.
+        """Return samples ``start`` to ``stop``; IndexError if they are outside the shard, ValueError for invalid content.
 
         The arrays may be read-only views of the file.
         """
@@ -137,11 +136,11 @@ class Shard(ABC):
         return samples
 
     def verify(self, digest: str | None = None) -> Samples:
-        """Read and return all samples; ValueError if the content is not what was written.
+        """Read and return all samples; ValueError if the content does not match its digest.
 
-        ``digest`` is the content's digest in a manifest; by default, the digest in the file is compared, if it has one.
+        ``digest`` is the expected digest from a manifest. By default, the file's own digest is used, if it has one.
         """
-        # The manifest comes first: another data set's shard carries its own, correct digest.
+        # The manifest's digest takes precedence, because a shard of another data set also contains a correct digest.
         expected = digest or self.digest
         samples = self.read(0, len(self))
         found = samples.digest()
@@ -150,7 +149,7 @@ class Shard(ABC):
         return samples
 
     def record(self) -> ShardRecord:
-        """Return the manifest's row for this file. The whole file is read if it carries no digest."""
+        """Return the manifest's entry for this file. Reads the whole file if it contains no digest."""
         return ShardRecord(
             name=self.path.name,
             samples=len(self),
@@ -161,18 +160,18 @@ class Shard(ABC):
         )
 
     def forget(self) -> None:
-        """Release mapped pages, which count as this process's memory. They are read again when needed."""
+        """Release mapped pages, which count as memory of this process. They are read again when needed."""
         if self._content is not None:
             self._content.madvise(mmap.MADV_DONTNEED)
 
     def expect_random_reads(self) -> None:
-        """Tell the system not to read ahead around each sample."""
+        """Advise the system not to read ahead around each sample."""
         if self._content is not None:
             self._content.madvise(mmap.MADV_RANDOM)
 
 
 class FlatShard(Shard):
-    """A shard with flat arrays, which are views of the mapped file or held in memory."""
+    """A shard with flat arrays that are either views of the mapped file or held in memory."""
 
     def __init__(
         self, path: Path, info: DatasetInfo, layout: str, samples: Samples, content: mmap.mmap | None = None
@@ -183,10 +182,10 @@ class FlatShard(Shard):
         self._samples = samples
         self.held_bytes = 0 if content is not None else samples.nbytes
         arrays = (samples.input_ids, samples.segment_ids, samples.masked_lm_positions, samples.masked_lm_ids)
-        # Slicing a memoryview costs less than slicing an array.
+        # Slicing a memoryview is faster than slicing an array.
         self._bytes = tuple(array.data.cast("B") if len(array) else memoryview(b"") for array in arrays)
         self._labels = samples.next_sentence_labels.data
-        # A view cannot be cast from one integer format to another directly.
+        # A memoryview cannot be cast directly from one integer format to another.
         self._offsets = tuple(
             offsets.data.cast("B").cast("q") for offsets in (samples.sequence_offsets, samples.masked_lm_offsets)
         )
@@ -196,22 +195,22 @@ class FlatShard(Shard):
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        """[n] real tokens of each sample."""
+        """[n] number of real tokens in each sample."""
         return self._samples.lengths
 
     @property
     def masked_counts(self) -> NDArray[np.int64]:
-        """[n] masked tokens of each sample."""
+        """[n] number of masked tokens in each sample."""
         return self._samples.masked_counts
 
     def _between(self, start: int, stop: int) -> Samples:
         return self._samples.slice(start, stop)
 
     def add_to(self, builder: SampleBuilder, index: int) -> None:
-        """Add one sample, unchecked, to ``builder``."""
+        """Add one sample to ``builder`` without checking its content."""
         input_ids, segment_ids, masked_lm_positions, masked_lm_ids = self._bytes
         sequence_offsets, masked_lm_offsets = self._offsets
-        # Offsets count elements; ids and positions have two bytes each.
+        # Offsets count elements. Ids and positions have two bytes each.
         start, stop = sequence_offsets[index], sequence_offsets[index + 1]
         first, last = 2 * masked_lm_offsets[index], 2 * masked_lm_offsets[index + 1]
         builder.add(
@@ -225,7 +224,7 @@ class FlatShard(Shard):
 
 def map_file(path: Path) -> mmap.mmap:
     """Return a read-only memory map of a whole file; ValueError if it is missing, empty or unreadable."""
-    # Python's own open() raises the audit event "open", by which a timed run notices that data is touched.
+    # Python's open() raises the audit event "open", which lets a timed run detect access to data.
     try:
         with open_regular(path) as file:
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -236,7 +235,7 @@ def map_file(path: Path) -> mmap.mmap:
 
 
 def check_offsets(samples: Samples, path: Path) -> None:
-    """Raise ``ValueError`` unless the arrays fit together: lengths agree and offsets rise from 0 to the end."""
+    """Raise ``ValueError`` unless the arrays are consistent: lengths agree, and offsets rise from 0 to the end."""
     count, token_count, masked_count = len(samples), len(samples.input_ids), len(samples.masked_lm_ids)
     if len(samples.segment_ids) != token_count or len(samples.masked_lm_positions) != masked_count:
         raise ValueError(f"{path}: arrays of one kind differ in length; {REMEDY}")
@@ -250,9 +249,9 @@ def check_offsets(samples: Samples, path: Path) -> None:
 
 
 def check_content(samples: Samples, info: DatasetInfo, path: Path) -> None:
-    """Raise ``ValueError`` unless every value is in the range that ``info`` promises."""
+    """Raise ``ValueError`` unless every value is in the range that ``info`` specifies."""
     lengths, masked_counts = samples.lengths, samples.masked_counts
-    # Tokens from a masked position to the end of its sample, in int64: below 1 if the position lies beyond the end.
+    # Number of tokens from a masked position to the end of its sample, in int64. It is below 1 for positions beyond it.
     room = np.repeat(lengths, masked_counts) - samples.masked_lm_positions
     for name, values, least, most in (
         ("sample length", lengths, 1, info.max_seq_length),

@@ -1,4 +1,4 @@
-"""The reference's own output: TFRecord files of ``tf.train.Example``, read without TensorFlow.
+"""Reader for the reference script's output, TFRecord files of ``tf.train.Example``, without TensorFlow.
 
 A record is framed as length (uint64), masked CRC-32C of the length, data, masked CRC-32C of the data, all
 little-endian. The data is a protobuf message: Example { Features features = 1 }, Features { map<string, Feature>
@@ -6,7 +6,7 @@ feature = 1 }, and a Feature holds a packed list of floats (2) or of integers (3
 (tensorflow/core/example/{example,feature}.proto.)
 
 Features of a sample, padded with zeros: input_ids, input_mask, segment_ids [max_seq_length]; masked_lm_positions,
-masked_lm_ids, masked_lm_weights [max_predictions_per_seq], of which the weights are floats; next_sentence_labels [1].
+masked_lm_ids, masked_lm_weights [max_predictions_per_seq]; next_sentence_labels [1]. The weights are floats.
 """
 
 import mmap
@@ -24,7 +24,7 @@ from dataloading.shards.shard import REMEDY, FlatShard
 
 _HEADER = struct.Struct("<QI")
 _MAX_RECORD_BYTES = 1 << 20
-"""A sample of 512 tokens has about 2,500 bytes."""
+"""Largest record. A sample of 512 tokens has about 2,500 bytes."""
 
 _WEIGHTS = "masked_lm_weights"
 _TOKEN_LISTS = ("input_ids", "input_mask", "segment_ids")
@@ -36,8 +36,7 @@ _Lists = dict[str, NDArray[np.integer] | NDArray[np.floating]]
 
 
 def is_tfrecord(first_bytes: bytes) -> bool:
-    """Tell whether a file that begins with these bytes (12 at least) is a TFRecord file: a length with the right
-    CRC."""
+    """Tell whether a file's first bytes (at least 12) are those of a TFRecord file, a length and the matching CRC."""
     if len(first_bytes) < _HEADER.size:
         return False
     length, crc = _HEADER.unpack_from(first_bytes)
@@ -45,10 +44,10 @@ def is_tfrecord(first_bytes: bytes) -> bool:
 
 
 def open_tfrecord(path: Path, content: mmap.mmap) -> FlatShard:
-    """Read all samples of a mapped file into memory, without padding. Each record is compared with its CRC.
+    """Read all samples of a mapped file into memory, without padding, and check the CRC of each record.
 
     Raises:
-        ValueError: truncated or damaged, or a record is no sample.
+        ValueError: the file is truncated or damaged, or a record is not a sample.
     """
     builder = SampleBuilder()
     sizes = (1, 1)
@@ -67,7 +66,7 @@ def open_tfrecord(path: Path, content: mmap.mmap) -> FlatShard:
 
 
 def _record_at(content: mmap.mmap, place: int) -> bytes:
-    """Return the data of the record that begins at ``place``."""
+    """Return the data of the record at offset ``place``."""
     left = len(content) - place
     if left < _HEADER.size:
         raise ValueError("the file ends within its header")
@@ -85,13 +84,13 @@ def _record_at(content: mmap.mmap, place: int) -> bytes:
 
 
 def _masked_crc(data: bytes) -> int:
-    """Return TFRecord's CRC, which is rotated and shifted."""
+    """Return TFRecord's masked CRC: the CRC-32C, rotated and with a constant added."""
     crc = google_crc32c.value(data)
     return (((crc >> 15) | (crc << 17)) + 0xA282EAD8) & 0xFFFFFFFF
 
 
 def _add_sample(lists: _Lists, builder: SampleBuilder) -> None:
-    """Add a sample without its padding; ValueError if the lists are not a sample's."""
+    """Add a sample without its padding; ValueError if the lists do not form a sample."""
     for names, width in ((_TOKEN_LISTS, len(lists["input_ids"])), (_MASKED_LISTS, len(lists["masked_lm_ids"]))):
         if any(len(lists[name]) != width for name in names) or len(lists["next_sentence_labels"]) != 1:
             raise ValueError("its lists disagree in length")
@@ -133,7 +132,7 @@ def _lists_of(example: bytes) -> _Lists:
 
 
 def _messages(data: bytes, wanted: int) -> Iterator[bytes]:
-    """Yield the content of each length-delimited field with the number ``wanted``, and skip other fields."""
+    """Yield the content of each length-delimited field with the number ``wanted``. Other fields are skipped."""
     place = 0
     while place < len(data):
         tag, place = _varint(data, place)
@@ -145,7 +144,7 @@ def _messages(data: bytes, wanted: int) -> Iterator[bytes]:
             size = 8 if wire == 1 else 4
         elif wire == 2:
             size, place = _varint(data, place)
-        # Groups and unassigned types have no length by which they could be skipped.
+        # Groups and unassigned types have no length, so they cannot be skipped.
         if wire in (3, 4, 6, 7) or number == 0 or size > len(data) - place or (number == wanted and wire != 2):
             raise ValueError(_MALFORMED)
         if number == wanted:
@@ -154,7 +153,7 @@ def _messages(data: bytes, wanted: int) -> Iterator[bytes]:
 
 
 def _varint(data: bytes, place: int) -> tuple[int, int]:
-    """Return the unsigned value at ``place`` and the place behind it."""
+    """Return the unsigned value at offset ``place``, and the offset after it."""
     value = 0
     for index, octet in enumerate(data[place : place + 10]):  # 64 bits in groups of seven
         value |= (octet & 0x7F) << (7 * index)
@@ -167,7 +166,7 @@ def _integers(packed: bytes) -> NDArray[np.int64]:
     """Decode a packed list of varints."""
     octets = np.frombuffer(packed, np.uint8)
     ends = np.flatnonzero(octets < 0x80)
-    if len(ends) == len(octets):  # flags and padding
+    if len(ends) == len(octets):  # all values are below 128, as in flags and padding
         return octets.astype(np.int64)
     starts = np.concatenate([[0], ends[:-1] + 1])
     if octets[-1] >= 0x80 or (ends - starts).max() > 9:

@@ -1,1 +1,1 @@
-"""Text: Wikipedia's articles, clean-up, sentences, WordPiece."""
+"""Text processing: Wikipedia articles, clean-up, sentence splitting and WordPiece tokenization."""

@@ -1,12 +1,11 @@
-"""The four steps from the text of a WikiExtractor file to sentences, with the bytes of the reference's clean-up
-scripts.
+"""The four steps that turn a WikiExtractor file into sentences, byte-identical to the reference's clean-up scripts.
 
-    articles     keep the lines of the articles without titles, and an empty line at the beginning of each article
-    clean        remove remains of wiki markup, line by line
+    articles     keep the articles' lines without the titles, and put an empty line before each article
+    clean        remove the remaining wiki markup, line by line
     segment      put one sentence on a line
     hold_out     draw articles for the evaluation set
 
-The scripts that the functions name are in mlcommons/training, bert.
+The docstrings of the functions name the corresponding scripts, which are in mlcommons/training, bert.
 """
 
 import random
@@ -15,13 +14,13 @@ from collections.abc import Callable, Sequence
 
 from dataloading.options import Sentences
 
-# The rules of `clean` in their order. The reference runs a process for each rule (clean.sh). Two of its rules never
-# apply, because `articles` drops the lines that they look for.
+# The rules of `clean`, in order. The reference runs a process for each rule (clean.sh). Two of its rules are omitted,
+# because they match only lines that `articles` has dropped.
 _CATEGORY = re.compile(r"\[\[Category:[^\]\[]*\]\]")
 _LINK = (re.compile(r"\[\[([^\]|\[]*)\]\]"), r"\1")
 _NAMED_LINK = (re.compile(r"\[\[[^\]|\[]*\|([^\]|\[]*)\]\]"), r"\1")
 _BRACKETS = (
-    # Twice, for a link around a link.
+    # Applied twice, to resolve nested links.
     *(_LINK, _LINK, _NAMED_LINK, _NAMED_LINK),
     (re.compile(r"\[\[:*[Ff]ile:[^\]\[]*\]\]"), ""),
     (re.compile(r"\[\[[Mm]edia:[^\]\[]*\]\]"), ""),
@@ -43,7 +42,7 @@ _ELEMENTS = (
     (re.compile(r"<ref[^>]*>"), ""),
     (re.compile(r"<http[^>]*>"), ""),
     (re.compile(r"<Ref[^>]*>"), ""),
-    # The escaped slash of the rule puts a backslash into its set (GNU sed 4.9).
+    # In GNU sed 4.9, the escaped slash in the rule's character set also adds a backslash to the set.
     (re.compile(r"<mapframe [^\\/]*/>"), ""),
     (re.compile(r"<mapframe[^>]*>"), ""),
 )
@@ -61,7 +60,7 @@ _SENTENCE_END = re.compile(r"(?<=[.!?])\s+(?=[A-Z0-9\"(])")
 
 
 def articles(text: str) -> str:
-    """Return the articles of one WikiExtractor file: for each an empty line, then its lines. (cleanup_file.py.)
+    """Return the articles of one WikiExtractor file, with an empty line before each article. (cleanup_file.py.)
 
     The line after a ``<doc`` line, which is the title, is dropped.
     """
@@ -71,21 +70,21 @@ def articles(text: str) -> str:
         if "<doc" in line:
             kept.append("\n")
             next(lines, None)
-        # A single character without a line feed, at the end of the file, counts as an empty line.
+        # As in the reference, a single character at the end of the file, without a line feed, counts as an empty line.
         elif "</doc>" not in line and len(line) > 1:
             kept.append(line)
     return "".join(kept)
 
 
 def clean(text: str) -> str:
-    """Remove remains of wiki markup, line by line; the result ends in a line feed unless it is empty. (clean.sh.)"""
-    # A line with a category is dropped as a whole.
+    """Remove the remaining wiki markup, line by line; a non-empty result ends in a line feed. (clean.sh.)"""
+    # The whole line is dropped if it contains a category.
     cleaned = [_clean_line(line.removesuffix("\n")) for line in _lines(text) if not _CATEGORY.search(line)]
     return "".join(line + "\n" for line in cleaned)
 
 
 def segment(text: str, split: Callable[[str], list[str]]) -> str:
-    """Put one sentence on a line, keep empty lines, and add one at the end. (do_sentence_segmentation.py.)"""
+    """Put one sentence on a line, keep empty lines, and add an empty line at the end. (do_sentence_segmentation.py.)"""
     lines = []
     for line in _lines(text):
         if len(line) == 1:  # the line feed alone
@@ -96,13 +95,13 @@ def segment(text: str, split: Callable[[str], list[str]]) -> str:
 
 
 def hold_out(text: str, count: int, seed: int) -> tuple[list[str], list[str]]:
-    """Draw ``count`` articles for evaluation; return (training, evaluation), both in their order.
+    """Draw ``count`` articles for evaluation; return (training articles, evaluation articles), in their original order.
     (seperate_test_set.py.)
 
-    The text behind the last empty line, which is usually empty, counts as an article and can be drawn.
+    The text after the last empty line, which is usually empty, counts as an article and can be drawn.
 
     Raises:
-        ValueError: there are fewer articles than ``count``.
+        ValueError: there are fewer than ``count`` articles.
     """
     found = text.split("\n\n")
     if count > len(found):
@@ -112,15 +111,15 @@ def hold_out(text: str, count: int, seed: int) -> tuple[list[str], list[str]]:
     rng = random.Random(seed)
     drawn: set[int] = set()
     while len(drawn) < count:
-        # Not randrange(), which draws other numbers from the same seed.
+        # randrange() would draw other numbers from the same seed than the reference does.
         drawn.add(int(rng.random() * len(found)))
     training = [article for index, article in enumerate(found) if index not in drawn]
     return training, [found[index] for index in sorted(drawn)]
 
 
 def gathered(training: Sequence[str]) -> bytes:
-    """Return the bytes that the training articles of one file add to a part. (do_gather.py.)"""
-    # A byte order mark stays if the first line of a file is no <doc> line.
+    """Return the bytes that one file's training articles add to a part. (do_gather.py.)"""
+    # A byte order mark remains if the first line of a file is not a <doc> line.
     return joined(training).removeprefix("\ufeff".encode()).removesuffix(b"\n")
 
 
@@ -135,7 +134,7 @@ def sentence_splitter(sentences: Sentences) -> Callable[[str], list[str]]:
     try:
         from nltk.tokenize import sent_tokenize  # pyright: ignore[reportMissingImports]
 
-        # nltk looks for its data when it is called.
+        # nltk looks for its data only when it is called.
         sent_tokenize("")
     except ImportError:
         raise ValueError(
@@ -150,7 +149,7 @@ def sentence_splitter(sentences: Sentences) -> Callable[[str], list[str]]:
 
 
 def _lines(text: str) -> list[str]:
-    """Return the lines of ``text`` with a line feed at the end of each, whatever ended it."""
+    """Return the lines of ``text``, with every line ending replaced by a line feed."""
     # splitlines() would also split at form feeds and Unicode's separators.
     lines = text.replace("\r\n", "\n").replace("\r", "\n").split("\n")
     last = lines.pop()
@@ -158,15 +157,15 @@ def _lines(text: str) -> list[str]:
 
 
 def _clean_line(line: str) -> str:
-    # These rules need a bracket, and most lines have none.
+    # Most lines have no bracket, and these rules need one.
     if "[" in line:
         for pattern, replacement in _BRACKETS:
             line = pattern.sub(replacement, line)
     line = line.replace("alt=", "")
-    # All further rules need a "<".
+    # All remaining rules need a "<".
     if "<" not in line:
         return line
-    # The reference makes two lines of it.
+    # The reference splits the line here.
     line = line.replace("</doc>", "\r")
     for pattern, replacement in _ELEMENTS:
         line = pattern.sub(replacement, line)
@@ -185,5 +184,5 @@ def _split_plainly(line: str) -> list[str]:
 
 
 def joined(articles: Sequence[str]) -> bytes:
-    """Return articles as in a text shard, with an empty line after each."""
+    """Return articles as the bytes of a text shard, with an empty line after each article."""
     return "".join(f"{article}\n\n" for article in articles).encode()

@@ -1,8 +1,8 @@
-"""The demo corpus: English prose that every CPython carries, as documents of one sentence a line.
+"""The demo corpus: English prose that ships with CPython, as documents with one sentence a line.
 
-The sources are the language reference in ``pydoc_data.topics`` and the docstrings of the standard library, which are
-read as text and never imported. The text differs a little between Python versions, so its digest is recorded with the
-data. Documents are held out for evaluation by the name of their module or topic, which is the same in every version.
+The sources are the language reference in ``pydoc_data.topics`` and the docstrings of the standard library, whose modules
+are parsed and never imported. The text differs slightly between Python versions, so its digest is recorded with the data.
+The name of a document's module or topic, which is stable across versions, decides whether it is held out for evaluation.
 """
 
 import ast
@@ -18,7 +18,7 @@ EXCLUDED_PACKAGES = frozenset(
     {"distutils", "encodings", "ensurepip", "idlelib", "lib2to3", "site-packages", "dist-packages", "test", "tests"}
     | {"tkinter", "turtledemo"}
 )
-"""Packages that some distributions lack, or that are not prose."""
+"""Packages to exclude, because some distributions lack them or because their docstrings are not prose."""
 
 HELD_OUT_PERCENT = 8
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+(?=[A-Z0-9\"'(`\[])")
@@ -28,16 +28,16 @@ _MARKUP = re.compile(r"^(>>>|\.\. |:\w+|[-=~^*+|]{3,})")
 
 @dataclass(frozen=True)
 class Document:
-    """Topic of the language reference, or top-level object of a module with its methods."""
+    """A document: a topic of the language reference, or a module's top-level object with its methods."""
 
     name: str
-    """Its module or topic, which decides whether the document is held out."""
+    """Module or topic. It decides whether the document is held out."""
     sentences: tuple[str, ...]
 
     @property
     def held_out(self) -> bool:
-        """Tell whether the document belongs to the evaluation set."""
-        # hash() differs between processes.
+        """Return whether the document belongs to the evaluation set."""
+        # hash() of a string differs between processes.
         return int.from_bytes(hashlib.sha256(self.name.encode()).digest()[:4], "big") % 100 < HELD_OUT_PERCENT
 
 
@@ -51,7 +51,7 @@ def demo_documents(standard_library: Path | None = None) -> list[Document]:
     topics = folder / "pydoc_data" / "topics.py"
     if not topics.is_file():
         raise ValueError(f"no {topics}: the demo corpus needs the full standard library (Debian: install python3)")
-    # Over all documents, so that no text is in both data sets.
+    # Paragraphs are compared across all documents, so that no text is in both data sets.
     seen: set[str] = set()
     documents = []
     for name, text in [*_topics(topics), *_docstrings(folder)]:
@@ -62,7 +62,7 @@ def demo_documents(standard_library: Path | None = None) -> list[Document]:
 
 
 def _topics(path: Path) -> Iterator[tuple[str, str]]:
-    # Bytes, so that a source's own coding line counts.
+    # Parse bytes, so that the encoding declaration of a source file is respected.
     tree = ast.parse(path.read_bytes())
     for node in tree.body:
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict):
@@ -70,7 +70,7 @@ def _topics(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def _docstrings(folder: Path) -> Iterator[tuple[str, str]]:
-    """Yield (module, text) for the docstring of each module and for each of its top-level objects."""
+    """Yield (module, text) for each module's docstring, and for each of its top-level objects."""
     for path in sorted(_modules(folder), key=lambda path: path.relative_to(folder).parts):
         try:
             tree = ast.parse(path.read_bytes())
@@ -84,7 +84,7 @@ def _docstrings(folder: Path) -> Iterator[tuple[str, str]]:
 
 
 def _modules(folder: Path) -> Iterator[Path]:
-    """Yield the modules to read; excluded folders, where most files are, are not listed."""
+    """Yield the modules to read. Excluded folders, which hold most files, are not listed."""
     for place, folders, files in os.walk(folder):
         excluded = EXCLUDED_PACKAGES | {"pydoc_data"} if place == str(folder) else EXCLUDED_PACKAGES
         folders[:] = [name for name in folders if name not in excluded]
@@ -102,10 +102,10 @@ def _documented(node: ast.AST, deep: bool) -> Iterator[str]:
 
 
 def _prose(text: str, seen: set[str]) -> Iterator[str]:
-    """Yield the paragraphs of ``text`` that read like English and were not ``seen`` before, each on one line."""
+    """Yield the new paragraphs of ``text`` that look like English prose, each on one line, and add them to ``seen``."""
     for block in re.split(r"\n\s*\n", text):
         lines = [line.strip() for line in block.splitlines()]
-        # One such line marks the whole block as code, a list or a table.
+        # One line of markup is enough to treat the whole block as code, a list or a table.
         if any(_MARKUP.match(line) for line in lines):
             continue
         paragraph = " ".join(" ".join(lines).split())

@@ -1,9 +1,9 @@
-"""WordPiece token ids, equal to the reference BERT tokenizer's for every text.
+"""WordPiece tokenization with the same ids as the reference BERT tokenizer for every text.
 
 The reference (Devlin et al. 2018, arXiv 1810.04805) splits lines into words by Unicode categories from Python's
 ``unicodedata``. The normalizer of the ``tokenizers`` library uses Rust's tables, drops characters that the reference
-keeps, and recognises special tokens inside text. So words are split here, and ``tokenizers`` does the greedy longest
-match. Each distinct word is matched once and then remembered.
+keeps, and recognises special tokens inside text. So words are split here, and ``tokenizers`` only does the greedy
+longest-match search. The ids of each distinct word are cached.
 """
 
 import hashlib
@@ -23,24 +23,24 @@ from tokenizers import models
 from console.files import read_bounded, read_json
 
 MAX_CHARACTERS_PER_WORD = 200
-"""Longest word; a longer word is [UNK]."""
+"""Longest word that is tokenized. Longer words become [UNK]."""
 
 _MAX_VOCABULARY_BYTES = 64 << 20
-"""A thousand bytes for each token."""
+"""Limit on the size of a vocabulary file: a thousand bytes for each of 65,536 tokens."""
 
 _CACHED_WORDS = 1 << 20
-"""Words that are remembered before the memory is cleared; at most about 150 MB for English."""
+"""Number of words after which the cache is cleared. For English it takes at most about 150 MB."""
 
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
-# The ranges of the reference, without ideographs that Unicode has added since.
+# The reference's ranges, which lack ideographs that Unicode has added since.
 _CJK_RANGES = (
     *((0x3400, 0x4DBF), (0x4E00, 0x9FFF), (0xF900, 0xFAFF), (0x20000, 0x2A6DF)),
     *((0x2A700, 0x2B73F), (0x2B740, 0x2B81F), (0x2B820, 0x2CEAF), (0x2F800, 0x2FA1F)),
 )
 
-_ASCII_CONTROLS = dict.fromkeys((*range(9), 11, 12, *range(14, 32), 127))  # tab, LF and CR are blanks
-_ASCII_WORD = re.compile(r"[0-9A-Za-z]+|\S")  # all other symbols of ASCII are punctuation
+_ASCII_CONTROLS = dict.fromkeys((*range(9), 11, 12, *range(14, 32), 127))  # tab, LF and CR count as blanks
+_ASCII_WORD = re.compile(r"[0-9A-Za-z]+|\S")  # all other ASCII symbols are punctuation
 
 
 @dataclass(frozen=True)
@@ -53,11 +53,11 @@ class Vocabulary:
 
     @classmethod
     def from_file(cls, path: Path) -> Self:
-        """Read one token a line. As in the reference, blanks around it are dropped and a repeated token keeps its first
-        id.
+        """Read a file with one token a line. As in the reference, blanks around a token are dropped and a repeated token
+        keeps its first id.
 
         Raises:
-            ValueError: it cannot be read, is not UTF-8, lacks a special token, or has more tokens than 16-bit ids.
+            ValueError: the file cannot be read, is not UTF-8, lacks a special token, or has too many tokens for 16 bits.
         """
         remedy = (
             "name a BERT vocabulary, one token a line; `python -m dataloading wikipedia` puts the benchmark's in place"
@@ -66,7 +66,7 @@ class Vocabulary:
 
     @classmethod
     def from_folder(cls, folder: Path) -> Self | None:
-        """Read a model's folder with ``vocab.txt`` or ``tokenizer.json``; None if it holds neither.
+        """Read ``vocab.txt`` or ``tokenizer.json`` from a model's folder; return None if the folder has neither.
 
         Raises:
             ValueError: as in `from_file`, or the tokenizer is not WordPiece.
@@ -79,10 +79,10 @@ class Vocabulary:
 
     @classmethod
     def of_tokens(cls, tokens: Sequence[str], path: Path) -> Self:
-        """Return the vocabulary of a file of these tokens, one a line; ``path`` is for the error message.
+        """Return the vocabulary with these tokens, as if they were read from a file. ``path`` is for error messages.
 
         Raises:
-            ValueError: a token cannot be a line, or the file would be refused.
+            ValueError: a token is repeated or contains outer blanks or line breaks, or `from_file` would refuse the file.
         """
         vocabulary = cls._of(_lines(tokens), path)
         if vocabulary.tokens != tuple(tokens):
@@ -91,7 +91,7 @@ class Vocabulary:
 
     @property
     def content(self) -> bytes:
-        """The tokens as a file, one a line."""
+        """Content of the vocabulary file, one token a line."""
         return _lines(self.tokens)
 
     @classmethod
@@ -107,14 +107,14 @@ class Vocabulary:
             raise ValueError(f"{path}: {len(tokens):,} tokens; ids are stored in 16 bits, so at most {1 << 16:,} fit")
         return cls(
             tokens,
-            # The published digest of the benchmark's vocabulary is an MD5.
+            # MD5, because the published digest of the benchmark's vocabulary is an MD5.
             md5=hashlib.md5(content, usedforsecurity=False).hexdigest(),
             sha256=hashlib.sha256(content).hexdigest(),
         )
 
     @property
     def cased(self) -> bool:
-        """Whether ordinary tokens have capital letters or accents, so that text must keep them, too."""
+        """Whether ordinary tokens have capital letters or accents, so that they must be kept in the text."""
         plain = (token for token in self.tokens if token not in SPECIAL_TOKENS)
         return any(token != token.lower() for token in plain)
 
@@ -153,16 +153,16 @@ def _pieces_of(path: Path) -> list[str]:
     tokenizer = read_json(path, _MAX_VOCABULARY_BYTES, "expected a tokenizer of Hugging Face's")
     model = tokenizer.get("model") if isinstance(tokenizer, dict) else None
     ids = model.get("vocab") if isinstance(model, dict) and model.get("type") == "WordPiece" else None
-    # Compared by repr, because 1.0 and true equal 1.
+    # Compare by repr, because 1.0 and True are equal to 1.
     if not isinstance(ids, dict) or set(map(repr, ids.values())) != {str(index) for index in range(len(ids))}:
         raise ValueError(f"{path}: no WordPiece vocabulary with an id for each token; expected a tokenizer of BERT's")
     return sorted(ids, key=ids.__getitem__)
 
 
 def text_lines(content: bytes, path: Path) -> list[str]:
-    """Return the stripped lines of a UTF-8 file with ``content``; ``path`` is for the error message.
+    """Split the ``content`` of a UTF-8 file into stripped lines. ``path`` is for error messages.
 
-    Lines end at line feeds only, and all carriage returns are dropped, as in TensorFlow's
+    Only line feeds end a line, and all carriage returns are dropped, as in TensorFlow's
     ``BufferedInputStream::ReadLine``.
     """
     try:
@@ -170,13 +170,13 @@ def text_lines(content: bytes, path: Path) -> list[str]:
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
         raise ValueError(f"{path}: line {line}, byte {error.start}: not UTF-8; convert the file to UTF-8") from None
-    if not lines[-1]:  # behind the last line feed
+    if not lines[-1]:  # the text after the last line feed
         lines.pop()
     return [line.strip() for line in lines]
 
 
 class Tokenizer:
-    """Lines of text to token ids, on the calling thread alone, so that forking afterwards is safe."""
+    """Tokenizer from lines of text to ids. It starts no threads, so forking afterwards is safe."""
 
     def __init__(self, vocabulary: Vocabulary, do_lower_case: bool = True) -> None:
         self.vocabulary = vocabulary
@@ -189,17 +189,17 @@ class Tokenizer:
         return cls(Vocabulary.from_file(path), do_lower_case)
 
     def encode_lines(self, lines: Sequence[str]) -> tuple[NDArray[np.uint16], NDArray[np.int64]]:
-        """Return the token ids of all lines one after another [T], without [CLS] and [SEP], and their starts [lines +
-        1]."""
-        # In a subclass of dict, this calls __missing__ for a new word.
+        """Return the concatenated token ids of all lines [T], without [CLS] and [SEP], and each line's start
+        [lines + 1]."""
+        # __getitem__ of a dict subclass calls __missing__ for a new word.
         ids_of = self._word_ids.__getitem__
         encoded = [b"".join(map(ids_of, split_words(line, self.do_lower_case))) for line in lines]
-        lengths = np.array([len(ids) // 2 for ids in encoded], np.int64)  # two bytes an id
+        lengths = np.array([len(ids) // 2 for ids in encoded], np.int64)  # an id has two bytes
         return np.frombuffer(b"".join(encoded), np.uint16), np.concatenate(([0], lengths.cumsum()))
 
 
 class _WordIds(dict[str, bytes]):
-    """Ids of each word as the bytes of a native uint16 array, so that a line is one join."""
+    """Cache of each word's ids, as the bytes of a native uint16 array, so that one join gives a line's ids."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         super().__init__()
@@ -214,31 +214,31 @@ class _WordIds(dict[str, bytes]):
         ids = array("H", pieces).tobytes()
         if len(self) >= _CACHED_WORDS:
             self.clear()
-        # Remembering longer words, which are [UNK], could take any amount of memory.
+        # Longer words, which are [UNK], are not cached, because they could take any amount of memory.
         if len(word) <= MAX_CHARACTERS_PER_WORD:
             self[word] = ids
         return ids
 
 
 def split_words(line: str, do_lower_case: bool) -> list[str]:
-    """Split a line into words as the reference's basic tokenizer does: punctuation and CJK characters stand alone.
+    """Split a line into words like the reference's basic tokenizer. Punctuation and CJK characters are separate words.
 
-    With ``do_lower_case``, letters are lowered and lose their accents.
+    With ``do_lower_case``, letters are lower-cased and accents are stripped.
     """
     if line.isascii():
         if not line.isprintable():
             line = line.translate(_ASCII_CONTROLS)
         return _ASCII_WORD.findall(line.lower() if do_lower_case else line)
     line = line.translate(_CLEAN)
-    # The reference lowers and decomposes word by word. The whole line gives the same, because blanks end the context of
-    # a final sigma and the reordering of combining marks.
+    # The reference lower-cases and decomposes each word separately. Doing it for the whole line gives the same result:
+    # blanks end both the context that decides on a final sigma and the reordering of combining marks.
     if do_lower_case:
         return unicodedata.normalize("NFD", line.lower()).translate(_SPLIT_AND_STRIP_ACCENTS).split()
     return line.translate(_SPLIT).split()
 
 
 class _CharacterMap(dict[int, str | None]):
-    """Table for ``str.translate`` that calls ``rule`` once for each character."""
+    """Table for ``str.translate`` that calls ``rule`` once for each distinct character."""
 
     def __init__(self, rule: Callable[[str], str | None]) -> None:
         super().__init__()
@@ -250,8 +250,8 @@ class _CharacterMap(dict[int, str | None]):
 
 
 def _clean(character: str) -> str | None:
-    """Drop control and format characters and U+FFFD; blanks become a space; CJK ideographs get spaces around them."""
-    if character in "\t\n\r":  # control characters, but blanks to the reference
+    """Drop control and format characters and U+FFFD, replace blanks by spaces, and put spaces around CJK ideographs."""
+    if character in "\t\n\r":  # control characters that the reference treats as blanks
         return " "
     category = unicodedata.category(character)
     if category in ("Cc", "Cf") or character == "\ufffd":
@@ -264,13 +264,13 @@ def _clean(character: str) -> str | None:
 
 
 def _split(character: str) -> str:
-    """Put spaces around punctuation; every ASCII symbol counts as such."""
+    """Put spaces around punctuation, which includes every ASCII symbol."""
     is_punctuation = not character.isalnum() if character.isascii() else unicodedata.category(character)[0] == "P"
     return f" {character} " if is_punctuation else character
 
 
 def _split_and_strip_accents(character: str) -> str | None:
-    """Split as `_split` does, and drop non-spacing marks."""
+    """Put spaces around punctuation as in `_split`, and drop non-spacing marks."""
     return None if unicodedata.category(character) == "Mn" else _split(character)
 
 

@@ -1,4 +1,4 @@
-"""A WordPiece vocabulary learned from text."""
+"""Learning a WordPiece vocabulary from text."""
 
 import unicodedata
 from collections import Counter
@@ -14,26 +14,26 @@ from tokenizers.trainers import WordPieceTrainer
 from dataloading.text.tokenization import SPECIAL_TOKENS
 
 _FREQUENT = 20
-"""Fewest occurrences of a character of the alphabet."""
+"""Minimum number of occurrences for a character to be part of the alphabet."""
 
 
 def learn_vocabulary(lines: Sequence[str], size: int, *, lower: bool = True, exactly: bool = True) -> list[str]:
-    """Return ``size`` tokens in id order: special tokens, every character both ways, then the learned pieces by rank.
+    """Learn a vocabulary of ``size`` tokens; return special tokens, characters and learned pieces in id order.
 
-    ``lower`` removes capital letters and accents from the text. With ``exactly``, fewer tokens are an error. The
-    alphabet is given as special tokens in sorted order, because the trainer numbers an alphabet differently in every
-    run, and merges depend on the numbers.
+    ``lower`` lower-cases the text and strips accents. With ``exactly``, fewer than ``size`` tokens are an error. The
+    alphabet is passed to the trainer as sorted special tokens: the trainer would number the alphabet differently in each
+    run, and the learned pieces depend on these numbers.
     """
     normalizer = BertNormalizer(lowercase=lower)
     text = [normalizer.normalize_str(line) for line in lines]
     alphabet = sorted(_frequent_characters(text))
-    # Each character also as a continuation, so that no word of known characters is [UNK].
+    # Include each character as a continuation as well, so that a word of known characters is never [UNK].
     fixed = [*SPECIAL_TOKENS, *alphabet, *(f"##{character}" for character in alphabet)]
     if size <= len(fixed):
         raise ValueError(f"a vocabulary of {size} has no room for more than its {len(fixed)} characters: ask for more")
     tokenizer = Tokenizer(WordPiece(unk_token="[UNK]"))
     tokenizer.pre_tokenizer = BertPreTokenizer()
-    # limit_alphabet: the alphabet is among the special tokens.
+    # limit_alphabet is 0 because the special tokens already include the alphabet.
     trainer = WordPieceTrainer(vocab_size=size, special_tokens=fixed, limit_alphabet=0, show_progress=False)
     tokenizer.train_from_iterator(text, trainer)
     ids = tokenizer.get_vocab()

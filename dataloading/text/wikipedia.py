@@ -1,8 +1,9 @@
-"""WikiExtractor files to text shards, with the bytes of the reference's clean-up scripts (mlcommons/training, bert).
+"""Conversion of WikiExtractor files to text shards, byte-identical to the reference's clean-up scripts.
 
-Each file goes through the steps of `dataloading.text.cleanup`; then neighbouring files are gathered into parts:
+The scripts are in mlcommons/training, bert. Each file goes through the steps of `dataloading.text.cleanup`; then
+neighbouring files are joined to parts:
 
-    OUT/extract.json                 settings and inputs of the job; other settings are refused
+    OUT/extract.json                 settings and inputs of the job; a job with other settings is refused
     OUT/part-00007-of-00500          training text: one sentence a line, empty lines between articles
     OUT/held-out/00007.json          held-out articles of a finished part
     OUT/eval.txt, eval.md5           written last: all held-out articles, and the MD5 sum of each
@@ -23,7 +24,7 @@ from dataloading.text.cleanup import articles, clean, gathered, hold_out, joined
 JOB_NAME = "extract.json"
 _HELD_OUT = "held-out"
 _MAX_INPUT_BYTES = 64 << 20
-"""Largest file, which is held in memory; WikiExtractor makes 1 MB."""
+"""Largest input file, which is held in memory. WikiExtractor writes files of 1 MB."""
 _MAX_RECORD_BYTES = 1 << 30
 
 
@@ -33,20 +34,20 @@ class Extraction:
 
     parts: int
     articles: int
-    """Training articles with text."""
+    """Number of training articles with text."""
     held_out: int
-    """Articles held out for evaluation. Empty ones count, as in the reference."""
+    """Number of articles held out for evaluation, including empty articles, as in the reference."""
 
 
 def find_inputs(paths: Sequence[Path]) -> list[Path]:
-    """Return the WikiExtractor files among ``paths``: files as they are, and of a folder ``wiki_??`` and ``*/wiki_??``.
+    """Return the WikiExtractor files in ``paths``: each file, and ``wiki_??`` and ``*/wiki_??`` in each folder.
 
     Raises:
-        ValueError: there are none, a path does not exist, or a file is named twice.
+        ValueError: no file was found, a path does not exist, or a file was given twice.
     """
     files: list[Path] = []
     for path in paths:
-        # The order decides which part a file goes into, and which seed draws its articles.
+        # The order determines the part that a file belongs to and the seed that draws its articles.
         within = [path] if path.is_file() else sorted([*path.glob("*/wiki_??"), *path.glob("wiki_??")], key=str)
         if not within:
             raise ValueError(f"{path}: no wiki_?? or */wiki_?? there; expected WikiExtractor's files or their folder")
@@ -61,11 +62,11 @@ def find_inputs(paths: Sequence[Path]) -> list[Path]:
 def extract(
     inputs: Sequence[Path], out: Path, options: ExtractionOptions, *, jobs: int = 1, report: Report = ignore_progress
 ) -> Extraction:
-    """Make text shards and the evaluation text from ``inputs`` (`find_inputs`) in ``out``; continues after an
+    """Make text shards and the evaluation text in ``out`` from ``inputs`` (see `find_inputs`); continues after an
     interruption.
 
-    The parts have the bytes of the reference's parts. Their names tell how many there are; the reference always says
-    500. Each process takes about 15 times the memory of its largest input, and 0.1 GB for punkt.
+    The parts are byte-identical to the reference's parts, but their names contain the actual number of parts instead of
+    500. Each process needs about 15 times the size of its largest input in memory, and 0.1 GB for punkt.
 
     Raises:
         ValueError: an input cannot be used, punkt is not installed, or ``out`` holds something else or was made with
@@ -98,12 +99,12 @@ class _Task:
     record_path: Path
     inputs: tuple[Path, ...]
     held_out: tuple[tuple[int, int], ...]
-    """(count, seed) of each input's evaluation articles."""
+    """(number of evaluation articles, seed) for each input."""
     sentences: Sentences
 
 
 def _plan(files: Sequence[Path], out: Path, options: ExtractionOptions) -> list[_Task]:
-    """Divide files, in their order, into parts of at most ``part_bytes``; a larger file is a part by itself."""
+    """Divide files, in order, into parts of at most ``part_bytes``. A larger file becomes a part by itself."""
     groups: list[list[int]] = []
     size = 0
     for index, file in enumerate(files):
@@ -115,7 +116,7 @@ def _plan(files: Sequence[Path], out: Path, options: ExtractionOptions) -> list[
         size += file_bytes
 
     def drawn_before(file: int) -> int:
-        # The reference's own expression: its rounding decides which files give an article.
+        # The reference's expression. Its rounding determines which files give an article.
         return int(file * options.evaluation_articles * 1.0 / len(files))
 
     return [
@@ -123,7 +124,7 @@ def _plan(files: Sequence[Path], out: Path, options: ExtractionOptions) -> list[
             path=out / f"part-{index:05d}-of-{len(groups):05d}",
             record_path=out / _HELD_OUT / f"{index:05d}.json",
             inputs=tuple(files[file] for file in group),
-            # The reference's seeds.
+            # The seeds are the reference's.
             held_out=tuple((drawn_before(file + 1) - drawn_before(file), options.seed + 13 * file) for file in group),
             sentences=options.sentences,
         )
@@ -132,7 +133,7 @@ def _plan(files: Sequence[Path], out: Path, options: ExtractionOptions) -> list[
 
 
 def _make_part(task: _Task) -> tuple[str, int, bool]:
-    """Make one part, unless it exists; return its name, its number of articles with text and whether it existed."""
+    """Make one part unless it exists; return its name, its number of articles with text, and whether it existed."""
     if task.record_path.exists() and task.path.exists():
         return task.path.name, _record_of(task)["articles"], True
     split = sentence_splitter(task.sentences)
@@ -148,7 +149,7 @@ def _make_part(task: _Task) -> tuple[str, int, bool]:
             file.write(gathered(training))
             evaluation += held_out
             with_text += sum(bool(article.strip()) for article in training)
-    # After the part: where a record is, its part is complete.
+    # Written after the part, so that the record marks the part as complete.
     write_atomically(task.record_path, json.dumps({"articles": with_text, "evaluation": evaluation}).encode())
     return task.path.name, with_text, False
 

@@ -9,7 +9,7 @@ from benchmarks.gpu_parts.measuring.scale import Context
 
 
 def unlucky(context: Context) -> None:
-    """Report rows of which one is killed and a later one loses the device."""
+    """Report several rows, one of which is killed. A later row loses the device."""
 
     def killed() -> Figure:
         os.kill(os.getpid(), signal.SIGKILL)

@@ -84,9 +84,7 @@ def requirements(names: set[str]) -> set[str]:
 
 @pytest.fixture(scope="module")
 def all_parts(bare_python: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Run all parts in one process, although the command starts a process for each. Returns the folder of their
-    figures.
-    """
+    """Run all parts in one process, where the command starts one for each. Returns the folder of their figures."""
     folder = tmp_path_factory.mktemp("gpu")
     program = f"""
 import sys; from importlib.metadata import distributions; from pathlib import Path
@@ -170,9 +168,7 @@ def test_steps_are_those_of_one_of_the_recipes_gpus() -> None:
 
 @pytest.fixture
 def capturing(context: Context, monkeypatch: pytest.MonkeyPatch) -> Iterator[Context]:
-    """Return a context that records steps in place of capturing them. Micro-batches have the roles that they have on a
-    GPU.
-    """
+    """Return a context that records steps instead of capturing them, with the micro-batch roles of a GPU."""
     monkeypatch.setattr(Context, "capturer", lambda _: Recording())
     monkeypatch.setattr(bert.build, "accumulates_products", lambda *_: True)
     with recordable_attention():
@@ -287,7 +283,7 @@ def test_an_fp8_cast_with_another_transpose_is_wrong() -> None:
 
 
 def test_inputs_are_those_of_training_by_type_and_alignment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compare with the inputs of each op in a step. An odd vocabulary size misaligns everything after the decoder's
+    """Compare with each op's inputs in a step. An odd vocabulary size misaligns all parameters after the decoder's
     bias.
     """
     norm = kernels.libraries.pytorch.dropout_add_layer_norm

@@ -55,7 +55,7 @@ def test_wrong_input_is_one_line(arguments: list[str], complaint: str, capsys: p
 
 
 def test_parts_share_the_time_of_the_call(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Time that one part leaves goes to later parts, a single part gets all the time, and all parts end in time."""
+    """Later parts get the time that earlier parts leave, a single part gets all of it, and all parts end in time."""
     clock, given = [0.0], {}
 
     def run_part(part: str, _function: str, _settings: gpu.Settings, seconds: float) -> PartReport:

@@ -115,7 +115,7 @@ class Group(dist.ProcessGroup):
         return self._exchange("message of a batch", self._communicator(), messages)
 
     def wait(self, *_: Any) -> None:
-        """Do nothing, like waiting for a finished ``Work``. Every collective returns its group in place of a ``Work``."""
+        """Do nothing, as ``wait`` of a finished ``Work``. Collectives return their group in place of a ``Work``."""
 
     def _note(self, name: str, whole: Tensor, *others: Tensor) -> "Group":
         self._communicator()

@@ -25,9 +25,7 @@ class CaptureError(AssertionError):
 
 
 class Graph(TorchDispatchMode):
-    """Stand-in for a CUDA graph. It records operators while it is the active mode. A replay runs no captured Python
-    code.
-    """
+    """Stand-in for a CUDA graph. While active, it records operators. A replay runs no captured Python code."""
 
     live: ClassVar["WeakSet[Graph]"] = WeakSet()
     """Graphs that have captured something and have not been reset."""
@@ -54,8 +52,7 @@ class Graph(TorchDispatchMode):
         if func.namespace == "c10d":
             boxes = [each for each in args if isinstance(each, torch.ScriptObject)]
             self.groups |= {dist.ProcessGroup.unbox(box) for box in boxes if "ProcessGroup" in str(box._type())}
-        # Record aliases: references to the tensors themselves would keep autograd's graph and change what autograd
-        # copies.
+        # Record aliases, because the tensors themselves would keep autograd's graph and change what autograd copies.
         self._calls.append((func, *tree_map_only(Tensor, Tensor.detach, (args, kwargs, result))))
         self.live.add(self)
         return result

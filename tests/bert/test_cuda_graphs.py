@@ -46,9 +46,7 @@ def step_of(
 
 
 def global_batches(run: SmallRun, count: int) -> list[list[Batch]]:
-    """Make global batches of two micro-batches with changing shape buckets. One micro-batch in five has no captured
-    bucket.
-    """
+    """Make global batches of two micro-batches with changing shape buckets. One in five has no captured bucket."""
     kinds = [SHAPE_BUCKETS[0], SHAPE_BUCKETS[1], SHAPE_BUCKETS[1], LARGER, SHAPE_BUCKETS[0]]
     short = np.argsort(run.train.lengths)[:48]  # short enough for eight samples to fit the smallest bucket
     batches = []
@@ -79,8 +77,7 @@ def test_replayed_steps_are_the_steps(small_run: SmallRun, precision: Literal["f
             means.append(step.statistics.fetch()[0])
         results.append((step.flat.weights_P.clone(), step.optimizer.moments()[0].clone(), means))
         if capturer is not None:
-            # Graph 0 is the larger shape bucket, 1 the smaller, 2 the update. Two of the ten micro-batches have no
-            # graph.
+            # Graph 0 is the larger shape bucket, 1 the smaller, 2 the update. Two of ten micro-batches have none.
             assert capturer.replays == [1, 0, 2, 0, 2, 1, 1, 2, 0, 0, 2, 1, 2]
         assert step.uncaptured_batches == (0 if capturer is None else 2)
     (weights_P, momentum_P, means), (replayed_P, replayed_momentum_P, replayed_means) = results
@@ -145,9 +142,7 @@ def test_warming_up_leaves_no_trace(small_run: SmallRun, capturer: CudaCapturer 
 
 
 def test_captured_graphs_share_buffers_largest_first() -> None:
-    """Every batch is copied to the graphs' buffers. Graphs ignore what a larger batch left past the end of a smaller
-    one.
-    """
+    """Batches are copied to shared buffers. A graph ignores values that a larger batch left past its end."""
     seen: list[Batch] = []
 
     def function(batch: Batch) -> None:
@@ -178,9 +173,7 @@ def test_captured_graphs_share_buffers_largest_first() -> None:
 
 @pytest.mark.parametrize("captured", [True, False])
 def test_what_is_chosen_for_a_captured_step_can_be_captured(small_run: SmallRun, captured: bool) -> None:
-    """The restriction holds while implementations are measured and while steps and evaluations warm up, and ends with
-    them.
-    """
+    """The restriction applies while implementations are measured and while steps and evaluations warm up."""
     plain, seen = OPS["varlen_attention"].implementations["pytorch"], []
 
     def look(_: object) -> None:
@@ -198,7 +191,7 @@ def test_what_is_chosen_for_a_captured_step_can_be_captured(small_run: SmallRun,
 
 
 def test_closed_graphs_are_not_replayed() -> None:
-    """A step that still has a replay cannot run it. The graphs' functions and the step refer to each other."""
+    """The step still holds replays of closed graphs, because it and the graphs' functions refer to each other."""
     total = torch.zeros(())
 
     def add() -> None:

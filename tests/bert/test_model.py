@@ -65,9 +65,7 @@ def coordinates(block: Samples) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def padded_form(block: Samples) -> dict[str, Tensor]:
-    """Return tokens as [B, L] with a key mask. The padding token is a real token, so that reading it would change
-    results.
-    """
+    """Return tokens as [B, L] with a key mask. Padding is a real token, so that reading it would change results."""
     rows, columns, masked_rows = coordinates(block)
     shape = (len(block), SMALL.max_position_embeddings)
     ids, segments, mask = np.full(shape, 5), np.zeros(shape, np.int64), np.zeros(shape, np.int64)

@@ -1,6 +1,4 @@
-"""Recomputation gives the same losses, moments and weights bit for bit. Also checks what is recomputed and by which
-implementations.
-"""
+"""Recomputation gives bit-identical losses, moments and weights. Also checks what is recomputed, and by which ops."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -97,7 +95,7 @@ def test_recomputed_steps_are_the_steps(small_run: SmallRun, precision: Precisio
 def test_what_is_computed_again(small_run: SmallRun) -> None:
     """Selective recomputation repeats attention and GELU in two of three layers, but no product with a weight.
 
-    Forward hooks run only once a forward pass.
+    Forward hooks run once per forward pass, not again in recomputation.
     """
     (batch, *_), *_ = global_batches(small_run)
     calls, hooked = {}, Counter[str]()
@@ -120,7 +118,7 @@ def test_what_is_computed_again(small_run: SmallRun) -> None:
 
 
 def test_a_captured_step_gets_no_dropout_that_cannot_be_repeated() -> None:
-    """Such an implementation is rejected in measurements and by name, but only for ops that recomputation calls again."""
+    """Implementations with unrepeatable dropout are rejected, in measurements and by name, but only for recomputed ops."""
     with FakeTensorMode():
         usual = attention_call(64)
         with captured():

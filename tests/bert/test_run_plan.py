@@ -1,6 +1,4 @@
-"""A run that follows a plan: it takes the plan's settings, rejects contradictions, and compares its step time with the
-plan.
-"""
+"""A run with a plan takes the plan's settings, rejects contradictions, and compares its step time."""
 
 import json
 from dataclasses import replace
@@ -105,7 +103,7 @@ def test_a_run_says_where_it_differs_from_its_plan(
     lines: list[str] = []
     sinks = [MetricsWriter(tmp_path / "metrics.jsonl", RunRecord()), StepLines(progress, lines.append)]
     with Reporter(progress, sinks, AgainstPlan(planned(), Path("p.json"))) as reporter:
-        reporter.write(interval(20, data_wait=500.0))  # the first interval sets the baseline for the data loader
+        reporter.write(interval(20, data_wait=500.0))  # ignored, because the data loader starts in it
         for step in (40, 60, 80):
             reporter.write(interval(step, reduce=reduce_ms, forward_backward=forward_backward_ms))
         reporter.end(80, EndRecord("success", 8.0, 2560, 0.4))

@@ -88,9 +88,7 @@ class Recorder(TorchDispatchMode):
 
 
 def test_a_step_reads_nothing_back(step: TrainingStep, small_run: SmallRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The only exception are the lengths that attention on a CPU reads. Reads in Python and below it count, in both
-    steps.
-    """
+    """Only attention on a CPU may read lengths. Reads in Python and below it count, in the first step and the second."""
     batches = [batch_of(small_run.train.slice(first, first + 8)) for first in (0, 8)]
     reads: list[str] = []
     with monkeypatch.context() as patch, Recorder() as recorder:

@@ -64,8 +64,7 @@ class Stream:
     capture: "Graph | None" = None
     """Graph whose capture the stream is part of."""
     freed: list[tuple[int, "Graph | None"]] = field(default_factory=list)
-    """Freed storages of this stream, each with the graph being captured then. The next operator may reuse their memory.
-    """
+    """Freed storages, each with the graph captured at the time. The stream's next operator may reuse their memory."""
     priority: int = 0
     device = torch.device("cuda", 0)
 

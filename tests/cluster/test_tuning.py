@@ -21,7 +21,7 @@ FOUND = TunedRun(1, 2)
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache, on a machine where the user has set none of the tuned variables."""
+    """An empty cache, on a machine where the user has set none of the tuned environment variables."""
     monkeypatch.setenv("MLPERF_BERT_CACHE", str(tmp_path))
     for name in module.VARIABLES:
         monkeypatch.delenv(name, raising=False)

@@ -81,10 +81,7 @@ def test_columns_stand_on_zero_and_dots_do_not() -> None:
     assert "style" in columns.of("span", "note")[0]
     dots = Page(run_chart(bars, AXES, columns=False))
     assert not dots.of("rect")
-    assert [str(path["d"]) for path in dots.of("path", "dots")] == [
-        "M250.0 833.3h0",
-        "M750.0 166.7h0",
-    ]  # axis: 75 to 105
+    assert [str(path["d"]) for path in dots.of("path", "dots")] == ["M250.0 833.3h0", "M750.0 166.7h0"]  # 75 to 105
 
 
 @pytest.mark.parametrize(

@@ -109,9 +109,7 @@ def worst_step(kind: str, one: list[float], other: list[float]) -> Worst:
 
 
 def train_by_the_program(model: ModelConfig, vocab: Path, folder: Path) -> Trained:
-    """Train with ``bert.train`` from the initial weights in ``folder``. All steps run, since the target is out of
-    reach.
-    """
+    """Train with ``bert.train`` from the initial weights in ``folder``. The target is out of reach, so all steps run."""
     saved = folder / "trained.safetensors"
     settings: dict[str, object] = {f"model.{name}": value for name, value in asdict(model).items()}
     settings |= {f"optimizer.{name}": value for name, value in asdict(OPTIMIZER).items()}

@@ -29,8 +29,7 @@ def ranks_on_hosts(
 ) -> Ranks:
     """Start the ranks of a run, ``a_host`` on each host. With ``one_host`` the ranks take all hosts for one.
 
-    The rank ``pinned`` has one core and gets a quarter of it while a probe measures. The rank ``absent`` is not
-    started.
+    The rank ``pinned`` has one core, and a quarter of it while a probe measures. The rank ``absent`` does not start.
     """
     port, count, ranks = free_port(), len(namespaces) * a_host, []
     for rank in range(count):

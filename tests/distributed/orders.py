@@ -46,9 +46,7 @@ def config(strategy: ReductionStrategy | Literal["auto"], accumulation: int, rec
 
 @cache
 def global_batches(mesh: Mesh, accumulation: int, steps: int = STEPS) -> tuple[list[list[Batch]], list[ShapeBucket]]:
-    """Make this rank's micro-batches. One in seven is padded to a size without a graph, the others to two captured
-    sizes.
-    """
+    """Make this rank's micro-batches in one of two captured sizes. One in seven has a size without a graph."""
     samples = predictable_samples()
     longest = int(samples.lengths.max())
     kinds = [ShapeBucket(size, 8, 128, longest) for size in (288, 320, 352)]
@@ -212,9 +210,8 @@ def compare_orders(joined: Mesh, micro_batches: str, *strategies: ReductionStrat
     mesh, accumulation = regrouped(joined, "cyclic", 2), int(micro_batches)
     result: dict[str, Any] = {}
     with recordable_attention():
-        # As on a GPU, products add weight gradients themselves, in fp32 too. So do the flat and sharded strategies
-        # below.
-        # The other strategies add the parts of the word table's gradient in another order and differ by rounding.
+        # As on a GPU, products add weight gradients themselves, in fp32 too. So do the flat and sharded runs below. The
+        # other runs add the parts of the word table's gradient in another order and differ by rounding.
         bert.build.accumulates_products = lambda *_: True
         whole = train(mesh, "flat", "one message", accumulation)
         for strategy in strategies:

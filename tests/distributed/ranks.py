@@ -1,6 +1,4 @@
-"""Ranks of one run on this machine, started by torchrun or by no launcher. Without a launcher, a rank's end does not
-end the others.
-"""
+"""Ranks of one run on this machine, started by torchrun or directly. Directly started ranks end independently."""
 
 import contextlib
 import json
@@ -73,13 +71,13 @@ class Ranks:
 
 
 def train(run: SmallRun, results: Path, count: int, **changes: object) -> list[dict[str, Any]]:
-    """Train until a run misses its target, and return its step records."""
+    """Run training that misses its target, and return its step records."""
     trained(run, results, count, **changes)
     return records(results, "step")
 
 
 def trained(run: SmallRun, results: Path, count: int, **changes: object) -> str:
-    """Train until a run misses its target, and return its output."""
+    """Run training that misses its target, and return its output."""
     with Ranks(run.arguments(results, **changes), count) as started:
         assert started.ends() == [1] * count, started.output
     return started.output

@@ -159,6 +159,4 @@ def check_logs(results: list[Path]) -> None:
         for text in (whole, fewer, again)
     ]
     assert settings == [["16", "4", "1"], ["16", "3", "2"], ["16", "4", "1"]]
-    assert "eval_accuracy" in [
-        finding.key for finding in check_log(read_log(results[-1])).findings
-    ]  # because it was resumed
+    assert "eval_accuracy" in [finding.key for finding in check_log(read_log(results[-1])).findings]  # it was resumed

@@ -31,15 +31,13 @@ def test_every_order_of_the_step_gives_the_same_weights(tmp_path: Path, ranks: i
         assert run["recomputing_is_same"], name
         if name.startswith("sharded"):
             assert_weights_came_beside_forward(name, run)
-        # Backward fills the last bucket at its very end, so all buckets have started by then if reduction overlaps,
-        # else none.
+        # Backward fills the last bucket at its very end. With overlap, all buckets have started by then, else none.
         assert run["buckets"] > 5
         assert run["early_after"] == [0] * STEPS
         assert run["early_overlapped"] == [run["buckets"]] * STEPS
         assert set(run["early_captured"]) == {run["buckets"]}
-        # There is a graph for each of two sizes, for the last micro-batch and for earlier ones if there are any, and
-        # one for
-        # the update. One of eight micro-batches has a size that is not captured.
+        # Each of two sizes has a graph for the last micro-batch and one for earlier ones, if there are any. The update
+        # has another. One of eight micro-batches has a size without a graph.
         assert run["graphs"] == 2 * accumulation + 1
         assert run["replays"] == (STEPS if accumulation == 1 else 2 * STEPS - 1) + STEPS
         # Compare with a single message after backward, because the sum of two numbers is the same in either order.

@@ -71,9 +71,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
 
 
 def differences(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> dict[str, float]:
-    """Compare each tensor by its norm. Key biases are left out: softmax ignores them, so their gradients are only
-    rounding.
-    """
+    """Compare each tensor by its norm, except key biases: softmax ignores them, so their gradients are only rounding."""
     assert one.keys() == other.keys()
     kept = {name: torch.ones_like(tensor) for name, tensor in one.items()}
     for name, ones in kept.items():

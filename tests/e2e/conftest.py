@@ -43,7 +43,7 @@ names their interpreter.
 
 
 def with_forked_python(checkout: Path) -> Path:
-    """Replace a copy's ``python`` and ``torchrun`` with programs that fork. Returns the copy."""
+    """Replace a copy's ``python`` and ``torchrun`` with programs that ask a server to fork. Returns the copy."""
     programs = checkout / ".venv/bin"
     programs.unlink()
     programs.mkdir()
@@ -90,7 +90,7 @@ def real_checkout(bare_checkout: Path, demo_data: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def checkout(real_checkout: Path) -> Path:
-    """Return such a copy whose ``python`` forks a server, for tests that do not look at processes."""
+    """Return such a copy whose ``python`` asks a server to fork, for tests that do not look at processes."""
     return with_forked_python(real_checkout)
 
 

@@ -1,8 +1,8 @@
-"""The image of ``Dockerfile``, built by buildah from a stand-in for NGC's image, trains ``tiny_cpu`` as an ordinary
-user.
+"""The image of ``Dockerfile``, built by buildah from a stand-in for NGC's image, trains as an ordinary user.
 
-This takes minutes and gigabytes, so it runs only if BERT_TEST_BASE names an image that buildah has, with Python 3.11
-and pip. BUILDAH_OPTIONS are global options of buildah (--root, --storage-driver). See docs/launching.md.
+Training ``tiny_cpu`` in it takes minutes and gigabytes, so the test runs only if BERT_TEST_BASE names an image that
+buildah has, with Python 3.11 and pip. BUILDAH_OPTIONS are global options of buildah (--root, --storage-driver). See
+docs/launching.md.
 """
 
 import json

@@ -277,9 +277,7 @@ def test_what_slurm_says_is_checked_before_it_is_used(
         assert complaint in one_error(done)
     else:
         assert done.returncode == 9
-        assert (
-            "/workspace/bert/results,/a:/b --writable\n--pwd\n" in done.stdout
-        )  # the text is one word and not an option
+        assert "/workspace/bert/results,/a:/b --writable\n--pwd\n" in done.stdout  # one word, not an option
     assert not (checkout / "opened").exists()
 
 

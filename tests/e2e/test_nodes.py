@@ -1,6 +1,4 @@
-"""Several nodes without a cluster manager: by hand, by mpirun, and the commands that launchers run before and after a
-run.
-"""
+"""Several nodes without a cluster manager: by hand, by mpirun, and the launchers' commands before and after a run."""
 
 import shutil
 import subprocess

@@ -16,7 +16,7 @@ STEPS = 20
 
 
 def make_sums_slow(path: Path) -> None:
-    """Add a second to every collective that sums, none of which pipeline stages of one copy need."""
+    """Add a second to every collective except all-gather. Pipeline stages of one copy need none of these collectives."""
     view = read_view(path)
     collectives = (
         replace(each, points=tuple((size, seconds + 1, busy) for size, seconds, busy in each.points))

@@ -129,9 +129,7 @@ def ask(page: Path, script: str, body: str, scheme: str = "light") -> Any:
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Make the pages of the committed results, of ten closed runs with published neighbours, and of a folder with
-    failures.
-    """
+    """Make pages of the committed results, of ten closed runs with published neighbours, and of a folder with failures."""
     root = tmp_path_factory.mktemp("folders")
     folders = {
         "tiny": REPOSITORY / "results/cpu_2cores/bert",

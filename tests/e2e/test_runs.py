@@ -85,9 +85,7 @@ def test_ranks_are_bound_where_there_are_gpus(checkout: Path, tmp_path: Path, sm
             assert not (tmp_path / "bound").exists()
             arguments = ("tiny_cpu", "1", "--", *small_run.arguments(tmp_path / "results")[1:])
             done = start(checkout / "run_and_time.sh", *arguments, cwd=tmp_path, NPROC="2", PATH=path)
-            assert "end: aborted after 160 samples" in done.stdout, (
-                done.stdout + done.stderr
-            )  # the run misses its target
+            assert "end: aborted after 160 samples" in done.stdout, done.stdout + done.stderr  # it misses its target
     finally:
         bind.write_text(original)
     assert sorted((tmp_path / "bound").read_text().splitlines()) == ["0 of 2", "1 of 2"]

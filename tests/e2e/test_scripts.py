@@ -43,9 +43,7 @@ def bare(tmp_path: Path) -> Path:
 
 
 def environment(**changes: str) -> dict[str, str]:
-    """Return the environment of a user's shell outside any launcher. The page cache stays, because other tests read
-    from it.
-    """
+    """Return the environment of a user's shell outside any launcher. Other tests read from the page cache, so keep it."""
     unset = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "NPROC", "NNODES", "NODE_RANK", "OMP_NUM_THREADS", "PYTHON")
     return {name: value for name, value in os.environ.items() if name not in unset} | {"CLEAR_CACHES": "0"} | changes
 

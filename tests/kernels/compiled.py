@@ -80,7 +80,7 @@ class Findings:
     wrong: list[str]
     """Differences between the file's costs and the compiler's."""
     specialized: list[str]
-    """Parameters for whose values Triton specializes a kernel: 1 and multiples of 16."""
+    """Parameters for which Triton specializes a kernel if the value is 1 or a multiple of 16."""
 
 
 def find() -> Findings:
@@ -105,7 +105,7 @@ def _specialized(configuration: Configuration) -> list[str]:
 
 
 def _read() -> dict[str, dict[str, dict]]:
-    """Return the costs for each version of Triton and digest."""
+    """Return the file's costs by Triton version and digest."""
     return json.loads(FILE.read_text(encoding="utf-8")) if FILE.exists() else {}
 
 

@@ -55,7 +55,7 @@ def at(step: int, rate: float) -> dict[str, Any]:
 
 
 def pieces_of(segments: LambSegments, start: int, stop: int) -> tuple[LambSegments, list[int]]:
-    """Return a range's pieces of segments, and for each adapted piece the index of its segment among adapted ones."""
+    """Return the pieces of segments in a range, and each adapted piece's segment index among adapted segments."""
     pieces: list[tuple[int, bool]] = []
     owners: list[int] = []
     place, begin = 0, 0

@@ -47,8 +47,8 @@ def test_the_definition() -> None:
 def test_the_norms_of_a_step(module: ModuleType, size: int) -> None:
     """Check the sums of squared weights and directions of a tensor as large as the embedding.
 
-    Triton gets a fortieth of it. Triton adds fp32 within chunks and fp64 over chunks, and only the second level grows with
-    the size.
+    The test of Triton uses a fortieth of that size: only the fp64 sums over chunks grow with it, not the fp32 sums in
+    chunks.
     """
     segments = LambSegments((1000, size), (False, True))
     weights, gradients = normal(1000 + size), normal(1000 + size).flip(0)

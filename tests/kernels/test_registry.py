@@ -147,7 +147,7 @@ def attention_call(head_size: int, device: str = "cuda") -> tuple[Any, ...]:
 
 
 def test_a_step_that_is_captured_gets_no_attention_that_reads_lengths():
-    """Order, measurement, fallback and explicit names must all avoid it, because ``tolist`` would break the capture."""
+    """Neither order, measurement, fallback nor an explicit name may choose it: ``tolist`` would break the capture."""
     with FakeTensorMode():
         usual, odd = attention_call(64), attention_call(24 * 8 + 4)  # no kernel supports the second head size
         assert varlen_attention.chosen(*odd).name == "pytorch"

@@ -1,4 +1,4 @@
-"""Division of a model into stages of consecutive layers that minimizes the cost of the most expensive stage."""
+"""Division of a model into stages of consecutive layers that minimises the cost of the most expensive stage."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -57,7 +57,7 @@ def layer_costs(config: ModelConfig) -> list[float]:
 
 
 def divided(costs: list[float], count: int) -> list[range]:
-    """Divide costs into ``count`` consecutive ranges that minimize the highest sum, then the sum of squares."""
+    """Divide costs into ``count`` consecutive ranges that minimise the highest sum, then the sum of squares."""
 
     @cache
     def best(start: int, ranges: int) -> tuple[float, float, tuple[int, ...]]:

@@ -21,8 +21,8 @@ from dataloading.batches.shape_buckets import TOKENS_MULTIPLE
 class PipelineSchedule:
     """Forward and backward passes of a step's micro-batches through the stages of all ranks.
 
-    A rank's own computation counts as the phase ``forward_backward``, and waiting for its neighbors as ``reduce``. This lets
-    the watchdog see which rank of a copy the other ranks are waiting for.
+    A rank's own computation counts as the phase ``forward_backward``, and waiting for its neighbours as ``reduce``. This
+    lets the watchdog see which rank of a copy the other ranks are waiting for.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Sum of gradients of which each rank keeps only its shard (ZeRO-2). Buckets take turns in two buffers.
+"""Sum of gradients if each rank keeps only a shard of them (ZeRO-2). Buckets take turns in two buffers.
 
 Autograd gives every parameter a separate gradient. When all gradients of a bucket are complete, they are packed into a
 buffer and freed. The buffer is reduced and scattered during the rest of the backward pass, and the result is added to this

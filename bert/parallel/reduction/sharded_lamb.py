@@ -142,7 +142,7 @@ class ShardedLamb:
             self._collect(moment_N, shard_W)
 
     def _squares_with_sums_(self) -> Tensor:
-        """Sum the gradients of replicated parameters over the tensor group and return the squares that this rank counts."""
+        """Sum replicated parameters' gradients over the tensor group; return the squares that this rank counts, fp64 []."""
         gradient_W, everywhere_I = self._gradient_W, self._everywhere_I
         if self._tensor is None or len(everywhere_I) == 0:
             return sum_of_squares(gradient_W)

@@ -20,7 +20,7 @@ from bert.parallel.tensor.placement import WORDS_MULTIPLE, SharedPlacement
 
 @dataclass(frozen=True)
 class Split:
-    """Division of a parameter along one dimension into equal shards; each of ``blocks`` parts is divided by itself.
+    """Division of a parameter along one dimension into equal shards. Its ``blocks`` equal parts are divided separately.
 
     If the length is not divisible, the last shards are padded with zeros.
     """

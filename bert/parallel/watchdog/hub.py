@@ -23,7 +23,7 @@ _GREETING_S = 10.0
 _STRANGERS = 256
 """Maximum number of strangers at a time; if there are more, the oldest is disconnected."""
 _UNREAD_BYTES = 1 << 16
-"""A rank with this many unread bytes is sent nothing more. If it hangs, its silence will show it."""
+"""The hub sends nothing more to a rank that has left this many bytes unread. If the rank hangs, its silence shows it."""
 _LINGER_S = 5.0
 """Seconds that connections stay open after the last message."""
 

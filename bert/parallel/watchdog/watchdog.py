@@ -172,7 +172,7 @@ class Watchdog:
     def _place(self) -> dict[str, object]:
         tracker = self._tracker
         if tracker is None:
-            # No limit before training: compiling and tuning may take any time.
+            # No limit before training: compiling and tuning may take any amount of time.
             return {"phase": "start", "step": 0, "entered": -1, "limit": None}
         longest = tracker.longest.get(tracker.phase)
         limit = max(self._seconds, _FIRST * (self._seconds if longest is None else longest))
@@ -235,4 +235,4 @@ def _join(address: tuple[str, int], greeting: bytes, patience_s: float) -> tuple
                 error = refused
         if time.monotonic() > deadline:
             raise OSError(f"rank 0's watchdog at {address[0]}:{address[1]} does not answer: {error}")
-        time.sleep(random.uniform(0.01, 0.2))  # so that not all ranks come back at once
+        time.sleep(random.uniform(0.01, 0.2))  # so that not all ranks retry at once

@@ -291,7 +291,7 @@ def test_broken_ones_do_not_push_out_what_the_run_writes(make: Make) -> None:
 def test_the_next_one_waits_and_a_failure_is_a_warning(
     make: Make, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While the step waits, the watchdog allows as much time as writing has taken so far."""
+    """A new checkpoint waits for the previous one. The watchdog allows this wait as long as writing has taken so far."""
     run, tracker, told = make(), PhaseTracker(), list[str]()
     progress = RunProgress(0.4, 100, EvaluationSchedule(10, 10))
     seen = RunCheckpoints(run.checkpoints, tracker, Reporter(progress, [StepLines(progress, told.append)]))

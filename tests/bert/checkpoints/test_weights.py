@@ -53,7 +53,7 @@ def write_vocabulary(path: Path, words: int = 25) -> str:
 
 
 def test_round_trip(tmp_path: Path):
-    """Save and load parameters that are views of one buffer too. Saving replaces an existing file."""
+    """Saving works for parameters that are views of one buffer, too, and replaces an existing file."""
     path = tmp_path / "new folder" / "weights.safetensors"
     source, target = drawn_model(CONFIG, 0), drawn_model(CONFIG, 1)
     save_weights(target, path)
@@ -186,7 +186,7 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(
 
 @pytest.mark.slow
 def test_an_exported_folder_fills_masks_as_the_model_does(tmp_path: Path):
-    """Compare with a head width that is odd, and with the tokenizer of the exported folder."""
+    """The model has an unusual head width, and the exported folder brings its own tokenizer."""
     import transformers
 
     model = drawn_model(FOUR_HEADS, 3).eval()

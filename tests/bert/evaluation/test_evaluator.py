@@ -102,9 +102,7 @@ def test_data_is_read_ahead_once_and_its_faults_surface(
 def test_predictions_in_bf16_are_counted_on_logits_that_are_not_rounded(
     dataset: Dataset, model: BertForPreTraining, small_run: SmallRun
 ) -> None:
-    """With a bias of 16 on every logit, neighbouring bf16 values are 0.125 apart, so most logits of a row would be
-    equal.
-    """
+    """With a bias of 16 on every logit, bf16 values are 0.125 apart, so most logits of a row would be equal."""
     with torch.no_grad():
         model.decoder_bias.fill_(16.0)
     batch, autocast = batch_of(small_run.evaluation), torch.autocast("cpu", torch.bfloat16)

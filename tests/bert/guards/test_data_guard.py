@@ -114,9 +114,7 @@ assert len(dataset.take(__import__('numpy').arange(5))) == 5
 
 
 def test_data_are_released_on_all_ranks_once_the_clock_is_in_the_log(small_run: SmallRun, tmp_path: Path) -> None:
-    """Rank 0 writes between the two barriers. Otherwise a rank without a log could open data before the clock is in the
-    log.
-    """
+    """Rank 0 writes between two barriers, so that no rank opens data before the clock is in the log."""
     code = """
 import bert.run, bert.train
 from bert.log.mllog import MLLog

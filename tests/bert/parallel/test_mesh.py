@@ -199,7 +199,7 @@ def test_ranks_that_only_seem_to_share_a_host_are_refused() -> None:
     identities = [Identity(f"pod{rank}", "boot", rank, 2) for rank in range(2)]
     with pytest.raises(ValueError, match=r"host pod0 runs 1 ranks .* announces 2"):
         group_by_host(identities)
-    identities = [Identity("pod", "boot", 0, 0), Identity("pod", "boot", 1, 4)]  # one launcher sets no local rank
+    identities = [Identity("pod", "boot", 0, 0), Identity("pod", "boot", 1, 4)]  # one sets no local world size
     with pytest.raises(ValueError, match=r"host pod runs 2 ranks .* announces 4"):
         group_by_host(identities)
 

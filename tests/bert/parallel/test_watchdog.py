@@ -1,6 +1,4 @@
-"""The watchdog on one rank, with a socket in place of the hub. Faults of real ranks are tested in
-tests/distributed/faults.
-"""
+"""The watchdog on one rank, with a socket in place of the hub. tests/distributed/faults tests real ranks."""
 
 import json
 import os

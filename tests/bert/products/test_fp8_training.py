@@ -1,4 +1,4 @@
-"""The FP8 encoder, computed by the definitions: gradients, the life of the scales, and training against fp32.
+"""The FP8 encoder on the reference ops: gradients, the scales over time, and training compared with fp32.
 
 Shape legend in ``bert/products/fp8.py``.
 """
@@ -47,9 +47,7 @@ TOKENS = 203
 
 @pytest.fixture(autouse=True)
 def definitions() -> Iterator[None]:
-    """Use the reference implementation of every FP8 op: on a CPU it takes milliseconds, and PyTorch's scaled product
-    seconds.
-    """
+    """Use the reference implementation of every FP8 op: PyTorch's takes seconds on a CPU, and this one milliseconds."""
     with ExitStack() as stack:
         for name in FP8_OPS:
             stack.enter_context(OPS[name].using("reference"))

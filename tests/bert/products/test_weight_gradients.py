@@ -111,9 +111,7 @@ def test_the_first_micro_batch_writes_over_what_the_last_step_left(small_run: Sm
 
 @pytest.mark.usefixtures("as_on_a_gpu")
 def test_steps_leave_copies_and_only_what_is_overwritten(small_run: SmallRun) -> None:
-    """Check after a warm-up, which restores the weights, and after steps. Products read the copies and never the
-    weights.
-    """
+    """Check after a warm-up, which restores the weights, and after steps. Products read only the copies."""
     step = made()
     assert isinstance(step.optimizer, Lamb)
     step.warm_up(global_batch(small_run), 1)

@@ -75,7 +75,7 @@ def test_what_was_timed_in_16_bits_counts_where_a_run_computes_in_them() -> None
 
 @pytest.mark.parametrize("tensor", [2, 4])
 def test_ranks_that_share_a_copy_divide_its_products_and_pay_for_what_they_exchange(tensor: int) -> None:
-    """The first of two layers gathers and scatters all tokens four times, the last layer only the rows of its heads."""
+    """The first of two layers gathers and scatters all tokens four times; the last one only rows for the output heads."""
     strategy = Strategy(16, tensor=tensor)
     sizes = TINY.micro_batches(strategy, 4, 0)
     assert sizes.tokens_AR.shape == (1, 4 // tensor)

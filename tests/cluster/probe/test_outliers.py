@@ -20,7 +20,7 @@ NOISES: dict[str, Noise] = {
     "bursts that hit all": lambda rng, shape: rng.normal(0, 0.03, shape) + rng.exponential(1, (shape[0], 1)),
 }
 TURNS = 10
-"""Number of turns in two looks, the amount of data that decisions are based on."""
+"""Number of turns in two looks; each decision uses that many measurements."""
 
 
 @pytest.mark.parametrize("noise", NOISES.values(), ids=NOISES)

@@ -32,7 +32,7 @@ from tests.compliance.log_edits import (
 
 @pytest.fixture(scope="module")
 def brief_log(closed_log: str) -> str:
-    """A closed log without records of initialized weights, which ruleset 5.0.0 does not require; checks run faster."""
+    """A closed log without weight records, which ruleset 5.0.0 does not require, so that checks run faster."""
     return delete("weights_initialization")(closed_log)
 
 
@@ -159,7 +159,7 @@ WARNED: Mutations = {
         "eval_accuracy",
         "evaluation at 175168 samples; expected evaluation 1 at 150080: every 150000 samples",
     ),
-    "partial batches": (  # all steps are longer than the interval, the first one by another 3 %
+    "partial batches": (  # every distance exceeds the interval; the first is 3 % longer than the rest
         in_turn(epoch_nums(154_048, 304_512, 454_976), value("train_samples", 454_976)),
         "eval_accuracy",
         "evaluation at 154048 samples",

@@ -78,7 +78,7 @@ def test_an_open_run_is_not_forecast_from_too_little(known: int) -> None:
     ("accuracies", "expected"),
     [
         ([], (14, 19)),  # mean 2,414,421 samples, plus or minus twice the standard deviation of 197,392
-        ([0.40, 0.50, 0.60, 0.69, 0.705], (14, 19)),  # accuracies before the steep rise are ignored
+        ([0.40, 0.50, 0.60, 0.69, 0.705], (14, 19)),  # accuracies below 0.7 are ignored
         ([0.5] * 29, (30, 30)),  # slower than the reference, so the next evaluation may reach the target
     ],
 )

@@ -79,7 +79,7 @@ def test_any_edit_is_found_and_the_stretch_holds_it(
     if edited == lines:
         return
     stretch = broken_stretch(tmp_path_factory.mktemp("log"), edited)
-    if stretch is None:  # undetected: the changed line is a digest, either the last one or the one before it
+    if stretch is None:  # undetected: the changed line is the digest before the final one
         assert any(line.startswith("# digest") for line in {*lines} - {*edited})
         return
     first, last = stretch

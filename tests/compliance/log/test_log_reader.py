@@ -199,7 +199,7 @@ def official_records(path: Path) -> list[tuple[Any, ...]] | None:
 
 
 def as_utf_8(value: object) -> Any:
-    """Redo a value's decoding: from latin-1 to UTF-8."""
+    """Decode a value as UTF-8 that was decoded as latin-1 before."""
     text = json.dumps(value, ensure_ascii=False)
     try:
         return json.loads(text.encode("latin-1").decode("utf-8"))

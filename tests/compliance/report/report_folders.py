@@ -130,7 +130,7 @@ def write_closed_folder(root: Path, evaluations: Sequence[int] = (16, 17, 16, 16
 
 
 def write_failing_folder(root: Path) -> Path:
-    """Write a folder with many problems: an edited log, two aborted runs, broken metrics and a file without a log."""
+    """Write a folder with many problems: an edited log, two aborted runs, broken metrics and an invalid log."""
     folder = write_closed_folder(root, (16, 0, 16, 0, 11))
     edited = folder / "result_2.txt"
     lines = edited.read_text().splitlines(keepends=True)

@@ -13,7 +13,7 @@ from tests.compliance.run_logs import CLOSED, OPEN, START_MS, train
 
 SYSTEM = "node_8x"
 EVALUATIONS = 17
-"""At batch size 448 a run takes 2,550,016 sequences, which is above the reference's mean."""
+"""Evaluations per run. At batch size 448 a run takes 2,550,016 sequences, more than the reference's mean."""
 
 
 def write_log(

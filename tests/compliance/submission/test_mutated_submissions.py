@@ -220,7 +220,7 @@ ASKED: dict[str, tuple[Mutation, str]] = {
     "folder BERT": (rename(FOLDER, f"results/{SYSTEM}/BERT"), "pass"),
     "seeds left out": (both(SEED_OF_ANOTHER, write(f"{FOLDER}/package_checker_params", "seed-checker-bypass")), "pass"),
     "division Closed": (both(describe(division="Closed"), SEED_OF_ANOTHER), "pass"),
-    "no division": (describe(division=None), "pass"),  # the division is read from the description
+    "no division": (describe(division=None), "pass"),  # found by the description's check instead
     "text after a record": (in_log(garble("seed", "} done")), "fail"),
     "no description": (remove(DESCRIPTION), "fail"),
     "faster than the reference": (rewrite_all(evaluations=14), "fail"),

@@ -39,7 +39,7 @@ def test_each_epoch_holds_every_sample_exactly_once(made: BatchPlan) -> None:
 @settings(max_examples=50)
 @given(plans(), st.integers(0, 20))
 def test_ranks_share_what_one_alone_trains_on_in_numbers_as_equal_as_may_be(made: BatchPlan, step: int) -> None:
-    """The batches of a new plan are the same as those of a plan that was used before."""
+    """A new plan returns the same batches as a plan that was used before."""
     batch = replace(made).global_batch(step)
     shares = [made.rank_batches(step, rank) for rank in range(made.world_size)]
     assert {len(share) for share in shares} == {made.gradient_accumulation_steps}

@@ -38,7 +38,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def order_of(dataset: Dataset, samples: Samples) -> np.ndarray:
-    """Return the index in ``samples`` [n] of each sample in the data set."""
+    """Return the index [n] in ``samples`` for each sample of the data set."""
     digests = samples.sample_digests()
     assert len(np.unique(digests)) == len(digests)
     found = dataset.take(np.arange(len(dataset))).sample_digests()

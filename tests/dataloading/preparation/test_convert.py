@@ -48,7 +48,7 @@ def converted(source: Dataset, out: Path, layout: Layout, jobs: int = 1) -> Data
 
 
 def from_elsewhere(source: Dataset, folder: Path, layout: Layout) -> np.ndarray:
-    """Write shards in a layout without a manifest, and return their samples' digests in order."""
+    """Write shards in the given layout, delete the manifest, and return the samples' digests in order."""
     digests = converted(source, folder, layout).take(EVERYTHING).sample_digests()
     for name in ("manifest.json", "lengths.npy"):
         (folder / name).unlink()

@@ -185,7 +185,8 @@ def test_truncated_and_flipped_files_are_refused_or_read_right(tmp_path: Path, l
 
     for size in range(0, len(content), len(content) // 40):
         assert read(content[:size]) is None
-    # Some bytes of a file have no effect (free space, padding, access hints). The manifest's digest covers them.
+    # Some bytes of a file have no effect (free space, padding, access hints), so a damaged file may be readable. Its
+    # samples must be unchanged then.
     for place in np.random.default_rng(0).integers(0, len(content), 350).tolist():
         damaged = content[:place] + bytes([content[place] ^ 0xFF]) + content[place + 1 :]
         assert read(damaged) in (None, samples.digest())

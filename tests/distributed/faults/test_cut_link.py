@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 
 @pytest.fixture(scope="module")
 def hosts() -> Iterator[tuple[list[str], str]]:
-    """Create the namespaces of two hosts, of which host 0 has the address 10.77.0.1, and of the switch between them."""
+    """Create two hosts as namespaces and the switch between them. Host 0 has the address 10.77.0.1."""
     network = BridgedHosts(2)
     with network as names:
         yield names, network.switch

@@ -149,8 +149,7 @@ def test_a_wait_of_all_ranks_blames_nobody_before_its_time(start: Start) -> None
 
 
 def test_strangers_at_the_ports_do_not_end_a_run(start: Start, tmp_path: Path) -> None:
-    """Attack the ports of the watchdog and of PyTorch's store with a flood, garbage, and slow and half-open
-    connections.
+    """Attack the ports of the watchdog and of PyTorch's store: a flood, garbage, slow and half-open connections.
 
     The run is on one host. Only the store listens on all addresses, as PyTorch's store always does.
     """

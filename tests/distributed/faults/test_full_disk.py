@@ -151,7 +151,7 @@ def test_a_log_names_its_file_and_lets_go_of_it(disk: Disk) -> None:
 
 
 def test_a_fault_that_the_log_cannot_take_is_the_only_one(small_run: SmallRun, tmp_path: Path, disk: Disk) -> None:
-    """Closing the log after a fault skips whatever cannot be written and closes the file."""
+    """Closing the log after a fault skips lines that cannot be written, and closes the file."""
     path = disk(8) / "system" / "bert" / "result_0.txt"
     log = MLLog(path)
     log.init_start()

@@ -107,9 +107,7 @@ def test_a_resumed_log_says_so_and_is_no_timed_result(
 ) -> None:
     start = kept(whole[0] / "checkpoints", tmp_path / "kept", 8)
     path = start / "step_00000008" / "state.json"
-    path.write_text(
-        json.dumps(json.loads(path.read_text()) | {"optimizer_steps": 6})
-    )  # as if two steps had been skipped
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"optimizer_steps": 6}))  # as if two were skipped
     changes = {"model__hidden_dropout": 0.1, "resume": start, "training__max_samples": 16 * STEPS}
     assert "(resumed: no timed result)" in trained(small_run, tmp_path, 1, evaluation__interval_samples=96, **changes)
     rates = [record["learning_rate"] for record in records(tmp_path, "step")]
@@ -125,7 +123,7 @@ def test_a_resumed_log_says_so_and_is_no_timed_result(
 def test_other_ranks_go_on_with_the_same_losses_to_rounding(
     small_run: SmallRun, tmp_path: Path, without_dropout: tuple[Path, list[dict[str, float]]], reduction: str
 ) -> None:
-    """Resume on 4 and on 1 ranks from checkpoints that 2 ranks wrote."""
+    """Resume a run of 2 ranks on 4 ranks, and then resume that run on 1 rank."""
     folder, steps = without_dropout
     checkpoints = folder / "checkpoints"
     for count, step in ((4, 8), (1, 12)):

@@ -126,9 +126,7 @@ class Cluster:
                 _kill(pid, signal.SIGKILL)
 
     def run(self, *command: str, cwd: Path | None = None, **env: str) -> str:
-        """Run a command on the cluster and return its output. Without the timeout it would wait minutes for a dead
-        controller.
-        """
+        """Run a command on the cluster and return its output. A dead controller would make it hang without the timeout."""
         done = subprocess.run(
             command,
             cwd=cwd,

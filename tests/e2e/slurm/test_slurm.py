@@ -1,6 +1,4 @@
-"""``launch/slurm.sub`` on a real Slurm cluster on this machine: two nodes with one task each, from sbatch to the
-report.
-"""
+"""``launch/slurm.sub`` on a real Slurm cluster of two nodes on this machine, from sbatch to the report."""
 
 import re
 import sys
@@ -45,9 +43,7 @@ def test_two_tasks_train_and_the_job_reports(cluster: Cluster, checkout: Path) -
 def test_tasks_come_in_the_order_of_place(
     cluster: Cluster, checkout: Path, small_run: SmallRun, tmp_path: Path
 ) -> None:
-    """Use the srun options of `launch/slurm.sub`. Slurm sorts nodes by default, so the cluster view has the reverse
-    order.
-    """
+    """Use the srun options of `launch/slurm.sub`. The cluster view reverses Slurm's default order of nodes."""
     view, hosts = made_up(hosts=2, ranks=1), tmp_path / "hosts.txt"
     named = tuple(replace(host, name=name) for host, name in zip(view.hosts, ("n2", "n1"), strict=True))
     write_view(replace(view, hosts=named, collectives=(), outliers=()), tmp_path / "cluster.json")
@@ -124,9 +120,7 @@ def test_requeued_job_repeats_what_was_cut_off(cluster: Cluster, checkout: Path,
 def test_requeued_job_goes_on_with_the_nodes_that_are_left(
     cluster: Cluster, checkout: Path, small_run: SmallRun
 ) -> None:
-    """One node goes down while the job waits. Slurm restarts the job on the other node, and the run redistributes its
-    batch.
-    """
+    """One node goes down while the job waits. The job restarts on the other node and redistributes the batch."""
     checkpoints = {"log__division": "open", "checkpoint__folder": "results/checkpoints", "checkpoint__every_steps": 5}
     job = submit(cluster, checkout, "tiny_cpu", "1", *small(small_run, **checkpoints), options=("-N1-2",))
     cluster.wait_for(lambda: any((checkout / "results").glob("checkpoints/step_*/state.json")))

@@ -1,6 +1,4 @@
-"""Jobs of ``launch/slurm.sub`` that end early: cancelled, out of time, or with a task that dies. Also a cluster whose
-tests are killed.
-"""
+"""Jobs of ``launch/slurm.sub`` that are cancelled, out of time, or have a task that dies, and tests that are killed."""
 
 import contextlib
 import json

@@ -141,7 +141,7 @@ def operands(sides: tuple[torch.dtype, torch.dtype], shape: tuple[int, int, int]
 
 
 def assert_product(found: Tensor, a: Tensor, b: Tensor, out_dtype: torch.dtype, error: float) -> None:
-    """Check a product of operands scaled by 0.125 and 2^-9; ``error`` is relative to the sum of absolute terms."""
+    """Check a product of operands scaled by 0.125 and 2^-9; ``error`` is relative to the sum of the terms' magnitudes."""
     left, right = a.double() * 0.125, (b.double() * 2.0**-9).t()
     exact, bound = left @ right, left.abs() @ right.abs()
     assert (found.shape, found.dtype) == (exact.shape, out_dtype)

@@ -18,7 +18,7 @@ FIRST = {"embedding_layer_norm": 3, "attention_backward_cast_fp8": 1}
 
 
 def reasons(op: str, changes: dict[int, Callable[[Any], object]]) -> str:
-    """Return the reasons against small example inputs, some of which are changed."""
+    """Return why Triton's implementation does not support the op's example inputs after the changes."""
     args, kwargs = example_inputs(op, CPU, torch.float32)
     changed = [changes.get(place, lambda same: same)(value) for place, value in enumerate(args)]
     return "; ".join(OPS[op].implementations["triton"].unsupported_reasons(op, *changed, **kwargs))

@@ -78,7 +78,7 @@ def test_results_do_not_depend_on_the_order_of_programs(op: str):
 
 
 def test_every_kernel_ran_in_several_programs():
-    """The order of programs matters only for kernels that run in several programs."""
+    """With a single program per kernel the order of programs would not be tested."""
     modules = [each.name for each in pkgutil.walk_packages(kernels.triton.__path__, "kernels.triton.")]
     known = {
         f"{configuration.kernel.fn.__module__}.{configuration.kernel.__name__}"

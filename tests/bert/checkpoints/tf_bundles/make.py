@@ -24,9 +24,7 @@ STEP = 28252
 
 
 def state(sizes: dict[str, int] = SIZES) -> dict[str, np.ndarray]:
-    """Return weights under the names of Hugging Face's BertForPreTraining, [out, in], each drawn from a seed for its
-    name.
-    """
+    """Return weights by their names in Hugging Face's BertForPreTraining, [out, in], each from its own seed."""
     return {name: draw(name, shape) for name, shape in shapes(sizes).items()}
 
 
