@@ -1,12 +1,13 @@
-"""The accuracy of a checkpoint before any training: ``python -m bert.evaluate RECIPE [--section.field value ...]``.
+"""Evaluate a checkpoint without training: ``python -m bert.evaluate RECIPE [--section.field value ...]``.
 
-It evaluates data.initial_checkpoint on data.evaluation, by itself or as ranks under a launcher, and writes nothing. It takes
-the settings of ``python -m bert.train``, --config included, and two options of its own:
+This evaluates data.initial_checkpoint on data.evaluation, in one process or as several ranks under a launcher, and writes no
+files. It takes the settings of ``python -m bert.train``, including --config, and two more options:
 
     --expect ACCURACY     the expected accuracy, such as 0.34085 for the benchmark's phase-1 checkpoint
-    --tolerance SHARE     the largest difference from it, 0.001 by default
+    --tolerance SHARE     the largest allowed difference from the expected accuracy, 0.001 by default
 
-Exit status: 0 as expected, or nothing was expected; 1 another accuracy; 2 wrong input. torchrun makes 1 of both.
+Exit status: 0 if the accuracy is as expected or no accuracy was expected, 1 if it differs, 2 for a wrong input. torchrun
+exits with 1 in both of the latter cases.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Expectation:
-    """Expected accuracy, and the tolerance."""
+    """Expected accuracy and its tolerance."""
 
     expect: float | None = None
     tolerance: float = 0.001
@@ -43,18 +44,18 @@ class Expectation:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Parse, check, evaluate; return the exit status."""
+    """Parse the command line, check the settings, evaluate the checkpoint and return the exit status."""
     accept_any_text()
     answer_version(arguments)
     try:
         if arguments and arguments[0] in ("-h", "--help"):
             say_document(str(__doc__))
             return 0
-        # bert.train's parser reads all other options; tyro's help would show these two alone.
+        # bert.train's parser reads all other options. tyro's own help would show only these two, so it is turned off.
         read = partial(tyro.cli, Expectation, args=arguments, return_unknown_args=True, add_help=False)
         expectation, settings = parsed(read)
         config = parse(settings, "bert.evaluate")
-        # After what can be refused without it: it imports PyTorch.
+        # Check this last, because it imports PyTorch.
         require_torch()
     except (ValueError, OSError) as error:
         return refused(error)
@@ -73,15 +74,15 @@ def main(arguments: Sequence[str]) -> int:
         wanted = f"{expectation.expect} within {expectation.tolerance}"
         remedy = "check data.initial_checkpoint, and run python -m dataloading verify on data.evaluation"
         say(f"as expected: {wanted}" if is_met else f"expected {wanted}, found {accuracy:.5f}: {remedy}")
-    # Not 0 under torchrun, unlike a run's status: a wrong accuracy must be visible as a failure.
+    # Unlike a training run, this returns 1 even under torchrun, because a wrong accuracy must be visible as a failure.
     return 0 if is_met else 1
 
 
 def checkpoint_accuracy(config: Config) -> float | None:
-    """Check everything, join the other ranks and evaluate; return None for a dry run.
+    """Check everything, join the other ranks, evaluate and return the accuracy. A dry run only checks and returns None.
 
-    Rank 0 prints progress and result. Raises ``ValueError`` or ``OSError`` for a wrong input or setting. The caller must
-    call ``leave_mesh``, however this ends.
+    Rank 0 prints the progress and the result. Raises ``ValueError`` or ``OSError`` for a wrong input or setting. The caller
+    must always call ``leave_mesh`` afterwards, even after an exception.
     """
     import torch
 
@@ -98,7 +99,7 @@ def checkpoint_accuracy(config: Config) -> float | None:
     if config.dry_run:
         say(f"{config.recipe}: ready, {samples:,} samples would be evaluated")
         return None
-    # After the checks, so that errors are reported before ranks wait for each other.
+    # Join after the checks, so that errors are reported before ranks wait for each other.
     mesh = join_mesh(config.training.device, parallel=config.parallel)
     if mesh.device.type == "cuda" and (warning := require_private_cache()) and mesh.is_main:
         complain(warning, "warning")
@@ -110,10 +111,11 @@ def checkpoint_accuracy(config: Config) -> float | None:
             said = int(10 * share)
             say(f"{time.perf_counter() - started:7.1f} s  {10 * said} % of {samples:,} samples")
 
-    # A fixed seed: heads that the checkpoint lacks must be the same on all ranks, and nothing is broadcast here.
+    # Use a fixed seed: weights that the checkpoint lacks must be equal on all ranks, and nothing is broadcast here.
     whole = first_model(config, mesh, seed=0)
     model = divided_model(whole, mesh, tensor_parallel(config.model, mesh), config.parallel.virtual_stages)
-    # No warm-up: no benchmark clock runs, and every batch comes once. FP8 is for training: here products are in bf16.
+    # A warm-up is not needed, because no benchmark clock runs and every batch is used only once. If the precision is fp8,
+    # products are in bf16 here, because FP8 is only for training.
     evaluator = Evaluator(dataset, mesh, config.evaluation.batch_size)
     autocast = torch.autocast(mesh.device.type, torch.bfloat16, enabled=config.training.precision != "fp32")
     accuracy = evaluator.start(model, autocast, report).result()

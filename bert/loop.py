@@ -1,4 +1,4 @@
-"""Training loop from ``run_start`` to ``run_stop``: steps, evaluations, reports, checkpoints, the end."""
+"""Training loop from ``run_start`` to ``run_stop``: steps, evaluations, reports, checkpoints and the end of the run."""
 
 import itertools
 from collections.abc import Iterator
@@ -23,18 +23,18 @@ Status = Literal["success", "aborted"]
 
 @dataclass(frozen=True)
 class Run:
-    """Objects of a run, built before the clock starts."""
+    """Objects of a run, which are built before the clock starts."""
 
     config: Config
     evaluation_interval: int
-    """Training samples between evaluations."""
+    """Number of training samples between evaluations."""
     start: Position
     skipped: int
     """Number of steps before ``start`` that changed nothing because a gradient was not finite."""
     overlapping: bool
     """Whether the result of an evaluation is read only after queueing the next step, so that the device stays busy
-    during the all-reduce. The clock still stops at the result: that step changes neither the accuracy nor the samples
-    of the evaluation, and is lost if the target was reached."""
+    during the all-reduce. The clock still stops at the result. That step changes neither the accuracy nor the number of
+    samples of the evaluation, and is discarded if the target was reached."""
     log: MLLog
     reporter: Reporter
     stopwatch: Stopwatch
@@ -47,13 +47,13 @@ class Run:
 
 
 def train(run: Run) -> Status:
-    """Train and evaluate in turn until the target is reached, the samples are used up or a signal comes."""
+    """Train and evaluate in turn until the target is reached, a limit is reached or a signal arrives."""
     training, log, tracker = run.config.training, run.log, run.stopwatch.tracker
     at, status = run.start, None
     run.reporter.begin()
-    # From now on a signal ends all ranks after the same step.
+    # From now on, a signal stops all ranks after the same step.
     run.interruption.defer()
-    # ``run_start`` has been logged: from here on data may be read.
+    # ``run_start`` has been logged, so data may be read.
     run.evaluator.read_ahead()
     intervals = Intervals(run.config, run.step.statistics, run.stopwatch, run.reporter, run.stragglers, at, run.skipped)
     evaluations = Evaluations(run.evaluator, run.step, log, run.reporter, tracker, run.config.evaluation.target)
@@ -64,7 +64,7 @@ def train(run: Run) -> Status:
         while status is None and at.samples < end:
             tracker.step = at.steps + 1
             with run.stopwatch.time("data_wait"):
-                # The first call starts prefetching: nothing was read before ``run_start``.
+                # The first call starts the prefetching; the loader has not read any data before.
                 micro_batches = next(run.loader)
             run.step(micro_batches)
             at = at.after(training.global_batch_size)
@@ -74,18 +74,18 @@ def train(run: Run) -> Status:
             if evaluations.pending:
                 status = _finish(run, evaluations, intervals)
 
-            # Decided by position and settings alone, so that all ranks call the same collectives. ``report`` shares
-            # what only one rank knows, such as a signal.
+            # These decisions depend only on position and settings, so that all ranks call the same collectives. A signal,
+            # which only one rank may have received, is shared by ``report``.
             keep = run.checkpoints.due(at.steps)
-            # Also before an evaluation, whose time does not count as step time, and at the end.
+            # Also report before an evaluation, so that its time does not count as step time, and at the end.
             at_interval = at.steps % run.config.log.interval_steps == 0 or at.samples >= end or keep
             if status is None and at_interval:
                 if intervals.report(at, _is_to_stop(run)):
                     status, keep = "aborted", True
-                # A thread writes them; errors are reported where the host waits anyway.
+                # A background thread writes checkpoints. Check for its errors here, where the host waits anyway.
                 run.checkpoints.look(at)
 
-            # Not while every step is skipped: a bad checkpoint would replace a good one.
+            # Do not save while steps are being skipped: a bad checkpoint would replace a good one.
             if keep and status != "success" and intervals.bad == 0:
                 run.checkpoints.save(at)
         log.block_stop(at.samples)
@@ -94,15 +94,15 @@ def train(run: Run) -> Status:
             status = "aborted"  # the samples are used up
         if status is None:
             evaluations.begin(at)
-            # At the sample limit no step follows that could overlap the all-reduce.
+            # At the sample limit, there is no next step that could overlap the all-reduce.
             if not run.overlapping or at.samples >= training.sample_limit:
                 status = _finish(run, evaluations, intervals)
         if status is not None:
             break
 
-    # Points of evaluation never run out; the loop above ends by its status alone.
+    # The evaluation points never end, so the loop above ends only when it has a status.
     assert status is not None
-    # At the target, report the evaluation's samples: the step that ran beside it does not count.
+    # After a success, report the evaluation's samples: the step that ran during the evaluation does not count.
     samples = evaluations.samples if status == "success" else at.samples
     log.run_stop(status, samples=samples, eval_samples=run.evaluator.samples)
     seconds = run.reporter.seconds
@@ -114,17 +114,17 @@ def train(run: Run) -> Status:
 
 
 def _evaluation_points(run: Run) -> Iterator[int]:
-    """Yield the numbers of samples at which evaluations are due, without end."""
+    """Return an endless iterator over the numbers of samples at which evaluations are due."""
     points = (
         evaluation_samples(number, run.evaluation_interval, run.config.training.global_batch_size)
         for number in itertools.count(1)
     )
-    # Counted from the first evaluation, so that a resumed run keeps the schedule.
+    # Count from the first evaluation, so that a resumed run keeps the schedule.
     return itertools.dropwhile(lambda due: due < run.start.samples, points)
 
 
 def _finish(run: Run, evaluations: Evaluations, intervals: Intervals) -> Status | None:
-    """Wait for the pending evaluation. The wait does not count as step time."""
+    """Wait for the pending evaluation and return the run's status. The wait does not count as step time."""
     reached = evaluations.finish()
     intervals.resume()
     at_end = evaluations.samples >= run.config.training.sample_limit
@@ -132,7 +132,7 @@ def _finish(run: Run, evaluations: Evaluations, intervals: Intervals) -> Status 
 
 
 def _is_to_stop(run: Run) -> bool:
-    """Tell whether this rank got a signal, or its time is up. One such rank stops all ranks."""
+    """Tell whether this rank received a signal or has reached its time limit. One such rank stops all ranks."""
     minutes = run.config.training.max_minutes
     time_is_up = minutes is not None and run.reporter.seconds > 60 * minutes
     return time_is_up or run.interruption.number is not None

@@ -1,4 +1,4 @@
-"""Fill the gaps of a text by a checkpoint: ``python -m bert.predict CHECKPOINT "a text with [MASK]"``."""
+"""Fill the gaps in a text with a checkpoint's predictions: ``python -m bert.predict CHECKPOINT "a text with [MASK]"``."""
 
 import sys
 from pathlib import Path
@@ -14,12 +14,12 @@ MASK = "[MASK]"
 def predict(
     checkpoint: tyro.conf.Positional[Path], text: tyro.conf.Positional[str], vocab: Path | None = None, top: int = 5
 ) -> None:
-    """Print the most probable words for each gap of a text, and the text with the best words.
+    """Print the most probable words for each gap in a text, and the text with the best words filled in.
 
     Args:
         checkpoint: A safetensors file, a Hugging Face folder, or the prefix of a TensorFlow checkpoint.
         text: The text, with [MASK] for each gap.
-        vocab: The vocabulary that the model was trained with; by default vocab.txt beside the checkpoint.
+        vocab: The model's vocabulary. By default vocab.txt beside the checkpoint.
         top: Number of words to print for each gap.
     """
     if top < 1:
@@ -35,9 +35,9 @@ def predict(
 
 
 def fill(checkpoint: Path, text: str, vocab: Path | None, top: int) -> list[list[tuple[str, float]]]:
-    """Return the ``top`` words of each gap with their probabilities, the most probable first.
+    """Return the ``top`` most probable words for each gap with their probabilities, the most probable word first.
 
-    Raises ``ValueError`` if the checkpoint is no BERT with a masked-LM head, or if the text is too long.
+    Raises ``ValueError`` if the checkpoint is not a BERT with a masked-LM head, or if the text is too long.
     """
     import numpy as np
     import torch
@@ -59,7 +59,7 @@ def fill(checkpoint: Path, text: str, vocab: Path | None, top: int) -> list[list
     )
     if len(ids) > source.model.max_position_embeddings:
         raise ValueError(f"the text has {len(ids)} tokens, the model {source.model.max_position_embeddings} positions")
-    gaps = offsets[1:-1] + np.arange(1, len(offsets) - 1)  # after [CLS] and the gaps before
+    gaps = offsets[1:-1] + np.arange(1, len(offsets) - 1)  # shifted by [CLS] and by the earlier gaps
     builder = SampleBuilder()
     parts = (ids.astype("<u2"), np.zeros(len(ids), "u1"), gaps.astype("<u2"), np.zeros(len(gaps), "<u2"))
     builder.add(*(part.data.cast("B") for part in parts), next_sentence_label=0)
@@ -69,7 +69,7 @@ def fill(checkpoint: Path, text: str, vocab: Path | None, top: int) -> list[list
         for name, weight in weights.items():
             state[name].copy_(weight.read())
         _, masked_MD = model.head_inputs(batch_of(builder.samples()))
-        # Rows past the vocabulary are padding of the word table.
+        # Rows beyond the vocabulary are padding of the word embedding table.
         shares = model.masked_lm_logits(masked_MD)[:, : vocabulary.size].softmax(-1)
         best = shares.topk(min(top, vocabulary.size))
     rows = zip(best.indices.tolist(), best.values.tolist(), strict=True)

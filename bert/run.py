@@ -1,4 +1,4 @@
-"""A run from its checks to its result file: ranks, log, clock, training, saved weights."""
+"""A whole run: the checks, joining the ranks, the log, the clock, training, and saving the weights."""
 
 import os
 import shlex
@@ -34,30 +34,31 @@ from console.version import commit
 __all__ = ["leave_mesh", "run"]
 
 _OWN_SIGNAL_S = 15.0
-"""Agents that stop their ranks at the same event do so within this time."""
+"""Time within which all elastic agents stop their own ranks after the same event."""
 
 
 def run(config: Config, arguments: Sequence[str]) -> int:
-    """Check everything, join the other ranks and train, unless it is a dry run; return the exit status.
+    """Check everything, join the other ranks, train and return the exit status. A dry run only checks.
 
-    Raises ``ValueError`` or ``OSError`` for a wrong input or setting, and ``Interrupted`` if a signal comes before
-    training starts. The caller must call ``leave_mesh``, however this ends.
+    Raises ``ValueError`` or ``OSError`` for a wrong input or setting, and ``Interrupted`` if a signal arrives before
+    training starts. The caller must always call ``leave_mesh`` afterwards, even after an exception.
     """
-    # Before anything else: an audit hook sees only files that are opened after it.
+    # Create the guard first, because its audit hook sees only files that are opened afterwards.
     guard = DataGuard([config.data.train, config.data.evaluation])
     interruption = Interruption()
     launch = Launch.from_environment()
-    # Each rank by itself before they meet: a fault of one machine is reported there, and nobody waits for its ranks.
+    # Each rank checks its machine before the ranks join, so that a faulty machine reports its own error and no other rank
+    # waits for it.
     inputs = check(config, launch.world_size, launch.local_size)
     if config.dry_run:
         _say_ready(config, inputs, launch)
         return 0
     mesh = join_mesh(config.training.device, parallel=config.parallel)
-    # Before the first kernel is compiled: Triton loads and runs the files of that folder.
+    # Do this before the first kernel is compiled, because Triton loads and runs the files in its cache folder.
     if mesh.device.type == "cuda" and (warning := require_private_cache()) and mesh.is_main:
         say(f"warning: {warning}")
     status = _timed_run(config, inputs, mesh, guard, interruption)
-    # The last condition is a collective. The others are the same on all ranks, so all ranks reach it, or none.
+    # The last condition is a collective. The other conditions are equal on all ranks, so either all ranks call it or none.
     if status == "aborted" and may_start_again() and _stopped_for_others(interruption, mesh):
         complain("stopped with ranks of another host: to be started again without them", "warning")
         return FAULT_STATUS
@@ -70,7 +71,7 @@ def run(config: Config, arguments: Sequence[str]) -> int:
 
 def _say_ready(config: Config, inputs: Inputs, launch: Launch) -> None:
     if config.training.device == "cuda" and CLAIM in os.environ:
-        # A launcher that waits for the name of a log is about to start the run here, and would end in a traceback.
+        # A launcher that sets CLAIM is about to start the run on this machine. Without GPUs it would end in a traceback.
         require_gpus(max(1, launch.local_size))
     elif config.training.device == "cuda" and not torch.cuda.is_available():
         complain("training.device is cuda, but PyTorch sees no GPU here: this machine could not run it", "warning")
@@ -78,33 +79,34 @@ def _say_ready(config: Config, inputs: Inputs, launch: Launch) -> None:
 
 
 def _timed_run(config: Config, inputs: Inputs, mesh: Mesh, guard: DataGuard, interruption: Interruption) -> str:
-    """Initialise, start the clock, train to the target, stop the clock; return how it ended."""
-    # Start and shares of the run are decided before there is a log.
+    """Initialize, start the clock, train until the target is reached, stop the clock, and return the final status."""
+    # The checkpoint to resume from and the shares of the ranks are decided before the log is created.
     again = _started_again(config, mesh)
     if config.checkpoint.folder is not None:
-        # Before the folder is read: another run could remove its checkpoints.
+        # Lock the folder before reading it, because another run could remove its checkpoints.
         lock(config.checkpoint.folder, mesh, again)
     resumed = _resumed(config, inputs, mesh, again)
     before = resumed.world if resumed else None
-    # Only if a launcher has restarted the run: a user who resumes states how the batch is shared.
+    # Rebalance only if a launcher has restarted the run. A user who resumes a run chooses how to divide the batch.
     if again and before:
         config = rebalance_batch(config, before, mesh.data_size)
     adaptive = config.log.division == "open" and (again or may_start_again())
-    # Again, because preflight skips this check if shares may follow from the checkpoint.
+    # Preflight skips this check if the shares may depend on the checkpoint, so check again.
     check_shares(config, inputs.train, mesh.data_size, uneven=adaptive)
-    # Saved in each checkpoint, so that a run on other hosts knows which micro-batches fitted in memory.
+    # Each checkpoint stores this, so that a run on other hosts knows which micro-batch sizes fit in memory.
     world = World.of(mesh.hosts, config, before if again else None)
-    # Each rank draws a seed if none is set, and rank 0's counts: another seed is another order of samples.
+    # If no seed is set, each rank draws one, and all use rank 0's seed. The seed determines the order of the samples, so
+    # it must be equal on all ranks.
     seed = resumed.seed if resumed else agreed_integer(_seed(config), mesh)
     barrier()  # no rank creates files before all have passed their checks
     # Ranks other than 0 have a log that writes nothing.
     log = MLLog(None)
     if mesh.is_main:
-        # Creating the file decides its number: the number that was free at the check may be taken now.
+        # Creating the file reserves its number. The number that was free during the checks may be taken by now.
         log, files = create_log(result_folder(config), config.log.run)
         inputs = replace(inputs, **files._asdict())
-    # The watchdog closes before the log, whose last lines may be about a fault. Graphs are reset after the watchdog,
-    # which first tells the other ranks of an error.
+    # The watchdog is closed before the log, because it may write last lines about a fault. Graphs are reset after the
+    # watchdog has told the other ranks about an error.
     with log, capturing(config, mesh) as capturer, ended_together(config, mesh, log) as watchdog:
         drop_lost_output(partial(_note_lost_output, log))
         if mesh.is_main:
@@ -119,15 +121,16 @@ def _timed_run(config: Config, inputs: Inputs, mesh: Mesh, guard: DataGuard, int
                 if mesh.is_main:
                     say(line)
         log.cache_clear(config.log.cache_cleared)
-        # The rules count the initialisation from before the model is built (TR 11).
+        # By the rules, the initialization starts before the model is built (TR 11).
         log.init_start()
         log_settings(log, config, inputs, mesh, seed)
         timed = build_run(config, inputs, mesh, log, interruption, world, seed, resumed, capturer)
         with timed.reporter:
             log.init_stop()
-            # It takes milliseconds, so it runs before the clock starts.
+            # This check takes milliseconds, so run it before the clock starts.
             guard.require_untouched()
-            # The clock starts when the last rank is ready, and no rank opens data before it has.
+            # The first barrier starts the clock only when all ranks are ready. The second one ensures that no rank opens
+            # data before the clock has started.
             barrier()
             log.run_start()
             barrier()
@@ -138,7 +141,7 @@ def _timed_run(config: Config, inputs: Inputs, mesh: Mesh, guard: DataGuard, int
         if capturer is not None:
             _note_uncaptured(timed.step.uncaptured_batches, mesh, log)
         if config.save_checkpoint:
-            # All ranks gather, one writes.
+            # All ranks must take part in the gathering, but only rank 0 writes the file.
             model = timed.step.gather_whole_model()
             metadata = {"recipe": config.recipe, "commit": commit(), VOCABULARY: inputs.vocabulary_sha256}
             if mesh.is_main:
@@ -167,10 +170,11 @@ def _note_uncaptured(batches: int, mesh: Mesh, log: MLLog) -> None:
 
 
 def _stopped_for_others(interruption: Interruption, mesh: Mesh) -> bool:
-    """Tell whether ranks of other hosts got a signal and this one gets none, so that this host continues without them.
+    """Tell whether ranks on other hosts received a signal but this rank does not, so that this host must continue.
 
-    An agent treats exit status 0 as the end of the run, and ends all agents. If all ranks must restart, as when a host
-    joins, each agent stops its own ranks, one a little after the other.
+    An elastic agent treats exit status 0 as the end of the whole run, and then all agents stop. If all ranks must restart,
+    for example because a host joins, each agent sends a signal to its own ranks at a slightly different time. This
+    function therefore waits for such a signal before it returns True.
     """
     signals = torch.tensor([int(interruption.number is not None)], device=mesh.device)
     some = all_reduce_sum_(signals).item() > 0
@@ -182,15 +186,15 @@ def _stopped_for_others(interruption: Interruption, mesh: Mesh) -> bool:
 
 
 def _started_again(config: Config, mesh: Mesh) -> bool:
-    """Tell whether this continues an earlier run, by its launcher's count of restarts or by its checkpoints.
+    """Tell whether a launcher has restarted this run, based on its restart count or on the job that wrote the checkpoints.
 
-    When a host joins, torchrun's agents restart all ranks without counting it, but the job's name stays the same.
+    The restart count is not sufficient: when a host joins, torchrun's agents restart all ranks without increasing it.
     """
-    # All ranks must decide alike, but agents may have counted different restarts.
+    # All ranks must get the same answer, but the agents' restart counts may differ.
     if all_reduce_sum_(torch.tensor([restarts()], device=mesh.device)).item():
         return True
     folder = config.checkpoint.folder
-    # The last condition is a collective; the others are the same on all ranks.
+    # The last condition is a collective. The other conditions are equal on all ranks.
     return folder is not None and job() != "" and written_by(folder, mesh) == job()
 
 
@@ -211,13 +215,13 @@ def _resumed(config: Config, inputs: Inputs, mesh: Mesh, again: bool) -> RunStat
 def _seed(config: Config) -> int:
     if config.training.seed is not None:
         return config.training.seed
-    # The system's entropy, as the rules require (training_rules, section 5.1).
-    return int.from_bytes(os.urandom(4), "little") >> 1  # 31 bits, as `training.seed` takes
+    # The rules require a seed from the system's entropy (training_rules, section 5.1).
+    return int.from_bytes(os.urandom(4), "little") >> 1  # 31 bits, the range of `training.seed`
 
 
 def _say_how_to_go_on(config: Config, arguments: Sequence[str]) -> None:
-    """Print the command that continues a run which a signal has ended with a checkpoint."""
+    """Print the command that resumes the run, if a checkpoint exists."""
     folder = config.checkpoint.folder
     if folder is not None and config.log.division == "open" and checkpoint_folders(folder):
-        settings = [*arguments, "--resume", str(folder)]  # the last value of a setting counts
+        settings = [*arguments, "--resume", str(folder)]  # overrides an earlier --resume
         say(f"to go on: python -m bert.train {shlex.join(settings)}")

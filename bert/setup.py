@@ -1,4 +1,4 @@
-"""Building of a run before its clock starts. Of the data sets, only metadata are read."""
+"""Construction of a run's objects before the clock starts. Only the metadata of the data sets are read."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -40,7 +40,10 @@ from kernels.tuning import autotune
 
 
 def capturing(config: Config, mesh: Mesh) -> AbstractContextManager[CudaCapturer | None]:
-    """Return the capturer of a run's CUDA graphs, if any. It must be closed before process groups are destroyed."""
+    """Return the capturer of the run's CUDA graphs, or a context of None if the step does not run as CUDA graphs.
+
+    It must be closed before the process groups are destroyed.
+    """
     return CudaCapturer(mesh.device) if captures(config, mesh) else nullcontext()
 
 
@@ -55,11 +58,12 @@ def build_run(
     resumed: RunState | None,
     capturer: CudaCapturer | None,
 ) -> Run:
-    """Build what the training loop needs, warmed up and restored from ``resumed``; ``world`` is noted in checkpoints.
+    """Build and warm up everything that the training loop needs, and restore the state ``resumed``, if any.
 
-    Every rank must call it at the same time. The caller must close its reporter and its loader.
+    Checkpoints store ``world``. All ranks must call this at the same time. The caller must close the run's reporter and
+    loader.
     """
-    # On a GPU the host's clock would time launches, not the work.
+    # On a GPU, the host's clock would measure only the launches.
     stopwatch = DeviceStopwatch() if mesh.device.type == "cuda" else Stopwatch()
     shape_buckets = choose_shapes(config, inputs.train, mesh)
     evaluator = Evaluator(inputs.evaluation, mesh, config.evaluation.batch_size)
@@ -68,10 +72,10 @@ def build_run(
     )
     start, skipped = Position(), 0
     if resumed:
-        # After the warm-up, which restores the initial state.
+        # Restore after the warm-up, because the warm-up ends by restoring the initial state.
         restore(step, resumed, mesh)
         start, skipped = Position(resumed.step, resumed.samples), resumed.step - resumed.optimizer_steps
-    # On a GPU the host only launches steps, so their time is not known yet.
+    # On a GPU, the time of a step is not known yet, because the host only launches the steps.
     if mesh.is_main and mesh.device.type == "cpu" and step_seconds:
         batch = config.training.global_batch_size
         steps = -(-(config.training.sample_limit - start.samples) // batch)
@@ -81,13 +85,14 @@ def build_run(
     checkpoints = None
     if config.checkpoint.folder is not None:
         checkpoints = Checkpoints(config, inputs.train, mesh, seed, step, world)
-    reporter = _reporter(config, inputs, mesh, log, step, start.samples)  # last: it must be closed from here on
+    reporter = _reporter(config, inputs, mesh, log, step, start.samples)  # created last, because it must be closed
     return Run(
         config=config,
         evaluation_interval=inputs.interval,
         start=start,
         skipped=skipped,
-        # Saved weights must be the evaluated ones, and launching a step that is not captured takes the host long.
+        # With overlapping, one more step follows the last evaluation, so the saved weights would not be the evaluated
+        # weights. Without CUDA graphs, launching the step would delay the result.
         overlapping=captures(config, mesh) and config.save_checkpoint is None,
         log=log,
         reporter=reporter,
@@ -102,7 +107,7 @@ def build_run(
 
 
 def log_settings(log: MLLog, config: Config, inputs: Inputs, mesh: Mesh, seed: int) -> None:
-    """Log submission, seed and hyperparameters by their MLPerf keys."""
+    """Log the submission, the seed and the hyperparameters under their MLPerf keys."""
     optimizer, training = config.optimizer, config.training
     log.submission(
         division=config.log.division,
@@ -114,7 +119,7 @@ def log_settings(log: MLLog, config: Config, inputs: Inputs, mesh: Mesh, seed: i
     log.hyperparameters(
         {
             "global_batch_size": training.global_batch_size,
-            # If shares are uneven, the largest.
+            # Round up: if the shares are uneven, log the largest share.
             "d_batch_size": -(-training.global_batch_size // (mesh.data_size * training.gradient_accumulation_steps)),
             "gradient_accumulation_steps": training.gradient_accumulation_steps,
             "max_sequence_length": inputs.train.info.max_seq_length,
@@ -128,7 +133,7 @@ def log_settings(log: MLLog, config: Config, inputs: Inputs, mesh: Mesh, seed: i
             "opt_lamb_learning_rate_decay_poly_power": 1.0,  # linear, as the rules fix it
             "opt_gradient_clip_norm": optimizer.max_grad_norm,
             "opt_learning_rate_training_steps": optimizer.learning_rate_training_steps,
-            # Rule files require the warm-up under both names.
+            # The rule files require the number of warm-up steps under both names.
             "opt_learning_rate_warmup_steps": optimizer.num_warmup_steps,
             "num_warmup_steps": optimizer.num_warmup_steps,
             "start_warmup_step": optimizer.start_warmup_step,
@@ -149,30 +154,31 @@ def _warmed_up_step(
     evaluator: Evaluator,
     capturer: CudaCapturer | None,
 ) -> tuple[TrainingStep, float]:
-    """Build the step from the initial checkpoint and warm it up; return it and the seconds of its last step."""
-    # Every rank builds the whole model, of which ``TrainingStep`` copies this rank's part.
+    """Build the step from the initial checkpoint and warm it up. Return it and the seconds of the last warm-up step."""
+    # Every rank builds the whole model, and ``TrainingStep`` copies this rank's part.
     whole = first_model(config, mesh, seed)
     for parameter in whole.parameters():
-        # All ranks train from rank 0's weights.
+        # All ranks start from rank 0's weights.
         broadcast_(parameter.data)
     step = TrainingStep(whole, config, mesh, stopwatch, capturer)
-    del whole  # before the warm-up, which needs the memory
+    del whole  # the warm-up needs the memory
     if mesh.world_size > 1:
         shape = f"{mesh}, " if mesh.tensor * mesh.pipeline > 1 else ""
         log.line(f"# {shape}{step.choice}")
         if mesh.is_main:
             say(f"{shape}{step.choice}")
-    # Each rank drops other elements. Stages of a copy share a seed, since each layer has its own stream.
+    # Each rank must draw different dropout masks. The stages of one model copy share a dropout seed, because each layer
+    # has its own random stream.
     torch.manual_seed(seed * mesh.world_size + mesh.rank)
     step.model.seed_dropout(seed * (mesh.world_size // mesh.pipeline) + mesh.dropout_stream)
     batches = synthetic_batches(config, train, mesh, shape_buckets)
     choose = None
     if config.training.autotune and mesh.device.type == "cuda":
-        # As the step will run: as replays of CUDA graphs if it is captured.
+        # Measure under the conditions of the step: as CUDA graph replays if the step is captured.
         repeatable = partial(replay_of, mesh.device) if capturer is not None else autotune.run_once
         choose = partial(_choose_implementations, mesh=mesh, log=log, repeatable=repeatable)
     seconds = step.warm_up(batches, config.training.warmup_steps, shape_buckets, choose)
-    # After the step: graphs of one pool are captured largest first.
+    # Warm up the evaluator after the step, because the graphs that share a memory pool must be captured largest first.
     evaluator.warm_up(step.model, step.autocast(), capturer)
     return step, seconds
 
@@ -180,10 +186,10 @@ def _warmed_up_step(
 def _choose_implementations(
     step: Callable[[], None], mesh: Mesh, log: MLLog, repeatable: Callable[[autotune.Work], autotune.Work]
 ) -> None:
-    """Choose on every rank the implementations that are fastest on rank 0 for the calls of ``step``."""
+    """Choose, on all ranks, the implementations that are fastest on rank 0 for the op calls of ``step``."""
     with autotune.observed() as requests:
         step()
-    # Measured by one rank, because another rank might find another implementation fastest.
+    # Only rank 0 measures, because other ranks might find other implementations to be fastest.
     choices = autotune.to_json(autotune.tune(requests, repeatable)) if mesh.is_main else ""
     choices = autotune.from_json(agreed_text(choices, mesh))
     autotune.apply(choices)
@@ -196,7 +202,7 @@ def _reporter(
 ) -> Reporter:
     schedule = EvaluationSchedule(inputs.interval, config.training.global_batch_size)
     progress = RunProgress(config.evaluation.target, config.training.sample_limit, schedule, resumed_samples)
-    # Other ranks report nothing, but keep the time for training.max_minutes.
+    # The other ranks report nothing, but need a reporter to measure the time for training.max_minutes.
     if not mesh.is_main:
         return Reporter(progress, [])
     against_plan = AgainstPlan(inputs.plan, config.plan) if inputs.plan and config.plan else None
@@ -214,7 +220,7 @@ def _reporter(
     sinks: list[Sink] = [MetricsWriter(inputs.metrics, run), *tensorboard_sinks(config, inputs.result)]
     if console.is_terminal:
         title = f"{config.recipe} · {config.log.division}"
-        # The panel is redrawn in place, and other output would break it: lines go to the log only.
+        # Write lines only to the log, because other output on the terminal would break the panel, which is redrawn in place.
         sinks += [RunPanel(title, progress, console), StepLines(progress, log.line)]
     else:
         sinks += [StepLines(progress, log.line, say)]

@@ -1,8 +1,8 @@
-"""Training step: forward, loss, backward, reduction, update.
+"""Training step: forward pass, loss, backward pass, gradient reduction and update.
 
-Nothing here reads the device: the rate and the step count live there, losses and norms are summed there, and the host
-fetches the sums once an interval. So CUDA graphs can capture the passes of a micro-batch and the update
-(``bert.execution.cuda_graphs``).
+Nothing here copies values from the device to the host: the learning rate, the step count and the sums of losses and norms
+stay on the device, and the host fetches the sums once per log interval. CUDA graphs can therefore capture the passes of a
+micro-batch and the update (``bert.execution.cuda_graphs``).
 """
 
 import time
@@ -35,7 +35,7 @@ from kernels import captured
 
 
 class TrainingStep:
-    """This rank's model, gradients, reduction and optimizer, and what one step does with a global batch."""
+    """A training step on one global batch, with this rank's model, gradients, reduction and optimizer."""
 
     def __init__(
         self,
@@ -45,9 +45,9 @@ class TrainingStep:
         stopwatch: Stopwatch,
         capturer: CudaCapturer | None = None,
     ) -> None:
-        """Build what this rank trains of a model with the weights of ``whole``. Every rank must call it at the same time.
+        """Build this rank's part of the model from the weights of ``whole``. All ranks must call this at the same time.
 
-        With a ``capturer``, ``warm_up`` captures the step.
+        If a ``capturer`` is given, ``warm_up`` captures the step.
         """
         training = config.training
         self._mesh, self._stopwatch, self._capturer = mesh, stopwatch, capturer
@@ -56,10 +56,11 @@ class TrainingStep:
         built = build_model(whole, config, mesh, stopwatch.exchanging)
         self.model, self.fp8 = built.model, built.fp8
         self._weight_gradients, self._pipeline = built.weight_gradients, built.pipeline
-        # The reduction: groups of ranks, flat vectors, then the strategy, which may be measured on these vectors.
+        # Set up the reduction: groups of ranks, flat vectors, and then the strategy. The choice of a strategy may measure
+        # reductions of these vectors.
         communicators = Communicators.create(mesh, in_network=training.sharp)
         is_sharded = shards_gradients(training, mesh)
-        # Pipeline stages have several micro-batches under way at once.
+        # A pipeline stage processes several micro-batches at once, so none of them may overwrite the gradients.
         overwrites = built.accumulates and self._pipeline is None and not is_sharded
         overwritten = product_weights(self.model, built.adds_to_table) if overwrites else ()
         self.flat = FlatParameters.of(self.model, communicators.world_size, overwritten, gradients=not is_sharded)
@@ -69,10 +70,10 @@ class TrainingStep:
         settings = self.flat, communicators, strategy, training.reduce_dtype, training.bucket_bytes
         self._reduction = ShardedReduction(*settings, stopwatch.waiting) if is_sharded else Reduction(*settings)
         self._gather = WeightGather(self.model, self.flat, self._reduction) if strategy in SHARDED else None
-        # A rank that has parts of tensors needs sums over ranks for their norms, which ``ShardedLamb`` makes.
+        # A rank that holds only parts of tensors needs sums over ranks to compute their norms. ``ShardedLamb`` does that.
         if self._gather is None and built.tensor is None and self._pipeline is None:
             dtype = torch.bfloat16 if built.accumulates and self.fp8 is None else None
-            casts = () if self.fp8 is None else self.fp8.casts(self.flat.places)  # in place of copies
+            casts = () if self.fp8 is None else self.fp8.casts(self.flat.places)  # FP8 casts replace the bf16 copies
             self.optimizer = Lamb(self.flat, config.optimizer, dtype, casts)
             built.copies.update(self.optimizer.copies())
         else:
@@ -91,7 +92,7 @@ class TrainingStep:
             )
             return Pipelined(schedule, self._reduction.finish, self._stopwatch)
         duties = Role(
-            # With FP8 all weights have been gathered right after the update.
+            # With FP8, all weights are gathered right after the update.
             gathers_weights=self._gather is not None and self.fp8 is None,
             reduces_gradients=self._mesh.data_size > 1,
             overwrites_gradients=bool(self.flat.segments.overwritten),
@@ -118,19 +119,24 @@ class TrainingStep:
         with self._reduction.overlapped(role.reduces_gradients), overwritten:
             with self.autocast():
                 output = self.model(batch)
-            self._mean_loss(output, batch).backward()  # outside of autocast: ops know the types of their forward passes
+            self._mean_loss(
+                output, batch
+            ).backward()  # outside autocast: ops remember the types of their forward passes
         if role.reduces_gradients:
             with self._stopwatch.time("reduce"):
                 self._reduction.finish()
 
     def _mean_loss(self, output: PretrainingOutput, batch: Batch) -> Tensor:
-        """Return the loss to train on, []; add losses and tokens to the statistics."""
+        """Return the training loss, [], and add the losses and tokens to the statistics."""
         masked_lm_loss, next_sentence_loss = output.mean_losses(batch)
         self.statistics.add_micro_batch(masked_lm_loss, next_sentence_loss, batch.cu_seqlens[-1])
         return masked_lm_loss + next_sentence_loss
 
     def _begin_gathering(self) -> None:
-        """Wait for the first weights, with which the forward pass can begin; their delay shows how late other ranks are."""
+        """Start the all-gather and wait for the first weights, which the forward pass needs to begin.
+
+        The wait counts as waiting for other ranks.
+        """
         assert self._gather is not None
         self._gather.start()
         if not is_capturing():
@@ -139,18 +145,19 @@ class TrainingStep:
 
     def _update_weights(self) -> None:
         if self.fp8 is not None:
-            self.fp8.update_scales_()  # first, as weights are cast with the new scales
+            self.fp8.update_scales_()  # first, because weights are cast with the new scales
         self.statistics.add_step(self.optimizer.step())
-        # Before the next forward pass: FP8 casts whole weights, the last stage copies the first one's word table.
+        # These cannot overlap the next forward pass: FP8 casts whole weights, and the last pipeline stage copies the first
+        # stage's word embedding table.
         if self.fp8 is not None or self._pipeline is not None:
             self.gather_weights()
-        if self.fp8 is not None and not isinstance(self.optimizer, Lamb):  # which casts by itself
+        if self.fp8 is not None and not isinstance(self.optimizer, Lamb):  # ``Lamb`` casts the weights itself
             self.fp8.refresh_weights_()
 
     def gather_weights(self) -> BertForPreTraining:
-        """Gather all weights of the last step, some of which only other ranks may have, and return the model.
+        """Gather the weights that other ranks updated in the last step, and return the model.
 
-        Every rank must call it at the same time.
+        All ranks must call this at the same time.
         """
         if self._gather is not None:
             self._gather()
@@ -159,9 +166,9 @@ class TrainingStep:
         return self.model
 
     def gather_whole_model(self) -> BertForPreTraining:
-        """Gather all weights; if ranks share a copy of the model, return a new model with all its weights.
+        """Gather all weights and return the whole model. It is a new model if several ranks share a copy of the model.
 
-        Every rank must call it at the same time.
+        All ranks must call this at the same time.
         """
         model = self.gather_weights()
         if self._mesh.tensor * self._mesh.pipeline == 1:
@@ -176,7 +183,7 @@ class TrainingStep:
             self.fp8.refresh_weights_()
 
     def autocast(self) -> torch.autocast:
-        """Return the context in which the model computes."""
+        """Return the autocast context in which the model runs."""
         return torch.autocast(self._mesh.device.type, torch.bfloat16, enabled=self.precision != "fp32")
 
     def warm_up(
@@ -188,13 +195,14 @@ class TrainingStep:
     ) -> float:
         """Run ``steps`` steps on synthetic batches, then restore weights, optimizer, statistics and random states.
 
-        ``choose`` gets a step to run first, to see which ops it calls and choose their implementations. With a capturer, the
-        step is then captured for each of ``shape_buckets``. FP8 scales are found last, for the weights that training starts
-        from. Returns the host's seconds for the last step, 0 without any.
+        ``choose`` is called first, with a function that runs a step, so that it can observe the step's ops and choose their
+        implementations. If there is a capturer, the step is captured for each of ``shape_buckets`` after the steps. FP8
+        scales are calibrated last, with the restored weights. Returns the last step's seconds on the host's clock, or 0 if
+        ``steps`` is 0.
         """
         weights_P, dropout_state = self.flat.weights_P.clone(), self.model.dropout_state.clone()
-        devices = [self._mesh.device] if self._mesh.device.type == "cuda" else []  # else fork_rng takes every GPU
-        # Steps before the capture must choose among implementations that can be captured.
+        devices = [self._mesh.device] if self._mesh.device.type == "cuda" else []  # fork_rng's default is every GPU
+        # The steps before the capture must already use implementations that can be captured.
         capturable = nullcontext() if self._capturer is None else captured(self._recomputed)
         with torch.random.fork_rng(devices), capturable:
             if choose is not None:
@@ -210,14 +218,14 @@ class TrainingStep:
                 self.update.prepare(self._capturer)
                 self._capturer.capture()
             with torch.no_grad():
-                # In place, like everything that is restored: captured graphs have these addresses.
+                # Restore everything in place, because captured graphs refer to these addresses.
                 self.flat.weights_P.copy_(weights_P)
             self.refresh_copies_()
             if self.fp8 is not None:
                 self.fp8.calibrate_(lambda: self.execution(micro_batches))
             if self._pipeline is not None:
                 self._pipeline.copy_word_()
-        # Sums of the steps, moments, gradients that calibration left, and the dropout steps of all these passes.
+        # Reset the statistics, the optimizer's moments, the gradients left by calibration, and the dropout step counter.
         self.statistics.fetch()
         self.optimizer.reset()
         with torch.no_grad():

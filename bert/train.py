@@ -1,12 +1,13 @@
-"""The timed run, from configuration to result file: ``python -m bert.train RECIPE [--section.field value ...]``.
+"""Train a model and write a result file: ``python -m bert.train RECIPE [--section.field value ...]``.
 
-``--config FILE`` takes settings from a TOML file, or from the result file of an earlier run, ``--plan FILE`` from a plan;
-both include the recipe. Settings on the command line override the file's. ``--list`` lists the recipes. ``--print-config``
-prints all settings of a run, for ``--config``, instead of starting it.
+``--config FILE`` takes settings from a TOML file or from the result file of an earlier run. ``--plan FILE`` takes settings
+from a plan. Both files include the recipe. Settings on the command line override the settings in the file. ``--list`` lists
+the recipes. ``--print-config`` prints all settings in a form that ``--config`` can read, instead of starting the run.
 
-Under torchrun this program is one of many ranks, otherwise a run of one process. Exit status: 0 target reached, 1 run ended
-without it, 2 wrong input or setting, 3 fault of a rank, 128 + n after signal n. Under torchrun every orderly end is 0,
-because torchrun reports anything else as a crash; the log has the verdict.
+Under torchrun, this program is one of many ranks; otherwise the run has one process. Exit status: 0 if the target was
+reached, 1 if the run ended without reaching it, 2 for a wrong input or setting, 3 after a fault of a rank, 128 + n after
+signal n. Under torchrun, the status of every orderly end is 0, because torchrun reports any other status as a crash. The log
+then shows whether the target was reached.
 """
 
 from __future__ import annotations
@@ -39,11 +40,11 @@ _SETTINGS = (
 _PRINT = "--print-config"
 
 OLDEST_TORCH = (2, 11)
-"""Oldest supported release of PyTorch: that of NGC's images from 26.02 on. Installing asks for it too."""
+"""Oldest supported release of PyTorch, which NGC's images contain from 26.02 on. The package requires it too."""
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Parse, check, run; return the exit status."""
+    """Parse the command line, check the settings, run the training and return the exit status."""
     accept_any_text()
     answer_version(arguments)
     try:
@@ -56,11 +57,11 @@ def main(arguments: Sequence[str]) -> int:
             for name, value in flattened("config", config):
                 say(f"# {name}: {value}")
             return 0
-        # After the parsing, since it imports PyTorch.
+        # Check this after parsing, because it imports PyTorch.
         require_torch()
     except (ValueError, OSError) as error:
         return refused(error)
-    from bert.run import leave_mesh, run  # PyTorch and kernels: seconds that a wrong command line need not wait for
+    from bert.run import leave_mesh, run  # slow, so that a wrong command line is reported before
 
     try:
         return run(config, arguments)
@@ -74,12 +75,12 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def parse(arguments: Sequence[str], module: str = "bert.train") -> Config:
-    """Parse the command line of ``module``, with the settings of ``--config`` and ``--plan``.
+    """Parse the command line of ``module``, including the settings in the files of ``--config`` and ``--plan``.
 
     Raises ``ValueError`` for an unknown recipe or a wrong value.
     """
     known = ", ".join(RECIPES)
-    # tyro can list only the settings of a recipe, whose values are the defaults.
+    # tyro needs a recipe for its help, because it shows the recipe's values as defaults.
     if arguments and arguments[0] in ("-h", "--help"):
         say_document(f"{__doc__}\nRecipes: {known}\n\nThe settings of a recipe: python -m bert.train RECIPE --help")
         raise SystemExit(0)
@@ -88,13 +89,13 @@ def parse(arguments: Sequence[str], module: str = "bert.train") -> Config:
     if named is not None and named not in RECIPES:
         raise ValueError(f"unknown recipe {named!r}: expected one of {known}{did_you_mean(named, list(RECIPES))}")
     recipe, settings = (named, []) if file is None else arguments_of(Path(file), named)
-    # The last value of a setting counts.
+    # Append the command line's settings, because the last value of a setting overrides earlier values.
     settings += rest
     plan_file, _ = _without_option("--plan", settings)
-    # The head of a result file says None for a run that had no plan.
+    # The header of a result file contains the text None if the run had no plan.
     plan = None if plan_file in (None, "None") else read_plan(Path(plan_file))
     if plan is not None:
-        # In front, so that a setting which contradicts the plan wins here, and ``require_settings`` finds it.
+        # Put the plan's settings first, so that a contradicting setting overrides them and ``require_settings`` finds it.
         recipe, settings = plan.recipe_for(recipe), [*plan.arguments(), *settings]
     if recipe is None:
         raise ValueError(f"no recipe given: expected one of {known}, or --config FILE")
@@ -102,8 +103,8 @@ def parse(arguments: Sequence[str], module: str = "bert.train") -> Config:
     try:
         config = parsed(partial(read, default=RECIPES[recipe]()))
         for follow in FOLLOWING.get(recipe, ()):
-            # Parsed again, so that given settings override derived ones. Without implementations: tyro would make
-            # settings of the ops in the default.
+            # Parse again, so that given settings override derived settings. The default must not contain
+            # implementations, because tyro would turn the ops in it into separate settings.
             default = follow(config)
             default = replace(default, training=replace(default.training, implementations={}))
             config = parsed(partial(read, default=default))
@@ -119,7 +120,7 @@ def parse(arguments: Sequence[str], module: str = "bert.train") -> Config:
 
 
 def _without_option(name: str, arguments: Sequence[str]) -> tuple[str | None, list[str]]:
-    """Return the last value of an option that takes a file, and the other arguments."""
+    """Return the last value of an option that takes a file, and the arguments without the option."""
     value, others, words = None, [], iter(arguments)
     for word in words:
         option, equals, given = word.partition("=")
@@ -136,7 +137,7 @@ def require_torch() -> None:
     """Raise ``ValueError`` if PyTorch is older than the oldest supported release."""
     import torch
 
-    # The first two numbers alone: what follows is no number in the pre-releases of NGC's images.
+    # Compare only the first two components: in the pre-releases of NGC's images, the rest is not numeric.
     if tuple(map(int, torch.__version__.split(".")[:2])) < OLDEST_TORCH:
         oldest = ".".join(map(str, OLDEST_TORCH))
         raise ValueError(
@@ -145,13 +146,13 @@ def require_torch() -> None:
 
 
 def run_command(function: Callable[..., None], module: str) -> int:
-    """Parse the command line of ``python -m module`` for ``function`` and call it; return the exit status."""
-    # On SIGTERM, unfinished files are removed on the way out.
+    """Parse the command line of ``python -m module``, call ``function`` with the arguments and return the exit status."""
+    # This turns SIGTERM into an exception, so that unfinished files are removed.
     end_in_order()
     accept_any_text()
     answer_version(sys.argv[1:])
     try:
-        # Bound while parsing and called after it, because ``parsed`` holds back stderr for tyro's complaints.
+        # Call the function only after ``parsed`` has returned, because ``parsed`` captures stderr for tyro's messages.
         parsed(partial(tyro.cli, bound(function), prog=f"python -m {module}"))()
     except (ValueError, OSError) as error:
         return refused(error)
@@ -159,7 +160,7 @@ def run_command(function: Callable[..., None], module: str) -> int:
 
 
 def refused(error: ValueError | OSError) -> int:
-    """Say what is wrong with the input, unless the reader of the output has gone; return the exit status."""
+    """Print an input error and return the exit status. A broken pipe is not reported."""
     if isinstance(error, BrokenPipeError):
         return reader_has_gone()
     _complain(error)
@@ -167,7 +168,7 @@ def refused(error: ValueError | OSError) -> int:
 
 
 def _complain(error: Exception) -> None:
-    """Print the error in one line, on every rank that has one: a single machine may be wrong."""
+    """Print the error in one line, with the rank's number, because the error may concern only one machine."""
     try:
         rank = Launch.from_environment().rank
     except ValueError:  # the environment is what is wrong

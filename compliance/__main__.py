@@ -38,18 +38,18 @@ def check(
     junit: Path | None = None,
     format: Literal["text", "github"] = "text",
 ) -> int:
-    """Check logs with the official checker and stricter rules. Exit status 0 only if all pass, 1 if one does not.
+    """Check logs with the official checker and stricter rules. Exit status 0 if all pass, otherwise 1.
 
     A PATH is a log result_<n>.txt, results/<system>/bert, results/<system>, results, a whole submission, or a round of
     submissions.
 
     Args:
         quiet: Print errors and the total only.
-        ignore: Leave out the findings in this file, which an earlier check wrote with --json.
+        ignore: Leave out the findings in this file, which must be the --json output of an earlier check.
         json: Print the verdicts as one JSON document.
-        sarif: Write the findings to this file too, as SARIF 2.1.0, which code review tools show beside the lines.
-        junit: Write the verdicts to this file too, as JUnit XML, which CI servers show as tests.
-        format: github adds annotations for a workflow, which GitHub shows beside the lines.
+        sarif: Also write the findings to this file, as SARIF 2.1.0, which code review tools show beside the lines.
+        junit: Also write the verdicts to this file, as JUnit XML, which CI servers show as tests.
+        format: "github" adds workflow annotations, which GitHub shows beside the lines.
     """
     # tyro accepts an empty tuple of positional arguments.
     if not paths:
@@ -61,9 +61,9 @@ def check(
     from compliance.submission.check import accepted, check_paths
 
     known = read_known(ignore) if ignore else frozenset()
-    # A path that cannot be checked ends the command before anything is printed or written.
+    # Check everything first, so that a path that cannot be checked ends the command before any output.
     verdicts, ignored = without_known(check_paths(paths, ruleset), known)
-    # A file that cannot be written ends the command before the first line of output.
+    # Write files first, so that a file that cannot be written ends the command before any output.
     if sarif:
         from compliance.check.review import write_sarif
 
@@ -72,7 +72,7 @@ def check(
         from compliance.check.review import write_junit
 
         write_junit(junit, verdicts)
-    # A folder of ten may pass without one of its logs.
+    # A folder of ten logs may pass even if one log fails.
     is_accepted = accepted(verdicts)
     if json:
         say_json([verdict.as_dict() for verdict in verdicts])
@@ -93,7 +93,7 @@ def report(folder: Folder, ruleset: AnyRuleset = AUTO, format: Format = "html", 
     """Report on the logs and metrics in FOLDER: an HTML page, or the same as Markdown, JSON or CSV.
 
     Args:
-        format: html is written to FOLDER/report.html, the others are printed.
+        format: html is written to FOLDER/report.html. The other formats are printed.
         out: The file to write instead.
     """
     from compliance.report.page import render_as, write_report
@@ -103,7 +103,7 @@ def report(folder: Folder, ruleset: AnyRuleset = AUTO, format: Format = "html", 
     if format == "html" or out is not None:
         say(write_report(folder, ruleset, format, out))
     elif format == "json":
-        # `say_json` escapes commands to a build server, which a file may hold.
+        # The files may contain build-server commands, which `say_json` escapes.
         say_json(as_dict(load_results(folder, ruleset)))
     else:
         say_document(render_as(load_results(folder, ruleset), format))
@@ -127,17 +127,17 @@ def system(
     set: Annotated[tuple[str, ...], arg(metavar="KEY=VALUE...")] = (),
     measure: FlagCreatePairsOff[bool] = False,
 ) -> int:
-    """Write the system description of this machine as JSON, or change fields of a description that is there.
+    """Write the system description of this machine as JSON, or change fields of an existing description.
 
     Args:
         out: The file, results/systems/<system>.json.
-        division: The division of the submission; in a new file open by default.
-        set: Fields to set. In a file that is there, only these change.
-        measure: Measure this machine again, and replace what was measured before.
+        division: The division of the submission; open by default in a new file.
+        set: Fields to set. In an existing file, only these fields change.
+        measure: Measure this machine again, and replace the fields that were measured before.
     """
     from compliance.doctor.system_file import renew
 
-    # At the first "=" only, as a value may hold others.
+    # Split at the first "=" only, because a value may contain more of them.
     pairs = [field.partition("=") for field in set]
     for name, equals, _ in pairs:
         if not equals:
@@ -150,7 +150,7 @@ def system(
 
 @app.command
 def convergence(folder: Folder, ruleset: Ruleset = NEWEST_RULESET) -> int:
-    """Compare the runs in FOLDER with the reference convergence points, also while runs are missing. Status 1 on failure."""
+    """Compare the runs in FOLDER, even an incomplete set, with the reference convergence. Exit status 1 on failure."""
     from compliance.convergence.standing import standing
 
     found = standing(folder, ruleset)
@@ -169,16 +169,16 @@ def doctor(
     quick: FlagCreatePairsOff[bool] = False,
     json: FlagCreatePairsOff[bool] = False,
 ) -> int:
-    """Find, before a run, what would stop it, slow it down or make it invalid. Exit status 1 if something fails.
+    """Check before a run for anything that would stop it, slow it down or make it invalid. Exit status 1 if a check fails.
 
     Args:
-        recipe: The run; without one only the machine is examined.
-        data: A data set, or the folder with train and evaluation in it; by default the recipe's.
+        recipe: The recipe to run. Without one, only the machine is checked.
+        data: A data set, or a folder that contains train and evaluation; by default the recipe's.
         checkpoint: The weights that the run starts from; by default the recipe's.
         results: Where results go; by default the recipe's.
-        nodes: Machines that take part; by default as Slurm or NNODES says, or the recipe's name.
+        nodes: Number of machines; by default from Slurm, NNODES or the recipe's name.
         quick: Do not read the data.
-        json: Print all as one JSON document.
+        json: Print the results as one JSON document.
     """
     from compliance.doctor.examination import examine, print_diagnoses
     from compliance.doctor.layout import IntendedRun
@@ -195,13 +195,13 @@ def package(
     out: Path,
     ruleset: Ruleset = NEWEST_RULESET,
 ) -> int:
-    """Make a submission tree OUT/ORG and run the official tools on it. Exit status 0 only if all pass.
+    """Make a submission tree OUT/ORG and run the official tools on it. Exit status 0 if all pass, otherwise 1.
 
     Args:
         org: Name of the submitting organisation.
-        system: The system description; its name without .json names the system.
+        system: The system description. Its file name without .json becomes the system's name.
         runs: The folder with the logs of at least ten runs: results/<system>/bert.
-        out: The folder in which the tree is made.
+        out: The folder to create the tree in.
     """
     from compliance.package.command import run
     from compliance.package.tree import PackageRequest
@@ -220,7 +220,7 @@ def watch(
 
     Args:
         timeout: Seconds to wait for a log that is not there yet.
-        stale: Seconds without news after which the run is given up; one that initialises has an hour.
+        stale: Seconds without new output after which to give up. A run that is initialising has an hour.
     """
     from compliance.watch.screen import watch as follow
 
@@ -228,8 +228,8 @@ def watch(
 
 
 def main() -> int:
-    """Run the command; returns the exit status."""
-    end_in_order()  # also of the installed command, which calls this function
+    """Run the command and return the exit status."""
+    end_in_order()  # here, because the installed command calls only this function
     installed = Path(sys.argv[0]).name
     return app.main(installed if installed == "mlperf-bert-compliance" else "python -m compliance")
 

@@ -8,11 +8,11 @@ from pathlib import Path
 from console import files
 
 MAX_FILE_BYTES = 50 * 2**20
-"""Largest file that a submission may hold (submission rules)."""
+"""Maximum size of a file in a submission (submission rules)."""
 
 
 def open_regular(path: Path) -> BufferedReader:
-    """Open a regular file for reading, without waiting at a pipe.
+    """Open a regular file for reading. Refuse a pipe instead of blocking on it.
 
     Raises:
         ValueError: there is no such file, or it is not regular.
@@ -25,21 +25,21 @@ def open_regular(path: Path) -> BufferedReader:
         found = "a folder"
     except files.NotAFileError:
         found = "not a regular file"
-    except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
+    except (OSError, ValueError) as error:  # ValueError: the name contains a zero byte
         raise ValueError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
     raise ValueError(f"{path}: {found}, expected a text file such as results/<system>/bert/result_0.txt")
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a text file aside, and rename it when it is on the disk.
+    """Write a text file atomically: write a temporary file, flush it to disk, and rename it.
 
     Raises:
-        ValueError: it cannot be written.
+        ValueError: the file cannot be written.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with files.atomic_path(path) as aside:
-            # Names that are not UTF-8 are lone surrogates in Python.
+            # Python represents file names that are not UTF-8 by lone surrogates, which need escaping.
             aside.write_bytes(text.encode("utf-8", "backslashreplace"))
     except OSError as error:
         raise ValueError(f"{path} cannot be written: {error.strerror}; choose another folder") from error

@@ -1,6 +1,6 @@
 """Judge whether a log is a valid result, by this repository's rules and by the official checker.
 
-An objection of the official checker alone becomes a finding as well, so that nothing passes here that fails there.
+A complaint that only the official checker has becomes a finding as well, so that no log passes here and fails there.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ def check_file(path: Path, ruleset: str = rules.NEWEST_RULESET) -> Verdict:
     """Read and check one log.
 
     Raises:
-        ValueError: no such file or ruleset, or the official checker is not installed.
+        ValueError: the file or the ruleset does not exist, or the official checker is not installed.
     """
     return check_log(read_log(path), ruleset)
 
 
 def check_log(log: Log, ruleset: str = rules.NEWEST_RULESET) -> Verdict:
-    """Check a log under one ruleset or, for `rules.AUTO`, the newest one that accepts it; raises as `check_file` does."""
+    """Check a log under one ruleset or, for `rules.AUTO`, under the newest that accepts it. Raises as `check_file` does."""
     if ruleset == rules.AUTO:
         return _newest_acceptance(log)
     rules.check_ruleset(ruleset)
@@ -35,10 +35,10 @@ def check_log(log: Log, ruleset: str = rules.NEWEST_RULESET) -> Verdict:
 
 
 def _newest_acceptance(log: Log) -> Verdict:
-    """Return the verdict under the newest ruleset that accepts the log, or else with the fewest official errors."""
+    """Return the verdict under the newest ruleset that accepts the log, or else the one with the fewest official errors."""
     opinion = _official_opinion(log, rules.NEWEST_RULESET)
     best = _verdict(log, rules.NEWEST_RULESET, opinion)
-    # Logs of this repository satisfy every ruleset.
+    # Logs of this repository satisfy every ruleset, so no other ruleset needs a try.
     if best.passed or log.chain.opened or not opinion.judged:
         return best
     fewest = opinion.errors
@@ -57,14 +57,14 @@ def _newest_acceptance(log: Log) -> Verdict:
 def _verdict(log: Log, ruleset: str, opinion: official.Opinion) -> Verdict:
     context = CheckedLog(log, ruleset)
     own = [finding for check in checks_of(context) for finding in check(context)]
-    # If the file is not the log of one whole run, the official checker's complaints follow from that.
+    # If the file is not the log of one complete run, the official checker's complaints are consequences of that.
     findings = own if context.defect else [*own, *_unexplained(context, own, opinion)]
     return Verdict(
         path=log.path,
         ruleset=ruleset,
         official=opinion.outcome,
         findings=tuple(sorted(_collapse(findings), key=lambda finding: finding.line or 0)),
-        # As logged, without the default of `LoggedRun.division`.
+        # Report the division as logged, without the default of `LoggedRun.division`.
         division=str(named.value) if (named := context.run.first.get("submission_division")) else None,
         status=None if context.run.status is None else str(context.run.status),
     )
@@ -73,7 +73,7 @@ def _verdict(log: Log, ruleset: str, opinion: official.Opinion) -> Verdict:
 def _official_opinion(log: Log, ruleset: str) -> official.Opinion:
     if log.given_up:
         return official.Opinion("fail", (official.Complaint(f"not asked: {log.given_up}"),), judged=False)
-    # The evidence lacks that line.
+    # The evidence for the official checker lacks the overlong line.
     if log.overlong:
         text = f"not asked: it would need hours for a record of more than {MAX_LINE_BYTES} bytes"
         return official.Opinion("fail", (official.Complaint(text),), judged=False)
@@ -84,7 +84,8 @@ def _unexplained(context: CheckedLog, own: list[Finding], opinion: official.Opin
     """Yield findings for the complaints of the official checker that `own` does not explain."""
     errors = {finding.key for finding in own if finding.severity == "error"}
     errors = errors.union(*(problem.keys for problem in context.log.problems if problem.severity == "error"))
-    # An error needs an error of ours, or the log would pass here and fail there. Any finding explains a warning.
+    # Only an error of ours explains an official error, or the log would pass here and fail there. Any finding of ours
+    # explains an official warning.
     explained = {"error": errors, "warning": errors | {finding.key for finding in own}}
     is_log = context.log.token_lines > 0
     fails = bool(errors)
@@ -92,8 +93,8 @@ def _unexplained(context: CheckedLog, own: list[Finding], opinion: official.Opin
         if not is_log or explained[complaint.severity] & complaint.keys:
             continue
         if complaint.severity == "error" and fails:
-            # Consequences of the faults found: a message about no key, "the run has not started" after records out of
-            # order, records that an aborted run did not reach.
+            # These complaints are consequences of faults already found: a message without a key, "the run has not
+            # started" after records out of order, or records that an aborted run did not reach.
             if not complaint.keys or (complaint.about_state and errors & {*TIMELINE, "submission_division"}):
                 continue
             if complaint.absent and context.aborted:
@@ -117,10 +118,10 @@ def _unexplained(context: CheckedLog, own: list[Finding], opinion: official.Opin
 
 
 def _collapse(findings: list[Finding]) -> list[Finding]:
-    """Collapse findings with the same fault into the first one, with the number of the others."""
+    """Merge findings of the same fault into the first one, which gets the number of the others."""
     kinds: dict[tuple[str, ...], list[Finding]] = {}
     for finding in findings:
-        # `found` holds numbers that differ from record to record.
+        # Do not compare `found`: its numbers differ from record to record.
         kind = (finding.key, finding.remedy, finding.rule, finding.severity)
         kinds.setdefault(kind, []).append(finding)
     return [replace(same[0], more=len(same) - 1) for same in kinds.values()]

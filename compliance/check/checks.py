@@ -1,7 +1,7 @@
 """This repository's checks of a log, each a function that yields findings.
 
-They are stricter than the official checker, which accepts a second run_start, an aborted run, and evaluations off schedule.
-A finding is an error if the log is not a valid result, and a warning if accepted, published submissions do the same.
+The checks are stricter than the official checker, which accepts a second run_start, an aborted run, and evaluations off
+schedule. A finding is an error if it makes the log an invalid result, and a warning if published submissions have it too.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from compliance.log.order import KEEP_THE_CLOCK, own_settings, unearned_success
 from compliance.log.record import Record
 
 JITTER_MS = 250
-"""Longest step back in time that another process's clock explains."""
+"""Longest step back in time that clock differences between processes explain."""
 
 CHECKPOINT_MS = 1000
-"""Longest time from the checkpoint that reached the target to the end of a run that is evaluated after training."""
+"""Longest time between the checkpoint that reached the target and the run's end, if evaluation follows training."""
 
 
 def check_lines(context: CheckedLog) -> Iterator[Finding]:
-    """Yield the faults of the file and its lines."""
+    """Yield findings about the file and its lines."""
     for problem in context.log.problems:
         remedy = "write every record from one process, whole, on a line of its own"
         found = f"{problem.found}; expected {problem.expected}"
@@ -77,7 +77,7 @@ def _check_chain(context: CheckedLog) -> Iterator[Finding]:
     elif not chain.ended and not context.aborted and not context.defect:
         found = f"no digest at the end; expected one below line {chain.covered}: the log was cut off, or the run was"
         stop = context.run.last.get("run_stop")
-        # A digest below run_stop covers the run.
+        # If a digest follows run_stop, it covers the run, and the fault is only a warning.
         severity: Severity = "warning" if stop and stop.line < chain.covered else "error"
         yield Finding(chain.covered, "", rule, found, remedy, severity=severity)
 
@@ -92,23 +92,23 @@ def _check_whole_run(context: CheckedLog) -> Iterator[Finding]:
 def _check_presence(context: CheckedLog) -> Iterator[Finding]:
     if not context.log.token_lines:
         return
-    # A record that cannot be read has been reported.
+    # Records that cannot be read are reported already, so they count as present.
     present = {*context.log.by_key}.union(*(problem.keys for problem in context.log.problems))
     for rule in rules.KEYS.values():
         if rule.key in present or (context.aborted and rule.key not in TIMELINE):
             continue
         name, _, end = rule.key.partition("_")
         if name == "eval" and end in ("start", "stop"):
-            # Rule files accept blocks for evaluations; with epochs alone, evaluations must be logged.
+            # The rule files accept blocks in place of evaluations. A log with epochs alone must log its evaluations.
             due = not {f"block_{end}", f"eval_{end}"} & present and f"epoch_{end}" in present
         else:
             due = rule.required_in(context.ruleset, context.run.division)
-            due = due and rule.key.replace("block", "epoch") not in present  # alternatives
+            due = due and rule.key.replace("block", "epoch") not in present  # epochs are an alternative to blocks
         if due:
             times = "one record" if rule.once else "at least one record"
             remedy = f"log {rule.key} {' or '.join(rules.PHASE_NAMES[phase] for phase in rule.phases)}"
             severity: Severity = "error"
-            # TR 5.1 asks for it since that round.
+            # TR 5.1 requires the seed since that round.
             if rule.key == "seed" and rules.RULESETS.index(context.ruleset) < rules.RULESETS.index("4.1.0"):
                 severity = "warning"
             found = f"no record; expected {times}"
@@ -116,14 +116,14 @@ def _check_presence(context: CheckedLog) -> Iterator[Finding]:
 
 
 def _check_time(context: CheckedLog) -> Iterator[Finding]:
-    """Check that times never decrease. Before run_start this holds for phases only, because several processes log."""
+    """Check that times never decrease. Before run_start, compare only the phases, because several processes log there."""
     start = context.run.first.get("run_start")
     run_line = start.line if start else sys.maxsize
     offline = _is_evaluated_offline(context)
     latest: Record | None = None
-    phase: Record | None = None  # the latest of the records that divide the log into phases
+    phase: Record | None = None  # the latest record that begins a phase
     for record in context.log.records:
-        # Every process logs these by its own clock.
+        # Every process may log these keys, with its own clock.
         if record.key in rules.PER_RANK:
             continue
         if latest and record.time_ms < latest.time_ms:
@@ -132,11 +132,11 @@ def _check_time(context: CheckedLog) -> Iterator[Finding]:
             if record.line <= run_line:
                 is_error = phase is not None and record.key in TIMELINE and record.time_ms < phase.time_ms
             else:
-                # Evaluations after training have the times of their checkpoints.
+                # Evaluations made after training carry the times of their checkpoints.
                 is_error = back > JITTER_MS and not (offline and record.key in _OFFLINE)
             expected = "times that never decrease" + (", or evaluation during the run" if offline else "")
             yield at(record, found, expected, KEEP_THE_CLOCK, "TR 11", "error" if is_error else "warning")
-        # From run_start on, another process's clock that was ahead before does not count.
+        # Restart at run_start: a clock that was ahead before it, on another process, does not count.
         if latest is None or record.time_ms >= latest.time_ms or record.line == run_line:
             latest = record
         if record.key in TIMELINE:
@@ -147,7 +147,7 @@ _OFFLINE = ("eval_start", "eval_accuracy", "eval_stop", "train_samples", "eval_s
 
 
 def _is_evaluated_offline(context: CheckedLog) -> bool:
-    """Tell whether all evaluations follow all training, in order, with the times of their checkpoints (TR 9.4).
+    """Tell whether all evaluations come after training, in order, with the times of their checkpoints (TR 9.4).
 
     The run then ends with the checkpoint that reached the target, at the end of a block.
     """
@@ -157,7 +157,7 @@ def _is_evaluated_offline(context: CheckedLog) -> bool:
     if not (start and stop and trained and evaluations) or evaluations[0].line < trained[-1].line:
         return False
     times = [record.time_ms for record in (start, *evaluations, stop)]
-    last = times[-2]  # of the last evaluation
+    last = times[-2]  # time of the last evaluation
     at_checkpoint = any(abs(record.time_ms - last) <= CHECKPOINT_MS for record in trained)
     return times == sorted(times) and at_checkpoint and stop.time_ms - last <= CHECKPOINT_MS
 
@@ -169,7 +169,7 @@ def _check_fixed_settings(context: CheckedLog) -> Iterator[Finding]:
     for violation in own_settings(run):
         yield finding_of(run.first[violation.key], violation)
     cleared = context.log.all("cache_clear")
-    # Every process may log it; one that dropped the caches is enough.
+    # Every process may log cache_clear. It is enough if one process dropped the caches.
     if cleared and all(record.value is False for record in cleared):
         remedy = "drop the caches before each run (needs root), and log what was done"
         yield at(cleared[0], f"value {shown(cleared[0].value)}: caches kept", "caches dropped before the run", remedy)
@@ -182,7 +182,7 @@ def _check_result(context: CheckedLog) -> Iterator[Finding]:
         remedy = "run again; a run that misses its target is not a result"
         yield at(stop, "status aborted: not a valid result (aborted)", "status success", remedy, "TR 11, 12")
         return
-    # A last accuracy that is not a fraction has been reported.
+    # If the last accuracy is not a fraction, another finding reports it.
     if not run.accuracies or not rules.FRACTION.accepts(run.accuracies[-1].value):
         return
     trained, samples, batch = run.first.get("train_samples"), epoch_nums(run), run.global_batch_size
@@ -192,7 +192,7 @@ def _check_result(context: CheckedLog) -> Iterator[Finding]:
             yield finding_of(run.accuracies[-1], violation)
         # Placeholders in epoch_num cannot be compared with train_samples.
         elif trained and is_counted and trained.value >= (batch or 0) and not counts_no_sequences(samples, batch):
-            # Other software logs the planned samples, or the size of the data set.
+            # Other software logs the planned number of samples, or the size of the data set.
             yield finding_of(trained, violation, "error" if trained.value < samples[-1] else "warning")
     if trained and is_counted and trained.value < (batch or 0):
         remedy = "log the samples at convergence"
@@ -201,7 +201,7 @@ def _check_result(context: CheckedLog) -> Iterator[Finding]:
 
 def checks_of(context: CheckedLog) -> tuple[Callable[[CheckedLog], Iterator[Finding]], ...]:
     """Return the checks that apply to a log."""
-    # The others would complain of records that were not read, or belong to another run.
+    # The other checks would complain about records that were not read or that belong to another run.
     if context.log.given_up:
         return (check_lines,)
     if context.defect in ("joined", "headless"):

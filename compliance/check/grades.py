@@ -1,8 +1,8 @@
-"""Grade the violations of a log's records as errors, as warnings if accepted submissions do the same, or not at all.
+"""Grade the violations of a log's records: errors, warnings if accepted submissions have them too, or no finding.
 
-`compliance.log.order` yields the violations. Not all of them apply to logs of other software: settings may be anywhere,
-and every process may log the start of the initialisation. Consequences of a fault that has been reported, such as an absent
-record, are not reported again.
+`compliance.log.order` yields the violations. Some do not apply to logs of other software, in which settings may be anywhere,
+and every process may log the start of initialisation. The consequences of a reported fault, such as a missing record, are
+not reported again.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class CheckedLog:
 
     @cached_property
     def _followed(self) -> tuple[LoggedRun, list[tuple[Record, Violation]]]:
-        # Settings of other software may follow the records that depend on them.
+        # In logs of other software, settings may follow the records that depend on them.
         settings = {key: records[0] for key, records in self.log.by_key.items()}
         run, broken = LoggedRun(self.log.header, settings), []
         for record in self.log.records:
@@ -53,7 +53,7 @@ class CheckedLog:
 
     @property
     def broken(self) -> list[tuple[Record, Violation]]:
-        """Each violation with its record, in file order."""
+        """Pairs of a record and its violation, in file order."""
         return self._followed[1]
 
     @property
@@ -63,14 +63,14 @@ class CheckedLog:
 
     @cached_property
     def defect(self) -> Defect | None:
-        """Tell why the file is not the log of one whole run; None if it may be one."""
+        """Why the file is not the log of one complete run; None if it may be one."""
         run, log = self.run, self.log
         if not run.first or log.given_up:
             return None
         start = run.first.get("run_start")
         if start:
             later = {key: record.line for key, record in run.last.items() if record.line > start.line}
-            # Every process may log init_start, but none logs it with other settings once the run has started.
+            # Every process may log init_start, but a later init_start with new settings belongs to another run.
             if "init_start" in later and {"submission_benchmark", "init_stop"} & later.keys():
                 return "joined"
         if not {"run_stop"} & {*run.first, *self.lost_keys}:
@@ -81,12 +81,12 @@ class CheckedLog:
 
     @cached_property
     def lost_keys(self) -> frozenset[str]:
-        """Keys of records that could not be read, as far as can be told."""
+        """Keys of unreadable records, as far as the keys can be recognised."""
         return frozenset().union(*(problem.keys for problem in self.log.problems if problem.severity == "error"))
 
     @cached_property
     def disorder(self) -> tuple[Record, str] | None:
-        """The first record that precedes one of an earlier phase, and the key of the latter."""
+        """The first phase record that comes before the record of an earlier phase, and the key of that record."""
         first = self.run.first
         for earlier, later in combinations(TIMELINE, 2):
             if earlier in first and later in first and first[earlier].line > first[later].line:
@@ -97,7 +97,7 @@ class CheckedLog:
 def at(
     record: Record, found: str, expected: str, remedy: str, rule: str | None = None, severity: Severity = "error"
 ) -> Finding:
-    """Return a finding about a record, by default under the rule of its key."""
+    """Return a finding about a record. Its rule defaults to the rule of the record's key."""
     known = rules.KEYS.get(record.key)
     where = rule or (known.source if known else "")
     # An unknown key is escaped, without the quotes that shown() adds.
@@ -119,7 +119,7 @@ def check_records(context: CheckedLog) -> Iterator[Finding]:
     for record, violation in context.broken:
         if severity := _grade(context, record, violation):
             yield finding_of(record, violation, severity)
-    # A log that was cut off has one finding of its own.
+    # For a log that was cut off, another finding covers the open intervals.
     for violation in left_open(context.run) if context.run.is_ended else ():
         record = context.run.open[violation.key]
         if severity := _grade(context, record, violation):
@@ -131,12 +131,12 @@ def _grade(context: CheckedLog, record: Record, violation: Violation) -> Severit
     rule = rules.KEYS[record.key]
     match violation.kind:
         case "type":
-            # The official parser ignores event_type. An empty type has been reported.
+            # The official parser ignores event_type. The parser of records reports an empty type.
             return "warning" if rule.event_type != "POINT_IN_TIME" and record.event_type else None
         case "place":
             return _grade_of_place(context, record)
         case "repeat":
-            # As in the official checker. Seeds are compared over all logs of a folder (`compliance.submission.check`).
+            # As in the official checker. `compliance.submission.check` compares the seeds of all logs of a folder.
             needed = rule.required_in(context.ruleset, context.run.division) and rule.key != "seed"
             same = record.value == context.run.first[record.key].value
             # A second run_start or run_stop changes the score, but the official checker only warns of it.
@@ -147,7 +147,7 @@ def _grade(context: CheckedLog, record: Record, violation: Violation) -> Severit
             return _grade_of_pair(context, record.key)
         case "metadata" | "init time":
             return "error"
-        # The others bind the writer alone ("span", "evaluation"), or are graded with all evaluations below.
+        # The other kinds bind only our writer ("span", "evaluation"), or are graded with all evaluations below.
         case _:
             return None
 
@@ -156,7 +156,7 @@ def _grade_of_place(context: CheckedLog, record: Record) -> Severity | None:
     rule, run = rules.KEYS[record.key], context.run
     is_interval = record.key in rules.INTERVALS or record.key in rules.INTERVALS.values()
     has_place = is_interval or rule.phases == ("run",) or record.key == "cache_clear"  # settings may be anywhere
-    # The order of the phases is a finding of its own.
+    # A wrong order of the phases is a separate finding.
     if context.disorder or record.key in TIMELINE[1:] or not has_place:
         return None
     if rule.phases == ("run",) and not {"run_start", "run_stop"} <= run.first.keys():
@@ -184,7 +184,7 @@ def _grade_of_pair(context: CheckedLog, key: str) -> Severity | None:
     if start in TIMELINE or start not in context.run.first or {start, stop} & context.lost_keys:
         return None
     if stop not in context.run.first and rules.KEYS[stop].required_in(context.ruleset, division):
-        return None  # its absence has been reported
+        return None  # a finding reports its absence
     return "warning" if name == "epoch" or division == "open" else "error"
 
 
@@ -192,11 +192,11 @@ def _grade_of_pair(context: CheckedLog, key: str) -> Severity | None:
 
 
 def _check_evaluations(context: CheckedLog) -> Iterator[Finding]:
-    """Check the places of the evaluations, unless they count no sequences."""
+    """Check when the run evaluated, unless the evaluations count no sequences."""
     run, schedule, batch = context.run, context.run.schedule, context.run.global_batch_size
     samples = epoch_nums(run)
     if not samples or run.counts["eval_accuracy"] > len(samples) or "eval_accuracy" in context.lost_keys:
-        return  # reported with the lines or the values
+        return  # other findings report these
     if counts_no_sequences(samples, batch):
         found = f"epoch_num {samples[0]}" + (f" to {samples[-1]}" if samples[-1] != samples[0] else "")
         found += f" at {counted(len(samples), 'evaluation')}"
@@ -206,7 +206,7 @@ def _check_evaluations(context: CheckedLog) -> Iterator[Finding]:
         remedy = "log the true count; the RCP checker reads it, unless it is told to take train_samples"
         yield at(run.accuracies[0], found, "the sequences trained so far", remedy, "TR 24.6", "warning")
         return
-    # An evaluation of the untrained model is not on the schedule.
+    # The schedule does not include an evaluation of the untrained model.
     is_regular = _is_regular(samples[1:] if samples[0] == 0 else samples, run)
     for record, violation in context.broken:
         if record.key == "eval_accuracy" and violation.kind in ("schedule", "count"):
@@ -215,14 +215,14 @@ def _check_evaluations(context: CheckedLog) -> Iterator[Finding]:
 
 
 def epoch_nums(run: LoggedRun) -> list[int]:
-    """Return epoch_num of every evaluation; empty if one has none."""
+    """Return epoch_num of every evaluation; empty if any evaluation lacks it."""
     counts = [record.metadata.get("epoch_num") for record in run.accuracies]
     samples = [count for count in counts if rules.is_integer(count)]
     return samples if len(samples) == len(counts) else []
 
 
 def counts_no_sequences(samples: list[int], batch: int | None) -> bool:
-    """Tell whether the evaluations' epoch_num are placeholders, or count evaluations or epochs instead of sequences."""
+    """Tell whether epoch_num holds placeholders, or counts evaluations or epochs instead of sequences."""
     if max(samples) < (batch or 1):
         return True
     constant, counted = [samples[0]] * len(samples), list(range(samples[0], samples[0] + len(samples)))
@@ -230,10 +230,10 @@ def counts_no_sequences(samples: list[int], batch: int | None) -> bool:
 
 
 def _is_regular(samples: list[int], run: LoggedRun) -> bool:
-    """Tell whether the evaluations follow a regular interval near the one of the rules.
+    """Tell whether the evaluations follow a regular interval near the interval of the rules.
 
-    Accepted submissions count a partial last batch, round the interval differently, or use a neighbouring batch size's:
-    their steps are equal within 3 % or a batch, and at most the next multiple of 25,000 away.
+    Accepted submissions count a partial last batch, round the interval differently, or use the interval of a neighbouring
+    batch size. So their intervals are equal within 3 % or a batch, and differ from the rules' interval by at most 25,000.
     """
     if not samples or run.schedule is None:
         return False

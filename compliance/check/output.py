@@ -1,4 +1,4 @@
-"""Print verdicts, a line each with the findings below it and the total at the end; leave out known findings."""
+"""Print verdicts, one line each followed by its findings, and a total at the end. Known findings can be left out."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from console.program import say
 from console.text import counted, visible
 
 MAX_NAMED = 5
-"""Maximum number of failures that the total names."""
+"""Maximum number of failures named in the total."""
 
 Known = frozenset[tuple[str, str, str, str]]
-"""(file, key, rule, found) of each known finding. The line may have moved."""
+"""(file, key, rule, found) of each known finding. The line is not part of it, because lines may move."""
 
 
 def read_known(path: Path) -> Known:
     """Read the findings that an earlier `check --json` printed.
 
     Raises:
-        ValueError: the file cannot be read, or is not what `check --json` prints.
+        ValueError: the file cannot be read, or is not the output of `check --json`.
     """
     verdicts = read_json(path, MAX_FILE_BYTES, "write it by `python -m compliance check PATH... --json > FILE`")
     try:
@@ -46,7 +46,7 @@ def without_known(verdicts: Sequence[Verdict], known: Known) -> tuple[list[Verdi
 
 
 def say_verdicts(verdicts: Sequence[Verdict], *, quiet: bool = False) -> None:
-    """Print each verdict with its findings; if `quiet`, only errors."""
+    """Print each verdict with its findings. If `quiet`, print only errors."""
     for verdict in verdicts:
         if quiet and verdict.passed:
             continue
@@ -69,7 +69,7 @@ def _say_verdict(verdict: Verdict) -> None:
 
 
 def total(verdicts: Sequence[Verdict], *, is_accepted: bool, ignored: int = 0) -> str:
-    """Return one line that counts and names the logs, folders and descriptions that pass and fail."""
+    """Return one line that counts the passing and failing logs, folders and descriptions, and names failures."""
     others = [verdict for verdict in verdicts if verdict.path.suffix == ".json" or verdict.path.is_dir()]
     logs = [verdict for verdict in verdicts if verdict not in others]
     parts = [_share(counted(len(logs), "log"), logs)] if logs or not others else []

@@ -1,8 +1,8 @@
 """Findings for code review (SARIF 2.1.0, GitHub's workflow annotations), and verdicts as test results (JUnit XML).
 
-Specification: OASIS, Static Analysis Results Interchange Format 2.1.0. A SARIF rule is a section of the benchmark's rules
-or a rule file; a result is one finding, at its line. Paths are relative to the folder from which the check was started,
-as code scanning expects. Code review shows files only, so a finding about a folder is shown at the first log in it.
+Specification: OASIS, Static Analysis Results Interchange Format 2.1.0. A SARIF rule stands for a section of the benchmark's
+rules or for a rule file, and a SARIF result for one finding. Paths are relative to the current folder, as code scanning
+expects. Code review shows only files, so a finding about a folder is attached to the first log in it.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ def sarif(verdicts: Sequence[Verdict], root: Path) -> dict[str, Any]:
     """Build a SARIF log with one run.
 
     Args:
-        root: the folder to which the paths are relative; a file outside of it keeps its whole path.
+        root: the folder to which the paths are relative. A file outside of it keeps its absolute path.
     """
     pairs = [(verdict, finding) for verdict in verdicts for finding in verdict.findings]
-    # Each rule once, in the order of the findings: results refer to a rule by its place in this list.
+    # Each rule once, in the order of the findings, because results refer to a rule by its index in this list.
     texts = {_rule_id(finding): finding.rule or "log format" for _, finding in pairs}
     places = {name: index for index, name in enumerate(texts)}
     run = {
         "tool": {"driver": {"name": TOOL, "rules": [_rule(name, text) for name, text in texts.items()]}},
-        # Without the slash at its end, resolving a path against it would drop the last folder (RFC 3986).
+        # Without the trailing slash, resolving a path against this URI would drop the last folder (RFC 3986).
         "originalUriBaseIds": {ROOT: {"uri": absolute(root).as_uri() + "/"}},
         "results": [_result(verdict, finding, places, root) for verdict, finding in pairs],
     }
@@ -57,7 +57,7 @@ def write_sarif(path: Path, verdicts: Sequence[Verdict]) -> None:
 
 
 def write_junit(path: Path, verdicts: Sequence[Verdict]) -> None:
-    """Write a test case for each verdict; its errors are the failure, its warnings the output.
+    """Write a JUnit test case for each verdict. Errors become the failure, and warnings the output.
 
     Raises:
         ValueError: the file cannot be written.
@@ -65,7 +65,7 @@ def write_junit(path: Path, verdicts: Sequence[Verdict]) -> None:
     failures = sum(not verdict.passed for verdict in verdicts)
     suite = Element("testsuite", name=TOOL, tests=str(len(verdicts)), failures=str(failures), errors="0")
     for verdict in verdicts:
-        # `visible` leaves no control characters, which XML cannot hold.
+        # `visible` escapes control characters, which XML cannot contain.
         name = visible(verdict.path)
         case = SubElement(suite, "testcase", classname="compliance.check", name=name, file=name)
         if verdict.errors:
@@ -79,7 +79,7 @@ def write_junit(path: Path, verdicts: Sequence[Verdict]) -> None:
 def say_annotations(verdicts: Sequence[Verdict]) -> None:
     """Print a workflow annotation for each finding, with paths relative to the current folder."""
     for verdict in verdicts:
-        # Not relative_to(), which refuses a log outside of the current folder.
+        # Path.relative_to() would refuse a log outside of the current folder.
         file = os.path.relpath(absolute(_shown_file(verdict.path)))
         for finding in verdict.findings:
             properties: dict[str, object] = {"file": file, "line": finding.line or 1}
@@ -89,7 +89,7 @@ def say_annotations(verdicts: Sequence[Verdict]) -> None:
 
 
 def _rule_id(finding: Finding) -> str:
-    """Turn "TR 24.4" into "TR-24.4"; the identifier must not change when a message is reworded."""
+    """Turn "TR 24.4" into "TR-24.4". The identifier is stable because it does not depend on the message."""
     return re.sub(r"[^\w.]+", "-", finding.rule, flags=re.ASCII).strip("-") or "log-format"
 
 
@@ -107,7 +107,7 @@ def _result(verdict: Verdict, finding: Finding, places: dict[str, int], root: Pa
     name = _rule_id(finding)
     uri, relative = _uri(_shown_file(verdict.path), root)
     artifact = {"uri": uri} | ({"uriBaseId": ROOT} if relative else {})
-    # A path or a value that is not UTF-8 must not end the export.
+    # Escape, so that a path or a value that is not UTF-8 does not end the export.
     identity = "\n".join((uri, name, finding.key, finding.found)).encode("utf-8", "backslashreplace")
     return {
         "ruleId": name,
@@ -116,8 +116,8 @@ def _result(verdict: Verdict, finding: Finding, places: dict[str, int], root: Pa
         "message": {"text": visible(_describe(verdict, finding))},
         # SARIF counts lines from 1.
         "locations": [{"physicalLocation": {"artifactLocation": artifact, "region": {"startLine": finding.line or 1}}}],
-        # Lines move when a log is written again; what was found tells whether it is the same finding.
-        # In code scanning's own form: 16 hex digits, a colon and a number.
+        # The fingerprint identifies a finding by its content, because lines move when a log is rewritten. It has the form
+        # that code scanning uses: 16 hex digits, a colon and a number.
         "partialFingerprints": {"primaryLocationLineHash": hashlib.sha256(identity).hexdigest()[:16] + ":1"},
     }
 
@@ -130,7 +130,7 @@ def _describe(verdict: Verdict, finding: Finding) -> str:
 
 
 def _shown_file(path: Path) -> Path:
-    # Code review shows files only. The pattern also matches misnamed logs, which may be what the finding is about.
+    # Code review shows only files. The pattern includes misnamed logs, because a finding may be about these.
     logs = sorted(path.glob("result*")) if path.is_dir() else []
     return next((log for log in logs if log.is_file()), path)
 
@@ -139,6 +139,6 @@ def _uri(path: Path, root: Path) -> tuple[str, bool]:
     """Return the URI of a file, and whether it is relative to `root`."""
     whole, base = absolute(path), absolute(root)
     if whole.is_relative_to(base):
-        # Quoted as bytes, because a name need not be UTF-8.
+        # Quote the bytes, because a name may not be UTF-8.
         return quote(os.fsencode(whole.relative_to(base).as_posix())) or ".", True
     return whole.as_uri(), False

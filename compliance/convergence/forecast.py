@@ -1,10 +1,10 @@
-"""Forecast the evaluations at which a run may reach its target, from its own curve or from the reference's runs.
+"""Forecast when a run may reach its target, from its own accuracy curve or from the reference's runs.
 
-Two curves have the slope of the last four evaluations by least squares and go through the last one. A straight line in the
-samples n gives the early end of the range. The curve a - b / n, plus two evaluations for the scatter, gives the late end.
-BERT-Large's accuracy jumps from 0.4 to 0.7 before it creeps up to 0.72, so evaluations of closed runs below 0.70 do not
-count. Until four are above, the range is the reference's mean with two standard deviations on each side; in the open
-division there is none. On five published closed runs the curves' range held the true end 35 of 37 times.
+Two curves go through the last evaluation, with the least-squares slope of the last four. A straight line in the samples n
+gives the early end of the range. The curve a - b / n, plus two evaluations for the scatter, gives the late end. BERT-Large's
+accuracy jumps from 0.4 to 0.7 before it rises slowly to 0.72, so evaluations of closed runs below 0.70 are ignored. Until
+four evaluations are above 0.70, the range is the reference's mean plus and minus two standard deviations; in the open
+division there is no range. On five published closed runs, the curves' range contained the true end 35 of 37 times.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     from compliance.convergence.reference_points import Reference
 
 WINDOW = 4
-"""Number of evaluations that give the slope."""
+"""Number of evaluations from which the slope is computed."""
 KNEE = 0.70
 """Accuracy from which a closed run's curve can be extrapolated."""
 BENDING = -1.0
-"""Power of the samples in the curve that bends. A stronger one often never reaches the target."""
+"""Exponent of the samples in the bending curve. With a stronger bend, the curve often never reaches the target."""
 SCATTER = 2
-"""Evaluations added to the late end."""
+"""Number of evaluations added to the late end."""
 MAX_SAMPLES = 2.0**63
 SPREADS = 2.0
 """Standard deviations of the reference's runs on each side of their mean."""
@@ -39,8 +39,8 @@ class Forecast:
     """Range of evaluations, numbered from 1, at which the target may be reached.
 
     Attributes:
-        earliest: None if there is no forecast yet.
-        latest: None if the curve may not reach the target.
+        earliest: first evaluation of the range; None if there is no forecast yet.
+        latest: last evaluation of the range; None if the curve may not reach the target.
         basis: what the forecast is based on, or why there is none.
     """
 
@@ -52,15 +52,15 @@ class Forecast:
 def forecast(
     evaluations: Sequence[tuple[int, float]], target: float, schedule: EvaluationSchedule, reference: Reference | None
 ) -> Forecast:
-    """The range for a run that has not reached its target.
+    """Forecast the end of a run that has not reached its target.
 
     Args:
-        evaluations: (samples trained, accuracy) in their order.
-        reference: of a closed run; None in the open division and above the largest reference point.
+        evaluations: (samples trained, accuracy) of each evaluation, in order.
+        reference: reference of a closed run; None in the open division and above the largest reference point.
     """
-    # Only BERT-Large, which has this target, has the jump in its curve.
+    # Only BERT-Large has the jump in its curve, and only BERT-Large has this target.
     is_large = target == rules.QUALITY_TARGET
-    # The untrained model, at 0 samples, has no place on a curve in 1 / samples.
+    # A curve in 1 / samples cannot include the untrained model at 0 samples.
     usable = [point for point in evaluations if point[0] > 0 and (not is_large or point[1] >= KNEE)][-WINDOW:]
     following = len(evaluations) + 1
     if len(usable) < WINDOW:
@@ -68,10 +68,10 @@ def forecast(
             return Forecast(None, None, f"too early: {len(usable)} of {WINDOW} evaluations")
         earliest = schedule.index_after(reference.mean - SPREADS * reference.stdev)
         latest = schedule.index_after(reference.mean + SPREADS * reference.stdev)
-        # The mean may lie behind the run by now: the next evaluation is the earliest in any case.
+        # The run may already have passed the mean, and the next evaluation is the earliest possible one.
         return Forecast(max(following, earliest), max(following, latest), "by the reference's runs")
     early, late = reach(usable, 1.0, target), reach(usable, BENDING, target)
-    # A curve that does not rise has no end to forecast; the bending one is not asked then.
+    # A curve that does not rise never reaches the target, so the bending curve is not needed.
     if early is None:
         return Forecast(None, None, f"no rise over the last {WINDOW} evaluations")
     first = max(following, schedule.index_after(early - schedule.interval / 2))
@@ -80,11 +80,11 @@ def forecast(
 
 
 def reach(points: Sequence[tuple[int, float]], power: float, target: float) -> float | None:
-    """Samples at which a curve linear in samples ** power reaches the target; None if never, or after `MAX_SAMPLES`.
+    """Return the samples at which a curve linear in samples ** power reaches the target; None if not by `MAX_SAMPLES`.
 
-    It has the points' slope by least squares and goes through the last one.
+    The curve has the least-squares slope of the points and goes through the last point.
     """
-    # In units of the last point, so that no power overflows, and with a sign that makes x rise with the samples.
+    # Scale by the last point, so that no power overflows, and choose the sign so that x rises with the samples.
     scale = points[-1][0]
     sign = math.copysign(1.0, power)
     xs = [sign * (samples / scale) ** power for samples, _ in points]
@@ -94,7 +94,7 @@ def reach(points: Sequence[tuple[int, float]], power: float, target: float) -> f
     if slope <= 0:
         return None
     x = xs[-1] + (target - points[-1][1]) / slope
-    # a - b / n has its limit a at x = 0: the target lies at or above it.
+    # The curve a - b / n approaches a, at x = 0, and the target is not below this limit.
     if sign < 0 and x >= 0:
         return None
     try:
@@ -107,12 +107,12 @@ def reach(points: Sequence[tuple[int, float]], power: float, target: float) -> f
 def time_left(
     found: Forecast, schedule: EvaluationSchedule, samples: int, rate: float, limit: int | None = None
 ) -> tuple[float | None, float | None]:
-    """Return the seconds to the early and to the late end of a forecast; None for an end that is unknown.
+    """Return the seconds until the early and until the late end of a forecast; None for an unknown end.
 
     Args:
         samples: samples trained so far.
-        rate: samples a second, evaluations included.
-        limit: samples at which the run ends in any case.
+        rate: samples per second, including the time of evaluations.
+        limit: number of samples at which the run ends even without reaching the target.
     """
     longest = math.inf if limit is None else limit / rate
 

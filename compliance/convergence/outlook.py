@@ -1,4 +1,4 @@
-"""Compare a set of closed runs with the reference points, and tell what the missing runs must do (TR 13, 22)."""
+"""Compare a set of runs with the reference points, and say when the missing runs must converge (TR 13, 22)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from compliance.log.schedule import evaluation_interval, evaluation_samples
 
 Outcome = Literal["pass", "scaled", "fail", "no reference", "unfinished"]
 
-# Sorts as the slowest run, which the Olympic mean drops; a second one makes that mean infinite.
+# Infinity sorts as the slowest run, which the Olympic mean drops. A second such run makes the mean infinite.
 NOT_CONVERGED = math.inf
 
 MAX_EVALUATIONS = 2**20
@@ -28,10 +28,10 @@ class Outlook:
     """The standing of a set of runs.
 
     Attributes:
-        reference: None in the open division and above the largest reference point.
-        mean: mean samples to the target, without the fastest and the slowest run from three runs on; None before the
+        reference: the reference; None in the open division and above the largest reference point.
+        mean: mean samples to the target. From three runs on, the fastest and the slowest run are excluded. None before the
             first run has converged.
-        verdict: "fail" as soon as two runs did not converge or the missing runs cannot help any more, otherwise
+        verdict: "fail" as soon as two runs did not converge or the missing runs can no longer help, otherwise
             "unfinished" while runs are missing.
         scaling: factor of the score, if `mean` were final.
         sentence: the standing in words.
@@ -50,14 +50,14 @@ def outlook(
     ruleset: str,
     division: rules.Division = "closed",
 ) -> Outlook:
-    """Compare a set of runs with the reference, and tell what the missing runs must do.
+    """Compare a set of runs with the reference, and say when the missing runs must converge.
 
     Args:
-        samples: sequences to the target of each run so far; None for a run that did not converge.
+        samples: number of sequences to the target of each run so far; None for a run that did not converge.
         division: in the open division there is no reference.
 
     Raises:
-        ValueError: see `reference`; more runs than a set has.
+        ValueError: `reference` raises it, or there are more runs than a set has.
     """
     missing = SUBMISSION_RUNS - len(samples)
     if missing < 0:
@@ -67,7 +67,7 @@ def outlook(
     mean = _mean_so_far(values)
     head = _head(values, mean)
     scaling = found.scaling(mean) if found and mean else 1.0
-    # This ends a set in either division, with or without a reference.
+    # Two runs that did not converge fail a set in either division, with or without a reference.
     if values.count(NOT_CONVERGED) > 1:
         lost = "only one run of a set may fail to converge, so this set is not a result (TR 12)"
         return Outlook(found, mean, "fail", scaling, f"{head}; {lost}.")
@@ -78,7 +78,7 @@ def outlook(
             why = f"batch size {global_batch_size} is above the largest one, {largest}; submit reference runs (TR 13.1)"
         return Outlook(None, mean, "no reference", 1.0, f"{head}; no reference convergence point: {why}.")
     if not missing:
-        assert mean is not None  # at most one of three or more runs has not converged
+        assert mean is not None  # at most one run has not converged, out of three or more
         return Outlook(found, mean, found.verdict(mean), scaling, f"{head}: {_describe(found, mean)}")
     to_pass = _first_evaluation(found, values, missing, found.minimum)
     to_stand = _first_evaluation(found, values, missing, found.mean)
@@ -95,7 +95,7 @@ def _mean_so_far(values: Sequence[float]) -> float | None:
     converged = [value for value in values if value != NOT_CONVERGED]
     if not converged or len(values) - len(converged) > 1:
         return None
-    # With one or two runs nothing can be dropped yet.
+    # With one or two runs, no run can be dropped yet.
     return olympic_mean(values) if len(values) >= 3 else statistics.fmean(converged)
 
 
@@ -106,7 +106,8 @@ def _samples(found: Reference, evaluation: int) -> int:
 
 def _first_evaluation(found: Reference, values: list[float], missing: int, bound: float) -> int | None:
     """Return the earliest evaluation at which all missing runs may converge for the mean to reach `bound`."""
-    # The mean rises with the index. If one run is missing, a slow one is dropped, and no evaluation may reach the bound.
+    # The mean rises with the index. If only one run is missing and is the slowest, it is dropped, so possibly no evaluation
+    # reaches the bound.
     first = bisect_left(
         range(MAX_EVALUATIONS + 1),
         True,

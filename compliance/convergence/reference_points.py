@@ -1,8 +1,8 @@
-"""Reference convergence points (RCP): how many samples the reference model needs to reach the target (TR 13, 22).
+"""Reference convergence points (RCP): number of samples that the reference model needs to reach the target (TR 13, 22).
 
-A set of closed runs whose mean is significantly below the reference's mean fails. A set below it, but not significantly,
-passes, and its score is multiplied by reference mean / own mean. The RCP checker of mlperf-logging computes the points,
-the interpolation and the limit of the t-test.
+A set of closed runs fails if its mean is significantly below the reference's mean. If its mean is below but not
+significantly, the set passes and its score is multiplied by reference mean / own mean. The RCP checker of
+mlperf-logging computes the points, the interpolation and the limit of the t-test.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ class Reference:
     """Reference for a submission at one global batch size, in samples (sequences).
 
     Attributes:
-        mean: a submission with this mean or a larger one keeps its score.
+        mean: mean samples. A submission with at least this mean keeps its score.
         stdev: standard deviation of single runs.
-        minimum: a submission with a smaller mean fails.
-        origin: "exact" for a point at this batch size, "interpolated" between two, "smallest" for a batch size below all
-            points, which is compared with the smallest of them.
+        minimum: minimum mean. A submission with a smaller mean fails.
+        origin: "exact" for a point at this batch size, "interpolated" between two points, or "smallest" for a batch size
+            below all points, which is compared with the smallest one.
         points: batch sizes of the one or two points used.
     """
 
@@ -41,7 +41,7 @@ class Reference:
     points: tuple[int, ...]
 
     def scaling(self, mean: float) -> float:
-        """Return the factor of the score of a submission with this mean, at least 1 (TR 13)."""
+        """Return the score's scaling factor for a submission with this mean, at least 1 (TR 13)."""
         return max(1.0, self.mean / mean)
 
     def verdict(self, mean: float) -> Literal["pass", "scaled", "fail"]:
@@ -64,9 +64,9 @@ def reference(ruleset: str, global_batch_size: int) -> Reference | None:
     """Return the reference for a submission at a global batch size; None above the largest reference point.
 
     Raises:
-        ValueError: a ruleset without points of BERT, a batch size that is not positive, or no mlperf-logging.
+        ValueError: the ruleset has no points for BERT, the batch size is not positive, or mlperf-logging is missing.
     """
-    # The batch size may come from a log, which may hold true or 448.0 in its place.
+    # The batch size may come from a log, which may contain true or 448.0 instead of an integer.
     if not rules.POSITIVE_INTEGER.accepts(global_batch_size):
         raise ValueError(f"global_batch_size is {global_batch_size}, expected a positive integer")
     answer = _ask(ruleset, global_batch_size)
@@ -77,7 +77,7 @@ def reference(ruleset: str, global_batch_size: int) -> Reference | None:
 
 
 def largest_batch_size(ruleset: str) -> int:
-    """Return the batch size of the largest reference point; raises as `reference` does."""
+    """Return the batch size of the largest reference point. Raises as `reference` does."""
     return _ask(ruleset, 1)["largest"]
 
 

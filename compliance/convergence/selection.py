@@ -1,9 +1,9 @@
-"""Choose which runs of a longer series a submission takes (TR 12.1, "Scoring").
+"""Choose the runs to submit from a longer series (TR 12.1, "Scoring").
 
-A submitter may plan M > N runs, sort them by the time of their start, and submit the N consecutive runs whose Olympic
-score is the median over all such windows. A window with more than one failed run scores infinity and counts in the
-median; an infinite median means no result. If the number of windows is even, the slower of the two in the middle is
-taken, which cannot be called cherry-picking.
+A submitter may plan M > N runs, sort them by start time, and submit the window of N consecutive runs whose Olympic score is
+the median over all windows. A window with more than one failed run scores infinity and counts in the median. An infinite
+median means that there is no result. If the number of windows is even, the slower of the two middle windows is chosen, to
+avoid cherry-picking.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 FAILED = math.inf
-"""Time to train of a run that did not converge or is not a valid result."""
+"""Time to train of a run that did not converge or is invalid."""
 
 
 @dataclass(frozen=True)
@@ -21,8 +21,8 @@ class Selection:
     """The window of a series of runs that a submission takes.
 
     Attributes:
-        chosen: the runs to submit, as indices into the input, by the time of their start.
-        scores: Olympic time to train of each window; infinite if more than one run of the window failed.
+        chosen: indices of the runs to submit, in order of their start time.
+        scores: Olympic mean time to train of each window; infinite if more than one run of the window failed.
         window: index of the chosen window in `scores`.
     """
 
@@ -32,15 +32,15 @@ class Selection:
 
     @property
     def score(self) -> float:
-        """Olympic time to train of the chosen runs; infinite when the series has no valid result."""
+        """Olympic mean time to train of the chosen runs; infinite if the series has no valid result."""
         return self.scores[self.window]
 
 
 def select(started_ms: Sequence[int], times: Sequence[float], runs: int = 10) -> Selection:
-    """Return the window to submit of a series of runs, given the start and the time to train (or `FAILED`) of each.
+    """Choose the window of a series to submit, given the start time and the time to train (or `FAILED`) of each run.
 
     Raises:
-        ValueError: fewer runs than a submission takes.
+        ValueError: there are fewer runs than a submission needs.
     """
     if len(times) < runs:
         raise ValueError(f"{len(times)} runs, expected at least {runs}: run the missing ones")
@@ -53,6 +53,6 @@ def select(started_ms: Sequence[int], times: Sequence[float], runs: int = 10) ->
 
 def olympic_mean(values: Sequence[float]) -> float:
     """Return the mean of at least three values without the smallest and the largest."""
-    # One failed run, infinite, is dropped as the largest. A second one makes the mean infinite.
+    # A failed run is infinite and is dropped as the largest value. A second failed run makes the mean infinite.
     kept = sorted(values)[1:-1]
     return sum(kept) / len(kept)

@@ -1,4 +1,4 @@
-"""Compare the runs of a folder with the reference, from their logs alone, also while runs are missing."""
+"""Compare the runs of a folder with the reference, from their logs alone, even while runs are missing."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class StandingRun:
     """One run of a folder.
 
     Attributes:
-        samples: sequences to the target; None if it was not reached.
+        samples: number of sequences to the target; None if the run did not reach it.
         status: "running" if the log has no run_stop.
-        chosen: whether a submission takes this run.
+        chosen: whether this run would be submitted.
     """
 
     path: Path
@@ -45,12 +45,12 @@ class Standing:
 
     @property
     def passed(self) -> bool:
-        """Tell whether the set may still pass. Without a reference only open runs may."""
+        """Tell whether the set may still pass. Without a reference, only open runs may pass."""
         verdict = self.outlook.verdict
         return verdict != "fail" and (verdict != "no reference" or self.division == "open")
 
     def lines(self) -> list[str]:
-        """Return the standing in words and tables, for a terminal."""
+        """Return the standing as lines of text and tables, for a terminal."""
         lines = [
             f"{self.folder}: {len(self.runs)} logs, {self.division} division, global batch size "
             f"{self.global_batch_size}, ruleset {self.ruleset}",
@@ -71,15 +71,15 @@ def standing(folder: Path, ruleset: str) -> Standing:
     """Compare the logs of results/<system>/bert with the reference. Of more than ten runs, only the submitted ones count.
 
     Raises:
-        ValueError: no logs, or logs of different batch sizes or divisions, or no known ruleset.
+        ValueError: there are no logs, the logs differ in batch size or division, or the ruleset is unknown.
     """
     logs = result_logs(folder)
     division, batch = division_of(logs), batch_size_of(logs)
     samples = [log.run.converged_samples() for log in logs]
-    # A run in progress may yet fail.
+    # Exclude runs in progress, which may still fail.
     chosen: Sequence[int] = [index for index, log in enumerate(logs) if log.run.is_ended]
     if len(chosen) > SUBMISSION_RUNS:
-        # `package` asks whether a run is valid; here the log's own end counts.
+        # The status in the log decides here. Only `package` checks whether a run is valid.
         times = [minutes_of(logs[index]) if samples[index] else FAILED for index in chosen]
         selection = select([logs[index].run.start_ms or 0 for index in chosen], times, SUBMISSION_RUNS)
         chosen = [chosen[run] for run in selection.chosen]
@@ -98,34 +98,34 @@ def standing(folder: Path, ruleset: str) -> Standing:
 
 
 def result_logs(folder: Path) -> list[Log]:
-    """Return the logs of a folder by their number; raises ValueError if there is none."""
+    """Return the logs of a folder in order of their numbers. Raises ValueError if there is none."""
     return [read_log(path) for _, path in numbered_logs(folder)]
 
 
 def minutes_of(log: Log) -> float:
-    """Return the time to train; infinite if it was not measured."""
+    """Return the time to train in minutes; infinite if it was not measured."""
     seconds = log.run.seconds
     return FAILED if seconds is None else seconds / 60
 
 
 def batch_size_of(logs: list[Log]) -> int:
-    """Return the global batch size of all runs; raises ValueError if a log that has ended says none, or the logs differ."""
+    """Return the global batch size of all runs. Raises ValueError if the logs differ, or an ended log lacks it."""
     return cast(int, _common(logs, "global_batch_size"))
 
 
 def division_of(logs: list[Log]) -> rules.Division:
-    """Return the division of all runs; raises as `batch_size_of` does."""
+    """Return the division of all runs. Raises as `batch_size_of` does."""
     return cast(rules.Division, _common(logs, "submission_division"))
 
 
 def _common(logs: list[Log], key: str) -> Any:
     rule = rules.KEYS[key].value
     assert rule is not None
-    first: dict[Any, str] = {}  # each value, with the first log that has it
+    first: dict[Any, str] = {}  # each value and the first log that has it
     for log in logs:
         record = log.run.first.get(key)
         if record is None and not log.run.is_ended:
-            continue  # the run has not come so far
+            continue  # the run has not logged it yet
         if record is None or not rule.accepts(record.value):
             found = f"{key} {record.value!r}" if record else f"no {key}"
             raise ValueError(f"{log.path}: {found}, expected {rule.wording}; see `python -m compliance check`")

@@ -1,1 +1,1 @@
-"""Look at a machine before a run, and describe it."""
+"""Checks of a machine before a run, and its system description."""

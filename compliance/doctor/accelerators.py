@@ -14,11 +14,11 @@ from compliance.log.accelerator import family
 from console.cuda import outdated_driver
 
 IDLE_MEMORY_BYTES = 2**30
-"""Maximum memory in use on an idle GPU, of which the driver takes some hundred MiB."""
+"""Maximum memory in use on an idle GPU. The driver alone uses some hundred MiB."""
 
 
 def accelerators(layout: RunLayout, found: Gpus, pytorch: Mapping[str, Any]) -> Iterator[Diagnosis]:
-    """Check all GPUs, and what PyTorch says about them (see `compliance.doctor.system.ask_pytorch`)."""
+    """Check all GPUs, and what PyTorch reports about them (see `compliance.doctor.system.ask_pytorch`)."""
     if not layout.on_gpus:
         note = f"{len(found.gpus)} here, none used by {layout.recipe or 'a run without a recipe'}"
         yield ok("GPUs", note if found.gpus else "none here and none needed")
@@ -50,7 +50,7 @@ def _number_and_kind(layout: RunLayout, found: Gpus) -> Iterator[Diagnosis]:
         yield warn("GPUs", f"{named}, of which {layout.ranks} would be used", "set NPROC, or take another recipe")
     else:
         yield ok("GPUs", f"{named}, driver {found.driver}")
-    # Only a name with a shape, as dgxa100_8x8, names a machine.
+    # Only a recipe name with a shape, such as dgxa100_8x8, names a machine.
     intended = re.search(r"[abhv]\d{3}", layout.recipe)
     if shape_in_name(layout.recipe) and intended and intended[0].upper() not in {family(name) for name in kinds}:
         remedy = "look for a recipe of this GPU; memory and speed decide the batch of a rank"
@@ -88,7 +88,7 @@ def _other_programs(found: Gpus) -> Diagnosis:
     if names:
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         return fail("GPU use", f"in use: {', '.join(names[:3])}{more}", remedy)
-    # A container does not see other containers' programs, but it sees the memory that they hold.
+    # Check memory too, because a container sees the memory used by other containers' programs but not the programs.
     if full:
         return fail("GPU use", f"memory is held by programs that this container cannot see: {', '.join(full)}", remedy)
     return ok("GPU use", "no other program is on the GPUs")
@@ -112,7 +112,7 @@ def _pytorch(layout: RunLayout, found: Gpus, pytorch: Mapping[str, Any]) -> Diag
     cuda, seen, named = pytorch.get("CUDA"), pytorch.get("gpus") or 0, f"PyTorch {pytorch.get('PyTorch')}"
     if not cuda:
         return fail("PyTorch", f"{named} is built without CUDA", "install the build for CUDA (rm -r .venv, see README)")
-    # If PyTorch sees a GPU, the driver works: an image may bring CUDA's compatibility libraries.
+    # If PyTorch sees a GPU, even an old driver works, because the image may contain CUDA's compatibility libraries.
     if not seen and (outdated := outdated_driver(found.driver, cuda)):
         return fail("PyTorch", f"{named}: {outdated.found}", outdated.remedy)
     if seen < layout.ranks:

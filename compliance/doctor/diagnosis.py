@@ -1,4 +1,4 @@
-"""Diagnoses: what `doctor` says."""
+"""Diagnoses, the results of the checks of `doctor`."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ State = Literal["ok", "warn", "fail"]
 
 
 class Diagnosis(NamedTuple):
-    """Diagnosis of one thing that was examined before a run.
+    """Result of one check before a run.
 
     Attributes:
-        state: "fail" if the run would not start, would fail or would be no valid result; "warn" if it may be slower or if
-            something could not be examined.
-        found: one sentence.
-        remedy: what to do about it; "" if nothing is wrong.
+        state: "fail" if the run would not start, would fail or would be invalid; "warn" if it may be slower or if
+            something could not be checked.
+        found: what was found, in one sentence.
+        remedy: what the user should do; "" if nothing is wrong.
     """
 
     subject: str
@@ -29,15 +29,15 @@ def ok(subject: str, found: str) -> Diagnosis:
 
 
 def warn(subject: str, found: str, remedy: str) -> Diagnosis:
-    """Return the diagnosis that the run would work, perhaps worse."""
+    """Return the diagnosis that the run would work, but perhaps more slowly."""
     return Diagnosis(subject, "warn", found, remedy)
 
 
 def fail(subject: str, found: str, remedy: str) -> Diagnosis:
-    """Return the diagnosis that the run would fail, or be no valid result."""
+    """Return the diagnosis that the run would fail or would be invalid."""
     return Diagnosis(subject, "fail", found, remedy)
 
 
 def fail_or_warn(subject: str, is_fatal: bool, found: str, remedy: str) -> Diagnosis:
-    """Return a failure if it is fatal, otherwise a warning."""
+    """Return a failure if the fault is fatal, otherwise a warning."""
     return Diagnosis(subject, "fail" if is_fatal else "warn", found, remedy)

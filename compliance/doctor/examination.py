@@ -1,7 +1,7 @@
-"""Examine, before a run, everything that would stop it, slow it down or make its result invalid.
+"""Check before a run for everything that would stop it, slow it down or make its result invalid.
 
-Each thing gets a line: ok, warn or fail, what was found, and what to do. Nothing is changed: no cache is dropped, no file is
-written. Every question to the machine has a time limit.
+Each check prints a line: ok, warn or fail, what was found, and what to do. The checks change nothing: they drop no caches
+and write no files. Every query of the machine has a time limit.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ def examine(
     machine: Machine | None = None,
     mounts: Sequence[Mount] | None = None,
 ) -> Iterator[Diagnosis]:
-    """Examine everything, the quick things first; by default on the machine that this program runs on.
+    """Run all checks, the quick ones first, by default on the machine that this program runs on.
 
     Raises:
-        ValueError: an unknown recipe, a number of nodes below 1, or a named file or folder that does not exist.
+        ValueError: the recipe is unknown, the number of nodes is below 1, or a given file or folder does not exist.
     """
     host = host or ExaminedHost()
     for path in (intended.data, intended.checkpoint):
@@ -48,11 +48,11 @@ def examine(
         raise ValueError("--checkpoint needs --recipe: the trainer checks that the weights fit its model")
     machine = machine or read_machine(host)
     layout = layout_of(intended, host, len(machine.gpus.gpus))
-    # Importing PyTorch takes long, and matters only on GPUs.
+    # Importing PyTorch is slow, and only GPU runs need the answer.
     pytorch = ask_pytorch(host) if layout.on_gpus else {}
     run = ExaminedRun(intended, layout, host, read_mounts() if mounts is None else mounts)
     yield from run_checks.check_recipe(run)
-    # The time of a file comes from its server's clock, which may be ahead.
+    # Allow a day, because a file server sets the time of a file, and its clock may be ahead.
     yield from machine_checks.clock(machine, layout, Path(__file__).stat().st_mtime - 24 * 3600)
     yield from accelerators(layout, machine.gpus, pytorch)
     yield from machine_checks.memory(machine, layout)
@@ -66,7 +66,7 @@ def examine(
 
 
 def print_diagnoses(diagnoses: Iterable[Diagnosis], as_json: bool) -> int:
-    """Print each diagnosis as soon as it is known, or all as one JSON list. Returns the exit status: 1 if one fails."""
+    """Print each diagnosis as soon as it is known, or all as one JSON list. Return the exit status, 1 if any failed."""
     console = Console(highlight=False, soft_wrap=True)
     found: list[Diagnosis] = []
     for diagnosis in diagnoses:

@@ -1,4 +1,4 @@
-"""Read the GPUs of this machine by NVML: properties, health, who uses them, how they are linked."""
+"""Read the GPUs of this machine through NVML: their properties, health, processes and links."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ _THROTTLED = {
     0x40: "hardware thermal slowdown",
     0x80: "hardware power brake",
 }
-"""Bits of NVML's clocks event reasons that slow a GPU beyond its own power management."""
+"""Bits of NVML's clocks event reasons for slowdowns beyond normal power management."""
 
 NVLINK, PCIE, ACROSS_NODES = "NVLink", "PCIe", "PCIe across NUMA nodes"
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU. A number that NVML does not tell is 0.
+    """A GPU. A number that NVML does not report is 0.
 
     Attributes:
-        links, link_gb_s: active NVLinks, and GB/s of all of them in one direction.
+        links, link_gb_s: number of active NVLinks, and their total GB/s in one direction.
         pcie_width, pcie_full_width: lanes in use, and lanes that the card has.
         is_divided: whether MIG is enabled.
-        processes: name and number of the programs that compute on it.
+        processes: name and process number of each program that computes on the GPU.
     """
 
     index: int
@@ -61,8 +61,8 @@ class Gpus:
     """The GPUs of a machine.
 
     Attributes:
-        trouble: why NVIDIA's driver names no GPUs; "" on a machine without the driver.
-        ways: how two GPUs reach each other, with the number of such pairs.
+        trouble: why NVIDIA's driver lists no GPUs; "" on a machine without the driver.
+        ways: number of GPU pairs by the way in which they are connected.
     """
 
     gpus: tuple[Gpu, ...] = ()
@@ -72,14 +72,14 @@ class Gpus:
 
     @property
     def topology(self) -> str:
-        """Describe how the GPUs reach each other; "" for a single one."""
+        """Describe how the GPUs are connected; "" for a single GPU."""
         if len(self.ways) == 1:
             return f"every GPU to every other: {next(iter(self.ways))}"
         return ", ".join(f"{count} of {self.ways.total()} pairs: {way}" for way, count in self.ways.most_common())
 
 
 def read_gpus(nvml: Any = None) -> Gpus:
-    """Ask NVIDIA's driver, by `pynvml` or a module of the same functions."""
+    """Query NVIDIA's driver, through `pynvml` or a module with the same functions."""
     if nvml is None:
         import pynvml as nvml
     try:
@@ -101,7 +101,7 @@ def read_gpus(nvml: Any = None) -> Gpus:
 
 def _read_gpu(nvml: Any, index: int, handle: Any) -> Gpu:
     def ask(name: str, *arguments: Any, otherwise: Any = 0) -> Any:
-        # GPUs and drivers differ in what they know.
+        # GPUs and drivers differ in which properties they support.
         with suppress(nvml.NVMLError):
             return getattr(nvml, name)(handle, *arguments)
         return otherwise

@@ -1,6 +1,6 @@
-"""Ask this machine about itself: files of /proc and /sys, and commands, each with a time limit.
+"""Query this machine through files of /proc and /sys and through commands, each with a time limit.
 
-Nothing here raises for what a machine lacks. Tests replace a machine by another root folder and other commands.
+A missing file or command raises no exception. Tests replace the machine by another root folder and other commands.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ def run_root() -> Path:
 
 @dataclass(frozen=True)
 class ExaminedHost:
-    """A machine: where its file system begins, and the variables of this process."""
+    """A machine: the root of its file system, and the environment variables of this process."""
 
     root: Path = Path("/")
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
 
     def path(self, name: str) -> Path:
-        """Return the file that the machine knows as `name`, an absolute path."""
+        """Return the path of the machine's file `name`, an absolute path, below the root folder."""
         return self.root / name.lstrip("/")
 
     def read(self, name: str) -> str:
-        """Read a small file without the white space around it; "" if it cannot be read."""
+        """Return a small file's text without surrounding white space; "" if it cannot be read."""
         try:
             with self.path(name).open(encoding="utf-8", errors="replace") as file:
                 return file.read(MAX_CHARACTERS).strip()
@@ -44,7 +44,7 @@ class ExaminedHost:
             return ""
 
     def names(self, folder: str) -> list[str]:
-        """List the sorted names in a folder; none if it cannot be read."""
+        """Return the sorted names in a folder; empty if it cannot be read."""
         try:
             return sorted(entry.name for entry in self.path(folder).iterdir())
         except OSError:
@@ -53,10 +53,10 @@ class ExaminedHost:
     def run(
         self, *command: str, timeout_s: float = COMMAND_TIMEOUT_S, environment: Mapping[str, str] | None = None
     ) -> Output:
-        """Run a command in `run_root` and in the C locale, whose words the parsers know."""
+        """Run a command in `run_root`, in the C locale, because the parsers expect English output."""
         variables = {**self.environment, "LC_ALL": "C", **(environment or {})}
         return processes.run(command, timeout_s=timeout_s, folder=run_root(), environment=variables)
 
     def python(self, *arguments: str, timeout_s: float, environment: Mapping[str, str] | None = None) -> Output:
-        """Run this interpreter, as `run`."""
+        """Run this Python interpreter as `run` runs a command."""
         return self.run(sys.executable, *arguments, timeout_s=timeout_s, environment=environment)

@@ -1,4 +1,4 @@
-"""The run to examine: what is asked for, and the layout that the launchers would make of it."""
+"""The run to check: the user's request, and the layout that the launchers would choose for it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ print(json.dumps(asdict(RECIPES[name]()) if name in RECIPES else sorted(RECIPES)
 
 @dataclass(frozen=True)
 class IntendedRun:
-    """The run that the user names; None stands for the recipe's value."""
+    """The run that the user requests. None stands for the recipe's value."""
 
     recipe: str = ""
     data: Path | None = None
@@ -37,9 +37,9 @@ class IntendedRun:
 
 @dataclass(frozen=True)
 class RunLayout:
-    """A recipe and its ranks: `ranks` on each of `nodes`. Without a recipe only the machine is examined.
+    """A recipe and its layout of `ranks` ranks on each of `nodes` nodes. Without a recipe only the machine is checked.
 
-    `config` has the recipe's settings by section, as `bert.configuration.recipes` has them.
+    `config` holds the recipe's settings by section, as in `bert.configuration.recipes`.
     """
 
     recipe: str = ""
@@ -48,11 +48,11 @@ class RunLayout:
     ranks: int = 1
 
     def setting(self, section: str, name: str) -> Any:
-        """Return a setting; None without a recipe."""
+        """Return a setting of the recipe; None without a recipe."""
         return self.config.get(section, {}).get(name)
 
     def named_path(self, section: str, name: str) -> Path | None:
-        """Return a path of the recipe, which is relative to `run_root`, as seen from the current folder."""
+        """Return a path setting, which is relative to `run_root`, as a path from the current folder."""
         named = self.setting(section, name)
         return Path(os.path.relpath(run_root() / named)) if named else None
 
@@ -63,26 +63,26 @@ class RunLayout:
 
     @property
     def is_closed(self) -> bool:
-        """Tell whether the results are to be closed."""
+        """Tell whether the run is for the closed division."""
         return self.setting("log", "division") == "closed"
 
     @property
     def world_size(self) -> int:
-        """Ranks of all nodes."""
+        """Number of ranks on all nodes."""
         return self.nodes * self.ranks
 
 
 def shape_in_name(recipe: str) -> tuple[int, int] | None:
-    """Return the nodes and the GPUs per node that a recipe's name tells: dgxa100_8x8."""
+    """Return the number of nodes and of GPUs per node from a recipe's name, such as dgxa100_8x8."""
     match = re.search(r"_(\d+)x(\d+)$", recipe)
     return (int(match[1]), int(match[2])) if match else None
 
 
 def layout_of(intended: IntendedRun, host: ExaminedHost, gpus_here: int) -> RunLayout:
-    """Lay out the run that is asked for, with nodes and ranks as the launchers would choose them.
+    """Return the layout of the requested run, with the nodes and ranks that the launchers would choose.
 
     Raises:
-        ValueError: an unknown recipe, or a number of nodes below 1.
+        ValueError: the recipe is unknown, or the number of nodes is below 1.
     """
     if intended.nodes is not None and intended.nodes < 1:
         raise ValueError(f"--nodes is {intended.nodes}, expected at least 1")
@@ -91,14 +91,14 @@ def layout_of(intended: IntendedRun, host: ExaminedHost, gpus_here: int) -> RunL
     if not intended.recipe:
         return RunLayout(nodes=nodes, ranks=max(1, gpus_here))
     layout = RunLayout(intended.recipe, _ask_recipe(intended.recipe, host), nodes)
-    # As `launch/processes.sh` counts them.
+    # Count processes as `launch/processes.sh` does.
     on_cpu = 2 if intended.recipe == "tiny_cpu" and len(os.sched_getaffinity(0)) > 1 else 1
     per_node = shape[1] if shape else gpus_here if layout.on_gpus else on_cpu
     return replace(layout, ranks=max(1, _count(host, "NPROC") or per_node))
 
 
 def _ask_recipe(recipe: str, host: ExaminedHost) -> dict[str, Mapping[str, Any]]:
-    # In a process of its own: no module here may import bert, nor PyTorch with it.
+    # Use a separate process, because modules of this package must not import bert, which imports PyTorch.
     output = host.python("-c", _ASK_RECIPE, recipe, timeout_s=RECIPE_TIMEOUT_S)
     try:
         config = json.loads(output.answer)

@@ -1,4 +1,4 @@
-"""Read what a machine has and who uses it: clock, memory, processors, limits, network, GPUs."""
+"""Read the resources of a machine and their use: clock, memory, processors, limits, network, GPUs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from compliance.doctor.host import ExaminedHost
 
 @dataclass(frozen=True)
 class AdapterPort:
-    """A port of a network adapter with RDMA; `state` is such as ACTIVE or DOWN, `rate` such as 400 Gb/sec (4X NDR)."""
+    """A port of an RDMA network adapter. Examples: `state` ACTIVE or DOWN, `rate` 400 Gb/sec (4X NDR)."""
 
     name: str
     state: str
@@ -29,11 +29,11 @@ class Machine:
     """Facts of a machine.
 
     Attributes:
-        cores: cores that this process may use, by affinity and by the container's limit.
-        free_bytes: memory that programs may still take, within the container's limit.
-        shared_bytes: free space of /dev/shm; None without one.
-        lockable_bytes: memory that a process may lock; None for any amount.
-        load: mean number of running programs over the last minute.
+        cores: number of cores that this process may use, given its affinity and the container's limit.
+        free_bytes: memory that programs can still allocate, within the container's limit.
+        shared_bytes: free space of /dev/shm; None if it does not exist.
+        lockable_bytes: memory that a process may lock; None if unlimited.
+        load: load average of the last minute.
     """
 
     now: float  # seconds since the epoch
@@ -55,12 +55,12 @@ class Machine:
 
 
 def read_machine(host: ExaminedHost) -> Machine:
-    """Ask the kernel, NVIDIA's driver and the files of /sys."""
+    """Query the kernel, NVIDIA's driver and the files of /sys."""
     import psutil
 
     memory, frequency = psutil.virtual_memory(), psutil.cpu_freq()
-    limit = host.read("/sys/fs/cgroup/memory.max")  # "max" if there is none
-    # "max" in place of a quota is no limit.
+    limit = host.read("/sys/fs/cgroup/memory.max")  # "max" if there is no limit
+    # A quota of "max" means no limit.
     quota = re.fullmatch(r"(\d+) ([1-9]\d*)", host.read("/sys/fs/cgroup/cpu.max"))
     allowed = len(os.sched_getaffinity(0))
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
@@ -95,7 +95,7 @@ def read_machine(host: ExaminedHost) -> Machine:
 
 
 def _is_clock_synchronised() -> bool:
-    timex = ctypes.create_string_buffer(512)  # struct timex, with modes = 0: nothing is set
+    timex = ctypes.create_string_buffer(512)  # struct timex with modes = 0, which only reads the clock
     try:
         return 0 <= ctypes.CDLL(None).adjtimex(timex) < 5  # 5 is TIME_ERROR
     except (OSError, AttributeError):
@@ -103,7 +103,7 @@ def _is_clock_synchronised() -> bool:
 
 
 def _ports(host: ExaminedHost) -> list[AdapterPort]:
-    """List the ports of all adapters with RDMA: InfiniBand and RoCE."""
+    """Return the ports of all RDMA adapters (InfiniBand and RoCE)."""
     ports, folder = [], "/sys/class/infiniband"
     for adapter in host.names(folder):
         for number in host.names(f"{folder}/{adapter}/ports"):

@@ -14,7 +14,7 @@ MIN_LOCKABLE_BYTES = 4 * GIB
 
 
 def clock(machine: Machine, layout: RunLayout, not_before: float) -> Iterator[Diagnosis]:
-    """Check the time, in which a log's records may not go back (TR 11). `not_before` is a time that has passed for sure."""
+    """Check the clock, because a log's times must not decrease (TR 11). `not_before` is a time certainly in the past."""
     if machine.now < not_before or time.gmtime(machine.now).tm_year > 2100:
         today = time.strftime("%Y-%m-%d %H:%M", time.gmtime(machine.now))
         yield fail(
@@ -46,7 +46,7 @@ def memory(machine: Machine, layout: RunLayout) -> Iterator[Diagnosis]:
 
 
 def processors(machine: Machine, layout: RunLayout) -> Iterator[Diagnosis]:
-    """Check that every rank has cores, at full clock, which nobody else uses."""
+    """Check that every rank has cores that run at full clock and that no other program uses."""
     found = f"{machine.cores:g} for {layout.ranks} rank(s)"
     if machine.cores < layout.ranks:
         yield fail("cores", found, "start fewer ranks (NPROC), or ask the scheduler for more cores (--cpus-per-task)")
@@ -64,7 +64,7 @@ def processors(machine: Machine, layout: RunLayout) -> Iterator[Diagnosis]:
 
 
 def network(machine: Machine, layout: RunLayout) -> Iterator[Diagnosis]:
-    """Check the ports with RDMA, what they need, and this host's name."""
+    """Check the RDMA ports, what they require, and whether other nodes can reach this host's name."""
     ports, several = machine.ports, layout.nodes > 1
     down = [f"{port.name} {port.state}" for port in ports if port.state != "ACTIVE"]
     if ports and len(down) == len(ports):
