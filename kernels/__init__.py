@@ -1,4 +1,4 @@
-"""The public ops: tensors in, tensors out. The model calls these and nothing else.
+"""The public ops, which take and return tensors. The model uses no other functions of this package.
 
 Shape legend: T tokens of the flat stream, Q query tokens, S sequences, M masked tokens, D hidden, H heads, E head size,
 F intermediate, V vocabulary, N rows, C classes, P parameters.
@@ -16,5 +16,5 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name: str) -> object:
-        """Import the ops, and PyTorch with them, when the first is asked for: ``python -m kernels --help`` needs none."""
+        """Import the ops and PyTorch on first use, because ``python -m kernels --help`` needs neither."""
         return getattr(import_module("kernels.ops"), name)

@@ -1,9 +1,9 @@
-"""List the implementations that compute each op here.
+"""List the implementations of each op on this machine.
 
     python -m kernels [--device cpu|cuda] [--dtype bf16|fp32]
 
-For every op and implementation, the table shows whether it can be used on this machine, the reasons if not, and which one
-``auto`` takes without measurements.
+For every op, the table shows which implementations can be used on this machine, the reasons why others cannot, and which
+implementation ``auto`` takes without measurements.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from console.version import version_line
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print the table; return 2 and print one line on stderr for wrong input."""
+    """Print the table and return the exit status: 2, with one line on stderr, for wrong input."""
     try:
         if arguments[:1] == ["--version"]:
             print(version_line())
@@ -44,7 +44,7 @@ def _parser() -> RaisingParser:
 
 
 def _print_table(device: str | None, dtype: str | None) -> None:
-    import torch  # here, so that --help need not wait for it
+    import torch  # here, so that --help does not wait for it
 
     from kernels import OPS
     from kernels.tuning.examples import example_inputs

@@ -2,8 +2,9 @@
 
     python -m kernels.ahead_of_time
 
-Each module of ``kernels/triton/`` lists the configurations that it can choose in ``configurations()``. The figures come from
-the compiler and cuobjdump that ship with Triton. ``TRITON_INTERPRET`` must not be set, because Triton then compiles nothing.
+The function ``configurations()`` of each module in ``kernels/triton/`` lists the configurations that the module can choose.
+The numbers come from the compiler and cuobjdump that ship with Triton. ``TRITON_INTERPRET`` must not be set, because Triton
+would then interpret the kernels instead of compiling them.
 """
 
 import argparse
@@ -35,34 +36,35 @@ INSTRUCTIONS = {
     "vectors": r"(?:ld|st)\.global\S*\.v4\.b32",
     "f64": r"(?:add|sub|mul|fma|div|sqrt|min|max)\.\S*f64",
 }
-"""Kinds of instruction that decide a kernel's speed, with their patterns in PTX: products by the tensor cores of sm_80,
-sm_90 and sm_100, asynchronous copies, accesses of 16 bytes, and operations in double precision, which are slow."""
+"""Kinds of instructions that determine a kernel's speed, with their patterns in PTX: matrix products by the tensor cores of
+sm_80, sm_90 and sm_100, asynchronous copies, 16-byte accesses, and operations in double precision, which are slow."""
 
 NEGLIGIBLE_SPILL = 16
-"""Bytes that a thread may spill. Triton 3.6 spills so many in one kernel for sm_80; Triton 3.7 spills none."""
+"""Number of bytes that a thread may spill. Triton 3.6 spills this many in one kernel for sm_80; Triton 3.7 spills none."""
 _ALIGNED = ["tt.divisibility", 16]
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Resources of a GPU that a configuration uses."""
+    """GPU resources that a compiled configuration uses."""
 
     module: str
     kernel: str
     configuration: str
     capability: int
-    """Compute capability, 90 for sm_90."""
+    """Compute capability, for example 90 for sm_90."""
     num_warps: int
     registers: int
-    """Registers of a thread."""
+    """Number of registers per thread."""
     spilled: int
-    """Bytes of registers that a thread spills to local memory."""
+    """Bytes of registers that each thread spills to local memory."""
     shared: int
-    """Bytes of shared memory of a block, static and dynamic."""
+    """Bytes of shared memory per block, static and dynamic."""
     in_flight: int
-    """Asynchronous copies that may still be pending when the kernel waits for earlier ones; 0 without such copies."""
+    """Number of asynchronous copies that may still be pending when the kernel waits for earlier copies; 0 if the kernel
+    makes no asynchronous copies."""
     instructions: str
-    """Kinds of ``INSTRUCTIONS`` that the kernel contains, separated by spaces."""
+    """Keys of ``INSTRUCTIONS`` that occur in the kernel, separated by spaces."""
 
     def __str__(self) -> str:
         kernel = f"{self.module}: {self.kernel}, {self.configuration}, sm_{self.capability}, {self.num_warps} warps"
@@ -70,15 +72,15 @@ class Cost:
 
     @property
     def fits(self) -> bool:
-        """Whether the device can run it without significant spills."""
+        """Whether the device can run the kernel without significant register spills."""
         return self.spilled <= NEGLIGIBLE_SPILL and self.shared <= SHARED_MEMORY_LIMITS[self.capability]
 
 
 def all_configurations() -> dict[str, list[Configuration]]:
-    """Return the configurations of every module below ``kernels/triton/`` that has any, by the module's name.
+    """Return the configurations of all modules below ``kernels/triton/``, by the module's name.
 
     Raises:
-        ValueError: Triton is missing or interprets kernels.
+        ValueError: Triton is not installed, or ``TRITON_INTERPRET`` is set.
     """
     if importlib.util.find_spec("triton") is None:
         raise ValueError("triton is not installed: pip install triton")
@@ -93,7 +95,7 @@ def all_configurations() -> dict[str, list[Configuration]]:
 def costs_of(
     configurations: dict[str, list[Configuration]], capabilities: Iterable[int] = tuple(SHARED_MEMORY_LIMITS)
 ) -> list[Cost]:
-    """Compile all configurations for the ``capabilities`` that they are for."""
+    """Compile all configurations in parallel, each for those of the ``capabilities`` that it supports."""
     work = [
         (module, configuration, capability)
         for module, its_own in configurations.items()
@@ -106,24 +108,27 @@ def costs_of(
 
 
 def cost(module: str, configuration: Configuration, capability: int) -> Cost:
-    """Compile one configuration for one compute capability.
+    """Compile one configuration for one compute capability and return its resources.
 
-    Triton compiles a kernel again if integers are multiples of 16, with other vector widths and pipelines. Each figure is
-    the worse one of two compilations, one with such integers and one without. Pointers are aligned in both, as PyTorch's
-    are.
+    Triton compiles separate versions of a kernel for integer arguments that are multiples of 16, with other vector widths
+    and pipelines. This function compiles both versions and returns the worse value of each number. Pointers are aligned in
+    both versions, because PyTorch's pointers are.
     """
     both = [compiled(configuration, capability, aligned) for aligned in (("*",), ("*", "i", "u"))]
     registers, spilled, shared, in_flight = zip(*map(figures, both), strict=True)
     names = module, configuration.kernel.__name__, configuration.name
     worst = max(registers), max(spilled), max(shared), min(in_flight)
     ptx = "".join(each.asm["ptx"] for each in both)
-    # Instructions may stand behind a predicate.
+    # An instruction may be preceded by a predicate.
     kinds = (kind for kind, pattern in INSTRUCTIONS.items() if re.search(rf"^\s*(?:@!?%p\d+ )?{pattern}", ptx, re.M))
     return Cost(*names, capability, configuration.num_warps, *worst, " ".join(kinds))
 
 
 def compiled(configuration: Configuration, capability: int, aligned_types: tuple[str, ...]) -> "CompiledKernel":
-    """Compile a configuration with parameters of ``aligned_types`` (``*`` for pointers, ``i``, ``u``) that divide by 16."""
+    """Compile a configuration, assuming that parameters of ``aligned_types`` are multiples of 16.
+
+    ``*`` stands for pointers, ``i`` for signed and ``u`` for unsigned integers.
+    """
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -141,7 +146,7 @@ def compiled(configuration: Configuration, capability: int, aligned_types: tuple
 
 
 def figures(compiled: "CompiledKernel") -> tuple[int, int, int, int]:
-    """Return registers of a thread, spilled bytes, bytes of shared memory, and copies in flight."""
+    """Return a kernel's registers per thread, spilled bytes, bytes of shared memory, and asynchronous copies in flight."""
     from triton import knobs
 
     with tempfile.NamedTemporaryFile(suffix=".cubin") as binary:
@@ -152,7 +157,7 @@ def figures(compiled: "CompiledKernel") -> tuple[int, int, int, int]:
     if done.returncode:
         raise RuntimeError(f"cuobjdump failed: {done.stderr.strip()}")
     waits = re.findall(r"async_wait.*\bnum = (\d+)", compiled.asm["ttgir"])
-    # Triton keeps no arrays on the stack: everything there is a spilled register.
+    # Triton keeps no arrays on the stack, so everything on the stack is a spilled register.
     used = re.search(r"REG:(\d+) STACK:(\d+)", done.stdout)
     if used is None:
         raise RuntimeError(f"cuobjdump printed no registers and stack: {done.stdout[:500]}")
@@ -160,7 +165,10 @@ def figures(compiled: "CompiledKernel") -> tuple[int, int, int, int]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Compile and print; return 1 if a configuration spills or does not fit, 2 for a wrong setting."""
+    """Compile all configurations, print their resources and return the exit status.
+
+    The status is 1 if a configuration spills registers or does not fit, and 2 for a wrong setting.
+    """
     if arguments[:1] == ["--version"]:
         from console.version import version_line
 
@@ -185,5 +193,5 @@ if __name__ == "__main__":
     from console.interruption import in_one_line
 
     sys.excepthook = in_one_line
-    # Run the module under the name by which others import it, so that its classes exist once.
+    # Run the module under the name by which other modules import it, so that its classes exist only once.
     sys.exit(importlib.import_module("kernels.ahead_of_time").main(sys.argv[1:]))

@@ -1,20 +1,23 @@
-"""Configuration of a Triton kernel. Each module of ``kernels/triton/`` lists its own for compilation ahead of time."""
+"""Compile-time configuration of a Triton kernel.
+
+Each module of ``kernels/triton/`` lists its configurations, so that they can be compiled ahead of time.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 SHARED_MEMORY_LIMITS = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
-"""Bytes of shared memory that one block may ask for, by compute capability (CUDA C++ Programming Guide, appendix on
-compute capabilities)."""
+"""Maximum bytes of shared memory per block, by compute capability (CUDA C++ Programming Guide, appendix on compute
+capabilities)."""
 
 
 @dataclass(frozen=True)
 class Configuration:
-    """A kernel with everything that is fixed when it is compiled."""
+    """A kernel with all values that are fixed at compile time."""
 
     name: str
-    """Use of the configuration, such as ``forward, bf16, D = 1024``."""
+    """Description of the configuration's use, such as ``forward, bf16, D = 1024``."""
     kernel: Any
     """The ``triton.jit`` function."""
     signature: dict[str, str]
@@ -24,9 +27,9 @@ class Configuration:
     num_warps: int
     num_stages: int
     capabilities: tuple[int, ...] = tuple(SHARED_MEMORY_LIMITS)
-    """Compute capabilities of the devices that it is for."""
+    """Compute capabilities of the devices for which the configuration is meant."""
     max_registers: int | None = None
-    """Limit for the registers of a thread."""
+    """Maximum number of registers per thread, or None for no limit."""
 
     @classmethod
     def of(
@@ -38,7 +41,10 @@ class Configuration:
         *options: Any,
         **others: Any,
     ) -> "Configuration":
-        """Make a configuration of the kernel's parameters in ``types`` and ``fixed``, which may have others as well."""
+        """Create a configuration from the parameter types in ``types`` and the constexpr values in ``fixed``.
+
+        Entries that are not parameters of the kernel are ignored.
+        """
         constexprs = {name: fixed[name] for name in kernel.arg_names if name in fixed}
         signature = {name: "constexpr" if name in fixed else types[name] for name in kernel.arg_names}
         return cls(name, kernel, signature, constexprs, *options, **others)

@@ -1,7 +1,8 @@
-"""Every public op with its implementations, and what is chosen for all of them; `kernels` has them for its users.
+"""All public ops with their implementations, and functions that affect the choice for all ops.
 
-``_pytorch``, ``_apex``, ``_flash_attn`` and ``_triton`` name the functions that implement the ops, each with the function
-that returns the reasons why it cannot compute some arguments. Their imports run when an implementation is first needed.
+Users import the ops from `kernels`. ``_pytorch``, ``_apex``, ``_flash_attn`` and ``_triton`` map each op to the function
+that implements it and to the function that returns the reasons why the implementation cannot handle given arguments. They
+import a library only when one of its implementations is first needed.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -90,16 +91,17 @@ _APEX_NORM = Implementation("apex", _apex, requires="fused_layer_norm_cuda", rep
 _APEX_LOSS = Implementation("apex", _apex, requires="xentropy_cuda")
 _PYTORCH = Implementation("pytorch", _pytorch)
 _PYTORCH_NORM = Implementation("pytorch", _pytorch, repeatable=False)
-# Like the definition, it reads the sequences' lengths on the host.
+# Like the reference, this implementation reads the sequence lengths on the host.
 _PYTORCH_ATTENTION = Implementation("pytorch", _pytorch, capturable=False, repeatable=False)
 
 
 def _op(
     definition: Callable[Parameters, Returned], *fast: Implementation, capturable: bool = True
 ) -> Op[Parameters, Returned]:
-    """Make an op of its definition, which may be ``capturable``, and faster implementations in a GPU's order.
+    """Create an op from its definition and faster implementations, in their order of preference on a GPU.
 
-    On a CPU Triton's comes last, because interpreting a kernel takes seconds to minutes.
+    ``capturable`` tells whether a CUDA graph can capture the definition. On a CPU, Triton's implementation comes last,
+    because interpreting a kernel takes seconds to minutes.
     """
     plain = Implementation("reference", lambda: {definition.__name__: (definition, None)}, capturable=capturable)
     compiled = tuple(each for each in fast if each is _TRITON)
@@ -130,19 +132,19 @@ attention_backward_cast_fp8 = _op(attention_fp8.attention_backward_cast_fp8, _TR
 add_norm_cast_fp8 = _op(layer_norm_fp8.add_norm_cast_fp8, _TRITON)
 add_norm_backward_cast_fp8 = _op(layer_norm_fp8.add_norm_backward_cast_fp8, _TRITON)
 _REFERENCE_PRODUCT = Implementation("reference", lambda: {"scaled_matmul": (fp8.scaled_matmul, None)})
-# On a CPU PyTorch's product is several times as slow.
+# On a CPU, PyTorch's FP8 product is several times slower than the reference.
 scaled_matmul = Op(fp8.scaled_matmul, {"cuda": (_PYTORCH, _REFERENCE_PRODUCT), "cpu": (_REFERENCE_PRODUCT, _PYTORCH)})
 
-# Collected from the module itself, so that no op can be left out of the table.
+# Collect the ops from the module's globals, so that none can be forgotten.
 OPS: dict[str, Op[..., Any]] = {op.name: op for op in tuple(globals().values()) if isinstance(op, Op)}
 """All ops by name, in the order above."""
 
 
 def choose(implementations: Mapping[str, str]) -> None:
-    """Ask for implementations by op, such as ``{"varlen_attention": "triton"}``; ``auto`` takes an earlier choice back.
+    """Choose implementations explicitly, such as ``{"varlen_attention": "triton"}``. ``auto`` undoes an earlier choice.
 
     Raises:
-        ValueError: there is no such op, or no such implementation of it. Then nothing has changed.
+        ValueError: an op or an implementation does not exist. In that case no choice is changed.
     """
     for op, name in implementations.items():
         if op not in OPS:
@@ -154,12 +156,14 @@ def choose(implementations: Mapping[str, str]) -> None:
 
 @contextmanager
 def captured(recomputed: Collection[str] = ()) -> Iterator[None]:
-    """Inside the block, choose only implementations on a GPU that a CUDA graph can capture; the choices stay afterwards.
+    """Restrict choices on a GPU to implementations that a CUDA graph can capture, inside a ``with`` block.
 
-    Ops named in ``recomputed`` are called again in the backward pass, where they must draw the same dropout.
+    Choices made inside the block remain in effect afterwards. The ops named in ``recomputed`` are called again in the
+    backward pass, so only implementations that then draw the same dropout mask are chosen for them.
 
     Raises:
-        ValueError: inside the block, from an op that has no such implementation for its inputs, with the reasons.
+        ValueError: an op is called inside the block and has no such implementation for its inputs. The message contains
+            the reasons.
     """
     with ExitStack() as stack:
         for op in OPS.values():

@@ -1,16 +1,17 @@
-"""Precision of the products of PyTorch's libraries on a GPU: set in one place for training, measuring and benchmarks."""
+"""Precision of matrix products in PyTorch's GPU libraries, set in one place for training, tuning and benchmarks."""
 
 import torch
 
 
 def set_product_precision() -> None:
-    """Make this process accumulate all matrix products in fp32 and multiply fp32 operands as fp32.
+    """Make this process accumulate all matrix products in fp32, and multiply fp32 operands without TF32.
 
-    * By default PyTorch lets cuBLAS split a product along the summed dimension and add the parts in the 16 bits of the
-      result. The parts of a weight's gradient, a sum over all tokens of a micro-batch, may largely cancel.
-    * TF32, which keeps 10 bits of an operand, is on in containers that set ``TORCH_ALLOW_TF32_CUBLAS_OVERRIDE``.
+    * By default, PyTorch lets cuBLAS split a product along the summed dimension (split-K) and add the partial sums in the
+      16-bit type of the result. A weight gradient is a sum over all tokens of a micro-batch, and its partial sums may
+      largely cancel.
+    * Containers that set ``TORCH_ALLOW_TF32_CUBLAS_OVERRIDE`` turn on TF32, which keeps only 10 bits of the mantissa.
 
-    Nothing changes on a CPU.
+    This has no effect on a CPU.
     """
     products = torch.backends.cuda.matmul
     products.allow_bf16_reduced_precision_reduction = False

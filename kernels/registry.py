@@ -1,8 +1,9 @@
-"""Choice of the implementation of an op: the first that can compute a call, or the one that was asked for.
+"""Choice of an op's implementation: automatic by default, or explicit.
 
-An op has one signature and several implementations. ``auto`` takes the implementation that was measured to be fastest
-(``kernels.tuning.autotune``), otherwise the first in the order for the device that supports the inputs. It remembers its
-choice for calls of the same kind, so that a call costs one look-up. An explicit choice works or raises with the reasons.
+An op has one signature and several implementations. The choice ``auto`` takes the implementation that was measured to be
+fastest (``kernels.tuning.autotune``). Without measurements, it takes the first implementation in the device's order that
+supports the inputs. The choice is cached for calls of the same kind, so that a call costs one dictionary look-up. If an
+explicitly chosen implementation cannot compute a call, the call raises an error with the reasons.
 """
 
 import importlib.util
@@ -21,37 +22,38 @@ Returned = TypeVar("Returned")
 AUTO = "auto"
 
 _DEVICES = ("cuda", "cpu")
-_BY_VALUE = (bool, str, torch.dtype)  # of other numbers, such as rates, only the type counts
+_BY_VALUE = (bool, str, torch.dtype)  # for other values, such as learning rates, only the type matters
 _LOG = logging.getLogger(__name__)
 
 Observer = Callable[["Op[..., Any]", tuple[Any, ...], dict[str, Any]], None]
 
 
 Functions = Mapping[str, tuple[Callable[..., Any], Callable[..., list[str]] | None]]
-"""Functions of a library by op. The second one of each takes the same arguments, and returns the reasons why the first
-cannot compute them; None if it can compute all."""
+"""Map from ops to a library's functions: the implementation, and a function that takes the same arguments and returns the
+reasons why the implementation cannot handle them, or None if the implementation can handle all arguments."""
 
 
 @dataclass(frozen=True)
 class Implementation:
-    """Way to compute ops."""
+    """An implementation of one or more ops by a library."""
 
     name: str
     functions: Callable[[], Functions]
-    """Imports and returns the functions."""
+    """Function that imports the library and returns its functions."""
     requires: str | None = None
-    """Package without which the functions cannot be imported."""
+    """Package that must be installed, if any."""
     capturable: bool = True
-    """Whether a CUDA graph can capture it: it hands no value from the device to the host."""
+    """Whether a CUDA graph can capture it. This requires that no value is copied from the device to the host."""
     repeatable: bool = True
-    """Whether a second call draws the same dropout inside a CUDA graph too: PyTorch's generator draws nothing."""
+    """Whether a second call can draw the same dropout mask inside a CUDA graph. This requires that the mask does not come
+    from PyTorch's generator."""
 
     def function(self, op: str) -> Callable[..., Any]:
-        """Return the function that computes the op."""
+        """Return the function that implements the op named ``op``."""
         return self.functions()[op][0]
 
     def unsupported_reasons(self, op: str, *args: Any, **kwargs: Any) -> list[str]:
-        """Return the reasons why this cannot compute the op for these arguments; empty if it can."""
+        """Return the reasons why this implementation cannot compute the op for these arguments; empty if it can."""
         if self.requires is not None and importlib.util.find_spec(self.requires) is None:
             return [f"{self.requires} is not installed"]
         reasons = self.functions()[op][1]
@@ -59,7 +61,7 @@ class Implementation:
 
 
 class Op(Generic[Parameters, Returned]):
-    """Public op: callable with the signature of its definition."""
+    """A public op, which is called with the signature of its definition."""
 
     def __init__(
         self, definition: Callable[Parameters, Returned], orders: Mapping[str, tuple[Implementation, ...]]
@@ -69,14 +71,14 @@ class Op(Generic[Parameters, Returned]):
         self.__doc__ = definition.__doc__
         self.implementations = {each.name: each for order in orders.values() for each in order}
         self.asked = AUTO
-        """``auto``, or the name of the implementation that was asked for."""
+        """``auto``, or the name of the explicitly chosen implementation."""
         self._orders = orders
         self._measured: Mapping[str, str] = {}
         self._dropped: Mapping[str, str] = {}
         self._warned: set[str] = set()
         self._observer: Observer | None = None
         self._captured = self._recomputed = False
-        # The end of a ``captured`` block does not clear it, so that a step is captured with the choices of its warm-up.
+        # The end of a ``captured`` block does not clear this cache, so that later calls keep the choices made inside it.
         self._chosen: dict[tuple[object, ...], Callable[Parameters, Returned]] = {}
 
     def order(self, device: str) -> tuple[Implementation, ...]:
@@ -84,7 +86,7 @@ class Op(Generic[Parameters, Returned]):
         return self._orders[device]
 
     def __call__(self, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Returned:
-        """Run the chosen implementation; raise ValueError if an explicit choice cannot compute the call."""
+        """Run the chosen implementation. Raises ``ValueError`` if an explicitly chosen one cannot compute the call."""
         key = _key(args, kwargs)
         function = self._chosen.get(key)
         if function is None:
@@ -92,7 +94,10 @@ class Op(Generic[Parameters, Returned]):
         return function(*args, **kwargs)
 
     def decided(self, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Implementation:
-        """Show the arguments to the observer, and return ``chosen``."""
+        """Pass the arguments to the observer, if any, and return the ``chosen`` implementation.
+
+        Warns if a GPU does not use the first implementation of its order.
+        """
         if self._observer is not None:
             self._observer(self, args, kwargs)
         chosen = self.chosen(*args, **kwargs)
@@ -103,7 +108,8 @@ class Op(Generic[Parameters, Returned]):
         """Return the implementation for these arguments.
 
         Raises:
-            ValueError: the implementation asked for cannot compute them, or none can be captured; with the reasons.
+            ValueError: the explicitly chosen implementation cannot compute the call, or no implementation can be captured.
+                The message contains the reasons.
         """
         if self.asked != AUTO:
             asked = self.implementations[self.asked]
@@ -115,13 +121,13 @@ class Op(Generic[Parameters, Returned]):
             return asked
         measured = self._measured.get(signature(*args, **kwargs)) if self._measured else None
         against = []
-        # The sort is stable: the measured one comes first, and the others keep their order in case it cannot be used.
+        # Try the measured implementation first. The sort is stable, so the other implementations keep their order.
         for each in sorted(self.order(device_type(*args, **kwargs)), key=lambda each: each.name != measured):
             reasons = self.unsupported_reasons(each, *args, **kwargs)
             if not reasons:
                 return each
             against.append(f"{each.name}: {', '.join(reasons)}")
-        # Outside of a capture the definition can compute any call.
+        # This is reached only in a ``captured`` block: otherwise the definition can compute any call.
         raise ValueError(
             f"{self.name} has no implementation that a CUDA graph can capture for such inputs ({'; '.join(against)}): "
             "set training.cuda_graphs to False, or change what is asked of it"
@@ -130,7 +136,7 @@ class Op(Generic[Parameters, Returned]):
     def unsupported_reasons(
         self, implementation: Implementation, *args: Parameters.args, **kwargs: Parameters.kwargs
     ) -> list[str]:
-        """Return the reasons why this implementation must not compute the op for these arguments; empty if it may."""
+        """Return the reasons why this implementation may not be chosen for these arguments; empty if it may."""
         if error := self._dropped.get(implementation.name):
             return [f"it failed when it was measured ({error})"]
         if not self.permits(implementation, device_type(*args, **kwargs)):
@@ -142,34 +148,37 @@ class Op(Generic[Parameters, Returned]):
         return implementation.unsupported_reasons(self.name, *args, **kwargs)
 
     def permits(self, implementation: Implementation, device: str) -> bool:
-        """Tell whether this implementation may be chosen for tensors on ``device``, if it can compute them."""
+        """Tell whether ``captured`` allows this implementation to be chosen for tensors on ``device``."""
         capturable = implementation.capturable and (implementation.repeatable or not self._recomputed)
         return capturable or not self._captured or device != "cuda"
 
     def ask_for(self, name: str) -> None:
-        """Make ``name`` the explicit choice; ``auto`` takes it back. Raise ``ValueError`` for an unknown name."""
+        """Choose the implementation ``name`` explicitly, or return to automatic choice if ``name`` is ``auto``.
+
+        Raises ``ValueError`` for an unknown name.
+        """
         self.check(name)
         self.asked = name
         self._chosen.clear()
 
     def check(self, name: str) -> None:
-        """Raise ``ValueError`` unless ``name`` can be asked for."""
+        """Raise ``ValueError`` unless ``name`` is ``auto`` or the name of an implementation."""
         if name != AUTO and name not in self.implementations:
             raise ValueError(
                 f"{self.name} has no implementation {name!r}; expected {AUTO}, {', '.join(self.implementations)}"
             )
 
     def prefer(self, measured: Mapping[str, str], dropped: Mapping[str, str] | None = None) -> None:
-        """Make ``auto`` take these implementations for calls with these signatures if they can compute them.
+        """Make ``auto`` prefer the implementations in ``measured``, a map from signatures of calls to implementations.
 
-        ``dropped`` implementations, each with a reason, are not chosen for any call. Both replace earlier preferences.
+        ``dropped`` maps implementations that are never chosen to the reasons. Both maps replace earlier preferences.
         """
         self._measured, self._dropped = dict(measured), dict(dropped or {})
         self._chosen.clear()
 
     @contextmanager
     def observed(self, observer: Observer) -> Iterator[None]:
-        """Inside the block, show ``observer`` the first call of each kind."""
+        """Call ``observer`` on the first call of each kind inside a ``with`` block."""
         self._observer = observer
         self._chosen.clear()
         try:
@@ -179,9 +188,10 @@ class Op(Generic[Parameters, Returned]):
 
     @contextmanager
     def captured(self, recomputed: bool = False) -> Iterator[None]:
-        """Inside the block, choose only what a CUDA graph can capture on a GPU; such choices stay afterwards.
+        """Restrict choices on a GPU to implementations that a CUDA graph can capture, inside a ``with`` block.
 
-        If the op is ``recomputed`` in the backward pass, also choose only implementations that repeat their dropout.
+        Choices made inside the block remain in effect afterwards. If the op is ``recomputed`` in the backward pass, the
+        implementation must also be able to repeat its dropout mask.
         """
         before = self._captured, self._recomputed
         self._captured, self._recomputed = True, recomputed
@@ -193,7 +203,7 @@ class Op(Generic[Parameters, Returned]):
 
     @contextmanager
     def using(self, name: str) -> Iterator[None]:
-        """Inside the block, ``ask_for`` an implementation."""
+        """Choose the implementation ``name`` explicitly inside a ``with`` block."""
         before = self.asked
         self.ask_for(name)
         try:
@@ -206,7 +216,7 @@ class Op(Generic[Parameters, Returned]):
         if self.asked != AUTO or self._measured or chosen is first or device_type(*args, **kwargs) != "cuda":
             return
         reasons = "; ".join(self.unsupported_reasons(first, *args, **kwargs))
-        # Warn once for each set of reasons: every layer of every step makes the call.
+        # Warn once for each set of reasons, because every layer of every step makes the call.
         if reasons not in self._warned:
             self._warned.add(reasons)
             _LOG.warning("%s: %s instead of %s: %s", self.name, chosen.name, first.name, reasons)
@@ -218,16 +228,16 @@ def device_type(*args: Any, **kwargs: Any) -> str:
 
 
 def signature(*args: Any, **kwargs: Any) -> str:
-    """Describe everything in a call that may decide which implementation is usable or fastest."""
+    """Return a text with all properties of a call that may affect which implementation is usable or fastest."""
     autocast, gradients, names, *traits = _key(args, kwargs)
     texts = [trait.__name__ if isinstance(trait, type) else str(trait) for trait in traits]
     return f"autocast {autocast}, {'with' if gradients else 'without'} gradients, {names}: {'; '.join(texts)}"
 
 
 def _key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """Return the signature in the form that is quick to make, since each call needs it.
+    """Return the properties of ``signature`` as a tuple, which is fast enough to compute on every call.
 
-    The functions that return reasons run once a key, so that reasons may depend only on what is in it.
+    Reasons against an implementation are computed once per key, so they may depend only on properties in the key.
     """
     autocast = [torch.get_autocast_dtype(device) for device in _DEVICES if torch.is_autocast_enabled(device)]
     traits = [_trait(value) for value in args]
@@ -237,9 +247,9 @@ def _key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
 
 def _trait(value: object) -> object:
     if isinstance(value, Tensor):
-        # Micro-batches all differ in their tokens: the first size counts up to the next power of two.
+        # Micro-batches differ in their numbers of tokens, so the first dimension is rounded up to a power of two.
         shape = value.shape
-        # An empty tensor has a size of its own: -1 has as many bits as 1.
+        # Handle empty tensors separately, because (-1).bit_length() equals (1).bit_length().
         doublings = (shape[0] - 1).bit_length() if shape and shape[0] else shape[:1]
         return value.device.type, value.dtype, doublings, shape[1:], value.requires_grad
     return value if isinstance(value, _BY_VALUE) else type(value)

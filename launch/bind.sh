@@ -1,14 +1,16 @@
 #!/usr/bin/env bash
-# Run one process of a node's on the cores nearest to its GPU:
+# Run one of a node's processes on the cores nearest to its GPU:
 #
 #   launch/bind.sh COMMAND [ARGUMENT...]
 #
-# The local rank comes from the launcher (LOCAL_RANK, SLURM_LOCALID, OMPI_COMM_WORLD_LOCAL_RANK). GPU i is the i-th NVIDIA
-# display device in the order of PCI addresses, as with CUDA_DEVICE_ORDER=PCI_BUS_ID, which is set, or the i-th number in
-# CUDA_VISIBLE_DEVICES. Processes that share a NUMA node split its cores; without GPUs or NUMA, with GPUs of several kinds, or
-# with GPUs named otherwise, all processes split the allowed cores. A core's hardware threads stay together. Memory comes
-# from the same NUMA node first. Without a local rank, the command runs unbound. OMP_NUM_THREADS stays as it is if it is set. NCCL chooses the network cards: NCCL_IB_HCA must be the same on all
-# ranks. BIND=off binds nothing, BIND=show prints what would be done. SYSFS (default /sys) is where the topology is read.
+# The launcher sets the local rank (LOCAL_RANK, SLURM_LOCALID or OMPI_COMM_WORLD_LOCAL_RANK). Without it, the command runs
+# unbound. GPU i is the i-th NVIDIA display device in the order of PCI addresses, or the i-th number in
+# CUDA_VISIBLE_DEVICES. The script sets CUDA_DEVICE_ORDER=PCI_BUS_ID to match. Processes that share a NUMA node split its
+# cores. If there are no GPUs or no NUMA nodes, if the GPUs are of several kinds, or if CUDA_VISIBLE_DEVICES does not hold
+# numbers, all processes split the allowed cores. The hardware threads of a core stay together. Memory is allocated on the
+# same NUMA node if possible. OMP_NUM_THREADS is set unless it is set already. NCCL chooses the network cards; NCCL_IB_HCA
+# must be the same on all ranks. BIND=off turns binding off, and BIND=show prints the binding without running the command.
+# SYSFS is the folder from which the topology is read (default: /sys).
 set -euo pipefail
 # shellcheck source=launch/environment.sh
 source "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/environment.sh"
@@ -16,7 +18,7 @@ usage "${BASH_SOURCE[0]}" "$@"
 shopt -s nullglob
 sys=${SYSFS:-/sys}
 rank=${LOCAL_RANK:-${SLURM_LOCALID:-${OMPI_COMM_WORLD_LOCAL_RANK:-}}}
-# Slurm writes "8" or "8(x2)" for the tasks a node.
+# Slurm writes the number of tasks per node as "8" or "8(x2)".
 ranks=${LOCAL_WORLD_SIZE:-${SLURM_STEP_TASKS_PER_NODE:-${OMPI_COMM_WORLD_LOCAL_SIZE:-}}}
 ranks=${ranks%%[(,]*}
 (($#)) || fail "launch/bind.sh: no command given"
@@ -27,12 +29,12 @@ whole_number OMP_NUM_THREADS "${OMP_NUM_THREADS:-1}" 1
 ((rank < ranks)) || exec "$@"
 
 value() { [[ ! -r $1 ]] || cat "$1"; }
-# "0-3,8" as one number a line.
+# expand LIST: print a list such as "0-3,8" as one number per line.
 expand() {
   local part
   for part in ${1//,/ }; do seq "${part%-*}" "${part#*-}"; done
 }
-# PCI addresses (0000:07:00.0) of the devices whose class starts so and that this vendor made, in order.
+# pci_devices CLASS VENDOR: print the PCI addresses (0000:07:00.0) of the vendor's devices whose class starts with CLASS.
 pci_devices() {
   local device
   for device in "$sys"/bus/pci/devices/*; do
@@ -43,7 +45,8 @@ numa_node() { value "$sys/bus/pci/devices/$1/numa_node"; }
 
 allowed=$(expand "${ALLOWED_CPUS:-$(sed -n 's/^Cpus_allowed_list:[[:space:]]*//p' /proc/self/status)}")
 mapfile -t gpus < <(pci_devices 0x03 0x10de)
-# CUDA puts the fastest of unlike GPUs first, and only numbers tell which ones are visible.
+# If GPUs differ, CUDA puts the fastest one first, so their order is unknown here. If CUDA_VISIBLE_DEVICES does not hold
+# numbers, it is unknown which GPUs are visible.
 kinds=$(for gpu in "${gpus[@]}"; do value "$sys/bus/pci/devices/$gpu/device"; done | sort -u | wc -l)
 if ((kinds > 1)) || [[ ! ${CUDA_VISIBLE_DEVICES:-0} =~ ^[0-9]{1,3}(,[0-9]{1,3})*$ ]]; then
   gpus=()
@@ -72,14 +75,14 @@ else
   node=
 fi
 
-# Cores, not hardware threads, are dealt out: the allowed threads of one core are one line here.
+# Distribute cores rather than hardware threads: each line contains the allowed threads of one core.
 mapfile -t cores < <(sort -n <<<"$cpus" | while read -r cpu; do
   siblings=$(value "$sys/devices/system/cpu/cpu$cpu/topology/thread_siblings_list")
   comm -12 <(expand "${siblings:-$cpu}" | sort) <(sort <<<"$cpus") | sort -n | paste -sd,
 done | awk '!seen[$0]++')
 if ((${#cores[@]} >= sharers)); then
   begin=$((position * ${#cores[@]} / sharers)) end=$(((position + 1) * ${#cores[@]} / sharers))
-else # fewer cores than processes: one each, some twice
+else # fewer cores than processes: each process gets one core, which it may share
   begin=$((position % ${#cores[@]})) end=$((position % ${#cores[@]} + 1))
 fi
 mine=$(IFS=, && echo "${cores[*]:begin:end-begin}")
@@ -95,6 +98,6 @@ if [[ ${BIND-} == show ]]; then
   echo "local rank $rank of $ranks: GPU ${gpus[rank]-none}, NUMA node ${node:-unknown}, ${environment[*]}, ${place[*]}"
 elif "${place[@]}" true 2>/dev/null; then
   exec env "${environment[@]}" "${place[@]}" "$@"
-else # no permission, or neither program
+else # binding is not permitted, or neither program is installed
   exec env "${environment[@]}" "$@"
 fi

@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
-# Run the image of Dockerfile on this machine, with its GPUs; arguments are those of run_and_time.sh:
+# Run the image of Dockerfile on this machine, with its GPUs. The arguments are the same as for run_and_time.sh:
 #
 #   IMAGE=mlperf-bert launch/docker.sh h100_1x8 10 [-- --section.field value ...]
 #
-# Environment: IMAGE (default: mlperf-bert); ENGINE, docker or podman (default: what is there); DATA and RESULTS, the folders
-# on this machine that are data/ and results/ inside (default: those of the repository); CACHE, the folder that keeps compiled
-# kernels and measured choices for the next container (default: .cache/container of the repository). NPROC and OMP_NUM_THREADS
-# are passed on. Ctrl-C and SIGTERM end the run with its log complete. The exit status is that of run_and_time.sh.
+# Environment: IMAGE (default: mlperf-bert); ENGINE, docker or podman (default: the installed one); DATA and RESULTS, the
+# folders on this machine that are mounted as data/ and results/ (default: data/ and results/ of the repository); CACHE, the
+# folder that keeps compiled kernels for the next container (default: .cache/container of the repository). NPROC and
+# OMP_NUM_THREADS are passed to the container. After Ctrl-C or SIGTERM, the run ends with a complete log. The exit status is
+# the exit status of run_and_time.sh.
 set -euo pipefail
 cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.."
 source launch/environment.sh
@@ -15,7 +16,8 @@ usage launch/docker.sh "$@"
 engine=${ENGINE:-$(command -v docker || command -v podman)} || fail "there is neither docker nor podman here"
 command -v "$engine" >/dev/null || fail "there is no $engine here: set ENGINE to docker or podman"
 [[ ${IMAGE:=mlperf-bert} != -* ]] || fail "IMAGE is ${IMAGE@Q}, expected an image"
-# folder NAME VALUE: its full path, for a mount, in which a colon would begin another field.
+# folder NAME VALUE: create the folder VALUE and print its full path. A colon is refused because it separates the fields of
+# a mount.
 folder() {
   local path
   path=$(readlink --canonicalize-missing -- "$2")

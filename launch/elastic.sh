@@ -1,17 +1,20 @@
 #!/usr/bin/env bash
-# Training on hosts that may be lost and come back. First, where they meet, on a machine that stays, such as a login node:
+# Train on hosts that may be lost and come back. First start the meeting point of the hosts (the rendezvous) on a machine
+# that stays up, such as a login node:
 #
 #   launch/elastic.sh --meet PORT
 #
-# then on each host, also on one that comes later or again:
+# Then run this on each host, including hosts that join later or come back:
 #
 #   launch/elastic.sh MIN:MAX HOST:PORT RECIPE -- --checkpoint.folder DIR [--section.field value ...]
 #
-# MIN and MAX are numbers of hosts; DIR is a folder that all of them see, and names the run: with the same one it goes on.
-# Environment: NPROC, the number of processes on each host (default: one a GPU, or one); OMP_NUM_THREADS, the threads of each;
-# ADDRESS, this host's own for the others (default: its name); LAST_CALL, seconds to wait for more than MIN hosts (default: 30).
-# Relative paths start at the repository's root. torchrun's agents run what anybody writes who reaches PORT, or reads as they
-# meet: see docs/launching.md. Exit status: torchrun's, or 2 where the input is wrong.
+# MIN and MAX are the minimum and maximum numbers of hosts. DIR is a folder that all hosts can access. It identifies the run:
+# a start with the same DIR continues the run.
+# Environment: NPROC, the number of processes on each host (default: one per GPU, or one without GPUs); OMP_NUM_THREADS, the
+# number of threads of each process; ADDRESS, the address at which other hosts reach this host (default: its name); LAST_CALL,
+# the seconds to wait for more hosts once there are MIN (default: 30).
+# Relative paths start at the root of the repository. Security: anybody who can reach PORT, or read the agents' traffic, can
+# make torchrun's agents run code. See docs/launching.md. The exit status is torchrun's, or 2 if the input is wrong.
 set -euo pipefail
 cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.."
 source launch/venv.sh
@@ -48,9 +51,9 @@ extras=()
 prepare_venv "${extras[@]}"
 : "${NPROC:=$(.venv/bin/python -c 'import torch; print(max(1, torch.cuda.device_count()))')}"
 
-# In PyTorch 2.13, hosts that share a store of the agents' wait for ever for one that comes later. is_host=0: none of them
-# keeps the store in which they meet, so that any may be lost. Variables could ask for something else. torchrun's own logs go
-# nowhere: it would leave a folder behind on each host, whose path it makes from the id.
+# In PyTorch 2.13, hosts hang when a host joins later if the ranks share the agents' store, so turn the sharing off. With
+# is_host=0, no host keeps the rendezvous store, so that any host may be lost. PET_ variables could override these options.
+# Turn torchrun's own logs off, because they would leave a folder on each host, with a path that contains the id.
 unset "${!PET_@}"
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 exec .venv/bin/python -m torch.distributed.run --nnodes "$hosts" --nproc-per-node "$NPROC" --max-restarts 1000 \

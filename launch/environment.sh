@@ -1,12 +1,13 @@
 # shellcheck shell=bash
-# Sourced by the commands: how they speak, and numbers from outside. A number is compared with a pattern before anything is
-# computed with it: arithmetic in bash runs commands that stand in a variable, and takes 08 for a broken octal number.
+# Functions for messages and for the validation of numbers, sourced by the other scripts. A number is matched against a
+# pattern before it is used in arithmetic, because bash arithmetic executes commands that are contained in a variable, and
+# reads 08 as an invalid octal number.
 
-# If nobody reads the output any more, or its disk is full, go on without it.
+# If the output cannot be written, because its reader is gone or the disk is full, continue without output.
 say() { echo "==> $*" 2>/dev/null || exec >/dev/null; }
 fail() { echo "error: $*" >&2 && exit 2; }
 
-# version: print what console/version.py does for the programs in Python; there may be no Python yet.
+# version: print the same line as console/version.py. This does not call Python, which may not be installed yet.
 version() {
   local root number revision
   root=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/..
@@ -21,8 +22,8 @@ version() {
   echo "mlperf-bert $number${revision#unknown}"
 }
 
-# usage SCRIPT ARGUMENT...: if the first argument asks for help, print the comment at the head of the script, and end; so with
-# --version and one line.
+# usage SCRIPT ARGUMENT...: print the comment at the head of the script and exit if the first argument is -h or --help, or
+# print the version and exit if it is --version.
 usage() {
   [[ ${2-} != --version ]] || { version && exit 0; }
   [[ ${2-} == -h || ${2-} == --help ]] || return 0
@@ -30,7 +31,7 @@ usage() {
   exit 0
 }
 
-# whole_number NAME VALUE LEAST [MOST]: end with an error that names NAME unless VALUE is a whole number from LEAST to MOST.
+# whole_number NAME VALUE LEAST [MOST]: exit with an error about NAME unless VALUE is a whole number from LEAST to MOST.
 whole_number() {
   local name=$1 value=$2 least=$3 most=${4:-1000000000}
   if [[ ! $value =~ ^(0|[1-9][0-9]{0,17})$ ]] || ((value < least || value > most)); then

@@ -1,6 +1,6 @@
 # shellcheck shell=bash
-# Sourced by run_and_time.sh, and by `python -m cluster tune` for the defaults: how many processes a node gets, and how they
-# end with whoever started them.
+# Functions that choose the number of processes on a node and end them with their launcher. run_and_time.sh sources this
+# file, and `python -m cluster tune` sources it for the defaults.
 
 # default_processes RECIPE PYTHON: set NPROC and OMP_NUM_THREADS unless they are set.
 default_processes() {
@@ -14,17 +14,18 @@ default_processes() {
     : "${NPROC:=$("$python" -c 'import torch; print(max(1, torch.cuda.device_count()))')}"
   fi
   threads=$((cores > NPROC ? cores / NPROC : 1))
-  [[ $recipe != tiny_cpu ]] || threads=$((threads < 2 ? threads : 2)) # so small a model gains nothing from more
+  [[ $recipe != tiny_cpu ]] || threads=$((threads < 2 ? threads : 2)) # more threads do not speed up such a small model
   export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$threads}"
 }
 
-# tied COMMAND...: become the command, which gets SIGTERM when this script is killed. util-linux before 2.33 cannot do that.
+# tied COMMAND...: replace this process with the command, which receives SIGTERM when its parent is killed. With util-linux
+# before 2.33, it does not receive the signal.
 tied() {
   ! setpriv --pdeathsig TERM true 2>/dev/null || set -- setpriv --pdeathsig TERM "$@"
   exec "$@"
 }
 
-# await_ranks CLAIM: wait until the processes of a run have ended whose launcher was killed. They notice that within seconds and
+# await_ranks CLAIM: wait until the processes of a run whose launcher was killed have ended. They notice it within seconds and
 # complete the log.
 await_ranks() {
   local second

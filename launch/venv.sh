@@ -1,23 +1,24 @@
 # shellcheck shell=bash
-# Sourced by the commands: .venv holds pinned packages, pip among them, is made once and reused. Needs CPython >= 3.11 with
-# pip, and neither python3-venv nor ensurepip. The environment variable PYTHON names another interpreter than python3. With
-# SYSTEM_TORCH=1, its PyTorch and Triton stay in use, at their versions, with the NumPy that PyTorch was compiled against and
-# the setuptools that it requires (for containers that bring a build of their own).
+# Functions that create .venv, sourced by the other scripts. .venv contains pinned packages, including pip. It is created once
+# and reused. This needs CPython >= 3.11 with pip, but neither python3-venv nor ensurepip. The environment variable PYTHON
+# selects the interpreter (default: python3). With SYSTEM_TORCH=1, .venv uses the interpreter's own PyTorch and Triton at their
+# installed versions, with the NumPy and setuptools that this PyTorch needs, for containers that ship their own build.
 
 # shellcheck source=launch/environment.sh
 source "${BASH_SOURCE[0]%/*}/environment.sh"
 
-# pip leaves it to the first start to compile a package. A start of PyTorch that must compile it takes three times as long.
+# pip does not compile packages to bytecode here, so the first start does. It must be able to save the bytecode, because
+# starting PyTorch without it takes three times as long.
 unset PYTHONDONTWRITEBYTECODE
 
-# prepare_venv [EXTRA...]: install the dependencies of pyproject.toml, of training and of these extras, at the versions of
-# constraints.txt, unless they are there. Runs in the root of the repository.
+# prepare_venv [EXTRA...]: install the dependencies in pyproject.toml, including the extra "train" and the given extras, at
+# the versions in constraints.txt, unless they are installed already. Call it in the root of the repository.
 prepare_venv() {
   venv_is_current "$@" && return
   local lock
-  # A file that is there before .venv is, and stays while that is made anew.
+  # Lock constraints.txt, because it exists before .venv and stays in place while .venv is recreated.
   { exec {lock}>>constraints.txt; } 2>/dev/null || fail "cannot write to $PWD, where .venv is to be made"
-  flock "$lock" # another start may be installing at this moment
+  flock "$lock" # another process may be installing now
   local missing
   missing=$(venv_missing)
   [[ ! $missing ]] || { say "$missing is gone from .venv: making it anew" && rm -rf .venv; }
@@ -25,9 +26,9 @@ prepare_venv() {
   exec {lock}>&-
 }
 
-# prepare_torch VERSION: put that PyTorch with what it needs into .venv/torch-VERSION, unless it is there. Before .venv's packages
-# in PYTHONPATH it takes the place of the pinned one. Where .venv is, in the root of the repository. The interpreter of Triton
-# 3.6, which PyTorch 2.11 brings, fails with NumPy 2.4.
+# prepare_torch VERSION: install that version of PyTorch and its dependencies into .venv/torch-VERSION, unless it is installed
+# already. If this folder is in PYTHONPATH, its PyTorch replaces the pinned version. Call it in the root of the repository,
+# where .venv must exist. NumPy is older than 2.4, because the interpreter of Triton 3.6 (for PyTorch 2.11) fails with 2.4.
 prepare_torch() {
   local folder=.venv/torch-$1
   [[ $1 =~ ^[0-9]+([.+][0-9a-z]+)*$ ]] || fail "TORCH is ${1@Q}, expected a version such as 2.11.0" # it is part of a path
@@ -46,8 +47,8 @@ install_torch() {
   touch "$folder/installed"
 }
 
-# run_apart COMMAND...: run a command in a process group of its own, out of reach of the terminal's Ctrl-C, at which pip would
-# say more than a line; exit if it fails. What it leaves unfinished is marked as such.
+# run_apart COMMAND...: run a command in its own process group, and exit if it fails. Ctrl-C in the terminal then does not
+# reach pip, which would print a traceback. The installers mark an unfinished installation.
 run_apart() {
   set -m
   "$@" &
@@ -76,7 +77,8 @@ venv_is_current() {
   [[ ! $(venv_missing) ]]
 }
 
-# The first of what installing put into .venv's packages that is not there any more. pip would believe its own notes.
+# Print the first installed file or folder that is missing from .venv's packages. pip would not notice, because it trusts its
+# own records.
 venv_missing() {
   [[ ! -r .venv/installed/entries ]] || LC_ALL=C comm -23 .venv/installed/entries <(venv_entries) | sed -n 1p
 }
@@ -85,7 +87,7 @@ venv_entries() {
   (shopt -s nullglob dotglob && cd .venv/lib && printf '%s\n' python*/site-packages/*) 2>/dev/null | LC_ALL=C sort
 }
 
-# Without an NVIDIA GPU, pip still takes PyTorch's build for CUDA unless its index has one for CPUs.
+# Without an NVIDIA GPU, pip still installs PyTorch's CUDA build unless the index contains a CPU build.
 warn_of_cuda() {
   local torch
   torch=$(sed -n 's/^torch==//p' constraints.txt)
@@ -98,7 +100,8 @@ warn_of_cuda() {
 
 venv_pins() { { .venv/bin/python -V && sha256sum constraints.txt pyproject.toml; } 2>/dev/null; }
 
-# The interpreter that makes .venv. Where that is activated its own comes first, which would clear itself.
+# Print the interpreter that creates .venv. If .venv is activated, its own interpreter is first in PATH, but it must not be
+# used, because it would delete itself.
 venv_maker() {
   local python=${PYTHON:-python3}
   [[ $(command -v -- "$python") != "$PWD"/.venv/* ]] || python=$("$python" -c 'import sys; print(sys._base_executable)')
@@ -119,7 +122,7 @@ install_venv() {
     "$python" -m venv --without-pip ${SYSTEM_TORCH:+--system-site-packages} .venv ||
       fail "could not make .venv in $PWD, see above"
   fi
-  touch .venv/incomplete # pip takes a package that was cut off while it was installed for whole
+  touch .venv/incomplete # pip would treat a partially installed package as complete
   warn_of_cuda "$python"
   say "installing pinned packages into .venv (once, a minute or two)"
   requirements=$("$python" -c '

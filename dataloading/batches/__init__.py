@@ -1,1 +1,1 @@
-"""Lengths to a balanced plan, and the plan to batches."""
+"""Planning of balanced batches from the samples' lengths, and loading of the planned batches."""

@@ -1,6 +1,6 @@
-"""The loader's batches through a DALI pipeline: narrow arrays in, wide tensors on the device out.
+"""A loader that runs a DALI pipeline, which turns arrays of narrow types into tensors of wide types on the device.
 
-One DALI sample is one micro-batch. DALI's threads widen the types and copy to the GPU while the model works.
+One DALI sample is one micro-batch. DALI's threads convert the types and copy to the GPU while the model runs.
 """
 
 import itertools
@@ -39,11 +39,11 @@ FIELDS = {
     "next_sentence_labels": types.DALIDataType.INT8,
     "global_counts": types.DALIDataType.INT64,
 }
-"""The arrays of ``flat_arrays`` and their types in the pipeline."""
+"""Types of the arrays from ``flat_arrays`` in the pipeline, by name."""
 
 
 class DaliLoader:
-    """The same batches as ``NumpyLoader``, element by element; without a GPU, DALI runs on the CPU."""
+    """Loader with the same batches as ``NumpyLoader``, element by element. Without a GPU, DALI runs on the CPU."""
 
     def __init__(
         self,
@@ -57,10 +57,10 @@ class DaliLoader:
         self._device = device
         self._rank_batches = rank_batches
         self._source = source
-        # DALI calls its source in the thread of the step, so another thread reads ahead.
+        # DALI calls its source in the training thread, so a separate thread reads ahead.
         self._micro_batches = Prefetcher(self._read(), prefetch)
         self._in_flight: deque[int] = deque()
-        """``max_seqlen`` of each batch in the pipeline."""
+        """``max_seqlen`` of each batch that is in the pipeline."""
         self._steps = itertools.count()
         device_id = (device.index or 0) if device.type == "cuda" else None
         self._pipeline = _pipeline(
@@ -75,10 +75,10 @@ class DaliLoader:
 
     def __next__(self) -> list[Batch]:
         """Return the micro-batches of the next step, on the loader's device."""
-        if not self._built:  # building runs the first read, which must not happen before the clock starts
+        if not self._built:  # building triggers the first read, which must not happen before the clock starts
             self._pipeline.build()
             self._built = True
-        # Planned again for the number of micro-batches alone.
+        # The plan is computed again only for the number of micro-batches.
         return [self._next_batch() for _ in self._rank_batches(next(self._steps))]
 
     def close(self) -> None:
@@ -93,7 +93,7 @@ class DaliLoader:
     def _feed(self) -> tuple[NDArray[np.generic], ...]:
         samples, micro_batch = next(self._micro_batches)
         shape_bucket = shape_bucket_of(samples, self.shape_buckets, micro_batch)
-        # Batches leave the pipeline in the order in which they enter it.
+        # The pipeline keeps the order of the batches.
         self._in_flight.append(max_seqlen(samples, shape_bucket))
         arrays = flat_arrays(samples, micro_batch, shape_bucket)
         return tuple(arrays[name] for name in FIELDS)
@@ -104,7 +104,7 @@ class DaliLoader:
         return Batch(**tensors, max_seqlen=self._in_flight.popleft())
 
     def _copied(self, dali_tensor: Any) -> Tensor:
-        """Copy a buffer, which DALI reuses, in the order of PyTorch's stream and without waiting on the host."""
+        """Copy a buffer, because DALI reuses it. The copy runs on PyTorch's current stream without blocking the host."""
         shape, dtype = dali_tensor.shape(), dali_tensor.dtype
         torch_dtype = torch.int32 if dtype == types.DALIDataType.INT32 else torch.int64
         tensor = torch.empty(shape, dtype=torch_dtype, device=self._device)
@@ -117,9 +117,9 @@ def _pipeline(feed: Callable[[], tuple[NDArray[np.generic], ...]], on_gpu: bool)
     narrow = fn.external_source(
         source=feed, num_outputs=len(FIELDS), batch=False, dtype=list(FIELDS.values()), ndim=[1] * len(FIELDS)
     )
-    # Moved before they are widened, as token ids are a quarter of their final size.
+    # Copy to the GPU before the conversion, because narrow token ids have a quarter of the final size.
     placed = [output.gpu() if on_gpu else output for output in narrow]
     return tuple(
-        output if name == "cu_seqlens" else fn.cast(output, dtype=types.DALIDataType.INT64)  # as `Batch` has it
+        output if name == "cu_seqlens" else fn.cast(output, dtype=types.DALIDataType.INT64)  # `Batch` has int32 here
         for name, output in zip(FIELDS, placed, strict=True)
     )

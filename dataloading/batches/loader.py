@@ -1,6 +1,6 @@
-"""Plan to ``Batch``: the flat token stream of one rank's micro-batch, assembled ahead of time.
+"""Assembly of batches. A ``Batch`` is the flat token stream of one rank's micro-batch, assembled ahead of time.
 
-Shape legend: slots for T tokens, S sequences and M masked tokens of the micro-batch, padding included.
+Shape legend: the micro-batch has slots for T tokens, S sequences and M masked tokens, including padding.
 """
 
 import itertools
@@ -21,15 +21,15 @@ from dataloading.shards.samples import SampleBuilder, Samples
 
 Item = TypeVar("Item")
 RankBatches = Callable[[int], list[MicroBatch]]
-"""Returns a rank's micro-batches of a step."""
+"""Function that returns a rank's micro-batches for a step."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Sequences one after another in one flat stream, without padding between them.
+    """A micro-batch: sequences concatenated into one flat stream, without padding between them.
 
-    A batch of a ``ShapeBucket`` has inert slots at the ends: ids are 0, labels -1, ``cu_seqlens`` repeats its last
-    value, and ``masked_lm_positions`` points at the first row that no sequence owns.
+    A batch that is padded to a ``ShapeBucket`` has inert slots at the end of each tensor: ids are 0, labels are -1,
+    ``cu_seqlens`` repeats its last value, and ``masked_lm_positions`` points to the first row that no sequence uses.
     """
 
     input_ids: Tensor
@@ -39,9 +39,9 @@ class Batch:
     position_ids: Tensor
     """int64 [T], restarting at 0 in every sequence."""
     cu_seqlens: Tensor
-    """int32 [S + 1], start of each sequence; attention never crosses a boundary."""
+    """int32 [S + 1], start of each sequence. Attention never crosses these boundaries."""
     masked_lm_positions: Tensor
-    """int64 [M], indices into the flat stream, ascending."""
+    """int64 [M], ascending indices into the flat stream."""
     masked_lm_ids: Tensor
     """int64 [M], -1 in empty slots"""
     next_sentence_labels: Tensor
@@ -53,31 +53,31 @@ class Batch:
 
     @property
     def tokens(self) -> int:
-        """Token slots of this micro-batch; ``cu_seqlens[-1]`` of them are real."""
+        """Number of token slots. ``cu_seqlens[-1]`` of them hold real tokens."""
         return self.input_ids.numel()
 
     @property
     def sequences(self) -> int:
-        """Sequence slots of this micro-batch."""
+        """Number of sequence slots."""
         return self.next_sentence_labels.numel()
 
     @property
     def shape_bucket(self) -> ShapeBucket:
-        """The shape of this batch, equal for batches of one CUDA graph."""
+        """The shape of this batch. Batches of one CUDA graph have equal shapes."""
         return ShapeBucket(self.tokens, self.sequences, self.masked_lm_ids.numel(), self.max_seqlen)
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """The fields that are tensors, by name."""
+        """Return the tensor fields by name."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: value for name, value in values.items() if isinstance(value, Tensor)}
 
     def to(self, device: torch.device) -> "Batch":
-        """Copy the batch to ``device``; copies from pinned memory do not block the host."""
+        """Copy the batch to ``device``. Copies from pinned memory do not block the host."""
         return self._map(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pin(self) -> "Batch":
-        """Copy the batch to page-locked memory, from which copies to a GPU are asynchronous."""
+        """Copy the batch to pinned memory, so that copies to a GPU are asynchronous."""
         return self._map(Tensor.pin_memory)
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> "Batch":
@@ -95,17 +95,17 @@ class SampleSource(Protocol):
 def shape_bucket_of(
     samples: Samples, shape_buckets: Sequence[ShapeBucket], micro_batch: MicroBatch | None = None
 ) -> ShapeBucket | None:
-    """Choose the first shape bucket that holds a batch of ``samples``, or None if there are no shape buckets.
+    """Return the first shape bucket that a batch of ``samples`` fits, or None if there are no shape buckets.
 
-    With a ``micro_batch`` of a plan, the shape bucket also holds what the other ranks run at the same time, because
-    NCCL requires all ranks to replay the same graph. A batch that fits none gets a shape bucket of its own.
+    With a ``micro_batch`` from a plan, the other ranks' concurrent micro-batches must fit too, because NCCL requires all
+    ranks to replay the same graph. A batch that fits no shape bucket gets a new one.
     """
     if not shape_buckets:
         return None
     tokens, masked = len(samples.input_ids), len(samples.masked_lm_ids)
     if micro_batch is not None:
         tokens, masked = max(tokens, micro_batch.largest_tokens), max(masked, micro_batch.largest_masked)
-    # All shape buckets have the same max_seqlen; a longer sample needs a shape bucket of its own.
+    # All shape buckets have the same max_seqlen, so a longer sample needs a new shape bucket.
     longest = max(int(samples.lengths.max()), shape_buckets[-1].max_seqlen)
     return fitting(ShapeBucket.around(tokens, len(samples), masked, longest), shape_buckets)
 
@@ -121,13 +121,13 @@ def flat_arrays(
         "segment_ids": samples.segment_ids,
         "position_ids": (np.arange(len(samples.input_ids)) - np.repeat(starts, lengths)).astype(np.uint16),
         "cu_seqlens": samples.sequence_offsets.astype(np.int32),
-        # Positions in the stream, where the heads gather their rows.
+        # Positions in the flat stream, from which the heads gather their rows.
         "masked_lm_positions": (samples.masked_lm_positions + np.repeat(starts, samples.masked_counts)).astype(
             np.int32
         ),
         "masked_lm_ids": samples.masked_lm_ids.astype(np.int32),
         "next_sentence_labels": samples.next_sentence_labels.astype(np.int8),
-        # A tensor, because a captured step is replayed with the counts of other batches.
+        # The counts are a tensor, because a captured step is replayed with the counts of other batches.
         "global_counts": np.array([micro_batch.global_sequences, micro_batch.global_masked]),
     }
     return arrays if shape_bucket is None else arrays | _padded(arrays, shape_bucket)
@@ -135,7 +135,7 @@ def flat_arrays(
 
 def _padded(arrays: dict[str, NDArray[Any]], shape_bucket: ShapeBucket) -> dict[str, NDArray[Any]]:
     tokens = len(arrays["input_ids"])
-    # All but global_counts, which always has two numbers.
+    # All tensors except global_counts, which always has two numbers.
     slots = {
         "input_ids": (shape_bucket.tokens, 0),
         "segment_ids": (shape_bucket.tokens, 0),
@@ -145,7 +145,7 @@ def _padded(arrays: dict[str, NDArray[Any]], shape_bucket: ShapeBucket) -> dict[
         "masked_lm_ids": (shape_bucket.masked, -1),
         "next_sentence_labels": (shape_bucket.sequences, -1),
     }
-    assert tokens < shape_bucket.tokens  # a spare row, where empty masked slots point
+    assert tokens < shape_bucket.tokens  # empty masked slots point to a spare row
     return {
         name: np.concatenate([arrays[name], np.full(size - len(arrays[name]), empty, arrays[name].dtype)])
         for name, (size, empty) in slots.items()
@@ -153,10 +153,10 @@ def _padded(arrays: dict[str, NDArray[Any]], shape_bucket: ShapeBucket) -> dict[
 
 
 def batch_of(samples: Samples, micro_batch: MicroBatch | None = None, shape_bucket: ShapeBucket | None = None) -> Batch:
-    """Return the ``Batch`` of some samples, padded to ``shape_bucket``; without a plan, they are a global batch."""
+    """Make a ``Batch`` of samples, padded to ``shape_bucket``. Without a ``micro_batch``, they form a global batch."""
     whole = micro_batch or MicroBatch(np.arange(len(samples)), len(samples), len(samples.masked_lm_ids))
     tensors = {
-        # astype() copies, so that tensors do not share memory with a shard.
+        # astype() copies, so that the tensors do not share memory with a shard.
         name: torch.from_numpy(array.astype(np.int32 if name == "cu_seqlens" else np.int64))
         for name, array in flat_arrays(samples, whole, shape_bucket).items()
     }
@@ -164,17 +164,17 @@ def batch_of(samples: Samples, micro_batch: MicroBatch | None = None, shape_buck
 
 
 def inert_batch(shape_bucket: ShapeBucket) -> Batch:
-    """Return a batch of empty slots, which has no losses and no gradients. Its counts are 1, to divide by."""
+    """Return a batch of empty slots, with zero losses and gradients. Its counts are 1, because they are divisors."""
     return batch_of(SampleBuilder().samples(), MicroBatch(np.empty(0, np.int64), 1, 1), shape_bucket)
 
 
 def max_seqlen(samples: Samples, shape_bucket: ShapeBucket | None) -> int:
-    """Return the batch's ``max_seqlen``: of the shape bucket, as it is part of the graph, or of the longest sample."""
+    """Return the shape bucket's ``max_seqlen``, which is part of the graph, or else the longest sample's length."""
     return int(samples.lengths.max()) if shape_bucket is None else shape_bucket.max_seqlen
 
 
 class Loader(Protocol):
-    """Endless iterator over optimizer steps that reads nothing before the first ``next()``."""
+    """Endless iterator over the batches of optimizer steps. It reads nothing before the first ``next()``."""
 
     def __next__(self) -> list[Batch]:
         """Return the micro-batches of the next step, on the loader's device."""
@@ -186,7 +186,7 @@ class Loader(Protocol):
 
 
 class Prefetcher(Generic[Item]):
-    """Iterator that runs in a background thread, a bounded number of items ahead; ``next()`` raises its errors."""
+    """Iterator that a background thread advances by a limited number of items. ``next()`` raises the thread's errors."""
 
     def __init__(self, items: Iterator[Item], depth: int) -> None:
         self._items = items
@@ -195,9 +195,9 @@ class Prefetcher(Generic[Item]):
         self._thread: threading.Thread | None = None
 
     def __next__(self) -> Item:
-        """Return the next item; starts the thread on first use, because nothing may be read before the clock starts."""
+        """Return the next item. The first call starts the thread, because nothing may be read before the clock starts."""
         if self._thread is None:
-            # daemon: a program can end without close().
+            # A daemon thread, so that a program can exit without calling close().
             self._thread = threading.Thread(target=self._work, name="prefetch", daemon=True)
             self._thread.start()
         item, error = self._ready.get()
@@ -207,9 +207,9 @@ class Prefetcher(Generic[Item]):
         return item
 
     def close(self) -> None:
-        """Stop the thread and drop its items."""
+        """Stop the thread and discard its items."""
         self._stop.set()
-        # The thread may be waiting for room in the queue.
+        # Empty the queue, because the thread may be waiting for room in it.
         while self._thread is not None and self._thread.is_alive():
             try:
                 self._ready.get(timeout=0.05)
@@ -227,42 +227,42 @@ class Prefetcher(Generic[Item]):
 
 
 Step = tuple[list[Batch], torch.cuda.Event | None]
-"""Micro-batches of a step, and the event of their arrival on the GPU."""
+"""Micro-batches of a step, and the event that marks their arrival on the GPU."""
 
 
 class Uploads:
-    """Copies of micro-batches to a GPU, on a stream of their own beside the running step."""
+    """Copies of micro-batches to a GPU, on a separate stream that runs concurrently with the training step."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)
 
     def start(self, batches: list[Batch]) -> Step:
-        """Start the copies, from any thread. The allocator keeps the pinned memory until they are complete."""
-        # A new thread uses the first GPU, where leaving a stream would create a context.
+        """Start the copies, from any thread. The allocator keeps the pinned memory until the copies are complete."""
+        # Select the GPU: a new thread uses the first GPU, and leaving a stream would create a context there.
         torch.cuda.set_device(self._stream.device)
         with torch.cuda.stream(self._stream):
             copies = [batch.pin().to(self._device) for batch in batches]
-            # One event behind all copies of the step.
+            # One event after all copies of the step.
             arrived = torch.cuda.Event()
             arrived.record()
         return copies, arrived
 
     def finish(self, step: Step) -> list[Batch]:
-        """Return the copies and let the current stream, not the host, wait for them."""
+        """Return the copies. The current stream waits for them, but the host does not."""
         copies, arrived = step
         assert arrived is not None
         current = torch.cuda.current_stream(self._device)
         current.wait_event(arrived)
         for batch in copies:
             for tensor in batch.tensors.values():
-                tensor.record_stream(current)  # or its memory might be reused while this stream reads it
+                tensor.record_stream(current)  # prevents reuse of the memory while this stream reads it
         return copies
 
 
 class NumpyLoader:
-    """Batches assembled by NumPy in a background thread, ``prefetch`` steps ahead, and padded to ``shape_buckets``, if
-    any."""
+    """Loader that assembles batches with NumPy in a background thread, ``prefetch`` steps ahead, and pads them to
+    ``shape_buckets``, if any."""
 
     def __init__(
         self,
@@ -277,8 +277,8 @@ class NumpyLoader:
         self._rank_batches = rank_batches
         self._uploads = Uploads(device) if device.type == "cuda" else None
         if self._uploads is not None and shape_buckets:
-            # Allocates memory before the clock starts, for the steps read ahead and three more: one is being assembled,
-            # one waits for room, and one is in use.
+            # Allocate memory before the clock starts, for the prefetched steps and three more: one that is being
+            # assembled, one that waits for room in the queue, and one in use.
             step = [inert_batch(shape_buckets[-1])] * len(rank_batches(0))
             for arriving in [self._uploads.start(step) for _ in range(prefetch + 3)]:
                 self._uploads.finish(arriving)

@@ -1,7 +1,7 @@
-"""Choice of the loader that ``data.loader`` asks for. All loaders give the same batches, so every rank may choose alone.
+"""Choice of a loader for ``data.loader``. All loaders return the same batches, so each rank can choose independently.
 
-Loaders are tried on synthetic samples in the lengths of the run's own batches: training data is not read before the clock
-starts.
+Loaders are timed on synthetic samples with the lengths of the run's batches, because training data may not be read before
+the clock starts.
 """
 
 import importlib.util
@@ -22,16 +22,16 @@ from dataloading.batches.synthetic import synthetic_samples
 from dataloading.shards.samples import Samples
 
 MakeLoader = Callable[[SampleSource, RankBatches, torch.device, int, Sequence[ShapeBucket]], Loader]
-"""Class of a loader; the number is the number of steps to read ahead."""
+"""Class of a loader. The int argument is the number of steps to read ahead."""
 
 _TURNS, _STEPS = 3, 8
 _CLEARLY = 0.97
-"""DALI is chosen if it takes less than this share of NumPy's time, because it occupies GPU memory and threads."""
+"""Fraction of NumPy's time below which DALI is chosen. DALI must be clearly faster, as it uses GPU memory and threads."""
 
 
 @dataclass(frozen=True)
 class LoaderChoice:
-    """A loader, and the reason for it."""
+    """The chosen loader, and the reason for the choice."""
 
     make: MakeLoader
     name: str
@@ -60,12 +60,12 @@ def choose_loader(
     prefetch: int,
     shape_buckets: Sequence[ShapeBucket] = (),
 ) -> LoaderChoice:
-    """Choose a loader: "numpy", "dali", or for "auto" on a GPU the faster one.
+    """Choose a loader: "numpy", "dali", or "auto", which on a GPU chooses the faster of the two.
 
-    ``rank_batches(step)`` gives this rank's micro-batches of samples that have ``lengths_N``.
+    ``rank_batches(step)`` returns this rank's micro-batches. ``lengths_N`` are the lengths of all samples.
 
     Raises:
-        ValueError: ``kind`` is "dali", which is not installed or cannot load a synthetic step.
+        ValueError: ``kind`` is "dali", but DALI is not installed or cannot load a synthetic step.
     """
     check_loader(kind)
     if kind == "numpy":
@@ -85,7 +85,7 @@ def choose_loader(
             next(loader)
         finally:
             loader.close()
-    except Exception as error:  # imports, drivers and pipelines raise all kinds of errors
+    except Exception as error:  # imports, drivers and pipelines can raise any error
         why = f"{type(error).__name__}: {next(iter(reason(error).splitlines()), '')[:300]}"
         if kind == "auto":
             return LoaderChoice(NumpyLoader, "numpy", f"DALI is installed but cannot start: {why}", is_fallback=True)
@@ -102,10 +102,10 @@ def choose_loader(
 
 
 def fastest_turns(loaders: Sequence[Loader], device: torch.device, prefetch: int) -> list[float]:
-    """Return the seconds a step of each loader in its best turn, and close the loaders."""
+    """Measure each loader in several turns; return the seconds a step in its best turn, and close the loaders."""
     best = [math.inf] * len(loaders)
     try:
-        # In turns, so that a disturbance of the machine slows all of them.
+        # Loaders take turns, so that a temporary slowdown of the machine affects all of them.
         for _ in range(_TURNS):
             for place, loader in enumerate(loaders):
                 for _ in range(prefetch + 4):  # these steps may have been loaded during another loader's turn
@@ -114,7 +114,7 @@ def fastest_turns(loaders: Sequence[Loader], device: torch.device, prefetch: int
                 for _ in range(_STEPS):
                     next(loader)
                 if device.type == "cuda":
-                    torch.cuda.synchronize(device)  # next() only begins the copies to the GPU
+                    torch.cuda.synchronize(device)  # next() only starts the copies to the GPU
                 best[place] = min(best[place], (time.perf_counter() - begin) / _STEPS)
     finally:
         for loader in loaders:
@@ -123,14 +123,14 @@ def fastest_turns(loaders: Sequence[Loader], device: torch.device, prefetch: int
 
 
 def _is_dali_installed() -> bool:
-    # find_spec() imports the parent package, and raises if it is missing.
+    # Check the parent package first, because find_spec() imports it and raises if it is missing.
     return importlib.util.find_spec("nvidia") is not None and importlib.util.find_spec("nvidia.dali") is not None
 
 
 def _synthetic_step(
     micro_batches: Sequence[MicroBatch], lengths_N: NDArray[np.integer]
 ) -> tuple[Samples, list[MicroBatch]]:
-    """Return synthetic samples in the lengths of a step's micro-batches, and the micro-batches that index them."""
+    """Return synthetic samples with the lengths of a step's micro-batches, and micro-batches that index these samples."""
     samples = synthetic_samples(lengths_N[np.concatenate([micro.indices for micro in micro_batches])], vocab_size=2**15)
     ends = np.cumsum([len(micro.indices) for micro in micro_batches])
     return samples, [

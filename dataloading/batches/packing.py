@@ -1,7 +1,7 @@
-"""Packing: which sequences share a row of ``capacity`` tokens, so that little of the row is padding.
+"""Packing of several sequences into a row of ``capacity`` tokens, to reduce padding.
 
 ``pack_histogram`` (`dataloading.batches.packing_strategy`) chooses combinations of lengths from a histogram;
-``pack_samples`` and ``stream_packs`` deal samples into these combinations.
+``pack_samples`` and ``stream_packs`` assign samples to these combinations.
 
 Shape legend: N samples, P packs.
 """
@@ -16,12 +16,12 @@ from dataloading.batches.packing_strategy import pack_histogram
 from dataloading.shards.samples import offsets_of, ragged_indices
 
 STREAM_WINDOW = 1 << 21
-"""Samples that ``stream_packs`` packs at a time."""
+"""Number of samples that ``stream_packs`` packs at a time."""
 
 
 @dataclass(frozen=True)
 class Packs:
-    """Samples dealt into packs; pack p holds ``samples[offsets[p]:offsets[p + 1]]``, longest first."""
+    """Assignment of samples to packs. Pack p holds ``samples[offsets[p]:offsets[p + 1]]``, longest first."""
 
     samples: NDArray[np.int64]
     """[N] sample numbers."""
@@ -35,17 +35,17 @@ class Packs:
 def pack_samples(
     lengths: NDArray[np.integer], capacity: int = 512, max_sequences: int | None = 3, seed: int | Sequence[int] = 0
 ) -> Packs:
-    """Put every sample into exactly one pack. ``lengths`` [N] are in tokens, and their histogram gives the strategy.
+    """Assign every sample to exactly one pack. ``lengths`` [N] are in tokens; their histogram determines the strategy.
 
-    The places of samples of equal length and the order of the packs are random and follow from ``seed``. Takes at most
-    70 bytes a sample. Raises ``ValueError`` like ``pack_histogram``.
+    ``seed`` determines the random order of the packs and the random places of samples of equal length. Needs at most 70
+    bytes of memory a sample. Raises the same ``ValueError`` as ``pack_histogram``.
     """
     if len(lengths) and (int(lengths.min()) < 1 or int(lengths.max()) > capacity):
         raise ValueError(
             f"sequences of {lengths.min()} to {lengths.max()} tokens, expected 1 to {capacity}: change the capacity "
             "or check the length index"
         )
-    lengths = lengths.astype(np.min_scalar_type(capacity), copy=False)  # 16 bits or fewer are sorted by radix
+    lengths = lengths.astype(np.min_scalar_type(capacity), copy=False)  # NumPy uses radix sort for up to 16 bits
     strategy = pack_histogram(np.bincount(lengths, minlength=capacity + 1), capacity, max_sequences)
     rng = np.random.default_rng(seed)
     packs = rng.permutation(np.repeat(np.arange(len(strategy.counts), dtype=np.int32), strategy.counts))
@@ -54,8 +54,8 @@ def pack_samples(
     slots = flat[ragged_indices(offsets_of(sizes)[packs], sizes[packs])]
     offsets = offsets_of(sizes[packs])
     del packs
-    # Slots and samples are sorted by length and pair up in this order. The sort is stable and the samples are shuffled
-    # before it, so that samples of equal length are placed at random.
+    # Slots and samples are sorted by length and matched in this order. The sort is stable and the samples are shuffled
+    # first, so that samples of equal length get random places.
     shuffled = rng.permutation(len(lengths))
     by_length = shuffled[np.argsort(lengths[shuffled], kind="stable")]
     samples = np.empty(len(lengths), np.int64)
@@ -70,11 +70,11 @@ def stream_packs(
     seed: int = 0,
     window: int = STREAM_WINDOW,
 ) -> Iterator[Packs]:
-    """Yield the packs of any number of samples, ``window`` of them at a time, so that memory grows with the window
-    alone.
+    """Pack any number of samples, ``window`` samples at a time, and yield the packs of each window. Memory use depends
+    only on the window.
 
     ``lengths`` may be a memory map. Window w is packed like ``pack_samples(..., seed=[seed, w])``. The samples should
-    be in random order, because samples of different windows never share a pack. Raises ``ValueError`` like
+    be in random order, because samples of different windows never share a pack. Raises the same ``ValueError`` as
     ``pack_histogram``.
     """
     if window < 1:

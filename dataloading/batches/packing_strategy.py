@@ -1,8 +1,8 @@
-"""Packing strategies: how many packs of each combination of lengths hold the sequences of a length histogram.
+"""Packing strategies. A strategy is the number of packs for each combination of sequence lengths.
 
-This is the one-dimensional cutting-stock problem with a limit on pieces. If first-fit decreasing is not within
-``_GOOD_ENOUGH`` of a lower bound, the linear program over all combinations is solved by column generation (Gilmore and
-Gomory 1961, 1963) and rounded.
+This is the one-dimensional cutting-stock problem with a limit on the number of pieces. If the solution of first-fit
+decreasing is not within ``_GOOD_ENOUGH`` of a lower bound, column generation (Gilmore and Gomory 1961, 1963) solves the
+linear program over all combinations, and the solution is rounded.
 
 Shape legend: C combinations, K longest combination, L = capacity + 1 possible lengths (0 stands for no sequence).
 """
@@ -17,18 +17,18 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 _GOOD_ENOUGH = 1e-4
-"""Relative gap between a packing and the lower bound that is not worth a linear program."""
+"""Largest relative gap between a packing and the lower bound at which no linear program is solved."""
 _CLOSE_ENOUGH = 3e-5
-"""Relative gap at which a linear program is worth no further round."""
+"""Relative gap at which the rounds of linear programs stop."""
 _MAX_ROUNDS = 60
-"""Limit of linear programs. Wikipedia's lengths need 8 with three sequences a pack, 18 with twelve."""
+"""Limit on the number of linear programs. Wikipedia's lengths need 8 with three sequences a pack, and 18 with twelve."""
 
 _PIECES = 12
-"""Longest combination in a first linear program, or twice the mean if that is more. It is enough unless long sequences
-leave room that only many short sequences fill."""
+"""Most sequences in a combination of the first linear program, unless twice the mean is more. This is enough unless long
+sequences leave room that only many short sequences can fill."""
 
 Combination = tuple[int, ...]
-"""Lengths in one pack, longest first."""
+"""Lengths of the sequences in one pack, longest first."""
 
 
 @dataclass(frozen=True)
@@ -36,13 +36,13 @@ class PackingStrategy:
     """Number of packs for each combination of lengths; every sequence of the histogram is in exactly one pack."""
 
     capacity: int
-    """Tokens that fit into a pack."""
+    """Number of tokens that fit into a pack."""
     combinations: tuple[Combination, ...]
     """[C] different combinations."""
     counts: tuple[int, ...]
-    """[C] packs of each combination, at least 1."""
+    """[C] number of packs of each combination, at least 1."""
     bound: int
-    """Lower bound on the packs of any strategy for the same histogram and limits."""
+    """Lower bound on the number of packs that any strategy needs for this histogram and these limits."""
 
     @cached_property
     def packs(self) -> int:
@@ -51,12 +51,12 @@ class PackingStrategy:
 
     @cached_property
     def tokens(self) -> int:
-        """Real tokens in all packs."""
+        """Number of real tokens in all packs."""
         return sum(sum(lengths) * count for lengths, count in zip(self.combinations, self.counts, strict=True))
 
     @property
     def efficiency(self) -> float:
-        """Share of slots with real tokens; 1 if there is nothing to pack."""
+        """Share of slots that hold real tokens, or 1 if there are no sequences."""
         return self.tokens / (self.packs * self.capacity) if self.packs else 1.0
 
     @property
@@ -66,11 +66,11 @@ class PackingStrategy:
 
 
 def pack_histogram(histogram: ArrayLike, capacity: int = 512, max_sequences: int | None = 3) -> PackingStrategy:
-    """Return a strategy with close to the fewest packs possible, and never more than first-fit decreasing.
+    """Return a strategy with nearly the fewest possible packs, and never more packs than first-fit decreasing.
 
-    ``histogram[l]`` [L or shorter] is the number of sequences of l tokens; ``max_sequences`` of None is no limit. Equal
-    arguments give equal strategies. Raises ``ValueError`` for counts that are negative or no whole numbers, sequences
-    without tokens or longer than ``capacity``, and limits below 1.
+    ``histogram[l]`` [L or shorter] is the number of sequences of l tokens. ``max_sequences`` limits the sequences in a
+    pack; None means no limit. Equal arguments give equal strategies. Raises ``ValueError`` for counts that are negative
+    or not integers, for sequences that are empty or longer than ``capacity``, and for limits below 1.
     """
     counts = _checked_histogram(histogram, capacity, max_sequences)
     if not counts.any():
@@ -89,7 +89,7 @@ def pack_histogram(histogram: ArrayLike, capacity: int = 512, max_sequences: int
 
 
 def _checked_histogram(histogram: ArrayLike, capacity: int, max_sequences: int | None) -> NDArray[np.int64]:
-    """Return the same counts [L] with zeros appended."""
+    """Check the arguments, and return the counts padded with zeros [L]."""
     if capacity < 1:
         raise ValueError(f"capacity of {capacity} tokens, expected at least 1")
     if max_sequences is not None and max_sequences < 1:
@@ -117,10 +117,10 @@ def _checked_histogram(histogram: ArrayLike, capacity: int, max_sequences: int |
 
 
 def _simple_bound(counts: NDArray[np.int64], limit: int) -> int:
-    """Return a lower bound on the packs without solving anything.
+    """Return a lower bound on the number of packs without solving a linear program.
 
-    Beside a sequence of capacity - r tokens, only sequences of at most r tokens fit. These hold a limited number of
-    tokens, and the space that they cannot fill is lost.
+    In a pack with a sequence of capacity - r tokens, only sequences of at most r tokens fit. The number of tokens in such
+    sequences is limited, and the space that they cannot fill is lost.
     """
     capacity = len(counts) - 1
     lengths = np.arange(capacity + 1)
@@ -133,7 +133,7 @@ def _simple_bound(counts: NDArray[np.int64], limit: int) -> int:
 
 
 def _first_fit_decreasing(counts: NDArray[np.int64], limit: int) -> Counter[Combination]:
-    """Pack by first-fit decreasing, all packs of equal contents at once."""
+    """Pack by first-fit decreasing, processing all packs with equal contents at once."""
     capacity = len(counts) - 1
     packing: Counter[Combination] = Counter()
     opened: list[tuple[int, Combination, int]] = []  # space, contents, number of such packs, in order of opening
@@ -151,7 +151,7 @@ def _first_fit_decreasing(counts: NDArray[np.int64], limit: int) -> Counter[Comb
                 filled, rest = packs, 0
             left -= filled * fitting + rest
             partly = int(rest > 0)
-            # Some of these packs are filled, at most one is filled in part, and the others stay as they were.
+            # Some of these packs are filled, at most one is partly filled, and the other packs do not change.
             for added, number in ((fitting, filled), (rest, partly), (0, packs - filled - partly)):
                 now = contents + (length,) * added
                 if now and number:
@@ -165,23 +165,24 @@ def _first_fit_decreasing(counts: NDArray[np.int64], limit: int) -> Counter[Comb
 
 
 def _piece_limits(counts: NDArray[np.int64], limit: int) -> list[int]:
-    """Return the longest combinations for a first linear program, and for a second if the first leaves a gap."""
-    per_pack = int(len(counts[1:]) * counts.sum() / (counts @ np.arange(len(counts))))  # if nothing were lost
+    """Return the limit on pieces for a first linear program, and for a second one that runs if the first leaves a gap."""
+    per_pack = int(len(counts[1:]) * counts.sum() / (counts @ np.arange(len(counts))))  # without any padding
     return sorted({min(limit, max(_PIECES, 2 * per_pack)), limit})
 
 
 def _linear_program(counts: NDArray[np.int64], limit: int, pieces: int) -> tuple[Counter[Combination], int]:
-    """Return a rounded solution of the linear program over combinations of ``pieces``, and a bound on packs of
-    ``limit``.
+    """Solve and round the linear program over combinations of at most ``pieces`` sequences.
 
-    Column generation: solve over few combinations, price the lengths by the dual solution, add the best combination
-    with each length at these prices, and repeat until no combination is worth more than a pack. Prices of a linear
-    program jump about, so combinations are sought at a mean with the best prices so far (Wentges 1997). Any prices give
-    a bound: the value of all sequences divided by the value of the best pack.
+    Return the packs, and a lower bound on the number of packs with at most ``limit`` sequences.
+
+    Column generation: solve the program over a few combinations, take the dual solution as the prices of the lengths, add
+    the most valuable combination that contains each length, and repeat until no combination is worth more than a pack.
+    Prices fluctuate between rounds, so the search uses a weighted mean of the current prices and the best prices so far
+    (Wentges 1997). Any prices give a bound: the value of all sequences divided by the value of the best pack.
     """
     capacity = len(counts) - 1
     lengths = np.flatnonzero(counts)
-    # At first, a length is worth its share of a pack.
+    # The initial price of a length is its share of a pack.
     best_prices = np.where(counts > 0, np.arange(capacity + 1) / capacity, 0.0)
     columns, bound = _starting_columns(best_prices, lengths, pieces), 0.0
     used, amounts = columns, np.zeros(0)
@@ -191,20 +192,20 @@ def _linear_program(counts: NDArray[np.int64], limit: int, pieces: int) -> tuple
         if amounts.sum() - bound <= _CLOSE_ENOUGH * bound:
             break
         fresh = columns[:0]
-        # Approach the program's own prices until some combination is worth more than a pack.
+        # Move towards the program's own prices until a combination is worth more than a pack.
         for weight in (0.6, 0.3, 0.0):
             mixed = weight * best_prices + (1 - weight) * prices
             found, value = _best_combinations(mixed, lengths, pieces)
             if mixed @ counts / value > bound:
                 best_prices, bound = mixed / value, mixed @ counts / value
-            fresh = found[prices[found].sum(1) > 1 + 1e-7]  # others cannot improve the program
+            fresh = found[prices[found].sum(1) > 1 + 1e-7]  # other combinations cannot improve the program
             if len(fresh):
                 break
         if not len(fresh):
             break
-        # Combinations worth clearly less than a pack are dropped, which keeps the program small.
+        # Drop combinations that are worth clearly less than a pack, to keep the program small.
         columns = np.unique(np.concatenate([columns[prices[columns].sum(1) > 0.98], fresh]), axis=0)
-    # The bound has to hold for combinations of more pieces, too, which may be worth more.
+    # The bound must also hold for combinations of more pieces, which may be worth more.
     if pieces < limit:
         bound = best_prices @ counts / _best_combinations(best_prices, lengths, limit)[1]
     chosen = _at_own_lengths(used, amounts, counts)
@@ -213,9 +214,9 @@ def _linear_program(counts: NDArray[np.int64], limit: int, pieces: int) -> tuple
 
 
 def _starting_columns(prices: NDArray[np.float64], lengths: NDArray[np.int64], limit: int) -> NDArray[np.int64]:
-    """Return each length alone, and good combinations at slightly changed prices [C, K]."""
+    """Return a combination for each single length, and valuable combinations at slightly changed prices [C, K]."""
     rng = np.random.default_rng(0)
-    alone = np.zeros((len(lengths), limit), np.int64)  # so that every histogram can be packed
+    alone = np.zeros((len(lengths), limit), np.int64)  # ensures that every histogram can be packed
     alone[:, 0] = lengths
     shaken = [np.where(prices > 0, prices + rng.uniform(0, 1e-3, len(prices)), 0.0) for _ in range(4)]
     return np.unique(np.concatenate([alone, *(_best_combinations(each, lengths, limit)[0] for each in shaken)]), axis=0)
@@ -224,19 +225,19 @@ def _starting_columns(prices: NDArray[np.float64], lengths: NDArray[np.int64], l
 def _best_combinations(
     prices: NDArray[np.float64], lengths: NDArray[np.int64], limit: int
 ) -> tuple[NDArray[np.int64], float]:
-    """Return the most valuable combination with each of ``lengths`` [C, K], zeros last, and the highest value."""
+    """Return the most valuable combination that contains each of ``lengths`` [C, K], zeros last, and the highest value."""
     capacity = len(prices) - 1
     tables: dict[int, tuple[NDArray[np.float64], NDArray[np.int64]]] = {}
 
     def table(pieces: int) -> NDArray[np.float64]:
-        """Return the highest value [L] of at most ``pieces`` lengths in each space, and keep the choices."""
+        """Return the highest value [L] of at most ``pieces`` lengths for each space, and store the choices."""
         if pieces not in tables:
             if pieces == 1:
                 values = np.maximum.accumulate(prices)
                 first_of_value = np.append(True, values[1:] > values[:-1])
                 tables[1] = values, np.maximum.accumulate(np.where(first_of_value, np.arange(capacity + 1), 0))
             else:
-                # Two tables of half as many pieces make one, so that log2(pieces) tables are enough.
+                # Combine two tables of half as many pieces, so that log2(pieces) tables are enough.
                 one, other = table(pieces - pieces // 2), table(pieces // 2)
                 padded = np.concatenate([np.full(capacity, -np.inf), other])
                 # [L, L]: row s, column a holds the value of the space s - a
@@ -258,12 +259,12 @@ def _best_combinations(
 
 
 def _solve(columns: NDArray[np.int64], counts: NDArray[np.int64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Solve the linear program over ``columns`` [C, K]; return the packs of each [C] and the prices [L].
+    """Solve the linear program over ``columns`` [C, K]; return the number of packs of each column [C] and the prices [L].
 
-    Each length must be covered, and a slot may also serve the next shorter length that occurs. That changes no optimum,
-    and keeps prices from falling as lengths grow, which saves most of the rounds.
+    Each length must be covered, and a slot may also hold the next shorter length that occurs. This does not change the
+    optimum, but it prevents longer lengths from having lower prices, which saves most of the rounds.
     """
-    from scipy import optimize, sparse  # takes longer to load than most packings take
+    from scipy import optimize, sparse  # loading it takes longer than most packings
 
     lengths = np.flatnonzero(counts)
     row_of = np.zeros(len(counts), np.int64)
@@ -272,9 +273,9 @@ def _solve(columns: NDArray[np.int64], counts: NDArray[np.int64]) -> tuple[NDArr
     rows = row_of[columns[column, position]]
     cover = sparse.csc_array((np.ones(len(rows)), (rows, column)), shape=(len(lengths), len(columns)))
     steps = len(lengths) - 1
-    # Column i takes a slot from the length i + 1 (of the lengths that occur) and gives it to length i.
+    # Column i moves a slot from length i + 1 (of the lengths that occur) to length i.
     down = sparse.eye_array(len(lengths), steps) - sparse.eye_array(len(lengths), steps, k=-1)
-    scale = counts.sum() / 1e5  # into the range of the solver's absolute tolerances
+    scale = counts.sum() / 1e5  # scales the problem to the range of the solver's absolute tolerances
     solved = optimize.linprog(
         np.concatenate([np.ones(len(columns)), np.zeros(steps)]),
         A_ub=-sparse.hstack([cover, down], format="csc"),
@@ -293,7 +294,7 @@ def _at_own_lengths(
 ) -> dict[Combination, float]:
     """Return amounts of combinations with exactly ``counts`` slots of each length.
 
-    Longest first, surplus slots of a length go to the next shorter length, and are dropped in the end.
+    From the longest length down, surplus slots of a length go to the next shorter length. The last surplus is dropped.
     """
     chosen = {
         tuple(int(length) for length in columns[index] if length): float(amounts[index])
@@ -312,13 +313,13 @@ def _at_own_lengths(
                 chosen[combination] -= change
                 chosen[changed] = chosen.get(changed, 0.0) + change
                 left -= change
-                combination = changed  # may hold the longer length again
+                combination = changed  # may contain the longer length again
     chosen.pop((), None)
     return chosen
 
 
 def _rounded(chosen: Mapping[Combination, float], counts: NDArray[np.int64], limit: int) -> Counter[Combination]:
-    """Return whole packs: amounts rounded down, then one more of the largest fractions, then first-fit decreasing."""
+    """Round to whole packs: round down, add packs with the largest fractions, and pack the rest by first-fit decreasing."""
     left = counts.tolist()
     packing: Counter[Combination] = Counter()
 
@@ -330,7 +331,7 @@ def _rounded(chosen: Mapping[Combination, float], counts: NDArray[np.int64], lim
             for length, number in needed.items():
                 left[length] -= packs * number
 
-    # The solver's rounding may leave an amount slightly below a whole number.
+    # Due to rounding in the solver, an amount may be slightly below a whole number.
     for combination, amount in chosen.items():
         take(combination, int(amount + 1e-6))
     # Ties are broken by content, so that equal arguments give equal packings.

@@ -1,12 +1,12 @@
-"""A random order of n items, computed for single positions: neither time nor memory grows with n.
+"""Random permutations of n items that are evaluated at single positions. Neither time nor memory grows with n.
 
-The order is a keyed bijection of [0, n). A position is written as two digits, (row, column), on a grid of at least n
+The permutation is a keyed bijection of [0, n). A position is written as two digits, (row, column), on a grid of at least n
 cells. Each round adds a random function of one digit to the other, modulo its base, which is a bijection (an
 alternating Feistel network, as in NIST SP 800-38G). Positions outside [0, n) go through the network again until they
 are inside (cycle walking: Black and Rogaway 2002).
 
 The random functions are streams of SplitMix64 (Steele, Lea and Flood 2014) in exact integer arithmetic, so an order is
-the same on every machine and with every version of NumPy. Runs are repeatable only as long as no change alters it.
+the same on every machine and with every version of NumPy. Any change to the algorithm makes earlier runs unrepeatable.
 """
 
 import math
@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from dataloading.shards.samples import SPLITMIX64_GAMMA, scrambled
 
 ROUNDS = 16
-"""In 200 orders of 10,000 items, statistics aimed at the grid detect 5 rounds and not 6. Small n need more rounds, as a
-round draws few random numbers: after 16 rounds, the distance from a uniform choice of all n! orders is 2e-5 for n = 4
-and 0.03 for n = 8."""
+"""Number of rounds. In 200 orders of 10,000 items, statistical tests of the grid structure detect 5 rounds, but not 6.
+Small n need more rounds, because a round draws few random numbers: after 16 rounds, the distance from a uniform choice of
+all n! orders is 2e-5 for n = 4 and 0.03 for n = 8."""
 
 
 def shuffled(positions: NDArray[np.integer], count: int, seed: int, epoch: int) -> NDArray[np.int64]:
@@ -32,9 +32,9 @@ def shuffled(positions: NDArray[np.integer], count: int, seed: int, epoch: int) 
         epoch: at least 0 and less than 2**64.
     """
     rows = math.isqrt(count - 1) + 1  # the square root, rounded up
-    rows += rows % 2  # on a grid with odd sides, half of all orders would never occur
+    rows += rows % 2  # on a grid with odd sides, half of all orders could not occur
     columns = -(-count // rows)
-    # The seed is scrambled first, so that different pairs have different sums.
+    # Scramble the seed first, so that different (seed, epoch) pairs give different starts.
     (start,) = _stream(_stream(np.uint64(seed), np.zeros(1, np.uint64)), np.array([epoch], np.uint64))
     keys = _stream(start, np.arange(ROUNDS, dtype=np.uint64))
     cells = positions.astype(np.uint64)
@@ -46,7 +46,7 @@ def shuffled(positions: NDArray[np.integer], count: int, seed: int, epoch: int) 
 
 
 def _network(cells: NDArray[np.uint64], rows: int, columns: int, keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Return the new cell of each cell of the grid; one round a key, on rows and columns in turn."""
+    """Return the new position of each grid cell. Each key is used for one round, which changes rows and columns in turn."""
     row, column = np.divmod(cells, np.uint64(columns))
     for number, key in enumerate(keys):
         if number % 2:
@@ -59,16 +59,16 @@ def _network(cells: NDArray[np.uint64], rows: int, columns: int, keys: NDArray[n
 def _added(digit: NDArray[np.uint64], other: NDArray[np.uint64], key: np.uint64, base: int) -> NDArray[np.uint64]:
     """Return ``digit`` plus a random function of ``other``, modulo ``base``, which is at most 2**32."""
     base_64 = np.uint64(base)
-    # The upper half of 32 random bits times the base is below the base.
+    # Multiplying 32 random bits by the base and taking the upper half gives a number below the base.
     total = (_stream(key, other) >> np.uint64(32)) * base_64 >> np.uint64(32)
     total += digit
-    # Less than twice the base, so one subtraction gives the remainder.
+    # The sum is less than twice the base, so one subtraction gives the remainder.
     total -= base_64 * (total >= base_64)
     return total
 
 
 def _stream(key: np.uint64 | NDArray[np.uint64], index: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Return the numbers ``index`` of the SplitMix64 stream that starts from ``key``, 64 random bits each."""
+    """Return the 64-bit numbers at positions ``index`` of the SplitMix64 stream that starts from ``key``."""
     bits = (index + np.uint64(1)) * SPLITMIX64_GAMMA
     bits += key
     return scrambled(bits)

@@ -1,9 +1,9 @@
-"""The plan: which samples make up each global batch, and which rank takes which samples.
+"""The batch plan. It determines the samples of each global batch and assigns them to ranks.
 
-Everything follows from (seed, length index, batch sizes, world size), so every rank computes the same plan by itself.
-The order is a new random permutation every epoch. Inside a global batch the samples are dealt by length, which balances
-the cost and changes nothing else (training_rules 6.6 accepts sorting inside a drawn batch). The cost of planning a step
-depends on its global batch and not on the size of the data set.
+The plan depends only on (seed, length index, batch sizes, world size), so every rank computes the same plan independently.
+Each epoch has a new random order. Within a global batch, samples are dealt by length, which only balances the cost
+(training_rules 6.6 allows sorting within a drawn batch). The time for planning a step depends on the global batch size and
+not on the size of the data set.
 """
 
 from dataclasses import dataclass
@@ -14,29 +14,30 @@ from numpy.typing import NDArray
 from dataloading.batches.permutation import shuffled
 
 _LINEAR_COST = 6144
-"""6 h of BERT-Large. A layer takes 24 h^2 operations a token and 4 h a pair of tokens, so a token weighs 6 h pairs."""
+"""6 h for BERT-Large's hidden size h. A layer takes 24 h^2 operations for each token and 4 h for each pair of tokens, so a
+token costs as much as 6 h pairs."""
 
 _FEW = 16
-"""Sequences a micro-batch up to which whole rounds do not balance the cost. With more, they are within 0.1 %."""
+"""Sequences a micro-batch up to which whole rounds do not balance the cost. With more, the costs are within 0.1 %."""
 
 _MATCHINGS = 2
-"""Rounds of matching. Each brings the highest cost closer to the mean and takes half the time of the deal."""
+"""Rounds of matching. Each brings the highest cost closer to the mean, and takes half as long as dealing."""
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """The samples that one rank runs forward and backward at once, and sizes of the global batch."""
+    """The samples of one forward and backward pass on one rank, and the sizes of the global batch."""
 
     indices: NDArray[np.int64]
-    """[S] samples, longest first."""
+    """[S] sample numbers, longest sample first."""
     global_sequences: int
-    """Sequences in the global batch, by which the next-sentence loss is divided."""
+    """Number of sequences in the global batch. The next-sentence loss is divided by it."""
     global_masked: int
-    """Masked tokens in the global batch, by which the masked-LM loss is divided."""
+    """Number of masked tokens in the global batch. The masked-LM loss is divided by it."""
     largest_tokens: int = 0
-    """Most tokens in any micro-batch that the ranks run at the same time, if there is a plan."""
+    """Largest number of tokens in the micro-batches that all ranks run at the same time, or 0 without a plan."""
     largest_masked: int = 0
-    """Most masked tokens in any of these micro-batches."""
+    """Largest number of masked tokens in these micro-batches."""
 
 
 @dataclass(frozen=True)
@@ -44,13 +45,13 @@ class BatchPlan:
     """A balanced plan over an endless stream of shuffled epochs.
 
     Global batch b holds the positions ``[b * global_batch_size, (b + 1) * global_batch_size)`` of the stream, so each
-    sample comes exactly once an epoch even if the batch size does not divide the number of samples.
+    sample occurs exactly once an epoch, even if the batch size does not divide the number of samples.
     """
 
     lengths: NDArray[np.integer]
-    """[N] tokens of every sample."""
+    """[N] number of tokens in each sample."""
     masked_counts: NDArray[np.integer]
-    """[N] masked tokens of every sample."""
+    """[N] number of masked tokens in each sample."""
     global_batch_size: int
     world_size: int
     gradient_accumulation_steps: int
@@ -74,7 +75,7 @@ class BatchPlan:
 
     @property
     def micro_batches(self) -> int:
-        """Micro-batches in a global batch, over all ranks."""
+        """Number of micro-batches in a global batch, over all ranks."""
         return self.world_size * self.gradient_accumulation_steps
 
     def global_batch(self, step: int) -> NDArray[np.int64]:
@@ -82,7 +83,7 @@ class BatchPlan:
         samples = len(self.lengths)
         positions = np.arange(step * self.global_batch_size, (step + 1) * self.global_batch_size)
         epochs = positions // samples
-        # A batch may reach over the end of one epoch, or of several in a small data set.
+        # A batch may span two epochs, or more if the data set is small.
         return np.concatenate(
             [
                 shuffled(positions[epochs == epoch] % samples, samples, self.seed, epoch)
@@ -93,30 +94,30 @@ class BatchPlan:
     def rank_batches(self, step: int, rank: int) -> list[MicroBatch]:
         """Return the micro-batches of ``rank`` in step ``step``, whose costs are as equal as possible.
 
-        All have equal numbers of sequences, unless the global batch cannot be divided evenly; none is empty.
+        All have equal numbers of sequences unless the global batch cannot be divided evenly. None is empty.
         """
         batch = self.global_batch(step)
         micro_batches = deal(self.lengths[batch], self.micro_batches)
-        # From the length index, so that the ranks need not add up their counts.
+        # Computed from the length index, so that the ranks need no all-reduce of their counts.
         masked = int(self.masked_counts[batch].sum())
         mine = micro_batches[rank :: self.world_size]
         largest = (self._largest(sizes[batch], micro_batches) for sizes in (self.lengths, self.masked_counts))
-        # Empty places are -1.
+        # Drop empty places, which are -1.
         return [
             MicroBatch(batch[rows[rows >= 0]], len(batch), masked, *both)
             for rows, *both in zip(mine, *largest, strict=True)
         ]
 
     def _largest(self, sizes: NDArray[np.integer], micro_batches: NDArray[np.int64]) -> list[int]:
-        """Return the largest sum of ``sizes`` over a micro-batch, for each turn of all ranks."""
+        """Return, for each round of concurrent micro-batches, the largest sum of ``sizes`` over a micro-batch."""
         sums = np.append(sizes, 0)[micro_batches].sum(
             axis=1, dtype=np.int64
-        )  # an empty place, -1, takes the appended 0
+        )  # an empty place has index -1 and so reads the appended 0
         return sums.reshape(-1, self.world_size).max(axis=1).tolist()
 
 
 def cost(lengths: NDArray[np.integer]) -> NDArray[np.int64]:
-    """Return the cost s * (6 h + s) of training on each length, in units of 12 h operations of the encoder."""
+    """Return the cost s * (6 h + s) of training on a sequence of each length s, in units of 12 h encoder operations."""
     tokens = lengths.astype(np.int64)
     return tokens * (_LINEAR_COST + tokens)
 
@@ -124,18 +125,18 @@ def cost(lengths: NDArray[np.integer]) -> NDArray[np.int64]:
 def deal(lengths: NDArray[np.integer], micro_batches: int) -> NDArray[np.int64]:
     """Deal n ``lengths`` (< 65,536) to micro-batches; return positions [micro_batches, n / micro_batches rounded up].
 
-    The longest sequences go first, in rounds, to the micro-batches with the least cost that have room. With few
-    sequences a micro-batch, a round serves half of the micro-batches, since some need a second long sequence before
-    others get a short one, and rounds of `_match` follow. All micro-batches get equal numbers of sequences, longest
-    first, which keeps the number of captured shapes small. If n cannot be divided, empty places (position -1) are dealt
-    last, as sequences of length 0. Exact integers and stable sorts give the same result on every machine.
+    In rounds, the longest remaining sequences go to the cheapest micro-batches that have room. With few sequences a
+    micro-batch, each round serves only half of the micro-batches, because some need a second long sequence before others
+    get a short one, and rounds of `_match` follow. All micro-batches get equal numbers of sequences, longest first, which
+    keeps the number of captured shapes small. If n is not divisible, empty places (position -1) are dealt last, as
+    sequences of length 0. Exact integers and stable sorts give the same result on every machine.
     """
     empty = -len(lengths) % micro_batches
     if empty:
         dealt = deal(np.append(lengths, np.zeros(empty, lengths.dtype)), micro_batches)
         return np.where(dealt < len(lengths), dealt, -1)
-    # Subtracted, because negative numbers would not fit; stable, so that equal lengths keep the order of the batch.
-    longest_first = np.argsort(0xFFFF - lengths.astype(np.uint16), kind="stable")  # 16 bits are sorted by radix
+    # Subtract instead of negating, to stay in uint16. The stable sort keeps samples of equal length in batch order.
+    longest_first = np.argsort(0xFFFF - lengths.astype(np.uint16), kind="stable")  # NumPy uses radix sort for 16 bits
     cost_N = cost(lengths)
     sequences = len(lengths) // micro_batches
     at_once = max(1, micro_batches // 2) if sequences <= _FEW else micro_batches
@@ -155,16 +156,16 @@ def deal(lengths: NDArray[np.integer], micro_batches: int) -> NDArray[np.int64]:
     if 1 < sequences <= _FEW and micro_batches > 1:
         for number in range(_MATCHINGS):
             dealt = _match(dealt, cost_N, number)
-        # Longest first again.
+        # Restore the order within each micro-batch, longest first.
         dealt = np.take_along_axis(dealt, np.argsort(-cost_N[dealt], axis=1, kind="stable"), axis=1)
     return dealt
 
 
 def _match(dealt_BS: NDArray[np.int64], cost_N: NDArray[np.int64], number: int) -> NDArray[np.int64]:
-    """Halve every micro-batch, and join the costliest left half with the cheapest right half, and so on.
+    """Split every micro-batch into halves, and join the costliest left half with the cheapest right half, and so on.
 
-    No other way to join the halves has a lower highest cost or a higher lowest cost. Of sequences a, b, c, d by cost,
-    the left half has a and c in one round, and a and d in the next.
+    No other way to join the halves gives a lower maximum or a higher minimum of the costs. If sequences a, b, c, d are
+    ordered by cost, the left half has a and c in even rounds, and a and d in odd rounds.
     """
     dealt_BS = np.take_along_axis(dealt_BS, np.argsort(-cost_N[dealt_BS], axis=1, kind="stable"), axis=1)
     place_S = np.arange(dealt_BS.shape[1])

@@ -1,8 +1,7 @@
-"""Shape buckets: the few sizes that micro-batches are padded to, so that a step of each size can be captured and
-replayed.
+"""Shape buckets, the few sizes to which micro-batches are padded so that a step of each size can be captured and replayed.
 
-They follow from the length index, which may be read before the clock starts: global batches are drawn and dealt as in
-the plan, and the boundaries waste the fewest token slots on the drawn micro-batches.
+They are computed from the length index, which may be read before the clock starts: random global batches are drawn and
+dealt as in the plan, and the bucket sizes are chosen to minimize padding on the resulting micro-batches.
 """
 
 from collections.abc import Sequence
@@ -17,7 +16,7 @@ from dataloading.batches.sampler import deal
 Size = TypeVar("Size", int, NDArray[np.int64])
 
 TOKENS_MULTIPLE = 64
-"""Rows of a kernel's tile; products in FP8 need multiples of 16."""
+"""Token slots are a multiple of a kernel's tile size. (FP8 products need only a multiple of 16.)"""
 MASKED_MULTIPLE = 16
 _MICRO_BATCHES = 2048
 _GLOBAL_BATCHES = 64
@@ -25,10 +24,10 @@ _GLOBAL_BATCHES = 64
 
 @dataclass(frozen=True)
 class ShapeBucket:
-    """Numbers of slots in the tensors of a padded ``Batch``; slots behind the real tokens are inert."""
+    """Numbers of slots in the tensors of a padded ``Batch``. Slots after the real tokens are inert."""
 
     tokens: int
-    """A multiple of 64, more than the real tokens: empty slots point at the first row that no sequence owns."""
+    """A multiple of 64 above the number of real tokens, because empty masked slots point to a row that no sequence uses."""
     sequences: int
     masked: int
     """A multiple of 16."""
@@ -46,7 +45,7 @@ class ShapeBucket:
         )
 
     def holds(self, other: "ShapeBucket") -> bool:
-        """Tell whether a batch of ``other`` fits."""
+        """Tell whether a batch with the shape ``other`` fits."""
         return (
             self.tokens >= other.tokens
             and self.sequences >= other.sequences
@@ -56,28 +55,28 @@ class ShapeBucket:
 
 
 def fitting(needed: ShapeBucket, shape_buckets: Sequence[ShapeBucket]) -> ShapeBucket:
-    """Return the first of the ascending ``shape_buckets`` that holds ``needed``, or ``needed`` itself."""
+    """Return the first of the ascending ``shape_buckets`` that ``needed`` fits, or ``needed`` if it fits none."""
     return next((shape_bucket for shape_bucket in shape_buckets if shape_bucket.holds(needed)), needed)
 
 
 def choose_shape_buckets(
     tokens_N: NDArray[np.integer], masked_N: NDArray[np.integer], sequences: int, max_seqlen: int, most: int = 16
 ) -> list[ShapeBucket]:
-    """Choose at most ``most`` shape buckets, ascending, for micro-batches like the N that were drawn, all of which fit.
+    """Choose at most ``most`` ascending shape buckets from N randomly drawn micro-batches, all of which fit.
 
-    The boundaries waste the fewest token slots, by dynamic programming over the rounded sizes. The last shape bucket
-    lies above the largest size by a quarter of its distance from the mean, so that about one micro-batch in 10^5 does
-    not fit. Masked slots have the largest drawn ratio to tokens.
+    Dynamic programming over the rounded sizes minimizes the number of padded token slots. The size of the last shape
+    bucket exceeds the largest drawn size by a quarter of that size's distance from the mean, so that about one
+    micro-batch in 10^5 does not fit. The number of masked slots follows from the largest drawn ratio of masked tokens.
     """
     largest, mean = int(tokens_N.max()), float(tokens_N.mean())
-    # No micro-batch holds more than all of its sequences at their full length.
+    # A micro-batch cannot be larger than all of its sequences at full length.
     top = min(largest + int((largest - mean) / 4), sequences * max_seqlen)
     needed_N = _rounded_up(tokens_N.astype(np.int64) + 1, TOKENS_MULTIPLE)
     sizes_U, counts_U = np.unique(np.append(needed_N, _rounded_up(top + 1, TOKENS_MULTIPLE)), return_counts=True)
-    counts_U[-1] -= 1  # the top was not drawn
+    counts_U[-1] -= 1  # the top size was not drawn
     ratio = float((masked_N / tokens_N).max())
     return [
-        # around() adds the spare row, which these sizes already have.
+        # Subtract the spare row, which around() adds and these sizes already include.
         ShapeBucket.around(tokens - 1, sequences, int(np.ceil(ratio * tokens)), max_seqlen)
         for tokens in _boundaries(sizes_U, counts_U, most).tolist()
     ]
@@ -86,10 +85,10 @@ def choose_shape_buckets(
 def draw_sizes(
     lengths: NDArray[np.integer], masked_counts: NDArray[np.integer], global_batch_size: int, micro_batches: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return tokens and masked tokens [N] of the micro-batches of random global batches, dealt as in the plan.
+    """Draw random global batches, deal them as in the plan, and return each micro-batch's tokens and masked tokens [N].
 
-    ``micro_batches`` counts a global batch's micro-batches over all ranks. Equal arguments give equal results on all
-    ranks. At least 2,048 micro-batches of at least 64 global batches are drawn, in 0.1 s.
+    ``micro_batches`` is the number of micro-batches in a global batch, over all ranks. Equal arguments give equal results
+    on all ranks. At least 2,048 micro-batches of at least 64 global batches are drawn, which takes 0.1 s.
     """
     generator = np.random.default_rng(0)
     tokens, masked = [], []
@@ -97,20 +96,20 @@ def draw_sizes(
         batch = generator.integers(0, len(lengths), global_batch_size)  # only lengths matter
         dealt = deal(lengths[batch], micro_batches)
         for sums, sizes in ((tokens, lengths), (masked, masked_counts)):
-            drawn = np.append(sizes[batch], 0)  # an empty place, -1, takes the appended 0
+            drawn = np.append(sizes[batch], 0)  # an empty place has index -1 and so reads the appended 0
             sums.append(drawn[dealt].sum(axis=1, dtype=np.int64))
     return np.concatenate(tokens), np.concatenate(masked)
 
 
 def _boundaries(sizes_U: NDArray[np.int64], counts_U: NDArray[np.int64], most: int) -> NDArray[np.int64]:
-    """Choose at most ``most`` of the ascending ``sizes_U``, including the last, so that the slots of all counts are
-    fewest."""
+    """Choose at most ``most`` of the ascending ``sizes_U``, including the last, to minimize the total number of
+    slots."""
     below = np.concatenate([[0], np.cumsum(counts_U)])
-    # slots_UU[i, j]: slots that sizes i to j take in a bucket of size j.
+    # slots_UU[i, j]: number of slots for sizes i to j in a bucket of size j.
     slots_UU = (sizes_U * (below[1:] - below[:-1, None])).astype(np.float64)
     slots_UU[np.tril_indices(len(sizes_U), -1)] = np.inf
-    # best_U[j]: fewest slots for sizes up to j with the last boundary at j, for one boundary and then one more each
-    # round; firsts: the beginning of that last bucket, for backtracking.
+    # best_U[j]: fewest slots for sizes up to j if the last boundary is j. Each round allows one more boundary.
+    # firsts: for each round, the first size in that last bucket, for backtracking.
     best_U, firsts = slots_UU[0], [np.zeros(len(sizes_U), np.int64)]
     for _ in range(min(most, len(sizes_U)) - 1):
         totals_UU = np.concatenate([[0.0], best_U[:-1]])[:, None] + slots_UU

@@ -1,4 +1,4 @@
-"""Synthetic samples of given lengths, for warm-up before the clock starts, benchmarks and tests."""
+"""Synthetic samples with given lengths, for the warm-up before the clock starts, for benchmarks and for tests."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,10 +9,9 @@ from dataloading.shards.samples import Samples, offsets_of
 def synthetic_samples(
     lengths: NDArray[np.integer], vocab_size: int, seed: int = 0, masked_lm_prob: float = 0.15
 ) -> Samples:
-    """Return random tokens in the shape of pretraining samples, with about ``masked_lm_prob * length`` masked tokens
-    each.
+    """Return pretraining samples of random tokens, with about ``masked_lm_prob * length`` masked tokens in each sample.
 
-    ``lengths`` [n] must all be at least 3: a [CLS] and two segments.
+    ``lengths`` [n] must all be at least 3, for [CLS] and two segments.
     """
     if len(lengths) == 0 or lengths.min() < 3:
         raise ValueError("synthetic samples need lengths of at least 3 tokens")
@@ -23,7 +22,7 @@ def synthetic_samples(
     first_segments = (lengths + 1) // 2
     segment_sizes = np.stack([first_segments, lengths - first_segments], axis=1).ravel()
     positions = [
-        # Position 0 is [CLS].
+        # Position 0 is [CLS], which is never masked.
         np.sort(generator.choice(np.arange(1, length), count, replace=False))
         for length, count in zip(lengths.tolist(), masked_counts.tolist(), strict=True)
     ]

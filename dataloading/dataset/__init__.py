@@ -1,1 +1,1 @@
-"""A folder of shards: open, verify, merge, shuffle."""
+"""Data sets, which are folders of shards: opening, verifying, indexing and shuffling."""

@@ -1,10 +1,10 @@
-"""A data set: a folder of shards with a manifest and a length index.
+"""A data set, which is a folder of shards with a manifest and a length index.
 
-    FOLDER/part_00000_of_00008.hdf5   a shard, of any layout that `open_shard` recognises
-    FOLDER/manifest.json              description of the data set, and counts, digest and size of each shard
+    FOLDER/part_00000_of_00008.hdf5   a shard, in any layout that `open_shard` recognises
+    FOLDER/manifest.json              description of the data set; counts, digest and size of each shard
     FOLDER/lengths.npy                uint16 [N, 2]: tokens and masked tokens of each sample, shard by shard
 
-Planning reads the manifest and the length index alone, so it can happen before a timed run may touch data.
+Planning reads only the manifest and the length index, so it can run before the point where a timed run may read data.
 """
 
 import resource
@@ -33,22 +33,22 @@ from dataloading.shards.shard import REMEDY, DatasetInfo, Shard, ShardRecord, ch
 from dataloading.text.tokenization import Vocabulary
 
 _VERIFIED_ON_OPENING = 1 << 30
-"""Largest data set in bytes whose shards are compared with their digests when they are opened."""
+"""Size in bytes up to which a data set's shards are verified by digest when they are opened."""
 
 _OTHER_DESCRIPTORS = 256
-"""File descriptors left to the rest of the process; each open shard holds one."""
+"""Number of file descriptors to reserve for the rest of the process. Each open shard uses one."""
 
 _MAX_HELD_BYTES = 512 << 20
-"""Memory for shards that cannot be read in place."""
+"""Limit on the memory for open shards that cannot be read in place."""
 
 
 def write_dataset(folder: Path, samples: Samples, *, shards: int, info: DatasetInfo) -> None:
-    """Write a data set of ``shards`` shards, with the samples in order and evenly divided.
+    """Write a data set with ``shards`` shards, and the samples in order and evenly divided.
 
     The folder must be absent or empty; it appears complete or not at all.
 
     Raises:
-        ValueError: the folder holds something, there are fewer samples than shards, or the samples contradict ``info``.
+        ValueError: the folder is not empty, there are fewer samples than shards, or the samples contradict ``info``.
     """
     require_absent_or_empty(folder)
     if not 1 <= shards <= len(samples):
@@ -67,7 +67,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
     """Yield an empty folder that becomes ``folder`` when the block ends without an error, and is removed otherwise.
 
     Raises:
-        ValueError: ``folder`` holds something.
+        ValueError: ``folder`` exists and is not empty.
     """
     require_absent_or_empty(folder)
     with atomic_path(folder) as aside:
@@ -82,19 +82,19 @@ def require_absent_or_empty(folder: Path) -> None:
 
 
 def open_dataset(folder: Path) -> "Dataset":
-    """Open a data set: read the manifest and the length index, and touch no shard.
+    """Open a data set by reading its manifest and length index. No shard is opened.
 
     Raises:
-        ValueError: metadata missing, damaged, of another version, or contradictory.
+        ValueError: the metadata is missing, damaged, inconsistent, or has another version.
     """
     manifest = read_manifest(folder)
     return Dataset(folder, manifest.info, manifest.shards, read_lengths(folder / LENGTHS_NAME, manifest))
 
 
 class Dataset:
-    """A folder of shards, read by global sample index: shard by shard in the order of the manifest.
+    """A folder of shards whose samples are indexed globally, shard by shard in the order of the manifest.
 
-    Shards are opened when first needed. A forked process may go on using open shards; a pickled data set opens its
+    Shards are opened when first needed. Open shards remain usable in a forked process. An unpickled data set opens its
     shards again.
     """
 
@@ -118,12 +118,12 @@ class Dataset:
 
     @property
     def lengths(self) -> NDArray[np.uint16]:
-        """[N] real tokens of each sample."""
+        """[N] number of real tokens in each sample."""
         return self._length_index[:, 0]
 
     @property
     def masked_counts(self) -> NDArray[np.uint16]:
-        """[N] masked tokens of each sample."""
+        """[N] number of masked tokens in each sample."""
         return self._length_index[:, 1]
 
     def check_vocabulary(self, vocabulary: Vocabulary) -> None:
@@ -136,20 +136,20 @@ class Dataset:
             )
 
     def take(self, indices: NDArray[np.int64]) -> Samples:
-        """Return the samples at ``indices`` in this order, repeats allowed.
+        """Return the samples at ``indices``, in this order. Indices may repeat.
 
         Raises:
-            IndexError: an index outside the data set.
-            ValueError: a shard is missing, is not the shard of the manifest, or has bad content.
+            IndexError: an index is outside the data set.
+            ValueError: a shard is missing, has invalid content, or differs from the manifest.
         """
         if len(indices) and not (indices.min() >= 0 and indices.max() < len(self)):
             raise IndexError(
                 f"{self.folder}: indices {indices.min()} to {indices.max()}; it holds {len(self):,} samples"
             )
-        # side: an empty shard begins where the next shard begins, which has the sample.
+        # side="right", because an empty shard has the same start as the next shard, which has the sample.
         shard_of = np.searchsorted(self._first_samples, indices, side="right") - 1
         rows = (indices - self._first_samples[shard_of]).tolist()
-        # A shard that is closed to make room for another shard of this batch stays readable through this dictionary.
+        # This dictionary keeps a shard readable even if it is closed to make room for another shard of this batch.
         shards = {index: self._shard(index) for index in np.unique(shard_of).tolist()}
         builder = SampleBuilder()
         for shard, row in zip(shard_of.tolist(), rows, strict=True):
@@ -158,7 +158,7 @@ class Dataset:
         try:
             check_content(samples, self.info, self.folder)
         except ValueError:
-            # Reads each sample again for an error that names the shard.
+            # Read each sample again, to raise an error that names the shard.
             for shard, row in zip(shard_of.tolist(), rows, strict=True):
                 shards[shard].read(row, row + 1)
             raise
@@ -170,11 +170,11 @@ class Dataset:
             shard = self.open_listed(index)
             for start in range(0, len(shard), samples):
                 yield shard.read(start, min(start + samples, len(shard)))
-                # Otherwise the pages of the whole data set would count as this process's memory.
+                # Release the pages. Otherwise the whole data set would count as memory of this process.
                 shard.forget()
 
     def verify(self, visit: Callable[[ShardRecord, Samples], None] = lambda *_: None) -> None:
-        """Read every shard and hand it to ``visit``; ValueError if it differs from its digest or the length index."""
+        """Read every shard and pass it to ``visit``; ValueError if a shard does not match its digest or the length index."""
         for index, record in enumerate(self.shards):
             shard = self.open_listed(index)
             samples = shard.verify(record.digest)
@@ -186,7 +186,7 @@ class Dataset:
             visit(record, samples)
 
     def check_files(self) -> None:
-        """Raise ``ValueError`` unless every shard has its full size; opens no shard."""
+        """Raise ``ValueError`` unless every shard file has the size in the manifest. No shard is opened."""
         for record in self.shards:
             path = self.folder / record.name
             size = path.stat().st_size if path.is_file() else None
@@ -195,7 +195,7 @@ class Dataset:
                 raise ValueError(f"{path}: {found}, {MANIFEST_NAME} lists {record.file_bytes:,} bytes; {REMEDY}")
 
     def open_listed(self, index: int) -> Shard:
-        """Open a shard and compare it with the manifest, as far as that is possible without reading all of it."""
+        """Open a shard and compare it with the manifest, as far as possible without reading the whole shard."""
         record = self.shards[index]
         shard = open_shard(self.folder / record.name)
         agrees = (len(shard), shard.file_bytes) == (record.samples, record.file_bytes)
@@ -203,33 +203,35 @@ class Dataset:
             agrees &= shard.digest == record.digest and shard.info.without_sources() == self.info.without_sources()
         if not agrees:
             raise ValueError(f"{shard.path}: not the shard that {MANIFEST_NAME} lists; {REMEDY}")
-        # Content is compared with what the manifest promises; files of other layouts promise nothing.
+        # Check the content against the manifest's description, because files of other layouts contain none.
         shard.info = self.info
         return shard
 
     def close(self) -> None:
-        """Close every open shard; they open again when needed."""
+        """Close all open shards. They are opened again when needed."""
         self._open_shards.clear()
 
     def _shard(self, index: int) -> Shard:
-        """Return an open shard; the shards that were opened first make room for it."""
+        """Return an open shard. If there is no room for it, close the shards that were opened first."""
         if index not in self._open_shards:
             shard = self.open_listed(index)
             if self._verified_on_opening:
                 shard.verify(self.shards[index].digest)
-            shard.expect_random_reads()  # after verifying, which reads in order
+            shard.expect_random_reads()  # set after verification, which reads sequentially
             held = shard.held_bytes + sum(other.held_bytes for other in self._open_shards.values())
             while self._open_shards and (len(self._open_shards) >= self._most_open or held > _MAX_HELD_BYTES):
-                held -= self._open_shards.pop(next(iter(self._open_shards))).held_bytes  # a dict is in order of opening
+                held -= self._open_shards.pop(
+                    next(iter(self._open_shards))
+                ).held_bytes  # a dict keeps the order of opening
             self._open_shards[index] = shard
         return self._open_shards[index]
 
 
 def _most_open_shards(count: int) -> int:
-    """Return how many of ``count`` shards may be open at a time, after raising the process's soft limit for it."""
+    """Raise the process's soft descriptor limit if needed, and return how many of ``count`` shards may be open at once."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = count + _OTHER_DESCRIPTORS
-    # The soft limit is often 1,024, and data sets of 4,320 shards are customary.
+    # The soft limit is often 1,024, but data sets commonly have 4,320 shards.
     if soft < wanted and hard != soft:
         soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -1,4 +1,4 @@
-"""Verification of a data set: is it whole, does it repeat samples, and is it the benchmark's own data?
+"""Verification of a data set: integrity, repeated samples, and comparison with the benchmark's published data.
 
 Sources: the benchmark's reference README (table of provided files, statistics of the generated records) and NVIDIA's
 published preparation scripts (number of samples, digest of the evaluation set).
@@ -22,26 +22,27 @@ from dataloading.text.tokenization import text_lines
 VOCABULARY_MD5 = "64800d5d8528ce344256daf115d4965e"
 TRAINING_SAMPLES = 156_726_829
 TRAINING_SAMPLES_4320 = 156_725_280
-"""4,320 shards of 36,279 samples, as in the sets in circulation, which drop the last few samples."""
+"""4,320 shards of 36,279 samples, as in published sets, which drop the last few samples."""
 EVALUATION_CONTENT_MD5 = "611d8bae26646145e1c33338a27ba124"
 
 _LONG_ENOUGH = 64
-"""Tokens from which two samples cannot be equal by chance: 64 tokens have 10 masked ones, with more than 10^10 choices.
-A document of two or three words, drawn ten times, repeats itself."""
+"""Number of tokens from which two samples cannot be equal by chance: of 64 tokens, 10 are masked, with more than 10^10
+choices. In contrast, a document of two or three words that is drawn ten times gives equal samples."""
 _LONG_MARK = np.uint64(1)
-"""Bit of a sample's digest that is replaced by whether the sample is long, which saves a second array."""
+"""Bit of a sample's digest that is overwritten with whether the sample is long, which saves a second array."""
 _MAX_LIST_BYTES = 64 << 20
 
 
 def verify(
     dataset: Dataset, checksums: Path | None = None, visit: Callable[[ShardRecord], None] = lambda _: None
 ) -> list[str]:
-    """Read a whole data set, compare it with its digests and its length index, and return the findings in words.
+    """Read a whole data set, check it against its digests and its length index, and return the findings as text.
 
-    ``checksums``: a published list for `check_published`. ``visit`` is called after each shard. Holds 8 bytes a sample.
+    ``checksums`` is a published list for `check_published`. ``visit`` is called after each shard. Needs 8 bytes of memory
+    a sample.
 
     Raises:
-        ValueError: a shard is damaged or missing, differs from the list, or samples are there twice.
+        ValueError: a shard is damaged or missing or differs from the list, or samples are repeated.
     """
     marked_digests: list[NDArray[np.uint64]] = [np.empty(0, np.uint64)]
     multiset_digest = 0
@@ -65,13 +66,14 @@ def verify(
 
 
 def content_md5(blocks: Iterable[Samples]) -> str:
-    """Return the digest by which varlength shards are listed.
+    """Return the content digest that published lists of varlength shards contain.
 
-    It is the MD5 of the list of the samples' MD5 sums, each of which is over ``input_ids`` as a Python list in text.
+    It is the MD5 of the list of the samples' MD5 sums, as text. A sample's sum is over ``input_ids`` as text of a Python
+    list.
     """
     rows = []
     for block in blocks:
-        # As Python's integers, whose text differs from the text of NumPy's.
+        # Convert to Python integers, because NumPy integers have a different text representation.
         ids, offsets = block.input_ids.tolist(), block.sequence_offsets.tolist()
         for start, stop in pairwise(offsets):
             rows.append(hashlib.md5(str(ids[start:stop]).encode(), usedforsecurity=False).hexdigest())
@@ -79,13 +81,13 @@ def content_md5(blocks: Iterable[Samples]) -> str:
 
 
 def describe_vocabulary(info: DatasetInfo) -> str:
-    """Say whether the vocabulary is the benchmark's."""
+    """Describe whether the vocabulary is the benchmark's."""
     whose = "the benchmark's," if info.vocabulary_md5 == VOCABULARY_MD5 else "not the benchmark's;"
     return f"vocabulary: {whose} {info.vocab_size:,} tokens, md5 {info.vocabulary_md5}"
 
 
 def describe_options(info: DatasetInfo) -> str:
-    """Say whether the samples were made with the benchmark's settings."""
+    """Describe whether the samples were made with the benchmark's settings."""
     expected = PretrainingOptions().__dict__  # the defaults are the benchmark's values
     recorded = {name: info.options[name] for name in expected if name in info.options}
     if len(recorded) < len(expected):
@@ -96,7 +98,7 @@ def describe_options(info: DatasetInfo) -> str:
 
 
 def describe_samples(dataset: Dataset) -> str:
-    """Say whether the samples are the benchmark's training or evaluation set; a set of 10,000 is read."""
+    """Describe whether the samples are the benchmark's training or evaluation set. A set of 10,000 samples is read."""
     count = len(dataset)
     if TRAINING_SAMPLES_4320 <= count <= TRAINING_SAMPLES:
         return f"samples: {count:,}, as many as the benchmark's training set has"
@@ -115,7 +117,7 @@ def describe_samples(dataset: Dataset) -> str:
 
 
 def check_published(dataset: Dataset, checksums: Path) -> Iterator[str]:
-    """Compare each shard with a published list of content digests, lines of ``file name<tab>md5``.
+    """Compare each shard with a published list of content digests, whose lines are ``file name<tab>md5``.
 
     Yields a line for each shard that agrees.
 
@@ -143,20 +145,20 @@ def check_published(dataset: Dataset, checksums: Path) -> Iterator[str]:
 
 
 def pick_evaluation(dataset: Dataset, count: int) -> NDArray[np.int64]:
-    """Return the samples [count] that the reference's ``pick_eval_samples`` picks: evenly spaced, in order.
+    """Return the evenly spaced sample numbers [count] that the reference's ``pick_eval_samples`` picks.
 
     Raises:
-        ValueError: the data set holds fewer samples.
+        ValueError: the data set holds fewer than ``count`` samples.
     """
     if not 1 <= count <= len(dataset):
         raise ValueError(f"{dataset.folder}: {len(dataset):,} samples, of which {count:,} are to be picked")
-    # The reference's arithmetic: a ratio in double precision, truncated.
+    # Same arithmetic as the reference: a double-precision ratio, truncated.
     ratio = len(dataset) / count
     return np.array([int(index * ratio) for index in range(count)], np.int64)
 
 
 def _describe_repeats(folder: Path, marked_digests: NDArray[np.uint64]) -> str:
-    """Say how many samples repeat another sample; ValueError if some of them cannot do so by chance."""
+    """Describe how many samples repeat another sample; ValueError if some are too long to be equal by chance."""
     marked_digests.sort()
     repeated = marked_digests[1:][marked_digests[1:] == marked_digests[:-1]]
     if long := int(np.count_nonzero(repeated & _LONG_MARK)):

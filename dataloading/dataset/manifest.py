@@ -35,7 +35,7 @@ class Manifest:
 
 
 def shard_name(index: int, count: int) -> str:
-    """Return the file name of shard ``index`` of ``count`` in the data sets in circulation."""
+    """Return the file name of shard ``index`` of ``count``, in the form that published data sets use."""
     return f"part_{index:05d}_of_{count:05d}.hdf5"
 
 
@@ -46,7 +46,7 @@ def write_metadata(
     masked_counts: NDArray[np.integer],
     info: DatasetInfo,
 ) -> None:
-    """Write the length index and then the manifest, which makes the shards in ``folder`` a data set.
+    """Turn the shards in ``folder`` into a data set: write the length index, and then the manifest.
 
     ``lengths`` and ``masked_counts``: [N], in the order of ``records``.
     """
@@ -59,22 +59,22 @@ def write_metadata(
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read the manifest of a data set; ValueError if it is missing, damaged or of another version."""
+    """Read the manifest of a data set; ValueError if it is missing, damaged or has another version."""
     path = folder / MANIFEST_NAME
     found = read_json(path, _MAX_MANIFEST_BYTES, _remedy_without_manifest(folder))
     try:
-        # Python's JSON, because names of files need not be UTF-8.
+        # Parsed with Python's json module, because file names need not be UTF-8.
         return msgspec.convert(found, Manifest)
     except (msgspec.MsgspecError, RecursionError) as error:
         raise ValueError(f"{path}: damaged or of another version ({shown(error)}); {REMEDY}") from None
 
 
 def read_lengths(path: Path, manifest: Manifest) -> NDArray[np.uint16]:
-    """Return the length index [samples, 2] as a memory map, after comparing it with its digest in the manifest."""
+    """Check the length index against its digest in the manifest, and return it as a memory map [samples, 2]."""
     try:
         if sha256_of(path) != manifest.lengths_sha256:
             raise ValueError(f"{path}: digest differs from {MANIFEST_NAME}; {REMEDY}")
-        # allow_pickle: an array of objects would be a pickle, which can run code.
+        # allow_pickle=False, because an array of objects is a pickle, which can run code.
         lengths = np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}; {REMEDY}") from None

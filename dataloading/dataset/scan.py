@@ -1,4 +1,4 @@
-"""Shards without a manifest, such as shards of other programs: what data set they make."""
+"""Shards without a manifest, such as shards from other programs, as a data set."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,9 +14,9 @@ from dataloading.text.tokenization import Vocabulary
 
 
 def scan_shards(folder: Path, names: Sequence[str], info: DatasetInfo) -> Dataset:
-    """Return the data set that some shards in ``folder`` make; reads every shard.
+    """Return a data set of the shards ``names`` in ``folder``. Reads every shard.
 
-    ``info`` describes the samples. Shards that carry a description must agree with it.
+    ``info`` describes the samples. Shards that contain a description must agree with it.
 
     Raises:
         ValueError: a shard is damaged, differs from ``info``, or holds the same samples as another shard.
@@ -41,17 +41,17 @@ def scan_shards(folder: Path, names: Sequence[str], info: DatasetInfo) -> Datase
 
 
 def index_shards(folder: Path, names: Sequence[str], info: DatasetInfo) -> Dataset:
-    """Make the shards that `scan_shards` finds a data set, by a manifest and a length index."""
+    """Turn shards into a data set: scan them with `scan_shards`, and write a manifest and a length index."""
     found = scan_shards(folder, names, info)
     write_metadata(folder, list(found.shards), found.lengths, found.masked_counts, found.info)
     return open_dataset(folder)
 
 
 def shard_names(folder: Path) -> list[str]:
-    """Return the names of the files in a folder of shards without a manifest."""
+    """Return the names of the shards in a folder without a manifest."""
     if not folder.is_dir():
         raise ValueError(f"{folder}: no such folder")
-    # An interrupted command may have left hidden files.
+    # Skip hidden files, which an interrupted command may have left.
     names = sorted(path.name for path in folder.iterdir() if path.is_file() and not path.name.startswith("."))
     if MANIFEST_NAME in names:
         raise ValueError(f"{folder} already has a {MANIFEST_NAME}; delete it first to make a new one")
@@ -61,21 +61,21 @@ def shard_names(folder: Path) -> list[str]:
 
 
 def shards_of(folder: Path) -> list[Path]:
-    """Return the shards of a data set, or of a folder that holds nothing else."""
+    """Return the shards of a data set, or of a folder that contains only shards."""
     if (folder / MANIFEST_NAME).exists():
         return [folder / record.name for record in open_dataset(folder).shards]
     return [folder / name for name in shard_names(folder)]
 
 
 def info_of(folder: Path, names: Sequence[str], vocab: Path) -> DatasetInfo:
-    """Describe shards of other programs: their vocabulary, and the largest sizes found or promised."""
+    """Describe shards from other programs: their vocabulary, and the largest sizes that they contain or declare."""
     vocabulary = Vocabulary.from_file(vocab)
     most_tokens = most_masked = 1
     for name in names:
         shard = open_shard(folder / name)
-        if shard.digest is not None:  # a native shard describes itself
+        if shard.digest is not None:  # a native shard contains its description
             return shard.info.without_sources()
-        if shard.layout in ("fixed", "tfrecord"):  # the width of the rows
+        if shard.layout in ("fixed", "tfrecord"):  # these layouts declare the width of their rows
             most_tokens, most_masked = shard.info.max_seq_length, shard.info.max_predictions_per_seq
             break
         most_tokens = max(most_tokens, int(shard.lengths.max(initial=1)))
@@ -84,7 +84,7 @@ def info_of(folder: Path, names: Sequence[str], vocab: Path) -> DatasetInfo:
 
 
 def open_or_scan(folder: Path, vocab: Path | None) -> Dataset:
-    """Return a data set, or the data set that a folder of shards without a manifest makes."""
+    """Open a data set. If the folder has no manifest, scan its shards."""
     if (folder / MANIFEST_NAME).exists():
         dataset = open_dataset(folder)
         if vocab is not None:

@@ -1,8 +1,9 @@
-"""A data set's samples in uniformly random order, over any number of shards, in bounded memory.
+"""Shuffling of a data set into uniformly random order, with any number of shards and bounded memory.
 
-Two passes over the disk (Sandelius 1962; Rao 1961): each sample is appended to one of B buckets at random, and then
-each bucket, small enough for memory, is permuted. The buckets one after another are a uniformly random permutation of
-the whole set, from which shards are cut. Everything follows from (seed, data set), so an interrupted shuffle can go on.
+The algorithm makes two passes over the disk (Sandelius 1962; Rao 1961). Each sample is appended to a random one of B
+buckets; then each bucket, which fits into memory, is permuted. The concatenated buckets are a uniformly random permutation
+of the whole set and are divided into shards. The result depends only on (seed, data set), so an interrupted shuffle can
+continue.
 
     OUT/shuffle.json          description of the job
     OUT/buckets/00042         the samples of a bucket in the order of the source; deleted at the end
@@ -31,29 +32,30 @@ from dataloading.shards.shard import REMEDY, DatasetInfo
 JOB_NAME = "shuffle.json"
 BUCKETS_NAME = "buckets"
 
-# One bucket is held at a time, beside the shard that is being made. With the buffer, a shuffle takes less than 2 GiB.
+# One bucket is in memory at a time, along with the shard that is being made. With the buffer, a shuffle takes under 2 GiB.
 _BUCKET_BYTES = 192 << 20
 _BUFFERED_BYTES = 192 << 20
 _SHARD_BYTES = 256 << 20
-"""Largest shard. It is held three times while it is written: gathered, composed, and checked."""
+"""Largest shard. Writing holds it in memory three times: the gathered samples, the file image, and the check."""
 _BLOCK_SAMPLES = 1 << 15
 
 STEPS = ("read", "written", "checked")
-"""Steps of a shuffle, each of which goes over all samples."""
+"""Steps of a shuffle. Each step processes all samples."""
 
 Report = Callable[[str, int, int], None]
-"""Called with a step, the number of samples that it has processed, and the number of all samples."""
+"""Function that is called with a step, the number of samples that it has processed, and the total number of samples."""
 
 
 def shuffle(source: Dataset, out: Path, *, shards: int, seed: int, report: Report = lambda *_: None) -> Dataset:
     """Write the samples of ``source`` in random order to ``shards`` shards in ``out``; continues an interrupted
     shuffle.
 
-    Takes as much disk again as the result while it works. The digests of both multisets are compared at the end.
+    While it runs, it needs temporary disk space of the size of the result. At the end, the multisets of samples before and
+    after the shuffle are compared by digest.
 
     Raises:
-        ValueError: the shards would be too large for memory, or empty; ``out`` holds something else; a source is
-        damaged. OSError: the disk is full or cannot be written.
+        ValueError: the shards would be too large for memory, or empty; ``out`` holds other files; a source is damaged.
+        OSError: the disk is full or cannot be written.
     """
     least = -(-_stored_bytes(source) // _SHARD_BYTES)
     if not max(1, least) <= shards <= len(source):
@@ -74,28 +76,28 @@ def shuffle(source: Dataset, out: Path, *, shards: int, seed: int, report: Repor
         found = multiset_digest(_reported(dataset, report))
         if found != complete["digest"]:
             raise ValueError(f"{out}: its samples differ from the samples of {source.folder}; {REMEDY}")
-    # The buckets go first: without the job's file nothing would say whose they are.
+    # Delete the buckets before the job's file, which identifies them.
     shutil.rmtree(spill)
     (out / JOB_NAME).unlink()
     return dataset
 
 
 def multiset_digest(blocks: Iterable[Samples]) -> int:
-    """Return the sum of the samples' digests modulo 2^64, which is equal for the same samples in any order."""
+    """Return the sum of the samples' digests modulo 2^64, which does not depend on the order of the samples."""
     return sum(int(block.sample_digests().sum(dtype=np.uint64)) for block in blocks) % (1 << 64)
 
 
 def _stored_bytes(source: Dataset) -> int:
-    """Return the bytes of all samples in flat arrays."""
+    """Return the size of all samples in flat arrays, in bytes."""
     tokens = sum(record.tokens for record in source.shards)
     masked = sum(record.masked_tokens for record in source.shards)
-    # Two bytes an id or position, one a segment, and two offsets of 8 bytes and a label a sample.
+    # An id or position has 2 bytes and a segment id 1. Each sample has two offsets of 8 bytes and a label of 1 byte.
     return 3 * tokens + 4 * masked + 17 * len(source)
 
 
 def _fill_buckets(source: Dataset, spill: Path, buckets: int, seed: int, report: Report) -> None:
-    """Append every sample to a bucket that is drawn for it."""
-    # Buckets without complete.json are the rest of an interrupted attempt.
+    """Append every sample to a random bucket."""
+    # Buckets without complete.json are left over from an interrupted attempt.
     shutil.rmtree(spill, ignore_errors=True)
     spill.mkdir()
     waiting: list[list[Samples]] = [[] for _ in range(buckets)]
@@ -108,7 +110,7 @@ def _fill_buckets(source: Dataset, spill: Path, buckets: int, seed: int, report:
         drawn = np.bincount(bucket_of, minlength=buckets)
         rows_by_bucket = np.split(np.argsort(bucket_of, kind="stable"), np.cumsum(drawn)[:-1])
         for bucket, rows in enumerate(rows_by_bucket):
-            waiting[bucket].append(block.take(rows))  # a copy: a slice would keep the whole block in memory
+            waiting[bucket].append(block.take(rows))  # take() copies; a slice would keep the whole block in memory
             if sum(each.nbytes for each in waiting[bucket]) > _BUFFERED_BYTES // buckets:
                 _append(spill, bucket, waiting[bucket])
         counts += drawn
@@ -117,13 +119,15 @@ def _fill_buckets(source: Dataset, spill: Path, buckets: int, seed: int, report:
     for bucket in range(buckets):
         _append(spill, bucket, waiting[bucket])
     complete = {"samples": counts.tolist(), "digest": digest % (1 << 64)}
-    # This file comes last: it says that the buckets are complete.
+    # This file is written last, because it marks the buckets as complete.
     write_atomically(spill / "complete.json", json.dumps(complete).encode())
 
 
 def _append(spill: Path, bucket: int, waiting: list[Samples]) -> None:
-    """Append samples to the file of a bucket, one array after another, and empty the list."""
-    with (spill / f"{bucket:05d}").open("ab") as file:  # opened each time: there may be more buckets than descriptors
+    """Append samples to a bucket's file, one array after another, and clear the list."""
+    with (spill / f"{bucket:05d}").open(
+        "ab"
+    ) as file:  # opened for each write, because there may be more buckets than descriptors
         if waiting:
             block = concatenate(waiting)
             for field in fields(block):
@@ -132,17 +136,17 @@ def _append(spill: Path, bucket: int, waiting: list[Samples]) -> None:
 
 
 def _write_shards(info: DatasetInfo, out: Path, counts: list[int], shards: int, seed: int, report: Report) -> None:
-    """Cut shards from the permuted buckets, one after another."""
+    """Write consecutive shards from the permuted buckets."""
     firsts = offsets_of(np.array(counts))
     bounds = np.linspace(0, firsts[-1], shards + 1).astype(np.int64)
     bucket, permuted = -1, None
     for index in range(shards):
         path = out / shard_name(index, shards)
         start, stop = int(bounds[index]), int(bounds[index + 1])
-        if whole_shard(path) != (info, stop - start):  # seed and source are equal, or `begun` would have refused
+        if whole_shard(path) != (info, stop - start):  # `begun` has checked that seed and source are equal
             pieces = []
             while start < stop:
-                # side: an empty bucket begins where the next bucket begins, which has the sample.
+                # side="right", because an empty bucket has the same start as the next bucket, which has the sample.
                 needed = int(np.searchsorted(firsts, start, side="right")) - 1
                 if needed != bucket or permuted is None:
                     permuted = None  # frees the bucket before the next one is read
@@ -156,16 +160,16 @@ def _write_shards(info: DatasetInfo, out: Path, counts: list[int], shards: int, 
 
 
 def _permuted(spill: Path, bucket: int, count: int, seed: int) -> tuple[Samples, NDArray[np.int64]]:
-    """Return a bucket's samples, and a random order of them."""
+    """Return a bucket's samples and a random permutation."""
     samples = _read_bucket(spill / f"{bucket:05d}")
     if len(samples) != count:
         raise ValueError(f"{spill}: bucket {bucket} holds {len(samples):,} of {count:,} samples; delete the folder")
-    # Each bucket has random numbers of its own, so that continuing needs no bucket whose shards are complete.
+    # Each bucket has a separate random generator, so that a continued shuffle can skip buckets whose shards are complete.
     return samples, np.random.default_rng([seed, 1, bucket]).permutation(count)
 
 
 def _read_bucket(path: Path) -> Samples:
-    """Return all samples of a bucket, in the order in which they were appended."""
+    """Return all samples of a bucket, in the order in which they were added."""
     blocks = []
     with path.open("rb") as file:
         while file.tell() < path.stat().st_size:

@@ -1,1 +1,1 @@
-"""The ops through libraries, where they are installed."""
+"""Implementations of the ops that call libraries, if these are installed."""

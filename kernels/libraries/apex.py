@@ -1,8 +1,8 @@
-"""Layer norm and cross-entropy through NVIDIA's apex, if its compiled extensions are installed.
+"""Layer norm and cross-entropy by NVIDIA's apex, if its compiled extensions are installed.
 
-The package of that name on the package index is another one; the extensions ``fused_layer_norm_cuda`` and ``xentropy_cuda``
-come only with NVIDIA's. Same contracts as in ``kernels.reference.ops``, but PyTorch's generator draws the dropout. The
-adapter has not run on a GPU as part of this project.
+The package named apex on PyPI is a different one. Only NVIDIA's package contains the extensions ``fused_layer_norm_cuda``
+and ``xentropy_cuda``. The functions have the same contracts as in ``kernels.reference.ops``, except that PyTorch's generator
+draws the dropout mask. This adapter has not run on a GPU as part of this project.
 """
 
 import importlib
@@ -33,7 +33,7 @@ def dropout_add_layer_norm(
     dropout: Dropout | None = None,
 ) -> Tensor:
     """Return ``layer_norm(residual + dropout(x + bias))``, [T, D], in the type of x."""
-    # apex takes operands of one type.
+    # apex requires all operands to have the same type.
     summed_TD = residual_TD.to(x_TD.dtype) + drop(x_TD + bias_D.to(x_TD.dtype), dropout)
     return _layer_norm(summed_TD, weight_D, norm_bias_D, eps)
 
@@ -67,14 +67,14 @@ def masked_lm_loss(
     decoder_gradient_VD: Tensor | None = None,
     overwrite: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the sum of the masked tokens' cross-entropies, [] fp32, and the number of right predictions, [] int64."""
+    """Return the sum of the masked tokens' cross-entropies, [] fp32, and the number of correct predictions, [] int64."""
     decoder_VD = adding_gradient(decoder_VD, decoder_gradient_VD, overwrite)
     library = importlib.import_module("apex.contrib.xentropy.softmax_xentropy")
-    # Counting needs logits that were never rounded to 16 bits.
+    # Counting correct predictions requires logits that have never been rounded to 16 bits.
     logits_of = masked_lm_logits if count_correct else F.linear
     logits_MV = logits_of(hidden_MD, decoder_VD, bias_V)
     ignored_M = labels_M == ignore_index
-    # apex also reads the logit of a label that is ignored, so it gets class 0, and the loss is dropped.
+    # apex also reads the logits of ignored labels, so these labels are set to class 0, and their losses are set to 0 below.
     classes_M = labels_M.masked_fill(ignored_M, 0)
     to_float = logits_MV.dtype != torch.float32
     losses_M = library.SoftmaxCrossEntropyLoss.apply(logits_MV, classes_M, 0.0, ignore_index, to_float)
@@ -90,15 +90,18 @@ def _layer_norm(x_TD: Tensor, weight_D: Tensor, bias_D: Tensor, eps: float) -> T
 
 
 def norm_unsupported_reasons(*inputs: Any, **_: Any) -> list[str]:
-    """Return the reasons why these inputs of a norm cannot be computed; empty if they can."""
+    """Return the reasons why apex cannot compute a norm of these inputs; empty if it can."""
     first = next(x for x in inputs if isinstance(x, Tensor) and x.is_floating_point())
     return _reasons(first, first.dtype)
 
 
 def loss_unsupported_reasons(hidden_MD: Tensor, decoder_VD: Tensor, *_: Any, **__: Any) -> list[str]:
-    """Return the reasons why these inputs of the loss cannot be computed; old releases also refuse bfloat16 when called."""
+    """Return the reasons why apex cannot compute the loss of these inputs; empty if it can.
+
+    Old releases of apex also refuse bfloat16, but only when they are called.
+    """
     reasons = _reasons(hidden_MD, compute_dtype(hidden_MD))
-    # The kernels count elements in 32 bits.
+    # The kernels use 32-bit element indices.
     if len(hidden_MD) * len(decoder_VD) >= 2**32:
         reasons.append(f"{len(hidden_MD)} x {len(decoder_VD)} logits, expected fewer than 2^32")
     return reasons

@@ -1,7 +1,7 @@
-"""Attention through the package flash-attn (Dao 2023, arXiv 2307.08691), when it is installed.
+"""Attention by the package flash-attn (Dao 2023, arXiv 2307.08691), if it is installed.
 
-Same contract as in ``kernels.reference.ops``, apart from dropout, which the package draws by its own generator. The calls
-follow version 2 of the package. They have not run on a GPU as part of this project.
+The functions have the same contracts as in ``kernels.reference.ops``, except that the package draws the dropout mask. The
+calls follow version 2 of the package. They have not run on a GPU as part of this project.
 """
 
 from typing import Any
@@ -52,16 +52,16 @@ def varlen_self_attention(
 def _owned_rows(x: Tensor, cu_seqlens: Tensor) -> Tensor:
     """Return ``x`` with zeros in the rows after the last sequence, and in the same rows of its gradient.
 
-    The library leaves these rows as it finds them in new memory, in the output and in the gradients.
+    The library leaves these rows uninitialized in the output and in the gradients.
     """
-    # Compared on the device: reading the last bound would make the host wait, and break a captured step.
+    # Compare on the device: reading the last bound would make the host wait, and would prevent a capture of the step.
     owned = torch.arange(len(x), device=x.device) < cu_seqlens[-1]
-    # A product with the mask would keep NaN.
+    # Multiplying by the mask would keep NaN, so select with ``where``.
     return torch.where(owned.view(-1, *(1,) * (x.dim() - 1)), x, 0.0)
 
 
 def unsupported_reasons(query_QHE: Tensor, *_: Any, **__: Any) -> list[str]:
-    """Return the reasons why this query, or packed tensor [T, 3, H, E], cannot be computed; empty if it can."""
+    """Return the reasons why the library cannot handle this query or packed tensor [T, 3, H, E]; empty if it can."""
     reasons = [] if query_QHE.is_cuda else [f"the tensors are on {query_QHE.device.type}, expected a GPU"]
     if query_QHE.dtype not in (torch.float16, torch.bfloat16):
         reasons.append(f"{query_QHE.dtype}, expected float16 or bfloat16")

@@ -1,7 +1,7 @@
-"""Ops through PyTorch's own fused functions: the implementations that a CPU uses.
+"""Ops by PyTorch's own fused functions, which are used on a CPU.
 
-Same contracts as in ``kernels.reference.ops``, but PyTorch's generator draws the dropout, with the same probability.
-Shape legend in ``kernels/__init__.py``.
+The functions have the same contracts as in ``kernels.reference.ops``, except that PyTorch's generator draws the dropout
+mask, with the same probability. Shape legend in ``kernels/__init__.py``.
 """
 
 from itertools import groupby, pairwise
@@ -23,15 +23,16 @@ def varlen_attention(
     max_seqlen: int,
     dropout: Dropout | None = None,
 ) -> Tensor:
-    """Return softmax attention inside each sequence, [Q, H, E], through PyTorch's fused attention.
+    """Return softmax attention inside each sequence, [Q, H, E], by PyTorch's fused attention.
 
-    Neighbouring sequences of equal length share one call on views of the stream, so that nothing is padded, masked or copied
-    on the way in. The loader sorts batches by length, which makes equal lengths neighbours. The host reads the lengths.
+    Adjacent sequences of equal length share one call on views of the stream, so that the inputs need no padding, masks or
+    copies. The loader sorts batches by length, which makes sequences of equal length adjacent. The host reads the lengths.
     """
     del max_seqlen
     lengths = zip(_lengths(cu_seqlens_q), _lengths(cu_seqlens_k), strict=True)
     groups = [(*pair, len(list(equal))) for pair, equal in groupby(lengths)]
-    # The backward pass of split is one concatenation; that of each slice would fill a whole stream with zeros.
+    # The backward pass of a split is one concatenation. The backward pass of each slice would fill a whole stream with
+    # zeros.
     *queries, unowned = _split(query_QHE, [length_q * count for length_q, _, count in groups])
     *keys, _ = _split(key_THE, [length_k * count for _, length_k, count in groups])
     *values, _ = _split(value_THE, [length_k * count for _, length_k, count in groups])
@@ -65,7 +66,7 @@ def dropout_add_layer_norm(
     if dropout is None or x_TD.is_cuda:
         summed_TD = residual_TD + drop(biased_TD, dropout)
     else:
-        summed_TD = torch.addcmul(residual_TD, biased_TD, _kept(biased_TD, dropout))  # a pass less than product and sum
+        summed_TD = torch.addcmul(residual_TD, biased_TD, _kept(biased_TD, dropout))  # saves a pass over memory
     return F.layer_norm(summed_TD, weight_D.shape, weight_D, norm_bias_D, eps)
 
 
@@ -89,19 +90,19 @@ def embedding_layer_norm(
 
 
 def drop(x: Tensor, dropout: Dropout | None) -> Tensor:
-    """Return ``x``, of any shape, with elements set to 0 with the probability of ``dropout`` and the others scaled."""
+    """Return ``x``, of any shape, after dropout: elements are set to 0 at random, and the remaining ones are scaled."""
     if dropout is None:
         return x
     return F.dropout(x, dropout.p) if x.is_cuda else x * _kept(x, dropout)
 
 
 def _kept(x: Tensor, dropout: Dropout) -> Tensor:
-    """Draw what dropout multiplies ``x`` by on a CPU: 0, or the scale of kept elements.
+    """Draw the factors by which dropout multiplies ``x`` on a CPU: 0, or the scale of the kept elements.
 
-    Random numbers are most of the work on a CPU, so one 64-bit draw serves four elements. Its 16 bits for each match the
-    probability to within 1 / 131072.
+    Drawing random numbers is most of the work on a CPU, so each 64-bit number serves four elements. With 16 bits per
+    element, the probability is exact to within 1 / 131072.
     """
-    # The range starts at -2**63, so that all 64 bits, the sign among them, are random.
+    # The range starts at -2**63, so that all 64 bits are random, including the sign.
     words = torch.empty(-(-x.numel() // 4), dtype=torch.int64).random_(-(2**63), None)
     kept = words.view(torch.int16)[: x.numel()].view(x.shape) >= dropout.threshold - 2**15  # signed
     return kept.to(x.dtype).mul_(dropout.scale)
@@ -116,7 +117,7 @@ def _lengths(cu_seqlens: Tensor) -> list[int]:
 
 
 def _padless_attention(query: Tensor, key: Tensor, value: Tensor, count: int, dropout: Dropout | None) -> Tensor:
-    """Return attention of ``count`` sequences of one length; rows [count * length, H, E]."""
+    """Return the attention of ``count`` sequences of equal length, [count * length, H, E]."""
     # Views [S, H, length, E], whose strides the fused attention accepts.
     query, key, value = (x.unflatten(0, (count, -1)).transpose(1, 2) for x in (query, key, value))
     if dropout is not None and not query.is_cuda:  # PyTorch's fused attention has no dropout on a CPU

@@ -1,5 +1,5 @@
 # pyright: reportPrivateImportUsage=false
-"""Scaled FP8 matrix products through PyTorch (cuBLASLt on a GPU); same contract as in ``kernels.reference.fp8``."""
+"""Scaled FP8 matrix products by PyTorch (cuBLASLt on a GPU), with the same contract as in ``kernels.reference.fp8``."""
 
 from typing import Any
 
@@ -21,11 +21,11 @@ def scaled_matmul(
 ) -> Tensor:
     """Return ``(a * inverse_a) @ (b * inverse_b).T + bias``, [M, N] in ``out_dtype``.
 
-    Without ``use_fast_accum`` cuBLASLt accumulates in fp32 outside of Hopper's tensor cores.
+    Without ``use_fast_accum``, cuBLASLt accumulates in fp32 outside Hopper's tensor cores.
     """
     return torch._scaled_mm(
         a_MK,
-        b_NK.t(),  # column-major, as cuBLASLt wants the right operand in FP8
+        b_NK.t(),  # cuBLASLt requires a column-major right operand in FP8
         scale_a=inverse_a,
         scale_b=inverse_b,
         bias=None if bias_N is None else bias_N.detach().to(out_dtype),
@@ -44,7 +44,7 @@ def unsupported_reasons(
         reasons.append(f"operands in {a_MK.dtype} and {b_NK.dtype}: expected E4M3, or one of E4M3 and one of E5M2")
     if out_dtype not in (torch.bfloat16, torch.float16, torch.float32):
         reasons.append(f"a product in {out_dtype}, expected bfloat16, float16 or float32")
-    # M, the tokens of a micro-batch, may be any number.
+    # M, the number of tokens in a micro-batch, need not be a multiple.
     if any(size % ALIGNMENT for size in (*b_NK.shape, a_MK.shape[1])):
         reasons.append(f"sizes {list(a_MK.shape)} by {list(b_NK.shape)}: N and K are not multiples of {ALIGNMENT}")
     return reasons

@@ -1,6 +1,7 @@
-"""Products that PyTorch adds to an fp32 tensor in cuBLAS on a GPU, of operands in 16 bits.
+"""Matrix products of 16-bit operands that cuBLAS adds to an fp32 tensor on a GPU.
 
-Same contract as in ``kernels.reference.ops``. ``torch.addmm`` takes fp32 to add to since PyTorch 2.10, on CUDA only.
+The contract is the same as in ``kernels.reference.ops``. ``torch.addmm`` has supported adding to fp32 since PyTorch 2.10, on
+CUDA only.
 """
 
 import torch
@@ -10,19 +11,19 @@ from torch import Tensor
 def accumulate_weight_gradient(
     gradient_NK: Tensor, output_gradient_TN: Tensor, input_TK: Tensor, overwrite: bool = False
 ) -> Tensor:
-    """Add ``output_gradient.T @ input`` to an fp32 gradient in the product's epilogue, or write it there."""
+    """Add ``output_gradient.T @ input`` to an fp32 gradient in place, or overwrite the gradient, and return it."""
     transposed_NT = output_gradient_TN.t()
     # mm does not read the old gradient, which may be NaN.
     if overwrite:
         return torch.mm(transposed_NT, input_TK, out_dtype=torch.float32, out=gradient_NK)
-    # With the gradient as ``out``, the product's epilogue makes the sum without another pass.
+    # With the gradient as ``out``, cuBLAS adds in the product's epilogue, without another pass over memory.
     return torch.addmm(gradient_NK, transposed_NT, input_TK, out_dtype=torch.float32, out=gradient_NK)
 
 
 def unsupported_reasons(
     gradient_NK: Tensor, output_gradient_TN: Tensor, input_TK: Tensor, *_: object, **__: object
 ) -> list[str]:
-    """Return the reasons why these tensors cannot be taken; empty if they can."""
+    """Return the reasons why PyTorch cannot compute this product; empty if it can."""
     reasons = []
     if not gradient_NK.is_cuda:
         reasons.append(f"tensors on {gradient_NK.device.type}: PyTorch has such a product on CUDA only")

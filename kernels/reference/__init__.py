@@ -1,1 +1,1 @@
-"""Every op in plain PyTorch: the definition, the oracle of the tests, and the path on a CPU."""
+"""Reference implementations of all ops in plain PyTorch, which define the ops and are the expected results in tests."""

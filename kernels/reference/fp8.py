@@ -1,14 +1,14 @@
-"""FP8 with one scale a tensor: the definitions of the casts, of the scaled matrix product and of delayed scaling.
+"""FP8 with one scale per tensor: reference implementations of casts, scaled matrix products and delayed scaling.
 
-Forward values use E4M3 and gradients E5M2 (Micikevicius et al. 2022, arXiv 2209.05433). A tensor x is stored as
-``q = x * scale`` rounded to nearest even; values beyond the largest finite value become that value. Every cast also raises
-``amax`` in place to the largest magnitude it has seen. The device computes the next step's scale from it, and the host reads
-nothing. Scales are powers of two: they and their inverses add no rounding error.
+Forward values use E4M3 and gradients use E5M2 (Micikevicius et al. 2022, arXiv 2209.05433). A tensor x is stored as
+``q = x * scale``, rounded to nearest even and saturated at the largest finite value. Every cast also updates ``amax`` in
+place to the largest magnitude so far. The device computes the next step's scale from it without copying it to the host.
+Scales are powers of two, so that scales and their inverses add no rounding error.
 
-Shape legend in ``kernels/__init__.py``; besides, R rows, C columns, and a product's M, N and K. ``scale``, ``amax`` and
-``inverse_*`` are fp32 tensors [] on the device of the other tensors. Inputs are converted to fp32, unless they are fp64. A
-transposed result has ``padded(R)`` columns, with zeros after column R, because scaled products contract over multiples of
-16. None of these functions has a gradient.
+Shape legend in ``kernels/__init__.py``; in addition, R rows, C columns, and M, N and K of a matrix product. ``scale``,
+``amax`` and ``inverse_*`` are fp32 tensors [] on the device of the other tensors. Inputs are converted to fp32, unless they
+are fp64. A transposed result has ``padded(R)`` columns, with zeros from column R on, because the inner dimension of a scaled
+product must be a multiple of 16. None of these functions has a gradient.
 """
 
 import torch
@@ -18,33 +18,37 @@ from torch import Tensor
 E4M3 = torch.float8_e4m3fn
 E5M2 = torch.float8_e5m2
 LARGEST = {E4M3: 448.0, E5M2: 57344.0}
-"""Largest finite value."""
+"""Largest finite value of each type."""
 
 HEADROOM_BITS = {E4M3: 2, E5M2: 4}
-"""Bits of headroom: a tensor may grow fourfold from one step to the next before it saturates, a gradient sixteenfold.
+"""Bits of headroom for growth from one step to the next: forward values may grow by a factor of 4 before they saturate, and
+gradients by a factor of 16.
 
-A gradient's largest magnitude at times grows ninefold in one step; the largest magnitude of inputs and weights grows by less
-than a third.
+In practice, the largest magnitude of a gradient sometimes grows by a factor of 9 in one step, and the largest magnitude of
+inputs and weights by less than a third.
 """
 
 ALIGNMENT = 16
-"""Sizes of scaled matrix products are multiples of this."""
+"""The dimensions N and K of scaled matrix products must be multiples of this."""
 
 _MANTISSA_BITS, _EXPONENT_BIAS = 23, 127  # of fp32
 
 
 def padded(rows: int) -> int:
-    """Return the next multiple of 16, the length of a transposed result's rows."""
+    """Round up to a multiple of 16, which is the row length of a transposed result."""
     return -(-rows // ALIGNMENT) * ALIGNMENT
 
 
 def largest_scaled(dtype: torch.dtype) -> float:
-    """Return the value to which the last step's largest magnitude may be scaled: ``LARGEST`` divided by the headroom."""
+    """Return the value to which the last step's largest magnitude may be scaled, which leaves the headroom unused."""
     return LARGEST[dtype] / 2 ** HEADROOM_BITS[dtype]
 
 
 def capability_reasons(device: torch.device) -> list[str]:
-    """Return the reasons why a GPU cannot compute in FP8; empty if it can, on a CPU, and for fake tensors without a GPU."""
+    """Return the reasons why a GPU cannot compute in FP8; empty if it can.
+
+    The list is also empty for a CPU, and for fake tensors on a machine without a GPU.
+    """
     if device.type != "cuda" or not torch.cuda.is_available():
         return []
     capability = torch.cuda.get_device_capability(device)
@@ -54,19 +58,20 @@ def capability_reasons(device: torch.device) -> list[str]:
 def cast_fp8(x_RC: Tensor, scale: Tensor, amax: Tensor, dtype: torch.dtype) -> Tensor:
     """Return ``x * scale`` in ``dtype``, E4M3 or E5M2: [R, C].
 
-    Infinities and values beyond the largest finite value become that value; NaN stays NaN. ``amax`` becomes
-    ``max(amax, max |x|)`` in place. An infinity or a NaN in x makes it infinite or NaN, so that a bad step can be detected.
+    Infinities and other values that are too large become the largest finite value, and NaN stays NaN. ``amax`` is set to
+    ``max(amax, max |x|)`` in place. If x contains an infinity or NaN, ``amax`` becomes infinite or NaN, so that a bad step
+    can be detected.
     """
     x_RC = _full(x_RC)
-    # Tensor.amax fails for an empty tensor.
+    # Tensor.amax raises an error for an empty tensor.
     largest = x_RC.abs().amax() if x_RC.numel() else x_RC.new_zeros(())
     torch.maximum(amax, largest, out=amax)  # propagates NaN, which fmax does not
-    # PyTorch's own cast to E5M2 makes infinities of larger values.
+    # Clamp first, because PyTorch's cast to E5M2 turns values that are too large into infinities.
     return (x_RC * scale).clamp(-LARGEST[dtype], LARGEST[dtype]).to(dtype)
 
 
 def cast_transpose_fp8(x_RC: Tensor, scale: Tensor, amax: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return ``cast_fp8`` [R, C] and its transpose [C, padded(R)]. C is a multiple of 16."""
+    """Return ``cast_fp8`` [R, C] and its transpose [C, padded(R)]. C must be a multiple of 16."""
     q_RC = cast_fp8(x_RC, scale, amax, dtype)
     rows = len(q_RC)
     # Scaled products need contiguous operands.
@@ -74,7 +79,7 @@ def cast_transpose_fp8(x_RC: Tensor, scale: Tensor, amax: Tensor, dtype: torch.d
 
 
 def cast_transpose_into_fp8(x_RC: Tensor, scale: Tensor, amax: Tensor, q_RC: Tensor, q_CR: Tensor) -> None:
-    """Write ``cast_transpose_fp8`` to contiguous tensors, in their type."""
+    """Write the results of ``cast_transpose_fp8`` to the contiguous tensors ``q_RC`` and ``q_CR``, in their type."""
     for kept, cast in zip((q_RC, q_CR), cast_transpose_fp8(x_RC, scale, amax, q_RC.dtype), strict=True):
         kept.copy_(cast)
 
@@ -82,12 +87,12 @@ def cast_transpose_into_fp8(x_RC: Tensor, scale: Tensor, amax: Tensor, q_RC: Ten
 def cast_transpose_sum_fp8(
     x_RC: Tensor, scale: Tensor, amax: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return ``cast_transpose_fp8`` and the sums of x's columns, fp32 [C], which are a bias gradient."""
+    """Return the results of ``cast_transpose_fp8`` and the column sums of x, fp32 [C], which are a bias gradient."""
     return *cast_transpose_fp8(x_RC, scale, amax, dtype), _full(x_RC).sum(0)
 
 
 def bias_gelu_cast_fp8(product_TF: Tensor, bias_F: Tensor, scale: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
-    """Return ``gelu(product + bias)`` in the tanh form, in E4M3 [T, F], and its transpose [F, padded(T)]."""
+    """Return ``gelu(product + bias)`` in the tanh form, cast to E4M3 [T, F], and its transpose [F, padded(T)]."""
     y_TF = _full(product_TF) + _full(bias_F)
     return cast_transpose_fp8(F.gelu(y_TF, approximate="tanh"), scale, amax, E4M3)
 
@@ -95,9 +100,9 @@ def bias_gelu_cast_fp8(product_TF: Tensor, bias_F: Tensor, scale: Tensor, amax: 
 def bias_gelu_backward_cast_fp8(
     output_gradient_TF: Tensor, product_TF: Tensor, bias_F: Tensor, scale: Tensor, amax: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradient of ``product`` in ``gelu(product + bias)`` in E5M2, its transpose, and the bias gradient.
+    """Return the gradient of ``product`` in ``gelu(product + bias)``, cast to E5M2, its transpose, and the bias gradient.
 
-    Shapes [T, F], [F, padded(T)] and fp32 [F]. The bias gradient sums values that have not been rounded to E5M2.
+    The shapes are [T, F], [F, padded(T)] and fp32 [F]. The bias gradient is the sum of values before rounding to E5M2.
     """
     y_TF = _full(product_TF) + _full(bias_F)
     gradient_TF = torch.ops.aten.gelu_backward(_full(output_gradient_TF), y_TF, approximate="tanh")
@@ -116,11 +121,11 @@ def scaled_matmul(
 ) -> Tensor:
     """Return ``(a * inverse_a) @ (b * inverse_b).T``, accumulated in fp32, plus the bias: [M, N] in ``out_dtype``.
 
-    The result is written to ``out_MN`` if it is given; it has that type and is contiguous.
+    If ``out_MN`` is given, the result is written to it. It must be contiguous and have the type ``out_dtype``.
 
-    a and b are E4M3 or E5M2, not both E5M2, and the inverses are 1 / scale. N and K are multiples of 16. The bias may have
-    any floating-point type and is rounded to ``out_dtype``. With ``use_fast_accum`` an implementation may leave the sum to
-    tensor cores that keep about 14 bits of it.
+    a and b are E4M3 or E5M2, but not both E5M2, and the inverses are 1 / scale. N and K are multiples of 16. The bias may
+    have any floating-point type and is rounded to ``out_dtype``. With ``use_fast_accum``, an implementation may accumulate
+    in tensor cores that keep only about 14 bits of the sum.
     """
     del use_fast_accum
     # Autocast would convert the fp32 operands back to 16 bits.
@@ -134,12 +139,13 @@ def scaled_matmul(
 def new_scales(amax_N: Tensor, scale_N: Tensor, largest_N: Tensor) -> Tensor:
     """Return the next step's scales, fp32 [N]: the largest powers of two with ``scale * amax <= largest``.
 
-    If ``amax`` is 0 or not finite, the old scale stays. Scale and inverse stay normal numbers, from 2^-126 to 2^126. All
-    arguments are fp32 [N]; ``largest_N`` is each tensor's ``largest_scaled``. Integer arithmetic makes the result exact.
+    If ``amax`` is 0 or not finite, the old scale is kept. Scales lie between 2^-126 and 2^126, so that they and their
+    inverses are normal numbers. All arguments are fp32 [N]; ``largest_N`` is ``largest_scaled`` of each tensor's type.
+    Integer arithmetic makes the result exact.
     """
     amax_fraction_N, amax_exponent_N = torch.frexp(amax_N)
     largest_fraction_N, largest_exponent_N = torch.frexp(largest_N)
-    # Fractions lie between 0.5 and 1. If amax has the larger fraction, the exponent is one less.
+    # Fractions lie between 0.5 and 1. If the fraction of amax is larger, the exponent of the scale is one less.
     exponent_N = largest_exponent_N - amax_exponent_N - (amax_fraction_N > largest_fraction_N).int()
     exponent_N = exponent_N.clamp(1 - _EXPONENT_BIAS, _EXPONENT_BIAS - 1)
     power_N = ((exponent_N + _EXPONENT_BIAS) << _MANTISSA_BITS).view(torch.float32)  # 2^exponent by its bits

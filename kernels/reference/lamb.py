@@ -1,7 +1,7 @@
 # pyright: reportPrivateImportUsage=false
-"""The definition of LAMB on flat buffers: one pass for the moments, one norm a segment, one pass for the step.
+"""Reference implementation of LAMB on flat vectors: a pass for the moments, a norm per segment, and a pass for the step.
 
-Shape legend in ``kernels/__init__.py``; besides, A adapted segments.
+Shape legend in ``kernels/__init__.py``; in addition, A is the number of adapted segments.
 """
 
 from collections.abc import Sequence
@@ -13,23 +13,24 @@ from torch import Tensor
 from kernels.reference.fp8 import cast_transpose_into_fp8
 
 PIECE = 1 << 16
-"""Elements that are squared and summed at a time, so that their copies in double precision fit a core's cache."""
+"""Number of elements that are squared and summed at a time. Their copies in double precision fit into a core's cache."""
 
 
 @dataclass(frozen=True)
 class LambSegments:
-    """Division of the flat parameter vector into tensors, and which of them are adapted.
+    """Division of the flat parameter vector into segments, and their properties.
 
-    A fused tensor (query, key and value), which the MLPerf reference holds as three, is three segments, so that each has its
-    own trust ratio.
+    A segment is usually one tensor. The fused query, key and value tensor is three segments, so that each part has its own
+    trust ratio, as in the MLPerf reference, where they are three tensors.
     """
 
     sizes: tuple[int, ...]
-    """Elements of each segment, in order; they add up to P."""
+    """Number of elements in each segment, in order. The sum is P."""
     adapted: tuple[bool, ...]
-    """Whether weight decay and the trust ratio apply: False for biases and layer norms."""
+    """Whether weight decay and the trust ratio apply to each segment. They do not apply to biases and layer norms."""
     overwritten: tuple[bool, ...] = ()
-    """Whether the next gradient overwrites the last one, which then need not be cleared; empty if none does."""
+    """Whether the next step overwrites each segment's gradient, which then need not be cleared. Empty if all gradients must
+    be cleared."""
 
     def views(self, flat_P: Tensor) -> list[Tensor]:
         """Return the segments of a flat vector, as views."""
@@ -51,14 +52,14 @@ class LambSegments:
 
 @dataclass(frozen=True)
 class LambHyperparameters:
-    """Numbers of a LAMB update that stay the same from step to step."""
+    """Hyperparameters of LAMB that are the same in every step."""
 
     beta_1: float
     beta_2: float
     epsilon: float
     weight_decay: float
     max_grad_norm: float
-    """The global norm that gradients are clipped to."""
+    """Global norm to which gradients are clipped."""
 
 
 @dataclass(frozen=True)
@@ -68,23 +69,23 @@ class LambState:
     momentum_P: Tensor
     variance_P: Tensor
     update_P: Tensor
-    """Scratch for the update direction, kept so that no step allocates."""
+    """Buffer for the update direction, kept between steps so that no step allocates memory."""
     skipped: Tensor
     """int64 [], the number of steps that were skipped because a gradient was not finite."""
 
     @classmethod
     def zeros_like(cls, parameters_P: Tensor) -> "LambState":
-        """Return the initial state for a flat parameter vector."""
+        """Return the initial optimizer state for a flat parameter vector."""
         momentum_P, variance_P, update_P = (torch.zeros_like(parameters_P) for _ in range(3))
         return cls(momentum_P, variance_P, update_P, torch.zeros((), dtype=torch.int64, device=parameters_P.device))
 
 
 @dataclass(frozen=True)
 class WeightCast:
-    """FP8 copies of a weight [N, K] that lies in the flat parameters, and the scale that they are made with."""
+    """FP8 copies of a weight [N, K] in the flat parameter vector, and the scale of the copies."""
 
     start: int
-    """Place of the weight's first element in the vector."""
+    """Index of the weight's first element in the vector."""
     scale: Tensor
     amax: Tensor
     q_NK: Tensor
@@ -107,19 +108,20 @@ def lamb_step(
     copies_P: Tensor | None = None,
     casts: tuple[WeightCast, ...] = (),
 ) -> Tensor:
-    """Update by LAMB in place; return the gradient's global norm before clipping, [], and set the gradient to zero.
+    """Update the parameters with LAMB in place, clear the gradient and return its global norm before clipping, [].
 
-    In overwritten segments the gradient may be left with any content. ``copies_P``, if given, gets a copy of the parameters
-    in its own type for the next step's products, and ``casts`` get the FP8 copies that ``cast_transpose_into_fp8`` makes.
+    In overwritten segments, the gradient is not cleared and may have any content afterwards. If ``copies_P`` is given, the
+    parameters are copied to it in its own type for the next step's products. The FP8 copies in ``casts`` are updated by
+    ``cast_transpose_into_fp8``.
 
-    ``step``, int64 [], counts from 1. It and ``learning_rate``, fp32 [], lie on the parameters' device, so that a captured
+    ``step``, int64 [], counts from 1. It and ``learning_rate``, fp32 [], are on the parameters' device, so that a captured
     step can be replayed. As in the MLPerf reference, gradients are clipped by their global norm, moments are bias-corrected,
-    epsilon stands outside the root, and the step of an adapted segment is scaled by ||w|| / ||u|| (1 if either is zero).
+    epsilon is outside the root, and the step of an adapted segment is scaled by ||w|| / ||u|| (1 if either is zero).
 
-    If the norm is not finite, the step is skipped: parameters and moments stay, and ``state.skipped`` is incremented. The
-    caller then passes the same ``step`` again.
+    If the norm is not finite, the step is skipped: parameters and moments do not change, and ``state.skipped`` is
+    incremented. The caller then passes the same ``step`` again.
 
-    Source: You et al., arXiv 1904.00962, with the reference's weight-decay and adaptation exclusions.
+    Source: You et al., arXiv 1904.00962, with the tensors that the reference excludes from weight decay and adaptation.
     """
     norm = sum_of_squares(gradients_P).sqrt().to(gradients_P.dtype)
     squares_2A = lamb_directions(parameters_P, gradients_P, state, segments, hyperparameters, norm=norm, step=step)
@@ -141,21 +143,22 @@ def lamb_directions(
     norm: Tensor,
     step: Tensor,
 ) -> Tensor:
-    """Compute moments and directions, the first half of ``lamb_step``, and clear the gradient as ``lamb_step`` does.
+    """Compute moments and update directions, the first half of ``lamb_step``, and clear the gradient as ``lamb_step`` does.
 
-    Returns sums of squares, fp64 [2, A]: of the parameters and of the directions of each adapted segment. ``norm``, [], is
-    the norm of the whole gradient. If the vectors are a shard, ``segments`` are the pieces of segments in the shard,
-    including padding, and the caller adds the sums over pieces and shards before ``lamb_apply``.
+    Returns the sums of squares of the parameters and of the directions in each adapted segment, fp64 [2, A]. ``norm``, [],
+    is the norm of the whole gradient. If the vectors are a shard, ``segments`` describes the pieces of segments in the
+    shard, including padding, and the caller must add the sums over pieces and shards before calling ``lamb_apply``.
     """
     momentum_P, variance_P, update_P = state.momentum_P, state.variance_P, state.update_P
     beta_1, beta_2 = hyperparameters.beta_1, hyperparameters.beta_2
     root_factor, epsilon_factor = bias_corrections(step, beta_1, beta_2)
-    # A skipped step uses factors that change nothing, so that the host need not read the norm.
+    # A skipped step uses factors that leave everything unchanged, so that the host need not read the norm.
     taken = norm < torch.inf  # False for NaN
     clip = torch.where(taken, clip_factor(norm, hyperparameters.max_grad_norm), 0.0)
     torch.nan_to_num(gradients_P, nan=0.0, posinf=0.0, neginf=0.0, out=gradients_P)  # NaN times zero is NaN
     gradients_P.mul_(clip)
-    # Interpolation, because beta and 1 - beta, each rounded to fp32, do not add up to 1: the variance would drift by 1.3e-5.
+    # Interpolate, because beta and 1 - beta do not add up to 1 after rounding to fp32, which would make the variance drift
+    # by 1.3e-5.
     momentum_P.lerp_(gradients_P, (1 - beta_1) * taken.to(momentum_P.dtype))
     torch.square(gradients_P, out=update_P)
     variance_P.lerp_(update_P, (1 - beta_2) * taken.to(variance_P.dtype))
@@ -167,7 +170,7 @@ def lamb_directions(
     weights, updates = segments.adapted_views(parameters_P), segments.adapted_views(update_P)
     if not updates:  # torch._foreach_add_ refuses empty lists
         return root_factor.new_zeros(2, 0)
-    # As in the MLPerf reference, decay is part of the direction and of its norm.
+    # As in the MLPerf reference, weight decay is part of the direction and of its norm.
     torch._foreach_add_(updates, weights, alpha=hyperparameters.weight_decay)
     return _sums_of_squares([*weights, *updates]).view(2, -1)
 
@@ -181,22 +184,23 @@ def lamb_apply(
     norm: Tensor,
     learning_rate: Tensor,
 ) -> None:
-    """Step along the directions, the second half of ``lamb_step``; ``squares_2A`` are the squares of the segments' norms.
+    """Update the parameters along the directions, the second half of ``lamb_step``.
 
-    For a shard, each piece has the squares of its whole segment.
+    ``squares_2A`` are the squared norms that ``lamb_directions`` returns. For a shard, each piece must have the squared
+    norms of its whole segment.
     """
     updates = segments.adapted_views(state.update_P)
     if updates:
         torch._foreach_mul_(updates, list(_trust_ratios(squares_2A.sqrt().to(state.update_P.dtype)).unbind()))
-    # The rate of a skipped step is 0.
+    # The learning rate of a skipped step is 0.
     parameters_P.addcmul_(state.update_P, learning_rate * (norm < torch.inf), value=-1)
 
 
 def sum_of_squares(vector_P: Tensor) -> Tensor:
     """Return the sum of the squares of a vector, fp64 [], with a relative error of at most 1e-6 at any length.
 
-    PyTorch's own norms add fp32 numbers in a few lanes on a CPU, which loses 5.7 % of a norm over the 335 million parameters
-    of BERT-Large.
+    On a CPU, PyTorch's own norms accumulate fp32 numbers in a few SIMD lanes, which makes the norm of BERT-Large's 335
+    million parameters 5.7 % too small.
     """
     return _sums_of_squares([vector_P])[0]
 
@@ -209,10 +213,10 @@ def _sums_of_squares(vectors: Sequence[Tensor]) -> Tensor:
 
 
 def bias_corrections(step: Tensor, beta_1: float, beta_2: float) -> tuple[Tensor, Tensor]:
-    """Return the factors of the variance's root and of epsilon at ``step``, both float64 [].
+    """Return the factors of the variance's square root and of epsilon at ``step``, both float64 [].
 
-    The direction is momentum / (root_factor * root + epsilon_factor * epsilon): both factors are already divided by the
-    momentum's correction, which saves a pass. In single precision 1 - beta^step would cancel.
+    The direction is momentum / (root_factor * root + epsilon_factor * epsilon). Both factors include the momentum's bias
+    correction, which saves a pass. They need double precision because 1 - beta^step loses digits to cancellation.
     """
     steps = step.double()
     epsilon_factor = 1 - beta_1**steps
@@ -220,7 +224,7 @@ def bias_corrections(step: Tensor, beta_1: float, beta_2: float) -> tuple[Tensor
 
 
 def clip_factor(norm: Tensor, max_grad_norm: float) -> Tensor:
-    """Return the factor [] that scales a gradient of this norm down to ``max_grad_norm``; exactly 1 for a smaller one."""
+    """Return the factor [] that clips a gradient of this norm to ``max_grad_norm``. It is exactly 1 for smaller norms."""
     return max_grad_norm / norm.clamp(min=max_grad_norm)
 
 

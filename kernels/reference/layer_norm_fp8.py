@@ -1,9 +1,11 @@
-"""The definition of dropout, residual and layer norm between products in FP8, forward and backward.
+"""Reference implementation of dropout, residual and layer norm between FP8 products, forward and backward.
 
-It computes ``kernels.reference.ops.dropout_add_layer_norm`` and its gradients, with FP8 casts for the products around it.
-Two readers use the output, the next residual and products in FP8, and each of them returns a gradient.
+It computes ``kernels.reference.ops.dropout_add_layer_norm`` and its gradients, with FP8 casts for the products before and
+after it. The output is used twice, by the next residual connection and by the next FP8 products, so its gradient has two
+parts.
 
-Values are rounded to the type of the output, or of x, before ``cast_transpose_fp8``. None of these functions has a gradient.
+In the forward pass, values are rounded to the type of the output before ``cast_transpose_fp8``, and in the backward pass to
+the type of x. None of these functions has a gradient.
 """
 
 import torch
@@ -25,10 +27,10 @@ def add_norm_cast_fp8(
     scale: Tensor | None,
     amax: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Return ``layer_norm(residual + dropout(x + bias))`` [T, D], its means and reciprocal deviations, and two casts.
+    """Return ``layer_norm(residual + dropout(x + bias))`` [T, D], its statistics, and two FP8 casts.
 
-    The statistics are fp32 [2, T]. The casts are the output in E4M3 [T, D] and its transpose [D, padded(T)], or None without
-    a scale.
+    The statistics, fp32 [2, T], are means and reciprocal standard deviations. The casts are the output in E4M3 [T, D] and
+    its transpose [D, padded(T)], or None if ``scale`` is None.
     """
     summed_TD = residual_TD + dropout_rows(x_TD + bias_D, dropout)
     y_TD, *statistics_T1 = torch.native_layer_norm(summed_TD, weight_D.shape, weight_D, norm_bias_D, eps)
@@ -50,14 +52,16 @@ def add_norm_backward_cast_fp8(
     scale: Tensor,
     amax: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return all gradients for the output's gradient ``dy + shortcut_dy``: from products, and from the residual or None.
+    """Return all gradients for the output's gradient ``dy + shortcut_dy``.
 
-    They are x's in E5M2 [T, D] and its transpose [D, padded(T)], the residual's [T, D], and bias, weight and norm_bias [D].
+    ``dy`` comes from the next products and ``shortcut_dy`` from the next residual connection; the latter may be None. The
+    results are the gradient of x in E5M2 [T, D] and its transpose [D, padded(T)], the gradient of the residual [T, D], and
+    the gradients of bias, weight and norm_bias, each [D].
     """
     dy_TD = dy_TD if shortcut_dy_TD is None else dy_TD + shortcut_dy_TD
     summed_TD = residual_TD + dropout_rows(x_TD + bias_D, dropout)
     mean_T1, rstd_T1 = statistics_2T[:, :, None]
-    # bias_D stands in for the norm's bias, of which PyTorch uses only the shape and type.
+    # Pass bias_D in place of the norm's bias, because PyTorch uses only its shape and type.
     dsummed_TD, dweight_D, dnorm_bias_D = torch.ops.aten.native_layer_norm_backward(
         dy_TD.to(summed_TD.dtype), summed_TD, weight_D.shape, mean_T1, rstd_T1, weight_D, bias_D, [True, True, True]
     )

@@ -1,4 +1,4 @@
-"""Every op in plain PyTorch: the definition, and the oracle of the tests.
+"""Reference implementations of the ops in plain PyTorch, which define the ops and are the expected results in tests.
 
 Shape legend in ``kernels/__init__.py``.
 """
@@ -13,11 +13,11 @@ from kernels.reference.random import Dropout
 
 
 def dropout_rows(x_ND: Tensor, dropout: Dropout | None, rows_N: Tensor | None = None) -> Tensor:
-    """Return dropout of a matrix by ``Dropout.mask``; ``rows_N`` are the rows' numbers in it, by default 0 to N - 1."""
+    """Apply dropout to a matrix with ``Dropout.mask``. ``rows_N`` are the mask's row numbers, by default 0 to N - 1."""
     if dropout is None:
         return x_ND
     rows_N = torch.arange(len(x_ND), device=x_ND.device) if rows_N is None else rows_N
-    # A product with the mask would keep NaN in a dropped place.
+    # Multiplying by the mask would keep a NaN in a dropped element, so select with ``where``.
     return torch.where(dropout.mask(rows_N, x_ND.shape[1]), x_ND * dropout.scale, 0.0)
 
 
@@ -34,12 +34,12 @@ def varlen_attention(
 
     Sequence s owns query rows ``cu_seqlens_q[s]:cu_seqlens_q[s + 1]`` and key rows ``cu_seqlens_k[s]:cu_seqlens_k[s + 1]``
     (both int32 [S + 1]), at most ``max_seqlen`` of each. Scores are scaled by 1 / sqrt(E). Dropout applies to the
-    probabilities: query row q and head h have row q * H + h of the mask, whose columns are the keys of the sequence. Rows
-    after the last sequence are zeros and pass no gradient on.
+    probabilities: query row q and head h use row q * H + h of the mask, whose columns are the keys of the sequence. Rows
+    after the last sequence are zeros, and their gradients are zero.
     """
     heads = query_QHE.shape[1]
     outputs = []
-    # Lengths come to the host, which is why no CUDA graph can capture the definition.
+    # A CUDA graph cannot capture this, because the bounds are copied to the host.
     bounds_q, bounds_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
     for start_q, stop_q, start_k, stop_k in zip(bounds_q, bounds_q[1:], bounds_k, bounds_k[1:], strict=False):
         assert max(stop_q - start_q, stop_k - start_k) <= max_seqlen
@@ -69,7 +69,7 @@ def dropout_add_layer_norm(
     eps: float,
     dropout: Dropout | None = None,
 ) -> Tensor:
-    """Return ``layer_norm(residual + dropout(x + bias))``, the end of each half of a post-LN layer, [T, D]."""
+    """Return ``layer_norm(residual + dropout(x + bias))``, [T, D], which ends each half of a post-LN layer."""
     summed_TD = residual_TD + dropout_rows(x_TD + bias_D, dropout)
     return F.layer_norm(summed_TD, weight_D.shape, weight_D, norm_bias_D, eps)
 
@@ -80,18 +80,21 @@ def dense_gelu(x_TD: Tensor, weight_FD: Tensor, bias_F: Tensor) -> Tensor:
 
 
 def bias_gelu(product_TF: Tensor, bias_F: Tensor) -> Tensor:
-    """Return ``gelu(product + bias)`` in the tanh form and the product's type, [T, F]: ``dense_gelu`` after its product."""
-    # The fp32 bias must not widen the sum.
+    """Return ``gelu(product + bias)`` in the tanh form, [T, F], in the product's type.
+
+    This is the part of ``dense_gelu`` that follows the matrix product.
+    """
+    # Without the cast, the fp32 bias would promote the sum to fp32.
     return F.gelu(product_TF + bias_F.to(product_TF.dtype), approximate="tanh")
 
 
 def accumulate_weight_gradient(
     gradient_NK: Tensor, output_gradient_TN: Tensor, input_TK: Tensor, overwrite: bool = False
 ) -> Tensor:
-    """Add ``output_gradient.T @ input`` to a weight's gradient in place, or overwrite the gradient; return the gradient.
+    """Add ``output_gradient.T @ input`` to a weight's gradient in place, or overwrite the gradient, and return it.
 
-    The operands have any type. The gradient is at least fp32, and the product is accumulated in its type. An overwritten
-    gradient may hold NaN. T is the tokens of the micro-batch.
+    The operands may have any type. The gradient is at least fp32, and the product is accumulated in the gradient's type. A
+    gradient that is overwritten may contain NaN. T is the number of tokens in the micro-batch.
     """
     # Autocast would convert fp32 operands to 16 bits.
     with torch.autocast(gradient_NK.device.type, enabled=False):
@@ -115,10 +118,10 @@ def embedding_layer_norm(
     dropout: Dropout | None = None,
     word_gradient_VD: Tensor | None = None,
 ) -> Tensor:
-    """Return dropout of the layer norm of the sum of the three embeddings, [T, D]. Ids are integers [T].
+    """Return ``dropout(layer_norm(sum of the three embeddings))``, [T, D]. Ids are integers [T].
 
-    If ``word_gradient_VD``, of at least fp32, is given, the backward pass adds the word table's gradient to it and returns
-    none to autograd.
+    If ``word_gradient_VD`` (at least fp32) is given, the backward pass adds the word table's gradient to it and returns no
+    gradient for the table to autograd.
     """
     word_VD = adding_gradient(word_VD, word_gradient_VD)
     summed_TD = summed_embeddings(input_ids_T, position_ids_T, segment_ids_T, word_VD, position_LD, segment_2D)
@@ -153,15 +156,16 @@ def masked_lm_loss(
 ) -> tuple[Tensor, Tensor | None]:
     """Return the sum of the masked tokens' cross-entropies, and the number of correct predictions.
 
-    A prediction is correct if the label has the largest logit. Rows whose label is ``ignore_index`` count for neither
-    result. Returns (loss [] in at least fp32, correct [] int64). ``correct`` is None without ``count_correct``, because the
-    search for the largest logit costs a pass. The caller divides by the number of masked tokens of the whole global batch.
+    A prediction is correct if the label has the largest logit. Rows whose label is ``ignore_index`` are ignored in both
+    results. Returns (loss [] in at least fp32, correct [] int64). Without ``count_correct``, ``correct`` is None, because
+    the search for the largest logit costs another pass. The caller divides the loss by the number of masked tokens in the
+    whole global batch.
 
-    If it counts, as in an evaluation, the logits are ``masked_lm_logits``, because 16 bits would make different logits
-    equal. Otherwise, as in training, logits have the type of the product.
+    With ``count_correct``, as in an evaluation, the logits are ``masked_lm_logits``, because rounding to 16 bits would make
+    different logits equal. Otherwise, as in training, the logits have the type of the product.
 
-    If ``decoder_gradient_VD``, of at least fp32, is given, the backward pass adds the decoder's gradient to it, or
-    overwrites it, and returns none to autograd. The decoder may then be a copy that asks for no gradient.
+    If ``decoder_gradient_VD`` (at least fp32) is given, the backward pass adds the decoder's gradient to it, or overwrites
+    it, and returns no gradient for the decoder to autograd. The decoder may then be a copy that does not require a gradient.
     """
     decoder_VD = adding_gradient(decoder_VD, decoder_gradient_VD, overwrite)
     if not count_correct:
@@ -171,10 +175,13 @@ def masked_lm_loss(
 
 
 def adding_gradient(table: Tensor, gradient: Tensor | None, overwrite: bool = False) -> Tensor:
-    """Return a view of ``table`` whose gradient is added to ``gradient``, or overwrites it; ``table`` itself without it."""
+    """Return a view of ``table`` whose gradient is added to ``gradient``, or overwrites it.
+
+    Returns ``table`` itself if ``gradient`` is None.
+    """
     if gradient is None:
         return table
-    # A table that asks for no gradient has to ask for one, so that autograd runs the backward pass below.
+    # The table must require a gradient, or autograd would not run the backward pass below.
     found = _Adding.apply(table if table.requires_grad else table.detach().requires_grad_(), gradient, overwrite)
     assert isinstance(found, Tensor)
     return found
@@ -195,13 +202,14 @@ class _Adding(torch.autograd.Function):
 def masked_lm_logits(hidden_MD: Tensor, decoder_VD: Tensor, bias_V: Tensor) -> Tensor:
     """Return ``hidden @ decoder.T + bias`` in at least fp32, [M, V].
 
-    The operands have the type of products (``compute_dtype``). Products are accumulated in fp32 and never rounded to 16
-    bits, and the bias keeps its type.
+    The operands are cast to ``compute_dtype``. The product is accumulated in fp32 and never rounded to 16 bits, and neither
+    is the bias.
     """
     dtype = compute_dtype(hidden_MD)
     hidden_MD, decoder_VD = hidden_MD.to(dtype), decoder_VD.to(dtype)
     wide = torch.promote_types(dtype, torch.float32)
-    # A product with out_dtype has no derivative. Wide operands give the same result, but autograd keeps fp32 copies of both.
+    # A product with out_dtype has no derivative. Casting the operands to fp32 gives the same result, but autograd then
+    # stores fp32 copies of both.
     differentiable = torch.is_grad_enabled() and (hidden_MD.requires_grad or decoder_VD.requires_grad)
     with torch.autocast(hidden_MD.device.type, enabled=False):
         if dtype != wide and not differentiable:
@@ -210,10 +218,10 @@ def masked_lm_logits(hidden_MD: Tensor, decoder_VD: Tensor, bias_V: Tensor) -> T
 
 
 def fp32_product(a_MK: Tensor, b_NK: Tensor, out: Tensor | None = None) -> Tensor:
-    """Return ``a @ b.T`` of operands in 16 bits, accumulated and written in fp32: [M, N], without a gradient.
+    """Return ``a @ b.T`` of 16-bit operands, [M, N], accumulated and stored in fp32. It has no gradient.
 
-    PyTorch has no such product on a CPU. There the operands are cast to fp32, in which a product of two numbers of 16 bits
-    is exact.
+    PyTorch does not support this product on a CPU. There, the operands are cast to fp32, in which the product of two
+    16-bit numbers is exact.
     """
     if a_MK.is_cuda:
         return torch.mm(a_MK, b_NK.t(), out_dtype=torch.float32, out=out)
@@ -221,7 +229,10 @@ def fp32_product(a_MK: Tensor, b_NK: Tensor, out: Tensor | None = None) -> Tenso
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
-    """Return the type of products with ``x``: autocast's if it is on, except for fp64, otherwise the type of ``x``."""
+    """Return the type of matrix products with ``x``: autocast's type if autocast applies, otherwise the type of ``x``.
+
+    Autocast does not apply to fp64.
+    """
     device = x.device.type
     casts = torch.is_autocast_enabled(device) and x.dtype != torch.float64
     return torch.get_autocast_dtype(device) if casts else x.dtype
@@ -230,14 +241,14 @@ def compute_dtype(x: Tensor) -> torch.dtype:
 def correct_predictions(logits_MV: Tensor, labels_M: Tensor) -> Tensor:
     """Count the rows whose label has the largest logit, [] int64.
 
-    Of equal logits the one with the lowest index counts as the largest. A row with a NaN is never correct.
+    If several logits are equally large, the one with the lowest index counts. A row that contains NaN is never correct.
     """
-    largest_M, predicted_M = logits_MV.detach().max(dim=-1)  # the first of equal logits, and NaN if a row has one
-    # Tensor.max takes a NaN for the largest, so that its row could be correct by chance.
+    largest_M, predicted_M = logits_MV.detach().max(dim=-1)  # max returns the first of equal logits
+    # max treats NaN as the largest value, so a row with NaN could be correct by chance.
     return ((predicted_M == labels_M) & ~largest_M.isnan()).sum()
 
 
 def cross_entropy_sum(logits_NC: Tensor, labels_N: Tensor, ignore_index: int = -1) -> Tensor:
-    """Return the sum over N rows of the cross-entropy of C classes, [] in fp32, or in fp64 for fp64 logits."""
+    """Return the cross-entropy of C classes summed over N rows, [] in fp32, or in fp64 for fp64 logits."""
     logits_NC = logits_NC.to(torch.promote_types(logits_NC.dtype, torch.float32))
     return F.cross_entropy(logits_NC, labels_N, ignore_index=ignore_index, reduction="sum")

@@ -1,9 +1,9 @@
-"""Dropout from a counter: every random bit is a function of a seed, a step, a call site and a place.
+"""Dropout with a counter-based generator: each random bit is a function of a seed, a step, a call site and a position.
 
-A captured graph draws anew at each replay because it reads seed and step from the device, the backward pass can repeat the
-mask of the forward pass, and any implementation can reproduce the mask of another one bit for bit. The generator is Philox
-4x32-7 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"). Seven rounds are the fewest that pass its
-authors' tests (BigCrush), and drawing is most of the cost of dropout.
+A captured graph draws a new mask at each replay, because it reads the seed and the step from the device. The backward pass
+can recompute the mask of the forward pass, and all implementations draw the same mask bit for bit. The generator is Philox
+4x32-7 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"). Seven is the smallest number of rounds that
+passes its authors' tests (BigCrush), and drawing is most of the cost of dropout.
 """
 
 from dataclasses import dataclass
@@ -17,20 +17,20 @@ KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 ROUNDS = 7
 
 PLACES_A_DRAW = 16
-"""Columns that share a draw: each of 16 neighbours takes 8 of its 128 bits."""
+"""Number of adjacent columns that share one draw. Each of the 16 columns uses 8 of its 128 bits."""
 
 TIE_MULTIPLIER = 0x9E3779B9
-"""2^32 over the golden ratio, which spreads a factor over the highest bits."""
+"""2^32 divided by the golden ratio. Multiplying by it makes the highest bits depend on all bits of the other factor."""
 
 
 @dataclass(frozen=True)
 class Dropout:
-    """Dropout of one call; ``mask`` defines which elements it keeps."""
+    """Dropout parameters of one call. ``mask`` defines which elements are kept."""
 
     p: float
     """Probability of dropping an element, exact to within 1 / 131072."""
     state: Tensor
-    """int64 [2] on the device of the data: the run's seed, and a step that changes with every micro-batch."""
+    """int64 [2] on the device of the data: the run's seed, and a step number that changes with every micro-batch."""
     stream: int
     """Number of the call site in the model."""
 
@@ -40,45 +40,49 @@ class Dropout:
 
     @property
     def threshold(self) -> int:
-        """An element is kept if its 8 bits, with the draw's tie as their fraction, are at least this / 256."""
-        # Rounding must not make it 65536, with which nothing would be kept.
+        """Probability of dropping an element, in units of 1 / 65536.
+
+        An element is kept if its 8 bits, followed by the 8 bits of the draw's tie, are at least this number.
+        """
+        # At 65536 no element would be kept, so rounding must not reach it.
         return min(round(self.p * 65536), 65535)
 
     @property
     def scale(self) -> float:
-        """Factor of kept elements."""
+        """Factor by which kept elements are multiplied."""
         return 1 / (1 - self.p)
 
     def mask(self, rows: Tensor, columns: int) -> Tensor:
         """Return which elements are kept in the rows with these numbers (int64), bool [len(rows), columns].
 
-        Element (r, c) takes 8 bits of the draw with counter (c // 16, stream, r, step mod 2^32) and the seed as key: bit 16
-        + c % 16 of each of its four words, then bit c % 16 of each, from low to high. If this number is above threshold //
-        256, the element is kept; if it is below, the element is dropped. If it is equal, the element is kept if the draw's
-        tie is at least threshold % 256. The tie, which makes the probability exact, depends on all 128 bits of the draw,
-        and lets two elements of a draw agree in one pair of 65,536.
+        Element (r, c) uses 8 bits of the draw with counter (c // 16, stream, r, step mod 2^32) and the seed as key. From low
+        to high, they are bit 16 + c % 16 of each of its four words, then bit c % 16 of each word. If this 8-bit number is
+        above threshold // 256, the element is kept; if it is below, the element is dropped. If it is equal, the element is
+        kept if the draw's tie is at least threshold % 256. The tie makes the probability exact. It is an 8-bit number that
+        depends on all 128 bits of the draw. All elements of a draw share it, which makes only one pair of elements in 65,536
+        agree.
         """
         draws = torch.arange(-(-columns // PLACES_A_DRAW), device=rows.device)
         seed, step = self.state.to(rows.device).unbind()
         words = philox(
             seed, [draws[None, :], torch.full_like(draws, self.stream)[None, :], rows[:, None], step & _WORD]
         )
-        # The product overflows int64, but its lower 32 bits are right. The highest 8 of these depend on all bits of the
-        # word.
+        # The product overflows int64, but its lower 32 bits are correct, and the highest 8 of them depend on all bits of
+        # the word.
         tie = (((words[0] ^ words[1] ^ words[2] ^ words[3]) * TIE_MULTIPLIER & _WORD) >> 24)[..., None]
         least = (self.threshold // 256 + (tie < self.threshold % 256)).to(torch.int16)
         lanes = torch.arange(PLACES_A_DRAW, dtype=torch.int16, device=rows.device)
         numbers = torch.zeros((), dtype=torch.int16, device=rows.device)
         halves = [word >> first for first in (16, 0) for word in words]
-        for place, half in enumerate(halves):  # in int16, because this loop moves the most memory
+        for place, half in enumerate(halves):  # int16 saves bandwidth in this loop, which moves the most memory
             numbers = numbers | ((half.to(torch.int16)[..., None] >> lanes) & 1) << place
         return (numbers >= least).flatten(1)[:, :columns]
 
 
 def philox(seed: Tensor, counter: list[Tensor]) -> list[Tensor]:
-    """Return four words of 32 bits for each counter of four words, which broadcast; ``seed`` is int64 [].
+    """Return four 32-bit random words for each counter of four words. ``seed`` is int64 []; the counter's words broadcast.
 
-    All words are int64, because PyTorch lacks arithmetic of unsigned 32-bit numbers on some devices.
+    All words are stored as int64, because PyTorch lacks unsigned 32-bit arithmetic on some devices.
     """
     c0, c1, c2, c3 = torch.broadcast_tensors(*(word & _WORD for word in counter))
     k0, k1 = seed & _WORD, (seed >> 32) & _WORD
@@ -92,7 +96,7 @@ def philox(seed: Tensor, counter: list[Tensor]) -> list[Tensor]:
 
 
 def _product(multiplier: int, word: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the high and the low 32 bits of a product of 32-bit words."""
+    """Return the high and the low 32 bits of the product of two 32-bit words."""
     low = (word & 0xFFFF) * multiplier
     high = (word >> 16) * multiplier
     total = high + (low >> 16)

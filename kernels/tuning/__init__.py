@@ -1,1 +1,1 @@
-"""Measured choice among implementations, and the inputs that ops are tried with."""
+"""Measurement and choice of op implementations, and example inputs for the ops."""

@@ -1,12 +1,12 @@
-"""The fastest implementation of each op, measured on the calls that a run makes.
+"""Autotuning: measure the calls that a run makes, and choose the fastest implementation of each op.
 
-    with observed() as requests:     # the kinds of call, with their shapes and types
+    with observed() as requests:     # the kinds of calls, with their shapes and types
         step(batch)
     choices = tune(requests)         # on one process
-    apply(choices)                   # on every process: ``auto`` takes these implementations from now on
+    apply(choices)                   # on every process: from now on, ``auto`` takes these implementations
 
-A request keeps the shapes, strides and types of the floating-point tensors and makes new tensors to measure with, so that
-measuring changes nothing of the run and keeps nothing alive. Nothing is kept between runs.
+A request stores only the shapes, strides and types of floating-point tensors, and creates new tensors for the measurement.
+Measuring therefore does not change the run's tensors or keep their memory. Results are not stored between runs.
 """
 
 import dataclasses
@@ -30,21 +30,21 @@ from kernels.tuning.request import Arguments, CallKind
 Work = Callable[[], None]
 Timing = Callable[[Callable[[], object]], float]
 
-_LAST_RESORT = "reference"  # takes seconds at full size
+_LAST_RESORT = "reference"  # measured only if no other implementation works, because it takes seconds at full size
 _LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class KernelChoice:
-    """Measurements of one kind of call."""
+    """Measured times of one kind of call, and the resulting choice."""
 
     op: str
     signature: str
     label: str
     milliseconds: dict[str, float]
-    """Median of each implementation that ran: first the chosen one, then the others by time."""
+    """Median time of each implementation that ran. The chosen implementation comes first, then the others by time."""
     errors: dict[str, str]
-    """Reasons why implementations did not run, or could not be captured."""
+    """Map from implementations that failed to run or could not be captured to the reasons."""
 
     def __str__(self) -> str:
         times = [f"{name} {milliseconds:.3g} ms" for name, milliseconds in self.milliseconds.items()]
@@ -52,12 +52,12 @@ class KernelChoice:
 
 
 def to_json(choices: Iterable[KernelChoice]) -> str:
-    """Encode choices for the other processes of the run."""
+    """Encode choices as JSON, to send them to the other processes of the run."""
     return json.dumps([dataclasses.asdict(choice) for choice in choices])
 
 
 def from_json(text: str) -> list[KernelChoice]:
-    """Decode what ``to_json`` encoded."""
+    """Decode the JSON text that ``to_json`` returned."""
     return [KernelChoice(**choice) for choice in json.loads(text)]
 
 
@@ -76,7 +76,7 @@ def observed() -> Iterator[list[CallKind]]:
 
 
 def run_once(work: Work) -> Work:
-    """Run ``work`` and return it: the ``repeatable`` of steps that are not captured."""
+    """Run ``work`` and return it. This is the argument ``repeatable`` of ``tune`` for steps that are not captured."""
     work()
     return work
 
@@ -84,17 +84,19 @@ def run_once(work: Work) -> Work:
 def tune(
     requests: Iterable[CallKind], repeatable: Callable[[Work], Work] = run_once, timed: Timing | None = None
 ) -> list[KernelChoice]:
-    """Measure the kinds of call for which there is a choice. One process of a run calls this; all apply the result.
+    """Measure all kinds of calls that several implementations can compute.
+
+    Only one process of a run calls this, and all processes apply the result.
 
     Args:
-        requests: the kinds of call. Ops with an explicit choice are skipped.
-        repeatable: runs a function and returns another that repeats it as the run will, such as by replaying its CUDA graph.
-            An implementation for which it raises is dropped.
-        timed: returns the seconds of a call; by default a ``Timer`` on the call's device.
+        requests: the kinds of calls. Ops with an explicit choice are skipped.
+        repeatable: function that runs a given function and returns a function that repeats it under the conditions of the
+            run, for example by replaying its CUDA graph. If it raises an error, the implementation is dropped.
+        timed: function that returns the seconds of a call; by default a ``Timer`` on the call's device.
     """
     requests = list(requests)
-    # In FP8, Triton's attention also makes the casts that encoder layers need. For other implementations the casts are
-    # separate passes, whose time counts as well.
+    # In FP8, Triton's attention also makes the casts that encoder layers need. Other implementations need separate passes
+    # for the casts, so the time of these passes is included.
     in_fp8 = any(request.op == attention_cast_fp8.name for request in requests)
     kinds = {(request.op, request.signature): request for request in requests if OPS[request.op].asked == AUTO}
     choices = []
@@ -107,7 +109,7 @@ def tune(
 
 
 def apply(choices: Iterable[KernelChoice]) -> None:
-    """Make ``auto`` take the fastest implementations and none that failed, in place of earlier choices."""
+    """Make ``auto`` take the fastest implementations and avoid those that failed. This replaces earlier choices."""
     choices = list(choices)
     for op in OPS.values():
         of_op = [choice for choice in choices if choice.op == op.name]
@@ -118,15 +120,16 @@ def apply(choices: Iterable[KernelChoice]) -> None:
 def _measure(
     request: CallKind, run: Callable[..., None], repeatable: Callable[[Work], Work], timed: Timing | None
 ) -> KernelChoice | None:
-    """Time the implementations that the run may use; return None if there is no choice, or too little memory to measure.
+    """Time the implementations that the run may use for one kind of call.
 
-    Restores random states and frees cached memory.
+    Returns None if there is only one such implementation or too little memory to measure. Restores random states and frees
+    cached memory.
     """
     devices = [request.device] if request.device.type == "cuda" else []
     works: dict[str, Work] = {}
     errors: dict[str, str] = {}
     try:
-        # By default fork_rng would make a context on each device.
+        # By default, fork_rng would create a CUDA context on every device.
         with torch.random.fork_rng(devices):
             arguments = request.arguments()
             candidates = _candidates(request, arguments)
@@ -139,7 +142,7 @@ def _measure(
                     works[each.name] = repeatable(partial(run, each, request, arguments))
                 except torch.OutOfMemoryError:
                     raise
-                except Exception as error:  # a library's error must not stop the run
+                except Exception as error:  # an error in a library must not stop the run
                     errors[each.name] = _first_line(error)
                     _LOG.warning("%s=%s is not used: %s", request.op, each.name, errors[each.name])
             if len(works) == 1 and not errors:
@@ -160,19 +163,19 @@ def _measure(
 
 
 def _candidates(request: CallKind, arguments: Arguments) -> list[Implementation]:
-    """Return the implementations that the run may use for such a call, up to the definition."""
+    """Return the implementations that the run may use for this kind of call, up to and including the reference."""
     op = OPS[request.op]
     args, kwargs = arguments
     order = op.order(device_type(*args, **kwargs))
     with request.state():
         usable = [each for each in order if not op.unsupported_reasons(each, *args, **kwargs)]
     names = [each.name for each in usable]
-    # On a CPU the interpreter comes after the definition.
+    # On a CPU, Triton's interpreter comes after the reference and is too slow to be measured.
     return usable[: names.index(_LAST_RESORT) + 1] if _LAST_RESORT in names else usable
 
 
 def _run(implementation: Implementation, request: CallKind, arguments: Arguments) -> None:
-    """Make one call, and compute its gradients if the call asks for them."""
+    """Make one call, and compute the gradients of its inputs if any of them requires a gradient."""
     args, kwargs = arguments
     with request.state():
         returned = implementation.function(request.op)(*args, **kwargs)
@@ -180,12 +183,12 @@ def _run(implementation: Implementation, request: CallKind, arguments: Arguments
     outputs = [output for output in outputs if isinstance(output, Tensor) and output.requires_grad]
     if outputs:
         leaves = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.requires_grad]
-        # Not backward(), which would also add to .grad.
+        # backward() would also accumulate into .grad.
         torch.autograd.grad(outputs, leaves, [torch.ones_like(output) for output in outputs], allow_unused=True)
 
 
 def _run_between_fp8_products(implementation: Implementation, request: CallKind, arguments: Arguments) -> None:
-    """Make one self-attention, forward and backward, with the casts for the FP8 products before and after it."""
+    """Run self-attention forward and backward, including the casts for the FP8 products before and after it."""
     (qkv_T3HE, cu_seqlens, max_seqlen, dropout), _ = arguments
     scale, amax = (torch.ones((), device=request.device) for _ in range(2))
     if casting := attention_cast_fp8.implementations.get(implementation.name):
@@ -203,7 +206,7 @@ def _run_between_fp8_products(implementation: Implementation, request: CallKind,
 
 
 def _first_line(error: BaseException) -> str:
-    # A failed capture ends with another error, which does not name the cause.
+    # A failed capture raises a second error that does not name the cause, so go back to the first error.
     while error.__context__ is not None:
         error = error.__context__
     line = str(error).strip().partition("\n")[0]

@@ -10,11 +10,14 @@ SAME = 0.03
 """Times that differ by less than this fraction count as equal."""
 ROUNDS = 11
 HEAD_START_CYCLES = 2_000_000
-"""The device waits for about a millisecond while the host queues the work, so that launch latency does not count."""
+"""Clock cycles, about a millisecond, for which the device waits while the host queues the work.
+
+Launch latency then does not count.
+"""
 
 
 def fastest(seconds: Mapping[str, float]) -> str:
-    """Return the first name, in order, whose time equals the best one to within ``SAME``."""
+    """Return the first name, in order, whose time is within ``SAME`` of the best time."""
     best = min(seconds.values())
     return next(name for name, each in seconds.items() if each <= best * (1 + SAME))
 
@@ -22,7 +25,10 @@ def fastest(seconds: Mapping[str, float]) -> str:
 def medians(
     works: Mapping[str, Callable[[], object]], timed: Callable[[Callable[[], object]], float]
 ) -> dict[str, float]:
-    """Return the median seconds of each function. They take turns, so that a change of clocks affects all of them."""
+    """Return the median seconds of each function.
+
+    The functions take turns, so that a change of the device's clock rate affects all of them.
+    """
     samples: dict[str, list[float]] = {name: [] for name in works}
     for _ in range(ROUNDS):
         for name, work in works.items():
@@ -37,7 +43,7 @@ def flush_buffer(device: torch.device) -> torch.Tensor:
 
 
 class Timer:
-    """Seconds of a call on a device."""
+    """Timer of calls on a device."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
@@ -46,7 +52,7 @@ class Timer:
             self._start, self._stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
 
     def __call__(self, work: Callable[[], object]) -> float:
-        """Return the seconds that ``work`` takes; on a GPU with a cold L2 cache, and with the work queued in advance."""
+        """Return the seconds that ``work`` takes. On a GPU, the L2 cache is cold, and the work is queued in advance."""
         if not self._on_gpu:
             begun = time.perf_counter()
             work()

@@ -1,4 +1,4 @@
-"""Example inputs for every op, to measure implementations with and to ask whether they can be used.
+"""Example inputs for every op, used to measure implementations and to check whether they can be used.
 
 Shape legend in ``kernels/__init__.py``.
 """
@@ -16,10 +16,10 @@ from kernels.reference.random import Dropout
 
 @dataclass(frozen=True)
 class Size:
-    """Sizes of a model and its batch; the default is BERT-Large with 96 sequences of Wikipedia."""
+    """Sizes of a model and a batch. The default is BERT-Large with 96 sequences of typical length for Wikipedia."""
 
     lengths: tuple[int, ...] = (256,) * 96
-    """Tokens of each sequence, which may be 0."""
+    """Number of tokens in each sequence, which may be 0."""
     max_seqlen: int = 512
     masked: int = 3648
     hidden: int = 1024
@@ -33,10 +33,10 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def example_inputs(op: str, device: torch.device, dtype: torch.dtype, size: Size = SMALL, seed: int = 0) -> Arguments:
-    """Return arguments of an op, by position and by name: random tensors that ask for gradients, dropout at BERT's rate.
+    """Return positional and keyword arguments for an op: random tensors, and dropout with BERT's probability.
 
-    LAMB and its norm get fp32 vectors in any case, with the parameters of a layer's feed-forward half. Ops in FP8 have no
-    gradients.
+    Floating-point tensors require gradients, except for ops that have no gradients, such as the FP8 ops. The LAMB ops and
+    ``sum_of_squares`` always get fp32 vectors, whose size is the number of parameters in the feed-forward half of a layer.
     """
     make = _Maker(device, dtype, size, seed)
     if op.startswith("lamb") or op == "sum_of_squares":
@@ -47,7 +47,7 @@ def example_inputs(op: str, device: torch.device, dtype: torch.dtype, size: Size
 
 
 class _Maker:
-    """Maker of random tensors, which are drawn on the CPU so that every device gets the same numbers."""
+    """Generator of random tensors. They are drawn on the CPU so that every device gets the same numbers."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype, size: Size, seed: int) -> None:
         self.device, self.dtype, self.size = device, dtype, size
@@ -56,7 +56,7 @@ class _Maker:
         self._generator = torch.Generator().manual_seed(seed)
 
     def values(self, *shape: int) -> Tensor:
-        """Return normal numbers that ask for a gradient."""
+        """Return normally distributed numbers that require a gradient."""
         return torch.randn(shape, generator=self._generator).to(self.device, self.dtype).requires_grad_()
 
     def all_values(self, *shapes: tuple[int, ...]) -> list[Tensor]:
@@ -66,14 +66,14 @@ class _Maker:
         return [self.values(*shape).detach() for shape in shapes]
 
     def ids(self, most: int, count: int) -> Tensor:
-        """Return int64 numbers below ``most``."""
+        """Return ``count`` random int64 numbers below ``most``."""
         return torch.randint(most, (count,), generator=self._generator).to(self.device)
 
     def number(self, value: float, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.full((), value, dtype=dtype, device=self.device)
 
     def self_attention(self) -> tuple[Tensor, Tensor, int]:
-        """Return the packed input [T, 3, H, E], bounds int32 [S + 1] and the longest sequence."""
+        """Return the packed input [T, 3, H, E], the sequences' bounds int32 [S + 1] and the longest possible length."""
         size = self.size
         qkv_T3HE = self.values(self.tokens, 3, size.heads, size.hidden // size.heads)
         bounds = torch.tensor([0, *size.lengths], device=self.device).cumsum(0, dtype=torch.int32)
@@ -87,7 +87,7 @@ def _op_with_gradient(op: str, make: _Maker) -> tuple[Any, ...]:
     match op:
         case "varlen_attention":
             qkv_T3HE, bounds, longest = make.self_attention()
-            # Views of one tensor, as in the model: some implementations copy what is not contiguous.
+            # Use views of one tensor, as the model does, because some implementations copy tensors that are not contiguous.
             return *qkv_T3HE.unbind(1), bounds, bounds, longest, make.dropout
         case "varlen_self_attention":
             return *make.self_attention(), make.dropout
@@ -129,7 +129,7 @@ def _op_without_gradient(op: str, make: _Maker) -> tuple[Any, ...]:
         case "attention_cast_fp8":
             qkv_T3HE, *others = make.self_attention()
             return qkv_T3HE.detach(), *others, make.dropout, *site
-        case "attention_backward_cast_fp8":  # without dropout, whose mask the forward pass would have returned
+        case "attention_backward_cast_fp8":  # no dropout, because that needs a mask from the forward pass
             qkv_T3HE, bounds, longest = make.self_attention()
             gradient, context = make.detached(*[tuple(qkv_T3HE[:, 0].shape)] * 2)
             lse_HT = torch.full((size.heads, tokens), 10.0, device=make.device)
@@ -138,7 +138,7 @@ def _op_without_gradient(op: str, make: _Maker) -> tuple[Any, ...]:
         case "add_norm_cast_fp8":
             return *make.detached(rows, row, rows, row, row), 1e-12, make.dropout, *site
         case "add_norm_backward_cast_fp8":
-            # The inputs nearly have a mean of 0 and a deviation of 1.
+            # The inputs have a mean of nearly 0 and a standard deviation of nearly 1.
             statistics_2T = torch.tensor([[0.0], [1.0]], device=make.device).repeat(1, tokens)
             return *make.detached(rows, rows, rows, row, rows, row), statistics_2T, make.dropout, *site
         case "accumulate_weight_gradient":
@@ -151,7 +151,7 @@ def _op_without_gradient(op: str, make: _Maker) -> tuple[Any, ...]:
 
 def _vector_op(op: str, make: _Maker) -> Arguments:
     size = make.size
-    # A matrix, which has a trust ratio, and two vectors, which have none.
+    # The segments are one matrix, which has a trust ratio, and two vectors, which have none.
     segments = LambSegments((size.hidden * size.intermediate, size.intermediate, size.hidden), (True, False, False))
     parameters = (sum(segments.sizes),)
     weights, gradients = (x.float() for x in make.detached(parameters, parameters))

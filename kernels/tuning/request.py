@@ -1,4 +1,4 @@
-"""A kind of call to an op, kept so that calls like it can be made and measured later."""
+"""Description of a kind of call to an op, from which similar calls can be made and measured later."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
@@ -12,27 +12,27 @@ from torch import Tensor
 from kernels.registry import signature
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-"""Arguments by position and by name."""
+"""Positional arguments and keyword arguments."""
 
 
 @dataclass(frozen=True)
 class CallKind:
-    """Kind of call, for which one implementation is chosen."""
+    """A kind of call to an op. One implementation is chosen for all calls of the same kind."""
 
     op: str
     signature: str
     device: torch.device
     autocast: torch.dtype | None
-    """Type of autocast, if it is on."""
+    """Type used by autocast, or None if autocast is off."""
     gradients: bool
-    """Whether the call was made with gradients enabled. Then forward and backward pass are measured."""
+    """Whether the call was made with gradients enabled. If so, the backward pass is measured too."""
     args: tuple[Any, ...]
-    """Arguments, with ``_Like`` in place of floating-point tensors."""
+    """Positional arguments, with ``_Like`` in place of floating-point tensors."""
     kwargs: dict[str, Any]
 
     @classmethod
     def of(cls, op: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> "CallKind":
-        """Describe a call with these arguments in the present state of autograd and autocast."""
+        """Create the description of a call with these arguments in the current state of autograd and autocast."""
         device = next(value.device for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
         autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
         kept = tuple(_template(value) for value in args), {name: _template(value) for name, value in kwargs.items()}
@@ -40,18 +40,18 @@ class CallKind:
 
     @property
     def label(self) -> str:
-        """Op, size, type and direction, for logs."""
+        """Description for logs: the op, the first tensor's size and type, and whether only the forward pass is measured."""
         first = next(value for value in self.args if isinstance(value, (_Like, Tensor)))
         size = " x ".join(map(str, first.shape)) or "scalar"
         return f"{self.op} ({size}, {str(first.dtype).removeprefix('torch.')}{'' if self.gradients else ', forward'})"
 
     def arguments(self) -> Arguments:
-        """Return new arguments like those of the call; floating-point tensors are random between 0 and 1."""
+        """Return new arguments similar to the call's arguments. Floating-point tensors hold random values from 0 to 1."""
         return tuple(_made(value) for value in self.args), {name: _made(value) for name, value in self.kwargs.items()}
 
     @contextmanager
     def state(self) -> Iterator[None]:
-        """Restore the state of autograd and autocast at the call inside a block."""
+        """Restore, inside a ``with`` block, the state that autograd and autocast had during the call."""
         with (
             torch.set_grad_enabled(self.gradients),
             torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None),
@@ -71,7 +71,7 @@ class _Like:
 
     def make(self) -> Tensor:
         """Return a leaf tensor with random values."""
-        # The strides count: some implementations copy tensors that are not contiguous, which takes time.
+        # Keep the strides, because some implementations copy tensors that are not contiguous, which takes time.
         reach = sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
         numbers = torch.rand(0 if 0 in self.shape else reach + 1, device=self.device).to(self.dtype)
         return numbers.as_strided(self.shape, self.stride).requires_grad_(self.requires_grad)
@@ -79,7 +79,7 @@ class _Like:
 
 def _template(value: Any) -> Any:
     if isinstance(value, Tensor):
-        # Scalars, such as rates and scales, and integers, such as ids and lengths, need their values.
+        # The values of scalars (such as rates and scales) and of integers (such as ids and lengths) matter, so keep them.
         if value.dim() and value.is_floating_point():
             return _Like(tuple(value.shape), value.stride(), value.dtype, value.device, value.requires_grad)
         return value.detach().clone()
@@ -89,7 +89,7 @@ def _template(value: Any) -> Any:
 def _made(value: Any) -> Any:
     if isinstance(value, _Like):
         return value.make()
-    # Ops may change a tensor in place, such as an amax.
+    # Copy tensors, because ops may change a tensor in place, such as an amax.
     return value.clone() if isinstance(value, Tensor) else _rebuilt(value, _made)
 
 
