@@ -1,4 +1,4 @@
-"""The report of a results folder: one HTML page that needs no other file."""
+"""Report of a results folder as a self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from console.text import counted, duration, visible
 TEMPLATE = Path(__file__).with_name("report.html")
 
 MAX_COMPARED_FACTS = 400
-"""Maximum header lines of one log that are compared with the other logs'."""
+"""Maximum number of header lines of one log that are compared with the other logs."""
 MAX_DIFFERENCES = 16
 
 
 def write_report(folder: Path, ruleset: str = NEWEST_RULESET, format: Format = "html", out: Path | None = None) -> Path:
-    """Write the report of `folder` to `out`, by default to report.<format> in it, and return its path."""
+    """Write the report of `folder` to `out`, by default report.<format> in the folder, and return the report's path."""
     path = out or folder / f"report.{format}"
     write_whole(path, render_as(load_results(folder, ruleset), format))
     return path
@@ -84,12 +84,12 @@ def _subtitle(results: Results) -> str:
 
 
 def _figures(results: Results) -> list[tuple[str, str, str]]:
-    """Name, value and note of the numbers to see first."""
+    """Return the name, value and note of each key figure."""
     shown, kept = results.shown, [run for run in results.valid if run.number not in results.dropped]
     if results.dropped:
         seconds, over = results.scaled_seconds, f"mean of {counted(len(kept), 'run')}, fastest and slowest dropped"
     else:
-        # Without a score one run stands for the folder, unless too many runs are invalid.
+        # Without a score, show the time of one run, unless too many runs are invalid.
         seconds, over = (None, "no score") if results.lost > 1 else (shown.logged.seconds, f"run {shown.number}")
     rates = [run.logged.sequences_per_s for run in kept or [shown] if run.logged.sequences_per_s]
     mean_rate = sum(rates) / len(rates) if rates else None
@@ -117,7 +117,7 @@ def _figures(results: Results) -> list[tuple[str, str, str]]:
 
 
 def _accuracy(results: Results) -> Figure | None:
-    """Accuracy of all runs over sequences, with the target and the reference's sequences to the target."""
+    """Plot the accuracy of all runs over sequences, with the target and the reference's sequences to the target."""
     lines = [
         Line(f"run {run.number}, {run.outcome}", run.logged.curve, run.outcome)
         for run in results.runs
@@ -146,11 +146,11 @@ def _reference_guides(results: Results, along: Literal["x", "y"]) -> list[Guide]
 
 
 def _times(results: Results) -> Figure | None:
-    """Time to train of every run, with the olympic mean."""
+    """Plot the time to train of every run, with the Olympic mean."""
     timed = [(run, run.logged.seconds) for run in results.runs if run.logged.seconds is not None]
     if not timed:
         return None
-    # The same bound as in `duration`, so that the chart and its guide use one unit.
+    # Use the same bound as `duration`, so that the chart and its guide have the same unit.
     unit, size = ("minutes", 60.0) if max(seconds for _, seconds in timed) >= 120 else ("seconds", 1.0)
     bars = []
     for run, seconds in timed:
@@ -164,7 +164,7 @@ def _times(results: Results) -> Figure | None:
 
 
 def _convergence(results: Results) -> Figure | None:
-    """Sequences to the target of every run, against the reference."""
+    """Plot the sequences to the target of every run, compared with the reference."""
     samples = [(run, run.logged.converged_samples()) for run in results.runs]
     bars = [Bar(str(run.number), float(taken), run.outcome) for run, taken in samples if taken is not None]
     if not bars:
@@ -184,7 +184,7 @@ def _in_score(results: Results, run: ReportedRun) -> str:
 
 
 def _neighbours(results: Results) -> dict[str, Any]:
-    """Return the folder between the published results next to it; empty without a place."""
+    """Return the folder's score among the neighbouring published results; empty if it has no place."""
     placement = results.placement
     if not placement.compared:
         return {}
@@ -205,8 +205,8 @@ def _neighbours(results: Results) -> dict[str, Any]:
 
 
 def differences(results: Results) -> dict[str, str]:
-    """Return the lines of the logs' headers that are not the same in all runs."""
-    # Bounded, as the header of a log may have thousands of lines.
+    """Return the header lines that differ between the runs' logs."""
+    # Limit the number, because the header of a log may have thousands of lines.
     keys = dict.fromkeys(key for run in results.runs for key in islice(run.log.header, MAX_COMPARED_FACTS))
     found = {}
     for key in keys:

@@ -1,8 +1,8 @@
-"""Published MLPerf BERT results of rounds v2.0 to v3.1, and where an unverified time would stand among them.
+"""Published MLPerf BERT results of rounds v2.0 to v3.1, and the place of an unverified time among them.
 
 `published_results.csv` was computed from the logs that MLCommons publishes (github.com/mlcommons/training_results_v2.0 to
-training_results_v3.1): every distinct entry, with the mean minutes without the fastest and the slowest run, a failed run
-counted as the slowest. Only results on the same accelerator in the same number are compared.
+training_results_v3.1). It has every distinct entry with the mean minutes, excluding the fastest and the slowest run. A
+failed run counts as the slowest. Only results with the same accelerator and the same number of accelerators are compared.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ TABLE = Path(__file__).with_name("published_results.csv")
 SOURCE = "closed logs of MLPerf Training v2.0 to v3.1 (github.com/mlcommons/training_results_v2.0 to v3.1)"
 
 NEIGHBOURS = 3
-"""Results shown on either side."""
+"""Number of neighbouring results shown on either side."""
 
 
 @dataclass(frozen=True)
 class Published:
-    """A published closed result: `accelerators` of the whole system, `rate` in sequences per second and accelerator."""
+    """A published closed result. `accelerators` counts the whole system; `rate` is sequences per second per accelerator."""
 
     round: str
     submitter: str
@@ -37,18 +37,18 @@ class Published:
 
     @property
     def name(self) -> str:
-        """Name who published it, on what, and when."""
+        """Return the submitter, the system and the round in words."""
         return f"{self.submitter} {self.system} ({self.round})"
 
 
 @dataclass(frozen=True)
 class PublishedPlace:
-    """The place where a time would stand.
+    """Place of a time among published results.
 
     Attributes:
-        sentence: the answer in words, also if there is no place.
-        faster, slower: the neighbours, fastest first.
-        compared, ahead: number of published results with which the time can be compared, and of faster ones.
+        sentence: the place in words, or why there is none.
+        faster, slower: neighbouring results, fastest first.
+        compared, ahead: number of comparable published results, and number of faster ones.
     """
 
     sentence: str
@@ -60,7 +60,7 @@ class PublishedPlace:
 
 @lru_cache
 def published() -> tuple[Published, ...]:
-    """Return the closed results of the table, fastest first."""
+    """Return all closed results of the table, fastest first."""
     with TABLE.open(encoding="utf-8", newline="") as file:
         results = [
             Published(
@@ -80,11 +80,11 @@ def published() -> tuple[Published, ...]:
 
 
 def placement(minutes: float, accelerator: str, accelerators: int) -> PublishedPlace:
-    """Find where a closed run set of `minutes` on `accelerators` of this name would stand among published ones."""
+    """Find the place of a closed result of `minutes` on `accelerators` accelerators among published results."""
     if accelerators < 1:
         return PublishedPlace("The system has no accelerator: nothing published to compare with.")
     model, own = family(accelerator), _slot(accelerator)
-    # If a name does not tell the form, it is compared with both forms.
+    # A name without a form factor is compared with all form factors.
     alike = [
         result
         for result in published()
@@ -97,7 +97,7 @@ def placement(minutes: float, accelerator: str, accelerators: int) -> PublishedP
     if not same:
         return PublishedPlace(_scales(alike, accelerators, kind))
     faster = [result for result in same if result.minutes < minutes]
-    slower = same[len(faster) :]  # sorted, so the others follow
+    slower = same[len(faster) :]  # the list is sorted, so these are the slower results
     between = [f"the {each.minutes:.2f} min of {each.name}" for each in (*faster[-1:], *slower[:1])]
     place = (
         f"between {' and '.join(between)}" if len(between) == 2 else f"{'after' if faster else 'before'} {between[0]}"
@@ -110,7 +110,7 @@ def placement(minutes: float, accelerator: str, accelerators: int) -> PublishedP
 
 
 def _slot(accelerator: str) -> str | None:
-    # An H100 NVL is a card for PCIe.
+    # An H100 NVL is a PCIe card.
     return "PCIe" if form(accelerator) == "NVL" else form(accelerator)
 
 

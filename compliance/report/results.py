@@ -1,4 +1,4 @@
-"""The runs of one results folder: each log with its verdict, the metrics beside it, and the score over all.
+"""Runs of a results folder: each log with its verdict and its metrics, and the score of all runs.
 
 results/<system>/bert/result_<n>.txt      the log (compliance.log.reader)
 results/<system>/bert/metrics_<n>.jsonl   the records of the run (compliance.log.records); may be missing
@@ -27,7 +27,7 @@ from compliance.submission.check import check_paths, is_for_submission
 from compliance.submission.description import read_description
 
 MIN_RUNS_FOR_SCORE = 3
-"""Fewest runs for a score, which drops the fastest and the slowest."""
+"""Minimum number of runs for a score, because the score drops the fastest and the slowest run."""
 
 STEP_PARTS = {
     "forward and backward": "forward_backward_ms",
@@ -52,7 +52,7 @@ class ReportedRun:
 
     @property
     def logged(self) -> LoggedRun:
-        """The run as its log tells it."""
+        """State of the run according to its log."""
         return self.log.run
 
     @property
@@ -64,16 +64,16 @@ class ReportedRun:
 
     @property
     def counted_seconds(self) -> float:
-        """Time to train as the score counts it: infinite for an invalid run (TR 12)."""
+        """Time to train for the score, which is infinite for an invalid run (TR 12)."""
         seconds = self.logged.seconds
         return seconds if seconds is not None and self.verdict.passed else FAILED
 
 
 @dataclass(frozen=True)
 class Results:
-    """A results folder: its runs by number, the system's name and its description (empty without one), and the ruleset.
+    """A results folder: its runs by number, the system's name and description (empty if missing), and the ruleset.
 
-    `beside` has the verdicts on the folder as a whole and on the description.
+    `beside` contains the verdicts on the folder as a whole and on the description.
     """
 
     folder: Path
@@ -85,7 +85,7 @@ class Results:
 
     @cached_property
     def submitted(self) -> tuple[ReportedRun, ...]:
-        """Runs that a submission takes: all, or ten of more that `compliance.convergence.selection` chooses."""
+        """Runs to submit: all runs, or the ten that `compliance.convergence.selection` chooses from more."""
         if len(self.runs) <= SUBMISSION_RUNS:
             return self.runs
         starts, times = [run.logged.start_ms or 0 for run in self.runs], [run.counted_seconds for run in self.runs]
@@ -98,12 +98,12 @@ class Results:
 
     @property
     def lost(self) -> int:
-        """Number of submitted runs that are invalid; with more than one there is no score (TR 12)."""
+        """Number of invalid submitted runs. If it is more than one, there is no score (TR 12)."""
         return len(self.submitted) - len(self.valid)
 
     @cached_property
     def dropped(self) -> dict[int, str]:
-        """Why the score drops a run, by number: "fastest", "slowest" or "not submitted"; empty without a score."""
+        """Reason to drop each dropped run, by run number: "fastest", "slowest" or "not submitted"; empty without a score."""
         if self.score_seconds is None:
             return {}
         fastest, *_, slowest = sorted(self.submitted, key=lambda run: run.counted_seconds)
@@ -114,7 +114,7 @@ class Results:
     def score_seconds(self) -> float | None:
         """Mean time to train without the fastest and the slowest run (TR 12), before scaling.
 
-        None with fewer than three runs, or if more than one is invalid.
+        None if there are fewer than three runs, or if more than one run is invalid.
         """
         if len(self.submitted) < MIN_RUNS_FOR_SCORE:
             return None
@@ -123,35 +123,35 @@ class Results:
 
     @property
     def scaled_seconds(self) -> float | None:
-        """The score after scaling, which applies if the runs converge faster than the reference (TR 13)."""
+        """Score after scaling. Scaling applies if the runs converge in fewer samples than the reference (TR 13)."""
         if self.score_seconds is None:
             return None
         return self.score_seconds * (self.convergence.scaling if self.convergence else 1.0)
 
     @property
     def notice(self) -> str:
-        """Disclaimer: runs of this repository are no MLPerf results; other logs may be, but their summary is unofficial."""
+        """Disclaimer: runs of this repository are not MLPerf results. Other logs may be, but this summary is unofficial."""
         own = any(run.log.chain.opened for run in self.runs)
         return rules.NOT_A_RESULT if own else rules.UNOFFICIAL
 
     @property
     def for_submission(self) -> bool:
-        """Tell whether the runs may be submitted; open runs of this repository's recipes are not meant for that."""
+        """Tell whether the runs may be submitted. Open runs of this repository's recipes are not meant for submission."""
         return any(is_for_submission(run.logged) for run in self.runs)
 
     @property
     def division(self) -> str | None:
-        """The division, if all logs that name a division agree."""
+        """Division, if all logs that name one agree; else None."""
         return _only({run.verdict.division for run in self.runs})
 
     @property
     def global_batch_size(self) -> int | None:
-        """Sequences per optimizer step, if all logs that name it agree."""
+        """Sequences per optimizer step, if all logs that state it agree; else None."""
         return _only({run.logged.global_batch_size for run in self.runs})
 
     @cached_property
     def convergence(self) -> Outlook | None:
-        """Compare the runs' convergence with the reference's; None outside the closed division."""
+        """Comparison of the runs' convergence with the reference; None outside of the closed division."""
         batch = self.global_batch_size
         if self.division != "closed" or not batch:
             return None
@@ -159,37 +159,37 @@ class Results:
 
     @cached_property
     def findings(self) -> list[tuple[str, Finding]]:
-        """All findings, errors first, each with its subject: "run 3", or the name of the folder or description."""
+        """All findings with their subjects, errors first. A subject is "run 3", or the name of the folder or description."""
         found = [(f"run {run.number}", finding) for run in self.runs for finding in run.verdict.findings]
         found += [(verdict.path.resolve().name, finding) for verdict in self.beside for finding in verdict.findings]
-        return sorted(found, key=lambda pair: pair[1].severity == "warning")  # sorted() keeps the order within each
+        return sorted(found, key=lambda pair: pair[1].severity == "warning")  # sorted() is stable
 
     @property
     def accelerator(self) -> str:
-        """Name of the accelerator from the system description, otherwise from a log; "" without one."""
+        """Name of the accelerator, from the system description or else from a log; "" if there is none."""
         names = (self.description.get("accelerator_model_name", ""), self.shown.log.header.get("accelerator", ""))
         return next((name for name in names if name and name not in ("N/A", "none")), "")
 
     @property
     def accelerators(self) -> int | None:
-        """Number of accelerators from the system description, otherwise the processes of a run; None if unknown."""
+        """Number of accelerators from the system description, or else the number of processes of a run; None if unknown."""
         fields = [self.description.get(name, "") for name in ("number_of_nodes", "accelerators_per_node")]
-        # The bound keeps a text of any length from being computed with.
+        # Limit the length before converting to an integer, because the text is untrusted.
         if all(field.isascii() and field.isdigit() and len(field) < 7 for field in fields):
             return int(fields[0]) * int(fields[1])
         if not self.accelerator:
             return None
-        # A run on processors has processes too, but no accelerators.
+        # Count processes only if there is an accelerator, because a run on CPUs has processes too.
         return (self.shown.metrics.run.world_size or None) if self.shown.metrics.run else None
 
     @cached_property
     def shown(self) -> ReportedRun:
-        """The run whose settings and facts are shown: the last valid one, otherwise the last one."""
+        """Run whose settings and facts are shown: the last valid run, or else the last run."""
         return (self.valid or self.runs)[-1]
 
     @cached_property
     def placement(self) -> PublishedPlace:
-        """Tell where the score would stand among published results, or why it has no place."""
+        """Place of the score among published results, or why it has no place."""
         if self.division != "closed":
             why = "Only closed runs train what the published results trained: these have no place among them."
             return PublishedPlace(why)
@@ -205,19 +205,19 @@ def load_results(folder: Path, ruleset: str = rules.NEWEST_RULESET) -> Results:
     """Read and check every run of results/<system>/bert.
 
     Raises:
-        ValueError: the folder is missing or holds no result file.
+        ValueError: the folder is missing or contains no result file.
     """
     logs = numbered_logs(folder)
     verdicts = {verdict.path: verdict for verdict in check_paths([folder], ruleset)}
-    # Under "auto" the check has chosen one for the folder.
+    # For "auto", use the ruleset that the check chose for the folder.
     ruleset = verdicts[folder].ruleset
     runs: list[ReportedRun] = []
-    for number, path in logs:  # result_1.txt and result_01.txt are two runs of one number
+    for number, path in logs:  # result_1.txt and result_01.txt are two runs with the same number
         log = read_log(path)
-        # The check of the folder skips logs with the names of a submission.
+        # Check the log here if the folder's check did not include it.
         verdict = verdicts.pop(path, None) or check_log(log, ruleset)
         runs.append(ReportedRun(number, log, verdict, read_metrics(folder / f"metrics_{number}.jsonl")))
-    system = folder.resolve().parent  # resolved, as FOLDER may be "."
+    system = folder.resolve().parent  # resolve, because FOLDER may be "."
     path = system.parent / "systems" / f"{system.name}.json"
     fields = read_description(path).fields if path.is_file() else {}
     description = {str(name): str(value) for name, value in fields.items()}
@@ -227,7 +227,7 @@ def load_results(folder: Path, ruleset: str = rules.NEWEST_RULESET) -> Results:
 def breakdown(run: ReportedRun) -> dict[str, float]:
     """Return the seconds of the run by part, in drawing order; empty without step metrics.
 
-    A step record holds means over the steps since the record before it. Time outside steps and evaluations is "other":
+    A step record contains means over the steps since the previous record. Time outside of steps and evaluations is "other":
     start of the data pipeline, logging, checkpoints.
     """
     if not run.metrics.steps or not run.logged.seconds:
@@ -235,7 +235,7 @@ def breakdown(run: ReportedRun) -> dict[str, float]:
     seconds = dict.fromkeys(STEP_PARTS, 0.0)
     done = 0
     for record in run.metrics.steps:
-        # After a restart the step number goes back.
+        # The step number decreases after a restart.
         taken = max(0, record.step - done)
         done += taken
         for name, key in STEP_PARTS.items():
@@ -246,7 +246,7 @@ def breakdown(run: ReportedRun) -> dict[str, float]:
 
 
 def steps_taken(run: ReportedRun) -> int:
-    """Return the number of optimizer steps in the metrics."""
+    """Return the number of optimizer steps according to the metrics."""
     return max((record.step for record in run.metrics.steps), default=0)
 
 

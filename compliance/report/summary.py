@@ -22,7 +22,7 @@ _KINDS: dict[str, Kind] = {"pass": "good", "scaled": "warn", "fail": "bad"}
 
 
 class Statement(NamedTuple):
-    """A sentence about the folder: good, to look at, bad, or neither."""
+    """A sentence about the folder, with a kind: good, to look at, bad, or neutral."""
 
     kind: Kind
     title: str
@@ -30,7 +30,7 @@ class Statement(NamedTuple):
 
 
 def statements(results: Results) -> list[Statement]:
-    """Return the verdicts, the score, the convergence and the place among published results."""
+    """Return statements on the verdicts, the score, the convergence and the place among published results."""
     number = len(results.runs)
     official = sum(run.verdict.official == "pass" for run in results.runs)
     passed = sum(run.verdict.passed for run in results.runs)
@@ -55,7 +55,7 @@ def statements(results: Results) -> list[Statement]:
     return [*said, Statement("plain", "Published results", results.placement.sentence)]
 
 
-# One invalid run is dropped as the slowest; with two there is no score.
+# The score drops one invalid run as the slowest. With two invalid runs there is no score.
 def _share(part: int, whole: int) -> Kind:
     return "good" if part == whole else "warn" if whole - part == 1 and whole >= MIN_RUNS_FOR_SCORE else "bad"
 
@@ -86,7 +86,7 @@ def _score_statement(results: Results) -> Statement:
 
 
 def cells(run: ReportedRun) -> tuple[str, ...]:
-    """Return a row of the table, in the order of `COLUMNS`."""
+    """Return the run's table row, in the order of `COLUMNS`."""
     return (
         str(run.number),
         run.verdict.official,
@@ -138,7 +138,7 @@ def as_markdown(results: Results) -> str:
 
 def _markdown(text: object) -> str:
     shown = visible(text, MAX_SENTENCE)
-    # GitHub takes $ for a formula and ~ for struck-out words.
+    # Escape $ and ~ too: GitHub renders them as formulas and strikethrough.
     return "".join(f"\\{character}" if character in "\\`*_{}[]<>#|&~$" else character for character in shown)
 
 
@@ -148,7 +148,7 @@ def as_json(results: Results) -> str:
 
 
 def as_dict(results: Results) -> dict[str, Any]:
-    """Return the report as a dictionary for JSON; a figure that is unknown is None."""
+    """Return the report as a dictionary for JSON. Unknown figures are None."""
     outlook = results.convergence
     return {
         "note": results.notice,
@@ -198,9 +198,9 @@ def _figures(run: ReportedRun, dropped: str | None) -> dict[str, Any]:
 
 
 def as_csv(results: Results) -> str:
-    """Return one CSV row per run; a figure that is unknown is empty."""
+    """Return one CSV row per run. Unknown figures are empty."""
     rows = [_figures(run, results.dropped.get(run.number)) for run in results.runs]
-    # No cell holds text of a log, which a spreadsheet could take for a formula.
+    # No cell contains text from a log, which a spreadsheet could interpret as a formula.
     writer = csv.DictWriter(text := io.StringIO(), list(rows[0]), lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)

@@ -1,4 +1,4 @@
-"""The section of the report on where the time went: figures of the step metrics, and the parts of the time to train."""
+"""Report section on where the time went: charts of the step metrics, and the parts of the time to train."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ PART_CLASSES = dict(zip(STEP_PARTS, ("compute", "reduce", "update", "data-wait")
     "evaluation": "evaluation",
     "other": "other",
 }
-"""Classes of the style sheet for the parts of a run."""
+"""CSS classes for the parts of a run."""
 
-# Values beyond these bounds come from a diverged run or a wrong file; they would flatten all other curves.
+# Values beyond these bounds come from a diverged run or a wrong file, and would flatten all other curves.
 MAX_LOSS = 1e6
 MAX_RATE = 1e12
 
@@ -34,7 +34,7 @@ class Figure(NamedTuple):
 
 
 def time_section(results: Results) -> dict[str, Any]:
-    """Return curves, bars with their key, and the planned step; all are empty if no run has step records."""
+    """Return the curves, the bars with their legend, and the planned step. All are empty if no run has step records."""
     rates = _curve(results.runs, "Sequences per second", "sequences_per_s", MAX_RATE)
     losses = _curve(results.runs, "Training loss", "loss", MAX_LOSS)
     bars, key = _parts(results.runs)
@@ -58,7 +58,7 @@ def _curve(runs: Iterable[ReportedRun], title: str, key: str, bound: float) -> F
 
 
 def _parts(runs: Sequence[ReportedRun]) -> tuple[dict[str, dict[str, float]], list[tuple[str, str]]]:
-    """Return a bar for each run, or one for all together if they are many, and the key with shares and times."""
+    """Return a bar for each run, or a single bar if there are many runs, and the legend with shares and times."""
     parts = {run.number: seconds for run in runs if (seconds := breakdown(run))}
     if not parts:
         return {}, []
@@ -74,7 +74,7 @@ def _parts(runs: Sequence[ReportedRun]) -> tuple[dict[str, dict[str, float]], li
 
 
 def _against_plan(run: ReportedRun) -> list[tuple[str, ...]]:
-    """Return the parts of a step as planned and as measured; empty for a run without a plan."""
+    """Return the planned and the measured parts of a step; empty for a run without a plan."""
     plan, rows = run.metrics.plan, []
     if plan is None:
         return []

@@ -1,7 +1,7 @@
-"""Check folders of logs: each log by itself, the logs against each other, and all of them against their description.
+"""Check folders of logs: each log by itself, the logs against each other, and the logs against the description.
 
-A folder gets a verdict of its own for faults that belong to no single log. A fault of one log, such as a seed that another
-log has too, is added to the verdict of that log. One log of ten may fail: it counts as the slowest run, which the score
+Faults that do not belong to a single log go into the folder's own verdict. A fault of one log, such as a seed that another
+log also has, is added to the verdict of that log. One log of ten may fail. It counts as the slowest run, which the score
 drops.
 """
 
@@ -33,7 +33,7 @@ HYPERPARAMETERS = tuple(
     for key in rules.KEYS
     if key.startswith("opt_") or key in ("gradient_accumulation_steps", "num_warmup_steps", "start_warmup_step")
 )
-"""Settings that all runs of one result share, besides the batch size."""
+"""Settings, besides the batch size, that all runs of one result must share."""
 
 SUBMISSION_KEYS: dict[str, Severity] = {
     "submission_division": "error",
@@ -41,22 +41,22 @@ SUBMISSION_KEYS: dict[str, Severity] = {
     "submission_platform": "warning",
     "submission_status": "warning",
 }
-"""Keys that all logs of one folder have alike, and the severity if one does not."""
+"""Keys that must have the same value in all logs of a folder, and the severity of a difference."""
 
 MAX_NAMED = 3
-"""Maximum number of logs named in one sentence."""
+"""Maximum number of logs named in one message."""
 
 
 @dataclass(frozen=True)
 class FolderRun:
-    """A run of a folder, for the comparison with the other runs.
+    """A run of a folder, to be compared with the other runs.
 
     Attributes:
         verdict: verdict on the log by itself.
-        logged: the run as its log tells it.
-        seeds: its seed records.
-        digest: digest of the lines with its records; empty without records.
-        findings: faults in comparison with the other logs.
+        logged: state of the run according to its log.
+        seeds: seed records of the log.
+        digest: digest of the log's record lines; empty without records.
+        findings: faults found by comparison with the other logs.
     """
 
     verdict: Verdict
@@ -67,20 +67,20 @@ class FolderRun:
 
     @property
     def name(self) -> str:
-        """Name of the file, for messages."""
+        """File name, for messages."""
         return visible(self.verdict.path.name)
 
     def object(
         self, record: Record | None, key: str, rule: str, found: str, remedy: str, severity: Severity, more: int = 0
     ) -> None:
-        """Add a fault in comparison with the other logs, unless its record is wrong in itself."""
+        """Add a finding from the comparison with other logs, unless the record already has an error of its own."""
         line, source = (record.line, record.logged_at) if record else (None, None)
         if not any((own.line, own.key) == (line, key) for own in self.verdict.errors):
             self.findings.append(Finding(line, key, rule, found, remedy, source, severity, more))
 
     @property
     def complete_verdict(self) -> Verdict:
-        """The verdict with the faults in comparison, which replace a warning about the same record."""
+        """The verdict including the findings from comparison, which replace warnings about the same record."""
         places = {(finding.line, finding.key) for finding in self.findings if finding.severity == "error"}
         kept = [own for own in self.verdict.findings if own.severity == "error" or (own.line, own.key) not in places]
         found = sorted((*kept, *self.findings), key=lambda finding: finding.line or 0)
@@ -91,10 +91,11 @@ def check_paths(paths: Iterable[Path], ruleset: str = rules.NEWEST_RULESET) -> l
     """Check logs and folders: a benchmark folder, a system, a results folder, a submission, a round of submissions.
 
     Args:
-        ruleset: under `rules.AUTO` each log or benchmark folder gets the newest ruleset that accepts it.
+        ruleset: ruleset to check under. `rules.AUTO` uses the newest ruleset that accepts the log or benchmark folder.
 
     Raises:
-        ValueError: no such path or ruleset, a folder without logs, or the official checker is not installed.
+        ValueError: a path or the ruleset does not exist, a folder contains no logs, or the official checker is not
+            installed.
     """
     if ruleset != rules.AUTO:
         rules.check_ruleset(ruleset)
@@ -108,14 +109,14 @@ def check_paths(paths: Iterable[Path], ruleset: str = rules.NEWEST_RULESET) -> l
 
 
 def accepted(verdicts: Sequence[Verdict]) -> bool:
-    """Tell whether all pass, except for logs whose folder passes without them."""
+    """Tell whether all verdicts pass, except for logs whose folder passes without them."""
     folders = {verdict.path for verdict in verdicts}
     return all(verdict.passed or verdict.path.parent in folders for verdict in verdicts)
 
 
 def is_for_submission(run: LoggedRun) -> bool:
-    """Tell whether a run may become part of a submission: an open run of this repository's recipes is not meant to."""
-    # Only logs of this repository name their configuration.
+    """Tell whether a run may be submitted. Open runs of this repository's recipes are not meant for submission."""
+    # Only logs of this repository contain their configuration.
     return run.header.get("config.log.division") != "open"
 
 
@@ -140,7 +141,7 @@ def _check_tree(tree: Tree, ruleset: str) -> list[Verdict]:
 
 
 def _verdict(path: Path, ruleset: str, answer: Answer, findings: list[Finding]) -> Verdict:
-    """Return a verdict with an error if the official tool fails the part and no other error explains it."""
+    """Return a verdict. If the official tool fails the part and no error explains it, add one."""
     if answer.outcome == "fail" and not any(finding.severity == "error" for finding in findings):
         found = f"the official tool does not accept it, expected no objection: {answer.message}"
         findings.append(Finding(None, "", f"mlperf-logging, ruleset {ruleset}", found, "see its message"))
@@ -148,11 +149,11 @@ def _verdict(path: Path, ruleset: str, answer: Answer, findings: list[Finding]) 
 
 
 def _read_runs(folder: BenchmarkFolder, ruleset: str) -> tuple[list[FolderRun], str]:
-    """Read and check the logs of a folder. Return them with their common ruleset."""
+    """Read and check the logs of a folder. Return the runs and their common ruleset."""
     runs = [_read_run(log, ruleset) for log in folder.logs]
     if ruleset != rules.AUTO:
         return runs, ruleset
-    # Each log has been checked under the newest ruleset that accepts it. The oldest of these accepts all logs.
+    # Each log was checked under the newest ruleset that accepts it. The oldest of these rulesets accepts all logs.
     accepting = [run.verdict.ruleset for run in runs if run.verdict.passed]
     if accepting:
         common = min(accepting, key=rules.RULESETS.index)
@@ -168,21 +169,21 @@ def _read_run(path: Path, ruleset: str) -> FolderRun:
     except ValueError as error:
         found = str(error).removeprefix(f"{path}: ")
         finding = Finding(None, "", "log format", found, "put the log itself in its place")
-        # The other logs are still compared with each other.
+        # An unreadable log must not stop the comparison of the other logs.
         return FolderRun(Verdict(path, ruleset, "fail", (finding,), None, None), LoggedRun())
-    # The digest is over the records, so that a copy with another comment is recognised.
+    # Digest only the records, so that a copy with other comments is recognised.
     digest = hashlib.sha256(b"\n".join(line for _, line in log.evidence)).digest() if log.evidence else b""
     return FolderRun(check_log(log, ruleset), log.run, tuple(log.all("seed")), digest)
 
 
 def _check_folder(folder: BenchmarkFolder, runs: list[FolderRun], ruleset: str) -> list[Verdict]:
-    # The division that most logs name; closed, the stricter one, if they name none.
+    # Use the division that most logs name, or else closed, which is stricter.
     named = Counter(run.verdict.division for run in runs).most_common(1)
     division: rules.Division = "open" if named and str(named[0][0]).lower() == "open" else "closed"
     if folder.submission:
         answer = ask_about_folder(folder, division, ruleset)
     else:
-        # Bare results may still be growing, which the package checker does not allow for. One of ten may fail.
+        # Bare results may be incomplete, which the package checker does not accept. One log of ten may fail.
         failed = sum(run.verdict.official == "fail" for run in runs)
         answer = Answer("pass" if failed <= (len(runs) >= SUBMISSION_RUNS) else "fail")
     originals = _without_copies(runs)
@@ -198,7 +199,7 @@ def _check_folder(folder: BenchmarkFolder, runs: list[FolderRun], ruleset: str) 
 
 
 def _without_copies(runs: Sequence[FolderRun]) -> list[FolderRun]:
-    """Return the runs that are not copies of an earlier run, and add a fault to each copy."""
+    """Return the runs that are not copies of an earlier run. Add a finding to each copy."""
     originals: dict[bytes, FolderRun] = {}
     for run in runs:
         original = originals.setdefault(run.digest, run) if run.digest else run
@@ -209,7 +210,7 @@ def _without_copies(runs: Sequence[FolderRun]) -> list[FolderRun]:
 
 
 def _compare_settings(runs: Sequence[FolderRun], division: rules.Division) -> None:
-    """Add to each log the settings in which it differs from most logs."""
+    """Add a finding to each log for every setting that differs from most logs."""
     for key, severity in SUBMISSION_KEYS.items():
         for run, record, found in _odd_ones(runs, key):
             run.object(record, key, "TR 12", found, "keep the logs of one system and entry in a folder", severity)
@@ -219,7 +220,7 @@ def _compare_settings(runs: Sequence[FolderRun], division: rules.Division) -> No
     for run, record, found in _odd_ones(runs, key):
         apart.add(run.name)
         run.object(record, key, "TR 12; RCP checker", found, remedy, severity)
-    # Many settings follow from the batch size.
+    # Compare only runs of the same batch size, because many settings depend on it.
     alike = [run for run in runs if run.name not in apart]
     odd: dict[str, list[tuple[FolderRun, Record, str]]] = {}
     for run, record, found in (each for key in HYPERPARAMETERS for each in _odd_ones(alike, key)):
@@ -230,12 +231,12 @@ def _compare_settings(runs: Sequence[FolderRun], division: rules.Division) -> No
 
 
 def _odd_ones(runs: Sequence[FolderRun], key: str) -> Iterator[tuple[FolderRun, Record, str]]:
-    """Yield each run whose record of `key` has another value than most runs, with that record and what was found."""
+    """Yield (run, record, finding in words) for each run whose value of `key` differs from most runs."""
     holders = [(run, run.logged.first[key]) for run in runs if key in run.logged.first]
     counts = Counter(_comparable(record.value) for _, record in holders)
     if len(counts) < 2:
         return
-    # The first of several values that are equally frequent.
+    # If several values are equally frequent, use the first one.
     most, count = counts.most_common(1)[0]
     first, usual = next((run, record) for run, record in holders if _comparable(record.value) == most)
     named = "most logs of the folder" if 2 * count > len(holders) else f"{first.name}: all logs must agree"
@@ -245,24 +246,26 @@ def _odd_ones(runs: Sequence[FolderRun], key: str) -> Iterator[tuple[FolderRun, 
 
 
 def _comparable(value: Any) -> object:
-    # 1 and 1.0 are one value. Lists and objects cannot be counted, but their JSON can.
+    # 1 and 1.0 are the same value. Lists and objects are not hashable, so use their JSON.
     return float(value) if rules.is_number(value) else json.dumps(value, sort_keys=True)
 
 
 def _compare_seeds(runs: Sequence[FolderRun], division: rules.Division, submission: Severity) -> None:
-    """Add to each log the seed that it shares with an earlier one.
+    """Add a finding to each log whose seed equals the seed of an earlier log.
 
-    The official seed checker compares source position and seed. Here the first seeds of two logs must differ wherever they
-    were logged, as otherwise the runs would be the same run.
+    The official seed checker compares source position and seed. Here the first seeds of any two logs must differ, even if
+    logged at different positions, because otherwise the runs would be identical.
     """
     severity, rule = "error" if division == "closed" else "warning", "TR 5.1; seed checker"
-    logged: dict[object, tuple[FolderRun, Record]] = {}  # by position and seed, and each log's first one by seed alone
+    logged: dict[
+        object, tuple[FolderRun, Record]
+    ] = {}  # by position and seed, and each log's first record by seed alone
     for run in runs:
         shared = []
         for index, record in enumerate(run.seeds):
             seed, position = _seed(record), record.logged_at
             if seed is None:
-                continue  # reported with the values
+                continue  # the check of values reports it
             if position is None and division == "closed":
                 found = "no metadata file and lineno, expected them, as the seed checker does"
                 remedy = "log it with the logger of mlperf-logging"
@@ -286,14 +289,14 @@ def _compare_seeds(runs: Sequence[FolderRun], division: rules.Division, submissi
 
 def _seed(record: Record) -> int | None:
     try:
-        # As the seed checker reads it: a number in quotes is one.
+        # Accept a number in quotes, as the seed checker does.
         return int(record.value)
     except (TypeError, ValueError, OverflowError):
         return None
 
 
 def _failed_runs(runs: Sequence[FolderRun], answer: Answer) -> Finding:
-    """Return the finding about what the logs that fail mean for the folder."""
+    """Return the finding about how failing logs affect the folder."""
     failed = [run for run in runs if not run.complete_verdict.passed]
     names = ", ".join(run.name for run in failed[:MAX_NAMED]) + (", ..." if len(failed) > MAX_NAMED else "")
     verdict = failed[0].verdict
@@ -317,7 +320,7 @@ def _failed_runs(runs: Sequence[FolderRun], answer: Answer) -> Finding:
 
 
 def _convergence(runs: Sequence[FolderRun], submission: Severity, ruleset: str) -> Iterator[Finding]:
-    # All logs have passed, so each names the same batch size.
+    # All logs have passed, so all have the same batch size.
     batch = runs[0].logged.first["global_batch_size"].value
     prospect = outlook([run.logged.converged_samples() for run in runs], batch, ruleset)
     remedy = "check data, loss and evaluation against the reference: faster convergence than its runs needs a reason"

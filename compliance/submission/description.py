@@ -1,7 +1,7 @@
-"""Check a system description: its fields, their types, and their agreement with the logs of the system's runs.
+"""Check a system description: its fields, their types, and whether they agree with the logs of the system's runs.
 
-People word descriptions in their own way. Two texts agree if they share what identifies the thing: the model number of a
-processor, the first number of a release.
+Submitters word descriptions freely. Two texts agree if they share the identifying part, such as the model number of a
+processor or the first number of a release.
 """
 
 from __future__ import annotations
@@ -32,28 +32,28 @@ TEXT_FIELDS = (
     "accelerators_per_node",
     "framework",
 )
-"""Fields that the official description checker joins as text: a number there crashes it."""
+"""Fields that the official description checker joins as text. A number in them crashes it."""
 
 AGREEMENT = "SR System description"
 
 ESSENTIAL = ("accelerators_per_node", "accelerator_model_name")
-"""Fields that must agree with the logs, or the description is of another system."""
+"""Fields that must agree with the logs. Otherwise the description is for another system."""
 
 _HEADS = ("accelerator", "cpu", "torch", "processes")
 _NONE = ("", "none", "n/a", "-")
 
-# The official checker means 4.1 by its condition, which already holds from 4.0 on.
+# The official checker's condition is meant for 4.1 but already holds from 4.0 on.
 RULESETS_WITH_STATUS = rules.RULESETS[rules.RULESETS.index("4.0.0") :]
 
 
 @dataclass(frozen=True)
 class Description:
-    """A system description as read.
+    """A system description as read from its file.
 
     Attributes:
-        fields: empty if the file is no JSON object.
-        lines: the line of each field, from 1.
-        fault: fault of the file itself, "" if there is none.
+        fields: values by field name; empty if the file is not a JSON object.
+        lines: line of each field, from 1.
+        fault: fault of the file itself; "" if there is none.
     """
 
     path: Path
@@ -62,27 +62,27 @@ class Description:
     fault: str = ""
 
     def text(self, name: str) -> str | None:
-        """Return the value of a field if it is text that is not empty."""
+        """Return the value of a field if it is non-empty text, else None."""
         value = self.fields.get(name)
         return value if isinstance(value, str) and value.strip() else None
 
 
 def read_description(path: Path) -> Description:
-    """Read a description. A file that cannot be read gives a description with a `fault`."""
+    """Read a description. For an unreadable file, return a description with a `fault`."""
     try:
         content = read_bounded(path, MAX_FILE_BYTES, "name the file results/systems/<system>.json").decode("utf-8")
         fields = json.loads(content)
     except UnicodeDecodeError:
         return Description(path, {}, {}, "the file is not UTF-8 text")
     except json.JSONDecodeError as error:
-        # Under the empty name, as the line belongs to no field.
+        # Store the line under an empty name, because it belongs to no field.
         return Description(path, {}, {"": error.lineno}, f"the file is not JSON ({error.msg})")
     except (ValueError, RecursionError) as error:
         return Description(path, {}, {}, str(error).removeprefix(f"{path}: "))
     if not isinstance(fields, dict):
         return Description(path, {}, {}, f"the file holds a JSON {type(fields).__name__}")
     lines: dict[str, int] = {}
-    # json tells no positions: the first line that names a field is taken.
+    # json reports no positions, so use the first line that contains the field's name.
     for number, line in enumerate(content.split("\n"), start=1):
         for name in re.findall(r'"([\w-]+)"\s*:', line):
             lines.setdefault(name, number)
@@ -90,7 +90,7 @@ def read_description(path: Path) -> Description:
 
 
 def description_findings(description: Description, ruleset: str) -> Iterator[Finding]:
-    """Yield the faults of a description by itself."""
+    """Yield findings about a description by itself, without the logs."""
 
     def at(name: str, found: str, remedy: str, rule: str = RULE, severity: Severity = "error") -> Finding:
         return Finding(description.lines.get(name), name, rule, found, remedy, severity=severity)
@@ -111,7 +111,7 @@ def description_findings(description: Description, ruleset: str) -> Iterator[Fin
         in_quotes = f'write it in quotes, such as "{name}": "8"'
         if name in TEXT_FIELDS and not isinstance(value, str):
             yield at(name, f"value {shown(value)}, expected text: anything else crashes the official tools", in_quotes)
-        # The summarizer calls int(), which takes spaces around the digits.
+        # Allow spaces around the digits, because the summarizer calls int().
         elif name in rules.SYSTEM_INTEGERS and not re.fullmatch(r"\s*\d+\s*", str(value), re.ASCII):
             found = f"value {shown(value)}, expected a whole number in quotes: the result summarizer computes with it"
             yield at(name, found, f'write the number alone, such as "{name}": "8"', "result summarizer")
@@ -133,13 +133,13 @@ def description_findings(description: Description, ruleset: str) -> Iterator[Fin
 
 
 def against_logs(description: Description, runs: Sequence[LoggedRun]) -> Iterator[Finding]:
-    """Yield the fields for which most logs say something else, in their records or in their heads."""
+    """Yield findings for the fields that differ from the records or headers of most logs."""
     for name, key, agree, severity in _RECORDS:
         described, said = description.text(name), _usual([run.value(key) for run in runs])
-        # A field that is absent, or that no log names, has been reported or may be absent.
+        # Skip a field that is missing here or in all logs: it is optional, or already reported.
         if described is None or said is None or agree(described, said):
             continue
-        # A value that no rule allows has been reported, here or in the log.
+        # An invalid division is already reported, here or for the log.
         if name == "division" and not {described, said} <= {*rules.DIVISIONS}:
             continue
         if name == "status" and (said not in rules.SYSTEM_STATUSES or described not in rules.SYSTEM_STATUSES.values()):
@@ -148,9 +148,9 @@ def against_logs(description: Description, runs: Sequence[LoggedRun]) -> Iterato
         found = f"value {shown(described)}, expected what the logs say, {key} {shown(said)}"
         remedy = f"correct {name}, or the setting that is logged as {key}"
         yield Finding(description.lines.get(name), name, rule, found, remedy, severity=severity)
-    # The heads of this repository's logs name hardware and software.
+    # The headers of this repository's logs name hardware and software.
     head = {key: _usual([run.header.get(key) for run in runs]) or "" for key in _HEADS}
-    # Each rank has an accelerator of its own; ranks on processors may be any number.
+    # Each rank has its own accelerator. On CPUs the number of ranks says nothing about the hardware.
     ranks = "" if head["accelerator"].lower() in _NONE else head["processes"].partition(" ")[0]
     model, torch = head["cpu"].rpartition(", ")[0], f"PyTorch {head['torch']}" if head["torch"] else ""
     compared: list[tuple[str, str, str, Callable[[str, str], bool]]] = [
@@ -175,7 +175,7 @@ def against_logs(description: Description, runs: Sequence[LoggedRun]) -> Iterato
 
 def _accelerators(description: Description) -> str:
     counts = [str(description.fields.get(name, "")) for name in ("number_of_nodes", "accelerators_per_node")]
-    # The bound keeps a text of any length from being computed with.
+    # Limit the length before converting to an integer, because the text is untrusted.
     if not all(count.isascii() and count.isdigit() and len(count) < 7 for count in counts):
         return ""
     return str(int(counts[0]) * int(counts[1]))
@@ -187,7 +187,7 @@ def _usual(values: Sequence[object]) -> str | None:
 
 
 def _alike(described: str, said: str) -> bool:
-    """Tell whether the letters and digits of one name are within the other, in any case."""
+    """Tell whether the letters and digits of one name are contained in the other, ignoring case."""
     one, other = ("".join(filter(str.isalnum, name.casefold())) for name in (described, said))
     return one in other or other in one
 
@@ -198,18 +198,18 @@ _RECORDS: tuple[tuple[str, str, Callable[[str, str], bool], Severity], ...] = (
     ("system_name", "submission_platform", _alike, "warning"),
     ("status", "submission_status", lambda described, said: rules.SYSTEM_STATUSES.get(said) == described, "warning"),
 )
-"""Field of the description, key of the log, how to compare them, and the severity of a difference."""
+"""(Field of the description, key of the log, comparison function, severity of a difference)."""
 
 
 def _same_device(written: str, here: str) -> bool:
-    """Tell whether two names mean the same accelerator, or both say that there is none."""
+    """Tell whether two names refer to the same accelerator, or both say that there is none."""
     absent = [name.strip().lower() in _NONE for name in (written, here)]
     return all(absent) if any(absent) else _same_model(written, here)
 
 
 def _same_model(written: str, here: str) -> bool:
     """Tell whether two names of a product share its number: "Intel Xeon 8480C" and "Intel(R) Xeon(R) Platinum 8480C"."""
-    # Words with numbers in them that name no model: cores, sizes, frequencies.
+    # Ignore words that are not model numbers: cores, sizes, frequencies.
     ignored = re.compile(r"\d+-core|\d+(\.\d+)?(gb|ghz)|cpu|processor|gpu")
 
     def words(text: str) -> set[str]:
@@ -222,7 +222,7 @@ def _same_model(written: str, here: str) -> bool:
 
 
 def _same_release(written: str, here: str) -> bool:
-    """Tell whether the first number, and a word beside it, are the same: "Ubuntu 22.04" and "Ubuntu 22.04.5 LTS"."""
+    """Tell whether the first number and an adjacent word are the same: "Ubuntu 22.04" and "Ubuntu 22.04.5 LTS"."""
     numbers = [re.search(r"\d+(\.\d+)?", text) for text in (written, here)]
     same_number = not all(numbers) or numbers[0][0] == numbers[1][0]  # type: ignore[index]
     return same_number and written.split()[0].lower() == here.split()[0].lower()

@@ -1,4 +1,4 @@
-"""Read a file that is being written: each byte once, whole lines only."""
+"""Follow a growing file: read each byte once and return only complete lines."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from compliance.artefact import MAX_FILE_BYTES, open_regular
 CHUNK_BYTES = 2**20
 MAX_BYTES_A_LOOK = MAX_FILE_BYTES
 MAX_LINE_BYTES = 64 * 2**10
-"""Longest line that is read. Longer lines are skipped."""
+"""Maximum length of a line. Longer lines are skipped."""
 
 
 class Follower(AbstractContextManager["Follower"]):
-    """The lines that a file has gained since the last look. The file may appear later."""
+    """Reader of the lines added to a file since the last call. The file need not exist yet."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.bytes_read = 0
-        self.has_more = False  # the last look had read `MAX_BYTES_A_LOOK`
+        self.has_more = False  # whether the last call stopped at `MAX_BYTES_A_LOOK`
         self._file: BinaryIO | None = None
         self._partial = b""
         self._is_overlong = False
@@ -36,7 +36,7 @@ class Follower(AbstractContextManager["Follower"]):
             self._file = None
 
     def lines(self) -> Iterator[bytes]:
-        """Yield the whole lines that have come, without their ends. A file that cannot be read now has gained none."""
+        """Yield the new complete lines, without line ends. An unreadable file has no new lines."""
         left, self.has_more = MAX_BYTES_A_LOOK, False
         try:
             self._file = self._file or open_regular(self.path)
@@ -45,7 +45,7 @@ class Follower(AbstractContextManager["Follower"]):
                 left -= len(chunk)
                 yield from self._split(chunk)
             self.has_more = left <= 0
-        except (OSError, ValueError):  # ValueError: missing, or no regular file
+        except (OSError, ValueError):  # ValueError: missing, or not a regular file
             return
 
     def _split(self, chunk: bytes) -> Iterator[bytes]:
@@ -56,5 +56,5 @@ class Follower(AbstractContextManager["Follower"]):
             self._partial, self._is_overlong = b"", False
         self._partial += rest
         if self._is_overlong or len(self._partial) > MAX_LINE_BYTES:
-            # The rest of the line up to its end is skipped too.
+            # Also skip the rest of the overlong line.
             self._partial, self._is_overlong = b"", True

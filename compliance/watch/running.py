@@ -1,4 +1,4 @@
-"""A run in progress as its log and its metrics tell it: how far it is, and which rules it breaks."""
+"""State of a run in progress according to its log and metrics: its progress, and the rules that it breaks."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from compliance.log.records import StepRecord, WarningRecord, parse_record
 from compliance.log.run import LoggedRun, samples_of
 
 INIT_WARNING_FRACTION = 25 / 30
-"""Share of the time for initialisation after which there is a warning, so that some minutes are left to act."""
+"""Share of the initialisation limit after which to warn, so that some minutes are left to act."""
 
 _LABEL = re.compile(rb"^ *\d+: ")
-"""Prefix that a launcher puts before each line of a rank."""
+"""Prefix that a launcher adds to each line of a rank."""
 
 MAX_EVALUATIONS = 1_000
 MAX_COMPLAINTS = 1_000
 MAX_COMPLAINT = 300
-"""Maximum characters of a complaint that quotes the log."""
+"""Maximum number of characters of a complaint that quotes the log."""
 MAX_HEADER_LINES = 1_000
 MAX_HEADER_BYTES = 4_096
 
 
 @dataclass(frozen=True)
 class LoggedEvaluation:
-    """An evaluation: samples trained, accuracy, and when its result was logged."""
+    """An evaluation: samples trained, accuracy, and the time when its result was logged."""
 
     samples: int
     accuracy: float
@@ -35,13 +35,13 @@ class LoggedEvaluation:
 
 
 class RunningLog(LoggedRun):
-    """A run, its steps, and its complaints. It takes lines of the log, or of an output that holds the log's lines.
+    """A run, its steps, and the complaints about it. Input lines come from the log, or from an output that contains the log.
 
     Attributes:
-        evaluations: evaluations with an accuracy. If the log does not count samples, the schedule does.
-        step_samples, step_rate: samples trained and sequences a second by the latest line of metrics.
+        evaluations: evaluations with an accuracy. If the log does not state the samples, they come from the schedule.
+        step_samples, step_rate: samples trained and sequences per second according to the latest line of metrics.
         evaluating_at: samples at which an evaluation is in progress.
-        complaints: broken rules, and the run's own warnings, each once, in the order in which they were noticed.
+        complaints: broken rules and the run's own warnings, without repetition, in order of detection.
     """
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ class RunningLog(LoggedRun):
         self._cleared = False
 
     def take(self, line: bytes) -> None:
-        """Take in one line of the log."""
+        """Process one line of the log."""
         self._line += 1
         line = _LABEL.sub(b"", line, count=1)
         if TOKEN_BYTES in line:
@@ -73,7 +73,7 @@ class RunningLog(LoggedRun):
             self._quote(line.decode("utf-8", "replace"))
 
     def take_metrics(self, line: bytes) -> None:
-        """Take in one line of the metrics file."""
+        """Process one line of the metrics file."""
         record = parse_record(line)
         if isinstance(record, StepRecord):
             self.step_samples, self.step_rate = max(self.step_samples, record.samples), record.sequences_per_s
@@ -82,13 +82,13 @@ class RunningLog(LoggedRun):
 
     @property
     def samples(self) -> int:
-        """Samples trained by the latest news."""
+        """Samples trained according to the latest line of log or metrics."""
         return max(self.step_samples, self.counted_samples, *(each.samples for each in self.evaluations[-1:]))
 
     @property
     def rate(self) -> float | None:
-        """Sequences a second, evaluations included, over the last evaluations; before the second one since run_start."""
-        # The rate of the whole run would hide that it has become slower.
+        """Sequences per second, including evaluations, over the last evaluations, or since run_start if there is one."""
+        # Use recent evaluations, because the rate of the whole run would hide that the run became slower.
         recent = self.evaluations[-4:]
         if len(recent) >= 2 and recent[-1].time_ms > recent[0].time_ms:
             return 1000 * (recent[-1].samples - recent[0].samples) / (recent[-1].time_ms - recent[0].time_ms)
@@ -97,7 +97,7 @@ class RunningLog(LoggedRun):
         return self.step_rate
 
     def check_initialisation(self, now_ms: float) -> None:
-        """Complain about a long initialisation."""
+        """Add a complaint if the initialisation takes long."""
         if self.phase == "init" and self.init_start_ms is not None:
             limit = rules.INIT_LIMIT_MINUTES[self.division]
             minutes = (now_ms - self.init_start_ms) / 60_000
@@ -107,14 +107,14 @@ class RunningLog(LoggedRun):
                 self.complain(f"initialisation has taken {minutes:.0f} min of {limit} (TR 11)", "a long initialisation")
 
     def trained(self, now_ms: float) -> int | None:
-        """Estimate the samples trained by now from the last evaluation and the rate; None while either is unknown."""
+        """Estimate the samples trained until now from the last evaluation and the rate; None if either is unknown."""
         if self.run_start_ms is None or not self.rate:
             return None
         last = self.evaluations[-1] if self.evaluations else LoggedEvaluation(0, 0.0, self.run_start_ms)
         return round(last.samples + self.rate * max(0.0, now_ms - last.time_ms) / 1000)
 
     def complain(self, text: str, about: str = "") -> None:
-        """Note a complaint once; `about` identifies it if numbers in it change."""
+        """Add a complaint once. `about` identifies it if the text contains changing numbers."""
         text = text[:MAX_COMPLAINT]
         if (about or text) in self._said or len(self.complaints) > MAX_COMPLAINTS:
             return
@@ -124,24 +124,24 @@ class RunningLog(LoggedRun):
         self.complaints[text] = None
 
     def _quote(self, text: str) -> None:
-        """Note a complaint in the log's own words, of which there may be any number."""
-        is_full = len(self.complaints) >= MAX_COMPLAINTS // 2  # the other half is for broken rules
+        """Add a complaint that quotes the log. Limit their number, because the log may have any number of them."""
+        is_full = len(self.complaints) >= MAX_COMPLAINTS // 2  # the other half is reserved for broken rules
         self.complain("there are more warnings in the log" if is_full else text)
 
     def _take_record(self, record: Record) -> None:
         key = record.key
-        # Every evaluation is kept.
+        # Limit the evaluations, because all of them are stored.
         if key == "eval_accuracy" and len(self.accuracies) >= MAX_EVALUATIONS:
             self.complain(f"there are more than {MAX_EVALUATIONS} evaluations: the others are ignored")
             return
         for violation in violations(self, record, rules.NEWEST_RULESET):
-            # After a resume the earlier evaluations are in another log.
+            # If the run was resumed, earlier evaluations are in another log.
             if _is_fatal(violation) and not (self.resumed_from and violation.kind == "schedule"):
-                is_count = violation.kind == "count"  # once for all records
+                is_count = violation.kind == "count"  # complain once for all records
                 self.complain(violation.sentence, "count" if is_count else violation.found + violation.expected)
         if key == "run_start" and key not in self.first:
             self._check_settings()
-        # One process that cleared its caches is enough, as for the check.
+        # It is enough if one process cleared its caches, as in the check.
         self._cleared |= key == "cache_clear" and record.value is not False
         if key == "eval_start":
             self.evaluating_at = samples_of(record.metadata)
@@ -150,7 +150,7 @@ class RunningLog(LoggedRun):
         self.add(record)
 
     def _check_settings(self) -> None:
-        """Complain about what must have been logged when the clock starts."""
+        """Add complaints about records that must be logged before the clock starts."""
         is_closed = self.division == "closed"
         if not self.counts["cache_clear"]:
             self.complain("no cache_clear before run_start: caches must be dropped, and that logged (TR 6.1)")
@@ -167,14 +167,14 @@ class RunningLog(LoggedRun):
             return
         schedule, samples = self.schedule, samples_of(record.metadata)
         before = self.evaluations[-1].samples if self.evaluations else 0
-        # Numbers of epochs or of evaluations are far below numbers of sequences.
+        # Small numbers count epochs or evaluations and not sequences.
         if schedule and (samples is None or samples <= max(before, schedule.interval // 100)):
             samples = schedule.samples(self.number_of_evaluations + 1)
         self.evaluations.append(LoggedEvaluation(samples or before, float(record.value), record.time_ms))
 
 
 def _is_fatal(violation: Violation) -> bool:
-    """Tell whether it costs the run its result, and is not only how another program logs."""
+    """Tell whether a violation invalidates the run, and is not just a logging style of other software."""
     if violation.kind in ("repeat", "value"):
         return violation.key in ("run_start", "run_stop", "eval_accuracy")
     return violation.kind in ("init time", "schedule", "count")

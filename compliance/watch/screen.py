@@ -1,7 +1,7 @@
-"""A run in progress, in the terminal: accuracy against the target, time left, outlook, broken rules.
+"""Terminal display of a run in progress: accuracy and target, time left, outlook, broken rules.
 
-It reads the log and the metrics file beside it as they grow, and changes nothing. On a terminal a panel is kept up to date;
-elsewhere a line is printed for each evaluation and each complaint.
+The watch only reads the log and its metrics file as they grow. On a terminal it updates a panel. Elsewhere it prints a line
+for each evaluation and each complaint.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from console.text import clock, visible
 
 POLL_S = 1.0
 INIT_STALE_S = 3600.0
-"""A run that compiles and tunes may be silent for long; the rules end its initialisation sooner."""
+"""A run may be silent for long while it compiles and tunes. The rules limit its initialisation to less than this."""
 MAX_COMPLAINTS_SHOWN = 8
 
 
 def watch(path: Path, ruleset: str, timeout_s: float, stale_s: float, console: Console | None = None) -> int:
-    """Follow a run to its end. Returns 0 if it ended with success, 1 if not or if nothing came, 130 at Ctrl-C.
+    """Follow a run to its end. Return 0 if it ended with success, 130 after Ctrl-C, and otherwise 1.
 
     Args:
-        path: a log, an output that holds a log's lines, or a folder with logs.
+        path: a log, an output that contains a log's lines, or a folder with logs.
         timeout_s: seconds to wait for a log that does not exist yet.
-        stale_s: seconds without news after which the watch gives up.
+        stale_s: seconds without new lines after which the watch gives up.
     """
     rules.check_ruleset(ruleset)
     for name, seconds in (("--timeout", timeout_s), ("--stale", stale_s)):
         if not seconds > 0:
             raise ValueError(f"{name} is {seconds:g}, expected more than 0 seconds")
-    # A line that is piped on is not wrapped.
+    # Do not wrap lines if the output is piped.
     console = console or Console(highlight=False, soft_wrap=not sys.stdout.isatty())
     try:
         chosen = _wait_for(path, timeout_s, console)
@@ -72,8 +72,8 @@ def _follow(watched: Watch, stale_s: float, console: Console) -> int:
             show = lambda: live.show(view(watched, time.time() * 1000))  # noqa: E731
         while True:
             watched.look()
-            run.check_initialisation(time.time() * 1000)  # the time of day, as in the log
-            # The other logs are read only when there is something to compare.
+            run.check_initialisation(time.time() * 1000)  # wall-clock time, as in the log
+            # Read the other logs only when this run has something new to compare.
             if (run.phase, len(run.evaluations)) != known:
                 known = (run.phase, len(run.evaluations))
                 watched.read_siblings()
@@ -93,7 +93,7 @@ def _put(console: Console, text: str) -> None:
 
 
 class EvaluationLines:
-    """A line for each evaluation, each complaint and the end, for an output that is no terminal."""
+    """Output for a non-terminal: a line for each evaluation, each complaint and the end."""
 
     def __init__(self, watched: Watch, console: Console) -> None:
         self._watched, self._console = watched, console
@@ -101,7 +101,7 @@ class EvaluationLines:
         self._phase = ""
 
     def show(self) -> None:
-        """Print what is new."""
+        """Print new evaluations, new complaints and the end."""
         watched, run, now_ms = self._watched, self._watched.run, time.time() * 1000
         if run.phase != self._phase and run.phase in ("init", "run"):
             _put(self._console, f"{watched.path}: {_phase_words(run, now_ms)}")
@@ -124,7 +124,7 @@ class EvaluationLines:
 
 
 def view(watched: Watch, now_ms: float) -> RunView:
-    """Lay out what is known, for a terminal."""
+    """Return the state of the run, formatted for the terminal panel."""
     run, is_running = watched.run, watched.run.phase == "run"
     now = f", now {run.step_rate:,.1f}" if run.step_rate else ""
     return RunView(

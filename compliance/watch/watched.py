@@ -1,4 +1,4 @@
-"""A log that is followed, with the metrics beside it and the other runs of its folder: what it will come to."""
+"""A log being followed, with its metrics and the other runs of its folder, and a forecast of its result."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from console.text import clock_span
 
 TAIL_BYTES = 64 * 2**10
 MAX_LOGS = 100
-"""Maximum number of logs of a folder that are read, the newest."""
+"""Maximum number of logs of a folder that are read. The newest logs are chosen."""
 
 
 @dataclass
 class Watch:
-    """A log that is followed, by the reference points and rules of a ruleset."""
+    """A log being followed, judged by the rules and reference points of a ruleset."""
 
     path: Path
     ruleset: str
@@ -42,7 +42,7 @@ class Watch:
         self.metrics = Follower(self.path.with_name(f"metrics_{number[1]}.jsonl")) if number else None
 
     def look(self) -> None:
-        """Take in what has come."""
+        """Read and process the new lines of the log and the metrics."""
         before = self.log.bytes_read, self.metrics and self.metrics.bytes_read
         for line in self.log.lines():
             self.run.take(line)
@@ -58,7 +58,7 @@ class Watch:
                 follower.close()
 
     def read_siblings(self) -> None:
-        """Read the other logs of the folder, and compare seeds."""
+        """Read the other logs of the folder, and compare their seeds with this run's seed."""
         if rules.RESULT_FILE.fullmatch(self.path.name) is None:
             return
         others = {path: written for path, written in results_in(self.path.parent).items() if path != self.path}
@@ -69,13 +69,13 @@ class Watch:
 
     @property
     def reference(self) -> Reference | None:
-        """The reference's runs at this batch size, for a closed run."""
+        """Reference at this batch size, for a closed run."""
         batch = self.run.global_batch_size
         return _reference(self.ruleset, batch) if batch and self.run.division == "closed" else None
 
     @property
     def forecast(self) -> Forecast | None:
-        """When the target will be reached; None while the target is unknown, and after the end."""
+        """Forecast of when the run reaches the target; None while the target is unknown, and after the run's end."""
         run, schedule = self.run, self.run.schedule
         if run.target is None or schedule is None or run.phase == "done" or self.has_reached:
             return None
@@ -89,7 +89,7 @@ class Watch:
         return target is not None and bool(evaluations) and evaluations[-1].accuracy >= target
 
     def forecast_words(self, now_ms: float) -> str:
-        """Say when the target will be reached: evaluations, samples and time left."""
+        """Return the forecast in words: evaluations, samples and time left."""
         run, schedule, found = self.run, self.run.schedule, self.forecast
         if self.has_reached:
             return "reached"
@@ -109,11 +109,11 @@ class Watch:
         return f"{words}, {found.basis}"
 
     def outlooks(self) -> Iterator[str]:
-        """Yield what the reference convergence points would say if this run ended at either end of its forecast."""
+        """Yield the outlook of the set of runs if this run ended at the early or at the late end of its forecast."""
         run, schedule, batch = self.run, self.run.schedule, self.run.global_batch_size
         others = [each for each in self.siblings if each.is_ended and each.global_batch_size == batch]
         reached = tuple(each.converged_samples() for each in others)
-        # A full set has its outcome already.
+        # The outcome of a complete set is already decided.
         if run.division != "closed" or not batch or not schedule or len(others) >= SUBMISSION_RUNS:
             return
         ends: list[tuple[str, int | None]] = []
@@ -121,12 +121,12 @@ class Watch:
             converged = run.status != "aborted" and run.evaluations
             ends = [("with this run", run.evaluations[-1].samples if converged else None)]
         elif (found := self.forecast) and found.earliest is not None:
-            # Once, if both ends are one evaluation.
+            # Remove the duplicate if both ends are the same evaluation.
             indices = dict.fromkeys(index for index in (found.earliest, found.latest) if index is not None)
             ends = [(f"ending at evaluation {index}", schedule.samples(index)) for index in indices]
         for name, samples in ends:
             result = _outlook((*reached, samples), batch, self.ruleset)
-            # There is no mean without a run that converged, or with two that did not.
+            # There is no mean if no run converged, or if two runs did not.
             if result.mean is not None and math.isfinite(result.mean):
                 mean = f"mean {result.mean:,.0f} over {len(others) + 1} run(s)"
                 yield f"{name}: {mean}, {self._standing(result.verdict, result.mean, result.scaling)}"
@@ -145,13 +145,13 @@ class Watch:
         return f"passes, score times {scaling:.4f}" if scaling > 1 else "passes, unscaled"
 
 
-# Asked every second, on a machine whose run is timed.
+# Cache, because the watch needs it every second on a machine with a timed run.
 _reference = lru_cache(maxsize=8)(reference)
 _outlook = lru_cache(maxsize=64)(outlook)
 
 
 def results_in(folder: Path) -> dict[Path, float]:
-    """Return the logs of a folder with the times of their last changes, the newest last."""
+    """Return the modification time of each log of a folder, the newest last."""
     found: list[tuple[float, Path]] = []
     with suppress(OSError):
         for path in folder.iterdir():
@@ -163,7 +163,7 @@ def results_in(folder: Path) -> dict[Path, float]:
 
 @lru_cache(maxsize=256)
 def _read_log(path: Path, _written: float) -> RunningLog:
-    """Read another log, once unless it changes; an unreadable one tells nothing."""
+    """Read another run's log. The cache reads it again only if it changes. An unreadable log gives an empty run."""
     run = RunningLog()
     with Follower(path) as follower:
         for line in follower.lines():
@@ -172,7 +172,7 @@ def _read_log(path: Path, _written: float) -> RunningLog:
 
 
 def choose(path: Path) -> Path | None:
-    """Return the log to watch: `path` itself, or the newest log of a folder that has not ended; None while there is none.
+    """Return the log to watch: `path` itself, or the newest unfinished log in a folder; None while there is none.
 
     Raises:
         ValueError: `path` is neither a folder nor a regular file, such as a pipe.
@@ -183,7 +183,7 @@ def choose(path: Path) -> Path | None:
             return path
         return None
     for folder in (path, path / "bert"):
-        # A watch may be started before its run, so a log that has ended is never taken.
+        # Never choose a finished log, because the watch may be started before its run.
         if running := [log for log in results_in(folder) if not _is_finished(log)]:
             return running[-1]
     return None
@@ -192,7 +192,7 @@ def choose(path: Path) -> Path | None:
 def _is_finished(path: Path) -> bool:
     try:
         with open_regular(path) as file:
-            # run_stop stands near the end of a log.
+            # run_stop is near the end of a log.
             file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
             return b'"run_stop"' in file.read(TAIL_BYTES)
     except (OSError, ValueError):
