@@ -1,4 +1,4 @@
-"""Measure everything that this repository measures on a GPU (docs/kernels.md).
+"""Run all GPU measurements of this repository (docs/kernels.md).
 
     python benchmarks/gpu.py [--part NAME,...] [--out FOLDER] [--seconds N]
 

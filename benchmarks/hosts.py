@@ -141,7 +141,7 @@ def run_ranks(
     *,
     bound: bool = False,
 ) -> None:
-    """Run a program on one rank for each entry of ``order``, its host; the ranks' output goes to files in ``output``.
+    """Run a program on ranks with the hosts ``order``, and write the ranks' output to files in the folder ``output``.
 
     With ``bound``, each rank is bound to a core. Raises ``SystemExit`` with the ranks' output unless all end with status
     0, or 1, which means that a target was missed.
@@ -149,7 +149,7 @@ def run_ranks(
     # Forked ranks need not import PyTorch again.
     fork = multiprocessing.get_context("fork")
     ranks = [
-        # daemon: ranks end with this process.
+        # Daemon processes, so that the ranks end with this process.
         fork.Process(target=_rank, args=(namespaces, order, rank, program, output, bound), daemon=True)
         for rank in range(len(order))
     ]

@@ -1,11 +1,12 @@
-"""Find what a path holds: the runs of one system, of several, or a whole submission. Looks at names, opens no log.
+"""Find what a path contains: the runs of one system, of several systems, or a whole submission. Opens no log.
 
 <org>/systems/<system>.json                  the system descriptions of a submission
 <org>/results/<system>/bert/result_<n>.txt   its logs
 <org>/benchmarks/                            its source
 
-A round is a folder of such submissions. A results folder on its own, results/<system>/bert beside results/systems, is laid
-out alike and called bare: its runs may still be growing. Folders behind symbolic links in a submission are not entered.
+A round is a folder of such submissions. A results folder outside of a submission has the same layout, results/<system>/bert
+beside results/systems. It is called bare, and its runs may still be in progress. In a submission, symbolic links to folders
+are not followed.
 """
 
 from __future__ import annotations
@@ -25,23 +26,23 @@ from compliance.log.findings import Finding, Severity
 from console.text import counted, visible
 
 BENCHMARK = "bert"
-"""The only name of the benchmark's folder that the official package checker looks into."""
+"""The only name of a benchmark folder that the official package checker accepts for BERT."""
 
 OTHER_BENCHMARKS = frozenset((
     "dlrm", "dlrm_dcnv2", "flux1", "gnmt", "gnn", "gpt3", "llama2_70b_lora", "llama31_405b", "llama31_8b",
     "maskrcnn", "minigo", "ncf", "resnet", "retinanet", "rgat", "rnnt", "ssd", "stable_diffusion", "transformer",
     "unet3d",
 ))  # fmt: skip
-"""Folders of other benchmarks, which are not checked."""
+"""Folder names of other benchmarks, which are not checked."""
 
 COUNTED = "result_*.txt"
-"""Pattern of the names that the official package checker takes for logs."""
+"""File name pattern that the official package checker accepts as a log."""
 
 LIKE_A_LOG = re.compile(r"results?[-_. ]*\d*(\.(txt|log|out))?(\.(gz|xz|zst|zip|bak|old))?", re.IGNORECASE)
-"""Names that were meant to be a log's."""
+"""Pattern of file names that were probably meant for logs."""
 
-MAX_ENTRIES = 10_000  # of one folder
-MAX_DEPTH = 64  # of folders inside each other
+MAX_ENTRIES = 10_000  # in one folder
+MAX_DEPTH = 64  # of nested folders
 MAX_NAME = 200  # characters of a name in a message
 
 LAYOUT = "SR Directory structure"
@@ -50,12 +51,12 @@ REPOSITORY = "repository checker"
 
 @dataclass(frozen=True)
 class BenchmarkFolder:
-    """A folder results/<system>/bert, under this or another name.
+    """A benchmark folder: results/<system>/bert, or a folder of another name with logs.
 
     Attributes:
-        logs: what the official package checker counts, in the order of the numbers.
-        misnamed: files that were meant to be logs, and entries with a log's name that are not files.
-        description: where the system description belongs.
+        logs: files that the official package checker counts as logs, in the order of their numbers.
+        misnamed: files that were probably meant as logs, and entries with a log's name that are not files.
+        description: expected path of the system description.
         submission: the folder that holds systems/ and results/; None for a bare results folder.
     """
 
@@ -72,13 +73,13 @@ class BenchmarkFolder:
 
     @property
     def severity(self) -> Severity:
-        """Severity of lacking what a submission must have, and bare results get in time."""
+        """Severity of a missing part that a submission must have and that bare results may still get."""
         return "error" if self.submission else "warning"
 
 
 @dataclass(frozen=True)
 class Tree:
-    """The contents of a path; `submission` is the submission that it is or lies in, None for bare results."""
+    """The contents of a path. `submission` is the submission that contains it or that it is; None for bare results."""
 
     path: Path
     submission: Path | None
@@ -92,23 +93,23 @@ class Tree:
 
 
 def absolute(path: Path) -> Path:
-    """Return the absolute path without "..", by way of the same links."""
+    """Return the absolute path without ".." and without resolving links."""
     return Path(os.path.abspath(path))  # noqa: PTH100 - resolve() would follow the links
 
 
 def find_all(path: Path) -> list[Tree]:
-    """Return the submissions of a round, <round>/<org>, that hold results of BERT; for any other folder what `find` finds.
+    """Return the submissions <round>/<org> of a round that contain BERT results, or for any other folder `find`'s result.
 
     Raises:
-        ValueError: see `find`.
+        ValueError: as for `find`.
     """
-    # Folders behind links may lead out of the round, and back into it.
+    # Do not follow links, which may lead out of the round or back into it.
     submissions = [folder for folder in _folders(path, path) if _is_submission(folder)]
     if not submissions or (path / "results").is_dir() or any(map(_is_counted, _entries(path))):
         return [find(path)]
     trees = []
     for submission in submissions:
-        with suppress(ValueError):  # its results are of other benchmarks
+        with suppress(ValueError):  # it has results of other benchmarks only
             trees.append(find(submission))
     if not trees:
         raise ValueError(f"{path}: no logs of {BENCHMARK} in the {counted(len(submissions), 'submission')} below it")
@@ -116,10 +117,10 @@ def find_all(path: Path) -> list[Tree]:
 
 
 def find(path: Path) -> Tree:
-    """Return the benchmark folders under a folder: of a benchmark, a system, a results folder or a submission.
+    """Return the benchmark folders in a benchmark folder, a system's folder, a results folder or a submission.
 
     Raises:
-        ValueError: it is not a folder, or holds no such folder.
+        ValueError: the path is not a folder, or contains no benchmark folder.
     """
     if not path.is_dir():
         raise ValueError(f"{path}: no such folder, expected a log, results/<system>/bert, or a folder above it")
@@ -138,19 +139,19 @@ def find(path: Path) -> Tree:
     if not found:
         raise ValueError(f"{path}: no logs in it, expected results/<system>/bert/result_<n>.txt or a folder above them")
     if submission == path:
-        # The package checker reads every description, with or without results of that name.
+        # The package checker reads every description, even without results of that name.
         descriptions = [entry for entry in _entries(path / "systems") if entry.suffix == ".json"]
     else:
-        # Each once, as a system may have several folders of BERT.
+        # List each description once, because a system may have several BERT folders.
         descriptions = list(dict.fromkeys(folder.description for folder in found if folder.description.is_file()))
     return Tree(path, submission, tuple(found), tuple(descriptions))
 
 
 def numbered_logs(folder: Path) -> list[tuple[int, Path]]:
-    """Return the logs of a folder, each after its number and in the order of the numbers.
+    """Return (number, log) for each log of a folder, in order of the numbers.
 
     Raises:
-        ValueError: the folder is missing or holds none.
+        ValueError: the folder is missing or contains no logs.
     """
     if not folder.is_dir():
         raise ValueError(f"{folder}: no such folder, expected results/<system>/bert")
@@ -164,10 +165,10 @@ def numbered_logs(folder: Path) -> list[tuple[int, Path]]:
 
 
 def layout_findings(folder: BenchmarkFolder, runs: int | None) -> Iterator[Finding]:
-    """Yield the faults in the names and the number of a folder's entries, without opening one.
+    """Yield findings about the names and the number of a folder's entries, without opening any entry.
 
     Args:
-        runs: number of logs of a submission; None if these are not meant for one.
+        runs: number of logs that a submission needs; None if the logs are not meant for a submission.
     """
     if absolute(folder.path).name != BENCHMARK:
         found = f"the folder is named {_name(folder.path)}: the official package checker skips it and reports success"
@@ -179,18 +180,18 @@ def layout_findings(folder: BenchmarkFolder, runs: int | None) -> Iterator[Findi
         more = max(0, len(folder.misnamed) - 3)
         yield Finding(None, "", LAYOUT, found, "rename the file, or put the log itself in its place", more=more)
     count = len(folder.logs)
-    # The number is right as soon as the misnamed logs are renamed.
+    # Do not report the number if it will be right after renaming the misnamed logs.
     if runs is not None and count != runs and count + len(folder.misnamed) != runs:
         remedy = "add the missing runs" if count < runs else "choose the runs to submit: `python -m compliance package`"
         found = f"{counted(count, 'log')} result_<n>.txt, expected exactly {runs} in a submission"
         yield Finding(None, "", "TR 12; package checker", found, remedy, severity=folder.severity)
-    # Links in a submission are reported for the whole submission.
+    # For a submission, `repository_findings` reports the links.
     links = [path for path in folder.logs if path.is_symlink() and path.resolve().parent != path.parent.resolve()]
     if links and not folder.submission:
         found = f"{_name(links[0])} is a symbolic link to a file outside of the folder, expected the log itself"
         remedy = "put the file itself in its place"
         yield Finding(None, "", LAYOUT, found, remedy, severity="warning", more=len(links) - 1)
-    # Without a description the official tools crash.
+    # The official tools crash without a description.
     if not folder.description.is_file() and (folder.submission or folder.description.parent.is_dir()):
         name = f"systems/{folder.system}.json"
         remedy = f"write it: `python -m compliance system --out {quote(name)}`; named like the results folder"
@@ -199,8 +200,8 @@ def layout_findings(folder: BenchmarkFolder, runs: int | None) -> Iterator[Findi
 
 
 def repository_findings(tree: Tree) -> Iterator[Finding]:
-    """Yield the names, sizes and links that the official repository checker does not take."""
-    logs = {log for folder in tree.benchmarks for log in folder.logs}  # their size is checked with their content
+    """Yield findings about names, sizes and links that the official repository checker rejects."""
+    logs = {log for folder in tree.benchmarks for log in folder.logs}  # the log checks report the size of logs
     named, large, links = [], [], []
     for folder, folders, files in os.walk(tree.path):  # does not enter linked folders
         for name in (*folders, *files):
@@ -213,7 +214,7 @@ def repository_findings(tree: Tree) -> Iterator[Finding]:
                 elif path not in logs and path.lstat().st_size > MAX_FILE_BYTES:
                     large.append(path)
         if len(Path(folder).parts) - len(tree.path.parts) >= MAX_DEPTH:
-            folders.clear()  # os.walk() recurses
+            folders.clear()  # stops os.walk() from descending
         folders[:] = [name for name in folders if not name.startswith(".")]
     for paths, fault, remedy in (
         (named, "has a space or a leading dot in its name, expected neither", "rename or remove it"),
@@ -238,7 +239,7 @@ def _of_system(system: Path, submission: Path | None) -> list[BenchmarkFolder]:
 
 
 def _is_benchmark(folder: Path) -> bool:
-    """Tell by its logs or its name whether a folder was meant to hold logs of BERT, unless a folder below it does."""
+    """Tell by its logs or its name whether a folder was meant for BERT logs, unless a subfolder of it was."""
     if folder.name in OTHER_BENCHMARKS:
         return False
     entries = _entries(folder)
@@ -268,7 +269,7 @@ def _is_counted(path: Path) -> bool:
 
 
 def _submission_above(path: Path, levels: int) -> Path | None:
-    """Return the submission that a results folder `levels - 1` folders above `path` lies in, if it does."""
+    """Return the submission that contains the results folder `levels - 1` folders above `path`; None if there is none."""
     results = (absolute(path), *absolute(path).parents)[levels - 1]
     if results.name != "results" or not (results.parent / "systems").is_dir():
         return None
@@ -277,16 +278,16 @@ def _submission_above(path: Path, levels: int) -> Path | None:
 
 
 def _folders(path: Path, submission: Path | None) -> list[Path]:
-    # Folders behind links may lead out of the submission, and back into it.
+    # Do not follow links, which may lead out of the submission or back into it.
     folders = [entry for entry in _entries(path) if entry.is_dir() and not (submission and entry.is_symlink())]
     return [folder for folder in folders if not folder.name.startswith(".")]
 
 
 def _entries(path: Path) -> list[Path]:
-    """Return the entries of a folder by name, at most `MAX_ENTRIES`; empty if there is no such folder."""
+    """Return the entries of a folder sorted by name, at most `MAX_ENTRIES`; empty if the folder does not exist."""
     try:
         with os.scandir(path) as entries:
-            # Bounded while it is listed, as a folder may hold millions.
+            # Bound the listing itself, because a folder may have millions of entries.
             return sorted(path / entry.name for entry, _ in zip(entries, range(MAX_ENTRIES), strict=False))
     except OSError:
         return []

@@ -9,7 +9,7 @@ Layout = Literal["native", "fixed", "varlength", "packed"]
 Sentences = Literal["punkt", "plain"]
 
 EVALUATION_SAMPLES = 10_000
-"""Samples in the benchmark's evaluation set."""
+"""Number of samples in the benchmark's evaluation set."""
 
 REFERENCE_PART_BYTES = 28_227_665
 """26.92 MiB. With this size, the benchmark's dump gives 500 parts."""
@@ -55,7 +55,7 @@ class PretrainingOptions:
     short_seq_prob: float = 0.1
     """Probability that a document is cut into shorter samples."""
     masked_lm_prob: float = 0.15
-    """Share of a sample's tokens to mask."""
+    """Share of the tokens in a sample that are masked."""
     random_seed: int = 12345
     """Seed of all random choices."""
     do_lower_case: bool = True

@@ -63,7 +63,7 @@ def main(
         first: Samples | None = None
         for _ in range(rounds):
             for name, prepare in sides.items():
-                gc.collect()  # or one side would collect the other side's garbage
+                gc.collect()  # so that one side does not collect the other side's garbage
                 started = time.perf_counter()
                 samples = prepare()
                 seconds[name].append(time.perf_counter() - started)

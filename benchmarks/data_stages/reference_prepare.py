@@ -1,4 +1,4 @@
-"""Text to samples in plain Python: the definition of the data, the tests' oracle and the benchmark's baseline.
+"""Conversion of text to samples in plain Python, which serves as definition, as test oracle and as benchmark baseline.
 
 This module defines what ``dataloading.text.tokenization`` and ``dataloading.preparation.pretraining_data`` must produce. It
 follows the description in Devlin et al. 2018 (arXiv 1810.04805) and the behaviour of the benchmark's data scripts. It
@@ -30,7 +30,7 @@ CJK = (
 
 
 class Sample(NamedTuple):
-    """A training sample in token strings."""
+    """A training sample with tokens as strings."""
 
     tokens: list[str]
     first_length: int
@@ -153,7 +153,7 @@ def word_pieces(word: str, vocab: dict[str, int]) -> list[str]:
 def samples_of_document(
     documents: list[list[list[str]]], index: int, words: list[str], options: PretrainingOptions, rng: random.Random
 ) -> Iterator[Sample]:
-    """Yield the samples of one pass over one document."""
+    """Yield the samples that one pass over a document gives."""
     room = options.max_seq_length - 3  # [CLS], and [SEP] twice
     # Some samples are short on purpose (`short_seq_prob`).
     target = rng.randint(2, room) if rng.random() < options.short_seq_prob else room

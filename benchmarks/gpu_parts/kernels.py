@@ -139,7 +139,7 @@ def _lamb_time_row(context: Context, name: str, ceilings: Ceilings) -> Figure:
             optimizer.step()
 
     def draw() -> None:
-        flat.gradients_P.copy_(drawn_P)  # a step leaves zeros
+        flat.gradients_P.copy_(drawn_P)  # restored, because a step zeroes the gradients
 
     flat.weights_P.copy_(drawn_P)
     # The registry raises ValueError if an implementation does not support the arguments.

@@ -79,7 +79,7 @@ def _train(context: Context, precision: Precision, sequences: int) -> None:
 
 
 def _shape_buckets(context: Context, sequences: int) -> list[ShapeBucket]:
-    """Choose the shape buckets that the recipe of one GPU would pad micro-batches of this size to."""
+    """Choose the shape buckets that the one-GPU recipe would use for micro-batches of this size."""
     longest = context.scale.model.max_position_embeddings
     count = RECIPES["h100_1x1"]().training.gradient_accumulation_steps
     lengths = clipped_lengths(20_000, longest, seed=0)

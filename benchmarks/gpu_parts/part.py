@@ -56,9 +56,9 @@ def run(function: str, file: Path, device_type: str, *, tiny: bool) -> int:
     # The precision must be set before any matrix product runs and before an implementation is chosen.
     set_product_precision()
 
-    # Device 0: the first that CUDA shows, which the caller may have chosen.
+    # Device 0 is the first visible device, which the caller may have selected.
     device = torch.device(device_type, 0)
-    # Rows of an earlier process of this part are kept, and not measured again.
+    # Rows that an earlier process of this part has measured are kept.
     report = PartReport.load(file)
     report.settle = partial(settle, device)
     about = {"part": file.stem, "device": device_name(device), "cuda": torch.version.cuda}

@@ -55,7 +55,7 @@ def _sizes(context: Context) -> list[tuple[Config, int]]:
 
 
 def _look_into(context: Context, name: str, precision: Precision) -> None:
-    """Check whether the host waits in a captured step of one micro-batch, and split the step's time."""
+    """Check whether the host waits during a captured step of one micro-batch, and split the step's time by kernel."""
     sequences = context.scale.sequences
     # Captured steps are padded to a shape bucket.
     batches = micro_batches(context, sequences, 1, padded=True)

@@ -173,7 +173,7 @@ def _ratios(figures: list[dict[str, Any]]) -> dict[str, float]:
     for figure in figures:
         rate, dtype = figure["rate"] or "unshaped", figure["reduce_dtype"]
         place = f"{figure['hosts']}x{figure['local_size']} {figure['order']} {rate} {dtype}"
-        # Lower bound on the bytes that a host sends: those of a ring all-reduce.
+        # Lower bound on the bytes that a host sends, which is what it sends in a ring all-reduce.
         bound = 2 * (figure["hosts"] - 1) / figure["hosts"] * figure["megabytes"] / (2 if dtype == "bf16" else 1)
         for strategy in STRATEGIES:
             ratios[f"{place}, {strategy} bytes over the bound"] = figure[strategy]["megabytes_per_host"] / bound

@@ -108,7 +108,7 @@ def samples_of(config: ModelConfig, seed: int) -> Samples:
 
 def multiplies_bf16() -> bool:
     """Tell whether this processor has instructions for products in bf16: AVX-512 BF16 or AMX."""
-    # PyTorch itself would also compute in bf16 without such instructions.
+    # Check the processor's flags, because PyTorch computes in bf16 even without such instructions.
     flags = Path("/proc/cpuinfo").read_text(encoding="utf-8") if Path("/proc/cpuinfo").exists() else ""
     return "avx512_bf16" in flags or "amx_bf16" in flags
 

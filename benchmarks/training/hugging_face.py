@@ -11,7 +11,7 @@ from dataloading.shards.samples import Samples
 
 def new_model(config: ModelConfig, attention: str = "sdpa") -> torch.nn.Module:
     """Build a model with both pretraining heads, scaled-dot-product attention by default, and random weights."""
-    import transformers  # optional: only comparisons need it
+    import transformers  # optional, only needed for comparisons
 
     return transformers.AutoModelForPreTraining.from_config(
         transformers.BertConfig(
@@ -30,7 +30,7 @@ def new_model(config: ModelConfig, attention: str = "sdpa") -> torch.nn.Module:
 
 
 def model_with_weights_of(model: BertForPreTraining) -> torch.nn.Module:
-    """Build Hugging Face's model with the architecture and the weights of ``model``."""
+    """Build a Hugging Face model with the architecture and weights of ``model``."""
     from bert.checkpoints.hugging_face import to_hugging_face  # imports packages that the GPU benchmark does not need
 
     theirs = new_model(model.config)

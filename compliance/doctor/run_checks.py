@@ -23,7 +23,7 @@ VERIFY_TIMEOUT_S = 3600.0
 
 @dataclass(frozen=True)
 class ExaminedRun:
-    """The run that the user names, its layout, and where it would run."""
+    """The run that the user requests, its layout, and the host that it would run on."""
 
     intended: IntendedRun
     layout: RunLayout
@@ -36,7 +36,7 @@ class ExaminedRun:
         if given is None:
             return self.layout.named_path("data", name)
         inside = given / name
-        # A folder without train and evaluation in it is a data set itself.
+        # A folder that does not contain train and evaluation is itself a data set.
         return inside if inside.exists() or self.layout.recipe else given if name == "train" else None
 
     @property
@@ -46,7 +46,7 @@ class ExaminedRun:
 
 
 def check_recipe(run: ExaminedRun) -> Iterator[Diagnosis]:
-    """Name the ranks of the run; the dry run checks that they can share its batch."""
+    """Report the ranks of the run. The dry run checks that they can share the batch evenly."""
     layout = run.layout
     if layout.recipe:
         batch = layout.setting("training", "global_batch_size")
@@ -56,7 +56,7 @@ def check_recipe(run: ExaminedRun) -> Iterator[Diagnosis]:
 
 
 def check_caches(run: ExaminedRun) -> Iterator[Diagnosis]:
-    """Open the switch that drops caches for writing, which drops nothing; root in a container may not."""
+    """Check that the run may drop the page cache. Opening the file drops nothing, and even root may fail in a container."""
     switch = run.host.path("/proc/sys/vm/drop_caches")
     try:
         os.close(os.open(switch, os.O_WRONLY))
@@ -75,7 +75,7 @@ def check_caches(run: ExaminedRun) -> Iterator[Diagnosis]:
 
 
 def check_storage(run: ExaminedRun) -> Iterator[Diagnosis]:
-    """Check that the data lie on durable storage (TR 6.1)."""
+    """Check that the data are on durable storage (TR 6.1)."""
     folders = [run.folder("train"), run.folder("evaluation")]
     for folder in dict.fromkeys(folder for folder in folders if folder and folder.exists()):
         mount = mount_of(folder, run.mounts)
@@ -90,7 +90,7 @@ def check_storage(run: ExaminedRun) -> Iterator[Diagnosis]:
 
 
 def check_results(run: ExaminedRun) -> Iterator[Diagnosis]:
-    """Check what results lie on, and what is there already; the dry run checks that they can be written."""
+    """Check the storage of the results folder and its existing files. The dry run checks that it is writable."""
     results = run.results
     if results is None:
         return
@@ -108,7 +108,7 @@ def check_results(run: ExaminedRun) -> Iterator[Diagnosis]:
 
 
 def check_source(revision: str) -> Iterator[Diagnosis]:
-    """Check what is known of the source's commit (see `console.version.commit`)."""
+    """Check that the source's commit is known and unmodified (see `console.version.commit`)."""
     if revision == "unknown":
         yield warn(
             "source", "its commit is unknown", "run from a checkout, or build the image with --build-arg REVISION"
@@ -120,7 +120,7 @@ def check_source(revision: str) -> Iterator[Diagnosis]:
 
 
 def check_dry_run(run: ExaminedRun) -> Iterator[Diagnosis]:
-    """Ask the trainer for its own checks: data, vocabulary, settings, the free number of the result."""
+    """Run the trainer's own checks: data, vocabulary, settings, and a free result number."""
     if not run.layout.recipe:
         return
     arguments = ["-m", "bert.train", run.layout.recipe, "--dry-run"]
@@ -128,9 +128,9 @@ def check_dry_run(run: ExaminedRun) -> Iterator[Diagnosis]:
     if run.intended.data:
         given |= {"data.train": run.folder("train"), "data.evaluation": run.folder("evaluation")}
     for name, path in given.items():
-        # Absolute, as the trainer starts in the repository.
+        # Make the path absolute, because the trainer starts in the repository.
         arguments += [f"--{name}", str(path.absolute())] if path else []
-    # One process, which checks the shares of as many ranks as the run will have.
+    # A single process checks the shares of all ranks that the run will have.
     environment = {"WORLD_SIZE": str(run.layout.world_size)}
     output = run.host.python(*arguments, timeout_s=DRY_RUN_TIMEOUT_S, environment=environment)
     yield _last_line("dry run", output, "do what it says; python -m bert.train RECIPE --dry-run asks again")
@@ -140,7 +140,7 @@ def check_data(run: ExaminedRun) -> Iterator[Diagnosis]:
     """Check every byte of the data against the manifest, which takes as long as reading the data."""
     for name in ("train", "evaluation"):
         folder = run.folder(name)
-        if folder is None or not folder.exists():  # the dry run names the command that makes it
+        if folder is None or not folder.exists():  # the dry run reports this, with the command that makes the data
             continue
         if run.intended.quick:
             yield warn("data", f"{folder} was not read", "omit --quick once, before the first run")

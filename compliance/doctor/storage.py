@@ -1,4 +1,4 @@
-"""Find the file system that holds a path. The rules want data on durable storage (TR 6.1)."""
+"""Find the file system that holds a path, because the rules require data on durable storage (TR 6.1)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 IN_MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs", "rootfs", "hugetlbfs"})
 LAYERED = frozenset({"overlay", "aufs"})
-"""Layers of a container, which are lost with it."""
+"""File system types of container layers, which are lost with the container."""
 
 
 class Mount(NamedTuple):
@@ -29,7 +29,7 @@ def read_mounts() -> list[Mount]:
 
 
 def mount_of(path: Path, mounts: Sequence[Mount]) -> Mount:
-    """Return the file system that holds a file or folder, or would hold it. Links are followed."""
+    """Return the file system of a file or folder, which need not exist yet. Links are followed."""
     around = [mount for mount in mounts if path.resolve().is_relative_to(mount.point)]
-    # The deepest mount holds the path; the last mount on a folder hides the earlier ones.
+    # The deepest mount point holds the path. The last mount on the same folder hides earlier ones.
     return max(reversed(around), key=lambda mount: len(mount.point), default=Mount("/", "unknown"))

@@ -1,7 +1,7 @@
-"""The system description of a submission: the 33 fields, as far as this machine tells them.
+"""System description of a submission: the 33 fields, filled in as far as this machine provides them.
 
-Every field is a string, because the official tools crash on numbers. A field that the machine does not tell stays empty,
-which the tools accept. A description of a cluster must override the fields that differ from this one node.
+Every field is a string, because the official tools crash on numbers. A field that the machine does not provide stays
+empty, which the tools accept. A description of a cluster must override the fields that differ from this one node.
 """
 
 from __future__ import annotations
@@ -47,20 +47,20 @@ print(json.dumps({
 
 
 def measure(host: ExaminedHost, machine: Machine) -> dict[str, str]:
-    """Return the fields that this machine can tell; empty if it does not."""
+    """Return the description's fields as measured on this machine. A field that it does not provide is empty."""
     fields = processors(host, machine) | accelerators(machine.gpus)
     fields["host_memory_capacity"] = f"{machine.memory_bytes / 2**30:.0f} GiB"
-    # Of the file system that runs start in, decimal as disks are sold.
+    # The capacity of the file system that runs start in, in decimal GB as disks are sold.
     fields["host_storage_capacity"] = f"{shutil.disk_usage(run_root()).total / 1e9:.0f} GB"
     fields["host_networking"] = networking(host, machine)
     return fields | software(ask_pytorch(host) if machine.gpus.gpus else {}, machine.gpus.driver, host)
 
 
 def complete(measured: Mapping[str, str], given: Mapping[str, str]) -> dict[str, str]:
-    """Fill in all `SYSTEM_FIELDS`, in order: as given, else as measured, else the usual value or "".
+    """Return all `SYSTEM_FIELDS` in order: the given value, or else the measured value, the usual value, or "".
 
     Raises:
-        ValueError: an unknown division, field or status, or a count that is no number.
+        ValueError: a division, field or status is unknown, or a count is not a number.
     """
     fields = dict.fromkeys(SYSTEM_FIELDS, "")
     fields |= {"division": "open", "status": SYSTEM_STATUSES["research"]}
@@ -71,10 +71,10 @@ def complete(measured: Mapping[str, str], given: Mapping[str, str]) -> dict[str,
 
 
 def check_values(fields: Mapping[str, str]) -> None:
-    """Refuse an unknown field, division or status, or a count that is no number.
+    """Validate the fields: names, division, status, and counts.
 
     Raises:
-        ValueError: which field is wrong, and what was expected.
+        ValueError: a field is wrong. The message names it and what was expected.
     """
     statuses = SYSTEM_STATUSES.values()
     for name, value in fields.items():
@@ -89,7 +89,7 @@ def check_values(fields: Mapping[str, str]) -> None:
 
 
 def processors(host: ExaminedHost, machine: Machine) -> dict[str, str]:
-    """Describe the host's processors: sockets, name and caches by lscpu, the rest from the machine's facts."""
+    """Describe the host's processors. Sockets, name and caches come from lscpu, the rest from `machine`."""
     cpu: dict[str, str] = {}
     for line in host.run("lscpu").answer.splitlines():
         name, _, value = line.partition(":")
@@ -107,10 +107,10 @@ def processors(host: ExaminedHost, machine: Machine) -> dict[str, str]:
 
 
 def networking(host: ExaminedHost, machine: Machine) -> str:
-    """Describe the network adapters: ports with RDMA by kind and rate, and wired devices of /sys/class/net."""
+    """Describe the network adapters: RDMA ports by kind and rate, and the wired devices of /sys/class/net."""
     kinds: Counter[str] = Counter()
     for port in machine.ports:
-        # "200 Gb/sec (4X HDR)" in /sys.
+        # /sys has the form "200 Gb/sec (4X HDR)".
         speed = re.sub(r"Gb/sec.*", "Gb/s", port.rate)
         kinds[f"{'RoCE' if port.link_layer == 'Ethernet' else 'InfiniBand'} {speed}".strip()] += 1
     for name in host.names("/sys/class/net"):
@@ -122,7 +122,7 @@ def networking(host: ExaminedHost, machine: Machine) -> str:
 
 
 def accelerators(found: Gpus) -> dict[str, str]:
-    """Describe the accelerators by the first one, as all are of one kind."""
+    """Describe the accelerators by the first one. All are assumed to be of one kind."""
     if not found.gpus:
         return {"accelerators_per_node": "0", "accelerator_model_name": "N/A"}
     gpu = found.gpus[0]
@@ -140,7 +140,7 @@ def accelerators(found: Gpus) -> dict[str, str]:
 
 
 def ask_pytorch(host: ExaminedHost) -> dict[str, Any]:
-    """Ask, in a process of its own, what PyTorch was built with and the GPUs it sees; empty if it cannot be imported."""
+    """Ask PyTorch, in a separate process, for its versions and the GPUs that it sees; empty if the import fails."""
     answer = host.python("-c", _ASK_PYTORCH, timeout_s=PYTORCH_TIMEOUT_S).answer
     with suppress(ValueError):
         return json.loads(answer)
@@ -154,7 +154,7 @@ def software(pytorch: Mapping[str, Any], driver: str, host: ExaminedHost) -> dic
     packages = ("numpy", "triton", "nvidia-dali-cuda130", "mlperf-logging")
     stack += [f"{name} {number}" for name in packages if (number := version(name))]
     stack += [f"Python {platform.python_version()}"]
-    # Values stand in quotes or without.
+    # The values may be quoted or unquoted.
     release = dict(re.findall(r'^(\w+)="?(.*?)"?$', host.read("/etc/os-release"), re.MULTILINE))
     ngc = host.environment.get("NVIDIA_PYTORCH_VERSION")
     framework = f"PyTorch {pytorch.get('PyTorch') or version('torch')}".strip()

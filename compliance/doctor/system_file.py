@@ -1,4 +1,4 @@
-"""The system description as a file: written, and changed without losing what people wrote."""
+"""System description file: writing it, and changing it without losing fields that people edited."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from compliance.submission.description import read_description
 
 
 def write(path: Path, fields: Mapping[str, Any]) -> None:
-    """Write a description as JSON; the file appears whole or not at all. Raises ValueError if it cannot be written."""
+    """Write a description as JSON atomically. Raises ValueError if the file cannot be written."""
     write_whole(path, json.dumps(dict(fields), indent=2, ensure_ascii=False) + "\n")
 
 
@@ -26,10 +26,11 @@ def renew(path: Path, given: Mapping[str, str], *, measure_again: bool = False) 
 
     Args:
         given: fields that take precedence over the file and the machine.
-        measure_again: also replace the fields that this machine tells, in an existing description.
+        measure_again: also replace the fields of an existing description that this machine provides.
 
     Raises:
-        ValueError: the file is no system description, or cannot be written; an unknown field or value; nothing to change.
+        ValueError: the file is not a system description or cannot be written, a field or value is unknown, or there is
+            nothing to change.
     """
     before = _read(path)
     if before and not measure_again:
@@ -42,7 +43,7 @@ def renew(path: Path, given: Mapping[str, str], *, measure_again: bool = False) 
         return
     host = ExaminedHost()
     measured = {name: value for name, value in measure(host, read_machine(host)).items() if value}
-    # A field that the machine tells may have changed since the file was written. Numbers become text.
+    # Drop the measured fields, which may have changed since the file was written. Convert numbers to text.
     kept = {
         name: str(value) for name, value in before.items() if name in SYSTEM_FIELDS and name not in measured and value
     }
@@ -56,7 +57,7 @@ def _read(path: Path) -> dict[str, Any]:
         return {}
     description = read_description(path)
     known = [name for name in description.fields if name in SYSTEM_FIELDS]
-    # A file of something else may have a field "status" too.
+    # Other JSON files may also have a field such as "status", so require half of the fields to be known.
     if description.fault or len(known) < max(1, len(description.fields) / 2):
         fault = description.fault or f"{len(known)} of its {len(description.fields)} names are fields of a description"
         raise ValueError(f"{path} is no system description: {fault}; choose another --out, or move the file away")

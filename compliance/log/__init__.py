@@ -1,1 +1,1 @@
-"""A log: its rules as data, its records, its digest, and what a check finds."""
+"""Logs: their rules as data, their records, their digests, and the findings of a check."""

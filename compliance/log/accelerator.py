@@ -1,4 +1,4 @@
-"""Read the names of accelerators: "NVIDIA H100 80GB HBM3" of a driver, "NVIDIA A100-SXM4-80GB (400W)" of a description."""
+"""Parse names of accelerators: "NVIDIA H100 80GB HBM3" from a driver, "NVIDIA A100-SXM4-80GB (400W)" from a description."""
 
 from __future__ import annotations
 
@@ -6,27 +6,27 @@ import re
 from typing import Literal
 
 MAX_NAME = 200
-"""Maximum characters of a name that are read. Names come from files and drivers."""
+"""Maximum characters of a name that are parsed. Names are untrusted text from files and drivers."""
 
 Form = Literal["SXM", "PCIe", "NVL"]
 
 
 def family(name: str) -> str | None:
-    """Return the model in a name, H100 or GAUDI 2 ("Habana Gaudi2"); None if there is none."""
+    """Return the model in a name, such as H100, or GAUDI 2 for "Habana Gaudi2"; None if there is none."""
     text = name[:MAX_NAME].upper()
     if match := re.search(r"\b(GAUDI|TPU)[ -]?V?(\d*)", text):
         return " ".join(filter(None, match.groups()))
     for word in re.findall(r"[A-Z]+\d*[A-Z]?", text):
-        # Form, kind of memory and generation look like a model.
+        # Exclude words for form, memory type and generation, which look like a model.
         if word == "BOW" or re.fullmatch(r"(?!SXM|HBM|OAM|GEN)[A-Z]{1,3}\d{1,4}[A-Z]?", word):
             return word
     return None
 
 
 def form(name: str) -> Form | None:
-    """Return how the accelerator is built in, if its name tells. The driver names an SXM device by its memory, HBM3."""
+    """Return the form factor in a name, if any. The driver's name for an SXM device contains only its memory type, HBM3."""
     text = re.sub(r"[^A-Z0-9]+", " ", name[:MAX_NAME].upper())
-    # PCIe first: the name of a card may have the kind of its memory in it.
+    # Check for PCIe first, because the name of a PCIe card may also contain its memory type.
     if "PCIE" in text:
         return "PCIe"
     if re.search(r"\bNVL\b", text):

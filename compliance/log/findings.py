@@ -1,4 +1,4 @@
-"""Results of a check: one `Finding` a fault, one `Verdict` a file or folder."""
+"""Results of a check: one `Finding` per fault, and one `Verdict` per file or folder."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ Outcome = Literal["pass", "fail"]
 
 @dataclass(frozen=True)
 class Finding:
-    """A departure of a log, a folder or a description from the rules.
+    """A rule violation in a log, a folder or a description.
 
     Attributes:
-        line: line in the file, from 1; None if the fault belongs to no line.
-        key: key of the record, or field of the system description, or "".
-        rule: document of the rule: "TR 24.4", "closed_bert.yaml", "SR Directory structure".
-        found: one sentence with what was found and expected.
-        source: source position "file:lineno" that logged the record, if known.
-        severity: "error" if the log is not a valid result; "warning" for a departure that accepted submissions also have.
+        line: line in the file, from 1; None if the fault is not in a single line.
+        key: key of the record or field of the system description; "" if there is none.
+        rule: document of the rule, such as "TR 24.4", "closed_bert.yaml" or "SR Directory structure".
+        found: what was found and what was expected, in one sentence.
+        source: source position "file:lineno" of the call that logged the record, if known.
+        severity: "error" if it makes the log an invalid result; "warning" if accepted submissions have the same fault.
         more: number of further records with the same fault.
     """
 
@@ -49,18 +49,18 @@ class Finding:
     def as_dict(self) -> dict[str, Any]:
         """Return the fields for JSON."""
         fields = asdict(self) | {"found": self.sentence}
-        del fields["more"]  # in the sentence
+        del fields["more"]  # the sentence includes it
         return fields
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Outcome of the check of a log, a folder or a description.
+    """Outcome of checking a log, a folder or a description.
 
     Attributes:
-        official: verdict of the official checker under the same ruleset, its warnings not counted as errors.
-        division: as logged, or None.
-        status: of run_stop, or None.
+        official: verdict of the official checker under the same ruleset. Its warnings do not count as errors.
+        division: division as logged; None if not logged.
+        status: status of run_stop; None if not logged.
     """
 
     path: Path
@@ -72,17 +72,17 @@ class Verdict:
 
     @property
     def errors(self) -> tuple[Finding, ...]:
-        """Findings that make it fail."""
+        """Findings that make the check fail."""
         return tuple(finding for finding in self.findings if finding.severity == "error")
 
     @property
     def passed(self) -> bool:
-        """Tell whether nothing was found beyond warnings."""
+        """Tell whether there are no findings except warnings."""
         return not self.errors
 
     @property
     def ours(self) -> Outcome:
-        """Word for `passed`."""
+        """Our verdict in one word, "pass" or "fail"."""
         return "pass" if self.passed else "fail"
 
     @property
@@ -109,10 +109,10 @@ class Verdict:
 
 
 def shown(value: object, limit: int = 80) -> str:
-    """Format a value of a file for a message: short, and with control characters escaped."""
-    # As in JSON, which the reader sees in the file.
+    """Format a value from a file for a message: shortened, with control characters escaped."""
+    # Format the value as in JSON, because the reader sees JSON in the file.
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()
-    # Cut before it is escaped, which may make it ten times as long.
+    # Shorten before escaping, because escaping may make the text ten times longer.
     text = ascii(value[:limit]) if isinstance(value, str) else ascii(value)
     return text if len(text) <= limit else text[: limit - 3] + "..."

@@ -1,7 +1,7 @@
-"""The one description of what a log may hold next: which rules a record breaks as the next one of a log.
+"""Rules for the order of a log's records: which rules a record would break as the next record of a log.
 
-`LoggedRun` is the state, and `violations` yields the broken rules. The writer raises them, so that no such record is
-written. The check collects and grades them. The watch warns of violations that cost the run its result.
+`LoggedRun` is the state, and `violations` yields the broken rules. The writer raises an error for them and does not write
+the record. The check collects and grades them. The watch warns about violations that invalidate the run.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from console.text import did_you_mean
 Kind = Literal[
     "key",  # an unknown key
     "type",  # a wrong event type
-    "place",  # in the wrong phase
+    "place",  # a record in the wrong phase
     "repeat",  # a second record of a key that is logged once
     "value",
     "metadata",
-    "pair",  # an interval opened twice, or closed without being open
-    "span",  # an interval that ends before it began, in sequences trained
+    "pair",  # an interval opened twice, or closed while not open
+    "span",  # an interval that ends with fewer sequences trained than it began with
     "evaluation",  # an accuracy outside of an evaluation, or an evaluation without one
     "init time",
     "schedule",  # an evaluation off schedule
     "count",  # an evaluation that counts no sequences
     "setting",  # a closed run with another setting than the benchmark's
-    "result",  # an end that the evaluations do not support
+    "result",  # a final status that the evaluations contradict
 ]
 
 
 class Violation(NamedTuple):
-    """A broken rule. `key` is the record's key, and `rule` names the document of the rule."""
+    """A broken rule. `key` is the key of the record, and `rule` names the document of the rule."""
 
     kind: Kind
     key: str
@@ -46,7 +46,7 @@ class Violation(NamedTuple):
 
     @property
     def sentence(self) -> str:
-        """The violation in words, without the remedy."""
+        """What is wrong, in words, without the remedy."""
         return f"{self.key}: {self.found}, expected {self.expected} ({self.rule})"
 
     def __str__(self) -> str:
@@ -54,11 +54,11 @@ class Violation(NamedTuple):
 
 
 def violations(run: LoggedRun, record: Record, ruleset: str | None = None) -> Iterator[Violation]:
-    """Yield the rules that `record` breaks as the next record of the log of `run`.
+    """Yield the rules that `record` would break as the next record of the log of `run`.
 
     Args:
-        ruleset: the ruleset of the check. None for a writer, whose log satisfies all rulesets and whose evaluations follow
-            the schedule to the sample.
+        ruleset: the ruleset to check. None means the writer, whose log must satisfy all rulesets and whose evaluations must
+            follow the schedule exactly.
     """
     key = record.key
     rule = rules.KEYS.get(key)
@@ -97,9 +97,9 @@ def _misstated(rule: rules.KeyRule, record: Record, ruleset: str | None) -> Iter
     if rule.value is not None and not rule.value.accepts(record.value):
         remedy = "correct the value that is logged"
         yield Violation("value", key, f"value {shown(record.value)}", rule.value.wording, remedy, rule.source)
-    # A missing field is None, which no rule accepts.
+    # No rule accepts None, which stands for a missing field.
     wrong = [(name, wanted) for name, wanted in rule.metadata if not wanted.accepts(metadata.get(name))]
-    # Some rulesets accept another count instead of all these fields.
+    # Some rulesets accept a different count in place of these fields.
     if not wrong or (ruleset and rules.COUNT.accepts(metadata.get(rules.alternative_metadata(key, ruleset) or ""))):
         return
     for name, wanted in wrong:
@@ -127,7 +127,7 @@ def _unpaired(run: LoggedRun, record: Record) -> Iterator[Violation]:
 
 
 def _slow_start(run: LoggedRun, record: Record, ruleset: str | None) -> Iterator[Violation]:
-    # A second init_stop is reported as a repeat.
+    # A second init_stop is already reported as a repeat.
     if run.init_start_ms is None or "init_stop" in run.first:
         return
     limit = rules.init_limit_minutes(ruleset or rules.NEWEST_RULESET, run.division)
@@ -136,14 +136,14 @@ def _slow_start(run: LoggedRun, record: Record, ruleset: str | None) -> Iterator
     if minutes < 0:
         found, remedy = f"{-minutes:.1f} min before every init_start", KEEP_THE_CLOCK
         yield Violation("init time", "init_stop", found, "a later time", remedy, where)
-    # The rule files compare with <.
+    # The limit is exclusive: the rule files compare with <.
     if minutes >= limit:
         found, remedy = f"initialisation took {minutes:.1f} min", "shorten compilation and warm-up"
         yield Violation("init time", "init_stop", found, f"less than {limit} min", remedy, where)
 
 
 KEEP_THE_CLOCK = "log from one process with a clock that is not set back, and leave the file as written"
-"""Remedy for times that decrease."""
+"""Remedy for decreasing times."""
 
 
 def _misplaced_evaluation(run: LoggedRun, record: Record, *, is_exact: bool) -> Iterator[Violation]:
@@ -158,7 +158,7 @@ def _misplaced_evaluation(run: LoggedRun, record: Record, *, is_exact: bool) -> 
         samples = samples_of(record.metadata)
     else:
         samples = record.metadata.get("epoch_num")
-        # The next block may begin while an evaluation runs, so the accuracy counts the sequences at its start.
+        # The next block may begin during an evaluation, so the accuracy belongs to the sequences at the evaluation's start.
         at = samples_of(opened.metadata) if opened else None
         remedy = "log each accuracy once, within its evaluation"
         if opened is None:
@@ -169,7 +169,7 @@ def _misplaced_evaluation(run: LoggedRun, record: Record, *, is_exact: bool) -> 
         elif run.is_evaluated:
             found = "a second time for one evaluation"
             yield Violation("evaluation", record.key, found, "eval_stop", remedy, where)
-    # Outside of the run the place is reported, and there is no schedule.
+    # Outside of the run there is no schedule, and the wrong place is reported separately.
     if rules.is_integer(samples) and run.phase == "run":
         yield from _off_schedule(run, record.key, samples, is_exact=is_exact)
 
@@ -178,7 +178,7 @@ def _off_schedule(run: LoggedRun, key: str, samples: int, *, is_exact: bool) -> 
     counted = run.accuracies[-1].metadata.get("epoch_num") if run.accuracies else 0
     schedule, previous = run.schedule, counted if rules.is_integer(counted) else 0
     if samples == 0 and not run.accuracies and not is_exact:
-        return  # the untrained model
+        return  # an evaluation of the untrained model
     fewest = max(previous + 1, run.global_batch_size or 0)
     if samples < fewest and key == "eval_accuracy" and not is_exact:
         found, expected = f"epoch_num {samples} after {previous}", "epoch_num = sequences trained, increasing"
@@ -186,7 +186,7 @@ def _off_schedule(run: LoggedRun, key: str, samples: int, *, is_exact: bool) -> 
         return
     if schedule is None:
         return
-    # Evaluations before the checkpoint are in another log.
+    # Evaluations before the resumed checkpoint are in another log.
     done_before = schedule.index_after(run.resumed_samples) - 1 if run.resumed_samples else 0
     index = done_before + run.number_of_evaluations + 1
     due = schedule.samples(index)
@@ -212,7 +212,7 @@ def own_settings(run: LoggedRun) -> Iterator[Violation]:
     remedy = "keep to the benchmark's setting, or set the division to open"
     for key, expected in fixed.items():
         value = run.value(key)
-        # An absent setting is checked elsewhere.
+        # Another check reports a missing setting.
         if expected is not None and rules.is_number(value) and value != expected:
             found = f"value {shown(value)} in a closed log"
             yield Violation("setting", key, found, f"{expected}", remedy, rules.KEYS[key].source)
@@ -220,7 +220,7 @@ def own_settings(run: LoggedRun) -> Iterator[Violation]:
 
 def left_open(run: LoggedRun) -> Iterator[Violation]:
     """Yield the intervals inside the run that have not been closed."""
-    # A phase that stays open is reported by its missing record.
+    # For an open phase, another check reports the missing record.
     for key in run.open:
         if key not in rules.NEXT_PHASE:
             remedy = "log the start and the stop of every interval"
@@ -228,7 +228,7 @@ def left_open(run: LoggedRun) -> Iterator[Violation]:
 
 
 def unearned_success(run: LoggedRun, train_samples: object) -> Iterator[Violation]:
-    """Yield the contradictions to a run that reached its target with `train_samples`."""
+    """Yield the contradictions to the claim that the run reached its target with `train_samples`."""
     target, last = run.target, run.accuracies[-1] if run.accuracies else None
     if last is None:
         found, remedy = "no evaluation", "train to the target, or log the run as aborted"

@@ -1,8 +1,8 @@
-"""Read the text log of a run: MLLOG records with their file lines, and the plain header lines.
+"""Read the text log of a run: MLLOG records with their line numbers, and the plain header lines.
 
-A log is an untrusted file. Everything that the format forbids becomes a `Problem` with its line instead of an exception,
-so that one reading reports all of them; only a file that cannot be read at all raises. The file is read line by line: plain
-lines need no memory, a long line no more than `MAX_LINE_BYTES`, records a multiple of `MAX_RECORD_LINES_BYTES`.
+A log is an untrusted file. A format error becomes a `Problem` with its line and not an exception, so that one pass reports
+all errors. Only an unreadable file raises. The file is read line by line to bound memory: plain lines are not stored, a
+long line takes at most `MAX_LINE_BYTES`, and all records take a multiple of `MAX_RECORD_LINES_BYTES`.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from compliance.log.record import MAX_RECORD_BYTES, TOKEN, Problem, Record, pars
 from compliance.log.run import LoggedRun
 
 MAX_LOG_BYTES = 256 * 2**20
-"""Largest log that is read at all: five times what a submission may hold."""
+"""Maximum size of a log that is read: five times the maximum in a submission."""
 
 MAX_LINE_BYTES = 2**20
-"""Longest line that is read as a record."""
+"""Maximum length of a line that is parsed as a record."""
 
 MAX_RECORD_LINES_BYTES = MAX_FILE_BYTES
-"""Maximum bytes of lines with records: more do not fit into a submission, and in memory they are larger."""
+"""Maximum total bytes of record lines. More do not fit into a submission, and parsed records take even more memory."""
 
 MAX_HEADER_LINES = 10_000
 MAX_HEADER_BYTES = 2**16
-"""Longest plain line that is read as a header line."""
+"""Maximum length of a plain line that is parsed as a header line."""
 
 KEEP_APART = "log one run a file, and keep telemetry and other programs' output in other files"
 
@@ -42,7 +42,7 @@ OTHER_FORMATS = {
     codecs.BOM_UTF16_LE: ("UTF-16 text; expected UTF-8", "convert it: `iconv -f UTF-16 -t UTF-8`"),
     codecs.BOM_UTF16_BE: ("UTF-16 text; expected UTF-8", "convert it: `iconv -f UTF-16 -t UTF-8`"),
 }
-"""First bytes of a file that is not plain text, the fault and the remedy."""
+"""First bytes of file formats other than plain text, with the fault and the remedy for each."""
 
 
 @dataclass
@@ -50,17 +50,17 @@ class Log:
     """A parsed log.
 
     Attributes:
-        size: of the log in bytes.
-        records: in file order.
-        problems: faults of the lines that hold the token.
-        header: "key" to "value" of the plain lines "# key: value"; of a repeated key the first. Empty without records: such
-            a file may be any file, behind a link, whose lines must not be shown.
-        token_lines: number of lines that hold the token.
-        evidence: (line, bytes) of the lines for the official checker: records with a key that its rule files name, and
-            broken records.
-        overlong: a line with the token was longer than `MAX_LINE_BYTES`.
-        chain: state of the chain of digests.
-        given_up: why the log was not read to its end; "" if it was.
+        size: size of the log in bytes.
+        records: records in file order.
+        problems: faults of the lines with the token.
+        header: values by key of the plain lines "# key: value". The first line of a repeated key counts. Empty if the log
+            has no records, because a link may point to an arbitrary file, whose lines must not be shown.
+        token_lines: number of lines with the token.
+        evidence: (line, bytes) of the lines for the official checker: broken records, and records whose key is in its rule
+            files.
+        overlong: whether a line with the token was longer than `MAX_LINE_BYTES`.
+        chain: state of the digest chain.
+        given_up: why the log was not read to its end; "" if it was read completely.
         remedy: what to do about `given_up`.
     """
 
@@ -78,7 +78,7 @@ class Log:
 
     @cached_property
     def by_key(self) -> dict[str, list[Record]]:
-        """The records of each key that the log holds, in file order."""
+        """Records by key, in file order."""
         groups: dict[str, list[Record]] = {}
         for record in self.records:
             groups.setdefault(record.key, []).append(record)
@@ -90,7 +90,7 @@ class Log:
 
     @cached_property
     def run(self) -> LoggedRun:
-        """The run as the log tells it."""
+        """State of the run according to the log."""
         run = LoggedRun(self.header)
         for record in self.records:
             run.add(record)
@@ -152,25 +152,25 @@ def _read_lines(log: Log, file: IO[bytes]) -> None:
         log.problems += problems
         if record:
             log.records.append(record)
-        # The official checker skips records whose keys no rule file names.
+        # The official checker ignores records whose keys are not in its rule files.
         if record is None or record.key in rules.KEYS:
             log.evidence.append((number, content))
 
 
 def _lines(file: IO[bytes]) -> Iterator[str | None]:
-    r"""Yield lines without their ends, decoded and split at \n, \r\n and \r as by the official parser.
+    r"""Yield lines without their ends, decoded and split at \n, \r\n and \r as the official parser does.
 
-    A line longer than `MAX_LINE_BYTES` comes as None if it holds the token, and otherwise empty.
+    For a line longer than `MAX_LINE_BYTES`, yield None if it contains the token, and otherwise an empty line.
     """
     text = io.TextIOWrapper(file, "latin-1")  # type: ignore[type-var]
-    # With a bound, because a file without line ends would come as a single line.
+    # Limit the length, because a file without line ends is a single line.
     while piece := text.readline(MAX_LINE_BYTES + 1):
         if piece.endswith("\n") or len(piece) <= MAX_LINE_BYTES:
             yield piece.removesuffix("\n")
             continue
         has_token = TOKEN in piece
         while not piece.endswith("\n") and (following := text.readline(MAX_LINE_BYTES)):
-            # The token may lie across two pieces.
+            # The token may span two pieces.
             has_token = has_token or TOKEN in piece[-len(TOKEN) :] + following
             piece = following
         yield None if has_token else ""

@@ -1,7 +1,7 @@
-"""Parse a line of a log that holds the token into its record and the faults of the line.
+"""Parse a log line with the token into a record and the faults of the line.
 
-A line that the official parser takes for a record is one here too. That parser decodes latin-1, cuts a line at its last
-token, strips it, and wants a JSON object with time_ms, key, value and metadata. Other faults are a `Problem`.
+Every line that the official parser accepts as a record is a record here too. That parser decodes latin-1, cuts a line at its
+last token, strips it, and requires a JSON object with time_ms, key, value and metadata. Any other fault becomes a `Problem`.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ TOKEN_BYTES = TOKEN.encode()
 EVENT_TYPES = ("POINT_IN_TIME", "INTERVAL_START", "INTERVAL_END")
 
 MAX_RECORD_BYTES = 16 * 2**10
-"""Longest sensible record: the official parser needs a tenth of a second for it, and quadratic time for longer ones."""
+"""Maximum length of a record. The official parser takes 0.1 s for this length, and quadratic time for longer records."""
 
 MAX_SHOWN = 60
-"""Maximum characters of a wrong field in a message."""
+"""Maximum number of characters of a wrong field in a message."""
 
 
 class Record(NamedTuple):
@@ -49,11 +49,11 @@ class Record(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """Fault of a line that holds the token.
+    """Fault of a line with the token.
 
     Attributes:
-        keys: the keys that the line names, as far as can be told.
-        severity: "error" if a record is lost or no parser could read it.
+        keys: keys in the line, as far as they can be recognised.
+        severity: "error" if a record is lost or cannot be parsed by any parser.
     """
 
     line: int
@@ -64,18 +64,18 @@ class Problem(NamedTuple):
 
 
 class _RecordError(Exception):
-    """A line that is not a record: (found, expected)."""
+    """The line is not a record. The arguments are what was found and what was expected."""
 
 
 def parse_line(line: bytes, number: int) -> tuple[Record | None, list[Problem]]:
-    """Parse a line that holds the token into its record and its faults.
+    """Parse a line with the token into its record and its faults.
 
     Args:
-        line: without its end.
+        line: the line without its line end.
         number: line in the file, from 1.
     """
     problems: list[Problem] = []
-    # Of several records on a line the official parser keeps the last one.
+    # If a line has several records, the official parser reads only the last one.
     start = line.rindex(TOKEN_BYTES)
     if line.find(TOKEN_BYTES) != start:
         keys = _keys_in(line[:start])
@@ -89,18 +89,18 @@ def parse_line(line: bytes, number: int) -> tuple[Record | None, list[Problem]]:
         return _parse_record(line[start + len(TOKEN_BYTES) :], number, problems), problems
     except _RecordError as error:
         found, expected = error.args
-        # If the last record cannot be read either, its key is lost with the others.
+        # If even the last record is unreadable, the keys of all records in the line are lost.
         glued = [problem._replace(keys=_keys_in(line)) for problem in problems if problem.severity == "error"]
         return None, glued or [Problem(number, found, expected, _keys_in(line))]
 
 
 def _parse_record(content: bytes, number: int, problems: list[Problem]) -> Record:
-    """Return the record in the bytes after the token, and add the faults that leave it readable to `problems`."""
+    """Return the record in the bytes after the token. Append faults that leave it readable to `problems`."""
 
     def warn(found: str, expected: str) -> None:
         problems.append(Problem(number, found, expected, severity="warning"))
 
-    # Decoded and stripped as by the official parser: str.rstrip() also strips the latin-1 spaces 0x85 and 0xA0.
+    # Decode and strip as the official parser does. str.rstrip() also strips the latin-1 spaces 0x85 and 0xA0.
     text = content.decode("latin-1").rstrip()
     if not text.isascii():
         try:
@@ -114,7 +114,7 @@ def _parse_record(content: bytes, number: int, problems: list[Problem]) -> Recor
         expected = "time_ms, event_type, key, value and metadata"
         raise _RecordError(f"a record without {', '.join(missing)}", expected)
     time_ms, key, metadata = fields["time_ms"], fields["key"], fields["metadata"]
-    # Only our own checks read event_type.
+    # Only our own checks use event_type, so a wrong one is a minor fault.
     event_type = fields.get("event_type")
     if not isinstance(key, str):
         raise _RecordError(f"key {shown(key, MAX_SHOWN)}", "text")
@@ -125,13 +125,13 @@ def _parse_record(content: bytes, number: int, problems: list[Problem]) -> Recor
         warn(f"time_ms {shown(time_ms, MAX_SHOWN)}", expected)
     if event_type not in EVENT_TYPES:
         warn(f"event_type {shown(event_type, MAX_SHOWN)}", " or ".join(EVENT_TYPES))
-        event_type = ""  # has been reported
+        event_type = ""  # already reported
     if metadata is None:
         warn("metadata null", "an object")
         metadata = {}
     if not isinstance(metadata, dict):
         raise _RecordError(f"metadata {shown(metadata, MAX_SHOWN)}", "an object")
-    # Interned, because names and source files repeat in every record.
+    # Intern strings, because names and source files repeat in every record.
     metadata = {intern(name): intern(value) if type(value) is str else value for name, value in metadata.items()}
     return Record(number, int(time_ms), intern(event_type), intern(key), fields["value"], metadata)
 
@@ -144,17 +144,17 @@ def _take_constant(name: str) -> float:
     return float(name)
 
 
-# json.loads() would build a new decoder for each call that names parse_constant.
+# json.loads() would build a new decoder for each call with parse_constant.
 _decoder = json.JSONDecoder(parse_constant=_take_constant)
 
 
 def _decode(text: str) -> dict[str, Any]:
-    """Return the JSON object that `text` is; fills `_constants`."""
+    """Decode `text` as a JSON object. NaN and infinities in it are collected in `_constants`."""
     _constants.clear()
     try:
-        # raw_decode() tells where the object ends, so that text after it is named; but it skips no leading space.
+        # raw_decode() returns the end of the object, so that text after it can be reported. It does not skip leading space.
         fields, end = _decoder.raw_decode(text, len(text) - len(text.lstrip(" \t")))
-    # ValueError also for integers of thousands of digits, RecursionError for deep nesting.
+    # Integers of thousands of digits raise ValueError, and deep nesting raises RecursionError.
     except (ValueError, RecursionError) as error:
         reason = error.msg if isinstance(error, json.JSONDecodeError) else str(error).partition(":")[0]
         raise _RecordError(f"broken JSON after {TOKEN.strip()} ({reason})", "one JSON object") from error
@@ -167,5 +167,5 @@ def _decode(text: str) -> dict[str, Any]:
 
 
 def _keys_in(line: bytes) -> frozenset[str]:
-    # For the message about a line that no parser reads; bounded in names and in length.
+    # Find keys for the message about an unparsable line. The names and the searched length are bounded.
     return frozenset(key.decode() for key in re.findall(rb'"key": ?"([A-Za-z0-9_]{1,80})"', line[:MAX_RECORD_BYTES]))

@@ -1,8 +1,8 @@
-"""Records that a run writes about itself, one JSON object a line, in metrics_<n>.jsonl beside result_<n>.txt.
+"""Metrics records that a run writes, one JSON object per line, in metrics_<n>.jsonl beside result_<n>.txt.
 
-The training loop writes them; report, watch, what-if and the benchmarks read them. Readers may get a file from anybody: its
-size, the length of its lines and the range of its numbers are bounded, and lines that hold no record are skipped, such as
-the last line of a killed run.
+The training loop writes them. The commands report, watch and whatif and the benchmarks read them. A file is untrusted: its
+size, the length of its lines and the range of its numbers are limited. Lines without a valid record are skipped, such as
+the truncated last line of a killed run.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from console.files import open_regular
 MAX_BYTES = 512 * 2**20
 MAX_LINE_BYTES = 64 * 2**10
 NAN = math.nan
-"""Stands for a number that is not finite; JSON has null for it."""
+"""Placeholder for a number that is not finite. JSON stores it as null."""
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=10**15)]
 Time = Annotated[float, msgspec.Meta(ge=0, le=1e15)]
@@ -29,7 +29,7 @@ Time = Annotated[float, msgspec.Meta(ge=0, le=1e15)]
 
 @dataclass(frozen=True)
 class RunRecord:
-    """The run: the first record of a file."""
+    """Facts about the run: the first record of a file."""
 
     recipe: str = ""
     system: str = ""
@@ -43,7 +43,7 @@ class RunRecord:
 
 @dataclass(frozen=True)
 class StepRecord:
-    """Means over the steps since the last record; times in milliseconds, rates over all ranks."""
+    """Means over the steps since the last record. Times are in milliseconds, and rates are for all ranks together."""
 
     step: Count
     samples: Count
@@ -55,7 +55,7 @@ class StepRecord:
     reduce_ms: Time = 0.0
     update_ms: Time = 0.0
     loss: float = NAN
-    """Not finite, like the next two, if such a loss is the reason why a step was skipped."""
+    """This and the next two fields are not finite if a non-finite loss caused a skipped step."""
     masked_lm_loss: float = NAN
     next_sentence_loss: float = NAN
     learning_rate: float = NAN
@@ -64,7 +64,7 @@ class StepRecord:
     tokens_per_s: Time = 0.0
     sequences_per_s: Time = 0.0
     skipped_steps: Count = 0
-    """Steps that changed nothing because a gradient was not finite."""
+    """Number of steps that were skipped because a gradient was not finite."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class EvaluationRecord:
 
 @dataclass(frozen=True)
 class Straggler:
-    """A rank that has become slow, or is no longer slow, by the time of its own work in a step."""
+    """A rank that became slow or recovered, judged by the time of its own work in a step."""
 
     rank: Count
     host: str
@@ -94,18 +94,18 @@ class Straggler:
 
 @dataclass(frozen=True)
 class WarningRecord:
-    """Message that a person should look at while the run goes on."""
+    """Warning that a person should read during the run."""
 
     step: Count
     time_s: Time = 0.0
     text: str = ""
     straggler: Straggler | None = None
-    """The rank that the warning is about, if it is about a straggler."""
+    """The straggler that the warning is about, if any."""
 
 
 @dataclass(frozen=True)
 class PlanRecord:
-    """The run's median step beside the step that its plan predicts, by part, in milliseconds."""
+    """Measured median step and the step that the plan predicts, by part, in milliseconds."""
 
     step_ms: Time
     data_wait_ms: Time
@@ -157,7 +157,7 @@ class Metrics:
     end: EndRecord | None = None
 
     def add(self, record: RunRecord | Record) -> None:
-        """Take in one record."""
+        """Add one record."""
         match record:
             case StepRecord():
                 self.steps.append(record)
@@ -174,21 +174,21 @@ class Metrics:
 
 
 class MetricsWriter:
-    """Writer of the metrics file of ``run``; the file must not exist yet.
+    """Writer of the metrics file of ``run``. The file must not exist yet.
 
     Raises ``OSError`` with the file's name if a line cannot be written, as on a full disk.
     """
 
     def __init__(self, path: Path, run: RunRecord) -> None:
         self._path = path
-        # Line by line: programs that follow the file, or read the file of a killed run, find whole records.
+        # Flush every line, so that programs that follow the file, or read it after a kill, find complete records.
         self._file = path.open("x", encoding="utf-8", buffering=1)
         self.write(run)
 
     def write(self, record: RunRecord | Record) -> None:
         """Append one line."""
         values = {"event": _EVENTS[type(record)], **asdict(record)}
-        # JSON has no NaN; nine digits tell every fp32 number from its neighbours.
+        # JSON has no NaN. Nine digits distinguish every fp32 number from its neighbours.
         line = {
             name: (float(f"{value:.9g}") if math.isfinite(value) else None) if isinstance(value, float) else value
             for name, value in values.items()
@@ -208,10 +208,10 @@ def parse_record(line: bytes) -> RunRecord | Record | None:
     try:
         values = msgspec.json.decode(line, type=dict[str, object])
         kind = _KINDS.get(str(values.get("event")))
-        # A field that is null has its default.
+        # A field that is null gets its default.
         given = {name: value for name, value in values.items() if value is not None}
         return None if kind is None else msgspec.convert(given, kind)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):  # RecursionError: nested without end
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):  # RecursionError: deeply nested JSON
         return None
 
 
@@ -228,10 +228,10 @@ def _lines(path: Path) -> Iterator[bytes]:
     try:
         with open_regular(path) as file:
             left, within = MAX_BYTES, False
-            # Bounded: a file without line ends would come as a single line.
+            # Limit the length, because a file without line ends is a single line.
             while left > 0 and (line := file.readline(MAX_LINE_BYTES)):
                 left -= len(line)
-                # An overlong line comes in pieces, which are all skipped.
+                # An overlong line is read in pieces. Skip all of its pieces.
                 whole, within = not within, not line.endswith(b"\n")
                 if whole and (not within or len(line) < MAX_LINE_BYTES):
                     yield line

@@ -1,10 +1,10 @@
-"""The rules of an MLPerf Training BERT log as data: keys, order, values, limits.
+"""Rules of an MLPerf Training BERT log as data: keys, order, values, limits.
 
-`bert.log.mllog` writes by this table and `compliance.check.checker` reads by it. The table is the superset of what the
-rulesets 1.0.0 to 5.0.0 ask, so that one log satisfies all of them.
+`bert.log.mllog` writes logs by this table, and `compliance.check.checker` checks logs by it. The table combines the
+requirements of the rulesets 1.0.0 to 5.0.0, so that one log satisfies all of them.
 
-"TR" in a source is the document training_rules.adoc of mlcommons/training_policies, with its section number; a yaml name
-is a rule file of the compliance checker in the package mlperf-logging.
+Each source is either "TR", the document training_rules.adoc of mlcommons/training_policies, with a section number, or the
+name of a yaml file, a rule file of the compliance checker in the package mlperf-logging.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from typing import Literal, TypeGuard
 Division = Literal["closed", "open"]
 Phase = Literal["before", "init", "ready", "run", "done"]
 
-# 5.1.0 has rule files of BERT, but its package checker knows no such benchmark and reports success without reading a log.
+# 5.1.0 is excluded: it has rule files for BERT, but its package checker reports success without reading any BERT log.
 RULESETS = ("1.0.0", "1.1.0", "2.0.0", "2.1.0", "3.0.0", "3.1.0", "4.0.0", "4.1.0", "5.0.0")
 NEWEST_RULESET = RULESETS[-1]
 AUTO = "auto"
-"""In place of a ruleset: the newest one that accepts the log."""
+"""Value in place of a ruleset that selects the newest one that accepts the log."""
 DIVISIONS: tuple[Division, ...] = ("closed", "open")
 SYSTEM_STATUSES = {
     "onprem": "Available on-premise",
@@ -30,25 +30,25 @@ SYSTEM_STATUSES = {
     "research": "Research, Development, or Internal (RDI)",
     "preview": "Preview",
 }
-"""submission_status of a log to the status of a system description."""
+"""Status in a system description by the submission_status of a log."""
 RUN_STATUSES = ("success", "aborted")
 
 NOT_A_RESULT = "Not an MLPerf result: not reviewed and not verified by MLCommons."
-"""Notice in all output about runs of this repository (TR 1)."""
+"""Notice that accompanies all output about runs of this repository (TR 1)."""
 UNOFFICIAL = "Unofficial: computed from the logs by this program. MLCommons publishes the official results."
-"""Notice in all output about logs of other software, which may be of a published result."""
+"""Notice that accompanies all output about logs of other software, which may belong to published results."""
 
 QUALITY_TARGET = 0.720
 """Masked-LM accuracy that ends a closed run, as a fraction (TR 24.2)."""
 
 SUBMISSION_RUNS = 10
-"""Runs of a BERT submission (TR 12)."""
+"""Number of runs in a BERT submission (TR 12)."""
 
 EVAL_SAMPLES = 10_000
-"""Sequences of the evaluation set, never fewer (TR 24.1, 6.3)."""
+"""Number of sequences of the evaluation set. Every evaluation must use all of them (TR 24.1, 6.3)."""
 
 INIT_LIMIT_MINUTES: dict[Division, int] = {"closed": 30, "open": 240}
-"""Longest untimed initialisation, exclusive, since ruleset 2.0.0 (TR 11); before, 30 minutes in both divisions."""
+"""Exclusive limit of the untimed initialisation since ruleset 2.0.0 (TR 11). Before, it was 30 minutes in both divisions."""
 
 BERT_LARGE_LAYERS = 24
 
@@ -58,7 +58,7 @@ FIXED_SETTINGS: dict[str, int | float] = {
     "max_sequence_length": 512,
     "max_predictions_per_seq": 76,
 }
-"""Settings that a closed run takes from the reference (TR 9.1, 24.3)."""
+"""Settings that a closed run must take from the reference (TR 9.1, 24.3)."""
 
 PHASE_NAMES: dict[Phase, str] = {
     "before": "before init_start",
@@ -69,7 +69,7 @@ PHASE_NAMES: dict[Phase, str] = {
 }
 
 NEXT_PHASE: dict[str, Phase] = {"init_start": "init", "init_stop": "ready", "run_start": "run", "run_stop": "done"}
-"""Phase that each of four records begins, in their order."""
+"""Phase that begins with each of these four records, in order."""
 
 INTERVALS = {
     "init_start": "init_stop",
@@ -78,12 +78,12 @@ INTERVALS = {
     "block_start": "block_stop",
     "eval_start": "eval_stop",
 }
-"""Opening record to closing record."""
+"""Closing record of each interval, by its opening record."""
 
 
 @dataclass(frozen=True)
 class ValueRule:
-    """A rule for a value, as a predicate and in words for messages."""
+    """A rule for a value: a predicate, and its description for messages."""
 
     wording: str
     accepts: Callable[[object], bool] = field(repr=False, compare=False)
@@ -91,7 +91,7 @@ class ValueRule:
 
 def is_integer(value: object) -> TypeGuard[int]:
     """Tell whether `value` is an int of at most 64 bits and not a bool."""
-    # Longer integers, which JSON may hold, overflow in arithmetic with floats.
+    # JSON may contain longer integers, which overflow in arithmetic with floats.
     return isinstance(value, int) and not isinstance(value, bool) and -(2**63) <= value < 2**63
 
 
@@ -112,7 +112,7 @@ def _number(wording: str, accepts: Callable[[int | float], bool]) -> ValueRule:
 INTEGER = ValueRule("an integer", is_integer)
 COUNT = ValueRule("an integer >= 0", lambda value: is_integer(value) and value >= 0)
 POSITIVE_INTEGER = ValueRule("an integer > 0", lambda value: is_integer(value) and value > 0)
-# Published logs write numbers of steps as 1024.0.
+# Published logs write step counts as 1024.0.
 STEP = _number("a whole number", lambda value: value == int(value))
 STEPS = _number("a whole number >= 0", lambda value: value == int(value) and value >= 0)
 POSITIVE_STEPS = _number("a whole number > 0", lambda value: value == int(value) and value > 0)
@@ -132,22 +132,22 @@ def _until(ruleset: str) -> frozenset[str]:
 
 
 def init_limit_minutes(ruleset: str, division: Division) -> int:
-    """Return the longest untimed initialisation, exclusive."""
+    """Return the exclusive limit of the untimed initialisation in minutes."""
     return INIT_LIMIT_MINUTES["closed" if ruleset in _until("1.1.0") else division]
 
 
 @dataclass(frozen=True)
 class KeyRule:
-    """The rule for one key of the log.
+    """Rule for one key of the log.
 
     Attributes:
-        phases: phases of the log in which the record may be.
-        once: at most one record; otherwise any number.
-        value: rule of the value; None if the value has no meaning.
-        metadata: required fields, each with its rule.
-        closed, open: rulesets in which a log of that division must hold the key.
+        phases: phases of the log in which the record is allowed.
+        once: whether the log may have only one record of the key.
+        value: rule for the value; None if the value has no meaning.
+        metadata: required metadata fields, each with its rule.
+        closed, open: rulesets in which a log of that division must contain the key.
         written: whether our writer requires it in every log, before the clock starts.
-        source: document of the rule.
+        source: document that states the rule.
     """
 
     key: str
@@ -162,7 +162,7 @@ class KeyRule:
     written: bool = True
 
     def required_in(self, ruleset: str, division: Division) -> bool:
-        """Tell whether a complete log of `division` must hold this key under `ruleset`."""
+        """Tell whether a complete log of `division` must contain this key under `ruleset`."""
         return ruleset in (self.closed if division == "closed" else self.open)
 
 
@@ -175,7 +175,7 @@ def _setting(
     open: frozenset[str] = NONE,
     written: bool = True,
 ) -> KeyRule:
-    """Return the rule of a setting, logged once during initialisation and by default required in closed logs."""
+    """Return the rule for a setting, which is logged once during initialisation and by default required in closed logs."""
     return KeyRule(key, "POINT_IN_TIME", ("init",), source, value=value, closed=closed, open=open, written=written)
 
 
@@ -193,7 +193,7 @@ def _span(
 
 
 _STATUS = _one_of(*SYSTEM_STATUSES)
-# The rule files accept any status; to the RCP checker only "success" means that the run converged.
+# The rule files accept any status, but the RCP checker treats only "success" as converged.
 _RUN_STATUS = (("status", _one_of(*RUN_STATUSES)),)
 _BLOCK = (("first_epoch_num", COUNT), ("epoch_count", POSITIVE_INTEGER))
 _EPOCH = (("epoch_num", COUNT),)
@@ -210,7 +210,7 @@ _RULES = (
     _setting("global_batch_size", POSITIVE_INTEGER),
     _setting("gradient_accumulation_steps", POSITIVE_INTEGER, "closed_common.yaml"),
     _setting("opt_base_learning_rate", POSITIVE),
-    # One setting under two names: the rule file of 2.1.0 renamed it, and a log that all rulesets accept holds both.
+    # The rule file of 2.1.0 renamed this setting, so a log that satisfies all rulesets contains both names.
     _setting("opt_epsilon", POSITIVE, closed=_until("2.0.0")),
     _setting("opt_lamb_epsilon", POSITIVE, closed=ALL - _until("2.0.0")),
     _setting("opt_lamb_beta_1", DECAY),
@@ -219,7 +219,7 @@ _RULES = (
     _setting("opt_learning_rate_training_steps", POSITIVE_STEPS),
     _setting("opt_learning_rate_warmup_steps", STEPS),
     _setting("num_warmup_steps", STEPS),
-    # Some reference convergence points start their warm-up before the first step: this one may be negative.
+    # This step may be negative, because some reference convergence points start warm-up before the first step.
     _setting("start_warmup_step", STEP),
     _setting("quality_target", FRACTION, "TR 24.2", closed=NONE),
     _setting("eval_interval_samples", POSITIVE_INTEGER, "TR 24.4", closed=NONE),
@@ -241,7 +241,7 @@ _RULES = (
     ),
     KeyRule("init_stop", "INTERVAL_END", ("init",), "common.yaml; TR 11"),
     KeyRule("run_start", "INTERVAL_START", ("ready",), "common.yaml; TR 11"),
-    # An alternative to blocks in logs of other software.
+    # Logs of other software may contain epochs instead of blocks.
     *_span("epoch", _EPOCH, "epoch_num", required=NONE),
     *_span("block", _BLOCK, "first_epoch_num", required=ALL),
     *_span("eval", _EPOCH, "epoch_num", required=NONE),
@@ -260,14 +260,14 @@ _RULES = (
 )
 
 KEYS: dict[str, KeyRule] = {rule.key: rule for rule in _RULES}
-"""Every known key, in the order of our writer's log."""
+"""Rules of all known keys, in the order in which our writer logs them."""
 
-# Since 3.1.0 a count of samples may replace epochs.
+# Since 3.1.0 a count of samples may replace the epoch fields.
 _COUNTED_BY = {"3.1.0": "step_num", "4.0.0": "samples_count", "4.1.0": "samples_count", "5.0.0": "samples_count"}
 
 
 def alternative_metadata(key: str, ruleset: str) -> str | None:
-    """Return the field that may replace all required metadata of an interval inside the run, if there is one."""
+    """Return the field that may replace all required metadata of an interval inside the run; None if there is none."""
     name, _, end = key.partition("_")
     has_one = name in ("block", "eval") or (name == "epoch" and ruleset == "5.0.0")
     return _COUNTED_BY.get(ruleset) if has_one and end in ("start", "stop") else None
@@ -278,7 +278,7 @@ PER_RANK = frozenset({"cache_clear", "init_start"})
 
 
 def weight_tensors(num_hidden_layers: int) -> tuple[str, ...]:
-    """Return the weights' names in the reference's TensorFlow checkpoint: 14 + 16 a layer, 398 for BERT-Large."""
+    """Return the weight names of the reference's TensorFlow checkpoint: 14 plus 16 per layer, 398 for BERT-Large."""
 
     def dense(*scopes: str) -> list[str]:
         return [f"{scope}/{name}" for scope in scopes for name in ("kernel", "bias")]
@@ -299,7 +299,7 @@ def weight_tensors(num_hidden_layers: int) -> tuple[str, ...]:
 
 
 def check_ruleset(ruleset: str) -> None:
-    """Raise ValueError for a ruleset under which BERT cannot be checked."""
+    """Raise ValueError if BERT cannot be checked under this ruleset."""
     if ruleset not in RULESETS:
         raise ValueError(
             f"ruleset is {ruleset!r}, expected one of {', '.join(RULESETS)}: "
@@ -320,8 +320,8 @@ SYSTEM_FIELDS = (
 """Fields that the system description checker requires."""
 
 SYSTEM_INTEGERS = ("number_of_nodes", "host_processors_per_node", "accelerators_per_node")
-"""Fields with numeric strings that the result summarizer turns into integers."""
+"""Fields whose numeric strings the result summarizer converts to integers."""
 
-# Stricter than the package checker's result_*.txt, which takes any text for a number.
+# Stricter than the package checker's pattern result_*.txt, which accepts any text as the number.
 RESULT_FILE = re.compile(r"result_(\d+)\.txt")
 """Name of a run's log in results/<system>/bert (submission rules, "Directory structure")."""

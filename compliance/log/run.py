@@ -1,7 +1,7 @@
-"""State of a run according to its log: phase, settings, evaluations, times and end, as far as its records go.
+"""State of a run according to the log records so far: phase, settings, evaluations, times and end.
 
-The writer, the check, the watch and the reports all feed the records of a run to `LoggedRun`, in the order of the log.
-`compliance.log.order` tells which rules the next record breaks.
+The writer, the check, the watch and the reports all feed the records of a run to `LoggedRun` in the order of the log.
+`compliance.log.order` finds the rules that the next record breaks.
 """
 
 from __future__ import annotations
@@ -15,28 +15,28 @@ from compliance.log.record import Record
 from compliance.log.schedule import EvaluationSchedule, evaluation_interval
 
 OPENED_BY = {closing: opening for opening, closing in rules.INTERVALS.items()}
-"""Closing record to opening record."""
+"""Opening record of each interval, by its closing record."""
 
 
 class LoggedRun:
     """A run according to its log. Times are in milliseconds since the Unix epoch, None before they are logged.
 
-    If a record is logged again, the first one counts as the setting, and the last run_stop as the end.
+    If a record is repeated, the first one defines a setting, and the last run_stop defines the end.
 
     Args:
         header: the plain lines "# key: value" of the log.
-        settings: the first record of each key of the whole log, if known: other software may log settings anywhere.
+        settings: first record of each key in the whole log, if known, because other software may log settings anywhere.
 
     Attributes:
         counts: number of records of each known key.
         first, last: first and last record of each known key.
-        open: opening record of each interval that is open.
+        open: opening record of each interval that is still open.
         accuracies: eval_accuracy records of the timed run.
-        resumed_samples: sequences trained before the run went on from a checkpoint, if known.
+        resumed_samples: sequences trained before the checkpoint that the run resumed from, if known.
         counted_samples: largest count of sequences in a record of the timed run.
-        is_evaluated: whether the last evaluation has its accuracy.
-        start_ms, last_ms: time of the earliest and of the latest record.
-        init_start_ms: time of the earliest init_start; every process may log one.
+        is_evaluated: whether the accuracy of the last evaluation is logged.
+        start_ms, last_ms: times of the earliest and of the latest record.
+        init_start_ms: time of the earliest init_start, because every process may log one.
     """
 
     def __init__(self, header: Mapping[str, str] | None = None, settings: Mapping[str, Record] | None = None) -> None:
@@ -53,10 +53,10 @@ class LoggedRun:
         self.start_ms: int | None = None
         self.last_ms = 0
         self.init_start_ms: int | None = None
-        self._at_end: Record | None = None  # the last accuracy before the run ended
+        self._at_end: Record | None = None  # the last eval_accuracy record before the run ended
 
     def add(self, record: Record) -> None:
-        """Take in the next record of the log."""
+        """Update the state with the next record of the log."""
         key, time_ms = record.key, record.time_ms
         # Records of several processes may be out of order.
         self.last_ms = max(self.last_ms, time_ms)
@@ -65,7 +65,7 @@ class LoggedRun:
             return
         self.counts[key] += 1
         self.last[key] = record
-        # A record that is logged again is a violation and begins no phase.
+        # A repeated record is a violation and does not begin a phase.
         is_first = self.first.setdefault(key, record) is record
         if is_first and key in rules.NEXT_PHASE:
             self.phase = rules.NEXT_PHASE[key]
@@ -74,7 +74,7 @@ class LoggedRun:
         elif key in OPENED_BY:
             self.open.pop(OPENED_BY[key], None)
         if key == "init_start":
-            # The official checker takes the earliest, too.
+            # The official checker also takes the earliest time.
             self.init_start_ms = time_ms if self.init_start_ms is None else min(self.init_start_ms, time_ms)
         elif key == "run_stop":
             # The RCP checker reads the last accuracy above run_stop.
@@ -90,24 +90,24 @@ class LoggedRun:
     # Settings
 
     def value(self, key: str) -> Any:
-        """Return the value of a setting, None if it is not logged."""
+        """Return the value of a setting; None if it is not logged."""
         record = self.first.get(key) or self._known.get(key)
         return record.value if record else None
 
     def count_of(self, key: str) -> int | None:
-        """Return the value of a setting if it is an integer > 0."""
+        """Return the value of a setting if it is a positive integer, else None."""
         value = self.value(key)
         return value if rules.POSITIVE_INTEGER.accepts(value) else None
 
     @property
     def division(self) -> rules.Division:
-        """Division as logged, in any case, or else as the header says, or else closed, whose rules are stricter."""
+        """Division from the log (in any letter case), else from the header, else closed, which has stricter rules."""
         text = self.value("submission_division") or self.header.get("config.log.division")
         return "open" if str(text).lower() == "open" else "closed"
 
     @property
     def target(self) -> float | None:
-        """Masked-LM accuracy that ends the run: the benchmark's, or the one that an open run sets."""
+        """Masked-LM accuracy that ends the run: the benchmark's target, or an open run's own target."""
         if self.division == "closed":
             return rules.QUALITY_TARGET
         logged = self.value("quality_target")
@@ -126,7 +126,7 @@ class LoggedRun:
 
     @property
     def schedule(self) -> EvaluationSchedule | None:
-        """Schedule of the evaluations; None while the batch size, or an open run's interval, is unknown."""
+        """Evaluation schedule; None while the batch size or an open run's interval is unknown."""
         batch = self.global_batch_size
         if not batch:
             return None
@@ -135,14 +135,14 @@ class LoggedRun:
 
     @property
     def resumed_from(self) -> str | None:
-        """Checkpoint from which the run went on, so that its log does not cover the whole run."""
+        """Checkpoint that the run resumed from, if any. Its log then does not cover the whole run."""
         return self.header.get("resumed from")
 
     # Results
 
     @property
     def number_of_evaluations(self) -> int:
-        """Evaluations on the schedule so far. An evaluation of the untrained model is not on it."""
+        """Number of scheduled evaluations so far. An evaluation of the untrained model does not count."""
         untrained = bool(self.accuracies) and self.accuracies[0].metadata.get("epoch_num") == 0
         return len(self.accuracies) - untrained
 
@@ -162,18 +162,18 @@ class LoggedRun:
 
     @property
     def train_samples(self) -> int | None:
-        """Total number of sequences trained, as the run logs it."""
+        """Total number of sequences trained, as logged."""
         samples = self.value("train_samples")
         return samples if rules.COUNT.accepts(samples) else None
 
     @property
     def is_ended(self) -> bool:
-        """Tell whether the log has its run_stop. Otherwise the run goes on, or was cut off."""
+        """Tell whether the log has a run_stop. Otherwise the run is in progress or was cut off."""
         return "run_stop" in self.first
 
     @property
     def status(self) -> Any:
-        """Status at the end as the run logs it, "success" or "aborted"; None without an end."""
+        """Final status as logged, "success" or "aborted"; None before the end."""
         stop = self.last.get("run_stop")
         return stop.metadata.get("status") if stop else None
 
@@ -199,24 +199,24 @@ class LoggedRun:
 
     @property
     def sequences_per_s(self) -> float | None:
-        """Sequences trained per second of the time to train, evaluations included."""
+        """Sequences trained per second of the time to train, which includes evaluations."""
         return self.train_samples / self.seconds if self.train_samples and self.seconds else None
 
     def converged_samples(self) -> int | None:
         """Return the sequences to the target as the RCP checker reads them: `epoch_num` of the last eval_accuracy (TR 24.6).
 
-        None if the run did not end with status success, or does not say how far it came.
+        None if the run did not end with status success, or did not log the number.
         """
         if self.status != "success" or self._at_end is None:
             return None
         count = self._at_end.metadata.get("epoch_num")
-        # A float counts, as it does for the RCP checker.
+        # Accept a float, as the RCP checker does.
         samples = round(count) if rules.is_number(count) else 0
         return samples if samples > 0 and rules.is_integer(samples) else None
 
 
 def samples_of(metadata: Mapping[str, object]) -> int | None:
-    """Return the sequences trained at a record: samples_count, or epoch_num, which for BERT counts the same."""
+    """Return the sequences trained at a record, from samples_count or epoch_num, which for BERT also counts sequences."""
     samples = metadata.get("samples_count", metadata.get("epoch_num"))
     return samples if rules.is_integer(samples) and samples >= 0 else None
 

@@ -1,4 +1,4 @@
-"""When a run has to evaluate (TR 24.4)."""
+"""Schedule of the evaluations of a run (TR 24.4)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 def evaluation_interval(global_batch_size: int) -> int:
-    """Return the samples between two evaluations of a closed run.
+    """Return the number of samples between two evaluations of a closed run.
 
     The rule is 5 % of (230.23 x global batch size + 3,000,000), rounded down to a multiple of 25,000.
 
@@ -16,7 +16,7 @@ def evaluation_interval(global_batch_size: int) -> int:
     """
     if global_batch_size <= 0:
         raise ValueError(f"global_batch_size is {global_batch_size}, expected a positive integer")
-    # Exact in integers: 0.05 x 230.23 = 11.5115.
+    # Compute in integers to be exact: 0.05 x 230.23 = 11.5115.
     ten_thousandths = 115_115 * global_batch_size + 1_500_000_000
     return ten_thousandths // (10_000 * 25_000) * 25_000
 
@@ -38,17 +38,17 @@ class EvaluationSchedule:
         return evaluation_samples(index, self.interval, self.global_batch_size)
 
     def index_after(self, samples: float) -> int:
-        """Return the first evaluation at `samples` or later."""
-        # The tolerance is for rounding. The evaluation before may be late enough, because it was rounded up to a batch.
+        """Return the index of the first evaluation at `samples` or later."""
+        # The tolerance absorbs rounding errors. The previous evaluation, rounded up to a batch, may be late enough.
         index = max(1, math.ceil(samples / self.interval - 1e-9))
         return index - 1 if index > 1 and self.samples(index - 1) >= samples else index
 
     def allows(self, index: int, samples: int, previous: int) -> bool:
-        """Tell whether the `index`-th evaluation (from 1) may be at `samples`, after one at `previous`.
+        """Tell whether the `index`-th evaluation (from 1) may be at `samples` if the previous one was at `previous`.
 
-        Two readings of "rounded up to a whole batch" are in use, and both are accepted: the multiple of the interval is
-        rounded (an error under one batch for all evaluations), or the interval itself. Packed runs and partial last
-        batches count real sequences against a nominal batch size, which differs by up to two small batches.
+        Two readings of "rounded up to a whole batch" are accepted: rounding the multiple of the interval (an error under
+        one batch for all evaluations), or rounding the interval itself. Packed runs and partial last batches count real
+        sequences against a nominal batch size, which differs by up to two small batches.
         """
         batch = self.global_batch_size
         slack = max(batch, min(2 * batch, self.interval // 100))

@@ -1,7 +1,7 @@
 """Ask the official compliance checker for its verdict on a log, and parse its messages.
 
-The checker's messages hold record indices, expressions and dumps of its state; on some logs it ends with a traceback. It
-gets only the lines that hold a record, because it skips the others anyway.
+The checker's messages contain record indices, expressions and dumps of its state, and on some logs it crashes. It gets only
+the lines with records, because it skips all other lines anyway.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from compliance.official import process
 from console.text import visible
 
 TIMEOUT_S = 120
-"""Longest wait for the verdict on one log."""
+"""Maximum wait for the verdict on one log."""
 
 MAX_TEXT_CHARACTERS = 160
 
@@ -26,10 +26,10 @@ class Complaint:
 
     Attributes:
         text: the message, shortened.
-        keys: the keys that it names.
-        line: line in the file of the record that it names, if any.
-        absent: it misses a record, or a record with a passing value.
-        about_state: the failed condition is about earlier records, not about the record itself.
+        keys: keys that the message names.
+        line: line in the file of the record that the message names, if any.
+        absent: whether a record, or a record with a passing value, is missing.
+        about_state: whether the failed condition is about earlier records and not about the record itself.
     """
 
     text: str
@@ -42,10 +42,10 @@ class Complaint:
 
 @dataclass(frozen=True)
 class Opinion:
-    """Verdict of the official checker on one log, its warnings not counted as errors.
+    """Verdict of the official checker on one log. Its warnings do not count as errors.
 
     Attributes:
-        judged: False if the checker was not asked, crashed or did not end.
+        judged: False if the checker was not run, crashed or timed out.
     """
 
     outcome: Outcome
@@ -54,7 +54,7 @@ class Opinion:
 
     @property
     def errors(self) -> int:
-        """Number of the complaints that fail the log."""
+        """Number of complaints that make the log fail."""
         return sum(complaint.severity == "error" for complaint in self.complaints)
 
 
@@ -62,7 +62,7 @@ def opinion(lines: Sequence[tuple[int, bytes]], ruleset: str) -> Opinion:
     """Return the official checker's verdict on a log.
 
     Args:
-        lines: (line in the file, from 1; its bytes without the end) of each line with the token.
+        lines: (line number from 1, bytes without the line end) of each line with the token.
 
     Raises:
         ValueError: mlperf-logging is not installed.
@@ -77,10 +77,10 @@ def opinion(lines: Sequence[tuple[int, bytes]], ruleset: str) -> Opinion:
 
 
 def _parse_message(key: str | None, message: str, places: Sequence[int], severity: Severity) -> Complaint:
-    # The record, the expression, and a dump of the checker's state follow the first line.
+    # Use only the first line. The record, the expression and a dump of the checker's state follow it.
     text = visible(message.partition("\n")[0], MAX_TEXT_CHARACTERS)
     keys = frozenset({key} if key else ())
-    # The checker has no codes for its messages, so their English is matched, as mlperf-logging 4.1.68 words it.
+    # The messages have no codes, so match their text as worded by mlperf-logging 4.1.68.
     if match := re.match(r"Required (?:EXACTLY_ONE|AT_LEAST\S*) occurrence of (.*?)(?: but found (\d+)|$)", text):
         named = frozenset(re.findall(r"'(\w+)'", match[1]))
         return Complaint(text, named, absent=match[2] in (None, "0"), severity=severity)
@@ -90,9 +90,9 @@ def _parse_message(key: str | None, message: str, places: Sequence[int], severit
         test = re.search(r"^failed test: (.*)$", message, re.MULTILINE)
         condition = test[1] if test else ""
         text = visible(f"{match[1]} fails the condition {condition}", MAX_TEXT_CHARACTERS)
-        # The "line" is the record's index, from 0.
+        # The number that the message calls "line" is the record's index, from 0.
         line = places[int(match[2])]
-        # In the rule files' conditions s is the state after earlier records.
+        # In the conditions of rule files, s is the state after earlier records.
         return Complaint(text, keys, line=line, about_state="s[" in condition, severity=severity)
     # A condition on the whole log names no key.
     if "initialized_tensors" in message:

@@ -1,8 +1,8 @@
 """Ask the official tools about parts of a submission.
 
-Each part gets an answer of its own from the tool that judges it: a benchmark folder from the package checker (number of
-logs, compliance, seeds, power, reference convergence points), a system description and the names and sizes of files from
-theirs. A tool that crashes, and they crash easily, gives "fail".
+Each part gets its own answer from the tool that checks it: a benchmark folder from the package checker (number of logs,
+compliance, seeds, power, reference convergence points), a system description from the description checker, and the names
+and sizes of files from the repository checker. The tools crash easily, and a crash counts as "fail".
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ TIMEOUT_S = 600
 MAX_TEXT_CHARACTERS = 200
 
 PARAMETERS = "package_checker_params"
-"""File in which a submission asks the package checker to leave out checks."""
+"""File in which a submission asks the package checker to skip checks."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """An official tool's verdict on a part, and the last of its messages, shortened."""
+    """An official tool's verdict on a part, and the tool's last message, shortened."""
 
     outcome: Outcome
     message: str = ""
@@ -37,10 +37,10 @@ class Answer:
 
 @dataclass(frozen=True)
 class Score:
-    """Figures of the result summarizer for one system; None where it gives none.
+    """Figures of the result summarizer for one system. A figure that it does not give is None.
 
     Attributes:
-        minutes: the score, scaled.
+        minutes: the score after scaling.
         samples: mean samples to the target; None in the open division.
     """
 
@@ -51,7 +51,7 @@ class Score:
 
 
 def ask(part: str, path: Path, ruleset: str) -> Answer:
-    """Ask about a system description ("system") or a whole submission ("repository").
+    """Have the official tool check a system description (part "system") or a whole submission (part "repository").
 
     Raises:
         ValueError: mlperf-logging is not installed.
@@ -63,40 +63,40 @@ def ask(part: str, path: Path, ruleset: str) -> Answer:
 
 
 def ask_about_folder(folder: BenchmarkFolder, division: str, ruleset: str) -> Answer:
-    """Ask the package checker about one benchmark folder, whose logs are of a division; raises as `ask` does."""
-    # On a copy, because the package checker writes among the results.
+    """Have the package checker check one benchmark folder with logs of `division`. Raises as `ask` does."""
+    # Use a copy, because the package checker writes files into the results folder.
     with tempfile.TemporaryDirectory(prefix="compliance-") as copy:
         _link(folder, division, Path(copy))
         return ask("package", Path(copy), ruleset)
 
 
 def ask_for_score(tree: Path, ruleset: str) -> Score:
-    """Ask the result summarizer for the score of a submission of one system; raises as `ask` does."""
+    """Ask the result summarizer for the score of a submission with one system. Raises as `ask` does."""
     answer = process.ask("score", absolute(tree), ruleset, TIMEOUT_S)
     return Score(fault=visible(answer["crash"], MAX_TEXT_CHARACTERS)) if "crash" in answer else Score(**answer)
 
 
 def _link(folder: BenchmarkFolder, division: str, copy: Path) -> None:
-    """Make a submission of links that holds this one folder."""
+    """Create a submission of links that contains only this folder."""
     name = absolute(folder.path).name
     here = copy / "results" / folder.system / name
     here.mkdir(parents=True)
     for entry in (*folder.logs, *folder.misnamed):
-        if entry.is_file() or entry.is_dir() or not entry.exists():  # a pipe would keep the checker waiting
+        if entry.is_file() or entry.is_dir() or not entry.exists():  # excludes pipes, on which the checker would block
             (here / entry.name).symlink_to(absolute(entry))
     if (folder.path / "power").is_dir():
         for entry in (folder.path / "power").glob("*/*"):
             target = here / entry.relative_to(folder.path)
             target.parent.mkdir(parents=True, exist_ok=True)
-            target.touch()  # the tool looks at the names of measurements only
-    # The package checker reads its parameters in both places, and they change its verdict.
+            target.touch()  # the tool checks only the names of measurements
+    # Copy the parameters, because the package checker reads them in both places and they affect its verdict.
     for given, copied in ((folder.path, here), (absolute(folder.path).parent, here.parent)):
         if (given / PARAMETERS).is_file():
             (copied / PARAMETERS).symlink_to(absolute(given / PARAMETERS))
     (copy / "systems").mkdir()
     if folder.description.is_file():
         content = _object(folder.description)
-        # Without the field the checker crashes; the description gets a verdict of its own.
+        # The checker crashes without this field. The description itself is checked separately.
         content.setdefault("division", division)
         (copy / "systems" / folder.description.name).write_text(json.dumps(content))
 

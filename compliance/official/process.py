@@ -1,6 +1,6 @@
-"""The process of the official tools (`compliance.official.worker`): started at the first question, kept for the others.
+"""Client of the process of the official tools (`compliance.official.worker`).
 
-It is started again after it died, or had to be killed because it took too long.
+The process starts with the first question and answers all later ones. It restarts after a crash or a timeout.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ NAMES = {
 
 
 def ask(question: str, subject: Path | int, ruleset: str, timeout_s: float) -> dict[str, Any]:
-    """Ask an official tool. A tool that dies twice over a question, or does not end, gives {"crash": reason}.
+    """Ask an official tool. If it dies twice on a question or times out, the answer is {"crash": reason}.
 
     Args:
         question: a key of `NAMES`.
-        subject: a path, or the global batch size for "reference".
+        subject: a path, or the global batch size for the question "reference".
 
     Raises:
         ValueError: mlperf-logging is not installed.
@@ -45,14 +45,14 @@ def ask(question: str, subject: Path | int, ruleset: str, timeout_s: float) -> d
 
 
 def ask_about(log: bytes, ruleset: str, timeout_s: float) -> dict[str, Any]:
-    """Ask the official compliance checker about the lines of a log; raises as `ask` does."""
+    """Have the official compliance checker check the lines of a log. Raises as `ask` does."""
     path = the_worker().folder / "log.txt"
     path.write_bytes(log)
     return ask("log", path, ruleset, timeout_s)
 
 
 class Worker:
-    """A process that answers one question after the other."""
+    """A process that answers one question at a time."""
 
     def __init__(self) -> None:
         self.process: subprocess.Popen[bytes] | None = None
@@ -61,16 +61,16 @@ class Worker:
         atexit.register(self._close)
 
     def answer(self, question: str, subject: str | int, ruleset: str, timeout_s: float) -> dict[str, Any]:
-        """Return the answer to a question, {"crash": reason} if there is none."""
+        """Return the answer to a question, or {"crash": reason} if there is none."""
         line = json.dumps([question, subject, ruleset]).encode() + b"\n"
         name = NAMES.get(question, "tool")
-        # A process that died before, or over the previous question, leaves this question a second try.
+        # Try twice, because the process may have died on the previous question.
         for _ in range(2):
             answer = self._exchange(self.process or self._start(), line, timeout_s)
             if answer is None:
                 self.end()
                 return {"crash": f"the official {name} did not end within {timeout_s} s"}
-            # Without the line end the process died while it answered.
+            # An answer without a line end means that the process died while answering.
             if answer.endswith(b"\n"):
                 return json.loads(answer)
             self.end()
@@ -78,14 +78,14 @@ class Worker:
 
     @staticmethod
     def _exchange(process: subprocess.Popen[bytes], request: bytes, timeout_s: float) -> bytes | None:
-        """Return the line that answers a request, cut short if the process died; None if it takes too long."""
+        """Return the answer line to a request, truncated if the process died; None after a timeout."""
         assert process.stdin
         assert process.stdout
-        with suppress(BrokenPipeError):  # the answer of a dead process is empty
+        with suppress(BrokenPipeError):  # a dead process gives an empty answer
             process.stdin.write(request)
             process.stdin.flush()
         answer, deadline_s = b"", time.monotonic() + timeout_s
-        # os.read() passes by the buffer, which select() does not see.
+        # os.read() bypasses Python's buffer, which select() does not see.
         while not answer.endswith(b"\n"):
             if not select.select([process.stdout], [], [], max(0.0, deadline_s - time.monotonic()))[0]:
                 return None
@@ -98,27 +98,27 @@ class Worker:
         if find_spec("mlperf_logging") is None:
             raise ValueError("the package mlperf-logging is not installed: install the project's requirements")
         self.process = subprocess.Popen(
-            # -P: the folder of the script holds modules with the names of other packages' modules.
+            # -P, because the script's folder has modules with the same names as other packages' modules.
             [sys.executable, "-P", str(Path(__file__).with_name("worker.py"))],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            cwd=self.folder,  # some tools leave files where they run
-            # The tools open descriptions in the encoding of the locale, but ours are UTF-8.
+            cwd=self.folder,  # some tools leave files in the current folder
+            # The tools open descriptions in the locale's encoding, but ours are UTF-8.
             env=os.environ | {"PYTHONUTF8": "1"},
-            start_new_session=True,  # Ctrl-C is for the program that asks
+            start_new_session=True,  # Ctrl-C must reach only the parent
         )
         return self.process
 
     def end(self) -> None:
-        """Kill the process. The next question starts another."""
+        """Kill the process. The next question starts a new one."""
         process, self.process = self.process, None
         if process is None:
             return
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         for pipe in (process.stdin, process.stdout):
-            # Closing flushes what the process has not read, which fails because it is gone.
+            # Closing flushes unread input, which fails because the process is gone.
             with suppress(OSError):
                 if pipe:
                     pipe.close()

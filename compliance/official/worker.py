@@ -1,12 +1,12 @@
-"""The process in which the official tools of mlperf-logging run: one JSON request per line on stdin, one answer on stdout.
+"""Process that runs the official tools of mlperf-logging: reads a JSON request per line on stdin, answers on stdout.
 
-The tools' own programs judge one log per start, print for people and end with status 0 whatever they found. Here their
-functions judge one log, or one part of a submission, after the other. Three functions of the compliance checker are
-replaced by ones with the same result:
+The tools' own programs check one log per start, print text for people and exit with status 0 whatever they find. This
+process calls their functions on many logs and parts of submissions. It replaces three functions of the compliance checker by
+functions with the same result:
 
-- The search for the token takes time quadratic in the length of a record. Cutting at the last token does not.
-- Rule files are opened by names that the log gives. Only the package's own rule files are opened.
-- A rule file is parsed once instead of once per log.
+- The checker's search for the token takes quadratic time in the length of a record. Cutting at the last token is linear.
+- The checker opens any rule file that a log names. The replacement opens only the package's own rule files.
+- The checker parses rule files for every log. The replacement parses each rule file once.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ RULE_FILE = re.compile(r"training_\d\.\d\.\d/\w+\.yaml", re.ASCII)
 
 
 def token_lines(lines: Iterable[str], token: str = ":::MLLOG ") -> list[str]:
-    """Return each line that holds the token, from its last token on."""
+    """Return the lines with the token, each cut to begin at its last token."""
     return [token + line.rpartition(token)[2] for line in lines if token in line]
 
 
 def enqueue_config(name: str) -> None:
-    """Have a rule file of the package checked next. Refuse any other file that a log may name."""
+    """Queue a rule file of the package for checking. Refuse any other file that a log names."""
     if not RULE_FILE.fullmatch(name):
         raise ValueError(name)
     mlp_compliance.enqueued_configs.append(name)
 
 
 class RuleFiles:
-    """Replacement for the module yaml that parses each rule file once; the checker does not change what it loads."""
+    """Replacement for the module yaml that parses each rule file once. The checker does not modify the loaded data."""
 
     BaseLoader = yaml.BaseLoader
 
@@ -62,7 +62,7 @@ def _load_rules(name: str) -> Any:
 
 
 class _Messages(logging.Handler):
-    """Handler that keeps the messages of the tools."""
+    """Logging handler that stores the messages of the tools."""
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
@@ -77,10 +77,10 @@ class _Messages(logging.Handler):
 
 def judge_log(path: str, ruleset: str) -> dict[str, Any]:
     """Return the compliance checker's verdict on a log and its keyed messages."""
-    mlp_compliance.enqueued_configs.clear()  # a crash leaves some behind
-    # The checker keeps its messages in fields as well; formatting them for nobody takes time.
+    mlp_compliance.enqueued_configs.clear()  # a crash may leave queued files
+    # Disable logging to save time. The checker also stores its messages in fields.
     logging.disable(logging.CRITICAL)
-    # quiet would drop the warnings, werror count them as errors.
+    # quiet would drop warnings, and werror would count them as errors.
     checker = mlp_compliance.make_checker("training", ruleset, quiet=False, werror=False)
     try:
         passed = checker.check_file(path, f"training_{ruleset}/common.yaml")
@@ -98,12 +98,12 @@ def judge_log(path: str, ruleset: str) -> dict[str, Any]:
 def _shorten(text: str) -> str:
     if len(text) <= MAX_MESSAGE_CHARACTERS:
         return text
-    # The condition stands between the record and the checker's state, and both may be long.
+    # The condition is between the record and the checker's state, which may both be long.
     test = re.search(r"^failed test: .*$", text, re.MULTILINE)
     return text[: MAX_MESSAGE_CHARACTERS // 2] + ("\n" + test[0] if test else "")
 
 
-# A part of a submission. The tools' modules are imported when they are asked for: SciPy and pandas take a second.
+# A part of a submission. Import the tools' modules only when needed, because SciPy and pandas take a second.
 
 
 def _package(path: str, ruleset: str) -> bool:
@@ -131,7 +131,7 @@ def _repository(path: str, _ruleset: str) -> bool:
 
 def judge_part(judge: Callable[[str, str], bool], path: str, ruleset: str) -> dict[str, Any]:
     """Return a tool's verdict on a part of a submission and its last error message."""
-    logging.disable(logging.NOTSET)  # a question about a log may have come before
+    logging.disable(logging.NOTSET)  # an earlier question about a log disables logging
     logging.getLogger().handlers[:] = [_said]
     _said.lines.clear()
     try:
@@ -157,7 +157,7 @@ def _rcp_checker(ruleset: str) -> RCP_Checker:
 
 
 def reference(batch: int, ruleset: str) -> dict[str, Any]:
-    """Return the reference that the RCP checker compares a global batch size with, as `check_directory` chooses it."""
+    """Return the reference for a global batch size that the RCP checker's `check_directory` would choose."""
     checker, points = _rcp_checker(ruleset), "pruned_rcps"
     low, high = checker._find_top_min_rcp(batch, points), checker._find_bottom_max_rcp(batch, points)
     origin, used = "none", []
@@ -167,7 +167,7 @@ def reference(batch: int, ruleset: str) -> dict[str, Any]:
         origin, used = "interpolated", [low, high]
         _, record = checker._create_interp_rcp(batch, low, high)
     elif high:
-        # `_find_min_rcp` returns the same point: there is none below the batch size.
+        # `_find_min_rcp` returns the same point, because no point is below the batch size.
         origin, used, record = "smallest", [high], high
     answer: dict[str, Any] = {"origin": origin, "points": [point["BS"] for point in used]}
     answer["largest"] = max(point["BS"] for point in checker.pruned_rcp_data.values())
@@ -178,7 +178,7 @@ def reference(batch: int, ruleset: str) -> dict[str, Any]:
 
 
 def score(path: str, ruleset: str) -> dict[str, Any]:
-    """Return the result summarizer's figures for a submission of one system; None where it gives none."""
+    """Return the result summarizer's figures for a submission with one system; None for a missing figure."""
     from mlperf_logging.result_summarizer.result_summarizer import summarize_results
 
     try:
@@ -197,16 +197,16 @@ QUESTIONS: dict[str, Callable[[Any, str], dict[str, Any]]] = {"log": judge_log, 
 
 
 def main() -> None:
-    """Answer until stdin ends."""
-    # The repository checker says that all passed at the level INFO.
+    """Answer requests until stdin ends."""
+    # The repository checker reports success at the level INFO.
     logging.getLogger().setLevel(logging.INFO)
     mlp_compliance.enqueue_config = enqueue_config
     mlp_compliance.yaml = RuleFiles()
-    # Each ruleset has a parser module with a copy of this function.
+    # Replace the function in every parser module, because each ruleset has its own copy.
     for name in dir(mlp_parser):
         if name.startswith("ruleset_"):
             getattr(mlp_parser, name).strip_and_dedup = token_lines
-    # Only answers may go to stdout: the tools print for people.
+    # Only answers may go to stdout, so redirect what the tools print.
     answers = sys.stdout
     with contextlib.redirect_stdout(sys.stderr):
         for line in sys.stdin:

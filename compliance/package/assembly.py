@@ -1,6 +1,6 @@
-"""Decide whether the runs in a folder make a submission and which of them it holds, and write its tree.
+"""Decide whether the runs in a folder make a valid submission, choose the runs to submit, and write the tree.
 
-A fault that stops the submission is a ValueError, raised before anything is written. Others are findings of the package.
+A fault that prevents the submission raises ValueError before anything is written. Other faults become findings.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ def make_package(request: PackageRequest) -> Package:
     """Write the submission tree request.out/request.org.
 
     Raises:
-        ValueError: these logs, this description or this place make no submission; nothing was written.
+        ValueError: the logs, the description or the location do not allow a submission. Nothing was written.
     """
     if request.tree.exists():
         raise ValueError(f"{request.tree} exists already: choose another --out, or remove it")
     logs = result_logs(request.runs)
     division = division_of(logs)
     folder, system = absolute(request.runs), request.system.stem
-    # A folder of another name may lie anywhere, and its parent names no system.
+    # The parent's name is a system only for a benchmark folder. A folder of another name may be anywhere.
     if folder.name == BENCHMARK and folder.parent.name != system:
         raise ValueError(
             f"{request.runs} holds the runs of {folder.parent.name!r}, but --system {request.system} describes {system!r}. "
@@ -60,7 +60,7 @@ def make_package(request: PackageRequest) -> Package:
 def _description(
     request: PackageRequest, division: rules.Division, logs: list[Log]
 ) -> tuple[dict[str, Any], list[Finding]]:
-    """Return the description's fields, and the differences to the logs that do not stop a submission."""
+    """Return the description's fields, and findings about differences from the logs that do not prevent a submission."""
     path = request.system
     description = read_description(path)
     faults = [fault for fault in description_findings(description, request.ruleset) if fault.severity == "error"]
@@ -68,7 +68,7 @@ def _description(
         if not faults and description.text(name) is None:
             remedy = f"`python -m compliance system --out {quote(str(path))} --set {name}=...`"
             raise ValueError(f"{path}: {name} is empty: {remedy}")
-    # No official tool compares the divisions, and seeds and convergence are checked only where the file says "closed".
+    # No official tool compares the divisions, and the tools check seeds and convergence only if the file says "closed".
     if not faults and description.fields["division"] != division:
         found = f"division is {description.fields['division']!r}, but the logs say {division!r}"
         raise ValueError(f"{path}: {found}: correct the wrong one")
@@ -91,7 +91,7 @@ def _refuse_unsuitable(logs: list[Log]) -> None:
     for log in logs:
         if log.path.stat().st_size > MAX_FILE_BYTES:
             raise ValueError(f"{log.path}: larger than {MAX_FILE_BYTES >> 20} MiB, the most that a submission may hold")
-        # By content: a copy has another name, and would count one run twice.
+        # Compare contents, because a copy under another name would count one run twice.
         same = digests.setdefault(sha256_of(log.path), log.path)
         if same != log.path:
             raise ValueError(
@@ -106,25 +106,25 @@ def _refuse_unsuitable(logs: list[Log]) -> None:
 
 def _choose(logs: list[Log], ruleset: str) -> tuple[tuple[SubmittedRun, ...], Selection]:
     verdicts = [check_log(log, ruleset) for log in logs]
-    # A log that fails a check is a failed run, whatever it says of itself.
+    # A log that fails a check counts as a failed run, even if its status is success.
     times = [minutes_of(log) if verdict.passed else FAILED for log, verdict in zip(logs, verdicts, strict=True)]
     selection = select([log.run.start_ms or 0 for log in logs], times, SUBMISSION_RUNS)
     failed = [verdict for verdict in verdicts if not verdict.passed]
-    # Infinite where even the median window holds two failed runs.
+    # The score is infinite if even the median window contains two failed runs.
     if selection.score == FAILED:
         named = "; ".join(f"{verdict.path.name}: {_why(verdict)}" for verdict in failed)
         raise ValueError(
             f"{logs[0].path.parent}: {len(failed)} runs are not valid results, and a set of {SUBMISSION_RUNS} may hold one "
             f"(TR 12): {named}. Run again"
         )
-    # A fault in a run that is not submitted costs nothing.
+    # Faults of runs that are not submitted do not matter.
     for run in selection.chosen:
         if verdicts[run].official == "pass" and not verdicts[run].passed:
             raise ValueError(
                 f"{logs[run].path}: {_why(verdicts[run])}. The official tools do not see it and would count the run: move "
                 "the log away and run again"
             )
-    # In the order of their start, from 0, whatever their numbers were.
+    # Renumber the runs from 0 in the order of their start.
     chosen = enumerate(selection.chosen)
     return tuple(SubmittedRun(f"result_{number}.txt", logs[run], times[run]) for number, run in chosen), selection
 
@@ -135,7 +135,7 @@ def _why(verdict: Verdict) -> str:
 
 def _source_findings(logs: list[Log], source: SourceTree) -> Iterator[Finding]:
     rule = "SR Source code requirements for replication"
-    # Logs of other software name no commit.
+    # Logs of other software do not name a commit.
     if commits := {log.header["commit"] for log in logs if "commit" in log.header} - {source.commit}:
         found = f"a log was made at commit {min(commits)!a}, but the source is packaged at {source.commit!r}"
         remedy = "check out the commit of the runs and package from there"

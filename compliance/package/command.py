@@ -1,4 +1,4 @@
-"""`python -m compliance package`: write the tree, run the official tools on it, compare their figures with ours."""
+"""`python -m compliance package`: write the tree, run the official tools on it, and compare their figures with ours."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from console.program import say
 from console.text import visible
 
 AGREEMENT = 1e-9
-"""Largest relative difference of a figure to the official one."""
+"""Maximum relative difference between our figures and the official figures."""
 MAX_NAMED = 100
-"""Maximum number of names of files that are left out of the source."""
+"""Maximum number of files that are named as left out of the source."""
 
 
 def run(request: PackageRequest) -> int:
-    """Make the submission, have it checked, print what was found.
+    """Make the submission, run all checks on it, and print the findings.
 
     Returns:
-        0 if all tools pass and their figures equal ours, else 1.
+        0 if all tools pass and their figures agree with ours, else 1.
 
     Raises:
-        ValueError: no submission can be made of this.
+        ValueError: the request does not allow a submission.
     """
     package = make_package(request)
-    # The tree is read again, as a reviewer will have it: copied and renamed.
+    # Check the written tree, with copied and renamed files, as a reviewer will get it.
     verdicts = check_paths([request.tree], request.ruleset)
     tools = {request.tree: "repository checker", package.results: "package checker"}
     rows = [(tools[each.path], each.official == "pass") for each in verdicts if each.path in tools]
@@ -52,7 +52,7 @@ def run(request: PackageRequest) -> int:
     for name, passed in rows:
         say(f"{name:<30} {'pass' if passed else 'FAIL'}")
     say()
-    # One log of ten may fail; its errors do not count if the folder passes.
+    # One log of ten may fail. Its errors do not count if the folder passes.
     for verdict in () if is_valid else verdicts:
         for finding in verdict.errors:
             say(replace(finding, found=f"{verdict.path.name}: {finding.found}"))
@@ -66,7 +66,7 @@ def run(request: PackageRequest) -> int:
 
 
 def _differences(package: Package, score: Score) -> Iterator[Finding]:
-    # The summarizer's convergence check has written this file if the score is scaled, and removed it otherwise.
+    # The summarizer's convergence check writes this file if the score is scaled, and removes it otherwise.
     written = package.results / "scaling.json"
     factor = read_json(written, MAX_FILE_BYTES, "")["scaling_factor"] if written.is_file() else 1.0
     figures = [
@@ -77,7 +77,7 @@ def _differences(package: Package, score: Score) -> Iterator[Finding]:
     if package.division == "closed":
         figures.append(("mean samples to the target", package.outlook.mean, score.samples))
     for name, ours, theirs in figures:
-        # A figure that one of the two lacks is a difference as well.
+        # A figure that only one side has is also a difference.
         if ours is None or theirs is None or not math.isclose(ours, theirs, rel_tol=AGREEMENT):
             remedy = "do not submit it: one of the two programs is wrong about these logs"
             found = f"the {name} is {ours} here and {theirs} there" + (f" ({score.fault})" if score.fault else "")

@@ -1,4 +1,4 @@
-"""The source that a submission carries: what git tracks of this repository, without results."""
+"""Source tree of a submission: all files of this repository that git tracks, without results."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class SourceTree:
     """Files of a source tree, as sorted paths below its root.
 
     Attributes:
-        left_out: files that a submission may not hold: links, hidden files, files of more than 50 MiB, names with spaces
-            or unprintable characters.
+        left_out: files that a submission must not contain: links, hidden files, files of more than 50 MiB, and names
+            with spaces or unprintable characters.
         commit: the commit that is checked out.
-        modified: files that differ from it.
+        modified: files that differ from the commit.
     """
 
     root: Path
@@ -36,13 +36,13 @@ def tracked_source(root: Path = REPOSITORY) -> SourceTree:
     """Return the source below `root`, which must be a git checkout.
 
     Raises:
-        ValueError: git knows no such checkout, or it lacks README.md, Dockerfile, LICENSE or run_and_time.sh.
+        ValueError: `root` is not a git checkout, or lacks README.md, Dockerfile, LICENSE or run_and_time.sh.
     """
-    # A folder inside another repository's checkout has no .git, and git would list the other repository's files.
+    # Require .git, because in a folder inside another checkout git would list the other repository's files.
     commit = run(["git", "rev-parse", "HEAD"], folder=root, timeout_s=TIMEOUT_S)
     if not (root / ".git").exists() or commit.trouble:
         raise ValueError(f"{root} is not a git checkout, which defines the source: package from a checkout")
-    # The name may lead nowhere: git also lists files that were deleted and not committed.
+    # Files may be missing, because git also lists files whose deletion is not committed.
     names = [name for name in _git(root, "ls-files") if not name.startswith("results/")]
     names = [name for name in names if (root / name).exists() or (root / name).is_symlink()]
     files = [name for name in names if _may_be_submitted(root / name, name)]

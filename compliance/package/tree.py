@@ -2,11 +2,11 @@
 
     <org>/README.md, LICENSE.md
     <org>/systems/<system>.json
-    <org>/benchmarks/bert/implementations/mlperf-bert/          the source: what git tracks, without results
+    <org>/benchmarks/bert/implementations/mlperf-bert/          the source: tracked files, without results
     <org>/benchmarks/bert/<system>/                             the resolved configuration as JSON
-    <org>/results/<system>/bert/result_0.txt ... result_9.txt   and scaling.json, where the score is scaled
+    <org>/results/<system>/bert/result_0.txt ... result_9.txt   and scaling.json if the score is scaled
 
-The tree is written aside and renamed when it is complete.
+The tree is written to a temporary folder and renamed when it is complete.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from compliance.package.source import SourceTree
 from console.files import atomic_path, sync
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]*")
-"""Names of folders that the repository checker and every file system take."""
+"""Pattern of folder names that the repository checker and all file systems accept."""
 
 IMPLEMENTATION = "mlperf-bert"
 
 
 @dataclass(frozen=True)
 class PackageRequest:
-    """Request to package the logs in `runs` as <out>/<org>; the description's name without .json names the system."""
+    """Request to package the logs in `runs` as <out>/<org>. The description's file name without .json names the system."""
 
     org: str
     system: Path
@@ -73,9 +73,9 @@ class Package:
     """A submission tree.
 
     Attributes:
-        runs: the chosen runs of `all_runs`, in the order of their numbers in the tree.
-        left_out: files of the source that a submission may not hold.
-        findings: faults that do not stop the submission.
+        runs: runs chosen from `all_runs`, in the order of their numbers in the tree.
+        left_out: source files that a submission must not contain.
+        findings: faults that do not prevent the submission.
     """
 
     request: PackageRequest
@@ -89,17 +89,17 @@ class Package:
 
     @property
     def results(self) -> Path:
-        """The folder of the logs in the tree."""
+        """Folder of the logs in the tree."""
         return self.request.tree / "results" / self.request.system.stem / "bert"
 
     @property
     def scaling(self) -> float:
-        """Factor of the score: 1, unless the outlook's verdict is "scaled"."""
+        """Scaling factor of the score; 1 unless the outlook's verdict is "scaled"."""
         return self.outlook.scaling if self.outlook.verdict == "scaled" else 1.0
 
     @property
     def minutes(self) -> float:
-        """The score: Olympic mean of the times to train, times `scaling`."""
+        """The score: Olympic mean of the times to train, multiplied by `scaling`."""
         return self.selection.score * self.scaling
 
     @property
@@ -116,14 +116,14 @@ class Package:
 
 
 def write_tree(package: Package, description: Mapping[str, Any], source: SourceTree) -> None:
-    """Write the tree aside and put it in its place when it is complete; raises ValueError and leaves nothing otherwise."""
+    """Write the tree atomically. If that fails, raise ValueError and leave nothing behind."""
     tree = package.request.tree
     try:
         tree.parent.mkdir(parents=True, exist_ok=True)
         with atomic_path(tree) as aside:
             aside.mkdir()
             _fill(aside, package, description, source)
-            # A tree must not get its name before its content is on the disk.
+            # Flush all contents to disk before the tree gets its final name.
             for folder, _, files in os.walk(aside, topdown=False):
                 for name in (*files, "."):
                     sync(Path(folder, name))
@@ -140,9 +140,9 @@ def _fill(root: Path, package: Package, description: Mapping[str, Any], source: 
     _copy(source.root / "LICENSE", root / "LICENSE.md")
     results = root / "results" / system / "bert"
     for run in package.runs:
-        # Byte by byte, because the digests in the log and a reviewer look at the bytes.
+        # Copy the exact bytes, which the digests in the log cover.
         _copy(run.log.path, results / run.name)
-    # The summarizer reads this file before its own convergence check writes it.
+    # Write scaling.json here, because the summarizer reads it before its convergence check writes it.
     if package.outlook.verdict == "scaled":
         _text(results / "scaling.json", json.dumps({"scaling_factor": package.scaling}))
     _text(root / "systems" / f"{system}.json", json.dumps(dict(description), indent=2, ensure_ascii=False) + "\n")
@@ -154,7 +154,7 @@ def _fill(root: Path, package: Package, description: Mapping[str, Any], source: 
 def _copy(source: Path, target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(source, target)
-    # Modes as git keeps them, whatever the umask was.
+    # Set the modes that git would set, independent of the umask.
     target.chmod(0o755 if os.access(source, os.X_OK) else 0o644)
 
 
@@ -164,9 +164,9 @@ def _text(path: Path, text: str) -> None:
 
 
 def _configuration(log: Log) -> dict[str, Any]:
-    """Return the versions, hardware, settings and resolved configuration that a log names."""
+    """Return the versions, hardware, settings and resolved configuration from a log's header."""
     configuration = {key.removeprefix("config."): text for key, text in log.header.items() if key.startswith("config.")}
-    # Each run has its own seed, which its log holds.
+    # Leave out the seed, because each run has its own and logs it.
     head = {key: text for key, text in log.header.items() if not key.startswith(("config.", "seed"))}
     settings = [rule.key for rule in rules.KEYS.values() if rule.phases == ("init",) and rule.once and rule.value]
     logged = {key: log.run.first[key].value for key in settings if key in log.run.first and key != "seed"}

@@ -120,6 +120,6 @@ def _pipeline(feed: Callable[[], tuple[NDArray[np.generic], ...]], on_gpu: bool)
     # Copy to the GPU before the conversion, because narrow token ids have a quarter of the final size.
     placed = [output.gpu() if on_gpu else output for output in narrow]
     return tuple(
-        output if name == "cu_seqlens" else fn.cast(output, dtype=types.DALIDataType.INT64)  # as `Batch` has it
+        output if name == "cu_seqlens" else fn.cast(output, dtype=types.DALIDataType.INT64)  # `Batch` has int32 here
         for name, output in zip(FIELDS, placed, strict=True)
     )

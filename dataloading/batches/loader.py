@@ -209,7 +209,7 @@ class Prefetcher(Generic[Item]):
     def close(self) -> None:
         """Stop the thread and discard its items."""
         self._stop.set()
-        # The thread may be waiting for room in the queue.
+        # Empty the queue, because the thread may be waiting for room in it.
         while self._thread is not None and self._thread.is_alive():
             try:
                 self._ready.get(timeout=0.05)

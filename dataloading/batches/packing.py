@@ -45,7 +45,7 @@ def pack_samples(
             f"sequences of {lengths.min()} to {lengths.max()} tokens, expected 1 to {capacity}: change the capacity "
             "or check the length index"
         )
-    lengths = lengths.astype(np.min_scalar_type(capacity), copy=False)  # 16 bits or fewer are sorted by radix
+    lengths = lengths.astype(np.min_scalar_type(capacity), copy=False)  # NumPy uses radix sort for up to 16 bits
     strategy = pack_histogram(np.bincount(lengths, minlength=capacity + 1), capacity, max_sequences)
     rng = np.random.default_rng(seed)
     packs = rng.permutation(np.repeat(np.arange(len(strategy.counts), dtype=np.int32), strategy.counts))

@@ -1,4 +1,4 @@
-"""Packing strategies: how many packs of each combination of lengths hold the sequences of a length histogram.
+"""Packing strategies. A strategy is the number of packs for each combination of sequence lengths.
 
 This is the one-dimensional cutting-stock problem with a limit on the number of pieces. If the solution of first-fit
 decreasing is not within ``_GOOD_ENOUGH`` of a lower bound, column generation (Gilmore and Gomory 1961, 1963) solves the
@@ -264,7 +264,7 @@ def _solve(columns: NDArray[np.int64], counts: NDArray[np.int64]) -> tuple[NDArr
     Each length must be covered, and a slot may also hold the next shorter length that occurs. This does not change the
     optimum, but it prevents longer lengths from having lower prices, which saves most of the rounds.
     """
-    from scipy import optimize, sparse  # takes longer to load than most packings take
+    from scipy import optimize, sparse  # loading it takes longer than most packings
 
     lengths = np.flatnonzero(counts)
     row_of = np.zeros(len(counts), np.int64)

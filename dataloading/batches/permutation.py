@@ -32,9 +32,9 @@ def shuffled(positions: NDArray[np.integer], count: int, seed: int, epoch: int) 
         epoch: at least 0 and less than 2**64.
     """
     rows = math.isqrt(count - 1) + 1  # the square root, rounded up
-    rows += rows % 2  # on a grid with odd sides, half of all orders would never occur
+    rows += rows % 2  # on a grid with odd sides, half of all orders could not occur
     columns = -(-count // rows)
-    # The seed is scrambled first, so that different pairs have different sums.
+    # Scramble the seed first, so that different (seed, epoch) pairs give different starts.
     (start,) = _stream(_stream(np.uint64(seed), np.zeros(1, np.uint64)), np.array([epoch], np.uint64))
     keys = _stream(start, np.arange(ROUNDS, dtype=np.uint64))
     cells = positions.astype(np.uint64)

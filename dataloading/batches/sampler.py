@@ -136,7 +136,7 @@ def deal(lengths: NDArray[np.integer], micro_batches: int) -> NDArray[np.int64]:
         dealt = deal(np.append(lengths, np.zeros(empty, lengths.dtype)), micro_batches)
         return np.where(dealt < len(lengths), dealt, -1)
     # Subtract instead of negating, to stay in uint16. The stable sort keeps samples of equal length in batch order.
-    longest_first = np.argsort(0xFFFF - lengths.astype(np.uint16), kind="stable")  # 16 bits are sorted by radix
+    longest_first = np.argsort(0xFFFF - lengths.astype(np.uint16), kind="stable")  # NumPy uses radix sort for 16 bits
     cost_N = cost(lengths)
     sequences = len(lengths) // micro_batches
     at_once = max(1, micro_batches // 2) if sequences <= _FEW else micro_batches

@@ -170,7 +170,7 @@ class Dataset:
             shard = self.open_listed(index)
             for start in range(0, len(shard), samples):
                 yield shard.read(start, min(start + samples, len(shard)))
-                # Release the pages. Otherwise those of the whole data set would count as memory of this process.
+                # Release the pages. Otherwise the whole data set would count as memory of this process.
                 shard.forget()
 
     def verify(self, visit: Callable[[ShardRecord, Samples], None] = lambda *_: None) -> None:
@@ -220,7 +220,9 @@ class Dataset:
             shard.expect_random_reads()  # set after verification, which reads sequentially
             held = shard.held_bytes + sum(other.held_bytes for other in self._open_shards.values())
             while self._open_shards and (len(self._open_shards) >= self._most_open or held > _MAX_HELD_BYTES):
-                held -= self._open_shards.pop(next(iter(self._open_shards))).held_bytes  # a dict is in order of opening
+                held -= self._open_shards.pop(
+                    next(iter(self._open_shards))
+                ).held_bytes  # a dict keeps the order of opening
             self._open_shards[index] = shard
         return self._open_shards[index]
 

@@ -73,9 +73,9 @@ def info_of(folder: Path, names: Sequence[str], vocab: Path) -> DatasetInfo:
     most_tokens = most_masked = 1
     for name in names:
         shard = open_shard(folder / name)
-        if shard.digest is not None:  # a native shard describes itself
+        if shard.digest is not None:  # a native shard contains its description
             return shard.info.without_sources()
-        if shard.layout in ("fixed", "tfrecord"):  # the width of the rows
+        if shard.layout in ("fixed", "tfrecord"):  # these layouts declare the width of their rows
             most_tokens, most_masked = shard.info.max_seq_length, shard.info.max_predictions_per_seq
             break
         most_tokens = max(most_tokens, int(shard.lengths.max(initial=1)))

@@ -143,7 +143,7 @@ def _write_shards(info: DatasetInfo, out: Path, counts: list[int], shards: int, 
     for index in range(shards):
         path = out / shard_name(index, shards)
         start, stop = int(bounds[index]), int(bounds[index + 1])
-        if whole_shard(path) != (info, stop - start):  # seed and source are equal, or `begun` would have refused
+        if whole_shard(path) != (info, stop - start):  # `begun` has checked that seed and source are equal
             pieces = []
             while start < stop:
                 # side="right", because an empty bucket has the same start as the next bucket, which has the sample.

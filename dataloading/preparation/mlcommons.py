@@ -37,7 +37,7 @@ KNOWN: Mapping[str, tuple[int, str]] = {
     "part-00498-of-00500": (24_575_505, "e6d68a7632e9f4aa1a94128cce556dc9"),
     "part-00499-of-00500": (21_873_644, "b3b087ad24e3770d879a351664cebc5a"),
 }
-"""Size and MD5 by file name. The downloader's list, beside the text parts, has the MD5 sums of the other parts."""
+"""Size and MD5 by file name. The MD5 sums of the other parts are in the list that the downloader stores beside them."""
 
 _PART = re.compile(r"part-(\d{5})-of-(\d{5})")
 _WIKI = re.compile(r"wiki_\d\d")
@@ -53,13 +53,13 @@ class Inputs:
 
     vocabulary: tuple[Path, ...] = ()
     config: tuple[Path, ...] = ()
-    """bert_config.json, which is optional."""
+    """The file bert_config.json, which is optional."""
     checkpoint: tuple[Path, ...] = ()
     """Index file and data files of one TensorFlow checkpoint, in this order."""
     text: tuple[Path, ...] = ()
     """Parts of the preprocessed text, in order."""
     evaluation: tuple[Path, ...] = ()
-    """eval.txt."""
+    """The file eval.txt."""
     articles: tuple[Path, ...] = ()
     """WikiExtractor's files. They are used if there is no preprocessed text."""
     lists: tuple[Path, ...] = ()

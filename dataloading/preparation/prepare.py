@@ -64,8 +64,8 @@ def prepare(job: Job, out: Path, *, jobs: int = 1, report: Report = ignore_progr
     Each process needs about 30 bytes of memory for each byte of its largest text (0.8 GB for 27 MB).
 
     Raises:
-        ValueError: a text or the vocabulary cannot be used, ``out`` holds something else or was made with other
-        settings. OSError: the disk is full or cannot be written.
+        ValueError: a text or the vocabulary cannot be used, or ``out`` holds other files or was made with other settings.
+        OSError: the disk is full or cannot be written.
     """
     info = make_shards(job, out, jobs=jobs, report=report)
     return index_shards(out, job.shard_names, info)

@@ -157,7 +157,7 @@ def _next_word(twister: NDArray[np.uint32]) -> int:
             twister[word] = twister[(word + 397) % 624] ^ (joined >> 1) ^ (0x9908B0DF if joined & 1 else 0)
         index = 0
     twister[624] = index + 1
-    # 64 bits, so that shifting to the left loses no bit before it is masked.
+    # 64 bits, so that a left shift does not lose bits before they are masked.
     bits = np.int64(twister[index])
     bits ^= bits >> 11
     bits ^= (bits << 7) & 0x9D2C5680
@@ -219,7 +219,7 @@ def _draw_samples(
     masked_lm_positions [M] and masked_lm_ids [M], and for each sample its length, the length up to the first [SEP], and
     its next-sentence label.
     """
-    max_num_tokens = len(masked_count_by_length) - 4  # max_seq_length less [CLS] and both [SEP]
+    max_num_tokens = len(masked_count_by_length) - 4  # max_seq_length without [CLS] and two [SEP]
     # Buffers are doubled when they are full, because the number of samples is unknown until all are drawn.
     input_ids = np.empty(1 << 20, np.uint16)
     positions = np.empty(1 << 18, np.uint16)
@@ -361,7 +361,7 @@ def _mask(
         elif _random(twister) < 0.5:
             replacements[position] = row[position]
         else:
-            replacements[position] = _random_below(twister, vocab_size)  # special tokens included
+            replacements[position] = _random_below(twister, vocab_size)  # including special tokens
     masked = 0
     for position in range(len(row)):
         if replacements[position] >= 0:

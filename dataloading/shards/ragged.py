@@ -42,7 +42,7 @@ class RaggedColumn:
         self.held_bytes = 0 if array.in_place else array.values.nbytes
         self.dtype = array.row_dtype
         self._name = f"{path}: {name}"
-        # Signed integers have the same bytes as the unsigned ones of `Samples` for every valid value.
+        # Valid values have the same bytes in the stored signed type as in the unsigned type of `Samples`.
         self.is_as_in_samples = self.dtype.newbyteorder("<") == self.dtype and self.dtype.itemsize == _SIZES.get(name)
         self._addresses, self._numbers = array.values["address"], array.values["object"]
         self._content = memoryview(file.content)

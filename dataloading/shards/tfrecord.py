@@ -155,7 +155,7 @@ def _messages(data: bytes, wanted: int) -> Iterator[bytes]:
 def _varint(data: bytes, place: int) -> tuple[int, int]:
     """Return the unsigned value at offset ``place``, and the offset after it."""
     value = 0
-    for index, octet in enumerate(data[place : place + 10]):  # 64 bits in groups of seven
+    for index, octet in enumerate(data[place : place + 10]):  # at most ten bytes with seven bits each
         value |= (octet & 0x7F) << (7 * index)
         if octet < 0x80:
             return value, place + index + 1

@@ -120,7 +120,7 @@ class Vocabulary:
 
     @cached_property
     def ids(self) -> dict[str, int]:
-        """Token to id."""
+        """Mapping from token to id."""
         return {token: index for index, token in enumerate(self.tokens)}
 
     @property
@@ -185,7 +185,7 @@ class Tokenizer:
 
     @classmethod
     def from_vocab(cls, path: Path, do_lower_case: bool = True) -> Self:
-        """Return a tokenizer for a vocabulary file; errors as in `Vocabulary.from_file`."""
+        """Return a tokenizer for a vocabulary file. Raises the same errors as `Vocabulary.from_file`."""
         return cls(Vocabulary.from_file(path), do_lower_case)
 
     def encode_lines(self, lines: Sequence[str]) -> tuple[NDArray[np.uint16], NDArray[np.int64]]:

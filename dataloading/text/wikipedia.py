@@ -69,12 +69,11 @@ def extract(
     500. Each process needs about 15 times the size of its largest input in memory, and 0.1 GB for punkt.
 
     Raises:
-        ValueError: an input cannot be used, punkt is not installed, or ``out`` holds something else or was made with
-        other
-            settings.
+        ValueError: an input cannot be used, punkt is not installed, ``out`` holds other files, or it was made with
+            other settings.
         OSError: the disk is full or cannot be written.
     """
-    sentence_splitter(options.sentences)  # raises at once if punkt is not installed
+    sentence_splitter(options.sentences)  # raises before any work is done if punkt is not installed
     tasks = _plan(find_inputs(inputs), out, options)
     sizes = [[task.path.name, *((str(path), path.stat().st_size) for path in task.inputs)] for task in tasks]
     with begun(out, JOB_NAME, {"options": asdict(options), "inputs": sizes}, finished=f"{_HELD_OUT}/*.json"):

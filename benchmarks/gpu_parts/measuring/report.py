@@ -60,12 +60,12 @@ class PartReport:
     """The conditions of the figures: part, device, commit, versions."""
     # The default does nothing, because reports are also made without a device.
     settle: Callable[[], None] = lambda: None
-    """Called after each measurement to clean up the device; may raise ``DeviceLostError``."""
+    """Function that cleans up the device after each measurement. It may raise ``DeviceLostError``."""
     rows: list[Figure] = field(default_factory=list)
     measuring: str | None = None
-    """The row that is being measured."""
+    """Name of the row that is being measured."""
     error: str | None = CUT_OFF
-    """Why the part is not complete."""
+    """Reason why the part is incomplete, or None."""
     took: float = 0.0
     """Seconds spent in all processes of the part."""
     _since: float = field(default_factory=time.monotonic)

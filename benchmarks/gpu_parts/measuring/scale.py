@@ -122,7 +122,7 @@ def micro_batches(context: Context, sequences: int, count: int, seed: int = 0, *
     """Return a global batch of ``count`` micro-batches on the device. ``padded`` pads each of them to its shape bucket."""
     batches = []
     for index in range(count):
-        # Each micro-batch has samples of its own.
+        # Each micro-batch has different samples.
         samples = samples_of(context.scale, sequences, seed + index)
         longest = context.scale.model.max_position_embeddings
         sizes = len(samples.input_ids), sequences, len(samples.masked_lm_ids), longest
