@@ -91,7 +91,7 @@ def train(run: Run) -> Status:
         log.block_stop(at.samples)
 
         if status is None and at.samples < due:
-            status = "aborted"  # the samples are used up
+            status = "aborted"  # the sample limit is reached
         if status is None:
             evaluations.begin(at)
             # At the sample limit, there is no next step that could overlap the all-reduce.

@@ -130,7 +130,7 @@ def log_settings(log: MLLog, config: Config, inputs: Inputs, mesh: Mesh, seed: i
             "opt_lamb_beta_1": optimizer.beta_1,
             "opt_lamb_beta_2": optimizer.beta_2,
             "opt_lamb_weight_decay_rate": optimizer.weight_decay_rate,
-            "opt_lamb_learning_rate_decay_poly_power": 1.0,  # linear, as the rules fix it
+            "opt_lamb_learning_rate_decay_poly_power": 1.0,  # linear decay, as the rules require
             "opt_gradient_clip_norm": optimizer.max_grad_norm,
             "opt_learning_rate_training_steps": optimizer.learning_rate_training_steps,
             # The rule files require the number of warm-up steps under both names.

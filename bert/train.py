@@ -171,7 +171,7 @@ def _complain(error: Exception) -> None:
     """Print the error in one line, with the rank's number, because the error may concern only one machine."""
     try:
         rank = Launch.from_environment().rank
-    except ValueError:  # the environment is what is wrong
+    except ValueError:  # the error may be about the environment itself
         rank = 0
     complain(error, f"error: rank {rank}" if rank else "error")
 

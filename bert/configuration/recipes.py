@@ -177,7 +177,7 @@ RECIPES: dict[str, Callable[[], Config]] = {
 
 
 def described(name: str) -> str:
-    """Describe a recipe in one line."""
+    """Return a one-line description of a recipe."""
     config = RECIPES[name]()
     nodes, _, gpus = name.rpartition("_")[2].partition("x")
     # Recipes that are not plain BERT-Large are functions with a docstring.

@@ -82,7 +82,7 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Paths of the data, and the loader."""
+    """Paths of the data, and settings of the loader."""
 
     train: Path
     """Folder with the training shards, their manifest and their length index."""
@@ -250,7 +250,7 @@ class EvaluationConfig:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """Checkpoints, from which a run continues after a fault."""
+    """Checkpoints, from which a run can continue after a fault."""
 
     folder: Path | None = None
     """Folder for checkpoints, which contain the weights, the optimizer's moments and the position. None: no checkpoints."""

@@ -118,7 +118,7 @@ class Evaluator:
 
     def read_ahead(self) -> None:
         """Start to read this rank's share in the background. Call this only after the clock has started."""
-        self._reserved.clear()  # the allocators keep the memory
+        self._reserved.clear()  # the allocators' caches keep the memory
         reader = ThreadPoolExecutor(1, "evaluation")
         self._read = reader.submit(self._read_all)
         # The thread ends after this task.
@@ -152,7 +152,7 @@ class Evaluator:
         with autocast:
             # Ranks that share a copy of the model must all run it, because the model contains collectives.
             correct = model(batch).masked_lm_correct
-        assert correct is not None  # in evaluation the model counts
+        assert correct is not None  # in evaluation mode, the model counts correct predictions
         if not self._counted:  # another rank counts for this copy of the model
             return
         self._counts[0] += correct
@@ -160,7 +160,7 @@ class Evaluator:
 
     def _read_all(self) -> list[Batch]:
         if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)  # a thread starts on the first GPU
+            torch.cuda.set_device(self._device)  # a new thread uses the first GPU by default
         batches = []
         for indices in self._indices:
             samples = self._dataset.take(indices)

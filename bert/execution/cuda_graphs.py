@@ -41,7 +41,7 @@ class CudaCapturer:
         self.close()
 
     def close(self) -> None:
-        """Reset all graphs. Their replays raise from then on."""
+        """Reset all graphs. Replaying them afterwards raises an error."""
         self._graphs.close()
 
     def prepare(self, function: Function) -> Function:
@@ -120,7 +120,7 @@ class BatchGraphs:
         }
         for batch in largest_first:
             static = replace(batch, **{name: buffers[name][: len(value)] for name, value in batch.tensors.items()})
-            _copy_(static, batch)  # the buffers must hold a valid batch: ids are indices
+            _copy_(static, batch)  # the buffers must hold a valid batch, because ids are used as indices
             self._captured[batch.shape_bucket] = static, capturer.prepare(lambda static=static: self._function(static))
 
     def __call__(self, batch: Batch) -> bool:

@@ -48,7 +48,7 @@ class Eager:
         self._forward_backward, self._duties, self._stopwatch = forward_backward, duties, stopwatch
 
     def __call__(self, micro_batches: Sequence[Batch]) -> None:
-        """Train on the micro-batches of one step, up to the reduced gradients."""
+        """Run the passes of one step's micro-batches and reduce the gradients."""
         with self._stopwatch.time("forward_backward"):
             for role, batch in zip(roles_of(len(micro_batches), self._duties), micro_batches, strict=True):
                 self._forward_backward(role, batch)
@@ -71,7 +71,7 @@ class Captured:
         """Number of micro-batches that ran without a CUDA graph."""
 
     def __call__(self, micro_batches: Sequence[Batch]) -> None:
-        """Train on the micro-batches of one step, up to the reduced gradients."""
+        """Run the passes of one step's micro-batches and reduce the gradients."""
         with self._stopwatch.time("forward_backward"):
             for role, batch in zip(roles_of(len(micro_batches), self._duties), micro_batches, strict=True):
                 self.uncaptured_batches += not self._graphs[role](batch)
@@ -93,7 +93,7 @@ class Pipelined:
         self._schedule, self._finish, self._stopwatch = schedule, finish, stopwatch
 
     def __call__(self, micro_batches: Sequence[Batch]) -> None:
-        """Train on the micro-batches of one step, up to the reduced gradients."""
+        """Run the passes of one step's micro-batches and reduce the gradients."""
         self._schedule(micro_batches)
         with self._stopwatch.time("reduce"):
             self._finish()

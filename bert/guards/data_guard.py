@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 METADATA = frozenset({"manifest.json", "lengths.npy"})
-"""Numbers of samples and their sizes, which may be read before the clock starts (training_rules, section 6.4)."""
+"""Names of files with only the number and sizes of samples, which may be read early (training_rules, section 6.4)."""
 
 
 class DataTouchedEarlyError(RuntimeError):

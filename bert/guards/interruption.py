@@ -14,7 +14,7 @@ class Interrupted(Exception):  # noqa: N818 an event, not an error
 
     @property
     def status(self) -> int:
-        """Return the exit status."""
+        """Exit status of a process that ends because of this signal."""
         return orderly(128 + self.number)
 
 
@@ -26,7 +26,7 @@ class Interruption:
 
     def __init__(self) -> None:
         self.number: int | None = None
-        """Number of the first signal."""
+        """Number of the last signal, or None if no signal has arrived."""
         self._deferred = False
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._handle)
@@ -38,7 +38,7 @@ class Interruption:
     def _handle(self, number: int, _frame: FrameType | None) -> None:
         again = self.number is not None
         self.number = number
-        # Before training there is no step after which all ranks could stop.
+        # Before training, there is no step after which all ranks could stop together.
         if again or not self._deferred:
             raise Interrupted(number)
 

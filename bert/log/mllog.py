@@ -65,7 +65,7 @@ class MLLog:
         self._run = LoggedRun()
         self._tensors: list[object] = []
         self._is_aborting = False  # an aborted run need not be complete
-        self._lock = threading.RLock()  # reentrant: `abort` logs records while it holds it
+        self._lock = threading.RLock()  # reentrant, because `abort` logs records while it holds the lock
 
     def __enter__(self) -> Self:
         return self
@@ -88,7 +88,7 @@ class MLLog:
             self.line(f"# {key}: {visible(value)}")
 
     def line(self, text: str) -> None:
-        """Write one plain line. Raises ``RuleViolation`` if ``text`` holds a line end or the token of a record."""
+        """Write one plain line. Raises ``RuleViolation`` if ``text`` contains a line end or a record's token."""
         if self._file is None:
             return
         # A parser would read a plain line with the token as a record, and a plain line with a line end as two lines.
@@ -132,7 +132,7 @@ class MLLog:
         self.event("seed", seed)
 
     def hyperparameters(self, values: Mapping[str, int | float | str]) -> None:
-        """Log the settings of the run by their MLPerf keys. A missing key raises at ``init_stop``."""
+        """Log the run's settings under their MLPerf keys. If a key is missing, ``init_stop`` raises an error."""
         for key, value in values.items():
             self.event(key, value)
             if key == "opt_lamb_epsilon":

@@ -102,7 +102,7 @@ class RunPanel:
         self._panel.show(self._view(record))
 
     def close(self) -> None:
-        """Leave the last state on the screen."""
+        """Stop redrawing and leave the last state on the screen."""
         self._panel.close()
 
     def _view(self, record: Record) -> RunView:

@@ -64,7 +64,7 @@ class Stragglers:
 
 
 class Intervals:
-    """Reports of the steps since the last report: means, rates, phases, warnings."""
+    """Reporter of the steps in each log interval: means, rates, phases and warnings."""
 
     def __init__(
         self,

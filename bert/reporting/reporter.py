@@ -20,7 +20,7 @@ class Position:
     samples: int = 0
 
     def after(self, global_batch_size: int) -> "Position":
-        """Return the position one step further on."""
+        """Return the position after one more step."""
         return Position(self.steps + 1, self.samples + global_batch_size)
 
 

@@ -4,7 +4,7 @@ import time
 
 # The order is the order within a step. The watchdog uses it to find the rank that is furthest behind.
 PHASES: tuple[str, ...] = ("data_wait", "forward_backward", "reduce", "update")
-"""Parts of a step."""
+"""Names of the phases of a step."""
 EXCHANGE = "exchange in "
 """Prefix of the phase's name while a rank waits for the ranks that share its stage of the model."""
 

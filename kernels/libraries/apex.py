@@ -51,7 +51,7 @@ def embedding_layer_norm(
     dropout: Dropout | None = None,
     word_gradient_VD: Tensor | None = None,
 ) -> Tensor:
-    """Return dropout of the layer norm of the sum of the three embeddings, [T, D], in the type of the tables."""
+    """Return ``dropout(layer_norm(sum of the three embeddings))``, [T, D], in the type of the tables."""
     word_VD = adding_gradient(word_VD, word_gradient_VD)
     summed_TD = summed_embeddings(input_ids_T, position_ids_T, segment_ids_T, word_VD, position_LD, segment_2D)
     return drop(_layer_norm(summed_TD, weight_D, bias_D, eps), dropout)

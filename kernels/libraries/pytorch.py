@@ -83,7 +83,7 @@ def embedding_layer_norm(
     dropout: Dropout | None = None,
     word_gradient_VD: Tensor | None = None,
 ) -> Tensor:
-    """Return dropout of the layer norm of the sum of the three embeddings, [T, D]."""
+    """Return ``dropout(layer_norm(sum of the three embeddings))``, [T, D]."""
     word_VD = adding_gradient(word_VD, word_gradient_VD)
     summed_TD = summed_embeddings(input_ids_T, position_ids_T, segment_ids_T, word_VD, position_LD, segment_2D)
     return drop(F.layer_norm(summed_TD, weight_D.shape, weight_D, bias_D, eps), dropout)
@@ -104,7 +104,7 @@ def _kept(x: Tensor, dropout: Dropout) -> Tensor:
     """
     # The range starts at -2**63, so that all 64 bits are random, including the sign.
     words = torch.empty(-(-x.numel() // 4), dtype=torch.int64).random_(-(2**63), None)
-    kept = words.view(torch.int16)[: x.numel()].view(x.shape) >= dropout.threshold - 2**15  # signed
+    kept = words.view(torch.int16)[: x.numel()].view(x.shape) >= dropout.threshold - 2**15  # int16 is signed
     return kept.to(x.dtype).mul_(dropout.scale)
 
 

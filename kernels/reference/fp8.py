@@ -148,7 +148,7 @@ def new_scales(amax_N: Tensor, scale_N: Tensor, largest_N: Tensor) -> Tensor:
     # Fractions lie between 0.5 and 1. If the fraction of amax is larger, the exponent of the scale is one less.
     exponent_N = largest_exponent_N - amax_exponent_N - (amax_fraction_N > largest_fraction_N).int()
     exponent_N = exponent_N.clamp(1 - _EXPONENT_BIAS, _EXPONENT_BIAS - 1)
-    power_N = ((exponent_N + _EXPONENT_BIAS) << _MANTISSA_BITS).view(torch.float32)  # 2^exponent by its bits
+    power_N = ((exponent_N + _EXPONENT_BIAS) << _MANTISSA_BITS).view(torch.float32)  # build 2^exponent from its bits
     return torch.where(amax_N.isfinite() & (amax_N > 0), power_N, scale_N)
 
 
