@@ -132,7 +132,7 @@ class DeviceStopwatch(Stopwatch):
 
     @contextmanager
     def exchanging(self) -> Iterator[None]:
-        """Count nothing: the host does not wait, and a step has hundreds of exchanges."""
+        """Do not measure exchanges on a GPU: the host does not wait for them, and a step has hundreds."""
         yield
 
     def take(self) -> dict[str, float]:

@@ -155,7 +155,7 @@ def measure_contention(mesh: Mesh, processors: int, seconds: float) -> Contentio
         # Repeat until the window ends, so that no rank finishes early and frees processors.
         together.append(time_in_window(work, share, mesh.device))
         barrier()
-        # Do the work once, as in a step: ranks that finish free processors for the other ranks.
+        # Do the work once, as in a step: a rank that has finished leaves its processors to the other ranks.
         begun.append(work())
         barrier()
     # Only rank 0's row is used. The other ranks send an array of the same shape.

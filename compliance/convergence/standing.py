@@ -45,7 +45,7 @@ class Standing:
 
     @property
     def passed(self) -> bool:
-        """Tell whether the set may still pass. Without a reference, only open runs may pass."""
+        """Tell whether the runs pass, or can pass with the missing runs. Without a reference, only the open division can."""
         verdict = self.outlook.verdict
         return verdict != "fail" and (verdict != "no reference" or self.division == "open")
 

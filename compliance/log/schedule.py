@@ -46,9 +46,9 @@ class EvaluationSchedule:
     def allows(self, index: int, samples: int, previous: int) -> bool:
         """Tell whether the `index`-th evaluation (from 1) may be at `samples` if the previous one was at `previous`.
 
-        Two readings of "rounded up to a whole batch" are accepted: rounding the multiple of the interval (an error under
-        one batch for all evaluations), or rounding the interval itself. Packed runs and partial last batches count real
-        sequences against a nominal batch size, which differs by up to two small batches.
+        Two readings of "rounded up to a whole batch" are accepted: rounding each multiple of the interval, which is never
+        wrong by a whole batch, or rounding the interval itself, whose error adds up. Packed runs and partial last batches
+        count real sequences against a nominal batch size, which differs by up to two small batches.
         """
         batch = self.global_batch_size
         slack = max(batch, min(2 * batch, self.interval // 100))

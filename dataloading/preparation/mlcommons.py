@@ -227,7 +227,8 @@ def check_sizes(files: Iterable[Path], checksums: Checksums) -> None:
 
 
 def check_digests(md5_by_file: Mapping[Path, str], checksums: Checksums) -> int:
-    """Raise ``ValueError`` with the names of all files whose MD5 sum is wrong; return the number of files in no list."""
+    """Raise ``ValueError`` with the names of all files whose MD5 sum is wrong; return the number of
+    files that no list names."""
     wanted = {path: {expected.md5 for expected in checksums.expected(path)} for path in md5_by_file}
     _refuse(
         [

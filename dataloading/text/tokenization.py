@@ -231,7 +231,7 @@ def split_words(line: str, do_lower_case: bool) -> list[str]:
         return _ASCII_WORD.findall(line.lower() if do_lower_case else line)
     line = line.translate(_CLEAN)
     # The reference lower-cases and decomposes each word separately. Doing it for the whole line gives the same result:
-    # blanks end both the context that decides on a final sigma and the reordering of combining marks.
+    # a blank ends the context in which lower() chooses the form of a sigma, and NFD reorders no combining mark across it.
     if do_lower_case:
         return unicodedata.normalize("NFD", line.lower()).translate(_SPLIT_AND_STRIP_ACCENTS).split()
     return line.translate(_SPLIT).split()

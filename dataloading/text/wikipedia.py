@@ -92,7 +92,7 @@ def extract(
 
 @dataclass(frozen=True)
 class _Task:
-    """A part to make."""
+    """Extraction of one text shard: its articles, and the files to write."""
 
     path: Path
     record_path: Path

@@ -17,7 +17,7 @@ KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 ROUNDS = 7
 
 PLACES_A_DRAW = 16
-"""Number of adjacent columns that share one draw. Each of the 16 columns uses 8 of its 128 bits."""
+"""Number of adjacent columns that share one draw. Each column uses 8 of the draw's 128 bits."""
 
 TIE_MULTIPLIER = 0x9E3779B9
 """2^32 divided by the golden ratio. Multiplying by it makes the highest bits depend on all bits of the other factor."""

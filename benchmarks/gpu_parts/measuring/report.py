@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 CUT_OFF = "cut off"
-"""The error in the file until the part has ended."""
+"""Placeholder for the error in a part's file, which stays there if the part is killed."""
 
 _OWN_PACKAGES = ("benchmarks", "bert", "dataloading", "kernels")
 

@@ -115,7 +115,7 @@ class PipelineModel(BertForPreTraining):
 
 
 def pipeline_group(mesh: Mesh) -> dist.ProcessGroup | None:
-    """Return the group of ranks with this rank's shard of each stage, or None without stages. Every rank must call it."""
+    """Return the group of ranks that hold this copy's stages, or None without stages. Every rank must call it."""
     if mesh.pipeline == 1:
         return None
     return process_group(mesh.pipeline_ranks)

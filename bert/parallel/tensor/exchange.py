@@ -32,7 +32,7 @@ class Exchange:
         return rows
 
     def scattered(self, rows: Tensor) -> Tensor:
-        """Return this rank's [W, ...] of the sum over ranks of [R W, ...]."""
+        """Sum ``rows`` [R W, ...] over the ranks, and return this rank's rows [W, ...] of the sum: a reduce-scatter."""
         # ``SharedPlacement`` has already padded the rows to a multiple of the ranks.
         own = rows.new_empty((len(rows) // self.size, *rows.shape[1:]))
         with self._waiting():

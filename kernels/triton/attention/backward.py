@@ -181,8 +181,9 @@ def attention_backward_keys(
         # Rows past the end have finite weights, and upstream and delta of zero: they add nothing to either sum.
         lse_Q = tl.load(lse + rows, mask=valid_q, other=0.0)
         delta_Q = tl.load(delta + rows, mask=valid_q, other=0.0)
-        # Keys are rows here, as in the sums, so that the next products take weights and gradients from registers. Keys past
-        # the end are zero rows, whose weights may overflow. They do not mix with other rows, and their sums are not stored.
+        # Rows of the scores are keys, as in the sums of the key and value gradients, so that the products for these sums
+        # take their operands from registers. Keys past the end are zero rows, whose weights may overflow. They do not mix
+        # with other rows, and their sums are not stored.
         scores = product(key_KE, tl.trans(query_QE))
         weights = tl.exp2(scores * SCORE_SCALE - lse_Q[None, :])
         dropped = weights
