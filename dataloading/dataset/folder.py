@@ -151,6 +151,8 @@ class Dataset:
         rows = (indices - self._first_samples[shard_of]).tolist()
         # This dictionary keeps a shard readable even if it is closed to make room for another shard of this batch.
         shards = {index: self._shard(index) for index in np.unique(shard_of).tolist()}
+        for each in shards.values():
+            each.require_whole()
         builder = SampleBuilder()
         for shard, row in zip(shard_of.tolist(), rows, strict=True):
             shards[shard].add_to(builder, row)

@@ -131,9 +131,16 @@ class Shard(ABC):
         """
         if not 0 <= start <= stop <= len(self):
             raise IndexError(f"{self.path}: samples {start} to {stop} asked for; it holds {len(self):,}")
+        self.require_whole()
         samples = self._between(start, stop)
         check_content(samples, self.info, self.path)
         return samples
+
+    def require_whole(self) -> None:
+        """Raise ``ValueError`` if the file has become shorter: reading missing pages would end the process (SIGBUS)."""
+        # size() asks the file, len() the map.
+        if self._content is not None and self._content.size() < len(self._content):
+            raise ValueError(f"{self.path}: it has become shorter while it was read; {REMEDY}")
 
     def verify(self, digest: str | None = None) -> Samples:
         """Read and return all samples; ValueError if the content does not match its digest.

@@ -172,3 +172,28 @@ def test_a_folder_of_links_that_fails_can_be_begun_again(run: Run, tmp_path: Pat
         run("index", tmp_path / "data", "--vocab", VOCAB, "--out", tmp_path / "out", fails=fails)
         assert (tmp_path / "out").exists() != fails
     assert len(open_dataset(tmp_path / "out").take(np.arange(6))) == 6
+
+
+def test_a_shard_that_becomes_shorter_while_it_is_read_is_named(tmp_path: Path) -> None:
+    """The process would otherwise end by SIGBUS."""
+    code = """
+import os, sys
+from pathlib import Path
+import numpy as np
+from dataloading.dataset.folder import open_dataset
+from dataloading.shards.formats import open_shard
+dataset = open_dataset(Path(sys.argv[1]))
+path = Path(sys.argv[1]) / dataset.shards[0].name
+dataset.take(np.arange(len(dataset)))
+shard = open_shard(path)
+os.truncate(path, 0)
+for read in (dataset.take, lambda _: shard.read(0, 9), lambda _: shard.verify()):
+    try:
+        read(np.arange(9))
+    except ValueError as error:
+        assert str(path) in str(error), error
+        print("refused", flush=True)
+"""
+    write_dataset(tmp_path / "data", make_samples(3000), shards=2, info=INFO)
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "data")], cwd=REPOSITORY, capture_output=True)
+    assert (done.returncode, done.stdout.splitlines()) == (0, [b"refused"] * 3), done.stderr
