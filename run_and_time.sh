@@ -160,15 +160,7 @@ world_size=$((nodes * NPROC))
 # Not torchrun's elastic agents (--standalone, --rdzv-backend c10d): those unpickle what stands in a store without a password,
 # which listens on all addresses. Variables could ask for them, too. One node: any port that is free, below those of connections.
 unset "${!PET_@}"
-free_port='import random, socket
-while True:
-    with socket.socket() as probe:
-        try:
-            probe.bind(("", random.SystemRandom().randrange(10_000, 32_000)))
-        except OSError:
-            continue
-        print(probe.getsockname()[1])
-        break'
+free_port='from bert.parallel.master_port import free_port; print(free_port())'
 
 trap '' PIPE # the reader of the output may end, as `| tee` does: runs go on without it
 claims=$(mktemp -d)

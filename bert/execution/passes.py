@@ -89,7 +89,7 @@ class Pipelined:
     def __init__(
         self, schedule: Callable[[Sequence[Batch]], None], finish: Callable[[], None], stopwatch: Stopwatch
     ) -> None:
-        """Create the execution from a function that runs the schedule and one that completes the gradient reduction."""
+        """``schedule`` runs the micro-batches through the stages, ``finish`` completes the reduction of gradients."""
         self._schedule, self._finish, self._stopwatch = schedule, finish, stopwatch
 
     def __call__(self, micro_batches: Sequence[Batch]) -> None:

@@ -4,8 +4,10 @@ PyTorch's own error message is long and hard to understand.
 """
 
 import os
+import random
 import socket
 import sys
+from contextlib import suppress
 
 from console.program import complain
 
@@ -31,6 +33,14 @@ def require_free_port() -> None:
             f"MASTER_PORT is {port}, but this node cannot listen there ({reason}): set it to a port that is free here, "
             "the same one on all nodes"
         ) from None
+
+
+def free_port() -> int:
+    """Return a port that is free here, below the range of ephemeral ports."""
+    while True:
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("", random.SystemRandom().randrange(10_000, 32_000)))
+            return probe.getsockname()[1]
 
 
 if __name__ == "__main__":

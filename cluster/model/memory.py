@@ -118,7 +118,7 @@ def kept_by_forward(
     D, F, H = model.hidden_size, model.intermediate_size, model.num_attention_heads
     T, S, M = sizes.tokens_AR, sizes.sequences, sizes.masked_AR
     Q = S + M
-    # With dropout, PyTorch's attention on a CPU stores scores, probabilities and mask, and copies of the keys and values
+    # With dropout, PyTorch's attention on a CPU keeps scores, probabilities and the mask. It also copies keys and values
     # of sequences that share their length with another sequence.
     cpu_dropout = model.attention_dropout > 0 and not on_gpu
     # A norm stores its input sum in fp32, as autocast computes it (on a GPU it stores both terms instead), the fp32 mean

@@ -91,7 +91,7 @@ def keep(config: Config, choice: TunedRun) -> None:
 
 
 def kept(config: Config) -> TunedRun | None:
-    """Return the choice stored for this machine and configuration; None if there is none or its file is damaged."""
+    """Return the stored choice for this machine and configuration, or None if its file is missing or damaged."""
     path, key = _file_and_key(config)
     if not path.exists():
         return None

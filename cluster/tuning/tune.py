@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import os
-import random
-import socket
 import statistics
 import sys
 import tempfile
 import time
-from contextlib import suppress
 from pathlib import Path
 
 from bert.configuration.config import REPOSITORY, Config
+from bert.parallel.master_port import free_port
 from bert.train import parse
 from cluster.tuning.choice import VARIABLES, TunedRun, keep
 from compliance.log.records import read_metrics
@@ -144,16 +142,8 @@ def _launcher(processes: int, folder: str) -> list[str]:
         return []
     return [
         *("-m", "torch.distributed.run", f"--nproc-per-node={processes}", f"--log-dir={folder}"),
-        *("--master-addr=127.0.0.1", f"--master-port={_free_port()}"),
+        *("--master-addr=127.0.0.1", f"--master-port={free_port()}"),
     ]
-
-
-def _free_port() -> int:
-    """Return a free port below the range of ephemeral ports."""
-    while True:
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("", random.SystemRandom().randrange(10_000, 32_000)))
-            return probe.getsockname()[1]
 
 
 def default_choice(recipe: str) -> TunedRun:

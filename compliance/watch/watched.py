@@ -172,7 +172,7 @@ def _read_log(path: Path, _written: float) -> RunningLog:
 
 
 def choose(path: Path) -> Path | None:
-    """Return the log to watch: `path` itself, or the newest unfinished log in a folder; None while there is none.
+    """Return the log to watch: `path`, or the newest unfinished log in a folder; None if the folder has no such log yet.
 
     Raises:
         ValueError: `path` is neither a folder nor a regular file, such as a pipe.

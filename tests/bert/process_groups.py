@@ -81,7 +81,7 @@ class Group(dist.ProcessGroup):
         self._timeline = timeline
         self.ranks = ranks
         self._communicators: dict[int | None, Stream] = {}
-        """Communication stream for each other rank, and under None that of the whole group."""
+        """Communication stream for each other rank. The key None has the stream for collectives of the whole group."""
 
     def allreduce(self, tensors: list[Tensor], *_: Any) -> "Group":
         return self._note("all_reduce", *tensors)

@@ -89,7 +89,7 @@ class _TimedStage(PipelineStage):
         with schedule.autocast():
             dtype = pipeline.hidden_dtype()
         shape = schedule.rows, pipeline.config.hidden_size
-        # With given shapes, PyTorch needs no pass through the stages to infer them.
+        # Without these shapes, PyTorch would infer them by an extra pass through the stages.
         hidden_WD = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
         loss = torch.empty((), dtype=weight.dtype, device="meta")
         super().__init__(

@@ -51,7 +51,6 @@ class ShardedLamb:
         self.momentum_W, self.variance_W, self._weight_W, self._update_W = (
             flat.weights_N.new_zeros(shard) for _ in range(4)
         )
-        self._is_gapless = reduction.own_sums is not None
         self._gradient_W = flat.weights_N.new_zeros(shard) if reduction.own_sums is None else reduction.own_sums
         self.steps = torch.zeros((), dtype=torch.int64, device=device)
         """int64 [], number of steps taken."""
@@ -80,7 +79,7 @@ class ShardedLamb:
         """
         config, flat = self.config, self.flat
         # A rank's shard is scattered over the buckets, but LAMB needs contiguous vectors.
-        if not self._is_gapless:
+        if self._reduction.own_sums is None:
             self._collect(flat.gradients_N, self._gradient_W)
         self._collect(flat.weights_N, self._weight_W)
         gradient_W, weight_W = self._gradient_W, self._weight_W
@@ -119,7 +118,7 @@ class ShardedLamb:
     @property
     def _gradients(self) -> Tensor:
         # The tensor to which the next step's gradients are added.
-        return self._gradient_W if self._is_gapless else self.flat.gradients_N
+        return self.flat.gradients_N if self._reduction.own_sums is None else self._gradient_W
 
     @torch.no_grad()
     def moments(self) -> tuple[Tensor, Tensor]:
