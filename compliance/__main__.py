@@ -151,12 +151,16 @@ def system(
 @app.command
 def convergence(folder: Folder, ruleset: Ruleset = NEWEST_RULESET) -> int:
     """Compare the runs in FOLDER, even an incomplete set, with the reference convergence. Exit status 1 on failure."""
-    from compliance.convergence.standing import standing
+    from compliance.report.results import load_results
+    from compliance.report.summary import print_summary
 
-    found = standing(folder, ruleset)
-    for text in found.lines():
-        say(text)
-    return 0 if found.passed else 1
+    results = load_results(folder, ruleset)
+    outlook = results.convergence
+    if not outlook and results.division != "open":
+        raise ValueError(f"{folder}: the logs do not share one submission_division and one global_batch_size")
+    print_summary(results)
+    say(outlook.sentence if outlook else "No reference convergence point applies in the open division.")
+    return 1 if outlook and outlook.verdict in ("fail", "no reference") else 0
 
 
 @app.command

@@ -11,13 +11,11 @@ import json
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from compliance.artefact import MAX_FILE_BYTES
 from compliance.folders import BenchmarkFolder, absolute
 from compliance.log.findings import Outcome
 from compliance.official import process
-from console.files import read_json
+from compliance.submission.description import read_description
 from console.text import visible
 
 TIMEOUT_S = 600
@@ -33,21 +31,6 @@ class Answer:
 
     outcome: Outcome
     message: str = ""
-
-
-@dataclass(frozen=True)
-class Score:
-    """Figures of the result summarizer for one system. A figure that it does not give is None.
-
-    Attributes:
-        minutes: the score after scaling.
-        samples: mean samples to the target; None in the open division.
-    """
-
-    minutes: float | None = None
-    scaling: float | None = None
-    samples: float | None = None
-    fault: str = ""
 
 
 def ask(part: str, path: Path, ruleset: str) -> Answer:
@@ -70,12 +53,6 @@ def ask_about_folder(folder: BenchmarkFolder, division: str, ruleset: str) -> An
         return ask("package", Path(copy), ruleset)
 
 
-def ask_for_score(tree: Path, ruleset: str) -> Score:
-    """Ask the result summarizer for the score of a submission with one system. Raises as `ask` does."""
-    answer = process.ask("score", absolute(tree), ruleset, TIMEOUT_S)
-    return Score(fault=visible(answer["crash"], MAX_TEXT_CHARACTERS)) if "crash" in answer else Score(**answer)
-
-
 def _link(folder: BenchmarkFolder, division: str, copy: Path) -> None:
     """Create a submission of links that contains only this folder."""
     name = absolute(folder.path).name
@@ -95,15 +72,6 @@ def _link(folder: BenchmarkFolder, division: str, copy: Path) -> None:
             (copied / PARAMETERS).symlink_to(absolute(given / PARAMETERS))
     (copy / "systems").mkdir()
     if folder.description.is_file():
-        content = _object(folder.description)
         # The checker crashes without this field. The description itself is checked separately.
-        content.setdefault("division", division)
+        content = {"division": division} | read_description(folder.description).fields
         (copy / "systems" / folder.description.name).write_text(json.dumps(content))
-
-
-def _object(path: Path) -> dict[str, Any]:
-    try:
-        content = read_json(path, MAX_FILE_BYTES, "")
-    except ValueError:
-        return {}
-    return content if isinstance(content, dict) else {}
