@@ -32,7 +32,6 @@ COMMANDS = {  # the empty string is the program without a command
     "compliance": ("", *COMPLIANCE.split()),
     "cluster": ("", "devices", "predict", "calibrate", "probe", "show", "tune", "whatif"),
     "kernels": ("",),
-    "kernels.ahead_of_time": ("",),
     "bert.convert": ("",),
     "bert.train": ("", "tiny_cpu"),
     "bert.evaluate": ("",),
