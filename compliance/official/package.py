@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from compliance.folders import BenchmarkFolder, absolute
 from compliance.log.findings import Outcome
 from compliance.official import process
-from compliance.submission.description import read_description
 from console.text import visible
 
 TIMEOUT_S = 600
@@ -45,15 +46,15 @@ def ask(part: str, path: Path, ruleset: str) -> Answer:
     return Answer("pass" if answer["passed"] else "fail", visible(answer["message"], MAX_TEXT_CHARACTERS))
 
 
-def ask_about_folder(folder: BenchmarkFolder, division: str, ruleset: str) -> Answer:
-    """Have the package checker check one benchmark folder with logs of `division`. Raises as `ask` does."""
+def ask_about_folder(folder: BenchmarkFolder, description: Mapping[str, Any], ruleset: str) -> Answer:
+    """Have the package checker check one benchmark folder and its description's fields. Raises as `ask` does."""
     # Use a copy, because the package checker writes files into the results folder.
     with tempfile.TemporaryDirectory(prefix="compliance-") as copy:
-        _link(folder, division, Path(copy))
+        _link(folder, description, Path(copy))
         return ask("package", Path(copy), ruleset)
 
 
-def _link(folder: BenchmarkFolder, division: str, copy: Path) -> None:
+def _link(folder: BenchmarkFolder, description: Mapping[str, Any], copy: Path) -> None:
     """Create a submission of links that contains only this folder."""
     name = absolute(folder.path).name
     here = copy / "results" / folder.system / name
@@ -72,6 +73,4 @@ def _link(folder: BenchmarkFolder, division: str, copy: Path) -> None:
             (copied / PARAMETERS).symlink_to(absolute(given / PARAMETERS))
     (copy / "systems").mkdir()
     if folder.description.is_file():
-        # The checker crashes without this field. The description itself is checked separately.
-        content = {"division": division} | read_description(folder.description).fields
-        (copy / "systems" / folder.description.name).write_text(json.dumps(content))
+        (copy / "systems" / folder.description.name).write_text(json.dumps(description))

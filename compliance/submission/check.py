@@ -181,7 +181,9 @@ def _check_folder(folder: BenchmarkFolder, runs: list[FolderRun], ruleset: str) 
     named = Counter(run.verdict.division for run in runs).most_common(1)
     division: rules.Division = "open" if named and str(named[0][0]).lower() == "open" else "closed"
     if folder.submission:
-        answer = ask_about_folder(folder, division, ruleset)
+        # The checker crashes without this field. The description itself is checked separately.
+        fields = {"division": division} | read_description(folder.description).fields
+        answer = ask_about_folder(folder, fields, ruleset)
     else:
         # Bare results may be incomplete, which the package checker does not accept. One log of ten may fail.
         failed = sum(run.verdict.official == "fail" for run in runs)
