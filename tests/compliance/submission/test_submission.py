@@ -285,7 +285,7 @@ def test_a_log_cannot_have_the_package_checker_run_code(root: Path, tmp_path: Pa
     division = f"{os.path.relpath(tmp_path, rule_files)}/evil"
     change(root / LOGS[0], value("submission_division", division))
     [folder] = find(root).benchmarks
-    ask_about_folder(folder, "closed", "5.0.0")
+    ask_about_folder(folder, {"division": "closed"}, "5.0.0")
     assert not made.exists()
 
 
@@ -294,7 +294,7 @@ def test_a_pipe_in_the_place_of_a_log_is_found_and_not_waited_for(root: Path) ->
     os.mkfifo(root / LOGS[2])
     verdict = of_folder(check_paths([root]))
     assert "result_2.txt is not counted as a log" in verdict.errors[0].found
-    answer = ask_about_folder(find(root).benchmarks[0], "closed", "5.0.0")
+    answer = ask_about_folder(find(root).benchmarks[0], {"division": "closed"}, "5.0.0")
     assert (answer.outcome, "did not end" in answer.message) == ("fail", False)
 
 
@@ -311,7 +311,9 @@ def test_a_worker_that_dies_is_a_failure_with_its_reason(
     assert ask("system", description, "5.0.0") == Answer("fail", f"the official system description {verdict}")
     assert ask("repository", root, "5.0.0") == Answer("fail", f"the official repository {verdict}")
     folder = find(root).benchmarks[0]
-    assert ask_about_folder(folder, "closed", "5.0.0") == Answer("fail", f"the official package {verdict}")
+    assert ask_about_folder(folder, {"division": "closed"}, "5.0.0") == Answer(
+        "fail", f"the official package {verdict}"
+    )
     monkeypatch.undo()
     assert ask("system", description, "5.0.0") == Answer("pass")
 
