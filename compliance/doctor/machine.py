@@ -7,7 +7,6 @@ import os
 import re
 import resource
 import socket
-import time
 from dataclasses import dataclass, field
 
 from compliance.doctor.gpus import Gpus, read_gpus
@@ -36,7 +35,6 @@ class Machine:
         load: load average of the last minute.
     """
 
-    now: float  # seconds since the epoch
     is_synchronised: bool
     cores: float
     threads: int
@@ -75,7 +73,6 @@ def read_machine(host: ExaminedHost) -> Machine:
     cpus = [name for name in host.names("/sys/devices/system/cpu") if re.fullmatch(r"cpu\d+", name)]
     governors = (host.read(f"/sys/devices/system/cpu/{name}/cpufreq/scaling_governor") for name in cpus)
     return Machine(
-        now=time.time(),
         is_synchronised=_is_clock_synchronised(),
         cores=min(allowed, int(quota[1]) / int(quota[2])) if quota else allowed,
         threads=psutil.cpu_count() or 1,

@@ -170,7 +170,6 @@ def test_what_modules_log_and_warn_of_is_harmless() -> None:
         ("bert.train tiny_cpu", "torch"),  # imported after the command line was parsed
         ("bert.evaluate tiny_cpu", "torch"),
         ("kernels", "torch"),  # imported by a command that needs it
-        ("kernels.ahead_of_time", "torch"),
     ],
 )
 def test_ctrl_c_during_the_imports_is_one_line(arguments: str, imported: str, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Kernels that need too many resources, to test that ``kernels.ahead_of_time`` detects them."""
+"""Kernels that need too many resources, to test that ``tests.kernels.compiled`` detects them."""
 
 import triton
 import triton.language as tl

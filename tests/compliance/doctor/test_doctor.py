@@ -12,7 +12,7 @@ import pytest
 from compliance.doctor.diagnosis import Diagnosis
 from compliance.doctor.examination import examine, print_diagnoses
 from compliance.doctor.host import ExaminedHost
-from compliance.doctor.layout import IntendedRun, layout_of
+from compliance.doctor.run import IntendedRun, lay_out
 from compliance.doctor.run_checks import check_source
 from compliance.doctor.storage import Mount
 from console.processes import Output
@@ -119,18 +119,18 @@ def test_nodes_and_ranks(
     tmp_path: Path, name: str, nodes: int | None, environment: dict[str, str], expected: tuple[int, int]
 ) -> None:
     machine = fake_host(tmp_path, answers={RECIPES: recipe()}, environment=environment)
-    plan = layout_of(IntendedRun(name, nodes=nodes), machine, gpus_here=3)
+    plan = lay_out(IntendedRun(name, nodes=nodes), machine, gpus_here=3)
     assert (plan.nodes, plan.ranks, plan.on_gpus, plan.is_closed) == (*expected, True, True)
 
 
 def test_the_recipes_of_this_repository_can_be_asked_for(tmp_path: Path) -> None:
-    plan = layout_of(IntendedRun("dgxa100_8x8"), ExaminedHost(), 0)
+    plan = lay_out(IntendedRun("dgxa100_8x8"), ExaminedHost(), 0)
     assert (plan.setting("training", "global_batch_size"), plan.setting("log", "division")) == (3072, "closed")
-    assert layout_of(IntendedRun("tiny_cpu"), ExaminedHost(environment={}), 0).ranks == min(
+    assert lay_out(IntendedRun("tiny_cpu"), ExaminedHost(environment={}), 0).ranks == min(
         2, len(os.sched_getaffinity(0))
     )
     with pytest.raises(ValueError, match=r"'nope': expected one of bert_3_9b_8x8, dgxa100_128x8, .*tiny_cpu"):
-        layout_of(IntendedRun("nope"), ExaminedHost(), 0)
+        lay_out(IntendedRun("nope"), ExaminedHost(), 0)
     broken = Output("", "Traceback\nModuleNotFoundError: No module named 'x'\n", "python failed with status 1")
     with pytest.raises(ValueError, match="ModuleNotFoundError: No module named 'x'"):
         look(tmp_path, answers={RECIPES: broken})

@@ -116,7 +116,7 @@ def test_a_step_needs_no_value_on_the_host_and_none_from_it() -> None:
         with Watch() as watch:
             step([batch, batch])
     assert len(watch.operators) > 200
-    assert sum("lamb_step" in name for name in watch.operators) == 1
+    assert sum("lamb_apply" in name for name in watch.operators) == 1
     assert sum("attention" in name for name in watch.operators) >= 8  # 2 layers x 2 passes x 2 batches
     assert watch.crossings == []
 
