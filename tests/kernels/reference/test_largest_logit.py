@@ -8,10 +8,6 @@ from contextlib import nullcontext
 import pytest
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-
-from kernels.reference import ops as reference
 
 Loss = Callable[..., tuple[Tensor, Tensor | None]]
 SIXTEEN_BITS = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -83,31 +79,3 @@ def test_a_row_with_nan_is_never_right(masked_lm_loss: Loss, place: int):
     hidden, decoder, bias = torch.zeros(1, 4), torch.ones(40, 4), torch.zeros(40)
     bias[place] = float("nan")
     assert [correct(masked_lm_loss, hidden, decoder, bias, label) for label in (0, 7, 20)] == [0, 0, 0]
-
-
-class Operators(TorchDispatchMode):
-    """Record of operators and their arguments' types."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[tuple[str, list[torch.dtype]]] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.seen.append((str(func), [value.dtype for value in args if isinstance(value, Tensor)]))
-        return func(*args, **kwargs or {})
-
-
-@SIXTEEN_BITS
-def test_on_a_gpu_the_operands_stay_in_16_bits(dtype: torch.dtype):
-    """Tensor cores multiply 16-bit operands and write fp32 results. Fake tensors stand for GPU tensors."""
-    mode = FakeTensorMode()
-
-    def on_gpu(*shape: int, dtype: torch.dtype) -> Tensor:
-        return FakeTensor(mode, torch.empty(shape, dtype=dtype, device="meta"), torch.device("cuda"))
-
-    with mode, Operators() as operators, torch.no_grad():
-        hidden, decoder = on_gpu(6, 16, dtype=dtype), on_gpu(50, 16, dtype=dtype)
-        logits = reference.masked_lm_logits(hidden, decoder, on_gpu(50, dtype=torch.float32))
-    assert (logits.shape, logits.dtype) == ((6, 50), torch.float32)
-    products = [found for found in operators.seen if "mm" in found[0]]
-    assert products == [("aten.mm.dtype", [dtype, dtype])]

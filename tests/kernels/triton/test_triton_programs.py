@@ -123,13 +123,12 @@ def test_lengths(op: str, lengths: list[int]):
     assert_near_the_definition(op, in_triton(op, dtype, size), dtype, size)
 
 
-def copied(name: str, order: Order = "forward", seed: int = 0, size: int = 42) -> tuple[Tensor, int]:
-    """Run a faulty kernel on the input 0, 1, 2, ... and return ``y`` and ``amax``."""
-    x, amax = torch.arange(float(size)), torch.zeros((), dtype=torch.int32)
-    y = torch.empty(size)
-    with walked(order, seed):
-        getattr(faulty_kernels, name)[(-(-size // 8),)](x, y, amax, size, BLOCK=8)
-    return y, int(amax)
+def copied(name: str, order: Order = "forward") -> Tensor:
+    """Run a faulty kernel on the input 0, 1, 2, ... and return ``y``."""
+    x, y, amax = torch.arange(42.0), torch.empty(42), torch.zeros((), dtype=torch.int32)
+    with walked(order, seed=1):
+        getattr(faulty_kernels, name)[(6,)](x, y, amax, len(x), BLOCK=8)
+    return y
 
 
 @pytest.mark.parametrize(
@@ -143,18 +142,17 @@ def copied(name: str, order: Order = "forward", seed: int = 0, size: int = 42) -
         ("loads_what_others_add", "load of element 0 of y, which program .* updated"),
         ("loads_its_own_stores", r"program \(0, 0, 0\): load of element 0 of y, which program \(0, 0, 0\) wrote"),
         ("stores_an_element_twice", "store of an element of y twice"),
+        ("replaces_a_maximum_that_others_load", "atomic of element 0 of amax, which several read"),
     ],
 )
 def test_wrong_accesses_are_noticed(name: str, message: str):
     with pytest.raises(WrongAccessError, match=f"^{name}, .*{message}"):
         copied(name)
-    with pytest.raises(WrongAccessError, match=name):  # any program may fail first
-        copied(name, "interleaved")
 
 
 @pytest.mark.parametrize("name", ["leaves_an_element_out", "uses_lanes_that_are_left_out"])
 def test_memory_that_nobody_wrote_reaches_results(name: str):
-    assert copied(name)[0].isnan().any()
+    assert copied(name).isnan().any()
 
 
 def test_what_lies_between_a_views_elements_is_not_its_own():
@@ -167,12 +165,6 @@ def test_what_lies_between_a_views_elements_is_not_its_own():
 @pytest.mark.parametrize("order", get_args(Order))
 def test_results_that_depend_on_the_order_differ(order: Order):
     for right in ("faultless", "loads_its_own_stores_behind_a_barrier"):
-        assert torch.equal(copied(right, order, seed=1)[0], torch.arange(42.0))
-    places, _ = copied("takes_places_as_programs_come", order, seed=1)
+        assert torch.equal(copied(right, order), torch.arange(42.0))
+    places = copied("takes_places_as_programs_come", order)
     assert torch.equal(places[:40], torch.arange(40.0)) == (order == "forward")
-
-
-def test_what_only_programs_that_meet_get_wrong():
-    """Programs that run one after another give the right result. One in five interleaved schedules shows the fault."""
-    for order, found in (("shuffled", {41}), ("interleaved", {41, 39})):
-        assert {copied("raises_a_maximum_that_has_changed", order, seed)[1] for seed in range(20)} == found
