@@ -157,14 +157,6 @@ def test_scaled_products(implementation, sides, out_dtype: torch.dtype, shape: t
     assert_product(found, a, b, out_dtype, error=1e-6)
 
 
-def test_the_definition_of_a_product_ignores_autocast():
-    a, b = (torch.randn(16, 32).to(E4M3) for _ in range(2))
-    plain = fp8.scaled_matmul(a, b, scalar(1.0), scalar(1.0), torch.float32)
-    with torch.autocast("cpu", torch.bfloat16):
-        inside = fp8.scaled_matmul(a, b, scalar(1.0), scalar(1.0), torch.float32)
-    torch.testing.assert_close(inside, plain)
-
-
 @pytest.mark.parametrize("bias_dtype", [torch.bfloat16, torch.float32], ids=str)
 @IMPLEMENTATIONS
 def test_the_bias_of_a_product(implementation, bias_dtype: torch.dtype):
@@ -180,11 +172,8 @@ def test_the_bias_of_a_product(implementation, bias_dtype: torch.dtype):
     ("types", "sizes", "out_dtype", "reason"),
     [
         ((E4M3, E4M3), (3, 32, 48), torch.bfloat16, ""),
-        ((E4M3, E5M2), (3, 32, 48), torch.float32, ""),
         ((E5M2, E5M2), (3, 32, 48), torch.bfloat16, "E4M3"),
-        ((torch.bfloat16, E4M3), (3, 32, 48), torch.bfloat16, "bfloat16 and"),
         ((E4M3, E4M3), (3, 32, 24), torch.bfloat16, "multiples of 16"),
-        ((E4M3, E4M3), (3, 17, 48), torch.bfloat16, "multiples of 16"),
         ((E4M3, E4M3), (3, 32, 48), torch.float64, "a product in"),
     ],
 )

@@ -11,15 +11,13 @@ from typing import get_args
 
 import pytest
 import torch
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 import kernels.triton
 from kernels import OPS
 from kernels.tuning.examples import Size, example_inputs
 from tests.kernels import faulty_kernels
-from tests.kernels.accuracy import CPU, Outcome, assert_same_fp8, outcome, rms, same_bits, tensors_of
+from tests.kernels.accuracy import CPU, Outcome, assert_same_fp8, outcome, rms, same_bits
 from tests.kernels.interpreted import Launch, Order, WrongAccessError, walked
 
 # pyright: reportArgumentType=false
@@ -92,35 +90,6 @@ def test_every_kernel_ran_in_several_programs():
         "kernels.triton.lamb_passes.squares_kernel"
     }  # this kernel has one program per adapted segment, and the example has one such segment
     assert {launch.kernel for launch in launches if launch.programs > 1} == known - in_one
-
-
-def of_lengths(*lengths: int) -> Size:
-    """Return a small size with these sequence lengths, in which one in seven tokens is masked."""
-    longest = max(1, *lengths, 1)
-    return Size(lengths, longest, sum(lengths) // 7, hidden=16, heads=1, intermediate=16, vocabulary=40)
-
-
-def takes_tokens(op: str) -> bool:
-    shapes = [
-        [x.shape for x in tensors_of(example_inputs(op, CPU, torch.float32, of_lengths(7 * n))[0])] for n in (1, 2)
-    ]
-    return shapes[0] != shapes[1]
-
-
-@pytest.mark.parametrize("op", [op for op in IN_TRITON if takes_tokens(op) and op != SAME_KERNELS])
-@example([0, 0])
-@example([1])
-@example([512])
-@example([511, 1, 0])
-@example([1, 0, 0, 0, 0, 0, 0, 0] * 32)
-@given(st.lists(st.sampled_from([0, 1, 15, 16, 17]), min_size=1, max_size=5))
-@settings(max_examples=5, derandomize=True, deadline=None)
-def test_lengths(op: str, lengths: list[int]):
-    """Test lengths around tiles and draws of 16, the longest sequence, and empty slots."""
-    # Attention runs in 16 bits, which gives larger and fewer tiles of scores. Other ops run in fp32, because in
-    # 16 bits the definition would not sum gradients over tokens exactly.
-    size, dtype = of_lengths(*lengths), torch.float16 if "attention" in op else torch.float32
-    assert_near_the_definition(op, in_triton(op, dtype, size), dtype, size)
 
 
 def copied(name: str, order: Order = "forward") -> Tensor:
