@@ -15,13 +15,13 @@ def test_an_unfinished_set_with_a_run_in_progress(tmp_path: Path) -> None:
     status, said = run("convergence", tmp_path)
     assert status == 0
     assert "4 of 10 runs, 1 of them not converged" in said
-    assert re.search(r"pass if all 6 missing runs converge at evaluation 15 \(2,250,304\)", said)
+    assert re.search(r"pass if the 6 missing runs converge at evaluation 15 \(2,250,304\)", said)
 
 
 def test_a_set_that_fails(tmp_path: Path) -> None:
     write_series(tmp_path, [15, 14, 15, 14, 15, 14, 15, 14, 15, 14])
     status, said = run("convergence", tmp_path)
-    assert (status, "below the minimum of 2,274,732" in said) == (1, True)
+    assert (status, "minimum 2,274,732" in said) == (1, True)
     status, said = run("convergence", tmp_path, "--ruleset", "2.0.0")
     assert (status, "batch sizes 256 and 3072" in said) == (1, True)
 
