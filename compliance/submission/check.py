@@ -26,7 +26,7 @@ from compliance.log.rules import SUBMISSION_RUNS
 from compliance.log.run import LoggedRun
 from compliance.official.package import Answer, ask, ask_about_folder
 from compliance.submission.description import against_logs, description_findings, read_description
-from console.text import counted, visible
+from console.text import visible
 
 HYPERPARAMETERS = tuple(
     key
@@ -303,9 +303,10 @@ def _failed_runs(runs: Sequence[FolderRun], answer: Answer) -> Finding:
     names = ", ".join(run.name for run in failed[:MAX_NAMED]) + (", ..." if len(failed) > MAX_NAMED else "")
     verdict, found = failed[0].verdict, f"{names} is not a valid result"
     remedy = "correct what was found in it, or repeat the run"
-    if len(failed) > 1 or len(runs) < SUBMISSION_RUNS:
-        found = f"{counted(len(failed), 'log')} of {len(runs)} not a valid result ({names})"
-        found += f", expected at most one, and that only among {SUBMISSION_RUNS}"
+    if len(failed) > 1:
+        found = f"{len(failed)} of {len(runs)} logs are not valid results ({names}), expected at most one of {SUBMISSION_RUNS}"
+    elif len(runs) < SUBMISSION_RUNS:
+        found += f", expected only valid logs before there are {SUBMISSION_RUNS}"
     elif verdict.official == "pass":
         found += ", but the official tools count it, expected ten runs that both accept"
     elif answer.outcome == "fail":

@@ -188,9 +188,9 @@ def change(log: Path, edit: Edit) -> None:
     ("logs", "aborted", "severity", "said"),
     [
         (10, 1, "warning", "result_0.txt is not a valid result: it counts as the slowest run"),
-        (10, 2, "error", "2 logs of 10 not a valid result (result_0.txt, result_1.txt)"),
-        (10, 5, "error", "5 logs of 10 not a valid result (result_0.txt, result_1.txt, result_2.txt, ...)"),
-        (3, 1, "error", "1 log of 3 not a valid result (result_0.txt)"),
+        (10, 2, "error", "2 of 10 logs are not valid results (result_0.txt, result_1.txt)"),
+        (10, 5, "error", "5 of 10 logs are not valid results (result_0.txt, result_1.txt, result_2.txt, ...)"),
+        (3, 1, "error", "result_0.txt is not a valid result, expected only valid logs before there are 10"),
     ],
 )
 def test_what_failed_runs_mean(bare: Path, logs: int, aborted: int, severity: str, said: str) -> None:
