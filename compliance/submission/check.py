@@ -304,7 +304,8 @@ def _failed_runs(runs: Sequence[FolderRun], answer: Answer) -> Finding:
     verdict, found = failed[0].verdict, f"{names} is not a valid result"
     remedy = "correct what was found in it, or repeat the run"
     if len(failed) > 1:
-        found = f"{len(failed)} of {len(runs)} logs are not valid results ({names}), expected at most one of {SUBMISSION_RUNS}"
+        found = f"{len(failed)} of {len(runs)} logs are not valid results ({names})"
+        found += f", expected at most one of {SUBMISSION_RUNS}"
     elif len(runs) < SUBMISSION_RUNS:
         found += f", expected only valid logs before there are {SUBMISSION_RUNS}"
     elif verdict.official == "pass":
