@@ -32,9 +32,6 @@ from console.text import visible
 AGREEMENT = 1e-9
 """Maximum relative difference between our figures and the official figures."""
 
-MAX_NAMED = 100
-"""Maximum number of files that are named as left out of the source."""
-
 INDISPENSABLE_FIELDS = ("submitter", "division", "status", "system_name", "framework")
 
 TIMEOUT_S = 600
@@ -78,9 +75,6 @@ def run(request: PackageRequest) -> int:
             say(replace(finding, found=f"{verdict.path.name}: {finding.found}"))
     for finding in (*package.findings, *differences):
         say(finding)
-    if package.left_out:
-        few, more = ", ".join(map(visible, package.left_out[:MAX_NAMED])), len(package.left_out) - MAX_NAMED
-        say(f"not in the source, because of its name or size: {few}{f' and {more} more' if more > 0 else ''}")
     say(NOT_A_RESULT)
     return 0 if all(passed for _, passed in rows) else 1
 
@@ -108,7 +102,7 @@ def make_package(request: PackageRequest) -> Package:
     ahead = outlook(samples, first.global_batch_size or 0, request.ruleset, division=first.division)
     source = tracked_source()
     findings = tuple(_source_findings(logs, source))
-    package = Package(request, first.division, chosen, selection, len(logs), ahead, source.left_out, findings)
+    package = Package(request, first.division, chosen, selection, ahead, findings)
     write_tree(package, fields, source)
     return package
 
