@@ -22,7 +22,6 @@ from bert.log.mllog import MLLog
 from bert.loop import Run
 from bert.parallel.collectives import agreed_text, broadcast_
 from bert.parallel.mesh import Mesh
-from bert.reporting.against_plan import AgainstPlan
 from bert.reporting.displays import RunPanel, RunProgress, StepLines
 from bert.reporting.intervals import Stragglers
 from bert.reporting.reporter import Position, Reporter, Sink
@@ -91,9 +90,6 @@ def build_run(
         evaluation_interval=inputs.interval,
         start=start,
         skipped=skipped,
-        # With overlapping, one more step follows the last evaluation, so the saved weights would not be the evaluated
-        # weights. Without CUDA graphs, launching the step would delay the result.
-        overlapping=captures(config, mesh) and config.save_checkpoint is None,
         log=log,
         reporter=reporter,
         stopwatch=stopwatch,
@@ -205,7 +201,6 @@ def _reporter(
     # The other ranks report nothing, but need a reporter to measure the time for training.max_minutes.
     if not mesh.is_main:
         return Reporter(progress, [])
-    against_plan = AgainstPlan(inputs.plan, config.plan) if inputs.plan and config.plan else None
     console = Console()
     run = RunRecord(
         recipe=config.recipe,
@@ -224,4 +219,4 @@ def _reporter(
         sinks += [RunPanel(title, progress, console), StepLines(progress, log.line)]
     else:
         sinks += [StepLines(progress, log.line, say)]
-    return Reporter(progress, sinks, against_plan)
+    return Reporter(progress, sinks, inputs.plan)

@@ -7,7 +7,6 @@ from functools import partial
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from bert.execution.cuda_graphs import BatchGraphs, CudaCapturer
 from bert.model import BertForPreTraining
@@ -32,27 +31,6 @@ class Accuracy:
         return self.correct / self.count
 
 
-class PendingAccuracy:
-    """A queued evaluation, whose counts are copied to the host while the next step runs."""
-
-    def __init__(self, counts: Tensor, host_counts: Tensor | None) -> None:
-        """Sum ``counts`` over all ranks and, on a GPU, start copying them to the page-locked ``host_counts``."""
-        # Use the training stream. On another stream, the order of this all-reduce and the next step's reductions could
-        # differ between ranks, and NCCL can deadlock if two communicators run in different orders.
-        all_reduce_sum_(counts)
-        self._host_counts, self._arrived = counts, None
-        if host_counts is not None:
-            self._host_counts = host_counts.copy_(counts, non_blocking=True)
-            self._arrived = torch.cuda.Event()
-            self._arrived.record()
-
-    def result(self) -> Accuracy:
-        """Wait for the result of all ranks and return it."""
-        if self._arrived is not None:
-            self._arrived.synchronize()
-        return Accuracy(*self._host_counts.tolist())
-
-
 class Evaluator:
     """Evaluator of the model on the evaluation set, of which each rank processes its share.
 
@@ -72,9 +50,6 @@ class Evaluator:
         self._shape_buckets: list[ShapeBucket] = []
         # Integer sums are exact in any order.
         self._counts = torch.zeros(2, dtype=torch.int64, device=mesh.device)
-        self._host_counts: Tensor | None = None
-        if mesh.device.type == "cuda":
-            self._host_counts = torch.empty(2, dtype=torch.int64, pin_memory=True)
         self._reserved: list[tuple[Batch, Batch]] = []
         """Batches that reserve page-locked and device memory for this rank's share until the share is read."""
         self._captured: BatchGraphs | None = None
@@ -124,15 +99,11 @@ class Evaluator:
         # The thread ends after this task.
         reader.shutdown(wait=False)
 
-    def __call__(self, model: BertForPreTraining, autocast: torch.autocast) -> Accuracy:
-        """Evaluate the model and return the accuracy over all ranks."""
-        return self.start(model, autocast).result()
-
     @torch.inference_mode()
-    def start(
+    def __call__(
         self, model: BertForPreTraining, autocast: torch.autocast, report: Callable[[float], None] = lambda _: None
-    ) -> PendingAccuracy:
-        """Queue an evaluation without dropout. The previous result must have been read.
+    ) -> Accuracy:
+        """Evaluate the model without dropout and return the accuracy over all ranks.
 
         After each batch, ``report`` is called with the fraction of this rank's batches that have been queued.
         """
@@ -146,7 +117,7 @@ class Evaluator:
             count(batch)
             report(done / len(self._batches))
         model.train()
-        return PendingAccuracy(self._counts, self._host_counts)
+        return Accuracy(*all_reduce_sum_(self._counts).tolist())
 
     def _count(self, model: BertForPreTraining, autocast: torch.autocast, batch: Batch) -> None:
         with autocast:

@@ -9,8 +9,6 @@ The order of a run:
 
     cache_clear  init_start  submission  seed  hyperparameters  weights_initialization  init_stop
     run_start  { block_start, train, block_stop, eval_start, eval_accuracy, eval_stop } ...  run_stop
-
-The next block may start before the result of the previous evaluation is known.
 """
 
 from __future__ import annotations

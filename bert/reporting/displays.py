@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from rich.console import Console
 
 from compliance.convergence.forecast import forecast, time_left
-from compliance.log.records import EndRecord, EvaluationRecord, PlanRecord, Record, StepRecord, WarningRecord
+from compliance.log.records import EndRecord, EvaluationRecord, Metrics, PlanRecord, Record, StepRecord, WarningRecord
 from compliance.log.schedule import EvaluationSchedule
 from console.live import LivePanel, RunView
 from console.text import clock, clock_span, visible
@@ -26,30 +26,20 @@ class RunProgress:
     max_samples: int
     schedule: EvaluationSchedule
     resumed_samples: int = 0
-    latest: StepRecord | None = None
-    warning: WarningRecord | None = None
-    evaluations: list[EvaluationRecord] = field(default_factory=list)
-
-    def add(self, record: Record) -> None:
-        """Update the progress with a record."""
-        if isinstance(record, StepRecord):
-            self.latest = record
-        elif isinstance(record, EvaluationRecord):
-            self.evaluations.append(record)
-        elif isinstance(record, WarningRecord):
-            self.warning = record
+    records: Metrics = field(default_factory=Metrics)
 
     @property
     def eta(self) -> str:
         """Time left until the target is reached: a range if the accuracy is rising, otherwise an upper bound."""
-        latest = self.latest
+        steps = self.records.steps
         # There is no rate before this run has trained any samples.
-        if latest is None or latest.samples == self.resumed_samples:
+        if not steps or steps[-1].samples == self.resumed_samples:
             return "-"
-        rate = (latest.samples - self.resumed_samples) / latest.time_s
-        curve = [(evaluation.samples, evaluation.masked_lm_accuracy) for evaluation in self.evaluations]
+        samples = steps[-1].samples
+        rate = (samples - self.resumed_samples) / steps[-1].time_s
+        curve = [(evaluation.samples, evaluation.masked_lm_accuracy) for evaluation in self.records.evaluations]
         found = forecast(curve, self.target, self.schedule, None)
-        return clock_span(*time_left(found, self.schedule, latest.samples, rate, self.max_samples))
+        return clock_span(*time_left(found, self.schedule, samples, rate, self.max_samples))
 
 
 class StepLines:
@@ -106,7 +96,8 @@ class RunPanel:
         self._panel.close()
 
     def _view(self, record: Record) -> RunView:
-        progress, step, warning = self._progress, self._progress.latest, self._progress.warning
+        progress, records = self._progress, self._progress.records
+        step, evaluations = (records.steps or [None])[-1], records.evaluations
         ended = isinstance(record, EndRecord)
         details = (
             []
@@ -118,13 +109,13 @@ class RunPanel:
         )
         return RunView(
             title=self._title,
-            accuracies=[evaluation.masked_lm_accuracy for evaluation in progress.evaluations],
+            accuracies=[evaluation.masked_lm_accuracy for evaluation in evaluations],
             target=progress.target,
-            evaluated_samples=progress.evaluations[-1].samples if progress.evaluations else 0,
+            evaluated_samples=evaluations[-1].samples if evaluations else 0,
             samples=f"{step.samples:,} of at most {progress.max_samples:,}  (step {step.step:,})" if step else "",
             rate=f"{step.sequences_per_s:,.1f} sequences/s   {step.tokens_per_s:,.0f} tokens/s" if step else "",
             details=details,
             time_left="" if ended else f"{progress.target:.4f}, time left {progress.eta}",
-            warnings=[f"step {warning.step}: {warning.text}"] if warning else [],
+            warnings=[f"step {warning.step}: {warning.text}" for warning in records.warnings[-1:]],
             end=(f"{record.status} after {clock(record.time_s)}", record.status == "success") if ended else None,
         )

@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bert.log.mllog import MLLog, RuleViolation
-from compliance.check.checker import check_file
 from compliance.log.reader import read_log
 from tests.compliance.run_logs import CLOSED, OPEN, counting_clock, initialise, train, write_run
 
@@ -190,17 +189,6 @@ def test_abort_closes_every_interval(tmp_path: Path) -> None:
     tail = ["eval_stop", "block_stop", "epoch_stop", "train_samples", "eval_samples", "run_stop"]
     assert [record.key for record in records[-6:]] == tail
     assert records[-1].metadata["status"] == "aborted"
-
-
-def test_overlapped_evaluation_is_allowed(log: MLLog, tmp_path: Path) -> None:
-    started(log)
-    log.block_start(0)
-    log.eval_start(1024)
-    log.eval_accuracy(0.5, 1024)
-    log.eval_stop(1024)
-    log.block_stop(1100)
-    log.run_stop("success", samples=1024, eval_samples=500)
-    assert check_file(tmp_path / "result_0.txt").passed
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, a device that is always full")

@@ -37,7 +37,7 @@ END = EndRecord(status="success", time_s=65.0, samples=640, masked_lm_accuracy=0
 def progress(*records: StepRecord | EvaluationRecord) -> RunProgress:
     made = RunProgress(target=0.4, max_samples=6400, schedule=EvaluationSchedule(640, 32))
     for record in records:
-        made.add(record)
+        made.records.add(record)
     return made
 
 
@@ -74,9 +74,9 @@ def test_time_left_is_the_limit_until_accuracy_rises() -> None:
 
 def test_time_left_after_a_resume_counts_the_samples_of_this_run_alone() -> None:
     resumed = RunProgress(target=0.4, max_samples=6400, schedule=EvaluationSchedule(640, 32), resumed_samples=320)
-    resumed.add(replace(STEP, samples=320))
+    resumed.records.add(replace(STEP, samples=320))
     assert resumed.eta == "-"
-    resumed.add(STEP)  # 320 samples took 2 s, and 5760 remain
+    resumed.records.add(STEP)  # 320 samples took 2 s, and 5760 remain
     assert resumed.eta == "at most 0:36"
 
 
@@ -102,8 +102,8 @@ def test_the_time_left_that_recorded_runs_would_have_shown_held() -> None:
         assert metrics.end is not None
         shown = RunProgress(target=metrics.run.target, max_samples=96_000, schedule=EvaluationSchedule(4800, 32))
         for evaluation in metrics.evaluations:
-            shown.add(evaluation)
-            shown.add(replace(STEP, samples=evaluation.samples, time_s=evaluation.time_s))
+            shown.records.add(evaluation)
+            shown.records.add(replace(STEP, samples=evaluation.samples, time_s=evaluation.time_s))
             if evaluation.masked_lm_accuracy >= shown.target or "to" not in (said := shown.eta).split():
                 continue
             ranges += 1
