@@ -6,7 +6,6 @@ from datetime import UTC, datetime
 from functools import partial
 
 import torch
-from rich.console import Console
 
 from bert.checkpoints.during_run import NoCheckpoints, RunCheckpoints
 from bert.checkpoints.initial_model import first_model
@@ -22,7 +21,7 @@ from bert.log.mllog import MLLog
 from bert.loop import Run
 from bert.parallel.collectives import agreed_text, broadcast_
 from bert.parallel.mesh import Mesh
-from bert.reporting.displays import RunPanel, RunProgress, StepLines
+from bert.reporting.displays import RunProgress, StepLines
 from bert.reporting.intervals import Stragglers
 from bert.reporting.reporter import Position, Reporter, Sink
 from bert.reporting.tensorboard import tensorboard_sinks
@@ -201,7 +200,6 @@ def _reporter(
     # The other ranks report nothing, but need a reporter to measure the time for training.max_minutes.
     if not mesh.is_main:
         return Reporter(progress, [])
-    console = Console()
     run = RunRecord(
         recipe=config.recipe,
         system=config.log.system,
@@ -212,11 +210,9 @@ def _reporter(
         commit=commit(),
         started=datetime.now(UTC).isoformat(timespec="seconds"),
     )
-    sinks: list[Sink] = [MetricsWriter(inputs.metrics, run), *tensorboard_sinks(config, inputs.result)]
-    if console.is_terminal:
-        title = f"{config.recipe} · {config.log.division}"
-        # Write lines only to the log, because other output on the terminal would break the panel, which is redrawn in place.
-        sinks += [RunPanel(title, progress, console), StepLines(progress, log.line)]
-    else:
-        sinks += [StepLines(progress, log.line, say)]
+    sinks: list[Sink] = [
+        MetricsWriter(inputs.metrics, run),
+        *tensorboard_sinks(config, inputs.result),
+        StepLines(progress, log.line, say),
+    ]
     return Reporter(progress, sinks, inputs.plan)

@@ -13,7 +13,7 @@ from bert.model import BertForPreTraining
 from bert.parallel.collectives import all_reduce_sum_
 from bert.parallel.mesh import Mesh
 from dataloading.batches.loader import Batch, batch_of, inert_batch, shape_bucket_of
-from dataloading.batches.shape_buckets import ShapeBucket, choose_shape_buckets, fitting
+from dataloading.batches.shape_buckets import ShapeBucket, choose_shape_buckets
 from dataloading.dataset.folder import Dataset
 from kernels import captured
 
@@ -50,8 +50,6 @@ class Evaluator:
         self._shape_buckets: list[ShapeBucket] = []
         # Integer sums are exact in any order.
         self._counts = torch.zeros(2, dtype=torch.int64, device=mesh.device)
-        self._reserved: list[tuple[Batch, Batch]] = []
-        """Batches that reserve page-locked and device memory for this rank's share until the share is read."""
         self._captured: BatchGraphs | None = None
         self._read: Future[list[Batch]] | None = None
         self._batches: list[Batch] = []
@@ -71,10 +69,6 @@ class Evaluator:
         )
         sequences, longest = max(map(len, self._indices)), self._dataset.info.max_seq_length
         shape_buckets = choose_shape_buckets(tokens_N, masked_N, sequences, longest)
-        shapes = [
-            fitting(ShapeBucket.around(int(tokens), len(indices), int(masked), longest), shape_buckets)
-            for tokens, indices, masked in zip(tokens_N, self._indices, masked_N, strict=True)
-        ]
         batches = [inert_batch(shape_bucket).to(self._device) for shape_bucket in shape_buckets]
         count = partial(self._count, model, autocast)
         model.eval()
@@ -86,14 +80,9 @@ class Evaluator:
                 self._captured.prepare(batches, capturer)
                 capturer.capture()
         model.train()
-        # Allocations are slow, so make them before the clock starts. They must follow the capture, which empties the
-        # allocators' caches.
-        pinned = [inert_batch(shape).pin() for shape in shapes] if self._device.type == "cuda" else []
-        self._reserved = [(batch, batch.to(self._device)) for batch in pinned]
 
     def read_ahead(self) -> None:
         """Start to read this rank's share in the background. Call this only after the clock has started."""
-        self._reserved.clear()  # the allocators' caches keep the memory
         reader = ThreadPoolExecutor(1, "evaluation")
         self._read = reader.submit(self._read_all)
         # The thread ends after this task.

@@ -1,20 +1,17 @@
-"""Displays of a run: one line per log interval, or a panel that is redrawn in place."""
+"""Display of a run: one line per log interval, evaluation and warning."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from rich.console import Console
-
 from compliance.convergence.forecast import forecast, time_left
-from compliance.log.records import EndRecord, EvaluationRecord, Metrics, PlanRecord, Record, StepRecord, WarningRecord
+from compliance.log.records import EvaluationRecord, Metrics, PlanRecord, Record, StepRecord, WarningRecord
 from compliance.log.schedule import EvaluationSchedule
-from console.live import LivePanel, RunView
-from console.text import clock, clock_span, visible
+from console.text import clock_span, visible
 
 
 @dataclass
 class RunProgress:
-    """Progress of the run, as the displays show it.
+    """Progress of the run, as the lines show it.
 
     Attributes:
         max_samples: number of samples after which the run ends even if it has not reached the target.
@@ -43,7 +40,7 @@ class RunProgress:
 
 
 class StepLines:
-    """Display for batch logs: one line per record. Each function of ``put`` is called with each line."""
+    """Sink that describes each record in one line. Each function of ``put`` is called with each line."""
 
     def __init__(self, progress: RunProgress, *put: Callable[[str], None]) -> None:
         self._progress = progress
@@ -77,45 +74,3 @@ class StepLines:
         if isinstance(record, PlanRecord):
             return f"plan: a step took {record.step_ms:.1f} ms, planned {record.planned_step_ms:.1f} ms"
         return f"end: {record.status} after {record.samples} samples and {record.time_s:.1f} s"
-
-
-class RunPanel:
-    """Display for a terminal: a panel that is redrawn in place. ``title`` says which run it shows."""
-
-    def __init__(self, title: str, progress: RunProgress, console: Console) -> None:
-        self._title = title
-        self._progress = progress
-        self._panel = LivePanel(console)
-
-    def write(self, record: Record) -> None:
-        """Redraw the panel with the state of the run after this record."""
-        self._panel.show(self._view(record))
-
-    def close(self) -> None:
-        """Stop redrawing and leave the last state on the screen."""
-        self._panel.close()
-
-    def _view(self, record: Record) -> RunView:
-        progress, records = self._progress, self._progress.records
-        step, evaluations = (records.steps or [None])[-1], records.evaluations
-        ended = isinstance(record, EndRecord)
-        details = (
-            []
-            if step is None
-            else [
-                ("step", f"{step.step_ms:.1f} ms, of it {step.data_wait_ms:.2f} ms waiting for data"),
-                ("loss", f"{step.loss:.4f}   (masked LM {step.masked_lm_loss:.4f})   lr {step.learning_rate:.2e}"),
-            ]
-        )
-        return RunView(
-            title=self._title,
-            accuracies=[evaluation.masked_lm_accuracy for evaluation in evaluations],
-            target=progress.target,
-            evaluated_samples=evaluations[-1].samples if evaluations else 0,
-            samples=f"{step.samples:,} of at most {progress.max_samples:,}  (step {step.step:,})" if step else "",
-            rate=f"{step.sequences_per_s:,.1f} sequences/s   {step.tokens_per_s:,.0f} tokens/s" if step else "",
-            details=details,
-            time_left="" if ended else f"{progress.target:.4f}, time left {progress.eta}",
-            warnings=[f"step {warning.step}: {warning.text}" for warning in records.warnings[-1:]],
-            end=(f"{record.status} after {clock(record.time_s)}", record.status == "success") if ended else None,
-        )

@@ -1,12 +1,8 @@
-"""The log lines, the panel and the remaining time that a run shows."""
+"""The log lines and the remaining time that a run shows."""
 
-import io
 from dataclasses import replace
 
-import pytest
-from rich.console import Console
-
-from bert.reporting.displays import RunPanel, RunProgress, StepLines
+from bert.reporting.displays import RunProgress, StepLines
 from compliance.log.records import EndRecord, EvaluationRecord, StepRecord, read_metrics
 from compliance.log.schedule import EvaluationSchedule
 from tests.conftest import REPOSITORY
@@ -52,18 +48,6 @@ def test_plain_lines_are_one_line_a_record() -> None:
         "eval     20  samples       640  accuracy 0.2500 (25/100)  target 0.4000  0.50 s",
         "end: success after 640 samples and 65.0 s",
     ]
-
-
-@pytest.mark.measured  # the panel is redrawn at intervals of real time
-def test_the_panel_shows_accuracy_against_the_target() -> None:
-    text = io.StringIO()
-    shown = progress(STEP, EVALUATION)
-    panel = RunPanel("tiny_cpu · open", shown, Console(file=text, force_terminal=True, width=100))
-    for record in (STEP, EVALUATION, END):
-        panel.write(record)
-    panel.close()
-    for words in ("tiny_cpu · open", "0.2500 of 0.4000 at ", "evaluation 1", "▁", "at most 0:18", "success after 1:05"):
-        assert words in text.getvalue()
 
 
 def test_time_left_is_the_limit_until_accuracy_rises() -> None:
