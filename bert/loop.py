@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from bert.checkpoints.during_run import NoCheckpoints, RunCheckpoints
+from bert.checkpoints.writer import Checkpoints
 from bert.configuration.config import Config
 from bert.evaluation.evaluator import Evaluator
 from bert.guards.interruption import Interruption
@@ -37,7 +37,7 @@ class Run:
     loader: Loader
     step: TrainingStep
     evaluator: Evaluator
-    checkpoints: RunCheckpoints | NoCheckpoints
+    checkpoints: Checkpoints
     stragglers: Stragglers
     interruption: Interruption
 

@@ -135,7 +135,7 @@ def system(
         set: Fields to set. In an existing file, only these fields change.
         measure: Measure this machine again, and replace the fields that were measured before.
     """
-    from compliance.doctor.system_file import renew
+    from compliance.doctor.system import renew
 
     # Split at the first "=" only, because a value may contain more of them.
     pairs = [field.partition("=") for field in set]
@@ -181,7 +181,7 @@ def doctor(
         json: Print the results as one JSON document.
     """
     from compliance.doctor.examination import examine, print_diagnoses
-    from compliance.doctor.layout import IntendedRun
+    from compliance.doctor.run import IntendedRun
 
     intended = IntendedRun(recipe, data, checkpoint, results, nodes, quick)
     return print_diagnoses(examine(intended), as_json=json)

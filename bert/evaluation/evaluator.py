@@ -10,7 +10,7 @@ import torch
 
 from bert.execution.cuda_graphs import BatchGraphs, CudaCapturer
 from bert.model import BertForPreTraining
-from bert.parallel.collectives import all_reduce_sum_
+from bert.parallel.collectives import all_reduce_
 from bert.parallel.mesh import Mesh
 from dataloading.batches.loader import Batch, batch_of, inert_batch, shape_bucket_of
 from dataloading.batches.shape_buckets import ShapeBucket, choose_shape_buckets
@@ -106,7 +106,7 @@ class Evaluator:
             count(batch)
             report(done / len(self._batches))
         model.train()
-        return Accuracy(*all_reduce_sum_(self._counts).tolist())
+        return Accuracy(*all_reduce_(self._counts).tolist())
 
     def _count(self, model: BertForPreTraining, autocast: torch.autocast, batch: Batch) -> None:
         with autocast:

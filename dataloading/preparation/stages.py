@@ -26,7 +26,7 @@ from dataloading.dataset.folder import open_dataset, write_dataset
 from dataloading.dataset.manifest import MANIFEST_NAME
 from dataloading.dataset.shuffle import JOB_NAME, STEPS, shuffle
 from dataloading.jobs import Report, WorkPart
-from dataloading.options import EVALUATION_SAMPLES, ExtractionOptions, PretrainingOptions
+from dataloading.options import EVALUATION_SAMPLES, PretrainingOptions
 from dataloading.preparation.estimate import Progress, estimate, total_bytes
 from dataloading.preparation.mlcommons import (
     CHECKPOINT,
@@ -58,7 +58,6 @@ class Request:
 
     folders: tuple[Path, ...]
     out: Path
-    extraction: ExtractionOptions
     shards: int = 4320
     jobs: int = 1
     part: WorkPart | None = None
@@ -156,9 +155,7 @@ class Preparation:
             *(files, self.work, self.request.part, self.request.jobs),
             report=lambda path: self.progress.add("check", path.stat().st_size / total),
         )
-        # Text that this command extracted has the same file names as the benchmark's text, but other content.
-        given = [path for path in files if self.work.resolve() not in path.parents]
-        return check_digests({path: self.md5s[path] for path in given}, self.checksums)
+        return check_digests({path: self.md5s[path] for path in files}, self.checksums)
 
     def _make(self, result: str, made_from: _MadeFrom, make: Callable[[Path], None]) -> None:
         """Make a result unless it exists. ``make`` gets a path for the result, and continues an earlier attempt there."""

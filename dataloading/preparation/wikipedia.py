@@ -4,12 +4,10 @@ OUT/vocab.txt, phase1.safetensors, evaluation/, train/   results; each appears o
 OUT/preparation/                                         intermediate files (`stages`)
 """
 
-import hashlib
-import json
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 from console.locks import BusyError, lock_file
@@ -27,7 +25,6 @@ from dataloading.preparation.mlcommons import (
     find_inputs,
 )
 from dataloading.preparation.stages import Preparation, Request, in_units
-from dataloading.text.wikipedia import extract
 
 _ACCURACY_BEFORE_TRAINING = 0.34085
 """Accuracy of the phase-1 checkpoint on the evaluation set, from the reference's README."""
@@ -49,15 +46,13 @@ def make_wikipedia(request: Request) -> bool:
         OSError: the disk is full or cannot be written.
     """
     inputs = find_inputs(request.folders, request.out)
-    if not inputs.files and not inputs.articles:
+    if not inputs.files:
         folders = ", ".join(map(str, request.folders)) or "no folder named"
         raise ValueError(f"{folders}: none of MLCommons' files found; docs/data.md says how to download them")
     checksums = Checksums(request.checksums, inputs.lists)
     check_sizes(inputs.files, checksums)
     _describe(request, inputs)
     request.work.mkdir(parents=True, exist_ok=True)
-    if inputs.articles and not (inputs.text or inputs.evaluation):
-        inputs = _with_extracted_text(request, inputs)
     # If the training set is complete, no part needs to be made.
     if request.part is not None and not (request.out / TRAIN).exists():
         with _locked(request, shared=True):
@@ -77,24 +72,10 @@ def make_wikipedia(request: Request) -> bool:
     return _conclude(request.out, inputs)
 
 
-def _with_extracted_text(request: Request, inputs: Inputs) -> Inputs:
-    """Extract the text of WikiExtractor's files unless both data sets exist; return the inputs with the extracted text."""
-    if all((request.out / name).exists() for name in (TRAIN, EVALUATION)):
-        return inputs
-    job = [asdict(request.extraction), *((str(path), path.stat().st_size) for path in inputs.articles)]
-    folder = request.work / f"text-{hashlib.sha256(json.dumps(job).encode()).hexdigest()[:16]}"
-    if not (folder / "eval.txt").exists():
-        # Other processes that make parts wait here until the text is complete.
-        with _locked(request, shared=False, patience_s=86_400):
-            extract(inputs.articles, folder, request.extraction, jobs=request.jobs)
-    text = tuple(path.resolve() for path in sorted(folder.glob("part-*")))
-    return replace(inputs, text=text, evaluation=((folder / "eval.txt").resolve(),))
-
-
 @contextmanager
-def _locked(request: Request, *, shared: bool, patience_s: float = 0.0) -> Iterator[None]:
+def _locked(request: Request, *, shared: bool) -> Iterator[None]:
     """Hold the folder's lock, exclusively or shared with other processes that make parts."""
-    descriptor = lock_file(request.work / "lock", shared=shared, patience_s=patience_s)
+    descriptor = lock_file(request.work / "lock", shared=shared)
     try:
         yield
     finally:
@@ -108,7 +89,6 @@ def _describe(request: Request, inputs: Inputs) -> None:
         "checkpoint": inputs.checkpoint,
         "text": inputs.text,
         "evaluation text": inputs.evaluation,
-        "WikiExtractor's files": inputs.articles,
     }
     for name, paths in found.items():
         if paths:
@@ -122,9 +102,7 @@ def _describe(request: Request, inputs: Inputs) -> None:
 
 def _missing(out: Path, inputs: Inputs) -> list[str]:
     """Return the results that do not exist and cannot be made."""
-    from_articles = {EVALUATION, TRAIN} if inputs.articles else set()
-    missing = (name for name, files in inputs.by_result.items() if not files and name not in from_articles)
-    return [name for name in missing if not (out / name).exists()]
+    return [name for name, files in inputs.by_result.items() if not files and not (out / name).exists()]
 
 
 def _conclude(out: Path, inputs: Inputs) -> bool:

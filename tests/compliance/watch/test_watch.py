@@ -18,7 +18,6 @@ from compliance.watch import screen as watching
 from compliance.watch import watched as following
 from compliance.watch.screen import watch
 from compliance.watch.watched import Watch, choose
-from console.live import panel
 from tests.compliance import run_logs
 from tests.compliance.watch.test_running import line
 from tests.conftest import REPOSITORY
@@ -297,7 +296,7 @@ def test_no_outlook_in_the_open(tmp_path: Path) -> None:
 
 def shown(watched: Watch, now_ms: float, width: int = 100) -> str:
     console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
-    console.print(panel("a run", watching.view(watched, now_ms).rows()))
+    console.print(watching.view(watched, now_ms))
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 

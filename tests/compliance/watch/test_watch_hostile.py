@@ -12,10 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from compliance.watch import follow, running
+from compliance.watch import running
 from compliance.watch.screen import view
 from compliance.watch.watched import Watch, results_in
-from console.live import panel
 from tests.compliance import command, run_logs
 from tests.compliance.watch.test_running import BASE, begun, evaluate, line
 
@@ -38,7 +37,7 @@ def look(watched: Watch, now_ms: float) -> str:
     """Return a run's display as printed on a terminal."""
     watched.run.check_initialisation(now_ms)
     console = Console(file=io.StringIO(), width=100, force_terminal=True, color_system=None)
-    console.print(panel("a run", view(watched, now_ms).rows()))
+    console.print(view(watched, now_ms))
     list(watched.outlooks())
     return console.file.getvalue()  # type: ignore[attr-defined]
 
@@ -102,23 +101,6 @@ def test_a_flood_of_broken_rules_and_of_lines_of_the_head_is_bounded() -> None:
     assert len(run.complaints) == running.MAX_COMPLAINTS + 1
     assert len(run.header) == running.MAX_HEADER_LINES
     assert max(map(len, run.header.values())) < running.MAX_HEADER_BYTES
-
-
-def test_a_look_reads_no_more_than_its_share_and_the_next_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(follow, "MAX_BYTES_A_LOOK", 10_000)
-    monkeypatch.setattr(follow, "CHUNK_BYTES", 1000)
-    path = tmp_path / "log"
-    path.write_bytes(b"".join(b"line %05d\n" % index for index in range(2500)))
-    got: list[bytes] = []
-    with follow.Follower(path) as follower:
-        for more in (True, True, True, False):
-            got += follower.lines()
-            assert follower.bytes_read <= 10_000 * (1 + len(got) // 1000)
-            assert follower.has_more == (more and len(got) < 2500)
-    assert len(got) == 2500
-    assert got[-1] == b"line 02499"
 
 
 # Paths that are not regular files

@@ -45,7 +45,6 @@ def test_every_command_that_reads_and_writes_data(
         "verify OUT/NAME",
         "verify OUT/LONG",
         "index OUT/NAME --vocab OUT/NAME",
-        "extract OUT/NAME --out OUT/x",
         "prepare --text OUT/NAME --vocab OUT/NAME --out OUT/x",
         "dump OUT/NAME --out OUT/x.npz",
         "dump --out OUT/x",
