@@ -119,13 +119,13 @@ def test_wikipedia(limit: int | None, efficiency: float) -> None:
 @pytest.mark.parametrize(
     ("histogram", "capacity", "limit", "message"),
     [
-        ([0, 1, -2], 8, 3, "-2 sequences of length 2"),
-        ([0] * 9 + [1], 8, 3, "length 9, over the capacity of 8"),
-        ([3, 1], 8, 3, "3 sequences without tokens"),
-        ([0, 1], 8, 0, "at most 0 sequences"),
-        ([0, 1], 0, 3, "capacity of 0"),
-        ([0, 1.5], 8, 3, "no whole numbers"),
-        ([[0, 1]], 8, 3, "shape"),
+        ([0, 1, -2], 8, 3, "histogram"),
+        ([0] * 9 + [1], 8, 3, "9 tokens; expected at most capacity, 8"),
+        ([3, 1], 8, 3, "histogram"),
+        ([0, 1], 8, 0, "max_sequences 0"),
+        ([0, 1], 0, 3, "capacity is 0"),
+        ([0, 1.5], 8, 3, "histogram"),
+        ([[0, 1]], 8, 3, "histogram"),
     ],
 )
 def test_wrong_input_is_named(histogram: list, capacity: int, limit: int, message: str) -> None:
