@@ -72,8 +72,7 @@ def wikipedia(
         part: i/n: make part i of n of the samples. The process that completes the last part makes the other results.
         checksums: File in md5sum's format with MD5 sums that replace the built-in sums, for mirrors.
     """
-    from dataloading.preparation.stages import Request
-    from dataloading.preparation.wikipedia import make_wikipedia
+    from dataloading.preparation.wikipedia import Request, make_wikipedia
 
     share = None if part is None else _parse_part(part)
     return 0 if make_wikipedia(Request(folders, out, shards, jobs, share, checksums)) else 1
@@ -179,7 +178,7 @@ def _convert(
     seed: int = 24,
     jobs: int = 1,
 ) -> None:
-    """Write a data set in another layout.
+    """Write a data set in the native layout, or as packs of samples.
 
     Args:
         folder: The data set, or a folder of shards of any layout (native, fixed, varlength, packed, TFRecord).
@@ -188,7 +187,7 @@ def _convert(
         vocab: The vocabulary that the token ids refer to. Needed if the folder has no manifest.
         max_sequences: Most samples in a pack (layout packed).
         seed: Seed for choosing the samples of each pack and the order of packs (layout packed).
-        jobs: Processes to use (layouts other than packed).
+        jobs: Processes to use (layout native).
     """
     from dataloading.dataset.scan import open_or_scan
     from dataloading.preparation.convert import convert, convert_to_packed
@@ -197,26 +196,22 @@ def _convert(
     if to == "packed":
         dataset = convert_to_packed(source, out, max_sequences=max_sequences, seed=seed, report=say)
     else:
-        dataset = convert(source, out, to, jobs=jobs, report=say)
+        dataset = convert(source, out, jobs=jobs, report=say)
     say(f"{out}: {_counts(dataset)}, layout {to}")
 
 
 @app.command
-def verify(folder: tyro.conf.Positional[Path], checksums: Path | None = None) -> None:
+def verify(folder: tyro.conf.Positional[Path]) -> None:
     """Read a whole data set, check every digest, look for repeated samples, and report whether the data set is known.
 
     Args:
         folder: The data set.
-        checksums: A published list of content digests to compare with, such as 4320_shards_varlength.chk.
     """
     from dataloading.dataset import known
     from dataloading.dataset.folder import open_dataset
 
     dataset = open_dataset(folder)
-    lines = known.verify(
-        dataset, checksums, lambda shard: say(f"{shard.name}: {shard.samples:,} samples, digest right")
-    )
-    for line in lines:
+    for line in known.verify(dataset, lambda shard: say(f"{shard.name}: {shard.samples:,} samples, digest right")):
         say(line)
     say(f"{folder}: whole, {_counts(dataset)}")
 

@@ -1,4 +1,4 @@
-"""Conversion of a data set from one layout to another, in several processes."""
+"""Conversion of a data set to the native layout, or to packs."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,34 +11,30 @@ from dataloading.dataset.folder import Dataset, new_folder, open_dataset
 from dataloading.dataset.manifest import shard_name
 from dataloading.dataset.scan import index_shards
 from dataloading.jobs import begun, run_tasks
-from dataloading.options import Layout
-from dataloading.shards.fixed import write_fixed
 from dataloading.shards.formats import whole_shard
 from dataloading.shards.native import write_shard
-from dataloading.shards.ragged import write_packed, write_varlength
+from dataloading.shards.ragged import write_packed
 
 JOB_NAME = "convert.json"
 
 
-def convert(
-    source: Dataset, out: Path, layout: Layout, *, jobs: int = 1, report: Callable[[str], None] = lambda _: None
-) -> Dataset:
-    """Convert each shard of ``source`` to a shard of another layout, with the samples in the same order.
+def convert(source: Dataset, out: Path, *, jobs: int = 1, report: Callable[[str], None] = lambda _: None) -> Dataset:
+    """Convert each shard of ``source`` to a native shard with the same samples, in ``jobs`` processes.
 
     An interrupted conversion is continued: existing shards with the right samples are kept. ``report`` is called with the
     name of each finished shard.
 
     Raises:
-        ValueError: ``out`` holds other files, the samples do not fit the layout, or a shard is damaged.
+        ValueError: ``out`` holds other files, or a shard is damaged.
     """
     count = len(source.shards)
-    tasks: list[_Task] = [(source, index, out / shard_name(index, count), layout) for index in range(count)]
+    tasks: list[_Task] = [(source, index, out / shard_name(index, count)) for index in range(count)]
     # The source is described by its digests, because its folder may hold other data when the job continues.
-    description = {"source": [record.digest for record in source.shards], "to": layout}
+    description = {"source": [record.digest for record in source.shards]}
     with begun(out, JOB_NAME, description, finished="part_*"):
         for name in run_tasks(_convert_shard, tasks, jobs):
             report(name)
-        dataset = index_shards(out, [path.name for _, _, path, _ in tasks], source.info)
+        dataset = index_shards(out, [path.name for _, _, path in tasks], source.info)
     # Deleted only after success, because a failed conversion needs the file to continue.
     (out / JOB_NAME).unlink()
     return dataset
@@ -49,8 +45,8 @@ def convert_to_packed(
 ) -> Dataset:
     """Write the samples of ``source`` as packs of at most ``max_sequences`` samples and ``max_seq_length`` tokens.
 
-    The samples of each pack and the order of the packs are random. Raises the same errors as `convert`. An interrupted
-    conversion starts again.
+    The samples of each pack and the order of the packs are random. Raises the same errors as `convert`, and ``ValueError``
+    if the samples do not fit the layout. An interrupted conversion starts again.
     """
     count = len(source.shards)
 
@@ -81,16 +77,15 @@ def _cut(windows: Iterator[Packs], bounds: NDArray[np.int64]) -> Iterator[tuple[
         samples, lengths = samples[offsets[-1] :], lengths[wanted:]
 
 
-_Task = tuple[Dataset, int, Path, Layout]
+_Task = tuple[Dataset, int, Path]
 
 
 def _convert_shard(task: _Task) -> str:
     """Write one shard unless it exists; return its name."""
-    source, index, path, layout = task
+    source, index, path = task
     digest = source.shards[index].digest
     if whole_shard(path, digest) is None:
         samples = source.open_listed(index).verify(digest)
-        write = {"native": write_shard, "fixed": write_fixed, "varlength": write_varlength}[layout]
         # The manifest lists the source texts of all shards.
-        write(path, samples, source.info.without_sources())
+        write_shard(path, samples, source.info.without_sources())
     return path.name

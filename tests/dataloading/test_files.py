@@ -16,7 +16,6 @@ import pytest
 from bert.checkpoints.sources import open_source
 from console.files import atomic_path, read_json, write_atomically
 from dataloading.dataset.folder import open_dataset, write_dataset
-from dataloading.dataset.known import check_published
 from dataloading.options import PretrainingOptions
 from dataloading.preparation.prepare import Job, prepare
 from dataloading.preparation.pretraining_data import read_documents
@@ -79,7 +78,6 @@ READERS: dict[str, Callable[[Path], object]] = {
     "a text to prepare": lambda path: prepare(Job((path,), VOCAB, PretrainingOptions()), path.parent / "out"),
     "a manifest": lambda path: open_dataset(path.parent),
     "a checkpoint": open_source,
-    "a list": lambda path: list(check_published(open_dataset(path.parent / "data"), path)),
 }
 
 

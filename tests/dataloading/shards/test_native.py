@@ -13,8 +13,8 @@ import pytest
 from dataloading.shards.formats import open_shard
 from dataloading.shards.native import DTYPES, write_shard
 from dataloading.shards.samples import Samples
+from tests.dataloading.foreign_shards import array_of
 from tests.dataloading.made_up import INFO, make_samples
-from tests.dataloading.shards.test_layouts import array_of
 
 pytestmark = pytest.mark.usefixtures("no_partial_files")
 
