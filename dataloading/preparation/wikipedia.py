@@ -27,7 +27,7 @@ from dataloading.dataset import known
 from dataloading.dataset.folder import open_dataset, write_dataset
 from dataloading.dataset.manifest import MANIFEST_NAME
 from dataloading.dataset.shuffle import JOB_NAME, STEPS, shuffle
-from dataloading.jobs import Report, WorkPart
+from dataloading.jobs import WorkPart
 from dataloading.options import EVALUATION_SAMPLES, PretrainingOptions
 from dataloading.preparation.estimate import Progress, estimate, total_bytes
 from dataloading.preparation.mlcommons import (
@@ -41,7 +41,7 @@ from dataloading.preparation.mlcommons import (
     digests_of,
     find_inputs,
 )
-from dataloading.preparation.prepare import Job, make_shards, prepare
+from dataloading.preparation.prepare import Job, Report, make_shards, prepare
 
 _SEED = 24
 _MAX_RECORD_BYTES = 64 << 20

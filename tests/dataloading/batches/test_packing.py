@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from cluster.model.histogram import drawn_lengths, length_counts
-from dataloading.batches.packing import Packs, pack_samples, stream_packs
+from dataloading.batches.packing import Packs, pack_samples
 from dataloading.batches.packing_strategy import PackingStrategy, pack_histogram
 
 pytestmark = pytest.mark.slow
@@ -164,20 +164,6 @@ def test_places_and_order_are_random() -> None:
     assert abs(np.corrcoef(longest, np.arange(len(first)))[0, 1]) < 0.05
     of_equal_length = first.samples[lengths[first.samples] == 512]
     assert abs(np.corrcoef(of_equal_length, np.arange(len(of_equal_length)))[0, 1]) < 0.05
-
-
-@given(st.lists(st.integers(1, 32), max_size=150), st.integers(1, 50), st.sampled_from([1, 3, None]))
-def test_a_stream_is_packed_window_by_window(values: list[int], window: int, limit: int | None) -> None:
-    lengths = np.array(values, np.uint16)
-    streamed = list(stream_packs(lengths, 32, limit, seed=5, window=window))
-    starts = range(0, len(lengths), window)
-    assert len(streamed) == len(starts)
-    for number, (start, packs) in enumerate(zip(starts, streamed, strict=True)):
-        expected = pack_samples(lengths[start : start + window], 32, limit, [5, number])
-        assert np.array_equal(packs.samples, expected.samples + start)
-        assert np.array_equal(packs.offsets, expected.offsets)
-    everything = np.concatenate([np.zeros(0, np.int64), *(packs.samples for packs in streamed)])
-    assert sorted(everything) == list(range(len(lengths)))
 
 
 @pytest.mark.parametrize(("lengths", "message"), [([0, 3], "0 to 3 tokens"), ([5, 513], "5 to 513 tokens")])
