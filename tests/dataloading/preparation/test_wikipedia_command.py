@@ -23,7 +23,6 @@ from dataloading.dataset.shuffle import shuffle
 from dataloading.options import PretrainingOptions
 from dataloading.preparation.mlcommons import KNOWN, Checksums
 from dataloading.preparation.prepare import Job, prepare
-from dataloading.text.tokenization import Vocabulary
 from tests.conftest import REPOSITORY
 from tests.dataloading.conftest import Run
 from tests.dataloading.preparation.stand_in import PARTS, StandIn, write_stand_in
@@ -323,13 +322,6 @@ def test_what_was_made_from_something_else_is_left_alone(
     (elsewhere / "evaluation").mkdir(parents=True)
     assert f"{elsewhere / 'evaluation'} exists" in run(*arguments(own, elsewhere, "--checksums", empty), fails=True)
     assert list((elsewhere / "evaluation").iterdir()) == []
-
-
-def test_missing_data_name_the_command(tmp_path: Path) -> None:
-    command = "python -m dataloading wikipedia"
-    for read in (open_dataset, Vocabulary.from_file):
-        with pytest.raises(ValueError, match=command):
-            read(tmp_path / "absent")
 
 
 def test_one_process_works_in_a_folder_at_a_time(stand_in: StandIn, tmp_path: Path) -> None:
