@@ -18,7 +18,7 @@ import psutil
 import torch
 from numpy.typing import NDArray
 
-from bert.parallel.collectives import all_reduce_max_, barrier
+from bert.parallel.collectives import all_reduce_, barrier
 from bert.parallel.mesh import Mesh
 from bert.parallel.single import all_gather_single
 from cluster.probe.machine import Facts
@@ -101,7 +101,7 @@ def measure_rates(
     """
     # All ranks must pass as many barriers as the machine with the most groups.
     own_groups = math.ceil(len(sharers) / slots)
-    groups = int(all_reduce_max_(torch.tensor([own_groups], device=mesh.device)).item())
+    groups = int(all_reduce_(torch.tensor([own_groups], device=mesh.device), "max").item())
     mine = list(sharers).index(mesh.rank) // slots
     window = min(_LONGEST_WINDOW_S, seconds / (turns * groups * len(cells)))
     times_TC = np.empty((turns, len(cells)))

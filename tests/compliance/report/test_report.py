@@ -27,7 +27,6 @@ minimum of the mean 2.31M
 would stand between the 5.39 min of Supermicro
 this folder, unverified
 forward and backward 84
-What differs between the runs
 1 settings of run 9
 NVLink 4, NVSwitch 3"""
 
@@ -272,18 +271,3 @@ def test_the_head_says_how_many_share_a_copy_of_the_model(closed: Results) -> No
         in Page(report.render(shared)).text
     )
     assert "tensor parallel" not in Page(report.render(closed)).text
-
-
-def test_settings_that_differ_are_named(closed: Results) -> None:
-    def headed(number: int, **header: str) -> Any:
-        run = closed.runs[number]
-        return replace(run, log=replace(run.log, header=header))
-
-    runs = [headed(n, same="a", seed=str(n), commit="x" if n else "y") for n in range(10)]
-
-    def found(*headed: Any) -> dict[str, str]:
-        return report.differences(replace(closed, runs=headed))
-
-    assert found(*runs) == {"seed": ", ".join(map(str, range(10))), "commit": "y, x"}
-    assert found(headed(0, a="1"), headed(1)) == {"a": "1, absent"}
-    assert found(runs[0]) == {}
