@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from bert.checkpoints.during_run import NoCheckpoints, RunCheckpoints
+from bert.checkpoints.writer import Checkpoints
 from bert.configuration.config import Config
 from bert.evaluation.evaluations import Evaluations
 from bert.evaluation.evaluator import Evaluator
@@ -41,7 +41,7 @@ class Run:
     loader: Loader
     step: TrainingStep
     evaluator: Evaluator
-    checkpoints: RunCheckpoints | NoCheckpoints
+    checkpoints: Checkpoints
     stragglers: Stragglers
     interruption: Interruption
 

@@ -23,7 +23,7 @@ from bert.log.mllog import MLLog
 from bert.log.provenance import provenance
 from bert.log.result_files import CLAIM, claim, create_log
 from bert.loop import train
-from bert.parallel.collectives import agreed_integer, all_reduce_sum_, barrier
+from bert.parallel.collectives import agreed_integer, all_reduce_, barrier
 from bert.parallel.launch import Launch, job, may_start_again, restarts
 from bert.parallel.mesh import Mesh, join_mesh, leave_mesh, require_gpus
 from bert.parallel.watchdog.watchdog import FAULT_STATUS
@@ -158,7 +158,7 @@ def _note_lost_output(log: MLLog, text: str) -> None:
 
 def _note_uncaptured(batches: int, mesh: Mesh, log: MLLog) -> None:
     """Warn if micro-batches of any rank ran without a CUDA graph."""
-    batches = int(all_reduce_sum_(torch.tensor([batches], device=mesh.device)).item())
+    batches = int(all_reduce_(torch.tensor([batches], device=mesh.device)).item())
     if batches:
         text = (
             f"{batches:,} of the ranks' micro-batches ran without a CUDA graph, and slower, because one that ran at the "
@@ -177,7 +177,7 @@ def _stopped_for_others(interruption: Interruption, mesh: Mesh) -> bool:
     function therefore waits for such a signal before it returns True.
     """
     signals = torch.tensor([int(interruption.number is not None)], device=mesh.device)
-    some = all_reduce_sum_(signals).item() > 0
+    some = all_reduce_(signals).item() > 0
     leave_mesh()
     deadline = time.monotonic() + _OWN_SIGNAL_S
     while some and interruption.number is None and time.monotonic() < deadline:
@@ -191,7 +191,7 @@ def _started_again(config: Config, mesh: Mesh) -> bool:
     The restart count is not sufficient: when a host joins, torchrun's agents restart all ranks without increasing it.
     """
     # All ranks must get the same answer, but the agents' restart counts may differ.
-    if all_reduce_sum_(torch.tensor([restarts()], device=mesh.device)).item():
+    if all_reduce_(torch.tensor([restarts()], device=mesh.device)).item():
         return True
     folder = config.checkpoint.folder
     # The last condition is a collective. The other conditions are equal on all ranks.

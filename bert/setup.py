@@ -8,10 +8,10 @@ from functools import partial
 import torch
 from rich.console import Console
 
-from bert.checkpoints.during_run import NoCheckpoints, RunCheckpoints
 from bert.checkpoints.initial_model import first_model
-from bert.checkpoints.training_state import Checkpoints, RunState, restore
+from bert.checkpoints.training_state import RunState, restore
 from bert.checkpoints.world import World
+from bert.checkpoints.writer import Checkpoints
 from bert.configuration.config import Config
 from bert.evaluation.evaluator import Evaluator
 from bert.execution.batches import build_loader, captures, choose_shapes, synthetic_batches
@@ -82,10 +82,7 @@ def build_run(
         say(f"at most {steps:,} steps of {batch} sequences: about {clock(steps * step_seconds)} and the evaluations")
     log.weights_initialization(config.model.num_hidden_layers)
     loader = build_loader(config, inputs.train, mesh, seed, shape_buckets, start.steps, log)
-    checkpoints = None
-    if config.checkpoint.folder is not None:
-        checkpoints = Checkpoints(config, inputs.train, mesh, seed, step, world)
-    reporter = _reporter(config, inputs, mesh, log, step, start.samples)  # created last, because it must be closed
+    reporter = _reporter(config, inputs, mesh, log, step, start.samples)  # created late, because it must be closed
     return Run(
         config=config,
         evaluation_interval=inputs.interval,
@@ -100,7 +97,7 @@ def build_run(
         loader=loader,
         step=step,
         evaluator=evaluator,
-        checkpoints=RunCheckpoints(checkpoints, stopwatch.tracker, reporter) if checkpoints else NoCheckpoints(),
+        checkpoints=Checkpoints(config, inputs.train, mesh, seed, step, stopwatch.tracker, reporter, world),
         stragglers=Stragglers(mesh.hosts, mesh.stages(), mesh.places()),
         interruption=interruption,
     )

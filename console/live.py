@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rich.console import Console, RenderableType
+from rich.console import Console
 from rich.live import Live
 from rich.panel import Panel
 from rich.table import Table
@@ -16,13 +16,10 @@ from console.text import visible
 _BARS = "▁▂▃▄▅▆▇█"
 _MAX_BARS = 60
 
-Row = tuple[str, RenderableType]
-"""A name and what stands beside it."""
-
 
 @dataclass(frozen=True)
 class RunView:
-    """What a panel shows of a run. Empty texts and empty sequences get no row.
+    """State of a run, which rich draws as a panel. Empty texts and empty sequences get no row.
 
     Attributes:
         evaluated_samples: samples trained at the last evaluation.
@@ -44,9 +41,18 @@ class RunView:
     warnings: Sequence[str] = ()
     end: tuple[str, bool] | None = None
 
-    def rows(self) -> list[Row]:
-        """Return all rows, from top to bottom."""
-        rows: list[Row] = [("phase", styled(self.phase))] if self.phase else []
+    def __rich__(self) -> Panel:
+        """Draw the panel."""
+        table = Table.grid(padding=(0, 2))
+        table.add_column(style="bold", no_wrap=True)
+        table.add_column()
+        for name, text in self.rows():
+            table.add_row(name, text)
+        return Panel(table, title=styled(self.title), title_align="left")
+
+    def rows(self) -> list[tuple[str, Text]]:
+        """Return the name and the text of each row, from top to bottom."""
+        rows = [("phase", styled(self.phase))] if self.phase else []
         if self.accuracies:
             number = len(self.accuracies)
             words = f"{self.accuracies[-1]:.4f} {of_target(self.target)}"
@@ -61,30 +67,9 @@ class RunView:
         return rows + [("!", styled(text, "yellow")) for text in self.warnings]
 
 
-class LivePanel:
-    """A panel that is redrawn in place whenever it is told to, and stays on the screen when it is closed."""
-
-    def __init__(self, console: Console) -> None:
-        self._live = Live(console=console, auto_refresh=False, vertical_overflow="crop")
-        self._live.start()
-
-    def show(self, view: RunView) -> None:
-        """Redraw the panel."""
-        self._live.update(panel(view.title, view.rows()), refresh=True)
-
-    def close(self) -> None:
-        """Leave what was shown last on the screen."""
-        self._live.stop()
-
-
-def panel(title: str, rows: Iterable[Row]) -> Panel:
-    """Frame rows under a title."""
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column()
-    for row in rows:
-        table.add_row(*row)
-    return Panel(table, title=styled(title), title_align="left")
+def live_display(console: Console) -> Live:
+    """Return a display that `update(view, refresh=True)` redraws in place. The last view stays when it is stopped."""
+    return Live(console=console, auto_refresh=False, vertical_overflow="crop")
 
 
 def of_target(target: float | None) -> str:

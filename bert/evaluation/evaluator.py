@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bert.execution.cuda_graphs import BatchGraphs, CudaCapturer
 from bert.model import BertForPreTraining
-from bert.parallel.collectives import all_reduce_sum_
+from bert.parallel.collectives import all_reduce_
 from bert.parallel.mesh import Mesh
 from dataloading.batches.loader import Batch, batch_of, inert_batch, shape_bucket_of
 from dataloading.batches.shape_buckets import ShapeBucket, choose_shape_buckets, fitting
@@ -39,7 +39,7 @@ class PendingAccuracy:
         """Sum ``counts`` over all ranks and, on a GPU, start copying them to the page-locked ``host_counts``."""
         # Use the training stream. On another stream, the order of this all-reduce and the next step's reductions could
         # differ between ranks, and NCCL can deadlock if two communicators run in different orders.
-        all_reduce_sum_(counts)
+        all_reduce_(counts)
         self._host_counts, self._arrived = counts, None
         if host_counts is not None:
             self._host_counts = host_counts.copy_(counts, non_blocking=True)

@@ -1,5 +1,7 @@
 """Sums and copies over all ranks. In a run of one rank, each of them does nothing."""
 
+from typing import Literal
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -7,24 +9,10 @@ from torch import Tensor
 from bert.parallel.mesh import Mesh
 
 
-def all_reduce_sum_(tensor: Tensor) -> Tensor:
-    """Sum ``tensor`` over all ranks in place, and return it."""
+def all_reduce_(tensor: Tensor, operation: Literal["sum", "min", "max"] = "sum") -> Tensor:
+    """Replace each value by its sum, minimum or maximum over all ranks, in place, and return the tensor."""
     if dist.is_initialized():
-        dist.all_reduce(tensor)
-    return tensor
-
-
-def all_reduce_min_(tensor: Tensor) -> Tensor:
-    """Replace each value by its minimum over all ranks, in place, and return the tensor."""
-    if dist.is_initialized():
-        dist.all_reduce(tensor, dist.ReduceOp.MIN)
-    return tensor
-
-
-def all_reduce_max_(tensor: Tensor) -> Tensor:
-    """Replace each value by its maximum over all ranks, in place, and return the tensor."""
-    if dist.is_initialized():
-        dist.all_reduce(tensor, dist.ReduceOp.MAX)
+        dist.all_reduce(tensor, getattr(dist.ReduceOp, operation.upper()))
     return tensor
 
 

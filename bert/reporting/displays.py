@@ -8,7 +8,7 @@ from rich.console import Console
 from compliance.convergence.forecast import forecast, time_left
 from compliance.log.records import EndRecord, EvaluationRecord, PlanRecord, Record, StepRecord, WarningRecord
 from compliance.log.schedule import EvaluationSchedule
-from console.live import LivePanel, RunView
+from console.live import RunView, live_display
 from console.text import clock, clock_span, visible
 
 
@@ -95,15 +95,16 @@ class RunPanel:
     def __init__(self, title: str, progress: RunProgress, console: Console) -> None:
         self._title = title
         self._progress = progress
-        self._panel = LivePanel(console)
+        self._live = live_display(console)
+        self._live.start()
 
     def write(self, record: Record) -> None:
         """Redraw the panel with the state of the run after this record."""
-        self._panel.show(self._view(record))
+        self._live.update(self._view(record), refresh=True)
 
     def close(self) -> None:
         """Stop redrawing and leave the last state on the screen."""
-        self._panel.close()
+        self._live.stop()
 
     def _view(self, record: Record) -> RunView:
         progress, step, warning = self._progress, self._progress.latest, self._progress.warning

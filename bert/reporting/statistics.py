@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from bert.parallel.collectives import all_reduce_sum_
+from bert.parallel.collectives import all_reduce_
 from bert.parallel.mesh import Mesh
 
 
@@ -52,7 +52,7 @@ class Statistics:
         # ``fill_`` does not block. An assignment would copy from the host and wait for the device.
         self._sums[-1].fill_(float(stop))
         self._all[self._rank].fill_(own_seconds)
-        values = all_reduce_sum_(self._all).tolist()
+        values = all_reduce_(self._all).tolist()
         ranks = len(self.own_seconds)
         self.own_seconds, (*sums, steps, stopping) = values[:ranks], values[ranks:]
         means = {name: total / max(1, steps) for name, total in zip(self.NAMES, sums, strict=True)}

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from bert.parallel.collectives import all_reduce_max_
+from bert.parallel.collectives import all_reduce_
 from bert.parallel.mesh import Mesh
 from cluster.probe.computing import gather_numbers
 from cluster.probe.schedule import Pairs
@@ -59,7 +59,7 @@ def measure_paths(mesh: Mesh, rounds: Sequence[Pairs], turns: int, seconds: floa
         rows.append(row)
         spent = torch.tensor([time.perf_counter() - start], dtype=torch.float64, device=mesh.device)
         # All ranks must leave the loop in the same turn. `cluster.outliers` needs three turns.
-        if all_reduce_max_(spent).item() > seconds and turn >= 2:
+        if all_reduce_(spent, "max").item() > seconds and turn >= 2:
             break
     found_RTPK = gather_numbers(np.array(rows), mesh)
     directed = [

@@ -18,7 +18,6 @@ from compliance.doctor.diagnosis import Diagnosis
 from compliance.doctor.host import ExaminedHost
 from compliance.doctor.machine import Machine, read_machine
 from compliance.doctor.run import IntendedRun, lay_out
-from compliance.doctor.storage import Mount, read_mounts
 from compliance.doctor.system import ask_pytorch
 from console.program import say, say_json
 from console.text import visible
@@ -31,7 +30,7 @@ def examine(
     intended: IntendedRun,
     host: ExaminedHost | None = None,
     machine: Machine | None = None,
-    mounts: Sequence[Mount] | None = None,
+    mounts: Sequence[run_checks.Mount] | None = None,
 ) -> Iterator[Diagnosis]:
     """Run all checks, the quick ones first, by default on the machine that this program runs on.
 
@@ -40,12 +39,11 @@ def examine(
     """
     host = host or ExaminedHost()
     machine = machine or read_machine(host)
-    mounts = read_mounts() if mounts is None else mounts
+    mounts = run_checks.read_mounts() if mounts is None else mounts
     run = lay_out(intended, host, len(machine.gpus.gpus))
     # Importing PyTorch is slow, and only GPU runs need the answer.
     pytorch = ask_pytorch(host) if run.on_gpus else {}
     yield from run_checks.check_recipe(run)
-    yield from machine_checks.clock(machine, run)
     yield from accelerators(run, machine.gpus, pytorch)
     yield from machine_checks.memory(machine, run)
     yield from machine_checks.processors(machine, run)

@@ -1,4 +1,4 @@
-"""Check a machine against what a run needs: clock, memory, processors, network, limits."""
+"""Check a machine against what a run needs: memory, processors, network, limits."""
 
 from __future__ import annotations
 
@@ -10,15 +10,6 @@ from compliance.doctor.run import ExaminedRun
 
 GIB = 2**30
 MIN_LOCKABLE_BYTES = 4 * GIB
-
-
-def clock(machine: Machine, run: ExaminedRun) -> Iterator[Diagnosis]:
-    """Check that a time service sets the clock, because a log's times must not decrease (TR 11)."""
-    if machine.is_synchronised:
-        yield ok("clock", "synchronised by a time service")
-    else:
-        found = "no time service synchronises it" + ("; logs of several nodes differ" if run.nodes > 1 else "")
-        yield warn("clock", found, "start chronyd or systemd-timesyncd on the host")
 
 
 def memory(machine: Machine, run: ExaminedRun) -> Iterator[Diagnosis]:

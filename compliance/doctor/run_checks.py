@@ -5,17 +5,47 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
 
 from compliance.doctor.diagnosis import Diagnosis, fail, fail_or_warn, ok, warn
 from compliance.doctor.host import ExaminedHost
 from compliance.doctor.run import ExaminedRun
-from compliance.doctor.storage import IN_MEMORY, LAYERED, Mount, mount_of
 from compliance.log import rules
 from compliance.log.rules import SUBMISSION_RUNS
 from console.processes import Output
 
 DRY_RUN_TIMEOUT_S = 300.0
 VERIFY_TIMEOUT_S = 3600.0
+
+
+IN_MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs", "rootfs", "hugetlbfs"})
+LAYERED = frozenset({"overlay", "aufs"})
+"""File system types of container layers, which are lost with the container."""
+
+
+class Mount(NamedTuple):
+    """A mounted file system."""
+
+    point: str
+    kind: str
+
+    def __str__(self) -> str:
+        return f"{'memory: ' if self.kind in IN_MEMORY else ''}{self.kind} at {self.point}"
+
+
+def read_mounts() -> list[Mount]:
+    """List all mounted file systems, in the order in which they were mounted."""
+    import psutil
+
+    return [Mount(each.mountpoint, each.fstype) for each in psutil.disk_partitions(all=True)]
+
+
+def mount_of(path: Path, mounts: Sequence[Mount]) -> Mount:
+    """Return the file system of a file or folder, which need not exist yet. Links are followed."""
+    around = [mount for mount in mounts if path.resolve().is_relative_to(mount.point)]
+    # The deepest mount point holds the path. The last mount on the same folder hides earlier ones.
+    return max(reversed(around), key=lambda mount: len(mount.point), default=Mount("/", "unknown"))
 
 
 def check_recipe(run: ExaminedRun) -> Iterator[Diagnosis]:

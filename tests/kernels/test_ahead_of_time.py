@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from kernels.configuration import SHARED_MEMORY_LIMITS
 from tests.kernels.compiled import Cost
 
 pytestmark = [  # the oldest PyTorch comes with Triton 3.6
@@ -24,11 +23,11 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
-    """Return the findings of a process in which Triton compiles. No kernel supports compute capability 7.5."""
+    """Return the findings of a process in which Triton compiles."""
     program = (
         "import json, triton; from dataclasses import asdict; "
         "from tests.kernels import compiled, fat_kernels; "
-        "fat = compiled.costs_of(compiled.items_of('fat_kernels', fat_kernels.configurations(), (75, 90))); "
+        "fat = compiled.costs_of(compiled.items_of('fat_kernels', fat_kernels.configurations(), (90,))); "
         "found = {'fat': [asdict(cost) for cost in fat], 'own': asdict(compiled.find()), 'triton': triton.__version__}; "
         "print(json.dumps(found))"
     )
@@ -86,15 +85,7 @@ def test_numbers_that_vary_are_not_compiled_in(found: dict[str, Any]) -> None:
     assert {name for module, _, name in places if module not in ("fp8", "squares")} <= of_the_model
 
 
-def test_kernels_that_ask_for_too_much_are_noticed(found: dict[str, Any]) -> None:
-    lean, spilling, sharing = (Cost(**cost) for cost in found["fat"])
-    assert [cost.capability for cost in (lean, spilling, sharing)] == [90] * 3
-    assert lean.fits
-    assert lean.spilled == 0
+def test_a_kernel_that_spills_is_noticed(found: dict[str, Any]) -> None:
+    (spilling,) = (Cost(**cost) for cost in found["fat"])
     assert spilling.spilled > 50
     assert not spilling.fits
-    assert lean.instructions == "vectors"
-    assert set(sharing.instructions.split()) >= {"wgmma", "cp.async"}
-    assert sharing.spilled == 0
-    assert sharing.shared > SHARED_MEMORY_LIMITS[90]
-    assert not sharing.fits

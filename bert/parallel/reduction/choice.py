@@ -9,7 +9,7 @@ import torch
 
 from bert.configuration.sections import ReduceDtype, ReductionStrategy, TrainingConfig
 from bert.optimizer import FlatParameters
-from bert.parallel.collectives import all_reduce_max_, barrier
+from bert.parallel.collectives import all_reduce_, barrier
 from bert.parallel.reduction.gradients import Communicators, Reduction
 
 _ENOUGH_S = 3.0
@@ -71,7 +71,7 @@ def measured_choice(
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             times[place] = time.perf_counter() - begin
-        all_reduce_max_(times)  # over all data groups, so that all choose the same
+        all_reduce_(times, "max")  # over all data groups, so that all choose the same
         best = list(map(min, best, times.tolist()))
         spent += times.sum().item()
         if spent > _ENOUGH_S:  # equal on all ranks

@@ -5,8 +5,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -20,11 +18,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import bert.build
-from bert.checkpoints import training_state as resume
-from bert.checkpoints.during_run import RunCheckpoints
+from bert.checkpoints import writer
 from bert.checkpoints.initial_model import draw_model
-from bert.checkpoints.lock import lock_checkpoints
-from bert.checkpoints.training_state import Checkpoints, checkpoint_folders, find, fixed_settings, reseed, restore
+from bert.checkpoints.training_state import checkpoint_folders, find, fixed_settings, lock, reseed, restore
+from bert.checkpoints.writer import Checkpoints
 from bert.configuration.config import Config
 from bert.parallel.mesh import Mesh
 from bert.reporting.displays import RunProgress, StepLines
@@ -37,7 +34,7 @@ from compliance.log.schedule import EvaluationSchedule
 from console import files
 from dataloading.batches.loader import batch_of
 from dataloading.dataset.folder import Dataset, open_dataset
-from tests.conftest import REPOSITORY, SmallRun
+from tests.conftest import SmallRun
 
 MESH = Mesh(0, 1, 0, torch.device("cpu"))
 SEED = 7
@@ -52,6 +49,8 @@ class Run:
     samples: SmallRun
     step: TrainingStep
     checkpoints: Checkpoints
+    tracker: PhaseTracker
+    told: list[str]
     folder: Path
 
     def take(self, *steps: int) -> list[list[float]]:
@@ -62,10 +61,13 @@ class Run:
             said.append(list(self.step.statistics.fetch()[0].values()))
         return said
 
-    def save(self, steps: int) -> OSError | None:
-        self.checkpoints.save(steps, 8 * steps)
-        self.checkpoints.wait()
-        return self.checkpoints.failure()
+    def save(self, steps: int) -> list[str]:
+        """Write a checkpoint, and return the warnings."""
+        self.told.clear()
+        at = Position(steps, 8 * steps)
+        self.checkpoints.save(at)
+        self.checkpoints.wait(at)
+        return list(self.told)
 
     def state(self) -> dict[str, Tensor]:
         """Return all state that affects later steps."""
@@ -94,7 +96,10 @@ def make(small_run: SmallRun, tmp_path: Path) -> Callable[..., Run]:
         train = open_dataset(config.data.train)
         step = TrainingStep(draw_model(config, MESH, seed), config, MESH, Stopwatch())
         step.model.seed_dropout(SEED)
-        return Run(config, train, small_run, step, Checkpoints(config, train, MESH, SEED, step), folder)
+        tracker, told, progress = PhaseTracker(), list[str](), RunProgress(0.4, 100, EvaluationSchedule(10, 10))
+        reporter = Reporter(progress, [StepLines(progress, told.append)])
+        checkpoints = Checkpoints(config, train, MESH, SEED, step, tracker, reporter)
+        return Run(config, train, small_run, step, checkpoints, tracker, told, folder)
 
     return make
 
@@ -105,28 +110,27 @@ Make = Callable[..., Run]
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Block the writing of checkpoints until the returned event is set."""
-    opened, write = threading.Event(), resume.write_safetensors
+    opened, write = threading.Event(), writer.write_safetensors
 
     def waiting(*arguments: Any) -> None:
         assert opened.wait(20)
         write(*arguments)
 
-    monkeypatch.setattr(resume, "write_safetensors", waiting)
+    monkeypatch.setattr(writer, "write_safetensors", waiting)
     return opened
 
 
 def test_training_goes_on_while_one_is_written_and_does_not_change_it(make: Make, gate: threading.Event) -> None:
     run = make()
     run.take(0, 1)
-    run.checkpoints.save(2, 16)
+    run.checkpoints.save(Position(2, 16))
     saved = run.state()
-    assert run.checkpoints.writing
     run.take(2, 3, 4)
     [unfinished] = run.folder.iterdir()
     assert re.fullmatch(r"\.step_00000002\.[0-9a-f]{16}\.partial", unfinished.name)
     gate.set()
-    run.checkpoints.wait()
-    assert run.checkpoints.failure() is None
+    run.checkpoints.wait(Position(5, 40))
+    assert run.told == []
     assert [path.name for path in run.folder.iterdir()] == ["step_00000002"]
     again = make(seed=1)
     restore(again.step, find(run.folder, again.config, again.train, MESH), MESH)
@@ -149,7 +153,7 @@ def test_what_follows_is_the_same_to_the_last_bit(make: Make, precision: str, mo
     run.step.warm_up([batch_of(run.samples.train.slice(80, 88))], 1)
     run.take(0, 1, 2)
     assert run.step.fp8 is None or len(run.step.fp8.scale_S.unique()) > 2
-    assert run.save(3) is None
+    assert run.save(3) == []
     saved = run.state()
     losses, ended = run.take(3, 4, 5), run.state()
     again = make(seed=1, **changes)
@@ -168,7 +172,7 @@ def test_skipped_steps_are_no_steps_of_the_optimizer(make: Make) -> None:
     run.take(0)
     run.step.flat.gradients_P[0] = torch.inf
     run.take(1)
-    assert run.save(2) is None
+    assert run.save(2) == []
     state = find(run.folder, run.config, run.train, MESH)
     assert (state.step, state.optimizer_steps) == (2, 1)
 
@@ -177,7 +181,7 @@ def test_one_that_cannot_be_written_leaves_nothing_and_is_told_once(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = make()
-    assert run.save(1) is None
+    assert run.save(1) == []
     before = {path: path.read_bytes() for path in run.folder.rglob("*.safetensors")}
 
     def full(path: Path, *_: object) -> None:
@@ -186,15 +190,16 @@ def test_one_that_cannot_be_written_leaves_nothing_and_is_told_once(
 
     run.take(0)
     with monkeypatch.context() as patch:
-        patch.setattr(resume, "write_safetensors", full)
+        patch.setattr(writer, "write_safetensors", full)
         for steps in (1, 2):  # step 1 has a checkpoint already, which must stay
-            error = run.save(steps)
-            assert error is not None
-            assert error.errno == errno.ENOSPC
-            assert run.checkpoints.failure() is None
+            [told] = run.save(steps)
+            assert told.startswith(f"warning at step {steps}: no checkpoint was written: {run.folder}/")
+            assert told.endswith(os.strerror(errno.ENOSPC))
+            run.checkpoints.look(Position(steps, 0))
+            assert len(run.told) == 1
     assert [path.name for path in run.folder.iterdir()] == ["step_00000001"]
     assert {path: path.read_bytes() for path in run.folder.rglob("*.safetensors")} == before
-    assert run.save(2) is None
+    assert run.save(2) == []
     assert len(checkpoint_folders(run.folder)) == 2
 
 
@@ -204,16 +209,14 @@ def test_a_mistake_of_the_program_is_no_warning(make: Make, monkeypatch: pytest.
     def broken(*_: object) -> None:
         raise RuntimeError("broken on purpose")
 
-    monkeypatch.setattr(resume, "write_safetensors", broken)
-    run.checkpoints.save(1, 8)
-    run.checkpoints.wait()
+    monkeypatch.setattr(writer, "write_safetensors", broken)
     with pytest.raises(RuntimeError, match="broken on purpose"):
-        run.checkpoints.failure()
+        run.save(1)
 
 
 def test_what_a_killed_run_has_left_is_no_checkpoint_and_is_removed(make: Make) -> None:
     run = make()
-    assert run.save(1) is None
+    assert run.save(1) == []
     (run.folder / "step_00000001").rename(run.folder / ".step_00000001.fedcba9876543210.partial")
     (run.folder / ".step_00000009.0123456789abcdef.partial").mkdir()
     (run.folder / "step_x").mkdir()
@@ -221,10 +224,11 @@ def test_what_a_killed_run_has_left_is_no_checkpoint_and_is_removed(make: Make) 
     (run.folder / strangers[0]).write_text("a file")
     (run.folder / strangers[1]).symlink_to("step_x")
     assert checkpoint_folders(run.folder) == []
-    lock = lock_checkpoints(run.folder, patience_s=0)
-    assert run.save(2) is None
+    lock(run.folder, MESH, again=False)
+    assert run.save(2) == []
     assert sorted(path.name for path in run.folder.iterdir()) == [".lock", *strangers, "step_00000002", "step_x"]
-    os.close(lock)
+    with pytest.raises(ValueError, match="is where another run writes its checkpoints"):
+        lock(run.folder, MESH, again=False)
 
 
 def test_it_gets_its_name_by_renaming_when_all_is_on_disk(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,9 +241,9 @@ def test_it_gets_its_name_by_renaming_when_all_is_on_disk(make: Make, monkeypatc
         brought.append(re.sub(r"\.state.json.random.partial", "state.json", name))
         sync(path)
 
-    monkeypatch.setattr(resume, "sync", noting)
+    monkeypatch.setattr(writer, "sync", noting)
     monkeypatch.setattr(files, "sync", noting)
-    assert run.save(1) is None
+    assert run.save(1) == []
     assert numbers == {(run.folder / "step_00000001").stat().st_ino}
     names = ("model.safetensors", "momentum.safetensors", "variance.safetensors", "state.json")
     partial = ".step_00000001.random.partial"
@@ -263,12 +267,12 @@ def test_the_newest_stay_in_the_order_of_their_steps(make: Make) -> None:
     run = make(checkpoint__keep=2, checkpoint__every_steps=3)
     assert [steps for steps in range(1, 10) if run.checkpoints.due(steps)] == [3, 6, 9]
     for steps in (99_999_999, 5, 100_000_000):
-        assert run.save(steps) is None
+        assert run.save(steps) == []
     newest, older = checkpoint_folders(run.folder)
     assert (newest.name, older.name) == ("step_100000000", "step_99999999")
     (newest / "other").write_text("")
     run.take(0)
-    assert run.save(100_000_000) is None
+    assert run.save(100_000_000) == []
     weights, flat = load_file(newest / "model.safetensors"), run.step.flat
     for name, parameter in run.step.model.named_parameters():
         assert torch.equal(weights[name].flatten(), flat.weights_P[flat.places[parameter]]), name
@@ -282,32 +286,24 @@ def test_broken_ones_do_not_push_out_what_the_run_writes(make: Make) -> None:
         (run.folder / f"step_{steps:08}").mkdir(parents=True)
     run = make(checkpoint__keep=1)
     for steps in (9, 10):
-        assert run.save(steps) is None
+        assert run.save(steps) == []
     names = [path.name for path in checkpoint_folders(run.folder)]
     assert names == ["step_00000012", "step_00000010"]
     assert find(run.folder, run.config, run.train, MESH).step == 10
 
 
-def test_the_next_one_waits_and_a_failure_is_a_warning(
-    make: Make, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A new checkpoint waits for the previous one. The watchdog allows this wait as long as writing has taken so far."""
-    run, tracker, told = make(), PhaseTracker(), list[str]()
-    progress = RunProgress(0.4, 100, EvaluationSchedule(10, 10))
-    seen = RunCheckpoints(run.checkpoints, tracker, Reporter(progress, [StepLines(progress, told.append)]))
-    seen.save(Position(1, 8))
-    assert (tracker.phase, tracker.entered) == ("checkpoint", 1)
+def test_the_next_one_waits(make: Make, gate: threading.Event) -> None:
+    """The watchdog allows this wait as long as writing has taken so far."""
+    run = make()
+    run.checkpoints.save(Position(1, 8))
+    assert (run.tracker.phase, run.tracker.entered) == ("checkpoint", 1)
     threading.Timer(0.05, gate.set).start()
-    seen.save(Position(2, 16))
-    assert (tracker.phase, tracker.entered) == ("checkpoint", 3), "waited as checkpoint_write"
-    seen.wait(Position(2, 16))
+    run.checkpoints.save(Position(2, 16))
+    assert (run.tracker.phase, run.tracker.entered) == ("checkpoint", 3), "waited as checkpoint_write"
+    run.checkpoints.wait(Position(2, 16))
     assert [path.name for path in checkpoint_folders(run.folder)] == ["step_00000002", "step_00000001"]
-    assert tracker.longest["checkpoint_write"] == run.checkpoints.longest_s
-    assert told == []
-    monkeypatch.setattr(resume, "_digest", lambda path: (path / "not a folder").stat())
-    seen.save(Position(3, 24))
-    seen.wait(Position(3, 24))
-    assert told == [f"warning at step 3: no checkpoint was written: {run.folder}/step_00000003: Not a directory"]
+    assert run.tracker.longest["checkpoint_write"] > 0.04
+    assert run.told == []
 
 
 def changed(**values: object) -> Callable[[Path], object]:
@@ -341,7 +337,7 @@ def test_one_that_is_not_whole_is_refused_with_the_reason(
     make: Make, subtests: pytest.Subtests, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = make()
-    assert run.save(4) is None
+    assert run.save(4) == []
     path, good = run.folder / "step_00000004", run.folder.parent / "good"
     path.rename(good)
     for number, (spoil, message) in enumerate(DAMAGE):
@@ -355,7 +351,7 @@ def test_one_that_is_not_whole_is_refused_with_the_reason(
     with pytest.raises(ValueError, match="no whole checkpoint in "):
         find(run.folder, run.config, run.train, MESH)
     (path / "state.json").mkdir(parents=True)
-    assert run.save(3) is None
+    assert run.save(3) == []
     assert find(run.folder, run.config, run.train, MESH).step == 3
     assert "state.json: Is a directory; remove it, or resume from another; going on from" in capsys.readouterr().out
 
@@ -369,14 +365,14 @@ def test_one_that_is_not_whole_is_refused_with_the_reason(
 )
 def test_settings_that_decide_the_losses_must_be_the_same(make: Make, change: dict[str, object], message: str) -> None:
     run, other = make(), make(**change)
-    assert run.save(4) is None
+    assert run.save(4) == []
     with pytest.raises(ValueError, match=re.escape(message)):
         find(run.folder, other.config, other.train, MESH)
 
 
 def test_data_must_be_the_same_and_other_settings_need_not(make: Make, small_run: SmallRun) -> None:
     run = make()
-    assert run.save(4) is None
+    assert run.save(4) == []
     with pytest.raises(ValueError, match=r"was made with data\.train sha256 "):
         find(run.folder, run.config, open_dataset(small_run.folder / "evaluation"), MESH)
     changed = SimpleNamespace(shards=[replace(shard, digest="0" * 64) for shard in run.train.shards])
@@ -390,7 +386,7 @@ def test_data_must_be_the_same_and_other_settings_need_not(make: Make, small_run
 def test_weights_of_another_model_behind_the_right_digest_are_refused(make: Make) -> None:
     """Weights of other shapes are rejected too, even if they could be broadcast to the model's."""
     run = make()
-    assert run.save(4) is None
+    assert run.save(4) == []
     state, path = find(run.folder, run.config, run.train, MESH), run.folder / "step_00000004" / "momentum.safetensors"
     smaller = {name: tensor.flatten()[:1] for name, tensor in load_file(path).items()}
     for tensors, message in (
@@ -406,39 +402,9 @@ def test_what_another_run_has_written_is_neither_replaced_nor_removed(make: Make
     """Two runs may share a folder on a file system without locks."""
     first, second = make(checkpoint__keep=1), make(checkpoint__keep=1)
     for steps in (1, 2, 3):
-        assert first.save(2 * steps) is None
-        assert second.save(2 * steps + 1) is None
+        assert first.save(2 * steps) == []
+        assert second.save(2 * steps + 1) == []
     assert [path.name for path in checkpoint_folders(first.folder)] == ["step_00000007", "step_00000006"]
-    error = second.save(6)
-    assert error is not None
-    assert error.filename == str(first.folder / "step_00000006")
+    [told] = second.save(6)
+    assert f"{first.folder}/step_00000006" in told
     assert find(first.folder / "step_00000006", first.config, first.train, MESH).step == 6
-
-
-def test_a_folder_belongs_to_one_process_at_a_time(tmp_path: Path) -> None:
-    code = """
-import sys
-from pathlib import Path
-from bert.checkpoints.lock import lock_checkpoints
-try:
-    lock_checkpoints(Path(sys.argv[1]), float(sys.argv[2]))
-    print("locked", flush=True)
-    sys.stdin.read()
-except ValueError as error:
-    print(error)
-"""
-    folder = tmp_path / "new" / "checkpoints"
-
-    def start(patience_s: float) -> subprocess.Popen[str]:
-        command = [sys.executable, "-c", code, str(folder), str(patience_s)]
-        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY)
-
-    first = start(0)
-    assert first.stdout is not None
-    assert first.stdout.readline() == "locked\n"
-    refused, _ = start(0).communicate()
-    assert refused.startswith(f"{folder} is where another run writes its checkpoints (process {first.pid} on host ")
-    waiting = start(600)
-    first.kill()
-    first.communicate()
-    assert waiting.communicate()[0] == "locked\n"

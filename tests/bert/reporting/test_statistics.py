@@ -37,7 +37,7 @@ def test_what_the_host_adds_is_not_copied_to_the_device(monkeypatch: pytest.Monk
         return tensor
 
     gathered = Statistics(Mesh(1, 3, 0, torch.device("cpu")))
-    monkeypatch.setattr(statistics, "all_reduce_sum_", all_reduce)
+    monkeypatch.setattr(statistics, "all_reduce_", all_reduce)
     with summed:
         _, stopping = gathered.fetch(stop=True, own_seconds=0.25)
     assert stopping

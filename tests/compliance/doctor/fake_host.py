@@ -36,7 +36,6 @@ GPUS = Gpus(tuple(replace(GPU, index=index) for index in range(8)), driver="580.
 PORTS = tuple(AdapterPort(f"mlx5_{n} port 1", "ACTIVE", "400 Gb/sec (4X NDR)") for n in range(8))
 
 MACHINE = Machine(
-    is_synchronised=True,
     cores=112.0,
     threads=224,
     physical_cores=112,

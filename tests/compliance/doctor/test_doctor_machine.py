@@ -10,7 +10,7 @@ import pytest
 
 from compliance.doctor.diagnosis import Diagnosis
 from compliance.doctor.machine import AdapterPort, Machine, read_machine
-from compliance.doctor.machine_checks import clock, memory, network, processors
+from compliance.doctor.machine_checks import memory, network, processors
 from compliance.doctor.run import ExaminedRun
 from tests.compliance.doctor.fake_host import CPU, MACHINE, NODE, NODES, PORTS, expect, fake_host
 
@@ -19,7 +19,6 @@ ONE_DOWN = (*PORTS[:3], replace(PORTS[3], state="INIT"), *PORTS[4:])
 
 
 def checked(machine: Machine, layout: ExaminedRun) -> Iterator[Diagnosis]:
-    yield from clock(machine, layout)
     yield from memory(machine, layout)
     yield from processors(machine, layout)
     yield from network(machine, layout)
@@ -29,7 +28,6 @@ def checked(machine: Machine, layout: ExaminedRun) -> Iterator[Diagnosis]:
     ("layout", "facts", "expected"),
     [
         *((layout, {}, "") for layout in (NODE, NODES, CPU)),
-        (NODES, {"is_synchronised": False}, "warn clock: logs of several nodes"),
         (NODE, {"free_bytes": 2 << 30}, "warn memory: 2.0 GiB free, 8 rank(s)"),
         (CPU, {"free_bytes": 1 << 30}, ""),
         (NODE, {"shared_bytes": 1023 << 20}, "fail shared memory: 1023 MiB free in /dev/shm"),

@@ -1,0 +1,156 @@
+"""Writing of checkpoints beside training: training waits only for the copy to host memory, and a thread writes the files.
+
+If a checkpoint cannot be written, the run prints a warning and continues.
+"""
+
+import shutil
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+
+import msgspec
+import torch
+from torch import Tensor
+
+from bert.checkpoints.training_state import FILES, Digest, RunState, StateFile, fixed_settings, reseed, written_in
+from bert.checkpoints.weights import Weight, write_safetensors
+from bert.checkpoints.world import World
+from bert.configuration.config import Config
+from bert.parallel.collectives import all_reduce_
+from bert.parallel.mesh import Mesh
+from bert.reporting.reporter import Position, Reporter
+from bert.step import TrainingStep
+from bert.timing.phases import PhaseTracker
+from console.files import atomic_path, sync, write_atomically
+from dataloading.dataset.folder import Dataset
+
+
+class Checkpoints:
+    """Writer of a run's checkpoints. It writes one at a time and keeps the newest ones; without a folder it writes none.
+
+    Waiting is reported to ``tracker``, and errors to ``reporter``.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        train: Dataset,
+        mesh: Mesh,
+        seed: int,
+        step: TrainingStep,
+        tracker: PhaseTracker,
+        reporter: Reporter,
+        world: World | None = None,
+    ) -> None:
+        self._config, self._folder = config.checkpoint, config.checkpoint.folder
+        self._settings = fixed_settings(config, train)
+        self._mesh, self._seed, self._step, self._world = mesh, seed, step, world
+        self._tracker, self._reporter = tracker, reporter
+        self._writer = ThreadPoolExecutor(1, "checkpoint")
+        self._written: Future[None] | None = None
+        self._longest_s = 0.0
+        """Longest time that writing a checkpoint has taken, in seconds."""
+        folder = self._folder if mesh.is_main else None
+        self._removable = set(written_in(folder)) if folder else set()
+        """Checkpoints that this run may delete: those that it found at the start, and those that it has written."""
+        # Allocated once, because pinned memory is slow to allocate and training waits for the copies.
+        pinned = mesh.device.type == "cuda"
+        self._copies = [torch.empty(step.whole.size, pin_memory=pinned) for _ in FILES] if folder else []
+        """Copies of the whole model's weights and moments in host memory, from which the thread writes."""
+
+    def due(self, steps: int) -> bool:
+        """Tell whether a checkpoint is due after ``steps`` steps."""
+        return self._folder is not None and steps % self._config.every_steps == 0
+
+    def wait(self, at: Position) -> None:
+        """Wait until the checkpoint that is being written is on disk."""
+        if self._written is not None and not self._written.done():
+            self._tracker.enter("checkpoint_write")
+            wait([self._written])
+        self.look(at)
+
+    def look(self, at: Position) -> None:
+        """Warn if the last checkpoint could not be written, and record how long writing takes."""
+        if self._written is None or not self._written.done():
+            return
+        # The thread's error stays in its future, so the loop has to ask for it.
+        error, self._written = self._written.exception(), None
+        # The watchdog limits a phase to a multiple of its longest duration, and waiting may take as long as the writing did.
+        self._tracker.longest["checkpoint_write"] = self._longest_s
+        if isinstance(error, OSError):
+            self._reporter.warn(at.steps, f"no checkpoint was written: {error.filename}: {error.strerror}")
+        elif error is not None:  # a bug, which ends the run
+            raise error
+
+    def save(self, at: Position) -> None:
+        """Start writing a checkpoint, after the previous one is on disk. Every rank must call it after the same step.
+
+        It also resets random numbers and FP8 scales to the values that a run resumed from this checkpoint has.
+        """
+        if self._folder is None:
+            return
+        # There is only one set of copies in host memory, and the thread may still be writing from it.
+        self.wait(at)
+        self._tracker.enter("checkpoint")
+        step = self._step
+        # A generator's state depends on the rank, so reseed here as a resumed run does, on any number of ranks.
+        reseed(self._seed, at.steps, self._mesh)
+        if step.fp8 is not None:  # scales differ between ranks; the smallest ones overflow nowhere
+            step.fp8.set_scales_(all_reduce_(step.fp8.scale_S, "min"))
+            step.fp8.refresh_weights_()
+        step.gather_weights()
+        for place, vector_P in enumerate((step.flat.weights_P, *step.optimizer.moments())):
+            whole = step.whole.gather(vector_P)
+            if self._mesh.is_main:
+                self._copies[place].copy_(whole)
+        if not self._mesh.is_main:
+            return
+        # Reading from the device does not wait here, because the copies above have already waited.
+        state = RunState(
+            step=at.steps,
+            samples=at.samples,
+            optimizer_steps=int(step.optimizer.steps),
+            seed=self._seed,
+            dropout_draws=int(step.model.dropout_state[1]),
+            fp8_scales=None if step.fp8 is None else step.fp8.scale_S.tolist(),
+            settings=self._settings,
+            world=self._world,
+        )
+        self._written = self._writer.submit(self._write, state)
+
+    def _write(self, state: RunState) -> None:
+        begin = time.perf_counter()
+        try:
+            self._write_folder(state)
+        except OSError as error:  # errors of an open file do not contain its name
+            raise OSError(error.errno, error.strerror, error.filename or str(self._folder)) from None
+        finally:
+            self._longest_s = max(self._longest_s, time.perf_counter() - begin)
+
+    def _write_folder(self, state: RunState) -> None:
+        assert self._folder is not None
+        self._folder.mkdir(parents=True, exist_ok=True)
+        final = self._folder / f"step_{state.step:08}"
+        with atomic_path(final) as partial:
+            partial.mkdir()
+            for name, copy in zip(FILES, self._copies, strict=True):
+                write_safetensors(partial / name, self._weights(copy), {})
+                sync(partial / name)  # the file must be on disk before the folder gets its name
+            files = {name: Digest.of(partial / name) for name in FILES}
+            content = msgspec.json.encode(StateFile(**vars(state), files=files))
+            write_atomically(partial / "state.json", msgspec.json.format(content, indent=1))
+            sync(partial)
+            # A rename cannot replace a folder that has files. A folder that this run may delete was skipped as broken
+            # when the run resumed.
+            if final in self._removable:
+                shutil.rmtree(final, ignore_errors=True)
+        # Later steps do not count, so that a run that skipped broken later checkpoints still keeps its own.
+        self._removable.add(final)
+        folders = written_in(self._folder)
+        # Delete only this run's own checkpoints: other runs may need the rest.
+        for old in folders[folders.index(final) + self._config.keep :]:
+            if old in self._removable:
+                shutil.rmtree(old)
+
+    def _weights(self, whole: Tensor) -> Mapping[str, Weight]:
+        return {name: Weight(tuple(part.shape), part.detach().cpu) for name, part in self._step.whole.parts(whole)}
