@@ -183,7 +183,7 @@ def wide_rows_are_summed_in_wide_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_error_is_at_most_twice_the_definitions(case: Case) -> None:
     """Allow one unit in the last place, because the interpreter truncates to bf16, and a few units of fp32."""
     elements = max(1, sum(case.size.lengths) * case.size.hidden)
-    draws = [case.draw(seed) for seed in range(min(5, -(-4000 // elements)))]
+    draws = [case.draw(seed) for seed in range(min(2, -(-4000 // elements)))]
     free = torch.finfo(case.dtype).eps + 16 * torch.finfo(FP32).eps
     for function in case.functions().values():
         assert_within_twice(function, OPS[case.op].definition, draws, free, STEPS.get(case.op, 0))
