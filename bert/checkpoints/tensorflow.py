@@ -31,7 +31,6 @@ _MOST_TENSOR_BYTES = 1 << 30
 _FOOTER_BYTES = 48
 _TRAILER_BYTES = 5
 """A block is followed by one byte of compression type and a checksum."""
-_OBJECT_GRAPH = "_CHECKPOINTABLE_OBJECT_GRAPH"
 _FLOAT32 = 1
 _REMEDY = "fetch or copy the checkpoint again"
 _PUBLISHED = ("f97de3ae180eb8d479555c939d50d048", 4_034_713_312)
@@ -84,8 +83,6 @@ class TensorBundle:
             }
         except ValueError as error:  # a name that is not UTF-8 also raises this
             raise ValueError(f"{self.index}: {error}; {_REMEDY}") from None
-        if _OBJECT_GRAPH in self.entries:
-            raise ValueError(f"{self.index} is a TF2 checkpoint: take the TF1 form, or a Hugging Face folder")
         self._require_extents()
         # MLCommons publishes MD5 digests. FIPS builds allow MD5 only for purposes other than security.
         md5 = hashlib.md5(content, usedforsecurity=False).hexdigest()
@@ -156,8 +153,8 @@ def _shard_count(records: dict[bytes, bytes]) -> int:
     if b"" not in records:
         raise ValueError("no header")
     # BundleHeaderProto: num_shards, endianness. Fields with the value 0 are not written.
-    header = dict(_fields(records[b""]))
-    shards = _integer(header.get(1, 0))
+    header, _ = _fields(records[b""])
+    shards = header.get(1, 0)
     if header.get(2, 0) != 0:
         raise ValueError("written on a big-endian machine, which is not supported")
     if not 0 < shards < 100_000:  # data file names have five digits
@@ -167,15 +164,15 @@ def _shard_count(records: dict[bytes, bytes]) -> int:
 
 def _entry(value: bytes) -> Entry:
     # BundleEntryProto: dtype 1, shape 2, shard_id 3, offset 4, size 5, crc32c 6, slices 7.
-    fields = dict(_fields(value))
-    dtype, shard, offset, size, checksum = (_integer(fields.get(number, 0)) for number in (1, 3, 4, 5, 6))
+    numbers, messages = _fields(value)
+    dtype, shard, offset, size, checksum = (numbers.get(field, 0) for field in (1, 3, 4, 5, 6))
     # TensorShapeProto: dim 2, whose size is field 1.
-    dims = [dim for number, dim in _fields(_message(fields.get(2, b""))) if number == 2]
-    shape = tuple(_integer(dict(_fields(_message(dim))).get(1, 0)) for dim in dims)
+    dims = [dim for field, message in messages if field == 2 for number, dim in _fields(message)[1] if number == 2]
+    shape = tuple(_fields(dim)[0].get(1, 0) for dim in dims)
     # Numbers are unsigned here, so a negative number in a damaged file exceeds these bounds.
     if len(shape) > 8 or any(dim >= 1 << 40 for dim in shape) or max(offset, size) >= 1 << 62:
         raise ValueError(f"a tensor of {len(shape)} dimensions with {size:,} bytes at {offset:,}")
-    return Entry(dtype, shape, shard, offset, size, checksum, 7 in fields)
+    return Entry(dtype, shape, shard, offset, size, checksum, 7 in dict(messages))
 
 
 def _sorted_table(content: bytes) -> Iterator[tuple[bytes, bytes]]:
@@ -266,26 +263,28 @@ def _uncompressed(packed: bytes) -> bytes:
     return bytes(result)
 
 
-def _fields(content: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """Yield (number, value) of each field of a protocol buffer's message."""
-    position = 0
+def _fields(content: bytes) -> tuple[dict[int, int], list[tuple[int, bytes]]]:
+    """Parse a protocol buffer's message; return its numbers by field number, and its texts and messages in order."""
+    numbers, messages, position = dict[int, int](), list[tuple[int, bytes]](), 0
     while position < len(content):
         tag, position = _varint(content, position)
         # Wire types: 0 is a varint, 1 and 5 have a fixed size, 2 has a length.
-        kind, length = tag & 7, {1: 8, 5: 4}.get(tag & 7, 0)
+        field, kind = tag >> 3, tag & 7
         if kind == 0:
-            value, position = _varint(content, position)
-            yield tag >> 3, value
+            numbers[field], position = _varint(content, position)
             continue
-        if kind == 2:
-            length, position = _varint(content, position)
-        elif kind not in (1, 5):
+        if kind not in (1, 2, 5):
             raise ValueError(f"a field of wire type {kind}")
+        length, position = _varint(content, position) if kind == 2 else ({1: 8, 5: 4}[kind], position)
         if position + length > len(content):
             raise ValueError(f"a field of {length:,} bytes where {len(content) - position:,} are left")
         value = content[position : position + length]
         position += length
-        yield tag >> 3, value if kind == 2 else int.from_bytes(value, "little")
+        if kind == 2:
+            messages.append((field, value))
+        else:
+            numbers[field] = int.from_bytes(value, "little")
+    return numbers, messages
 
 
 def _varint(content: bytes, position: int) -> tuple[int, int]:
@@ -296,18 +295,6 @@ def _varint(content: bytes, position: int) -> tuple[int, int]:
         if byte < 128:
             return number, position + index + 1
     raise ValueError(f"a number at byte {position:,} that does not end")
-
-
-def _integer(value: int | bytes) -> int:
-    if isinstance(value, bytes):
-        raise ValueError("text where a number is expected")
-    return value
-
-
-def _message(value: int | bytes) -> bytes:
-    if isinstance(value, int):
-        raise ValueError("a number where a message is expected")
-    return value
 
 
 def _masked(checksum: int) -> int:

@@ -84,14 +84,19 @@ class Mesh:
         return len(self.copies)
 
     @cached_property
+    def coordinates(self) -> list[tuple[int, int, int]]:
+        """Data, pipeline and tensor index of each rank, by rank."""
+        found = {
+            rank: (copy, *divmod(number, self.tensor))
+            for copy, ranks in enumerate(self.copies)
+            for number, rank in enumerate(ranks)
+        }
+        return [found[rank] for rank in range(self.world_size)]
+
+    @property
     def data_rank(self) -> int:
         """Index of this rank's copy, which determines its micro-batches."""
-        return next(copy for copy, ranks in enumerate(self.copies) if self.rank in ranks)
-
-    @cached_property
-    def copy_rank(self) -> int:
-        """Index of this rank in its copy."""
-        return self.copies[self.data_rank].index(self.rank)
+        return self.coordinates[self.rank][0]
 
     @property
     def tensor_ranks(self) -> tuple[int, ...]:
@@ -102,7 +107,7 @@ class Mesh:
     @property
     def tensor_rank(self) -> int:
         """Index of this rank's shard of its stage."""
-        return self.copy_rank % self.tensor
+        return self.coordinates[self.rank][2]
 
     @property
     def pipeline_ranks(self) -> tuple[int, ...]:
@@ -112,7 +117,7 @@ class Mesh:
     @property
     def pipeline_rank(self) -> int:
         """Index of this rank among ``pipeline_ranks``, which determines its layers."""
-        return self.copy_rank // self.tensor
+        return self.coordinates[self.rank][1]
 
     @property
     def counts_losses(self) -> bool:
@@ -122,7 +127,8 @@ class Mesh:
     @property
     def data_ranks(self) -> tuple[int, ...]:
         """Ranks that have this rank's shard, by copy."""
-        return tuple(ranks[self.copy_rank] for ranks in self.copies)
+        place = self.pipeline_rank * self.tensor + self.tensor_rank
+        return tuple(ranks[place] for ranks in self.copies)
 
     @property
     def node_data_ranks(self) -> tuple[int, ...]:
@@ -137,21 +143,17 @@ class Mesh:
 
     def stages(self) -> list[int]:
         """Return the index of each rank in its pipeline, by rank."""
-        found = [0] * self.world_size
-        for ranks in self.copies:
-            for number, rank in enumerate(ranks):
-                found[rank] = number // self.tensor
-        return found
+        return [stage for _, stage, _ in self.coordinates]
 
     def places(self) -> list[str]:
         """Describe every rank's place in the grid, by rank; "" if each rank has a whole copy of the model."""
-        said = [""] * self.world_size
-        if self.tensor * self.pipeline > 1:
-            for copy, ranks in enumerate(self.copies):
-                for number, rank in enumerate(ranks):
-                    pipeline = f", pipeline {number // self.tensor}" if self.pipeline > 1 else ""
-                    said[rank] = f" (data {copy}{pipeline}, tensor {number % self.tensor})"
-        return said
+        if self.tensor * self.pipeline == 1:
+            return [""] * self.world_size
+        stages = [f", pipeline {stage}" if self.pipeline > 1 else "" for stage in self.stages()]
+        return [
+            f" (data {copy}{stage}, tensor {shard})"
+            for (copy, _, shard), stage in zip(self.coordinates, stages, strict=True)
+        ]
 
     def __str__(self) -> str:
         """Describe the shape for logs."""

@@ -186,18 +186,14 @@ def allow_descriptors(launch: Launch) -> None:
     PyTorch's store and the watchdog connect rank 0 to all ranks. With gloo, every rank is connected to all other ranks.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = 3 * launch.world_size + _DESCRIPTORS
-    if hard == resource.RLIM_INFINITY:
-        hard_limit = wanted
-    elif hard < 2 * launch.world_size and launch.rank == 0:
+    wanted, is_limited = 3 * launch.world_size + _DESCRIPTORS, hard != resource.RLIM_INFINITY
+    if is_limited and hard < 2 * launch.world_size and launch.rank == 0:
         raise ValueError(
             f"rank 0 may open {hard} files, but serves {launch.world_size} ranks with two connections each: "
             f"raise the hard limit of open files to {wanted} (ulimit -Hn, LimitNOFILE)"
         )
-    else:
-        hard_limit = hard
-    if soft not in (resource.RLIM_INFINITY, hard) and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(wanted, hard_limit)), hard))
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(wanted, hard) if is_limited else wanted, hard))
 
 
 def _all_identities(launch: Launch, device: torch.device) -> list[Identity]:
@@ -232,16 +228,12 @@ def group_by_host(identities: Sequence[Identity], one_launcher: bool = True) -> 
                 f"host {host} runs {len(ranks)} ranks ({_listed(ranks)}), but its launcher announces {announced} a host: "
                 "containers of one host need its host name"
             )
+        found = f"host {host} runs ranks {_listed(ranks)} with local ranks {_listed(local_ranks)}"
         if one_launcher and len({*local_ranks}) < len(ranks):
-            raise ValueError(
-                f"host {host} runs ranks {_listed(ranks)} with local ranks {_listed(local_ranks)}: start one launcher a host"
-            )
+            raise ValueError(f"{found}: start one launcher a host")
         # A rank's position on its host must be its position in the rail, and groups are created in ascending order.
         if local_ranks != sorted(local_ranks):
-            raise ValueError(
-                f"host {host} runs ranks {_listed(ranks)} with local ranks {_listed(local_ranks)}: number each host's ranks "
-                "in the order of its local ranks"
-            )
+            raise ValueError(f"{found}: number each host's ranks in the order of its local ranks")
     # Rails and shards depend on the position on a host, and need equally many positions on each host.
     if len({len(ranks) for ranks in hosts.values()}) > 1:
         counts = ", ".join(f"{host} {len(ranks)}" for (host, _), ranks in list(hosts.items())[:16])

@@ -20,7 +20,7 @@ Shape legend: T tokens, N outputs and K inputs of a dense layer, D hidden, F int
 transposed tensors are padded to a multiple of 16.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,6 +75,18 @@ class Fp8Dense:
         self.weight_NK = torch.zeros(outputs, width, dtype=E4M3, device=dense.weight.device)
         self.weight_KN = torch.zeros(width, outputs, dtype=E4M3, device=dense.weight.device)
 
+    @property
+    def first(self) -> "Fp8Dense":
+        """This layer, which reads the input, as in ``FeedForward``."""
+        return self
+
+    last = first
+
+    @property
+    def parameters(self) -> tuple[nn.Parameter, ...]:
+        """Parameters whose gradients ``backward`` returns."""
+        return (self.dense.weight,)
+
     def refresh_(self) -> None:
         """Cast the current weight to FP8."""
         weight_NK, site = self.dense.weight.detach(), self.weight
@@ -84,6 +96,19 @@ class Fp8Dense:
         """Quantize an input; return it as [T, K] and transposed as [K, T]."""
         # Outside of autograd: the product that reads the casts returns the input's gradient itself.
         return cast_transpose_fp8(x_TK.detach(), self.input.scale, self.input.amax, E4M3)
+
+    def forward(
+        self, input_TK: Tensor, dtype: torch.dtype, bias_N: Tensor | None = None
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Return the product [T, N], and the tensors besides the input that ``backward`` needs: none."""
+        return self.product(input_TK, dtype, bias_N), ()
+
+    def backward(
+        self, gradient_TN: Tensor, gradient_NT: Tensor, input_KT: Tensor, _kept: Sequence[Tensor], dtype: torch.dtype
+    ) -> tuple[Tensor | None, ...]:
+        """Return the gradients of the input in ``dtype`` and of ``parameters``, given the quantized output gradient."""
+        weight_gradient_NK = self.weight_gradient(gradient_NT, input_KT)
+        return self.input_gradient(gradient_TN, dtype), weight_gradient_NK
 
     def product(self, input_TK: Tensor, dtype: torch.dtype, bias_N: Tensor | None = None) -> Tensor:
         """Multiply the quantized input by the weight; return [T, N]."""
@@ -240,10 +265,7 @@ class Fp8Products(MatrixProducts):
         """Return ``gelu(x @ wide.T + bias) @ narrow.T``, [T, D], without the second bias."""
         fp8_wide, fp8_narrow = self._fp8[wide], self._fp8[narrow]
         if torch.is_grad_enabled():
-            passes = FeedForward(fp8_wide, fp8_narrow)
-            output_TD = _FeedForward.apply(x_TD, wide.weight, wide.bias, narrow.weight, passes, compute_dtype(x_TD))
-            assert isinstance(output_TD, Tensor)
-            return output_TD
+            return apply_passes(FeedForward(fp8_wide, fp8_narrow), x_TD, *fp8_wide.cast_input(x_TD))
         # An evaluation must not change the scales of training.
         unrecorded = torch.zeros_like(fp8_wide.input.amax)
         quantized_TD = cast_fp8(x_TD, fp8_wide.input.scale, unrecorded, E4M3)
@@ -254,137 +276,103 @@ class Fp8Products(MatrixProducts):
 
 def _product(x_TK: Tensor, fp8: Fp8Dense, bias_N: Tensor | None) -> Tensor:
     if torch.is_grad_enabled():
-        return product_of_casts(x_TK, *fp8.cast_input(x_TK), fp8, bias_N)
+        return apply_passes(fp8, x_TK, *fp8.cast_input(x_TK), bias_N)
     # Only the backward pass reads the transpose. An evaluation records no magnitudes.
     quantized_TK = cast_fp8(x_TK, fp8.input.scale, torch.zeros_like(fp8.input.amax), E4M3)
     return fp8.product(quantized_TK, compute_dtype(x_TK), bias_N)
 
 
-def product_of_casts(
-    x_TK: Tensor, quantized_TK: Tensor, quantized_KT: Tensor, fp8: Fp8Dense, bias_N: Tensor | None
+@dataclass(frozen=True)
+class FeedForward:
+    """FC1, bias, GELU and FC2 in one unit, so that GELU writes only FP8."""
+
+    first: Fp8Dense
+    last: Fp8Dense
+
+    @property
+    def parameters(self) -> tuple[nn.Parameter, ...]:
+        """Parameters whose gradients ``backward`` returns."""
+        return self.first.dense.weight, self.first.dense.bias, self.last.dense.weight
+
+    def forward(
+        self, input_TD: Tensor, dtype: torch.dtype, bias_D: Tensor | None = None
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Return the output [T, D], and the tensors besides the input that ``backward`` needs.
+
+        These are FC1's product, in 16 bits under autocast, and FC2's input, transposed and quantized.
+        """
+        product_TF = self.first.product(input_TD, dtype)
+        site, bias_F = self.last.input, self.first.dense.bias
+        wide_TF, wide_FT = bias_gelu_cast_fp8(product_TF, bias_F, site.scale, site.amax)
+        return self.last.product(wide_TF, dtype, bias_D), (product_TF, bias_F, wide_FT)
+
+    def backward(
+        self, gradient_TD: Tensor, gradient_DT: Tensor, input_DT: Tensor, kept: Sequence[Tensor], dtype: torch.dtype
+    ) -> tuple[Tensor | None, ...]:
+        """Return the gradients of the input in ``dtype`` and of ``parameters``, given the quantized output gradient."""
+        product_TF, bias_F, wide_FT = kept
+        narrow_weight_gradient_DF = self.last.weight_gradient(gradient_DT, wide_FT)
+        wide_gradient_TF = self.last.input_gradient(gradient_TD, product_TF.dtype)
+        site = self.first.gradient
+        gradient_TF, gradient_FT, bias_gradient_F = bias_gelu_backward_cast_fp8(
+            wide_gradient_TF, product_TF, bias_F, site.scale, site.amax
+        )
+        wide_gradients = self.first.backward(gradient_TF, gradient_FT, input_DT, (), dtype)
+        return *wide_gradients, bias_gradient_F, narrow_weight_gradient_DF
+
+
+Passes = Fp8Dense | FeedForward
+"""Forward and backward passes of products whose input and output gradient are already quantized and transposed."""
+
+
+def apply_passes(
+    passes: Passes, x_TK: Tensor, quantized_TK: Tensor, quantized_KT: Tensor, bias_N: Tensor | None = None
 ) -> Tensor:
-    """Multiply an input that is already quantized and transposed; return [T, N].
+    """Compute ``passes`` of an input that is already quantized and transposed; return [T, N].
 
     Only the gradient uses ``x_TK``: its values are not read.
     """
-    output_TN = _Fp8Product.apply(x_TK, fp8.dense.weight, bias_N, quantized_TK, quantized_KT, fp8, compute_dtype(x_TK))
+    output_TN = _Fp8Function.apply(
+        x_TK, quantized_TK, quantized_KT, passes, compute_dtype(x_TK), bias_N, *passes.parameters
+    )
     assert isinstance(output_TN, Tensor)
     return output_TN
 
 
-class _Fp8Product(torch.autograd.Function):
-    """Product that keeps the transposed quantized input for its backward pass: one byte per element.
+class _Fp8Function(torch.autograd.Function):
+    """``Passes`` as an autograd function that quantizes the output's gradient. It keeps inputs in one byte per element.
 
-    The weight is an argument so that it gets a gradient. The FP8 weight is saved only so that autograd raises an error if
-    the backward pass comes after ``update_``, which overwrites it and the scales.
+    Parameters are arguments so that they get gradients. An FP8 weight is saved only so that autograd raises an error if the
+    backward pass comes after ``update_``, which overwrites it and the scales.
     """
 
     @staticmethod
     def forward(
         ctx: Any,
         x_TK: Tensor,
-        _weight_NK: Tensor,
-        bias_N: Tensor | None,
         quantized_TK: Tensor,
         input_KT: Tensor,
-        fp8: Fp8Dense,
+        passes: Passes,
         dtype: torch.dtype,
+        bias_N: Tensor | None,
+        *_parameters: nn.Parameter,
     ) -> Tensor:
         # Autograd needs the input's gradient in the dtype of the input.
-        ctx.fp8, ctx.dtype, ctx.biased = fp8, x_TK.dtype, bias_N is not None
-        ctx.save_for_backward(input_KT, fp8.weight_KN)
-        return fp8.product(quantized_TK, dtype, bias_N)
+        ctx.passes, ctx.dtype, ctx.biased = passes, x_TK.dtype, bias_N is not None
+        output_TN, kept = passes.forward(quantized_TK, dtype, bias_N)
+        ctx.save_for_backward(input_KT, *kept, passes.first.weight_KN)
+        return output_TN
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, output_gradient_TN: Tensor) -> tuple[Tensor | None, ...]:
-        fp8: Fp8Dense = ctx.fp8
-        input_KT, *_ = ctx.saved_tensors
-        site = fp8.gradient
-        bias_gradient_N = None
+        input_KT, *kept, _ = ctx.saved_tensors
+        site = ctx.passes.last.gradient
         # One pass makes the casts and sums the bias gradient, before the numbers are rounded.
-        if ctx.biased:
-            gradient_TN, gradient_NT, bias_gradient_N = cast_transpose_sum_fp8(
-                output_gradient_TN, site.scale, site.amax, E5M2
-            )
-        else:
-            gradient_TN, gradient_NT = cast_transpose_fp8(output_gradient_TN, site.scale, site.amax, E5M2)
-        weight_gradient_NK = fp8.weight_gradient(gradient_NT, input_KT)
-        input_gradient_TK = fp8.input_gradient(gradient_TN, ctx.dtype)
-        return input_gradient_TK, weight_gradient_NK, bias_gradient_N, None, None, None, None
-
-
-@dataclass(frozen=True)
-class FeedForward:
-    """FC1, bias, GELU and FC2 in one unit, so that GELU writes only FP8.
-
-    The backward pass needs FC1's product, in 16 bits under autocast, and both inputs, transposed and quantized.
-    """
-
-    wide: Fp8Dense
-    narrow: Fp8Dense
-
-    def forward(self, quantized_TD: Tensor, bias_F: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the output [T, D] without its bias, FC1's product [T, F], and FC2's input, transposed [F, T]."""
-        product_TF = self.wide.product(quantized_TD, dtype)
-        site = self.narrow.input
-        wide_TF, wide_FT = bias_gelu_cast_fp8(product_TF, bias_F, site.scale, site.amax)
-        return self.narrow.product(wide_TF, dtype), product_TF, wide_FT
-
-    def backward(
-        self,
-        gradient_TD: Tensor,
-        gradient_DT: Tensor,
-        input_DT: Tensor,
-        product_TF: Tensor,
-        bias_F: Tensor,
-        wide_FT: Tensor,
-        dtype: torch.dtype,
-    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
-        """Return the gradients of the input in ``dtype``, of FC1's weight and bias and of FC2's weight.
-
-        ``gradient_TD`` is the quantized gradient of the output.
-        """
-        narrow_weight_gradient_DF = self.narrow.weight_gradient(gradient_DT, wide_FT)
-        wide_gradient_TF = self.narrow.input_gradient(gradient_TD, product_TF.dtype)
-        site = self.wide.gradient
-        gradient_TF, gradient_FT, bias_gradient_F = bias_gelu_backward_cast_fp8(
-            wide_gradient_TF, product_TF, bias_F, site.scale, site.amax
-        )
-        wide_weight_gradient_FD = self.wide.weight_gradient(gradient_FT, input_DT)
-        input_gradient_TD = self.wide.input_gradient(gradient_TF, dtype)
-        return input_gradient_TD, wide_weight_gradient_FD, bias_gradient_F, narrow_weight_gradient_DF
-
-
-class _FeedForward(torch.autograd.Function):
-    """``FeedForward`` as an autograd function that quantizes its own input."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x_TD: Tensor,
-        _wide_weight_FD: Tensor,
-        bias_F: Tensor,
-        _narrow_weight_DF: Tensor,
-        passes: FeedForward,
-        dtype: torch.dtype,
-    ) -> Tensor:
-        # Unlike ``product_of_casts``, this quantizes its input itself, because nothing else reads the casts.
-        quantized_TD, input_DT = passes.wide.cast_input(x_TD)
-        output_TD, product_TF, wide_FT = passes.forward(quantized_TD, bias_F, dtype)
-        ctx.passes, ctx.dtype = passes, x_TD.dtype
-        # The last tensor is saved only for autograd's check, as in ``_Fp8Product``.
-        ctx.save_for_backward(input_DT, product_TF, bias_F, wide_FT, passes.wide.weight_KN)
-        return output_TD
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, output_gradient_TD: Tensor) -> tuple[Tensor | None, ...]:
-        passes: FeedForward = ctx.passes
-        input_DT, product_TF, bias_F, wide_FT, _ = ctx.saved_tensors
-        site = passes.narrow.gradient
-        gradient = cast_transpose_fp8(output_gradient_TD, site.scale, site.amax, E5M2)
-        return *passes.backward(*gradient, input_DT, product_TF, bias_F, wide_FT, ctx.dtype), None, None
+        cast = cast_transpose_sum_fp8 if ctx.biased else cast_transpose_fp8
+        gradient_TN, gradient_NT, *bias_gradient_N = cast(output_gradient_TN, site.scale, site.amax, E5M2)
+        input_gradient_TK, *gradients = ctx.passes.backward(gradient_TN, gradient_NT, input_KT, kept, ctx.dtype)
+        return input_gradient_TK, None, None, None, None, *(bias_gradient_N or [None]), *gradients
 
 
 class Fp8Layer(EncoderLayer):

@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from bert.configuration.sections import ModelConfig
 from bert.layers import DropoutSites, LayerNorm, Placement, Recomputation, compute_once
-from bert.products.fp8 import FeedForward, Fp8Dense, Fp8Layer, Fp8State, Site, product_of_casts
+from bert.products.fp8 import FeedForward, Fp8Dense, Fp8Layer, Fp8State, Passes, Site, apply_passes
 from kernels import (
     Dropout,
     add_norm_backward_cast_fp8,
@@ -164,44 +164,8 @@ class _ProductAttention(torch.autograd.Function):
         return input_gradient_TD, None, None, weight_gradient_ND, bias_gradient_N, None, None, None, None
 
 
-class _ProjectionNorm(torch.autograd.Function):
-    """Product, followed by dropout, residual and norm."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        residual_TD: Tensor,
-        context_TD: Tensor,
-        quantized_TD: Tensor,
-        context_DT: Tensor,
-        _weight_DD: Tensor,
-        bias_D: Tensor,
-        norm_weight_D: Tensor,
-        norm_bias_D: Tensor,
-        fp8: Fp8Dense,
-        norm: _AddNorm,
-        dtype: torch.dtype,
-    ) -> tuple[Tensor | None, ...]:
-        product_TD = fp8.product(quantized_TD, dtype)
-        outputs, kept = norm.forward(ctx, product_TD, bias_D, residual_TD, norm_weight_D, norm_bias_D)
-        ctx.fp8, ctx.norm, ctx.dtype = fp8, norm, context_TD.dtype
-        ctx.save_for_backward(*kept, context_DT, fp8.weight_KN)  # the last tensor is for autograd's check
-        return outputs
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        fp8: Fp8Dense = ctx.fp8
-        *kept, context_DT, _ = ctx.saved_tensors
-        gradient_TD, gradient_DT, residual_gradient_TD, *vector_gradients = ctx.norm.backward(gradients, kept)
-        weight_gradient_DD = fp8.weight_gradient(gradient_DT, context_DT)
-        context_gradient_TD = fp8.input_gradient(gradient_TD, ctx.dtype)
-        inputs = residual_gradient_TD, context_gradient_TD, None, None
-        return *inputs, weight_gradient_DD, *vector_gradients, None, None, None
-
-
-class _FeedForwardNorm(torch.autograd.Function):
-    """Feed-forward products, followed by dropout, residual and norm."""
+class _PassesNorm(torch.autograd.Function):
+    """Products, followed by dropout, residual and norm."""
 
     @staticmethod
     def forward(
@@ -210,34 +174,30 @@ class _FeedForwardNorm(torch.autograd.Function):
         x_TD: Tensor,
         quantized_TD: Tensor,
         input_DT: Tensor,
-        _wide_weight_FD: Tensor,
-        bias_F: Tensor,
-        _narrow_weight_DF: Tensor,
+        passes: Passes,
+        norm: _AddNorm,
+        dtype: torch.dtype,
         bias_D: Tensor,
         norm_weight_D: Tensor,
         norm_bias_D: Tensor,
-        passes: FeedForward,
-        norm: _AddNorm,
-        dtype: torch.dtype,
+        *_parameters: nn.Parameter,
     ) -> tuple[Tensor | None, ...]:
-        narrow_TD, product_TF, wide_FT = passes.forward(quantized_TD, bias_F, dtype)
-        outputs, kept = norm.forward(ctx, narrow_TD, bias_D, residual_TD, norm_weight_D, norm_bias_D)
-        ctx.passes, ctx.norm, ctx.dtype = passes, norm, x_TD.dtype
-        ctx.save_for_backward(*kept, input_DT, product_TF, bias_F, wide_FT, passes.wide.weight_KN)
+        product_TD, kept = passes.forward(quantized_TD, dtype)
+        outputs, of_norm = norm.forward(ctx, product_TD, bias_D, residual_TD, norm_weight_D, norm_bias_D)
+        ctx.passes, ctx.norm, ctx.dtype, ctx.split = passes, norm, x_TD.dtype, len(of_norm)
+        # The last tensor is saved for autograd's check, as in ``bert.products.fp8``.
+        ctx.save_for_backward(*of_norm, input_DT, *kept, passes.first.weight_KN)
         return outputs
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        passes: FeedForward = ctx.passes
-        *kept, input_DT, product_TF, bias_F, wide_FT, _ = ctx.saved_tensors
-        gradient_TD, gradient_DT, residual_gradient_TD, *vector_gradients = ctx.norm.backward(gradients, kept)
-        input_gradient_TD, *weight_gradients = passes.backward(
-            gradient_TD, gradient_DT, input_DT, product_TF, bias_F, wide_FT, ctx.dtype
-        )
+        saved = ctx.saved_tensors  # read once, as recomputation requires
+        of_norm, (input_DT, *kept, _) = saved[: ctx.split], saved[ctx.split :]
+        gradient_TD, gradient_DT, residual_gradient_TD, *of_vectors = ctx.norm.backward(gradients, of_norm)
+        input_gradient_TD, *others = ctx.passes.backward(gradient_TD, gradient_DT, input_DT, kept, ctx.dtype)
         # The casts are inputs too, and have no gradient.
-        inputs = residual_gradient_TD, input_gradient_TD, None, None
-        return *inputs, *weight_gradients, *vector_gradients, None, None, None
+        return residual_gradient_TD, input_gradient_TD, *[None] * 5, *of_vectors, *others
 
 
 class FusedLayer(Fp8Layer):
@@ -279,69 +239,40 @@ class FusedLayer(Fp8Layer):
         index, heads = self.index, self.config.num_attention_heads
         attention = _SelfAttention(heads, cu_seqlens, max_seqlen, sites.attention(index))
         context = self._attention(hidden, attention)
-        attended = self._attended(*context, hidden.residual_TD, sites.after_attention(index))
-        output = self._after_feed_forward(attended, sites.after_feed_forward(index))
+        # The norm makes the casts for the product that reads its output next: FC1, or the next layer's.
+        dense, feed_forward = self._attention_output, self._feed_forward
+        attended = self._normed(
+            dense, context, self.attention_norm, feed_forward.first.input, sites.after_attention(index)
+        )
+        output = self._normed(feed_forward, attended, self.output_norm, self._reader, sites.after_feed_forward(index))
         return output.residual_TD if self._is_last else output
 
-    def _attention(self, hidden: HiddenStates, attention: _SelfAttention) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the attention output [T, D] and its casts."""
+    def _attention(self, hidden: HiddenStates, attention: _SelfAttention) -> HiddenStates:
+        """Return the attention output with its casts, and the residual."""
         dense, x_TD, bias_N = self._query_key_value, hidden.input_TD, self.query_key_value.bias
+        casts = hidden.casts(dense)
         # If the implementation makes no casts, they take a pass of their own.
         if not attention.casts(x_TD):
-            context_TD = attention.plain(product_of_casts(x_TD, *hidden.casts(dense), dense, bias_N))
-            return context_TD, *self._attention_output.cast_input(context_TD)
+            context_TD = attention.plain(apply_passes(dense, x_TD, *casts, bias_N))
+            return HiddenStates(hidden.residual_TD, context_TD, None, None)
         # Attention makes the casts for the next product, with that product's scale.
         site, weight_ND = self._attention_output.input, self.query_key_value.weight
-        casts = hidden.casts(dense)
-        return _ProductAttention.apply(x_TD, *casts, weight_ND, bias_N, dense, attention, site, compute_dtype(x_TD))
+        outputs = _ProductAttention.apply(x_TD, *casts, weight_ND, bias_N, dense, attention, site, compute_dtype(x_TD))
+        return HiddenStates(hidden.residual_TD, *outputs)
 
-    def _attended(
-        self,
-        context_TD: Tensor,
-        quantized_TD: Tensor,
-        quantized_DT: Tensor,
-        residual_TD: Tensor,
-        dropout: Dropout | None,
+    def _normed(
+        self, passes: Passes, hidden: HiddenStates, norm: LayerNorm, reader: Site | None, dropout: Dropout | None
     ) -> HiddenStates:
-        dense = self._attention_output
-        # The norm makes the casts for FC1, which reads its output next.
-        norm = self._add_norm(dropout, dense, self._feed_forward.wide.input)
-        outputs = _ProjectionNorm.apply(
-            residual_TD,
-            context_TD,
-            quantized_TD,
-            quantized_DT,
-            self.attention_output.weight,
-            self.attention_output.bias,
-            *_vectors(self.attention_norm),
-            dense,
-            norm,
-            compute_dtype(context_TD),
-        )
-        return HiddenStates(*outputs)
-
-    def _after_feed_forward(self, attended: HiddenStates, dropout: Dropout | None) -> HiddenStates:
-        passes = self._feed_forward
-        # The norm makes the casts for the next layer if that layer takes casts.
-        norm = self._add_norm(dropout, passes.narrow, self._reader)
-        outputs = _FeedForwardNorm.apply(
-            attended.residual_TD,
-            attended.input_TD,
-            *attended.casts(passes.wide),
-            self.intermediate.weight,
-            self.intermediate.bias,
-            self.output.weight,
-            self.output.bias,
-            *_vectors(self.output_norm),
+        outputs = _PassesNorm.apply(
+            hidden.residual_TD,
+            hidden.input_TD,
+            *hidden.casts(passes.first),
             passes,
-            norm,
-            compute_dtype(attended.input_TD),
+            _AddNorm(self.config.layer_norm_eps, dropout, passes.last.gradient, reader),
+            compute_dtype(hidden.input_TD),
+            passes.last.dense.bias,
+            norm.weight,
+            norm.bias,
+            *passes.parameters,
         )
         return HiddenStates(*outputs)
-
-    def _add_norm(self, dropout: Dropout | None, before: Fp8Dense, reader: Site | None) -> _AddNorm:
-        return _AddNorm(self.config.layer_norm_eps, dropout, before.gradient, reader)
-
-
-def _vectors(norm: LayerNorm) -> tuple[Tensor, Tensor]:
-    return norm.weight, norm.bias

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 import pytest
@@ -27,8 +26,8 @@ from bert.products.fp8 import (
     Fp8Dense,
     Fp8Products,
     Fp8State,
-    _FeedForward,
-    _Fp8Product,
+    Passes,
+    _Fp8Function,
     require_fp8,
 )
 from dataloading.batches.loader import Batch, batch_of
@@ -433,17 +432,16 @@ def test_the_host_reads_nothing_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Non
         state.update_()
         x = torch.empty(TOKENS, 64, dtype=dtype, device=cuda)
         (dense, wide, narrow), products = state.denses, Fp8Products(state.denses)
-        weight, bias = dense.dense.weight, dense.dense.bias
-        calls: list[tuple[Any, tuple[Any, ...]]] = [
-            (_Fp8Product, (weight, bias, *dense.cast_input(x), dense)),
-            (_Fp8Product, (weight, None, *dense.cast_input(x), dense)),
-            (_FeedForward, (denses[1].weight, denses[1].bias, denses[2].weight, FeedForward(wide, narrow))),
+        calls: list[tuple[Passes, Tensor | None]] = [
+            (dense, dense.dense.bias),
+            (dense, None),
+            (FeedForward(wide, narrow), None),
         ]
-        for function, arguments in calls:
-            context = Context()
-            output = function.forward(context, x, *arguments, dtype)
-            gradients = function.backward(context, torch.empty_like(output))
-            assert len(gradients) == 2 + len(arguments)
+        for passes, bias in calls:
+            context, arguments = Context(), (bias, *passes.parameters)
+            output = _Fp8Function.forward(context, x, *passes.first.cast_input(x), passes, dtype, *arguments)
+            gradients = _Fp8Function.backward(context, torch.empty_like(output))
+            assert len(gradients) == 5 + len(arguments)
             x_gradient, *others = (gradient for gradient in gradients if gradient is not None)
             assert (output.dtype, output.device.type) == (x_gradient.dtype, x_gradient.device.type) == (dtype, "cuda")
             assert x_gradient.shape == x.shape
