@@ -101,7 +101,7 @@ def test_a_wrong_option_is_one_line_whatever_the_encoding(encoding: str) -> None
     done = subprocess.run(command, cwd=REPOSITORY, env=variables, capture_output=True, check=False)
     assert done.stderr.decode(encoding) == (
         "error: parallel.tensor is 3, which does not divide model.num_attention_heads 4 and model.intermediate_size 512: "
-        "set it to 2 or 4\n"
+        "set it to a divisor of 4\n"
     )
 
 
