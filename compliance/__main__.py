@@ -32,6 +32,7 @@ def check(
     ruleset: AnyRuleset = AUTO,
     # Parameters are named like their options. FlagCreatePairsOff keeps tyro from adding a --no-... to each flag.
     quiet: FlagCreatePairsOff[bool] = False,
+    ignore: Path | None = None,
     json: FlagCreatePairsOff[bool] = False,
     sarif: Path | None = None,
     junit: Path | None = None,
@@ -44,6 +45,7 @@ def check(
 
     Args:
         quiet: Print errors and the total only.
+        ignore: Leave out the findings in this file, which must be the --json output of an earlier check.
         json: Print the verdicts as one JSON document.
         sarif: Also write the findings to this file, as SARIF 2.1.0, which code review tools show beside the lines.
         junit: Also write the verdicts to this file, as JUnit XML, which CI servers show as tests.
@@ -55,10 +57,12 @@ def check(
     # Annotations would break the JSON document.
     if format == "github" and json:
         raise ValueError("--format github and --json: choose one of them")
+    from compliance.check.output import read_known, without_known
     from compliance.submission.check import accepted, check_paths
 
+    known = read_known(ignore) if ignore else frozenset()
     # Check everything first, so that a path that cannot be checked ends the command before any output.
-    verdicts = check_paths(paths, ruleset)
+    verdicts, ignored = without_known(check_paths(paths, ruleset), known)
     # Write files first, so that a file that cannot be written ends the command before any output.
     if sarif:
         from compliance.check.review import write_sarif
@@ -80,7 +84,7 @@ def check(
         from compliance.check.review import say_annotations
 
         say_annotations(verdicts)
-    say(total(verdicts, is_accepted=is_accepted))
+    say(total(verdicts, is_accepted=is_accepted, ignored=ignored))
     return 0 if is_accepted else 1
 
 
