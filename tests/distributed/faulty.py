@@ -35,7 +35,7 @@ def raise_in_step() -> None:
 
     def broken(count: int, _: object) -> None:
         if count == AT_STEP:
-            raise RuntimeError("broken on purpose")
+            raise RuntimeError("broken on purpose" + 100_000 * "\N{GRINNING FACE}")  # a message too long for one line
 
     before_each(TrainingStep, "__call__", broken)
 

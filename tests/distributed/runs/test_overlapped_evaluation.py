@@ -38,11 +38,8 @@ def plain(small_run: SmallRun, tmp_path_factory: pytest.TempPathFactory) -> list
     return run(small_run, tmp_path_factory.mktemp("plain"), mode=None)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_run_without_success_is_the_same(
-    small_run: SmallRun, tmp_path: Path, plain: list[dict[str, Any]], ranks: int
-) -> None:
-    overlapped = run(small_run, tmp_path, ranks)
+def test_a_run_without_success_is_the_same(small_run: SmallRun, tmp_path: Path, plain: list[dict[str, Any]]) -> None:
+    overlapped = run(small_run, tmp_path, 2)
     assert events(overlapped, "eval", "step", "samples", "correct", "count") == events(
         plain, "eval", "step", "samples", "correct", "count"
     )
@@ -68,13 +65,12 @@ def test_a_run_without_success_is_the_same(
     ]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
 def test_success_counts_the_samples_that_were_evaluated(
-    small_run: SmallRun, tmp_path: Path, plain: list[dict[str, Any]], ranks: int
+    small_run: SmallRun, tmp_path: Path, plain: list[dict[str, Any]]
 ) -> None:
     (first,), *_ = events(plain, "eval", "masked_lm_accuracy")
     assert first > 0
-    overlapped = run(small_run, tmp_path, ranks, evaluation__target=first / 2)
+    overlapped = run(small_run, tmp_path, 2, evaluation__target=first / 2)
     assert events(overlapped, "end", "status", "samples") == [("success", 80)]
     assert order(tmp_path)[-7:] == [
         ("block_start", 80),
