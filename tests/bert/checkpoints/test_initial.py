@@ -193,10 +193,10 @@ def drop_a_layer_weight(folder: Path) -> None:
         ),
         (
             lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"),
-            r"pytorch_model\.bin, a pickle file, .* have transformers \(from_pretrained, then save_pretrained\)",
+            r"pytorch_model\.bin is a pickle file, .* have transformers",
         ),
         (rewritten("config.json", lambda _: b"no JSON"), r"config\.json: "),
-        (lambda folder: (folder / "config.json").unlink(), r"there is no config\.json beside it"),
+        (lambda folder: (folder / "config.json").unlink(), r"nor does a config\.json beside it"),
         (rewritten("model.safetensors", lambda content: content[:-1]), r"model\.safetensors is not a whole"),
         (drop_a_layer_weight, r"lacks bert\.encoder\.layer\.1\.output\.dense\.bias: expected BERT's encoder"),
     ],

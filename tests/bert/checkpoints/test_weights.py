@@ -309,7 +309,7 @@ def test_a_configuration_that_does_not_fit(theirs: Path, config: str, message: s
 def test_pickles_are_refused(tmp_path: Path, content: bytes):
     (tmp_path / "pytorch_model.bin").write_bytes(content)
     for path in (tmp_path, tmp_path / "pytorch_model.bin"):
-        with pytest.raises(ValueError, match="a pickle file, which can run any code"):
+        with pytest.raises(ValueError, match="is a pickle file, which can run any code"):
             open_source(path)
 
 
