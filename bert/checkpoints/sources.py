@@ -16,9 +16,8 @@ from safetensors import safe_open
 from torch import Tensor
 
 from bert.checkpoints.hugging_face import hugging_face_names, stated_configuration
-from bert.checkpoints.safetensors_header import read_header
 from bert.checkpoints.tensorflow import INDEX_SUFFIX, MAGIC, TensorBundle, tf1_name
-from bert.checkpoints.weights import VOCABULARY, Weight, stated_model
+from bert.checkpoints.weights import VOCABULARY, Weight, read_header, stated_model
 from bert.configuration.sections import ModelConfig
 from bert.model import parameter_shapes
 from console.files import open_regular, sha256_of

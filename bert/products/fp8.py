@@ -154,7 +154,7 @@ class Fp8State:
         self,
         layers: int,
         device: torch.device,
-        agree_: Callable[[Tensor], None] = lambda _: None,
+        agree_: Callable[[Tensor], object] = lambda _: None,
         gradients: WeightGradients | None = None,
     ) -> None:
         """If several ranks hold parts of a tensor, ``agree_`` must replace magnitudes by their maximum over these ranks.
