@@ -12,7 +12,7 @@ from tyro.conf import FlagCreatePairsOff, Positional, arg
 
 from console.commands import Commands
 from console.interruption import end_in_order
-from console.program import complain, say, say_json
+from console.program import say, say_json
 
 app = Commands()
 
@@ -42,8 +42,6 @@ def _predict(
     round: str | None = None,
     cluster: Path | None = None,
     json: FlagCreatePairsOff[bool] = False,
-    table: Path | None = None,
-    out: Path | None = None,
 ) -> None:
     """Predict the time to train BERT to 0.720 with an 80 % interval, from published results.
 
@@ -57,22 +55,12 @@ def _predict(
         round: Round of MLPerf Training whose software and recipes the prediction assumes; by default the newest.
         cluster: File that `probe` wrote. It describes the machines instead of the options above.
         json: Print one JSON document.
-        table: CSV file of machines to predict instead of one machine, with the columns of published_results.csv.
-        out: File to write the table with its predictions to.
     """
     from cluster.devices import device_named
     from cluster.published.cost_model import TimedRun
     from cluster.published.machine import describe_machine
     from cluster.published.prediction import as_document, as_lines, machine_of, predict, usual_run
-    from cluster.published.prediction_table import predict_table
 
-    if table is not None and out is not None:
-        for row, reason in predict_table(table, out).items():
-            complain(f"{table}: row {row} is left empty: {reason}", "warning")
-        say(out)
-        return
-    if table is not None or out is not None:
-        raise ValueError("--table and --out belong together")
     if cluster is not None:
         from cluster.view import read_view
 

@@ -1,11 +1,11 @@
-"""Show a run in a terminal: a panel that is redrawn in place, for the training loop and for the watch."""
+"""Show a run in a terminal: a panel that is redrawn in place."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rich.console import Console, RenderableType
+from rich.console import Console
 from rich.live import Live
 from rich.panel import Panel
 from rich.table import Table
@@ -16,17 +16,13 @@ from console.text import visible
 _BARS = "▁▂▃▄▅▆▇█"
 _MAX_BARS = 60
 
-Row = tuple[str, RenderableType]
-"""A name and what stands beside it."""
-
 
 @dataclass(frozen=True)
 class RunView:
-    """What a panel shows of a run. Empty texts and empty sequences get no row.
+    """State of a run, which rich draws as a panel. Empty texts and empty sequences get no row.
 
     Attributes:
         evaluated_samples: samples trained at the last evaluation.
-        details: further names and texts.
         time_left: when the target will be reached.
         end: how the run ended, and whether that is a success.
     """
@@ -38,21 +34,29 @@ class RunView:
     evaluated_samples: int = 0
     samples: str = ""
     rate: str = ""
-    details: Sequence[tuple[str, str]] = ()
     time_left: str = ""
     outlook: Sequence[str] = ()
     warnings: Sequence[str] = ()
     end: tuple[str, bool] | None = None
 
-    def rows(self) -> list[Row]:
-        """Return all rows, from top to bottom."""
-        rows: list[Row] = [("phase", styled(self.phase))] if self.phase else []
+    def __rich__(self) -> Panel:
+        """Draw the panel."""
+        table = Table.grid(padding=(0, 2))
+        table.add_column(style="bold", no_wrap=True)
+        table.add_column()
+        for name, text in self.rows():
+            table.add_row(name, text)
+        return Panel(table, title=styled(self.title), title_align="left")
+
+    def rows(self) -> list[tuple[str, Text]]:
+        """Return the name and the text of each row, from top to bottom."""
+        rows = [("phase", styled(self.phase))] if self.phase else []
         if self.accuracies:
             number = len(self.accuracies)
             words = f"{self.accuracies[-1]:.4f} {of_target(self.target)}"
             rows.append(("accuracy", styled(f"{words} at {self.evaluated_samples:,} samples, evaluation {number}")))
             rows.append(("", styled(sparkline(self.accuracies), "cyan")))
-        facts = [("samples", self.samples), ("rate", self.rate), *self.details, ("target", self.time_left)]
+        facts = [("samples", self.samples), ("rate", self.rate), ("target", self.time_left)]
         # The name stands beside the first line only.
         facts += zip(["outlook", *[""] * len(self.outlook)], self.outlook, strict=False)
         rows += [(name, styled(text)) for name, text in facts if text]
@@ -61,30 +65,9 @@ class RunView:
         return rows + [("!", styled(text, "yellow")) for text in self.warnings]
 
 
-class LivePanel:
-    """A panel that is redrawn in place whenever it is told to, and stays on the screen when it is closed."""
-
-    def __init__(self, console: Console) -> None:
-        self._live = Live(console=console, auto_refresh=False, vertical_overflow="crop")
-        self._live.start()
-
-    def show(self, view: RunView) -> None:
-        """Redraw the panel."""
-        self._live.update(panel(view.title, view.rows()), refresh=True)
-
-    def close(self) -> None:
-        """Leave what was shown last on the screen."""
-        self._live.stop()
-
-
-def panel(title: str, rows: Iterable[Row]) -> Panel:
-    """Frame rows under a title."""
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column()
-    for row in rows:
-        table.add_row(*row)
-    return Panel(table, title=styled(title), title_align="left")
+def live_display(console: Console) -> Live:
+    """Return a display that `update(view, refresh=True)` redraws in place. The last view stays when it is stopped."""
+    return Live(console=console, auto_refresh=False, vertical_overflow="crop")
 
 
 def of_target(target: float | None) -> str:

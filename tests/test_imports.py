@@ -18,8 +18,8 @@ ALLOWED = {
     "cluster": {"cluster", "bert", "kernels", "dataloading", "console", "compliance.log"},
 }
 """For each package or subpackage, the packages and subpackages that its modules may import."""
-PROGRAMS_OF_KERNELS = {"kernels.__main__", "kernels.ahead_of_time"}
-"""These programs handle --version and Ctrl-C as all programs do. Importing the ops must import nothing of console."""
+PROGRAM_OF_KERNELS = "kernels.__main__"
+"""It handles --version and Ctrl-C as all programs do. Importing the ops must import nothing of console."""
 TORCH_ALLOWED_IN_DATALOADING = {f"dataloading.batches.{name}" for name in ("loader", "loader_choice", "dali")}
 
 
@@ -55,7 +55,7 @@ def own(names: Collection[str]) -> set[str]:
 
 @pytest.mark.parametrize("module", sorted(MODULES))
 def test_a_module_imports_only_what_its_package_may(module: str) -> None:
-    allowed = ALLOWED[module.partition(".")[0]] | ({"console"} if module in PROGRAMS_OF_KERNELS else set())
+    allowed = ALLOWED[module.partition(".")[0]] | ({"console"} if module == PROGRAM_OF_KERNELS else set())
     for name in own(imported(MODULES[module])):
         assert any(f"{name}.".startswith(f"{each}.") for each in allowed), f"{module} imports {name}"
 
@@ -73,7 +73,7 @@ def test_kernels_import_torch_and_triton_only() -> None:
     for module, path in MODULES.items():
         if module.partition(".")[0] == "kernels":
             outside = {name.partition(".")[0] for name in imported(path)} - {"torch", "triton", "kernels", "flash_attn"}
-            outside -= {"console"} if module in PROGRAMS_OF_KERNELS else set()
+            outside -= {"console"} if module == PROGRAM_OF_KERNELS else set()
             assert outside <= sys.stdlib_module_names, f"{module} imports {outside - sys.stdlib_module_names}"
 
 

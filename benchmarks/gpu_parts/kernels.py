@@ -21,7 +21,7 @@ from benchmarks.gpu_parts.measuring.timing import measured, timed_row
 from bert.configuration.recipes import RECIPES
 from bert.model import BertForPreTraining
 from bert.optimizer import FlatParameters, Lamb
-from kernels import OPS, Dropout, lamb_step
+from kernels import OPS, lamb_step
 from kernels.reference.ops import summed_embeddings
 
 _LAMB_BYTES = 36
@@ -53,7 +53,7 @@ def kernels(context: Context) -> None:
         report.attempt(f"lamb_step, {name}", partial(_lamb_time_row, context, name, ceilings))
     _compare(context, lamb_step.name, lamb_step.name)
     for case in made:
-        _time(context, case, _peers(case, lengths), ceilings)
+        _time(context, case, _peers(case), ceilings)
 
 
 _DIRECTIONS = ("forward", "both ways")
@@ -153,14 +153,10 @@ def _lamb_time_row(context: Context, name: str, ceilings: Ceilings) -> Figure:
     return timed_row(f"lamb_step, {name}", seconds, moved / 1e12, "TB/s", floor, note)
 
 
-def _peers(case: Case, lengths: list[int]) -> dict[str, Callable[..., object]]:
+def _peers(case: Case) -> dict[str, Callable[..., object]]:
     """Return other ways to compute an op. They may do less work (no dropout), but never more."""
     if case.op == "varlen_self_attention":
-        return {
-            "PyTorch varlen_attn without dropout": _torch_varlen,
-            # SDPA does not accept lengths, so padding and masking are part of its cost.
-            "PyTorch SDPA, padded, mask": _padded_sdpa(lengths, case.leaves[0].device),
-        }
+        return {"PyTorch varlen_attn without dropout": _torch_varlen}
     if case.op == "varlen_attention":
         return {}  # varlen_self_attention, which all layers except the last call, has the peers
     plain: dict[str, Callable[..., object]] = {
@@ -183,24 +179,6 @@ def _torch_varlen(qkv_T3HE: Tensor, bounds: Tensor, max_seqlen: int, _dropout: o
     varlen = importlib.import_module("torch.nn.attention.varlen")
     query, key, value = (x.contiguous() for x in qkv_T3HE.unbind(1))
     return varlen.varlen_attn(query, key, value, bounds, bounds, max_seqlen, max_seqlen)
-
-
-def _padded_sdpa(lengths: list[int], device: torch.device) -> Callable[..., Tensor]:
-    """Return attention that pads sequences to the longest length and removes the padding from its output."""
-    longest = max(lengths)
-    counts = torch.tensor(lengths)
-    real_SL = torch.arange(longest) < counts[:, None]
-    # Make indices and mask here, because a CUDA graph cannot capture their copy from the host.
-    slots_T = real_SL.flatten().nonzero()[:, 0].to(device)
-    mask_S11L = real_SL[:, None, None, :].to(device)
-
-    def attention(qkv_T3HE: Tensor, _bounds: Tensor, _longest: int, dropout: Dropout) -> Tensor:
-        padded = qkv_T3HE.new_zeros(real_SL.numel(), *qkv_T3HE.shape[1:]).index_copy(0, slots_T, qkv_T3HE)
-        query, key, value = (x.transpose(1, 2) for x in padded.unflatten(0, real_SL.shape).unbind(2))
-        output = F.scaled_dot_product_attention(query, key, value, attn_mask=mask_S11L, dropout_p=dropout.p)
-        return output.transpose(1, 2).flatten(0, 1)[slots_T]
-
-    return attention
 
 
 def _plain_add_norm(x, bias, residual, weight, norm_bias, eps, dropout) -> Tensor:  # noqa: ANN001

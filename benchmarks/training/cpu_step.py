@@ -4,8 +4,8 @@
 
 Both models start with the same weights and take a step on the same samples. Our model uses LAMB; Hugging Face's
 ``BertForPreTraining`` uses an attention mask, scaled-dot-product attention and PyTorch's fused AdamW. Before timing starts,
-both must compute the same loss. If the processor has bf16 instructions, our model is also measured with bf16 products. Each
-repeat draws new samples and runs the models in turn. Times and ratios are medians over repeats. Collating is not timed.
+both must compute the same loss. Each repeat draws new samples and runs the models in turn. Times and ratios are medians over
+repeats. Collating is not timed.
 """
 
 import importlib.util
@@ -36,7 +36,7 @@ Prepare = Callable[[Samples], Callable[[], None]]
 """Function that collates samples and returns the step to time."""
 
 SEQUENCES = 32
-OURS, HUGGING_FACE, OURS_BF16 = "ours", "Hugging Face, padded", "ours, bf16"
+OURS, HUGGING_FACE = "ours", "Hugging Face, padded"
 MODELS = {"wikipedia": ModelConfig(6, 256, 4, 1024, 30522, 512), "tiny": ModelConfig(2, 128, 4, 512, 1024, 128)}
 
 
@@ -64,8 +64,6 @@ def main(workload: Literal["wikipedia", "tiny"] = "wikipedia", repeats: int = 7,
     }
     print(f"mean length {statistics.mean(tokens) / SEQUENCES:.1f} of {MODELS[workload].max_position_embeddings} tokens")
     print(f"sequences/s of ours against {HUGGING_FACE}: {ratios[HUGGING_FACE]:.2f}x")
-    if OURS_BF16 in ratios:
-        print(f"sequences/s of {OURS_BF16} against ours in fp32: {1 / ratios[OURS_BF16]:.2f}x")
     if out:
         figures = {"workload": workload, "sequences": SEQUENCES, "tokens": tokens, "seconds": seconds, "ratios": ratios}
         write_figures(out, figures, ("torch", "numpy", "transformers"))
@@ -74,14 +72,11 @@ def main(workload: Literal["wikipedia", "tiny"] = "wikipedia", repeats: int = 7,
 def measure(config: ModelConfig, repeats: int) -> tuple[dict[str, list[float]], list[int]]:
     """Return the seconds of each side's steps, and the number of real tokens in each repeat."""
     torch.manual_seed(0)
-    models = [BertForPreTraining(config) for _ in range(2)]
-    for model in models:
-        initialize_(model, torch.Generator().manual_seed(0))
-    theirs = model_with_weights_of(models[0])
-    check_same_loss(models[0], theirs, samples_of(config, 0))
-    sides = {OURS: our_side(models[0]), HUGGING_FACE: hugging_face_side(theirs, config.max_position_embeddings)}
-    if multiplies_bf16():
-        sides[OURS_BF16] = our_side(models[1], bf16=True)
+    ours = BertForPreTraining(config)
+    initialize_(ours, torch.Generator().manual_seed(0))
+    theirs = model_with_weights_of(ours)
+    check_same_loss(ours, theirs, samples_of(config, 0))
+    sides = {OURS: our_side(ours), HUGGING_FACE: hugging_face_side(theirs, config.max_position_embeddings)}
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     tokens: list[int] = []
     for repeat in range(-1, repeats):  # the first repeat warms up
@@ -106,14 +101,7 @@ def samples_of(config: ModelConfig, seed: int) -> Samples:
     return synthetic_samples(-np.sort(-lengths), config.vocab_size, seed)
 
 
-def multiplies_bf16() -> bool:
-    """Tell whether this processor has instructions for products in bf16: AVX-512 BF16 or AMX."""
-    # Check the processor's flags, because PyTorch computes in bf16 even without such instructions.
-    flags = Path("/proc/cpuinfo").read_text(encoding="utf-8") if Path("/proc/cpuinfo").exists() else ""
-    return "avx512_bf16" in flags or "amx_bf16" in flags
-
-
-def our_side(model: BertForPreTraining, *, bf16: bool = False) -> Prepare:
+def our_side(model: BertForPreTraining) -> Prepare:
     """Return a function that prepares a step of our model."""
     optimizer = Lamb(FlatParameters.of(model), OptimizerConfig(1e-4, 100_000))
 
@@ -121,9 +109,7 @@ def our_side(model: BertForPreTraining, *, bf16: bool = False) -> Prepare:
         batch = batch_of(samples)
 
         def step() -> None:
-            with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-                output = model(batch)
-            masked_lm_loss, next_sentence_loss = output.mean_losses(batch)
+            masked_lm_loss, next_sentence_loss = model(batch).mean_losses(batch)
             (masked_lm_loss + next_sentence_loss).backward()
             optimizer.step()
 

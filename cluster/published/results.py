@@ -50,23 +50,13 @@ class Result:
         return machine.device.name, machine.nodes, machine.per_node, self.run.batch, self.run.is_old
 
 
-def described_machine(row: Mapping[str, str]) -> Machine:
-    """Return the machine that a row of a table of results describes. A node without accelerators has two CPUs."""
-    nodes, per_node = whole_number(row, "nodes"), whole_number(row, "accelerators_per_node")
-    name = row["accelerator"].strip()
+def _machine_of_row(row: Mapping[str, str]) -> Machine:
+    """Return the machine of a row. A node without accelerators has two CPUs."""
+    per_node, name = int(row["accelerators_per_node"]), row["accelerator"].strip()
     if per_node == 0 and name in ("", "N/A"):
         name, per_node = "CPU", 2
-    return describe_machine(
-        device_named(name), nodes, per_node, row["accelerator_interconnect"], row["host_networking"]
-    )
-
-
-def whole_number(row: Mapping[str, str], column: str) -> int:
-    """Return the integer of at most nine digits in a column. Spreadsheets may have written it as "8.0"."""
-    text = row[column].strip().removesuffix(".0")
-    if not (text.isascii() and text.isdecimal() and len(text) <= 9):
-        raise ValueError(f"{column} is {text[:40]!r}, expected a whole number")
-    return int(text)
+    interconnect, networking = row["accelerator_interconnect"], row["host_networking"]
+    return describe_machine(device_named(name), int(row["nodes"]), per_node, interconnect, networking)
 
 
 @lru_cache
@@ -78,7 +68,7 @@ def results() -> tuple[Result, ...]:
             if row["division"] != "closed":
                 continue
             try:
-                machine = described_machine(row)
+                machine = _machine_of_row(row)
             except ValueError:  # no data sheet for this device, such as a TPU
                 continue
             samples = None if machine.device.model in SAMPLES_NOT_LOGGED else float(row["mean_train_samples"])

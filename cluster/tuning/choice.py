@@ -1,4 +1,4 @@
-"""Best number of processes and threads for a recipe on this machine. ``tune`` stores it, and ``run_and_time.sh`` reads it.
+"""Store of the fastest processes and threads for a recipe on this machine. ``tune`` fills it; ``run_and_time.sh`` reads it.
 
     python -m cluster.tuning.choice RECIPE [--section.field value ...]
 
@@ -16,11 +16,10 @@ import json
 import os
 import platform
 import sys
-import tempfile
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 
@@ -32,7 +31,6 @@ from console.program import say
 
 VARIABLES = ("NPROC", "OMP_NUM_THREADS")
 FOLDER_VARIABLE = "MLPERF_BERT_CACHE"
-_MOST_BYTES = 1 << 20
 _OF_THE_STEP = (
     "global_batch_size",
     "gradient_accumulation_steps",
@@ -58,11 +56,6 @@ class TunedRun(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return f"{self.processes} process(es) x {self.threads} thread(s)"
 
 
-class _Kept(msgspec.Struct):
-    key: dict[str, Any]
-    choice: TunedRun
-
-
 def default_folder() -> Path:
     """Return ``$MLPERF_BERT_CACHE``, or the folder of this machine and checkout in ``$XDG_CACHE_HOME`` (``~/.cache``).
 
@@ -72,63 +65,38 @@ def default_folder() -> Path:
         return Path(chosen)
     base = Path(os.environ.get("XDG_CACHE_HOME", ""))
     if not base.is_absolute():  # the XDG base directory specification says to ignore relative paths
-        try:
-            base = Path.home() / ".cache"
-        except RuntimeError:  # the user of a container may have no name
-            base = Path(tempfile.gettempdir())
+        base = Path(os.path.expanduser("~")) / ".cache"  # noqa: PTH111  Path.home() fails for a user without a name
     checkout = hashlib.sha256(os.fsencode(Path(__file__).resolve().parents[2])).hexdigest()[:8]
     return base / "mlperf-bert" / f"{platform.node()}-{checkout}"
 
 
 def keep(config: Config, choice: TunedRun) -> None:
     """Store a choice for this machine and configuration. Print a warning if it cannot be written."""
-    path, key = _file_and_key(config)
+    path = _file(config)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, msgspec.json.format(msgspec.json.encode(_Kept(key, choice)), indent=1))
+        write_atomically(path, msgspec.json.encode(choice))
     except OSError as error:
         say(f"warning: the tuned choice is not kept: {error}")
 
 
 def kept(config: Config) -> TunedRun | None:
     """Return the stored choice for this machine and configuration, or None if its file is missing or damaged."""
-    path, key = _file_and_key(config)
+    path = _file(config)
     if not path.exists():
         return None
     try:
-        found = msgspec.json.decode(read_bounded(path, _MOST_BYTES, "delete it"), type=_Kept)
-        # The file name contains only part of the digest, so compare the whole key.
-        if found.key != key:
-            raise ValueError(f"{path} was made for another machine or configuration; delete it")
-        return found.choice
+        return msgspec.json.decode(read_bounded(path, 4096, "delete it"), type=TunedRun)
     except (ValueError, msgspec.MsgspecError) as error:
-        say(f"warning: the choice that was tuned for {config.recipe} is ignored: {error}")
+        say(f"warning: the choice that was tuned for {config.recipe} is ignored: {error}; delete {path}")
         return None
 
 
-def _file_and_key(config: Config) -> tuple[Path, dict[str, object]]:
-    # Convert the key to the types that JSON reads back.
-    key = json.loads(json.dumps(_key(config), sort_keys=True))
-    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24]
-    return default_folder() / "runs" / f"{config.recipe}-{digest}.json", key
-
-
-def set_by_hand(settings: Sequence[str]) -> str | None:
-    """Return the name of a variable or setting with which the user overrides the choice, or None."""
-    names = {argument.partition("=")[0].removeprefix("--") for argument in settings}
-    # A stored choice must not override a configuration file or a plan.
-    given = [
-        *(name for name in VARIABLES if os.environ.get(name)),
-        *(each for each in ("config", "plan") if each in names),
-    ]
-    return next(iter(given), None)
-
-
-def _key(config: Config) -> dict[str, object]:
-    """Return everything known without PyTorch that affects which choice is fastest."""
+def _file(config: Config) -> Path:
+    """Return the file for everything known without PyTorch that affects which choice is fastest."""
     shape = flattened("model", config.model) + flattened("parallel", config.parallel)
     shape += [(f"training.{name}", getattr(config.training, name)) for name in _OF_THE_STEP]
-    return {
+    key = {
         "processor": processor_name(),
         # Use the affinity, because containers and batch systems may allow fewer cores than the machine has.
         "cores": len(os.sched_getaffinity(0)),
@@ -139,6 +107,16 @@ def _key(config: Config) -> dict[str, object]:
         "data.loader": config.data.loader,
         **dict(shape),
     }
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
+    return default_folder() / "runs" / f"{config.recipe}-{digest}.json"
+
+
+def set_by_hand(settings: Sequence[str]) -> str | None:
+    """Return the name of a variable or setting with which the user overrides the choice, or None."""
+    names = {argument.partition("=")[0].removeprefix("--") for argument in settings}
+    # A stored choice must not override a configuration file or a plan.
+    given = [*filter(os.environ.get, VARIABLES), *({"config", "plan"} & names)]
+    return next(iter(given), None)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -149,13 +127,11 @@ def main(arguments: Sequence[str]) -> int:
     except (ValueError, OSError, SystemExit):
         return 0
     choice = kept(config)
-    if choice is None:
-        return 0
-    if name := set_by_hand(arguments):
+    if choice and (name := set_by_hand(arguments)):
         say(f"tuned on this machine is {choice}: not used, as {name} is set")
-        return 0
-    for line in (f"tuned on this machine: {choice}", choice.processes, choice.threads):
-        say(line)
+    elif choice:
+        for line in (f"tuned on this machine: {choice}", choice.processes, choice.threads):
+            say(line)
     return 0
 
 

@@ -9,55 +9,52 @@ from typing import Any
 
 from compliance.doctor.diagnosis import Diagnosis, fail, fail_or_warn, ok, warn
 from compliance.doctor.gpus import ACROSS_NODES, NVLINK, Gpu, Gpus
-from compliance.doctor.layout import RunLayout, shape_in_name
+from compliance.doctor.run import ExaminedRun, shape_in_name
 from compliance.log.accelerator import family
-from console.cuda import outdated_driver
 
 IDLE_MEMORY_BYTES = 2**30
 """Maximum memory in use on an idle GPU. The driver alone uses some hundred MiB."""
 
 
-def accelerators(layout: RunLayout, found: Gpus, pytorch: Mapping[str, Any]) -> Iterator[Diagnosis]:
+def accelerators(run: ExaminedRun, found: Gpus, pytorch: Mapping[str, Any]) -> Iterator[Diagnosis]:
     """Check all GPUs, and what PyTorch reports about them (see `compliance.doctor.system.ask_pytorch`)."""
-    if not layout.on_gpus:
-        note = f"{len(found.gpus)} here, none used by {layout.recipe or 'a run without a recipe'}"
+    if not run.on_gpus:
+        note = f"{len(found.gpus)} here, none used by {run.recipe or 'a run without a recipe'}"
         yield ok("GPUs", note if found.gpus else "none here and none needed")
         return
     if not found.gpus:
         remedy = "load the driver (modprobe nvidia), and start the container with --gpus all; dmesg may tell more"
         yield fail("GPUs", found.trouble or "no NVIDIA driver here", remedy)
         return
-    yield from _number_and_kind(layout, found)
+    yield from _number_and_kind(run, found)
     for gpu in found.gpus:
-        yield from _health(gpu, layout)
+        yield from _health(gpu, run)
     yield _other_programs(found)
     if len(found.gpus) > 1:
         yield _links(found)
-    yield _pytorch(layout, found, pytorch)
-    for lacking, remedy in pytorch.get("Triton lacks", []):
-        yield fail("Triton", lacking, remedy)
+    yield _pytorch(run, found, pytorch)
 
 
-def _number_and_kind(layout: RunLayout, found: Gpus) -> Iterator[Diagnosis]:
+def _number_and_kind(run: ExaminedRun, found: Gpus) -> Iterator[Diagnosis]:
     kinds = Counter(gpu.name for gpu in found.gpus)
     named = ", ".join(f"{count}x {name}" for name, count in kinds.items())
     if len(kinds) > 1:
         yield fail("GPUs", f"of several kinds: {named}", "use GPUs of one kind: CUDA_VISIBLE_DEVICES")
-    elif len(found.gpus) < layout.ranks:
+    elif len(found.gpus) < run.ranks:
         remedy = "use a recipe for this machine, or make the others visible (CUDA_VISIBLE_DEVICES, --gpus, dmesg)"
-        yield fail("GPUs", f"{named}, but {layout.recipe} needs {layout.ranks} per node", remedy)
-    elif len(found.gpus) > layout.ranks:
-        yield warn("GPUs", f"{named}, of which {layout.ranks} would be used", "set NPROC, or take another recipe")
+        yield fail("GPUs", f"{named}, but {run.recipe} needs {run.ranks} per node", remedy)
+    elif len(found.gpus) > run.ranks:
+        yield warn("GPUs", f"{named}, of which {run.ranks} would be used", "set NPROC, or take another recipe")
     else:
         yield ok("GPUs", f"{named}, driver {found.driver}")
     # Only a recipe name with a shape, such as dgxa100_8x8, names a machine.
-    intended = re.search(r"[abhv]\d{3}", layout.recipe)
-    if shape_in_name(layout.recipe) and intended and intended[0].upper() not in {family(name) for name in kinds}:
+    intended = re.search(r"[abhv]\d{3}", run.recipe)
+    if shape_in_name(run.recipe) and intended and intended[0].upper() not in {family(name) for name in kinds}:
         remedy = "look for a recipe of this GPU; memory and speed decide the batch of a rank"
-        yield warn("GPU kind", f"{layout.recipe} was made for {intended[0].upper()}, found {named}", remedy)
+        yield warn("GPU kind", f"{run.recipe} was made for {intended[0].upper()}, found {named}", remedy)
 
 
-def _health(gpu: Gpu, layout: RunLayout) -> Iterator[Diagnosis]:
+def _health(gpu: Gpu, run: ExaminedRun) -> Iterator[Diagnosis]:
     subject = gpu.label
     if gpu.uncorrected_errors > 0:
         remedy = "drain the node; reset the GPU, and have it replaced if the errors come back"
@@ -69,7 +66,7 @@ def _health(gpu: Gpu, layout: RunLayout) -> Iterator[Diagnosis]:
     if gpu.is_divided:
         remedy = "turn MIG off for this run (nvidia-smi -mig 0, root), or ask for whole GPUs"
         # A single rank needs no NCCL.
-        yield fail_or_warn(subject, layout.world_size > 1, "divided by MIG: ranks on its parts cannot use NCCL", remedy)
+        yield fail_or_warn(subject, run.world_size > 1, "divided by MIG: ranks on its parts cannot use NCCL", remedy)
     if gpu.throttled_by:
         remedy = "look at cooling and power supply"
         yield warn(subject, f"its clocks are held down: {', '.join(gpu.throttled_by)}", remedy)
@@ -105,22 +102,17 @@ def _links(found: Gpus) -> Diagnosis:
     return ok("GPU links", found.topology)
 
 
-def _pytorch(layout: RunLayout, found: Gpus, pytorch: Mapping[str, Any]) -> Diagnosis:
+def _pytorch(run: ExaminedRun, found: Gpus, pytorch: Mapping[str, Any]) -> Diagnosis:
     if not pytorch:
         remedy = "try `python -c 'import torch'`; install the packages again: rm -r .venv, and run run_and_time.sh"
         return fail("PyTorch", "it cannot be imported, or gives no answer", remedy)
-    cuda, seen, named = pytorch.get("CUDA"), pytorch.get("gpus") or 0, f"PyTorch {pytorch.get('PyTorch')}"
-    if not cuda:
-        return fail("PyTorch", f"{named} is built without CUDA", "install the build for CUDA (rm -r .venv, see README)")
-    # If PyTorch sees a GPU, even an old driver works, because the image may contain CUDA's compatibility libraries.
-    if not seen and (outdated := outdated_driver(found.driver, cuda)):
-        return fail("PyTorch", f"{named}: {outdated.found}", outdated.remedy)
-    if seen < layout.ranks:
-        remedy = "look at CUDA_VISIBLE_DEVICES, /dev/nvidia* and, with NVSwitch, nvidia-fabricmanager"
-        return fail("PyTorch", f"{named} sees {seen} of {len(found.gpus)} GPUs, {layout.ranks} are needed", remedy)
+    named, seen = f"PyTorch {pytorch.get('PyTorch')}", pytorch.get("gpus") or 0
+    # PyTorch's own message tells of an outdated driver and of a build without CUDA.
     if trouble := pytorch.get("trouble"):
-        return fail(
-            "PyTorch", f"{named} cannot compute on the GPU: {trouble}", "install a PyTorch for this GPU and driver"
-        )
+        remedy = "install a PyTorch for this GPU and driver (rm -r .venv, see README), or a newer driver"
+        return fail("PyTorch", f"{named} cannot compute on the GPU: {trouble}", remedy)
+    if seen < run.ranks:
+        remedy = "look at CUDA_VISIBLE_DEVICES, /dev/nvidia* and, with NVSwitch, nvidia-fabricmanager"
+        return fail("PyTorch", f"{named} sees {seen} of {len(found.gpus)} GPUs, {run.ranks} are needed", remedy)
     parts = [f"{name} {pytorch[name]}" for name in ("CUDA", "cuDNN", "NCCL") if pytorch.get(name)]
     return ok("PyTorch", ", ".join([named, *parts, f"driver {found.driver}"]))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
@@ -17,10 +16,8 @@ from compliance.doctor import machine_checks, run_checks
 from compliance.doctor.accelerators import accelerators
 from compliance.doctor.diagnosis import Diagnosis
 from compliance.doctor.host import ExaminedHost
-from compliance.doctor.layout import IntendedRun, layout_of
 from compliance.doctor.machine import Machine, read_machine
-from compliance.doctor.run_checks import ExaminedRun
-from compliance.doctor.storage import Mount, read_mounts
+from compliance.doctor.run import IntendedRun, lay_out
 from compliance.doctor.system import ask_pytorch
 from console.program import say, say_json
 from console.text import visible
@@ -33,36 +30,30 @@ def examine(
     intended: IntendedRun,
     host: ExaminedHost | None = None,
     machine: Machine | None = None,
-    mounts: Sequence[Mount] | None = None,
+    mounts: Sequence[run_checks.Mount] | None = None,
 ) -> Iterator[Diagnosis]:
     """Run all checks, the quick ones first, by default on the machine that this program runs on.
 
     Raises:
-        ValueError: the recipe is unknown, the number of nodes is below 1, or a given file or folder does not exist.
+        ValueError: see `compliance.doctor.run.lay_out`.
     """
     host = host or ExaminedHost()
-    for path in (intended.data, intended.checkpoint):
-        if path is not None and not path.exists():
-            raise ValueError(f"{path}: no such file or folder")
-    if intended.checkpoint and not intended.recipe:
-        raise ValueError("--checkpoint needs --recipe: the trainer checks that the weights fit its model")
     machine = machine or read_machine(host)
-    layout = layout_of(intended, host, len(machine.gpus.gpus))
+    mounts = run_checks.read_mounts() if mounts is None else mounts
+    run = lay_out(intended, host, len(machine.gpus.gpus))
     # Importing PyTorch is slow, and only GPU runs need the answer.
-    pytorch = ask_pytorch(host) if layout.on_gpus else {}
-    run = ExaminedRun(intended, layout, host, read_mounts() if mounts is None else mounts)
+    pytorch = ask_pytorch(host) if run.on_gpus else {}
     yield from run_checks.check_recipe(run)
-    # Allow a day, because a file server sets the time of a file, and its clock may be ahead.
-    yield from machine_checks.clock(machine, layout, Path(__file__).stat().st_mtime - 24 * 3600)
-    yield from accelerators(layout, machine.gpus, pytorch)
-    yield from machine_checks.memory(machine, layout)
-    yield from machine_checks.processors(machine, layout)
-    yield from machine_checks.network(machine, layout)
-    for check in (run_checks.check_caches, run_checks.check_storage, run_checks.check_results):
-        yield from check(run)
+    yield from accelerators(run, machine.gpus, pytorch)
+    yield from machine_checks.memory(machine, run)
+    yield from machine_checks.processors(machine, run)
+    yield from machine_checks.network(machine, run)
+    yield from run_checks.check_caches(run, host)
+    yield from run_checks.check_storage(run, mounts)
+    yield from run_checks.check_results(run, mounts)
     yield from run_checks.check_source(commit())
-    yield from run_checks.check_dry_run(run)
-    yield from run_checks.check_data(run)
+    yield from run_checks.check_dry_run(run, host)
+    yield from run_checks.check_data(run, host)
 
 
 def print_diagnoses(diagnoses: Iterable[Diagnosis], as_json: bool) -> int:

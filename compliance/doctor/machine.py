@@ -1,13 +1,11 @@
-"""Read the resources of a machine and their use: clock, memory, processors, limits, network, GPUs."""
+"""Read the resources of a machine and their use: memory, processors, limits, network, GPUs."""
 
 from __future__ import annotations
 
-import ctypes
 import os
 import re
 import resource
 import socket
-import time
 from dataclasses import dataclass, field
 
 from compliance.doctor.gpus import Gpus, read_gpus
@@ -36,8 +34,6 @@ class Machine:
         load: load average of the last minute.
     """
 
-    now: float  # seconds since the epoch
-    is_synchronised: bool
     cores: float
     threads: int
     physical_cores: int
@@ -75,8 +71,6 @@ def read_machine(host: ExaminedHost) -> Machine:
     cpus = [name for name in host.names("/sys/devices/system/cpu") if re.fullmatch(r"cpu\d+", name)]
     governors = (host.read(f"/sys/devices/system/cpu/{name}/cpufreq/scaling_governor") for name in cpus)
     return Machine(
-        now=time.time(),
-        is_synchronised=_is_clock_synchronised(),
         cores=min(allowed, int(quota[1]) / int(quota[2])) if quota else allowed,
         threads=psutil.cpu_count() or 1,
         physical_cores=psutil.cpu_count(logical=False) or 1,
@@ -92,14 +86,6 @@ def read_machine(host: ExaminedHost) -> Machine:
         address=address,
         gpus=read_gpus(),
     )
-
-
-def _is_clock_synchronised() -> bool:
-    timex = ctypes.create_string_buffer(512)  # struct timex with modes = 0, which only reads the clock
-    try:
-        return 0 <= ctypes.CDLL(None).adjtimex(timex) < 5  # 5 is TIME_ERROR
-    except (OSError, AttributeError):
-        return False
 
 
 def _ports(host: ExaminedHost) -> list[AdapterPort]:

@@ -1,56 +1,41 @@
-"""Check a machine against what a run needs: clock, memory, processors, network, limits."""
+"""Check a machine against what a run needs: memory, processors, network, limits."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 
 from compliance.doctor.diagnosis import Diagnosis, fail, fail_or_warn, ok, warn
-from compliance.doctor.layout import RunLayout
 from compliance.doctor.machine import Machine
+from compliance.doctor.run import ExaminedRun
 
 GIB = 2**30
 MIN_LOCKABLE_BYTES = 4 * GIB
 
 
-def clock(machine: Machine, layout: RunLayout, not_before: float) -> Iterator[Diagnosis]:
-    """Check the clock, because a log's times must not decrease (TR 11). `not_before` is a time certainly in the past."""
-    if machine.now < not_before or time.gmtime(machine.now).tm_year > 2100:
-        today = time.strftime("%Y-%m-%d %H:%M", time.gmtime(machine.now))
-        yield fail(
-            "clock", f"it says {today} UTC, which is impossible", "set the time: chronyc makestep, or timedatectl"
-        )
-    elif machine.is_synchronised:
-        yield ok("clock", "synchronised by a time service")
-    else:
-        found = "no time service synchronises it" + ("; logs of several nodes differ" if layout.nodes > 1 else "")
-        yield warn("clock", found, "start chronyd or systemd-timesyncd on the host")
-
-
-def memory(machine: Machine, layout: RunLayout) -> Iterator[Diagnosis]:
+def memory(machine: Machine, run: ExaminedRun) -> Iterator[Diagnosis]:
     """Check memory, and the shared memory that NCCL and PyTorch need."""
-    needed = layout.ranks * (4 * GIB if layout.on_gpus else GIB // 2)
+    needed = run.ranks * (4 * GIB if run.on_gpus else GIB // 2)
     if machine.free_bytes < needed:
-        found = f"{machine.free_bytes / GIB:.1f} GiB free, {layout.ranks} rank(s) need about {needed / GIB:.0f} GiB"
+        found = f"{machine.free_bytes / GIB:.1f} GiB free, {run.ranks} rank(s) need about {needed / GIB:.0f} GiB"
         yield warn("memory", found, "end other programs, or raise the container's limit")
     else:
         yield ok("memory", f"{machine.free_bytes / GIB:.0f} GiB free")
-    shared, needed = machine.shared_bytes, layout.ranks * GIB // 8
+    shared, needed = machine.shared_bytes, run.ranks * GIB // 8
     if shared is None:
-        yield fail_or_warn("shared memory", layout.ranks > 1, "no /dev/shm", "docker run --ipc=host")
-    elif shared < needed and layout.world_size > 1:
-        found = f"{shared / 2**20:.0f} MiB free in /dev/shm, {layout.ranks} ranks need {needed / 2**20:.0f} MiB"
-        yield fail_or_warn("shared memory", layout.on_gpus, found, "docker run --ipc=host or --shm-size=8g")
+        yield fail_or_warn("shared memory", run.ranks > 1, "no /dev/shm", "docker run --ipc=host")
+    elif shared < needed and run.world_size > 1:
+        found = f"{shared / 2**20:.0f} MiB free in /dev/shm, {run.ranks} ranks need {needed / 2**20:.0f} MiB"
+        yield fail_or_warn("shared memory", run.on_gpus, found, "docker run --ipc=host or --shm-size=8g")
     else:
         yield ok("shared memory", f"{shared / GIB:.1f} GiB free in /dev/shm")
 
 
-def processors(machine: Machine, layout: RunLayout) -> Iterator[Diagnosis]:
+def processors(machine: Machine, run: ExaminedRun) -> Iterator[Diagnosis]:
     """Check that every rank has cores that run at full clock and that no other program uses."""
-    found = f"{machine.cores:g} for {layout.ranks} rank(s)"
-    if machine.cores < layout.ranks:
+    found = f"{machine.cores:g} for {run.ranks} rank(s)"
+    if machine.cores < run.ranks:
         yield fail("cores", found, "start fewer ranks (NPROC), or ask the scheduler for more cores (--cpus-per-task)")
-    elif layout.on_gpus and machine.cores < 4 * layout.ranks:
+    elif run.on_gpus and machine.cores < 4 * run.ranks:
         remedy = "ask the scheduler for more (--cpus-per-task): loading and launching need about four per rank"
         yield warn("cores", found, remedy)
     else:
@@ -63,9 +48,9 @@ def processors(machine: Machine, layout: RunLayout) -> Iterator[Diagnosis]:
         yield warn("cores", found, "cpupower frequency-set --governor performance (root)")
 
 
-def network(machine: Machine, layout: RunLayout) -> Iterator[Diagnosis]:
+def network(machine: Machine, run: ExaminedRun) -> Iterator[Diagnosis]:
     """Check the RDMA ports, what they require, and whether other nodes can reach this host's name."""
-    ports, several = machine.ports, layout.nodes > 1
+    ports, several = machine.ports, run.nodes > 1
     down = [f"{port.name} {port.state}" for port in ports if port.state != "ACTIVE"]
     if ports and len(down) == len(ports):
         remedy = "look at cables and the subnet manager (ibstat, ibdiagnet)"
@@ -77,7 +62,7 @@ def network(machine: Machine, layout: RunLayout) -> Iterator[Diagnosis]:
         )
     elif ports:
         yield ok("network", f"{len(ports)} ports with RDMA, {ports[0].rate}")
-    elif several and layout.on_gpus:
+    elif several and run.on_gpus:
         remedy = "load the driver of the adapters (mlx5_ib), and give the container /dev/infiniband"
         yield warn("network", "no adapter with RDMA: ranks of different nodes would use TCP", remedy)
     else:

@@ -1,4 +1,4 @@
-"""System description of a submission: the 33 fields, filled in as far as this machine provides them.
+"""System description of a submission: the 33 fields, filled in as far as this machine provides them, and their file.
 
 Every field is a string, because the official tools crash on numbers. A field that the machine does not provide stays
 empty, which the tools accept. A description of a cluster must override the fields that differ from this one node.
@@ -7,6 +7,7 @@ empty, which the tools accept. A description of a cluster must override the fiel
 from __future__ import annotations
 
 import json
+import os
 import platform
 import re
 import shutil
@@ -15,35 +16,84 @@ from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
+from compliance.artefact import write_whole
 from compliance.doctor.gpus import Gpus
 from compliance.doctor.host import ExaminedHost, run_root
-from compliance.doctor.machine import Machine
-from compliance.log.rules import DIVISIONS, SYSTEM_FIELDS, SYSTEM_INTEGERS, SYSTEM_STATUSES
+from compliance.doctor.machine import Machine, read_machine
+from compliance.log.rules import NEWEST_RULESET, SYSTEM_FIELDS, SYSTEM_STATUSES
+from compliance.submission.description import Description, description_findings, read_description
 
 PYTORCH_TIMEOUT_S = 90.0
 
 _ASK_PYTORCH = """
 import json, torch
-from console.cuda import lacks_of_triton
 cudnn = torch.backends.cudnn.version()
 nccl = torch.cuda.nccl.version() if torch.version.cuda and torch.distributed.is_nccl_available() else None
-seen, trouble = torch.cuda.is_available(), ""
+trouble = ""
 try:
-    torch.ones(1, device="cuda" if seen else "cpu").add(1).item()
-except RuntimeError as error:
+    torch.ones(1, device="cuda").add(1).item()
+except (RuntimeError, AssertionError) as error:
     trouble = str(error).partition(chr(10))[0]
 print(json.dumps({
     "PyTorch": torch.__version__,
     "CUDA": torch.version.cuda,
     "cuDNN": cudnn and f"{cudnn // 10000}.{cudnn // 100 % 100}.{cudnn % 100}",
     "NCCL": nccl and ".".join(map(str, nccl)),
-    "gpus": torch.cuda.device_count() if seen else 0,
+    "gpus": torch.cuda.device_count(),
     "trouble": trouble,
-    "Triton lacks": [(lack.found, lack.remedy) for lack in lacks_of_triton()],
 }))
 """
+
+
+def renew(path: Path, given: Mapping[str, str], *, measure_again: bool = False) -> None:
+    """Write the description of this machine to `path`, or change the given fields of an existing description.
+
+    Args:
+        given: fields that take precedence over the file and the machine.
+        measure_again: also replace the fields of an existing description that this machine provides.
+
+    Raises:
+        ValueError: the file is not a system description or cannot be written, a field or value is unknown, or there is
+            nothing to change.
+    """
+    before = _read(path)
+    if before and not measure_again:
+        if not given:
+            raise ValueError(
+                f"{path} exists: --set KEY=VALUE changes its fields, --measure measures this machine again"
+            )
+        check_values(given)
+        write(path, before | dict(given))
+        return
+    host = ExaminedHost()
+    measured = {name: value for name, value in measure(host, read_machine(host)).items() if value}
+    # Drop the measured fields, which may have changed since the file was written. Convert numbers to text.
+    kept = {
+        name: str(value) for name, value in before.items() if name in SYSTEM_FIELDS and name not in measured and value
+    }
+    fields = complete(measured, {"system_name": path.stem} | kept | dict(given))
+    write(path, fields | {name: value for name, value in before.items() if name not in fields})
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Return the fields of an existing description; empty if there is no file."""
+    if not os.path.lexists(path):
+        return {}
+    description = read_description(path)
+    known = [name for name in description.fields if name in SYSTEM_FIELDS]
+    # Other JSON files may also have a field such as "status", so require half of the fields to be known.
+    if description.fault or len(known) < max(1, len(description.fields) / 2):
+        fault = description.fault or f"{len(known)} of its {len(description.fields)} names are fields of a description"
+        raise ValueError(f"{path} is no system description: {fault}; choose another --out, or move the file away")
+    return description.fields
+
+
+def write(path: Path, fields: Mapping[str, Any]) -> None:
+    """Write a description as JSON atomically. Raises ValueError if the file cannot be written."""
+    write_whole(path, json.dumps(dict(fields), indent=2, ensure_ascii=False) + "\n")
 
 
 def measure(host: ExaminedHost, machine: Machine) -> dict[str, str]:
@@ -71,21 +121,17 @@ def complete(measured: Mapping[str, str], given: Mapping[str, str]) -> dict[str,
 
 
 def check_values(fields: Mapping[str, str]) -> None:
-    """Validate the fields: names, division, status, and counts.
+    """Validate fields by the rules for whole descriptions.
 
     Raises:
         ValueError: a field is wrong. The message names it and what was expected.
     """
-    statuses = SYSTEM_STATUSES.values()
-    for name, value in fields.items():
+    for name in fields:
         if name not in SYSTEM_FIELDS:
             raise ValueError(f"system field {name!r} does not exist, expected one of {', '.join(SYSTEM_FIELDS)}")
-        if name == "division" and value not in DIVISIONS:
-            raise ValueError(f"division is {value!r}, expected 'closed' or 'open' in lower case")
-        if name == "status" and value not in statuses:
-            raise ValueError(f"status is {value!r}, expected one of {', '.join(map(repr, statuses))}")
-        if name in SYSTEM_INTEGERS and not re.fullmatch(r"\d+", value, re.ASCII):
-            raise ValueError(f"{name} is {value!r}, expected a number such as '8'")
+    for finding in description_findings(Description(Path(), dict(fields), {}), NEWEST_RULESET):
+        if finding.severity == "error" and finding.key in fields:
+            raise ValueError(f"{finding.key}: {finding.found}")
 
 
 def processors(host: ExaminedHost, machine: Machine) -> dict[str, str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,13 +15,9 @@ from compliance.report.summary import COLUMNS, as_csv, as_json, as_markdown, cel
 from compliance.report.time_section import PART_CLASSES, Figure, time_section
 from console.html.charts import Axes, Bar, Guide, Line, level, line_chart, run_chart, short_count
 from console.html.page import render_page
-from console.text import counted, duration, visible
+from console.text import counted, duration
 
 TEMPLATE = Path(__file__).with_name("report.html")
-
-MAX_COMPARED_FACTS = 400
-"""Maximum number of header lines of one log that are compared with the other logs."""
-MAX_DIFFERENCES = 16
 
 
 def write_report(folder: Path, ruleset: str = NEWEST_RULESET, format: Format = "html", out: Path | None = None) -> Path:
@@ -61,7 +56,6 @@ def render(results: Results) -> str:
         source=SOURCE,
         description={name.replace("_", " "): value for name, value in results.description.items() if value},
         environment={key: value for key, value in header.items() if not key.startswith("config.")},
-        differences=differences(results),
         settings={key.removeprefix("config."): value for key, value in header.items() if key.startswith("config.")},
     )
 
@@ -202,16 +196,3 @@ def _neighbours(results: Results) -> dict[str, Any]:
     shown = (*placement.faster, own, *placement.slower)
     longest = max(each.minutes for each in shown)
     return {"results": shown, "own": own, "longest": longest, "left_out": placement.compared - len(shown) + 1}
-
-
-def differences(results: Results) -> dict[str, str]:
-    """Return the header lines that differ between the runs' logs."""
-    # Limit the number, because the header of a log may have thousands of lines.
-    keys = dict.fromkeys(key for run in results.runs for key in islice(run.log.header, MAX_COMPARED_FACTS))
-    found = {}
-    for key in keys:
-        values = list(dict.fromkeys(run.log.header.get(key, "absent") for run in results.runs))
-        if len(values) > 1:
-            few = ", ".join(visible(value, 60) for value in values[:10])
-            found[key] = few if len(values) <= 10 else f"{len(values)} different values: {few}, ..."
-    return dict(islice(found.items(), MAX_DIFFERENCES))

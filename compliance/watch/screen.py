@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import time
-from contextlib import ExitStack
+from contextlib import nullcontext
 from itertools import islice
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from rich.console import Console
 from compliance.log import rules
 from compliance.watch.running import RunningLog
 from compliance.watch.watched import Watch, choose
-from console.live import LivePanel, RunView, of_target
+from console.live import RunView, live_display, of_target
 from console.text import clock, visible
 
 POLL_S = 1.0
@@ -62,27 +62,24 @@ def _wait_for(path: Path, timeout_s: float, console: Console) -> Path | None:
 
 
 def _follow(watched: Watch, stale_s: float, console: Console) -> int:
-    run, known = watched.run, None
-    with ExitStack() as stack:
-        stack.callback(watched.close)
-        show = EvaluationLines(watched, console).show
-        if console.is_terminal:
-            live = LivePanel(console)
-            stack.callback(live.close)
-            show = lambda: live.show(view(watched, time.time() * 1000))  # noqa: E731
+    run, known, lines = watched.run, None, EvaluationLines(watched, console)
+    with live_display(console) if console.is_terminal else nullcontext() as live:
         while True:
             watched.look()
-            run.check_initialisation(time.time() * 1000)  # wall-clock time, as in the log
+            now_ms = time.time() * 1000  # wall-clock time, as in the log
+            run.check_initialisation(now_ms)
             # Read the other logs only when this run has something new to compare.
             if (run.phase, len(run.evaluations)) != known:
                 known = (run.phase, len(run.evaluations))
                 watched.read_siblings()
-            show()
+            if live:
+                live.update(view(watched, now_ms), refresh=True)
+            else:
+                lines.show(now_ms)
             silent_s = time.monotonic() - watched.news_s
             if run.phase == "done" or silent_s > (max(stale_s, INIT_STALE_S) if run.phase == "init" else stale_s):
                 break
-            if not watched.log.has_more:
-                time.sleep(POLL_S)
+            time.sleep(POLL_S)
     if run.phase != "done":
         _put(console, f"given up: {watched.path} has not grown for {silent_s:.0f} s")
     return 0 if run.status == "success" else 1
@@ -100,9 +97,9 @@ class EvaluationLines:
         self._evaluations = self._complaints = 0
         self._phase = ""
 
-    def show(self) -> None:
+    def show(self, now_ms: float) -> None:
         """Print new evaluations, new complaints and the end."""
-        watched, run, now_ms = self._watched, self._watched.run, time.time() * 1000
+        watched, run = self._watched, self._watched.run
         if run.phase != self._phase and run.phase in ("init", "run"):
             _put(self._console, f"{watched.path}: {_phase_words(run, now_ms)}")
         self._phase = run.phase

@@ -43,19 +43,10 @@ class Watch:
 
     def look(self) -> None:
         """Read and process the new lines of the log and the metrics."""
-        before = self.log.bytes_read, self.metrics and self.metrics.bytes_read
-        for line in self.log.lines():
-            self.run.take(line)
-        for line in self.metrics.lines() if self.metrics else ():
-            self.run.take_metrics(line)
-        if before != (self.log.bytes_read, self.metrics and self.metrics.bytes_read):
-            self.news_s = time.monotonic()
-
-    def close(self) -> None:
-        """Close the files."""
-        for follower in (self.log, self.metrics):
-            if follower is not None:
-                follower.close()
+        for follower, take in ((self.log, self.run.take), (self.metrics, self.run.take_metrics)):
+            for line in follower.lines() if follower else ():
+                take(line)
+                self.news_s = time.monotonic()
 
     def read_siblings(self) -> None:
         """Read the other logs of the folder, and compare their seeds with this run's seed."""
@@ -165,9 +156,8 @@ def results_in(folder: Path) -> dict[Path, float]:
 def _read_log(path: Path, _written: float) -> RunningLog:
     """Read another run's log. The cache reads it again only if it changes. An unreadable log gives an empty run."""
     run = RunningLog()
-    with Follower(path) as follower:
-        for line in follower.lines():
-            run.take(line)
+    for line in Follower(path).lines():
+        run.take(line)
     return run
 
 

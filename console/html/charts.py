@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
 from console.html.page import TEMPLATES, render_part
 
 if TYPE_CHECKING:
     from markupsafe import Markup
+
+CHART = TEMPLATES / "chart.html"
 
 SIDE = 1000.0
 """Width and height of the drawing in its own units."""
@@ -28,8 +30,6 @@ MAX_BAR_NOTES = 24
 
 Format = Callable[[float], str]
 Points = Sequence[tuple[float, float]]
-Shape = tuple[str, dict[str, str]]
-"""An SVG element: its tag and its attributes."""
 
 
 @dataclass(frozen=True)
@@ -91,111 +91,40 @@ def line_chart(lines: Sequence[Line], axes: Axes, *, dots: bool = False) -> Mark
     # All lines share one number of points, or the page would grow with the number of runs.
     limit = MAX_POINTS if dots else max(8, min(MAX_POINTS, MAX_POINTS_A_CHART // len(lines)))
     thinned = [thin(line.points, limit) for line in lines]
-    points = [point for line in thinned for point in line]
-    plot = _Plot(axes, [x for x, _ in points], [y for _, y in points])
-    for line, drawn in zip(lines, thinned, strict=True):
-        places = [plot.place(point) for point in drawn]
-        shapes = [_path("stroke", f"M{'L'.join(places)}")]
-        if dots or len(places) == 1:
-            shapes.append(_path("dots", "".join(f"M{place}h0" for place in places)))
-            shapes.append(_path("dots last", f"M{places[-1]}h0"))
-        plot.marks.append(_Mark(f"mark {line.kind}", line.name, shapes))
-    return plot.render()
+    x_ticks = ticks(0.0, max([*(x for line in thinned for x, _ in line), *_ends(axes.guides, "x")]))
+    frame = _Frame(axes, [y for line in thinned for _, y in line], _scale(x_ticks, 0.0, SIDE))
+    frame.names = [((axes.x_format or short_count)(x), frame.x(x)) for x in x_ticks]
+    places = [[f"{frame.x(x):.1f} {frame.y(y):.1f}" for x, y in line] for line in thinned]
+    return render_part(CHART, frame=frame, lines=zip(lines, places, strict=True), bars=(), dots=dots)
 
 
 def run_chart(bars: Sequence[Bar], axes: Axes, *, columns: bool) -> Markup:
     """Draw a mark for each run, side by side: columns from zero, or dots near their own range."""
     values = [bar.value for bar in bars]
     # The margin keeps rounding differences between equal dots from filling the whole chart.
-    levels = values if columns else [*values, min(values) * 0.995, max(values) * 1.005]
-    plot = _Plot(replace(axes, from_zero=columns), None, levels)
+    levels = [*values, 0.0] if columns else [*values, min(values) * 0.995, max(values) * 1.005]
+    frame = _Frame(axes, levels)
     width = SIDE / len(bars)
-    half = min(0.36 * width, 0.05 * SIDE)
+    middles = [(index + 0.5) * width for index in range(len(bars))]
     every = -(-len(bars) // MAX_BAR_NAMES)
-    for index, bar in enumerate(bars):
-        middle, top = (index + 0.5) * width, plot.y_of(bar.value)
-        shape = _path("dots", f"M{middle:.1f} {top:.1f}h0")
-        if columns:
-            height = max(SIDE - top, 2.0)  # a value of zero stays visible
-            shape = _rect("", middle - half, SIDE - height, 2 * half, height)
-        said = f"run {bar.name}: {axes.y_format(bar.value)}" + (f", {bar.note}" if bar.note else "")
-        plot.marks.append(_Mark(f"mark {bar.kind}", said, [shape]))
-        if index % every == 0:
-            plot.add_word("x", bar.name, left=middle)
-        if bar.note and len(bars) <= MAX_BAR_NOTES:
-            plot.add_word("note", bar.note, left=middle, bottom=0.03 * SIDE)
-    return plot.render()
+    frame.names = [(bar.name, middle) for bar, middle in list(zip(bars, middles, strict=True))[::every]]
+    drawn = [(bar, middle, frame.y(bar.value)) for bar, middle in zip(bars, middles, strict=True)]
+    has_notes = len(bars) <= MAX_BAR_NOTES
+    half = min(0.36 * width, 0.05 * SIDE)
+    return render_part(CHART, frame=frame, lines=(), bars=drawn, columns=columns, half=half, has_notes=has_notes)
 
 
-class _Mark(NamedTuple):
-    kind: str
-    name: str
-    shapes: list[Shape]
+class _Frame:
+    """The frame of a chart: scales of both axes, and numbers and names beside them with their places."""
 
-
-class _Word(NamedTuple):
-    kind: str
-    text: str
-    place: str
-    """The place as CSS."""
-
-
-def _path(kind: str, points: str) -> Shape:
-    return ("path", {"class": kind, "d": points})
-
-
-def _rect(kind: str, x: float, y: float, width: float, height: float) -> Shape:
-    sides = {"x": x, "y": y, "width": width, "height": height}
-    return ("rect", {"class": kind} | {name: f"{value:.1f}" for name, value in sides.items()})
-
-
-class _Plot:
-    """The frame of a chart, to which marks are added: grid, numbers at the axes, guides, key."""
-
-    def __init__(self, axes: Axes, xs: Sequence[float] | None, ys: Sequence[float]) -> None:
-        """Frame the points `xs`, `ys`; without `xs` the caller names the places on the x axis."""
-        self.axes = axes
-        self.rules: list[Shape] = []
-        self.marks: list[_Mark] = []
-        self.words: list[_Word] = []
-        self.labelled = [guide for guide in axes.guides if guide.label]
+    def __init__(self, axes: Axes, ys: Sequence[float], x: Callable[[float], float] = float) -> None:
         # The frame also holds a target that no run has come near.
         levels = [*ys, *_ends(axes.guides, "y"), *([0.0] if axes.from_zero else [])]
         y_ticks = ticks(min(levels), max(levels))
-        self.y_of = _scale(y_ticks, SIDE, 0.0)
-        for y in y_ticks:
-            self.add_word("y", axes.y_format(y), bottom=SIDE - self.y_of(y))
-            self.rules.append(_path("grid", f"M0 {self.y_of(y):.1f}H{SIDE:g}"))
-        self.x_of: Callable[[float], float] = float
-        if xs is not None:
-            x_ticks = ticks(0.0, max([*xs, *_ends(axes.guides, "x")]))
-            self.x_of = _scale(x_ticks, 0.0, SIDE)
-            for x in x_ticks:
-                self.add_word("x", (axes.x_format or short_count)(x), left=self.x_of(x))
-        self.rules.extend(map(self._guide, axes.guides))
-
-    def place(self, point: tuple[float, float]) -> str:
-        """Return the drawing's coordinates of a point."""
-        return f"{self.x_of(point[0]):.1f} {self.y_of(point[1]):.1f}"
-
-    def add_word(self, kind: str, text: str, *, left: float | None = None, bottom: float | None = None) -> None:
-        """Put a word at a place of the drawing, in units of `SIDE` from the left and from the bottom."""
-        edges = {"left": left, "bottom": bottom}
-        places = [f"{edge}:{100 * at / SIDE:.1f}%" for edge, at in edges.items() if at is not None]
-        self.words.append(_Word(kind, text, ";".join(places)))
-
-    def render(self) -> Markup:
-        """Return the chart, the title of its x axis and its key."""
-        return render_part(TEMPLATES / "chart.html", plot=self)
-
-    def _guide(self, guide: Guide) -> Shape:
-        kind, across = f"guide {guide.kind}", guide.along == "x"
-        scale = self.x_of if across else self.y_of
-        low = scale(guide.low)
-        if guide.high is None:
-            return _path(kind, f"M{low:.1f} 0V{SIDE:g}" if across else f"M0 {low:.1f}H{SIDE:g}")
-        start, stop = sorted((low, scale(guide.high)))
-        return _rect(kind, start, 0.0, stop - start, SIDE) if across else _rect(kind, 0.0, start, SIDE, stop - start)
+        self.axes = axes
+        self.x, self.y = x, _scale(y_ticks, SIDE, 0.0)
+        self.numbers = [(axes.y_format(y), self.y(y)) for y in y_ticks]
+        self.names: list[tuple[str, float]] = []
 
 
 def _ends(guides: Sequence[Guide], along: str) -> list[float]:

@@ -25,14 +25,13 @@ LARGE = {
     "rich",
 }
 """Packages that take from a tenth of a second to several seconds to import."""
-DATALOADING = "extract prepare demo index shuffle convert wikipedia verify dump"
+DATALOADING = "prepare demo index shuffle convert wikipedia verify dump"
 COMPLIANCE = "check report summary system convergence doctor package watch"
 COMMANDS = {  # the empty string is the program without a command
     "dataloading": ("", *DATALOADING.split()),
     "compliance": ("", *COMPLIANCE.split()),
     "cluster": ("", "devices", "predict", "calibrate", "probe", "show", "tune", "whatif"),
     "kernels": ("",),
-    "kernels.ahead_of_time": ("",),
     "bert.convert": ("",),
     "bert.train": ("", "tiny_cpu"),
     "bert.evaluate": ("",),

@@ -21,7 +21,6 @@ PROGRAMS = (
     "bert.convert",
     "dataloading",
     "kernels",
-    "kernels.ahead_of_time",
 )
 
 

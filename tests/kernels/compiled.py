@@ -1,32 +1,89 @@
-"""Cache file with the costs of all Triton kernel configurations, because compiling all of them takes minutes.
+"""Registers, spilled bytes, shared memory and instructions of every Triton kernel, compiled without a GPU.
 
-    python -m tests.kernels.compiled        # compiles configurations that the file lacks, and updates the file
+    python -m tests.kernels.compiled        # prints them, and exits with 1 if a kernel spills or does not fit
 
-The file has a section for each version of Triton and identifies a configuration by a digest of everything that affects
-its compilation. Tests compile configurations that are not in the file, and one of each module again to validate the file.
+The function ``configurations()`` of each module in ``kernels/triton/`` lists the configurations that the module can choose.
+The numbers come from the compiler and cuobjdump that ship with Triton. Compiling everything takes minutes, so a file keeps
+the numbers by version of Triton and by a digest of everything that affects a compilation. The command adds what the file
+lacks. Tests compile that too, and one known configuration of each module to validate the file.
 """
 
 import ast
 import hashlib
+import importlib
 import inspect
 import json
 import os
+import pkgutil
+import re
+import subprocess
 import sys
+import tempfile
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from kernels import ahead_of_time
-from kernels.ahead_of_time import Cost
-from kernels.configuration import Configuration
+import kernels.triton
+from kernels.configuration import SHARED_MEMORY_LIMITS, Configuration
+
+if TYPE_CHECKING:
+    from triton.compiler import CompiledKernel
 
 FILE = Path(__file__).with_name("compiled.json")
+INSTRUCTIONS = {
+    "mma": r"mma\.sync",
+    "wgmma": r"wgmma\.mma_async",
+    "tcgen05": r"tcgen05\.mma",
+    "cp.async": r"cp\.async\.c[ag]",
+    "TMA": r"cp\.async\.bulk",
+    "vectors": r"(?:ld|st)\.global\S*\.v4\.b32",
+    "f64": r"(?:add|sub|mul|fma|div|sqrt|min|max)\.\S*f64",
+}
+"""Kinds of instructions that determine a kernel's speed, with their patterns in PTX: matrix products by the tensor cores of
+sm_80, sm_90 and sm_100, asynchronous copies, 16-byte accesses, and operations in double precision, which are slow."""
+
+NEGLIGIBLE_SPILL = 16
+"""Number of bytes that a thread may spill. Triton 3.6 spills this many in one kernel for sm_80; Triton 3.7 spills none."""
+_ALIGNED = ["tt.divisibility", 16]
+
+
+@dataclass(frozen=True)
+class Cost:
+    """GPU resources that a compiled configuration uses."""
+
+    module: str
+    kernel: str
+    configuration: str
+    capability: int
+    """Compute capability, for example 90 for sm_90."""
+    num_warps: int
+    registers: int
+    """Number of registers per thread."""
+    spilled: int
+    """Bytes of registers that each thread spills to local memory."""
+    shared: int
+    """Bytes of shared memory per block, static and dynamic."""
+    in_flight: int
+    """Number of asynchronous copies that may still be pending when the kernel waits for earlier copies; 0 if the kernel
+    makes no asynchronous copies."""
+    instructions: str
+    """Keys of ``INSTRUCTIONS`` that occur in the kernel, separated by spaces."""
+
+    def __str__(self) -> str:
+        kernel = f"{self.module}: {self.kernel}, {self.configuration}, sm_{self.capability}, {self.num_warps} warps"
+        return f"{kernel}: {self.registers} registers, {self.spilled} B spilled, {self.shared / 1024:.1f} KiB shared"
+
+    @property
+    def fits(self) -> bool:
+        """Whether the device can run the kernel without significant register spills."""
+        return self.spilled <= NEGLIGIBLE_SPILL and self.shared <= SHARED_MEMORY_LIMITS[self.capability]
 
 
 @dataclass(frozen=True)
 class Item:
-    """A kernel configuration, compiled for one compute capability."""
+    """A kernel configuration, to be compiled for one compute capability."""
 
     module: str
     configuration: Configuration
@@ -41,33 +98,9 @@ class Item:
         """Return a digest of the kernel, its callees, its configuration, and the functions that compile and measure it."""
         chosen = self.configuration
         settings = chosen.signature, chosen.constexprs, chosen.num_warps, chosen.num_stages, chosen.max_registers
-        measuring = (
-            _code(inspect.getsource(each))
-            for each in (ahead_of_time.cost, ahead_of_time.compiled, ahead_of_time.figures)
-        )
-        parts = self.name, chosen.kernel.cache_key, settings, ahead_of_time.INSTRUCTIONS, *measuring
+        measuring = (_code(inspect.getsource(each)) for each in (cost, compiled, figures))
+        parts = self.name, chosen.kernel.cache_key, settings, INSTRUCTIONS, *measuring
         return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
-
-
-def _code(source: str) -> str:
-    """Return a function's source without comments and docstring, which do not affect compilation."""
-    tree = ast.parse(source)
-    (definition,) = tree.body
-    assert isinstance(definition, ast.FunctionDef)
-    if ast.get_docstring(definition) is not None:
-        del definition.body[0]
-    return ast.unparse(tree)
-
-
-def _without_comments() -> None:
-    """Remove comments and line numbers from the kernels' sources."""
-    import triton  # imported only if something is compiled
-
-    for module in [module for name, module in sys.modules.items() if name.startswith("kernels.triton")]:
-        for function in vars(module).values():
-            if isinstance(function, triton.JITFunction):
-                function._unsafe_update_src(_code(function.src))
-                function.starting_line_number = 0
 
 
 @dataclass(frozen=True)
@@ -89,14 +122,116 @@ def find() -> Findings:
     items = {item.digest(): item for item in _items()}
     lacking = [digest for digest in items if digest not in kept]
     again = [digest for digest in _sample(items) if digest in kept]
-    compiled = _compile([items[digest] for digest in (*lacking, *again)])
-    found = dict(zip((*lacking, *again), compiled, strict=True))
+    found = dict(zip((*lacking, *again), costs_of([items[each] for each in (*lacking, *again)]), strict=True))
     return Findings(
         [found.get(digest) or kept[digest] for digest in items],
         [items[digest].name for digest in lacking if kept],
         [f"{kept[digest]}, compiled {found[digest]}" for digest in again if found[digest] != kept[digest]],
         sorted({f"{item.module}: {name}" for item in items.values() for name in _specialized(item.configuration)}),
     )
+
+
+def items_of(module: str, configurations: Iterable[Configuration], capabilities: Iterable[int]) -> list[Item]:
+    """Return the configurations, each for those of the ``capabilities`` that it supports."""
+    return [
+        Item(module, configuration, capability)
+        for configuration in configurations
+        for capability in capabilities
+        if capability in configuration.capabilities
+    ]
+
+
+def costs_of(items: Iterable[Item]) -> list[Cost]:
+    """Compile the items in parallel."""
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return list(pool.map(lambda item: cost(item.module, item.configuration, item.capability), items))
+
+
+def cost(module: str, configuration: Configuration, capability: int) -> Cost:
+    """Compile one configuration for one compute capability and return its resources.
+
+    Triton compiles separate versions of a kernel for integer arguments that are multiples of 16, with other vector widths
+    and pipelines. This function compiles both versions and returns the worse value of each number. Pointers are aligned in
+    both versions, because PyTorch's pointers are.
+    """
+    both = [compiled(configuration, capability, aligned) for aligned in (("*",), ("*", "i", "u"))]
+    registers, spilled, shared, in_flight = zip(*map(figures, both), strict=True)
+    names = module, configuration.kernel.__name__, configuration.name
+    worst = max(registers), max(spilled), max(shared), min(in_flight)
+    ptx = "".join(each.asm["ptx"] for each in both)
+    # An instruction may be preceded by a predicate.
+    kinds = (kind for kind, pattern in INSTRUCTIONS.items() if re.search(rf"^\s*(?:@!?%p\d+ )?{pattern}", ptx, re.M))
+    return Cost(*names, capability, configuration.num_warps, *worst, " ".join(kinds))
+
+
+def compiled(configuration: Configuration, capability: int, aligned_types: tuple[str, ...]) -> "CompiledKernel":
+    """Compile a configuration, assuming that parameters of ``aligned_types`` are multiples of 16.
+
+    ``*`` stands for pointers, ``i`` for signed and ``u`` for unsigned integers.
+    """
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    kinds = configuration.signature.values()
+    aligned = {
+        (place,): [_ALIGNED]
+        for place, (kind, parameter) in enumerate(zip(kinds, configuration.kernel.params, strict=True))
+        if kind.startswith(aligned_types) and not parameter.do_not_specialize
+    }
+    source = ASTSource(configuration.kernel, configuration.signature, configuration.constexprs, aligned)
+    options = {"num_warps": configuration.num_warps, "num_stages": configuration.num_stages}
+    options |= {} if configuration.max_registers is None else {"maxnreg": configuration.max_registers}
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+def figures(compiled: "CompiledKernel") -> tuple[int, int, int, int]:
+    """Return a kernel's registers per thread, spilled bytes, bytes of shared memory, and asynchronous copies in flight."""
+    from triton import knobs
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as binary:
+        binary.write(compiled.asm["cubin"])
+        binary.flush()
+        command = [knobs.nvidia.cuobjdump.path, "-res-usage", binary.name]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"cuobjdump failed: {done.stderr.strip()}")
+    waits = re.findall(r"async_wait.*\bnum = (\d+)", compiled.asm["ttgir"])
+    # Triton keeps no arrays on the stack, so everything on the stack is a spilled register.
+    used = re.search(r"REG:(\d+) STACK:(\d+)", done.stdout)
+    if used is None:
+        raise RuntimeError(f"cuobjdump printed no registers and stack: {done.stdout[:500]}")
+    return int(used[1]), int(used[2]), compiled.metadata.shared, max(map(int, waits), default=0)
+
+
+def _items() -> list[Item]:
+    """Return all configurations of all modules below ``kernels/triton/``, after removing comments from the kernels."""
+    import triton  # imported only if something is compiled
+
+    prefix = "kernels.triton."
+    names = [found.name.removeprefix(prefix) for found in pkgutil.walk_packages(kernels.triton.__path__, prefix)]
+    modules = {name: importlib.import_module(prefix + name) for name in names}
+    for module in [module for name, module in sys.modules.items() if name.startswith("kernels.triton")]:
+        for function in vars(module).values():
+            if isinstance(function, triton.JITFunction):
+                function._unsafe_update_src(_code(function.src))
+                function.starting_line_number = 0
+    return [
+        item
+        for name, module in modules.items()
+        if hasattr(module, "configurations")
+        for item in items_of(name, module.configurations(), SHARED_MEMORY_LIMITS)
+    ]
+
+
+def _code(source: str) -> str:
+    """Return a function's source without comments and docstring, which do not affect compilation."""
+    tree = ast.parse(source)
+    (definition,) = tree.body
+    assert isinstance(definition, ast.FunctionDef)
+    if ast.get_docstring(definition) is not None:
+        del definition.body[0]
+    return ast.unparse(tree)
 
 
 def _specialized(configuration: Configuration) -> list[str]:
@@ -115,17 +250,6 @@ def _version() -> str:
     return triton.__version__
 
 
-def _items() -> list[Item]:
-    configurations = ahead_of_time.all_configurations()
-    _without_comments()
-    return [
-        Item(module, configuration, capability)
-        for module, its_own in configurations.items()
-        for configuration in its_own
-        for capability in configuration.capabilities
-    ]
-
-
 def _sample(items: dict[str, Item]) -> list[str]:
     """Choose one configuration from each module, with alternating architectures."""
     by_module: dict[str, list[str]] = {}
@@ -134,18 +258,13 @@ def _sample(items: dict[str, Item]) -> list[str]:
     return [its_own[place % len(its_own)] for place, its_own in enumerate(by_module.values())]
 
 
-def _compile(items: Iterable[Item]) -> list[Cost]:
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        return list(pool.map(lambda item: ahead_of_time.cost(item.module, item.configuration, item.capability), items))
-
-
-def main() -> None:
-    """Update the installed Triton version's section of the file."""
+def main() -> int:
+    """Update the installed Triton version's section of the file, print it, and return the exit status."""
     versions, items = _read(), {item.digest(): item for item in _items()}
     kept = versions.get(_version(), {})
     lacking = {digest: item for digest, item in items.items() if digest not in kept}
-    costs = kept | {digest: asdict(cost) for digest, cost in zip(lacking, _compile(lacking.values()), strict=True)}
-    versions[_version()] = {digest: costs[digest] for digest in items}
+    found = kept | {digest: asdict(cost) for digest, cost in zip(lacking, costs_of(lacking.values()), strict=True)}
+    versions[_version()] = {digest: found[digest] for digest in items}
     # One line per configuration keeps diffs readable.
     rows = {
         version: ",\n".join(f'"{digest}": {json.dumps(figures)}' for digest, figures in its_own.items())
@@ -153,8 +272,10 @@ def main() -> None:
     }
     sections = ",\n".join(f'"{version}": {{\n{its_own}\n}}' for version, its_own in rows.items())
     FILE.write_text(f"{{{sections}}}\n", encoding="utf-8")
-    print(f"{FILE}: {len(items)} configurations, of which {len(lacking)} were compiled with Triton {_version()}")
+    costs = [Cost(**found[digest]) for digest in items]
+    print(*costs, sep="\n")
+    return int(not all(cost.fits for cost in costs))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

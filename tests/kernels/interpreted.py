@@ -14,11 +14,10 @@ Masked lanes of a load without a value for them are NaN or the largest number. T
 import inspect
 import math
 import random
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import islice, product
+from itertools import product
 from typing import Any, Literal
 
 import numpy as np
@@ -30,14 +29,11 @@ from triton.runtime import interpreter
 
 # pyright: reportAttributeAccessIssue=false, reportPrivateImportUsage=false, reportArgumentType=false
 
-Order = Literal["forward", "reversed", "shuffled", "interleaved"]
-"""``interleaved`` runs a few threads and, after every memory access, continues a random one."""
+Order = Literal["forward", "reversed", "shuffled"]
 
 READ_WHILE_UPDATED = {"amax"}
-"""Arguments that may be read while they are updated: an outdated maximum is too small, and then the atomic decides."""
+"""Arguments that may be read while an atomic maximum updates them, because an outdated value is only too small."""
 
-_AT_ONCE = 4
-"""Number of programs that are interleaved at a time."""
 _NOBODY, _SEVERAL = -1, -2
 _TAG_SHIFT = np.uint64(48)
 """All addresses of a process fit below this bit. The bits above hold the number of a pointer's argument."""
@@ -113,8 +109,6 @@ class _Memory:
         """Index of the running program."""
         self.barriers = [0] * math.prod(grid)
         """Number of barriers that each program has passed so far."""
-        self.yields: Callable[[], None] = lambda: None
-        """Called before every access."""
         self._arguments: list[_Argument] = []
         self._storages: dict[int, tuple[_Storage, int]] = {}
 
@@ -129,9 +123,10 @@ class _Memory:
         kind = tl.str_to_ty(triton.runtime.jit.mangle_type(tensor), None)
         return tl.tensor(interpreter.TensorHandle(np.array([tagged], np.uint64), kind), kind)
 
-    def access(self, kind: Literal["load", "store", "atomic"], pointers: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    def access(
+        self, kind: Literal["load", "store", "atomic", "maximum"], pointers: np.ndarray, mask: np.ndarray
+    ) -> np.ndarray:
         """Check an access and return its addresses."""
-        self.yields()
         used = pointers.reshape(-1) if mask.all() else pointers[np.broadcast_to(mask, pointers.shape)]
         while used.size:
             tag = used[0] >> _TAG_SHIFT
@@ -160,7 +155,7 @@ class _Memory:
             return
         storage.will_be_written()
         self._refuse(kind, argument, elements, storage.writer[cells], "wrote")
-        if argument.name not in READ_WHILE_UPDATED:
+        if argument.name not in READ_WHILE_UPDATED or kind != "maximum":
             self._refuse(kind, argument, elements, storage.reader[cells], "read")
         if kind == "store":
             self._refuse(kind, argument, elements, storage.updater[cells], "updated")
@@ -218,19 +213,13 @@ class _Bench:
         places = list(product(*map(range, grid)))
         self.launches.append(Launch(f"{function.__module__}.{function.__name__}", len(numbers)))
 
-        def begin(number: int) -> None:
-            memory.program = number
-            interpreter.interpreter_builder.grid_idx = places[number]
-
         if self.order == "reversed":
             numbers.reverse()
         elif self.order != "forward":
             random.Random(self.seed).shuffle(numbers)
-        if self.order == "interleaved":
-            _Interleaved(memory, begin, lambda: function(**given), self.seed).run(numbers)
-            return
         for number in numbers:
-            begin(number)
+            memory.program = number
+            interpreter.interpreter_builder.grid_idx = places[number]
             function(**given)
 
     def patch(self, function: Any) -> None:
@@ -262,7 +251,8 @@ class _Bench:
         """Return a version of the interpreter's atomic operation that checks the access."""
 
         def update(operation: Any, pointers: Any, value: Any, mask: Any, *others: Any) -> Any:
-            addresses = self.memory.access("atomic", pointers.data, mask.data)
+            kind = "maximum" if "MAX" in str(operation) else "atomic"
+            addresses = self.memory.access(kind, pointers.data, mask.data)
             return plain(operation, interpreter.TensorHandle(addresses, pointers.dtype), value, mask, *others)
 
         return update
@@ -270,52 +260,6 @@ class _Bench:
 
 def _largest(dtype: np.dtype) -> Any:
     return True if dtype.kind == "b" else np.iinfo(dtype).max
-
-
-class _Interleaved:
-    """Programs in threads. One thread runs at a time, until its next memory access."""
-
-    def __init__(self, memory: _Memory, begin: Callable[[int], None], function: Callable[[], None], seed: int) -> None:
-        self._begin, self._function = begin, function
-        self._draw = random.Random(seed)
-        self._turn = threading.Semaphore(0)
-        self._go: dict[int, threading.Semaphore] = {}
-        self._running = 0
-        self._error: BaseException | None = None
-        memory.yields = self._pause
-
-    def run(self, numbers: list[int]) -> None:
-        """Run all programs; raise the first error."""
-        left = iter(numbers)
-        while True:
-            for number in islice(left, _AT_ONCE - len(self._go) if self._error is None else 0):
-                self._go[number] = threading.Semaphore(0)
-                threading.Thread(target=self._program, args=(number,), daemon=True).start()
-            if not self._go:
-                break
-            self._running = self._draw.choice(list(self._go))
-            self._begin(self._running)
-            self._go[self._running].release()
-            self._turn.acquire()
-        if self._error is not None:
-            raise self._error
-
-    def _program(self, number: int) -> None:
-        try:
-            self._go[number].acquire()
-            self._function()
-        except BaseException as error:  # ``run`` raises the error, and the other programs stop at their next access
-            self._error = self._error or error
-        finally:
-            del self._go[number]
-            self._turn.release()
-
-    def _pause(self) -> None:
-        go = self._go[self._running]
-        self._turn.release()
-        go.acquire()
-        if self._error is not None:
-            raise SystemExit  # ends this thread only
 
 
 _BENCH = _Bench()

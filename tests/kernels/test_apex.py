@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels import OPS
 from kernels.libraries import apex
 from kernels.reference import ops as reference
 from kernels.tuning.examples import example_inputs
@@ -54,11 +53,6 @@ def nvidia_apex(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, name, module)
 
 
-def test_the_package_of_that_name_on_the_index_is_not_taken_for_it() -> None:
-    found = OPS["dropout_add_layer_norm"].implementations["apex"].unsupported_reasons("dropout_add_layer_norm")
-    assert "fused_layer_norm_cuda is not installed" in found
-
-
 @pytest.mark.usefixtures("nvidia_apex")
 @pytest.mark.parametrize("op", ["dropout_add_layer_norm", "embedding_layer_norm"])
 def test_layer_norms_are_those_of_the_definition(op: str) -> None:
@@ -68,15 +62,6 @@ def test_layer_norms_are_those_of_the_definition(op: str) -> None:
     )
     for got, exact in zip(found, expected, strict=True):
         torch.testing.assert_close(got, exact)
-
-
-@pytest.mark.usefixtures("nvidia_apex")
-def test_layer_norm_takes_one_type_under_autocast() -> None:
-    x, residual = torch.randn(2, 5, 16).bfloat16().unbind()
-    bias, weight, norm_bias = torch.randn(3, 16).unbind()
-    with torch.autocast("cpu", torch.bfloat16):
-        output = apex.dropout_add_layer_norm(x, bias, residual, weight, norm_bias, 1e-12, None)
-    assert output.dtype == torch.bfloat16
 
 
 @pytest.mark.usefixtures("nvidia_apex")

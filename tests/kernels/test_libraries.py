@@ -2,7 +2,7 @@
 """The flash-attn adapter, tested without flash-attn, and matrix products that PyTorch supports on CUDA only."""
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kernels import OPS, Dropout
+from kernels import Dropout
 from kernels.libraries import flash_attention, pytorch_products
 from kernels.reference import ops as reference
 from tests.kernels.accuracy import outcome
@@ -67,13 +67,6 @@ def called_with(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return seen
 
 
-def test_flash_attn_is_not_imported_and_not_usable_here() -> None:
-    assert "flash_attn" not in sys.modules
-    assert OPS["varlen_attention"].implementations["flash_attn"].unsupported_reasons("varlen_attention") == [
-        "flash_attn is not installed"
-    ]
-
-
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("p", [0.25, 0.0])
 def test_flash_attn_on_a_batch_that_is_filled_up(packed: bool, p: float, called_with: dict[str, Any]) -> None:
@@ -93,20 +86,11 @@ def test_flash_attn_on_a_batch_that_is_filled_up(packed: bool, p: float, called_
     assert called_with == {"longest": (5, 5), "dropout_p": p, "softmax_scale": None}
 
 
-@pytest.mark.parametrize(
-    ("shape", "dtype", "reason"),
-    [
-        ((4, 2, 64), torch.bfloat16, ""),
-        ((4, 2, 64), torch.float32, "float32"),
-        ((4, 2, 60), torch.float16, "60"),
-        ((4, 2, 264), torch.float16, "264"),
-    ],
-)
-def test_what_flash_attn_cannot_do(shape: tuple[int, ...], dtype: torch.dtype, reason: str) -> None:
+@pytest.mark.parametrize(("size", "dtype", "wrong"), [(64, "bfloat16", 0), (64, "float32", 1), (60, "float16", 1)])
+def test_what_flash_attn_cannot_do(size: int, dtype: str, wrong: int) -> None:
     with FakeTensorMode():
-        reasons = flash_attention.unsupported_reasons(torch.zeros(shape, dtype=dtype, device="cuda"))
-    assert reason in "; ".join(reasons)
-    assert len(reasons) == bool(reason)
+        query = torch.zeros(4, 2, size, dtype=getattr(torch, dtype), device="cuda")
+        assert len(flash_attention.unsupported_reasons(query)) == wrong
 
 
 def operands(tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -159,18 +143,3 @@ def test_on_a_gpu_one_product_reads_16_bits_and_writes_the_gradient(overwrite: b
     assert torch.float32 in arguments
     assert overwrite or arguments[0] is gradient
     assert [each.dtype for each in arguments if isinstance(each, Tensor)][-2:] == [torch.bfloat16] * 2
-
-
-@pytest.mark.parametrize(
-    ("place", "change", "reason"),
-    [
-        (0, Tensor.contiguous, "cpu"),
-        (0, Tensor.double, "a gradient in torch.float64"),
-        (1, Tensor.float, "torch.float32 and torch.bfloat16"),
-    ],
-)
-def test_what_pytorchs_product_cannot_do(place: int, change: Callable[[Tensor], Tensor], reason: str) -> None:
-    given = list(operands(48, torch.bfloat16))
-    given[place] = change(given[place])
-    gradient, output_gradient, x = given
-    assert reason in "; ".join(pytorch_products.unsupported_reasons(gradient, output_gradient, x))

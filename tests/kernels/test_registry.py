@@ -82,22 +82,9 @@ def test_auto_takes_what_was_measured_where_it_can(op: Op[[Tensor, float], Tenso
 @pytest.mark.oldest_torch
 def test_calls_are_told_apart_by_all_that_may_decide():
     x = torch.ones(3, 8)
-    kinds = [
-        signature(x, 2.0),
-        signature(x, None),
-        signature(x, factor=2.0),
-        signature(x, torch.float32),
-        signature(x, torch.float16),
-        signature(x, True),
-        signature(x.double(), 2.0),
-        signature(torch.ones(5, 8), 2.0),
-        signature(torch.ones(0, 4), 2.0),
-        signature(torch.ones(1, 4), 2.0),
-        signature(torch.ones(2, 4), 2.0),
-        signature(torch.ones(3, 9), 2.0),
-        signature(torch.ones(3, 8, requires_grad=True), 2.0),
-        signature(torch.ones(()), 2.0),
-    ]
+    kinds = [signature(x, factor) for factor in (2.0, None, torch.float32, torch.float16, True)]
+    kinds += [signature(torch.ones(shape), 2.0) for shape in ((5, 8), (0, 4), (1, 4), (2, 4), (3, 9), ())]
+    kinds += [signature(x, factor=2.0), signature(x.double(), 2.0), signature(x.clone().requires_grad_(), 2.0)]
     with torch.no_grad():
         kinds.append(signature(x, 2.0))
     for dtype in (torch.bfloat16, torch.float16):
@@ -115,12 +102,7 @@ def test_a_fall_back_on_a_gpu_is_said_once_with_its_reasons(
     with FakeTensorMode():
         for size in (3, 100, 1000):
             op(torch.ones(size, device="cuda"), 2.0)
-        assert caplog.messages == ["scaled: fast instead of picky: never works"]
-        with op.using("reference"):
-            op(torch.ones(3, device="cuda"), 2.0)
-        op.prefer({"": "reference"})
-        op(torch.ones(3, device="cuda"), 2.0)
-    assert len(caplog.messages) == 1
+    assert caplog.messages == ["scaled: fast instead of picky: never works"]
 
 
 def test_choices_by_configuration():
@@ -205,15 +187,8 @@ def test_the_table_of_implementations(capsys: pytest.CaptureFixture[str]):
     in_pytorch = ("varlen_attention", "varlen_self_attention", "dropout_add_layer_norm", "embedding_layer_norm")
     assert taken == ["pytorch" if name in in_pytorch else "reference" for name in OPS]
     assert any("flash_attn is not installed" in line or "expected a GPU" in line for line in lines)
-    if not torch.cuda.is_available():
-        assert main(["--device", "cuda"]) == 2
-        assert "PyTorch sees no GPU" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("arguments", [["--device", "tpu"], ["autotune"], ["pin", "varlen_attention", "triton"]])
-def test_wrong_input_is_one_line(arguments: list[str], capsys: pytest.CaptureFixture[str]):
-    assert main(arguments) == 2
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    assert printed.err.startswith("error: ")
-    assert printed.err.count("\n") == 1
+    for wrong in ("tpu", *([] if torch.cuda.is_available() else ["cuda"])):
+        assert main(["--device", wrong]) == 2
+        printed = capsys.readouterr()
+        assert (printed.out, printed.err.count("\n")) == ("", 1)
+        assert printed.err.startswith("error: ")

@@ -111,6 +111,8 @@ def attention_cases() -> Iterator[Case]:
         ([31, 32, 33, 64, 65], 0, 64, BF16, DROPOUT),
         ([0, 5, 0, 0, 9, 9, 0], 41, 16, FP16, None),
         ([70, 3], 7, 64, FP32, None),
+        ([150, 1, 0], 0, 16, FP16, DROPOUT),
+        ([1, 0, 0, 0] * 3, 0, 16, FP32, DROPOUT),
     ):
         sizes = Size((*lengths, rest), max(lengths), hidden=2 * size, heads=2)
         for op in ("varlen_attention", "varlen_self_attention", *["attention_cast_fp8"] * (dtype == FP32)):

@@ -1,6 +1,5 @@
-"""Predictions on the command line, as JSON, and for tables of systems."""
+"""Predictions on the command line and as JSON."""
 
-import csv
 import dataclasses
 import json
 import math
@@ -15,8 +14,7 @@ from cluster.devices import device_named, devices
 from cluster.published.cost_model import TimedRun
 from cluster.published.machine import describe_machine
 from cluster.published.prediction import PARTS, machine_of, predict, usual_run
-from cluster.published.prediction_table import COLUMNS, MOST_BYTES, predict_table
-from cluster.published.results import TABLE, results
+from cluster.published.results import results
 from cluster.view import Link, Rank, View, write_view
 from tests.cluster.conftest import Command
 from tests.cluster.test_view import made_up
@@ -76,89 +74,14 @@ def test_json_and_lines_show_the_prediction_and_its_parts(cluster: Command) -> N
         (("--accelerator", "NVIDIA Z9000"), "Z9000"),
         (("--accelerator", "H100", "--nodes", "0"), "nodes: 0"),
         (("--accelerator", "H100", "--batch", "4"), "global batch size 4"),
-        (("--accelerator", "H100", "--nodes", "1000000"), "1,048,576"),
         (("--accelerator", "H100", "--round", "3"), "v3.1"),
         ((), "--accelerator"),
-        (("--table", "a.csv"), "--out"),
-        (("--accelerator", "H100", "--table", "a.csv", "--out", "b.csv"), "--table"),
     ],
 )
 def test_wrong_options_are_refused_in_one_line(
     arguments: tuple[str, ...], said: str, refused: Callable[..., str]
 ) -> None:
     assert said in refused("predict", *arguments)
-
-
-def test_the_published_table_is_predicted_and_kept(tmp_path: Path, cluster: Command) -> None:
-    out, again = tmp_path / "out.csv", tmp_path / "again.csv"
-    done = cluster("predict", "--table", TABLE, "--out", out)
-    assert done.status == 0, done.err
-    with TABLE.open(newline="") as before, out.open(newline="") as after:
-        given, found = list(csv.DictReader(before)), list(csv.DictReader(after))
-    assert [{name: row[name] for name in given[0]} for row in found] == given
-    predicted = [row for row in found if row["predicted_minutes"]]
-    assert len(predicted) + done.err.count("is left empty") == len(found)
-    for row in predicted:
-        assert float(row["low_minutes"]) < float(row["predicted_minutes"]) < float(row["high_minutes"])
-    unknown = ("TPU", "Graphcore", "Habana Gaudi")
-    assert all(row["accelerator"].startswith(unknown) for row in found if row not in predicted)
-    predict_table(out, again)
-    assert out.read_bytes() == again.read_bytes()
-
-
-HEADER = ",".join(COLUMNS)
-GOOD = "H100-SXM,8,8,NVLink,8x NDR 400Gb/s,4608"
-
-
-def write(folder: Path, *lines: str) -> Path:
-    path = folder / "in.csv"
-    path.write_text("\n".join(lines) + "\n")
-    return path
-
-
-@pytest.mark.parametrize(
-    ("row", "said"),
-    [
-        ("H100-SXM,8.0,8,,,", None),
-        ("Unknown 9,8,8,,,4608", "Unknown 9"),
-        ("H100,nan,8,,,4608", "nodes is 'nan'"),
-        ("H100,0,8,,,4608", "nodes: 0"),
-        ("H100,8,8,,,3", "global batch size 3"),
-        (f"H100,{'9' * 5000},8,,,4608", "nodes is '9999"),
-        ("H100,\u0663,8,,,4608", "whole number"),
-        ("H100,8", "accelerators_per_node is ''"),
-    ],
-)
-def test_a_row_that_cannot_be_predicted_is_left_empty_and_named(row: str, said: str | None, tmp_path: Path) -> None:
-    source = write(tmp_path, HEADER, GOOD, row)
-    refused = predict_table(source, tmp_path / "out.csv")
-    with (tmp_path / "out.csv").open(newline="") as file:
-        assert [row["predicted_minutes"] != "" for row in csv.DictReader(file)] == [True, said is None]
-    assert list(refused) == ([] if said is None else [2])
-    assert said is None or said in refused[2]
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"",
-        b"\xff\xfe\x00\x01" * 100,
-        b"accelerator,nodes\nH100,8\n",
-        f"{HEADER}\n".encode(),
-        f'{HEADER}\n"H100,8,8\n'.encode(),
-        f"{HEADER}\nUnknown 9,8,8,,,4608\n".encode(),
-        b"x" * (MOST_BYTES + 1),
-    ],
-    ids=["empty", "bytes", "columns", "no rows", "quote", "unknown", "size"],
-)
-def test_a_file_that_is_no_table_is_refused_in_one_line(content: bytes, tmp_path: Path) -> None:
-    source, out = tmp_path / "in.csv", tmp_path / "out.csv"
-    source.write_bytes(content)
-    with pytest.raises(ValueError, match=r"in\.csv") as error:
-        predict_table(source, out)
-    assert "\n" not in str(error.value)
-    assert len(str(error.value)) < 500 + len(str(source))
-    assert not out.exists()
 
 
 def probed(device: str, hosts: int = 4, gbit_s: float = 300.0) -> View:

@@ -10,14 +10,14 @@ from pathlib import Path
 from compliance.doctor.diagnosis import Diagnosis
 from compliance.doctor.gpus import NVLINK, Gpu, Gpus
 from compliance.doctor.host import ExaminedHost
-from compliance.doctor.layout import RunLayout
 from compliance.doctor.machine import AdapterPort, Machine
+from compliance.doctor.run import ExaminedRun, IntendedRun
 from compliance.doctor.system import complete, measure
 from console.processes import Output
 
-NODE = RunLayout("h100_1x8", {"training": {"device": "cuda"}, "log": {"division": "closed"}}, 1, 8)
+NODE = ExaminedRun(IntendedRun("h100_1x8"), {"training": {"device": "cuda"}, "log": {"division": "closed"}}, 1, 8)
 NODES = replace(NODE, nodes=2)
-CPU = RunLayout("tiny_cpu", {"training": {"device": "cpu"}, "log": {"division": "open"}}, 1, 2)
+CPU = ExaminedRun(IntendedRun("tiny_cpu"), {"training": {"device": "cpu"}, "log": {"division": "open"}}, 1, 2)
 
 GPU = Gpu(
     0,
@@ -36,8 +36,6 @@ GPUS = Gpus(tuple(replace(GPU, index=index) for index in range(8)), driver="580.
 PORTS = tuple(AdapterPort(f"mlx5_{n} port 1", "ACTIVE", "400 Gb/sec (4X NDR)") for n in range(8))
 
 MACHINE = Machine(
-    now=1_900_000_000.0,
-    is_synchronised=True,
     cores=112.0,
     threads=224,
     physical_cores=112,

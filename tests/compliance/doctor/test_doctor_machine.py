@@ -9,17 +9,16 @@ from typing import Any
 import pytest
 
 from compliance.doctor.diagnosis import Diagnosis
-from compliance.doctor.layout import RunLayout
 from compliance.doctor.machine import AdapterPort, Machine, read_machine
-from compliance.doctor.machine_checks import clock, memory, network, processors
+from compliance.doctor.machine_checks import memory, network, processors
+from compliance.doctor.run import ExaminedRun
 from tests.compliance.doctor.fake_host import CPU, MACHINE, NODE, NODES, PORTS, expect, fake_host
 
 DOWN = tuple(replace(port, state="DOWN") for port in PORTS)
 ONE_DOWN = (*PORTS[:3], replace(PORTS[3], state="INIT"), *PORTS[4:])
 
 
-def checked(machine: Machine, layout: RunLayout) -> Iterator[Diagnosis]:
-    yield from clock(machine, layout, 1_800_000_000.0)
+def checked(machine: Machine, layout: ExaminedRun) -> Iterator[Diagnosis]:
     yield from memory(machine, layout)
     yield from processors(machine, layout)
     yield from network(machine, layout)
@@ -29,10 +28,6 @@ def checked(machine: Machine, layout: RunLayout) -> Iterator[Diagnosis]:
     ("layout", "facts", "expected"),
     [
         *((layout, {}, "") for layout in (NODE, NODES, CPU)),
-        (NODE, {"now": 5.0}, "fail clock: it says 1970-01-01 00:00 UTC"),
-        (NODE, {"now": 1_799_999_900.0}, "fail clock: 2027-"),
-        (NODE, {"now": 5e9}, "fail clock: 2128-"),
-        (NODES, {"is_synchronised": False}, "warn clock: logs of several nodes"),
         (NODE, {"free_bytes": 2 << 30}, "warn memory: 2.0 GiB free, 8 rank(s)"),
         (CPU, {"free_bytes": 1 << 30}, ""),
         (NODE, {"shared_bytes": 1023 << 20}, "fail shared memory: 1023 MiB free in /dev/shm"),
@@ -58,7 +53,7 @@ def checked(machine: Machine, layout: RunLayout) -> Iterator[Diagnosis]:
         (NODES, {"address": ""}, "warn host name: stands for no address"),
     ],
 )
-def test_one_wrong_fact_is_named(layout: RunLayout, facts: dict[str, Any], expected: str) -> None:
+def test_one_wrong_fact_is_named(layout: ExaminedRun, facts: dict[str, Any], expected: str) -> None:
     expect(checked(replace(MACHINE, **facts), layout), *filter(None, [expected]))
 
 

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from compliance.doctor.storage import Mount, mount_of, read_mounts
+from compliance.doctor.run_checks import Mount, mount_of, read_mounts
 
 MOUNTS = [
     Mount("/proc", "proc"),

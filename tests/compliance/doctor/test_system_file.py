@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from compliance.doctor.system_file import write
+from compliance.doctor.system import write
 from compliance.log.rules import SYSTEM_FIELDS
 from tests.compliance import command
 from tests.compliance.doctor.fake_host import describe
@@ -58,7 +58,7 @@ def test_setting_a_field_changes_no_other(tmp_path: Path) -> None:
     for wrong in (("--set", "submitter"), ("--set", "colour=red"), ("--set", "status=new"), (), ("--measure",)):
         status, text = system(path, *wrong)
         assert (status, text.count("\n"), path.read_bytes()) == (2, 1, unchanged)
-    assert "division is 'Closed'" in text
+    assert "division: value 'Closed'" in text
     assert system(path, "--measure", "--division", "closed") == (0, f"{path}\n")
     assert (written(path)["division"], written(path)["accelerators_per_node"]) == ("closed", "0")
 

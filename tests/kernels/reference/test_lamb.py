@@ -17,8 +17,7 @@ from bert.model import BertForPreTraining, initialize_
 from bert.optimizer import FlatParameters, Lamb, learning_rate, learning_rate_tensor
 from bert.parallel.reduction.gradients import bucket_slices
 from kernels import LambHyperparameters, LambSegments, LambState, lamb_step, sum_of_squares
-from kernels.reference import lamb
-from tests.kernels.lamb_oracle import HYPERPARAMETERS, NumpyLamb, Shards, at
+from tests.kernels.lamb_oracle import HYPERPARAMETERS, NumpyLamb, at
 
 NO_TRITON = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 EITHER = pytest.mark.parametrize("implementation", ["reference", pytest.param("triton", marks=NO_TRITON)])
@@ -126,18 +125,6 @@ def test_the_variance_of_a_constant_gradient_is_its_square(beta_2: float):
     assert (state.momentum_P / gradient - 1).abs().max().item() < 1e-6
 
 
-@pytest.mark.parametrize("cuts", [(4,), (1, 6, 7), (5, 9)])
-def test_shards_by_halves_are_the_whole(cuts: tuple[int, ...]):
-    """Shards start inside adapted segments, inside other segments, or between segments."""
-    segments = LambSegments((5, 3, 2), (True, False, True))
-    flat, *gradients = torch.randn(4, 10, generator=torch.Generator().manual_seed(0), dtype=torch.float64).unbind()
-    shards, state = Shards(lamb, flat, segments, cuts), LambState.zeros_like(flat)
-    for step, gradient in enumerate(gradients, start=1):
-        found = shards.step(gradient, **at(step, 0.1))
-        lamb_step(flat, gradient, state, segments, HYPERPARAMETERS, **at(step, 0.1))
-        torch.testing.assert_close(found, flat, rtol=1e-13, atol=1e-15)
-
-
 def test_the_step_count_waits_for_a_step_that_is_taken():
     """The schedule and the bias corrections wait too: the run equals a run without the bad gradients."""
     flats = [FlatParameters.of(small_model()) for _ in range(2)]
@@ -217,18 +204,6 @@ def test_padding_stays_zero_and_has_no_part_in_any_norm():
     assert Lamb(flat, OptimizerConfig(0.1, 10)).step().item() == pytest.approx(exact**0.5, rel=1e-6)
     assert not flat.weights_N[padding].any()
     assert padding.sum() > 20
-
-
-def test_flat_parameters_keep_values_and_share_memory():
-    model = small_model()
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    flat = FlatParameters.of(model)
-    for name, tensor in model.state_dict().items():
-        assert torch.equal(tensor, before[name])
-    flat.weights_P.zero_()
-    assert all(not parameter.any() for parameter in model.parameters())
-    flat.gradients_P.fill_(2.0)
-    assert all(parameter.grad is not None and bool((parameter.grad == 2).all()) for parameter in model.parameters())
 
 
 @pytest.mark.parametrize(

@@ -52,18 +52,6 @@ def test_every_argument_counts_and_gives_an_independent_mask(other: dict[str, in
     assert torch.equal(first, mask(0.5))
 
 
-@pytest.mark.parametrize("p", [25.5 / 256, 0.5])
-def test_what_is_dropped_of_a_draw_is_binomial(p: float):
-    """The 16 elements of a draw share the tie-break for numbers that equal the threshold."""
-    dropped = (~mask(p)).unflatten(1, (-1, 16)).sum(dim=2).double()
-    expected = 16 * p * (1 - p)
-    assert abs(dropped.var().item() / expected - 1) < 5 * math.sqrt(2 / dropped.numel())
-
-
-def test_a_probability_of_almost_one_drops_almost_all():
-    assert mask(1 - 1e-9).double().mean().item() < 1e-3
-
-
 @pytest.mark.parametrize(("rows", "columns"), [(1, 0), (0, 1), (0, 2), (0, 7), (0, 8), (0, 16), (1, 1), (1, 16)])
 def test_neighbours_are_independent(rows: int, columns: int):
     """The product of two indicators has the mean of independent indicators, within a draw and across draws."""

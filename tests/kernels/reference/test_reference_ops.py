@@ -61,25 +61,6 @@ def test_dropout_rate_scale_and_gradient(shape: tuple[int, ...], dropout_p: floa
     assert torch.equal(gradient, dropped)
 
 
-def test_dropped_elements_are_independent_of_their_neighbours():
-    """The product of two indicators has the mean of independent indicators, even within one random draw."""
-    torch.manual_seed(0)
-    dropped = (pytorch.drop(torch.ones(400_000), with_p(0.5)) == 0).double()
-    for distance in range(1, 9):
-        both = (dropped[distance:] * dropped[:-distance]).mean().item()
-        assert abs(both - 0.25) < 5 * math.sqrt(0.25 * 0.75 / len(dropped)), distance
-
-
-@pytest.mark.parametrize("implementation", [dropout_add_layer_norm, reference.dropout_add_layer_norm])
-def test_dropout_touches_the_new_term_and_not_the_residual(implementation):
-    x, zeros, gain = torch.randn(6, 32), torch.zeros(6, 32), torch.ones(32)
-    plain = implementation(zeros, zeros[0], x, gain, zeros[0], 1e-12)
-    assert torch.equal(implementation(zeros, zeros[0], x, gain, zeros[0], 1e-12, with_p(0.5)), plain)
-    assert not torch.equal(implementation(x, zeros[0], zeros, gain, zeros[0], 1e-12, with_p(0.5)), plain)
-    # dropout applies to the bias as well
-    assert not torch.equal(implementation(zeros, x[0], zeros, gain, zeros[0], 1e-12, with_p(0.5)), plain)
-
-
 def test_the_definition_drops_what_the_mask_says():
     x, dropout = torch.rand(50, 40) + 1, with_p(0.3)
     dropped = reference.dropout_rows(x, dropout)

@@ -13,7 +13,6 @@ from kernels.reference.fp8 import E4M3, cast_transpose_into_fp8
 from kernels.triton import lamb as triton_lamb
 from kernels.triton.quantize import fp8_pair
 from tests.kernels.accuracy import same_bits
-from tests.kernels.interpreted import walked
 from tests.kernels.lamb_oracle import HYPERPARAMETERS, NumpyLamb, Shards, at
 
 CHUNK = triton_lamb.CHUNK
@@ -176,19 +175,3 @@ def test_a_gradient_that_is_overwritten_is_not_cleared(module: ModuleType) -> No
         left = [bool(view.any()) for view in segments.views(given)]
         assert left == list(segments.overwritten or (False,) * 3)
     assert torch.equal(*stepped)
-
-
-def test_a_group_is_stepped_and_cast_before_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernels then find the group's parameters and directions in the L2 cache."""
-    monkeypatch.setattr(triton_lamb, "GROUP", 5000)
-    sizes = (4096, 900, 5120, 300)
-    segments = LambSegments(sizes, (True,) * 4)
-    cast = WeightCast(4996, torch.ones(()), torch.zeros(()), *fp8_pair(torch.zeros(80, 64), E4M3))
-    flat, (gradient,) = weights_and_gradients(segments, 1)
-    with walked("forward") as launches:
-        triton_lamb.lamb_step(
-            flat, gradient, LambState.zeros_like(flat), segments, HYPERPARAMETERS, **at(1, 0.1), casts=(cast,)
-        )
-    kernels = [launch.kernel.rpartition(".")[2] for launch in launches]
-    step = ["direction_kernel", "squares_kernel", "apply_kernel"]
-    assert kernels == ["_kernel", *step, *step, "_cast_kernel", *step]

@@ -11,15 +11,13 @@ from typing import get_args
 
 import pytest
 import torch
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 import kernels.triton
 from kernels import OPS
 from kernels.tuning.examples import Size, example_inputs
 from tests.kernels import faulty_kernels
-from tests.kernels.accuracy import CPU, Outcome, assert_same_fp8, outcome, rms, same_bits, tensors_of
+from tests.kernels.accuracy import CPU, Outcome, assert_same_fp8, outcome, rms, same_bits
 from tests.kernels.interpreted import Launch, Order, WrongAccessError, walked
 
 # pyright: reportArgumentType=false
@@ -94,42 +92,12 @@ def test_every_kernel_ran_in_several_programs():
     assert {launch.kernel for launch in launches if launch.programs > 1} == known - in_one
 
 
-def of_lengths(*lengths: int) -> Size:
-    """Return a small size with these sequence lengths, in which one in seven tokens is masked."""
-    longest = max(1, *lengths, 1)
-    return Size(lengths, longest, sum(lengths) // 7, hidden=16, heads=1, intermediate=16, vocabulary=40)
-
-
-def takes_tokens(op: str) -> bool:
-    shapes = [
-        [x.shape for x in tensors_of(example_inputs(op, CPU, torch.float32, of_lengths(7 * n))[0])] for n in (1, 2)
-    ]
-    return shapes[0] != shapes[1]
-
-
-@pytest.mark.parametrize("op", [op for op in IN_TRITON if takes_tokens(op) and op != SAME_KERNELS])
-@example([0, 0])
-@example([1])
-@example([512])
-@example([511, 1, 0])
-@example([1, 0, 0, 0, 0, 0, 0, 0] * 32)
-@given(st.lists(st.sampled_from([0, 1, 15, 16, 17]), min_size=1, max_size=5))
-@settings(max_examples=5, derandomize=True, deadline=None)
-def test_lengths(op: str, lengths: list[int]):
-    """Test lengths around tiles and draws of 16, the longest sequence, and empty slots."""
-    # Attention runs in 16 bits, which gives larger and fewer tiles of scores. Other ops run in fp32, because in
-    # 16 bits the definition would not sum gradients over tokens exactly.
-    size, dtype = of_lengths(*lengths), torch.float16 if "attention" in op else torch.float32
-    assert_near_the_definition(op, in_triton(op, dtype, size), dtype, size)
-
-
-def copied(name: str, order: Order = "forward", seed: int = 0, size: int = 42) -> tuple[Tensor, int]:
-    """Run a faulty kernel on the input 0, 1, 2, ... and return ``y`` and ``amax``."""
-    x, amax = torch.arange(float(size)), torch.zeros((), dtype=torch.int32)
-    y = torch.empty(size)
-    with walked(order, seed):
-        getattr(faulty_kernels, name)[(-(-size // 8),)](x, y, amax, size, BLOCK=8)
-    return y, int(amax)
+def copied(name: str, order: Order = "forward") -> Tensor:
+    """Run a faulty kernel on the input 0, 1, 2, ... and return ``y``."""
+    x, y, amax = torch.arange(42.0), torch.empty(42), torch.zeros((), dtype=torch.int32)
+    with walked(order, seed=1):
+        getattr(faulty_kernels, name)[(6,)](x, y, amax, len(x), BLOCK=8)
+    return y
 
 
 @pytest.mark.parametrize(
@@ -143,18 +111,17 @@ def copied(name: str, order: Order = "forward", seed: int = 0, size: int = 42) -
         ("loads_what_others_add", "load of element 0 of y, which program .* updated"),
         ("loads_its_own_stores", r"program \(0, 0, 0\): load of element 0 of y, which program \(0, 0, 0\) wrote"),
         ("stores_an_element_twice", "store of an element of y twice"),
+        ("replaces_a_maximum_that_others_load", "atomic of element 0 of amax, which several read"),
     ],
 )
 def test_wrong_accesses_are_noticed(name: str, message: str):
     with pytest.raises(WrongAccessError, match=f"^{name}, .*{message}"):
         copied(name)
-    with pytest.raises(WrongAccessError, match=name):  # any program may fail first
-        copied(name, "interleaved")
 
 
 @pytest.mark.parametrize("name", ["leaves_an_element_out", "uses_lanes_that_are_left_out"])
 def test_memory_that_nobody_wrote_reaches_results(name: str):
-    assert copied(name)[0].isnan().any()
+    assert copied(name).isnan().any()
 
 
 def test_what_lies_between_a_views_elements_is_not_its_own():
@@ -167,12 +134,6 @@ def test_what_lies_between_a_views_elements_is_not_its_own():
 @pytest.mark.parametrize("order", get_args(Order))
 def test_results_that_depend_on_the_order_differ(order: Order):
     for right in ("faultless", "loads_its_own_stores_behind_a_barrier"):
-        assert torch.equal(copied(right, order, seed=1)[0], torch.arange(42.0))
-    places, _ = copied("takes_places_as_programs_come", order, seed=1)
+        assert torch.equal(copied(right, order), torch.arange(42.0))
+    places = copied("takes_places_as_programs_come", order)
     assert torch.equal(places[:40], torch.arange(40.0)) == (order == "forward")
-
-
-def test_what_only_programs_that_meet_get_wrong():
-    """Programs that run one after another give the right result. One in five interleaved schedules shows the fault."""
-    for order, found in (("shuffled", {41}), ("interleaved", {41, 39})):
-        assert {copied("raises_a_maximum_that_has_changed", order, seed)[1] for seed in range(20)} == found

@@ -3,7 +3,6 @@
 import gc
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch import Tensor
 from kernels import OPS, dropout_add_layer_norm, lamb_step
 from kernels.registry import Implementation, Op
 from kernels.tuning.autotune import Work, apply, from_json, observed, to_json, tune
-from kernels.tuning.contest import ROUNDS, fastest
+from kernels.tuning.contest import ROUNDS
 from kernels.tuning.examples import example_inputs
 from kernels.tuning.request import CallKind
 
@@ -84,12 +83,6 @@ def request_for(x: Tensor) -> CallKind:
     return CallKind.of("grown", (x,), {})
 
 
-def test_of_times_as_good_as_the_fastest_the_first_is_taken():
-    assert fastest({"a": 1.0, "b": 0.99}) == "a"
-    assert fastest({"a": 1.0, "b": 0.9, "c": 0.89}) == "b"
-    assert fastest({"a": 0.9, "b": 1.0}) == "a"
-
-
 def test_the_fastest_is_measured_and_taken(monkeypatch: pytest.MonkeyPatch):
     op = Grown(monkeypatch, {"slow": 9.0, "broken": 1.0, "fast": 2.0, "close": 2.03125})
     x = torch.rand(64, 64)
@@ -146,12 +139,9 @@ def test_only_a_choice_is_measured(monkeypatch: pytest.MonkeyPatch):
     request = request_for(torch.rand(64, 8))
     with OPS["grown"].using("slow"):
         assert tune([request], timed=op.timed) == [], "the run has asked for one"
-    assert op.calls == []
     op.have(op.order[:1])
     assert tune([request], timed=op.timed) == []
-    op.have((op.order[0], replace(op.order[1], name="reference")))
-    assert tune([request], timed=op.timed) == []
-    assert op.calls == ["slow"], "tried once, and not timed"
+    assert op.calls == []
 
 
 @pytest.mark.parametrize("in_fp8", [False, True])
@@ -184,19 +174,15 @@ def test_casts_between_fp8_products_count_for_what_does_not_make_them(monkeypatc
     assert list(choice.milliseconds.items()) == list(expected.items())
 
 
-@pytest.mark.parametrize("place", ["arguments", "implementation"])
 def test_what_does_not_fit_into_memory_is_neither_measured_nor_dropped(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, place: str
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     op = Grown(monkeypatch, {"slow": 2.0, "fast": 1.0})
 
-    def full(*_: object, **__: object) -> Any:
+    def full(_: Work) -> Work:
         raise torch.OutOfMemoryError("full")
 
-    request = request_for(torch.ones(3, 3))
-    if place == "arguments":
-        monkeypatch.setattr(torch, "rand", full)
-    assert tune([request], full, op.timed) == []
+    assert tune([request_for(torch.ones(3, 3))], full, op.timed) == []
     assert "grown (3 x 3, float32) is not measured" in caplog.text
 
 
@@ -222,35 +208,21 @@ def test_requests_are_the_calls_that_were_made_and_keep_nothing_alive():
         ("dropout_add_layer_norm", False, torch.bfloat16),
     ]
     assert requests[1].label == "dropout_add_layer_norm (6 x 64, bfloat16, forward)"
-    args, _ = requests[0].arguments()
-    assert [(x.dtype, x.requires_grad) for x in args[:3]] == [
-        (torch.bfloat16, False),
-        (torch.float32, True),
-        (torch.bfloat16, False),
-    ]
     with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
         again = CallKind.of("dropout_add_layer_norm", *requests[1].arguments())
     assert again.signature == requests[1].signature
 
 
 def test_made_tensors_lie_in_memory_as_those_of_the_call():
-    packed = torch.rand(5, 3, 2, 4)
-    one = torch.full((), 3.0)
     ids, fp8 = torch.arange(5), torch.zeros(16, 32).to(torch.float8_e5m2)
-    request = CallKind.of(
-        "grown", (packed.unbind(1)[1], one, ids, torch.rand(0, 4), torch.rand(3).expand(2, 3), fp8.t()), {}
-    )
-    (view, same, numbers, empty, expanded, turned), _ = request.arguments()
-    assert (view.shape, view.stride(), view.is_leaf) == ((5, 2, 4), (24, 4, 1), True)
-    assert same == 3
-    assert same is not one
-    assert numbers.equal(ids)
-    assert empty.shape == (0, 4)
-    assert expanded.stride() == (0, 1)
-    assert (turned.dtype, turned.stride()) == (torch.float8_e5m2, (1, 32))
-    assert turned.float().std() > 0.1
-    ids.zero_()
-    assert request.arguments()[0][2].tolist() == [0, 1, 2, 3, 4]
+    views = torch.rand(5, 3, 2, 4).unbind(1)[1], torch.rand(0, 4), torch.rand(3).expand(2, 3), fp8.t()
+    made, _ = CallKind.of("grown", (ids, torch.full((), 3.0), *views), {}).arguments()
+    assert made[0].equal(ids)
+    assert made[0] is not ids
+    assert made[1] == 3
+    for found, view in zip(made[2:], views, strict=True):
+        assert (found.shape, found.stride(), found.dtype) == (view.shape, view.stride(), view.dtype)
+    assert made[-1].float().std() > 0.1
 
 
 def test_an_op_that_works_in_place_leaves_the_run_alone():
@@ -278,11 +250,5 @@ def test_both_ways_are_measured_where_gradients_are(monkeypatch: pytest.MonkeyPa
 
     order = tuple(Implementation(name, lambda: {"grown": (watched, None)}) for name in ("one", "other"))
     monkeypatch.setitem(OPS, "grown", Op(grown, {"cpu": order, "cuda": order}))
-    x = torch.rand(3, requires_grad=True)
-    tune([request_for(x)])
+    tune([request_for(torch.rand(3, requires_grad=True))])
     assert ways == ["forward", "backward"] * 2 * (1 + ROUNDS)
-    ways.clear()
-    with torch.no_grad():
-        request = request_for(x)
-    tune([request])
-    assert set(ways) == {"forward"}

@@ -1,9 +1,8 @@
 """The training step of several ranks, traced without a device: the order of collectives, and waits between streams."""
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import pytest
@@ -12,22 +11,14 @@ import torch.distributed as dist
 
 from bert.execution.cuda_graphs import CudaCapturer
 from bert.optimizer import Lamb
-from bert.parallel.mesh import Mesh, process_group
+from bert.parallel.mesh import Mesh
 from bert.parallel.reduction.gradients import CommunicationStream
 from bert.reporting.statistics import Statistics
 from dataloading.batches.loader import inert_batch
-from kernels import OPS
 from tests.bert.process_groups import TimelineError, require_an_end, require_same_order
 from tests.bert.timeline import Stream, Timeline
-from tests.kernels.triton.traced.test_triton_traced_step import (
-    SHAPE_BUCKET,
-    TracedStep,
-    no_autocast,
-    shared_step,
-)
+from tests.kernels.triton.traced.traced_steps import META, SHAPE_BUCKET, TracedStep, shared_step, watched
 
-__all__ = ["no_autocast"]
-META = torch.device("meta")
 RANKS = 4
 
 
@@ -62,11 +53,8 @@ def step_on(rank: int, shape: Shape, capturer: CudaCapturer | None) -> TracedSte
 def two_steps(rank: int, shape: Shape, captured: bool = False) -> Timeline:
     """Trace two steps of two micro-batches each, with or without CUDA graphs."""
     with ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
-        for op in OPS.values():
-            stack.enter_context(op.using("triton" if "triton" in op.implementations else "reference"))
-        patch.setattr(torch, "autocast", lambda *_, **__: nullcontext())  # "meta" has no autocast
         patch.setattr(Statistics, "fetch", lambda _: None)  # the host reads only at evaluations and after the warm-up
-        timeline = stack.enter_context(Timeline(rank).watching(patch))
+        timeline = watched(rank, stack, patch)
         batch = inert_batch(SHAPE_BUCKET).to(META)
         with CudaCapturer(torch.device("cuda")) as capturer:
             step = step_on(rank, shape, capturer if captured else None)
@@ -138,35 +126,3 @@ def test_what_does_not_wait_is_noticed(
     monkeypatch.setattr(owner, name, stand_in)
     with pytest.raises(TimelineError, match=message):
         two_steps(0, shape, captured)
-
-
-def called(ranks: Sequence[int], calls: Callable[[int], list[tuple[tuple[int, ...], torch.dtype]]]) -> list[Timeline]:
-    """Trace ranks that all-reduce 4 elements in the groups and types that ``calls`` returns."""
-    timelines = [Timeline(rank) for rank in ranks]
-    for timeline in timelines:
-        with pytest.MonkeyPatch.context() as patch, timeline.watching(patch):
-            new_group = cache(process_group)
-            for group, dtype in calls(timeline.rank):
-                if timeline.rank in group:
-                    dist.all_reduce(torch.zeros(4, dtype=dtype), group=new_group(group))
-    return timelines
-
-
-def test_ranks_that_call_something_else_are_noticed():
-    whole = (0, 1, 2)
-    timelines = called(whole, lambda rank: [(whole, torch.float32)] * (rank + 1))
-    with pytest.raises(TimelineError, match=r"call 2 of group \(0, 1, 2\) is None, on rank 1 .*all_reduce"):
-        require_same_order(timelines)
-    timelines = called(whole, lambda rank: [(whole, torch.bfloat16 if rank == 2 else torch.float32)])
-    with pytest.raises(TimelineError, match=r"is .*float32.*, on rank 2 .*bfloat16"):
-        require_same_order(timelines)
-
-
-@pytest.mark.parametrize("swapped", [False, True])
-def test_ranks_that_wait_for_one_another_are_noticed(swapped: bool):
-    """One rank calls two groups in another order. Each group's own calls have the same order on all ranks."""
-    calls = [((0, 1), torch.float32), ((0, 1, 2), torch.float32)]
-    timelines = called(range(3), lambda rank: calls[::-1] if rank == 1 and swapped else calls)
-    require_same_order(timelines)
-    with pytest.raises(TimelineError, match="ranks wait for one another") if swapped else nullcontext():
-        require_an_end(timelines)

@@ -6,8 +6,7 @@ either, and they are not on the host, so that transfers of numbers from the host
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import replace
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pytest
@@ -16,20 +15,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from bert.configuration.config import Config
-from bert.configuration.recipes import tiny_cpu
-from bert.configuration.sections import ModelConfig, OptimizerConfig, ParallelConfig
-from bert.execution.cuda_graphs import CudaCapturer
-from bert.model import BertForPreTraining
 from bert.optimizer import Lamb
 from bert.parallel.mesh import Mesh
 from bert.step import TrainingStep
-from bert.timing.stopwatch import Stopwatch
 from dataloading.batches.loader import Batch, inert_batch
-from dataloading.batches.shape_buckets import ShapeBucket
 from kernels import OPS
+from tests.kernels.triton.traced.traced_steps import META, SHAPE_BUCKET, small_config, traced_step
 
-SHAPE_BUCKET = ShapeBucket(192, 5, 32, 48)
 OF_THE_STEP = (
     "varlen_attention",
     "varlen_self_attention",
@@ -60,39 +52,6 @@ class Watch(TorchDispatchMode):
         return result
 
 
-class TracedStep(TrainingStep):
-    """Training step without autocast, which "meta" does not have."""
-
-    def autocast(self) -> Any:
-        return nullcontext()
-
-
-def config() -> Config:
-    model = ModelConfig(2, 32, 2, 64, 50, 48)
-    return replace(tiny_cpu(), model=model, optimizer=OptimizerConfig(1e-2, 100))
-
-
-def shared_step(
-    mesh: Mesh, layers: int, virtual_stages: int = 1, capturer: CudaCapturer | None = None, **training: Any
-) -> TracedStep:
-    """Return the training step of one rank of ``mesh``."""
-    recipe = config()
-    recipe = replace(
-        recipe,
-        model=replace(recipe.model, num_hidden_layers=layers, hidden_size=64, intermediate_size=128),
-        training=replace(recipe.training, bucket_bytes=20_000, **training),
-        parallel=ParallelConfig(mesh.tensor, mesh.pipeline, virtual_stages),
-    )
-    model = BertForPreTraining(recipe.model).to(mesh.device).train()
-    return TracedStep(model, recipe, mesh, Stopwatch(), capturer)
-
-
-@pytest.fixture(autouse=True)
-def no_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Report autocast as off, because PyTorch raises if it is asked about autocast on "meta"."""
-    monkeypatch.setattr(torch, "is_autocast_enabled", lambda _device=None: False)
-
-
 @contextmanager
 def triton() -> Iterator[None]:
     with ExitStack() as stack:
@@ -102,10 +61,7 @@ def triton() -> Iterator[None]:
 
 
 def meta_step() -> tuple[TrainingStep, Batch]:
-    device = torch.device("meta")
-    model = BertForPreTraining(config().model).to(device).train()
-    step = TracedStep(model, config(), Mesh(0, 1, 0, device), Stopwatch())
-    return step, inert_batch(SHAPE_BUCKET).to(device)
+    return traced_step(Mesh(0, 1, 0, META), small_config()), inert_batch(SHAPE_BUCKET).to(META)
 
 
 @pytest.mark.oldest_torch
@@ -116,7 +72,7 @@ def test_a_step_needs_no_value_on_the_host_and_none_from_it() -> None:
         with Watch() as watch:
             step([batch, batch])
     assert len(watch.operators) > 200
-    assert sum("lamb_step" in name for name in watch.operators) == 1
+    assert sum("lamb_apply" in name for name in watch.operators) == 1
     assert sum("attention" in name for name in watch.operators) >= 8  # 2 layers x 2 passes x 2 batches
     assert watch.crossings == []
 

@@ -6,9 +6,9 @@ import json
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from compliance.doctor.host import ExaminedHost, run_root
 
@@ -36,40 +36,59 @@ class IntendedRun:
 
 
 @dataclass(frozen=True)
-class RunLayout:
-    """A recipe and its layout of `ranks` ranks on each of `nodes` nodes. Without a recipe only the machine is checked.
+class ExaminedRun:
+    """A requested run with the recipe's settings by section, as `ranks` ranks on each of `nodes` nodes.
 
-    `config` holds the recipe's settings by section, as in `bert.configuration.recipes`.
+    Without a recipe there are no settings, and only the machine is checked.
     """
 
-    recipe: str = ""
-    config: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    intended: IntendedRun
+    settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     nodes: int = 1
     ranks: int = 1
 
     def setting(self, section: str, name: str) -> Any:
         """Return a setting of the recipe; None without a recipe."""
-        return self.config.get(section, {}).get(name)
+        return self.settings.get(section, {}).get(name)
 
-    def named_path(self, section: str, name: str) -> Path | None:
-        """Return a path setting, which is relative to `run_root`, as a path from the current folder."""
-        named = self.setting(section, name)
-        return Path(os.path.relpath(run_root() / named)) if named else None
+    @property
+    def recipe(self) -> str:
+        """Name of the recipe; "" without one."""
+        return self.intended.recipe
 
     @property
     def on_gpus(self) -> bool:
-        """Tell whether the recipe trains on GPUs."""
+        """Whether the recipe trains on GPUs."""
         return self.setting("training", "device") == "cuda"
 
     @property
     def is_closed(self) -> bool:
-        """Tell whether the run is for the closed division."""
+        """Whether the run is for the closed division."""
         return self.setting("log", "division") == "closed"
 
     @property
     def world_size(self) -> int:
         """Number of ranks on all nodes."""
         return self.nodes * self.ranks
+
+    def folder(self, name: Literal["train", "evaluation"]) -> Path | None:
+        """Return a data set of the run."""
+        given = self.intended.data
+        if given is None:
+            return self._named("data", name)
+        inside = given / name
+        # A folder that does not contain train and evaluation is itself a data set.
+        return inside if inside.exists() or self.recipe else given if name == "train" else None
+
+    @property
+    def results(self) -> Path | None:
+        """The run's results/ folder."""
+        return self.intended.results or self._named("log", "results")
+
+    def _named(self, section: str, name: str) -> Path | None:
+        """Return a path setting, which is relative to `run_root`, as a path from the current folder."""
+        named = self.setting(section, name)
+        return Path(os.path.relpath(run_root() / named)) if named else None
 
 
 def shape_in_name(recipe: str) -> tuple[int, int] | None:
@@ -78,23 +97,29 @@ def shape_in_name(recipe: str) -> tuple[int, int] | None:
     return (int(match[1]), int(match[2])) if match else None
 
 
-def layout_of(intended: IntendedRun, host: ExaminedHost, gpus_here: int) -> RunLayout:
-    """Return the layout of the requested run, with the nodes and ranks that the launchers would choose.
+def lay_out(intended: IntendedRun, host: ExaminedHost, gpus_here: int) -> ExaminedRun:
+    """Return the requested run with the nodes and ranks that the launchers would choose.
 
     Raises:
-        ValueError: the recipe is unknown, or the number of nodes is below 1.
+        ValueError: the recipe is unknown, the number of nodes is below 1, or a given file or folder does not exist.
     """
+    for path in (intended.data, intended.checkpoint):
+        if path is not None and not path.exists():
+            raise ValueError(f"{path}: no such file or folder")
+    if intended.checkpoint and not intended.recipe:
+        raise ValueError("--checkpoint needs --recipe: the trainer checks that the weights fit its model")
     if intended.nodes is not None and intended.nodes < 1:
         raise ValueError(f"--nodes is {intended.nodes}, expected at least 1")
     shape = shape_in_name(intended.recipe)
     nodes = intended.nodes or _count(host, "NNODES") or _count(host, "SLURM_JOB_NUM_NODES") or (shape or (1,))[0]
     if not intended.recipe:
-        return RunLayout(nodes=nodes, ranks=max(1, gpus_here))
-    layout = RunLayout(intended.recipe, _ask_recipe(intended.recipe, host), nodes)
+        return ExaminedRun(intended, {}, nodes, max(1, gpus_here))
+    settings = _ask_recipe(intended.recipe, host)
+    on_gpus = settings["training"]["device"] == "cuda"
     # Count processes as `launch/processes.sh` does.
     on_cpu = 2 if intended.recipe == "tiny_cpu" and len(os.sched_getaffinity(0)) > 1 else 1
-    per_node = shape[1] if shape else gpus_here if layout.on_gpus else on_cpu
-    return replace(layout, ranks=max(1, _count(host, "NPROC") or per_node))
+    per_node = shape[1] if shape else gpus_here if on_gpus else on_cpu
+    return ExaminedRun(intended, settings, nodes, max(1, _count(host, "NPROC") or per_node))
 
 
 def _ask_recipe(recipe: str, host: ExaminedHost) -> dict[str, Mapping[str, Any]]:

@@ -1,0 +1,38 @@
+"""Software that Triton needs besides PyTorch to compile kernels on an NVIDIA GPU."""
+
+import os
+import shutil
+import sysconfig
+from importlib.util import find_spec
+from pathlib import Path
+
+from console import processes
+
+LIBCUDA = "libcuda.so.1"
+
+
+def lacks_of_triton() -> list[str]:
+    """List what Triton lacks. Before its first kernel it compiles a launcher in C against Python and the driver."""
+    if find_spec("triton") is None:
+        return []
+    lacks = []
+    compilers = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
+    if not any(map(shutil.which, compilers)):
+        lacks.append(f"no C compiler ({' or '.join(compilers)}) for Triton: install gcc, or set CC")
+    # Debian's own scheme names a folder without headers.
+    scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")
+    header = Path(sysconfig.get_paths(scheme=scheme)["include"], "Python.h")
+    if not header.is_file():
+        lacks.append(f"no {header} for Triton: install Python's headers (Debian and Ubuntu: python3-dev)")
+    if not _libcuda_is_found():
+        remedy = f"run ldconfig (root), or set TRITON_LIBCUDA_PATH to the folder of {LIBCUDA}"
+        lacks.append(f"no {LIBCUDA} of NVIDIA's driver for Triton: {remedy}")
+    return lacks
+
+
+def _libcuda_is_found() -> bool:
+    if given := os.environ.get("TRITON_LIBCUDA_PATH"):
+        return Path(given, LIBCUDA).exists()
+    known = processes.run(["/sbin/ldconfig", "-p"], timeout_s=60).answer
+    folders = os.environ.get("LD_LIBRARY_PATH", "").split(":")
+    return LIBCUDA in known or any(Path(folder, LIBCUDA).exists() for folder in folders if folder)
