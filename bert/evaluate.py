@@ -118,7 +118,7 @@ def checkpoint_accuracy(config: Config) -> float | None:
     # products are in bf16 here, because FP8 is only for training.
     evaluator = Evaluator(dataset, mesh, config.evaluation.batch_size)
     autocast = torch.autocast(mesh.device.type, torch.bfloat16, enabled=config.training.precision != "fp32")
-    accuracy = evaluator.start(model, autocast, report).result()
+    accuracy = evaluator(model, autocast, report)
     if mesh.is_main:
         counts = f"{accuracy.correct:,} of {accuracy.count:,} masked tokens of {samples:,} samples"
         say(f"masked-LM accuracy {accuracy.value:.5f}: {counts}, in {time.perf_counter() - started:.1f} s")

@@ -6,7 +6,6 @@ from datetime import UTC, datetime
 from functools import partial
 
 import torch
-from rich.console import Console
 
 from bert.checkpoints.initial_model import first_model
 from bert.checkpoints.training_state import RunState, restore
@@ -22,8 +21,7 @@ from bert.log.mllog import MLLog
 from bert.loop import Run
 from bert.parallel.collectives import agreed_text, broadcast_
 from bert.parallel.mesh import Mesh
-from bert.reporting.against_plan import AgainstPlan
-from bert.reporting.displays import RunPanel, RunProgress, StepLines
+from bert.reporting.displays import RunProgress, StepLines
 from bert.reporting.intervals import Stragglers
 from bert.reporting.reporter import Position, Reporter, Sink
 from bert.reporting.tensorboard import tensorboard_sinks
@@ -88,9 +86,6 @@ def build_run(
         evaluation_interval=inputs.interval,
         start=start,
         skipped=skipped,
-        # With overlapping, one more step follows the last evaluation, so the saved weights would not be the evaluated
-        # weights. Without CUDA graphs, launching the step would delay the result.
-        overlapping=captures(config, mesh) and config.save_checkpoint is None,
         log=log,
         reporter=reporter,
         stopwatch=stopwatch,
@@ -202,8 +197,6 @@ def _reporter(
     # The other ranks report nothing, but need a reporter to measure the time for training.max_minutes.
     if not mesh.is_main:
         return Reporter(progress, [])
-    against_plan = AgainstPlan(inputs.plan, config.plan) if inputs.plan and config.plan else None
-    console = Console()
     run = RunRecord(
         recipe=config.recipe,
         system=config.log.system,
@@ -214,11 +207,9 @@ def _reporter(
         commit=commit(),
         started=datetime.now(UTC).isoformat(timespec="seconds"),
     )
-    sinks: list[Sink] = [MetricsWriter(inputs.metrics, run), *tensorboard_sinks(config, inputs.result)]
-    if console.is_terminal:
-        title = f"{config.recipe} · {config.log.division}"
-        # Write lines only to the log, because other output on the terminal would break the panel, which is redrawn in place.
-        sinks += [RunPanel(title, progress, console), StepLines(progress, log.line)]
-    else:
-        sinks += [StepLines(progress, log.line, say)]
-    return Reporter(progress, sinks, against_plan)
+    sinks: list[Sink] = [
+        MetricsWriter(inputs.metrics, run),
+        *tensorboard_sinks(config, inputs.result),
+        StepLines(progress, log.line, say),
+    ]
+    return Reporter(progress, sinks, inputs.plan)

@@ -16,7 +16,7 @@ from bert.build import build_model, shards_gradients
 from bert.configuration.config import Config
 from bert.configuration.sections import SHARDED
 from bert.execution.cuda_graphs import CudaCapturer, Graph
-from bert.execution.passes import Captured, Eager, Pipelined, Role
+from bert.execution.passes import Passes, Pipelined, Role
 from bert.model import BertForPreTraining, PretrainingOutput
 from bert.optimizer import FlatParameters, Lamb
 from bert.parallel.mesh import Mesh
@@ -83,7 +83,7 @@ class TrainingStep:
         self.execution = self._choose_execution()
         self.update = Graph(self._update_weights)
 
-    def _choose_execution(self) -> Eager | Captured | Pipelined:
+    def _choose_execution(self) -> Passes | Pipelined:
         if self._pipeline is not None:
             from bert.parallel.pipeline.schedule import PipelineSchedule
 
@@ -97,8 +97,7 @@ class TrainingStep:
             reduces_gradients=self._mesh.data_size > 1,
             overwrites_gradients=bool(self.flat.segments.overwritten),
         )
-        execution = Eager if self._capturer is None else Captured
-        return execution(self._forward_backward, duties, self._stopwatch)
+        return Passes(self._forward_backward, duties, self._stopwatch)
 
     def __call__(self, micro_batches: Sequence[Batch]) -> None:
         """Train on this rank's micro-batches of one global batch."""
@@ -109,7 +108,9 @@ class TrainingStep:
     @property
     def uncaptured_batches(self) -> int:
         """Number of micro-batches since the warm-up that ran without a CUDA graph; 0 if the step is not captured."""
-        return self.execution.uncaptured_batches if isinstance(self.execution, Captured) else 0
+        if self._capturer is None or not isinstance(self.execution, Passes):
+            return 0
+        return self.execution.uncaptured_batches
 
     def _forward_backward(self, role: Role, batch: Batch) -> None:
         """Add the micro-batch's gradients to the flat gradients, and its losses and tokens to the statistics."""
@@ -119,9 +120,8 @@ class TrainingStep:
         with self._reduction.overlapped(role.reduces_gradients), overwritten:
             with self.autocast():
                 output = self.model(batch)
-            self._mean_loss(
-                output, batch
-            ).backward()  # outside autocast: ops remember the types of their forward passes
+            # Outside autocast, because ops remember the types of their forward passes.
+            self._mean_loss(output, batch).backward()
         if role.reduces_gradients:
             with self._stopwatch.time("reduce"):
                 self._reduction.finish()
@@ -212,7 +212,7 @@ class TrainingStep:
                 began = time.perf_counter()
                 self(micro_batches)
                 seconds = time.perf_counter() - began
-            if self._capturer is not None and isinstance(self.execution, Captured):
+            if self._capturer is not None and isinstance(self.execution, Passes):
                 batches = [inert_batch(shape_bucket).to(self._mesh.device) for shape_bucket in shape_buckets]
                 self.execution.prepare(self._micro_batches, batches, self._capturer)
                 self.update.prepare(self._capturer)
@@ -231,6 +231,6 @@ class TrainingStep:
         with torch.no_grad():
             self.model.dropout_state.copy_(dropout_state)
         self._stopwatch.reset()
-        if isinstance(self.execution, Captured):
+        if isinstance(self.execution, Passes):
             self.execution.uncaptured_batches = 0
         return seconds

@@ -32,7 +32,6 @@ def check(
     ruleset: AnyRuleset = AUTO,
     # Parameters are named like their options. FlagCreatePairsOff keeps tyro from adding a --no-... to each flag.
     quiet: FlagCreatePairsOff[bool] = False,
-    ignore: Path | None = None,
     json: FlagCreatePairsOff[bool] = False,
     sarif: Path | None = None,
     junit: Path | None = None,
@@ -45,7 +44,6 @@ def check(
 
     Args:
         quiet: Print errors and the total only.
-        ignore: Leave out the findings in this file, which must be the --json output of an earlier check.
         json: Print the verdicts as one JSON document.
         sarif: Also write the findings to this file, as SARIF 2.1.0, which code review tools show beside the lines.
         junit: Also write the verdicts to this file, as JUnit XML, which CI servers show as tests.
@@ -57,12 +55,10 @@ def check(
     # Annotations would break the JSON document.
     if format == "github" and json:
         raise ValueError("--format github and --json: choose one of them")
-    from compliance.check.output import read_known, without_known
     from compliance.submission.check import accepted, check_paths
 
-    known = read_known(ignore) if ignore else frozenset()
     # Check everything first, so that a path that cannot be checked ends the command before any output.
-    verdicts, ignored = without_known(check_paths(paths, ruleset), known)
+    verdicts = check_paths(paths, ruleset)
     # Write files first, so that a file that cannot be written ends the command before any output.
     if sarif:
         from compliance.check.review import write_sarif
@@ -84,7 +80,7 @@ def check(
         from compliance.check.review import say_annotations
 
         say_annotations(verdicts)
-    say(total(verdicts, is_accepted=is_accepted, ignored=ignored))
+    say(total(verdicts, is_accepted=is_accepted))
     return 0 if is_accepted else 1
 
 
@@ -151,12 +147,16 @@ def system(
 @app.command
 def convergence(folder: Folder, ruleset: Ruleset = NEWEST_RULESET) -> int:
     """Compare the runs in FOLDER, even an incomplete set, with the reference convergence. Exit status 1 on failure."""
-    from compliance.convergence.standing import standing
+    from compliance.report.results import load_results
+    from compliance.report.summary import print_summary
 
-    found = standing(folder, ruleset)
-    for text in found.lines():
-        say(text)
-    return 0 if found.passed else 1
+    results = load_results(folder, ruleset)
+    outlook = results.convergence
+    if not outlook and results.division != "open":
+        raise ValueError(f"{folder}: the logs do not share one submission_division and one global_batch_size")
+    print_summary(results)
+    say(outlook.sentence if outlook else "No reference convergence point applies in the open division.")
+    return 1 if outlook and outlook.verdict in ("fail", "no reference") else 0
 
 
 @app.command

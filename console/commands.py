@@ -10,7 +10,7 @@ from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
-from tyro.extras import SubcommandApp
+from tyro.extras import subcommand_cli_from_dict
 
 from console.extras import needed
 from console.interruption import reader_has_gone
@@ -18,25 +18,19 @@ from console.program import accept_any_text, answer_version, bound, complain, pa
 from console.text import did_you_mean
 
 
-class Commands(SubcommandApp):
+class Commands:
     """Commands of one program. The whole command line is parsed before a command runs."""
 
     def __init__(self) -> None:
-        super().__init__()
         self._functions: dict[str, Callable[..., Any]] = {}
         """Commands by name."""
 
     def command(self, function: Callable[..., Any] | None = None, *, name: str | None = None) -> Any:
         """Register a function as a command, under its own name or another."""
-
-        def register(function: Callable[..., Any]) -> Callable[..., Any]:
-            # tyro calls the function while it parses. The bound function only stores its arguments, so that the command
-            # runs later, and its own errors are not reported as errors in the options.
-            super(Commands, self).command(name=name)(bound(function))
-            self._functions[name or function.__name__.replace("_", "-")] = function
-            return function
-
-        return register(function) if function is not None else register
+        if function is None:
+            return partial(self.command, name=name)
+        self._functions[name or function.__name__.replace("_", "-")] = function
+        return function
 
     def run(self, program: str, arguments: Sequence[str] | None = None) -> Any:
         """Run the command that the command line, or `arguments`, names, and return what it returns.
@@ -46,8 +40,11 @@ class Commands(SubcommandApp):
         """
         given = sys.argv[1:] if arguments is None else arguments
         answer_version(given)
+        # tyro calls a function while it parses. A bound function only stores its arguments, so that the command runs later,
+        # and its own errors are not reported as errors in the options.
+        commands = {name: bound(function) for name, function in self._functions.items()}
         try:
-            call = parsed(partial(self.cli, prog=program, args=arguments))
+            call = parsed(partial(subcommand_cli_from_dict, commands, prog=program, args=arguments))
         except ValueError as error:
             unknown = re.match(r"Unrecognized (?:or misplaced )?options: ([^\s,=]+)", str(error))
             raise ValueError(self._unknown(unknown[1], given[0]) if unknown else str(error)) from None

@@ -1,4 +1,4 @@
-"""Show a run in a terminal: a panel that is redrawn in place, for the training loop and for the watch."""
+"""Show a run in a terminal: a panel that is redrawn in place."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ class RunView:
 
     Attributes:
         evaluated_samples: samples trained at the last evaluation.
-        details: further names and texts.
         time_left: when the target will be reached.
         end: how the run ended, and whether that is a success.
     """
@@ -35,7 +34,6 @@ class RunView:
     evaluated_samples: int = 0
     samples: str = ""
     rate: str = ""
-    details: Sequence[tuple[str, str]] = ()
     time_left: str = ""
     outlook: Sequence[str] = ()
     warnings: Sequence[str] = ()
@@ -58,7 +56,7 @@ class RunView:
             words = f"{self.accuracies[-1]:.4f} {of_target(self.target)}"
             rows.append(("accuracy", styled(f"{words} at {self.evaluated_samples:,} samples, evaluation {number}")))
             rows.append(("", styled(sparkline(self.accuracies), "cyan")))
-        facts = [("samples", self.samples), ("rate", self.rate), *self.details, ("target", self.time_left)]
+        facts = [("samples", self.samples), ("rate", self.rate), ("target", self.time_left)]
         # The name stands beside the first line only.
         facts += zip(["outlook", *[""] * len(self.outlook)], self.outlook, strict=False)
         rows += [(name, styled(text)) for name, text in facts if text]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 import time
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -20,7 +20,8 @@ from dataloading.options import Layout, OwnText, PretrainingOptions
 
 if TYPE_CHECKING:
     from dataloading.dataset.folder import Dataset
-    from dataloading.jobs import JobProgress, WorkPart
+    from dataloading.jobs import WorkPart
+    from dataloading.preparation.prepare import Progress
 
 app = Commands()
 
@@ -47,8 +48,8 @@ def _prepare(
     """
     from dataloading.preparation.prepare import Job, prepare
 
-    report = partial(_print_progress, "samples")
-    say(f"{out}: {_counts(prepare(Job(text, vocab, options, one_call), out, jobs=jobs, report=report))}")
+    dataset = prepare(Job(text, vocab, options, one_call), out, jobs=jobs, report=_reporter())
+    say(f"{out}: {_counts(dataset)}")
 
 
 @app.command
@@ -72,8 +73,7 @@ def wikipedia(
         part: i/n: make part i of n of the samples. The process that completes the last part makes the other results.
         checksums: File in md5sum's format with MD5 sums that replace the built-in sums, for mirrors.
     """
-    from dataloading.preparation.stages import Request
-    from dataloading.preparation.wikipedia import make_wikipedia
+    from dataloading.preparation.wikipedia import Request, make_wikipedia
 
     share = None if part is None else _parse_part(part)
     return 0 if make_wikipedia(Request(folders, out, shards, jobs, share, checksums)) else 1
@@ -179,7 +179,7 @@ def _convert(
     seed: int = 24,
     jobs: int = 1,
 ) -> None:
-    """Write a data set in another layout.
+    """Write a data set in the native layout, or as packs of samples.
 
     Args:
         folder: The data set, or a folder of shards of any layout (native, fixed, varlength, packed, TFRecord).
@@ -188,35 +188,28 @@ def _convert(
         vocab: The vocabulary that the token ids refer to. Needed if the folder has no manifest.
         max_sequences: Most samples in a pack (layout packed).
         seed: Seed for choosing the samples of each pack and the order of packs (layout packed).
-        jobs: Processes to use (layouts other than packed).
+        jobs: Processes to use.
     """
     from dataloading.dataset.scan import open_or_scan
-    from dataloading.preparation.convert import convert, convert_to_packed
+    from dataloading.preparation.convert import Packing, convert
 
     source = open_or_scan(folder, vocab)
-    if to == "packed":
-        dataset = convert_to_packed(source, out, max_sequences=max_sequences, seed=seed, report=say)
-    else:
-        dataset = convert(source, out, to, jobs=jobs, report=say)
+    dataset = convert(source, out, to, Packing(max_sequences, seed), jobs=jobs, report=say)
     say(f"{out}: {_counts(dataset)}, layout {to}")
 
 
 @app.command
-def verify(folder: tyro.conf.Positional[Path], checksums: Path | None = None) -> None:
+def verify(folder: tyro.conf.Positional[Path]) -> None:
     """Read a whole data set, check every digest, look for repeated samples, and report whether the data set is known.
 
     Args:
         folder: The data set.
-        checksums: A published list of content digests to compare with, such as 4320_shards_varlength.chk.
     """
     from dataloading.dataset import known
     from dataloading.dataset.folder import open_dataset
 
     dataset = open_dataset(folder)
-    lines = known.verify(
-        dataset, checksums, lambda shard: say(f"{shard.name}: {shard.samples:,} samples, digest right")
-    )
-    for line in lines:
+    for line in known.verify(dataset, lambda shard: say(f"{shard.name}: {shard.samples:,} samples, digest right")):
         say(line)
     say(f"{folder}: whole, {_counts(dataset)}")
 
@@ -255,13 +248,19 @@ def dump(shards: tyro.conf.Positional[tuple[Path, ...]], out: Path) -> None:
     say(f"{out}: {len(samples):,} samples of {len(paths)} shard(s)")
 
 
-def _print_progress(unit: str, progress: JobProgress) -> None:
+def _reporter() -> Callable[[Progress], None]:
+    """Return a function that prints a line for each finished shard, with the time that is left."""
     from console.text import clock
 
-    left = progress.seconds / progress.done * (progress.total - progress.done)
-    rest = (", existed" if progress.kept else "") + (f", about {clock(left)} left" if left else "")
-    place = f"[{progress.done}/{progress.total}] {progress.name}"
-    say(f"{progress.seconds:7.1f} s  {place}: {progress.count:,} {unit}{rest}")
+    started = time.perf_counter()
+
+    def report(progress: Progress) -> None:
+        seconds = time.perf_counter() - started
+        left = seconds / progress.done * (progress.total - progress.done)
+        rest = (", existed" if progress.kept else "") + (f", about {clock(left)} left" if left else "")
+        say(f"{seconds:7.1f} s  [{progress.done}/{progress.total}] {progress.name}: {progress.samples:,} samples{rest}")
+
+    return report
 
 
 def _counts(dataset: Dataset) -> str:

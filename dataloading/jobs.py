@@ -42,29 +42,6 @@ class WorkPart:
         return range(tasks * (self.index - 1) // self.count, tasks * self.index // self.count)
 
 
-@dataclass(frozen=True)
-class JobProgress:
-    """Progress report after each finished file."""
-
-    name: str
-    """Name of the finished file."""
-    count: int
-    """Number of samples or training articles in the file."""
-    done: int
-    total: int
-    kept: bool
-    """Whether an earlier attempt made the file."""
-    seconds: float
-    """Seconds since the start of the job."""
-
-
-Report = Callable[[JobProgress], None]
-
-
-def ignore_progress(_: JobProgress) -> None:
-    """Report nothing."""
-
-
 @contextmanager
 def begun(
     folder: Path, name: str, description: Mapping[str, object], *, finished: str, alone: bool = True

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-Layout = Literal["native", "fixed", "varlength", "packed"]
+Layout = Literal["native", "packed"]
 """Layouts that `convert` writes."""
 
 EVALUATION_SAMPLES = 10_000

@@ -75,7 +75,7 @@ class Config:
         )
 
     def _check_closed(self) -> None:
-        """Refuse settings that the rules forbid. Otherwise the log would refuse them later, during the initialization."""
+        # Otherwise the log would refuse these settings later, during the initialization.
         division = "in the closed division: leave it out, or set log.division to open"
         for name, is_set in (
             ("evaluation.interval_samples", self.evaluation.interval_samples is not None),
@@ -96,20 +96,14 @@ class Config:
         tensor, model = self.parallel.tensor, self.model
         names = ("num_attention_heads", "intermediate_size")
         most = math.gcd(*(getattr(model, name) for name in names))
-        if most % tensor:
-            sizes = [size for size in range(1, most + 1) if most % size == 0]
-            near = sorted(sizes, key=lambda size: abs(size - tensor))[:2]
-            divided = " and ".join(f"model.{name} {getattr(model, name)}" for name in names)
-            raise ValueError(
-                f"parallel.tensor is {tensor}, which does not divide {divided}: set it to {' or '.join(map(str, near))}"
-            )
+        divided = " and ".join(f"model.{name} {getattr(model, name)}" for name in names)
+        refuse(
+            most % tensor > 0,
+            f"parallel.tensor is {tensor}, which does not divide {divided}: set it to a divisor of {most}",
+        )
 
     def _check_pipeline(self) -> None:
-        """Refuse impossible pipelines.
-
-        Each stage needs at least one layer. PyTorch's schedules need at least one micro-batch per rank and, with several
-        stages per rank, rounds of equal size.
-        """
+        # PyTorch's schedules need at least one micro-batch per rank and, with several stages per rank, rounds of equal size.
         ranks, virtual = self.parallel.pipeline, self.parallel.virtual_stages
         layers, steps = self.model.num_hidden_layers, self.training.gradient_accumulation_steps
         pipeline = f"parallel.pipeline is {ranks}"
@@ -127,21 +121,16 @@ class Config:
             f"{pipeline} with parallel.virtual_stages {virtual}, whose rounds must be equal: set "
             f"training.gradient_accumulation_steps {steps} to a multiple of {ranks}",
         )
-        refuse(
-            self.training.shard_gradients,
-            f"{pipeline}, but training.shard_gradients is on, which stages do not support: turn it off, or set "
-            "parallel.pipeline to 1",
-        )
-        refuse(
-            self.training.precision == "fp8",
-            f"{pipeline}, but training.precision is fp8, which stages do not support: set it to bf16, or "
-            "parallel.pipeline to 1",
-        )
-        refuse(
-            self.training.device == "cuda" and self.training.cuda_graphs,
-            f"{pipeline}, but training.cuda_graphs is on, and exchanges between stages are not captured: set "
-            "--training.no-cuda-graphs, or parallel.pipeline to 1",
-        )
+        training = self.training
+        for is_on, setting in (
+            (training.shard_gradients, "training.shard_gradients is on"),
+            (training.precision == "fp8", "training.precision is fp8"),
+            (training.device == "cuda" and training.cuda_graphs, "training.cuda_graphs is on"),
+        ):
+            refuse(
+                is_on,
+                f"{pipeline}, but {setting}, which stages do not support: change it, or set parallel.pipeline to 1",
+            )
 
     def _check_fp8(self) -> None:
         # FP8 matrix products need inner dimensions that are multiples of 16, and each rank has only a part of the width.

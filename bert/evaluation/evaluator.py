@@ -7,14 +7,13 @@ from functools import partial
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from bert.execution.cuda_graphs import BatchGraphs, CudaCapturer
 from bert.model import BertForPreTraining
 from bert.parallel.collectives import all_reduce_
 from bert.parallel.mesh import Mesh
 from dataloading.batches.loader import Batch, batch_of, inert_batch, shape_bucket_of
-from dataloading.batches.shape_buckets import ShapeBucket, choose_shape_buckets, fitting
+from dataloading.batches.shape_buckets import ShapeBucket, choose_shape_buckets
 from dataloading.dataset.folder import Dataset
 from kernels import captured
 
@@ -30,27 +29,6 @@ class Accuracy:
     def value(self) -> float:
         """Fraction of correct predictions, from 0 to 1."""
         return self.correct / self.count
-
-
-class PendingAccuracy:
-    """A queued evaluation, whose counts are copied to the host while the next step runs."""
-
-    def __init__(self, counts: Tensor, host_counts: Tensor | None) -> None:
-        """Sum ``counts`` over all ranks and, on a GPU, start copying them to the page-locked ``host_counts``."""
-        # Use the training stream. On another stream, the order of this all-reduce and the next step's reductions could
-        # differ between ranks, and NCCL can deadlock if two communicators run in different orders.
-        all_reduce_(counts)
-        self._host_counts, self._arrived = counts, None
-        if host_counts is not None:
-            self._host_counts = host_counts.copy_(counts, non_blocking=True)
-            self._arrived = torch.cuda.Event()
-            self._arrived.record()
-
-    def result(self) -> Accuracy:
-        """Wait for the result of all ranks and return it."""
-        if self._arrived is not None:
-            self._arrived.synchronize()
-        return Accuracy(*self._host_counts.tolist())
 
 
 class Evaluator:
@@ -72,11 +50,6 @@ class Evaluator:
         self._shape_buckets: list[ShapeBucket] = []
         # Integer sums are exact in any order.
         self._counts = torch.zeros(2, dtype=torch.int64, device=mesh.device)
-        self._host_counts: Tensor | None = None
-        if mesh.device.type == "cuda":
-            self._host_counts = torch.empty(2, dtype=torch.int64, pin_memory=True)
-        self._reserved: list[tuple[Batch, Batch]] = []
-        """Batches that reserve page-locked and device memory for this rank's share until the share is read."""
         self._captured: BatchGraphs | None = None
         self._read: Future[list[Batch]] | None = None
         self._batches: list[Batch] = []
@@ -96,10 +69,6 @@ class Evaluator:
         )
         sequences, longest = max(map(len, self._indices)), self._dataset.info.max_seq_length
         shape_buckets = choose_shape_buckets(tokens_N, masked_N, sequences, longest)
-        shapes = [
-            fitting(ShapeBucket.around(int(tokens), len(indices), int(masked), longest), shape_buckets)
-            for tokens, indices, masked in zip(tokens_N, self._indices, masked_N, strict=True)
-        ]
         batches = [inert_batch(shape_bucket).to(self._device) for shape_bucket in shape_buckets]
         count = partial(self._count, model, autocast)
         model.eval()
@@ -111,28 +80,19 @@ class Evaluator:
                 self._captured.prepare(batches, capturer)
                 capturer.capture()
         model.train()
-        # Allocations are slow, so make them before the clock starts. They must follow the capture, which empties the
-        # allocators' caches.
-        pinned = [inert_batch(shape).pin() for shape in shapes] if self._device.type == "cuda" else []
-        self._reserved = [(batch, batch.to(self._device)) for batch in pinned]
 
     def read_ahead(self) -> None:
         """Start to read this rank's share in the background. Call this only after the clock has started."""
-        self._reserved.clear()  # the allocators' caches keep the memory
         reader = ThreadPoolExecutor(1, "evaluation")
         self._read = reader.submit(self._read_all)
         # The thread ends after this task.
         reader.shutdown(wait=False)
 
-    def __call__(self, model: BertForPreTraining, autocast: torch.autocast) -> Accuracy:
-        """Evaluate the model and return the accuracy over all ranks."""
-        return self.start(model, autocast).result()
-
     @torch.inference_mode()
-    def start(
+    def __call__(
         self, model: BertForPreTraining, autocast: torch.autocast, report: Callable[[float], None] = lambda _: None
-    ) -> PendingAccuracy:
-        """Queue an evaluation without dropout. The previous result must have been read.
+    ) -> Accuracy:
+        """Evaluate the model without dropout and return the accuracy over all ranks.
 
         After each batch, ``report`` is called with the fraction of this rank's batches that have been queued.
         """
@@ -146,7 +106,7 @@ class Evaluator:
             count(batch)
             report(done / len(self._batches))
         model.train()
-        return PendingAccuracy(self._counts, self._host_counts)
+        return Accuracy(*all_reduce_(self._counts).tolist())
 
     def _count(self, model: BertForPreTraining, autocast: torch.autocast, batch: Batch) -> None:
         with autocast:

@@ -1,4 +1,4 @@
-"""Ways to run a step's forward and backward passes: operator by operator, as CUDA graphs, through pipeline stages."""
+"""Ways to run a step's forward and backward passes: as CUDA graphs or operator by operator, or through pipeline stages."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -41,27 +41,14 @@ Pass = Callable[[Role, Batch], None]
 """A function that runs the forward and backward passes of one micro-batch."""
 
 
-class Eager:
-    """Execution operator by operator."""
-
-    def __init__(self, forward_backward: Pass, duties: Role, stopwatch: Stopwatch) -> None:
-        self._forward_backward, self._duties, self._stopwatch = forward_backward, duties, stopwatch
-
-    def __call__(self, micro_batches: Sequence[Batch]) -> None:
-        """Run the passes of one step's micro-batches and reduce the gradients."""
-        with self._stopwatch.time("forward_backward"):
-            for role, batch in zip(roles_of(len(micro_batches), self._duties), micro_batches, strict=True):
-                self._forward_backward(role, batch)
-
-
-class Captured:
+class Passes:
     """Execution as CUDA graphs, one for each role and shape bucket.
 
-    Batches that fit no captured shape bucket run operator by operator.
+    Batches that fit no captured shape bucket, and all batches if nothing was captured, run operator by operator.
     """
 
     def __init__(self, forward_backward: Pass, duties: Role, stopwatch: Stopwatch) -> None:
-        self._duties, self._stopwatch = duties, stopwatch
+        self.duties, self._stopwatch = duties, stopwatch
         # Roles that are never prepared are never captured.
         self._graphs = {
             role: BatchGraphs(partial(forward_backward, role))
@@ -73,13 +60,13 @@ class Captured:
     def __call__(self, micro_batches: Sequence[Batch]) -> None:
         """Run the passes of one step's micro-batches and reduce the gradients."""
         with self._stopwatch.time("forward_backward"):
-            for role, batch in zip(roles_of(len(micro_batches), self._duties), micro_batches, strict=True):
+            for role, batch in zip(roles_of(len(micro_batches), self.duties), micro_batches, strict=True):
                 self.uncaptured_batches += not self._graphs[role](batch)
 
     def prepare(self, micro_batches: int, batches: Sequence[Batch], capturer: CudaCapturer) -> None:
         """Prepare graphs for the shape buckets of ``batches`` and for steps with ``micro_batches`` micro-batches."""
         # Start with the role of the last micro-batch, which takes the most memory.
-        for role in dict.fromkeys(reversed(roles_of(micro_batches, self._duties))):
+        for role in dict.fromkeys(reversed(roles_of(micro_batches, self.duties))):
             self._graphs[role].prepare(batches, capturer)
 
 

@@ -23,12 +23,10 @@ class DataTouchedEarlyError(RuntimeError):
 class DataGuard:
     """Guard that forbids opening files in the data folders, except metadata files, until ``release``.
 
-    A file is recognised by its path and by its inode, which covers links into the folders and links inside them.
+    A file is recognised by its inode, which covers every path and link to it.
     """
 
     def __init__(self, folders: Iterable[Path]) -> None:
-        folders = list(folders)
-        self._roots = tuple(os.path.realpath(folder) + os.sep for folder in folders)
         self._inodes = {inode for folder in folders for inode in _inodes(folder)}
         self._armed = True
         self._violation = ""
@@ -60,30 +58,24 @@ class DataGuard:
     def _is_data(self, opened: str | bytes | os.PathLike[str] | os.PathLike[bytes] | int) -> bool:
         with contextlib.suppress(OSError, ValueError):
             found = os.stat(opened)  # noqa: PTH116 faster than Path.stat, and accepts descriptors
-            if (found.st_dev, found.st_ino) in self._inodes:
-                return True
-        if isinstance(opened, int):
-            return False
-        path = os.path.realpath(os.fsdecode(opened))
-        return path.startswith(self._roots) and os.path.basename(path) not in METADATA  # noqa: PTH119 on a hot path
+            return (found.st_dev, found.st_ino) in self._inodes
+        return False
 
 
 def _inodes(folder: Path) -> Iterator[tuple[int, int]]:
     """Yield the device and inode of each data file in a folder. Links are followed."""
-    # Ignore errors here: the reader of the data will report them.
-    with contextlib.suppress(OSError), os.scandir(folder) as entries:
-        for entry in entries:
-            if entry.name not in METADATA:
-                with contextlib.suppress(OSError):  # a broken link
-                    found = entry.stat()
-                    yield found.st_dev, found.st_ino
+    # Ignore errors here, such as broken links: the reader of the data will report them.
+    for path in folder.glob("*"):
+        if path.name not in METADATA:
+            with contextlib.suppress(OSError):
+                found = path.stat()
+                yield found.st_dev, found.st_ino
 
 
 def _open_now() -> Iterator[str]:
     """Yield the files that this process has open or mapped, if the system provides ``/proc``."""
-    descriptors, maps = Path("/proc/self/fd"), Path("/proc/self/maps")
-    if descriptors.is_dir():
-        yield from map(str, descriptors.iterdir())
+    yield from map(str, Path("/proc/self/fd").glob("*"))
+    maps = Path("/proc/self/maps")
     if maps.is_file():
         lines = maps.read_bytes().splitlines()
         yield from {os.fsdecode(line[line.index(b"/") :]) for line in lines if b"/" in line}

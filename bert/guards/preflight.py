@@ -18,13 +18,13 @@ from bert.checkpoints.training_state import BYTES_PER_PARAMETER, checkpoint_fold
 from bert.configuration.config import Config
 from bert.configuration.run_plan import RunPlan, read_plan
 from bert.execution.batches import plan_of
+from bert.guards.triton_compiler import lacks_of_triton
 from bert.log.mllog import evaluation_interval, evaluation_samples
 from bert.log.result_files import choose_files
 from bert.model import parameter_shapes
 from bert.parallel.launch import job, may_start_again, restarts
 from bert.parallel.mesh import Mesh, require_whole_copies
 from bert.reporting.tensorboard import require_installed
-from console.cuda import lacks_of_triton
 from dataloading.batches.loader_choice import check_loader
 from dataloading.dataset.folder import Dataset, open_dataset
 from dataloading.text.tokenization import Vocabulary
@@ -146,7 +146,7 @@ def _open_inputs(config: Config, folders: Sequence[Path]) -> tuple[list[Dataset]
         raise ValueError(f"training.implementations: {error}") from None
     # A dry run on a machine without GPUs still checks everything else. PyTorch itself warns of an outdated driver.
     if config.training.device == "cuda" and torch.cuda.is_available() and (lacks := lacks_of_triton()):
-        raise ValueError(f"training.device is cuda, but {'; '.join(map(': '.join, lacks))}")
+        raise ValueError(f"training.device is cuda, but {'; '.join(lacks)}")
     return datasets, vocabulary
 
 

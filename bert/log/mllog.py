@@ -9,8 +9,6 @@ The order of a run:
 
     cache_clear  init_start  submission  seed  hyperparameters  weights_initialization  init_stop
     run_start  { block_start, train, block_stop, eval_start, eval_accuracy, eval_stop } ...  run_stop
-
-The next block may start before the result of the previous evaluation is known.
 """
 
 from __future__ import annotations
@@ -110,7 +108,7 @@ class MLLog:
 
     def init_start(self) -> None:
         """Log the start of the untimed initialization. Call this before the model is constructed (TR 11)."""
-        self.start("init_start")
+        self.event("init_start")
 
     def submission(
         self,
@@ -149,25 +147,25 @@ class MLLog:
         Raises ``RuleViolation`` if a required record is missing, if a closed run differs from the benchmark in its
         target, evaluation interval or model, or if the initialization took too long.
         """
-        self.end("init_stop")
+        self.event("init_stop")
 
     # The timed run; `samples` counts sequences trained since run_start
 
     def run_start(self) -> None:
         """Log the start of the clock. Call this before any process touches the data set (TR 11)."""
-        self.start("run_start")
+        self.event("run_start")
 
     def block_start(self, samples: int) -> None:
         """Log the start of training between two evaluations."""
-        self.start("block_start", first_epoch_num=1, epoch_count=1, samples_count=samples)
+        self.event("block_start", first_epoch_num=1, epoch_count=1, samples_count=samples)
 
     def block_stop(self, samples: int) -> None:
         """Log the end of the training block that ``block_start`` opened."""
-        self.end("block_stop", first_epoch_num=1, samples_count=samples)
+        self.event("block_stop", first_epoch_num=1, samples_count=samples)
 
     def eval_start(self, samples: int) -> None:
         """Log the start of an evaluation. ``samples`` must be on the evaluation schedule (TR 24.4)."""
-        self.start("eval_start", epoch_num=samples, samples_count=samples)
+        self.event("eval_start", epoch_num=samples, samples_count=samples)
 
     def eval_accuracy(self, accuracy: float, samples: int) -> None:
         """Log the masked-LM accuracy of the open evaluation as a fraction. BERT counts epochs in samples (TR 24.6)."""
@@ -175,7 +173,7 @@ class MLLog:
 
     def eval_stop(self, samples: int) -> None:
         """Log the end of the evaluation that ``eval_start`` opened."""
-        self.end("eval_stop", epoch_num=samples, samples_count=samples)
+        self.event("eval_stop", epoch_num=samples, samples_count=samples)
 
     def run_stop(self, status: Literal["success", "aborted"], *, samples: int, eval_samples: int) -> None:
         """Log the number of sequences trained, the number of sequences in one evaluation, and the end of the clock.
@@ -185,10 +183,12 @@ class MLLog:
         """
         if self._logger is None:
             return
-        _check_end(self._run, status, samples)
+        broken = [*left_open(self._run), *(unearned_success(self._run, samples) if status == "success" else ())]
+        if broken:
+            raise RuleViolation(f"run_stop: status {status}, but {broken[0]}")
         self.event("train_samples", samples)
         self.event("eval_samples", eval_samples)
-        self.end("run_stop", status=status)
+        self.event("run_stop", status=status)
 
     def abort(self, samples: int | None = None) -> None:
         """Complete the log of a run that ends early: close open intervals and log run_stop with status aborted.
@@ -211,13 +211,11 @@ class MLLog:
                 self.eval_stop(samples_of(run.open["eval_start"].metadata) or 0)
             if "block_start" in run.open:
                 self.block_stop(samples)
-            if "epoch_start" in run.open:
-                self.end("epoch_stop", epoch_num=samples)
             # Every log needs both records, even if the run never trained.
             for key, value in (("train_samples", samples), ("eval_samples", 0)):
                 if key not in run.first:
                     self.event(key, value)
-            self.end("run_stop", status="aborted")
+            self.event("run_stop", status="aborted")
 
     def close(self) -> None:
         """Sync the file to the disk and close it. Does nothing if the file is closed already."""
@@ -227,23 +225,13 @@ class MLLog:
 
     # Any record
 
-    def start(self, key: str, value: object = None, **metadata: object) -> None:
-        """Log the opening record of an interval."""
-        self._log(MLLogger.start, "INTERVAL_START", key, value, metadata)
-
-    def end(self, key: str, value: object = None, **metadata: object) -> None:
-        """Log the closing record of an interval."""
-        self._log(MLLogger.end, "INTERVAL_END", key, value, metadata)
-
     def event(self, key: str, value: object = None, **metadata: object) -> None:
-        """Log a point in time."""
-        self._log(MLLogger.event, "POINT_IN_TIME", key, value, metadata)
-
-    def _log(
-        self, write: Callable[..., None], event_type: str, key: str, value: object, metadata: dict[str, object]
-    ) -> None:
+        """Log a record of any key: the beginning or the end of an interval, or a point in time."""
         if self._logger is None or self._file is None:
             return
+        rule = rules.KEYS.get(key)
+        event_type = rule.event_type if rule else "POINT_IN_TIME"
+        write = {"INTERVAL_START": MLLogger.start, "INTERVAL_END": MLLogger.end}.get(event_type, MLLogger.event)
         # One lock covers the check, the write and the update of the state, because the watchdog's thread may call `abort`.
         with self._lock:
             # Times in a log must not decrease, even if the clock goes backwards.
@@ -266,22 +254,8 @@ class MLLog:
             # took too long.
             if not (self._is_aborting and violation.kind in ("evaluation", "init time")):
                 raise RuleViolation(str(violation))
-        _check_fields(record)
         if record.key == "init_stop" and not self._is_aborting:
             _check_initialized(self._run, self._tensors)
-        elif record.key == "run_stop":
-            _check_end(self._run, record.metadata["status"], self._run.value("train_samples"))
-
-
-def _check_fields(record: Record) -> None:
-    """Raise ``RuleViolation`` if the key takes no value, or if metadata are neither text nor a finite number."""
-    if rules.KEYS[record.key].value is None and record.value is not None:
-        raise RuleViolation(f"{record.key}: value {record.value!r}, expected none")
-    for name, value in record.metadata.items():
-        if name in ("file", "lineno"):
-            raise RuleViolation(f"{record.key}: {name} is filled in by the log itself, leave it out")
-        if not isinstance(value, str) and not rules.is_number(value):
-            raise RuleViolation(f"{record.key}: {name} is {value!r}, expected text or a finite number")
 
 
 def _check_initialized(run: LoggedRun, tensors: list[object]) -> None:
@@ -304,13 +278,6 @@ def _check_initialized(run: LoggedRun, tensors: list[object]) -> None:
             f"weights_initialization: {len(tensors)} tensors in a closed run, expected the {len(expected)} of BERT-Large, "
             "once each; train BERT-Large, or set the division to open"
         )
-
-
-def _check_end(run: LoggedRun, status: object, train_samples: object) -> None:
-    """Raise ``RuleViolation`` if the rules do not allow the run to end with this status and number of sequences."""
-    broken = [*left_open(run), *(unearned_success(run, train_samples) if status == "success" else ())]
-    if broken:
-        raise RuleViolation(f"run_stop: status {status}, but {broken[0]}")
 
 
 class _LineHandler(logging.Handler):

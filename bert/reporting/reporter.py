@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol
 
-from bert.reporting.against_plan import AgainstPlan
+from bert.configuration.run_plan import RunPlan
+from bert.reporting.against_plan import compare_with_plan, difference
 from bert.reporting.displays import RunProgress
-from compliance.log.records import EndRecord, Record, StepRecord, Straggler, WarningRecord
+from compliance.log.records import EndRecord, Record, Straggler, WarningRecord
 
 
 @dataclass(frozen=True)
@@ -39,8 +40,8 @@ class Sink(Protocol):
 class Reporter:
     """Reporter that passes each record to every sink and measures the run's time. Only rank 0 has sinks."""
 
-    def __init__(self, progress: RunProgress, sinks: list[Sink], against_plan: AgainstPlan | None = None) -> None:
-        self._progress, self._sinks, self._against_plan = progress, sinks, against_plan
+    def __init__(self, progress: RunProgress, sinks: list[Sink], plan: RunPlan | None = None) -> None:
+        self._progress, self._sinks, self._plan = progress, sinks, plan
         self._began = time.perf_counter()
 
     def begin(self) -> None:
@@ -68,17 +69,16 @@ class Reporter:
     def write(self, record: Record) -> None:
         """Write ``record`` to all sinks."""
         # Update the progress before the sinks, because displays show the progress including this record.
-        self._progress.add(record)
-        if self._against_plan and isinstance(record, StepRecord):
-            self._against_plan.add(record)
+        self._progress.records.add(record)
         for sink in self._sinks:
             sink.write(record)
 
     def end(self, steps: int, record: EndRecord) -> None:
         """Report the comparison with the plan, if any, and the end of the run after ``steps`` steps."""
-        if self._against_plan and (compared := self._against_plan.record()):
+        if self._plan and (intervals := self._progress.records.steps):
+            compared = compare_with_plan(self._plan, intervals)
             self.write(compared)
-            if text := self._against_plan.warning(compared):
+            if text := difference(compared):
                 self.warn(steps, text)
         self.write(record)
 

@@ -31,6 +31,8 @@ VIRTUAL_STAGES = (1, 2, 4)
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 """In order of decreasing memory and increasing time."""
 BEST = 5
+_REACH = 1.1
+"""Ways are predicted from several steps if their first step suggests at most this multiple of the fifth best time."""
 _MICRO_BATCHES = 2
 """Number of micro-batch sizes to try, starting with the largest that fits."""
 USABLE_MEMORY = 0.9
@@ -87,8 +89,11 @@ def search(config: Config, work: Work, target: Target) -> Found:
     for each in sorted(first, key=lambda candidate: candidate.least_seconds):
         if _may_be_among_best(each.least_seconds, ranked):
             ranked += search.other_reductions(each)
-    # Predicting one step was enough to skip slow ways. Comparing the remaining ways takes several steps.
-    ranked = sorted(map(search.refine, ranked), key=lambda candidate: candidate.seconds)
+    ranked.sort(key=lambda candidate: candidate.seconds)
+    # Predicting one step was enough to find the slow ways. Comparing the fast ways takes several steps.
+    limit = _REACH * ranked[:BEST][-1].seconds
+    ranked = [search.refine(each) if each.seconds <= limit else each for each in ranked]
+    ranked.sort(key=lambda candidate: candidate.seconds)
     return Found(tuple(ranked[:BEST]), tuple(ranked), tuple(dict.fromkeys(search.refusals)))
 
 

@@ -33,12 +33,11 @@ _PERIOD = 61
 
 @dataclass(frozen=True)
 class WrongResult:
-    """A wrong result of a collective on a rank. ``source`` is the rank whose data is wrong, or -1 if unknown."""
+    """A wrong result of a collective on a rank."""
 
     operation: Operation
     scope: Scope
     rank: int
-    source: int
     elements: int
 
 
@@ -69,7 +68,7 @@ def measure_collectives(mesh: Mesh, seconds: float) -> tuple[list[Collective], l
 
 def _times(
     mesh: Mesh, group: dist.ProcessGroup, ranks: list[int], operation: Operation, seconds: float
-) -> tuple[list[tuple[int, float, float]], list[tuple[int, int, int]]]:
+) -> tuple[list[tuple[int, float, float]], list[tuple[int, int]]]:
     points, wrong, spent, size = [], [], 0.0, _SMALLEST_BYTES
     while size <= _LARGEST_BYTES:
         left, next_one = seconds - spent, _FACTOR * points[-1][1] if points else 0.0
@@ -89,14 +88,13 @@ def _times(
 
 @dataclass(frozen=True)
 class Trial:
-    """A collective on one rank: its buffers, the call, the expected result, and the source rank of each piece."""
+    """A collective on one rank: its buffers, the call, and the expected result."""
 
     own: Tensor
     out: Tensor
     right: Tensor
     action: Callable[[], object]
-    sources: list[int]
-    is_in_place: bool
+    is_in_place: bool = False
 
     @classmethod
     def of(
@@ -117,23 +115,23 @@ class Trial:
         total = (whole * many + sum(other % _PERIOD for other in range(many))).float()
         out = torch.empty_like(own)
         if operation == "all-reduce":
-            return cls(own, out, total, lambda: dist.all_reduce(out, group=group), [], True)
+            return cls(own, out, total, lambda: dist.all_reduce(out, group=group), is_in_place=True)
         if operation == "reduce-scatter":
             out = torch.empty_like(own[mine])
-            return cls(own, out, total[mine], lambda: reduce_scatter_single(out, own, group=group), [], False)
+            return cls(own, out, total[mine], lambda: reduce_scatter_single(out, own, group=group))
         if operation == "all-to-all":
             right = torch.cat([whole[mine] + other % _PERIOD for other in range(many)]).float()
-            return cls(own, out, right, lambda: dist.all_to_all_single(out, own, group=group), ranks, False)
+            return cls(own, out, right, lambda: dist.all_to_all_single(out, own, group=group))
         right = whole.float()
         sent = right[mine].clone()
-        return cls(own, out, right, lambda: all_gather_single(out, sent, group=group), ranks, False)
+        return cls(own, out, right, lambda: all_gather_single(out, sent, group=group))
 
 
-def _run(mesh: Mesh, trial: Trial, repeats: int) -> tuple[list[float], float, list[tuple[int, int, int]]]:
+def _run(mesh: Mesh, trial: Trial, repeats: int) -> tuple[list[float], float, list[tuple[int, int]]]:
     """Return the slowest rank's seconds of each repetition, the processor seconds of one repetition summed over all ranks,
-    and (rank, source, number of wrong elements) of each wrong result.
+    and (rank, number of wrong elements) of each wrong result.
     """
-    took, busy, wrong, source = [], 0.0, 0, -1
+    took, busy, wrong = [], 0.0, 0
     for repeat in range(repeats + 1):  # the first repetition connects the ranks
         # Clear the output, because the previous result would pass the check.
         trial.out.copy_(trial.own) if trial.is_in_place else trial.out.zero_()
@@ -146,12 +144,7 @@ def _run(mesh: Mesh, trial: Trial, repeats: int) -> tuple[list[float], float, li
             took.append(time.perf_counter() - start)
             # process_time() includes all threads. Gloo's threads do the work of a collective.
             busy += (time.process_time() - before) / repeats
-        is_wrong = trial.out != trial.right
-        found = int(is_wrong.sum().item())
-        if found > wrong:
-            wrong = found
-            if trial.sources:
-                source = trial.sources[int(is_wrong.nonzero()[0].item()) * len(trial.sources) // len(is_wrong)]
-    found_RK = gather_numbers(np.array([*took, busy, wrong, source]), mesh)
-    errors = [(rank, int(row[-1]), int(row[-2])) for rank, row in enumerate(found_RK) if row[-2]]
+        wrong = max(wrong, int((trial.out != trial.right).sum().item()))
+    found_RK = gather_numbers(np.array([*took, busy, wrong]), mesh)
+    errors = [(rank, int(row[-1])) for rank, row in enumerate(found_RK) if row[-1]]
     return found_RK[:, : len(took)].max(axis=0).tolist(), float(found_RK[:, len(took)].sum()), errors

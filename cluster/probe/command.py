@@ -18,11 +18,10 @@ from bert.parallel.launch import Launch
 from bert.parallel.mesh import Mesh, join_mesh, leave_mesh
 from cluster.probe.collectives import measure_collectives
 from cluster.probe.computations import measure_computations, measure_contention
-from cluster.probe.computing import cells_of, gather_numbers, measure_rates
+from cluster.probe.computing import busy_machines, cells_of, gather_numbers, measure_rates, processor_seconds
 from cluster.probe.findings import SCREENING, Measured, find_leaves, find_outliers
 from cluster.probe.links import Paths, measure_paths
 from cluster.probe.machine import Facts, facts_of
-from cluster.probe.others import processor_seconds, watch_others
 from cluster.probe.schedule import Pairs, rounds_of_pairs
 from cluster.view import Link, Rank, Rate, View, write_view
 from console.files import require_writable
@@ -114,12 +113,16 @@ def _measure(mesh: Mesh, seconds: float) -> View | None:
         measured = _join_turns(measured, once())
     contention = measure_contention(mesh, processors, _CONTENTION * seconds)
     computations = measure_computations(mesh, processors, _COMPUTATIONS * seconds)
-    for line in watch_others(mesh, before, every):
-        if mesh.is_main:
-            complain(line, "warning")
+    spent_R3 = gather_numbers(processor_seconds() - before, mesh)
     collectives, wrong = measure_collectives(mesh, _COLLECTIVES * seconds) if mesh.world_size > 1 else ([], [])
     if not mesh.is_main:
         return None
+    for host, share in busy_machines(spent_R3, every).items():
+        complain(
+            f"host {host} is busy: other programs took {share:.0%} of its processors during the probe, so its measured "
+            "rates are too low. Probe again when it is idle",
+            "warning",
+        )
     switches, source = find_leaves(measured)
     return View(
         datetime.now(UTC).isoformat(timespec="seconds"),

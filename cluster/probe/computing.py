@@ -14,16 +14,20 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 from numpy.typing import NDArray
 
 from bert.parallel.collectives import all_reduce_, barrier
 from bert.parallel.mesh import Mesh
 from bert.parallel.single import all_gather_single
+from cluster.probe.machine import Facts
 from cluster.view import Quantity
 
 _LAUNCHES = 1000
 _LONGEST_WINDOW_S = 0.3
+_MOST_OF_OTHERS = 0.1
+"""Share of a machine's processors that other programs may use without a warning."""
 
 
 @dataclass(frozen=True)
@@ -120,3 +124,25 @@ def gather_numbers(own: NDArray[Any], mesh: Mesh) -> NDArray[Any]:
     received = sent.new_empty(mesh.world_size * sent.numel())
     all_gather_single(received, sent)
     return received.cpu().numpy().reshape(mesh.world_size, *own.shape)
+
+
+def processor_seconds() -> NDArray[np.float64]:
+    """Return [busy, total, own]: this machine's busy and total processor seconds, and the seconds of this process."""
+    times = psutil.cpu_times()
+    whole = sum(times[:8])  # user time already includes the time of guests
+    return np.array([whole - times.idle - times.iowait, whole, time.process_time()])
+
+
+def busy_machines(spent_R3: NDArray[np.float64], every: Sequence[Facts]) -> dict[str, float]:
+    """Return the share of processors that other programs took, for each machine on which they took more than a tenth.
+
+    ``spent_R3`` is the increase of `processor_seconds` on each rank. The key is the name of the machine's first host.
+    """
+    found = {}
+    for machine in dict.fromkeys(facts.machine for facts in every):
+        ranks = [rank for rank, facts in enumerate(every) if facts.machine == machine]
+        busy, whole, _ = spent_R3[ranks[0]]  # all ranks of a machine read the same counters
+        share = (busy - spent_R3[ranks, 2].sum()) / whole if whole else 0.0
+        if share > _MOST_OF_OTHERS:
+            found[every[ranks[0]].host.name] = share
+    return found

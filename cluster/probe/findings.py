@@ -251,7 +251,5 @@ def _card(measured: Measured, rank: int) -> str:
 
 
 def _describe_wrong(measured: Measured, wrong: WrongResult) -> Outlier:
-    whose = f", in the piece of {_name(measured, wrong.source)}" if wrong.source >= 0 else ""
-    name = f"{_name(measured, wrong.rank)} got {wrong.elements} wrong elements from {wrong.operation} ({wrong.scope}){whose}"
-    ranks = (wrong.rank,) if wrong.source in (-1, wrong.rank) else (wrong.rank, wrong.source)
-    return Outlier("rank", name, "wrong result", 0.0, 0.0, 0.0, ranks)
+    name = f"{_name(measured, wrong.rank)} got {wrong.elements} wrong elements from {wrong.operation} ({wrong.scope})"
+    return Outlier("rank", name, "wrong result", 0.0, 0.0, 0.0, (wrong.rank,))

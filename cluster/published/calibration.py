@@ -96,15 +96,12 @@ def fit(
     mean = np.array([prior_of(name).mean for name in names])
     deviation = np.array([prior_of(name).deviation for name in names])
     alike = Counter(result.kind for result in observed)
+    # The squares of n equal results are summed, so a factor n ** -0.25 gives them the total weight of n ** 0.5 results.
+    weighted = [(result, alike[result.kind] ** -0.25) for result in observed]
 
     def residuals(x: np.ndarray) -> np.ndarray:
         parameters = dict(zip(names, x.tolist(), strict=True))
-        # The squares of n equal results are summed, so a factor n ** -0.25 gives them the total weight of n ** 0.5 results.
-        found = [
-            _cauchy(misfit) * alike[result.kind] ** -0.25
-            for result in observed
-            for misfit in _misfits(parameters, result)
-        ]
+        found = [_cauchy(misfit) * weight for result, weight in weighted for misfit in _misfits(parameters, result)]
         return np.concatenate([found, (x - mean) / deviation])
 
     begin = mean if start is None else np.array([start.get(name, prior_of(name).mean) for name in names])
@@ -118,9 +115,10 @@ def _misfits(parameters: Parameters, result: Result) -> list[float]:
     if result.samples is None:
         total = run_time(parameters, result.run).total
         return [math.log(result.seconds / total) / math.hypot(TIME_SCALE, SAMPLES_SCALE)]
-    log_samples = log_samples_needed(parameters, result.run, step_parts(parameters, result.run))
+    step = step_parts(parameters, result.run)
+    log_samples = log_samples_needed(parameters, result.run, step)
     # Predict the time for the samples that the result actually took, so that the two residuals are independent.
-    total = run_time(parameters, result.run, result.samples).total
+    total = run_time(parameters, result.run, result.samples, step).total
     return [math.log(result.seconds / total) / TIME_SCALE, (math.log(result.samples) - log_samples) / SAMPLES_SCALE]
 
 

@@ -114,9 +114,11 @@ class RunTime:
         return cls(samples, steps, evaluations, {name: steps * seconds for name, seconds in step.items()} | others)
 
 
-def run_time(p: Parameters, run: TimedRun, samples: float | None = None) -> RunTime:
-    """Return the time of a run to ``samples``, or to the predicted number of samples if None."""
-    step = step_parts(p, run)
+def run_time(
+    p: Parameters, run: TimedRun, samples: float | None = None, step: dict[str, float] | None = None
+) -> RunTime:
+    """Return the time of a run to ``samples``, or to the predicted number if None. ``step`` holds its known `step_parts`."""
+    step = step or step_parts(p, run)
     samples = samples or exp(log_samples_needed(p, run, step))
     sequences = run.batch / run.machine.accelerators
     sequence = (step["matrix"] + step["memory"] + step["power"]) / sequences

@@ -31,7 +31,8 @@ def check_lines(context: CheckedLog) -> Iterator[Finding]:
         yield Finding(problem.line, "", "log format", found, remedy, severity=problem.severity)
     if context.log.given_up:
         found = f"{context.log.given_up}: the rest was not read"
-        yield Finding(None, "", "SR Submission form", found, context.log.remedy)
+        remedy = "log one run a file, and keep telemetry and other programs' output in other files"
+        yield Finding(None, "", "SR Submission form", found, remedy)
         return
     if not context.log.token_lines:
         found = "no MLLOG record in the file; expected the log of a run"

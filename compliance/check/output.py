@@ -1,48 +1,17 @@
-"""Print verdicts, one line each followed by its findings, and a total at the end. Known findings can be left out."""
+"""Print verdicts, one line each followed by its findings, and a total at the end."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
-from pathlib import Path
 
-from compliance.artefact import MAX_FILE_BYTES
 from compliance.log.findings import Verdict
 from compliance.log.rules import NEWEST_RULESET
-from console.files import read_json
 from console.program import say
 from console.text import counted, visible
 
 MAX_NAMED = 5
 """Maximum number of failures named in the total."""
-
-Known = frozenset[tuple[str, str, str, str]]
-"""(file, key, rule, found) of each known finding. The line is not part of it, because lines may move."""
-
-
-def read_known(path: Path) -> Known:
-    """Read the findings that an earlier `check --json` printed.
-
-    Raises:
-        ValueError: the file cannot be read, or is not the output of `check --json`.
-    """
-    verdicts = read_json(path, MAX_FILE_BYTES, "write it by `python -m compliance check PATH... --json > FILE`")
-    try:
-        found = [(verdict["file"], finding) for verdict in verdicts for finding in verdict["findings"]]
-        return frozenset((file, finding["key"], finding["rule"], finding["found"]) for file, finding in found)
-    except (TypeError, KeyError) as error:
-        expected = "expected what `python -m compliance check PATH... --json` prints"
-        raise ValueError(f"{path}: is not a list of verdicts with findings, {expected}") from error
-
-
-def without_known(verdicts: Sequence[Verdict], known: Known) -> tuple[list[Verdict], int]:
-    """Return the verdicts without the known findings, and the number of findings left out."""
-    kept = []
-    for verdict in verdicts:
-        keyed = [((str(verdict.path), each.key, each.rule, each.sentence), each) for each in verdict.findings]
-        kept.append(replace(verdict, findings=tuple(finding for key, finding in keyed if key not in known)))
-    return kept, sum(len(verdict.findings) for verdict in verdicts) - sum(len(verdict.findings) for verdict in kept)
 
 
 def say_verdicts(verdicts: Sequence[Verdict], *, quiet: bool = False) -> None:
@@ -68,7 +37,7 @@ def _say_verdict(verdict: Verdict) -> None:
     Console(highlight=False).print(line.append(visible(text), style="not bold default"), soft_wrap=True)
 
 
-def total(verdicts: Sequence[Verdict], *, is_accepted: bool, ignored: int = 0) -> str:
+def total(verdicts: Sequence[Verdict], *, is_accepted: bool) -> str:
     """Return one line that counts the passing and failing logs, folders and descriptions, and names failures."""
     others = [verdict for verdict in verdicts if verdict.path.suffix == ".json" or verdict.path.is_dir()]
     logs = [verdict for verdict in verdicts if verdict not in others]
@@ -81,7 +50,7 @@ def total(verdicts: Sequence[Verdict], *, is_accepted: bool, ignored: int = 0) -
     rulesets = {verdict.ruleset for verdict in verdicts}
     if rulesets - {NEWEST_RULESET}:
         parts.append(f"checked under ruleset {', '.join(sorted(rulesets))}")
-    return "; ".join([*parts, *([f"{counted(ignored, 'known finding')} ignored"] if ignored else [])])
+    return "; ".join(parts)
 
 
 def _share(counted_noun: str, verdicts: Sequence[Verdict]) -> str:

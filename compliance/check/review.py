@@ -97,7 +97,6 @@ def _rule(name: str, text: str) -> dict[str, Any]:
     return {
         "id": name,
         "shortDescription": {"text": text},
-        "fullDescription": {"text": f"Rules of MLPerf Training BERT: {text}"},
         "help": {"text": f"{text}. TR: training_rules.adoc, SR: submission_rules.adoc, *.yaml: the official checker."},
         "properties": {"tags": ["compliance"]},
     }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -10,15 +9,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from compliance.convergence.reference_points import Reference, largest_batch_size, reference
-from compliance.convergence.selection import olympic_mean
+from compliance.convergence.selection import FAILED, olympic_mean
 from compliance.log import rules
 from compliance.log.rules import SUBMISSION_RUNS
 from compliance.log.schedule import evaluation_interval, evaluation_samples
+from console.text import counted
 
 Outcome = Literal["pass", "scaled", "fail", "no reference", "unfinished"]
-
-# Infinity sorts as the slowest run, which the Olympic mean drops. A second such run makes the mean infinite.
-NOT_CONVERGED = math.inf
 
 MAX_EVALUATIONS = 2**20
 
@@ -63,12 +60,12 @@ def outlook(
     if missing < 0:
         raise ValueError(f"{len(samples)} runs, expected at most {SUBMISSION_RUNS}")
     found = reference(ruleset, global_batch_size) if division == "closed" else None
-    values = [NOT_CONVERGED if count is None else float(count) for count in samples]
+    values = [FAILED if count is None else float(count) for count in samples]
     mean = _mean_so_far(values)
     head = _head(values, mean)
     scaling = found.scaling(mean) if found and mean else 1.0
     # Two runs that did not converge fail a set in either division, with or without a reference.
-    if values.count(NOT_CONVERGED) > 1:
+    if values.count(FAILED) > 1:
         lost = "only one run of a set may fail to converge, so this set is not a result (TR 12)"
         return Outlook(found, mean, "fail", scaling, f"{head}; {lost}.")
     if found is None:
@@ -77,22 +74,27 @@ def outlook(
             largest = largest_batch_size(ruleset)
             why = f"batch size {global_batch_size} is above the largest one, {largest}; submit reference runs (TR 13.1)"
         return Outlook(None, mean, "no reference", 1.0, f"{head}; no reference convergence point: {why}.")
+    basis = f"mean {found.mean:,.0f}, minimum {found.minimum:,.0f}, {found.description}"
     if not missing:
         assert mean is not None  # at most one run has not converged, out of three or more
-        return Outlook(found, mean, found.verdict(mean), scaling, f"{head}: {_describe(found, mean)}")
+        verdict = found.verdict(mean)
+        said = {
+            "pass": "the set passes, and its score stands as it is",
+            "scaled": f"the set passes, and its score is multiplied by {scaling:.6f}",
+            "fail": "the set converges faster than the reference can explain, and fails",
+        }
+        return Outlook(found, mean, verdict, scaling, f"{head}: {said[verdict]} (reference: {basis}).")
     to_pass = _first_evaluation(found, values, missing, found.minimum)
     to_stand = _first_evaluation(found, values, missing, found.mean)
     sentence = (
-        f"{head}. The complete set passes from a mean of {found.minimum:,.0f}, and its score stands unscaled from "
-        f"{found.mean:,.0f} ({found.description}). {_condition(found, 'pass', to_pass, missing)} "
+        f"{head} (reference: {basis}). {_condition(found, 'pass', to_pass, missing)} "
         f"{_condition(found, 'stand unscaled', to_stand, missing)}"
     )
-    verdict = "unfinished" if to_pass else "fail"
-    return Outlook(found, mean, verdict, scaling, sentence)
+    return Outlook(found, mean, "unfinished" if to_pass else "fail", scaling, sentence)
 
 
 def _mean_so_far(values: Sequence[float]) -> float | None:
-    converged = [value for value in values if value != NOT_CONVERGED]
+    converged = [value for value in values if value != FAILED]
     if not converged or len(values) - len(converged) > 1:
         return None
     # With one or two runs, no run can be dropped yet.
@@ -117,13 +119,10 @@ def _first_evaluation(found: Reference, values: list[float], missing: int, bound
     return first if first <= MAX_EVALUATIONS else None
 
 
-# In words
-
-
 def _head(values: list[float], mean: float | None) -> str:
     is_complete = len(values) == SUBMISSION_RUNS
     count = f"{SUBMISSION_RUNS} runs" if is_complete else f"{len(values)} of {SUBMISSION_RUNS} runs"
-    if failed := values.count(NOT_CONVERGED):
+    if failed := values.count(FAILED):
         count += f", {failed} of them not converged" + (" and dropped as the slowest" if failed == 1 else "")
     if mean is None:
         return count
@@ -132,27 +131,10 @@ def _head(values: list[float], mean: float | None) -> str:
     return f"{count}, mean{so_far} {mean:,.0f} samples{trimmed}"
 
 
-def _describe(found: Reference, mean: float) -> str:
-    verdict = found.verdict(mean)
-    if verdict == "pass":
-        said = f"at or above the reference's mean of {found.mean:,.0f}; the set passes and its score stands as it is"
-    elif verdict == "scaled":
-        said = (
-            f"between the minimum of {found.minimum:,.0f} and the reference's mean of {found.mean:,.0f}; "
-            f"the set passes and its score is multiplied by {found.scaling(mean):.6f}"
-        )
-    else:
-        said = (
-            f"{1 - mean / found.minimum:.2%} below the minimum of {found.minimum:,.0f} (reference's mean "
-            f"{found.mean:,.0f}); the set converges faster than the reference can explain and fails"
-        )
-    return f"{said} ({found.description})."
-
-
 def _condition(found: Reference, outcome: str, evaluation: int | None, missing: int) -> str:
-    runs = "the missing run converges" if missing == 1 else f"all {missing} missing runs converge"
+    runs = counted(missing, "missing run")
     if evaluation is None:
-        return f"It can no longer {outcome}, whatever the missing {'run does' if missing == 1 else 'runs do'}."
-    if evaluation == 1:
-        return f"It will {outcome} if {runs}, at any evaluation."
-    return f"It will {outcome} if {runs} at evaluation {evaluation} ({_samples(found, evaluation):,}) or later."
+        return f"The set can no longer {outcome}, whatever the {runs} may do."
+    verb = "converges" if missing == 1 else "converge"
+    when = f"at evaluation {evaluation} ({_samples(found, evaluation):,}) or later"
+    return f"The set will {outcome} if the {runs} {verb} {when}."

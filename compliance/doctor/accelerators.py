@@ -33,8 +33,6 @@ def accelerators(run: ExaminedRun, found: Gpus, pytorch: Mapping[str, Any]) -> I
     if len(found.gpus) > 1:
         yield _links(found)
     yield _pytorch(run, found, pytorch)
-    for lacking, remedy in pytorch.get("Triton lacks", []):
-        yield fail("Triton", lacking, remedy)
 
 
 def _number_and_kind(run: ExaminedRun, found: Gpus) -> Iterator[Diagnosis]:

@@ -30,7 +30,6 @@ PYTORCH_TIMEOUT_S = 90.0
 
 _ASK_PYTORCH = """
 import json, torch
-from console.cuda import lacks_of_triton
 cudnn = torch.backends.cudnn.version()
 nccl = torch.cuda.nccl.version() if torch.version.cuda and torch.distributed.is_nccl_available() else None
 trouble = ""
@@ -45,7 +44,6 @@ print(json.dumps({
     "NCCL": nccl and ".".join(map(str, nccl)),
     "gpus": torch.cuda.device_count(),
     "trouble": trouble,
-    "Triton lacks": lacks_of_triton(),
 }))
 """
 

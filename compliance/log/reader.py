@@ -7,7 +7,6 @@ long line takes at most `MAX_LINE_BYTES`, and all records take a multiple of `MA
 
 from __future__ import annotations
 
-import codecs
 import io
 import os
 from collections.abc import Iterator
@@ -35,15 +34,6 @@ MAX_HEADER_LINES = 10_000
 MAX_HEADER_BYTES = 2**16
 """Maximum length of a plain line that is parsed as a header line."""
 
-KEEP_APART = "log one run a file, and keep telemetry and other programs' output in other files"
-
-OTHER_FORMATS = {
-    b"\x1f\x8b": ("packed by gzip; expected plain text", "unpack it with `gunzip`"),
-    codecs.BOM_UTF16_LE: ("UTF-16 text; expected UTF-8", "convert it: `iconv -f UTF-16 -t UTF-8`"),
-    codecs.BOM_UTF16_BE: ("UTF-16 text; expected UTF-8", "convert it: `iconv -f UTF-16 -t UTF-8`"),
-}
-"""First bytes of file formats other than plain text, with the fault and the remedy for each."""
-
 
 @dataclass
 class Log:
@@ -61,7 +51,6 @@ class Log:
         overlong: whether a line with the token was longer than `MAX_LINE_BYTES`.
         chain: state of the digest chain.
         given_up: why the log was not read to its end; "" if it was read completely.
-        remedy: what to do about `given_up`.
     """
 
     path: Path
@@ -74,7 +63,6 @@ class Log:
     overlong: bool = False
     chain: ChainCheck = field(default_factory=ChainCheck)
     given_up: str = ""
-    remedy: str = ""
 
     @cached_property
     def by_key(self) -> dict[str, list[Record]]:
@@ -106,14 +94,9 @@ def read_log(path: Path) -> Log:
     try:
         with open_regular(path) as file:
             log = Log(path, os.fstat(file.fileno()).st_size)
-            head = file.read(2)
-            file.seek(0)
             if log.size > MAX_LOG_BYTES:
                 limit = f"expected at most {MAX_LOG_BYTES >> 20} MiB to be read at all"
-                log.given_up, log.remedy = f"a file of {log.size / 2**20:,.1f} MiB; {limit}", KEEP_APART
-            elif head in OTHER_FORMATS:
-                found, log.remedy = OTHER_FORMATS[head]
-                log.given_up = f"the file is {found}"
+                log.given_up = f"a file of {log.size / 2**20:,.1f} MiB; {limit}"
             else:
                 _read_lines(log, file)
     except OSError as error:
@@ -145,7 +128,6 @@ def _read_lines(log: Log, file: IO[bytes]) -> None:
         record_bytes += len(line)
         if record_bytes > MAX_RECORD_LINES_BYTES:
             log.given_up = f"more than {MAX_RECORD_LINES_BYTES >> 20} MiB of records; expected the records of one run"
-            log.remedy = KEEP_APART
             return
         log.token_lines += 1
         record, problems = parse_line(content, number)

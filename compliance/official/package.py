@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from compliance.artefact import MAX_FILE_BYTES
 from compliance.folders import BenchmarkFolder, absolute
 from compliance.log.findings import Outcome
 from compliance.official import process
-from console.files import read_json
 from console.text import visible
 
 TIMEOUT_S = 600
@@ -35,21 +34,6 @@ class Answer:
     message: str = ""
 
 
-@dataclass(frozen=True)
-class Score:
-    """Figures of the result summarizer for one system. A figure that it does not give is None.
-
-    Attributes:
-        minutes: the score after scaling.
-        samples: mean samples to the target; None in the open division.
-    """
-
-    minutes: float | None = None
-    scaling: float | None = None
-    samples: float | None = None
-    fault: str = ""
-
-
 def ask(part: str, path: Path, ruleset: str) -> Answer:
     """Have the official tool check a system description (part "system") or a whole submission (part "repository").
 
@@ -62,21 +46,15 @@ def ask(part: str, path: Path, ruleset: str) -> Answer:
     return Answer("pass" if answer["passed"] else "fail", visible(answer["message"], MAX_TEXT_CHARACTERS))
 
 
-def ask_about_folder(folder: BenchmarkFolder, division: str, ruleset: str) -> Answer:
-    """Have the package checker check one benchmark folder with logs of `division`. Raises as `ask` does."""
+def ask_about_folder(folder: BenchmarkFolder, description: Mapping[str, Any], ruleset: str) -> Answer:
+    """Have the package checker check one benchmark folder and its description's fields. Raises as `ask` does."""
     # Use a copy, because the package checker writes files into the results folder.
     with tempfile.TemporaryDirectory(prefix="compliance-") as copy:
-        _link(folder, division, Path(copy))
+        _link(folder, description, Path(copy))
         return ask("package", Path(copy), ruleset)
 
 
-def ask_for_score(tree: Path, ruleset: str) -> Score:
-    """Ask the result summarizer for the score of a submission with one system. Raises as `ask` does."""
-    answer = process.ask("score", absolute(tree), ruleset, TIMEOUT_S)
-    return Score(fault=visible(answer["crash"], MAX_TEXT_CHARACTERS)) if "crash" in answer else Score(**answer)
-
-
-def _link(folder: BenchmarkFolder, division: str, copy: Path) -> None:
+def _link(folder: BenchmarkFolder, description: Mapping[str, Any], copy: Path) -> None:
     """Create a submission of links that contains only this folder."""
     name = absolute(folder.path).name
     here = copy / "results" / folder.system / name
@@ -95,15 +73,4 @@ def _link(folder: BenchmarkFolder, division: str, copy: Path) -> None:
             (copied / PARAMETERS).symlink_to(absolute(given / PARAMETERS))
     (copy / "systems").mkdir()
     if folder.description.is_file():
-        content = _object(folder.description)
-        # The checker crashes without this field. The description itself is checked separately.
-        content.setdefault("division", division)
-        (copy / "systems" / folder.description.name).write_text(json.dumps(content))
-
-
-def _object(path: Path) -> dict[str, Any]:
-    try:
-        content = read_json(path, MAX_FILE_BYTES, "")
-    except ValueError:
-        return {}
-    return content if isinstance(content, dict) else {}
+        (copy / "systems" / folder.description.name).write_text(json.dumps(description))

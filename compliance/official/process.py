@@ -8,11 +8,11 @@ from __future__ import annotations
 import atexit
 import json
 import os
-import select
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from contextlib import suppress
 from functools import cache
@@ -62,37 +62,26 @@ class Worker:
 
     def answer(self, question: str, subject: str | int, ruleset: str, timeout_s: float) -> dict[str, Any]:
         """Return the answer to a question, or {"crash": reason} if there is none."""
-        line = json.dumps([question, subject, ruleset]).encode() + b"\n"
-        name = NAMES.get(question, "tool")
+        request = json.dumps([question, subject, ruleset]).encode() + b"\n"
         # Try twice, because the process may have died on the previous question.
         for _ in range(2):
-            answer = self._exchange(self.process or self._start(), line, timeout_s)
-            if answer is None:
-                self.end()
-                return {"crash": f"the official {name} did not end within {timeout_s} s"}
+            process, began_s = self.process or self._start(), time.monotonic()
+            assert process.stdin
+            assert process.stdout
+            watchdog = threading.Timer(timeout_s, _kill, [process])
+            watchdog.start()
+            with suppress(BrokenPipeError):  # a dead process gives an empty answer
+                process.stdin.write(request)
+                process.stdin.flush()
+            answer = process.stdout.readline()
+            watchdog.cancel()
             # An answer without a line end means that the process died while answering.
             if answer.endswith(b"\n"):
                 return json.loads(answer)
             self.end()
-        return {"crash": f"the official {name} ended without a verdict"}
-
-    @staticmethod
-    def _exchange(process: subprocess.Popen[bytes], request: bytes, timeout_s: float) -> bytes | None:
-        """Return the answer line to a request, truncated if the process died; None after a timeout."""
-        assert process.stdin
-        assert process.stdout
-        with suppress(BrokenPipeError):  # a dead process gives an empty answer
-            process.stdin.write(request)
-            process.stdin.flush()
-        answer, deadline_s = b"", time.monotonic() + timeout_s
-        # os.read() bypasses Python's buffer, which select() does not see.
-        while not answer.endswith(b"\n"):
-            if not select.select([process.stdout], [], [], max(0.0, deadline_s - time.monotonic()))[0]:
-                return None
-            if not (part := os.read(process.stdout.fileno(), 1 << 16)):
-                return answer
-            answer += part
-        return answer
+            if time.monotonic() - began_s >= timeout_s:
+                return {"crash": f"the official {NAMES[question]} did not end within {timeout_s} s"}
+        return {"crash": f"the official {NAMES[question]} ended without a verdict"}
 
     def _start(self) -> subprocess.Popen[bytes]:
         if find_spec("mlperf_logging") is None:
@@ -115,8 +104,7 @@ class Worker:
         process, self.process = self.process, None
         if process is None:
             return
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        _kill(process)
         for pipe in (process.stdin, process.stdout):
             # Closing flushes unread input, which fails because the process is gone.
             with suppress(OSError):
@@ -127,6 +115,11 @@ class Worker:
     def _close(self) -> None:
         self.end()
         self._temporary.cleanup()
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 @cache

@@ -1,26 +1,40 @@
-"""`python -m compliance package`: write the tree, run the official tools on it, and compare their figures with ours."""
+"""`python -m compliance package`: choose the runs, write the tree, run the official tools on it, and compare their figures.
+
+Only faults that leave nothing to package raise ValueError. The check of the written tree finds all other faults.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
+from shlex import quote
+from typing import Any
 
 from compliance.artefact import MAX_FILE_BYTES
+from compliance.check.checker import check_log
+from compliance.convergence.outlook import outlook
+from compliance.convergence.selection import FAILED, Selection, select
+from compliance.folders import BENCHMARK, absolute, numbered_logs
 from compliance.log.findings import Finding
-from compliance.log.rules import NOT_A_RESULT
-from compliance.official.package import Score, ask_for_score
-from compliance.package.assembly import make_package
-from compliance.package.tree import Package, PackageRequest
+from compliance.log.reader import Log, read_log
+from compliance.log.rules import NOT_A_RESULT, SUBMISSION_RUNS
+from compliance.official import process
+from compliance.package.source import SourceTree, tracked_source
+from compliance.package.tree import Package, PackageRequest, SubmittedRun, write_tree
 from compliance.submission.check import accepted, check_paths
+from compliance.submission.description import read_description
 from console.files import read_json
 from console.program import say
 from console.text import visible
 
 AGREEMENT = 1e-9
 """Maximum relative difference between our figures and the official figures."""
-MAX_NAMED = 100
-"""Maximum number of files that are named as left out of the source."""
+
+INDISPENSABLE_FIELDS = ("submitter", "division", "status", "system_name", "framework")
+
+TIMEOUT_S = 600
 
 
 def run(request: PackageRequest) -> int:
@@ -40,9 +54,9 @@ def run(request: PackageRequest) -> int:
     rows += [
         ("system description checker", each.official == "pass") for each in verdicts if each.path.suffix == ".json"
     ]
-    score = ask_for_score(request.tree, request.ruleset)
+    score = process.ask("score", absolute(request.tree), request.ruleset, TIMEOUT_S)
     differences, is_valid = [*_differences(package, score)], accepted(verdicts)
-    rows += [("result summarizer", score.minutes is not None), ("check of this repository", is_valid)]
+    rows += [("result summarizer", score.get("minutes") is not None), ("check of this repository", is_valid)]
     rows += [("score, scaling, samples equal", not differences)]
 
     say(f"{request.tree}: {request.system.stem}, {package.division} division, ruleset {request.ruleset}")
@@ -52,33 +66,108 @@ def run(request: PackageRequest) -> int:
     for name, passed in rows:
         say(f"{name:<30} {'pass' if passed else 'FAIL'}")
     say()
-    # One log of ten may fail. Its errors do not count if the folder passes.
-    for verdict in () if is_valid else verdicts:
-        for finding in verdict.errors:
+    for verdict in verdicts:
+        findings = verdict.findings
+        # One log of ten may fail. Its errors do not count if the folder passes.
+        if verdict.path.parent == package.results:
+            findings = () if is_valid else verdict.errors
+        for finding in findings:
             say(replace(finding, found=f"{verdict.path.name}: {finding.found}"))
     for finding in (*package.findings, *differences):
         say(finding)
-    if package.left_out:
-        few, more = ", ".join(map(visible, package.left_out[:MAX_NAMED])), len(package.left_out) - MAX_NAMED
-        say(f"not in the source, because of its name or size: {few}{f' and {more} more' if more > 0 else ''}")
     say(NOT_A_RESULT)
     return 0 if all(passed for _, passed in rows) else 1
 
 
-def _differences(package: Package, score: Score) -> Iterator[Finding]:
+def make_package(request: PackageRequest) -> Package:
+    """Write the submission tree request.out/request.org.
+
+    Raises:
+        ValueError: the logs, the description or the location do not allow a submission. Nothing was written.
+    """
+    if request.tree.exists():
+        raise ValueError(f"{request.tree} exists already: choose another --out, or remove it")
+    folder, system = absolute(request.runs), request.system.stem
+    # The parent's name is a system only for a benchmark folder. A folder of another name may be anywhere.
+    if folder.name == BENCHMARK and folder.parent.name != system:
+        raise ValueError(
+            f"{request.runs} holds the runs of {folder.parent.name!r}, but --system {request.system} describes {system!r}. "
+            f"Give --system .../{folder.parent.name}.json, or rename one of the two if they are the same system"
+        )
+    logs = [log for _, path in numbered_logs(request.runs) if (log := read_log(path)).run.is_ended]
+    fields = _description(request.system)
+    chosen, selection = _choose(logs, request)
+    first = next(run.log.run for run in chosen if run.minutes < FAILED)
+    samples = [run.log.run.converged_samples() for run in chosen]
+    ahead = outlook(samples, first.global_batch_size or 0, request.ruleset, division=first.division)
+    source = tracked_source()
+    findings = tuple(_source_findings(logs, source))
+    package = Package(request, first.division, chosen, selection, ahead, findings)
+    write_tree(package, fields, source)
+    return package
+
+
+def _description(path: Path) -> dict[str, Any]:
+    description = read_description(path)
+    if description.fault:
+        raise ValueError(f"{path}: {description.fault}, expected a system description")
+    for name in INDISPENSABLE_FIELDS:
+        if description.text(name) is None:
+            remedy = f"`python -m compliance system --out {quote(str(path))} --set {name}=...`"
+            raise ValueError(f"{path}: {name} is empty, expected text: {remedy}")
+    return description.fields
+
+
+def _choose(logs: list[Log], request: PackageRequest) -> tuple[tuple[SubmittedRun, ...], Selection]:
+    if len(logs) < SUBMISSION_RUNS:
+        remedy = f"`python -m compliance convergence {quote(str(request.runs))}` says what the missing runs must do"
+        raise ValueError(f"{request.runs}: {len(logs)} complete logs, expected {SUBMISSION_RUNS} (TR 12): {remedy}")
+    verdicts = [check_log(log, request.ruleset) for log in logs]
+    # A log that fails a check counts as a failed run, even if its status is success.
+    seconds = [log.run.seconds if verdict.passed else None for log, verdict in zip(logs, verdicts, strict=True)]
+    times = [FAILED if each is None else each / 60 for each in seconds]
+    selection = select([log.run.start_ms or 0 for log in logs], times, SUBMISSION_RUNS)
+    # The score is infinite if even the median window contains two failed runs.
+    if selection.score == FAILED:
+        failed = [verdict for verdict in verdicts if not verdict.passed]
+        named = "; ".join(f"{verdict.path.name}: {verdict.errors[0]}" for verdict in failed)
+        raise ValueError(
+            f"{request.runs}: {len(failed)} runs are not valid results, and a set of {SUBMISSION_RUNS} may hold one "
+            f"(TR 12): {named}. Run again"
+        )
+    # Renumber the runs from 0 in the order of their start.
+    chosen = enumerate(selection.chosen)
+    return tuple(SubmittedRun(f"result_{number}.txt", logs[run], times[run]) for number, run in chosen), selection
+
+
+def _source_findings(logs: list[Log], source: SourceTree) -> Iterator[Finding]:
+    rule = "SR Source code requirements for replication"
+    # Logs of other software do not name a commit.
+    if commits := {log.header["commit"] for log in logs if "commit" in log.header} - {source.commit}:
+        found = f"a log was made at commit {min(commits)!a}, but the source is packaged at {source.commit!r}"
+        remedy = "check out the commit of the runs and package from there"
+        yield Finding(None, "", rule, found, remedy, severity="warning")
+    if source.modified:
+        found, more = f"{source.modified[0]} differs from its commit", len(source.modified) - 1
+        remedy = "commit it, or package from a clean checkout: the packaged source must be the source that ran"
+        yield Finding(None, "", rule, found, remedy, severity="warning", more=more)
+
+
+def _differences(package: Package, score: dict[str, Any]) -> Iterator[Finding]:
     # The summarizer's convergence check writes this file if the score is scaled, and removes it otherwise.
     written = package.results / "scaling.json"
     factor = read_json(written, MAX_FILE_BYTES, "")["scaling_factor"] if written.is_file() else 1.0
     figures = [
-        ("score in minutes", package.minutes, score.minutes),
-        ("scaling", package.scaling, score.scaling),
+        ("score in minutes", package.minutes, score.get("minutes")),
+        ("scaling", package.scaling, score.get("scaling")),
         ("scaling of scaling.json", package.scaling, factor),
     ]
     if package.division == "closed":
-        figures.append(("mean samples to the target", package.outlook.mean, score.samples))
+        figures.append(("mean samples to the target", package.outlook.mean, score.get("samples")))
+    fault = f" ({visible(score['crash'])})" if "crash" in score else ""
     for name, ours, theirs in figures:
         # A figure that only one side has is also a difference.
         if ours is None or theirs is None or not math.isclose(ours, theirs, rel_tol=AGREEMENT):
             remedy = "do not submit it: one of the two programs is wrong about these logs"
-            found = f"the {name} is {ours} here and {theirs} there" + (f" ({score.fault})" if score.fault else "")
+            found = f"the {name} is {ours} here and {theirs} there{fault}"
             yield Finding(None, "", "result summarizer", found, remedy)

@@ -18,16 +18,16 @@ INDISPENSABLE = ("README.md", "Dockerfile", "LICENSE", "run_and_time.sh")
 class SourceTree:
     """Files of a source tree, as sorted paths below its root.
 
+    Left out are links, hidden files, files of more than 50 MiB, and names with spaces or unprintable characters, which a
+    submission must not contain.
+
     Attributes:
-        left_out: files that a submission must not contain: links, hidden files, files of more than 50 MiB, and names
-            with spaces or unprintable characters.
         commit: the commit that is checked out.
         modified: files that differ from the commit.
     """
 
     root: Path
     files: tuple[str, ...]
-    left_out: tuple[str, ...]
     commit: str
     modified: tuple[str, ...]
 
@@ -50,7 +50,7 @@ def tracked_source(root: Path = REPOSITORY) -> SourceTree:
         if name not in files:
             raise ValueError(f"{root} holds no {name}: package from a checkout of this repository")
     modified = [name for name in _git(root, "diff", "--name-only", "HEAD") if name in files]
-    return SourceTree(root, tuple(files), tuple(sorted({*names} - {*files})), commit.answer.strip(), tuple(modified))
+    return SourceTree(root, tuple(files), commit.answer.strip(), tuple(modified))
 
 
 def _may_be_submitted(path: Path, name: str) -> bool:

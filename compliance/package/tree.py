@@ -73,18 +73,15 @@ class Package:
     """A submission tree.
 
     Attributes:
-        runs: runs chosen from `all_runs`, in the order of their numbers in the tree.
-        left_out: source files that a submission must not contain.
-        findings: faults that do not prevent the submission.
+        runs: chosen runs, in the order of their numbers in the tree.
+        findings: faults of the source that do not prevent the submission.
     """
 
     request: PackageRequest
     division: rules.Division
     runs: tuple[SubmittedRun, ...]
     selection: Selection
-    all_runs: int
     outlook: Outlook
-    left_out: tuple[str, ...]
     findings: tuple[Finding, ...]
 
     @property
@@ -106,10 +103,11 @@ class Package:
     def choice(self) -> str:
         """How the runs were chosen, in words."""
         if len(self.selection.scores) == 1:
-            return f"All {self.all_runs} runs are submitted."
+            return f"All {SUBMISSION_RUNS} runs are submitted."
         scores = ", ".join(f"{score:.4f}" if score < FAILED else "invalid" for score in self.selection.scores)
+        all_runs = len(self.selection.scores) + SUBMISSION_RUNS - 1
         return (
-            f"{self.all_runs} runs were made. Sorted by their start, the windows of {SUBMISSION_RUNS} consecutive runs have "
+            f"{all_runs} runs were made. Sorted by their start, the windows of {SUBMISSION_RUNS} consecutive runs have "
             f"the Olympic scores {scores} (minutes); submitted is window {self.selection.window + 1}, the median (TR 12.1). "
             "The logs of the others are kept: a reviewer may ask for them."
         )

@@ -155,7 +155,9 @@ class Results:
         batch = self.global_batch_size
         if self.division != "closed" or not batch:
             return None
-        return outlook([run.logged.converged_samples() for run in self.submitted], batch, self.ruleset)
+        # A run in progress may still converge.
+        ended = [run.logged for run in self.submitted if run.logged.is_ended]
+        return outlook([run.converged_samples() for run in ended], batch, self.ruleset)
 
     @cached_property
     def findings(self) -> list[tuple[str, Finding]]:

@@ -181,7 +181,9 @@ def _check_folder(folder: BenchmarkFolder, runs: list[FolderRun], ruleset: str) 
     named = Counter(run.verdict.division for run in runs).most_common(1)
     division: rules.Division = "open" if named and str(named[0][0]).lower() == "open" else "closed"
     if folder.submission:
-        answer = ask_about_folder(folder, division, ruleset)
+        # The checker crashes without this field. The description itself is checked separately.
+        fields = {"division": division} | read_description(folder.description).fields
+        answer = ask_about_folder(folder, fields, ruleset)
     else:
         # Bare results may be incomplete, which the package checker does not accept. One log of ten may fail.
         failed = sum(run.verdict.official == "fail" for run in runs)
@@ -299,24 +301,21 @@ def _failed_runs(runs: Sequence[FolderRun], answer: Answer) -> Finding:
     """Return the finding about how failing logs affect the folder."""
     failed = [run for run in runs if not run.complete_verdict.passed]
     names = ", ".join(run.name for run in failed[:MAX_NAMED]) + (", ..." if len(failed) > MAX_NAMED else "")
-    verdict = failed[0].verdict
+    verdict, found = failed[0].verdict, f"{names} is not a valid result"
+    remedy = "correct what was found in it, or repeat the run"
     if len(failed) > 1:
         found = f"{len(failed)} of {len(runs)} logs are not valid results ({names})"
         found += f", expected at most one of {SUBMISSION_RUNS}"
     elif len(runs) < SUBMISSION_RUNS:
-        found = f"{names} is not a valid result, expected only valid logs before there are {SUBMISSION_RUNS}"
-    elif verdict.official == "pass" and verdict.passed:
-        found = f"{names} does not fit the other logs, expected ten runs of one entry, each with a seed of its own"
-    elif answer.outcome == "fail":
-        found = f"{names} is not a valid result, and cannot be dropped as the slowest run either: {answer.message}"
+        found += f", expected only valid logs before there are {SUBMISSION_RUNS}"
     elif verdict.official == "pass":
-        found = f"{names} is not a valid result, but the official tools count it, expected a log that both accept"
+        found += ", but the official tools count it, expected ten runs that both accept"
+    elif answer.outcome == "fail":
+        found += f", and cannot be dropped as the slowest run either: {answer.message}"
     else:
-        found = (
-            f"{names} is not a valid result: it counts as the slowest run, which is dropped, expected at most this one"
-        )
+        found += ": it counts as the slowest run, which is dropped, expected at most this one"
         return Finding(None, "", "TR 12", found, "keep all other runs valid", severity="warning")
-    return Finding(None, "", "TR 12", found, "correct what was found in it, or repeat the run")
+    return Finding(None, "", "TR 12", found, remedy)
 
 
 def _convergence(runs: Sequence[FolderRun], submission: Severity, ruleset: str) -> Iterator[Finding]:

@@ -24,14 +24,9 @@ from console.files import read_bounded
 RULE = "SR System description; system_desc_checker"
 
 TEXT_FIELDS = (
-    "submitter",
-    "system_name",
-    "host_processor_model_name",
-    "host_processor_core_count",
-    "accelerator_model_name",
-    "accelerators_per_node",
-    "framework",
-)
+    "submitter", "system_name", "host_processor_model_name", "host_processor_core_count", "accelerator_model_name",
+    "accelerators_per_node", "framework",
+)  # fmt: skip
 """Fields that the official description checker joins as text. A number in them crashes it."""
 
 AGREEMENT = "SR System description"
@@ -153,7 +148,7 @@ def against_logs(description: Description, runs: Sequence[LoggedRun]) -> Iterato
     # Each rank has its own accelerator. On CPUs the number of ranks says nothing about the hardware.
     ranks = "" if head["accelerator"].lower() in _NONE else head["processes"].partition(" ")[0]
     model, torch = head["cpu"].rpartition(", ")[0], f"PyTorch {head['torch']}" if head["torch"] else ""
-    compared: list[tuple[str, str, str, Callable[[str, str], bool]]] = [
+    compared: list[tuple[str, str | None, str, Callable[[str, str], bool]]] = [
         (
             "accelerator_model_name",
             description.text("accelerator_model_name") or "none",
@@ -161,8 +156,8 @@ def against_logs(description: Description, runs: Sequence[LoggedRun]) -> Iterato
             _same_device,
         ),
         ("accelerators_per_node", _accelerators(description), ranks, str.__eq__),
-        ("host_processor_model_name", description.text("host_processor_model_name") or "", model, _same_model),
-        ("framework", description.text("framework") or "", torch, _same_release),
+        ("host_processor_model_name", description.text("host_processor_model_name"), model, _same_model),
+        ("framework", description.text("framework"), torch, _same_release),
     ]
     for name, described, logged, agree in compared:
         if described and logged and not agree(described, logged):

@@ -1,12 +1,12 @@
 """Packing of several sequences into a row of ``capacity`` tokens, to reduce padding.
 
 ``pack_histogram`` (`dataloading.batches.packing_strategy`) chooses combinations of lengths from a histogram;
-``pack_samples`` and ``stream_packs`` assign samples to these combinations.
+``pack_samples`` assigns samples to these combinations.
 
 Shape legend: N samples, P packs.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,9 +14,6 @@ from numpy.typing import NDArray
 
 from dataloading.batches.packing_strategy import pack_histogram
 from dataloading.shards.samples import offsets_of, ragged_indices
-
-STREAM_WINDOW = 1 << 21
-"""Number of samples that ``stream_packs`` packs at a time."""
 
 
 @dataclass(frozen=True)
@@ -61,25 +58,3 @@ def pack_samples(
     samples = np.empty(len(lengths), np.int64)
     samples[np.argsort(slots, kind="stable")] = by_length
     return Packs(samples, offsets)
-
-
-def stream_packs(
-    lengths: NDArray[np.integer],
-    capacity: int = 512,
-    max_sequences: int | None = 3,
-    seed: int = 0,
-    window: int = STREAM_WINDOW,
-) -> Iterator[Packs]:
-    """Pack any number of samples, ``window`` samples at a time, and yield the packs of each window. Memory use depends
-    only on the window.
-
-    ``lengths`` may be a memory map. Window w is packed like ``pack_samples(..., seed=[seed, w])``. The samples should
-    be in random order, because samples of different windows never share a pack. Raises the same ``ValueError`` as
-    ``pack_histogram``.
-    """
-    if window < 1:
-        raise ValueError(f"window of {window} samples, expected at least 1")
-    for number, first in enumerate(range(0, len(lengths), window)):
-        packs = pack_samples(lengths[first : first + window], capacity, max_sequences, [seed, number])
-        np.add(packs.samples, first, out=packs.samples)
-        yield packs

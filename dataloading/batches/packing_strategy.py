@@ -9,7 +9,7 @@ Shape legend: C combinations, K longest combination, L = capacity + 1 possible l
 
 import itertools
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -21,11 +21,7 @@ _GOOD_ENOUGH = 1e-4
 _CLOSE_ENOUGH = 3e-5
 """Relative gap at which the rounds of linear programs stop."""
 _MAX_ROUNDS = 60
-"""Limit on the number of linear programs. Wikipedia's lengths need 8 with three sequences a pack, and 18 with twelve."""
-
-_PIECES = 12
-"""Most sequences in a combination of the first linear program, unless twice the mean is more. This is enough unless long
-sequences leave room that only many short sequences can fill."""
+"""Limit on the number of linear programs. Wikipedia's lengths need 10 with three sequences a pack."""
 
 Combination = tuple[int, ...]
 """Lengths of the sequences in one pack, longest first."""
@@ -77,12 +73,11 @@ def pack_histogram(histogram: ArrayLike, capacity: int = 512, max_sequences: int
         return PackingStrategy(capacity, (), (), 0)
     limit = capacity // int(np.flatnonzero(counts)[0])
     limit = limit if max_sequences is None else min(limit, max_sequences)
-    bound = _simple_bound(counts, limit)
+    tokens = int(counts @ np.arange(capacity + 1))
+    bound = max(-(-int(counts.sum()) // limit), -(-tokens // capacity))
     best = _first_fit_decreasing(counts, limit)
-    for pieces in _piece_limits(counts, limit):
-        if limit == 1 or best.total() <= bound * (1 + _GOOD_ENOUGH):
-            break
-        packing, linear_bound = _linear_program(counts, limit, pieces)
+    if best.total() > bound * (1 + _GOOD_ENOUGH):
+        packing, linear_bound = _linear_program(counts, limit, best)
         best = min(best, packing, key=Counter.total)
         bound = max(bound, linear_bound)
     return PackingStrategy(capacity, tuple(best), tuple(best.values()), bound)
@@ -90,46 +85,17 @@ def pack_histogram(histogram: ArrayLike, capacity: int = 512, max_sequences: int
 
 def _checked_histogram(histogram: ArrayLike, capacity: int, max_sequences: int | None) -> NDArray[np.int64]:
     """Check the arguments, and return the counts padded with zeros [L]."""
-    if capacity < 1:
-        raise ValueError(f"capacity of {capacity} tokens, expected at least 1")
-    if max_sequences is not None and max_sequences < 1:
-        raise ValueError(f"at most {max_sequences} sequences in a pack, expected at least 1, or None for no limit")
+    if capacity < 1 or (max_sequences is not None and max_sequences < 1):
+        raise ValueError(f"capacity is {capacity} and max_sequences {max_sequences}; expected at least 1")
     given = np.asarray(histogram)
-    if given.ndim != 1:
-        raise ValueError(f"a histogram of shape {given.shape}, expected one count for each length")
-    whole = given.astype(np.int64)
-    if not np.array_equal(whole, given):
-        raise ValueError("the histogram holds counts that are no whole numbers: expected numbers of sequences")
-    if (whole < 0).any():
-        length = int(np.flatnonzero(whole < 0)[0])
-        raise ValueError(f"the histogram has {whole[length]} sequences of length {length}, expected 0 or more")
-    if len(whole) and whole[0]:
-        raise ValueError(f"the histogram has {whole[0]} sequences without tokens: leave them out")
-    if whole[capacity + 1 :].any():
-        longest = int(np.flatnonzero(whole)[-1])
-        raise ValueError(
-            f"the histogram has sequences of length {longest}, over the capacity of {capacity} tokens: raise the "
-            "capacity or cut the sequences"
-        )
     counts = np.zeros(capacity + 1, np.int64)
-    counts[: min(len(whole), capacity + 1)] = whole[: capacity + 1]
+    if given.ndim != 1 or given.dtype.kind not in "iu" or (given < 0).any() or given[:1].any():
+        raise ValueError("the histogram must hold one number of sequences for each length, and 0 for length 0")
+    if given[capacity + 1 :].any():
+        longest = int(np.flatnonzero(given)[-1])
+        raise ValueError(f"the histogram has sequences of {longest} tokens; expected at most capacity, {capacity}")
+    counts[: len(given)] = given[: capacity + 1]
     return counts
-
-
-def _simple_bound(counts: NDArray[np.int64], limit: int) -> int:
-    """Return a lower bound on the number of packs without solving a linear program.
-
-    In a pack with a sequence of capacity - r tokens, only sequences of at most r tokens fit. The number of tokens in such
-    sequences is limited, and the space that they cannot fill is lost.
-    """
-    capacity = len(counts) - 1
-    lengths = np.arange(capacity + 1)
-    half = (capacity + 1) // 2  # two sequences longer than this never share a pack
-    space = np.cumsum((lengths * counts[::-1])[:half])
-    filling = np.cumsum((lengths * counts)[:half])
-    lost = int((space - filling).max(initial=0))
-    tokens = int(lengths @ counts)
-    return max(-(-int(counts.sum()) // limit), -(-(tokens + lost) // capacity))
 
 
 def _first_fit_decreasing(counts: NDArray[np.int64], limit: int) -> Counter[Combination]:
@@ -164,27 +130,24 @@ def _first_fit_decreasing(counts: NDArray[np.int64], limit: int) -> Counter[Comb
     return packing
 
 
-def _piece_limits(counts: NDArray[np.int64], limit: int) -> list[int]:
-    """Return the limit on pieces for a first linear program, and for a second one that runs if the first leaves a gap."""
-    per_pack = int(len(counts[1:]) * counts.sum() / (counts @ np.arange(len(counts))))  # without any padding
-    return sorted({min(limit, max(_PIECES, 2 * per_pack)), limit})
+def _linear_program(
+    counts: NDArray[np.int64], limit: int, start: Iterable[Combination]
+) -> tuple[Counter[Combination], int]:
+    """Solve and round the linear program over all combinations of at most ``limit`` sequences.
 
-
-def _linear_program(counts: NDArray[np.int64], limit: int, pieces: int) -> tuple[Counter[Combination], int]:
-    """Solve and round the linear program over combinations of at most ``pieces`` sequences.
-
-    Return the packs, and a lower bound on the number of packs with at most ``limit`` sequences.
+    Returns the packs and a lower bound on the number of packs. ``start`` holds good combinations, such as those of
+    first-fit decreasing.
 
     Column generation: solve the program over a few combinations, take the dual solution as the prices of the lengths, add
     the most valuable combination that contains each length, and repeat until no combination is worth more than a pack.
-    Prices fluctuate between rounds, so the search uses a weighted mean of the current prices and the best prices so far
+    Prices fluctuate between rounds, so the search first uses the mean of the current prices and the best prices so far
     (Wentges 1997). Any prices give a bound: the value of all sequences divided by the value of the best pack.
     """
-    capacity = len(counts) - 1
     lengths = np.flatnonzero(counts)
     # The initial price of a length is its share of a pack.
-    best_prices = np.where(counts > 0, np.arange(capacity + 1) / capacity, 0.0)
-    columns, bound = _starting_columns(best_prices, lengths, pieces), 0.0
+    best_prices, bound = np.where(counts > 0, np.arange(len(counts)) / (len(counts) - 1), 0.0), 0.0
+    # Combinations of a single length ensure that every histogram can be packed.
+    columns = _as_columns([*start, *((length,) for length in lengths.tolist())], limit)
     used, amounts = columns, np.zeros(0)
     for _ in range(_MAX_ROUNDS):
         used = columns
@@ -192,12 +155,10 @@ def _linear_program(counts: NDArray[np.int64], limit: int, pieces: int) -> tuple
         if amounts.sum() - bound <= _CLOSE_ENOUGH * bound:
             break
         fresh = columns[:0]
-        # Move towards the program's own prices until a combination is worth more than a pack.
-        for weight in (0.6, 0.3, 0.0):
-            mixed = weight * best_prices + (1 - weight) * prices
-            found, value = _best_combinations(mixed, lengths, pieces)
-            if mixed @ counts / value > bound:
-                best_prices, bound = mixed / value, mixed @ counts / value
+        for searched in ((best_prices + prices) / 2, prices):
+            found, value = _best_combinations(searched, lengths, limit)
+            if searched @ counts / value > bound:
+                best_prices, bound = searched / value, searched @ counts / value
             fresh = found[prices[found].sum(1) > 1 + 1e-7]  # other combinations cannot improve the program
             if len(fresh):
                 break
@@ -205,21 +166,13 @@ def _linear_program(counts: NDArray[np.int64], limit: int, pieces: int) -> tuple
             break
         # Drop combinations that are worth clearly less than a pack, to keep the program small.
         columns = np.unique(np.concatenate([columns[prices[columns].sum(1) > 0.98], fresh]), axis=0)
-    # The bound must also hold for combinations of more pieces, which may be worth more.
-    if pieces < limit:
-        bound = best_prices @ counts / _best_combinations(best_prices, lengths, limit)[1]
-    chosen = _at_own_lengths(used, amounts, counts)
     # A rounding error must not raise the bound to the next integer.
-    return _rounded(chosen, counts, limit), int(np.ceil(bound * (1 - 1e-9)))
+    return _rounded(_at_own_lengths(used, amounts, counts), counts, limit), int(np.ceil(bound * (1 - 1e-9)))
 
 
-def _starting_columns(prices: NDArray[np.float64], lengths: NDArray[np.int64], limit: int) -> NDArray[np.int64]:
-    """Return a combination for each single length, and valuable combinations at slightly changed prices [C, K]."""
-    rng = np.random.default_rng(0)
-    alone = np.zeros((len(lengths), limit), np.int64)  # ensures that every histogram can be packed
-    alone[:, 0] = lengths
-    shaken = [np.where(prices > 0, prices + rng.uniform(0, 1e-3, len(prices)), 0.0) for _ in range(4)]
-    return np.unique(np.concatenate([alone, *(_best_combinations(each, lengths, limit)[0] for each in shaken)]), axis=0)
+def _as_columns(combinations: Iterable[Combination], limit: int) -> NDArray[np.int64]:
+    """Return different combinations as rows [C, K], zeros last."""
+    return np.array(sorted({(*each, *[0] * (limit - len(each))) for each in combinations}), np.int64)
 
 
 def _best_combinations(

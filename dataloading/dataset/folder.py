@@ -58,7 +58,8 @@ def write_dataset(folder: Path, samples: Samples, *, shards: int, info: DatasetI
         records = []
         for index, (start, stop) in enumerate(pairwise(bounds.tolist())):
             path = partial / shard_name(index, shards)
-            records.append(write_shard(path, samples.slice(start, stop), info))
+            write_shard(path, samples.slice(start, stop), info)
+            records.append(open_shard(path).record())
         write_metadata(partial, records, samples.lengths, samples.masked_counts, info)
 
 

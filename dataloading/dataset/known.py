@@ -5,19 +5,17 @@ published preparation scripts (number of samples, digest of the evaluation set).
 """
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from console.files import read_bounded
 from dataloading.dataset.folder import Dataset
 from dataloading.options import EVALUATION_SAMPLES, PretrainingOptions
 from dataloading.shards.samples import Samples
 from dataloading.shards.shard import DatasetInfo, ShardRecord
-from dataloading.text.tokenization import text_lines
 
 VOCABULARY_MD5 = "64800d5d8528ce344256daf115d4965e"
 TRAINING_SAMPLES = 156_726_829
@@ -30,19 +28,15 @@ _LONG_ENOUGH = 64
 choices. In contrast, a document of two or three words that is drawn ten times gives equal samples."""
 _LONG_MARK = np.uint64(1)
 """Bit of a sample's digest that is overwritten with whether the sample is long, which saves a second array."""
-_MAX_LIST_BYTES = 64 << 20
 
 
-def verify(
-    dataset: Dataset, checksums: Path | None = None, visit: Callable[[ShardRecord], None] = lambda _: None
-) -> list[str]:
+def verify(dataset: Dataset, visit: Callable[[ShardRecord], None] = lambda _: None) -> list[str]:
     """Read a whole data set, check it against its digests and its length index, and return the findings as text.
 
-    ``checksums`` is a published list for `check_published`. ``visit`` is called after each shard. Needs 8 bytes of memory
-    a sample.
+    ``visit`` is called after each shard. Needs 8 bytes of memory a sample.
 
     Raises:
-        ValueError: a shard is damaged or missing or differs from the list, or samples are repeated.
+        ValueError: a shard is damaged or missing, or samples are repeated.
     """
     marked_digests: list[NDArray[np.uint64]] = [np.empty(0, np.uint64)]
     multiset_digest = 0
@@ -56,7 +50,6 @@ def verify(
 
     dataset.verify(examine)
     return [
-        *(check_published(dataset, checksums) if checksums else ()),
         describe_vocabulary(dataset.info),
         describe_options(dataset.info),
         describe_samples(dataset),
@@ -114,34 +107,6 @@ def describe_samples(dataset: Dataset) -> str:
         f"samples: {count:,}; neither the benchmark's training set ({TRAINING_SAMPLES:,}) "
         f"nor its evaluation set ({EVALUATION_SAMPLES:,})"
     )
-
-
-def check_published(dataset: Dataset, checksums: Path) -> Iterator[str]:
-    """Compare each shard with a published list of content digests, whose lines are ``file name<tab>md5``.
-
-    Yields a line for each shard that agrees.
-
-    Raises:
-        ValueError: a shard is not in the list or differs, or the list names a shard that the data set lacks.
-    """
-    listed = {}
-    for line in text_lines(read_bounded(checksums, _MAX_LIST_BYTES, "name a list of digests"), checksums):
-        fields = line.split()
-        if fields:
-            if len(fields) != 2:
-                raise ValueError(f"{checksums}: {line[:80]!r}; expected a file name and an md5 on each line")
-            listed[Path(fields[0]).stem] = fields[1].lower()
-    for index, record in enumerate(dataset.shards):
-        expected = listed.pop(Path(record.name).stem, None)
-        if expected is None:
-            raise ValueError(f"{checksums}: {record.name} is not in it; name the list of this set of shards")
-        shard = dataset.open_listed(index)
-        found = content_md5([shard.read(0, len(shard))])
-        if found != expected:
-            raise ValueError(f"{dataset.folder / record.name}: content md5 {found}, published is {expected}")
-        yield f"{record.name}: content md5 as published"
-    if listed:
-        raise ValueError(f"{dataset.folder}: {len(listed)} listed shard(s) are missing, such as {min(listed)}")
 
 
 def pick_evaluation(dataset: Dataset, count: int) -> NDArray[np.int64]:

@@ -6,12 +6,10 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from dataloading.dataset.folder import open_dataset, write_dataset
-from dataloading.dataset.manifest import LENGTHS_NAME, MANIFEST_NAME, read_manifest, shard_name
 from dataloading.options import PretrainingOptions
 from dataloading.preparation.pretraining_data import create_samples, tokenize_documents
-from dataloading.shards.samples import Samples
 from dataloading.shards.shard import DatasetInfo
-from dataloading.text.documents import Document, demo_documents
+from dataloading.text.documents import demo_documents
 from dataloading.text.tokenization import Tokenizer
 
 TRAIN_OPTIONS = PretrainingOptions(max_seq_length=128, max_predictions_per_seq=19, dupe_factor=10)
@@ -26,57 +24,18 @@ def write_demo(folder: Path, vocab: Path) -> bool:
     """
     tokenizer = Tokenizer.from_vocab(vocab)
     splits = (("train", False, TRAIN_OPTIONS), ("evaluation", True, EVALUATION_OPTIONS))
-    if all(_is_current(folder / name, tokenizer, options) for name, _, options in splits):
-        return False
-    # Check both folders before deleting anything.
-    for name, _, _ in splits:
-        _require_ours(folder / name, name)
-    documents = demo_documents()
-    for name, held_out, options in splits:
+    missing = [split for split in splits if not _is_current(folder / split[0], tokenizer, split[2])]
+    documents = demo_documents() if missing else []
+    for name, held_out, options in missing:
         chosen = [document for document in documents if document.held_out == held_out]
         sizes = options.max_seq_length, options.max_predictions_per_seq
-        sources = {_source(name): text_digest(chosen)}
+        text = "\n\n".join("\n".join(document.sentences) for document in chosen)
+        sources = {f"standard library, {name}": hashlib.sha256(text.encode()).hexdigest()}
         info = DatasetInfo.of(tokenizer.vocabulary, *sizes, _recorded(options), sources)
-        samples = demo_samples(chosen, tokenizer, options)
-        _clear(folder / name)
+        tokenized = tokenize_documents([document.sentences for document in chosen], tokenizer)
+        samples = create_samples(tokenized, options, tokenizer.vocabulary)
         write_dataset(folder / name, samples, shards=SHARDS, info=info)
-    return True
-
-
-def demo_samples(documents: list[Document], tokenizer: Tokenizer, options: PretrainingOptions) -> Samples:
-    """Make pretraining samples from documents with the reference algorithm."""
-    tokenized = tokenize_documents([document.sentences for document in documents], tokenizer)
-    return create_samples(tokenized, options, tokenizer.vocabulary)
-
-
-def text_digest(documents: list[Document]) -> str:
-    """Return the SHA-256 of the documents' text. The text differs between Python versions."""
-    text = "\n\n".join("\n".join(document.sentences) for document in documents)
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _source(name: str) -> str:
-    return f"standard library, {name}"
-
-
-def _require_ours(folder: Path, name: str) -> None:
-    """Raise ``ValueError`` if the folder holds anything that this command has not made."""
-    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
-        return
-    own = {MANIFEST_NAME, LENGTHS_NAME, *(shard_name(index, SHARDS) for index in range(SHARDS))}
-    try:
-        made_here = set(read_manifest(folder).info.sources) == {_source(name)}
-    except ValueError:
-        made_here = False
-    if not made_here or not own.issuperset(path.name for path in folder.iterdir()):
-        raise ValueError(f"{folder} holds other files than the demo's data: move it away, or name another --out")
-
-
-def _clear(folder: Path) -> None:
-    """Remove the files of an older demo. The manifest goes last, because it identifies the files as a demo's."""
-    found = folder.iterdir() if folder.is_dir() else ()
-    for path in sorted(found, key=lambda path: path.name == MANIFEST_NAME):
-        path.unlink()
+    return bool(missing)
 
 
 def _recorded(options: PretrainingOptions) -> dict[str, int | float | bool | str]:
@@ -84,10 +43,11 @@ def _recorded(options: PretrainingOptions) -> dict[str, int | float | bool | str
 
 
 def _is_current(folder: Path, tokenizer: Tokenizer, options: PretrainingOptions) -> bool:
-    try:
-        dataset = open_dataset(folder)
-        dataset.verify()
-    except ValueError:
+    """Return whether the data set exists; raise ``ValueError`` if the folder holds anything else."""
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return False
-    made_so = dataset.info.options == _recorded(options)
-    return made_so and dataset.info.vocabulary_sha256 == tokenizer.vocabulary.sha256
+    dataset = open_dataset(folder)
+    dataset.verify()
+    if dataset.info.options != _recorded(options) or dataset.info.vocabulary_sha256 != tokenizer.vocabulary.sha256:
+        raise ValueError(f"{folder} holds other data than the demo of this Python: delete it, or name another --out")
+    return True

@@ -4,16 +4,15 @@ The known values come from the README of the benchmark's reference (mlcommons/tr
 """
 
 import hashlib
-import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath, PurePosixPath
 
-from console.files import open_regular, read_bounded, read_json, write_atomically
+from console.files import open_regular, read_bounded
 from console.text import counted
-from dataloading.jobs import WorkPart, run_tasks
+from dataloading.jobs import run_tasks
 from dataloading.text.tokenization import text_lines
 
 VOCABULARY, CHECKPOINT, EVALUATION, TRAIN = "vocab.txt", "phase1.safetensors", "evaluation", "train"
@@ -27,8 +26,6 @@ KNOWN: Mapping[str, tuple[int, str]] = {
     "bert_config.json": (314, "7f59165e21b7d566db610ff6756c926b"),
     "tf1_ckpt/model.ckpt-28252.index": (17_371, "f97de3ae180eb8d479555c939d50d048"),
     "tf1_ckpt/model.ckpt-28252.data-00000-of-00001": (4_034_713_312, "50797acd537880bfb5a7ade80d976129"),
-    "tf2_ckpt/model.ckpt-28252.index": (6_420, "fc34dd7a54afc07f2d8e9d64471dc672"),
-    "tf2_ckpt/model.ckpt-28252.data-00000-of-00001": (1_344_982_997, "77d642b721cf590c740c762c7f476e04"),
     "eval.txt": (32_851_144, "2a220f790517261547b1b45ed3ada07a"),
     "part-00000-of-00500": (27_150_902, "a64a7c31eff5cd38ae6d94f7a6229dab"),
     "part-00001-of-00500": (27_198_569, "549a9ed4f805257245bec936563abfd0"),
@@ -54,15 +51,13 @@ class Inputs:
     config: tuple[Path, ...] = ()
     """The file bert_config.json, which is optional."""
     checkpoint: tuple[Path, ...] = ()
-    """Index file and data files of one TensorFlow checkpoint, in this order."""
+    """Index file and data files of one TensorFlow 1 checkpoint, in this order."""
     text: tuple[Path, ...] = ()
     """Parts of the preprocessed text, in order."""
     evaluation: tuple[Path, ...] = ()
     """The file eval.txt."""
     lists: tuple[Path, ...] = ()
     """Lists of MD5 sums that were found beside the data."""
-    unused: tuple[Path, ...] = ()
-    """Path prefixes of checkpoints that are not used."""
 
     @property
     def files(self) -> list[Path]:
@@ -89,15 +84,13 @@ def find_inputs(folders: Sequence[Path], leave_out: Path) -> Inputs:
     names: dict[str, list[Path]] = {}
     for path in _walk(folders, leave_out.resolve()):
         names.setdefault(path.name, []).append(path)
-    checkpoint, unused = _checkpoint(names)
     return Inputs(
         vocabulary=_single(names, "vocab.txt"),
         config=_single(names, "bert_config.json"),
-        checkpoint=checkpoint,
+        checkpoint=_checkpoint(names),
         text=_parts(names),
         evaluation=_single(names, "eval.txt"),
         lists=tuple(path for name in names if name.endswith(".md5") for path in names[name]),
-        unused=tuple(unused),
     )
 
 
@@ -139,133 +132,100 @@ def _parts(names: Mapping[str, list[Path]]) -> tuple[Path, ...]:
     return tuple(path for name in wanted for path in _single(names, name))
 
 
-def _checkpoint(names: Mapping[str, list[Path]]) -> tuple[tuple[Path, ...], list[Path]]:
-    """Return the files of the checkpoint to convert, and the prefixes of other checkpoints."""
+def _checkpoint(names: Mapping[str, list[Path]]) -> tuple[Path, ...]:
+    """Return the files of the TensorFlow 1 checkpoint. A TensorFlow 2 checkpoint is skipped."""
     matches = [(match, path) for name in names if (match := _CHECKPOINT.fullmatch(name)) for path in names[name]]
-    # TF1 checkpoints are preferred, because they contain both heads (docs/checkpoints.md).
-    prefixes = sorted(
-        {path.with_name(match[1]) for match, path in matches}, key=lambda prefix: (_is_tf2(prefix), prefix)
-    )
-    if not prefixes:
-        return (), []
-    if sum(not _is_tf2(prefix) for prefix in prefixes) > 1:
+    counts: dict[Path, int] = {}
+    for match, path in matches:
+        if not path.parent.name.startswith("tf2"):
+            prefix = path.with_name(match[1])
+            counts[prefix] = max(counts.get(prefix, 1), int(match[2] or 1))
+    if not counts:
+        return ()
+    if len(prefixes := sorted(counts)) > 1:
         raise ValueError(f"{prefixes[0]} and {prefixes[1]} are two checkpoints; name folders that hold one")
-    prefix = prefixes[0]
-    count = max(int(match[2] or 1) for match, path in matches if path.with_name(match[1]) == prefix)
-    files = [
-        Path(f"{prefix}.index"),
-        *(Path(f"{prefix}.data-{at:05d}-of-{count:05d}") for at in range(min(count, 1000))),
-    ]
+    ((prefix, count),) = counts.items()
+    parts = [Path(f"{prefix}.data-{at:05d}-of-{count:05d}") for at in range(min(count, 1000))]
+    files = [Path(f"{prefix}.index"), *parts]
     if missing := [path for path in files if not path.is_file()]:
         raise ValueError(f"the checkpoint lacks {_named(missing)}; download again, which fetches missing files")
-    return tuple(files), prefixes[1:]
-
-
-def _is_tf2(prefix: Path) -> bool:
-    return prefix.parent.name.startswith("tf2")
-
-
-@dataclass(frozen=True)
-class Expected:
-    """Size and MD5 sum that a file may have."""
-
-    size: int | None
-    md5: str
+    return tuple(files)
 
 
 class Checksums:
-    """Expected MD5 sums by file name: from a given list, or else the known sums and then the lists beside the data."""
+    """Expected sizes and MD5 sums by file name: from a given list, or else the known ones and the lists beside the data."""
 
     def __init__(self, given: Path | None, lists: Iterable[Path]) -> None:
-        if given is None:
-            first = [(PurePosixPath(name), Expected(size, md5)) for name, (size, md5) in KNOWN.items()]
+        self._sizes: dict[str, int] = {}
+        self._md5s: dict[str, set[str]] = {}
+        if given is not None:
+            self._add(_read_list(given, strict=True))
         else:
-            first = list(_read_list(given, strict=True))
-        beside = [entry for path in lists for entry in _read_list(path, strict=False)]
-        self._lists: list[dict[str, list[Expected]]] = [{}, {}]
-        for by_name, entries in zip(self._lists, (first, beside), strict=True):
-            for path, expected in entries:
-                for key in (path.name, _with_folder(path)):
-                    by_name.setdefault(key, []).append(expected)
+            self._sizes = {PurePosixPath(name).name: size for name, (size, _) in KNOWN.items()}
+            self._add((PurePosixPath(name), md5) for name, (_, md5) in KNOWN.items())
+        for path in lists:
+            # A list beside the data does not replace known sums.
+            self._add([(name, md5) for name, md5 in _read_list(path, strict=False) if not self.expected(name)])
 
-    def expected(self, path: Path) -> list[Expected]:
-        """Look up a file by folder and name, or else by name; return what it may contain, or an empty list if unknown."""
-        for by_name in self._lists:
-            if found := by_name.get(_with_folder(path)) or by_name.get(path.name):
-                return found
-        return []
+    def _add(self, entries: Iterable[tuple[PurePosixPath, str]]) -> None:
+        for path, md5 in entries:
+            for key in (path.name, _with_folder(path)):
+                self._md5s.setdefault(key, set()).add(md5)
+
+    def expected(self, path: PurePath) -> set[str]:
+        """Return the MD5 sums that a file may have, by its folder and name or else by its name; empty if unknown."""
+        return self._md5s.get(_with_folder(path)) or self._md5s.get(path.name) or set()
+
+    def check_sizes(self, files: Iterable[Path]) -> None:
+        """Raise ``ValueError`` with the names of all files that do not have the known size."""
+        sizes = {path: path.stat().st_size for path in files}
+        _refuse(
+            f"{path} ({size:,} bytes, expected {self._sizes[path.name]:,})"
+            for path, size in sizes.items()
+            if size != self._sizes.get(path.name, size)
+        )
+
+    def check(self, md5s: Mapping[Path, str]) -> int:
+        """Raise ``ValueError`` with the names of all files whose MD5 sum is wrong; return how many no list names."""
+        wanted = {path: self.expected(path) for path in md5s}
+        _refuse(
+            f"{path} (MD5 {md5}, expected {' or '.join(sorted(wanted[path]))})"
+            for path, md5 in md5s.items()
+            if wanted[path] and md5 not in wanted[path]
+        )
+        return sum(not sums for sums in wanted.values())
 
 
 def _with_folder(path: PurePath) -> str:
     return f"{path.parent.name}/{path.name}"
 
 
-def _read_list(path: Path, *, strict: bool) -> Iterator[tuple[PurePosixPath, Expected]]:
+def _read_list(path: Path, *, strict: bool) -> Iterator[tuple[PurePosixPath, str]]:
     """Yield the entries of a list in md5sum's format; other lines are errors if ``strict``, and skipped otherwise."""
     lines = text_lines(read_bounded(path, _MAX_LIST_BYTES, "name a list that md5sum made"), path)
     for number, line in enumerate(lines, 1):
         if match := _LISTED.fullmatch(line):
-            yield PurePosixPath(match[2]), Expected(None, match[1].lower())
+            yield PurePosixPath(match[2]), match[1].lower()
         elif strict and line:
             raise ValueError(
                 f"{path}: line {number} is {line[:80]!r}; expected an MD5 sum and a file, as md5sum writes them"
             )
 
 
-def check_sizes(files: Iterable[Path], checksums: Checksums) -> None:
-    """Raise ``ValueError`` with the names of all files that do not have the expected size."""
-    wrong = []
-    for path in files:
-        size, sizes = path.stat().st_size, {expected.size for expected in checksums.expected(path)}
-        if sizes and None not in sizes and size not in sizes:
-            wrong.append(f"{path} ({size:,} bytes, expected {' or '.join(f'{each:,}' for each in sizes if each)})")
-    _refuse(wrong)
-
-
-def check_digests(md5_by_file: Mapping[Path, str], checksums: Checksums) -> int:
-    """Raise ``ValueError`` with the names of all files whose MD5 sum is wrong; return the number of
-    files that no list names."""
-    wanted = {path: {expected.md5 for expected in checksums.expected(path)} for path in md5_by_file}
-    _refuse(
-        [
-            f"{path} (MD5 {md5}, expected {' or '.join(sorted(wanted[path]))})"
-            for path, md5 in md5_by_file.items()
-            if wanted[path] and md5 not in wanted[path]
-        ]
-    )
-    return sum(not sums for sums in wanted.values())
-
-
-def _refuse(wrong: Sequence[str]) -> None:
-    if wrong:
+def _refuse(described: Iterable[str]) -> None:
+    if wrong := list(described):
         raise ValueError(
             f"{counted(len(wrong), 'file')} with the wrong content: {_named(wrong)}; delete and download again, or name the "
             "right MD5 sums by --checksums FILE"
         )
 
 
-def digests_of(
-    files: Sequence[Path], work: Path, part: WorkPart | None, jobs: int, *, report: Callable[[Path], None]
-) -> dict[Path, str]:
-    """Return the MD5 sum of each file, computed in ``jobs`` processes. ``report`` is called with each file that was
-    read.
-
-    Sums are cached in ``work``. A file is read again only if its size or modification time has changed.
-    """
-    kept: dict[str, list[int | str]] = {}
-    for path in work.glob("checked*.json"):
-        kept |= read_json(path, _MAX_LIST_BYTES, "delete it")
-    states = {path: [(state := path.stat()).st_size, state.st_mtime_ns] for path in files}
-    md5s = {path: str(kept[str(path)][2]) for path, state in states.items() if kept.get(str(path), [])[:2] == state}
-    new = [path for path in files if path not in md5s]
-    for path, md5 in run_tasks(_digest, new, jobs):
+def digests_of(files: Sequence[Path], jobs: int, report: Callable[[Path], None]) -> dict[Path, str]:
+    """Return the MD5 sum of each file, computed in ``jobs`` processes. ``report`` is called with each finished file."""
+    md5s = {}
+    for path, md5 in run_tasks(_digest, files, jobs):
         md5s[path] = md5
         report(path)
-    if new:
-        rows = kept | {str(path): [*state, md5s[path]] for path, state in states.items()}
-        # Each part has its own file, because several processes may write at the same time.
-        name = f"checked_{part.index}_of_{part.count}.json" if part else "checked.json"
-        write_atomically(work / name, json.dumps(rows, indent=1).encode())
     return md5s
 
 

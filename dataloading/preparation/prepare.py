@@ -9,8 +9,7 @@ all files together. Each call makes one shard, which records its texts and setti
 """
 
 import os
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -19,7 +18,7 @@ from console.files import open_regular, sha256_of
 from dataloading.dataset.folder import Dataset
 from dataloading.dataset.manifest import shard_name
 from dataloading.dataset.scan import index_shards
-from dataloading.jobs import JobProgress, Report, WorkPart, begun, ignore_progress, run_tasks
+from dataloading.jobs import WorkPart, begun, run_tasks
 from dataloading.options import PretrainingOptions
 from dataloading.preparation.pretraining_data import create_samples, read_documents, samples_info, tokenize_documents
 from dataloading.shards.formats import whole_shard
@@ -28,6 +27,22 @@ from dataloading.shards.shard import DatasetInfo
 from dataloading.text.tokenization import Tokenizer, Vocabulary
 
 JOB_NAME = "prepare.json"
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Progress report after each finished shard."""
+
+    name: str
+    """Name of the shard."""
+    samples: int
+    done: int
+    total: int
+    kept: bool
+    """Whether an earlier attempt made the shard."""
+
+
+Report = Callable[[Progress], None]
 
 
 @dataclass(frozen=True)
@@ -58,7 +73,7 @@ class Job:
         return [shard_name(index, len(self.calls)) for index in range(len(self.calls))]
 
 
-def prepare(job: Job, out: Path, *, jobs: int = 1, report: Report = ignore_progress) -> Dataset:
+def prepare(job: Job, out: Path, *, jobs: int = 1, report: Report = lambda _: None) -> Dataset:
     """Make the data set of ``job`` in the folder ``out`` with ``jobs`` processes, or continue an interrupted preparation.
 
     Each process needs about 30 bytes of memory for each byte of its largest text (0.8 GB for 27 MB).
@@ -72,7 +87,7 @@ def prepare(job: Job, out: Path, *, jobs: int = 1, report: Report = ignore_progr
 
 
 def make_shards(
-    job: Job, out: Path, *, jobs: int = 1, part: WorkPart | None = None, report: Report = ignore_progress
+    job: Job, out: Path, *, jobs: int = 1, part: WorkPart | None = None, report: Report = lambda _: None
 ) -> DatasetInfo:
     """Make the shards of a data set, or one part of them, without a manifest. Raises the same errors as `prepare`."""
     info = samples_info(Vocabulary.from_file(job.vocab), job.options)
@@ -82,12 +97,11 @@ def make_shards(
     description = {"info": asdict(info), "calls": [[path.as_posix() for path in call] for call in job.calls]}
     # Processes that make other parts may use the same folder at the same time.
     with begun(out, JOB_NAME, description, finished="part_*", alone=part is None):
-        started = time.perf_counter()
         if jobs > 1:
             _compile(job, info)
         tasks = [(job, info, out, index) for index in mine]
         for done, (name, samples, kept) in enumerate(run_tasks(_make_shard, tasks, jobs), 1):
-            report(JobProgress(name, samples, done, len(tasks), kept, time.perf_counter() - started))
+            report(Progress(name, samples, done, len(tasks), kept))
     return info
 
 
@@ -128,15 +142,10 @@ def _compile(job: Job, info: DatasetInfo) -> None:
 
 
 def _check_texts(texts: Sequence[Path]) -> None:
-    """Raise ``OSError`` or ``ValueError`` if a text cannot be read, is empty, or is a copy of another text."""
-    by_size: dict[int, list[Path]] = {}
+    """Raise ``OSError`` or ``ValueError`` if a text cannot be read or is empty."""
     for path in texts:
         with open_regular(path) as file:
-            by_size.setdefault(file.seek(0, os.SEEK_END), []).append(path)
-    for path in by_size.get(0, []):
-        raise ValueError(f"{path}: no text found; expected one sentence a line, an empty line between documents")
-    for alike in by_size.values():  # only texts of equal size can be copies
-        first: dict[str, Path] = {}
-        for path in alike if len(alike) > 1 else []:
-            if (other := first.setdefault(sha256_of(path), path)) != path:
-                raise ValueError(f"{path} is a copy of {other}; its samples would repeat")
+            if not file.seek(0, os.SEEK_END):
+                raise ValueError(
+                    f"{path}: no text found; expected one sentence a line, an empty line between documents"
+                )

@@ -1,31 +1,56 @@
-"""Preparation of the benchmark's data from MLCommons' files, in stages and with verification, for the GPU recipes.
+"""The command ``wikipedia``: the data of the GPU recipes, made from MLCommons' files in stages and verified.
 
-OUT/vocab.txt, phase1.safetensors, evaluation/, train/   results; each appears once it is complete
-OUT/preparation/                                         intermediate files (`stages`)
+A stage is skipped if its result exists. Every stage can continue after an interruption, including ``kill -9``.
+
+    OUT/vocab.txt, phase1.safetensors, evaluation/, train/   results; each appears once it is complete
+    OUT/preparation/NAME.json        inputs and settings that a result in OUT was made from
+    OUT/preparation/NAME-DIGEST      unfinished result, named by the digest of its inputs and settings; deleted at the end
+    OUT/preparation/verified.json    manifest digests of the verified data sets
 """
 
+import hashlib
+import json
 import os
-from collections.abc import Iterator, Sequence
+import re
+import shutil
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from console.files import is_temporary, read_bounded, read_json, sha256_of, sync, write_atomically
 from console.locks import BusyError, lock_file
+from console.processes import run
 from console.program import say
-from dataloading.dataset.folder import open_dataset
-from dataloading.preparation.estimate import total_bytes
+from dataloading.dataset import known
+from dataloading.dataset.folder import open_dataset, write_dataset
+from dataloading.dataset.manifest import MANIFEST_NAME
+from dataloading.dataset.shuffle import JOB_NAME, STEPS, shuffle
+from dataloading.jobs import WorkPart
+from dataloading.options import EVALUATION_SAMPLES, PretrainingOptions
+from dataloading.preparation.estimate import Progress, estimate, total_bytes
 from dataloading.preparation.mlcommons import (
     CHECKPOINT,
     EVALUATION,
+    TEXT_PARTS,
     TRAIN,
     VOCABULARY,
     Checksums,
     Inputs,
-    check_sizes,
+    digests_of,
     find_inputs,
 )
-from dataloading.preparation.stages import Preparation, Request, in_units
+from dataloading.preparation.prepare import Job, Report, make_shards, prepare
 
+_SEED = 24
+_MAX_RECORD_BYTES = 64 << 20
+_WORK = re.compile(r"[a-z0-9.-]+-[0-9a-f]{16}")
+_STAGES_IN_PARTS = ("check", "samples")
+_ELSEWHERE = "move it away, or name another --out"
+
+_MadeFrom = dict[str, object]
+"""Digests of the inputs, and settings, that a result was made from."""
 _ACCURACY_BEFORE_TRAINING = 0.34085
 """Accuracy of the phase-1 checkpoint on the evaluation set, from the reference's README."""
 _SOURCES = {
@@ -34,6 +59,23 @@ _SOURCES = {
     EVALUATION: "eval.txt",
     TRAIN: "the text (part-00000-of-00500 ...)",
 }
+
+
+@dataclass(frozen=True)
+class Request:
+    """Arguments of the command ``wikipedia``."""
+
+    folders: tuple[Path, ...]
+    out: Path
+    shards: int = 4320
+    jobs: int = 1
+    part: WorkPart | None = None
+    checksums: Path | None = None
+
+    @property
+    def work(self) -> Path:
+        """Folder of intermediate files."""
+        return self.out / "preparation"
 
 
 def make_wikipedia(request: Request) -> bool:
@@ -50,19 +92,19 @@ def make_wikipedia(request: Request) -> bool:
         folders = ", ".join(map(str, request.folders)) or "no folder named"
         raise ValueError(f"{folders}: none of MLCommons' files found; docs/data.md says how to download them")
     checksums = Checksums(request.checksums, inputs.lists)
-    check_sizes(inputs.files, checksums)
+    checksums.check_sizes(inputs.files)
     _describe(request, inputs)
     request.work.mkdir(parents=True, exist_ok=True)
     # If the training set is complete, no part needs to be made.
     if request.part is not None and not (request.out / TRAIN).exists():
         with _locked(request, shared=True):
-            is_last = Preparation(request, inputs, checksums).make_part(request.part)
+            is_last = _Preparation(request, inputs, checksums).make_part(request.part)
         if not is_last:
             say(f"part {request.part} is done; the process that completes the last part makes the rest")
             return True
     try:
         with _locked(request, shared=False):
-            Preparation(replace(request, part=None), inputs, checksums).make()
+            _Preparation(replace(request, part=None), inputs, checksums).make()
     except BusyError as owner:
         if request.part is None:
             raise ValueError(f"{request.out}: {owner} is at work there; wait for it, or name another --out") from None
@@ -94,8 +136,6 @@ def _describe(request: Request, inputs: Inputs) -> None:
         if paths:
             more = f" ... ({len(paths):,} files)" if len(paths) > 1 else ""
             say(f"found: {name}, {paths[0]}{more}, {in_units(total_bytes(paths))}")
-    for prefix in inputs.unused:
-        say(f"note: {prefix}: not used, because another checkpoint is")
     for name in _missing(request.out, inputs):
         say(f"missing: {_SOURCES[name]}, from which {request.out / name} is made; docs/data.md says how to download it")
 
@@ -120,3 +160,216 @@ def _conclude(out: Path, inputs: Inputs) -> bool:
     say(f"accuracy before training: python -m bert.evaluate h100_1x1 --expect {_ACCURACY_BEFORE_TRAINING}{given}")
     say(f"whether a run would start: python -m bert.train h100_1x8 --dry-run{given}")
     return True
+
+
+class _Preparation:
+    """One run of the command, which holds the folder's lock."""
+
+    def __init__(self, request: Request, inputs: Inputs, checksums: Checksums) -> None:
+        self.out, self.work = request.out, request.work
+        self.request, self.inputs, self.checksums = request, inputs, checksums
+        self.vocab = (self.out / VOCABULARY).resolve()
+        self.options = PretrainingOptions()
+        self.progress = Progress({})
+        self.md5s: dict[Path, str] = {}
+
+    def make(self) -> None:
+        """Make all results that the inputs allow, and verify them."""
+        for path in filter(is_temporary, [*self.work.iterdir(), *self.out.glob(f".{VOCABULARY}.*")]):
+            _delete(path)
+        self._begin(self.inputs.files)
+        sources = self.inputs.by_result
+        if sources[CHECKPOINT]:
+            self._make(CHECKPOINT, self._digests(sources[CHECKPOINT]), self._convert_checkpoint)
+        if sources[EVALUATION]:
+            made_from = self._digests(sources[EVALUATION]) | self._settings()
+            self._make(EVALUATION, made_from, self._make_evaluation)
+        if sources[TRAIN]:
+            order: _MadeFrom = {"shards": self.request.shards, "seed": _SEED}
+            self._make(TRAIN, self._digests(sources[TRAIN]) | self._settings() | order, self._make_train)
+        self._verify()
+        # If the training set does not exist yet, other processes may still need the parts.
+        if (self.out / TRAIN).exists():
+            for path in [path for path in self.work.iterdir() if _WORK.fullmatch(path.name)]:
+                _delete(path)
+
+    def make_part(self, part: WorkPart) -> bool:
+        """Make one part of the samples; return whether all parts exist."""
+        text = self.inputs.text
+        if not text:
+            raise ValueError("--part shares the work of making samples, and there is no text; leave it out")
+        mine = part.share_of(len(text))
+        self._begin([*self.inputs.vocabulary, *text[mine.start : mine.stop]])
+        folder, job = self._samples_folder(), self._job()
+        make_shards(job, folder, jobs=self.request.jobs, part=part, report=self._report_files("samples"))
+        return all((folder / name).exists() for name in job.shard_names)
+
+    def _begin(self, files: list[Path]) -> None:
+        """Print the expected time and disk, check the files, and install the vocabulary."""
+        given = self.inputs.vocabulary[0] if self.inputs.vocabulary else None
+        if (self.inputs.by_result[EVALUATION] or self.inputs.by_result[TRAIN]) and not (given or self.vocab.is_file()):
+            raise ValueError("vocab.txt is missing, which samples need; docs/data.md says how to download it")
+        self._announce()
+        if unlisted := self._check(files):
+            say(f"note: {unlisted:,} file(s) are in no list of MD5 sums, and were not compared")
+        if given and not self.vocab.exists():
+            write_atomically(self.vocab, read_bounded(given, _MAX_RECORD_BYTES, "name a vocabulary"))
+        elif given and sha256_of(self.vocab) != sha256_of(given):
+            raise ValueError(f"{self.vocab} is another vocabulary than {given}; {_ELSEWHERE}")
+
+    def _announce(self) -> None:
+        """Print the expected time and disk space, and start reporting progress; ValueError if the disk is too small."""
+        existing = [name for name in self.inputs.by_result if (self.out / name).exists()]
+        expected = estimate(self.inputs, existing, self.request.jobs)
+        if part := self.request.part:
+            own = {name: each / part.count for name, each in expected.seconds.items() if name in _STAGES_IN_PARTS}
+            expected = replace(expected, seconds=own)
+        self.progress = Progress(expected.seconds)
+        if not expected.seconds:
+            return
+        left_by_others = total_bytes([path for path in self.work.rglob("*") if path.is_file()])
+        free, needed = shutil.disk_usage(self.work).free, max(0, expected.most_bytes - left_by_others)
+        say(
+            f"to make in {self.out}: {in_units(expected.result_bytes)}; meanwhile {in_units(needed)} are needed, and "
+            f"{in_units(free)} are free"
+        )
+        say(f"expected time with --jobs {self.request.jobs} on {os.cpu_count()} cores: {expected}")
+        if needed > free:
+            raise ValueError(
+                f"{self.out}: {in_units(needed)} are needed, and {in_units(free)} are free; make room, or name "
+                "another --out"
+            )
+
+    def _check(self, files: list[Path]) -> int:
+        """Compare files with the lists of MD5 sums; return the number of files that no list contains."""
+        total = total_bytes(files) or 1
+
+        def report(path: Path) -> None:
+            self.progress.add("check", path.stat().st_size / total)
+
+        self.md5s = digests_of(files, self.request.jobs, report)
+        return self.checksums.check(self.md5s)
+
+    def _make(self, result: str, made_from: _MadeFrom, make: Callable[[Path], None]) -> None:
+        """Make a result unless it exists. ``make`` gets a path for the result, and continues an earlier attempt there."""
+        target, marker = self.out / result, self.work / f"{result}.json"
+        if target.exists() or target.is_symlink():
+            if not marker.exists() or read_json(marker, _MAX_RECORD_BYTES, "delete it") != made_from:
+                raise ValueError(
+                    f"{target} exists and was not made from these inputs with these settings; {_ELSEWHERE}"
+                )
+            say(f"{target} exists already")
+        else:
+            place = self._place(result, made_from)
+            make(place)
+            # The marker is written first, because it has no effect until the result exists.
+            write_atomically(marker, json.dumps(made_from, indent=1).encode())
+            place.rename(target)
+            sync(self.out)
+        self.progress.finish(result)
+
+    def _place(self, name: str, made_from: _MadeFrom) -> Path:
+        digest = hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()
+        return self.work / f"{name}-{digest[:16]}"
+
+    def _convert_checkpoint(self, place: Path) -> None:
+        if place.exists():
+            return
+        prefix = str(self.inputs.checkpoint[0]).removesuffix(".index")
+        # Run in a separate process, because this package imports neither PyTorch nor bert.
+        command = [sys.executable, "-m", "bert.convert", prefix, "--to", "safetensors", "--out", str(place)]
+        # A TF1 checkpoint does not contain the number of attention heads.
+        for config in self.inputs.config:
+            stated = read_json(config, _MAX_RECORD_BYTES, "download it again")
+            heads = stated.get("num_attention_heads") if isinstance(stated, dict) else None
+            command += ["--num-attention-heads", str(heads)] if isinstance(heads, int) else []
+        if (done := run(command)).trouble:
+            raise ValueError(f"the checkpoint cannot be converted: {done.complaint}")
+
+    def _make_evaluation(self, place: Path) -> None:
+        if (place / MANIFEST_NAME).exists():
+            return
+        job = Job(self.inputs.evaluation, self.vocab, self.options)
+        source = prepare(job, place.with_name(f"all-{place.name}"), report=self._report_files(EVALUATION))
+        count = min(EVALUATION_SAMPLES, len(source))
+        write_dataset(place, source.take(known.pick_evaluation(source, count)), shards=1, info=source.info)
+
+    def _make_train(self, place: Path) -> None:
+        samples = self._samples_folder()
+        # A shuffle is complete once it has deleted the description of its job.
+        if not (place / MANIFEST_NAME).exists() or (place / JOB_NAME).exists():
+            if not (samples / MANIFEST_NAME).exists():
+                prepare(self._job(), samples, jobs=self.request.jobs, report=self._report_files("samples"))
+            self.progress.finish("samples")
+            source, shards = open_dataset(samples), self.request.shards
+            shuffle(source, place, shards=shards, seed=_SEED, report=self._report_shuffle)
+        shutil.rmtree(samples, ignore_errors=True)
+
+    def _samples_folder(self) -> Path:
+        # Texts are identified by size, because a machine that makes one part does not read the texts of the other
+        # parts. Each shard holds the digest of its own text, and the training set holds the digests of all texts.
+        sizes = _inputs((path.name, path.stat().st_size) for path in self.inputs.text)
+        return self._place("samples", sizes | self._settings())
+
+    def _job(self) -> Job:
+        return Job(self.inputs.text, self.vocab, self.options)
+
+    def _verify(self) -> None:
+        """Verify the data sets, unless they were verified before."""
+        folders = [self.out / name for name in (TRAIN, EVALUATION) if (self.out / name).exists()]
+        state = {folder.name: sha256_of(folder / MANIFEST_NAME) for folder in folders}
+        marker = self.work / "verified.json"
+        if not marker.exists() or read_json(marker, _MAX_RECORD_BYTES, "delete it") != state:
+            datasets = [open_dataset(folder) for folder in folders]
+            total = max(1, sum(map(len, datasets)))
+            for dataset in datasets:
+                for line in known.verify(
+                    dataset, visit=lambda shard: self.progress.add("verify", shard.samples / total)
+                ):
+                    say(f"{dataset.folder.name}: {line}")
+                self._check_count(dataset.folder, len(dataset))
+            write_atomically(marker, json.dumps(state).encode())
+        self.progress.finish("verify")
+
+    def _check_count(self, folder: Path, count: int) -> None:
+        """Raise ``ValueError`` if the benchmark's own text did not give the benchmark's number of samples."""
+        if self.request.checksums is not None or len(self.inputs.text) != TEXT_PARTS or not self.inputs.evaluation:
+            return
+        least, most = (
+            (known.TRAINING_SAMPLES_4320, known.TRAINING_SAMPLES) if folder.name == TRAIN else (10_000, 10_000)
+        )
+        if not least <= count <= most:
+            raise ValueError(f"{folder}: {count:,} samples of the benchmark's text, expected {least:,} to {most:,}")
+
+    def _digests(self, files: Sequence[Path]) -> _MadeFrom:
+        """Return the digest of the files' names and contents."""
+        return _inputs((path.name, self.md5s[path]) for path in files)
+
+    def _settings(self) -> _MadeFrom:
+        """Return the settings that samples depend on, besides the text."""
+        return {"vocabulary": sha256_of(self.vocab), **asdict(self.options)}
+
+    def _report_files(self, stage: str) -> Report:
+        return lambda file: self.progress.set(stage, file.done / file.total, kept=file.kept)
+
+    def _report_shuffle(self, step: str, done: int, total: int) -> None:
+        self.progress.set(TRAIN, (STEPS.index(step) + done / max(total, 1)) / len(STEPS))
+
+
+def _inputs(rows: Iterable[tuple[str, object]]) -> _MadeFrom:
+    return {"inputs": hashlib.sha256(json.dumps(list(rows)).encode()).hexdigest()}
+
+
+def _delete(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+
+
+def in_units(count: float) -> str:
+    """Format a number of bytes with a unit."""
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):
+        if count >= size:
+            return f"{count / size:,.1f} {unit}"
+    return f"{count:.0f} bytes"

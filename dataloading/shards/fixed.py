@@ -13,12 +13,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dataloading.shards.hdf5_file import HDF5Array, HDF5File, new_hdf5_file
+from dataloading.shards.hdf5_file import HDF5Array, HDF5File
 from dataloading.shards.samples import Samples, concatenate, offsets_of
-from dataloading.shards.shard import MAX_ID, REMEDY, DatasetInfo, FlatShard, Shard, check_content, check_offsets
-
-MOST_ID = (1 << 15) - 1
-"""Largest id and position, which are signed 16-bit integers in these layouts."""
+from dataloading.shards.shard import MAX_ID, REMEDY, DatasetInfo, FlatShard, Shard
 
 COLUMNS = ("input_ids", "segment_ids", "masked_lm_positions", "masked_lm_ids")
 _ROWS_AT_A_TIME = 4096
@@ -90,36 +87,6 @@ def open_fixed(path: Path, file: HDF5File) -> Shard:
     return FlatShard(path, rows.info, "fixed", concatenate(blocks))
 
 
-def write_fixed(path: Path, samples: Samples, info: DatasetInfo) -> None:
-    """Write a file whose rows have ``info.max_seq_length`` tokens and ``info.max_predictions_per_seq`` masked tokens.
-
-    Raises:
-        ValueError: the samples contradict ``info``, or do not fit the layout.
-    """
-    check_writable(samples, info, path)
-    # [n, width]: whether each place of a padded row is filled.
-    real = np.arange(info.max_seq_length) < samples.lengths[:, None]
-    masked = np.arange(info.max_predictions_per_seq) < samples.masked_counts[:, None]
-
-    def padded(values: NDArray[Any], where: NDArray[np.bool_], dtype: str) -> NDArray[Any]:
-        rows = np.zeros(where.shape, dtype)
-        rows[where] = values
-        return rows
-
-    # The types match the shards in circulation.
-    columns = {
-        "input_ids": padded(samples.input_ids, real, "<i2"),
-        "input_mask": real.astype("i1"),
-        "segment_ids": padded(samples.segment_ids, real, "i1"),
-        "masked_lm_positions": padded(samples.masked_lm_positions, masked, "<i2"),
-        "masked_lm_ids": padded(samples.masked_lm_ids, masked, "<i2"),
-        "next_sentence_labels": samples.next_sentence_labels.astype("i1"),
-    }
-    with new_hdf5_file(path) as file:
-        for name, column in columns.items():
-            file.create_dataset(name, data=column)
-
-
 def narrow(values: NDArray[Any], dtype: Any, name: str) -> NDArray[Any]:
     """Cast non-negative integers to another type; ValueError if a value does not fit."""
     most = np.iinfo(dtype).max
@@ -135,15 +102,3 @@ def one_value_a_row(array: HDF5Array, rows: int) -> NDArray[Any]:
     if array.row_dtype is not None or array.values.size != rows:
         raise ValueError(f"next_sentence_labels has shape {array.values.shape}, expected {rows} integers")
     return array.values.reshape(-1)
-
-
-def check_writable(samples: Samples, info: DatasetInfo, path: Path) -> None:
-    """Raise ``ValueError`` unless the samples agree with ``info`` and fit the fixed and ragged layouts."""
-    check_offsets(samples, path)
-    check_content(samples, info, path)
-    sizes = {"input_ids": samples.input_ids, "masked_lm_ids": samples.masked_lm_ids, "sample length": samples.lengths}
-    for name, values in sizes.items():
-        if values.max(initial=0) > MOST_ID:
-            raise ValueError(f"{path}: {name} up to {values.max():,}; this layout holds up to {MOST_ID:,}: use native")
-    if len(samples.masked_lm_positions) and samples.masked_lm_positions.min() == 0:
-        raise ValueError(f"{path}: position 0 is masked, which marks padding in this layout: use native")

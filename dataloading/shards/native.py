@@ -11,7 +11,7 @@ import numpy as np
 
 from dataloading.shards.hdf5_file import HDF5File, new_hdf5_file
 from dataloading.shards.samples import Samples
-from dataloading.shards.shard import DatasetInfo, FlatShard, ShardRecord, check_content, check_offsets
+from dataloading.shards.shard import DatasetInfo, FlatShard, check_content, check_offsets
 
 FORMAT = "mlperf-bert-samples"
 SCHEMA_VERSION = 1
@@ -27,7 +27,7 @@ DTYPES = {
 }
 
 
-def write_shard(path: Path, samples: Samples, info: DatasetInfo) -> ShardRecord:
+def write_shard(path: Path, samples: Samples, info: DatasetInfo) -> None:
     """Write one shard; the file appears complete or not at all.
 
     Equal samples and info give identical files. Needs as much memory as the size of the file.
@@ -45,14 +45,6 @@ def write_shard(path: Path, samples: Samples, info: DatasetInfo) -> ShardRecord:
         )
         for name, dtype in DTYPES.items():
             file.create_dataset(name, data=getattr(samples, name), dtype=dtype)
-    return ShardRecord(
-        name=path.name,
-        samples=len(samples),
-        tokens=len(samples.input_ids),
-        masked_tokens=len(samples.masked_lm_ids),
-        digest=digest,
-        file_bytes=path.stat().st_size,
-    )
 
 
 def open_native(path: Path, file: HDF5File) -> FlatShard:

@@ -18,11 +18,14 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from dataloading.shards.fixed import COLUMNS, MOST_ID, check_writable, narrow, one_value_a_row, unknown_info
+from dataloading.shards.fixed import COLUMNS, narrow, one_value_a_row, unknown_info
 from dataloading.shards.hdf5_file import HDF5File, new_hdf5_file
 from dataloading.shards.native import DTYPES
 from dataloading.shards.samples import SampleBuilder, Samples, offsets_of
-from dataloading.shards.shard import REMEDY, DatasetInfo, Shard
+from dataloading.shards.shard import REMEDY, DatasetInfo, Shard, check_content, check_offsets
+
+_MOST_ID = (1 << 15) - 1
+"""Largest id and position, which are signed 16-bit integers in these layouts."""
 
 _SIZES = {name: DTYPES[name].itemsize for name in COLUMNS}
 
@@ -144,56 +147,46 @@ class RaggedShard(Shard):
         return starts[:-1] - starts[self.row_offsets[self._row_of]]
 
 
-def write_varlength(path: Path, samples: Samples, info: DatasetInfo) -> None:
-    """Write a file in the varlength layout. Raises the same errors as `write_fixed`."""
-    check_writable(samples, info, path)
-    columns = _columns_of(samples, samples.sequence_offsets, samples.masked_lm_offsets)
-    _write(path, columns, samples.next_sentence_labels.astype("i1"))
-
-
 def write_packed(path: Path, samples: Samples, pack_offsets: NDArray[np.int64], info: DatasetInfo) -> None:
-    """Write a file in the packed layout. Raises the same errors as `write_fixed`.
+    """Write a file in the packed layout. Pack p holds samples ``pack_offsets[p]`` to ``pack_offsets[p + 1]``.
 
-    Pack p holds samples ``pack_offsets[p]`` to ``pack_offsets[p + 1]``.
+    Raises:
+        ValueError: the samples contradict ``info``, or do not fit the layout.
     """
-    check_writable(samples, info, path)
-    row_starts = samples.sequence_offsets[pack_offsets]
-    if (longest := np.diff(row_starts).max(initial=0)) > MOST_ID:
-        raise ValueError(f"{path}: a pack has {longest:,} tokens, at most {MOST_ID:,} fit its positions")
+    check_offsets(samples, path)
+    check_content(samples, info, path)
+    row_starts, masked_starts = samples.sequence_offsets[pack_offsets], samples.masked_lm_offsets[pack_offsets]
     inside = samples.sequence_offsets[:-1] - np.repeat(row_starts[:-1], np.diff(pack_offsets))
-    shifted = samples.masked_lm_positions + np.repeat(inside, samples.masked_counts)
-    columns = _columns_of(samples, row_starts, samples.masked_lm_offsets[pack_offsets])
-    columns["masked_lm_positions"] = (shifted.astype("<i2"), columns["masked_lm_positions"][1])
-    columns["packed_input_len"] = (samples.lengths.astype("<i2"), pack_offsets)
-    columns["packed_masked_lm_len"] = (samples.masked_counts.astype("<i2"), pack_offsets)
-    columns["next_sentence_labels"] = (samples.next_sentence_labels.astype("i1"), pack_offsets)
-    _write(path, columns, None)
-
-
-_Columns = dict[str, tuple[NDArray[Any], NDArray[np.int64]]]
-"""Flat values and row offsets of each column, by name."""
-
-
-def _columns_of(samples: Samples, offsets: NDArray[np.int64], masked_offsets: NDArray[np.int64]) -> _Columns:
-    return {
-        "input_ids": (samples.input_ids.astype("<i2"), offsets),
-        "segment_ids": (samples.segment_ids.astype("i1"), offsets),
-        "masked_lm_positions": (samples.masked_lm_positions.astype("<i2"), masked_offsets),
-        "masked_lm_ids": (samples.masked_lm_ids.astype("<i2"), masked_offsets),
+    for name, values in (
+        ("input_ids", samples.input_ids),
+        ("masked_lm_ids", samples.masked_lm_ids),
+        ("the length of a pack", np.diff(row_starts)),
+    ):
+        if values.max(initial=0) > _MOST_ID:
+            raise ValueError(f"{path}: {name} is up to {values.max():,}; the packed layout holds up to {_MOST_ID:,}")
+    if len(samples.masked_lm_positions) and samples.masked_lm_positions.min() == 0:
+        raise ValueError(f"{path}: position 0 is masked, which marks padding in the packed layout; use native")
+    columns: dict[str, tuple[NDArray[Any], str, NDArray[np.int64]]] = {
+        "input_ids": (samples.input_ids, "<i2", row_starts),
+        "segment_ids": (samples.segment_ids, "i1", row_starts),
+        "masked_lm_positions": (
+            samples.masked_lm_positions + np.repeat(inside, samples.masked_counts),
+            "<i2",
+            masked_starts,
+        ),
+        "masked_lm_ids": (samples.masked_lm_ids, "<i2", masked_starts),
+        "packed_input_len": (samples.lengths, "<i2", pack_offsets),
+        "packed_masked_lm_len": (samples.masked_counts, "<i2", pack_offsets),
+        "next_sentence_labels": (samples.next_sentence_labels, "i1", pack_offsets),
     }
-
-
-def _write(path: Path, columns: _Columns, labels: NDArray[Any] | None) -> None:
     with new_hdf5_file(path) as file:
-        for name, (values, offsets) in columns.items():
-            rows = np.empty(len(offsets) - 1, h5py.vlen_dtype(values.dtype))
+        for name, (values, dtype, offsets) in columns.items():
+            rows = np.empty(len(offsets) - 1, h5py.vlen_dtype(np.dtype(dtype)))
             for row in range(len(rows)):
-                rows[row] = values[offsets[row] : offsets[row + 1]]
+                rows[row] = values[offsets[row] : offsets[row + 1]].astype(dtype)
             column = file.create_dataset(name, rows.shape, rows.dtype)
             # Assignment by index would treat rows of equal length as a matrix.
             column.id.write(h5py.h5s.ALL, h5py.h5s.ALL, rows)
-        if labels is not None:
-            file.create_dataset("next_sentence_labels", data=labels)
 
 
 def _objects_of(content: mmap.mmap, address: int) -> dict[int, tuple[int, int]]:

@@ -1,15 +1,11 @@
-"""GPU work that runs beside the step: copying the next step's batches and summing the counts of an evaluation."""
+"""The next step's batches are copied to the GPU while a step runs."""
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from bert.evaluation.evaluator import PendingAccuracy
-from bert.parallel.reduction.gradients import CommunicationStream
 from dataloading.batches.loader import Uploads, inert_batch
 from dataloading.batches.shape_buckets import ShapeBucket
 from tests.bert.process_groups import TimelineError
@@ -65,24 +61,3 @@ def test_batches_that_are_read_too_early_or_too_late_are_noticed(
     monkeypatch.setattr(owner, name, lambda *_: None)
     with pytest.raises(TimelineError, match=message):
         three_steps()
-
-
-def test_an_evaluation_is_summed_before_the_next_step_reduces(timeline: Timeline, monkeypatch: pytest.MonkeyPatch):
-    def all_reduce(tensor: Tensor, async_op: bool = False) -> SimpleNamespace:
-        # Like NCCL's process group, run asynchronous collectives on the group's own stream.
-        stream = Stream(timeline, "of the group") if async_op else timeline.current
-        stream.wait_stream(timeline.current)
-        with timeline.on(stream):
-            timeline.collective("all_reduce", (0, 1), tensor)
-        return SimpleNamespace(wait=lambda: timeline.current.wait_stream(stream))
-
-    monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(dist, "all_reduce", all_reduce)
-    counts = torch.zeros(2, dtype=torch.int64, device=META)
-    PendingAccuracy(counts, torch.zeros_like(counts))
-    beside = CommunicationStream(torch.device("cuda", 0))
-    beside.run(lambda: timeline.collective("all_reduce", (0, 1, 2, 3), torch.zeros(1, device=META)))
-    evaluation, reduction = timeline.collectives
-    assert reduction.comes_after(evaluation)
-    assert reduction.stream.priority < evaluation.stream.priority, "so that it does not queue behind matrix products"
-    counts.zero_()  # the next evaluation reuses this memory

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from cluster.display.lines import leaves
 from cluster.display.page import MOST_CELLS, render
 from cluster.view import (
     Collective,
@@ -68,13 +67,6 @@ def changed(view: View, **of_first: Any) -> View:
     return dataclasses.replace(view, **of_first)
 
 
-@pytest.mark.parametrize("number", [{"seconds": float("nan")}, {"latency_s": float("inf")}, {"cores": "many"}])
-def test_nothing_is_written_that_cannot_be_read(number: dict[str, Any], tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="Expected"):
-        write_view(changed(made_up(), **number), tmp_path / "cluster.json")
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.parametrize(
     "values", [{"host": 4}, {"host": 1}, {"target": 8}, {"hosts": ()}, {"hosts": (), "ranks": (), "links": ()}]
 )
@@ -85,34 +77,16 @@ def test_a_view_whose_parts_do_not_belong_together_is_refused(values: dict[str, 
         read_view(file)
 
 
-def damage(**values: Any) -> Callable[[dict[str, Any]], None]:
-    return lambda document: document.update(values)
-
-
 @pytest.mark.parametrize(
-    ("spoil", "said"),
-    [
-        (damage(version=1), "1, expected mlperf-bert cluster view 3"),
-        (damage(format="something"), "no view of a cluster (something"),
-        (lambda document: document.pop("digest"), "missing required field `digest`"),
-        (lambda document: document["content"].update(seconds=1.0), "edited or damaged"),
-        (damage(content=[1]), "edited or damaged"),
-    ],
+    ("values", "said"),
+    [({"version": 1}, "1, expected mlperf-bert cluster view 3"), ({"content": [1]}, "edited or damaged")],
 )
 def test_a_file_that_no_probe_wrote_is_refused(
-    spoil: Callable[[dict[str, Any]], Any], said: str, file: Path, refused: Callable[..., str]
+    values: dict[str, Any], said: str, file: Path, refused: Callable[..., str]
 ) -> None:
-    document = json.loads(file.read_text())
-    spoil(document)
-    file.write_text(json.dumps(document))
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
     assert said in refused("show", file)
     assert not file.with_suffix(".html").exists()
-
-
-@pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe", b"[" * 100_000, b"[1]", b'{"version": 1' + b"0" * 5000])
-def test_what_is_no_json_is_refused(content: bytes, file: Path, refused: Callable[..., str]) -> None:
-    file.write_bytes(content)
-    assert "run `python -m cluster probe` again" in refused("show", file)
 
 
 def test_show_prints_and_writes_a_page(file: Path, cluster: Command) -> None:
@@ -136,7 +110,3 @@ def test_a_page_of_many_hosts_stays_small() -> None:
     page = render(made_up(hosts=100, ranks=1))
     assert page.count("<rect") <= 2 * MOST_CELLS**2
     assert "A cell stands for 1.04 hosts in a row" in page
-
-
-def test_hosts_are_listed_under_their_leaf() -> None:
-    assert leaves(made_up()) == [("top / leaf0", [0, 1]), ("top / leaf1", [2, 3])]

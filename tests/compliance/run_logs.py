@@ -43,12 +43,12 @@ def initialise(
     division: Any = "closed",
     settings: dict[str, Any] | None = None,
     seed: int = 1234,
-    platform: str = "one machine",
+    **submission: str,
 ) -> None:
     """Log the records up to run_start."""
     log.cache_clear(True)
     log.init_start()
-    log.submission(division=division, org="Example", platform=platform)
+    log.submission(division=division, **({"org": "Example", "platform": "one machine"} | submission))
     log.seed(seed)
     log.hyperparameters(settings or (CLOSED if division == "closed" else OPEN))
     log.weights_initialization(24 if division == "closed" else 2)
@@ -78,18 +78,20 @@ def log_of(
     seed: int = 1234,
     status: Literal["success", "aborted", "running"] = "success",
     header: tuple[tuple[str, object], ...] = (),
+    changes: tuple[tuple[str, Any], ...] = (),
+    submission: tuple[tuple[str, str], ...] = (),
     step_ms: int = 10,
     start_ms: int = START_MS,
 ) -> bytes:
     """Return a log with one evaluation per accuracy. The log of a "running" run ends with its last evaluation."""
-    settings = CLOSED if division == "closed" else OPEN
+    settings = (CLOSED if division == "closed" else OPEN) | dict(changes)
     if batch := global_batch_size:
         settings = settings | {"global_batch_size": batch, "eval_interval_samples": evaluation_interval(batch)}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "result_0.txt"
         with MLLog(path, clock_ms=counting_clock(step_ms, start_ms)) as log:
             log.header(dict(header))
-            initialise(log, division, settings, seed)
+            initialise(log, division, settings, seed, **dict(submission))
             samples = train(log, settings, list(accuracies))
             if status != "running":
                 log.run_stop(status, samples=samples, eval_samples=10_000 if division == "closed" else 500)

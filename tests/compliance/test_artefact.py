@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from compliance.package.assembly import make_package
+from compliance.package.command import make_package
 from tests.compliance import run_logs
 from tests.compliance.package.test_package import PASSING, description, request
 from tests.compliance.run_series import write_series

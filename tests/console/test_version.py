@@ -26,15 +26,6 @@ def commit_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Path], str]
     version.commit.cache_clear()
 
 
-def test_outside_a_checkout_the_image_names_the_commit(
-    commit_of: Callable[[Path], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("MLPERF_BERT_COMMIT", raising=False)
-    assert commit_of(tmp_path) == "unknown"
-    monkeypatch.setenv("MLPERF_BERT_COMMIT", "abc")
-    assert commit_of(tmp_path) == "abc"
-
-
 def test_a_checkout_names_its_own_commit_and_changes(
     commit_of: Callable[[Path], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -44,7 +35,10 @@ def test_a_checkout_names_its_own_commit_and_changes(
             ["git", *identity, *arguments], cwd=tmp_path, check=True, capture_output=True, text=True
         ).stdout.strip()
 
-    monkeypatch.setenv("MLPERF_BERT_COMMIT", "abc")
+    monkeypatch.delenv("MLPERF_BERT_COMMIT", raising=False)
+    assert commit_of(tmp_path) == "unknown"
+    monkeypatch.setenv("MLPERF_BERT_COMMIT", "abc")  # as in an image
+    assert commit_of(tmp_path) == "abc"
     (tmp_path / "file").write_text("one")
     git("init", "--quiet")
     git("add", "file")
@@ -83,14 +77,3 @@ def test_where_there_is_no_git_the_image_names_the_commit_for_both(
     shell = "source launch/environment.sh; usage any --version"
     done = subprocess.run(["bash", "-c", shell], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert done.stdout == f"{line}\n"
-
-
-def test_what_is_installed_knows_its_version_by_its_metadata(
-    commit_of: Callable[[Path], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    metadata = tmp_path / "mlperf_bert-7.8.9.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: mlperf-bert\nVersion: 7.8.9\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    commit_of(tmp_path)
-    assert version.version_line() == "mlperf-bert 7.8.9"

@@ -89,18 +89,20 @@ def test_from_text_says_what_it_made(run: Run, tmp_path: Path) -> None:
         ({"--out": "."}, "already exists"),
         ({"--out": "text.txt"}, "already exists"),
         ({"--max_seq_length": "4"}, "max_seq_length is 4"),
+        ({"--max_seq_length": "65536"}, "max_seq_length is 65536"),
+        ({"--dupe_factor": "0"}, "dupe_factor is 0"),
+        ({"--short_seq_prob": "1.5"}, "short_seq_prob is 1.5"),
+        ({"--masked_lm_prob": "nan"}, "masked_lm_prob is nan"),
         ({"--jobs": "0"}, "--jobs is 0"),
         ({"--text": "text.txt text.txt"}, "named twice"),
-        ({"--text": "text.txt copy.txt"}, "copy.txt is a copy of text.txt"),
         ({"--out": "text.txt/data"}, "text.txt"),
     ],
 )
-@pytest.mark.usefixtures("vocab")
+@pytest.mark.usefixtures("vocab", "text")
 def test_a_mistake_gets_one_line_and_leaves_nothing(
-    run: Run, tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch, changed: dict[str, str], message: str
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: dict[str, str], message: str
 ) -> None:
     (tmp_path / "empty.txt").write_text("")
-    (tmp_path / "copy.txt").write_bytes(text.read_bytes())
     (tmp_path / "binary.txt").write_bytes(b"\xff\xfe")
     monkeypatch.chdir(tmp_path)
     before = sorted(tmp_path.iterdir())

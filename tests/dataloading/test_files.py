@@ -6,7 +6,6 @@ import secrets
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,7 +15,6 @@ import pytest
 from bert.checkpoints.sources import open_source
 from console.files import atomic_path, read_json, write_atomically
 from dataloading.dataset.folder import open_dataset, write_dataset
-from dataloading.dataset.known import check_published
 from dataloading.options import PretrainingOptions
 from dataloading.preparation.prepare import Job, prepare
 from dataloading.preparation.pretraining_data import read_documents
@@ -79,17 +77,14 @@ READERS: dict[str, Callable[[Path], object]] = {
     "a text to prepare": lambda path: prepare(Job((path,), VOCAB, PretrainingOptions()), path.parent / "out"),
     "a manifest": lambda path: open_dataset(path.parent),
     "a checkpoint": open_source,
-    "a list": lambda path: list(check_published(open_dataset(path.parent / "data"), path)),
 }
 
 
-@pytest.mark.parametrize("kind", ["pipe", "device"])
 @pytest.mark.parametrize("reader", READERS)
-def test_what_is_no_file_is_refused_at_once(tmp_path: Path, reader: str, kind: str) -> None:
-    """Reading a pipe would block, and reading /dev/zero would never end."""
-    write_dataset(tmp_path / "data", make_samples(4), shards=1, info=INFO)
+def test_what_is_no_file_is_refused_at_once(tmp_path: Path, reader: str) -> None:
+    """Reading a pipe would block."""
     path = tmp_path / "manifest.json"
-    os.mkfifo(path) if kind == "pipe" else path.symlink_to("/dev/zero")
+    os.mkfifo(path)
     with pytest.raises((ValueError, OSError)) as caught:
         READERS[reader](path)
     assert str(path) in str(caught.value)
@@ -145,19 +140,6 @@ def test_work_that_is_told_to_end_leaves_nothing(tmp_path: Path, number: int, jo
     if number != signal.SIGINT:
         assert process.returncode == 128 + number
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_command_that_is_told_to_end_leaves_nothing(tmp_path: Path) -> None:
-    text = tmp_path / "text"
-    text.write_text("\n".join(f"a sentence of the number {number} here" for number in range(100_000)))
-    command = [sys.executable, "-m", "dataloading", "prepare", "--text", str(text), "--vocab", str(VOCAB)]
-    process = subprocess.Popen([*command, "--out", str(tmp_path / "out")], cwd=REPOSITORY)
-    while not (tmp_path / "out" / "prepare.json").exists():
-        assert process.poll() is None
-        time.sleep(0.01)
-    process.terminate()
-    assert process.wait() == 128 + signal.SIGTERM
-    assert [path.name for path in tmp_path.iterdir()] == ["text"]
 
 
 def test_a_folder_of_links_that_fails_can_be_begun_again(run: Run, tmp_path: Path) -> None:

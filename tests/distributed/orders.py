@@ -14,7 +14,7 @@ from bert.checkpoints.initial_model import draw_model
 from bert.configuration.config import Config
 from bert.configuration.recipes import tiny_cpu
 from bert.configuration.sections import ModelConfig, OptimizerConfig, Recompute, ReductionStrategy
-from bert.execution.passes import Eager
+from bert.execution.passes import Passes
 from bert.parallel.mesh import Mesh
 from bert.step import TrainingStep
 from bert.timing.stopwatch import Stopwatch
@@ -116,8 +116,8 @@ def train(
 def gather_after_update(step: TrainingStep) -> None:
     """Gather the weights right after the update instead of during the next forward pass."""
     execution, update = step.execution, step.update
-    assert isinstance(execution, Eager)
-    execution._duties = replace(execution._duties, gathers_weights=False)
+    assert isinstance(execution, Passes)
+    execution.duties = replace(execution.duties, gathers_weights=False)
     step.update = lambda: (update(), step.gather_weights())[0]  # type: ignore[assignment]
 
 
@@ -187,8 +187,8 @@ def fp8_weights_follow(mesh: Mesh, strategy: ReductionStrategy) -> bool:
         step(micro_batches)
     step.gather_weights()
     assert step.fp8 is not None
-    assert isinstance(step.execution, Eager)
-    equal = not step.execution._duties.gathers_weights  # the next forward pass has nothing left to gather
+    assert isinstance(step.execution, Passes)
+    equal = not step.execution.duties.gathers_weights  # the next forward pass has nothing left to gather
     for dense in step.fp8.denses:
         expected = cast_fp8(dense.dense.weight.detach(), dense.weight.scale, torch.zeros(()), torch.float8_e4m3fn)
         equal &= torch.equal(dense.weight_NK.float(), expected.float())

@@ -16,9 +16,8 @@ from torch import Tensor
 
 from bert.checkpoints.hugging_face import to_hugging_face
 from bert.checkpoints.initial_model import load_initial_weights
-from bert.checkpoints.safetensors_header import read_header
 from bert.checkpoints.sources import open_source
-from bert.checkpoints.weights import Weight, save_weights, write_safetensors
+from bert.checkpoints.weights import Weight, read_header, save_weights, write_safetensors
 from bert.configuration.sections import ModelConfig
 from bert.convert import convert
 from bert.model import BertForPreTraining
@@ -166,10 +165,6 @@ def rewritten(change: Callable[[dict[str, Tensor]], object]) -> Callable[[Path],
         (lambda path: torch.save({}, path), {}, "pickle file"),
         (Path.unlink, {}, r"no checkpoint at .*dataloading wikipedia.*data\.initial_checkpoint"),
         (rewritten(lambda tensors: tensors.pop("pooler.bias")), {}, r"weights\.safetensors lacks pooler\.bias"),
-        *(
-            (Path.stat, {name: value}, f"{name} {getattr(CONFIG, name)}, but model.{name} is {value}")
-            for name, value in (("num_hidden_layers", 3), ("max_position_embeddings", 6), ("num_attention_heads", 4))
-        ),
         (Path.stat, {"vocab_size": 31}, r"of 30 tokens, but model\.vocab_size is 31"),
     ],
 )
@@ -309,7 +304,7 @@ def test_a_configuration_that_does_not_fit(theirs: Path, config: str, message: s
 def test_pickles_are_refused(tmp_path: Path, content: bytes):
     (tmp_path / "pytorch_model.bin").write_bytes(content)
     for path in (tmp_path, tmp_path / "pytorch_model.bin"):
-        with pytest.raises(ValueError, match="a pickle file, which can run any code"):
+        with pytest.raises(ValueError, match="is a pickle file, which can run any code"):
             open_source(path)
 
 

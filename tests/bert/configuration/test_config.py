@@ -69,7 +69,7 @@ def test_settings_are_changed_by_name() -> None:
         ("dgxa100_8x8 --training.shard-gradients", "training.shard_gradients is on, but training.reduction is"),
         ("dgxa100_8x8 --training.sharp --training.reduction flat", "training.reduction is flat"),
         ("dgxa100_8x8 --training.sharp --training.reduce-dtype bf16", "training.reduce_dtype is bf16"),
-        ("dgxa100_1x8 --parallel.tensor 32", "intermediate_size 4096: set it to 16 or 8"),
+        ("dgxa100_1x8 --parallel.tensor 32", "intermediate_size 4096: set it to a divisor of 16"),
         (
             "h100_1x8 --parallel.tensor 8 --model.intermediate-size 4032 --log.division open",
             "model.intermediate_size is 4032, but training.precision fp8 with parallel.tensor 8 needs a multiple of 128",

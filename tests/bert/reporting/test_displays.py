@@ -1,12 +1,8 @@
-"""The log lines, the panel and the remaining time that a run shows."""
+"""The log lines and the remaining time that a run shows."""
 
-import io
 from dataclasses import replace
 
-import pytest
-from rich.console import Console
-
-from bert.reporting.displays import RunPanel, RunProgress, StepLines
+from bert.reporting.displays import RunProgress, StepLines
 from compliance.log.records import EndRecord, EvaluationRecord, StepRecord, read_metrics
 from compliance.log.schedule import EvaluationSchedule
 from tests.conftest import REPOSITORY
@@ -37,7 +33,7 @@ END = EndRecord(status="success", time_s=65.0, samples=640, masked_lm_accuracy=0
 def progress(*records: StepRecord | EvaluationRecord) -> RunProgress:
     made = RunProgress(target=0.4, max_samples=6400, schedule=EvaluationSchedule(640, 32))
     for record in records:
-        made.add(record)
+        made.records.add(record)
     return made
 
 
@@ -54,18 +50,6 @@ def test_plain_lines_are_one_line_a_record() -> None:
     ]
 
 
-@pytest.mark.measured  # the panel is redrawn at intervals of real time
-def test_the_panel_shows_accuracy_against_the_target() -> None:
-    text = io.StringIO()
-    shown = progress(STEP, EVALUATION)
-    panel = RunPanel("tiny_cpu · open", shown, Console(file=text, force_terminal=True, width=100))
-    for record in (STEP, EVALUATION, END):
-        panel.write(record)
-    panel.close()
-    for words in ("tiny_cpu · open", "0.2500 of 0.4000 at ", "evaluation 1", "▁", "at most 0:18", "success after 1:05"):
-        assert words in text.getvalue()
-
-
 def test_time_left_is_the_limit_until_accuracy_rises() -> None:
     assert progress().eta == "-"
     assert progress(STEP).eta == "at most 0:18"
@@ -74,9 +58,9 @@ def test_time_left_is_the_limit_until_accuracy_rises() -> None:
 
 def test_time_left_after_a_resume_counts_the_samples_of_this_run_alone() -> None:
     resumed = RunProgress(target=0.4, max_samples=6400, schedule=EvaluationSchedule(640, 32), resumed_samples=320)
-    resumed.add(replace(STEP, samples=320))
+    resumed.records.add(replace(STEP, samples=320))
     assert resumed.eta == "-"
-    resumed.add(STEP)  # 320 samples took 2 s, and 5760 remain
+    resumed.records.add(STEP)  # 320 samples took 2 s, and 5760 remain
     assert resumed.eta == "at most 0:36"
 
 
@@ -102,8 +86,8 @@ def test_the_time_left_that_recorded_runs_would_have_shown_held() -> None:
         assert metrics.end is not None
         shown = RunProgress(target=metrics.run.target, max_samples=96_000, schedule=EvaluationSchedule(4800, 32))
         for evaluation in metrics.evaluations:
-            shown.add(evaluation)
-            shown.add(replace(STEP, samples=evaluation.samples, time_s=evaluation.time_s))
+            shown.records.add(evaluation)
+            shown.records.add(replace(STEP, samples=evaluation.samples, time_s=evaluation.time_s))
             if evaluation.masked_lm_accuracy >= shown.target or "to" not in (said := shown.eta).split():
                 continue
             ranges += 1

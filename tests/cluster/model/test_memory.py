@@ -178,13 +178,6 @@ def test_on_gpus_whole_updates_leave_copies_of_all_weights_and_heads_are_cast_be
         assert held_by_rank(work, other, 1, 1, on_gpu=True)["16-bit weights"] == by_autocast
 
 
-def test_a_gpu_keeps_no_masks_and_no_probabilities() -> None:
-    work, _ = work_and_samples(ModelConfig(2, 128, 4, 512, 1024, 128))
-    strategy = Strategy(SEQUENCES, precision="bf16")
-    sizes = work.micro_batches(strategy, 1, 0)
-    assert kept_by_forward(work, strategy, sizes, on_gpu=True) < kept_by_forward(work, strategy, sizes)
-
-
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_recomputation_keeps_what_is_predicted(precision: Precision) -> None:
     """Compare only the differences between modes: weights and weight copies are the same in every mode."""

@@ -24,8 +24,3 @@ def test_on_shared_processors_nothing_comes_for_nothing() -> None:
     # A message that needs a quarter of the processors gets them at once and slows computing down accordingly.
     ends = run([Piece(1.0), Piece(1.5)], [Message(1.0, after=1, share=0.25)], demand=1.0)
     assert ends.computed == pytest.approx(2.75)
-
-
-def test_without_messages_the_pieces_are_all() -> None:
-    ends = run([Piece(1.0), Piece(0.5)], [], demand=1.0)
-    assert (ends.computed, ends.arrived, ends.waited) == (1.5, 1.5, 0.0)

@@ -175,14 +175,9 @@ def test_a_plan_for_4096_ranks_is_one_that_a_run_takes(tmp_path: Path, cluster: 
     ("arguments", "said"),
     [
         (["h100_9x9"], "unknown recipe 'h100_9x9'"),
-        (["own_text_cpu"], "own_text_cpu derives its settings from its data"),
         (["tiny_cpu"], "tiny_cpu names no device: give --cluster"),
-        (["h100_1x8", "--accelerator", "H900"], "accelerator 'H900' is unknown; nearest:"),
         (["h100_1x8", "--gpus", "12"], "--gpus is 12, expected whole nodes of 8"),
-        (["h100_1x8", "--gpus", "0"], "--gpus is 0, expected at least 1"),
-        (["h100_1x8", "--gpus", "16777216"], "nodes: 2,097,152, expected 1 to 1,048,576"),
         (["h100_1x8", "--gpus", "262144"], "global batch size 262,144 on 262,144 accelerators: expected at least one"),
-        (["h100_1x8", "--cluster", "none.json"], "none.json: No such file or directory"),
         (["h100_1x8", "--cluster", "x.json", "--accelerator", "H100"], "omit --accelerator and --networking"),
     ],
 )
@@ -197,9 +192,3 @@ def test_a_view_is_planned_for_as_many_ranks_as_it_has(tmp_path: Path, refused: 
     path = tmp_path / "cluster.json"
     write_view(replace(made_up(hosts=1, ranks=2), collectives=(), outliers=()), path)
     assert "has 2 ranks, but --gpus is 4" in refused("plan", "tiny_cpu", "--cluster", path, "--gpus", 4)
-
-
-def test_facts_are_those_of_the_recipes_devices() -> None:
-    assert device_of("dgxa100_8x8", None)[0].name == "A100-SXM-80GB"
-    device, per_node = device_of("h100_64x8", None)
-    assert (described(device, 4, per_node).nodes, described(device, 512, per_node).nodes) == (1, 64)

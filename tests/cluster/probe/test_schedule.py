@@ -35,9 +35,3 @@ def test_pairs_are_disjoint_and_every_node_has_as_many(nodes: int) -> None:
 @pytest.mark.parametrize("nodes", [4095, 4096])
 def test_thousands_of_nodes_are_covered(nodes: int) -> None:
     check(nodes)
-
-
-def test_every_node_takes_part_in_the_first_two_rounds() -> None:
-    for nodes in (2, 4, 5, 8, 9, 33, 64, 4095):
-        rounds = rounds_of_pairs(nodes)[:2]
-        assert {node for pairs in rounds for pair in pairs for node in pair} == set(range(nodes))

@@ -135,6 +135,6 @@ def test_descriptions_of_networks_are_understood(text: str, ports: int, gbit_s: 
     assert (network.ports, network.gbit_s, network.is_assumed) == (ports, gbit_s, False)
 
 
-@pytest.mark.parametrize("text", ["", "N/A", "Ethernet, Infiniband", "TODO", "\x00" * 50, "0Gb/s", "9" * 10**5 + "x"])
+@pytest.mark.parametrize("text", ["", "Ethernet, Infiniband", "0Gb/s", "9" * 10**5 + "x"])
 def test_a_network_that_is_not_described_is_assumed(text: str) -> None:
     assert describe_machine(device_named("H100"), 2, 8, networking=text).network.is_assumed

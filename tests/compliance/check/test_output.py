@@ -1,9 +1,8 @@
-"""Output of `check` besides its verdicts: the total, errors only, and known findings."""
+"""Output of `check` besides its verdicts: the total, and errors only."""
 
 from __future__ import annotations
 
 import io
-import json
 import sys
 from pathlib import Path
 from xml.etree import ElementTree
@@ -37,11 +36,10 @@ def logs(tmp_path: Path, closed_log: str) -> list[Path]:
 
 def test_the_total_names_what_fails() -> None:
     logs = [verdict("a/result_0.txt"), *(verdict(f"b/result_{number}.txt", ERROR) for number in range(7))]
-    text = total([*logs, verdict("a.json", ERROR)], is_accepted=False, ignored=2)
+    text = total([*logs, verdict("a.json", ERROR)], is_accepted=False)
     assert "8 logs: 1 passes, 7 fail: b/result_0.txt" in text
     assert "and 2 more" in text
     assert "1 folder or description: 1 fails: a.json" in text
-    assert "2 known findings" in text
     older = total([verdict("a/result_0.txt", ruleset="2.0.0")], is_accepted=True)
     assert "2.0.0" in older
 
@@ -52,31 +50,6 @@ def test_quiet_prints_errors_and_the_total(logs: list[Path]) -> None:
     assert (status, head.startswith(f"FAIL {logs[1]}"), "error: " in error) == (1, True, True)
     assert last == f"2 logs: 1 passes, 1 fails: {logs[1]}"
     assert run("check", logs[0], "--quiet") == (0, "1 log: 1 passes\n")
-
-
-def test_known_findings_are_left_out(tmp_path: Path, logs: list[Path]) -> None:
-    known = tmp_path / "known.json"
-    status, said = run("check", *logs, "--json")
-    known.write_text(said)
-    assert status == 1
-    status, said = run("check", *logs, "--ignore", known)
-    assert (status, "FAIL" in said, "2 known findings ignored" in said.splitlines()[-1]) == (0, False, True)
-    logs[1].write_text(value("global_batch_size", 0)(logs[1].read_text()))
-    status, said = run("check", *logs, "--ignore", known, "--json")
-    assert status == 1
-    assert {finding["key"] for entry in json.loads(said) for finding in entry["findings"]} == {"global_batch_size"}
-
-
-@pytest.mark.parametrize(
-    "content", ["", "{}", "[1]", '[{"file": 1}]', '[{"file": [], "findings": [{"key": []}]}]', "[" * 10**5]
-)
-def test_a_file_that_holds_no_findings_is_refused(tmp_path: Path, logs: list[Path], content: str) -> None:
-    known = tmp_path / "known.json"
-    known.write_text(content)
-    status, said = run("check", logs[1], "--ignore", known)
-    if content == "{}":  # a valid file without findings
-        return
-    assert (status, said.count("\n"), said.startswith(f"error: {known}")) == (2, 1, True)
 
 
 def test_junit_has_a_case_for_each_verdict(tmp_path: Path, logs: list[Path]) -> None:

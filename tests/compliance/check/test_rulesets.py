@@ -9,8 +9,6 @@ import pytest
 from compliance.check.checker import check_log
 from compliance.log.reader import read_log
 from compliance.log.rules import AUTO
-from compliance.official import checker as official
-from compliance.official.checker import Complaint, Opinion
 from tests.compliance.command import run
 from tests.compliance.log_edits import Edit, delete, in_turn, value
 from tests.compliance.run_logs import without_chain
@@ -46,20 +44,6 @@ def test_the_newest_ruleset_that_accepts_a_log_is_taken(
 def test_logs_of_this_repository_are_held_to_the_newest(tmp_path: Path) -> None:
     log = write_log(tmp_path / "result_0.txt", 0).read_text()
     assert chosen(tmp_path / "result_0.txt", log, delete("seed")) == ("5.0.0", "fail")
-
-
-def test_a_checker_that_gives_no_verdict_is_asked_once(
-    tmp_path: Path, closed_log: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked = []
-
-    def ask(_lines: object, ruleset: str) -> Opinion:
-        asked.append(ruleset)
-        return Opinion("fail", (Complaint("it did not end"),), judged=False)
-
-    monkeypatch.setattr(official, "opinion", ask)
-    assert chosen(tmp_path / "result_0.txt", without_chain(closed_log), delete("seed")) == ("5.0.0", "fail")
-    assert asked == ["5.0.0"]
 
 
 def test_a_folder_is_checked_under_one_ruleset_and_the_total_names_it(tmp_path: Path) -> None:

@@ -50,14 +50,6 @@ def test_published_runs_end_where_they_were_expected() -> None:
     assert sum(by_reference) >= 0.85 * len(by_reference)
 
 
-def test_the_range_narrows_towards_the_end() -> None:
-    schedule, points = closed_curve("v2.1 8 x H100")
-    found = forecast(points[:-1], 0.72, schedule, reference("5.0.0", 768))
-    assert found.earliest is not None
-    assert found.latest is not None
-    assert found.latest - found.earliest <= 4
-
-
 def test_the_open_runs_of_this_repository() -> None:
     logs = sorted((REPOSITORY / "results/cpu_2cores/bert").glob("result_*.txt"))
     for log in logs:
@@ -116,12 +108,6 @@ def test_a_curve_that_bends_is_carried_on() -> None:
 def test_a_curve_that_does_not_rise_has_no_end(values: list[float]) -> None:
     found = forecast(every_1000(*values), 0.5, EVERY_1000, None)
     assert found == Forecast(None, None, "no rise over the last 4 evaluations")
-
-
-def test_the_curve_goes_through_the_last_point() -> None:
-    points = every_1000(0.10, 0.20, 0.30, 0.38)  # the slope is 0.094 per 1000 samples
-    assert reach(points, 1.0, 0.5) == pytest.approx(4000 + 1000 * 0.12 / 0.094)
-    assert reach([(1000, 0.1), (1000, 0.2)], 1.0, 0.5) is None  # no slope at a single position
 
 
 @pytest.mark.parametrize(

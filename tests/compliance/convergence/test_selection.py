@@ -1,6 +1,5 @@
 """Choice of a submission's runs from a longer series."""
 
-import math
 import statistics
 
 import pytest
@@ -23,21 +22,9 @@ def test_the_rule_s_own_example() -> None:
     assert found.chosen == tuple(range(found.window, found.window + 5))
 
 
-def test_as_many_as_a_submission_takes_are_all_submitted_in_the_order_of_their_start() -> None:
-    found = select([30, 10, 20], [1.0, 2.0, 3.0], runs=3)
-    assert (found.chosen, found.scores, found.score) == ((1, 2, 0), (2.0,), 2.0)
-
-
 def test_of_two_windows_the_slower_one() -> None:
     assert select(list(range(11)), [5.0, *[7.0] * 5, *[8.0] * 5]).window == 1
     assert select(list(range(11)), [*[8.0] * 5, *[7.0] * 5, 5.0]).window == 0
-
-
-def test_windows_with_two_failed_runs_count_as_infinite() -> None:
-    times = [FAILED, FAILED, *[10.0] * 10]
-    found = select(list(range(12)), times)
-    assert found.scores == (math.inf, 10.0, 10.0)
-    assert found.score == 10.0
 
 
 def test_a_series_whose_median_window_is_invalid_has_no_result() -> None:

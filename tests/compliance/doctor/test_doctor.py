@@ -46,7 +46,7 @@ def host(root: Path, answers: Answers | None = None) -> FakeHost:
     """Return a machine without problems, on which `answers` replaces the output of some commands."""
     well: Answers = {
         RECIPES: recipe(),
-        "lacks_of_triton": PYTORCH,
+        "torch.cuda.nccl": PYTORCH,
         "--dry-run": READY,
         "dataloading verify": "data/w/train: whole, 10 samples of 89.3 tokens in 1 shard(s)\n",
     }

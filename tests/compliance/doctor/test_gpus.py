@@ -20,7 +20,6 @@ PYTORCH: dict[str, Any] = {
     "NCCL": "2.28.9",
     "gpus": 8,
     "trouble": "",
-    "Triton lacks": [],
 }
 ONE_RANK = replace(NODE, intended=IntendedRun("h100_1x1"), ranks=1)
 
@@ -84,11 +83,6 @@ def test_gpus_of_a_node(layout: ExaminedRun, found: Gpus, expected: list[str]) -
 def test_pytorch(pytorch: dict[str, Any] | None, expected: str) -> None:
     answer = {} if pytorch is None else PYTORCH | pytorch
     expect(accelerators(NODE, GPUS, answer), expected, about="PyTorch")
-
-
-def test_what_triton_lacks_fails_before_a_run() -> None:
-    lacks = {"Triton lacks": [["no C compiler", "install gcc"], ["no libcuda.so.1", "run ldconfig"]]}
-    expect(accelerators(NODE, GPUS, PYTORCH | lacks), "fail Triton: C compiler", "fail Triton: libcuda.so.1")
 
 
 class NVMLError(Exception):
@@ -161,12 +155,8 @@ def test_the_answers_of_nvml_become_facts() -> None:
         DeviceGetTopologyCommonAncestor=50,
     )
     gpu = read_gpus(broken).gpus[1]
-    assert (gpu.uncorrected_errors, gpu.remapping_pending, gpu.remapping_failed, gpu.is_divided) == (
-        3,
-        True,
-        True,
-        True,
-    )
+    assert gpu.uncorrected_errors == 3
+    assert gpu.remapping_pending and gpu.remapping_failed and gpu.is_divided  # noqa: PT018
     assert gpu.throttled_by == ("hardware slowdown", "hardware thermal slowdown")
     assert gpu.processes == (f"a program (pid {2**22 + 1})",)
     assert read_gpus(broken).ways == {ACROSS_NODES: 1}

@@ -1,6 +1,5 @@
 import hashlib
 import itertools
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from compliance.check.checker import check_file, check_log
 from compliance.log import digest
 from compliance.log.findings import Finding
 from compliance.log.reader import read_log
-from tests.compliance.run_logs import counting_clock, initialise, write_run
+from tests.compliance.run_logs import initialise, write_run
 
 OPENING, LAST = digest.OPENING, "# digest at the end: "
 
@@ -123,37 +122,3 @@ def test_killed_process_leaves_whole_lines_with_their_digests(tmp_path: Path) ->
     assert left.chain.broken is None
     assert left.chain.digests >= 1
     assert left.run.last["run_start"]
-
-
-def interrupted(path: Path) -> None:
-    with MLLog(path, clock_ms=counting_clock()) as log:
-        initialise(log, "open")
-        raise KeyboardInterrupt
-
-
-def test_aborted_run_has_its_last_digest(tmp_path: Path) -> None:
-    path = tmp_path / "result_0.txt"
-    with pytest.raises(KeyboardInterrupt):
-        interrupted(path)
-    assert read_log(path).chain.ended
-    assert not chain_findings(path)
-
-
-def test_nothing_is_written_where_nothing_was_logged(tmp_path: Path) -> None:
-    with MLLog(tmp_path / "result_0.txt"):
-        pass
-    assert (tmp_path / "result_0.txt").read_bytes() == b""
-
-
-def test_lines_after_the_run_are_covered_too(tmp_path: Path) -> None:
-    path = tmp_path / "result_0.txt"
-    with MLLog(path) as log:
-        for number in range(100):
-            log.line(f"naïve {number} \udc80")
-        log.close()  # closing twice is allowed
-        os.utime(path)
-    assert read_log(path).chain.broken is None
-    text = path.read_bytes()
-    assert text.splitlines()[-1].startswith(LAST.encode())
-    path.write_bytes(text.replace(b" 99 ", b" 98 "))
-    assert read_log(path).chain.broken

@@ -1,4 +1,3 @@
-import gzip
 import json
 import os
 import re
@@ -170,17 +169,6 @@ def test_files_without_records(read: Reader, content: bytes) -> None:
     assert log.size == len(content)
 
 
-@pytest.mark.parametrize(
-    ("content", "found", "remedy"),
-    [(gzip.compress(record().encode()), "gzip", "gunzip"), (record().encode("utf-16"), "UTF-16", "iconv")],
-)
-def test_a_log_in_another_format_is_given_up_with_its_remedy(
-    read: Reader, content: bytes, found: str, remedy: str
-) -> None:
-    log = read(content)
-    assert (log.records, found in log.given_up, remedy in log.remedy) == ([], True, True)
-
-
 def test_header_lines(read: Reader) -> None:
     log = read(f"# a: 1\n# a: 2\n#b: 3\n# c\n# \xe9: \xfc\n# d: {record()}\n")
     assert log.header == {"a": "1", "\xe9": "\xfc"}
@@ -291,28 +279,6 @@ def test_many_empty_lines_take_no_quadratic_time(read: Reader, end: bytes) -> No
 
 
 # Limits
-
-
-def test_a_log_too_large_to_be_read_is_given_up_at_once(tmp_path: Path) -> None:
-    path = tmp_path / "result_0.txt"
-    with path.open("wb") as file:
-        file.truncate(2**40)  # a sparse file of one terabyte
-    log = read_log(path)
-    assert (log.size, log.records, log.token_lines) == (2**40, [], 0)
-    assert log.given_up == "a file of 1,048,576.0 MiB; expected at most 256 MiB to be read at all"
-
-
-def test_more_records_than_any_run_logs_are_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(log_module, "MAX_RECORD_LINES_BYTES", 2**20)
-    path = tmp_path / "result_0.txt"
-    line = record() + "\n"
-    path.write_text(line * (2 * 2**20 // len(line)))
-    log = read_log(path)
-    assert len(log.records) == 2**20 // (len(line) - 1)
-    assert log.given_up == "more than 1 MiB of records; expected the records of one run"
-    path.write_text("plain\n" * 2**18 + line)
-    log = read_log(path)
-    assert (log.given_up, len(log.records)) == ("", 1)
 
 
 def test_records_take_no_more_memory_than_a_few_times_their_lines(tmp_path: Path) -> None:

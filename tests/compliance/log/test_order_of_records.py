@@ -14,7 +14,6 @@ from compliance.log.run import LoggedRun
 from compliance.watch.running import RunningLog
 from tests.compliance.log_edits import (
     Edit,
-    delete,
     epoch_nums,
     in_turn,
     later,
@@ -95,35 +94,11 @@ def test_a_closed_run_of_its_own_settings_is_refused_before_its_clock_starts(
     assert finding.remedy in str(refused.value)
 
 
-def test_what_is_left_open_is_told(path: Path) -> None:
-    path.write_text(delete("block_stop", nth=-1)(path.read_text()))
-    assert [violation.key for violation in left_open(read_log(path).run)] == ["block_start"]
-
-
 def test_many_processes_may_start_the_initialisation() -> None:
     run = LoggedRun()
     for time_ms in (3000, 1000, 2000):
         run.add(Record(1, time_ms, "INTERVAL_START", "init_start", None, {}))
     assert (run.init_start_ms, run.start_ms, run.phase) == (1000, 1000, "init")
-
-
-def test_the_writer_names_the_line_of_the_record_that_is_repeated(tmp_path: Path) -> None:
-    path = tmp_path / "result_0.txt"
-    log = MLLog(path, clock_ms=counting_clock(10))
-    log.init_start()
-    log.seed(1)
-    first = next(n for n, line in enumerate(path.read_text().splitlines(), start=1) if '"key": "seed"' in line)
-    with pytest.raises(RuleViolation, match=f"first on line {first} with another value,"):
-        log.seed(2)
-
-
-def test_the_writer_refuses_an_accuracy_outside_of_an_evaluation(tmp_path: Path) -> None:
-    log = MLLog(tmp_path / "result_0.txt", clock_ms=counting_clock(10))
-    initialise(log, "open")
-    log.block_start(0)
-    log.block_stop(1024)
-    with pytest.raises(RuleViolation, match="no evaluation is open"):
-        log.eval_accuracy(0.1, 1024)
 
 
 @pytest.mark.parametrize(("ruleset", "expected"), [("5.0.0", []), ("3.0.0", [("metadata", "block_start")] * 3)])

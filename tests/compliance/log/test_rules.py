@@ -44,11 +44,6 @@ def test_evaluation_interval_is_the_formula_of_the_rules(batch: int) -> None:
     assert schedule.evaluation_interval(batch) == exact // 10_000 // 25_000 * 25_000
 
 
-def test_evaluation_interval_refuses_no_batch() -> None:
-    with pytest.raises(ValueError, match="global_batch_size is 0"):
-        schedule.evaluation_interval(0)
-
-
 @given(st.integers(1, 50), st.integers(1, 10**6), st.integers(1, 20_000))
 def test_scheduled_evaluations_are_on_schedule(index: int, interval: int, batch: int) -> None:
     samples = schedule.evaluation_samples(index, interval, batch)
@@ -82,16 +77,6 @@ def test_weight_tensors_are_those_of_the_official_rule_file() -> None:
     assert sorted(rules.weight_tensors(24)) == sorted(re.findall(r'"((?:bert|cls)/[^"]+)"', text))
     assert len(rules.weight_tensors(24)) == 398
     assert len(set(rules.weight_tensors(6))) == 14 + 16 * 6
-
-
-def test_every_interval_has_both_rules_and_metadata_alternatives_only_inside_the_run() -> None:
-    for start, stop in rules.INTERVALS.items():
-        assert rules.KEYS[start].event_type == "INTERVAL_START"
-        assert rules.KEYS[stop].event_type == "INTERVAL_END"
-    assert rules.alternative_metadata("block_start", "5.0.0") == "samples_count"
-    assert rules.alternative_metadata("block_start", "3.1.0") == "step_num"
-    assert rules.alternative_metadata("block_start", "3.0.0") is None
-    assert rules.alternative_metadata("eval_accuracy", "5.0.0") is None
 
 
 @pytest.mark.parametrize(

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from pathlib import Path
 from typing import Any
 
-from bert.log.mllog import MLLog
 from compliance.log.rules import SYSTEM_FIELDS
-from tests.compliance.run_logs import CLOSED, OPEN, START_MS, train
+from tests.compliance.run_logs import CLOSED, OPEN, START_MS, log_of
 
 SYSTEM = "node_8x"
 EVALUATIONS = 17
@@ -27,21 +25,19 @@ def write_log(
     status: Any = "research",
 ) -> Path:
     """Write the log of run `number`, which has its own seed and starts three hours after the previous run."""
-    settings = (CLOSED if division == "closed" else OPEN) | (settings or {})
-    target = float(settings["quality_target"])
-    ticks = itertools.count(START_MS + number * 10_800_000, 1000)
-    with MLLog(path, clock_ms=lambda: next(ticks)) as log:
-        log.cache_clear(True)
-        log.init_start()
-        log.submission(division=division, org=org, platform=SYSTEM, status=status)
-        log.seed(1000 + 17 * number)
-        log.hyperparameters(settings)
-        log.weights_initialization(24 if division == "closed" else 2)
-        log.init_stop()
-        log.run_start()
-        accuracies = [0.9 * target] * (evaluations - 1) + [1.01 * target]
-        samples = train(log, settings, accuracies)
-        log.run_stop("success", samples=samples, eval_samples=10_000 if division == "closed" else 500)
+    changes = tuple((settings or {}).items())
+    target = float(((CLOSED if division == "closed" else OPEN) | dict(changes))["quality_target"])
+    log = log_of(
+        (*[0.9 * target] * (evaluations - 1), 1.01 * target),
+        division,
+        seed=1000 + 17 * number,
+        changes=changes,
+        submission=(("org", org), ("platform", SYSTEM), ("status", status)),
+        step_ms=1000,
+        start_ms=START_MS + number * 10_800_000,
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(log)
     return path
 
 

@@ -4,8 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from compliance.watch.running import RunningLog
 from tests.compliance import run_logs
@@ -70,12 +68,8 @@ def test_a_whole_run_of_the_real_writer_has_nothing_to_complain_about(tmp_path: 
     ("division", "minutes", "expected"),
     [
         ("closed", [24.9], []),
-        ("closed", [25.1, 25.2, 29], ["has taken 25 min of 30"]),
-        ("closed", [30.0], ["has passed its 30 min"]),
         ("closed", range(24, 40), ["has taken 25 min of 30", "has passed its 30 min"]),
-        ("open", [100], []),
-        ("open", [201], ["has taken 201 min of 240"]),
-        ("open", [240], ["has passed its 240 min"]),
+        ("open", [100, 201, 240], ["has taken 201 min of 240", "has passed its 240 min"]),
     ],
 )
 def test_a_long_initialisation(division: str, minutes: Sequence[float], expected: list[str]) -> None:
@@ -94,6 +88,7 @@ def test_a_long_initialisation(division: str, minutes: Sequence[float], expected
         ("closed", {"without": "cache_clear"}, "no cache_clear"),
         ("open", {"without": "cache_clear"}, "no cache_clear"),
         ("closed", {"cache_clear": False}, "caches were not dropped"),
+        ("closed", {"cache_clear": False, "head": [line("cache_clear", True)]}, ""),  # one rank is enough
         ("open", {"cache_clear": False}, ""),
         ("closed", {"without": "seed"}, "no seed is logged"),
         ("open", {"without": "seed"}, ""),
@@ -103,17 +98,6 @@ def test_a_long_initialisation(division: str, minutes: Sequence[float], expected
 )
 def test_settings_when_the_clock_starts(division: str, change: dict[str, Any], words: str) -> None:
     assert_said(begun(division, **change), *filter(None, [words]))
-
-
-def test_one_rank_that_dropped_its_caches_is_enough() -> None:
-    for values in ((False, True), (True, False)):
-        run = RunningLog()
-        run.take(line("submission_division", "closed"))
-        for value in values:
-            run.take(line("cache_clear", value))
-        run.take(line("seed", 1))
-        run.take(line("run_start", kind="INTERVAL_START"))
-        assert_said(run)
 
 
 Event = Callable[[RunningLog], object]
@@ -151,7 +135,6 @@ NO_SCHEDULE = [b"# resumed from: step_00000500"]
         ({}, [wrote(ONCE_MORE)], ["run_start: logged again, first on line 19, expected exactly one record"]),
         ({}, [evaluated(FIRST), evaluated(THIRD)], ["eval_start" + MISSED]),
         ({}, [evaluated(FIRST, 1, 0.4, False), evaluated(THIRD, 2, 0.4, False)], ["eval_accuracy" + MISSED]),
-        ({}, [evaluated(100_352)], ["evaluation at 100352 samples, expected evaluation 1 at 150080"]),
         (  # with packed sequences the log counts real sequences
             {"global_batch_size": 768},
             [evaluated(samples, samples, 0.4, False) for samples in (150_135, 299_622, 449_539, 599_891)],
@@ -166,7 +149,6 @@ NO_SCHEDULE = [b"# resumed from: step_00000500"]
             ["epoch_num 1 after 0, expected epoch_num = sequences trained, increasing (TR 24.6)"],
         ),
         ({}, [wrote(b':::MLLOG {"namespace": "", "time_ms": 17')], ["a record is broken"]),
-        ({}, [wrote(line("eval_samples", 1) + b" and more")], ["a record is broken"]),
         ({}, [wrote(SLOW.encode()), lambda run: run.take_metrics(json.dumps(SLOW_ENTRY).encode())], [SLOW]),
     ],
 )
@@ -192,13 +174,6 @@ def test_what_is_known_of_evaluations() -> None:
     assert run.evaluations == []
 
 
-def test_lines_with_the_label_of_a_launcher() -> None:
-    run = RunningLog()
-    run.take(b" 0: # recipe: h100_8x8")
-    run.take(b"12: " + line("seed", 7))
-    assert (run.header, run.seed) == ({"recipe": "h100_8x8"}, 7)
-
-
 # Rates and times
 
 
@@ -214,17 +189,3 @@ def test_the_rate_is_that_of_the_last_evaluations() -> None:
     for index in range(3, 9):  # only the last evaluations count
         evaluate(run, FIRST * index, 0.05 * index, BASE + 300_000 + 1000 * index)
     assert run.rate == pytest.approx(150_080, rel=0.01)
-
-
-# Untrusted input
-
-
-@settings(max_examples=50)
-@given(st.lists(st.binary(max_size=200), max_size=20))
-def test_any_bytes_are_taken(lines: list[bytes]) -> None:
-    run = RunningLog()
-    for text in lines:
-        run.take(text)
-        run.take(b":::MLLOG " + text)
-        run.take_metrics(text)
-    run.check_initialisation(BASE)

@@ -37,27 +37,3 @@ def test_every_command_that_reads_and_writes_data(
         ["dump", made / "part_00000_of_00001.hdf5", "--out", out / f"{LONG[:200]}.npz"],
     ):
         assert_said(0, monkeypatch, capfdbinary, *step)
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        "verify OUT/NAME",
-        "verify OUT/LONG",
-        "index OUT/NAME --vocab OUT/NAME",
-        "prepare --text OUT/NAME --vocab OUT/NAME --out OUT/x",
-        "dump OUT/NAME --out OUT/x.npz",
-        "dump --out OUT/x",
-        "shuffle OUT/NAME --out OUT/x --shards 2",
-        "convert OUT/NAME --out OUT/x --to fixed",
-        "wikipedia OUT/NAME --out OUT/x",
-        "verify --NAME",
-        "NAME",
-    ],
-)
-def test_what_is_refused_is_one_line(
-    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]
-) -> None:
-    given = [word.replace("OUT", str(tmp_path)).replace("NAME", NAME).replace("LONG", LONG) for word in words.split()]
-    assert_said(2, monkeypatch, capfdbinary, *given)
-    assert list(tmp_path.iterdir()) == []

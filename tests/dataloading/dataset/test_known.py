@@ -12,9 +12,9 @@ from dataloading.batches.synthetic import synthetic_samples
 from dataloading.dataset import known
 from dataloading.dataset.folder import Dataset, open_dataset, write_dataset
 from dataloading.options import PretrainingOptions
-from dataloading.shards.ragged import write_varlength
 from dataloading.shards.samples import concatenate
 from tests.dataloading import made_up
+from tests.dataloading.foreign_shards import write_like_others
 
 INFO = replace(
     made_up.INFO,
@@ -36,7 +36,7 @@ def make(folder: Path, lengths: list[int], repeat: tuple[int, ...] = ()) -> Data
 def test_the_content_digest_is_that_of_the_published_script(tmp_path: Path) -> None:
     """Hash each row's Python list with MD5, then hash the list of hashes. h5py reads the rows from a varlength file."""
     samples = synthetic_samples(np.array([5, 30, 3, 100]), 30522)
-    write_varlength(tmp_path / "file", samples, INFO)
+    write_like_others(tmp_path / "file", "varlength", samples, INFO)
     with h5py.File(tmp_path / "file") as file:
         rows = file["input_ids"]
         assert isinstance(rows, h5py.Dataset)
@@ -76,25 +76,6 @@ def test_repeated_samples_and_the_digest_in_any_order(tmp_path: Path) -> None:
     assert any(line.startswith("repeats: 2 samples repeat another, all of them short documents") for line in short)
     with pytest.raises(ValueError, match=r"3 samples repeat another, 1 of them 64 tokens or longer"):
         known.verify(make(tmp_path / "long", [5, 70, 63, 64, 80, 5], repeat=(2, 0, 4)))
-
-
-def test_published_checksums(tmp_path: Path) -> None:
-    dataset = make(tmp_path / "data", [5, 70, 30, 9])
-    samples = dataset.take(np.arange(4))
-    sums = [known.content_md5([samples.slice(start, start + 2)]) for start in (0, 2)]
-    listing = tmp_path / "list.chk"
-    listed = "".join(f"part_0000{index}_of_00002.hdf\t{sums[index]}\n" for index in range(2))
-    listing.write_text(listed)
-    assert len(list(known.check_published(dataset, listing))) == 2
-    for content, message in (
-        (f"part_00000_of_00002.hdf5 {sums[0]}\n", "part_00001_of_00002.hdf5 is not in it"),
-        (f"part_00000_of_00002.hdf5 {sums[1]}\n", "published is"),
-        (f"{listed}part_00009_of_00002.hdf5 {sums[0]}\n", "1 listed shard.s. are missing"),
-        ("one two three\n", "expected a file name and an md5"),
-    ):
-        listing.write_text(content)
-        with pytest.raises(ValueError, match=message):
-            list(known.check_published(dataset, listing))
 
 
 @pytest.mark.parametrize(("samples", "count"), [(10, 10), (11, 10), (25, 10), (3, 1), (99991, 10_000)])

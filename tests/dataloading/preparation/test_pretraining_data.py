@@ -2,7 +2,6 @@
 
 import random
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -133,20 +132,3 @@ def test_a_bad_text_file_is_refused(tmp_path: Path, content: bytes, message: str
     with pytest.raises(ValueError, match=message) as caught:
         read_documents([path])
     assert str(path) in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("max_seq_length", 4),
-        ("max_seq_length", 65536),
-        ("max_predictions_per_seq", 0),
-        ("dupe_factor", 0),
-        ("short_seq_prob", 1.5),
-        ("masked_lm_prob", -0.1),
-        ("masked_lm_prob", float("nan")),
-    ],
-)
-def test_bad_options_are_refused_by_name(name: str, value: Any) -> None:
-    with pytest.raises(ValueError, match=name):
-        PretrainingOptions(**{name: value})

@@ -17,9 +17,9 @@ import pytest
 from dataloading.shards.formats import open_shard
 from dataloading.shards.native import write_shard
 from tests.conftest import REPOSITORY
+from tests.dataloading.foreign_shards import RAGGED, array_of, write_like_others
 from tests.dataloading.made_up import INFO, make_samples
 from tests.dataloading.shards import test_layouts
-from tests.dataloading.shards.test_layouts import RAGGED, array_of, write_like_others
 
 FIXED = {"input_ids": 512, "input_mask": 512, "segment_ids": 512, "masked_lm_positions": 76, "masked_lm_ids": 76}
 MOST_MEMORY = 96 << 20
@@ -251,7 +251,7 @@ def test_what_leads_elsewhere_is_refused(
     if layout == "native":
         write_shard(path, make_samples(23), INFO)
     else:
-        write_like_others(path, layout, test_layouts.make_samples())
+        write_like_others(path, layout, test_layouts.make_samples(), test_layouts.INFO)
     with h5py.File(path, "r+") as file:
         change(file, tmp_path)
     with pytest.raises(ValueError, match=message) as caught:

@@ -1,8 +1,7 @@
 """HDF5 layouts in use: we read files that other programs wrote, and other programs read files that we write."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +10,15 @@ import numpy as np
 import pytest
 
 from dataloading.batches.synthetic import synthetic_samples
-from dataloading.shards.fixed import narrow, write_fixed
+from dataloading.shards.fixed import narrow
 from dataloading.shards.formats import open_shard
-from dataloading.shards.ragged import write_packed, write_varlength
+from dataloading.shards.ragged import write_packed
 from dataloading.shards.samples import SampleBuilder, Samples
-from dataloading.shards.shard import DatasetInfo, Shard
+from dataloading.shards.shard import Shard
 from tests.dataloading import made_up
+from tests.dataloading.foreign_shards import RAGGED, array_of, write_like_others
 
 INFO = replace(made_up.INFO, max_seq_length=24, max_predictions_per_seq=6)
-RAGGED = ("input_ids", "segment_ids", "masked_lm_positions", "masked_lm_ids")
-PACKED = ("packed_input_len", "packed_masked_lm_len", "next_sentence_labels")
 COUNT = 57
 PACKS = np.array([0, 3, 4, 4, 20, 21, COUNT])
 CHOSEN = np.array([50, 3, 3, 0, 56])
@@ -30,56 +28,6 @@ def make_samples(count: int = COUNT, seed: int = 5) -> Samples:
     """Return samples without a mask at position 0, which these layouts cannot represent."""
     lengths = np.random.default_rng(seed).integers(3, INFO.max_seq_length + 1, max(count, 1))
     return synthetic_samples(lengths, INFO.vocab_size, seed=seed).slice(0, count)
-
-
-def array_of(file: h5py.File, name: str) -> h5py.Dataset:
-    found = file[name]
-    assert isinstance(found, h5py.Dataset)
-    return found
-
-
-def pack_rows(samples: Samples, packs: np.ndarray) -> Iterator[dict[str, list[int]]]:
-    """Yield the rows of a packed file, composed sample by sample like in published packing scripts."""
-    for first, stop in pairwise(packs):
-        row: dict[str, list[int]] = {name: [] for name in (*RAGGED, *PACKED)}
-        for index in range(first, stop):
-            one = samples.slice(index, index + 1)
-            row["masked_lm_positions"] += (one.masked_lm_positions + len(row["input_ids"])).tolist()
-            for name in ("input_ids", "segment_ids", "masked_lm_ids", "next_sentence_labels"):
-                row[name] += getattr(one, name).tolist()
-            row["packed_input_len"].append(len(one.input_ids))
-            row["packed_masked_lm_len"].append(len(one.masked_lm_ids))
-        yield row
-
-
-def write_like_others(path: Path, layout: str, samples: Samples, packs: np.ndarray = PACKS, **storage: Any) -> None:
-    """Write a file row by row with h5py, without any of this project's code."""
-    labels = samples.next_sentence_labels.astype("i1")
-    with h5py.File(path, "w") as file:
-        if layout == "fixed":
-            widths = dict.fromkeys(("input_ids", "input_mask", "segment_ids"), INFO.max_seq_length)
-            widths |= dict.fromkeys(("masked_lm_positions", "masked_lm_ids"), INFO.max_predictions_per_seq)
-            columns = {
-                name: file.create_dataset(name, (len(samples), width), "i1" if name[-4:] == "mask" else "i2", **storage)
-                for name, width in widths.items()
-            }
-            for index in range(len(samples)):
-                one = samples.slice(index, index + 1)
-                for name in RAGGED:
-                    values = getattr(one, name)
-                    columns[name][index, : len(values)] = values
-                columns["input_mask"][index, : len(one.input_ids)] = 1
-        else:
-            names = (*RAGGED, *PACKED) if layout == "packed" else RAGGED
-            packs = packs if layout == "packed" else np.arange(len(samples) + 1)
-            for name in names:
-                kind = h5py.vlen_dtype(np.dtype("i1" if name in ("segment_ids", "next_sentence_labels") else "i2"))
-                file.create_dataset(name, (len(packs) - 1,), kind, **storage)
-            for index, row in enumerate(pack_rows(samples, packs)):
-                for name in names:
-                    array_of(file, name)[index] = row[name]
-        if layout != "packed":
-            file.create_dataset("next_sentence_labels", data=labels, **(storage if layout == "fixed" else {}))
 
 
 def chosen(shard: Shard) -> Samples:
@@ -97,7 +45,7 @@ def chosen(shard: Shard) -> Samples:
 def test_files_of_other_programs_are_read(tmp_path: Path, layout: str, storage: dict[str, Any]) -> None:
     samples = make_samples()
     path = tmp_path / "part_00000_of_00001.hdf"
-    write_like_others(path, layout, samples, **storage)
+    write_like_others(path, layout, samples, INFO, PACKS, **storage)
     shard = open_shard(path)
     assert shard.layout == layout
     assert len(shard) == COUNT
@@ -117,7 +65,7 @@ def test_files_of_other_programs_are_read(tmp_path: Path, layout: str, storage: 
 def test_other_types_of_integers_are_read_as_numbers(tmp_path: Path, layout: str, order: str) -> None:
     samples = make_samples()
     written, path = tmp_path / "usual", tmp_path / "other"
-    write_like_others(written, layout, samples)
+    write_like_others(written, layout, samples, INFO, PACKS)
     with h5py.File(written) as usual, h5py.File(path, "w") as other:
         for name, column in usual.items():
             base = h5py.check_vlen_dtype(column.dtype)
@@ -130,22 +78,16 @@ def test_other_types_of_integers_are_read_as_numbers(tmp_path: Path, layout: str
 
 
 @pytest.mark.parametrize("count", [COUNT, 1, 0])
-@pytest.mark.parametrize("layout", ["fixed", "varlength", "packed"])
-def test_files_of_ours_are_read_by_other_programs(tmp_path: Path, layout: str, count: int) -> None:
+def test_packed_files_of_ours_are_read_by_other_programs(tmp_path: Path, count: int) -> None:
     samples, packs = make_samples(count), np.minimum(PACKS, count)
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
-    write_like_others(theirs, layout, samples, packs)
-    if layout == "packed":
-        write_packed(ours, samples, packs, INFO)
-    else:
-        {"fixed": write_fixed, "varlength": write_varlength}[layout](ours, samples, INFO)
+    write_like_others(theirs, "packed", samples, INFO, packs)
+    write_packed(ours, samples, packs, INFO)
     with h5py.File(ours) as found, h5py.File(theirs) as expected:
         assert sorted(found) == sorted(expected)
         for name in sorted(found):
             mine, other = array_of(found, name), array_of(expected, name)
-            if name != "segment_ids" or layout != "fixed":
-                assert mine.dtype == other.dtype, name
-            assert mine.shape == other.shape
+            assert (mine.dtype, mine.shape) == (other.dtype, other.shape), name
             for one, another in zip(mine, other, strict=True):
                 np.testing.assert_array_equal(one, another)
     assert open_shard(ours).read(0, count).digest() == samples.digest()
@@ -170,7 +112,7 @@ def test_rows_are_found_in_large_and_small_heap_collections(tmp_path: Path) -> N
 def test_truncated_and_flipped_files_are_refused_or_read_right(tmp_path: Path, layout: str) -> None:
     samples = make_samples()
     path = tmp_path / "file"
-    write_like_others(path, layout, samples)
+    write_like_others(path, layout, samples, INFO, PACKS)
     content = path.read_bytes()
 
     def read(damaged: bytes) -> str | None:
@@ -243,7 +185,7 @@ def test_contradictions_are_named(
     tmp_path: Path, layout: str, change: Callable[[h5py.File], None], message: str
 ) -> None:
     path = tmp_path / "file"
-    write_like_others(path, layout, make_samples())
+    write_like_others(path, layout, make_samples(), INFO, PACKS)
     with h5py.File(path, "r+") as file:
         change(file)
     with pytest.raises(ValueError, match=message) as caught:
@@ -260,21 +202,18 @@ def test_integers_are_narrowed_up_to_the_limits_of_their_type() -> None:
     assert narrow(np.array([], np.int64), np.int8, "ids").dtype == np.int8
 
 
-@pytest.mark.parametrize("write", [write_fixed, write_varlength])
-def test_what_does_not_fit_a_layout_is_not_written(
-    tmp_path: Path, write: Callable[[Path, Samples, DatasetInfo], None]
-) -> None:
+def test_samples_that_do_not_fit_are_not_written(tmp_path: Path) -> None:
     samples = make_samples()
     at_zero, large = samples.masked_lm_positions.copy(), samples.input_ids.copy()
     at_zero[0], large[0] = 0, 40000
     wide = replace(INFO, vocab_size=50000)
     for name, values, info, message in (
         ("masked_lm_positions", at_zero, INFO, "position 0 is masked"),
-        ("input_ids", large, wide, "input_ids up to 40,000"),
+        ("input_ids", large, wide, "input_ids is up to 40,000"),
         ("input_ids", large, INFO, "input_ids: "),
     ):
         with pytest.raises(ValueError, match=message):
-            write(tmp_path / "file", replace(samples, **{name: values}), info)
+            write_packed(tmp_path / "file", replace(samples, **{name: values}), PACKS, info)
     assert list(tmp_path.iterdir()) == []
 
 

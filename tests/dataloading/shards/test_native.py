@@ -4,7 +4,6 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import h5py
 import numpy as np
@@ -13,8 +12,8 @@ import pytest
 from dataloading.shards.formats import open_shard
 from dataloading.shards.native import DTYPES, write_shard
 from dataloading.shards.samples import Samples
+from tests.dataloading.foreign_shards import array_of
 from tests.dataloading.made_up import INFO, make_samples
-from tests.dataloading.shards.test_layouts import array_of
 
 pytestmark = pytest.mark.usefixtures("no_partial_files")
 
@@ -127,41 +126,20 @@ def test_any_flipped_byte_of_the_arrays_is_noticed(shard_path: Path) -> None:
                 open_shard(shard_path).verify()
 
 
-def rewrite_attribute(name: str, value: Any) -> Callable[[h5py.File], None]:
-    def change(file: h5py.File) -> None:
-        file.attrs[name] = value
-
-    return change
-
-
-def rewrite_array(name: str, **options: Any) -> Callable[[h5py.File], None]:
-    def change(file: h5py.File) -> None:
-        data = array_of(file, name)[:]
-        del file[name]
-        file.create_dataset(name, **{"data": data, **options})
-
-    return change
-
-
-def make_group(file: h5py.File) -> None:
+def rewrite_ids(file: h5py.File) -> None:
+    data = array_of(file, "input_ids")[:]
     del file["input_ids"]
-    file.create_group("input_ids")
+    file.create_dataset("input_ids", data=data, dtype="<i4")
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (rewrite_attribute("schema_version", 2), "schema version 2"),
-        (rewrite_attribute("schema_version", [1, 1]), "schema_version"),
-        (rewrite_attribute("format", "other"), "other, schema version 1"),
-        (rewrite_attribute("info", "{"), "damaged"),
-        (rewrite_attribute("info", json.dumps({"vocab_size": 3})), "damaged"),
+        (lambda file: file.attrs.__setitem__("schema_version", 2), "schema version 2"),
+        (lambda file: file.attrs.__setitem__("info", json.dumps({"vocab_size": 3})), "damaged"),
         (lambda file: file.attrs.__delitem__("digest"), "digest"),
         (lambda file: file.__delitem__("segment_ids"), "segment_ids is missing"),
-        (make_group, "input_ids|dataset"),
-        (rewrite_array("input_ids", dtype="<i4"), "expected a flat"),
-        (rewrite_array("input_ids", shape=(1, 1), data=[[1]], dtype="<u2"), "expected a flat"),
-        (rewrite_array("sequence_offsets", data=[0, 5]), "sequence_offsets do not rise"),
+        (rewrite_ids, "expected a flat"),
     ],
 )
 def test_a_file_of_another_kind_is_refused(shard_path: Path, change: Callable[[h5py.File], None], message: str) -> None:
@@ -173,9 +151,8 @@ def test_a_file_of_another_kind_is_refused(shard_path: Path, change: Callable[[h
 
 
 def test_strange_bytes_missing_files_and_folders_are_refused(tmp_path: Path) -> None:
-    signature = b"\x89HDF\r\n\x1a\n"
-    for name, content in (("empty", b""), ("text", b"text"), ("begun", signature), ("ff", signature + b"\xff" * 3000)):
-        (tmp_path / name).write_bytes(content)
-    for name in ("empty", "text", "begun", "ff", "absent", ""):
+    (tmp_path / "ff").write_bytes(b"\x89HDF\r\n\x1a\n" + b"\xff" * 3000)
+    (tmp_path / "text").write_bytes(b"text")
+    for name in ("ff", "text", "absent", ""):
         with pytest.raises(ValueError, match=str(tmp_path / name)):
             open_shard(tmp_path / name)

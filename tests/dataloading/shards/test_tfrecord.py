@@ -105,22 +105,6 @@ def test_other_encodings_mean_the_same(tmp_path: Path) -> None:
         assert read(tmp_path / "other", framed(encoding)).digest() == expected.digest(), name
 
 
-def test_lists_may_have_any_length_up_to_the_first(tmp_path: Path) -> None:
-    long = {"input_ids": list(range(3000)), "input_mask": [1] * 3000, "segment_ids": [0] * 3000}
-    long |= {
-        "masked_lm_positions": [2999],
-        "masked_lm_ids": [5],
-        "masked_lm_weights": [1.0],
-        "next_sentence_labels": [0],
-    }
-    samples = read(
-        tmp_path / "file", framed(example(long)) + framed(example(SAMPLE | {"masked_lm_weights": [0.0] * 3}))
-    )
-    assert samples.lengths.tolist() == [3000, 6]
-    assert samples.masked_counts.tolist() == [1, 0]
-    assert samples.input_ids[:3000].tolist() == list(range(3000))
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [

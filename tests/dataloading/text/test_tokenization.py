@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.data_stages import reference_prepare
-from dataloading.text import tokenization
 from dataloading.text.tokenization import Tokenizer, Vocabulary, split_words
 from dataloading.text.vocabulary import learn_vocabulary
 from tests.conftest import REPOSITORY
@@ -68,44 +67,11 @@ def test_equals_the_definition_for_every_character_of_the_basic_plane(do_lower_c
         assert words == reference_prepare.tokenize(line, AnyWord(), do_lower_case), hex(code_point)
 
 
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [
-        ("", []),
-        (" \t\r\n\u3000\u2028\0", []),
-        ("The END.", ["the", "end", "."]),
-        ("[MASK] [SEP]", ["[", "mask", "]", "[", "sep", "]"]),
-        ("co-operate a_b C#/C++", ["co", "-", "operate", "a", "_", "b", "c", "#", "/", "c", "+", "+"]),
-        ("caf\u00e9 cafe\u0301 \u00c5ngstr\u00f6m", ["cafe", "cafe", "angstrom"]),
-        ("zero\u200bwidth soft\u00adhyphen \ufeffbom", ["zerowidth", "softhyphen", "bom"]),
-        ("tab\there nbsp\u00a0here line\u2028separator", ["tab", "here", "nbsp", "here", "line", "separator"]),
-        ("bell\x07 nul\0l tube\x7f unit\x1fseparator", ["bell", "null", "tube", "unitseparator"]),
-        ("\u6771\u4eac\u30bf\u30ef\u30fc", ["\u6771", "\u4eac", "\u30bf\u30ef\u30fc"]),
-        ("\u0130stanbul Stra\u00dfe \u03a3\u03a3\u03a3", ["istanbul", "stra\u00dfe", "\u03c3\u03c3\u03c2"]),
-        ("private\ue000use unassigned\u0378too", ["private\ue000use", "unassigned\u0378too"]),
-        ("\u201cquoted\u201d \u00ab\u00bb $5", ["\u201c", "quoted", "\u201d", "\u00ab", "\u00bb", "$", "5"]),
-    ],
-)
-def test_words(line: str, words: list[str]) -> None:
-    assert split_words(line, do_lower_case=True) == words
-
-
-def test_words_keep_case_and_accents_of_a_cased_model() -> None:
-    assert split_words("Caf\u00e9, cafe\u0301", do_lower_case=False) == ["Caf\u00e9", ",", "cafe\u0301"]
-
-
 def test_pieces_are_the_longest_from_the_left_of_words_up_to_200_characters(vocab_file: Path) -> None:
     tokenizer = Tokenizer.from_vocab(vocab_file)
     assert encode(tokenizer, "abab the thea ab%") == ["ab", "##a", "##b", "the", "the", "##a", "ab", "[UNK]"]
     assert encode(tokenizer, "é" * 200) == ["e", *199 * ["##e"]]
     assert encode(tokenizer, "é" * 201) == ["[UNK]"]
-
-
-def test_a_full_word_memory_starts_afresh(vocab_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = ["the ab abc a b c ab abc the"] * 3
-    expected = Tokenizer.from_vocab(vocab_file).encode_lines(text)[0]
-    monkeypatch.setattr(tokenization, "_CACHED_WORDS", 2)
-    assert Tokenizer.from_vocab(vocab_file).encode_lines(text)[0].tolist() == expected.tolist()
 
 
 def test_vocabulary_is_loaded_as_the_reference_loads_it(tmp_path: Path) -> None:

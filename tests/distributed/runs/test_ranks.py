@@ -10,9 +10,8 @@ from safetensors.torch import load_file
 from bert.parallel.watchdog.watchdog import FAULT_STATUS
 from dataloading.dataset.folder import open_dataset
 from dataloading.dataset.scan import index_shards
-from dataloading.options import Layout
-from dataloading.preparation.convert import convert
 from tests.conftest import SmallRun
+from tests.dataloading.foreign_shards import write_like_others
 from tests.distributed.faulty import faulty
 from tests.distributed.ranks import Ranks, records, result_of, torchrun, train, trained, wait_for
 from tests.programs import PATIENCE_S, Program
@@ -121,15 +120,17 @@ def test_where_agents_start_again_a_rank_that_gets_no_signal_of_its_own_asks_for
 
 @pytest.mark.parametrize("layout", ["varlength", "fixed"])
 def test_shards_that_other_programs_made_give_the_same_run(
-    small_run: SmallRun, tmp_path: Path, one_rank: tuple[Path, list[dict[str, float]]], layout: Layout
+    small_run: SmallRun, tmp_path: Path, one_rank: tuple[Path, list[dict[str, float]]], layout: str
 ) -> None:
     folders = {}
     for name in ("train", "evaluation"):
         source = open_dataset(small_run.folder / name)
         folders[name] = tmp_path / name
-        convert(source, folders[name], layout)
-        for made in ("manifest.json", "lengths.npy"):
-            (folders[name] / made).unlink()
+        folders[name].mkdir()
+        for index in range(len(source.shards)):
+            shard = source.open_listed(index)
+            samples = shard.read(0, len(shard))
+            write_like_others(folders[name] / source.shards[index].name, layout, samples, source.info)
         index_shards(folders[name], sorted(path.name for path in folders[name].iterdir()), source.info)
     found = train(small_run, tmp_path, 1, data__train=folders["train"], data__evaluation=folders["evaluation"])
     for one, other in zip(one_rank[1], found, strict=True):

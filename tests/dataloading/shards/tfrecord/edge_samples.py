@@ -1,4 +1,4 @@
-"""The samples of edge_64.tfrecord."""
+"""The samples of edge_64.tfrecord, which TensorFlow 2.21 wrote (the script is in the history: tfrecord/make.py)."""
 
 from dataloading.options import PretrainingOptions
 from dataloading.preparation.pretraining_data import create_samples, read_documents, tokenize_documents

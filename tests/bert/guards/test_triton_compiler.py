@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from console.cuda import LIBCUDA, lacks_of_triton
+from bert.guards.triton_compiler import LIBCUDA, lacks_of_triton
 
 
 def test_what_triton_lacks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -14,7 +14,7 @@ def test_what_triton_lacks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setenv("TRITON_LIBCUDA_PATH", str(tmp_path))
     monkeypatch.setattr(sysconfig, "get_paths", lambda **_: {"include": str(tmp_path / "include")})
-    compiler, header, driver = (lack.found for lack in lacks_of_triton())
+    compiler, header, driver = lacks_of_triton()
     assert "C compiler" in compiler
     assert f"{tmp_path}/include/Python.h" in header
     assert LIBCUDA in driver
@@ -23,4 +23,4 @@ def test_what_triton_lacks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         (tmp_path / path).touch(mode=0o755)
     assert lacks_of_triton() == []
     monkeypatch.setenv("CC", "my-compiler")
-    assert ["my-compiler" in lack.found for lack in lacks_of_triton()] == [True]
+    assert ["my-compiler" in lack for lack in lacks_of_triton()] == [True]

@@ -5,36 +5,28 @@ import shutil
 import sysconfig
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
 
 from console import processes
 
 LIBCUDA = "libcuda.so.1"
 
 
-class Lack(NamedTuple):
-    """Something that a machine lacks, and its remedy."""
-
-    found: str
-    remedy: str
-
-
-def lacks_of_triton() -> list[Lack]:
+def lacks_of_triton() -> list[str]:
     """List what Triton lacks. Before its first kernel it compiles a launcher in C against Python and the driver."""
     if find_spec("triton") is None:
         return []
     lacks = []
     compilers = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
     if not any(map(shutil.which, compilers)):
-        lacks.append(Lack(f"no C compiler ({' or '.join(compilers)}) for Triton", "install gcc, or set CC"))
+        lacks.append(f"no C compiler ({' or '.join(compilers)}) for Triton: install gcc, or set CC")
     # Debian's own scheme names a folder without headers.
     scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")
     header = Path(sysconfig.get_paths(scheme=scheme)["include"], "Python.h")
     if not header.is_file():
-        lacks.append(Lack(f"no {header} for Triton", "install Python's headers (Debian and Ubuntu: python3-dev)"))
+        lacks.append(f"no {header} for Triton: install Python's headers (Debian and Ubuntu: python3-dev)")
     if not _libcuda_is_found():
         remedy = f"run ldconfig (root), or set TRITON_LIBCUDA_PATH to the folder of {LIBCUDA}"
-        lacks.append(Lack(f"no {LIBCUDA} of NVIDIA's driver for Triton", remedy))
+        lacks.append(f"no {LIBCUDA} of NVIDIA's driver for Triton: {remedy}")
     return lacks
 
 
