@@ -66,7 +66,6 @@ def open_tfrecord(path: Path, content: mmap.mmap) -> FlatShard:
 
 
 def _record_at(content: mmap.mmap, place: int) -> bytes:
-    """Return the data of the record at offset ``place``."""
     left = len(content) - place
     if left < _HEADER.size:
         raise ValueError("the file ends within its header")
@@ -84,7 +83,6 @@ def _record_at(content: mmap.mmap, place: int) -> bytes:
 
 
 def _masked_crc(data: bytes) -> int:
-    """Return TFRecord's masked CRC: the CRC-32C, rotated and with a constant added."""
     crc = google_crc32c.value(data)
     return (((crc >> 15) | (crc << 17)) + 0xA282EAD8) & 0xFFFFFFFF
 
@@ -163,7 +161,6 @@ def _varint(data: bytes, place: int) -> tuple[int, int]:
 
 
 def _integers(packed: bytes) -> NDArray[np.int64]:
-    """Decode a packed list of varints."""
     octets = np.frombuffer(packed, np.uint8)
     ends = np.flatnonzero(octets < 0x80)
     if len(ends) == len(octets):  # all values are below 128, as in flags and padding
