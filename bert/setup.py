@@ -22,7 +22,7 @@ from bert.loop import Run
 from bert.parallel.collectives import agreed_text, broadcast_
 from bert.parallel.mesh import Mesh
 from bert.reporting.displays import RunProgress, StepLines
-from bert.reporting.intervals import Stragglers
+from bert.reporting.intervals import Intervals, Stragglers
 from bert.reporting.reporter import Position, Reporter, Sink
 from bert.reporting.tensorboard import tensorboard_sinks
 from bert.step import TrainingStep
@@ -81,19 +81,19 @@ def build_run(
     log.weights_initialization(config.model.num_hidden_layers)
     loader = build_loader(config, inputs.train, mesh, seed, shape_buckets, start.steps, log)
     reporter = _reporter(config, inputs, mesh, log, step, start.samples)  # created late, because it must be closed
+    stragglers = Stragglers(mesh.hosts, mesh.stages(), mesh.places())
     return Run(
         config=config,
         evaluation_interval=inputs.interval,
         start=start,
-        skipped=skipped,
         log=log,
         reporter=reporter,
+        intervals=Intervals(config, step.statistics, stopwatch, reporter, stragglers, start, skipped),
         stopwatch=stopwatch,
         loader=loader,
         step=step,
         evaluator=evaluator,
         checkpoints=Checkpoints(config, inputs.train, mesh, seed, step, stopwatch.tracker, reporter, world),
-        stragglers=Stragglers(mesh.hosts, mesh.stages(), mesh.places()),
         interruption=interruption,
     )
 
