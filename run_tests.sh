@@ -15,7 +15,8 @@ if [[ ${TORCH:-} ]]; then
   export PYTHONPATH=$PWD/.venv/torch-$TORCH${PYTHONPATH:+:$PYTHONPATH}
 fi
 cores=$(env -u OMP_NUM_THREADS nproc)
-workers=$((cores < 8 ? cores + 1 : 8)) # one more than cores: tests of launchers and of faults wait much of their time
+workers=$((cores < 8 ? cores : 8))
+[[ ${selection[*]} || $cores -ge 8 ]] || workers=$((cores + 1)) # slow tests wait for processes much of their time
 say "pytest with $workers workers"
 export OMP_NUM_THREADS=1 # the tests are the parallel part
 # Plugins that came with other packages take each worker half a second to load.

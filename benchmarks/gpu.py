@@ -24,8 +24,7 @@ from typing import NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.gpu_parts.measuring.report import CUT_OFF, Figure, PartReport
-from benchmarks.gpu_parts.measuring.table import page
+from benchmarks.gpu_parts.measuring.report import CUT_OFF, Figure, PartReport, page
 from benchmarks.gpu_parts.part import LOST
 from console.program import RaisingParser
 

@@ -12,35 +12,29 @@ exits with 1 in both of the latter cases.
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 
-import tyro
-
 from bert.parallel.launch import Launch
-from bert.train import parse, refused, require_torch
+from bert.train import parse, refused, require_torch, without_option
 from console.interruption import end_in_order
-from console.program import accept_any_text, answer_version, complain, parsed, say, say_document
+from console.program import accept_any_text, answer_version, complain, say, say_document
 
 if TYPE_CHECKING:
     from bert.configuration.config import Config
 
 
-@dataclass(frozen=True)
-class Expectation:
-    """Expected accuracy and its tolerance."""
-
-    expect: float | None = None
-    tolerance: float = 0.001
-
-    def __post_init__(self) -> None:
-        for name, value in (("expect", self.expect), ("tolerance", self.tolerance)):
-            if value is not None and not 0 <= value <= 1:
-                raise ValueError(f"--{name} is {value}: expected a share from 0 to 1")
+def _share(name: str, text: str | None, default: float | None) -> float | None:
+    try:
+        value = default if text is None else float(text)
+    except ValueError:
+        value = math.nan
+    if value is not None and not 0 <= value <= 1:
+        raise ValueError(f"{name} is {text}: expected a share from 0 to 1")
+    return value
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -51,9 +45,9 @@ def main(arguments: Sequence[str]) -> int:
         if arguments and arguments[0] in ("-h", "--help"):
             say_document(str(__doc__))
             return 0
-        # bert.train's parser reads all other options. tyro's own help would show only these two, so it is turned off.
-        read = partial(tyro.cli, Expectation, args=arguments, return_unknown_args=True, add_help=False)
-        expectation, settings = parsed(read)
+        expected, settings = without_option("--expect", arguments)
+        within, settings = without_option("--tolerance", settings)
+        expect, tolerance = _share("--expect", expected, None), _share("--tolerance", within, 0.001)
         config = parse(settings, "bert.evaluate")
         # Check this last, because it imports PyTorch.
         require_torch()
@@ -67,11 +61,11 @@ def main(arguments: Sequence[str]) -> int:
         return refused(error)
     finally:
         leave_mesh()
-    if accuracy is None or expectation.expect is None:
+    if accuracy is None or expect is None or tolerance is None:
         return 0
-    is_met = abs(accuracy - expectation.expect) <= expectation.tolerance
+    is_met = abs(accuracy - expect) <= tolerance
     if Launch.from_environment().rank == 0:
-        wanted = f"{expectation.expect} within {expectation.tolerance}"
+        wanted = f"{expect} within {tolerance}"
         remedy = "check data.initial_checkpoint, and run python -m dataloading verify on data.evaluation"
         say(f"as expected: {wanted}" if is_met else f"expected {wanted}, found {accuracy:.5f}: {remedy}")
     # Unlike a training run, this returns 1 even under torchrun, because a wrong accuracy must be visible as a failure.

@@ -11,7 +11,7 @@ from bert.configuration.config import Config
 from bert.evaluation.evaluator import Evaluator
 from bert.guards.interruption import Interruption
 from bert.log.mllog import MLLog, evaluation_samples
-from bert.reporting.intervals import Intervals, Stragglers
+from bert.reporting.intervals import Intervals
 from bert.reporting.reporter import Position, Reporter
 from bert.step import TrainingStep
 from bert.timing.stopwatch import Stopwatch
@@ -29,16 +29,14 @@ class Run:
     evaluation_interval: int
     """Number of training samples between evaluations."""
     start: Position
-    skipped: int
-    """Number of steps before ``start`` that changed nothing because a gradient was not finite."""
     log: MLLog
     reporter: Reporter
+    intervals: Intervals
     stopwatch: Stopwatch
     loader: Loader
     step: TrainingStep
     evaluator: Evaluator
     checkpoints: Checkpoints
-    stragglers: Stragglers
     interruption: Interruption
 
 
@@ -51,7 +49,7 @@ def train(run: Run) -> Status:
     run.interruption.defer()
     # ``run_start`` has been logged, so data may be read.
     run.evaluator.read_ahead()
-    intervals = Intervals(run.config, run.step.statistics, run.stopwatch, run.reporter, run.stragglers, at, run.skipped)
+    run.intervals.resume()
 
     for due in _evaluation_points(run):
         log.block_start(at.samples)
@@ -69,13 +67,13 @@ def train(run: Run) -> Status:
             keep = run.checkpoints.due(at.steps)
             # Also report before an evaluation, so that its time does not count as step time, and at the end.
             if at.steps % run.config.log.interval_steps == 0 or at.samples >= end or keep:
-                if intervals.report(at, _is_to_stop(run)):
+                if run.intervals.report(at, _is_to_stop(run)):
                     status, keep = "aborted", True
                 # A background thread writes checkpoints. Check for its errors here, where the host waits anyway.
                 run.checkpoints.look(at)
 
             # Do not save while steps are being skipped: a bad checkpoint would replace a good one.
-            if keep and intervals.bad == 0:
+            if keep and run.intervals.bad == 0:
                 run.checkpoints.save(at)
         log.block_stop(at.samples)
 
@@ -83,7 +81,7 @@ def train(run: Run) -> Status:
             status = "aborted"  # the sample limit is reached
         if status is None:
             accuracy = _evaluate(run, at)
-            intervals.resume()
+            run.intervals.resume()
             may_end = at.samples >= training.sample_limit or not run.config.evaluation.to_the_end
             if may_end and accuracy >= run.config.evaluation.target:
                 status = "success"

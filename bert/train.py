@@ -84,19 +84,21 @@ def parse(arguments: Sequence[str], module: str = "bert.train") -> Config:
     if arguments and arguments[0] in ("-h", "--help"):
         say_document(f"{__doc__}\nRecipes: {known}\n\nThe settings of a recipe: python -m bert.train RECIPE --help")
         raise SystemExit(0)
-    file, given = _without_option("--config", arguments)
+    file, given = without_option("--config", arguments)
     named, *rest = given if given and not given[0].startswith("-") else (None, *given)
     if named is not None and named not in RECIPES:
         raise ValueError(f"unknown recipe {named!r}: expected one of {known}{did_you_mean(named, list(RECIPES))}")
     recipe, settings = (named, []) if file is None else arguments_of(Path(file), named)
     # Append the command line's settings, because the last value of a setting overrides earlier values.
     settings += rest
-    plan_file, _ = _without_option("--plan", settings)
+    plan_file, _ = without_option("--plan", settings)
     # The header of a result file contains the text None if the run had no plan.
     plan = None if plan_file in (None, "None") else read_plan(Path(plan_file))
     if plan is not None:
         # Put the plan's settings first, so that a contradicting setting overrides them and ``require_settings`` finds it.
-        recipe, settings = plan.recipe_for(recipe), [*plan.arguments(), *settings]
+        if recipe not in (None, plan.recipe):
+            raise ValueError(f"the plan is for the recipe {plan.recipe}, expected {recipe}: make a plan for {recipe}")
+        recipe, settings = plan.recipe, [*plan.arguments(), *settings]
     if recipe is None:
         raise ValueError(f"no recipe given: expected one of {known}, or --config FILE")
     read = partial(tyro.cli, Config, prog=f"python -m {module} {recipe}", args=settings, description=_SETTINGS)
@@ -119,8 +121,8 @@ def parse(arguments: Sequence[str], module: str = "bert.train") -> Config:
         raise ValueError(f"there is no setting --{unknown[1]}{did_you_mean(name, setting_names(recipe))}") from None
 
 
-def _without_option(name: str, arguments: Sequence[str]) -> tuple[str | None, list[str]]:
-    """Return the last value of an option that takes a file, and the arguments without the option."""
+def without_option(name: str, arguments: Sequence[str]) -> tuple[str | None, list[str]]:
+    """Return the last value of an option, and the arguments without the option."""
     value, others, words = None, [], iter(arguments)
     for word in words:
         option, equals, given = word.partition("=")
@@ -129,7 +131,7 @@ def _without_option(name: str, arguments: Sequence[str]) -> tuple[str | None, li
             continue
         value = given if equals else next(words, "")
         if not value:
-            raise ValueError(f"{name}: expected a file after it")
+            raise ValueError(f"{name}: expected a value after it")
     return value, others
 
 

@@ -238,17 +238,15 @@ def _scale(
 
 
 @app.command
-def whatif(metrics: Positional[Path], cluster: Path | None = None) -> None:
+def whatif(metrics: Positional[Path]) -> None:
     """Show where a run's time went, and how much removing each bottleneck would save.
 
     Args:
         metrics: Metrics of the run: the file metrics_N.jsonl beside its log.
-        cluster: File of a probe of the run's machines, which adds the cost of uneven links.
     """
-    from cluster.view import read_view
     from cluster.whatif import read_run, report
 
-    for line in report(read_run(metrics), read_view(cluster) if cluster else None):
+    for line in report(read_run(metrics)):
         say(line)
 
 

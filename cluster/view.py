@@ -16,7 +16,6 @@ from console.documents import FileKind
 Operation = Literal["all-reduce", "reduce-scatter", "all-gather", "all-to-all"]
 Scope = Literal["node", "rail", "world"]
 Quantity = Literal["product", "copy", "launch", "to device", "from device"]
-Part = Literal["rank", "host", "link"]
 Source = Literal["slurm", "measured", "unknown"]
 
 
@@ -130,7 +129,6 @@ class Outlier:
         ranks: ranks involved, the sender first.
     """
 
-    part: Part
     name: str
     quantity: str
     ratio: float
@@ -207,7 +205,7 @@ def _check(view: View) -> None:
 _FILE = FileKind(
     kind=View,
     format="mlperf-bert cluster view",
-    version=3,
+    version=4,
     noun="view of a cluster",
     maker="python -m cluster probe",
     largest_bytes=256 * 2**20,  # 32,768 ranks with eight devices a host

@@ -6,12 +6,10 @@ reported. Each estimate assumes that the other bottlenecks stay the same, so the
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cluster.view import View
 from compliance.log.records import Straggler, read_metrics
 
 PARTS = ("data_wait_ms", "forward_backward_ms", "reduce_ms", "update_ms")
@@ -54,11 +52,8 @@ def read_run(path: Path) -> Account:
     return account
 
 
-def savings(account: Account, view: View | None = None) -> dict[str, float]:
-    """Return the seconds that removing each bottleneck would save, the largest first.
-
-    ``view`` describes the cluster that the run used.
-    """
+def savings(account: Account) -> dict[str, float]:
+    """Return the seconds that removing each bottleneck would save, the largest first."""
     found = {
         "waiting for the reduction (perfect overlap)": account.parts["reduce_ms"],
         "waiting for data": account.parts["data_wait_ms"],
@@ -72,10 +67,6 @@ def savings(account: Account, view: View | None = None) -> dict[str, float]:
         )
         if hosts.count(host) > 1:
             found[f"host {host}"] = _without(account, lambda each, host=host: each.host == host)
-    times = [link.seconds_per_byte for link in view.links_between_hosts or view.links] if view else []
-    if times and (ratio := max(times) / statistics.median(times)) > 1:
-        saved = account.parts["reduce_ms"] * (1 - 1 / ratio)
-        found[f"uneven links (the slowest takes {ratio:.2f} times as long)"] = saved
     return {name: saved for name, saved in sorted(found.items(), key=lambda each: -each[1]) if saved > 0}
 
 
@@ -90,7 +81,7 @@ def _without(account: Account, is_removed: Callable[[Straggler], bool]) -> float
     return saved
 
 
-def report(account: Account, view: View | None = None) -> list[str]:
+def report(account: Account) -> list[str]:
     """Return lines that say where the time went, and what the run would have taken without each bottleneck."""
     total = account.seconds
     lines = [f"{total:.2f} s from start to end, {account.steps:,} steps"]
@@ -98,7 +89,7 @@ def report(account: Account, view: View | None = None) -> list[str]:
         title = name.removesuffix("_ms").replace("_", " ")
         lines.append(f"  {title:<20}{seconds:10.2f} s{100 * seconds / total:7.1f} %")
     lines.append("it would have taken at least this long without")
-    for name, saved in savings(account, view).items():
+    for name, saved in savings(account).items():
         lines.append(f"{max(0.0, total - saved):10.2f} s  {100 * saved / total:5.1f} % less  {name}")
     if not any(slow for _, slow in account.slow):
         lines.append("the run named no rank as a straggler")

@@ -19,13 +19,11 @@ class Output:
         text: standard output. Bytes that are not UTF-8 are kept as surrogates, so that file names can be opened.
         errors: standard error.
         trouble: why there is no answer, in words; empty if the program ended with status 0.
-        missing: whether the program does not exist.
     """
 
     text: str = ""
     errors: str = ""
     trouble: str = ""
-    missing: bool = False
 
     @property
     def answer(self) -> str:
@@ -67,7 +65,7 @@ def run(
             start_new_session=True,
         )
     except FileNotFoundError:
-        return Output(trouble=f"no command {name} here", missing=True)
+        return Output(trouble=f"no command {name} here")
     except OSError as error:
         return Output(trouble=f"{name} cannot be started: {error.strerror}")
     try:

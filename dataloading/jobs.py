@@ -129,22 +129,11 @@ def _end_with_parent() -> None:
 
 def _check_same(path: Path, description: Mapping[str, object]) -> None:
     """Raise ``ValueError`` unless the job that was started in the folder has the same description."""
-    found, expected = (
-        _settings(each)
-        for each in (
-            read_json(path, _MAX_DESCRIPTION_BYTES, "delete the folder and begin again"),
-            json.loads(json.dumps(description)),  # JSON turns tuples into lists
-        )
-    )
+    found = read_json(path, _MAX_DESCRIPTION_BYTES, "delete the folder and begin again")
+    expected = json.loads(json.dumps(description))  # JSON turns tuples into lists
+    if not isinstance(found, dict):
+        raise ValueError(f"{path}: damaged; delete the folder and begin again")
     if names := sorted(name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name)):
         raise ValueError(
             f"{path.parent}: begun with other settings ({', '.join(names)}); give the same settings, or name another --out"
         )
-
-
-def _settings(description: object) -> dict[str, object]:
-    """Flatten a nested description to the names and values of its innermost settings."""
-    settings: dict[str, object] = {}
-    for name, value in description.items() if isinstance(description, dict) else ():
-        settings |= _settings(value) if isinstance(value, dict) else {name: value}
-    return settings

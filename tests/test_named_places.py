@@ -21,26 +21,9 @@ ELSEWHERE = re.compile(
 
 
 def texts() -> list[Path]:
-    listed = subprocess.run(
-        [
-            "git",
-            "ls-files",
-            "-z",
-            "*.py",
-            "*.md",
-            "*.sh",
-            "*.sub",
-            "*.toml",
-            "*.yaml",
-            "*.yml",
-            "Dockerfile",
-            ".ci/run",
-        ],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    patterns = ["*.py", "*.md", "*.sh", "*.sub", "*.toml", "*.yaml", "*.yml", "Dockerfile", ".ci/run"]
+    command = ["git", "ls-files", "-z", *patterns]
+    listed = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     if listed.returncode:
         pytest.skip("needs a clone with git")
     return [REPOSITORY / name for name in listed.stdout.split("\0") if name]

@@ -50,14 +50,6 @@ class RunPlan:
     step_seconds: dict[str, float]
     train_seconds: float
 
-    def recipe_for(self, stated: str | None) -> str:
-        """Return the recipe of the run. Raises ``ValueError`` if ``stated`` is a different recipe."""
-        if stated not in (None, self.recipe):
-            raise ValueError(
-                f"the plan is of the recipe {self.recipe}, expected {stated}: plan that one, or name this one"
-            )
-        return self.recipe
-
     def arguments(self) -> list[str]:
         """Return the settings as command-line arguments. CUDA graphs are on unless there are pipeline stages."""
         captured = str(self.settings["parallel.pipeline"] == "1")

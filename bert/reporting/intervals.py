@@ -76,7 +76,7 @@ class Intervals:
         start: Position,
         skipped: int,
     ) -> None:
-        """Begin the first interval now, at the position ``start``. ``skipped`` steps were skipped before it."""
+        """Begin the first interval at the position ``start``. ``skipped`` steps were skipped before it."""
         self.bad = 0
         """Number of consecutive intervals in which every step was skipped."""
         self._config, self._statistics, self._stopwatch = config, statistics, stopwatch
@@ -87,7 +87,7 @@ class Intervals:
         """Seconds per step of this rank's own work in the last interval."""
 
     def resume(self) -> None:
-        """Exclude the time since the last report from the step time."""
+        """Measure the step time from now on, without the time since the last report."""
         self._since = time.perf_counter()
 
     def report(self, at: Position, stop: bool) -> bool:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cluster.leaves import leaves_of
-from cluster.outliers import CHANCE, FEWEST_PARTNERS, Judgement, judge, take_apart
+from cluster.outliers import CHANCE, FEWEST_PARTNERS, Judgement, judge, leaves_of, take_apart
 from cluster.probe.collectives import WrongResult
 from cluster.probe.computing import Cell
 from cluster.probe.links import Paths
@@ -62,27 +61,15 @@ class _Step:
         return (ratio - 1) * part / (self.compute + self.update + self.reduce)
 
 
-@dataclass(frozen=True)
-class _Found:
-    """A slow rank, path end, path, or part of the network. ``way`` says which kind it is, and is empty for a rank."""
+def _outlier(ranks: tuple[int, ...], way: str, quantity: str, judgement: Judgement, place: int, step: _Step) -> Outlier:
+    """Return an outlier whose name is still its kind: a rank (empty), "sending", "receiving", "path" or "part"."""
+    ratio = float(judgement.ratios[place])
+    share = float(step.share(quantity, ratio))
+    return Outlier(way, quantity, ratio, float(judgement.deviations[place]), share, ranks)
 
-    ranks: tuple[int, ...]
-    way: str
-    quantity: str
-    ratio: float
-    deviations: float
-    share: float
 
-    @classmethod
-    def of(
-        cls, ranks: tuple[int, ...], way: str, quantity: str, judgement: Judgement, place: int, step: _Step
-    ) -> _Found:
-        ratio = float(judgement.ratios[place])
-        return cls(ranks, way, quantity, ratio, float(judgement.deviations[place]), float(step.share(quantity, ratio)))
-
-    @property
-    def cost(self) -> tuple[float, float]:
-        return self.share, self.ratio
+def _cost(outlier: Outlier) -> tuple[float, float]:
+    return outlier.step_share, outlier.ratio
 
 
 def find_leaves(measured: Measured) -> tuple[list[tuple[str, ...]], Source]:
@@ -119,7 +106,7 @@ def find_outliers(
         if not _is_explained(each, ranks)
     ]
     outliers = [*_describe_devices(measured, ranks), *_describe_links(measured, paths)]
-    outliers.sort(key=lambda outlier: (-outlier.step_share, -outlier.ratio))
+    outliers.sort(key=_cost, reverse=True)
     return [*(_describe_wrong(measured, each) for each in wrong), *outliers]
 
 
@@ -138,9 +125,9 @@ def _step_of(measured: Measured) -> _Step:
     return _Step(STEP_OPERATIONS / flops, _UPDATE_BYTES / bytes_per_s, reduce)
 
 
-def _slow_ranks(measured: Measured, step: _Step, comparisons: int, chance: int) -> dict[int, _Found]:
+def _slow_ranks(measured: Measured, step: _Step, comparisons: int, chance: int) -> dict[int, Outlier]:
     """Return the most expensive finding of each slow rank. Only ranks with equal devices are compared."""
-    found: dict[int, _Found] = {}
+    found: dict[int, Outlier] = {}
     for device in dict.fromkeys(facts.device for facts in measured.facts):
         members = [rank for rank, facts in enumerate(measured.facts) if facts.device == device]
         for index, cell in enumerate(measured.cells):
@@ -148,8 +135,8 @@ def _slow_ranks(measured: Measured, step: _Step, comparisons: int, chance: int) 
             size = {"product": f"{cell.size}^3", "launch": ""}.get(cell.quantity, f"{cell.size / 2**20:.0f} MiB")
             name = " ".join(part for part in (cell.quantity, cell.dtype, size) if part)
             for place in np.flatnonzero(judgement.is_outlier):
-                each = _Found.of((members[place],), "", name, judgement, int(place), step)
-                if members[place] not in found or found[members[place]].cost < each.cost:
+                each = _outlier((members[place],), "", name, judgement, int(place), step)
+                if members[place] not in found or _cost(found[members[place]]) < _cost(each):
                     found[members[place]] = each
     return found
 
@@ -163,22 +150,22 @@ def _ends(paths: Paths) -> tuple[list[int], list[int], list[int]]:
 
 def _slow_paths(
     measured: Measured, paths: Paths, switches: Sequence[tuple[str, ...]], step: _Step, comparisons: int, chance: int
-) -> list[_Found]:
+) -> list[Outlier]:
     ends, source_E, target_E = _ends(paths)
     leaf_of = [switches[host][-1:] for host in measured.host_of]
     # Paths under one leaf are compared with one another, and so are paths across leaves.
     kind_E = [int(leaf_of[s] != leaf_of[t]) for s, t in zip(paths.source_E, paths.target_E, strict=True)]
-    found: list[_Found] = []
+    found: list[Outlier] = []
     for quantity, times_TE in (("bandwidth", paths.seconds_per_byte_TE), ("latency", paths.latency_TE)):
         parts = take_apart(np.log(times_TE), source_E, target_E, len(ends), kind_E)
         for way, times_TN in (("sending", parts.sending_TN), ("receiving", parts.receiving_TN)):
             judgement = judge(times_TN, comparisons, chance)
             slow_N = np.flatnonzero(judgement.is_outlier)
-            found += [_Found.of((ends[n],), way, quantity, judgement, int(n), step) for n in slow_N]
+            found += [_outlier((ends[n],), way, quantity, judgement, int(n), step) for n in slow_N]
         judgement = judge(parts.level_TK, comparisons, chance)
         for k in np.flatnonzero(judgement.is_outlier):
             members = tuple(end for end, part in zip(ends, parts.part_N, strict=True) if part == k)
-            found.append(_Found.of(members, "part", quantity, judgement, int(k), step))
+            found.append(_outlier(members, "part", quantity, judgement, int(k), step))
         slow = {each.ranks[0]: each.ratio for each in found if each.quantity == quantity}
         # Fitted parameters: the level, and the share of each end that has enough paths.
         fitted = 1 + sum(int((np.bincount(of_E) >= FEWEST_PARTNERS).sum()) for of_E in (source_E, target_E))
@@ -187,49 +174,43 @@ def _slow_paths(
             pair = (int(paths.source_E[e]), int(paths.target_E[e]))
             # After subtracting the ends' shares, name a path with a slow end only if its ratio exceeds that end's ratio.
             if judgement.ratios[e] > max(slow.get(rank, 1.0) for rank in pair):
-                found.append(_Found.of(pair, "path", quantity, judgement, int(e), step))
+                found.append(_outlier(pair, "path", quantity, judgement, int(e), step))
     return found
 
 
-def _is_explained(each: _Found, slow: dict[int, _Found]) -> bool:
+def _is_explained(each: Outlier, slow: dict[int, Outlier]) -> bool:
     """Tell whether a slow rank explains a slow path, because its processor handles the messages."""
     ratios = [slow[rank].ratio for rank in each.ranks if rank in slow]
     return bool(ratios) and (each.quantity == "latency" or each.ratio <= _AS_SLOW * max(ratios))
 
 
-def _describe_devices(measured: Measured, slow: dict[int, _Found]) -> Iterator[Outlier]:
+def _describe_devices(measured: Measured, slow: dict[int, Outlier]) -> Iterator[Outlier]:
     for host in range(measured.hosts):
         ranks = tuple(rank for rank, of in enumerate(measured.host_of) if of == host)
         own = [slow[rank] for rank in ranks if rank in slow]
         if len(own) == len(ranks) > 1:
-            worst = max(own, key=lambda each: each.cost)
-            yield Outlier("host", f"host {measured.facts[ranks[0]].host.name}", *_figures(worst), ranks)
+            yield replace(max(own, key=_cost), name=f"host {measured.facts[ranks[0]].host.name}", ranks=ranks)
         else:
-            for each in own:
-                yield Outlier("rank", _name(measured, each.ranks[0]), *_figures(each), each.ranks)
+            yield from (replace(each, name=_name(measured, each.ranks[0])) for each in own)
 
 
-def _describe_links(measured: Measured, found: Sequence[_Found]) -> Iterator[Outlier]:
+def _describe_links(measured: Measured, found: Sequence[Outlier]) -> Iterator[Outlier]:
     """Describe links, paths and parts of the network; both directions of one link are one outlier."""
-    about: dict[tuple[str, tuple[int, ...]], list[_Found]] = {}
+    about: dict[tuple[str, tuple[int, ...]], list[Outlier]] = {}
     for each in found:
-        kind = "end" if each.way in ("sending", "receiving") else each.way
+        kind = "end" if each.name in ("sending", "receiving") else each.name
         about.setdefault((kind, tuple(sorted(each.ranks))), []).append(each)
     for (kind, ranks), each in about.items():
-        worst = max(each, key=lambda one: one.cost)
-        is_both = len({(one.way, one.ranks) for one in each if one.quantity == worst.quantity}) > 1
+        worst = max(each, key=_cost)
+        is_both = len({(one.name, one.ranks) for one in each if one.quantity == worst.quantity}) > 1
         if kind == "part":
             name = _part(measured, ranks)
         elif kind == "end":
-            name = f"{_card(measured, ranks[0])}, {'both directions' if is_both else worst.way}"
+            name = f"{_card(measured, ranks[0])}, {'both directions' if is_both else worst.name}"
         else:
             one, other = (_name(measured, rank) for rank in worst.ranks)
             name = f"path between {one} and {other}" if is_both else f"path from {one} to {other}"
-        yield Outlier("link", name, *_figures(worst), worst.ranks)
-
-
-def _figures(found: _Found) -> tuple[str, float, float, float]:
-    return found.quantity, found.ratio, found.deviations, found.share
+        yield replace(worst, name=name)
 
 
 def _name(measured: Measured, rank: int) -> str:
@@ -252,4 +233,4 @@ def _card(measured: Measured, rank: int) -> str:
 
 def _describe_wrong(measured: Measured, wrong: WrongResult) -> Outlier:
     name = f"{_name(measured, wrong.rank)} got {wrong.elements} wrong elements from {wrong.operation} ({wrong.scope})"
-    return Outlier("rank", name, "wrong result", 0.0, 0.0, 0.0, (wrong.rank,))
+    return Outlier(name, "wrong result", 0.0, 0.0, 0.0, (wrong.rank,))

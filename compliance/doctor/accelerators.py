@@ -55,7 +55,7 @@ def _number_and_kind(run: ExaminedRun, found: Gpus) -> Iterator[Diagnosis]:
 
 
 def _health(gpu: Gpu, run: ExaminedRun) -> Iterator[Diagnosis]:
-    subject = gpu.label
+    subject = f"GPU {gpu.index}"
     if gpu.uncorrected_errors > 0:
         remedy = "drain the node; reset the GPU, and have it replaced if the errors come back"
         yield fail(subject, f"{gpu.uncorrected_errors} uncorrected memory errors since the driver was loaded", remedy)
@@ -79,8 +79,8 @@ def _health(gpu: Gpu, run: ExaminedRun) -> Iterator[Diagnosis]:
 
 
 def _other_programs(found: Gpus) -> Diagnosis:
-    names = [f"{name} on {gpu.label}" for gpu in found.gpus for name in gpu.processes]
-    full = [f"{gpu.label} {gpu.used_bytes >> 20} MiB" for gpu in found.gpus if gpu.used_bytes > IDLE_MEMORY_BYTES]
+    names = [f"{name} on GPU {gpu.index}" for gpu in found.gpus for name in gpu.processes]
+    full = [f"GPU {gpu.index} {gpu.used_bytes >> 20} MiB" for gpu in found.gpus if gpu.used_bytes > IDLE_MEMORY_BYTES]
     remedy = "end it, or wait: two programs on one GPU make both times wrong"
     if names:
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""

@@ -50,11 +50,6 @@ class Gpu:
     throttled_by: tuple[str, ...] = ()
     processes: tuple[str, ...] = ()
 
-    @property
-    def label(self) -> str:
-        """Name for messages."""
-        return f"GPU {self.index}"
-
 
 @dataclass(frozen=True)
 class Gpus:

@@ -21,8 +21,7 @@ from compliance.log.findings import Finding
 from compliance.log.reader import Log, read_log
 from compliance.log.rules import NOT_A_RESULT, SUBMISSION_RUNS
 from compliance.official import process
-from compliance.package.source import SourceTree, tracked_source
-from compliance.package.tree import Package, PackageRequest, SubmittedRun, write_tree
+from compliance.package.tree import Package, PackageRequest, SourceTree, SubmittedRun, tracked_source, write_tree
 from compliance.submission.check import accepted, check_paths
 from compliance.submission.description import read_description
 from console.files import read_json

@@ -35,11 +35,6 @@ class Published:
     global_batch_size: int
     rate: float | None
 
-    @property
-    def name(self) -> str:
-        """Return the submitter, the system and the round in words."""
-        return f"{self.submitter} {self.system} ({self.round})"
-
 
 @dataclass(frozen=True)
 class PublishedPlace:
@@ -98,7 +93,10 @@ def placement(minutes: float, accelerator: str, accelerators: int) -> PublishedP
         return PublishedPlace(_scales(alike, accelerators, kind))
     faster = [result for result in same if result.minutes < minutes]
     slower = same[len(faster) :]  # the list is sorted, so these are the slower results
-    between = [f"the {each.minutes:.2f} min of {each.name}" for each in (*faster[-1:], *slower[:1])]
+    between = [
+        f"the {each.minutes:.2f} min of {each.submitter} {each.system} ({each.round})"
+        for each in (*faster[-1:], *slower[:1])
+    ]
     place = (
         f"between {' and '.join(between)}" if len(between) == 2 else f"{'after' if faster else 'before'} {between[0]}"
     )

@@ -96,7 +96,6 @@ def _stored_bytes(source: Dataset) -> int:
 
 
 def _fill_buckets(source: Dataset, spill: Path, buckets: int, seed: int, report: Report) -> None:
-    """Append every sample to a random bucket."""
     # Buckets without complete.json are left over from an interrupted attempt.
     shutil.rmtree(spill, ignore_errors=True)
     spill.mkdir()
@@ -136,7 +135,6 @@ def _append(spill: Path, bucket: int, waiting: list[Samples]) -> None:
 
 
 def _write_shards(info: DatasetInfo, out: Path, counts: list[int], shards: int, seed: int, report: Report) -> None:
-    """Write consecutive shards from the permuted buckets."""
     firsts = offsets_of(np.array(counts))
     bounds = np.linspace(0, firsts[-1], shards + 1).astype(np.int64)
     bucket, permuted = -1, None
@@ -160,7 +158,6 @@ def _write_shards(info: DatasetInfo, out: Path, counts: list[int], shards: int, 
 
 
 def _permuted(spill: Path, bucket: int, count: int, seed: int) -> tuple[Samples, NDArray[np.int64]]:
-    """Return a bucket's samples and a random permutation."""
     samples = _read_bucket(spill / f"{bucket:05d}")
     if len(samples) != count:
         raise ValueError(f"{spill}: bucket {bucket} holds {len(samples):,} of {count:,} samples; delete the folder")
@@ -169,7 +166,6 @@ def _permuted(spill: Path, bucket: int, count: int, seed: int) -> tuple[Samples,
 
 
 def _read_bucket(path: Path) -> Samples:
-    """Return all samples of a bucket, in the order in which they were added."""
     blocks = []
     with path.open("rb") as file:
         while file.tell() < path.stat().st_size:

@@ -67,7 +67,6 @@ class _Task:
 
 
 def _convert_shard(task: _Task) -> str:
-    """Write one shard unless it exists; return its name."""
     samples = task.source.open_listed(task.index).verify(task.source.shards[task.index].digest)
     # The manifest lists the source texts of all shards.
     info = task.source.info.without_sources()

@@ -82,7 +82,7 @@ class Progress:
         if stage not in self._seconds:
             return
         self._kept += kept * (share - self._shares[stage]) * self._seconds[stage]
-        self._shares[stage] = share
+        self._shares[stage] = min(1.0, share)
         total = sum(self._seconds.values())
         done = sum(self._shares[name] * self._seconds[name] for name in self._seconds)
         if int(100 * done / total) > self._percent:
@@ -92,11 +92,7 @@ class Progress:
 
     def add(self, stage: str, share: float) -> None:
         """Increase the completed share of a stage."""
-        self.set(stage, min(1.0, self._shares.get(stage, 0.0) + share))
-
-    def finish(self, stage: str) -> None:
-        """Mark a stage as complete."""
-        self.set(stage, 1.0, kept=True)
+        self.set(stage, self._shares.get(stage, 0.0) + share)
 
 
 def total_bytes(paths: Collection[Path]) -> int:

@@ -18,9 +18,6 @@ from dataloading.text.tokenization import text_lines
 VOCABULARY, CHECKPOINT, EVALUATION, TRAIN = "vocab.txt", "phase1.safetensors", "evaluation", "train"
 """File or folder names of the results."""
 
-TEXT_PARTS = 500
-"""Number of parts of the benchmark's text."""
-
 KNOWN: Mapping[str, tuple[int, str]] = {
     "vocab.txt": (231_508, "64800d5d8528ce344256daf115d4965e"),
     "bert_config.json": (314, "7f59165e21b7d566db610ff6756c926b"),
@@ -95,7 +92,6 @@ def find_inputs(folders: Sequence[Path], leave_out: Path) -> Inputs:
 
 
 def _walk(folders: Sequence[Path], leave_out: Path) -> Iterator[Path]:
-    """Yield each file of the folders once."""
     seen: set[Path] = set()
     for folder in folders:
         if not folder.is_dir():

@@ -127,7 +127,6 @@ def _cut(sentence: str, most: int) -> list[str]:
 
 
 def _vocabulary(own: OwnText, documents: Sequence[Document]) -> tuple[Vocabulary, bool]:
-    """Return the vocabulary, and whether it needs lower-case text."""
     if own.vocab is None:
         lines = [sentence for document in documents for sentence in document]
         # A short text gives fewer tokens, which is not an error here.
@@ -142,7 +141,6 @@ def _vocabulary(own: OwnText, documents: Sequence[Document]) -> tuple[Vocabulary
 def _write(
     folder: Path, documents: list[Document], tokenizer: Tokenizer, options: PretrainingOptions, sources: dict[str, str]
 ) -> None:
-    """Write a data set, with several shards if the text is long."""
     vocabulary = tokenizer.vocabulary
     info = samples_info(vocabulary, options, sources)
     folder.mkdir()

@@ -10,7 +10,7 @@ all files together. Each call makes one shard, which records its texts and setti
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -94,7 +94,8 @@ def make_shards(
     mine = part.share_of(len(job.calls)) if part else range(len(job.calls))
     # Check first, so that an unreadable text does not end the job after hours.
     _check_texts([path for index in mine for path in job.calls[index]])
-    description = {"info": asdict(info), "calls": [[path.as_posix() for path in call] for call in job.calls]}
+    calls = [[path.as_posix() for path in call] for call in job.calls]
+    description = {**info.options, "vocabulary": info.vocabulary_sha256, "calls": calls}
     # Processes that make other parts may use the same folder at the same time.
     with begun(out, JOB_NAME, description, finished="part_*", alone=part is None):
         if jobs > 1:

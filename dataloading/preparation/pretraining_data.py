@@ -149,7 +149,6 @@ def create_samples(documents: TokenizedDocuments, options: PretrainingOptions, v
 
 @compiled
 def _next_word(twister: NDArray[np.uint32]) -> int:
-    """Draw 32 random bits."""
     index = twister[624]
     if index == 624:
         for word in range(624):
@@ -392,7 +391,6 @@ def _copy(source: np.ndarray, target: np.ndarray) -> None:
 def _gather_rows(
     values: NDArray[np.uint16], offsets: NDArray[np.int64], order: NDArray[np.int64]
 ) -> NDArray[np.uint16]:
-    """Return the ragged rows ``values[offsets[i]:offsets[i + 1]]`` in another order."""
     gathered = np.empty(offsets[-1], np.uint16)
     used = 0
     for row in order:

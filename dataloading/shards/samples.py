@@ -194,7 +194,6 @@ def scrambled(bits: NDArray[np.uint64]) -> NDArray[np.uint64]:
 def _gather_ragged(
     arrays: tuple[NDArray[Any], ...], offsets: NDArray[np.int64], rows: NDArray[np.int64]
 ) -> tuple[list[NDArray[Any]], NDArray[np.int64]]:
-    """Return the chosen ``rows`` of ragged arrays that share ``offsets``, and the new offsets."""
     starts = offsets[rows]
     lengths = offsets[rows + 1] - starts
     new_offsets = offsets_of(lengths)

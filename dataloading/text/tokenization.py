@@ -149,7 +149,6 @@ def _lines(tokens: Sequence[str]) -> bytes:
 
 
 def _pieces_of(path: Path) -> list[str]:
-    """Return the tokens of a ``tokenizer.json`` in id order."""
     tokenizer = read_json(path, _MAX_VOCABULARY_BYTES, "expected a tokenizer of Hugging Face's")
     model = tokenizer.get("model") if isinstance(tokenizer, dict) else None
     ids = model.get("vocab") if isinstance(model, dict) and model.get("type") == "WordPiece" else None

@@ -55,7 +55,7 @@ def test_what_contradicts_a_plan_is_refused(file: Path, tmp_path: Path) -> None:
     (tmp_path / "mine.toml").write_text("[training]\nglobal_batch_size = 64\n")
     with pytest.raises(ValueError, match=r"training\.global_batch_size is 64, but .* plans 32"):
         parse(["tiny_cpu", "--config", str(tmp_path / "mine.toml"), "--plan", str(file)])
-    with pytest.raises(ValueError, match="the plan is of the recipe tiny_cpu, expected h100_1x8"):
+    with pytest.raises(ValueError, match="the plan is for the recipe tiny_cpu, expected h100_1x8"):
         parse(["h100_1x8", "--plan", str(file)])
 
 

@@ -26,27 +26,6 @@ def step() -> TrainingStep:
     return training_step(step_config())
 
 
-def test_a_step_after_warm_up_is_the_step_without(small_run: SmallRun) -> None:
-    results = []
-    for warm_up_steps in (0, 2):
-        step = training_step(step_config())
-        torch.manual_seed(5)
-        step.warm_up([batch_of(small_run.train.slice(8, 20))], warm_up_steps)
-        for _ in range(3):
-            step([batch_of(small_run.train.slice(0, 8))])
-        results.append(step.flat.weights_P.clone())
-    assert torch.equal(*results)
-
-
-def test_parameters_stay_views_of_the_flat_vector(step: TrainingStep, small_run: SmallRun) -> None:
-    step([batch_of(small_run.train.slice(0, 8))])
-    for parameter, place in step.flat.places.items():
-        assert torch.equal(parameter.detach().flatten(), step.flat.weights_P[place])
-    gradient = step.model.embeddings.word.grad
-    assert gradient is not None
-    assert gradient.untyped_storage().data_ptr() == step.flat.gradients_P.untyped_storage().data_ptr()
-
-
 READS = ("item", "cpu", "tolist", "numpy", "__bool__", "__float__", "__int__", "__index__", "__array__")
 
 

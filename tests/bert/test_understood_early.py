@@ -1,11 +1,8 @@
 """A command line is parsed, rejected or explained within half a second, before PyTorch and its dependents are imported."""
 
 import json
-import os
 import subprocess
 import sys
-
-import pytest
 
 from tests.conftest import REPOSITORY
 
@@ -44,19 +41,3 @@ def test_a_command_line_is_understood_without_pytorch() -> None:
     assert done.returncode == 0, done.stderr
     held = set(json.loads(done.stdout))
     assert not held & LARGE
-
-
-@pytest.mark.parametrize(
-    ("command", "unbuffered"),
-    [("train tiny_cpu", ""), ("train tiny_cpu", "1"), ("evaluate", ""), ("convert", "1")],
-)
-def test_a_reader_of_the_help_may_go(command: str, unbuffered: str) -> None:
-    read, write = os.pipe()
-    os.close(read)
-    module, *recipe = command.split()
-    program, environment = [sys.executable, "-m", f"bert.{module}"], os.environ | {"PYTHONUNBUFFERED": unbuffered}
-    done = subprocess.run(
-        [*program, *recipe, "--help"], cwd=REPOSITORY, env=environment, stdout=write, stderr=subprocess.PIPE
-    )
-    os.close(write)
-    assert (done.returncode, done.stderr) == (1, b"")

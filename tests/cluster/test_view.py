@@ -43,7 +43,7 @@ def made_up(hosts: int = 4, ranks: int = 2, name: str = "node") -> View:
         (Collective("all-reduce", "world", 8, ((65536, 1.6e-4, 1e-4), (262144, 3.6e-4, 3e-4))),),
         tuple(ComputationTime(*each) for each in COMPUTATIONS),
         Contention(128 * hosts, 8, 0.01, 0.011, 0.011, 0.012),
-        (Outlier("link", f"network link of host {name}1, sending", "bandwidth", 3.0, 40.0, 0.2, (2,)),),
+        (Outlier(f"network link of host {name}1, sending", "bandwidth", 3.0, 40.0, 0.2, (2,)),),
     )
 
 
@@ -79,7 +79,7 @@ def test_a_view_whose_parts_do_not_belong_together_is_refused(values: dict[str, 
 
 @pytest.mark.parametrize(
     ("values", "said"),
-    [({"version": 1}, "1, expected mlperf-bert cluster view 3"), ({"content": [1]}, "edited or damaged")],
+    [({"version": 1}, "1, expected mlperf-bert cluster view 4"), ({"content": [1]}, "edited or damaged")],
 )
 def test_a_file_that_no_probe_wrote_is_refused(
     values: dict[str, Any], said: str, file: Path, refused: Callable[..., str]

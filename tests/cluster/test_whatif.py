@@ -1,4 +1,4 @@
-"""Time saved by removing parts, stragglers or uneven links, computed from the records of a run."""
+"""Time saved by removing parts or stragglers, computed from the records of a run."""
 
 import json
 from dataclasses import asdict
@@ -10,7 +10,6 @@ import pytest
 from bert.reporting.intervals import SLOW_INTERVALS, Stragglers
 from cluster.whatif import read_run, report, savings
 from compliance.log.records import Straggler
-from tests.cluster.test_view import made_up
 from tests.conftest import REPOSITORY
 
 STEP = {"event": "step", "data_wait_ms": 1.0, "forward_backward_ms": 40.0, "reduce_ms": 7.0, "update_ms": 2.0}
@@ -63,12 +62,6 @@ def test_a_rank_that_came_back_on_another_host_is_two(tmp_path: Path) -> None:
     found = savings(read_run(write(tmp_path / "metrics_0.jsonl", records)))
     assert found["rank 1 on host h1"] == pytest.approx(50 * 0.02)
     assert found["rank 1 on host h2"] == pytest.approx(150 * 0.02)
-
-
-def test_links_cost_the_share_that_the_slowest_one_adds(tmp_path: Path) -> None:
-    run = read_run(write(tmp_path / "metrics_0.jsonl", steps(10)))
-    [saved] = [saved for name, saved in savings(run, made_up()).items() if "links" in name]
-    assert saved == pytest.approx(0.7 * (1 - 4.5 / 8))
 
 
 def test_a_committed_run_is_understood() -> None:

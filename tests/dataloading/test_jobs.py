@@ -88,11 +88,11 @@ def test_a_failure_before_anything_is_finished_leaves_nothing(tmp_path: Path) ->
 
 def test_other_settings_are_named(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    description = {"info": {"options": {"seed": 1, "prob": 0.5}}, "names": ["a"]}
+    description = {"seed": 1, "prob": 0.5, "names": ["a"]}
     for _ in range(2):
         with begun(out, "job.json", description, finished="*"):
             pass
-    other = {"info": {"options": {"seed": 2, "prob": 0.5}}, "names": ["b"]}
+    other = {"seed": 2, "prob": 0.5, "names": ["b"]}
     with (
         pytest.raises(ValueError, match=r"begun with other settings \(names, seed\)"),
         begun(out, "job.json", other, finished="*"),

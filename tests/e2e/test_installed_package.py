@@ -102,8 +102,3 @@ def test_the_doctor_examines_without_a_checkout(installed: Path, tmp_path: Path)
     assert done.returncode in (0, 1), done.stderr
     assert "Traceback" not in done.stderr
     assert "recipe " in done.stdout
-
-
-def test_what_building_leaves_is_ignored() -> None:
-    ignored = (REPOSITORY / ".gitignore").read_text(encoding="utf-8").splitlines()
-    assert {"/build/", "*.egg-info/"} <= set(ignored)

@@ -8,7 +8,7 @@ import pytest
 
 from tests.conftest import REPOSITORY
 from tests.distributed.ranks import free_port
-from tests.e2e.test_scripts import REACHED_AT_ONCE, SHORT, begin, one_error, start
+from tests.e2e.test_scripts import REACHED_AT_ONCE, SHORT, begin, start
 from tests.programs import PATIENCE_S
 
 
@@ -64,8 +64,3 @@ def test_a_verdict_that_cannot_describe_the_system_fails(checkout: Path, tmp_pat
     assert "</html>" in log.with_name("report.html").read_text()
     assert done.returncode == 1
     assert "systems/system.json cannot be written" in done.stderr
-
-
-def test_wrong_settings_are_found_in_preparation(checkout: Path, tmp_path: Path) -> None:
-    done = start(checkout / "run_and_time.sh", "--prepare", "tiny_cpu", cwd=tmp_path, WORLD_SIZE="5")
-    assert "does not divide over 5 ranks" in one_error(done)

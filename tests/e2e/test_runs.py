@@ -15,14 +15,6 @@ from tests.e2e.test_scripts import REACHED_AT_ONCE, SHORT, begin, start
 from tests.programs import PATIENCE_S
 
 
-def test_tiny_cpu_with_other_data_makes_none_of_its_own(checkout: Path, tmp_path: Path, small_run: SmallRun) -> None:
-    arguments = ("--prepare", *small_run.arguments(tmp_path))
-    done = start(checkout / "run_and_time.sh", *arguments, cwd=tmp_path, NPROC="1")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "data of tiny_cpu" not in done.stdout
-    assert f"ready, results would go to {tmp_path}" in done.stdout
-
-
 def test_two_runs_at_once_in_one_folder_each_report_their_own(checkout: Path, demo_data: Path, tmp_path: Path) -> None:
     """Both runs find no data and make it. They evaluate on fewer samples, because evaluation would take longest."""
     shutil.rmtree(checkout / "data", ignore_errors=True)
@@ -34,7 +26,8 @@ def test_two_runs_at_once_in_one_folder_each_report_their_own(checkout: Path, de
     settings = ("--", *SHORT, REACHED_AT_ONCE, "--log.results", str(tmp_path / "my results"))
     settings += ("--data.evaluation", str(demo_data / "few/evaluation"))
     script, one = checkout / "run_and_time.sh", {"NPROC": "1", "OMP_NUM_THREADS": "1"}
-    runs = [begin(script, "tiny_cpu", "1", *settings, cwd=tmp_path, **one) for _ in range(2)]
+    (temporary := tmp_path / "temporary").mkdir()
+    runs = [begin(script, "tiny_cpu", "1", *settings, cwd=tmp_path, TMPDIR=str(temporary), **one) for _ in range(2)]
     outputs = [run.communicate(timeout=PATIENCE_S)[0] for run in runs]
     assert [run.returncode for run in runs] == [0, 0], outputs
     assert all("error" not in output for output in outputs)
@@ -44,6 +37,7 @@ def test_two_runs_at_once_in_one_folder_each_report_their_own(checkout: Path, de
         assert re.findall(r"^(?:PASS|FAIL) (.*?): official", output, re.M) == [log]
         assert "end: success" in output
     assert {path: path.read_text() for path in earlier} == earlier
+    assert [*temporary.iterdir()] == []
 
 
 def test_a_run_on_gpus_that_are_not_there_is_refused_before_anything_starts(
@@ -61,18 +55,6 @@ def test_a_run_on_gpus_that_are_not_there_is_refused_before_anything_starts(
     # The data and settings of runs on other machines can be checked without GPUs.
     done = start(script, recipe, "1", "--", *settings, "--dry-run", cwd=tmp_path, NPROC="2")
     assert done.returncode == 0, done.stdout + done.stderr
-
-
-def test_a_run_leaves_nothing_among_temporary_files(checkout: Path, tmp_path: Path) -> None:
-    temporary, results = tmp_path / "temporary", tmp_path / "results"
-    temporary.mkdir()
-    settings = ("--", *SHORT, REACHED_AT_ONCE, "--log.results", str(results))
-    done = start(
-        checkout / "run_and_time.sh", "tiny_cpu", "1", *settings, cwd=tmp_path, NPROC="2", TMPDIR=str(temporary)
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert [*results.rglob("result_0.txt")]
-    assert [*temporary.iterdir()] == []
 
 
 def test_ranks_are_bound_where_there_are_gpus(checkout: Path, tmp_path: Path, small_run: SmallRun) -> None:

@@ -104,7 +104,6 @@ def test_unknown_recipe_is_one_line(checkout: Path, tmp_path: Path) -> None:
 
 TWO_NODES = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "127.0.0.1"}
 PINS = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
-CUDA_BUILD = f"2.99.0, {PINS['torch']}, 2.0.0"
 CPU_BUILD = f"2.99.0, {PINS['torch']}+cpu, 2.0.0"
 """Versions that pip may find."""
 OPENS = "a[$(touch opened)]"
@@ -115,27 +114,19 @@ OPENS = "a[$(touch opened)]"
     ("arguments", "env", "complaint"),
     [
         (("tiny_cpu", "0"), {}, "RUNS is '0', expected a whole number"),
-        (("tiny_cpu", "two"), {}, "RUNS is 'two'"),
         (("tiny_cpu", OPENS), {}, "RUNS is 'a["),
-        (("tiny_cpu", "9" * 30), {}, "RUNS is '999"),
-        ((), {"NPROC": "-1"}, "NPROC is '-1'"),
         ((), {"NPROC": OPENS}, "NPROC is 'a["),
         ((), {"OMP_NUM_THREADS": OPENS}, "OMP_NUM_THREADS is 'a["),
-        ((), {"CLEAR_CACHES": OPENS}, "CLEAR_CACHES is 'a["),
         ((), {"CLEAR_CACHES": "2"}, "CLEAR_CACHES is '2', expected a whole number of at least 0 and at most 1"),
         ((), {"TUNED": OPENS}, "TUNED is 'a["),
         ((), {"NNODES": OPENS}, "NNODES is 'a["),
-        ((), {"NNODES": "0"}, "NNODES is '0'"),
         ((), {"NNODES": "2\x1b[2J"}, "NNODES is $'2\\E[2J'"),
         ((), {"NODE_RANK": OPENS}, "NODE_RANK is 'a["),
         ((), {"NODE_RANK": "1"}, "NODE_RANK is 1, but NNODES is 1"),
-        ((), TWO_NODES | {"NODE_RANK": "01"}, "NODE_RANK is '01'"),
         ((), TWO_NODES | {"NODE_RANK": "08", "NNODES": "9"}, "NODE_RANK is '08'"),
         ((), TWO_NODES | {"NODE_RANK": "2"}, "NODE_RANK is 2, but NNODES is 2"),
         ((), TWO_NODES | {"NODE_RANK": ""}, "NNODES is 2, expected NODE_RANK and MASTER_ADDR beside it"),
-        ((), TWO_NODES | {"MASTER_PORT": "65536"}, "MASTER_PORT is '65536'"),
         ((), TWO_NODES | {"MASTER_PORT": OPENS}, "MASTER_PORT is 'a["),
-        (("--prepare",), {"NNODES": OPENS}, "NNODES is 'a["),
     ],
 )
 def test_wrong_counts_are_one_line(bare: Path, arguments: tuple[str, ...], env: dict[str, str], complaint: str) -> None:
@@ -157,14 +148,13 @@ def test_a_master_port_that_is_taken_is_one_line_on_the_node_that_would_listen(c
     assert not (tmp_path / "results").exists()
 
 
-@pytest.mark.parametrize("version", ["../../..", "2.11.0/../..", "a[$(touch opened)]", "-U"])
+@pytest.mark.parametrize("version", ["../../..", "2.11.0/../..", OPENS])
 def test_a_version_that_is_none_is_one_line(bare: Path, version: str) -> None:
     """The version becomes part of a path that the script removes."""
     done = start(Path("/bin/bash"), "-c", 'source launch/venv.sh; prepare_torch "$1"', "bash", version, cwd=bare)
     assert "TORCH is '" in one_error(done)
 
 
-@pytest.mark.parametrize("option", ["--help", "-h"])
 @pytest.mark.parametrize(
     ("script", "says"),
     [
@@ -177,9 +167,9 @@ def test_a_version_that_is_none_is_one_line(bare: Path, version: str) -> None:
         ("launch/data.sub", "  sbatch --array=1-16 --cpus-per-task=32 --mem-per-cpu=1G launch/data.sub FOLDER..."),
     ],
 )
-def test_help_is_the_head_of_the_script_and_needs_no_packages(bare: Path, script: str, says: str, option: str) -> None:
+def test_help_is_the_head_of_the_script_and_needs_no_packages(bare: Path, script: str, says: str) -> None:
     shutil.copy(ROOT / script, bare / script)
-    done = start(Path("/bin/bash"), script, option, cwd=bare)
+    done = start(Path("/bin/bash"), script, "--help", cwd=bare)
     assert (done.returncode, done.stderr) == (0, "")
     assert any(line.startswith(says) for line in done.stdout.splitlines())
     assert "set -" not in done.stdout
@@ -195,10 +185,6 @@ def test_help_is_the_head_of_the_script_and_needs_no_packages(bare: Path, script
         (("2:a[$(touch opened)]", "h0:1", "tiny_cpu"), "the numbers of hosts are '2:a["),
         (("3:4", "h0", "tiny_cpu"), "the place to meet is 'h0'"),
         (("3:4", "h0:1"), "expected launch/elastic.sh 3:4 h0:1 RECIPE -- settings"),
-        (
-            ("3:4", "h0:1", "tiny_cpu", "--checkpoint.folder", "a"),
-            "expected launch/elastic.sh 3:4 h0:1 RECIPE -- settings",
-        ),
         (("3:4", "h0:1", "tiny_cpu", "--", "--checkpoint.every-steps", "9"), "set --checkpoint.folder to a folder"),
         (("--meet", "a[$(touch opened)]"), "PORT is 'a[$(touch opened)]'"),
     ],
@@ -257,12 +243,6 @@ def test_tests_hand_on_the_status_of_pytest(checkout: Path, tmp_path: Path) -> N
     assert start(checkout / "run_tests.sh", "--quick", *slow, cwd=tmp_path).returncode == 5  # pytest selected no tests
 
 
-def test_what_python_compiles_is_kept_though_the_environment_says_not_to(bare: Path) -> None:
-    command = "source launch/venv.sh; ./python -c 'import sys; print(sys.dont_write_bytecode)'"
-    done = start(Path("/bin/bash"), "-c", command, cwd=bare, PYTHONDONTWRITEBYTECODE="1")
-    assert done.stdout == "False\n"
-
-
 def test_venv_is_made_once_and_again_for_new_pins(bare: Path) -> None:
     assert prepare(bare).returncode == 0
     assert calls(bare) == ["venv", "pip"]
@@ -286,38 +266,6 @@ def test_starts_at_the_same_moment_install_once(bare: Path) -> None:
     assert calls(bare) == ["venv", "pip"]
 
 
-def test_another_pytorch_stands_beside_the_packages_and_is_installed_once(bare: Path) -> None:
-    """Pins that conflict with it are left out."""
-    command = "source launch/venv.sh; prepare_venv; prepare_torch 2.11.0"
-    for _ in range(2):
-        assert start(Path("/bin/bash"), "-c", command, cwd=bare, PYTHON="./python").returncode == 0
-    assert calls(bare) == ["venv", "pip", "pip"]
-    assert (bare / "calls").read_text().endswith("--target .venv/torch-2.11.0 torch==2.11.0 numpy<2.4\n")
-    pinned = (bare / "constraints.txt").read_text().splitlines()
-    left_out = set(pinned) - set((bare / ".venv/torch-2.11.0/constraints.txt").read_text().splitlines())
-    assert sorted(line.partition("==")[0] for line in left_out) == ["numpy", "setuptools", "torch"]
-
-
-def test_gigabytes_of_cuda_are_announced_where_no_gpu_needs_them(bare: Path) -> None:
-    """The message appears once, before pip begins, unless pip finds PyTorch's CPU build."""
-    no_gpu = [folder for folder in os.environ["PATH"].split(":") if not Path(folder, "nvidia-smi").exists()]
-
-    def said(builds: str, path: str, **env: str) -> str:
-        shutil.rmtree(bare / ".venv", ignore_errors=True)
-        command = "source launch/venv.sh; prepare_venv"
-        done = start(Path("/bin/bash"), "-c", command, cwd=bare, PYTHON="./python", PATH=path, BUILDS=builds, **env)
-        assert done.returncode == 0, done.stderr
-        return done.stdout.partition("installing pinned packages")[0]
-
-    path = ":".join(no_gpu)
-    assert "PIP_EXTRA_INDEX_URL=" in said(CUDA_BUILD, path)
-    assert "2.7 GB" in said("", path)
-    assert "GB" not in said(CPU_BUILD, path)
-    assert "GB" not in said(CUDA_BUILD, path, SYSTEM_TORCH="1")
-    (bare / "nvidia-smi").symlink_to("/bin/true")
-    assert "GB" not in said(CUDA_BUILD, f"{bare}:{path}")
-
-
 def test_with_the_systems_pytorch_its_numpy_and_setuptools_stay(bare: Path) -> None:
     for name, number in {"torch": "2.11.0a0+nv26.3", "numpy": "1.26.4", "setuptools": "81.0.0"}.items():
         folder = bare / f"base/{name}-{number}.dist-info"
@@ -330,26 +278,6 @@ def test_with_the_systems_pytorch_its_numpy_and_setuptools_stay(bare: Path) -> N
     assert {"torch==2.11.0a0+nv26.3", "numpy==1.26.4", "setuptools==81.0.0"} <= pinned
     others = {name for name, number in PINS.items() if f"{name}=={number}" not in pinned}
     assert others <= {"torch", "numpy", "setuptools", "triton"}
-
-
-def test_packages_can_be_added_to_the_venv(bare: Path) -> None:
-    prepare(bare)
-    assert " pip " in (bare / "calls").read_text().partition("constraints.txt")[2]
-
-
-@pytest.mark.parametrize("activated", [True, False])
-def test_the_interpreter_that_made_an_activated_venv_makes_it_anew(activated: bool, bare: Path) -> None:
-    """Clearing the venv would also delete the interpreter inside it."""
-    made = sys.executable
-    subprocess.run([made, "-m", "venv", "--without-pip", bare / ".venv"], check=True, timeout=PATIENCE_S)
-    path = f"{bare / '.venv/bin'}:{os.environ['PATH']}" if activated else os.environ["PATH"]
-    done = start(Path("/bin/bash"), "-c", "source launch/venv.sh; venv_maker", cwd=bare, PATH=path, PYTHON="")
-    found = done.stdout.strip()
-    if activated:
-        assert Path(found).resolve() == Path(made).resolve()
-        assert not Path(found).is_relative_to(bare), found
-    else:
-        assert found == "python3"
 
 
 def test_venv_of_a_removed_interpreter_is_made_anew(bare: Path) -> None:
@@ -376,12 +304,6 @@ def test_unfit_interpreter_is_one_line(bare: Path, python: str | None, complaint
     assert not (bare / ".venv").exists()
 
 
-def test_an_interpreter_with_the_name_of_an_option_is_one_line(bare: Path) -> None:
-    """The message replaces bash's own error and usage text."""
-    assert one_error(prepare(bare, python="-c")).startswith("error: there is no -c: ")
-    assert not (bare / ".venv").exists()
-
-
 def test_failed_installation_is_tried_again(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     working = (bare / "python").read_text()
     (bare / "python").write_text(working.replace('echo pip "$@" >>calls', "exit 1"))
@@ -395,8 +317,9 @@ def test_failed_installation_is_tried_again(bare: Path, monkeypatch: pytest.Monk
     assert calls(bare) == ["venv", "venv", "venv", "pip"]  # every attempt starts from the beginning
 
 
-@pytest.mark.parametrize("script", ["run_and_time.sh", "run_tests.sh"])
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("script", "number", "status"), [("run_and_time.sh", signal.SIGTERM, 143), ("run_tests.sh", signal.SIGINT, 130)]
+)
 def test_preparation_that_is_stopped_ends_at_once_in_a_line_and_is_made_anew(
     bare: Path, script: str, number: signal.Signals, status: int
 ) -> None:

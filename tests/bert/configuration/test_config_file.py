@@ -112,17 +112,3 @@ def test_a_file_that_cannot_be_used(name: str, content: str, message: str, tmp_p
     with pytest.raises(ValueError, match=message) as caught:
         parse(["--config", str(tmp_path / name)])
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "hint"),
-    [
-        (["tiny_cp"], "did you mean tiny_cpu?"),
-        (["tiny_cpu", "--optimizer.epsilom", "1"], "no setting --optimizer.epsilom; did you mean optimizer.epsilon?"),
-        (["tiny_cpu", "--training.max-sample=1"], "did you mean training.max_samples?"),
-    ],
-)
-def test_a_misspelt_name_is_answered_with_the_nearest(arguments: list[str], hint: str) -> None:
-    with pytest.raises(ValueError, match=r".") as caught:
-        parse(arguments)
-    assert str(caught.value).endswith(hint)

@@ -50,12 +50,6 @@ def test_plain_lines_are_one_line_a_record() -> None:
     ]
 
 
-def test_time_left_is_the_limit_until_accuracy_rises() -> None:
-    assert progress().eta == "-"
-    assert progress(STEP).eta == "at most 0:18"
-    assert progress(STEP, EVALUATION).eta == "at most 0:18"
-
-
 def test_time_left_after_a_resume_counts_the_samples_of_this_run_alone() -> None:
     resumed = RunProgress(target=0.4, max_samples=6400, schedule=EvaluationSchedule(640, 32), resumed_samples=320)
     resumed.records.add(replace(STEP, samples=320))
@@ -70,6 +64,7 @@ def test_time_left_is_a_range_once_there_is_a_curve() -> None:
         for number, accuracy in enumerate((0.10, 0.20, 0.28, 0.33), start=1)
     ]
     later = replace(STEP, samples=2560, time_s=25.6)  # 100 samples a second
+    assert progress().eta == "-"
     assert progress(*rising[:3], later).eta == "at most 0:38"
     assert progress(*rising, later).eta == "0:06 to 0:38"
     assert progress(*rising, replace(later, samples=6400, time_s=64.0)).eta == "0:00 to 0:00"

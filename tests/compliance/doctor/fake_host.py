@@ -77,7 +77,7 @@ class FakeHost(ExaminedHost):
         for words, answer in self.answers.items():
             if all(word in line for word in words.split()):
                 return Output(answer) if isinstance(answer, str) else answer
-        return Output(trouble="no command here", missing=True)
+        return Output(trouble="no command here")
 
 
 def fake_host(

@@ -17,7 +17,6 @@ from compliance.doctor.run_checks import Mount, check_source
 from console.processes import Output
 from tests.compliance import command
 from tests.compliance.doctor.fake_host import BARE, MACHINE, FakeHost, expect, fake_host
-from tests.conftest import REPOSITORY
 
 CONFIG: dict[str, Any] = {
     "recipe": "h100_1x8",
@@ -171,21 +170,6 @@ PLACE = "ok data: lies on ext4 at /"
 )
 def test_data(tmp_path: Path, name: str, changes: dict[str, Any], expected: list[str]) -> None:
     expect(look(tmp_path, name, **changes), *expected, about="data")
-
-
-def test_an_installed_package_looks_for_results_in_the_current_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def found() -> str:
-        return next(one.found for one in look(tmp_path / "host") if one.subject == "results")
-
-    monkeypatch.chdir(REPOSITORY)
-    assert found().startswith("results, on")
-    (tmp_path / "site-packages").mkdir()
-    monkeypatch.setattr("compliance.doctor.host.REPOSITORY", tmp_path / "site-packages")
-    (tmp_path / "work").mkdir()
-    monkeypatch.chdir(tmp_path / "work")
-    assert found().startswith("results, on")
 
 
 def test_results_of_earlier_runs(tmp_path: Path) -> None:

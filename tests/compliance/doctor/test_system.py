@@ -3,7 +3,6 @@ from pathlib import Path
 
 import pytest
 
-from compliance.doctor.gpus import Gpus
 from compliance.doctor.host import ExaminedHost
 from compliance.doctor.machine import read_machine
 from compliance.log.rules import SYSTEM_FIELDS
@@ -77,12 +76,6 @@ def test_a_machine_without_tools_is_described_too(tmp_path: Path, answer: str | 
         assert fields["accelerators_per_node"] == str(len(machine.gpus.gpus))
         assert fields["host_processor_model_name"]
         assert fields["host_storage_capacity"].endswith(" GB")
-
-
-def test_pytorch_is_not_asked_without_a_gpu(tmp_path: Path) -> None:
-    host = fake_host(tmp_path, answers=ANSWERS)
-    describe("open", host=host, machine=replace(MACHINE, gpus=Gpus()))
-    assert [command[0] for command in host.asked] == ["lscpu"]
 
 
 @pytest.mark.parametrize(

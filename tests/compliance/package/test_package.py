@@ -14,8 +14,7 @@ import pytest
 from compliance.artefact import MAX_FILE_BYTES
 from compliance.log.rules import SYSTEM_FIELDS
 from compliance.package.command import make_package
-from compliance.package.source import tracked_source
-from compliance.package.tree import PackageRequest
+from compliance.package.tree import PackageRequest, tracked_source
 from tests.compliance.command import run as command
 from tests.compliance.log_edits import delete, metadata
 from tests.compliance.run_logs import without_chain, write_run

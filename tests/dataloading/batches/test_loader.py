@@ -53,12 +53,6 @@ def test_a_batch_holds_each_sample_at_its_place() -> None:
     assert batch.global_counts.tolist() == [3, len(samples.masked_lm_ids)]
 
 
-@pytest.mark.parametrize("lengths", [[], [5, 2]])
-def test_made_up_samples_have_three_tokens_or_more(lengths: list[int]) -> None:
-    with pytest.raises(ValueError, match="at least 3 tokens"):
-        synthetic_samples(np.array(lengths), VOCAB_SIZE)
-
-
 def rank_batches(run: SmallRun, accumulation: int, rank: int) -> Callable[[int], list[MicroBatch]]:
     plan = BatchPlan(run.train.lengths, run.train.masked_counts, 24, 2, accumulation, seed=11)
     return lambda step: plan.rank_batches(step, rank)

@@ -1,7 +1,6 @@
 """Data sets from users' own text: held-out documents, the vocabulary, and invalid options."""
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +47,6 @@ def test_a_share_of_the_documents_is_held_out_whatever_their_order() -> None:
 def test_few_documents_hold_five_out_and_fewer_are_refused() -> None:
     split = split_documents([document(number) for number in range(20)], 0.05)
     assert (len(split.train), len(split.evaluation)) == (15, 5)
-    with pytest.raises(ValueError, match="19 different documents, expected at least 20"):
-        split_documents([document(number % 19) for number in range(38)], 0.05)
 
 
 def test_folders_and_patterns_name_their_files_once(tmp_path: Path) -> None:
@@ -60,13 +57,6 @@ def test_folders_and_patterns_name_their_files_once(tmp_path: Path) -> None:
     folder = tmp_path / "texts"
     assert text_files([folder]) == [folder / name for name in names[:3]]
     assert text_files([folder / "**/*.txt", folder / "a.txt"]) == [folder / "a.txt", folder / "deep/c.txt"]
-
-
-@pytest.mark.parametrize("name", ["nowhere.txt", "*.nothing", ""])
-def test_a_place_without_text_is_named(tmp_path: Path, name: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(f"{tmp_path / name}: there is no such file")):
-        write_own_text(OwnText((tmp_path / name,)), tmp_path / "out")
-    assert not (tmp_path / "out").exists()
 
 
 def test_both_sets_and_their_vocabulary(text: Path, tmp_path: Path) -> None:

@@ -65,15 +65,16 @@ def one_object_for_all_rows(storage: dict[str, Any]) -> Make:
     return make
 
 
-def chunk_of(packed: bytes) -> Make:
-    """Return a writer of a native shard whose ids are one chunk of 65,536, stored as ``packed``."""
+def chunk_of(size: int) -> Make:
+    """Return a writer of a native shard whose ids are one chunk of 65,536 that inflates to ``size`` bytes."""
 
     def make(path: Path) -> None:
         write_shard(path, make_samples(4), INFO)
         with h5py.File(path, "r+") as file:
             del file["input_ids"]
             options = {"chunks": (1 << 16,), "compression": "gzip"}
-            file.create_dataset("input_ids", (1 << 16,), "<u2", **options).id.write_direct_chunk((0,), packed)
+            ids = file.create_dataset("input_ids", (1 << 16,), "<u2", **options)
+            ids.id.write_direct_chunk((0,), zlib.compress(bytes(size), 1))
 
     return make
 
@@ -146,8 +147,8 @@ GREEDY: dict[str, Make] = {
     "chunks of references never written": never_written(1_500_000, ragged=True, chunks=True),
     "one object for all rows": one_object_for_all_rows({}),
     "one object for all packed rows": one_object_for_all_rows({"chunks": (7000,), "compression": "gzip"}),
-    "a chunk that inflates to more": chunk_of(zlib.compress(bytes(500 << 20), 1)),
-    "a chunk that inflates to less": chunk_of(zlib.compress(bytes(100))),
+    "a chunk that inflates to more": chunk_of(500 << 20),
+    "a chunk that inflates to less": chunk_of(100),
     "chunks that share bytes": chunks_that_share_bytes,
     "more elements than a number holds": more_elements_than_a_number_holds,
     "an attribute of one object": attribute_of_one_object,

@@ -67,30 +67,6 @@ def test_tasks_come_in_the_order_of_place(
     assert "# processes: 2 x 1 threads" in (checkout / RESULTS / "result_0.txt").read_text()
 
 
-def test_jobs_at_once_take_the_numbers_that_are_free_and_report_their_own(
-    cluster: Cluster, checkout: Path, small_run: SmallRun
-) -> None:
-    (checkout / RESULTS).mkdir(parents=True)
-    names = [f"{name}_{run}.{kind}" for run in (0, 2) for name, kind in (("result", "txt"), ("metrics", "jsonl"))]
-    earlier = {checkout / RESULTS / name: name for name in names}
-    for path, text in earlier.items():
-        path.write_text(text)
-    settings = small(small_run, evaluation__interval_samples=80, evaluation__target=0.001)
-    jobs = [submit(cluster, checkout, "tiny_cpu", "1", *settings, options=("-N1",)) for _ in range(2)]
-    ended = [cluster.finish(job) for job in jobs]
-    assert [job["ExitCode"] for job in ended] == ["0:0", "0:0"], [output(checkout, job) for job in jobs]
-    assert max(job["StartTime"] for job in ended) < min(job["EndTime"] for job in ended), "both ran at once"
-    checked = [re.findall(r"^(?:PASS|FAIL) (.*?):", output(checkout, job), re.M) for job in jobs]
-    assert sorted(checked[0] + checked[1]) == [f"{RESULTS}/result_{run}.txt" for run in (1, 3)]
-    for job, logs in zip(jobs, checked, strict=True):
-        assert (checkout / f"results/slurm-{job}.runs").read_text().splitlines() == logs
-        assert re.findall(r"^log in (.*)$", output(checkout, job), re.M) == logs
-    assert {path: path.read_text() for path in earlier} == earlier
-    logs = sorted(int(path.stem.removeprefix("result_")) for path in (checkout / RESULTS).glob("result_*.txt"))
-    assert logs == [0, 1, 2, 3]
-    assert not list((checkout / RESULTS).glob("*cut-off*"))
-
-
 def test_requeued_job_repeats_what_was_cut_off(cluster: Cluster, checkout: Path, small_run: SmallRun) -> None:
     """Run 0 ends at its sample limit and run 1 is interrupted. The job repeats only run 1, under the same number."""
     settings = small(small_run, "results/of us all", samples=4800)
@@ -144,24 +120,11 @@ def test_requeued_job_goes_on_with_the_nodes_that_are_left(
     assert f"# shares of the global batch: {shares} with at most 1 x 8 sequences\n" in text
 
 
-def test_notes_of_an_earlier_job_with_the_same_number_are_left_alone(cluster: Cluster, checkout: Path) -> None:
-    earlier = submit(cluster, checkout, "nothing", options=("-N1", "--hold"))
-    cluster.run("scancel", earlier)
-    notes = checkout / f"results/slurm-{int(earlier) + 1}.runs"
-    notes.write_text("results/other/bert/result_0.txt\n")
-    job = submit(cluster, checkout, "tiny_cpu", options=("-N1",))
-    assert cluster.finish(job)["ExitCode"] == "2:0"
-    assert f"error: results/{notes.name} is of an earlier job with this number" in output(checkout, job)
-    assert notes.read_text() == "results/other/bert/result_0.txt\n"
-
-
 @pytest.mark.parametrize(
     ("arguments", "options", "complaint"),
     [
-        (("tiny_cpu", "two"), ("-N2",), "RUNS is 'two'"),
         ((), ("-N2",), "no recipe given"),
         (("tiny_gpu", "1"), ("-N2",), "unknown recipe 'tiny_gpu'"),
-        (("tiny_cpu", "1"), ("-N2", "--ntasks-per-node=3"), "does not divide over 6 ranks"),
         (("tiny_cpu", "1", "--log.run", "3"), ("-N2",), "expected -- and settings"),
     ],
 )
@@ -173,13 +136,6 @@ def test_nonsense_is_one_line_and_trains_nothing(
     (error,) = (line for line in output(checkout, job).splitlines() if line.startswith("error: "))
     assert complaint in error
     assert not list(checkout.glob("results/*/bert/result_*"))
-
-
-def test_submitted_from_elsewhere_is_one_line(cluster: Cluster, checkout: Path, tmp_path: Path) -> None:
-    (tmp_path / "results").mkdir()
-    job = cluster.run("sbatch", "--parsable", str(checkout / "launch/slurm.sub"), "tiny_cpu", cwd=tmp_path).strip()
-    assert cluster.finish(job)["ExitCode"] == "2:0"
-    assert "is not the repository's root" in output(tmp_path, job)
 
 
 def test_an_array_of_tasks_makes_the_data_and_one_of_them_ends_with_everything(

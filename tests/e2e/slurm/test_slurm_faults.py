@@ -1,21 +1,16 @@
 """Jobs of ``launch/slurm.sub`` that are cancelled, out of time, or have a task that dies, and tests that are killed."""
 
-import contextlib
 import json
 import os
 import re
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import REPOSITORY, SmallRun
+from tests.conftest import SmallRun
 from tests.e2e.slurm.slurm_cluster import Cluster, missing
 from tests.e2e.slurm.slurm_jobs import RESULTS, output, small, submit, training
-from tests.programs import PATIENCE_S
 
 pytestmark = [
     pytest.mark.skipif(missing() is not None, reason=str(missing())),
@@ -73,37 +68,3 @@ def is_task(environ: Path, cluster: Cluster, job: str, rank: int) -> bool:
     return b"bert.train" in command and {f"{name}={value}".encode() for name, value in expected.items()} <= set(
         variables
     )
-
-
-def test_killed_tests_leave_no_daemons_and_no_jobs(tmp_path: Path) -> None:
-    script = f"""
-from pathlib import Path
-from tests.e2e.slurm.slurm_cluster import Cluster
-cluster = Cluster(Path({str(tmp_path)!r}), nodes=2)
-cluster.start()
-cluster.run("sbatch", "--output=/dev/null", "--wrap", "exec tail -f {tmp_path}/slurm.conf")
-cluster.wait_for(lambda: cluster.run("squeue", "-h", "-o", "%T").strip() == "RUNNING")
-print("started", flush=True)
-input()
-"""
-    tests = subprocess.Popen(
-        [sys.executable, "-c", script], cwd=REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    assert tests.stdout
-    assert tests.stdout.readline() == "started\n"
-    assert len(mentioning(tmp_path)) >= 5  # munged, slurmctld, two slurmd, the job
-    tests.kill()
-    tests.communicate()
-    deadline = time.monotonic() + PATIENCE_S
-    while mentioning(tmp_path) and time.monotonic() < deadline:
-        time.sleep(0.2)
-    assert mentioning(tmp_path) == []
-
-
-def mentioning(folder: Path) -> list[str]:
-    """Return the command lines of processes that mention a folder."""
-    lines = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):
-            lines.append(path.read_bytes().replace(b"\0", b" ").decode())
-    return [line for line in lines if str(folder) in line]
