@@ -165,12 +165,8 @@ def run_ranks(
             rank.kill()
     # Status 1 is not a failure: a target was missed, or a probe has found something slow.
     if not {*statuses} <= {0, 1}:
-        raise SystemExit(f"error: ranks ended with {statuses}:\n{said_by_ranks(output)}")
-
-
-def said_by_ranks(output: Path) -> str:
-    """Return the last output of the ranks that `run_ranks` has started."""
-    return "".join(path.read_text() for path in sorted(output.glob("rank_*.txt")))[-4000:]
+        said = "".join(path.read_text() for path in sorted(output.glob("rank_*.txt")))[-4000:]
+        raise SystemExit(f"error: ranks ended with {statuses}:\n{said}")
 
 
 def _rank(

@@ -3,16 +3,18 @@
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from bert.configuration.config import Config
 from bert.configuration.sections import ModelConfig, Precision, TrainingConfig
 from bert.layers import EncoderLayer, MatrixProducts, Placement
 from bert.model import BertForPreTraining, MakeLayer
-from bert.parallel.mesh import Mesh
-from bert.parallel.pipeline.stages import PipelineModel, pipeline_group
+from bert.parallel.mesh import Mesh, process_group
+from bert.parallel.pipeline.stages import PipelineModel
 from bert.parallel.tensor.exchange import Waiting
 from bert.parallel.tensor.shards import TensorParallel, tensor_parallel
 from bert.products.fp8 import Fp8Layer, Fp8State, require_fp8
@@ -92,7 +94,7 @@ def divided_model(
     if placement is None and tensor is not None:
         placement = tensor.placement
     own: Callable[[str, Tensor], Tensor] = tensor.own if tensor is not None else lambda _, weight: weight
-    stages = pipeline_group(mesh)
+    stages = process_group(mesh.pipeline_ranks)
     word_VD = whole.embeddings.word.detach()
     with mesh.device:
         if stages is None:
@@ -111,7 +113,7 @@ def divided_model(
 def _fp8_state(config: Config, mesh: Mesh, tensor: TensorParallel | None, gradients: WeightGradients) -> Fp8State:
     require_fp8(mesh.device)
     layers = config.model.num_hidden_layers - 1  # the last layer computes little more than the heads' rows
-    agree_ = (lambda _: None) if tensor is None else tensor.all_reduce_max_
+    agree_ = (lambda _: None) if tensor is None else partial(dist.all_reduce, op=dist.ReduceOp.MAX, group=tensor.group)
     return Fp8State(layers, mesh.device, agree_, gradients)
 
 

@@ -9,7 +9,8 @@ others agree within 0.1 %, and a part that is slow by 20 % is not named if the o
 parts, neither can be judged.
 
 The time of a path is divided into the shares of the sending end, the receiving end, and the rest, by medians over the
-partners. An end with fewer than three partners cannot be distinguished from its paths.
+partners. An end with fewer than three partners cannot be distinguished from its paths. The same times tell which hosts share
+a leaf switch: these have shorter paths to one another.
 """
 
 from __future__ import annotations
@@ -20,8 +21,10 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.cluster.hierarchy import fcluster, linkage
 from scipy.sparse import coo_matrix
 from scipy.sparse.csgraph import connected_components
+from scipy.spatial.distance import squareform
 from scipy.special import stdtrit
 
 Array = NDArray[np.float64]
@@ -40,6 +43,12 @@ _OWN_MEDIAN = 1.4
 """Turns to subtract from the count, because deviations from the median of few turns are too small (from simulation)."""
 _EFFICIENCY = 0.37
 """Statistical efficiency of a median absolute deviation, relative to a standard deviation."""
+_FAR = 1e6
+"""Distance assigned to pairs of hosts that were not measured."""
+_LARGEST = 2048
+"""Maximum number of hosts for which leaves are found: the distance matrix is square."""
+_CLEAR = 6.0
+"""Robust deviations that must separate paths within leaves from paths between leaves."""
 _SMALL_SAMPLE = {2: 1.196, 3: 1.495, 4: 1.363, 5: 1.206, 6: 1.200, 7: 1.140, 8: 1.129, 9: 1.107}
 """Correction factors for the median absolute deviation of small samples (Croux and Rousseeuw, 1992)."""
 
@@ -158,3 +167,45 @@ def _partners(end_E: Integers, nodes: int) -> NDArray[np.int64]:
     column = np.arange(len(order)) - np.repeat(np.cumsum(counts) - counts, counts)
     rows[np.asarray(end_E, dtype=np.int64)[order], column] = order
     return rows
+
+
+def leaves_of(times_TE: Array, one_E: NDArray[np.int64], other_E: NDArray[np.int64], hosts: int) -> list[int] | None:
+    """Return the leaf switch of each host, numbered from 0 in host order, or None if the paths do not separate leaves.
+
+    Hosts are joined by their shortest measured paths first (single linkage), which needs only some of the pairs. The widest
+    gap between the lengths at which groups join separates the leaves. They are accepted only if paths between groups are
+    longer than paths within groups by more than the error of a repeated measurement, for the middle half of both kinds.
+
+    Args:
+        times_TE: logarithms of path times between hosts, by turn, after the shares of the path ends were subtracted.
+    """
+    if not 4 <= hosts <= _LARGEST or not times_TE.size:
+        return None
+    # Average both directions and all rails.
+    pairs, place_E = np.unique(
+        np.stack([np.minimum(one_E, other_E), np.maximum(one_E, other_E)]), axis=1, return_inverse=True
+    )
+    place_E = np.ravel(place_E)
+    times_TP = np.stack([np.bincount(place_E, turn) / np.bincount(place_E) for turn in times_TE])
+    length_P = np.median(times_TP, axis=0)
+    noise = _TO_SIGMA * _MEDIAN_ERROR * float(np.median(np.abs(times_TP - length_P))) / np.sqrt(len(times_TP))
+    distance = np.full((hosts, hosts), _FAR)
+    distance[pairs[0], pairs[1]] = distance[pairs[1], pairs[0]] = length_P - length_P.min()
+    np.fill_diagonal(distance, 0.0)
+    tree = linkage(squareform(distance, checks=False), "single")
+    heights = tree[:, 2]
+    gaps = np.diff(heights)
+    if not len(gaps) or heights[-1] >= _FAR:  # the measured pairs do not join all hosts
+        return None
+    cut = int(np.argmax(gaps))
+    found = fcluster(tree, (heights[cut] + heights[cut + 1]) / 2, "distance")
+    # A group of one host is probably a slow host and not a leaf.
+    if len(set(found)) < 2 or np.bincount(found)[1:].min() < 2:
+        return None
+    is_within = found[pairs[0]] == found[pairs[1]]
+    within, between = length_P[is_within], length_P[~is_within]
+    if np.quantile(between, 0.25) - np.quantile(within, 0.75) < _CLEAR * noise:
+        return None
+    # Renumber the leaves, because SciPy's labels depend on the order in which groups were joined.
+    order: dict[int, int] = {}
+    return [order.setdefault(int(leaf), len(order)) for leaf in found]

@@ -16,18 +16,19 @@ from safetensors import safe_open
 from torch import Tensor
 
 from bert.checkpoints.hugging_face import hugging_face_names, stated_configuration
-from bert.checkpoints.safetensors_header import read_header
 from bert.checkpoints.tensorflow import INDEX_SUFFIX, MAGIC, TensorBundle, tf1_name
-from bert.checkpoints.weights import VOCABULARY, Weight, stated_model
+from bert.checkpoints.weights import VOCABULARY, Weight, read_header, stated_model
 from bert.configuration.sections import ModelConfig
 from bert.model import parameter_shapes
 from console.files import open_regular, sha256_of
 from dataloading.text.tokenization import Vocabulary
 
-_FORMER_ENDINGS = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
-"""Current names in Hugging Face's files, and the names in its older files."""
 _HEADS = ("pooler", "next_sentence", "transform", "decoder_bias")
 """Prefixes of the names of weights outside the encoder."""
+_PICKLE = (
+    "is a pickle file, which can run any code when it is read: have transformers (from_pretrained, then save_pretrained) "
+    "write it as model.safetensors"
+)
 _TIED = {
     "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
     "cls.predictions.decoder.bias": "cls.predictions.bias",
@@ -75,9 +76,7 @@ def open_source(path: Path, num_attention_heads: int | None = None, whole: bool 
         return _open_safetensors(path, num_attention_heads, whole)
     # An archive of torch.save, or a bare pickle file.
     if start.startswith((b"PK\x03\x04", b"\x80")) or path.suffix in (".bin", ".pt", ".pth", ".pkl"):
-        raise ValueError(
-            f"{path} is a pickle file, which can run any code when it is read, and is not: save it as safetensors first"
-        )
+        raise ValueError(f"{path} {_PICKLE}")
     raise ValueError(
         f"{path} is neither a safetensors file nor the index of a TensorFlow checkpoint. Name the latter by the prefix of "
         f"its files, without {INDEX_SUFFIX} or .data-..."
@@ -118,10 +117,13 @@ def _open_tensorflow(prefix: Path, heads: int | None) -> CheckpointSource:
     weights, missing = _found(find, layers)
     _require_whole(str(bundle.index), missing)
     which = "the benchmark's phase-1 checkpoint" if bundle.is_published else "not the benchmark's published file"
+    if heads is None:  # the file does not say, but in Google's models all have 64
+        heads, rest = divmod(math.prod(weights["embeddings.norm.weight"].shape), 64)
+        heads = None if rest else heads
     return CheckpointSource(
         kind=f"TensorFlow checkpoint (TF1), {which} by size and MD5 of its index",
         weights=weights,
-        model=_model_of(weights, layers, heads, str(bundle.index)),
+        model=_model_of(weights, layers, _heads(str(bundle.index), None, heads), str(bundle.index)),
         make_digest=lambda: f"sha256 of the index, which holds every tensor's checksum: {bundle.index_sha256}",
     )
 
@@ -132,10 +134,7 @@ def _weights_file(folder: Path) -> Path:
         return path
     names = sorted(each.name for each in folder.iterdir())
     if "pytorch_model.bin" in names:
-        raise ValueError(
-            f"{folder} holds pytorch_model.bin, a pickle file, which can run any code when it is read, and is not: have "
-            "transformers (from_pretrained, then save_pretrained) write it as model.safetensors, where it can do no harm"
-        )
+        raise ValueError(f"{folder / 'pytorch_model.bin'} {_PICKLE}")
     indices = [name.removesuffix(INDEX_SUFFIX) for name in names if name.endswith(INDEX_SUFFIX)]
     hint = f"; for a TensorFlow checkpoint name its prefix: {folder / indices[0]}" if indices else ""
     raise ValueError(f"{folder} holds no model.safetensors{hint}")
@@ -165,14 +164,7 @@ def _open_safetensors(path: Path, heads: int | None, whole: bool) -> CheckpointS
     _require_whole(str(path), missing)
     if not is_ours:
         _require_tied(path, shapes)
-    if known is None and heads is None:
-        raise ValueError(
-            f"{path} does not say how many attention heads there are, and there is no config.json beside it: set "
-            "--num-attention-heads of bert.convert"
-        )
-    if None not in (known, heads) and known != heads:
-        raise ValueError(f"{path} holds a model with {known} attention heads: leave --num-attention-heads {heads} out")
-    model = _model_of(weights, layers, known or heads, str(path), like)
+    model = _model_of(weights, layers, _heads(str(path), known, heads), str(path), like)
     for name in ("num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size", "max_position_embeddings"):
         found = getattr(model, name)
         if stated.get(name, found) != found:
@@ -186,10 +178,23 @@ def _open_safetensors(path: Path, heads: int | None, whole: bool) -> CheckpointS
     )
 
 
+def _heads(source: str, stated: int | None, given: int | None) -> int:
+    if stated is not None and given not in (None, stated):
+        raise ValueError(
+            f"{source} holds a model with {stated} attention heads: leave --num-attention-heads {given} out"
+        )
+    heads = stated or given
+    if heads is None:
+        raise ValueError(
+            f"{source} does not say how many attention heads there are, nor does a config.json beside it: set "
+            "--num-attention-heads of bert.convert"
+        )
+    return heads
+
+
 def _name_of_today(name: str) -> str:
-    for today, former in _FORMER_ENDINGS.items():
-        if name.endswith(former):
-            name = name.removesuffix(former) + today
+    # Older files of Hugging Face have TensorFlow's names.
+    name = re.sub(r"LayerNorm\.gamma$", "LayerNorm.weight", re.sub(r"LayerNorm\.beta$", "LayerNorm.bias", name))
     # Names in files of a bare BertModel have no prefix.
     return name if name.startswith(("bert.", "cls.")) else f"bert.{name}"
 
@@ -247,24 +252,19 @@ def _require_whole(source: str, missing: Mapping[str, str]) -> None:
 
 
 def _model_of(
-    weights: Mapping[str, Weight], layers: int, heads: int | None, source: str, like: ModelConfig | None = None
+    weights: Mapping[str, Weight], layers: int, heads: int, source: str, like: ModelConfig | None = None
 ) -> ModelConfig:
     """Return the architecture implied by the weights' shapes, which must be consistent; ``like`` provides the rest."""
     tables = [weights[f"embeddings.{name}"].shape for name in ("word", "position", "segment")]
     if layers < 1 or any(len(shape) != 2 for shape in tables):
         raise ValueError(f"{source}: {layers} layers and tables of shapes {tables}, expected a BERT")
     (vocab, hidden), (positions, _), (segments, _) = tables
-    if heads is None and hidden % 64:
-        raise ValueError(
-            f"{source} does not say how many heads there are, and the hidden size {hidden} is no multiple of 64: set "
-            "--num-attention-heads"
-        )
     try:
         model = replace(
             like or ModelConfig(),
             num_hidden_layers=layers,
             hidden_size=hidden,
-            num_attention_heads=hidden // 64 if heads is None else heads,  # TF1 does not say; Google's all have 64
+            num_attention_heads=heads,
             intermediate_size=math.prod(weights["layers.0.intermediate.bias"].shape),
             vocab_size=vocab,
             max_position_embeddings=positions,

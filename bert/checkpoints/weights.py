@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import msgspec
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from bert.configuration.sections import ModelConfig
@@ -75,3 +76,19 @@ def safetensors_header(shapes: Mapping[str, tuple[int, ...]], metadata: Mapping[
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)  # tensors begin at a multiple of eight bytes
     return struct.pack("<Q", len(text)) + text, end
+
+
+def read_header(path: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
+    """Read the shapes by name, and the metadata. The file's size must match its header.
+
+    Raises ``ValueError`` if the file is missing, truncated, or not a safetensors file.
+    """
+    if not path.is_file():  # opening a pipe would wait for a writer
+        raise ValueError(f"{path}: no such file")
+    try:
+        # The framework matters only for reading tensors, and none is read here.
+        with safe_open(path, "numpy") as file:
+            shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+            return shapes, file.metadata() or {}
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path} is not a whole safetensors file ({error}): fetch or make it again") from error

@@ -1,20 +1,14 @@
 """FP8 for the matrix products of the encoder: delayed scaling, FP8 copies of the weights, forward and backward.
 
 The products QKV, attention output, FC1 and FC2 of every encoder layer except the last use FP8, and so do the gradients
-of their inputs and weights. The forward pass multiplies E4M3 by E4M3, and the backward pass E5M2 by E4M3, as in MLPerf
-Training's published FP8 results (v3.0, H100; formats: Micikevicius et al. 2022, arXiv 2209.05433). These products are 91 %
-of BERT-Large's work at Wikipedia's sequence lengths. The last layer computes little more than the rows that the heads
-read. It has 1 % of the work and keeps autocast's precision, as do attention, heads, norms, embeddings and the residual
-stream. The master weights stay fp32.
+of their inputs and weights. The forward pass multiplies E4M3 by E4M3, and the backward pass E5M2 by E4M3 (formats:
+Micikevicius et al. 2022, arXiv 2209.05433). The last layer has 1 % of the work and keeps autocast's precision, as do
+attention, heads, norms, embeddings and the residual stream. The master weights stay fp32.
 
 Each quantized tensor is a site with its own scale: the largest power of two that keeps the previous step's largest
 magnitude within the format, with some headroom (``kernels.reference.fp8.HEADROOM_BITS``). All scales stay on the device
 and the host never reads them, so that a captured step can be replayed. Each rank has its own scales for activations and
-gradients; weights have equal scales on all ranks, because the weights are equal. Ranks that share a copy of the model
-agree on all scales, which then apply to whole tensors.
-
-On a CPU, the reference implementations in ``kernels.reference.fp8`` are used. They are correct but several times slower
-than fp32, and are meant for tests.
+gradients. Ranks that share a copy of the model agree on all scales, which then apply to whole tensors.
 
 Shape legend: T tokens, N outputs and K inputs of a dense layer, D hidden, F intermediate, S sites. The columns of
 transposed tensors are padded to a multiple of 16.
@@ -160,7 +154,7 @@ class Fp8State:
         self,
         layers: int,
         device: torch.device,
-        agree_: Callable[[Tensor], None] = lambda _: None,
+        agree_: Callable[[Tensor], object] = lambda _: None,
         gradients: WeightGradients | None = None,
     ) -> None:
         """If several ranks hold parts of a tensor, ``agree_`` must replace magnitudes by their maximum over these ranks.

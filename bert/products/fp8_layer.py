@@ -3,11 +3,9 @@
 The results equal ``EncoderLayer.forward`` with ``bert.products.fp8.Fp8Products``, in fewer passes over memory. A layer's
 norms also write their output in FP8 for the products that read it next, and they write the gradient of the preceding
 product only in FP8. Attention does the same if its implementation can. The norm's output is passed on twice, because the
-residual and the products each return a gradient for it. The norm's backward pass reads both gradients, which autograd
-would otherwise add in a pass of its own.
+residual and the products each return a gradient for it, which the norm's backward pass reads.
 
-Only for layers that are not shared among ranks: with tensor parallelism, sums and copies between ranks come between
-products and norms (``bert.parallel.tensor.placement``). Passes without gradients run as in ``EncoderLayer``.
+With tensor parallelism, communication comes between products and norms, so layers are not fused.
 
 Shape legend in ``bert.products.fp8``.
 """

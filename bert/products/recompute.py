@@ -1,18 +1,11 @@
 """Recomputation: the backward pass of an encoder layer recomputes activations that its forward pass does not keep.
 
-PyTorch's ``torch.utils.checkpoint`` with selective contexts does the work; this module only selects what it applies to.
-PyTorch's own ways to apply it to a module are private and have side effects: its wrapper renames parameters, and its hooks
-call the module again with all hooks, so that the backward pass would wait a second time for the weights that are gathered
-during the forward pass. Here a layer's ``forward`` calls the recomputed part, and hooks run before and after it.
+``torch.utils.checkpoint`` recomputes the part of a layer that its ``forward`` calls. PyTorch's wrapper for modules would
+also run the module's hooks again, which wait for gathered weights.
 
 The result is the same bit for bit: kernels draw dropout by a counter, and the layer is given the counter's step. Ops that
-draw from PyTorch's generator find it in the state of the forward pass. This does not work while a CUDA graph is captured,
-when the generator's state can be neither read nor set, so ``RECOMPUTED_OPS`` must not draw from it there
-(``kernels.captured``). In FP8, the largest magnitudes are recorded a second time. This changes nothing, because scales stay
-fixed until the optimizer's step, and the same values do not increase a maximum.
-
-The last layer is not recomputed. It keeps little, because it is computed only for the rows that the heads read, and its
-backward pass comes first, before any memory has been freed.
+draw from PyTorch's generator find it in the state of the forward pass, except while a CUDA graph is captured: there,
+``RECOMPUTED_OPS`` must not draw from it (``kernels.captured``).
 """
 
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 from importlib.util import find_spec
 from pathlib import Path
 
-from bert.configuration.config import Config
-from bert.reporting.reporter import Sink
 from compliance.log.records import EvaluationRecord, Record, StepRecord
 
 _GROUPS = {
@@ -24,13 +22,6 @@ def require_installed() -> None:
             "log.tensorboard is set, but tensorboard is not installed: pip install '.[tensorboard]', or leave the "
             "setting out"
         )
-
-
-def tensorboard_sinks(config: Config, result: Path) -> list[Sink]:
-    """Return a TensorBoard sink if the configuration asks for one. The run that logs to ``result`` gets its own folder."""
-    if config.log.tensorboard is None:
-        return []
-    return [TensorBoard(config.log.tensorboard / config.log.system / result.stem)]
 
 
 class TensorBoard:

@@ -20,7 +20,7 @@ from cluster.probe.collectives import measure_collectives
 from cluster.probe.computations import measure_computations, measure_contention
 from cluster.probe.computing import busy_machines, cells_of, gather_numbers, measure_rates, processor_seconds
 from cluster.probe.findings import SCREENING, Measured, find_leaves, find_outliers
-from cluster.probe.links import Paths, measure_paths
+from cluster.probe.links import measure_paths
 from cluster.probe.machine import Facts, facts_of
 from cluster.probe.schedule import Pairs, rounds_of_pairs
 from cluster.view import Link, Rank, Rate, View, write_view
@@ -170,20 +170,11 @@ def _natural(name: str) -> list[tuple[int, str]]:
 
 
 def _join_turns(first: Measured, second: Measured) -> Measured:
-    def paths(one: Paths | None, other: Paths | None) -> Paths | None:
-        if one is None or other is None:
-            return None
-        return replace(
-            one,
-            latency_TE=np.concatenate([one.latency_TE, other.latency_TE]),
-            seconds_per_byte_TE=np.concatenate([one.seconds_per_byte_TE, other.seconds_per_byte_TE]),
-        )
-
     return replace(
         first,
         rates_RTC=np.concatenate([first.rates_RTC, second.rates_RTC], axis=1),
-        in_hosts=paths(first.in_hosts, second.in_hosts),
-        between_hosts=paths(first.between_hosts, second.between_hosts),
+        in_hosts=first.in_hosts and first.in_hosts.joined(second.in_hosts),
+        between_hosts=first.between_hosts and first.between_hosts.joined(second.between_hosts),
     )
 
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from cluster.leaves import leaves_of
-from cluster.outliers import CHANCE, FEWEST_PARTNERS, Judgement, judge, take_apart
+from cluster.outliers import CHANCE, FEWEST_PARTNERS, Judgement, judge, leaves_of, take_apart
 from cluster.probe.collectives import WrongResult
 from cluster.probe.computing import Cell
 from cluster.probe.links import Paths

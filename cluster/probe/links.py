@@ -39,6 +39,13 @@ class Paths:
     latency_TE: NDArray[np.float64]
     seconds_per_byte_TE: NDArray[np.float64]
 
+    def joined(self, other: Paths | None) -> Paths:
+        """Return the turns of two measurements of the same paths."""
+        assert other is not None
+        latency_TE = np.concatenate([self.latency_TE, other.latency_TE])
+        seconds_per_byte_TE = np.concatenate([self.seconds_per_byte_TE, other.seconds_per_byte_TE])
+        return Paths(self.source_E, self.target_E, latency_TE, seconds_per_byte_TE)
+
 
 def measure_paths(mesh: Mesh, rounds: Sequence[Pairs], turns: int, seconds: float) -> Paths:
     """Measure every rank pair of ``rounds`` in each turn. All ranks must call this function at the same time.

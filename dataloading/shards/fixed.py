@@ -6,7 +6,6 @@ The layout contains neither a digest nor the name of the vocabulary. Position 0 
 marks padding among the masked positions. This module also contains helpers that the fixed and ragged layouts share.
 """
 
-import mmap
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from numpy.typing import NDArray
 
 from dataloading.shards.hdf5_file import HDF5Array, HDF5File
 from dataloading.shards.samples import Samples, concatenate, offsets_of
-from dataloading.shards.shard import MAX_ID, REMEDY, DatasetInfo, FlatShard, Shard
+from dataloading.shards.shard import MAX_ID, REMEDY, DatasetInfo, FlatShard
 
 COLUMNS = ("input_ids", "segment_ids", "masked_lm_positions", "masked_lm_ids")
 _ROWS_AT_A_TIME = 4096
@@ -26,65 +25,37 @@ def unknown_info(max_seq_length: int = MAX_ID, max_predictions_per_seq: int = MA
     return DatasetInfo(MAX_ID + 1, max_seq_length, max_predictions_per_seq, "", "", {}, {})
 
 
-class FixedShard(Shard):
-    """A shard with padded rows."""
-
-    layout = "fixed"
-
-    def __init__(self, path: Path, columns: dict[str, NDArray[Any]], content: mmap.mmap | None) -> None:
-        info = unknown_info(columns["input_ids"].shape[1], columns["masked_lm_ids"].shape[1])
-        super().__init__(path, info, content)
-        self._columns = columns
-
-    def __len__(self) -> int:
-        return len(self._columns["next_sentence_labels"])
-
-    @property
-    def lengths(self) -> NDArray[np.int64]:
-        """[n] number of real tokens in each sample. Reads the mask of every row."""
-        return self._columns["input_mask"].sum(axis=1, dtype=np.int64)
-
-    @property
-    def masked_counts(self) -> NDArray[np.int64]:
-        """[n] number of masked tokens in each sample. Reads the positions of every row."""
-        return np.count_nonzero(self._columns["masked_lm_positions"], axis=1).astype(np.int64)
-
-    def _between(self, start: int, stop: int) -> Samples:
-        columns = {name: column[start:stop] for name, column in self._columns.items()}
-        real, masked = columns["input_mask"] != 0, columns["masked_lm_positions"] != 0
-        for name, marked in (("input_mask", real), ("masked_lm_positions", masked)):
-            if (marked[:, 1:] > marked[:, :-1]).any():
-                raise ValueError(f"{self.path}: {name} has a gap: real entries after padding; {REMEDY}")
-        chosen = dict(zip(COLUMNS, (real, real, masked, masked), strict=True))
-        values = {name: columns[name][where] for name, where in chosen.items()}
-        values["next_sentence_labels"] = columns["next_sentence_labels"]
-        kinds = {name: np.uint8 if name in ("segment_ids", "next_sentence_labels") else np.uint16 for name in values}
-        return Samples(
-            **{name: narrow(array, kinds[name], f"{self.path}: {name}") for name, array in values.items()},
-            sequence_offsets=offsets_of(real.sum(axis=1)),
-            masked_lm_offsets=offsets_of(masked.sum(axis=1)),
-        )
-
-
-def open_fixed(path: Path, file: HDF5File) -> Shard:
-    """Open a shard of the fixed layout; ValueError if it is damaged. A compressed file is read into memory without
-    padding."""
+def open_fixed(path: Path, file: HDF5File) -> FlatShard:
+    """Read a shard of the fixed layout into memory without its padding; ValueError if it is damaged."""
     names = ("input_ids", "input_mask", "segment_ids", "masked_lm_positions", "masked_lm_ids")
-    arrays = {name: file.array(name) for name in names}
-    shape, masked_shape = (arrays[name].values.shape for name in ("input_ids", "masked_lm_ids"))
-    for name, array in arrays.items():
+    columns = {name: file.array(name).values for name in names}
+    shape, masked_shape = columns["input_ids"].shape, columns["masked_lm_ids"].shape
+    for name, values in columns.items():
         wanted = masked_shape if name.startswith("masked") else shape
-        if array.values.shape != wanted or len(wanted) != 2 or wanted[0] != shape[0]:
-            raise ValueError(f"{name} has shape {array.values.shape}, input_ids {shape}")
-    labels = file.array("next_sentence_labels")
-    columns = {name: array.values for name, array in arrays.items()}
-    columns["next_sentence_labels"] = one_value_a_row(labels, shape[0])
-    if all(array.in_place for array in (*arrays.values(), labels)):
-        return FixedShard(path, columns, file.content)
-    rows = FixedShard(path, columns, None)
-    starts = range(0, max(1, len(rows)), _ROWS_AT_A_TIME)
-    blocks = [rows.read(start, min(start + _ROWS_AT_A_TIME, len(rows))) for start in starts]
-    return FlatShard(path, rows.info, "fixed", concatenate(blocks))
+        if values.shape != wanted or len(wanted) != 2 or wanted[0] != shape[0]:
+            raise ValueError(f"{name} has shape {values.shape}, input_ids {shape}")
+    columns["next_sentence_labels"] = one_value_a_row(file.array("next_sentence_labels"), shape[0])
+    starts = range(0, max(1, shape[0]), _ROWS_AT_A_TIME)
+    blocks = [
+        _without_padding({name: values[start : start + _ROWS_AT_A_TIME] for name, values in columns.items()}, path)
+        for start in starts
+    ]
+    return FlatShard(path, unknown_info(shape[1], masked_shape[1]), "fixed", concatenate(blocks))
+
+
+def _without_padding(columns: dict[str, NDArray[Any]], path: Path) -> Samples:
+    real, masked = columns["input_mask"] != 0, columns["masked_lm_positions"] != 0
+    for name, marked in (("input_mask", real), ("masked_lm_positions", masked)):
+        if (marked[:, 1:] > marked[:, :-1]).any():
+            raise ValueError(f"{path}: {name} has a gap: real entries after padding; {REMEDY}")
+    values = {name: columns[name][where] for name, where in zip(COLUMNS, (real, real, masked, masked), strict=True)}
+    values["next_sentence_labels"] = columns["next_sentence_labels"]
+    kinds = {name: np.uint8 if name in ("segment_ids", "next_sentence_labels") else np.uint16 for name in values}
+    return Samples(
+        **{name: narrow(array, kinds[name], f"{path}: {name}") for name, array in values.items()},
+        sequence_offsets=offsets_of(real.sum(axis=1)),
+        masked_lm_offsets=offsets_of(masked.sum(axis=1)),
+    )
 
 
 def narrow(values: NDArray[Any], dtype: Any, name: str) -> NDArray[Any]:

@@ -19,8 +19,8 @@ def open_shard(path: Path) -> Shard:
     """Open a file of samples in any layout for reading, and check its structure.
 
     The layouts are native, the fixed, varlength and packed HDF5 layouts in circulation, and TFRecord files of the
-    reference script. Compressed files and TFRecord files are unpacked into memory; other files are read when samples are
-    requested.
+    reference script. TFRecord, fixed and compressed files are unpacked into memory; other files are read when samples
+    are requested.
 
     Raises:
         ValueError: the file is missing, truncated, inconsistent, or in an unknown layout.

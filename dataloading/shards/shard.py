@@ -118,11 +118,9 @@ class Shard(ABC):
     def _between(self, start: int, stop: int) -> Samples:
         """Return samples ``start`` to ``stop`` without checking their content."""
 
+    @abstractmethod
     def add_to(self, builder: SampleBuilder, index: int) -> None:
         """Add one sample to ``builder`` without checking its content."""
-        one = self._between(index, index + 1)
-        arrays = (one.input_ids, one.segment_ids, one.masked_lm_positions, one.masked_lm_ids)
-        builder.add(*(array.tobytes() for array in arrays), next_sentence_label=int(one.next_sentence_labels[0]))
 
     def read(self, start: int, stop: int) -> Samples:
         """Return samples ``start`` to ``stop``; IndexError if they are outside the shard, ValueError for invalid content.

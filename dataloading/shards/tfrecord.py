@@ -2,11 +2,12 @@
 
 A record is framed as length (uint64), masked CRC-32C of the length, data, masked CRC-32C of the data, all
 little-endian. The data is a protobuf message: Example { Features features = 1 }, Features { map<string, Feature>
-feature = 1 }, and a Feature holds a packed list of floats (2) or of integers (3).
+feature = 1 }, and a Feature holds a packed list of integers (3).
 (tensorflow/core/example/{example,feature}.proto.)
 
 Features of a sample, padded with zeros: input_ids, input_mask, segment_ids [max_seq_length]; masked_lm_positions,
-masked_lm_ids, masked_lm_weights [max_predictions_per_seq]; next_sentence_labels [1]. The weights are floats.
+masked_lm_ids, masked_lm_weights [max_predictions_per_seq]; next_sentence_labels [1]. The weights, which are 1.0 for
+masked tokens and 0.0 for padding, are not read.
 """
 
 import mmap
@@ -26,13 +27,12 @@ _HEADER = struct.Struct("<QI")
 _MAX_RECORD_BYTES = 1 << 20
 """Largest record. A sample of 512 tokens has about 2,500 bytes."""
 
-_WEIGHTS = "masked_lm_weights"
 _TOKEN_LISTS = ("input_ids", "input_mask", "segment_ids")
-_MASKED_LISTS = ("masked_lm_positions", "masked_lm_ids", _WEIGHTS)
+_MASKED_LISTS = ("masked_lm_positions", "masked_lm_ids")
 _FEATURES = (*_TOKEN_LISTS, *_MASKED_LISTS, "next_sentence_labels")
 _MALFORMED = "its data is no tf.train.Example"
 
-_Lists = dict[str, NDArray[np.integer] | NDArray[np.floating]]
+_Lists = dict[str, NDArray[np.int64]]
 
 
 def is_tfrecord(first_bytes: bytes) -> bool:
@@ -92,10 +92,10 @@ def _add_sample(lists: _Lists, builder: SampleBuilder) -> None:
     for names, width in ((_TOKEN_LISTS, len(lists["input_ids"])), (_MASKED_LISTS, len(lists["masked_lm_ids"]))):
         if any(len(lists[name]) != width for name in names) or len(lists["next_sentence_labels"]) != 1:
             raise ValueError("its lists disagree in length")
-    length, masked = (int(np.count_nonzero(lists[name])) for name in ("input_mask", _WEIGHTS))
-    for name, ones in (("input_mask", length), (_WEIGHTS, masked)):
-        if not (lists[name][:ones] == 1).all() or (name == "input_mask" and not ones):
-            raise ValueError(f"{name} is not ones and then zeros")
+    # Position 0 holds [CLS], which is never masked, so 0 marks padding.
+    length, masked = (int(np.count_nonzero(lists[name])) for name in ("input_mask", "masked_lm_positions"))
+    if not length or not (lists["input_mask"][:length] == 1).all():
+        raise ValueError("input_mask is not ones and then zeros")
     ids, positions, labels = (
         narrow(lists[name][:size], "<u2", name)
         for name, size in (("input_ids", length), ("masked_lm_positions", masked), ("masked_lm_ids", masked))
@@ -103,7 +103,7 @@ def _add_sample(lists: _Lists, builder: SampleBuilder) -> None:
     segments, next_sentence = lists["segment_ids"][:length], lists["next_sentence_labels"]
     if not (np.isin(segments, (0, 1)).all() and np.isin(next_sentence, (0, 1)).all()):
         raise ValueError("segment_ids or next_sentence_labels hold other values than 0 and 1")
-    if masked and (positions[-1] >= length or (positions[1:] <= positions[:-1]).any()):
+    if masked and (not 0 < positions[0] <= positions[-1] < length or (positions[1:] <= positions[:-1]).any()):
         raise ValueError("masked_lm_positions do not ascend within the sample")
     arrays = (ids, segments.astype(np.uint8), positions, labels)
     builder.add(*(array.tobytes() for array in arrays), next_sentence_label=int(next_sentence[0]))
@@ -120,10 +120,8 @@ def _lists_of(example: bytes) -> _Lists:
             if name in lists:
                 raise ValueError(f"the feature {name} is there twice")
             feature = b"".join(_messages(entry, 2))  # protobuf merges repeated messages
-            packed = b"".join(
-                values for each in _messages(feature, 2 if name == _WEIGHTS else 3) for values in _messages(each, 1)
-            )
-            lists[name] = _floats(packed) if name == _WEIGHTS else _integers(packed)
+            integers = b"".join(values for each in _messages(feature, 3) for values in _messages(each, 1))
+            lists[name] = _integers(integers)
     if absent := [name for name in _FEATURES if not len(lists.get(name, ()))]:
         raise ValueError(f"the feature {absent[0]} is missing, empty or of another type")
     return lists
@@ -170,9 +168,3 @@ def _integers(packed: bytes) -> NDArray[np.int64]:
         raise ValueError(_MALFORMED)
     shifts = 7 * (np.arange(len(octets)) - np.repeat(starts, ends - starts + 1))
     return np.add.reduceat((octets & 0x7F).astype(np.uint64) << shifts.astype(np.uint64), starts).astype(np.int64)
-
-
-def _floats(packed: bytes) -> NDArray[np.float32]:
-    if len(packed) % 4:
-        raise ValueError(_MALFORMED)
-    return np.frombuffer(packed, "<f4")

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -47,7 +46,7 @@ def test_wrong_input_is_one_line(arguments: list[str], complaint: str, capsys: p
 
 
 def test_parts_share_the_time_of_the_call(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Later parts get the time that earlier parts leave, a single part gets all of it, and all parts end in time."""
+    """Later parts get the time that earlier parts leave."""
     clock, given = [0.0], {}
 
     def run_part(part: str, _function: str, _settings: gpu.Settings, seconds: float) -> PartReport:
@@ -60,12 +59,6 @@ def test_parts_share_the_time_of_the_call(monkeypatch: pytest.MonkeyPatch, tmp_p
     settings = gpu.Settings(["ceilings", "step", "peers"], tmp_path, "cpu", True, 480)
     assert gpu.measure(settings)
     assert given == {"ceilings": 60, "step": pytest.approx(470 * 90 / 210), "peers": pytest.approx(460)}
-    assert gpu.measure(replace(settings, parts=["memory"]))
-    assert given["memory"] == 480
-    monkeypatch.setattr(gpu.signal, "signal", lambda *_: None)
-    assert gpu.main(["--device", "cpu", "--tiny", "--out", str(tmp_path)]) == 0
-    assert list(given) == ["ceilings", "step", "peers", "memory", "correctness", "kernels", "fp8"]
-    assert gpu.SECONDS < 540
 
 
 @pytest.mark.usefixtures("forked_python")

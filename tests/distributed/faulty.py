@@ -11,7 +11,6 @@ from pathlib import Path
 import bert.run
 import bert.train
 from bert.layers import EncoderLayer
-from bert.log.mllog import MLLog
 from bert.parallel.pipeline.stages import PipelineModel
 from bert.parallel.watchdog import watchdog
 from bert.step import TrainingStep
@@ -35,7 +34,7 @@ def raise_in_step() -> None:
 
     def broken(count: int, _: object) -> None:
         if count == AT_STEP:
-            raise RuntimeError("broken on purpose")
+            raise RuntimeError("broken on purpose" + 100_000 * "\N{GRINNING FACE}")  # a message too long for one line
 
     before_each(TrainingStep, "__call__", broken)
 
@@ -110,11 +109,6 @@ def hurry() -> None:
     bert.run._OWN_SIGNAL_S = 1.0
 
 
-def linger() -> None:
-    """Take three seconds to write the end of an aborted log."""
-    before_each(MLLog, "abort", lambda *_: time.sleep(3))
-
-
 def fill_disk() -> None:
     """Fill the disk at ``$DISK`` with another file at step 8. If there are checkpoints, wait for that of step 4 first."""
 
@@ -153,6 +147,5 @@ WAYS = {
     "slow": slow_down,
     "drag": drag,
     "overflow": overflow,
-    "linger": linger,
     "hurry": hurry,
 }

@@ -226,7 +226,7 @@ def compared(mesh: Mesh, strategy: ReductionStrategy, accumulation: int, whole: 
     runs = {order: train(mesh, strategy, order, accumulation) for order in orders}
     last = "held" if "held" in runs else "overlapped"
     # Test each mode with one strategy and on few processes, because importing what it needs takes longer than a run.
-    mode = {"hierarchical": "full", "sharded": "selective"}.get(strategy) if accumulation == 2 else None
+    mode = {"flat": "full", "sharded": "selective"}.get(strategy) if accumulation == 2 else None
     again = train(mesh, strategy, last, accumulation, mode) if mode else runs[last]  # type: ignore[arg-type]
     found = {
         "overlap_is_same": same(runs["after"], runs["overlapped"]),

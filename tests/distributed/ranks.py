@@ -1,9 +1,6 @@
 """Ranks of one run on this machine, started by torchrun or directly. Directly started ranks end independently."""
 
-import contextlib
 import json
-import random
-import socket
 import subprocess
 import time
 from collections.abc import Callable, Sequence
@@ -12,6 +9,7 @@ from typing import Any
 
 import torch
 
+from bert.parallel.master_port import free_port
 from tests.conftest import REPOSITORY, SmallRun
 from tests.programs import PATIENCE_S, Program
 
@@ -134,11 +132,3 @@ def torchrun(
     module, arguments = program(module, arguments)
     place = (f"--nproc-per-node={ranks}", "--master-addr=127.0.0.1", f"--master-port={free_port()}")
     return Program("torch.distributed.run", [*place, *options, "-m", module, *arguments], OMP_NUM_THREADS=1)
-
-
-def free_port() -> int:
-    """Find a free port below 32,768: the system assigns higher ports to outgoing connections."""
-    while True:
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", random.SystemRandom().randrange(10_000, 20_000)))
-            return probe.getsockname()[1]

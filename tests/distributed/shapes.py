@@ -1,8 +1,8 @@
 """The training step in a shape: how ranks share copies of the model and sum gradients.
 
 A shape is TENSOR,PIPELINE,VIRTUAL_STAGES,REDUCTION,ORDER,RANKS_OF_A_NODE,ACCUMULATION,STEPS,PRECISION. A + after the
-reduction means sharded gradients. The precision is fp32, fp8, or one of the fp64 variants fp64, dropout, recomputed,
-deep and accumulating. In accumulating, products and embeddings add weight gradients themselves, as on a GPU.
+reduction means sharded gradients. The precision is fp32, fp8, or one of the fp64 variants fp64, dropout, recomputed
+and accumulating. In accumulating, products and embeddings add weight gradients themselves, as on a GPU.
 """
 
 from dataclasses import replace
@@ -37,7 +37,6 @@ MODEL = ModelConfig(5, 24, 8, 40, 70, 64, hidden_dropout=0.0, attention_dropout=
 """Model whose vocabulary size is divisible by no number of ranks. The last of four ranks holds no words."""
 MODELS = {
     "dropout": replace(MODEL, hidden_dropout=0.1, attention_dropout=0.1),
-    "deep": replace(MODEL, num_hidden_layers=48),
     "fp8": replace(MODEL, num_hidden_layers=3, hidden_size=64, intermediate_size=128, initializer_range=0.05),
 }
 
@@ -110,8 +109,7 @@ def train(joined: Mesh, shape: str) -> dict[str, Any]:
     torch.manual_seed(0)
     step.model.seed_dropout(7)
     batches = global_batches(mesh, int(accumulation), order == "cyclic", int(steps))
-    if precision != "deep":  # the warm-up of the deep model would test nothing new
-        step.warm_up(batches[0], 1)
+    step.warm_up(batches[0], 1)
     scales = None if step.fp8 is None else step.fp8.scale_S.clone()
     means, first = [], {}
     for micro_batches in batches:

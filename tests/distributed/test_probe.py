@@ -100,17 +100,6 @@ def test_a_host_that_does_not_come_is_named_within_the_limit(tmp_path: Path) -> 
     assert "Traceback" not in output
 
 
-def test_ranks_of_one_host_are_measured_over_its_links(tmp_path: Path) -> None:
-    out = tmp_path / "cluster.json"
-    with Ranks(["probe", "--out", str(out), "--seconds", "1"], 2, "cluster") as ranks:
-        assert ranks.ends() == [0, 0], ranks.output
-    view = read_view(out)
-    assert len(view.hosts) == 1
-    assert [(link.source, link.target) for link in view.links] == [(0, 1), (1, 0)]
-    assert {each.scope for each in view.collectives} == {"world"}
-    assert [rate.quantity for rank in view.ranks for rate in rank.rates] == ["product", "copy"] * 2
-
-
 def probe_with_a_wrong_sum(out: str) -> int:
     """Run the probe with an all-reduce that gets one float wrong on rank 1."""
     right = dist.all_reduce

@@ -2,7 +2,6 @@
 
 import re
 import threading
-from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -126,27 +125,6 @@ def test_buckets_cover_the_vector_from_its_end_in_equal_and_aligned_pieces(size:
     assert [place for bucket in reversed(buckets) for place in range(size)[bucket]] == list(range(size))
     assert all((bucket.stop - bucket.start) % (ALIGNMENT * shards) == 0 for bucket in buckets)
     assert len(buckets) > 1 or bytes_ >= 4 * size
-
-
-def test_without_other_ranks_nothing_is_chosen_and_nothing_held() -> None:
-    """Whatever the settings request, there are no hooks, no bf16 buffers and no thread."""
-    mesh, model = Mesh(0, 1, 0, torch.device("cpu")), torch.nn.Linear(3, 4)
-    communicators = Communicators.create(mesh)
-    vectors = [torch.zeros(16) for _ in range(4)]
-    places = dict(zip(model.parameters(), (slice(0, 12), slice(12, 16)), strict=True))
-    flat = FlatParameters(vectors[0], vectors[1], LambSegments((12, 4), (True, False)), vectors[2], vectors[3], places)
-    config = replace(tiny_cpu().training, reduction="sharded", reduce_dtype="bf16")
-    chosen = choose(config, flat, communicators)
-    assert str(chosen) == "reduction: flat (one rank)"
-    reduction = Reduction(flat, communicators, chosen.strategy, config.reduce_dtype)
-    with reduction.overlapped():
-        model(torch.ones(3)).sum().backward()
-    reduction.finish()
-    held = [value for value in vars(reduction).values() if isinstance(value, torch.Tensor)]
-    assert all(value is flat.gradients_N for value in held)
-    assert not vars(reduction._sums)
-    assert reduction._hooks == []
-    assert not any("reduction" in thread.name for thread in threading.enumerate())
 
 
 def test_spans_cover_the_shard_and_know_their_segment() -> None:

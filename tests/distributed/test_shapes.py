@@ -17,8 +17,7 @@ from tests.distributed.shapes import ALONE, DROPPING, MODEL, train_all
 FP8 = ["4,1,1,flat,block,4,1,1,fp8", "2,1,1,sharded,block,4,1,1,fp8"]
 SHAPES = {
     2: [
-        "1,1,1,sharded,block,1,1,4,fp64",
-        "1,2,1,flat,block,1,2,6,fp64",
+        "1,2,1,flat,block,1,2,4,fp64",
         "1,2,1,flat,block,1,3,3,accumulating",
         "1,2,2,sharded,block,2,4,3,dropout",
     ],
@@ -26,31 +25,21 @@ SHAPES = {
         "1,1,1,hierarchical,block,2,2,4,fp64",
         "1,1,1,sharded,cyclic,2,1,4,fp64",
         "1,1,1,sharded_world,block,2,2,4,fp64",
-        "2,1,1,flat,block,4,1,4,fp64",
         DROPPING,
         "2,1,1,sharded,block,4,2,4,fp64",
         "2,1,1,hierarchical,cyclic,2,1,4,fp64",
-        "2,1,1,sharded_world,block,2,2,4,fp64",
-        "4,1,1,sharded,cyclic,4,2,4,fp64",
         "1,1,1,sharded+,block,2,2,4,fp64",
         "1,1,1,sharded_world+,cyclic,2,1,4,accumulating",
-        "2,1,1,sharded+,block,2,2,4,fp64",
         "2,1,1,sharded_world+,block,4,2,3,recomputed",
         "1,4,1,flat,block,4,4,3,dropout",
         "2,2,1,flat,cyclic,2,2,3,recomputed",
-        "1,2,2,sharded,block,4,4,3,fp64",
+        "1,2,1,sharded,block,4,2,3,fp32",
+        "1,2,1,hierarchical,block,1,2,3,fp64",  # each copy on two hosts
         *FP8,
     ],
-    8: [
-        "2,2,1,sharded,block,8,2,6,fp64",
-        "1,2,1,sharded,block,4,2,3,fp32",
-        "1,4,1,hierarchical,block,2,4,3,fp64",  # each copy on two hosts
-        "2,2,2,sharded_world,cyclic,4,2,3,fp64",
-        "4,2,1,flat,block,4,2,3,fp64",
-        "2,2,1,sharded,block,8,2,1,deep",
-    ],
+    8: ["2,2,2,sharded_world,cyclic,4,2,3,fp64"],
 }
-MIXED = {"dropout": 4, "fp32": 8}
+MIXED = {"dropout": 4, "fp32": 4}
 """Micro-batches of the one-rank run that a shape is compared with. Each one draws dropout, or rounds, separately."""
 
 
@@ -101,7 +90,7 @@ def test_every_shape_trains_as_one_rank(found: dict[str, dict[str, Any]], shape:
         worst = {name: each for name, each in by_name.items() if precise or name.startswith("weight ")}
         assert max(worst.values()) < (1e-10 if precise else 1e-5), (when, max(worst, key=worst.__getitem__))
     assert other["correct"] == one["correct"]
-    assert one["correct"] > 0 or precision == "deep"  # 48 layers have barely begun to learn
+    assert one["correct"] > 0
     assert other["agreed"], "all ranks bring the same together, to the last bit"
     assert other["returns"], "what a rank has of a whole vector is what it was"
     for name, weight in other["saved"].items():
@@ -137,27 +126,16 @@ def test_fp8_has_the_scales_of_whole_tensors(found: dict[str, dict[str, Any]], s
         assert other["means"][0][name] == pytest.approx(one["means"][0][name], rel=2e-2)
 
 
-RUNS: list[tuple[str, dict[str, object]]] = [
-    ("data 2 x tensor 2, reduction: sharded (as set)", {"parallel__tensor": 2, "training__reduction": "sharded"}),
-    (
-        "data 1 x pipeline 2 x tensor 2, reduction: flat (one rank)",
-        {"parallel__tensor": 2, "parallel__pipeline": 2, "training__gradient_accumulation_steps": 2},
-    ),
-]
-
-
-@pytest.mark.parametrize(("line", "shape"), RUNS)
-def test_a_run_that_shares_copies_is_the_run_of_one_rank(
-    small_run: SmallRun, tmp_path: Path, line: str, shape: dict[str, object]
-) -> None:
+def test_a_run_that_shares_copies_is_the_run_of_one_rank(small_run: SmallRun, tmp_path: Path) -> None:
     """Compare steps, evaluations and logs, and resume each run from the other one's checkpoint."""
     common = without_dropout() | {"model__num_hidden_layers": 4}
+    shape = {"parallel__tensor": 2, "parallel__pipeline": 2, "training__gradient_accumulation_steps": 2}
     for name, ranks, changes in (("one", 1, {}), ("shared", 4, shape)):
         folder = tmp_path / name
         settings = common | changes | checkpoints(folder) | {"save_checkpoint": folder / "saved"}
         with Ranks(small_run.arguments(folder, **settings), ranks) as started:
             assert started.ends() == [1] * ranks, started.output
-    assert started.output.count(line) == 1
+    assert started.output.count("data 1 x pipeline 2 x tensor 2, reduction: flat (one rank)") == 1
     correct, count = same_results(tmp_path / "one", tmp_path / "shared")
     evaluated = common | shape | {"data__initial_checkpoint": tmp_path / "shared" / "saved"}
     with Ranks(small_run.arguments(tmp_path, **evaluated), 4, "bert.evaluate") as started:
@@ -219,7 +197,6 @@ def test_a_stage_that_stands_still_is_named_and_not_those_that_wait(small_run: S
     ("changes", "setting"),
     [
         ({"parallel__tensor": 3}, "parallel.tensor is 3"),
-        ({"parallel__tensor": 2}, "parallel.tensor is 2"),
         ({"parallel__pipeline": 2}, "training.gradient_accumulation_steps is 1"),
         ({"parallel__pipeline": 2, "training__gradient_accumulation_steps": 2}, "parallel.pipeline is 2"),
     ],

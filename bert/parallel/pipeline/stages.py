@@ -10,7 +10,6 @@ from torch import Tensor
 from bert.configuration.sections import ModelConfig
 from bert.layers import DropoutSites, EncoderLayer, Placement
 from bert.model import BertForPreTraining, MakeLayer, PretrainingOutput, parameter_shapes
-from bert.parallel.mesh import Mesh, process_group
 from bert.parallel.pipeline.division import Stage, stages_of
 from dataloading.batches.loader import Batch
 from kernels import compute_dtype
@@ -112,10 +111,3 @@ class PipelineModel(BertForPreTraining):
             dist.recv(self.embeddings.word.detach(), group=self.group, group_src=0)
         elif self.rank == 0:
             dist.send(self.embeddings.word.detach(), group=self.group, group_dst=self.size - 1)
-
-
-def pipeline_group(mesh: Mesh) -> dist.ProcessGroup | None:
-    """Return the group of ranks that hold this copy's stages, or None without stages. Every rank must call it."""
-    if mesh.pipeline == 1:
-        return None
-    return process_group(mesh.pipeline_ranks)

@@ -2,8 +2,7 @@
 
 import math
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -13,10 +12,10 @@ from bert.parallel.collectives import all_reduce_, barrier
 from bert.parallel.reduction.gradients import Communicators, Reduction
 
 _ENOUGH_S = 3.0
+_ROUNDS = 4
 
 
-@dataclass(frozen=True)
-class ReductionChoice:
+class ReductionChoice(NamedTuple):
     """A reduction strategy, and the reason for it."""
 
     strategy: ReductionStrategy
@@ -39,14 +38,12 @@ def choose(config: TrainingConfig, flat: FlatParameters, communicators: Communic
         return ReductionChoice(config.reduction, "as set")
     if communicators.rail is None or communicators.node is None:
         return ReductionChoice("flat", "one host" if communicators.rail is None else "one rank a host")
-    return measured_choice(flat, communicators, reduce_dtype=config.reduce_dtype, bucket_bytes=config.bucket_bytes)
+    return measured_choice(flat, communicators, config.reduce_dtype, config.bucket_bytes)
 
 
 def measured_choice(
     flat: FlatParameters,
     communicators: Communicators,
-    strategies: Sequence[ReductionStrategy] = ("flat", "hierarchical"),
-    rounds: int = 4,
     reduce_dtype: ReduceDtype = "fp32",
     bucket_bytes: int = TrainingConfig.bucket_bytes,
 ) -> ReductionChoice:
@@ -55,12 +52,13 @@ def measured_choice(
     A round's time is that of the slowest rank. Each strategy is judged by its best round, because the first round opens
     connections. No round begins after ``_ENOUGH_S``.
     """
+    strategies: tuple[ReductionStrategy, ...] = ("flat", "hierarchical")
     reductions = [Reduction(flat, communicators, each, reduce_dtype, bucket_bytes) for each in strategies]
     # The same memory is summed again and again, so any values but zeros would grow from round to round.
     flat.gradients_N.zero_()
     device = flat.gradients_N.device
     best, spent = [math.inf] * len(strategies), 0.0
-    for _ in range(rounds):
+    for _ in range(_ROUNDS):
         times = torch.zeros(len(strategies), dtype=torch.float64, device=device)
         # Rounds alternate between strategies, so that a disturbance on the machine slows all of them.
         for place, reduction in enumerate(reductions):

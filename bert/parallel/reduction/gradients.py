@@ -20,7 +20,7 @@ from torch import Tensor
 from bert.configuration.sections import ReduceDtype, ReductionStrategy, TrainingConfig
 from bert.optimizer import ALIGNMENT, FlatParameters
 from bert.parallel.mesh import Mesh, process_group
-from bert.parallel.reduction.sums import Bf16Sums, Fp32Sums, shard_of
+from bert.parallel.reduction.sums import Sums, shard_of
 from bert.parallel.single import all_gather_single
 
 
@@ -129,11 +129,10 @@ class Reduction:
         # A vector that is divisible by the ranks of all nodes is also divisible by the ranks of one node.
         self.buckets = bucket_slices(len(flat.weights_N), communicators.world_size, bucket_bytes)
         self.stream = CommunicationStream(flat.weights_N.device)
-        self._sums: Fp32Sums | Bf16Sums = Fp32Sums()
-        if reduce_dtype == "bf16" and communicators.world is not None:
-            # The last bucket holds the remainder and may be shorter.
-            longest = max(bucket.stop - bucket.start for bucket in self.buckets)
-            self._sums = Bf16Sums(longest, flat.weights_N.device)
+        sends_bf16 = reduce_dtype == "bf16" and communicators.world is not None
+        # The last bucket holds the remainder and may be shorter.
+        longest = max(bucket.stop - bucket.start for bucket in self.buckets)
+        self._sums = Sums(longest if sends_bf16 else 0, flat.weights_N.device)
         self._armed = False
         self._started = 0
         self._waiting: list[int] = []

@@ -18,44 +18,29 @@ def shard_of(vector_N: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     return vector_N if group is None else vector_N.chunk(group.size())[group.rank()]
 
 
-class Fp32Sums:
+class Sums:
     """In-place collectives on fp32 vectors [N] that divide into one shard per rank. Without a group, each does nothing.
 
-    NCCL, gloo or network switches add the vectors, in an order that they choose.
+    In fp32, NCCL, gloo or network switches add the vectors, in an order that they choose. In bf16, vectors are sent in bf16
+    and added in fp32 here, and as many bytes are sent as in a ring: a contribution is rounded once before it is sent, and a
+    sum once before it is gathered, for any number of ranks.
     """
 
+    def __init__(self, bf16_elements: int, device: torch.device) -> None:
+        """Send vectors of up to ``bf16_elements`` in bf16, or in fp32 if it is 0.
+
+        Calls must follow one another on one stream or thread, because they share buffers.
+        """
+        # Allocated once, because captured reductions contain these addresses.
+        self._sent, self._received = torch.empty(2, bf16_elements, dtype=torch.bfloat16, device=device)
+
     def reduce_scatter_(self, vector_N: Tensor, group: dist.ProcessGroup | None) -> None:
-        """Overwrite this rank's shard with the sum over the ranks; the other shards are undefined afterwards."""
-        if group is not None:
+        """Overwrite this rank's shard with the sum over the ranks, which is not rounded; other shards become undefined."""
+        if group is None:
+            return
+        if len(self._sent) == 0:
             # In place, because NCCL allows the output to be this rank's own shard of the input.
             reduce_scatter_single(shard_of(vector_N, group), vector_N, group=group)
-
-    def all_gather_(self, vector_N: Tensor, group: dist.ProcessGroup | None) -> None:
-        """Fill the vector with the shards of all ranks, equally on every rank."""
-        if group is not None:
-            # In place, as above: this rank's shard is already in its place.
-            all_gather_single(vector_N, shard_of(vector_N, group), group=group)
-
-    def all_reduce_(self, vector_N: Tensor, group: dist.ProcessGroup | None) -> None:
-        """Overwrite the vector with the sum over the ranks."""
-        if group is not None:
-            dist.all_reduce(vector_N, group=group)
-
-
-class Bf16Sums:
-    """``Fp32Sums`` for vectors that are sent in bf16 and added in fp32. It sends as many bytes as a ring.
-
-    A contribution is rounded once before it is sent, and a sum once before it is gathered, for any number of ranks.
-    """
-
-    def __init__(self, elements: int, device: torch.device) -> None:
-        """Allocate buffers for vectors of up to ``elements``; calls must follow one another on one stream or thread."""
-        # Allocated once, because captured reductions contain these addresses.
-        self._sent, self._received = torch.empty(2, elements, dtype=torch.bfloat16, device=device)
-
-    def reduce_scatter_(self, vector_N: Tensor, group: dist.ProcessGroup | None) -> None:
-        """Reduce and scatter as ``Fp32Sums`` does; the sum is not rounded."""
-        if group is None:
             return
         received_N = self._received[: len(vector_N)]
         # Each rank receives the contributions themselves: a reduce-scatter would round each partial sum to bf16.
@@ -63,16 +48,23 @@ class Bf16Sums:
         add_contributions(received_N.view(group.size(), -1), out_W=shard_of(vector_N, group))
 
     def all_gather_(self, vector_N: Tensor, group: dist.ProcessGroup | None) -> None:
-        """Gather as ``Fp32Sums`` does; shards are rounded."""
+        """Fill the vector with the shards of all ranks, equally on every rank."""
         if group is None:
             return
-        shard_W, received_N = shard_of(vector_N, group), self._received[: len(vector_N)]
+        shard_W = shard_of(vector_N, group)
+        if len(self._sent) == 0:
+            all_gather_single(vector_N, shard_W, group=group)  # in place, as above
+            return
+        received_N = self._received[: len(vector_N)]
         all_gather_single(received_N, self._sent[: len(shard_W)].copy_(shard_W), group=group)
         # This includes the rank's own shard, rounded as the other ranks see it: all ranks must have equal sums.
         vector_N.copy_(received_N)
 
     def all_reduce_(self, vector_N: Tensor, group: dist.ProcessGroup | None) -> None:
-        """Reduce as ``Fp32Sums`` does; the sum is rounded."""
+        """Overwrite the vector with the sum over the ranks."""
+        if len(self._sent) == 0 and group is not None:
+            dist.all_reduce(vector_N, group=group)
+            return
         self.reduce_scatter_(vector_N, group)
         self.all_gather_(vector_N, group)
 

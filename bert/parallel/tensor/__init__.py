@@ -9,10 +9,6 @@ rows of fc2, and some words. Between products it has some rows of the token stre
 residual for these rows only (Korthikanti et al., arXiv 2205.05198). So an all-gather precedes a product by columns, and a
 reduce-scatter follows a product by rows. In the backward pass it is the other way round.
 
-Consequences for the optimizer (``bert.parallel.reduction.sharded_lamb``): a rank has the complete gradient of its shard of
-a divided parameter. A replicated parameter was used only for the rank's own rows, so its gradient is summed over the group.
-The norm of a whole tensor is a sum over shards, in which replicated parameters count once.
-
-PyTorch's DTensor could divide parameters as well, but ``Lamb``, reductions and checkpoints work on flat vectors of plain
-tensors, and the kernels take plain tensors.
+A rank has the complete gradient of its shard of a divided parameter. A replicated parameter was used only for the rank's
+own rows, so the optimizer (``bert.parallel.reduction.sharded_lamb``) sums its gradient over the group.
 """

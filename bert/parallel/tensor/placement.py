@@ -6,6 +6,7 @@ Shape legend in ``bert/model.py``. In addition, R is the number of ranks in the 
 number of rows of N on each rank.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from bert.parallel.tensor.exchange import Exchange
 from bert.parallel.tensor.vocabulary import shard_loss
 from kernels import masked_lm_logits
 
+_Exchanged = Callable[[Tensor], Tensor]
 WORDS_MULTIPLE = 8
 """Shards of the vocabulary are rounded up to this many words: products are faster if rows of logits fill 16 bytes."""
 
@@ -41,7 +43,7 @@ class SharedPlacement(Placement):
 
     def all_rows(self, own: Tensor) -> Tensor:
         """Gather [R W, ...] from each rank's [W, ...]. The backward pass sums and scatters the gradients."""
-        rows = _AllRows.apply(own, self._exchange)
+        rows = _Collective.apply(own, self._exchange.gathered, self._exchange.scattered)
         assert isinstance(rows, Tensor)
         return rows
 
@@ -54,7 +56,8 @@ class SharedPlacement(Placement):
 
     def summed(self, product: Tensor) -> Tensor:
         """Return this rank's [W, D] of the sum over ranks of [N, D]. The backward pass gathers the gradients."""
-        rows = _SummedRows.apply(_lengthened(product, self.share(len(product)) * self._exchange.size), self._exchange)
+        product = _lengthened(product, self.share(len(product)) * self._exchange.size)
+        rows = _Collective.apply(product, self._exchange.scattered, self._exchange.gathered)
         assert isinstance(rows, Tensor)
         return rows
 
@@ -82,7 +85,13 @@ class SharedPlacement(Placement):
 
     def total(self, loss: Tensor) -> Tensor:
         """Return the sum [] over ranks, on all ranks."""
-        total = _Total.apply(loss, self._exchange)
+
+        def over_ranks(own: Tensor) -> Tensor:
+            self._exchange.all_reduce_(own := own.clone())
+            return own
+
+        # The gradient needs no communication, because the loss is the same on all ranks.
+        total = _Collective.apply(loss, over_ranks, lambda gradient: gradient)
         assert isinstance(total, Tensor)
         return total
 
@@ -94,37 +103,14 @@ def _lengthened(rows: Tensor, length: int, empty: int = 0) -> Tensor:
     return F.pad(rows, (0, 0) * (rows.ndim - 1) + (0, length - len(rows)), value=empty)
 
 
-class _AllRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, own: Tensor, exchange: Exchange) -> Tensor:
-        ctx.exchange = exchange
-        return exchange.gathered(own)
+class _Collective(torch.autograd.Function):
+    """Function of a tensor, with the function that its backward pass applies to the gradient."""
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return ctx.exchange.scattered(gradient), None
-
-
-class _SummedRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, product: Tensor, exchange: Exchange) -> Tensor:
-        ctx.exchange = exchange
-        return exchange.scattered(product)
+    def forward(ctx: Any, own: Tensor, function: _Exchanged, backward: _Exchanged) -> Tensor:
+        ctx.function = backward
+        return function(own)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return ctx.exchange.gathered(gradient), None
-
-
-class _Total(torch.autograd.Function):
-    """Sum over ranks whose gradient needs no communication, because the loss is the same on all ranks."""
-
-    @staticmethod
-    def forward(_: Any, own: Tensor, exchange: Exchange) -> Tensor:
-        total = own.clone()
-        exchange.all_reduce_(total)
-        return total
-
-    @staticmethod
-    def backward(_: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.function(gradient), None, None

@@ -85,10 +85,6 @@ class TensorParallel:
         self.splits = {name: split_of(name, shape, group.size()) for name, shape in parameter_shapes(config).items()}
         """Division of each parameter, by name."""
 
-    def all_reduce_max_(self, values: Tensor) -> None:
-        """Overwrite the values with their maximum over all ranks."""
-        dist.all_reduce(values, dist.ReduceOp.MAX, group=self.group)
-
     def own(self, name: str, whole: Tensor) -> Tensor:
         """Return this rank's part of a parameter."""
         split = self.splits[name]
@@ -104,8 +100,5 @@ class TensorParallel:
 
 def tensor_parallel(config: ModelConfig, mesh: Mesh, waiting: Waiting = nullcontext) -> TensorParallel | None:
     """Return the division in this rank's tensor group, or None if this rank is alone. Every rank must call it."""
-    if mesh.tensor == 1:
-        return None
     group = process_group(mesh.tensor_ranks)
-    assert group is not None
-    return TensorParallel(config, group, waiting)
+    return None if group is None else TensorParallel(config, group, waiting)

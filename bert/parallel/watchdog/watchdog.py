@@ -1,10 +1,8 @@
 """If a rank dies, stops or hangs, the watchdog ends the run on every rank, with one message.
 
-Collectives cannot detect this: they wait, or fail on the surviving ranks with the address of a connection. PyTorch's own
-tools do not name the cause either: torchrun's agent only knows whether the processes of its host have ended, and NCCL's
-watchdog only names a collective. So every rank has a thread with a connection to a hub on rank 0
-(``bert.parallel.watchdog.hub``). It reports the rank's position several times within ``seconds``. A closed connection means
-that the process has ended. The hub decides which rank is to blame, and then all ranks end.
+Collectives only wait, or fail on the surviving ranks without naming the cause. So every rank has a thread with a connection
+to a hub on rank 0 (``bert.parallel.watchdog.hub``). It reports the rank's position several times within ``seconds``. A
+closed connection means that the process has ended. The hub decides which rank is to blame, and then all ranks end.
 """
 
 import contextlib

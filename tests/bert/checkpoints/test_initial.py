@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from bert import evaluate
@@ -170,12 +170,6 @@ def rewritten(name: str, change: Callable[[bytes], bytes]) -> Callable[[Path], o
     return lambda folder: (folder / name).write_bytes(change((folder / name).read_bytes()))
 
 
-def drop_a_layer_weight(folder: Path) -> None:
-    tensors = load_file(folder / "model.safetensors")
-    del tensors["bert.encoder.layer.1.output.dense.bias"]
-    save_file(tensors, folder / "model.safetensors")
-
-
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
@@ -193,12 +187,9 @@ def drop_a_layer_weight(folder: Path) -> None:
         ),
         (
             lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"),
-            r"pytorch_model\.bin, a pickle file, .* have transformers \(from_pretrained, then save_pretrained\)",
+            r"pytorch_model\.bin is a pickle file, .* have transformers",
         ),
-        (rewritten("config.json", lambda _: b"no JSON"), r"config\.json: "),
-        (lambda folder: (folder / "config.json").unlink(), r"there is no config\.json beside it"),
-        (rewritten("model.safetensors", lambda content: content[:-1]), r"model\.safetensors is not a whole"),
-        (drop_a_layer_weight, r"lacks bert\.encoder\.layer\.1\.output\.dense\.bias: expected BERT's encoder"),
+        (lambda folder: (folder / "config.json").unlink(), r"nor does a config\.json beside it"),
     ],
 )
 def test_a_folder_that_cannot_be_used_gets_one_line(

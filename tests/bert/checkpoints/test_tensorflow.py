@@ -49,17 +49,8 @@ def test_every_weight_of_a_checkpoint_of_tensorflows(folder: Path, name: str):
         assert torch.equal(found.weights[ours].read(), torch.from_numpy(expected)), ours
     assert found.model == ModelConfig(2, 8, 2, 16, 30, 12)
     assert open_source(folder / f"{name}.index", 2).digest == found.digest
-    with pytest.raises(ValueError, match=r"how many heads .* set --num-attention-heads"):
+    with pytest.raises(ValueError, match=r"how many attention heads .* set --num-attention-heads"):
         open_source(folder / name)
-
-
-def test_moments_are_there_and_not_read(folder: Path):
-    bundle = TensorBundle(folder / "tf1")
-    moment = bundle.array("bert/encoder/layer_1/output/dense/kernel/lamb_v")
-    assert moment.shape == (16, 8)
-    assert np.all(moment == 1)
-    assert len(bundle.entries) == 3 * len(STATE) + 1
-    assert not bundle.is_published
 
 
 def test_a_compressed_index_says_the_same(folder: Path):
@@ -116,12 +107,6 @@ def test_a_truncated_index(folder: Path, data: st.DataObject, name: str):
     kept = data.draw(st.integers(0, len(content) - 1))
     with pytest.raises(ValueError, match=rf"{name}\.index: "):
         TensorBundle(copied(folder, name, folder / "cut", ".index", content[:kept]))
-
-
-@given(content=st.binary(max_size=300))
-def test_any_bytes_before_the_mark(folder: Path, content: bytes):
-    with pytest.raises(ValueError, match=r"tf1\.index: "):
-        TensorBundle(copied(folder, "tf1", folder / "any", ".index", content + MAGIC))
 
 
 @given(data=st.data(), name=st.sampled_from(["tf1", "tf1_sharded"]))
@@ -262,14 +247,6 @@ def test_a_tensor_too_large_for_a_bert_is_not_read(tmp_path: Path):
         file.truncate(4 * rows)
     with pytest.raises(ValueError, match="at most 1,073,741,824"):
         TensorBundle(prefix).array("w")
-
-
-def test_an_index_too_large(tmp_path: Path):
-    prefix = written(tmp_path, b"")
-    with (tmp_path / "x.index").open("r+b") as file:
-        file.truncate(2**40)
-    with pytest.raises(ValueError, match=r"x\.index: 1,099,511,627,776 bytes, expected at most"):
-        TensorBundle(prefix)
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,8 @@
 """Checkpoints of a run in one process: written beside training, never partially, and resumed bit for bit."""
 
 import errno
-import json
 import os
 import re
-import shutil
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -14,7 +12,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 import bert.build
@@ -306,56 +304,6 @@ def test_the_next_one_waits(make: Make, gate: threading.Event) -> None:
     assert run.told == []
 
 
-def changed(**values: object) -> Callable[[Path], object]:
-    """Change entries of state.json."""
-    return lambda path: (path / "state.json").write_text(
-        json.dumps(json.loads((path / "state.json").read_text()) | values)
-    )
-
-
-DAMAGE: list[tuple[Callable[[Path], object], str]] = [
-    (changed(format=2), "state.json"),
-    (changed(samples=-1), "state.json"),
-    (changed(fp8_scales=[0.0]), "state.json"),
-    (changed(world={"hosts": {"h0": 1}}), "state.json"),
-    (changed(files={}), "model.safetensors"),
-    (lambda path: (path / "state.json").write_bytes(b"["), "state.json"),
-    (lambda path: (path / "state.json").unlink(), "state.json: No such file or directory"),
-    (lambda path: (path / "momentum.safetensors").unlink(), "momentum.safetensors"),
-    (lambda path: os.truncate(path / "variance.safetensors", 9), "variance.safetensors"),
-    (lambda path: flip(path / "model.safetensors"), "model.safetensors"),
-]
-
-
-def flip(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
-
-
-def test_one_that_is_not_whole_is_refused_with_the_reason(
-    make: Make, subtests: pytest.Subtests, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = make()
-    assert run.save(4) == []
-    path, good = run.folder / "step_00000004", run.folder.parent / "good"
-    path.rename(good)
-    for number, (spoil, message) in enumerate(DAMAGE):
-        shutil.copytree(good, path)
-        spoil(path)
-        with subtests.test(number=number, message=message):
-            with pytest.raises(ValueError, match=re.escape(message)) as raised:
-                find(run.folder, run.config, run.train, MESH)
-            assert "remove it, or resume from another" in str(raised.value)
-        shutil.rmtree(path)
-    with pytest.raises(ValueError, match="no whole checkpoint in "):
-        find(run.folder, run.config, run.train, MESH)
-    (path / "state.json").mkdir(parents=True)
-    assert run.save(3) == []
-    assert find(run.folder, run.config, run.train, MESH).step == 3
-    assert "state.json: Is a directory; remove it, or resume from another; going on from" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -381,21 +329,6 @@ def test_data_must_be_the_same_and_other_settings_need_not(make: Make, small_run
     assert fixed_settings(other.config, other.train) == fixed_settings(run.config, run.train)
     assert find(run.folder, other.config, other.train, MESH).path == str(run.folder / "step_00000004")
     assert find(run.folder / "step_00000004", other.config, other.train, MESH).step == 4
-
-
-def test_weights_of_another_model_behind_the_right_digest_are_refused(make: Make) -> None:
-    """Weights of other shapes are rejected too, even if they could be broadcast to the model's."""
-    run = make()
-    assert run.save(4) == []
-    state, path = find(run.folder, run.config, run.train, MESH), run.folder / "step_00000004" / "momentum.safetensors"
-    smaller = {name: tensor.flatten()[:1] for name, tensor in load_file(path).items()}
-    for tensors, message in (
-        (smaller, r"of shape \(1,\), expected"),
-        ({"x": torch.zeros(2)}, "not a whole safetensors"),
-    ):
-        save_file(tensors, path)
-        with pytest.raises(ValueError, match=message):
-            restore(run.step, state, MESH)
 
 
 def test_what_another_run_has_written_is_neither_replaced_nor_removed(make: Make) -> None:

@@ -16,14 +16,13 @@ from torch import Tensor
 
 from bert.checkpoints.hugging_face import to_hugging_face
 from bert.checkpoints.initial_model import load_initial_weights
-from bert.checkpoints.safetensors_header import read_header
 from bert.checkpoints.sources import open_source
-from bert.checkpoints.weights import Weight, save_weights, write_safetensors
+from bert.checkpoints.weights import Weight, read_header, save_weights, write_safetensors
 from bert.configuration.sections import ModelConfig
 from bert.convert import convert
 from bert.model import BertForPreTraining
 from bert.optimizer import FlatParameters
-from bert.predict import fill, predict
+from bert.predict import fill
 from bert.train import run_command
 from dataloading.batches.loader import batch_of
 from dataloading.batches.synthetic import synthetic_samples
@@ -166,10 +165,6 @@ def rewritten(change: Callable[[dict[str, Tensor]], object]) -> Callable[[Path],
         (lambda path: torch.save({}, path), {}, "pickle file"),
         (Path.unlink, {}, r"no checkpoint at .*dataloading wikipedia.*data\.initial_checkpoint"),
         (rewritten(lambda tensors: tensors.pop("pooler.bias")), {}, r"weights\.safetensors lacks pooler\.bias"),
-        *(
-            (Path.stat, {name: value}, f"{name} {getattr(CONFIG, name)}, but model.{name} is {value}")
-            for name, value in (("num_hidden_layers", 3), ("max_position_embeddings", 6), ("num_attention_heads", 4))
-        ),
         (Path.stat, {"vocab_size": 31}, r"of 30 tokens, but model\.vocab_size is 31"),
     ],
 )
@@ -204,15 +199,6 @@ def test_an_exported_folder_fills_masks_as_the_model_does(tmp_path: Path):
         gaps = fill(tmp_path / checkpoint, text, None, top=30)
         assert [dict(gap) for gap in gaps] == [pytest.approx(gap, rel=1e-4, abs=1e-6) for gap in theirs]
         assert [word for word, _ in fill(tmp_path / checkpoint, text, None, top=1)[1]] == [gaps[1][0][0]]
-
-
-def test_gaps_that_cannot_be_filled_are_refused(tmp_path: Path):
-    digest = write_vocabulary(tmp_path / "vocab.txt")
-    save_weights(drawn_model(CONFIG, 0), tmp_path / "ours.safetensors", {"vocabulary_sha256": digest})
-    with pytest.raises(ValueError, match="the text has no gap"):
-        predict(tmp_path / "ours.safetensors", "w3")
-    with pytest.raises(ValueError, match=f"the model {CONFIG.max_position_embeddings} positions"):
-        predict(tmp_path / "ours.safetensors", "[MASK]" + " w3" * CONFIG.max_position_embeddings)
 
 
 def test_a_vocabulary_is_asked_for_and_must_be_the_models(tmp_path: Path):
@@ -314,41 +300,12 @@ def test_a_configuration_that_does_not_fit(theirs: Path, config: str, message: s
         open_source(theirs)
 
 
-@pytest.mark.parametrize("decoder", ["bias", "weight"])
-def test_a_decoder_without_its_original_by_the_same_name(theirs: Path, decoder: str):
-    """The file lacks the head's bias, or has the word table without its prefix, as BertModel writes it."""
-
-    def change(tensors: dict[str, Tensor]) -> None:
-        if decoder == "bias":
-            tensors["cls.predictions.decoder.bias"] = tensors.pop("cls.predictions.bias")
-        else:
-            table = tensors.pop("bert.embeddings.word_embeddings.weight")
-            tensors |= {"cls.predictions.decoder.weight": table.clone(), "embeddings.word_embeddings.weight": table}
-
-    rewritten(change)(theirs / "model.safetensors")
-    assert open_source(theirs, whole=False).model.hidden_size == 8
-
-
-@pytest.mark.parametrize("name", ["bert.pooler.dense.bias", "cls.seq_relationship.weight"])
-def test_a_hugging_face_file_without_a_head(theirs: Path, name: str):
-    rewritten(lambda tensors: tensors.pop(name))(theirs / "model.safetensors")
-    with pytest.raises(ValueError, match=rf"model\.safetensors lacks {name}: expected BERT's encoder"):
-        open_source(theirs / "model.safetensors")
-
-
 @pytest.mark.parametrize("content", [b"PK\x03\x04" + bytes(99), b"\x80\x02" + bytes(99)], ids=["zip", "pickle"])
 def test_pickles_are_refused(tmp_path: Path, content: bytes):
     (tmp_path / "pytorch_model.bin").write_bytes(content)
     for path in (tmp_path, tmp_path / "pytorch_model.bin"):
-        with pytest.raises(ValueError, match="a pickle file, which can run any code"):
+        with pytest.raises(ValueError, match="is a pickle file, which can run any code"):
             open_source(path)
-
-
-@pytest.mark.parametrize("content", [b"", b"x" * 8, bytes(100), b"\xff" * 7 + b"\x7f{}"])
-def test_a_source_of_no_kind(tmp_path: Path, content: bytes):
-    (tmp_path / "file").write_bytes(content)
-    with pytest.raises(ValueError, match=r"file is (neither|not a whole safetensors file)"):
-        open_source(tmp_path / "file")
 
 
 @pytest.mark.parametrize("to", ["safetensors", "hugging-face"])

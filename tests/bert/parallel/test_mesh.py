@@ -2,6 +2,7 @@
 
 import os
 import random
+import re
 import resource
 import socket
 from collections.abc import Iterator
@@ -108,17 +109,6 @@ def test_rank_0_refuses_a_port_that_another_program_has(monkeypatch: pytest.Monk
         require_free_port()
 
 
-def hosts(order: str, nodes: int, local_size: int) -> list[Identity]:
-    size = nodes * local_size
-    places = [divmod(rank, local_size) if order == "block" else (rank % nodes, rank // nodes) for rank in range(size)]
-    return [Identity(f"n{node}", "boot", local, local_size) for node, local in places]
-
-
-def test_block_and_cyclic_orders_are_understood() -> None:
-    assert group_by_host(hosts("block", 2, 3)) == ((0, 1, 2), (3, 4, 5))
-    assert group_by_host(hosts("cyclic", 2, 3)) == ((0, 2, 4), (1, 3, 5))
-
-
 def any_order(seed: int) -> list[Identity]:
     """Assign ranks to four hosts of eight at random, keeping each host's local ranks in order."""
     dealt = [host for host in range(4) for _ in range(8)]
@@ -178,43 +168,30 @@ def test_ranks_that_do_not_divide_into_tensor_groups_are_refused() -> None:
         join_mesh("cpu", parallel=ParallelConfig(2))
 
 
-def test_local_ranks_that_do_not_ascend_are_refused() -> None:
-    identities = [Identity("a", "boot", local, 2) for local in (1, 0)]
-    with pytest.raises(ValueError, match="host a runs ranks 0, 1 with local ranks 1, 0"):
-        group_by_host(identities)
+IDENTITIES: list[tuple[list[tuple[object, ...]], object]] = [
+    ([("a", "", 0, 2), ("a", "", 1, 2), ("b", "", 0, 2), ("b", "", 1, 2)], ((0, 1), (2, 3))),  # in block order
+    ([("a", "", 0, 2), ("b", "", 0, 2), ("a", "", 1, 2), ("b", "", 1, 2)], ((0, 2), (1, 3))),  # in cyclic order
+    ([("localhost", "1", 0, 1), ("localhost", "2", 0, 1)], ((0,), (1,))),
+    ([("a", "", 1, 2), ("a", "", 0, 2)], "host a runs ranks 0, 1 with local ranks 1, 0"),
+    ([("a", "", 0, 0), ("a", "", 1, 0), ("b", "", 0, 0)], "different numbers of ranks (a 2, b 1)"),
+    ([("pod0", "", 0, 2), ("pod1", "", 1, 2)], "announces 2 a host"),  # containers of one host
+    ([("pod", "", 0, 0), ("pod", "", 1, 4)], "announces 4 a host"),  # one sets no local world size
+    ([("a", "", 0, 1), ("a", "", 0, 1)], "start one launcher a host"),
+]
 
 
-def test_hosts_of_one_name_are_told_apart_by_their_boot() -> None:
-    identities = [Identity("localhost", f"boot{rank // 2}", rank % 2, 2) for rank in range(4)]
-    assert group_by_host(identities) == ((0, 1), (2, 3))
+@pytest.mark.parametrize(("identities", "expected"), IDENTITIES)
+def test_ranks_of_a_host_are_found_by_name_and_boot(identities: list[tuple[Any, ...]], expected: object) -> None:
+    ranks = [Identity(*identity) for identity in identities]
+    if isinstance(expected, tuple):
+        assert group_by_host(ranks) == expected
+        return
+    with pytest.raises(ValueError, match=re.escape(str(expected))):
+        group_by_host(ranks)
 
 
-def test_uneven_hosts_are_refused_by_name() -> None:
-    identities = [Identity("a", "", 0, 0), Identity("a", "", 1, 0), Identity("b", "", 0, 0)]
-    with pytest.raises(ValueError, match=r"different numbers of ranks \(a 2, b 1\)"):
-        group_by_host(identities)
-
-
-def test_ranks_that_only_seem_to_share_a_host_are_refused() -> None:
-    identities = [Identity(f"pod{rank}", "boot", rank, 2) for rank in range(2)]
-    with pytest.raises(ValueError, match=r"host pod0 runs 1 ranks .* announces 2"):
-        group_by_host(identities)
-    identities = [Identity("pod", "boot", 0, 0), Identity("pod", "boot", 1, 4)]  # one sets no local world size
-    with pytest.raises(ValueError, match=r"host pod runs 2 ranks .* announces 4"):
-        group_by_host(identities)
-
-
-def test_two_launchers_on_a_host_may_share_cpus_but_not_gpus() -> None:
-    identities = [Identity("a", "boot", 0, 1), Identity("a", "boot", 0, 1)]
-    assert group_by_host(identities, one_launcher=False) == ((0, 1),)
-    with pytest.raises(ValueError, match="start one launcher a host"):
-        group_by_host(identities)
-
-
-def test_a_mesh_without_hosts_is_one_host() -> None:
-    mesh = Mesh(2, 4, 2, CPU)
-    assert mesh.node_ranks == (0, 1, 2, 3)
-    assert mesh.rail_ranks == (2,)
+def test_two_launchers_on_a_host_may_share_cpus() -> None:
+    assert group_by_host([Identity("a", "boot", 0, 1)] * 2, one_launcher=False) == ((0, 1),)
 
 
 @pytest.fixture
@@ -267,18 +244,9 @@ def test_ranks_on_several_hosts_do_not_register_buffers_of_captured_collectives(
     assert os.environ.get("NCCL_GRAPH_REGISTER") == expected
 
 
-class CollnetOptions:
-    """Stand-in for the options of a PyTorch that can request in-switch reductions from NCCL."""
-
-    def __init__(self) -> None:
-        self.config = SimpleNamespace(collnet_enable=-1)
-
-
-class OlderOptions:
-    """Stand-in for the options of a PyTorch that cannot request them."""
-
-    def __init__(self) -> None:
-        self.config = SimpleNamespace()
+def options_with(**config: int) -> Any:
+    """Return a stand-in for NCCL's options, of a PyTorch that can or cannot request sums in switches."""
+    return lambda: SimpleNamespace(config=SimpleNamespace(**config))
 
 
 def test_only_rails_ask_for_sums_in_switches(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -289,7 +257,9 @@ def test_only_rails_ask_for_sums_in_switches(monkeypatch: pytest.MonkeyPatch) ->
         return dist.ProcessGroup(0, 1)  # type: ignore[reportCallIssue]
 
     monkeypatch.setattr(dist, "new_group", new_group)
-    monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=CollnetOptions), raising=False)
+    monkeypatch.setattr(
+        dist, "ProcessGroupNCCL", SimpleNamespace(Options=options_with(collnet_enable=-1)), raising=False
+    )
     mesh = Mesh(2, 4, 0, torch.device("cuda", 0), nodes=((0, 1), (2, 3)))
     Communicators.create(mesh, in_network=True)
     assert {ranks: options and options.config.collnet_enable for ranks, options in asked.items()} == {
@@ -297,6 +267,6 @@ def test_only_rails_ask_for_sums_in_switches(monkeypatch: pytest.MonkeyPatch) ->
         (2, 3): None,
         (0, 2): 1,
     }
-    monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=OlderOptions))
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=options_with()))
     with pytest.raises(ValueError, match=r"training\.sharp"):
         Communicators.create(mesh, in_network=True)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from bert.parallel.watchdog.hub import Hub, listen
-from bert.parallel.watchdog.judge import FAULT_STATUS, encoded
+from bert.parallel.watchdog.judge import encoded
 from tests.programs import PATIENCE_S
 
 TOKEN = "secret"
@@ -81,21 +81,6 @@ def play() -> Iterator[Any]:
         yield make
 
 
-def test_all_ranks_are_told_the_verdict_or_the_end(play: Any) -> None:
-    hub = play(4)
-    hub.ranks[3].say(phase="reduce", step=7, entered=1, limit=100)
-    hub.ranks[0].hear("heard")
-    assert hub.end(3) == "rank 3 on host h0: ended without a word, last in reduce of step 7"
-    assert [hub.ranks[rank].hear("verdict")["status"] for rank in (1, 2)] == [FAULT_STATUS] * 2
-    hub = play(2)
-    hub.ranks[1].say(left=True)
-    hub.ranks[1].socket.close()
-    hub.ranks[0].hear("heard")
-    hub.hub.close(PATIENCE_S)
-    assert hub.ranks[0].hear("over") == {"over": True}
-    assert hub.hub.verdict is None
-
-
 def test_a_greeting_in_pieces_is_one_and_a_replayed_one_is_none(play: Any) -> None:
     hub = play(2, 1)
     greeting = f"{TOKEN} 1 pieces\n".encode()
@@ -115,46 +100,6 @@ def test_a_rank_that_was_not_answered_may_come_once_more(play: Any) -> None:
     assert first.is_sent_away()
     hub.ranks[0].hear("heard")
     assert hub.hub.verdict is None
-
-
-GARBAGE = {
-    "another token": b"guess 1 x\n" + b'{"failed": "no", "status": 0}\n',
-    "no such rank": f"{TOKEN} 2 x\n".encode(),
-    "a long rank": f"{TOKEN} {'9' * 400} x\n".encode(),
-    "digits that are none": f"{TOKEN} ² x\n".encode(),
-    "token only": f"{TOKEN}\n".encode(),
-    "brackets": b"[" * 1100 + b"\n",
-    "bytes": b"\xff\xfe\x00\n",
-    "no end": b"x" * 100_000,
-}
-
-
-def test_who_does_not_know_the_token_is_sent_away_whatever_it_says(play: Any, subtests: pytest.Subtests) -> None:
-    hub = play(2)
-    for name, said in GARBAGE.items():
-        with subtests.test(name), suppress(ConnectionError):
-            assert Peer(hub.port, said).is_sent_away()
-    hub.ranks[0].hear("heard")
-    assert hub.hub.verdict is None
-
-
-def test_a_stranger_has_a_deadline(play: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bert.parallel.watchdog.hub._GREETING_S", 0.3)
-    hub = play(2)
-    assert Peer(hub.port, b"slow").is_sent_away()
-
-
-def test_of_many_strangers_the_oldest_go_and_ranks_still_come(play: Any) -> None:
-    hub = play(2, 1)
-    with ExitStack() as stack:
-        crowd = [Peer(hub.port) for _ in range(300)]
-        for peer in crowd:
-            stack.callback(peer.socket.close)
-        hub.ranks.append(hub.rank(1))
-        assert all(peer.is_sent_away() for peer in crowd[:40])
-        crowd[-1].socket.setblocking(False)
-        with pytest.raises(BlockingIOError):  # the hub keeps this connection open
-            crowd[-1].socket.recv(1)
 
 
 def test_a_hub_without_descriptors_keeps_its_ranks_and_lets_others_in_later(play: Any) -> None:

@@ -66,14 +66,6 @@ def test_silence_is_an_end_in_its_time_and_names_all_who_fell_silent_together() 
     assert "last in forward_backward of step 7" in text
 
 
-def test_of_many_ranks_that_never_come_eight_are_named() -> None:
-    ranks = Judge([""] * 12, SECONDS, BEAT)
-    verdict = ranks.pass_time(SECONDS + 1)
-    assert verdict is not None
-    assert verdict.text.count(" on host unknown") == 8
-    assert "and 4 more" in verdict.text
-
-
 @pytest.mark.parametrize(
     ("behind", "ahead"),
     [

@@ -18,12 +18,11 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 
 from bert.configuration.recipes import tiny_model
 from bert.configuration.sections import ModelConfig, OptimizerConfig
-from bert.layers import Dense, EncoderLayer
+from bert.layers import Dense
 from bert.model import BertForPreTraining
 from bert.optimizer import FlatParameters, Lamb
 from bert.products.fp8 import (
     FeedForward,
-    Fp8Dense,
     Fp8Products,
     Fp8State,
     Passes,
@@ -194,33 +193,6 @@ def test_only_sums_over_a_layers_width_are_left_to_the_tensor_cores(monkeypatch:
     assert asked[3:] == [(64, True), (160, True), (tokens, False), (64, True), (tokens, False), (160, True)]
 
 
-def test_rows_without_a_gradient_add_nothing() -> None:
-    """Empty slots of a shape bucket have arbitrary input and an upstream gradient of 0."""
-    wide, narrow = Dense(64, 160), Dense(160, 64)
-    results = []
-    for slots in (0, 21):
-        state, products = made(wide, narrow)
-        x, upstream = input_and_upstream()
-        x = torch.cat([x.detach(), torch.full((slots, 64), 0.3)]).requires_grad_()
-        run = partial(products.feed_forward, wide=wide, narrow=narrow)
-        parameters = (wide.weight, wide.bias, narrow.weight)
-        found = trained(run, x, torch.cat([upstream, torch.zeros(slots, 64)]), parameters, state)
-        assert not found[1][TOKENS:].any()
-        results.append([tensor[:TOKENS].clone() for tensor in found])
-    for plain, padded in zip(*results, strict=True):
-        assert distance(padded, plain) < 1e-6
-
-
-def test_a_backward_pass_after_the_update_is_refused() -> None:
-    wide, narrow = Dense(64, 160), Dense(160, 64)
-    state, products = made(wide, narrow)
-    x = torch.ones(16, 64)
-    for output in (products.with_bias(x, wide), products.feed_forward(x, wide, narrow)):
-        state.update_()
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            output.sum().backward()
-
-
 # --- the scales ----------------------------------------------------------------------------------------------------
 
 
@@ -289,15 +261,6 @@ def test_evaluation_leaves_the_state_alone() -> None:
     assert loss == pytest.approx(trained_loss, rel=1e-6), "evaluation computes in FP8 with the scales of training"
 
 
-def test_the_last_layer_stays_as_it_is_and_nothing_is_saved_with_the_weights() -> None:
-    model, state, _ = calibrated()
-    kinds = [isinstance(layer.products, Fp8Products) for layer in model.layers if isinstance(layer, EncoderLayer)]
-    assert kinds == [True, True, False]
-    assert len(state.denses) == 8
-    assert [dense.dense.weight.shape for dense in state.denses[:4]] == [(192, 64), (64, 64), (128, 64), (64, 128)]
-    assert model.state_dict().keys() == BertForPreTraining(CONFIG).state_dict().keys()
-
-
 def test_under_autocast_products_are_bf16_and_gradients_of_parameters_fp32() -> None:
     model, state, batch = calibrated()
     products, plain = model.layers[0].products, drawn_model(CONFIG, 1)
@@ -313,32 +276,6 @@ def test_under_autocast_products_are_bf16_and_gradients_of_parameters_fp32() -> 
 
 
 # --- weights in flat buffers ---------------------------------------------------------------------------------------
-
-
-def holds_the_weights(dense: Fp8Dense) -> bool:
-    """Tell whether both FP8 copies match the current weights, clamped to the range that the current scale allows."""
-    now = (dense.dense.weight.detach() * dense.weight.scale).clamp(-448, 448).to(E4M3)
-    return torch.equal(dense.weight_NK.float(), now.float()) and torch.equal(dense.weight_KN.float(), now.float().T)
-
-
-def test_weights_follow_the_flat_buffer() -> None:
-    (model, state), (batch,) = fp8_model(CONFIG), batches(1)
-    flat = FlatParameters.of(model)
-    addresses = [(dense.weight_NK.data_ptr(), dense.weight_KN.data_ptr()) for dense in state.denses]
-    for change in (state.refresh_weights_, state.update_):
-        assert all(holds_the_weights(dense) for dense in state.denses)
-        flat.weights_P.mul_(-1.5)
-        assert not any(holds_the_weights(dense) for dense in state.denses)
-        change()
-    assert all(holds_the_weights(dense) for dense in state.denses)
-    assert addresses == [(dense.weight_NK.data_ptr(), dense.weight_KN.data_ptr()) for dense in state.denses]
-    forward_backward(model, batch)
-    for parameter, place in flat.places.items():
-        assert parameter.grad is not None
-        assert torch.equal(parameter.grad.flatten(), flat.gradients_P[place])
-    first = flat.gradients_P.clone()
-    forward_backward(model, batch)
-    assert distance(flat.gradients_P, 2 * first) < 1e-6, "gradients add up in the flat vector"
 
 
 # --- training ------------------------------------------------------------------------------------------------------
@@ -403,6 +340,21 @@ def test_a_gpu_without_fp8_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         require_fp8(torch.device("cuda"))
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden_size": 132}, "model.hidden_size is 132, but training.precision fp8"),
+        ({"intermediate_size": 520}, "model.intermediate_size is 520, but training.precision fp8"),
+        ({"num_hidden_layers": 1}, "model.num_hidden_layers is 1, but training.precision fp8"),
+    ],
+)
+def test_sizes_that_fp8_cannot_take_are_named(change: dict[str, int], message: str) -> None:
+    model = replace(tiny_model(), **change)
+    step_config(model)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        step_config(model, precision="fp8")
+
+
 class Context:
     """Stand-in for the context that autograd passes to a function."""
 
@@ -453,18 +405,3 @@ def test_the_host_reads_nothing_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Non
         assert products.feed_forward(x, *denses[1:]).device.type == "cuda"
         with pytest.raises(DataDependentOutputException):
             state.scale_S.sum().item()
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"hidden_size": 132}, "model.hidden_size is 132, but training.precision fp8"),
-        ({"intermediate_size": 520}, "model.intermediate_size is 520, but training.precision fp8"),
-        ({"num_hidden_layers": 1}, "model.num_hidden_layers is 1, but training.precision fp8"),
-    ],
-)
-def test_sizes_that_fp8_cannot_take_are_named(change: dict[str, int], message: str) -> None:
-    model = replace(tiny_model(), **change)
-    step_config(model)
-    with pytest.raises(ValueError, match=re.escape(message)):
-        step_config(model, precision="fp8")

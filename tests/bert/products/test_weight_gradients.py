@@ -15,7 +15,7 @@ from torch import Tensor
 
 import bert.build
 from bert.configuration.sections import Precision, Recompute
-from bert.layers import Dense, EncoderLayer
+from bert.layers import Dense
 from bert.optimizer import Lamb
 from bert.products.recompute import RECOMPUTED_OPS
 from bert.products.weight_gradients import AccumulatingProducts, WeightGradients, product_weights
@@ -224,14 +224,3 @@ def test_a_weight_without_a_gradient_gets_one_from_autograd() -> None:
     torch.testing.assert_close(
         x.grad, 2 * dense.weight.detach().bfloat16().float().sum(0).expand(5, 16), rtol=0.02, atol=0.02
     )
-
-
-def test_on_a_cpu_the_model_multiplies_as_before(small_run: SmallRun) -> None:
-    step = made()
-    assert not step.flat.segments.overwritten
-    assert isinstance(step.optimizer, Lamb)
-    assert step.optimizer.copies_P is None
-    for layer in step.model.layers:
-        assert isinstance(layer, EncoderLayer)
-        assert not isinstance(layer.products, AccumulatingProducts)
-    assert len(small_run.train) > 0

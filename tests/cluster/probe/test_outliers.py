@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.leaves import leaves_of
-from cluster.outliers import judge, take_apart
+from cluster.outliers import judge, leaves_of, take_apart
 from cluster.probe.schedule import rounds_of_pairs
 
 Noise = Callable[[np.random.Generator, tuple[int, int]], np.ndarray]

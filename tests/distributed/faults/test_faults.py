@@ -26,7 +26,7 @@ from bert.parallel.watchdog.watchdog import FAULT_STATUS
 from bert.train import parse
 from tests.conftest import SmallRun
 from tests.distributed.faulty import faulty
-from tests.distributed.ranks import Ranks, free_port, last_record, records, result_of, torchrun, wait_for
+from tests.distributed.ranks import Ranks, free_port, last_record, records, result_of, wait_for
 from tests.programs import PATIENCE_S, REPOSITORY
 
 SECONDS = 4.0
@@ -118,7 +118,8 @@ def test_an_error_on_one_rank_ends_all_at_once(start: Start, tmp_path: Path, ran
     ranks = start(breaks=f"raise:{rank}")
     assert ranks.ends() == [FAULT_STATUS] * 3
     [message] = ranks.errors
-    assert message == f"error: rank {rank} on host {socket.gethostname()}: RuntimeError: broken on purpose"
+    assert message.startswith(f"error: rank {rank} on host {socket.gethostname()}: RuntimeError: broken on purpose")
+    assert len(message) < 2000
     assert ranks.output.count("Traceback") == 1  # only the failed rank prints one, not the ranks that lost it
     assert "# ended by a fault: " in result_of(tmp_path).read_text()
     assert '"status": "aborted"' in last_record(result_of(tmp_path))
@@ -231,25 +232,6 @@ def listening_ports(pid: int) -> set[int]:
             if fields[3] == "0A" and f"socket:[{fields[9]}]" in inodes and not loopback:
                 ports.add(int(port, 16))
     return ports
-
-
-def test_under_torchrun_a_killed_rank_is_named_first(small_run: SmallRun, tmp_path: Path) -> None:
-    arguments = small_run.arguments(tmp_path, training__max_samples=10_000_000, evaluation__interval_samples=320)
-    process = torchrun(2, arguments)
-    result = result_of(tmp_path)
-    wait_for(lambda: result.exists() and '"eval_stop"' in result.read_text(), process)
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    ranks = {
-        int(variable.removeprefix("RANK=")): int(pid)
-        for pid in children
-        for variable in Path(f"/proc/{pid}/environ").read_text().split("\0")
-        if variable.startswith("RANK=")
-    }
-    os.kill(ranks[1], signal.SIGKILL)
-    output, _ = process.communicate(timeout=PATIENCE_S)
-    assert process.returncode != 0
-    assert output.count(f"error: rank 1 on host {socket.gethostname()}: ended without a word") == 1
-    assert '"status": "aborted"' in last_record(result)
 
 
 def is_running(pid: str) -> bool:

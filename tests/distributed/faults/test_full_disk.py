@@ -15,11 +15,7 @@ import torch
 from bert.guards.faults import ended_together
 from bert.log.mllog import MLLog
 from bert.parallel.mesh import Mesh
-from bert.reporting.displays import RunProgress
-from bert.reporting.reporter import Reporter
 from bert.train import parse
-from compliance.log.records import EndRecord, MetricsWriter, RunRecord, WarningRecord
-from compliance.log.schedule import EvaluationSchedule
 from tests.conftest import SmallRun
 from tests.distributed.faulty import faulty
 from tests.distributed.ranks import Ranks, program, records
@@ -112,44 +108,6 @@ def test_a_run_goes_on_when_nobody_reads_its_output(small_run: SmallRun, tmp_pat
     assert '"train_samples", "value": 160' in text
 
 
-def test_metrics_name_their_file_and_their_other_sinks_are_closed(disk: Disk) -> None:
-    path, closed = disk(8) / "metrics.jsonl", []
-
-    class Other:
-        def write(self, record: object) -> None:
-            """Accept every record."""
-
-        def close(self) -> None:
-            closed.append(True)
-
-    def run() -> None:
-        with Reporter(
-            RunProgress(0.4, 100, EvaluationSchedule(10, 10)), [MetricsWriter(path, RunRecord()), Other()]
-        ) as reporter:
-            for step in range(1000):
-                reporter.write(WarningRecord(step, 0.0, "x" * 100))
-
-    with pytest.raises(OSError, match=FULL) as raised:
-        run()
-    assert raised.value.filename == str(path)
-    assert closed == [True]
-    *whole, _ = path.read_text().splitlines()
-    assert [strict(line).get("step") for line in whole] == [None, *range(len(whole) - 1)]
-
-
-def test_a_log_names_its_file_and_lets_go_of_it(disk: Disk) -> None:
-    path = disk(8) / "system" / "bert" / "result_0.txt"
-
-    def run() -> None:
-        with MLLog(path) as log:
-            fill(log)
-
-    with pytest.raises(OSError, match=FULL) as raised:
-        run()
-    assert raised.value.filename == str(path)
-    assert path not in open_files()
-
-
 def test_a_fault_that_the_log_cannot_take_is_the_only_one(small_run: SmallRun, tmp_path: Path, disk: Disk) -> None:
     """Closing the log after a fault skips lines that cannot be written, and closes the file."""
     path = disk(8) / "system" / "bert" / "result_0.txt"
@@ -170,23 +128,3 @@ def fill(log: MLLog) -> None:
 
 def open_files() -> set[Path]:
     return {link.readlink() for link in Path("/proc/self/fd").iterdir() if link.exists()}
-
-
-def test_a_sink_that_cannot_be_closed_is_told_unless_something_else_was_first() -> None:
-    class Unclosable:
-        def write(self, record: object) -> None:
-            """Accept every record."""
-
-        def close(self) -> None:
-            raise OSError(errno.ENOSPC, FULL, "sink")
-
-    with (
-        pytest.raises(OSError, match="sink"),
-        Reporter(RunProgress(0.4, 100, EvaluationSchedule(10, 10)), [Unclosable()]) as reporter,
-    ):
-        reporter.write(EndRecord("success", 1.0, 1))
-    with (
-        pytest.raises(RuntimeError, match="first"),
-        Reporter(RunProgress(0.4, 100, EvaluationSchedule(10, 10)), [Unclosable()]),
-    ):
-        raise RuntimeError("first")

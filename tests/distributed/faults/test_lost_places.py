@@ -16,11 +16,9 @@ from tests.distributed.ranks import Ranks, result_of, trained
 from tests.distributed.test_shapes import same_steps, without_dropout
 
 EVERY, LENGTH = 4, 14
-SHAPES = {
-    ("data 0, pipeline 0, tensor 1", "data 0, pipeline 1, tensor 1"): ["--parallel.pipeline=2", "--parallel.tensor=2"],
-    ("data 0, tensor 1", "data 1, tensor 1"): ["--parallel.tensor=2", "--training.reduction=sharded"],
-}
-"""Shapes by the positions of ranks 1 and 3 of four."""
+SHAPE = ["--parallel.pipeline=2", "--parallel.tensor=2"]
+PLACES = "data 0, pipeline 0, tensor 1", "data 0, pipeline 1, tensor 1"
+"""Positions of ranks 1 and 3 of four."""
 
 
 def settings(folder: Path) -> dict[str, object]:
@@ -38,28 +36,27 @@ def unbroken(small_run: SmallRun, tmp_path_factory: pytest.TempPathFactory) -> P
 
 
 @pytest.mark.measured
-@pytest.mark.parametrize("places", SHAPES)
 def test_slow_and_killed_ranks_are_named_with_their_places_and_the_run_goes_on(
-    small_run: SmallRun, tmp_path: Path, unbroken: Path, places: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+    small_run: SmallRun, tmp_path: Path, unbroken: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AT_STEP", str(LENGTH))  # two of these steps are warm-up steps
     broken, resumed = tmp_path / "broken", tmp_path / "resumed"
     changes = settings(tmp_path)
-    arguments = small_run.arguments(broken, **changes) + SHAPES[places]
+    arguments = small_run.arguments(broken, **changes) + SHAPE
     with Ranks(["drag:1,die:3", *arguments], 4, faulty) as started:
         assert started.ends() == [FAULT_STATUS] * 3 + [-signal.SIGKILL], started.output
     [message] = started.errors
     host = re.escape(socket.gethostname())
-    named = rf"rank 3 on host {host} \({places[1]}\)"
+    named = rf"rank 3 on host {host} \({PLACES[1]}\)"
     assert re.fullmatch(rf"error: {named}: ended without a word, last in (exchange in )?\w+ of step \d+", message)
     assert f"# ended by a fault: {message.removeprefix('error: ')}\n" in result_of(broken).read_text()
     slow = re.findall(r"rank (\d) on .* is slow: .*, ([\d.]+) times the median", result_of(broken).read_text())
     times = {int(rank): float(ratio) for rank, ratio in slow}
     assert times[1] > times.get(0, 0), "which waits for it"
-    assert f" ({places[0]}) is slow: " in result_of(broken).read_text()
+    assert f" ({PLACES[0]}) is slow: " in result_of(broken).read_text()
     same_steps(unbroken, broken)
     changes |= {"resume": tmp_path / "checkpoints", "training__seed": None}
-    with Ranks(small_run.arguments(resumed, **changes) + SHAPES[places], 4) as again:
+    with Ranks(small_run.arguments(resumed, **changes) + SHAPE, 4) as again:
         assert again.ends() == [1] * 4, again.output  # the target is missed because the tokens are random
     found = re.search(r"# resumed from: .*/step_(\d{8})\n", result_of(resumed).read_text())
     assert found

@@ -23,12 +23,11 @@ def one_rank(small_run: SmallRun, tmp_path_factory: pytest.TempPathFactory) -> t
     return results, train(small_run, results, 1, save_checkpoint=results / "saved.safetensors")
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
 def test_more_ranks_give_the_same_losses(
-    small_run: SmallRun, tmp_path: Path, one_rank: tuple[Path, list[dict[str, float]]], ranks: int
+    small_run: SmallRun, tmp_path: Path, one_rank: tuple[Path, list[dict[str, float]]]
 ) -> None:
     alone_results, alone = one_rank
-    assert "reduction: flat (one host)" in trained(small_run, tmp_path, ranks)
+    assert "reduction: flat (one host)" in trained(small_run, tmp_path, 4)
     together = records(tmp_path, "step")
     assert len(together) == len(alone) == 10
     for one, other in zip(alone, together, strict=True):

@@ -56,6 +56,7 @@ SHORTENED = {
     "--text README.md docs/data.md",
     "python -m compliance doctor --recipe h100_1x1 --quick": "python -m compliance doctor --recipe tiny_cpu --quick",
     "./run_tests.sh tests/kernels": "./run_tests.sh --collect-only --numprocesses 0 tests/kernels/test_registry.py",
+    "python -m tests.kernels.compiled": "env -u TRITON_INTERPRET python -m tests.kernels.compiled",
     "python benchmarks/gpu.py --part ceilings,correctness": f"{ON_A_CPU} --part ceilings,correctness",
     "python benchmarks/gpu.py --part step,kernels": f"{ON_A_CPU} --part step",  # tests/benchmarks runs the other parts
     "python benchmarks/gpu.py --part fp8,peers": f"{ON_A_CPU} --part fp8",
