@@ -16,14 +16,35 @@ import tyro
 from console.commands import Commands
 from console.interruption import end_in_order
 from console.program import say
-from dataloading.options import Layout, OwnText, PretrainingOptions
+from dataloading.options import ExtractionOptions, Layout, OwnText, PretrainingOptions
 
 if TYPE_CHECKING:
     from dataloading.dataset.folder import Dataset
-    from dataloading.jobs import WorkPart
-    from dataloading.preparation.prepare import Progress
+    from dataloading.jobs import JobProgress, WorkPart
 
 app = Commands()
+
+
+@app.command(name="extract")
+def _extract(
+    inputs: tyro.conf.Positional[tuple[Path, ...]],
+    out: Path,
+    # With an empty name, the fields are options of the command itself, without a prefix.
+    options: Annotated[ExtractionOptions, tyro.conf.arg(name="")],
+    jobs: int = 1,
+) -> None:
+    """Make text shards and the evaluation text from WikiExtractor's files. Continues after an interruption.
+
+    Args:
+        inputs: WikiExtractor's output folder, or files from it.
+        out: Folder to make. It must be absent, empty, or from an interrupted run of the same command.
+        options: The reference scripts' settings.
+        jobs: Processes to use.
+    """
+    from dataloading.text.wikipedia import extract
+
+    made = extract(inputs, out, options, jobs=jobs, report=_reporter("articles"))
+    say(f"{out}: {made.articles:,} articles in {made.parts} part(s), {made.held_out:,} held out in eval.txt")
 
 
 @app.command(name="prepare")
@@ -48,13 +69,14 @@ def _prepare(
     """
     from dataloading.preparation.prepare import Job, prepare
 
-    dataset = prepare(Job(text, vocab, options, one_call), out, jobs=jobs, report=_reporter())
+    dataset = prepare(Job(text, vocab, options, one_call), out, jobs=jobs, report=_reporter("samples"))
     say(f"{out}: {_counts(dataset)}")
 
 
 @app.command
 def wikipedia(
     folders: tyro.conf.Positional[tuple[Path, ...]],
+    extraction: Annotated[ExtractionOptions, tyro.conf.arg(name="")],
     out: Path = Path("data/wikipedia"),
     shards: int = 4320,
     jobs: int = 1,
@@ -66,7 +88,8 @@ def wikipedia(
     The exit status is 0 if all results exist, 1 if the folders lack files for a result, and 2 after an error.
 
     Args:
-        folders: Folders from the downloader (docs/data.md) with text, checkpoint and vocab.txt.
+        folders: Folders from the downloader (docs/data.md) with text, checkpoint and vocab.txt, or WikiExtractor's output.
+        extraction: Settings for WikiExtractor's files.
         out: Folder for train, evaluation, vocab.txt and phase1.safetensors.
         shards: Number of files of the training set.
         jobs: Processes to use.
@@ -76,7 +99,7 @@ def wikipedia(
     from dataloading.preparation.wikipedia import Request, make_wikipedia
 
     share = None if part is None else _parse_part(part)
-    return 0 if make_wikipedia(Request(folders, out, shards, jobs, share, checksums)) else 1
+    return 0 if make_wikipedia(Request(folders, out, extraction, shards, jobs, share, checksums)) else 1
 
 
 @app.command
@@ -248,17 +271,17 @@ def dump(shards: tyro.conf.Positional[tuple[Path, ...]], out: Path) -> None:
     say(f"{out}: {len(samples):,} samples of {len(paths)} shard(s)")
 
 
-def _reporter() -> Callable[[Progress], None]:
-    """Return a function that prints a line for each finished shard, with the time that is left."""
+def _reporter(counted: str) -> Callable[[JobProgress], None]:
+    """Return a function that prints a line for each finished file, with the time that is left."""
     from console.text import clock
 
     started = time.perf_counter()
 
-    def report(progress: Progress) -> None:
+    def report(progress: JobProgress) -> None:
         seconds = time.perf_counter() - started
         left = seconds / progress.done * (progress.total - progress.done)
         rest = (", existed" if progress.kept else "") + (f", about {clock(left)} left" if left else "")
-        say(f"{seconds:7.1f} s  [{progress.done}/{progress.total}] {progress.name}: {progress.samples:,} samples{rest}")
+        say(f"{seconds:7.1f} s  [{progress.done}/{progress.total}] {progress.name}: {progress.count:,} {counted}{rest}")
 
     return report
 

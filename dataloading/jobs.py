@@ -42,6 +42,23 @@ class WorkPart:
         return range(tasks * (self.index - 1) // self.count, tasks * self.index // self.count)
 
 
+@dataclass(frozen=True)
+class JobProgress:
+    """Progress report after each finished file."""
+
+    name: str
+    """Name of the file."""
+    count: int
+    """Number of samples or training articles in the file."""
+    done: int
+    total: int
+    kept: bool
+    """Whether an earlier attempt made the file."""
+
+
+Report = Callable[[JobProgress], None]
+
+
 @contextmanager
 def begun(
     folder: Path, name: str, description: Mapping[str, object], *, finished: str, alone: bool = True

@@ -6,15 +6,40 @@ from typing import Literal
 
 Layout = Literal["native", "packed"]
 """Layouts that `convert` writes."""
+Sentences = Literal["punkt", "plain"]
 
 EVALUATION_SAMPLES = 10_000
 """Number of samples in the benchmark's evaluation set."""
+
+REFERENCE_PART_BYTES = 28_227_665
+"""26.92 MiB. With this size, the benchmark's dump gives 500 parts."""
 
 _MIN_SEQ_LENGTH = 5
 """Length of the shortest sample, [CLS] a [SEP] b [SEP]."""
 
 _MAX_SEQ_LENGTH = (1 << 15) - 1
 """Largest length. Lengths and positions are stored in 16 bits, and in signed integers in some layouts."""
+
+
+@dataclass(frozen=True)
+class ExtractionOptions:
+    """Settings of the extraction of text from articles. The defaults are the benchmark's."""
+
+    sentences: Sentences = "punkt"
+    """punkt: the reference's sentence tokenizer, from the package nltk. plain: split at [.!?] before a space and a
+    capital, digit, double quote or round bracket. plain needs no package, but its text differs from the benchmark's."""
+    evaluation_articles: int = 10_000
+    """Articles to hold out for the evaluation set."""
+    part_bytes: int = REFERENCE_PART_BYTES
+    """Maximum bytes of WikiExtractor's files in one part."""
+    seed: int = 12345
+    """Seed for choosing held-out articles."""
+
+    def __post_init__(self) -> None:
+        if self.evaluation_articles < 0:
+            raise ValueError(f"evaluation_articles is {self.evaluation_articles}; expected 0 or more")
+        if self.part_bytes < 1:
+            raise ValueError(f"part_bytes is {self.part_bytes}; expected at least 1")
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,7 @@ KNOWN: Mapping[str, tuple[int, str]] = {
 """Size and MD5 by file name. The MD5 sums of the other parts are in the list that the downloader stores beside them."""
 
 _PART = re.compile(r"part-(\d{5})-of-(\d{5})")
+_WIKI = re.compile(r"wiki_\d\d")
 _CHECKPOINT = re.compile(r"(.+)\.(?:index|data-\d{5}-of-(\d{5}))")
 _LISTED = re.compile(r"([0-9a-fA-F]{32}) [ *](.+)")
 _MAX_LIST_BYTES = 64 << 20
@@ -53,6 +54,8 @@ class Inputs:
     """Parts of the preprocessed text, in order."""
     evaluation: tuple[Path, ...] = ()
     """The file eval.txt."""
+    articles: tuple[Path, ...] = ()
+    """WikiExtractor's files. They are used if there is no preprocessed text."""
     lists: tuple[Path, ...] = ()
     """Lists of MD5 sums that were found beside the data."""
 
@@ -87,6 +90,7 @@ def find_inputs(folders: Sequence[Path], leave_out: Path) -> Inputs:
         checkpoint=_checkpoint(names),
         text=_parts(names),
         evaluation=_single(names, "eval.txt"),
+        articles=tuple(sorted((path for name in names if _WIKI.fullmatch(name) for path in names[name]), key=str)),
         lists=tuple(path for name in names if name.endswith(".md5") for path in names[name]),
     )
 

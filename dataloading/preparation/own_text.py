@@ -2,7 +2,6 @@
 
 import glob
 import hashlib
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from dataloading.dataset.scan import index_shards
 from dataloading.options import OwnText, PretrainingOptions
 from dataloading.preparation.pretraining_data import create_samples, read_documents, samples_info, tokenize_documents
 from dataloading.shards.native import write_shard
+from dataloading.text.cleanup import sentence_splitter
 from dataloading.text.tokenization import Tokenizer, Vocabulary
 from dataloading.text.vocabulary import learn_vocabulary
 
@@ -26,7 +26,6 @@ _SHARD_CHARACTERS = 27 << 20
 memory."""
 
 _SEED_OF_EVALUATION = 54321
-_SENTENCE_END = re.compile(r"(?<=[.!?])\s+(?=[A-Z0-9\"(])")
 
 Document = list[str]
 """List of sentences."""
@@ -113,9 +112,9 @@ def split_documents(documents: Sequence[Document], share: float) -> TextSplit:
 
 def _documents(path: Path, own: OwnText) -> list[Document]:
     """Return the documents of a file. Split sentences longer than half a sample, because their ends would be lost."""
-    most = max(1, own.max_seq_length // 2)
+    split, most = sentence_splitter("plain"), max(1, own.max_seq_length // 2)
     documents = [
-        [part for line in lines for sentence in _SENTENCE_END.split(line) for part in _cut(sentence, most)]
+        [part for line in lines for sentence in split(line) for part in _cut(sentence, most)]
         for lines in read_documents([path])
     ]
     return documents if own.documents == "blank-lines" else [[part for document in documents for part in document]]

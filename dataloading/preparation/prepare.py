@@ -9,7 +9,7 @@ all files together. Each call makes one shard, which records its texts and setti
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -18,7 +18,7 @@ from console.files import open_regular, sha256_of
 from dataloading.dataset.folder import Dataset
 from dataloading.dataset.manifest import shard_name
 from dataloading.dataset.scan import index_shards
-from dataloading.jobs import WorkPart, begun, run_tasks
+from dataloading.jobs import JobProgress, Report, WorkPart, begun, run_tasks
 from dataloading.options import PretrainingOptions
 from dataloading.preparation.pretraining_data import create_samples, read_documents, samples_info, tokenize_documents
 from dataloading.shards.formats import whole_shard
@@ -27,22 +27,6 @@ from dataloading.shards.shard import DatasetInfo
 from dataloading.text.tokenization import Tokenizer, Vocabulary
 
 JOB_NAME = "prepare.json"
-
-
-@dataclass(frozen=True)
-class Progress:
-    """Progress report after each finished shard."""
-
-    name: str
-    """Name of the shard."""
-    samples: int
-    done: int
-    total: int
-    kept: bool
-    """Whether an earlier attempt made the shard."""
-
-
-Report = Callable[[Progress], None]
 
 
 @dataclass(frozen=True)
@@ -102,7 +86,7 @@ def make_shards(
             _compile(job, info)
         tasks = [(job, info, out, index) for index in mine]
         for done, (name, samples, kept) in enumerate(run_tasks(_make_shard, tasks, jobs), 1):
-            report(Progress(name, samples, done, len(tasks), kept))
+            report(JobProgress(name, samples, done, len(tasks), kept))
     return info
 
 

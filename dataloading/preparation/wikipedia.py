@@ -27,8 +27,8 @@ from dataloading.dataset import known
 from dataloading.dataset.folder import open_dataset, write_dataset
 from dataloading.dataset.manifest import MANIFEST_NAME
 from dataloading.dataset.shuffle import JOB_NAME, STEPS, shuffle
-from dataloading.jobs import WorkPart
-from dataloading.options import EVALUATION_SAMPLES, PretrainingOptions
+from dataloading.jobs import Report, WorkPart
+from dataloading.options import EVALUATION_SAMPLES, ExtractionOptions, PretrainingOptions
 from dataloading.preparation.estimate import Progress, estimate, total_bytes
 from dataloading.preparation.mlcommons import (
     CHECKPOINT,
@@ -40,7 +40,8 @@ from dataloading.preparation.mlcommons import (
     digests_of,
     find_inputs,
 )
-from dataloading.preparation.prepare import Job, Report, make_shards, prepare
+from dataloading.preparation.prepare import Job, make_shards, prepare
+from dataloading.text.wikipedia import extract
 
 _SEED = 24
 _MAX_RECORD_BYTES = 64 << 20
@@ -66,6 +67,7 @@ class Request:
 
     folders: tuple[Path, ...]
     out: Path
+    extraction: ExtractionOptions
     shards: int = 4320
     jobs: int = 1
     part: WorkPart | None = None
@@ -87,13 +89,15 @@ def make_wikipedia(request: Request) -> bool:
         OSError: the disk is full or cannot be written.
     """
     inputs = find_inputs(request.folders, request.out)
-    if not inputs.files:
+    if not inputs.files and not inputs.articles:
         folders = ", ".join(map(str, request.folders)) or "no folder named"
         raise ValueError(f"{folders}: none of MLCommons' files found; docs/data.md says how to download them")
     checksums = Checksums(request.checksums, inputs.lists)
     checksums.check_sizes(inputs.files)
     _describe(request, inputs)
     request.work.mkdir(parents=True, exist_ok=True)
+    if inputs.articles and not (inputs.text or inputs.evaluation):
+        inputs = _with_extracted_text(request, inputs)
     # If the training set is complete, no part needs to be made.
     if request.part is not None and not (request.out / TRAIN).exists():
         with _locked(request, shared=True):
@@ -113,9 +117,23 @@ def make_wikipedia(request: Request) -> bool:
     return _conclude(request.out, inputs)
 
 
+def _with_extracted_text(request: Request, inputs: Inputs) -> Inputs:
+    """Extract the text of WikiExtractor's files unless both data sets exist; return the inputs with the extracted text."""
+    if all((request.out / name).exists() for name in (TRAIN, EVALUATION)):
+        return inputs
+    job = [asdict(request.extraction), *((str(path), path.stat().st_size) for path in inputs.articles)]
+    folder = request.work / f"text-{hashlib.sha256(json.dumps(job).encode()).hexdigest()[:16]}"
+    if not (folder / "eval.txt").exists():
+        # Other processes that make parts wait here until the text is complete.
+        with _locked(request, shared=False, patience_s=86_400):
+            extract(inputs.articles, folder, request.extraction, jobs=request.jobs)
+    text = tuple(path.resolve() for path in sorted(folder.glob("part-*")))
+    return replace(inputs, text=text, evaluation=((folder / "eval.txt").resolve(),))
+
+
 @contextmanager
-def _locked(request: Request, *, shared: bool) -> Iterator[None]:
-    descriptor = lock_file(request.work / "lock", shared=shared)
+def _locked(request: Request, *, shared: bool, patience_s: float = 0.0) -> Iterator[None]:
+    descriptor = lock_file(request.work / "lock", shared=shared, patience_s=patience_s)
     try:
         yield
     finally:
@@ -128,6 +146,7 @@ def _describe(request: Request, inputs: Inputs) -> None:
         "checkpoint": inputs.checkpoint,
         "text": inputs.text,
         "evaluation text": inputs.evaluation,
+        "WikiExtractor's files": inputs.articles,
     }
     for name, paths in found.items():
         if paths:
@@ -138,7 +157,9 @@ def _describe(request: Request, inputs: Inputs) -> None:
 
 
 def _missing(out: Path, inputs: Inputs) -> list[str]:
-    return [name for name, files in inputs.by_result.items() if not files and not (out / name).exists()]
+    from_articles = {EVALUATION, TRAIN} if inputs.articles else set()
+    missing = (name for name, files in inputs.by_result.items() if not files and name not in from_articles)
+    return [name for name in missing if not (out / name).exists()]
 
 
 def _conclude(out: Path, inputs: Inputs) -> bool:
@@ -243,7 +264,9 @@ class _Preparation:
             self.progress.add("check", path.stat().st_size / total)
 
         self.md5s = digests_of(files, self.request.jobs, report)
-        return self.checksums.check(self.md5s)
+        # Text that this command extracted has the same file names as the benchmark's text, but other content.
+        given = [path for path in files if self.work.resolve() not in path.parents]
+        return self.checksums.check({path: self.md5s[path] for path in given})
 
     def _make(self, result: str, made_from: _MadeFrom, make: Callable[[Path], None]) -> None:
         """Make a result unless it exists. ``make`` gets a path for the result, and continues an earlier attempt there."""

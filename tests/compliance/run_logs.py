@@ -48,7 +48,8 @@ def initialise(
     """Log the records up to run_start."""
     log.cache_clear(True)
     log.init_start()
-    log.submission(division=division, **({"org": "Example", "platform": "one machine"} | submission))
+    stated: dict[str, Any] = {"org": "Example", "platform": "one machine", **submission}
+    log.submission(division=division, **stated)
     log.seed(seed)
     log.hyperparameters(settings or (CLOSED if division == "closed" else OPEN))
     log.weights_initialization(24 if division == "closed" else 2)

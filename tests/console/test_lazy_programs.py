@@ -25,7 +25,7 @@ LARGE = {
     "rich",
 }
 """Packages that take from a tenth of a second to several seconds to import."""
-DATALOADING = "prepare demo index shuffle convert wikipedia verify dump"
+DATALOADING = "extract prepare demo index shuffle convert wikipedia verify dump"
 COMPLIANCE = "check report summary system convergence doctor package watch"
 COMMANDS = {  # the empty string is the program without a command
     "dataloading": ("", *DATALOADING.split()),

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from dataloading.dataset.manifest import shard_name
-from dataloading.jobs import WorkPart
+from dataloading.jobs import JobProgress, WorkPart
 from dataloading.options import PretrainingOptions
-from dataloading.preparation.prepare import Job, Progress, make_shards, prepare
+from dataloading.preparation.prepare import Job, make_shards, prepare
 from tests.conftest import REPOSITORY
 from tests.programs import PATIENCE_S
 
@@ -47,7 +47,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def test_processes_make_no_difference(job: Job, whole: dict[str, bytes], tmp_path: Path) -> None:
-    told: list[Progress] = []
+    told: list[JobProgress] = []
     prepare(job, tmp_path / "data", jobs=3, report=told.append)
     assert contents(tmp_path / "data") == whole
     assert [(progress.done, progress.kept) for progress in told] == [(done, False) for done in (1, 2, 3, 4, 5)]
@@ -57,7 +57,7 @@ def test_processes_make_no_difference(job: Job, whole: dict[str, bytes], tmp_pat
 def test_parts_make_the_same_data_set(job: Job, whole: dict[str, bytes], tmp_path: Path, count: int) -> None:
     for index in reversed(range(count)):
         make_shards(job, tmp_path / "data", part=WorkPart(index + 1, count))
-    told: list[Progress] = []
+    told: list[JobProgress] = []
     prepare(job, tmp_path / "data", report=told.append)
     assert all(progress.kept for progress in told)
     assert contents(tmp_path / "data") == whole
@@ -78,7 +78,7 @@ def test_a_killed_preparation_goes_on(job: Job, whole: dict[str, bytes], tmp_pat
     (out / f".{shard_name(3, TEXTS)}.123.partial").write_bytes(b"half")
     there = {path.name for path in out.glob("part_*")}
     assert there
-    told: list[Progress] = []
+    told: list[JobProgress] = []
     prepare(job, out, report=told.append)
     assert contents(out) == whole
     assert {progress.name for progress in told if progress.kept} == there
@@ -94,7 +94,7 @@ def test_damaged_shards_are_made_again_and_a_folder_begun_otherwise_is_left_alon
     content[-10] ^= 1
     flipped.write_bytes(content)
     truncated.write_bytes(truncated.read_bytes()[:-1])
-    told: list[Progress] = []
+    told: list[JobProgress] = []
     prepare(job, out, report=told.append)
     assert contents(out) == whole
     assert [progress.name for progress in told if not progress.kept] == [flipped.name, truncated.name]

@@ -306,6 +306,22 @@ def test_parts_make_the_same_and_the_last_one_makes_the_rest(
     assert results(out) == whole
 
 
+def test_articles_of_the_dump_are_made_text_in_parts_too(stand_in: StandIn, tmp_path: Path) -> None:
+    articles = REPOSITORY / "tests" / "dataloading" / "text" / "wikipedia" / "text"
+    (tmp_path / "vocabulary").mkdir()
+    shutil.copy(stand_in.files / "vocab.txt", tmp_path / "vocabulary")
+    made = []
+    for name, parts in (("whole", [(), ()]), ("parts", [("--part", "2/2"), ("--part", "1/2")])):
+        for part in parts:
+            words = ["wikipedia", articles, tmp_path / "vocabulary", "--out", tmp_path / name, "--shards", 2]
+            options = ["--sentences", "plain", "--evaluation-articles", "9", "--part-bytes", "20000"]
+            assert child(nothing, *words, "--checksums", stand_in.checksums, *options, *part) in (0, 1)
+        sets = {each: open_dataset(tmp_path / name / each) for each in ("train", "evaluation")}
+        made.append({each: [shard.digest for shard in dataset.shards] for each, dataset in sets.items()})
+        assert {path.suffix or path.name for path in (tmp_path / name / "preparation").iterdir()} == {".json", "lock"}
+    assert made[0] == made[1]
+
+
 def test_what_was_made_from_something_else_is_left_alone(
     run: Run, own: StandIn, whole: dict[str, bytes], tmp_path: Path
 ) -> None:

@@ -106,6 +106,8 @@ def test_requeued_job_goes_on_with_the_nodes_that_are_left(
     try:
         cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now")
         cluster.wait_for(lambda: (checkout / RESULTS / "result_0.txt.cut-off-1").exists())
+        # The new log exists only after the old metrics, too, have been moved.
+        cluster.wait_for(lambda: (checkout / RESULTS / "result_0.txt").exists())
         training(cluster, checkout, 0)
         cluster.run("scancel", job)
         cluster.finish(job)

@@ -1,0 +1,202 @@
+"""Conversion of WikiExtractor files to text shards: same bytes as the reference's scripts, in one run or resumed."""
+
+import re
+import shutil
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from dataloading.jobs import JobProgress
+from dataloading.options import ExtractionOptions, Sentences
+from dataloading.text.cleanup import articles, clean, gathered, hold_out, segment, sentence_splitter
+from dataloading.text.wikipedia import _plan, extract, find_inputs
+from tests.conftest import REPOSITORY
+
+pytestmark = pytest.mark.slow
+
+FIXTURES = REPOSITORY / "tests" / "dataloading" / "text" / "wikipedia"
+TEXT = FIXTURES / "text"
+SHARED = REPOSITORY.parent / "shared" / "data"
+PLAIN = ExtractionOptions("plain", evaluation_articles=9, part_bytes=int(0.02 * 1024 * 1024))
+
+
+@pytest.mark.parametrize("name", ["AA/wiki_00", "AA/wiki_01", "AA/wiki_03", "AB/wiki_00"])
+def test_each_step_gives_the_references_bytes(name: str) -> None:
+    expected = FIXTURES / "expected_steps" / name.replace("/", "-")
+    found = articles((TEXT / name).read_bytes().decode())
+    assert found.encode() == expected.with_suffix(".1").read_bytes()
+    assert clean(found).encode() == expected.with_suffix(".2").read_bytes()
+
+
+@pytest.mark.parametrize(("sentences", "jobs"), [("plain", 1), ("plain", 2), ("punkt", 1)])
+def test_shards_and_evaluation_text_have_the_references_bytes(sentences: Sentences, jobs: int, tmp_path: Path) -> None:
+    try:
+        sentence_splitter(sentences)
+    except ValueError as error:
+        pytest.skip(str(error))
+    options = replace(PLAIN, sentences=sentences)
+    reports: list[JobProgress] = []
+    extraction = extract([TEXT], tmp_path / "out", options, jobs=jobs, report=reports.append)
+    expected = FIXTURES / f"expected_{sentences}"
+    for path in expected.iterdir():
+        name = path.name.replace("-of-00500", "-of-00002")
+        assert (tmp_path / "out" / name).read_bytes() == path.read_bytes(), name
+    assert [(report.done, report.total, report.kept) for report in reports] == [(1, 2, False), (2, 2, False)]
+    assert (extraction.parts, extraction.held_out) == (2, 9)
+    assert not list((tmp_path / "out").glob("**/*.partial"))
+
+
+def test_the_shared_sample_is_split_as_its_plain_text_says() -> None:
+    """Only the splitter is compared, because wiki_NN.txt keeps titles and markup."""
+    if not SHARED.is_dir():
+        pytest.skip(f"{SHARED} is missing: the sample of Wikipedia text is not part of the repository")
+    split = sentence_splitter("plain")
+    for name in ("wiki_00", "wiki_01"):
+        lines = []
+        for line in (SHARED / name).read_text(encoding="utf-8").split("\n"):
+            if line.startswith("</doc"):
+                lines.append("")
+            elif not line.startswith("<doc"):
+                lines += split(line)
+        assert "".join(f"{line}\n" for line in lines) == (SHARED / f"{name}.txt").read_text(encoding="utf-8")
+
+
+def test_the_rules_of_the_cleanup_apply_in_their_order() -> None:
+    """Expected lines are the output of clean.sh's commands with GNU sed 4.9."""
+    for line, expected in (
+        ("a [[b|c]] [[d]] [e] [[File:x|y [[z]] w]].", "a c d e y z w."),
+        ("[[File:x|y|z]] [[:file:y|z|w]] [[image:a|b|[c]]] end", "   end"),
+        ("<mapframe a> b/> <mapframe c\\d> e/>", "  e/>"),
+        ("[[Category:Things]] gone", None),
+        ("[[a|b|c]] [[[[n]]]] [x|y]", " n [x|y]"),
+        ("alt=alt=x aalt=lt=y", "x alt=y"),
+        ("<ref name=x>gone</ref>kept<ref/> <Ref a>b", "kept b"),
+        ("A <s<br>up>B", "A <sup>B"),
+        ("x <[/doc]> y", "x \n y"),
+        ("<graph>{ 1 }</graph><mapframe a/b>c</mapframe>", "c"),
+        ("<section a/> b /> c", " c"),
+    ):
+        made = clean(line + "\n").replace("\r", "\n")
+        assert made == ("" if expected is None else expected + "\n"), line
+
+
+def test_sentences_and_empty_lines() -> None:
+    split = sentence_splitter("plain")
+    text = '\nOne. Two!  Three? "Four." (Five.) [Six.] seven. 8 nine.\n \t\n\nEnd'
+    lines = ["", "One.", "Two!", "Three?", '"Four." (Five.) [Six.] seven.', "8 nine.", "", "End", ""]
+    assert segment(text, split) == "".join(f"{line}\n" for line in lines)
+
+
+def test_articles_are_drawn_from_the_files_own_seed() -> None:
+    text = "".join(f"\nArticle {index}\n" for index in range(50)) + "\n"
+    training, evaluation = hold_out(text, 7, 12345 + 13)
+    assert len(evaluation) == 7
+    assert hold_out(text, 7, 12345 + 13) == (training, evaluation)
+    assert hold_out(text, 7, 12345 + 26) != (training, evaluation)
+    assert sorted([*training, *evaluation]) == sorted(text.split("\n\n"))
+    with pytest.raises(
+        ValueError, match="holds 51 articles, of which 52 are to be held out; use fewer evaluation_articles"
+    ):
+        hold_out(text, 52, 0)
+    assert gathered(["\ufeffa", "b", ""]) == b"a\n\nb\n\n\n"
+    assert gathered([]) == b""
+
+
+def test_inputs_are_found_in_the_references_order(tmp_path: Path) -> None:
+    for name in ("AB/wiki_00", "AA/wiki_10", "AA/wiki_02", "AA/wiki_100", "AA/notes.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("x")
+    found = [path.relative_to(tmp_path).as_posix() for path in find_inputs([tmp_path])]
+    assert found == ["AA/wiki_02", "AA/wiki_10", "AB/wiki_00"]
+    assert find_inputs([tmp_path / "AB", tmp_path / "AA" / "notes.txt"])[1].name == "notes.txt"
+    with pytest.raises(ValueError, match="named twice"):
+        find_inputs([tmp_path, tmp_path / "AB" / "wiki_00"])
+    with pytest.raises(ValueError, match=r"missing: no wiki_\?\?"):
+        find_inputs([tmp_path / "missing"])
+    with pytest.raises(ValueError, match="no input named"):
+        find_inputs([])
+
+
+@pytest.mark.parametrize(
+    ("content", "message", "jobs"),
+    [(b"good\xff", "wiki_00: is not UTF-8 at byte 4", 1), (b"a\0b", "wiki_00: holds a zero byte at 1", 2)],
+)
+def test_a_file_that_is_no_text_is_named(tmp_path: Path, content: bytes, message: str, jobs: int) -> None:
+    shutil.copytree(TEXT, tmp_path / "text")
+    (tmp_path / "text" / "AB" / "wiki_00").write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        extract([tmp_path / "text"], tmp_path / "out", PLAIN, jobs=jobs)
+    assert not (tmp_path / "out" / "eval.txt").exists()
+    assert not list((tmp_path / "out").glob("**/*.partial"))
+
+
+def test_what_is_whole_is_kept_and_the_rest_made_again(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    extract([TEXT], out, PLAIN)
+
+    def kept() -> list[bool]:
+        reports: list[JobProgress] = []
+        extract([TEXT], out, PLAIN, report=reports.append)
+        same_as_expected(out)
+        return [report.kept for report in reports]
+
+    assert kept() == [True, True]
+    (out / "part-00000-of-00002").unlink()
+    assert kept() == [False, True]
+    (out / "held-out" / "00001.json").unlink()
+    assert kept() == [True, False]
+    (out / "eval.txt").write_text("other")
+    assert kept() == [True, True]
+
+
+def test_other_settings_and_other_folders_are_refused(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    extract([TEXT], out, PLAIN)
+    for inputs, changed in (
+        ([TEXT], {"seed": 1}),
+        ([TEXT], {"evaluation_articles": 8}),
+        ([TEXT], {"part_bytes": 30_000}),
+        ([TEXT / "AA"], {}),
+    ):
+        options = replace(PLAIN, **changed)
+        with pytest.raises(ValueError, match="begun with other settings"):
+            extract(inputs, out, options)
+    same_as_expected(out)
+    (tmp_path / "killed").mkdir()
+    (tmp_path / "killed" / ".extract.json.17.partial").touch()
+    extract([TEXT], tmp_path / "killed", PLAIN)
+    assert not list((tmp_path / "killed").glob("**/*.partial"))
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    with pytest.raises(ValueError, match="full already exists"):
+        extract([TEXT], tmp_path / "full", PLAIN)
+    with pytest.raises(ValueError, match=r"AA/wiki_\d\d: holds \d+ articles, of which 250 are to be held out"):
+        extract([TEXT], tmp_path / "many", replace(PLAIN, evaluation_articles=1000))
+    for wrong in ({"evaluation_articles": -1}, {"part_bytes": 0}):
+        with pytest.raises(ValueError, match=f"{next(iter(wrong))} is "):
+            replace(PLAIN, **wrong)
+
+
+def test_files_fill_a_part_to_its_last_byte_and_a_larger_one_is_its_own(tmp_path: Path) -> None:
+    files = [tmp_path / f"wiki_{place:02d}" for place in range(6)]
+    for file, size in zip(files, (10, 10, 1, 30, 5, 15), strict=True):
+        file.write_bytes(bytes(size))
+    tasks = _plan(files, tmp_path, replace(PLAIN, part_bytes=20, evaluation_articles=4))
+    assert [task.inputs for task in tasks] == [tuple(files[:2]), (files[2],), (files[3],), tuple(files[4:])]
+    # 4 articles from 6 files: after n files, floor(n * 4 / 6) articles have been held out.
+    assert [count for task in tasks for count, _ in task.held_out] == [0, 1, 1, 0, 1, 1]
+
+
+def test_without_nltk_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "nltk", None)
+    monkeypatch.setitem(sys.modules, "nltk.tokenize", None)
+    with pytest.raises(ValueError, match="the package nltk is not installed: pip install nltk"):
+        extract([TEXT], tmp_path / "out", ExtractionOptions())
+    assert not (tmp_path / "out").exists()
+
+
+def same_as_expected(out: Path) -> None:
+    for path in (FIXTURES / "expected_plain").iterdir():
+        assert (out / re.sub("-of-.*", "-of-00002", path.name)).read_bytes() == path.read_bytes(), path.name
