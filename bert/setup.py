@@ -30,6 +30,7 @@ from bert.timing.stopwatch import DeviceStopwatch, Stopwatch
 from compliance.log.records import MetricsWriter, RunRecord
 from compliance.log.schedule import EvaluationSchedule
 from console.program import say
+from console.text import clock
 from console.version import commit
 from dataloading.batches.shape_buckets import ShapeBucket
 from dataloading.dataset.folder import Dataset
@@ -64,12 +65,19 @@ def build_run(
     stopwatch = DeviceStopwatch() if mesh.device.type == "cuda" else Stopwatch()
     shape_buckets = choose_shapes(config, inputs.train, mesh)
     evaluator = Evaluator(inputs.evaluation, mesh, config.evaluation.batch_size)
-    step = _warmed_up_step(config, inputs.train, mesh, seed, stopwatch, shape_buckets, log, evaluator, capturer)
+    step, step_seconds = _warmed_up_step(
+        config, inputs.train, mesh, seed, stopwatch, shape_buckets, log, evaluator, capturer
+    )
     start, skipped = Position(), 0
     if resumed:
         # Restore after the warm-up, because the warm-up ends by restoring the initial state.
         restore(step, resumed, mesh)
         start, skipped = Position(resumed.step, resumed.samples), resumed.step - resumed.optimizer_steps
+    # On a GPU, the time of a step is not known yet, because the host only launches the steps.
+    if mesh.is_main and mesh.device.type == "cpu" and step_seconds:
+        batch = config.training.global_batch_size
+        steps = -(-(config.training.sample_limit - start.samples) // batch)
+        say(f"at most {steps:,} steps of {batch} sequences: about {clock(steps * step_seconds)} and the evaluations")
     log.weights_initialization(config.model.num_hidden_layers)
     loader = build_loader(config, inputs.train, mesh, seed, shape_buckets, start.steps, log)
     reporter = _reporter(config, inputs, mesh, log, step, start.samples)  # created late, because it must be closed
@@ -137,8 +145,8 @@ def _warmed_up_step(
     log: MLLog,
     evaluator: Evaluator,
     capturer: CudaCapturer | None,
-) -> TrainingStep:
-    """Build the step from the initial checkpoint and warm it up."""
+) -> tuple[TrainingStep, float]:
+    """Build the step from the initial checkpoint and warm it up. Return it and the seconds of the last warm-up step."""
     # Every rank builds the whole model, and ``TrainingStep`` copies this rank's part.
     whole = first_model(config, mesh, seed)
     for parameter in whole.parameters():
@@ -161,10 +169,10 @@ def _warmed_up_step(
         # Measure under the conditions of the step: as CUDA graph replays if the step is captured.
         repeatable = partial(replay_of, mesh.device) if capturer is not None else autotune.run_once
         choose = partial(_choose_implementations, mesh=mesh, log=log, repeatable=repeatable)
-    step.warm_up(batches, config.training.warmup_steps, shape_buckets, choose)
+    seconds = step.warm_up(batches, config.training.warmup_steps, shape_buckets, choose)
     # Warm up the evaluator after the step, because the graphs that share a memory pool must be captured largest first.
     evaluator.warm_up(step.model, step.autocast(), capturer)
-    return step
+    return step, seconds
 
 
 def _choose_implementations(

@@ -5,6 +5,7 @@ stay on the device, and the host fetches the sums once per log interval. CUDA gr
 micro-batch and the update (``bert.execution.cuda_graphs``).
 """
 
+import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 
@@ -191,12 +192,13 @@ class TrainingStep:
         steps: int,
         shape_buckets: Sequence[ShapeBucket] = (),
         choose: Callable[[Callable[[], None]], None] | None = None,
-    ) -> None:
+    ) -> float:
         """Run ``steps`` steps on synthetic batches, then restore weights, optimizer, statistics and random states.
 
         ``choose`` is called first, with a function that runs a step, so that it can observe the step's ops and choose their
         implementations. If there is a capturer, the step is captured for each of ``shape_buckets`` after the steps. FP8
-        scales are calibrated last, with the restored weights.
+        scales are calibrated last, with the restored weights. Returns the last step's seconds on the host's clock, or 0 if
+        ``steps`` is 0.
         """
         weights_P, dropout_state = self.flat.weights_P.clone(), self.model.dropout_state.clone()
         devices = [self._mesh.device] if self._mesh.device.type == "cuda" else []  # fork_rng's default is every GPU
@@ -205,8 +207,11 @@ class TrainingStep:
         with torch.random.fork_rng(devices), capturable:
             if choose is not None:
                 choose(lambda: self(micro_batches))
+            seconds = 0.0
             for _ in range(steps):
+                began = time.perf_counter()
                 self(micro_batches)
+                seconds = time.perf_counter() - began
             if self._capturer is not None and isinstance(self.execution, Passes):
                 batches = [inert_batch(shape_bucket).to(self._mesh.device) for shape_bucket in shape_buckets]
                 self.execution.prepare(self._micro_batches, batches, self._capturer)
@@ -228,3 +233,4 @@ class TrainingStep:
         self._stopwatch.reset()
         if isinstance(self.execution, Passes):
             self.execution.uncaptured_batches = 0
+        return seconds
