@@ -3,7 +3,7 @@
 from console.extras import require_extra
 from console.interruption import show_in_one_line
 
-# First, since what follows imports for seconds, in which Ctrl-C would end in a traceback.
+# Call this first: the following imports take seconds, in which Ctrl-C would print a traceback.
 show_in_one_line()
-# Before any module imports one of these: an installation without the extra gets one line that names it.
+# Check this before any import fails, so that an installation without the extra gets one line that names the extra.
 require_extra("train", "torch", "safetensors", "google_crc32c", "h5py", "numba", "tokenizers", "scipy")

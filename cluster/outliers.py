@@ -33,7 +33,7 @@ Integers = NDArray[np.int64] | Sequence[int]
 CHANCE = 1000
 """One in this many probes reports a false outlier, if noise is normally distributed."""
 FEWEST_PARTNERS = 3
-"""Minimum number of partners for which an end gets a share of its own."""
+"""Minimum number of measured partners of a rank. With fewer, a slow path is not attributed to the rank itself."""
 _FEWEST_TURNS = 3
 _TO_SIGMA = 1.4826
 """Ratio of a normal distribution's standard deviation to its median absolute deviation."""

@@ -79,7 +79,7 @@ class BenchmarkFolder:
 
 @dataclass(frozen=True)
 class Tree:
-    """The contents of a path. `submission` is the submission that contains it or that it is; None for bare results."""
+    """Contents of a path. `submission` is the path's submission, or the path itself, or None for bare results."""
 
     path: Path
     submission: Path | None

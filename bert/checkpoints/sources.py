@@ -117,7 +117,8 @@ def _open_tensorflow(prefix: Path, heads: int | None) -> CheckpointSource:
     weights, missing = _found(find, layers)
     _require_whole(str(bundle.index), missing)
     which = "the benchmark's phase-1 checkpoint" if bundle.is_published else "not the benchmark's published file"
-    if heads is None:  # the file does not say, but in Google's models all have 64
+    # The file does not contain the number of heads. In all of Google's models, a head has 64 columns.
+    if heads is None:
         heads, rest = divmod(math.prod(weights["embeddings.norm.weight"].shape), 64)
         heads = None if rest else heads
     return CheckpointSource(

@@ -217,7 +217,7 @@ def _solve(columns: NDArray[np.int64], counts: NDArray[np.int64]) -> tuple[NDArr
     Each length must be covered, and a slot may also hold the next shorter length that occurs. This does not change the
     optimum, but it prevents longer lengths from having lower prices, which saves most of the rounds.
     """
-    from scipy import optimize, sparse  # loading it takes longer than most packings
+    from scipy import optimize, sparse  # importing SciPy takes longer than most packings
 
     lengths = np.flatnonzero(counts)
     row_of = np.zeros(len(counts), np.int64)

@@ -86,7 +86,10 @@ def lamb_directions(
     norm: Tensor,
     step: Tensor,
 ) -> Tensor:
-    """Do what ``kernels.reference.lamb.lamb_directions`` does, on fp32 buffers, with a first call as in ``lamb_step``."""
+    """Fused version of ``kernels.reference.lamb.lamb_directions`` for fp32 buffers.
+
+    Call it once before capturing a graph, as ``lamb_step``.
+    """
     (group,) = _groups(segments, parameters_P.device)
     corrections = _corrections(step, hyperparameters)
     return _group_directions(group, parameters_P, gradients_P, state, hyperparameters, norm, corrections)
@@ -101,7 +104,10 @@ def lamb_apply(
     norm: Tensor,
     learning_rate: Tensor,
 ) -> None:
-    """Do what ``kernels.reference.lamb.lamb_apply`` does, on fp32 buffers, with a first call as in ``lamb_step``."""
+    """Fused version of ``kernels.reference.lamb.lamb_apply`` for fp32 buffers.
+
+    Call it once before capturing a graph, as ``lamb_step``.
+    """
     (group,) = _groups(segments, parameters_P.device)
     _apply(parameters_P, state.update_P, None, squares_2A.contiguous(), *group.tables, norm, learning_rate)
 

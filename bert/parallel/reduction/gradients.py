@@ -211,7 +211,7 @@ class Reduction:
             self._start(ready)
 
     def _start(self, stop: int) -> None:
-        # In order, so that all ranks start the same bucket next.
+        # Start buckets in order, so that all ranks start the same bucket next.
         if self.communicators.world:
             for bucket in self.buckets[self._started : stop]:
                 self.stream.run(lambda bucket=bucket: self._reduce(bucket))

@@ -63,7 +63,7 @@ class Hub:
             now = time.monotonic()
             self.verdict = self._judge.pass_time(min(now - turn, 2 * self._beat_s))
             turn = now
-            if now - told > self._beat_s / 2:  # ranks expect regular messages from the hub, as it does from them
+            if now - told > self._beat_s / 2:  # each rank expects a message from the hub regularly
                 told = now
                 self._tell({"heard": True})
         verdict = self.verdict

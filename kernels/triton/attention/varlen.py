@@ -32,7 +32,8 @@ def varlen_attention(
 ) -> Tensor:
     """Return softmax attention inside each sequence, [Q, H, E] in the dtype of the inputs.
 
-    It saves inputs, output, fp32 [H, Q], and a bit for each element of the dropout mask for the backward pass.
+    For the backward pass, it saves the inputs, the output, one fp32 number for each head and query [H, Q], and the dropout
+    mask with one bit an element.
     """
     return _attention(
         [query_QHE, key_THE, value_THE], cu_seqlens_q, cu_seqlens_k, max_seqlen, *dropout_arguments(dropout)

@@ -43,7 +43,7 @@ from kernels.triton.norms.rows import (
 from kernels.triton.quantize import POINTERS, SCALARS, cast_reasons, fp8_pair, quantized, raise_amax
 
 WARPS = 16
-"""Warps a multiprocessor of the backward kernel: fewer than in ``layer_norm``, because each loads one more row."""
+"""Warps of the backward kernel on each multiprocessor. ``layer_norm`` uses more, because its warps load one row fewer."""
 
 _GROUP = 32
 _COLUMNS = 32
