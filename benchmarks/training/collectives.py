@@ -154,7 +154,7 @@ def _reduced(case: HostLayout, mesh: Mesh, flat: FlatParameters, reduction: Redu
 
 
 def sent_bytes() -> int:
-    """Return the bytes that this host's interface has sent so far. (/sys would show the machine's interfaces.)"""
+    """Return the bytes sent by this network namespace's interface. (/sys would show the interfaces of the machine.)"""
     [line] = (line for line in Path("/proc/self/net/dev").read_text().splitlines() if line.lstrip().startswith("v0:"))
     return int(line.partition(":")[2].split()[8])
 

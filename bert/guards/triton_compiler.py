@@ -12,7 +12,10 @@ LIBCUDA = "libcuda.so.1"
 
 
 def lacks_of_triton() -> list[str]:
-    """List what Triton lacks. Before its first kernel it compiles a launcher in C against Python and the driver."""
+    """List the build tools that Triton needs and does not find on this machine.
+
+    Before it runs its first kernel, Triton compiles a launcher in C against Python and the CUDA driver.
+    """
     if find_spec("triton") is None:
         return []
     lacks = []

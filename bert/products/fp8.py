@@ -1,9 +1,10 @@
 """FP8 for the matrix products of the encoder: delayed scaling, FP8 copies of the weights, forward and backward.
 
-The products QKV, attention output, FC1 and FC2 of every encoder layer except the last use FP8, and so do the gradients
-of their inputs and weights. The forward pass multiplies E4M3 by E4M3, and the backward pass E5M2 by E4M3 (formats:
-Micikevicius et al. 2022, arXiv 2209.05433). The last layer has 1 % of the work and keeps autocast's precision, as do
-attention, heads, norms, embeddings and the residual stream. The master weights stay fp32.
+In every encoder layer except the last one, four products use FP8: QKV, attention output, FC1 and FC2. The products that
+compute the gradients of their inputs and weights also use FP8. The forward pass multiplies E4M3 by E4M3, and the
+backward pass E5M2 by E4M3 (formats: Micikevicius et al. 2022, arXiv 2209.05433). The last layer has 1 % of the work and
+keeps autocast's precision, as do attention, heads, norms, embeddings and the residual stream. The master weights stay
+fp32.
 
 Each quantized tensor is a site with its own scale: the largest power of two that keeps the previous step's largest
 magnitude within the format, with some headroom (``kernels.reference.fp8.HEADROOM_BITS``). All scales stay on the device
@@ -194,7 +195,10 @@ class Fp8State:
         self.refresh_weights_()
 
     def casts(self, places: Mapping[nn.Parameter, slice]) -> tuple[WeightCast, ...]:
-        """Describe the casts for an optimizer that makes them; ``places`` maps parameters to places in its flat vector."""
+        """Describe the FP8 casts, so that an optimizer can make them with its update.
+
+        ``places`` maps each parameter to its place in the optimizer's flat vector.
+        """
         return tuple(
             WeightCast(places[fp8.dense.weight].start, fp8.weight.scale, fp8.weight.amax, fp8.weight_NK, fp8.weight_KN)
             for fp8 in self.denses

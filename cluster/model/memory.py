@@ -24,7 +24,7 @@ _STEPS = 16
 """Number of steps of the plan that are searched for the largest micro-batch."""
 
 _KEYS_A_GROUP = 64
-"""Number of keys whose dropout bits attention stores as one group, as in `kernels.triton.attention.tiles`."""
+"""Attention stores dropout bits in groups. This is the number of keys of a group, as in `kernels.triton.attention.tiles`."""
 
 
 def memory_of_rank(work: Work, strategy: Strategy, nodes: int, ranks: int, on_gpu: bool = False) -> dict[str, float]:

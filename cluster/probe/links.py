@@ -48,9 +48,10 @@ class Paths:
 
 
 def measure_paths(mesh: Mesh, rounds: Sequence[Pairs], turns: int, seconds: float) -> Paths:
-    """Measure every rank pair of ``rounds`` in each turn. All ranks must call this function at the same time.
+    """Measure every rank pair in ``rounds`` once a turn, for up to ``turns`` turns.
 
-    After the third turn, no new turn begins once ``seconds`` have passed.
+    The first three turns always run. Later turns begin only until ``seconds`` have passed. All ranks must call this
+    function at the same time.
     """
     partners = [next((pair for pair in pairs if mesh.rank in pair), None) for pairs in rounds]
     messages = _Messages(mesh)

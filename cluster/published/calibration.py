@@ -51,7 +51,7 @@ class Calibration:
     source: str
 
     def interval(self, run: TimedRun) -> tuple[float, float]:
-        """Return the factors of the predicted time that bound the interval containing `INTERVAL` of the results."""
+        """Return a low and a high factor: the share `INTERVAL` of results lies between low and high times the prediction."""
         low, high = self.bounds(run.machine.device.model in self.models, spread(self, run))
         return math.exp(low), math.exp(high)
 

@@ -49,7 +49,7 @@ class Record(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """Fault of a line with the token.
+    """Fault in a log line that contains the token ``:::MLLOG``.
 
     Attributes:
         keys: keys in the line, as far as they can be recognised.

@@ -158,7 +158,7 @@ def _times(results: Results) -> Figure | None:
 
 
 def _convergence(results: Results) -> Figure | None:
-    """Plot the sequences to the target of every run, compared with the reference."""
+    """Plot the number of sequences that each run needed to reach the target, and the reference's number."""
     samples = [(run, run.logged.converged_samples()) for run in results.runs]
     bars = [Bar(str(run.number), float(taken), run.outcome) for run, taken in samples if taken is not None]
     if not bars:

@@ -162,10 +162,11 @@ def deal(lengths: NDArray[np.integer], micro_batches: int) -> NDArray[np.int64]:
 
 
 def _match(dealt_BS: NDArray[np.int64], cost_N: NDArray[np.int64], number: int) -> NDArray[np.int64]:
-    """Split every micro-batch into halves, and join the costliest left half with the cheapest right half, and so on.
+    """Split every micro-batch into two halves, and join the halves of different micro-batches so that costs become equal.
 
-    No other way to join the halves gives a lower maximum or a higher minimum of the costs. If sequences a, b, c, d are
-    ordered by cost, the left half has a and c in even rounds, and a and d in odd rounds.
+    The costliest left half joins the cheapest right half, the second costliest joins the second cheapest, and so on. No
+    other way to join the halves gives a lower maximum or a higher minimum cost. Of the sequences a, b, c, d in the order
+    of their costs, the left half takes a and c in even rounds, and a and d in odd rounds.
     """
     dealt_BS = np.take_along_axis(dealt_BS, np.argsort(-cost_N[dealt_BS], axis=1, kind="stable"), axis=1)
     place_S = np.arange(dealt_BS.shape[1])

@@ -1,6 +1,7 @@
 """A rank's pipeline stages: their layers, the last stage's copy of the word table, and forward passes.
 
-Shape legend in ``bert/model.py``. In addition, W is this rank's rows of T, if a tensor group shares its stages.
+Shape legend in ``bert/model.py``. In addition, W is the number of T's rows that this rank holds when a tensor
+group shares the stages.
 """
 
 import torch
