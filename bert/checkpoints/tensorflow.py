@@ -31,6 +31,7 @@ _MOST_TENSOR_BYTES = 1 << 30
 _FOOTER_BYTES = 48
 _TRAILER_BYTES = 5
 """A block is followed by one byte of compression type and a checksum."""
+_OBJECT_GRAPH = "_CHECKPOINTABLE_OBJECT_GRAPH"
 _FLOAT32 = 1
 _REMEDY = "fetch or copy the checkpoint again"
 _PUBLISHED = ("f97de3ae180eb8d479555c939d50d048", 4_034_713_312)
@@ -83,6 +84,8 @@ class TensorBundle:
             }
         except ValueError as error:  # a name that is not UTF-8 also raises this
             raise ValueError(f"{self.index}: {error}; {_REMEDY}") from None
+        if _OBJECT_GRAPH in self.entries:
+            raise ValueError(f"{self.index} is a TF2 checkpoint: take the TF1 form, or a Hugging Face folder")
         self._require_extents()
         # MLCommons publishes MD5 digests. FIPS builds allow MD5 only for purposes other than security.
         md5 = hashlib.md5(content, usedforsecurity=False).hexdigest()

@@ -52,7 +52,7 @@ class Checkpoints:
         """Longest time that writing a checkpoint has taken, in seconds."""
         folder = self._folder if mesh.is_main else None
         self._removable = set(written_in(folder)) if folder else set()
-        """Checkpoints that this run may delete: those that it found at the start, and those that it has written."""
+        """Checkpoints that this run may delete: the checkpoints that existed at the start, and its own."""
         # Allocated once, because pinned memory is slow to allocate and training waits for the copies.
         pinned = mesh.device.type == "cuda"
         self._copies = [torch.empty(step.whole.size, pin_memory=pinned) for _ in FILES] if folder else []

@@ -63,9 +63,9 @@ class DataGuard:
 
 
 def _inodes(folder: Path) -> Iterator[tuple[int, int]]:
-    """Yield the device and inode of each data file in a folder. Links are followed."""
+    """Yield the device and inode of each data file in a folder and its subfolders. Links to files are followed."""
     # Ignore errors here, such as broken links: the reader of the data will report them.
-    for path in folder.glob("*"):
+    for path in folder.rglob("*"):
         if path.name not in METADATA:
             with contextlib.suppress(OSError):
                 found = path.stat()

@@ -132,7 +132,7 @@ def find() -> Findings:
 
 
 def items_of(module: str, configurations: Iterable[Configuration], capabilities: Iterable[int]) -> list[Item]:
-    """Return the configurations, each for those of the ``capabilities`` that it supports."""
+    """Return pairs of a configuration and a GPU generation in ``capabilities`` that the configuration supports."""
     return [
         Item(module, configuration, capability)
         for configuration in configurations

@@ -63,6 +63,9 @@ def test_what_is_not_supported_is_refused_by_name(folder: Path, tmp_path: Path):
     shutil.copy(folder / "tf1_sharded.index", tmp_path)
     with pytest.raises(ValueError, match=r"tf1_sharded\.data-00000-of-00003: No such file"):
         TensorBundle(tmp_path / "tf1_sharded")
+    graph = (b"_CHECKPOINTABLE_OBJECT_GRAPH", entry(dtype=7))
+    with pytest.raises(ValueError, match="is a TF2 checkpoint"):
+        TensorBundle(written(tmp_path, table(block(HEADER, graph))))
 
 
 # --- damage ---------------------------------------------------------------------------------------------------------
