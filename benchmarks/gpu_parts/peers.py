@@ -1,11 +1,15 @@
-"""Measure the training rate of other implementations on the same samples and device, in the same run."""
+"""Measure the training rate of other implementations on the same samples and device, in the same run.
+
+Shape legend in ``kernels/__init__.py``.
+"""
 
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from typing import cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.gpu_parts.ceilings import Ceilings
@@ -14,7 +18,10 @@ from benchmarks.gpu_parts.measuring.scale import Context, micro_batches, samples
 from benchmarks.gpu_parts.measuring.timing import measured, release, timed_row
 from benchmarks.gpu_parts.step import rate, recipe
 from benchmarks.training.hugging_face import new_model, padded
-from kernels import OPS
+from bert.layers import EncoderLayer, LayerNorm
+from bert.model import BertForPreTraining
+from dataloading.batches.loader import Batch
+from kernels.reference.ops import summed_embeddings
 
 OURS = "this repository, unpadded"
 
@@ -22,7 +29,7 @@ OURS = "this repository, unpadded"
 def peers(context: Context) -> None:
     """Measure a training step of each peer. All use fp32 weights under bf16 autocast and PyTorch's fused AdamW."""
     sides: dict[str, Callable[[Context, int], Callable[[], None]]] = {
-        "flash-attn and plain PyTorch, unpadded": _library_ops,
+        "plain PyTorch varlen, unpadded": _plain_varlen,
         "Hugging Face, padded, SDPA": _hugging_face,
         "Hugging Face, padded, SDPA, torch.compile": partial(_hugging_face, compiled=True),
     }
@@ -85,21 +92,11 @@ def _hugging_face(context: Context, sequences: int, *, compiled: bool = False) -
     return _step(context, model, lambda: called(**inputs).loss)
 
 
-def _library_ops(context: Context, sequences: int) -> Callable[[], None]:
-    """Prepare a step of our model with other libraries' ops: attention by flash-attn, the other ops in plain PyTorch."""
+def _plain_varlen(context: Context, sequences: int) -> Callable[[], None]:
+    """Prepare a step of our model in plain PyTorch ops. PyTorch's varlen attention has no dropout, which makes it faster."""
     model = context.model()
     (batch,) = micro_batches(context, sequences, 1)
-
-    def loss() -> Tensor:
-        with ExitStack() as chosen:
-            for op in OPS.values():
-                plain = "pytorch" if "pytorch" in op.implementations else "reference"
-                is_fused = op.name.startswith("varlen") and context.on_gpu
-                chosen.enter_context(op.using("flash_attn" if is_fused else plain))
-            masked_lm_loss, next_sentence_loss = model(batch).mean_losses(batch)
-        return masked_lm_loss + next_sentence_loss
-
-    return _step(context, model, loss)
+    return _step(context, model, lambda: plain_loss(model, batch))
 
 
 def _step(context: Context, model: torch.nn.Module, loss: Callable[[], Tensor]) -> Callable[[], None]:
@@ -113,3 +110,48 @@ def _step(context: Context, model: torch.nn.Module, loss: Callable[[], Tensor]) 
         optimizer.zero_grad()
 
     return run
+
+
+def plain_loss(model: BertForPreTraining, batch: Batch) -> Tensor:
+    """Compute the model's loss [] in plain PyTorch, with every layer on every token, as the mean over the batch."""
+    p = model.config.hidden_dropout if model.training else 0.0
+    tables = model.embeddings
+    ids = batch.input_ids, batch.position_ids, batch.segment_ids
+    embedded_TD = summed_embeddings(*ids, tables.word, tables.position, tables.segment)
+    hidden_TD = F.dropout(_norm(embedded_TD, tables.norm, model), p)
+    for layer in model.layers:
+        assert isinstance(layer, EncoderLayer)
+        hidden_TD = _plain_layer(hidden_TD, layer, model, batch, p)
+    masked_MD = hidden_TD[batch.masked_lm_positions]
+    wide_MD = F.gelu(model.transform(masked_MD), approximate="tanh")
+    logits_MV = F.linear(_norm(wide_MD, model.transform_norm, model), tables.word, model.decoder_bias)
+    # The first token of each sequence is [CLS].
+    cls_SD = hidden_TD[batch.cu_seqlens[:-1].long()]
+    next_sentence = F.cross_entropy(model.next_sentence_logits(cls_SD).float(), batch.next_sentence_labels)
+    return F.cross_entropy(logits_MV.float(), batch.masked_lm_ids) + next_sentence
+
+
+def _plain_layer(hidden_TD: Tensor, layer: EncoderLayer, model: BertForPreTraining, batch: Batch, p: float) -> Tensor:
+    heads = model.config.num_attention_heads
+    query, key, value = layer.query_key_value(hidden_TD).unflatten(-1, (3, heads, -1)).unbind(1)
+    context_TD = _plain_attention(query, key, value, batch).flatten(1)
+    attended_TD = _norm(hidden_TD + F.dropout(layer.attention_output(context_TD), p), layer.attention_norm, model)
+    wide_TF = F.gelu(layer.intermediate(attended_TD), approximate="tanh")
+    return _norm(attended_TD + F.dropout(layer.output(wide_TF), p), layer.output_norm, model)
+
+
+def _plain_attention(query: Tensor, key: Tensor, value: Tensor, batch: Batch) -> Tensor:
+    if query.is_cuda:
+        from torch.nn.attention.varlen import varlen_attn  # only in GPU builds
+
+        bounds, longest = batch.cu_seqlens, batch.max_seqlen
+        query, key, value = (x.contiguous() for x in (query, key, value))
+        return cast("Tensor", varlen_attn(query, key, value, bounds, bounds, longest, longest))
+    # Without CUDA there is no varlen kernel, so sequences are processed one at a time.
+    sizes = batch.cu_seqlens.diff().tolist()
+    sequences = zip(*(x.transpose(0, 1).split(sizes, dim=1) for x in (query, key, value)), strict=True)
+    return torch.cat([F.scaled_dot_product_attention(*one) for one in sequences], dim=1).transpose(0, 1)
+
+
+def _norm(x: Tensor, norm: LayerNorm, model: BertForPreTraining) -> Tensor:
+    return F.layer_norm(x, norm.weight.shape, norm.weight, norm.bias, model.config.layer_norm_eps)

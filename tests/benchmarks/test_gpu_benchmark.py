@@ -154,7 +154,7 @@ def test_every_micro_batch_of_a_measured_step_is_captured(capturing: Context) ->
 
 def test_peers_take_a_step(all_parts: Path) -> None:
     found = rows(all_parts, "peers")
-    ours, plain = found["this repository, unpadded"], found["flash-attn and plain PyTorch, unpadded"]
+    ours, plain = found["this repository, unpadded"], found["plain PyTorch varlen, unpadded"]
     against = found["ours against the fastest peer"]
     assert against["peer"] == pytest.approx(ours["figure"] / plain["figure"])
     for name in ("Hugging Face, padded, SDPA", "Hugging Face, padded, SDPA, torch.compile"):
@@ -346,3 +346,11 @@ def test_micro_batches_are_one_global_batch(context: Context) -> None:
     batches = micro_batches(context, 4, 3)
     masked = sum(batch.masked_lm_ids.numel() for batch in batches)
     assert [batch.global_counts.tolist() for batch in batches] == [[12, masked]] * len(batches)
+
+
+def test_the_plain_peer_is_the_same_model(context: Context) -> None:
+    model = gpu_step.training_step(context, gpu_step.recipe("h100_1x1")).model.eval()
+    (batch,) = micro_batches(context, 4, 1)
+    with torch.no_grad():
+        ours = sum(model(batch).mean_losses(batch))
+        torch.testing.assert_close(gpu_peers.plain_loss(model, batch), ours, rtol=1e-5, atol=0)
