@@ -214,4 +214,4 @@ def _reporter(
     if config.log.tensorboard is not None:
         # Each run gets its own folder.
         sinks.append(TensorBoard(config.log.tensorboard / config.log.system / inputs.result.stem))
-    return Reporter(progress, sinks, inputs.plan)
+    return Reporter(progress, sinks, (inputs.plan, config.plan) if inputs.plan and config.plan else None)

@@ -1,6 +1,7 @@
 """Comparison of a run's measured step time with the step time that its plan predicts."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from statistics import median
 
 from bert.configuration.run_plan import RunPlan
@@ -25,8 +26,11 @@ def compare_with_plan(plan: RunPlan, intervals: Sequence[StepRecord]) -> PlanRec
     )
 
 
-def difference(found: PlanRecord) -> str:
-    """Describe how the step time differs from the plan, and in which part most; "" if it differs by at most a fifth."""
+def difference(found: PlanRecord, plan: Path) -> str:
+    """Describe how the step time differs from the plan, and in which part most; "" if it differs by at most a fifth.
+
+    The text names the file ``plan``.
+    """
     planned = found.planned_step_ms
     if abs(found.step_ms - planned) <= WORTH_SAYING * planned:
         return ""
@@ -35,6 +39,6 @@ def difference(found: PlanRecord) -> str:
     most = max(pairs, key=lambda part: sign * (pairs[part][0] - pairs[part][1]))
     return (
         f"a step took {found.step_ms:.1f} ms, {abs(found.step_ms / planned - 1):.0%} {'more' if sign > 0 else 'less'} "
-        f"than the {planned:.1f} ms of the plan: mostly in {most.replace('_', ' ')}, {pairs[most][0]:.1f} ms instead of "
+        f"than the {planned:.1f} ms of {plan}: mostly in {most.replace('_', ' ')}, {pairs[most][0]:.1f} ms instead of "
         f"{pairs[most][1]:.1f}"
     )

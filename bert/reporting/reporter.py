@@ -3,6 +3,7 @@
 import time
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Protocol
 
@@ -40,7 +41,8 @@ class Sink(Protocol):
 class Reporter:
     """Reporter that passes each record to every sink and measures the run's time. Only rank 0 has sinks."""
 
-    def __init__(self, progress: RunProgress, sinks: list[Sink], plan: RunPlan | None = None) -> None:
+    def __init__(self, progress: RunProgress, sinks: list[Sink], plan: tuple[RunPlan, Path] | None = None) -> None:
+        """Compare the run with a ``plan``, which is given with its file."""
         self._progress, self._sinks, self._plan = progress, sinks, plan
         self._began = time.perf_counter()
 
@@ -76,9 +78,10 @@ class Reporter:
     def end(self, steps: int, record: EndRecord) -> None:
         """Report the comparison with the plan, if any, and the end of the run after ``steps`` steps."""
         if self._plan and (intervals := self._progress.records.steps):
-            compared = compare_with_plan(self._plan, intervals)
+            plan, file = self._plan
+            compared = compare_with_plan(plan, intervals)
             self.write(compared)
-            if text := difference(compared):
+            if text := difference(compared, file):
                 self.warn(steps, text)
         self.write(record)
 

@@ -91,8 +91,8 @@ def interval(step: int, **milliseconds: float) -> StepRecord:
     [
         (5.0, 20.0, None),
         (10.5, 20.0, None),
-        (15.0, 21.0, "a step took 41.0 ms, 37% more than the 30.0 ms of the plan: mostly in reduce, 15.0 ms"),
-        (5.0, 9.0, "a step took 19.0 ms, 37% less than the 30.0 ms of the plan: mostly in forward backward, 9.0 ms"),
+        (15.0, 21.0, "a step took 41.0 ms, 37% more than the 30.0 ms of p.json: mostly in reduce, 15.0 ms"),
+        (5.0, 9.0, "a step took 19.0 ms, 37% less than the 30.0 ms of p.json: mostly in forward backward, 9.0 ms"),
     ],
 )  # fmt: skip
 def test_a_run_says_where_it_differs_from_its_plan(
@@ -101,7 +101,7 @@ def test_a_run_says_where_it_differs_from_its_plan(
     progress = RunProgress(0.36, 1000, EvaluationSchedule(100, 32))
     lines: list[str] = []
     sinks = [MetricsWriter(tmp_path / "metrics.jsonl", RunRecord()), StepLines(progress, lines.append)]
-    with Reporter(progress, sinks, planned()) as reporter:
+    with Reporter(progress, sinks, (planned(), Path("p.json"))) as reporter:
         reporter.write(interval(20, data_wait=500.0))  # ignored, because the data loader starts in it
         for step in (40, 60, 80):
             reporter.write(interval(step, reduce=reduce_ms, forward_backward=forward_backward_ms))
