@@ -163,12 +163,14 @@ class _PassesNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors  # read once, as recomputation requires
-        of_norm, (input_DT, *kept, _) = saved[:5], saved[5:]
+        product_TD, bias_D, residual_TD, norm_weight_D, statistics_2T, input_DT, *kept, _ = saved
         # In the last fused layer, only the residual output has a reader.
         output_gradient_TD, *other = (gradient for gradient in gradients if gradient is not None)
-        shortcut_TD, site = other[0] if other else None, ctx.passes.last.gradient
+        upstream = output_gradient_TD, other[0] if other else None
+        of_norm = product_TD, bias_D, residual_TD, norm_weight_D, statistics_2T
+        site = ctx.passes.last.gradient
         gradient_TD, gradient_DT, residual_gradient_TD, *of_vectors = add_norm_backward_cast_fp8(
-            output_gradient_TD, shortcut_TD, *of_norm, ctx.dropout, site.scale, site.amax
+            *upstream, *of_norm, ctx.dropout, site.scale, site.amax
         )
         input_gradient_TD, *others = ctx.passes.backward(gradient_TD, gradient_DT, input_DT, kept, ctx.dtype)
         # The casts are inputs too, and have no gradient.
