@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bert.log.mllog import MLLog, evaluation_interval, evaluation_samples
+from bert.log.mllog import MLLog
 from compliance.log.rules import SYSTEM_FIELDS
+from compliance.log.schedule import evaluation_interval, evaluation_samples
 from tests.compliance.run_logs import CLOSED, START_MS, initialise
 
 BATCH = 768
@@ -48,6 +49,7 @@ def write_closed_run(
     start = {"event": "run", "recipe": "h100_1x8", "world_size": 8, "started": "2024-01-02T03:04:05+00:00"}
     metrics: list[dict[str, Any]] = [start]
     head = {"recipe": "h100_1x8", "torch": "2.13.0", "accelerator": "NVIDIA H100 80GB HBM3", "seed": 1000 + number}
+    path.mkdir(parents=True, exist_ok=True)
     with MLLog(path / f"result_{number}.txt", clock_ms=clock) as log:
         log.header(head | {"config.training.global_batch_size": BATCH} | (header or {}))
         initialise(log, "closed", settings, seed=1000 + number, platform="made_up_h100")

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from bert.log.mllog import evaluation_samples
+from compliance.log.schedule import evaluation_samples
 from compliance.watch import screen as watching
 from compliance.watch import watched as following
 from compliance.watch.screen import watch
