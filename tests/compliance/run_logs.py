@@ -10,7 +10,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-from bert.log.mllog import MLLog, evaluation_interval, evaluation_samples
+from bert.log.mllog import MLLog
+from compliance.log.schedule import evaluation_interval, evaluation_samples
 
 START_MS = 1_700_000_000_000
 
@@ -19,6 +20,7 @@ CLOSED: dict[str, int | float | str] = {
     "gradient_accumulation_steps": 1,
     "opt_base_learning_rate": 4.25e-4,
     "opt_lamb_epsilon": 1e-6,
+    "opt_epsilon": 1e-6,
     "opt_lamb_beta_1": 0.9,
     "opt_lamb_beta_2": 0.999,
     "opt_lamb_weight_decay_rate": 0.01,
@@ -43,18 +45,23 @@ def initialise(
     division: Any = "closed",
     settings: dict[str, Any] | None = None,
     seed: int = 1234,
-    **submission: str,
+    org: str = "Example",
+    platform: str = "one machine",
+    status: str = "research",
+    layers: int | None = None,
 ) -> None:
     """Log the records up to run_start."""
-    log.cache_clear(True)
-    log.init_start()
-    stated: dict[str, Any] = {"org": "Example", "platform": "one machine", **submission}
-    log.submission(division=division, **stated)
-    log.seed(seed)
-    log.hyperparameters(settings or (CLOSED if division == "closed" else OPEN))
-    log.weights_initialization(24 if division == "closed" else 2)
-    log.init_stop()
-    log.run_start()
+    log.event("cache_clear", True)
+    log.event("init_start")
+    stated = {"benchmark": "bert", "division": division, "org": org, "platform": platform, "status": status}
+    for key, value in stated.items():
+        log.event(f"submission_{key}", value)
+    log.event("seed", seed)
+    for key, value in (settings or (CLOSED if division == "closed" else OPEN)).items():
+        log.event(key, value)
+    log.weights_initialization(layers or (24 if division == "closed" else 2))
+    log.event("init_stop")
+    log.event("run_start")
 
 
 def train(log: MLLog, settings: dict[str, Any], accuracies: list[float]) -> int:
@@ -80,7 +87,7 @@ def log_of(
     status: Literal["success", "aborted", "running"] = "success",
     header: tuple[tuple[str, object], ...] = (),
     changes: tuple[tuple[str, Any], ...] = (),
-    submission: tuple[tuple[str, str], ...] = (),
+    submission: tuple[tuple[str, Any], ...] = (),
     step_ms: int = 10,
     start_ms: int = START_MS,
 ) -> bytes:

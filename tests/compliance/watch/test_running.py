@@ -125,7 +125,7 @@ NO_SCHEDULE = [b"# resumed from: step_00000500"]
 @pytest.mark.parametrize(
     ("run", "events", "expected"),
     [
-        ({}, [wrote(ONCE_MORE)], ["run_start: logged again, first on line 19, expected exactly one record"]),
+        ({}, [wrote(ONCE_MORE)], ["run_start: logged again, first on line 20, expected exactly one record"]),
         ({}, [evaluated(FIRST), evaluated(THIRD)], ["eval_start" + MISSED]),
         ({}, [evaluated(FIRST, 1, 0.4, False), evaluated(THIRD, 2, 0.4, False)], ["eval_accuracy" + MISSED]),
         (  # with packed sequences the log counts real sequences
