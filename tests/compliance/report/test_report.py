@@ -25,7 +25,7 @@ reference 2.44M ± 192k sequences
 minimum of the mean 2.31M
 would stand between the 5.39 min of Supermicro
 this folder, unverified
-forward and backward 67
+forward and backward 68
 1 settings of run 9
 NVLink 4, NVSwitch 3"""
 
