@@ -15,7 +15,7 @@ from dataloading.dataset.folder import open_dataset, write_dataset
 from dataloading.preparation.demo import SHARDS, write_demo
 from tests.conftest import REPOSITORY
 from tests.e2e.slurm.slurm_cluster import Cluster
-from tests.programs import write_forked_python
+from tests.programs import write_forked_python, write_script
 
 COMMITTED_RESULTS = "cpu_2cores"
 FEW = {"train": 2048, "evaluation": 128}
@@ -59,8 +59,7 @@ def with_real_launcher(checkout: Path) -> Path:
     programs = with_forked_python(checkout) / ".venv/bin"
     (programs / "forked").mkdir()
     (programs / "python").rename(programs / "forked/python")
-    (programs / "python").write_text(REAL_LAUNCHER.format(python=sys.executable))
-    (programs / "python").chmod(0o755)
+    write_script(programs / "python", REAL_LAUNCHER.format(python=sys.executable))
     return checkout
 
 
