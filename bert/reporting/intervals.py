@@ -25,12 +25,8 @@ class Stragglers:
     because those have the same amount of work.
     """
 
-    def __init__(
-        self, hosts: Sequence[str], stages: Sequence[int] | None = None, places: Sequence[str] | None = None
-    ) -> None:
-        self._hosts = hosts
-        self._stages = stages or [0] * len(hosts)
-        self._places = places or [""] * len(hosts)
+    def __init__(self, hosts: Sequence[str], stages: Sequence[int], places: Sequence[str]) -> None:
+        self._hosts, self._stages, self._places = hosts, stages, places
         self._in_a_row = [0] * len(hosts)
         """For each rank, the number of consecutive intervals in which its state differed from ``_named``."""
         self._named = [False] * len(hosts)
