@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dataloading.batches.packing import pack_samples
-from dataloading.dataset.folder import Dataset
-from dataloading.dataset.manifest import shard_name
+from dataloading.dataset.folder import Dataset, shard_name
 from dataloading.dataset.scan import index_shards
 from dataloading.jobs import begun, run_tasks
 from dataloading.options import Layout

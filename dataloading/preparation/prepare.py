@@ -15,8 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from console.files import open_regular, sha256_of
-from dataloading.dataset.folder import Dataset
-from dataloading.dataset.manifest import shard_name
+from dataloading.dataset.folder import Dataset, shard_name
 from dataloading.dataset.scan import index_shards
 from dataloading.jobs import JobProgress, Report, WorkPart, begun, run_tasks
 from dataloading.options import PretrainingOptions

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from dataloading.batches.synthetic import synthetic_samples
-from dataloading.dataset.folder import Dataset, open_dataset, write_dataset
-from dataloading.dataset.manifest import shard_name
+from dataloading.dataset.folder import Dataset, open_dataset, shard_name, write_dataset
 from dataloading.dataset.shuffle import multiset_digest, shuffle
 from dataloading.options import Layout
 from dataloading.preparation.convert import Packing, convert
