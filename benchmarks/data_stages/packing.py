@@ -42,7 +42,7 @@ def main(histogram: Path = HISTOGRAM, out: Path | None = None) -> None:
             f"{figure['efficiency']:.4%} real tokens (at most {figure['efficiency_bound']:.4%}), {figure['seconds']:.2f} s"
         )
     if out:
-        write_figures(out, {"algorithms": figures}, ("numpy", "scipy"))
+        write_figures(out, {"algorithms": figures})
 
 
 def packed(by_length: NDArray[np.int64], limit: int | None) -> dict[str, Any]:
