@@ -10,12 +10,13 @@ from bert.checkpoints.writer import Checkpoints
 from bert.configuration.config import Config
 from bert.evaluation.evaluator import Evaluator
 from bert.guards.interruption import Interruption
-from bert.log.mllog import MLLog, evaluation_samples
+from bert.log.mllog import MLLog
 from bert.reporting.intervals import Intervals
 from bert.reporting.reporter import Position, Reporter
 from bert.step import TrainingStep
 from bert.timing.stopwatch import Stopwatch
 from compliance.log.records import NAN, EndRecord, EvaluationRecord
+from compliance.log.schedule import evaluation_samples
 from dataloading.batches.loader import Loader
 
 Status = Literal["success", "aborted"]

@@ -120,19 +120,19 @@ def _timed_run(config: Config, inputs: Inputs, mesh: Mesh, guard: DataGuard, int
                 log.line(f"# {line}")
                 if mesh.is_main:
                     say(line)
-        log.cache_clear(config.log.cache_cleared)
+        log.event("cache_clear", config.log.cache_cleared)
         # By the rules, the initialization starts before the model is built (TR 11).
-        log.init_start()
+        log.event("init_start")
         log_settings(log, config, inputs, mesh, seed)
         timed = build_run(config, inputs, mesh, log, interruption, world, seed, resumed, capturer)
         with timed.reporter:
-            log.init_stop()
+            log.event("init_stop")
             # This check takes milliseconds, so run it before the clock starts.
             guard.require_untouched()
             # The first barrier starts the clock only when all ranks are ready. The second one ensures that no rank opens
             # data before the clock has started.
             barrier()
-            log.run_start()
+            log.event("run_start")
             barrier()
             guard.release()
             with watchdog.expect_progress(timed.stopwatch.tracker):

@@ -21,7 +21,7 @@ from bert.log.mllog import MLLog
 from bert.loop import Run
 from bert.parallel.collectives import agreed_text, broadcast_
 from bert.parallel.mesh import Mesh
-from bert.reporting.displays import RunProgress, StepLines
+from bert.reporting.displays import StepLines
 from bert.reporting.intervals import Intervals, Stragglers
 from bert.reporting.reporter import Position, Reporter, Sink
 from bert.reporting.tensorboard import TensorBoard
@@ -101,38 +101,38 @@ def build_run(
 def log_settings(log: MLLog, config: Config, inputs: Inputs, mesh: Mesh, seed: int) -> None:
     """Log the submission, the seed and the hyperparameters under their MLPerf keys."""
     optimizer, training = config.optimizer, config.training
-    log.submission(
-        division=config.log.division,
-        org=config.log.organization,
-        platform=config.log.platform or config.log.system,
-        status=config.log.status,
-    )
-    log.seed(seed)
-    log.hyperparameters(
-        {
-            "global_batch_size": training.global_batch_size,
-            # Round up: if the shares are uneven, log the largest share.
-            "d_batch_size": -(-training.global_batch_size // (mesh.data_size * training.gradient_accumulation_steps)),
-            "gradient_accumulation_steps": training.gradient_accumulation_steps,
-            "max_sequence_length": inputs.train.info.max_seq_length,
-            "max_predictions_per_seq": inputs.train.info.max_predictions_per_seq,
-            "opt_name": "lamb",
-            "opt_base_learning_rate": optimizer.base_learning_rate,
-            "opt_lamb_epsilon": optimizer.epsilon,
-            "opt_lamb_beta_1": optimizer.beta_1,
-            "opt_lamb_beta_2": optimizer.beta_2,
-            "opt_lamb_weight_decay_rate": optimizer.weight_decay_rate,
-            "opt_lamb_learning_rate_decay_poly_power": 1.0,  # linear decay, as the rules require
-            "opt_gradient_clip_norm": optimizer.max_grad_norm,
-            "opt_learning_rate_training_steps": optimizer.learning_rate_training_steps,
-            # The rule files require the number of warm-up steps under both names.
-            "opt_learning_rate_warmup_steps": optimizer.num_warmup_steps,
-            "num_warmup_steps": optimizer.num_warmup_steps,
-            "start_warmup_step": optimizer.start_warmup_step,
-            "quality_target": config.evaluation.target,
-            "eval_interval_samples": inputs.interval,
-        }
-    )
+    settings = {
+        "submission_benchmark": "bert",
+        "submission_division": config.log.division,
+        "submission_org": config.log.organization,
+        "submission_platform": config.log.platform or config.log.system,
+        "submission_status": config.log.status,
+        "seed": seed,  # once for all ranks (TR 5.1)
+        "global_batch_size": training.global_batch_size,
+        # Round up: if the shares are uneven, log the largest share.
+        "d_batch_size": -(-training.global_batch_size // (mesh.data_size * training.gradient_accumulation_steps)),
+        "gradient_accumulation_steps": training.gradient_accumulation_steps,
+        "max_sequence_length": inputs.train.info.max_seq_length,
+        "max_predictions_per_seq": inputs.train.info.max_predictions_per_seq,
+        "opt_name": "lamb",
+        "opt_base_learning_rate": optimizer.base_learning_rate,
+        "opt_lamb_epsilon": optimizer.epsilon,
+        "opt_epsilon": optimizer.epsilon,  # ruleset 2.0.0 requires the older name as well
+        "opt_lamb_beta_1": optimizer.beta_1,
+        "opt_lamb_beta_2": optimizer.beta_2,
+        "opt_lamb_weight_decay_rate": optimizer.weight_decay_rate,
+        "opt_lamb_learning_rate_decay_poly_power": 1.0,  # linear decay, as the rules require
+        "opt_gradient_clip_norm": optimizer.max_grad_norm,
+        "opt_learning_rate_training_steps": optimizer.learning_rate_training_steps,
+        # The rule files require the number of warm-up steps under both names.
+        "opt_learning_rate_warmup_steps": optimizer.num_warmup_steps,
+        "num_warmup_steps": optimizer.num_warmup_steps,
+        "start_warmup_step": optimizer.start_warmup_step,
+        "quality_target": config.evaluation.target,
+        "eval_interval_samples": inputs.interval,
+    }
+    for key, value in settings.items():
+        log.event(key, value)
 
 
 def _warmed_up_step(
@@ -192,11 +192,10 @@ def _choose_implementations(
 def _reporter(
     config: Config, inputs: Inputs, mesh: Mesh, log: MLLog, step: TrainingStep, resumed_samples: int
 ) -> Reporter:
-    schedule = EvaluationSchedule(inputs.interval, config.training.global_batch_size)
-    progress = RunProgress(config.evaluation.target, config.training.sample_limit, schedule, resumed_samples)
     # The other ranks report nothing, but need a reporter to measure the time for training.max_minutes.
     if not mesh.is_main:
-        return Reporter(progress, [])
+        return Reporter([])
+    schedule = EvaluationSchedule(inputs.interval, config.training.global_batch_size)
     run = RunRecord(
         recipe=config.recipe,
         system=config.log.system,
@@ -209,9 +208,9 @@ def _reporter(
     )
     sinks: list[Sink] = [
         MetricsWriter(inputs.metrics, run),
-        StepLines(progress, log.line, say),
+        StepLines([log.line, say], run.target, config.training.sample_limit, schedule, resumed_samples),
     ]
     if config.log.tensorboard is not None:
         # Each run gets its own folder.
         sinks.append(TensorBoard(config.log.tensorboard / config.log.system / inputs.result.stem))
-    return Reporter(progress, sinks, (inputs.plan, config.plan) if inputs.plan and config.plan else None)
+    return Reporter(sinks, (inputs.plan, config.plan) if inputs.plan and config.plan else None)

@@ -19,12 +19,12 @@ from bert.configuration.config import Config
 from bert.configuration.run_plan import RunPlan, read_plan
 from bert.execution.batches import plan_of
 from bert.guards.triton_compiler import lacks_of_triton
-from bert.log.mllog import evaluation_interval, evaluation_samples
 from bert.log.result_files import choose_files
 from bert.model import parameter_shapes
 from bert.parallel.launch import job, may_start_again, restarts
 from bert.parallel.mesh import Mesh, require_whole_copies
 from bert.reporting.tensorboard import require_installed
+from compliance.log.schedule import evaluation_interval, evaluation_samples
 from dataloading.batches.loader_choice import check_loader
 from dataloading.dataset.folder import Dataset, open_dataset
 from dataloading.text.tokenization import Vocabulary

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import BinaryIO
 
 from compliance.log import digest
-
-
-class ResultExists(ValueError):  # noqa: N818 - the name states what was found
-    """The result file exists already. It was not changed."""
 
 
 class LineFile:
     """Writer of the lines of a new result file. The file must not exist yet."""
 
     def __init__(self, path: Path) -> None:
-        self._file = _create(path)
+        # Mode "x" is atomic: if several runs start at the same time, only one of them gets the number.
+        self._file = path.open("xb")
         self._chain = digest.Chain()
 
     @property
@@ -59,16 +55,3 @@ class LineFile:
             self._file.flush()
         except OSError as error:
             raise OSError(error.errno, error.strerror, self._file.name) from None
-
-
-def _create(path: Path) -> BinaryIO:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # Mode "x" is atomic: if several runs start at the same time, only one of them gets the number.
-        return path.open("xb")
-    except OSError as error:
-        if isinstance(error, FileExistsError) and path.parent.is_dir():
-            raise ResultExists(
-                f"{path} is already there and a result is never overwritten: choose another run number, or move it away"
-            ) from None
-        raise ValueError(f"{path} cannot be created: {error.strerror}; choose another results folder") from error

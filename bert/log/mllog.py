@@ -26,16 +26,12 @@ from typing import Literal, Self
 
 from mlperf_logging.mllog.mllog import MLLogger
 
-from bert.log.line_file import LineFile, ResultExists
+from bert.log.line_file import LineFile
 from compliance.log import rules
 from compliance.log.order import left_open, own_settings, unearned_success, violations
 from compliance.log.record import Record
-from compliance.log.rules import QUALITY_TARGET
 from compliance.log.run import LoggedRun, samples_of
-from compliance.log.schedule import evaluation_interval, evaluation_samples
 from console.text import visible
-
-__all__ = ["QUALITY_TARGET", "MLLog", "ResultExists", "RuleViolation", "evaluation_interval", "evaluation_samples"]
 
 TOKEN = ":::MLLOG"
 REPOSITORY_ROOT = Path(__file__).resolve().parents[2]
@@ -53,7 +49,7 @@ class MLLog:
     file, and completes the log as aborted if the block raises an exception. ``clock_ms`` returns milliseconds since the
     Unix epoch.
 
-    Raises ``ResultExists`` if the file exists, and ``ValueError`` if it cannot be created.
+    Raises ``FileExistsError`` if the file exists.
     """
 
     def __init__(self, path: Path | None, *, clock_ms: Callable[[], int] | None = None) -> None:
@@ -100,60 +96,12 @@ class MLLog:
         self.line(f"# resumed from: {checkpoint}")
         self._run.resumed_samples = self._run.counted_samples = samples
 
-    # Before the clock
-
-    def cache_clear(self, cleared: bool) -> None:
-        """Log whether the system's file caches were dropped before this run (TR 6.1)."""
-        self.event("cache_clear", cleared)
-
-    def init_start(self) -> None:
-        """Log the start of the untimed initialization. Call this before the model is constructed (TR 11)."""
-        self.event("init_start")
-
-    def submission(
-        self,
-        *,
-        division: rules.Division,
-        org: str,
-        platform: str,
-        status: Literal["research", "onprem", "cloud", "preview"] = "research",
-    ) -> None:
-        """Log the benchmark, division, organization, platform and status of the submission."""
-        self.event("submission_benchmark", "bert")
-        self.event("submission_division", division)
-        self.event("submission_org", org)
-        self.event("submission_platform", platform)
-        self.event("submission_status", status)
-
-    def seed(self, seed: int) -> None:
-        """Log the seed of the run, once for all ranks (TR 5.1)."""
-        self.event("seed", seed)
-
-    def hyperparameters(self, values: Mapping[str, int | float | str]) -> None:
-        """Log the run's settings under their MLPerf keys. If a key is missing, ``init_stop`` raises an error."""
-        for key, value in values.items():
-            self.event(key, value)
-            if key == "opt_lamb_epsilon":
-                self.event("opt_epsilon", value)  # ruleset 2.0.0 requires the older name as well
+    # Records with several parts; `samples` counts sequences trained since run_start
 
     def weights_initialization(self, num_hidden_layers: int) -> None:
         """Log the names of all weight tensors, as the reference implementation names them."""
         for tensor in rules.weight_tensors(num_hidden_layers):
             self.event("weights_initialization", tensor=tensor)
-
-    def init_stop(self) -> None:
-        """Log the end of the initialization.
-
-        Raises ``RuleViolation`` if a required record is missing, if a closed run differs from the benchmark in its
-        target, evaluation interval or model, or if the initialization took too long.
-        """
-        self.event("init_stop")
-
-    # The timed run; `samples` counts sequences trained since run_start
-
-    def run_start(self) -> None:
-        """Log the start of the clock. Call this before any process touches the data set (TR 11)."""
-        self.event("run_start")
 
     def block_start(self, samples: int) -> None:
         """Log the start of training between two evaluations."""
@@ -204,9 +152,9 @@ class MLLog:
             # The sample count of an interval's end must not be lower than the count of its start.
             samples = max(run.counted_samples, samples or 0)
             if run.phase == "init":
-                self.init_stop()
+                self.event("init_stop")
             if run.phase == "ready":
-                self.run_start()
+                self.event("run_start")
             if "eval_start" in run.open:
                 self.eval_stop(samples_of(run.open["eval_start"].metadata) or 0)
             if "block_start" in run.open:
@@ -223,10 +171,12 @@ class MLLog:
             with self._lock:
                 self._file.close()
 
-    # Any record
-
     def event(self, key: str, value: object = None, **metadata: object) -> None:
-        """Log a record of any key: the beginning or the end of an interval, or a point in time."""
+        """Log a record of any key: the beginning or the end of an interval, or a point in time.
+
+        At ``init_stop``, raises ``RuleViolation`` if a required record is missing, if a closed run differs from the
+        benchmark in its target, evaluation interval or model, or if the initialization took too long.
+        """
         if self._logger is None or self._file is None:
             return
         rule = rules.KEYS.get(key)

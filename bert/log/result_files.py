@@ -8,10 +8,11 @@ that started the run can find the log.
 import itertools
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from bert.log.mllog import MLLog, ResultExists
+from bert.log.mllog import MLLog
 from console.files import write_atomically
 
 CLAIM = "MLPERF_BERT_CLAIM"
@@ -46,16 +47,15 @@ def choose_files(folder: Path, wanted: int | None) -> ResultFiles:
 def create_log(folder: Path, wanted: int | None) -> tuple[MLLog, ResultFiles]:
     """Create the log of run number ``wanted``, or of the lowest free number if it is None.
 
-    Raises ``ValueError`` if a file of run number ``wanted`` exists or the log cannot be created.
+    Raises ``ValueError`` if a file of run number ``wanted`` exists, and ``OSError`` if the log cannot be created.
     """
-    free = _free(folder) if wanted is None else iter([choose_files(folder, wanted)])
-    for files in free:
-        try:
+    folder.mkdir(parents=True, exist_ok=True)
+    if wanted is not None:
+        files = choose_files(folder, wanted)
+        return MLLog(files.result), files
+    for files in _free(folder):
+        with suppress(FileExistsError):  # another run has just taken this number, so try the next one
             return MLLog(files.result), files
-        except ResultExists:
-            # Another run has just taken this number, so try the next one.
-            if wanted is not None:
-                raise
     raise AssertionError("numbers do not end")
 
 

@@ -48,45 +48,6 @@ class HiddenStates(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _AddNorm:
-    """Dropout, residual and norm after a product. The product's output gradient has the site ``gradient``."""
-
-    eps: float
-    dropout: Dropout | None
-    gradient: Site
-    reader: Site | None
-    """The site of the product that reads the output, or None if the output is not cast."""
-
-    def forward(
-        self, ctx: Any, product_TD: Tensor, bias_D: Tensor, residual_TD: Tensor, weight_D: Tensor, norm_bias_D: Tensor
-    ) -> tuple[tuple[Tensor | None, ...], tuple[Tensor, ...]]:
-        """Return the fields of ``HiddenStates``, and the tensors that ``backward`` needs."""
-        # Without a reader's scale the norm makes no casts.
-        reader = (None, None) if self.reader is None else (self.reader.scale, self.reader.amax)
-        output_TD, statistics_2T, *casts = add_norm_cast_fp8(
-            product_TD, bias_D, residual_TD, weight_D, norm_bias_D, self.eps, self.dropout, *reader
-        )
-        # An output without a reader gets None as its gradient, not zeros of shape [T, D].
-        ctx.set_materialize_grads(False)
-        # FP8 is a floating point type, so autograd would consider the casts differentiable.
-        ctx.mark_non_differentiable(*(cast for cast in casts if cast is not None))
-        kept = product_TD, bias_D, residual_TD, weight_D, statistics_2T
-        # A view, so that autograd sees two outputs and passes the gradients of their two readers separately.
-        return (output_TD, output_TD.view_as(output_TD), *casts), kept
-
-    def backward(self, gradients: tuple[Tensor | None, ...], kept: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Return the gradients of the product (quantized, and transposed), of the residual, and of the three vectors."""
-        # In the last fused layer, only the residual output has a reader.
-        output_gradient_TD, *other = (gradient for gradient in gradients if gradient is not None)
-        shortcut_TD = other[0] if other else None
-        product_TD, bias_D, residual_TD, weight_D, statistics_2T = kept
-        inputs = product_TD, bias_D, residual_TD, weight_D, statistics_2T, self.dropout
-        return add_norm_backward_cast_fp8(
-            output_gradient_TD, shortcut_TD, *inputs, self.gradient.scale, self.gradient.amax
-        )
-
-
-@dataclass(frozen=True)
 class _SelfAttention:
     """Attention between the query-key-value product and the product that reads the attention output."""
 
@@ -163,7 +124,7 @@ class _ProductAttention(torch.autograd.Function):
 
 
 class _PassesNorm(torch.autograd.Function):
-    """Products, followed by dropout, residual and norm."""
+    """Products, followed by dropout, residual and norm. The forward pass returns the fields of ``HiddenStates``."""
 
     @staticmethod
     def forward(
@@ -173,7 +134,9 @@ class _PassesNorm(torch.autograd.Function):
         quantized_TD: Tensor,
         input_DT: Tensor,
         passes: Passes,
-        norm: _AddNorm,
+        reader: Site | None,
+        dropout: Dropout | None,
+        eps: float,
         dtype: torch.dtype,
         bias_D: Tensor,
         norm_weight_D: Tensor,
@@ -181,21 +144,37 @@ class _PassesNorm(torch.autograd.Function):
         *_parameters: nn.Parameter,
     ) -> tuple[Tensor | None, ...]:
         product_TD, kept = passes.forward(quantized_TD, dtype)
-        outputs, of_norm = norm.forward(ctx, product_TD, bias_D, residual_TD, norm_weight_D, norm_bias_D)
-        ctx.passes, ctx.norm, ctx.dtype, ctx.split = passes, norm, x_TD.dtype, len(of_norm)
+        # Without a reader's scale the norm makes no casts.
+        site = (None, None) if reader is None else (reader.scale, reader.amax)
+        vectors = norm_weight_D, norm_bias_D, eps, dropout
+        output_TD, statistics_2T, *casts = add_norm_cast_fp8(product_TD, bias_D, residual_TD, *vectors, *site)
+        # An output without a reader gets None as its gradient, not zeros of shape [T, D].
+        ctx.set_materialize_grads(False)
+        # FP8 is a floating point type, so autograd would consider the casts differentiable.
+        ctx.mark_non_differentiable(*(cast for cast in casts if cast is not None))
+        ctx.passes, ctx.dropout, ctx.dtype = passes, dropout, x_TD.dtype
+        of_norm = product_TD, bias_D, residual_TD, norm_weight_D, statistics_2T
         # The last tensor is saved for autograd's check, as in ``bert.products.fp8``.
         ctx.save_for_backward(*of_norm, input_DT, *kept, passes.first.weight_KN)
-        return outputs
+        # A view, so that autograd sees two outputs and passes the gradients of their two readers separately.
+        return output_TD, output_TD.view_as(output_TD), *casts
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors  # read once, as recomputation requires
-        of_norm, (input_DT, *kept, _) = saved[: ctx.split], saved[ctx.split :]
-        gradient_TD, gradient_DT, residual_gradient_TD, *of_vectors = ctx.norm.backward(gradients, of_norm)
+        product_TD, bias_D, residual_TD, norm_weight_D, statistics_2T, input_DT, *kept, _ = saved
+        # In the last fused layer, only the residual output has a reader.
+        output_gradient_TD, *other = (gradient for gradient in gradients if gradient is not None)
+        upstream = output_gradient_TD, other[0] if other else None
+        of_norm = product_TD, bias_D, residual_TD, norm_weight_D, statistics_2T
+        site = ctx.passes.last.gradient
+        gradient_TD, gradient_DT, residual_gradient_TD, *of_vectors = add_norm_backward_cast_fp8(
+            *upstream, *of_norm, ctx.dropout, site.scale, site.amax
+        )
         input_gradient_TD, *others = ctx.passes.backward(gradient_TD, gradient_DT, input_DT, kept, ctx.dtype)
         # The casts are inputs too, and have no gradient.
-        return residual_gradient_TD, input_gradient_TD, *[None] * 5, *of_vectors, *others
+        return residual_gradient_TD, input_gradient_TD, *[None] * 7, *of_vectors, *others
 
 
 class FusedLayer(Fp8Layer):
@@ -266,7 +245,9 @@ class FusedLayer(Fp8Layer):
             hidden.input_TD,
             *hidden.casts(passes.first),
             passes,
-            _AddNorm(self.config.layer_norm_eps, dropout, passes.last.gradient, reader),
+            reader,
+            dropout,
+            self.config.layer_norm_eps,
             compute_dtype(hidden.input_TD),
             passes.last.dense.bias,
             norm.weight,

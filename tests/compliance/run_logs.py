@@ -10,7 +10,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-from bert.log.mllog import MLLog, evaluation_interval, evaluation_samples
+from bert.log.mllog import MLLog
+from compliance.log.schedule import evaluation_interval, evaluation_samples
 
 START_MS = 1_700_000_000_000
 
@@ -19,6 +20,7 @@ CLOSED: dict[str, int | float | str] = {
     "gradient_accumulation_steps": 1,
     "opt_base_learning_rate": 4.25e-4,
     "opt_lamb_epsilon": 1e-6,
+    "opt_epsilon": 1e-6,
     "opt_lamb_beta_1": 0.9,
     "opt_lamb_beta_2": 0.999,
     "opt_lamb_weight_decay_rate": 0.01,
@@ -43,18 +45,23 @@ def initialise(
     division: Any = "closed",
     settings: dict[str, Any] | None = None,
     seed: int = 1234,
-    **submission: str,
+    org: str = "Example",
+    platform: str = "one machine",
+    status: str = "research",
+    layers: int | None = None,
 ) -> None:
     """Log the records up to run_start."""
-    log.cache_clear(True)
-    log.init_start()
-    stated: dict[str, Any] = {"org": "Example", "platform": "one machine", **submission}
-    log.submission(division=division, **stated)
-    log.seed(seed)
-    log.hyperparameters(settings or (CLOSED if division == "closed" else OPEN))
-    log.weights_initialization(24 if division == "closed" else 2)
-    log.init_stop()
-    log.run_start()
+    log.event("cache_clear", True)
+    log.event("init_start")
+    stated = {"benchmark": "bert", "division": division, "org": org, "platform": platform, "status": status}
+    for key, value in stated.items():
+        log.event(f"submission_{key}", value)
+    log.event("seed", seed)
+    for key, value in (settings or (CLOSED if division == "closed" else OPEN)).items():
+        log.event(key, value)
+    log.weights_initialization(layers or (24 if division == "closed" else 2))
+    log.event("init_stop")
+    log.event("run_start")
 
 
 def train(log: MLLog, settings: dict[str, Any], accuracies: list[float]) -> int:
@@ -80,7 +87,7 @@ def log_of(
     status: Literal["success", "aborted", "running"] = "success",
     header: tuple[tuple[str, object], ...] = (),
     changes: tuple[tuple[str, Any], ...] = (),
-    submission: tuple[tuple[str, str], ...] = (),
+    submission: tuple[tuple[str, Any], ...] = (),
     step_ms: int = 10,
     start_ms: int = START_MS,
 ) -> bytes:
@@ -115,26 +122,20 @@ def without_chain(text: str) -> str:
     return "".join(line for line in text.splitlines(keepends=True) if not line.startswith(("# chain: ", "# digest")))
 
 
-def write_metrics(path: Path, steps: int = 60) -> Path:
-    """Write a metrics file like the trainer's: an entry every 10 steps and an evaluation every 20 steps."""
+def write_metrics(path: Path, steps: int = 60, *, every: int = 10, batch: int = 32, scale: float = 1.0) -> Path:
+    """Write a metrics file like the trainer's: an entry every `every` steps, and an evaluation every 20 steps.
+
+    A step takes 27 ms times `scale`, of which 1 ms times `scale` is in none of the four parts.
+    """
+    parts = {"step_ms": 27.0, "data_wait_ms": 1.0, "forward_backward_ms": 20.0, "reduce_ms": 3.0, "update_ms": 2.0}
+    scaled = {name: scale * ms for name, ms in parts.items()}
     entries: list[dict[str, Any]] = [
-        {"event": "run", "recipe": "test", "world_size": 2, "started": "2024-01-02T03:04:05"}
+        {"event": "run", "recipe": "test", "world_size": 8, "started": "2024-01-02T03:04:05"}
     ]
-    for step in range(10, steps + 1, 10):
-        entries.append(
-            {
-                "event": "step",
-                "step": step,
-                "samples": 32 * step,
-                "step_ms": 27.0,
-                "data_wait_ms": 1.0,
-                "forward_backward_ms": 20.0,
-                "reduce_ms": 3.0,
-                "update_ms": 2.0,
-                "loss": 9.0 / step,
-            }
-        )
+    for step in range(every, steps + 1, every):
+        at, rate = {"step": step, "samples": batch * step}, 1000 * batch / scaled["step_ms"]
+        entries.append({"event": "step", **at, **scaled, "loss": 9.0 / step, "sequences_per_s": rate})
         if step % 20 == 0:
-            entries.append({"event": "eval", "step": step, "samples": 32 * step, "eval_s": 0.05})
+            entries.append({"event": "eval", **at, "eval_s": 0.05})
     path.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
     return path

@@ -5,7 +5,7 @@
 The function ``configurations()`` of each module in ``kernels/triton/`` lists the configurations that the module can choose.
 The numbers come from the compiler and cuobjdump that ship with Triton. Compiling everything takes minutes, so a file keeps
 the numbers by version of Triton and by a digest of everything that affects a compilation. The command adds what the file
-lacks. Tests compile that too, and one known configuration of each module to validate the file.
+lacks, and tests compile that too.
 """
 
 import ast
@@ -103,32 +103,22 @@ class Item:
         return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
 
-@dataclass(frozen=True)
-class Findings:
-    """Costs of all configurations, and problems of the file or the kernels."""
+def known_costs() -> tuple[dict[str, Cost], list[str]]:
+    """Return the costs of all configurations by digest, and the names of those that were compiled.
 
-    costs: list[Cost]
-    lacking: list[str]
-    """Names of configurations that are not in the file."""
-    wrong: list[str]
-    """Differences between the file's costs and the compiler's."""
-    specialized: list[str]
-    """Parameters for which Triton specializes a kernel if the value is 1 or a multiple of 16."""
-
-
-def find() -> Findings:
-    """Read known costs from the file, compile the other configurations, and validate a sample of the known ones."""
-    kept = {digest: Cost(**figures) for digest, figures in _read().get(_version(), {}).items()}
+    The names are empty if the file has nothing for this version of Triton.
+    """
+    kept = _read().get(_version(), {})
     items = {item.digest(): item for item in _items()}
-    lacking = [digest for digest in items if digest not in kept]
-    again = [digest for digest in _sample(items) if digest in kept]
-    found = dict(zip((*lacking, *again), costs_of([items[each] for each in (*lacking, *again)]), strict=True))
-    return Findings(
-        [found.get(digest) or kept[digest] for digest in items],
-        [items[digest].name for digest in lacking if kept],
-        [f"{kept[digest]}, compiled {found[digest]}" for digest in again if found[digest] != kept[digest]],
-        sorted({f"{item.module}: {name}" for item in items.values() for name in _specialized(item.configuration)}),
-    )
+    lacking = {digest: item for digest, item in items.items() if digest not in kept}
+    found = dict(zip(lacking, costs_of(lacking.values()), strict=True))
+    costs = {digest: found[digest] if digest in found else Cost(**kept[digest]) for digest in items}
+    return costs, [item.name for item in lacking.values()] if kept else []
+
+
+def specialized() -> list[str]:
+    """Return the numbers for which Triton compiles a kernel again if the value is 1 or a multiple of 16."""
+    return sorted({f"{item.module}: {name}" for item in _items() for name in _specialized(item.configuration)})
 
 
 def items_of(module: str, configurations: Iterable[Configuration], capabilities: Iterable[int]) -> list[Item]:
@@ -250,21 +240,10 @@ def _version() -> str:
     return triton.__version__
 
 
-def _sample(items: dict[str, Item]) -> list[str]:
-    """Choose one configuration from each module, with alternating architectures."""
-    by_module: dict[str, list[str]] = {}
-    for digest, item in items.items():
-        by_module.setdefault(item.module, []).append(digest)
-    return [its_own[place % len(its_own)] for place, its_own in enumerate(by_module.values())]
-
-
 def main() -> int:
     """Update the installed Triton version's section of the file, print it, and return the exit status."""
-    versions, items = _read(), {item.digest(): item for item in _items()}
-    kept = versions.get(_version(), {})
-    lacking = {digest: item for digest, item in items.items() if digest not in kept}
-    found = kept | {digest: asdict(cost) for digest, cost in zip(lacking, costs_of(lacking.values()), strict=True)}
-    versions[_version()] = {digest: found[digest] for digest in items}
+    costs, _ = known_costs()
+    versions = _read() | {_version(): {digest: asdict(cost) for digest, cost in costs.items()}}
     # One line per configuration keeps diffs readable.
     rows = {
         version: ",\n".join(f'"{digest}": {json.dumps(figures)}' for digest, figures in its_own.items())
@@ -272,9 +251,8 @@ def main() -> int:
     }
     sections = ",\n".join(f'"{version}": {{\n{its_own}\n}}' for version, its_own in rows.items())
     FILE.write_text(f"{{{sections}}}\n", encoding="utf-8")
-    costs = [Cost(**found[digest]) for digest in items]
-    print(*costs, sep="\n")
-    return int(not all(cost.fits for cost in costs))
+    print(*costs.values(), sep="\n")
+    return int(not all(cost.fits for cost in costs.values()))
 
 
 if __name__ == "__main__":

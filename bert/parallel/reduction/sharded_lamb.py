@@ -12,11 +12,12 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from bert.configuration.sections import OptimizerConfig
 from bert.model import BertForPreTraining
-from bert.optimizer import FlatParameters, hyperparameters, learning_rate_tensor
+from bert.optimizer import FlatParameters, hyperparameters, learning_rate
 from bert.parallel.reduction.gradients import Reduction
 from bert.parallel.single import all_gather_single
 from bert.parallel.tensor.shards import TensorParallel
@@ -60,16 +61,18 @@ class ShardedLamb:
         spans = segment_spans(flat.segments.sizes, [self._own(bucket) for bucket in reduction.buckets])
         self._spans = _layout(spans, flat.segments.adapted, shard)
         adapted = [segment for segment, _, _ in spans if flat.segments.adapted[segment]]
-        # On the device, so that a step needs no synchronization with the host to index and add.
-        self._segments_K = torch.tensor(adapted, dtype=torch.int64, device=device)
         everywhere = [False] * len(flat.segments.sizes) if tensor is None else tensor.on_all_ranks(flat)
         places = [torch.arange(start, stop) for segment, start, stop in spans if everywhere[segment]]
         # The empty tensor is needed because cat rejects an empty list.
         self._everywhere_I = torch.cat([torch.arange(0), *places]).to(device)
         self._counts = tensor is None or tensor.rank == 0
         """Whether this rank counts replicated parameters in norms. Only one rank of a tensor group does."""
-        counted = [-1 if everywhere[segment] and not self._counts else segment for segment in adapted]
-        self._rows_GK = _rows(counted, len(flat.segments.sizes)).to(device)
+        segments_K = torch.tensor(adapted, dtype=torch.int64)
+        counted_K = torch.tensor([self._counts or not everywhere[segment] for segment in adapted])
+        # On the device, so that a step needs no synchronization with the host to index and add. Products with the second
+        # tensor add the spans of each segment, in a fixed order.
+        self._segments_K = segments_K.to(device)
+        self._counted_KG = (F.one_hot(segments_K, len(flat.segments.sizes)) * counted_K[:, None]).double().to(device)
 
     @torch.no_grad()
     def step(self) -> Tensor:
@@ -96,10 +99,9 @@ class ShardedLamb:
             step=self.steps + 1,
         )
         # Every rank takes part in the sums, even a rank without adapted elements.
-        filled_2K = torch.cat([squares_2K, squares_2K.new_zeros(2, 1)], dim=1)
-        squares_2G = self._over_shards(filled_2K[:, self._rows_GK].sum(-1))
+        squares_2G = self._over_shards(squares_2K @ self._counted_KG)
         # The schedule counts steps from 0, the bias corrections above count from 1.
-        rate = learning_rate_tensor(config, self.steps)
+        rate = learning_rate(config, self.steps).float()
         squares_2K = squares_2G[:, self._segments_K]
         lamb_apply(weight_W, self._state, self._spans, squares_2K, norm=norm, learning_rate=rate)
         self.steps += norm < torch.inf  # neither infinite nor NaN: the step was taken
@@ -212,16 +214,6 @@ def _layout(spans: list[tuple[int, int, int]], adapted: tuple[bool, ...], size: 
             flags.append(adapted[segment])
         end = stop
     return LambSegments(tuple(sizes), tuple(flags))
-
-
-def _rows(segments: list[int], count: int) -> Tensor:
-    """Return the positions of each segment's spans, [G, longest], to sum them in a fixed order.
-
-    Rows are padded with the position after the last span. A span of segment -1 belongs to no row.
-    """
-    rows = [[place for place, other in enumerate(segments) if other == segment] for segment in range(count)]
-    longest = max(1, *map(len, rows))
-    return torch.tensor([row + [len(segments)] * (longest - len(row)) for row in rows], dtype=torch.int64)
 
 
 class WeightGather:

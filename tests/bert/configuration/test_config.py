@@ -70,6 +70,8 @@ def test_settings_are_changed_by_name() -> None:
         ("dgxa100_8x8 --training.sharp --training.reduction flat", "training.reduction is flat"),
         ("dgxa100_8x8 --training.sharp --training.reduce-dtype bf16", "training.reduce_dtype is bf16"),
         ("dgxa100_1x8 --parallel.tensor 32", "intermediate_size 4096: set it to a divisor of 16"),
+        ("tiny_cpu --training.precision fp8 --model.intermediate-size 520", "model.intermediate_size is 520, but"),
+        ("tiny_cpu --training.precision fp8 --model.num-hidden-layers 1", "model.num_hidden_layers is 1, but"),
         (
             "h100_1x8 --parallel.tensor 8 --model.intermediate-size 4032 --log.division open",
             "model.intermediate_size is 4032, but training.precision fp8 with parallel.tensor 8 needs a multiple of 128",

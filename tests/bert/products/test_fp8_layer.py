@@ -86,17 +86,24 @@ def test_attention_that_makes_casts_changes_nothing_and_drops_the_same(autocast:
         assert_same(trained(DROPPING, batch, autocast, fused=True), plain)
 
 
-def test_evaluation_is_that_of_separate_passes_and_leaves_the_state_alone() -> None:
-    batch = small_batch()
-    losses = []
+def test_evaluation_computes_with_the_scales_of_training_and_leaves_the_state_alone() -> None:
+    batch, losses = small_batch(), set()
     with definitions():
         for fused in (False, True):
             model, state = made(CONFIG, fused)
-            before = state.amax_S.clone()
-            with torch.inference_mode():
-                losses.append(mean_loss(model.eval(), batch).item())
-            assert torch.equal(state.amax_S, before)
-    assert losses[0] == losses[1]
+            state.calibrate_(lambda model=model: mean_loss(model, batch).backward())
+            with torch.no_grad():
+                for dense in state.denses:
+                    dense.dense.bias.uniform_(-0.3, 0.3, generator=torch.Generator().manual_seed(4))
+            trained_loss = mean_loss(model, batch).item()
+            casts = [cast for dense in state.denses for cast in (dense.weight_NK, dense.weight_KN)]
+            tensors = [state.scale_S, state.inverse_S, state.amax_S, *casts]
+            before = [tensor.float() + 0 for tensor in tensors]
+            with torch.no_grad():
+                losses.add(mean_loss(model.eval(), batch).item())
+            assert all(torch.equal(tensor.float(), old) for tensor, old in zip(tensors, before, strict=True))
+            assert max(losses) == pytest.approx(trained_loss, rel=1e-6)
+    assert len(losses) == 1
 
 
 @pytest.mark.parametrize("attention", ["pytorch", "reference"])

@@ -3,10 +3,8 @@
 Shape legend in ``bert/products/fp8.py``.
 """
 
-import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -14,26 +12,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-from bert.configuration.recipes import tiny_model
 from bert.configuration.sections import ModelConfig, OptimizerConfig
 from bert.layers import Dense
 from bert.model import BertForPreTraining
 from bert.optimizer import FlatParameters, Lamb
-from bert.products.fp8 import (
-    FeedForward,
-    Fp8Products,
-    Fp8State,
-    Passes,
-    _Fp8Function,
-    require_fp8,
-)
+from bert.products.fp8 import Fp8Products, Fp8State, require_fp8
 from dataloading.batches.loader import Batch, batch_of
 from dataloading.batches.synthetic import synthetic_samples
 from kernels import OPS
 from kernels.reference.fp8 import E4M3, E5M2, largest_scaled
-from tests.bert.small_models import drawn_model, fp8_model, gradients, mean_loss, step_config
+from tests.bert.small_models import drawn_model, fp8_model, gradients, mean_loss
 
 pytestmark = pytest.mark.slow
 
@@ -242,25 +231,6 @@ def test_a_bad_step_leaves_the_scales() -> None:
     assert gradient.amax.isfinite()
 
 
-def test_evaluation_leaves_the_state_alone() -> None:
-    model, state, batch = calibrated()
-    with torch.no_grad():
-        for dense in state.denses:
-            dense.dense.bias.uniform_(-0.3, 0.3, generator=torch.Generator().manual_seed(4))
-    tensors = [state.scale_S, state.inverse_S, state.amax_S]
-    tensors += [tensor for dense in state.denses for tensor in (dense.weight_NK, dense.weight_KN)]
-    before = [tensor.clone().float() for tensor in tensors]
-    trained_loss = forward_backward(model, batch)
-    state.amax_S.copy_(before[2])
-    model.eval()
-    with torch.inference_mode():
-        loss = sum(loss.item() for loss in model(batch).mean_losses(batch))
-    with torch.no_grad():
-        model(batch)
-    assert all(torch.equal(tensor.float(), old) for tensor, old in zip(tensors, before, strict=True))
-    assert loss == pytest.approx(trained_loss, rel=1e-6), "evaluation computes in FP8 with the scales of training"
-
-
 def test_under_autocast_products_are_bf16_and_gradients_of_parameters_fp32() -> None:
     model, state, batch = calibrated()
     products, plain = model.layers[0].products, drawn_model(CONFIG, 1)
@@ -273,9 +243,6 @@ def test_under_autocast_products_are_bf16_and_gradients_of_parameters_fp32() -> 
     for name, found in gradients(model).items():
         assert found.dtype == torch.float32
         assert distance(found, expected[name]) < 0.15, name
-
-
-# --- weights in flat buffers ---------------------------------------------------------------------------------------
 
 
 # --- training ------------------------------------------------------------------------------------------------------
@@ -338,70 +305,3 @@ def test_a_gpu_without_fp8_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
     with pytest.raises(ValueError, match=r"training\.precision is fp8, but A100 has compute capability 8\.0"):
         require_fp8(torch.device("cuda"))
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"hidden_size": 132}, "model.hidden_size is 132, but training.precision fp8"),
-        ({"intermediate_size": 520}, "model.intermediate_size is 520, but training.precision fp8"),
-        ({"num_hidden_layers": 1}, "model.num_hidden_layers is 1, but training.precision fp8"),
-    ],
-)
-def test_sizes_that_fp8_cannot_take_are_named(change: dict[str, int], message: str) -> None:
-    model = replace(tiny_model(), **change)
-    step_config(model)
-    with pytest.raises(ValueError, match=re.escape(message)):
-        step_config(model, precision="fp8")
-
-
-class Context:
-    """Stand-in for the context that autograd passes to a function."""
-
-    saved_tensors: tuple[Tensor, ...]
-
-    def save_for_backward(self, *tensors: Tensor) -> None:
-        self.saved_tensors = tensors
-
-
-@torch.no_grad()
-def test_the_host_reads_nothing_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run on meta tensors that claim to be on a GPU: reading a value raises, and so does a tensor left on the CPU.
-
-    Autograd and the method ``copy_`` need a real GPU, so the test replaces the context and the operator.
-    """
-    pytest.importorskip("triton", reason="Triton, whose kernels a GPU runs, is not installed")
-    monkeypatch.setattr(torch.Tensor, "copy_", lambda self, source: torch.ops.aten.copy_.default(self, source))
-    cuda, dtype = torch.device("cuda"), torch.bfloat16
-    with ExitStack() as stack:
-        for name in FP8_OPS:
-            stack.enter_context(OPS[name].using("auto"))
-        stack.enter_context(FakeTensorMode())
-        with cuda:
-            denses = [Dense(64, 192), Dense(64, 128), Dense(128, 64)]
-        state = Fp8State(1, cuda)
-        state.quantized(*denses)
-        state.update_()
-        x = torch.empty(TOKENS, 64, dtype=dtype, device=cuda)
-        (dense, wide, narrow), products = state.denses, Fp8Products(state.denses)
-        calls: list[tuple[Passes, Tensor | None]] = [
-            (dense, dense.dense.bias),
-            (dense, None),
-            (FeedForward(wide, narrow), None),
-        ]
-        for passes, bias in calls:
-            context, arguments = Context(), (bias, *passes.parameters)
-            output = _Fp8Function.forward(context, x, *passes.first.cast_input(x), passes, dtype, *arguments)
-            gradients = _Fp8Function.backward(context, torch.empty_like(output))
-            assert len(gradients) == 5 + len(arguments)
-            x_gradient, *others = (gradient for gradient in gradients if gradient is not None)
-            assert (output.dtype, output.device.type) == (x_gradient.dtype, x_gradient.device.type) == (dtype, "cuda")
-            assert x_gradient.shape == x.shape
-            parameters = [argument for argument in arguments if isinstance(argument, torch.nn.Parameter)]
-            assert [gradient.shape for gradient in others] == [parameter.shape for parameter in parameters]
-            assert {(gradient.dtype, gradient.device.type) for gradient in others} == {(torch.float32, "cuda")}
-        state.update_()
-        assert products.with_bias(x, denses[0]).dtype == dtype
-        assert products.feed_forward(x, *denses[1:]).device.type == "cuda"
-        with pytest.raises(DataDependentOutputException):
-            state.scale_S.sum().item()

@@ -108,8 +108,8 @@ def run_until(reached: str, path: Path, division: str) -> None:
     """Log a run that Ctrl-C ends during its initialization, between blocks, in a block or in an evaluation."""
     with MLLog(path) as log:
         if reached == "init":
-            log.cache_clear(False)
-            log.init_start()
+            log.event("cache_clear", False)
+            log.event("init_start")
             raise KeyboardInterrupt
         initialise(log, division)
         if reached != "run":

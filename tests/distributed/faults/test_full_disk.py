@@ -111,8 +111,9 @@ def test_a_run_goes_on_when_nobody_reads_its_output(small_run: SmallRun, tmp_pat
 def test_a_fault_that_the_log_cannot_take_is_the_only_one(small_run: SmallRun, tmp_path: Path, disk: Disk) -> None:
     """Closing the log after a fault skips lines that cannot be written, and closes the file."""
     path = disk(8) / "system" / "bert" / "result_0.txt"
+    path.parent.mkdir(parents=True)
     log = MLLog(path)
-    log.init_start()
+    log.event("init_start")
     with pytest.raises(OSError, match=FULL):
         fill(log)
     config = parse(small_run.arguments(tmp_path))

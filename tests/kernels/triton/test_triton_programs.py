@@ -17,7 +17,7 @@ import kernels.triton
 from kernels import OPS
 from kernels.tuning.examples import Size, example_inputs
 from tests.kernels import faulty_kernels
-from tests.kernels.accuracy import CPU, Outcome, assert_same_fp8, outcome, rms, same_bits
+from tests.kernels.accuracy import CPU, Outcome, outcome, same_bits
 from tests.kernels.interpreted import Launch, Order, WrongAccessError, walked
 
 # pyright: reportArgumentType=false
@@ -26,31 +26,8 @@ IN_TRITON = [name for name, op in OPS.items() if "triton" in op.implementations]
 SEVERAL_PROGRAMS = Size((40, 0, 33, 56), 56, masked=5, hidden=64, heads=2, intermediate=576, vocabulary=90)
 """Size for which every grid has several programs on each axis."""
 
-NO_FORWARD_PASS = {"attention_backward_cast_fp8"}
-"""Ops whose example inputs do not come from a forward pass, so that results of implementations may differ."""
 SAME_KERNELS = "varlen_attention"
 """Op that launches the same kernels as ``varlen_self_attention``."""
-
-
-def in_triton(op: str, dtype: torch.dtype = torch.float32, size: Size = SEVERAL_PROGRAMS) -> Outcome:
-    function = OPS[op].implementations["triton"].function(op)
-    return outcome(function, example_inputs(op, CPU, dtype, size))
-
-
-def assert_near_the_definition(op: str, found: Outcome, dtype: torch.dtype, size: Size) -> None:
-    """Compare root mean squares with a wide tolerance, which one wrong element still exceeds."""
-    if op in NO_FORWARD_PASS:
-        return
-    exact = outcome(OPS[op].definition, example_inputs(op, CPU, dtype, size))
-    for mine, truth in zip(found.tensors, exact.tensors, strict=True):
-        if truth.numel() == 0:  # an empty tensor, or one that is kept for a backward pass
-            continue
-        assert (mine.shape, mine.dtype) == (truth.shape, truth.dtype)
-        if mine.is_floating_point() and mine.element_size() == 1:
-            assert_same_fp8(mine, truth, 0.1)
-            continue
-        eps = max(torch.finfo(dtype).eps, torch.finfo(mine.dtype).eps if mine.is_floating_point() else 0.0)
-        assert rms(mine.double() - truth.double()) <= max(1e-3, 4 * eps) * rms(truth) + eps, op
 
 
 @cache
@@ -59,11 +36,15 @@ def one_after_another(op: str) -> tuple[Outcome, list[Launch]]:
         return in_triton(op), launches
 
 
+def in_triton(op: str) -> Outcome:
+    inputs = example_inputs(op, CPU, torch.float32, SEVERAL_PROGRAMS)
+    return outcome(OPS[op].implementations["triton"].function(op), inputs)
+
+
 @pytest.mark.parametrize("op", [op for op in IN_TRITON if op != SAME_KERNELS])
 def test_results_do_not_depend_on_the_order_of_programs(op: str):
     """Results are equal bit for bit, except for the atomic sums of embedding gradients."""
     expected, launches = one_after_another(op)
-    assert_near_the_definition(op, expected, torch.float32, SEVERAL_PROGRAMS)
     for order in get_args(Order)[1:]:
         with walked(order, seed=7) as again:
             found = in_triton(op)

@@ -5,20 +5,17 @@ The device is "meta", because PyTorch without CUDA cannot fake gradients on a CU
 either, and they are not on the host, so that transfers of numbers from the host are detected as well.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from bert.optimizer import Lamb
 from bert.parallel.mesh import Mesh
-from bert.step import TrainingStep
-from dataloading.batches.loader import Batch, inert_batch
+from dataloading.batches.loader import inert_batch
 from kernels import OPS
 from tests.kernels.triton.traced.traced_steps import META, SHAPE_BUCKET, small_config, traced_step
 
@@ -52,22 +49,12 @@ class Watch(TorchDispatchMode):
         return result
 
 
-@contextmanager
-def triton() -> Iterator[None]:
+@pytest.mark.oldest_torch
+def test_a_step_needs_no_value_on_the_host_and_none_from_it() -> None:
+    step, batch = traced_step(Mesh(0, 1, 0, META), small_config()), inert_batch(SHAPE_BUCKET).to(META)
     with ExitStack() as stack:
         for name in OF_THE_STEP:
             stack.enter_context(OPS[name].using("triton"))
-        yield
-
-
-def meta_step() -> tuple[TrainingStep, Batch]:
-    return traced_step(Mesh(0, 1, 0, META), small_config()), inert_batch(SHAPE_BUCKET).to(META)
-
-
-@pytest.mark.oldest_torch
-def test_a_step_needs_no_value_on_the_host_and_none_from_it() -> None:
-    step, batch = meta_step()
-    with triton():
         step([batch])  # the first call creates tables
         with Watch() as watch:
             step([batch, batch])
@@ -75,26 +62,3 @@ def test_a_step_needs_no_value_on_the_host_and_none_from_it() -> None:
     assert sum("lamb_apply" in name for name in watch.operators) == 1
     assert sum("attention" in name for name in watch.operators) >= 8  # 2 layers x 2 passes x 2 batches
     assert watch.crossings == []
-
-
-def test_reading_a_value_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    step, batch = meta_step()
-    monkeypatch.setattr(step.statistics, "add_step", Tensor.item)
-    with triton(), pytest.raises(RuntimeError, match="meta tensor"):
-        step([batch])
-
-
-def test_a_number_from_the_host_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    step, batch = meta_step()
-    original = Lamb.step
-
-    def with_a_copy(optimizer: Lamb) -> Tensor:
-        optimizer.steps.copy_(torch.tensor(3))
-        return original(optimizer)
-
-    monkeypatch.setattr(Lamb, "step", with_a_copy)
-    with triton():
-        step([batch])
-        with Watch() as watch:
-            step([batch])
-    assert watch.crossings == ["aten.copy_.default"]
