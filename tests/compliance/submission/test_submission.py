@@ -21,13 +21,8 @@ from compliance.report.summary import as_json, as_markdown
 from compliance.submission.check import accepted, check_paths
 from tests.compliance.command import run
 from tests.compliance.log_edits import Edit, in_turn, metadata, repeat_before, value
-from tests.compliance.submission.submission_trees import (
-    SYSTEM,
-    benchmark_folder,
-    without_chain,
-    write_description,
-    write_log,
-)
+from tests.compliance.run_series import write_log
+from tests.compliance.submission.submission_trees import SYSTEM, benchmark_folder, without_chain, write_description
 
 
 @pytest.fixture
