@@ -21,7 +21,7 @@ from bert.log.mllog import MLLog
 from bert.loop import Run
 from bert.parallel.collectives import agreed_text, broadcast_
 from bert.parallel.mesh import Mesh
-from bert.reporting.displays import RunProgress, StepLines
+from bert.reporting.displays import StepLines
 from bert.reporting.intervals import Intervals, Stragglers
 from bert.reporting.reporter import Position, Reporter, Sink
 from bert.reporting.tensorboard import TensorBoard
@@ -192,11 +192,10 @@ def _choose_implementations(
 def _reporter(
     config: Config, inputs: Inputs, mesh: Mesh, log: MLLog, step: TrainingStep, resumed_samples: int
 ) -> Reporter:
-    schedule = EvaluationSchedule(inputs.interval, config.training.global_batch_size)
-    progress = RunProgress(config.evaluation.target, config.training.sample_limit, schedule, resumed_samples)
     # The other ranks report nothing, but need a reporter to measure the time for training.max_minutes.
     if not mesh.is_main:
-        return Reporter(progress, [])
+        return Reporter([])
+    schedule = EvaluationSchedule(inputs.interval, config.training.global_batch_size)
     run = RunRecord(
         recipe=config.recipe,
         system=config.log.system,
@@ -209,9 +208,9 @@ def _reporter(
     )
     sinks: list[Sink] = [
         MetricsWriter(inputs.metrics, run),
-        StepLines(progress, log.line, say),
+        StepLines([log.line, say], run.target, config.training.sample_limit, schedule, resumed_samples),
     ]
     if config.log.tensorboard is not None:
         # Each run gets its own folder.
         sinks.append(TensorBoard(config.log.tensorboard / config.log.system / inputs.result.stem))
-    return Reporter(progress, sinks, (inputs.plan, config.plan) if inputs.plan and config.plan else None)
+    return Reporter(sinks, (inputs.plan, config.plan) if inputs.plan and config.plan else None)

@@ -1,4 +1,4 @@
-"""Pack a length histogram with ``dataloading.batches.packing_strategy`` and print the packing efficiency.
+"""Pack a length histogram with ``dataloading.batches.packing`` and print the packing efficiency.
 
     python benchmarks/data_stages/packing.py [--histogram FILE] [--out FILE]
 
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from benchmarks.conditions import write_figures
 from cluster.model.histogram import HISTOGRAM, length_counts
-from dataloading.batches.packing_strategy import pack_histogram
+from dataloading.batches.packing import pack_histogram
 
 LIMITS = (3, 12, None)
 

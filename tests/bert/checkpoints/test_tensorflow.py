@@ -48,7 +48,7 @@ def test_every_weight_of_a_checkpoint_of_tensorflows(folder: Path, name: str):
         assert found.weights[ours].shape == expected.shape
         assert torch.equal(found.weights[ours].read(), torch.from_numpy(expected)), ours
     assert found.model == ModelConfig(2, 8, 2, 16, 30, 12)
-    assert open_source(folder / f"{name}.index", 2).digest == found.digest
+    assert open_source(folder / f"{name}.index", 2).digest() == found.digest()
     with pytest.raises(ValueError, match=r"how many attention heads .* set --num-attention-heads"):
         open_source(folder / name)
 

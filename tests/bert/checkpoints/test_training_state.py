@@ -22,7 +22,7 @@ from bert.checkpoints.training_state import checkpoint_folders, find, fixed_sett
 from bert.checkpoints.writer import Checkpoints
 from bert.configuration.config import Config
 from bert.parallel.mesh import Mesh
-from bert.reporting.displays import RunProgress, StepLines
+from bert.reporting.displays import StepLines
 from bert.reporting.reporter import Position, Reporter
 from bert.step import TrainingStep
 from bert.timing.phases import PhaseTracker
@@ -94,8 +94,8 @@ def make(small_run: SmallRun, tmp_path: Path) -> Callable[..., Run]:
         train = open_dataset(config.data.train)
         step = TrainingStep(draw_model(config, MESH, seed), config, MESH, Stopwatch())
         step.model.seed_dropout(SEED)
-        tracker, told, progress = PhaseTracker(), list[str](), RunProgress(0.4, 100, EvaluationSchedule(10, 10))
-        reporter = Reporter(progress, [StepLines(progress, told.append)])
+        tracker, told = PhaseTracker(), list[str]()
+        reporter = Reporter([StepLines([told.append], 0.4, 100, EvaluationSchedule(10, 10))])
         checkpoints = Checkpoints(config, train, MESH, SEED, step, tracker, reporter)
         return Run(config, train, small_run, step, checkpoints, tracker, told, folder)
 
