@@ -14,8 +14,8 @@ import pytest
 from dataloading.dataset.folder import open_dataset, write_dataset
 from dataloading.preparation.demo import SHARDS, write_demo
 from tests.conftest import REPOSITORY
-from tests.e2e.slurm.slurm_cluster import Cluster
-from tests.programs import write_forked_python
+from tests.e2e.slurm.slurm_cluster import Cluster, running_cluster
+from tests.programs import write_forked_python, write_script
 
 COMMITTED_RESULTS = "cpu_2cores"
 FEW = {"train": 2048, "evaluation": 128}
@@ -31,37 +31,6 @@ def left_behind(folder: str, names: list[str]) -> set[str]:
         if (at_top and (name[0] == "." or name in ("data", "build") or name.endswith(".egg-info")))
         or (in_results and name != COMMITTED_RESULTS)
     }
-
-
-REAL_LAUNCHER = """#!/bin/bash
-[[ "$1 $2" != "-m torch.distributed.run" ]] || PYTHON_EXEC=${{RANKS_PYTHON-$0}} exec {python} "$@"
-exec "${{0%/*}}/forked/python" "$@"
-"""
-"""A ``python`` that runs torchrun itself but forks for everything else. Ranks are forks too, unless ``RANKS_PYTHON``
-names their interpreter.
-"""
-
-
-def with_forked_python(checkout: Path) -> Path:
-    """Replace a copy's ``python`` and ``torchrun`` with programs that ask a server to fork. Returns the copy."""
-    programs = checkout / ".venv/bin"
-    programs.unlink()
-    programs.mkdir()
-    for program in Path(sys.prefix, "bin").iterdir():
-        if program.name not in ("python", "torchrun"):
-            (programs / program.name).symlink_to(program)
-    write_forked_python(programs)
-    return checkout
-
-
-def with_real_launcher(checkout: Path) -> Path:
-    """Give a copy the ``python`` of ``REAL_LAUNCHER``. Returns the copy."""
-    programs = with_forked_python(checkout) / ".venv/bin"
-    (programs / "forked").mkdir()
-    (programs / "python").rename(programs / "forked/python")
-    (programs / "python").write_text(REAL_LAUNCHER.format(python=sys.executable))
-    (programs / "python").chmod(0o755)
-    return checkout
 
 
 @pytest.fixture(scope="session")
@@ -91,7 +60,29 @@ def real_checkout(bare_checkout: Path, demo_data: Path) -> Path:
 @pytest.fixture(scope="module")
 def checkout(real_checkout: Path) -> Path:
     """Return such a copy whose ``python`` asks a server to fork, for tests that do not look at processes."""
-    return with_forked_python(real_checkout)
+    programs = real_checkout / ".venv/bin"
+    programs.unlink()
+    programs.mkdir()
+    for program in Path(sys.prefix, "bin").iterdir():
+        if program.name not in ("python", "torchrun"):
+            (programs / program.name).symlink_to(program)
+    write_forked_python(programs)
+    return real_checkout
+
+
+@pytest.fixture(scope="module")
+def launching_checkout(checkout: Path) -> Path:
+    """Return such a copy in which torchrun is a real program and all other programs are forks.
+
+    Ranks are forks too, unless ``RANKS_PYTHON`` names their interpreter.
+    """
+    python = checkout / ".venv/bin/python"
+    (forked := python.with_name("forked")).mkdir()
+    python.rename(forked / "python")
+    torchrun = f'PYTHON_EXEC=${{RANKS_PYTHON-$0}} exec {sys.executable} "$@"'
+    condition = '[[ "$1 $2" != "-m torch.distributed.run" ]]'
+    write_script(python, f'#!/bin/bash\n{condition} || {torchrun}\nexec "${{0%/*}}/forked/python" "$@"\n')
+    return checkout
 
 
 @pytest.fixture(scope="module")
@@ -128,12 +119,8 @@ def bare_checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """Start a Slurm cluster of two nodes, for jobs from the checkout."""
-    cluster = Cluster(tmp_path_factory.mktemp("slurm"), nodes=2)
-    try:
-        cluster.start()
+    with running_cluster(tmp_path_factory.mktemp("slurm")) as cluster:
         yield cluster
-    finally:
-        cluster.stop()
 
 
 @pytest.fixture
