@@ -130,7 +130,7 @@ class Op(Generic[Parameters, Returned]):
         # This is reached only in a ``captured`` block: otherwise the definition can compute any call.
         raise ValueError(
             f"{self.name} has no implementation that a CUDA graph can capture for such inputs ({'; '.join(against)}): "
-            "set training.cuda_graphs to False, or change what is asked of it"
+            "set training.cuda_graphs to False, or use inputs that an implementation supports"
         )
 
     def unsupported_reasons(
@@ -141,7 +141,7 @@ class Op(Generic[Parameters, Returned]):
             return [f"it failed when it was measured ({error})"]
         if not self.permits(implementation, device_type(*args, **kwargs)):
             return [
-                "it draws dropout by PyTorch's generator, which training.recompute cannot repeat in a CUDA graph"
+                "it draws dropout with PyTorch's generator, which training.recompute cannot repeat in a CUDA graph"
                 if implementation.capturable
                 else "it reads values of the device on the host, which no CUDA graph can capture"
             ]

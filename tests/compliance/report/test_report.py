@@ -190,34 +190,12 @@ VALUES = KINDS | st.floats() | st.integers() | st.text(max_size=5) | st.none() |
 
 @given(st.lists(st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=8), max_size=12))
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_any_metrics_give_a_page(spare: Path, entries: list[dict[str, Any]]) -> None:
-    (spare / "metrics_0.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
-    page = Page(report.render(replace(load_results(spare), ruleset="5.0.0")))
+def test_any_metrics_give_a_page(one: Path, entries: list[dict[str, Any]]) -> None:
+    (one / "metrics_0.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    page = Page(report.render(replace(load_results(one), ruleset="5.0.0")))
     for _, attrs in page.tags:
         for name in ("d", "points", "style", "x", "y", "height", "width"):
             assert not re.search(r"nan|inf\b|e[+-]?\d", str(attrs.get(name, "")))
-
-
-@given(st.data())
-@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_any_damage_to_a_log_gives_a_page(spare: Path, data: st.DataObject) -> None:
-    damaged = bytearray((spare / "undamaged").read_bytes())
-    for _ in range(data.draw(st.integers(1, 6))):
-        at = data.draw(st.integers(0, len(damaged) - 1))
-        damaged[at : at + data.draw(st.integers(0, 400))] = data.draw(st.binary(max_size=30))
-    (spare / "result_0.txt").write_bytes(damaged)
-    results = load_results(spare)
-    Page(report.render(results))
-    for format in ("markdown", "json", "csv"):
-        assert report.render_as(results, format)
-
-
-@pytest.fixture
-def spare(one: Path) -> Path:
-    """A folder whose only log may be damaged by a test."""
-    (one / "undamaged").write_bytes((one / "result_0.txt").read_bytes())
-    write_metrics(one / "metrics_0.jsonl")
-    return one
 
 
 def test_a_large_folder_makes_a_small_page_soon(tmp_path: Path, closed: Results) -> None:
