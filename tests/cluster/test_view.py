@@ -89,12 +89,29 @@ def test_a_file_that_no_probe_wrote_is_refused(
 
 
 def test_show_prints_and_writes_a_page(file: Path, cluster: Command) -> None:
-    done = cluster("show", file)
-    assert done.status == 0
-    page = file.with_suffix(".html").read_text()
-    for text in (done.out, page):
-        for said in ("network link of host node1, sending", "time 200 % above the others", "leaf1", "all-reduce"):
-            assert said in text
+    slow = replace(VIEW.ranks[3], rates=(Rate("product", "fp32", 512, 2e-3), VIEW.ranks[3].rates[1]))
+    write_view(replace(VIEW, ranks=(*VIEW.ranks[:3], slow, *VIEW.ranks[4:])), file)
+    done, page = cluster("show", file), file.with_suffix(".html")
+    assert (done.status, done.out.splitlines()) == (
+        0,
+        [
+            "4 hosts, 8 ranks, CPU, gloo, 2026-01-01T00:00:00+00:00",
+            "SLOW  network link of host node1, sending: bandwidth, time 200 % above the others "
+            "(40 deviations, 20.0 % of a step)",
+            "product fp32 512 x 512: 268 GFLOP/s, slowest 134 GFLOP/s on rank 3 (100% longer)",
+            "launch fp32: 1 us, slowest 1 us on rank 0 (0% longer)",
+            "links between hosts: 222 MB/s (125 MB/s to 1 GB/s), latency 10 us, 48 directions",
+            "links in hosts: 222 MB/s (125 MB/s to 1 GB/s), latency 10 us, 8 directions",
+            "all-reduce (world, 8 ranks): 160 us for 64 KiB, 360 us for 256 KiB",
+            "switches by Slurm's topology",
+            "top / leaf0: node0, node1 (!)",
+            "top / leaf1: node2, node3",
+            str(page),
+        ],
+    )
+    page = page.read_text()
+    for said in ("network link of host node1, sending", "time 200 % above the others", "leaf1", "134 GFLOP/s"):
+        assert said in page
     assert page.count("<rect") == 2 * 4 * 3 + 2 * 2, "a cell for each pair of hosts, and each pair of places"
 
 

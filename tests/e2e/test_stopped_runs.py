@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from tests.e2e.test_nodes import two_nodes
-from tests.e2e.test_scripts import NEVER_REACHED, REACHED_AT_ONCE, SHORT, begin, wait_for
+from tests.e2e.test_scripts import NEVER_REACHED, REACHED_AT_ONCE, SHORT, begin, status_of, wait_for
 from tests.programs import PATIENCE_S
 
 
@@ -95,8 +95,7 @@ def processes_of(results: Path, program: str = "") -> list[str]:
 def is_aborted(results: Path) -> bool:
     """Tell whether there is a single log and its status is aborted."""
     (log,) = (results / "tiny_cpu/bert").glob("result_*.txt")
-    (stop,) = (line for line in log.read_text().splitlines() if '"run_stop"' in line)
-    return '"status": "aborted"' in stop
+    return status_of(log) == "aborted"
 
 
 @pytest.mark.parametrize("during", ["cluster.dry_run", "torch.distributed.run"])

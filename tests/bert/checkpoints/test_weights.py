@@ -24,11 +24,10 @@ from bert.optimizer import FlatParameters
 from bert.predict import fill
 from bert.train import run_command
 from dataloading.text.tokenization import Vocabulary
-from tests.bert.checkpoints.tf_bundles import make
+from tests.bert.checkpoints.tf_bundles.expected import BUNDLES, bundle_weights
 from tests.bert.small_models import drawn_model
 
 CONFIG = ModelConfig(2, 8, 2, 16, 30, 12)
-BUNDLES = Path(make.__file__).parent
 
 
 def equal(one: BertForPreTraining, other: BertForPreTraining) -> bool:
@@ -217,7 +216,7 @@ def test_every_format_gives_the_same_weights(tmp_path: Path):
     """Convert from TensorFlow to both other formats, and from a folder and its file back to this program's format."""
     write_vocabulary(tmp_path / "words")
     convert(BUNDLES / "tf1", "hugging-face", tmp_path / "theirs", 2, tmp_path / "words")
-    state, expected = from_pretrained(tmp_path / "theirs").state_dict(), make.state()
+    state, expected = from_pretrained(tmp_path / "theirs").state_dict(), bundle_weights()
     for name, array in expected.items():
         assert torch.equal(state[name], torch.from_numpy(array)), name
     sources = {"tf.safetensors": BUNDLES / "tf1", "folder.safetensors": tmp_path / "theirs"}

@@ -6,7 +6,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
+from bert.parallel.mesh import Mesh
+from cluster.probe import computations
 from cluster.probe.computing import busy_machines, processor_seconds
 from cluster.probe.machine import FACTS_BYTES, Facts, nearest_card, network_cards, slurm_switches, switches_of
 from cluster.view import Host
@@ -87,3 +90,18 @@ def test_processor_seconds_grow_with_work() -> None:
     busy, whole, own = processor_seconds() - before
     assert own >= 0.2
     assert 0.1 < busy <= whole + 0.1, "the counters move in ticks"
+
+
+def test_a_computation_takes_its_part_of_a_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    windows: list[float] = []
+
+    def time_in_window(_action: object, seconds: float, _device: object) -> float:
+        windows.append(seconds)
+        return 6.0
+
+    trials = [computations.Trial("a", (1.0,), int, times=1), computations.Trial("b", (2.0,), int, times=4)]
+    monkeypatch.setattr(computations, "trials_of", lambda _: trials)
+    monkeypatch.setattr(computations, "time_in_window", time_in_window)
+    found = computations.measure_computations(Mesh(0, 1, 0, torch.device("cpu")), 1, 600.0)
+    assert [(each.kind, each.counts, each.seconds) for each in found] == [("a", (1.0,), 6.0), ("b", (2.0,), 1.5)]
+    assert windows == [pytest.approx(100, rel=0.1)] * 6
