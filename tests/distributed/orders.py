@@ -4,7 +4,7 @@ import contextlib
 import threading
 from dataclasses import replace
 from functools import cache
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,7 +31,7 @@ BUCKET_BYTES = 60_000
 """Small enough for this small model to have several buckets."""
 
 
-def config(strategy: ReductionStrategy | Literal["auto"], accumulation: int, recompute: Recompute = "none") -> Config:
+def config(strategy: ReductionStrategy, accumulation: int, recompute: Recompute = "none") -> Config:
     recipe = tiny_cpu()
     model = ModelConfig(2, 64, 4, 128, 128, 64, hidden_dropout=0.1, attention_dropout=0.1)
     training = replace(
@@ -83,7 +83,7 @@ def train(
         gather_after_update(step)
     elif order == "one message":
         reduction.overlapped = contextlib.nullcontext  # type: ignore[method-assign]
-        reduction.finish = lambda: _in_one_message(step)
+        reduction.finish = lambda: dist.all_reduce(step.flat.gradients_P)  # type: ignore[assignment]
     batches, shape_buckets = global_batches(mesh, accumulation)
     torch.manual_seed(9 + mesh.rank)
     step.model.seed_dropout(9 + mesh.rank)
@@ -137,7 +137,7 @@ def hold_weights_back(step: TrainingStep) -> list[slice | str]:
         part.register_forward_pre_hook(lambda *_, event=event: event.set())
     start, arrive, held = gather.start, gather._gather, []
     step.model.embeddings.register_forward_pre_hook(lambda *_: held.append(step._stopwatch.tracker.phase))
-    ends = [end_of(step, part) for part in parts]
+    ends = [max(step.flat.places[parameter].stop for parameter in part.parameters()) for part in parts]
 
     def started() -> None:
         for event in began:
@@ -154,20 +154,6 @@ def hold_weights_back(step: TrainingStep) -> list[slice | str]:
 
     gather.start, gather._gather = started, arriving  # type: ignore[method-assign]
     return held
-
-
-def end_of(step: TrainingStep, part: torch.nn.Module) -> int:
-    """Return the position in the flat vector where the weights of a part of the model end."""
-    own = {id(parameter) for parameter in part.parameters()}
-    end = stop = 0
-    for parameter in step.model.parameters():
-        stop += parameter.numel()
-        end = stop if id(parameter) in own else end
-    return end
-
-
-def _in_one_message(step: TrainingStep) -> None:
-    dist.all_reduce(step.flat.gradients_P)
 
 
 def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
@@ -196,15 +182,6 @@ def fp8_weights_follow(mesh: Mesh, strategy: ReductionStrategy) -> bool:
     return on_all(equal)
 
 
-def automatic(mesh: Mesh) -> list[str]:
-    """Return every rank's choice of the reduction under the setting "auto"."""
-    chosen = config("auto", 1)
-    step = TrainingStep(draw_model(chosen, mesh, seed=3), chosen, mesh, Stopwatch())
-    ways = [""] * mesh.world_size
-    dist.all_gather_object(ways, str(step.choice))
-    return ways
-
-
 def compare_orders(joined: Mesh, micro_batches: str, *strategies: ReductionStrategy) -> dict[str, Any]:
     """Train in every order, on nodes of two ranks."""
     mesh, accumulation = regrouped(joined, "cyclic", 2), int(micro_batches)
@@ -217,7 +194,6 @@ def compare_orders(joined: Mesh, micro_batches: str, *strategies: ReductionStrat
         for strategy in strategies:
             bert.build.accumulates_products = lambda *_, chosen=strategy: chosen in ("flat", "sharded")
             result[strategy] = compared(mesh, strategy, accumulation, whole)
-        result["automatic"] = automatic(mesh)
     return result
 
 

@@ -128,7 +128,6 @@ def train(joined: Mesh, shape: str) -> dict[str, Any]:
         "elements": len(step.flat.weights_P),
         "gradients": len(step.flat.gradients_N),
         "state_bytes": bytes_held(step),
-        "returns": returns(step),
         "saved": {name: part.float().clone() for name, part in step.gather_whole_model().state_dict().items()},
         "dropped": _losses_with_dropout(step, mesh, batches[0]) if shape in (ALONE, DROPPING) else [],
         "skips": skips(step, mesh),
@@ -164,16 +163,6 @@ def correct_predictions(step: TrainingStep, mesh: Mesh, batches: list[list[Batch
     if dist.is_initialized():
         dist.all_reduce(counts)
     return int(counts)
-
-
-def returns(step: TrainingStep) -> bool:
-    """Tell whether gathering a whole vector and sharding it again returns the same shards."""
-    before = step.flat.weights_P.clone()
-    whole = step.whole.gather(step.flat.weights_P).clone()
-    step.flat.weights_P.data.zero_()
-    with torch.no_grad():
-        step.whole.shard_(step.flat.weights_P, whole)
-    return torch.equal(before, step.flat.weights_P)
 
 
 def _losses_with_dropout(step: TrainingStep, mesh: Mesh, micro_batches: list[Batch]) -> list[float]:

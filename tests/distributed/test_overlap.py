@@ -21,13 +21,6 @@ def test_every_order_of_the_step_gives_the_same_weights(
 ) -> None:
     """Compare on one host and on two, with micro-batches padded alternately to several shape buckets."""
     found = run_on_ranks(tmp_path, ranks, compare_orders, accumulation, *strategies)
-    ways = found.pop("automatic")
-    assert len(set(ways)) == 1
-    if ranks == 2:  # with two ranks there is nothing to measure
-        assert ways[0] == "reduction: flat (one host)"
-    else:
-        assert ways[0].startswith("reduction: ")
-        assert all(f"{strategy} " in ways[0].partition("(")[2] for strategy in ("flat", "hierarchical"))
     assert found.keys() == set(strategies)
     for name, run in found.items():
         assert run["overlap_is_same"], name

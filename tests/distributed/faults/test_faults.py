@@ -17,8 +17,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Protocol
 
+import psutil
 import pytest
 
 from bert.optimizer import learning_rate
@@ -37,19 +37,12 @@ ATTACK_S = 2.5
 """Minimum duration in seconds of the attack by strangers."""
 
 
-class Start(Protocol):
-    """Starts an endless run."""
-
-    def __call__(self, count: int = 3, breaks: str | None = None, **changes: object) -> Ranks:
-        """Start ``count`` ranks and return after their first evaluations.
-
-        With ``breaks``, start the ranks with this fault, as ``faulty`` takes it, and return at once.
-        """
-        ...
+Start = Callable[..., Ranks]
 
 
 @pytest.fixture
 def start(small_run: SmallRun, tmp_path: Path) -> Iterator[Start]:
+    """Start an endless run and return after its first evaluations, or at once if it has a fault, as ``faulty`` takes it."""
     with ExitStack() as stack:
 
         def start(count: int = 3, breaks: str | None = None, **changes: object) -> Ranks:
@@ -220,18 +213,8 @@ class Strangers:
 
 def listening_ports(pid: int) -> set[int]:
     """Return the ports on which a process listens for other hosts."""
-    inodes, ports = set(), set()
-    for link in Path(f"/proc/{pid}/fd").iterdir():
-        with suppress(OSError):
-            inodes.add(str(link.readlink()))
-    for table in ("tcp", "tcp6"):
-        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
-            fields = line.split()
-            address, _, port = fields[1].rpartition(":")
-            loopback = address in ("0100007F", f"{0:024X}01000000")
-            if fields[3] == "0A" and f"socket:[{fields[9]}]" in inodes and not loopback:
-                ports.add(int(port, 16))
-    return ports
+    addresses = [each.laddr for each in psutil.Process(pid).net_connections("tcp") if each.status == psutil.CONN_LISTEN]
+    return {address.port for address in addresses if address.ip not in ("127.0.0.1", "::1")}
 
 
 def is_running(pid: str) -> bool:

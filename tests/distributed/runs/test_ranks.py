@@ -62,14 +62,6 @@ def test_evaluated_and_saved_weights_are_whole(small_run: SmallRun, tmp_path: Pa
         torch.testing.assert_close(other[name], tensor, rtol=1e-3, atol=1e-3)
 
 
-def test_accumulation_gives_the_same_losses(
-    small_run: SmallRun, tmp_path: Path, one_rank: tuple[Path, list[dict[str, float]]]
-) -> None:
-    accumulated = train(small_run, tmp_path, 1, training__gradient_accumulation_steps=4)
-    losses = [record["loss"] for record in one_rank[1]]
-    assert [record["loss"] for record in accumulated] == pytest.approx(losses, rel=2e-5)
-
-
 def test_a_run_may_be_limited_in_steps_and_in_minutes(small_run: SmallRun, tmp_path: Path) -> None:
     taken = train(small_run, tmp_path / "steps", 2, training__max_steps=6, log__interval_steps=4)
     assert [record["step"] for record in taken] == [4, 5, 6], "an interval, what an evaluation ended, and the rest"
