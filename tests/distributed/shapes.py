@@ -82,7 +82,6 @@ def global_batches(mesh: Mesh, accumulation: int, padded: bool, count: int) -> l
 
 
 def train_all(mesh: Mesh, *shapes: str) -> dict[str, dict[str, Any]]:
-    """Train each shape on the same ranks."""
     found = {}
     for shape in shapes:
         found[shape] = train(mesh, shape)
@@ -137,7 +136,6 @@ def train(joined: Mesh, shape: str) -> dict[str, Any]:
 
 
 def state(step: TrainingStep) -> dict[str, torch.Tensor]:
-    """Return the weights and moments of the whole model by name."""
     step.gather_weights()
     vectors = {
         "weight": step.flat.weights_P,
@@ -206,7 +204,6 @@ def skips(step: TrainingStep, mesh: Mesh) -> bool:
 
 
 def bytes_held(step: TrainingStep) -> int:
-    """Return the size in bytes of the optimizer's own vectors."""
     optimizer = step.optimizer
     state = optimizer.state if isinstance(optimizer, Lamb) else optimizer._state
     held = [value for owner in (optimizer, state) for value in vars(owner).values() if isinstance(value, torch.Tensor)]
@@ -214,7 +211,6 @@ def bytes_held(step: TrainingStep) -> int:
 
 
 def same_as_rank_0(tensors: list[torch.Tensor]) -> bool:
-    """Tell whether this rank's tensors equal rank 0's bit for bit."""
     one = torch.cat([tensor.flatten().double() for tensor in tensors])
     other = one.clone()
     if dist.is_initialized():

@@ -72,8 +72,6 @@ class _Storage:
 
 
 class _Argument:
-    """Tensor argument of a kernel."""
-
     def __init__(self, name: str, tensor: Tensor, storage: _Storage) -> None:
         self.name, self.storage = name, storage
         self.start, self.doublings = tensor.data_ptr(), tensor.element_size().bit_length() - 1

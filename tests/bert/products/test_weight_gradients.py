@@ -46,7 +46,6 @@ def global_batch(run: SmallRun) -> list[Batch]:
 
 
 def gradients(step: TrainingStep, run: SmallRun) -> list[Tensor]:
-    """Return the gradients of two micro-batches for each segment."""
     step.execution(global_batch(run))
     return [view.clone() for view in step.flat.segments.views(step.flat.gradients_P)]
 
