@@ -5,6 +5,7 @@ import json
 import os
 import platform
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -12,9 +13,15 @@ import torch
 
 from console.version import commit
 
+_PACKAGES = ("torch", "triton", "numpy", "scipy", "transformers", "flash-attn")
 
-def conditions(packages: tuple[str, ...] = ("torch", "numpy")) -> dict[str, object]:
-    """Return the commit, date, machine, and versions of ``packages``, which must be installed."""
+
+def conditions() -> dict[str, object]:
+    """Return the commit, date, machine, and versions of Python and of those packages that are installed."""
+    versions = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
     return {
         "commit": commit(),
         "date": datetime.now(UTC).date().isoformat(),
@@ -22,12 +29,11 @@ def conditions(packages: tuple[str, ...] = ("torch", "numpy")) -> dict[str, obje
         "machine": f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}, {os.cpu_count()} logical cores",
         # Shows whether other programs were running and may have slowed the measurement.
         "load_average": os.getloadavg(),
-        "versions": {"python": platform.python_version()}
-        | {name: importlib.metadata.version(name) for name in packages},
+        "versions": versions,
     }
 
 
-def write_figures(path: Path, figures: Mapping[str, object], packages: tuple[str, ...] = ("torch", "numpy")) -> None:
+def write_figures(path: Path, figures: Mapping[str, object]) -> None:
     """Write ``figures`` as JSON, with the conditions under which they were measured."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({**figures, **conditions(packages)}, indent=1) + "\n", encoding="utf-8")
+    path.write_text(json.dumps({**figures, **conditions()}, indent=1) + "\n", encoding="utf-8")

@@ -11,6 +11,7 @@ everything was measured and is correct, 1 if not, 2 for wrong input, 128 + n aft
 
 import argparse
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -29,12 +30,10 @@ from benchmarks.gpu_parts.part import LOST
 from console.program import RaisingParser
 
 
-@dataclass(frozen=True)
-class Part:
-    """Function that measures with a ``Context``, and its share of the time if several parts run."""
+class Part(NamedTuple):
+    """Function that measures with a ``Context``, and its share of the time relative to the other selected parts."""
 
     function: str
-    # Relative to the shares of the other selected parts.
     share: int
 
 
@@ -106,11 +105,10 @@ def parse(arguments: Sequence[str]) -> Settings:
 def _folder_of_the_gpu(out: Path | None) -> Path:
     import torch  # takes seconds, and nothing else here needs it
 
-    from benchmarks.gpu_parts.measuring.timing import folder_name
-
     if not torch.cuda.is_available():
         raise ValueError("needs a CUDA device, and PyTorch sees none here")
-    return out or Path(__file__).parent / "results" / folder_name(torch.device("cuda"))
+    name = re.sub(r"[^a-z0-9]+", "_", torch.cuda.get_device_name().lower()).strip("_")
+    return out or Path(__file__).parent / "results" / name
 
 
 def measure(settings: Settings) -> bool:

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 CLONE_NEWUTS, CLONE_NEWNET = 0x04000000, 0x40000000
@@ -117,21 +118,6 @@ def go_first() -> None:
         os.nice(-19)
 
 
-def block(hosts: int, local_size: int) -> list[int]:
-    """Return the host of each rank, with ranks numbered host by host."""
-    return [host for host in range(hosts) for _ in range(local_size)]
-
-
-def environment_of(rank: int, order: Sequence[int]) -> dict[str, str]:
-    """Return the environment variables that a launcher sets for a rank. ``order`` holds the host of each rank."""
-    # Local ranks number the ranks of one host in ascending order.
-    local = [other for other, host in enumerate(order) if host == order[rank]]
-    place = {"RANK": rank, "WORLD_SIZE": len(order), "LOCAL_RANK": local.index(rank), "LOCAL_WORLD_SIZE": len(local)}
-    # The master is rank 0's host. Without the interface name, gloo would use the address that the host name resolves to.
-    place |= {"MASTER_ADDR": f"10.77.0.{order[0] + 1}", "MASTER_PORT": PORT, "GLOO_SOCKET_IFNAME": "v0"}
-    return {name: str(value) for name, value in place.items()}
-
-
 def run_ranks(
     namespaces: Sequence[str],
     order: Sequence[int],
@@ -148,11 +134,9 @@ def run_ranks(
     """
     # Forked ranks need not import PyTorch again.
     fork = multiprocessing.get_context("fork")
-    ranks = [
-        # Daemon processes, so that the ranks end with this process.
-        fork.Process(target=_rank, args=(namespaces, order, rank, program, output, bound), daemon=True)
-        for rank in range(len(order))
-    ]
+    # Daemon processes, so that the ranks end with this process.
+    make = partial(fork.Process, target=_rank, daemon=True)
+    ranks = [make(args=(namespaces, order, rank, program, output, bound)) for rank in range(len(order))]
     for rank in ranks:
         rank.start()
     try:
@@ -180,7 +164,12 @@ def _rank(
     if bound:  # as launchers do, so that no rank migrates between cores
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {cores[rank % len(cores)]})
-    os.environ |= environment_of(rank, order)
+    # Local ranks number the ranks of one host in ascending order.
+    local = [other for other, host in enumerate(order) if host == order[rank]]
+    place = {"RANK": rank, "WORLD_SIZE": len(order), "LOCAL_RANK": local.index(rank), "LOCAL_WORLD_SIZE": len(local)}
+    # The master is rank 0's host. Without the interface name, gloo would use the address that the host name resolves to.
+    place |= {"MASTER_ADDR": f"10.77.0.{order[0] + 1}", "MASTER_PORT": PORT, "GLOO_SOCKET_IFNAME": "v0"}
+    os.environ |= {name: str(value) for name, value in place.items()}
     status = 2
     # A parser's SystemExit ends the rank's program, not this function.
     with contextlib.suppress(SystemExit):

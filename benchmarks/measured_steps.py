@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.conditions import write_figures
-from benchmarks.hosts import BridgedHosts, block, go_first, require_hosts, run_ranks
+from benchmarks.hosts import BridgedHosts, go_first, require_hosts, run_ranks
 from benchmarks.inputs import flags, made_up_vocabulary, write_made_up_set
 from bert.train import main as train
 from bert.train import parse
@@ -87,7 +87,7 @@ def measured(cases: Iterable[int], seconds: float, out: Path | None) -> None:
             _print(found)
             # Written after each case, so that nothing is lost if a later case fails.
             if out is not None:
-                write_figures(out, {**_summary(rows), "rows": rows}, ("torch", "numpy", "scipy"))
+                write_figures(out, {**_summary(rows), "rows": rows})
     print("  ".join(f"{name} {value:.3g}" for name, value in _summary(rows).items()))
 
 
@@ -96,7 +96,7 @@ def _run(case: Case, folder: Path, seconds: float) -> list[dict[str, Any]]:
     folder.mkdir()
     common = _settings(case, folder)
     arguments = {each: [*common, "--training.reduction", each, "--log.system", each] for each in case.reductions}
-    order, view = block(case.hosts, case.ranks), folder / "cluster.json"
+    order, view = sorted([*range(case.hosts)] * case.ranks), folder / "cluster.json"
     measured: dict[str, list[dict[str, float]]] = {each: [] for each in arguments}
     with BridgedHosts(case.hosts, case.rate) as names:
         # The ranks are forks of this process and parse this command line.

@@ -52,8 +52,8 @@ def convert(
     usual = type(model).vocab_size
     other = f", not the benchmark's {usual:,}: set model.vocab_size, and data.vocab to a vocabulary of that size"
     say(f"{model.vocab_size:,} vocabulary rows{other if model.vocab_size != usual else ''}")
-    say(found.digest)
-    metadata = {"source": found.kind, "source_digest": found.digest}
+    say(digest := found.digest())
+    metadata = {"source": found.kind, "source_digest": digest}
     out.parent.mkdir(parents=True, exist_ok=True)
     if vocabulary is None:
         metadata |= model_metadata(model)

@@ -16,7 +16,7 @@ from bert.reporting.reporter import Position, Reporter
 from bert.step import TrainingStep
 from bert.timing.stopwatch import Stopwatch
 from compliance.log.records import NAN, EndRecord, EvaluationRecord
-from compliance.log.schedule import evaluation_samples
+from compliance.log.schedule import EvaluationSchedule
 from dataloading.batches.loader import Loader
 
 Status = Literal["success", "aborted"]
@@ -27,8 +27,7 @@ class Run:
     """Objects of a run, which are built before the clock starts."""
 
     config: Config
-    evaluation_interval: int
-    """Number of training samples between evaluations."""
+    schedule: EvaluationSchedule
     start: Position
     log: MLLog
     reporter: Reporter
@@ -117,12 +116,7 @@ def _evaluate(run: Run, at: Position) -> float:
 
 def _evaluation_points(run: Run) -> Iterator[int]:
     """Return an endless iterator over the numbers of samples at which evaluations are due."""
-    points = (
-        evaluation_samples(number, run.evaluation_interval, run.config.training.global_batch_size)
-        for number in itertools.count(1)
-    )
-    # Count from the first evaluation, so that a resumed run keeps the schedule.
-    return itertools.dropwhile(lambda due: due < run.start.samples, points)
+    return map(run.schedule.samples, itertools.count(run.schedule.index_after(run.start.samples)))
 
 
 def _is_to_stop(run: Run) -> bool:

@@ -148,14 +148,6 @@ class BertForPreTraining(nn.Module):
         cls_SD, masked_MD = heads_QD[: len(cls_S)], heads_QD[len(cls_S) :]
         return self.placement.own_rows(cls_SD), self.placement.own_rows(masked_MD)
 
-    def encode(self, batch: "Batch") -> Tensor:
-        """Return the encoder's output for every token, [T, D]."""
-        sites = self.next_sites()
-        hidden_TD = self.embedded(batch, sites)
-        for layer in self.layers:
-            hidden_TD = layer(hidden_TD, batch.cu_seqlens, batch.max_seqlen, sites)
-        return self.placement.all_rows(hidden_TD)[: batch.tokens]  # without the last rank's padding rows
-
     def next_sites(self) -> DropoutSites:
         """Return the dropout of the next forward pass; in training each pass has its own step."""
         if not self.training:

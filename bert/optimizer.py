@@ -102,28 +102,19 @@ def lamb_segments(model: BertForPreTraining, overwritten: Collection[nn.Paramete
     return LambSegments(tuple(sizes), tuple(adapted), tuple(replaced) if ids else ())
 
 
-def learning_rate(config: OptimizerConfig, step: int) -> float:
-    """Return the learning rate of an optimizer step, counted from 0 as the reference's ``global_step`` is.
+def learning_rate(config: OptimizerConfig, step: Tensor) -> Tensor:
+    """Return the learning rate in fp64 of an optimizer step, counted from 0 as the reference's ``global_step`` is.
 
     Linear warm-up from ``start_warmup_step`` over ``num_warmup_steps``, then linear decay to 0 on the absolute step; the
-    rate jumps if the two lines do not meet.
+    rate jumps if the two lines do not meet. ``step`` may have any shape and device, and so does the result.
     """
-    since_start = step - config.start_warmup_step
-    if since_start < config.num_warmup_steps:
-        return config.base_learning_rate * since_start / config.num_warmup_steps
-    # The rate stays 0 if a run is longer than its schedule.
-    return config.base_learning_rate * max(0.0, 1 - step / config.learning_rate_training_steps)
-
-
-def learning_rate_tensor(config: OptimizerConfig, step: Tensor) -> Tensor:
-    """Return ``learning_rate``, fp32 [], for a step counter, int64 [], on the counter's device."""
-    # Computed in fp64 and rounded once at the end, as on the host.
     steps = step.double()
     since_start = steps - config.start_warmup_step
     # ``where`` computes both lines, so this one must not divide by zero if there is no warm-up.
     warm_up = config.base_learning_rate * since_start / max(1, config.num_warmup_steps)
+    # The rate stays 0 if a run is longer than its schedule.
     decay = config.base_learning_rate * (1 - steps / config.learning_rate_training_steps).clamp(min=0)
-    return torch.where(since_start < config.num_warmup_steps, warm_up, decay).float()
+    return torch.where(since_start < config.num_warmup_steps, warm_up, decay)
 
 
 def hyperparameters(config: OptimizerConfig) -> LambHyperparameters:
@@ -167,7 +158,7 @@ class Lamb:
         If a gradient is not finite, only ``state.skipped`` changes.
         """
         # The schedule counts steps from 0, the bias corrections of the moments from 1.
-        rate = learning_rate_tensor(self.config, self.steps)
+        rate = learning_rate(self.config, self.steps).float()
         norm = lamb_step(
             self.flat.weights_P,
             self.flat.gradients_P,

@@ -20,8 +20,7 @@ def _from_the_data(config: Config) -> Config:
     """Set the model, the learning rate and the number of training samples from the data and the initial checkpoint."""
     # These imports are slow, and most commands do not need them.
     from bert.checkpoints.sources import open_source
-    from dataloading.dataset.folder import open_dataset
-    from dataloading.dataset.manifest import MANIFEST_NAME
+    from dataloading.dataset.folder import MANIFEST_NAME, open_dataset
     from dataloading.text.tokenization import Vocabulary
 
     data, training = config.data, config.training

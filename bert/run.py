@@ -4,7 +4,7 @@ import os
 import shlex
 import time
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 
@@ -14,6 +14,8 @@ from bert.checkpoints.training_state import RunState, checkpoint_folders, find, 
 from bert.checkpoints.weights import VOCABULARY, save_weights
 from bert.checkpoints.world import World, changes, rebalance_batch
 from bert.configuration.config import Config
+from bert.execution.batches import captures
+from bert.execution.cuda_graphs import CudaCapturer
 from bert.guards.data_guard import DataGuard
 from bert.guards.faults import ended_together
 from bert.guards.interruption import Interruption, orderly
@@ -27,7 +29,7 @@ from bert.parallel.collectives import agreed_integer, all_reduce_, barrier
 from bert.parallel.launch import Launch, job, may_start_again, restarts
 from bert.parallel.mesh import Mesh, join_mesh, leave_mesh, require_gpus
 from bert.parallel.watchdog.watchdog import FAULT_STATUS
-from bert.setup import build_run, capturing, log_settings
+from bert.setup import build_run, log_settings
 from console.program import complain, drop_lost_output, say
 from console.version import commit
 
@@ -107,7 +109,8 @@ def _timed_run(config: Config, inputs: Inputs, mesh: Mesh, guard: DataGuard, int
         inputs = replace(inputs, **files._asdict())
     # The watchdog is closed before the log, because it may write last lines about a fault. Graphs are reset after the
     # watchdog has told the other ranks about an error.
-    with log, capturing(config, mesh) as capturer, ended_together(config, mesh, log) as watchdog:
+    capturing = CudaCapturer(mesh.device) if captures(config, mesh) else nullcontext()
+    with log, capturing as capturer, ended_together(config, mesh, log) as watchdog:
         drop_lost_output(partial(_note_lost_output, log))
         if mesh.is_main:
             claim(inputs.result)

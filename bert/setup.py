@@ -1,7 +1,6 @@
 """Construction of a run's objects before the clock starts. Only the metadata of the data sets are read."""
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from datetime import UTC, datetime
 from functools import partial
 
@@ -13,7 +12,7 @@ from bert.checkpoints.world import World
 from bert.checkpoints.writer import Checkpoints
 from bert.configuration.config import Config
 from bert.evaluation.evaluator import Evaluator
-from bert.execution.batches import build_loader, captures, choose_shapes, synthetic_batches
+from bert.execution.batches import build_loader, choose_shapes, synthetic_batches
 from bert.execution.cuda_graphs import CudaCapturer, replay_of
 from bert.guards.interruption import Interruption
 from bert.guards.preflight import Inputs
@@ -21,28 +20,19 @@ from bert.log.mllog import MLLog
 from bert.loop import Run
 from bert.parallel.collectives import agreed_text, broadcast_
 from bert.parallel.mesh import Mesh
-from bert.reporting.displays import RunProgress, StepLines
+from bert.reporting.displays import StepLines
 from bert.reporting.intervals import Intervals, Stragglers
 from bert.reporting.reporter import Position, Reporter, Sink
 from bert.reporting.tensorboard import TensorBoard
 from bert.step import TrainingStep
 from bert.timing.stopwatch import DeviceStopwatch, Stopwatch
 from compliance.log.records import MetricsWriter, RunRecord
-from compliance.log.schedule import EvaluationSchedule
 from console.program import say
 from console.text import clock
 from console.version import commit
 from dataloading.batches.shape_buckets import ShapeBucket
 from dataloading.dataset.folder import Dataset
 from kernels.tuning import autotune
-
-
-def capturing(config: Config, mesh: Mesh) -> AbstractContextManager[CudaCapturer | None]:
-    """Return the capturer of the run's CUDA graphs, or a context of None if the step does not run as CUDA graphs.
-
-    It must be closed before the process groups are destroyed.
-    """
-    return CudaCapturer(mesh.device) if captures(config, mesh) else nullcontext()
 
 
 def build_run(
@@ -84,7 +74,7 @@ def build_run(
     stragglers = Stragglers(mesh.hosts, mesh.stages(), mesh.places())
     return Run(
         config=config,
-        evaluation_interval=inputs.interval,
+        schedule=inputs.schedule,
         start=start,
         log=log,
         reporter=reporter,
@@ -129,7 +119,7 @@ def log_settings(log: MLLog, config: Config, inputs: Inputs, mesh: Mesh, seed: i
         "num_warmup_steps": optimizer.num_warmup_steps,
         "start_warmup_step": optimizer.start_warmup_step,
         "quality_target": config.evaluation.target,
-        "eval_interval_samples": inputs.interval,
+        "eval_interval_samples": inputs.schedule.interval,
     }
     for key, value in settings.items():
         log.event(key, value)
@@ -192,11 +182,9 @@ def _choose_implementations(
 def _reporter(
     config: Config, inputs: Inputs, mesh: Mesh, log: MLLog, step: TrainingStep, resumed_samples: int
 ) -> Reporter:
-    schedule = EvaluationSchedule(inputs.interval, config.training.global_batch_size)
-    progress = RunProgress(config.evaluation.target, config.training.sample_limit, schedule, resumed_samples)
     # The other ranks report nothing, but need a reporter to measure the time for training.max_minutes.
     if not mesh.is_main:
-        return Reporter(progress, [])
+        return Reporter([])
     run = RunRecord(
         recipe=config.recipe,
         system=config.log.system,
@@ -209,9 +197,9 @@ def _reporter(
     )
     sinks: list[Sink] = [
         MetricsWriter(inputs.metrics, run),
-        StepLines(progress, log.line, say),
+        StepLines([log.line, say], run.target, config.training.sample_limit, inputs.schedule, resumed_samples),
     ]
     if config.log.tensorboard is not None:
         # Each run gets its own folder.
         sinks.append(TensorBoard(config.log.tensorboard / config.log.system / inputs.result.stem))
-    return Reporter(progress, sinks, (inputs.plan, config.plan) if inputs.plan and config.plan else None)
+    return Reporter(sinks, (inputs.plan, config.plan) if inputs.plan and config.plan else None)

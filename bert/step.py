@@ -8,6 +8,7 @@ micro-batch and the update (``bert.execution.cuda_graphs``).
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from bert.build import build_model, shards_gradients
 from bert.configuration.config import Config
 from bert.configuration.sections import SHARDED
 from bert.execution.cuda_graphs import CudaCapturer, Graph
-from bert.execution.passes import Passes, Pipelined, Role
+from bert.execution.passes import Passes, Role
 from bert.model import BertForPreTraining, PretrainingOutput
 from bert.optimizer import FlatParameters, Lamb
 from bert.parallel.mesh import Mesh
@@ -32,6 +33,9 @@ from bert.timing.stopwatch import Stopwatch, is_capturing
 from dataloading.batches.loader import Batch, inert_batch
 from dataloading.batches.shape_buckets import ShapeBucket
 from kernels import captured
+
+if TYPE_CHECKING:
+    from bert.parallel.pipeline.schedule import PipelineSchedule
 
 
 class TrainingStep:
@@ -83,14 +87,14 @@ class TrainingStep:
         self.execution = self._choose_execution()
         self.update = Graph(self._update_weights)
 
-    def _choose_execution(self) -> Passes | Pipelined:
+    def _choose_execution(self) -> "Passes | PipelineSchedule":
         if self._pipeline is not None:
             from bert.parallel.pipeline.schedule import PipelineSchedule
 
-            schedule = PipelineSchedule(
-                self._pipeline, self._micro_batches, self.autocast, self._mean_loss, self._stopwatch
+            finish = self._reduction.finish
+            return PipelineSchedule(
+                self._pipeline, self._micro_batches, self.autocast, self._mean_loss, finish, self._stopwatch
             )
-            return Pipelined(schedule, self._reduction.finish, self._stopwatch)
         duties = Role(
             # With FP8, all weights are gathered right after the update.
             gathers_weights=self._gather is not None and self.fp8 is None,

@@ -15,12 +15,12 @@ a leaf switch: these have shorter paths to one another.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy import ndimage
 from scipy.cluster.hierarchy import fcluster, linkage
 from scipy.sparse import coo_matrix
 from scipy.sparse.csgraph import connected_components
@@ -63,27 +63,23 @@ class Judgement:
 
 
 def judge(times_TP: Array, comparisons: int, chance: int = CHANCE, fitted: int = 1) -> Judgement:
-    """Compare parts P by the logarithms of their times in turns T, which may be NaN.
+    """Compare parts P by the logarithms of their times in turns T.
 
     Args:
         comparisons: number of comparisons that share the ``chance`` of a false outlier.
         fitted: number of parameters that were fitted to the parts, which makes their residuals smaller.
     """
     turns, parts = times_TP.shape
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # parts without any time warn
-        centred_TP = times_TP - np.nanmedian(times_TP, axis=1, keepdims=True)
-        excess_P = np.nanmedian(centred_TP, axis=0)
-        excess_P = excess_P - np.nanmedian(excess_P)
-        rest_TP = np.abs(centred_TP - np.nanmedian(centred_TP, axis=0))
-        taken_P = np.maximum(1, np.isfinite(times_TP).sum(axis=0))
-        free = max(1, parts - fitted)
-        residual = np.sqrt(max(1, parts - 1) / free)
-        few = _TO_SIGMA * _MEDIAN_ERROR * residual * turns / (turns - _OWN_MEDIAN if turns > 2 else 1)
-        own_P = few * np.nanmedian(rest_TP, axis=0) / np.sqrt(taken_P)
-        # A part's few turns may agree by luck, so assume at least the typical error.
-        repeated_P = np.maximum(own_P, few * np.nanmedian(rest_TP) / np.sqrt(taken_P))
-        between = _TO_SIGMA * _small_sample(parts) * np.nanmedian(np.abs(excess_P)) * residual
+    centred_TP = times_TP - np.median(times_TP, axis=1, keepdims=True)
+    excess_P = np.median(centred_TP, axis=0)
+    excess_P = excess_P - np.median(excess_P)
+    rest_TP = np.abs(centred_TP - np.median(centred_TP, axis=0))
+    free = max(1, parts - fitted)
+    residual = np.sqrt(max(1, parts - 1) / free)
+    few = _TO_SIGMA * _MEDIAN_ERROR * residual * turns / (turns - _OWN_MEDIAN if turns > 2 else 1)
+    # A part's few turns may agree by luck, so assume at least the typical error.
+    repeated_P = few * np.maximum(np.median(rest_TP, axis=0), np.median(rest_TP)) / np.sqrt(turns)
+    between = _TO_SIGMA * _small_sample(parts) * np.median(np.abs(excess_P)) * residual
     # Variance between parts in excess of the measurement error.
     beyond_P = np.maximum(0.0, between**2 - repeated_P**2)
     scale_P = np.sqrt(repeated_P**2 + beyond_P)
@@ -95,7 +91,7 @@ def judge(times_TP: Array, comparisons: int, chance: int = CHANCE, fitted: int =
     limit_P = -stdtrit(np.maximum(1.0, freedom_P), 1 / (chance * max(1, comparisons))) if enough else np.inf
     # If all other parts tie, a difference in the clock's last digit would make an outlier, so require an excess.
     is_outlier = (deviations_P > limit_P) & (excess_P > 1e-3)
-    return Judgement(np.exp(np.nan_to_num(excess_P)), np.nan_to_num(deviations_P, posinf=1e6, neginf=-1e6), is_outlier)
+    return Judgement(np.exp(excess_P), np.clip(deviations_P, -1e6, 1e6), is_outlier)
 
 
 def _freedom(one_P: Array, of_one: float, other_P: Array, of_other: float) -> Array:
@@ -133,40 +129,28 @@ def take_apart(
     """
     rest_TE, source_E, target_E = times_TE.copy(), np.asarray(source_E), np.asarray(target_E)
     kinds_E = np.zeros(times_TE.shape[1]) if kind_E is None else np.asarray(kind_E)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)
-        for kind in np.unique(kinds_E):
-            rest_TE[:, kinds_E == kind] -= np.nanmedian(rest_TE[:, kinds_E == kind], axis=1, keepdims=True)
-        # Ends are comparable only if a chain of paths joins them.
-        joined = coo_matrix((np.ones(len(source_E)), (source_E, target_E)), shape=(nodes, nodes))
-        parts, part_N = connected_components(joined, directed=False)
-        members = [part_N == part for part in range(parts)]
-        level_TK = np.stack([np.nanmedian(rest_TE[:, inside[source_E]], axis=1) for inside in members], axis=1)
-        rest_TE -= level_TK[:, part_N[source_E]]
-        ends = [_partners(source_E, nodes), _partners(target_E, nodes)]
-        shares = [np.zeros((len(rest_TE), nodes)) for _ in ends]
-        for _ in range(8):  # enough rounds for the polish to converge
-            for share_TN, paths_NK, of_E in zip(shares, ends, (source_E, target_E), strict=True):
-                # nanmedian ignores the column of NaN, which fills the rows of `_partners`.
-                padded = np.concatenate([rest_TE, np.full((len(rest_TE), 1), np.nan)], axis=1)
-                step_TN = np.nan_to_num(np.nanmedian(padded[:, paths_NK], axis=2))
-                step_TN[:, (paths_NK < rest_TE.shape[1]).sum(axis=1) < FEWEST_PARTNERS] = 0.0
-                # Move the ends' common share into the level of their part.
-                for inside in members:
-                    step_TN[:, inside] -= np.median(step_TN[:, inside], axis=1, keepdims=True)
-                share_TN += step_TN
-                rest_TE = rest_TE - step_TN[:, np.asarray(of_E)]
+    for kind in np.unique(kinds_E):
+        rest_TE[:, kinds_E == kind] -= np.median(rest_TE[:, kinds_E == kind], axis=1, keepdims=True)
+    # Ends are comparable only if a chain of paths joins them.
+    joined = coo_matrix((np.ones(len(source_E)), (source_E, target_E)), shape=(nodes, nodes))
+    parts, part_N = connected_components(joined, directed=False)
+    level_TK = _medians(rest_TE, part_N[source_E], parts)
+    rest_TE -= level_TK[:, part_N[source_E]]
+    shares = [np.zeros((len(rest_TE), nodes)) for _ in range(2)]
+    for _ in range(8):  # enough rounds for the polish to converge
+        for share_TN, of_E in zip(shares, (source_E, target_E), strict=True):
+            step_TN = _medians(rest_TE, of_E, nodes)
+            step_TN[:, np.bincount(of_E, minlength=nodes) < FEWEST_PARTNERS] = 0.0
+            # Move the ends' common share into the level of their part.
+            step_TN -= _medians(step_TN, part_N, parts)[:, part_N]
+            share_TN += step_TN
+            rest_TE -= step_TN[:, of_E]
     return PathTimes(shares[0], shares[1], rest_TE, level_TK, part_N)
 
 
-def _partners(end_E: Integers, nodes: int) -> NDArray[np.int64]:
-    """Return the paths at each node as rows of the same length, filled with the number of paths."""
-    order = np.argsort(end_E, kind="stable")
-    counts = np.bincount(end_E, minlength=nodes)
-    rows = np.full((nodes, max(1, counts.max(initial=0))), len(order))
-    column = np.arange(len(order)) - np.repeat(np.cumsum(counts) - counts, counts)
-    rows[np.asarray(end_E, dtype=np.int64)[order], column] = order
-    return rows
+def _medians(times_TE: Array, group_E: NDArray[np.integer], groups: int) -> Array:
+    """Return the median time of each group in each turn."""
+    return np.stack([ndimage.median(times_E, group_E, np.arange(groups)) for times_E in times_TE])
 
 
 def leaves_of(times_TE: Array, one_E: NDArray[np.int64], other_E: NDArray[np.int64], hosts: int) -> list[int] | None:

@@ -217,7 +217,7 @@ def _convert(
     from dataloading.preparation.convert import Packing, convert
 
     source = open_or_scan(folder, vocab)
-    dataset = convert(source, out, to, Packing(max_sequences, seed), jobs=jobs, report=say)
+    dataset = convert(source, out, to, Packing(max_sequences, seed), jobs=jobs, report=_reporter("samples"))
     say(f"{out}: {_counts(dataset)}, layout {to}")
 
 

@@ -57,6 +57,8 @@ class JobProgress:
 
 
 Report = Callable[[JobProgress], None]
+Made = tuple[str, int, bool]
+"""Name of a file, its number of samples or articles, and whether an earlier attempt made it."""
 
 
 @contextmanager
@@ -67,9 +69,7 @@ def begun(
 
     Temporary files of a killed process are removed. If the work fails before a file that matches ``finished`` exists, the
     folder is restored to its earlier state. ``alone`` is False if other processes may work on the same job in this folder.
-
-    Raises:
-        ValueError: the folder holds other files, or the same job was started with other settings.
+    Raises ``ValueError`` if the folder holds other files, or a job that was started with other settings.
     """
     path = folder / name
     existed, new = folder.exists(), not path.exists()
@@ -93,13 +93,16 @@ def begun(
         raise
 
 
+def make_files(make: Callable[[Task], Made], tasks: Sequence[Task], jobs: int, report: Report) -> None:
+    """Run the tasks with `run_tasks`, each of which makes one file, and report each finished file."""
+    for done, (name, count, kept) in enumerate(run_tasks(make, tasks, jobs), 1):
+        report(JobProgress(name, count, done, len(tasks), kept))
+
+
 def run_tasks(make: Callable[[Task], Result], tasks: Sequence[Task], jobs: int) -> Iterator[Result]:
     """Yield the result of ``make(task)`` as each task finishes. Up to ``jobs`` processes run; with 1, only this process.
 
     Processes are forked, so they share everything that this process has loaded or compiled. The first error ends them all.
-
-    Raises:
-        ValueError: ``jobs`` is below 1, or a process was killed.
     """
     if jobs < 1:
         raise ValueError(f"--jobs is {jobs}; expected at least 1")
@@ -145,11 +148,8 @@ def _end_with_parent() -> None:
 
 
 def _check_same(path: Path, description: Mapping[str, object]) -> None:
-    """Raise ``ValueError`` unless the job that was started in the folder has the same description."""
     found = read_json(path, _MAX_DESCRIPTION_BYTES, "delete the folder and begin again")
     expected = json.loads(json.dumps(description))  # JSON turns tuples into lists
-    if not isinstance(found, dict):
-        raise ValueError(f"{path}: damaged; delete the folder and begin again")
     if names := sorted(name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name)):
         raise ValueError(
             f"{path.parent}: begun with other settings ({', '.join(names)}); give the same settings, or name another --out"

@@ -127,7 +127,7 @@ class Op(Generic[Parameters, Returned]):
         # This is reached only in a ``captured`` block: otherwise the definition can compute any call.
         raise ValueError(
             f"{self.name} has no implementation that a CUDA graph can capture for such inputs ({'; '.join(against)}): "
-            "set training.cuda_graphs to False, or change what is asked of it"
+            "set training.cuda_graphs to False, or use inputs that an implementation supports"
         )
 
     def unsupported_reasons(
@@ -140,7 +140,7 @@ class Op(Generic[Parameters, Returned]):
         capturable = implementation.capturable and (implementation.repeatable or not self._recomputed)
         if self._captured and not capturable and device_type(*args, **kwargs) == "cuda":
             return [
-                "it draws dropout by PyTorch's generator, which training.recompute cannot repeat in a CUDA graph"
+                "it draws dropout with PyTorch's generator, which training.recompute cannot repeat in a CUDA graph"
                 if implementation.capturable
                 else "it reads values of the device on the host, which no CUDA graph can capture"
             ]

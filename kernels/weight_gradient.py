@@ -27,7 +27,7 @@ def unsupported_reasons(
     """Return the reasons why PyTorch cannot compute this product; empty if it can."""
     reasons = []
     if not gradient_NK.is_cuda:
-        reasons.append(f"tensors on {gradient_NK.device.type}: PyTorch has such a product on CUDA only")
+        reasons.append(f"tensors on {gradient_NK.device.type}: PyTorch supports this product on CUDA only")
     dtypes = output_gradient_TN.dtype, input_TK.dtype
     if dtypes not in ((torch.bfloat16,) * 2, (torch.float16,) * 2):
         reasons.append(f"operands in {dtypes[0]} and {dtypes[1]}: expected bfloat16 or float16 twice")

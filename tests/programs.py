@@ -122,8 +122,13 @@ class Program:
 def write_forked_python(folder: Path, imported: str = "packages") -> None:
     """Write a ``python`` and a ``torchrun`` into a folder that ask a server to fork."""
     (folder / "python").symlink_to(_forked_python(imported))
-    (folder / "torchrun").write_text('#!/bin/bash\nexec "${0%/*}/python" -m torch.distributed.run "$@"\n')
-    (folder / "torchrun").chmod(0o755)
+    write_script(folder / "torchrun", '#!/bin/bash\nexec "${0%/*}/python" -m torch.distributed.run "$@"\n')
+
+
+def write_script(path: Path, text: str) -> None:
+    """Write an executable file."""
+    path.write_text(text)
+    path.chmod(0o755)
 
 
 @cache
@@ -134,8 +139,7 @@ def _forked_python(imported: str) -> str:
     """
     path = Path(_FOLDER, f"{os.getpid()} python of {imported}")
     text = _FORKED_PYTHON.format(python=sys.executable, own=_OWN, path=_server(imported), largest=LARGEST_REQUEST)
-    path.write_text(text)
-    path.chmod(0o755)
+    write_script(path, text)
     return str(path)
 
 

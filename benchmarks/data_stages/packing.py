@@ -1,4 +1,4 @@
-"""Pack a length histogram with ``dataloading.batches.packing_strategy`` and print the packing efficiency.
+"""Pack a length histogram with ``dataloading.batches.packing`` and print the packing efficiency.
 
     python benchmarks/data_stages/packing.py [--histogram FILE] [--out FILE]
 
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from benchmarks.conditions import write_figures
 from cluster.model.histogram import HISTOGRAM, length_counts
-from dataloading.batches.packing_strategy import pack_histogram
+from dataloading.batches.packing import pack_histogram
 
 LIMITS = (3, 12, None)
 
@@ -42,7 +42,7 @@ def main(histogram: Path = HISTOGRAM, out: Path | None = None) -> None:
             f"{figure['efficiency']:.4%} real tokens (at most {figure['efficiency_bound']:.4%}), {figure['seconds']:.2f} s"
         )
     if out:
-        write_figures(out, {"algorithms": figures}, ("numpy", "scipy"))
+        write_figures(out, {"algorithms": figures})
 
 
 def packed(by_length: NDArray[np.int64], limit: int | None) -> dict[str, Any]:

@@ -23,11 +23,11 @@ import tyro
 
 from benchmarks.conditions import write_figures
 from benchmarks.data_stages import reference_prepare
-from benchmarks.inputs import write_demo_text
 from bert.configuration.recipes import ARTIFACTS
 from dataloading.options import PretrainingOptions
 from dataloading.preparation.pretraining_data import create_samples, read_documents, tokenize_documents
 from dataloading.shards.samples import Samples
+from dataloading.text.documents import demo_documents
 from dataloading.text.tokenization import Tokenizer
 
 SHIPPED_VOCAB = ARTIFACTS / "tiny_cpu" / "vocab.txt"
@@ -52,11 +52,19 @@ def main(
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     options = PretrainingOptions(dupe_factor=dupe_factor)
     with tempfile.TemporaryDirectory() as folder:
-        paths = text or (write_demo_text(Path(folder) / "text.txt"),)
+        paths = text or (Path(folder) / "text.txt",)
+        if not text:
+            demo = "\n\n".join("\n".join(document.sentences) for document in demo_documents())
+            paths[0].write_text(demo, encoding="utf-8")
         print(f"text: {sum(path.stat().st_size for path in paths) / 1e6:.2f} MB in {len(paths)} file(s)")
+
+        def compiled() -> Samples:
+            tokenizer = Tokenizer.from_vocab(vocab)
+            return create_samples(tokenize_documents(read_documents(paths), tokenizer), options, tokenizer.vocabulary)
+
         sides: dict[str, Callable[[], Samples]] = {
             "plain Python": lambda: reference_prepare.prepare(paths, reference_prepare.read_vocab(vocab), options),
-            "dataloading": lambda: _prepare(paths, vocab, options),
+            "dataloading": compiled,
         }
         sides["dataloading"]()  # compiles the core or loads it from the cache
         seconds: dict[str, list[float]] = {name: [] for name in sides}
@@ -84,11 +92,6 @@ def main(
 def equal(one: Samples, other: Samples) -> bool:
     """Tell whether all arrays of two sample sets are equal."""
     return all(np.array_equal(value, getattr(other, name)) for name, value in vars(one).items())
-
-
-def _prepare(paths: tuple[Path, ...], vocab: Path, options: PretrainingOptions) -> Samples:
-    tokenizer = Tokenizer.from_vocab(vocab)
-    return create_samples(tokenize_documents(read_documents(paths), tokenizer), options, tokenizer.vocabulary)
 
 
 if __name__ == "__main__":

@@ -101,12 +101,9 @@ def judged(title: str, oracle: list[Tensor], plain: list[Tensor], ours: list[Ten
 
 def _lamb_error_row(context: Context, name: str) -> Figure:
     """Return the row of five LAMB steps on 400 segments of 2 to 60,000 elements, comparing parameters and both moments."""
-    generator = torch.Generator().manual_seed(0)
-    sizes = torch.randint(2, 60 if context.tiny else 60_000, (400,), generator=generator).tolist()
-    ours = _lamb_steps(context, partial(call, lamb_step.name, name), torch.float32, sizes, steps=5)
-    oracle, plain = (
-        _lamb_steps(context, lamb_step.definition, dtype, sizes, steps=5) for dtype in (torch.float64, torch.float32)
-    )
+    steps = partial(_lamb_steps, context)
+    oracle, plain = (steps(lamb_step.definition, dtype) for dtype in (torch.float64, torch.float32))
+    ours = steps(partial(call, lamb_step.name, name), torch.float32)
     return judged(f"lamb_step, {name}", oracle, plain, ours, torch.float32)
 
 
@@ -129,19 +126,17 @@ def _sum_error_row(context: Context, title: str, name: str) -> Figure:
     return judged(title, oracle, plain, ours, torch.float32)
 
 
-def _lamb_steps(
-    context: Context, function: Callable[..., Tensor], dtype: torch.dtype, sizes: list[int], steps: int
-) -> list[Tensor]:
-    """Return parameters and both moments after some steps. Two of every three segments use a trust ratio."""
+def _lamb_steps(context: Context, function: Callable[..., Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """Return parameters and both moments after five steps. Two of every three segments use a trust ratio."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = torch.randint(2, 60 if context.tiny else 60_000, (400,), generator=generator).tolist()
     segments = LambSegments(tuple(sizes), tuple(index % 3 > 0 for index in range(len(sizes))))
     draws = torch.Generator(context.device).manual_seed(0)
     parameters = torch.randn(sum(sizes), generator=draws, device=context.device).to(dtype)
     state = LambState.zeros_like(parameters)
-    rate, hyperparameters = (
-        torch.tensor(3.5e-4, device=context.device),
-        LambHyperparameters(0.9, 0.999, 1e-6, 0.01, 1.0),
-    )
-    for index in range(steps):
+    hyperparameters = LambHyperparameters(0.9, 0.999, 1e-6, 0.01, 1.0)
+    rate = torch.tensor(3.5e-4, device=context.device)
+    for index in range(5):
         gradients = torch.randn(sum(sizes), generator=draws, device=context.device).to(dtype)
         step = torch.tensor(index + 1, device=context.device)
         function(parameters, gradients, state, segments, hyperparameters, step=step, learning_rate=rate)

@@ -9,7 +9,6 @@ the existing rows. Exit status: 0 if all rows are correct, 1 if some failed, ``L
 import argparse
 import gc
 import importlib
-import importlib.metadata
 import signal
 import sys
 import traceback
@@ -22,8 +21,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 LOST = 3
 _GRACE = 30
 """Seconds after its time limit when a part ends itself, if the process that should end it no longer exists."""
-
-_PACKAGES = ("torch", "triton", "transformers", "flash-attn", "numpy")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -62,7 +59,7 @@ def run(function: str, file: Path, device_type: str, *, tiny: bool) -> int:
     report = PartReport.load(file)
     report.settle = partial(settle, device)
     about = {"part": file.stem, "device": device_name(device), "cuda": torch.version.cuda}
-    report.about = about | conditions(tuple(name for name in _PACKAGES if _is_installed(name)))
+    report.about = about | conditions()
     # Written at the start, so that the file exists even if the process dies before the first row.
     report.write()
     module, _, name = function.partition(":")
@@ -81,14 +78,6 @@ def run(function: str, file: Path, device_type: str, *, tiny: bool) -> int:
     finally:
         gc.unfreeze()
     return 1 if report.failures or not report.complete else 0
-
-
-def _is_installed(package: str) -> bool:
-    try:
-        importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ Shape legend in ``kernels/__init__.py``.
 """
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import cast
@@ -56,25 +57,19 @@ def _peer_row(context: Context, name: str, side: Callable[[Context, int], Callab
     """Return the peer's rate with the largest batch that fits into memory: all of our sequences, half, or a quarter."""
     # A peer that pads needs more memory for each sequence.
     for parts in (1, 2, 4):
-        sequences = context.scale.sequences // parts
-        if seconds := _seconds_if_it_fits(context, side, sequences):
-            row = timed_row(name, seconds, sequences, "sequences/s", note=f"{sequences} sequences at once", page=True)
-            ours = context.report.row(OURS)
-            if ours and ours.figure and row.figure:
-                row = replace(row, note=f"ours is {ours.figure / row.figure:.2f}x as fast; {row.note}")
-            return row
-        # Release the memory that a failed attempt has cached before the next attempt.
-        release(context.device)
+        sequences, seconds = context.scale.sequences // parts, []
+        with suppress(torch.OutOfMemoryError):
+            seconds = measured(side(context, sequences), context.device, context.scale.repeats, cold=False)
+        if not seconds:
+            # Release the memory that the failed attempt has cached.
+            release(context.device)
+            continue
+        row = timed_row(name, seconds, sequences, "sequences/s", note=f"{sequences} sequences at once", page=True)
+        ours = context.report.row(OURS)
+        if ours and ours.figure and row.figure:
+            row = replace(row, note=f"ours is {ours.figure / row.figure:.2f}x as fast; {row.note}")
+        return row
     return Figure(name, note="does not fit the device's memory", page=True)
-
-
-def _seconds_if_it_fits(
-    context: Context, side: Callable[[Context, int], Callable[[], None]], sequences: int
-) -> list[float]:
-    try:
-        return measured(side(context, sequences), context.device, context.scale.repeats, cold=False)
-    except torch.OutOfMemoryError:
-        return []
 
 
 def _hugging_face(context: Context, sequences: int, *, compiled: bool = False) -> Callable[[], None]:

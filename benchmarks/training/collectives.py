@@ -1,6 +1,6 @@
 """Compare ways to sum gradients across hosts: bytes sent, times, and the choice made at start-up.
 
-    sudo python benchmarks/training/collectives.py [--quick] [--out FILE]
+    sudo python benchmarks/training/collectives.py [--out FILE]
 
 Network namespaces simulate hosts that are connected by a bridge; ``tc tbf`` limits the rate of each link. Ranks communicate
 over gloo. Bytes are read from the host's interface counter. Sharded strategies include the all-gather of the weights, but
@@ -25,7 +25,7 @@ import tyro
 from torch import nn
 
 from benchmarks.conditions import write_figures
-from benchmarks.hosts import BridgedHosts, block, require_hosts, run_ranks
+from benchmarks.hosts import BridgedHosts, require_hosts, run_ranks
 from bert.configuration.sections import ReduceDtype, ReductionStrategy
 from bert.optimizer import FlatParameters
 from bert.parallel.mesh import Mesh, join_mesh, leave_mesh
@@ -34,6 +34,8 @@ from bert.parallel.reduction.gradients import Communicators, Reduction
 from kernels import LambSegments
 
 LAYERS = 16
+MEGABYTES = 64
+ROUNDS = 2
 STRATEGIES: tuple[ReductionStrategy, ...] = ("flat", "hierarchical", "sharded", "sharded_world")
 
 
@@ -44,30 +46,25 @@ class HostLayout:
     hosts: int
     local_size: int
     order: str
+    """Order of ranks: "block" numbers them host by host. In "cyclic" order, neighbouring ranks are on different hosts."""
     rate: str | None
     """Rate of each host's link in the notation of ``tc``, or None for no limit."""
-    megabytes: int
-    rounds: int
     reduce_dtype: ReduceDtype = "fp32"
     """Type in which gradients are sent; weights are gathered in fp32."""
 
 
-def main(quick: bool = False, out: Path | None = None) -> None:
+def main(out: Path | None = None) -> None:
     """Print a line for each case, then the ratios. Needs root.
 
     Args:
-        quick: Use small messages, unlimited links and few rounds, to count bytes only.
         out: Write the figures here as JSON.
     """
     require_hosts()
-    if quick:
-        cases = [HostLayout(2, 2, "block", None, 4, 2), HostLayout(2, 2, "cyclic", None, 4, 2)]
-        cases.append(HostLayout(2, 2, "block", None, 4, 2, reduce_dtype="bf16"))
-    else:
-        # In cyclic order, every hop of a ring goes from one host to another.
-        cases = [HostLayout(2, 4, o, r, 64, 2) for r in (None, "1gbit", "300mbit") for o in ("block", "cyclic")]
-        cases += [HostLayout(2, 4, "block", rate, 64, 2, reduce_dtype="bf16") for rate in (None, "1gbit", "300mbit")]
-        cases.append(HostLayout(4, 2, "block", None, 64, 2))
+    rates = (None, "1gbit", "300mbit")
+    # In cyclic order, every hop of a ring goes from one host to another.
+    cases = [HostLayout(2, 4, order, rate) for rate in rates for order in ("block", "cyclic")]
+    cases += [HostLayout(2, 4, "block", rate, "bf16") for rate in rates]
+    cases.append(HostLayout(4, 2, "block", None))
     figures = []
     for _, alike in itertools.groupby(cases, lambda case: (case.hosts, case.rate)):
         for figure in measure(list(alike)):
@@ -86,10 +83,9 @@ def measure(cases: list[HostLayout]) -> list[dict[str, Any]]:
     with BridgedHosts(cases[0].hosts, cases[0].rate) as names, tempfile.TemporaryDirectory() as folder:
         found = Path(folder) / "found.json"
         for case in cases:
-            order = block(case.hosts, case.local_size)
-            if case.order == "cyclic":
-                # Cyclic: neighbouring ranks are on different hosts, as some launchers place them.
-                order = [*range(case.hosts)] * case.local_size
+            order = [*range(case.hosts)] * case.local_size
+            if case.order == "block":
+                order.sort()
             run_ranks(names, order, partial(_rank, case, found), Path(folder), limit_s=300)
             figures.append(case.__dict__ | json.loads(found.read_text()))
     return figures
@@ -101,13 +97,10 @@ def _rank(case: HostLayout, found: Path) -> int:
     mesh = join_mesh("cpu")
     communicators = Communicators.create(mesh)
     # 250,000 fp32 numbers are a megabyte.
-    size = case.megabytes * 250_000 // LAYERS
-    model = nn.ParameterList(nn.Parameter(torch.zeros(size)) for _ in range(LAYERS))
-    flat = _flat(model, size)
+    size = MEGABYTES * 250_000 // LAYERS
+    flat = _flat(size)
     reductions = {s: Reduction(flat, communicators, s, case.reduce_dtype) for s in STRATEGIES}
-    figures: dict[str, Any] = {
-        strategy: _reduced(case, mesh, flat, reduction) for strategy, reduction in reductions.items()
-    }
+    figures: dict[str, Any] = {name: _reduced(mesh, flat, reduction) for name, reduction in reductions.items()}
     figures["choice"] = str(measured_choice(flat, communicators, case.reduce_dtype).strategy)
     if mesh.is_main:
         found.write_text(json.dumps(figures))
@@ -116,16 +109,19 @@ def _rank(case: HostLayout, found: Path) -> int:
     return 0
 
 
-def _flat(model: nn.ParameterList, size: int) -> FlatParameters:
+def _flat(size: int) -> FlatParameters:
     weights, gradients = torch.zeros(LAYERS * size), torch.zeros(LAYERS * size)
-    places = {parameter: slice(number * size, (number + 1) * size) for number, parameter in enumerate(model)}
-    for parameter, place in places.items():
-        parameter.data, parameter.grad = weights[place], gradients[place]
+    places = {}
+    for number in range(LAYERS):
+        place = slice(number * size, (number + 1) * size)
+        parameter = nn.Parameter(weights[place])
+        parameter.grad = gradients[place]
+        places[parameter] = place
     segments = LambSegments((size,) * LAYERS, (True,) * LAYERS)
     return FlatParameters(weights, gradients, segments, weights, gradients, places)
 
 
-def _reduced(case: HostLayout, mesh: Mesh, flat: FlatParameters, reduction: Reduction) -> dict[str, Any]:
+def _reduced(mesh: Mesh, flat: FlatParameters, reduction: Reduction) -> dict[str, Any]:
     seconds, counts = [], []
 
     def communicate() -> None:
@@ -138,7 +134,7 @@ def _reduced(case: HostLayout, mesh: Mesh, flat: FlatParameters, reduction: Redu
     # The first call is not measured, because it opens the connections.
     communicate()
     dist.barrier()
-    for _ in range(case.rounds):
+    for _ in range(ROUNDS):
         # All ranks start together, and the slowest rank determines the time.
         dist.barrier()
         begin, before = time.perf_counter(), sent_bytes()
@@ -160,12 +156,9 @@ def sent_bytes() -> int:
 
 
 def _line(figure: dict[str, Any]) -> str:
-    place = (
-        f"{figure['hosts']} hosts x {figure['local_size']}, {figure['order']:<6} {figure['rate'] or 'unshaped':<9} "
-        f"{figure['reduce_dtype']}"
-    )
+    place = f"{figure['hosts']} hosts x {figure['local_size']}, {figure['order']:<6} {figure['rate'] or 'unshaped':<9}"
     ways = (f"{s} {figure[s]['seconds']:.2f} s {figure[s]['megabytes_per_host']:.1f} MB" for s in STRATEGIES)
-    return f"{place} {', '.join(ways)}; chosen {figure['choice']}"
+    return f"{place} {figure['reduce_dtype']} {', '.join(ways)}; chosen {figure['choice']}"
 
 
 def _ratios(figures: list[dict[str, Any]]) -> dict[str, float]:
@@ -174,12 +167,11 @@ def _ratios(figures: list[dict[str, Any]]) -> dict[str, float]:
         rate, dtype = figure["rate"] or "unshaped", figure["reduce_dtype"]
         place = f"{figure['hosts']}x{figure['local_size']} {figure['order']} {rate} {dtype}"
         # Lower bound on the bytes that a host sends, which is what it sends in a ring all-reduce.
-        bound = 2 * (figure["hosts"] - 1) / figure["hosts"] * figure["megabytes"] / (2 if dtype == "bf16" else 1)
+        bound = 2 * (figure["hosts"] - 1) / figure["hosts"] * MEGABYTES / (2 if dtype == "bf16" else 1)
         for strategy in STRATEGIES:
             ratios[f"{place}, {strategy} bytes over the bound"] = figure[strategy]["megabytes_per_host"] / bound
-        ratios[f"{place}, time of flat over hierarchical"] = (
-            figure["flat"]["seconds"] / figure["hierarchical"]["seconds"]
-        )
+        flat, hierarchical = (figure[strategy]["seconds"] for strategy in ("flat", "hierarchical"))
+        ratios[f"{place}, time of flat over hierarchical"] = flat / hierarchical
     return ratios
 
 

@@ -66,7 +66,7 @@ def main(workload: Literal["wikipedia", "tiny"] = "wikipedia", repeats: int = 7,
     print(f"sequences/s of ours against {HUGGING_FACE}: {ratios[HUGGING_FACE]:.2f}x")
     if out:
         figures = {"workload": workload, "sequences": SEQUENCES, "tokens": tokens, "seconds": seconds, "ratios": ratios}
-        write_figures(out, figures, ("torch", "numpy", "transformers"))
+        write_figures(out, figures)
 
 
 def measure(config: ModelConfig, repeats: int) -> tuple[dict[str, list[float]], list[int]]:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -34,6 +35,9 @@ _HUGGING_FACE_LAYER = {
     "output": "output.dense",
     "output_norm": "output.LayerNorm",
 }
+
+_THEIR_NAMES = {"hidden_dropout": "hidden_dropout_prob", "attention_dropout": "attention_probs_dropout_prob"}
+"""Map from fields of ``ModelConfig`` to fields of config.json with other names."""
 
 
 def hugging_face_names(layers: int) -> dict[str, tuple[str, ...]]:
@@ -103,18 +107,8 @@ def _configuration(model: ModelConfig) -> dict[str, object]:
     return {
         "architectures": ["BertForPreTraining"],
         "model_type": "bert",
-        "vocab_size": model.vocab_size,
-        "hidden_size": model.hidden_size,
-        "num_hidden_layers": model.num_hidden_layers,
-        "num_attention_heads": model.num_attention_heads,
-        "intermediate_size": model.intermediate_size,
-        "max_position_embeddings": model.max_position_embeddings,
-        "type_vocab_size": model.type_vocab_size,
+        **{_THEIR_NAMES.get(name, name): value for name, value in asdict(model).items()},
         "hidden_act": "gelu_new",  # the tanh form, as in the reference and this model
-        "hidden_dropout_prob": model.hidden_dropout,
-        "attention_probs_dropout_prob": model.attention_dropout,
-        "layer_norm_eps": model.layer_norm_eps,
-        "initializer_range": model.initializer_range,
         "pad_token_id": 0,
         "tie_word_embeddings": True,
     }
@@ -152,7 +146,7 @@ _Count = Annotated[int, msgspec.Meta(gt=0, lt=1 << 31)]
 _Fraction = Annotated[float, msgspec.Meta(ge=0, lt=1)]
 
 
-class _Stated(msgspec.Struct):
+class _Stated(msgspec.Struct, rename=_THEIR_NAMES):
     """Fields of a config.json. Missing fields have BERT's values."""
 
     num_attention_heads: _Count
@@ -162,15 +156,12 @@ class _Stated(msgspec.Struct):
     vocab_size: _Count | None = None
     max_position_embeddings: _Count | None = None
     layer_norm_eps: _Fraction | None = None
-    hidden_dropout_prob: _Fraction | None = None
-    attention_probs_dropout_prob: _Fraction | None = None
+    hidden_dropout: _Fraction | None = None
+    attention_dropout: _Fraction | None = None
     # Only values that this program supports. The exact GELU differs from the tanh form by up to 5e-4 (docs/checkpoints.md).
     model_type: Literal["bert"] | None = None
     position_embedding_type: Literal["absolute"] | None = None
     hidden_act: Annotated[str, msgspec.Meta(pattern="^gelu")] | None = None
-
-
-_RENAMED = {"hidden_dropout_prob": "hidden_dropout", "attention_probs_dropout_prob": "attention_dropout"}
 
 
 def stated_configuration(path: Path) -> dict[str, int | float] | None:
@@ -186,8 +177,4 @@ def stated_configuration(path: Path) -> dict[str, int | float] | None:
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: {error}; {remedy}") from None
     values = msgspec.structs.asdict(stated)
-    return {
-        _RENAMED.get(name, name): value
-        for name, value in values.items()
-        if value is not None and not isinstance(value, str)
-    }
+    return {name: value for name, value in values.items() if value is not None and not isinstance(value, str)}

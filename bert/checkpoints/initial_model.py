@@ -3,6 +3,7 @@
 Modules that read files are imported only when needed, so that GPU benchmarks do not require safetensors and tokenizers.
 """
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,16 +19,8 @@ if TYPE_CHECKING:
     from bert.checkpoints.sources import CheckpointSource
     from dataloading.text.tokenization import Vocabulary
 
-# The vocabulary is omitted because its table may be padded, and dropout because it is not a property of the weights.
-_COMPARED = (
-    "num_hidden_layers",
-    "hidden_size",
-    "num_attention_heads",
-    "intermediate_size",
-    "max_position_embeddings",
-    "type_vocab_size",
-    "layer_norm_eps",
-)
+# The vocabulary's table may be padded, and dropout and initialization are not properties of the weights.
+_NOT_COMPARED = ("vocab_size", "hidden_dropout", "attention_dropout", "initializer_range")
 
 
 def first_model(config: Config, mesh: Mesh, seed: int) -> BertForPreTraining:
@@ -102,9 +95,9 @@ def _open(path: Path, model: ModelConfig, whole: bool) -> "CheckpointSource":
             "data.initial_checkpoint to a safetensors file, a Hugging Face folder or the prefix of a TensorFlow checkpoint"
         )
     source = open_source(path, whole=whole)
-    for name in _COMPARED:
-        found, expected = getattr(source.model, name), getattr(model, name)
-        if found != expected:
+    for name, expected in asdict(model).items():
+        found = getattr(source.model, name)
+        if name not in _NOT_COMPARED and found != expected:
             raise ValueError(
                 f"{path} holds a model with {name} {found}, but model.{name} is {expected}: "
                 f"set --model.{name.replace('_', '-')} {found}"

@@ -8,7 +8,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -43,15 +43,10 @@ class CheckpointSource:
     weights: Mapping[str, Weight]
     """Weights by this program's names."""
     model: ModelConfig
-    make_digest: Callable[[], str]
-    """Returns the digest of the source, with the name of the digested file."""
+    digest: Callable[[], str]
+    """Returns the digest of the source, with the name of the digested file, which it reads."""
     vocabulary_sha256: str | None = None
     """Digest of the vocabulary that the model was trained with, if known."""
-
-    @cached_property
-    def digest(self) -> str:
-        """Digest of the source. Computing it reads the file."""
-        return self.make_digest()
 
 
 def open_source(path: Path, num_attention_heads: int | None = None, whole: bool = True) -> CheckpointSource:
@@ -125,7 +120,7 @@ def _open_tensorflow(prefix: Path, heads: int | None) -> CheckpointSource:
         kind=f"TensorFlow checkpoint (TF1), {which} by size and MD5 of its index",
         weights=weights,
         model=_model_of(weights, layers, _heads(str(bundle.index), None, heads), str(bundle.index)),
-        make_digest=lambda: f"sha256 of the index, which holds every tensor's checksum: {bundle.index_sha256}",
+        digest=lambda: f"sha256 of the index, which holds every tensor's checksum: {bundle.index_sha256}",
     )
 
 
@@ -174,7 +169,7 @@ def _open_safetensors(path: Path, heads: int | None, whole: bool) -> CheckpointS
         kind="safetensors file of this program" if is_ours else "Hugging Face checkpoint",
         weights=weights,
         model=replace(model, **stated),
-        make_digest=lambda: f"sha256 of {path.name}: {sha256_of(path)}",
+        digest=lambda: f"sha256 of {path.name}: {sha256_of(path)}",
         vocabulary_sha256=metadata.get(VOCABULARY) if is_ours else None,
     )
 

@@ -16,7 +16,7 @@ import re
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -46,8 +46,21 @@ _Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]  # counters on the devic
 
 
 @dataclass(frozen=True)
+class Digest:
+    """Size and SHA-256 of a file."""
+
+    bytes: int
+    sha256: str
+
+    @classmethod
+    def of(cls, path: Path) -> "Digest":
+        """Read a file."""
+        return cls(path.stat().st_size, sha256_of(path))
+
+
+@dataclass(frozen=True)
 class RunState:
-    """State of a run, except for its weights and moments."""
+    """State of a run, except for its weights and moments: the content of ``state.json``."""
 
     step: _Count
     """Number of global batches trained, which is the position in the plan."""
@@ -63,27 +76,8 @@ class RunState:
     path: str = ""
     world: World | None = None
     """Hosts and batch shares of the run that wrote the checkpoint; None in old checkpoints."""
-
-
-@dataclass(frozen=True)
-class Digest:
-    """Size and SHA-256 of a file."""
-
-    bytes: int
-    sha256: str
-
-    @classmethod
-    def of(cls, path: Path) -> "Digest":
-        """Read a file."""
-        return cls(path.stat().st_size, sha256_of(path))
-
-
-@dataclass(frozen=True, kw_only=True)
-class StateFile(RunState):
-    """Content of ``state.json``."""
-
+    files: dict[str, Digest] = field(default_factory=dict)
     format: Literal[1] = 1
-    files: dict[str, Digest]
 
 
 def checkpoint_folders(folder: Path) -> list[Path]:
@@ -252,10 +246,10 @@ def _read_state(path: Path) -> RunState:
     return replace(state, path=str(path))
 
 
-def _state_file(path: Path) -> StateFile:
+def _state_file(path: Path) -> RunState:
     name = path / "state.json"
     try:
-        return msgspec.json.decode(read_bounded(name, _STATE_BYTES, _REMEDY), type=StateFile)
+        return msgspec.json.decode(read_bounded(name, _STATE_BYTES, _REMEDY), type=RunState)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"{name} is not the state of a run ({error}); {_REMEDY}") from None
 

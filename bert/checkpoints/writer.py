@@ -7,12 +7,13 @@ import shutil
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import replace
 
 import msgspec
 import torch
 from torch import Tensor
 
-from bert.checkpoints.training_state import FILES, Digest, RunState, StateFile, fixed_settings, reseed, written_in
+from bert.checkpoints.training_state import FILES, Digest, RunState, fixed_settings, reseed, written_in
 from bert.checkpoints.weights import Weight, write_safetensors
 from bert.checkpoints.world import World
 from bert.configuration.config import Config
@@ -137,7 +138,7 @@ class Checkpoints:
                 write_safetensors(partial / name, self._weights(copy), {})
                 sync(partial / name)  # the file must be on disk before the folder gets its name
             files = {name: Digest.of(partial / name) for name in FILES}
-            content = msgspec.json.encode(StateFile(**vars(state), files=files))
+            content = msgspec.json.encode(replace(state, files=files))
             write_atomically(partial / "state.json", msgspec.json.format(content, indent=1))
             sync(partial)
             # A rename cannot replace a folder that has files. A folder that this run may delete was skipped as broken

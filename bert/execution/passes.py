@@ -1,4 +1,4 @@
-"""Ways to run a step's forward and backward passes: as CUDA graphs or operator by operator, or through pipeline stages."""
+"""A step's forward and backward passes, as CUDA graphs or operator by operator."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -68,19 +68,3 @@ class Passes:
         # Start with the role of the last micro-batch, which takes the most memory.
         for role in dict.fromkeys(reversed(roles_of(micro_batches, self.duties))):
             self._graphs[role].prepare(batches, capturer)
-
-
-class Pipelined:
-    """Execution by PyTorch's pipeline schedule."""
-
-    def __init__(
-        self, schedule: Callable[[Sequence[Batch]], None], finish: Callable[[], None], stopwatch: Stopwatch
-    ) -> None:
-        """``schedule`` runs the micro-batches through the stages, ``finish`` completes the reduction of gradients."""
-        self._schedule, self._finish, self._stopwatch = schedule, finish, stopwatch
-
-    def __call__(self, micro_batches: Sequence[Batch]) -> None:
-        """Run the passes of one step's micro-batches and reduce the gradients."""
-        self._schedule(micro_batches)
-        with self._stopwatch.time("reduce"):
-            self._finish()

@@ -24,7 +24,7 @@ from bert.model import parameter_shapes
 from bert.parallel.launch import job, may_start_again, restarts
 from bert.parallel.mesh import Mesh, require_whole_copies
 from bert.reporting.tensorboard import require_installed
-from compliance.log.schedule import evaluation_interval, evaluation_samples
+from compliance.log.schedule import EvaluationSchedule, evaluation_interval
 from dataloading.batches.loader_choice import check_loader
 from dataloading.dataset.folder import Dataset, open_dataset
 from dataloading.text.tokenization import Vocabulary
@@ -43,8 +43,7 @@ class Inputs:
     vocabulary_sha256: str
     result: Path
     metrics: Path
-    interval: int
-    """Number of training samples between evaluations."""
+    schedule: EvaluationSchedule
     plan: RunPlan | None = None
     """Plan that the run follows, if any."""
 
@@ -76,7 +75,7 @@ def check(config: Config, world_size: int, local_size: int = 0) -> Inputs:
     _check_places(config)
     # The run number is only a proposal until the log is created.
     files = choose_files(result_folder(config), config.log.run)
-    return Inputs(train, evaluation, vocabulary.sha256, *files, _interval(config), plan)
+    return Inputs(train, evaluation, vocabulary.sha256, *files, _schedule(config), plan)
 
 
 def check_evaluation(config: Config) -> Dataset:
@@ -150,11 +149,8 @@ def _open_inputs(config: Config, folders: Sequence[Path]) -> tuple[list[Dataset]
     return datasets, vocabulary
 
 
-def _interval(config: Config) -> int:
-    """Return the number of training samples between evaluations.
-
-    Raises ``ValueError`` if the run would end before its first evaluation, or without the last one if that is required.
-    """
+def _schedule(config: Config) -> EvaluationSchedule:
+    """Raise ``ValueError`` if the run would end before its first evaluation, or without the last one if it is required."""
     interval = config.evaluation.interval_samples or evaluation_interval(config.training.global_batch_size)
     training = config.training
     if training.sample_limit < interval:
@@ -164,14 +160,15 @@ def _interval(config: Config) -> int:
             f"{interval:,} samples: raise it, or lower evaluation.interval_samples"
         )
     batch = training.global_batch_size
+    schedule = EvaluationSchedule(interval, batch)
     # The last step may exceed the sample limit.
     end = -(-training.sample_limit // batch) * batch
-    if config.evaluation.to_the_end and evaluation_samples(end // interval, interval, batch) != end:
+    if config.evaluation.to_the_end and schedule.samples(end // interval) != end:
         raise ValueError(
             f"evaluation.to_the_end is set, but with evaluation.interval_samples {interval:,} no evaluation comes after the "
             f"last of {end:,} samples: choose a divisor of that"
         )
-    return interval
+    return schedule
 
 
 def _check_places(config: Config) -> None:

@@ -1,6 +1,6 @@
 """Display of a run: one line per log interval, evaluation and warning."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from compliance.convergence.forecast import forecast, time_left
@@ -10,15 +10,18 @@ from console.text import clock_span, visible
 
 
 @dataclass
-class RunProgress:
-    """Progress of the run, as the lines show it.
+class StepLines:
+    """Sink that describes each record in one line.
 
     Attributes:
+        put: functions that are called with each line.
         max_samples: number of samples after which the run ends even if it has not reached the target.
         schedule: schedule of the evaluations.
         resumed_samples: number of samples trained before the run was resumed. The run's time does not include them.
+        records: records so far.
     """
 
+    put: Sequence[Callable[[str], None]]
     target: float
     max_samples: int
     schedule: EvaluationSchedule
@@ -38,18 +41,12 @@ class RunProgress:
         found = forecast(curve, self.target, self.schedule, None)
         return clock_span(*time_left(found, self.schedule, samples, rate, self.max_samples))
 
-
-class StepLines:
-    """Sink that describes each record in one line. Each function of ``put`` is called with each line."""
-
-    def __init__(self, progress: RunProgress, *put: Callable[[str], None]) -> None:
-        self._progress = progress
-        self._put = put
-
     def write(self, record: Record) -> None:
         """Write one line that describes the record."""
-        for put in self._put:
-            put(self._text(record))
+        self.records.add(record)  # first, because the time left depends on it
+        text = self._text(record)
+        for put in self.put:
+            put(text)
 
     def close(self) -> None:
         """Do nothing, because every line has been written already."""
@@ -61,12 +58,12 @@ class StepLines:
                 f"step {record.step:>6}  samples {record.samples:>9}  {record.step_ms:7.1f} ms  "
                 f"{record.sequences_per_s:8.1f} seq/s  {record.tokens_per_s:9.0f} tok/s  "
                 f"wait {100 * record.data_wait_ms / record.step_ms:4.1f} %  loss {record.loss:.4f}  "
-                f"lr {record.learning_rate:.2e}  eta {self._progress.eta}{skipped}"
+                f"lr {record.learning_rate:.2e}  eta {self.eta}{skipped}"
             )
         if isinstance(record, EvaluationRecord):
             return (
                 f"eval {record.step:>6}  samples {record.samples:>9}  accuracy {record.masked_lm_accuracy:.4f} "
-                f"({record.correct}/{record.count})  target {self._progress.target:.4f}  {record.eval_s:.2f} s"
+                f"({record.correct}/{record.count})  target {self.target:.4f}  {record.eval_s:.2f} s"
             )
         if isinstance(record, WarningRecord):
             # The text may contain names of hosts and files, which may contain control characters.

@@ -4,6 +4,8 @@ import time
 from collections.abc import Sequence
 from statistics import median
 
+import torch
+
 from bert.configuration.config import Config
 from bert.optimizer import learning_rate
 from bert.reporting.reporter import Position, Reporter
@@ -25,12 +27,8 @@ class Stragglers:
     because those have the same amount of work.
     """
 
-    def __init__(
-        self, hosts: Sequence[str], stages: Sequence[int] | None = None, places: Sequence[str] | None = None
-    ) -> None:
-        self._hosts = hosts
-        self._stages = stages or [0] * len(hosts)
-        self._places = places or [""] * len(hosts)
+    def __init__(self, hosts: Sequence[str], stages: Sequence[int], places: Sequence[str]) -> None:
+        self._hosts, self._stages, self._places = hosts, stages, places
         self._in_a_row = [0] * len(hosts)
         """For each rank, the number of consecutive intervals in which its state differed from ``_named``."""
         self._named = [False] * len(hosts)
@@ -106,6 +104,8 @@ class Intervals:
         phases = {f"{name}_ms": 1000 * spent / steps for name, spent in self._stopwatch.take().items()}
         skipped = round(means["skipped_steps"])
         self._skipped += skipped
+        # The learning rate schedule counts steps from 0 and does not count skipped steps.
+        last = torch.tensor(max(0, at.steps - self._skipped - 1))
         self._reporter.write(
             StepRecord(
                 step=at.steps,
@@ -116,8 +116,7 @@ class Intervals:
                 loss=means["masked_lm_loss"] + means["next_sentence_loss"],
                 masked_lm_loss=means["masked_lm_loss"],
                 next_sentence_loss=means["next_sentence_loss"],
-                # The learning rate schedule counts steps from 0 and does not count skipped steps.
-                learning_rate=learning_rate(self._config.optimizer, max(0, at.steps - self._skipped - 1)),
+                learning_rate=learning_rate(self._config.optimizer, last).item(),
                 gradient_norm=means["gradient_norm"],
                 tokens_per_s=means["tokens"] * steps / seconds,
                 sequences_per_s=self._config.training.global_batch_size * steps / seconds,

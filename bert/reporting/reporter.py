@@ -9,8 +9,7 @@ from typing import Protocol
 
 from bert.configuration.run_plan import RunPlan
 from bert.reporting.against_plan import compare_with_plan, difference
-from bert.reporting.displays import RunProgress
-from compliance.log.records import EndRecord, Record, Straggler, WarningRecord
+from compliance.log.records import EndRecord, Record, StepRecord, Straggler, WarningRecord
 
 
 @dataclass(frozen=True)
@@ -41,9 +40,10 @@ class Sink(Protocol):
 class Reporter:
     """Reporter that passes each record to every sink and measures the run's time. Only rank 0 has sinks."""
 
-    def __init__(self, progress: RunProgress, sinks: list[Sink], plan: tuple[RunPlan, Path] | None = None) -> None:
+    def __init__(self, sinks: list[Sink], plan: tuple[RunPlan, Path] | None = None) -> None:
         """Compare the run with a ``plan``, which is given with its file."""
-        self._progress, self._sinks, self._plan = progress, sinks, plan
+        self._sinks, self._plan = sinks, plan
+        self._steps: list[StepRecord] = []
         self._began = time.perf_counter()
 
     def begin(self) -> None:
@@ -70,16 +70,16 @@ class Reporter:
 
     def write(self, record: Record) -> None:
         """Write ``record`` to all sinks."""
-        # Update the progress before the sinks, because displays show the progress including this record.
-        self._progress.records.add(record)
+        if isinstance(record, StepRecord):
+            self._steps.append(record)
         for sink in self._sinks:
             sink.write(record)
 
     def end(self, steps: int, record: EndRecord) -> None:
         """Report the comparison with the plan, if any, and the end of the run after ``steps`` steps."""
-        if self._plan and (intervals := self._progress.records.steps):
+        if self._plan and self._steps:
             plan, file = self._plan
-            compared = compare_with_plan(plan, intervals)
+            compared = compare_with_plan(plan, self._steps)
             self.write(compared)
             if text := difference(compared, file):
                 self.warn(steps, text)

@@ -114,17 +114,19 @@ def hosts_with_outliers(view: View) -> set[int]:
 
 def bandwidth(seconds_per_byte: float) -> str:
     """Format bytes per second with three digits."""
-    rate = 1 / max(seconds_per_byte, 1e-15)
-    # 999.9 MB/s would round to 1e+03 MB/s.
-    unit, size = next((each for each in (("TB/s", 1e12), ("GB/s", 1e9)) if rate > 0.9995 * each[1]), ("MB/s", 1e6))
-    return f"{rate / size:.3g} {unit}"
+    return _per_second(1 / max(seconds_per_byte, 1e-15), "B")
 
 
 def _speed(rate: Rate, seconds: float) -> str:
     if rate.quantity == "product":
-        operations = 2 * rate.size**3 / max(seconds, 1e-15)
-        return f"{operations / 1e12:.3g} TFLOP/s" if operations >= 1e12 else f"{operations / 1e9:.3g} GFLOP/s"
+        return _per_second(2 * rate.size**3 / max(seconds, 1e-15), "FLOP")
     return duration(seconds) if rate.quantity == "launch" else bandwidth(seconds / rate.size)
+
+
+def _per_second(number: float, unit: str) -> str:
+    # 999.9 MB/s would round to 1e+03 MB/s.
+    prefix, size = next((each for each in (("T", 1e12), ("G", 1e9)) if number > 0.9995 * each[1]), ("M", 1e6))
+    return f"{number / size:.3g} {prefix}{unit}/s"
 
 
 def _bytes(size: int) -> str:

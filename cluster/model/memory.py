@@ -107,13 +107,9 @@ def held_by_rank(
 
 
 def kept_by_forward(
-    work: Work, strategy: Strategy, sizes: MicroBatches, on_gpu: bool = False, share: ModelShare | None = None
+    work: Work, strategy: Strategy, sizes: MicroBatches, on_gpu: bool, share: ModelShare
 ) -> NDArray[np.float64]:
-    """Return the bytes [A, R] that the forward pass stores for the backward pass, excluding logits and weights.
-
-    ``share`` is the rank's part of the model; None means the whole model.
-    """
-    share = share or model_shares(work.model)[0]
+    """Return the bytes [A, R] that a share's forward pass stores for the backward pass, excluding logits and weights."""
     model, size = work.model, 4 if strategy.precision == "fp32" else 2
     D, F, H = model.hidden_size, model.intermediate_size, model.num_attention_heads
     T, S, M = sizes.tokens_AR, sizes.sequences, sizes.masked_AR

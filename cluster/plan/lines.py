@@ -10,15 +10,11 @@ from console.text import counted, visible
 _MOST_VALUES = 8
 """Maximum number of values of one setting that get a line of their own."""
 
-_COLUMNS = (
-    *("", "minutes", "batch", "pipeline", "tensor", "micro-batches", "precision", "reduction", "sums", "recompute"),
-    *("step ms", "fwd+bwd", "reduce", "update", "GB"),
-)
-
 
 def as_lines(found: Found, world_size: int) -> Iterator[str]:
     """Return the best plans as a table, a line for each other value of a setting, and the infeasible values."""
-    rows = [_COLUMNS, *(_row(place, each, world_size) for place, each in enumerate(found.best, 1))]
+    table = [_row(place, each, world_size) for place, each in enumerate(found.best, 1)]
+    rows = [tuple(table[0]), *(tuple(row.values()) for row in table)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         yield "  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True))
@@ -46,29 +42,31 @@ def summary(candidate: Candidate) -> str:
     )
 
 
-def _row(place: int, each: Candidate, world_size: int) -> tuple[str, ...]:
-    strategy, step = each.strategy, each.step
+def _row(place: int, each: Candidate, world_size: int) -> dict[str, str]:
+    """Return the cells of a plan's row by column."""
+    step = each.step
     # Use enough digits to tell the best plans apart.
     minutes = f"{each.seconds / 60:.3f}" if each.seconds < 600 else f"{each.seconds / 60:,.1f}"
-    micro_batches = f"{strategy.gradient_accumulation_steps} x {strategy.sequences(world_size)}"
-    times = (f"{1000 * seconds:.2f}" for seconds in (step.total, step.forward_backward, step.reduce, step.update))
-    return (
-        *(str(place), minutes, f"{strategy.global_batch_size:,}", strategy.stages, str(strategy.tensor), micro_batches),
-        *(strategy.precision, strategy.reduction, strategy.reduce_dtype, strategy.recompute),
-        *(*times, f"{each.memory / 1e9:.1f}"),
-    )
+    times = {"step ms": step.total, "fwd+bwd": step.forward_backward, "reduce": step.reduce, "update": step.update}
+    return {
+        "": str(place),
+        "minutes": minutes,
+        **_settings(each, world_size),
+        **{column: f"{1000 * seconds:.2f}" for column, seconds in times.items()},
+        "GB": f"{each.memory / 1e9:.1f}",
+    }
 
 
-def _values(each: Candidate, world_size: int) -> dict[str, str]:
+def _settings(each: Candidate, world_size: int) -> dict[str, str]:
     strategy = each.strategy
     return {
         "batch": f"{strategy.global_batch_size:,}",
         "pipeline": strategy.stages,
         "tensor": str(strategy.tensor),
-        "micro-batch": f"{strategy.sequences(world_size):,}",
+        "micro-batches": f"{strategy.gradient_accumulation_steps} x {strategy.sequences(world_size)}",
         "precision": strategy.precision,
         "reduction": strategy.reduction,
-        "sums in": strategy.reduce_dtype,
+        "sums": strategy.reduce_dtype,
         "recompute": strategy.recompute,
     }
 
@@ -79,13 +77,13 @@ def _rivals(found: Found, world_size: int) -> Iterator[str]:
     Micro-batches are compared only among plans with the best plan's batch and copies, because they depend on these.
     """
     best = found.best[0]
-    own = _values(best, world_size)
+    own = _settings(best, world_size)
     rivals: dict[str, dict[str, Candidate]] = {setting: {} for setting in own}
     for each in found.ranked:  # the fastest first
-        values = _values(each, world_size)
+        values = _settings(each, world_size)
         is_comparable = all(values[name] == own[name] for name in ("batch", "pipeline", "tensor"))
         for setting, value in values.items():
-            if value != own[setting] and (is_comparable or setting != "micro-batch"):
+            if value != own[setting] and (is_comparable or setting != "micro-batches"):
                 rivals[setting].setdefault(value, each)
     for setting, losing in rivals.items():
         for value, rival in [*losing.items()][:_MOST_VALUES]:

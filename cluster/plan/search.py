@@ -130,18 +130,14 @@ class _Search:
         is too slow even with a free reduction, one such way is predicted, so that the output can say why it loses.
         """
         found: list[Candidate] = []
-        for tensor in self._tensors:
-            for place, (least, schedule, way) in enumerate(self._by_least_seconds([tensor], 1)):
-                if tensor == 1 or place == 0 or _may_be_among_best(least, found):
-                    found += self._with_micro_batches(schedule, way)
-        for pipeline in PIPELINES[1:]:
-            for place, (least, schedule, way) in enumerate(self._by_least_seconds(self._tensors, pipeline)):
-                may_be = _may_be_among_best(least, found)
-                shown = [1] if place == 0 else []
-                for virtual_stages in self._virtual_stages(pipeline) if may_be else shown:
-                    found += self._with_micro_batches(schedule, replace(way, virtual_stages=virtual_stages))
-                if not may_be:  # later ways take even longer
+        groups = [([tensor], 1) for tensor in self._tensors] + [(self._tensors, each) for each in PIPELINES[1:]]
+        for tensors, pipeline in groups:
+            for place, (least, schedule, way) in enumerate(self._by_least_seconds(tensors, pipeline)):
+                may_be = way.copy_ranks == 1 or _may_be_among_best(least, found)
+                if place and not may_be:  # later ways take even longer
                     break
+                for virtual_stages in self._virtual_stages(pipeline) if may_be else [1]:
+                    found += self._with_micro_batches(schedule, replace(way, virtual_stages=virtual_stages))
         return found
 
     def _by_least_seconds(self, tensors: Sequence[int], pipeline: int) -> list[tuple[float, BatchSchedule, Strategy]]:

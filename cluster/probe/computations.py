@@ -91,18 +91,15 @@ def trials_of(device: torch.device) -> list[Trial]:
     # Without native bf16 products this would time an emulation.
     if device.type == "cuda" or torch.ops.mkldnn._is_mkldnn_bf16_supported():
         dtypes.append(torch.bfloat16)
-    trials = [
-        _linear(dtype, factor * rows, factor * inputs, factor * outputs, device)
-        for dtype in dtypes
-        for rows, inputs, outputs in _LINEAR
-    ]
-    for dropout in (False, True):
-        trials += [_attention(dtype, *shape, dropout, device) for dtype in dtypes for shape in _ATTENTION]
-        trials += [_norm(*shape, dropout, device) for shape in _NORM]
-        trials += [_embedding(*shape, dropout, device) for shape in _EMBEDDING]
-    trials += [_gelu(*shape, device) for shape in _GELU]
-    trials += [_loss(*shape, device) for shape in _LOSS]
-    trials += [_lamb(*shape, device) for shape in _LAMB]
+    with device:
+        trials = [_linear(dtype, *(factor * size for size in shape)) for dtype in dtypes for shape in _LINEAR]
+        for dropout in (None, Dropout(_DROPOUT, torch.zeros(2, dtype=torch.int64), 0)):
+            trials += [_attention(dtype, *shape, dropout) for dtype in dtypes for shape in _ATTENTION]
+            trials += [_norm(*shape, dropout) for shape in _NORM]
+            trials += [_embedding(*shape, dropout) for shape in _EMBEDDING]
+        trials += [_gelu(*shape) for shape in _GELU]
+        trials += [_loss(*shape) for shape in _LOSS]
+        trials += [_lamb(*shape) for shape in _LAMB]
     return trials + [_batch(size) for size in _BATCH]
 
 
@@ -187,96 +184,89 @@ def _backward_of(make: Callable[[], _Forward], kind: str, counts: tuple[float, .
     return Trial(kind, counts, action, _COPIES)
 
 
-def _leaf(*shape: int, device: torch.device) -> Tensor:
+def _leaf(*shape: int) -> Tensor:
     # The backward pass adds to an existing gradient, as in training with the flat gradient vector.
-    leaf = torch.rand(*shape, device=device, requires_grad=True)
+    leaf = torch.rand(*shape, requires_grad=True)
     leaf.grad = torch.zeros_like(leaf)
     return leaf
 
 
-def _linear(dtype: torch.dtype, rows: int, inputs: int, outputs: int, device: torch.device) -> Trial:
-    name = {torch.float32: "fp32", torch.bfloat16: "bf16"}[dtype]
-
+def _linear(dtype: torch.dtype, rows: int, inputs: int, outputs: int) -> Trial:
     def forward(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        with torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
+        with torch.autocast(x.device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
             return F.linear(x, weight, bias)
 
     def make() -> _Forward:
-        weight, bias = _leaf(outputs, inputs, device=device), _leaf(outputs, device=device)
-        x = torch.rand(rows, inputs, device=device, dtype=dtype, requires_grad=True)
-        return partial(forward, x, weight, bias), [x]
+        x = torch.rand(rows, inputs, dtype=dtype, requires_grad=True)
+        return partial(forward, x, _leaf(outputs, inputs), _leaf(outputs)), [x]
 
     counts = linear(float(rows), inputs, outputs).counts
-    return _backward_of(make, f"linear {name}", tuple(map(float, counts)))  # type: ignore[arg-type]
+    kind = "linear fp32" if dtype == torch.float32 else "linear bf16"
+    return _backward_of(make, kind, tuple(map(float, counts)))  # type: ignore[arg-type]
 
 
-def _attention(
-    dtype: torch.dtype, count: int, length: int, heads: int, size: int, dropout: bool, device: torch.device
-) -> Trial:
-    cu_seqlens = torch.arange(count + 1, dtype=torch.int32, device=device) * length
-    drops = _drops(dropout, device)
+def _attention(dtype: torch.dtype, count: int, length: int, heads: int, size: int, dropout: Dropout | None) -> Trial:
+    cu_seqlens = torch.arange(count + 1, dtype=torch.int32) * length
 
     def make() -> _Forward:
-        qkv = torch.rand(count * length, 3, heads, size, device=device, dtype=dtype, requires_grad=True)
-        return partial(varlen_self_attention, qkv, cu_seqlens, length, drops), [qkv]
+        qkv = torch.rand(count * length, 3, heads, size, dtype=dtype, requires_grad=True)
+        return partial(varlen_self_attention, qkv, cu_seqlens, length, dropout), [qkv]
 
     pairs = count * length**2
     counts = (1.0, float(count * length * heads * size), float(pairs * heads), float(pairs * heads * size))
     return _backward_of(make, _named("attention" + " bf16" * (dtype == torch.bfloat16), dropout), counts)
 
 
-def _norm(rows: int, size: int, dropout: bool, device: torch.device) -> Trial:
-    drops = _drops(dropout, device)
-
+def _norm(rows: int, size: int, dropout: Dropout | None) -> Trial:
     def make() -> _Forward:
-        bias, weight, norm_bias = (_leaf(size, device=device) for _ in range(3))
-        x, residual = (torch.rand(rows, size, device=device, requires_grad=True) for _ in range(2))
-        arguments = x, bias, residual, weight, norm_bias, _EPS, drops
+        x, residual = (torch.rand(rows, size, requires_grad=True) for _ in range(2))
+        arguments = x, _leaf(size), residual, _leaf(size), _leaf(size), _EPS, dropout
         return partial(dropout_add_layer_norm, *arguments), [x, residual]
 
     return _backward_of(make, _named("norm", dropout), (1.0, float(rows * size)))
 
 
-def _embedding(tokens: int, size: int, words: int, dropout: bool, device: torch.device) -> Trial:
-    drops = _drops(dropout, device)
-    ids = torch.randint(words, (tokens,), device=device)
-    positions, segments = torch.arange(tokens, device=device) % 128, torch.zeros_like(ids)
+def _embedding(tokens: int, size: int, words: int, dropout: Dropout | None) -> Trial:
+    ids = torch.randint(words, (tokens,))
+    positions, segments = torch.arange(tokens) % 128, torch.zeros_like(ids)
 
     def make() -> _Forward:
-        word, position, segment = (_leaf(rows, size, device=device) for rows in (words, 128, 2))
-        weight, bias = (_leaf(size, device=device) for _ in range(2))
-        arguments = ids, positions, segments, word, position, segment, weight, bias, _EPS, drops
+        tables = (_leaf(rows, size) for rows in (words, 128, 2))
+        arguments = ids, positions, segments, *tables, _leaf(size), _leaf(size), _EPS, dropout
         return partial(embedding_layer_norm, *arguments), []
 
     return _backward_of(make, _named("embedding", dropout), (1.0, float(tokens * size), float(words * size)))
 
 
-def _gelu(rows: int, size: int, device: torch.device) -> Trial:
+def _named(kind: str, dropout: Dropout | None) -> str:
+    return f"{kind} with dropout" if dropout else kind
+
+
+def _gelu(rows: int, size: int) -> Trial:
     def make() -> _Forward:
-        x = torch.rand(rows, size, device=device, requires_grad=True)
+        x = torch.rand(rows, size, requires_grad=True)
         return partial(F.gelu, x, approximate="tanh"), [x]
 
     return _backward_of(make, "gelu", (1.0, float(rows * size)))
 
 
-def _loss(rows: int, words: int, device: torch.device) -> Trial:
-    labels = torch.randint(words, (rows,), device=device)
+def _loss(rows: int, words: int) -> Trial:
+    labels = torch.randint(words, (rows,))
 
     def make() -> _Forward:
-        logits = torch.rand(rows, words, device=device, requires_grad=True)
+        logits = torch.rand(rows, words, requires_grad=True)
         return partial(cross_entropy_sum, logits, labels), [logits]
 
     return _backward_of(make, "loss", (1.0, float(rows * words)))
 
 
-def _lamb(segments: int, size: int, device: torch.device) -> Trial:
-    weights = torch.rand(segments * size, device=device)
-    gradients = torch.rand_like(weights)
-    state = LambState.zeros_like(weights)
+def _lamb(segments: int, size: int) -> Trial:
+    weights = torch.rand(segments * size)
+    gradients, state = torch.rand_like(weights), LambState.zeros_like(weights)
     layout = LambSegments((size,) * segments, (True,) * segments)
     hyperparameters = LambHyperparameters(0.9, 0.999, 1e-6, 0.01, 1.0)
     # A learning rate of 0 leaves the weights unchanged.
-    step, rate = torch.ones((), dtype=torch.int64, device=device), torch.zeros((), device=device)
+    step, rate = torch.ones((), dtype=torch.int64), torch.zeros(())
 
     def action() -> None:
         lamb_step(weights, gradients, state, layout, hyperparameters, step=step, learning_rate=rate)
@@ -296,11 +286,3 @@ def _batch(size: int) -> Trial:
         batch_of(samples, micro_batch)
 
     return Trial("batch", (1.0, float(size)), action, 1)
-
-
-def _drops(dropout: bool, device: torch.device) -> Dropout | None:
-    return Dropout(_DROPOUT, torch.zeros(2, dtype=torch.int64, device=device), 0) if dropout else None
-
-
-def _named(kind: str, dropout: bool) -> str:
-    return f"{kind} with dropout" if dropout else kind

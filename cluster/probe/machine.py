@@ -11,6 +11,9 @@ from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+import psutil
+
 from bert.parallel.launch import scontrol_show
 from cluster.view import Host
 
@@ -35,8 +38,6 @@ class Facts:
 
     def encoded(self) -> bytes:
         """Return the facts as ``FACTS_BYTES`` bytes of JSON."""
-        import msgspec
-
         content = msgspec.json.encode(self)
         assert len(content) <= FACTS_BYTES, f"{len(content)} bytes of facts"
         return content.ljust(FACTS_BYTES)
@@ -44,15 +45,11 @@ class Facts:
     @classmethod
     def decoded(cls, content: bytes) -> Facts:
         """Parse the encoded facts of another rank."""
-        import msgspec
-
         return msgspec.json.decode(content, type=cls)
 
 
 def facts_of(mesh: Mesh) -> Facts:
     """Collect the facts about this rank."""
-    import psutil
-
     sys = Path("/sys")
     cards = network_cards(sys)
     if mesh.device.type == "cuda":
@@ -86,15 +83,11 @@ def processor_name() -> str:
 
 def host_memory() -> int:
     """Return the memory of this machine in bytes."""
-    import psutil
-
     return psutil.virtual_memory().total
 
 
 def network_cards(sys: Path) -> list[str]:
     """Return the InfiniBand and RoCE cards with an active port, or else the network interfaces that are up."""
-    import psutil
-
     cards = [
         card.name[:32]
         for card in sorted((sys / "class/infiniband").glob("*"))

@@ -12,12 +12,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from rich.console import Console
 from rich.text import Text
 
-from compliance.doctor import machine_checks, run_checks
-from compliance.doctor.accelerators import accelerators
 from compliance.doctor.diagnosis import Diagnosis
+from compliance.doctor.gpus import check_gpus
 from compliance.doctor.host import ExaminedHost
-from compliance.doctor.machine import Machine, read_machine
-from compliance.doctor.run import IntendedRun, lay_out
+from compliance.doctor.machine import Machine, check_machine, read_machine
+from compliance.doctor.run import IntendedRun, Mount, check_files, check_recipe, lay_out, read_mounts
 from compliance.doctor.system import ask_pytorch
 from console.program import say, say_json
 from console.text import visible
@@ -30,7 +29,7 @@ def examine(
     intended: IntendedRun,
     host: ExaminedHost | None = None,
     machine: Machine | None = None,
-    mounts: Sequence[run_checks.Mount] | None = None,
+    mounts: Sequence[Mount] | None = None,
 ) -> Iterator[Diagnosis]:
     """Run all checks, the quick ones first, by default on the machine that this program runs on.
 
@@ -39,21 +38,14 @@ def examine(
     """
     host = host or ExaminedHost()
     machine = machine or read_machine(host)
-    mounts = run_checks.read_mounts() if mounts is None else mounts
+    mounts = read_mounts() if mounts is None else mounts
     run = lay_out(intended, host, len(machine.gpus.gpus))
     # Importing PyTorch is slow, and only GPU runs need the answer.
     pytorch = ask_pytorch(host) if run.on_gpus else {}
-    yield from run_checks.check_recipe(run)
-    yield from accelerators(run, machine.gpus, pytorch)
-    yield from machine_checks.memory(machine, run)
-    yield from machine_checks.processors(machine, run)
-    yield from machine_checks.network(machine, run)
-    yield from run_checks.check_caches(run, host)
-    yield from run_checks.check_storage(run, mounts)
-    yield from run_checks.check_results(run, mounts)
-    yield from run_checks.check_source(commit())
-    yield from run_checks.check_dry_run(run, host)
-    yield from run_checks.check_data(run, host)
+    yield check_recipe(run)
+    yield from check_gpus(run, machine.gpus, pytorch)
+    yield from check_machine(machine, run)
+    yield from check_files(run, host, mounts, commit())
 
 
 def print_diagnoses(diagnoses: Iterable[Diagnosis], as_json: bool) -> int:

@@ -1,13 +1,18 @@
-"""Read the GPUs of this machine through NVML: their properties, health, processes and links."""
+"""The GPUs of a machine as NVML reports them, and their checks: number, health, other programs, links, software."""
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Any
+
+from compliance.doctor.diagnosis import Diagnosis, fail, fail_or_warn, ok, warn
+from compliance.doctor.run import ExaminedRun, shape_in_name
+from compliance.log.accelerator import family
 
 _THROTTLED = {
     0x08: "hardware slowdown",
@@ -150,3 +155,112 @@ def _ways(nvml: Any, handles: Sequence[Any]) -> Iterator[str]:
         with suppress(nvml.NVMLError):
             level = nvml.nvmlDeviceGetTopologyCommonAncestor(one, other)
             yield ACROSS_NODES if level >= nvml.NVML_TOPOLOGY_SYSTEM else PCIE
+
+
+# Checks
+
+
+IDLE_MEMORY_BYTES = 2**30
+"""Maximum memory in use on an idle GPU. The driver alone uses some hundred MiB."""
+
+
+def check_gpus(run: ExaminedRun, found: Gpus, pytorch: Mapping[str, Any]) -> Iterator[Diagnosis]:
+    """Check all GPUs, and what PyTorch reports about them (see `compliance.doctor.system.ask_pytorch`)."""
+    if not run.on_gpus:
+        note = f"{len(found.gpus)} here, none used by {run.recipe or 'a run without a recipe'}"
+        yield ok("GPUs", note if found.gpus else "none here and none needed")
+        return
+    if not found.gpus:
+        remedy = "load the driver (modprobe nvidia), and start the container with --gpus all; dmesg may tell more"
+        yield fail("GPUs", found.trouble or "no NVIDIA driver here", remedy)
+        return
+    yield from _number_and_kind(run, found)
+    for gpu in found.gpus:
+        yield from _health(gpu, run)
+    yield _other_programs(found)
+    if len(found.gpus) > 1:
+        yield _links(found)
+    yield _pytorch(run, found, pytorch)
+
+
+def _number_and_kind(run: ExaminedRun, found: Gpus) -> Iterator[Diagnosis]:
+    kinds = Counter(gpu.name for gpu in found.gpus)
+    named = ", ".join(f"{count}x {name}" for name, count in kinds.items())
+    if len(kinds) > 1:
+        yield fail("GPUs", f"of several kinds: {named}", "use GPUs of one kind: CUDA_VISIBLE_DEVICES")
+    elif len(found.gpus) < run.ranks:
+        remedy = "use a recipe for this machine, or make the others visible (CUDA_VISIBLE_DEVICES, --gpus, dmesg)"
+        yield fail("GPUs", f"{named}, but {run.recipe} needs {run.ranks} per node", remedy)
+    elif len(found.gpus) > run.ranks:
+        yield warn("GPUs", f"{named}, of which {run.ranks} would be used", "set NPROC, or take another recipe")
+    else:
+        yield ok("GPUs", f"{named}, driver {found.driver}")
+    # Only a recipe name with a shape, such as dgxa100_8x8, names a machine.
+    intended = re.search(r"[abhv]\d{3}", run.recipe)
+    if shape_in_name(run.recipe) and intended and intended[0].upper() not in {family(name) for name in kinds}:
+        remedy = "look for a recipe of this GPU; memory and speed decide the batch of a rank"
+        yield warn("GPU kind", f"{run.recipe} was made for {intended[0].upper()}, found {named}", remedy)
+
+
+def _health(gpu: Gpu, run: ExaminedRun) -> Iterator[Diagnosis]:
+    subject = f"GPU {gpu.index}"
+    if gpu.uncorrected_errors > 0:
+        remedy = "drain the node; reset the GPU, and have it replaced if the errors come back"
+        yield fail(subject, f"{gpu.uncorrected_errors} uncorrected memory errors since the driver was loaded", remedy)
+    if gpu.remapping_failed:
+        yield fail(subject, "rows of its memory could not be remapped", "have the GPU replaced")
+    if gpu.remapping_pending:
+        yield warn(subject, "faulty memory will be remapped at the next reset", "reset the GPU before the run")
+    if gpu.is_divided:
+        remedy = "turn MIG off for this run (nvidia-smi -mig 0, root), or ask for whole GPUs"
+        # A single rank needs no NCCL.
+        yield fail_or_warn(subject, run.world_size > 1, "divided by MIG: ranks on its parts cannot use NCCL", remedy)
+    if gpu.throttled_by:
+        remedy = "look at cooling and power supply"
+        yield warn(subject, f"its clocks are held down: {', '.join(gpu.throttled_by)}", remedy)
+    if gpu.power_limit_w < gpu.full_power_w:
+        found = f"power limit {gpu.power_limit_w:.0f} W of {gpu.full_power_w:.0f} W"
+        yield warn(subject, found, f"nvidia-smi -pl {gpu.full_power_w:.0f} (root)")
+    if gpu.pcie_width < gpu.pcie_full_width:
+        found = f"PCIe x{gpu.pcie_width} of x{gpu.pcie_full_width}"
+        yield warn(subject, found, "reseat the card, or look at the riser and the BIOS")
+
+
+def _other_programs(found: Gpus) -> Diagnosis:
+    names = [f"{name} on GPU {gpu.index}" for gpu in found.gpus for name in gpu.processes]
+    full = [f"GPU {gpu.index} {gpu.used_bytes >> 20} MiB" for gpu in found.gpus if gpu.used_bytes > IDLE_MEMORY_BYTES]
+    remedy = "end it, or wait: two programs on one GPU make both times wrong"
+    if names:
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        return fail("GPU use", f"in use: {', '.join(names[:3])}{more}", remedy)
+    # Check memory too, because a container sees the memory used by other containers' programs but not the programs.
+    if full:
+        return fail("GPU use", f"memory is held by programs that this container cannot see: {', '.join(full)}", remedy)
+    return ok("GPU use", "no other program is on the GPUs")
+
+
+def _links(found: Gpus) -> Diagnosis:
+    if not found.ways:
+        return warn("GPU links", "the driver tells no topology", "look at nvidia-smi topo -m")
+    if NVLINK in found.ways and len(found.ways) > 1:
+        remedy = "nvidia-smi nvlink --status; fabric manager must run on machines with NVSwitch"
+        return warn("GPU links", f"some pairs lack NVLink: {found.topology}", remedy)
+    if ACROSS_NODES in found.ways:
+        return warn("GPU links", found.topology, "expect slow reductions, or train on the GPUs of one socket")
+    return ok("GPU links", found.topology)
+
+
+def _pytorch(run: ExaminedRun, found: Gpus, pytorch: Mapping[str, Any]) -> Diagnosis:
+    if not pytorch:
+        remedy = "try `python -c 'import torch'`; install the packages again: rm -r .venv, and run run_and_time.sh"
+        return fail("PyTorch", "it cannot be imported, or gives no answer", remedy)
+    named, seen = f"PyTorch {pytorch.get('PyTorch')}", pytorch.get("gpus") or 0
+    # PyTorch's own message tells of an outdated driver and of a build without CUDA.
+    if trouble := pytorch.get("trouble"):
+        remedy = "install a PyTorch for this GPU and driver (rm -r .venv, see README), or a newer driver"
+        return fail("PyTorch", f"{named} cannot compute on the GPU: {trouble}", remedy)
+    if seen < run.ranks:
+        remedy = "look at CUDA_VISIBLE_DEVICES, /dev/nvidia* and, with NVSwitch, nvidia-fabricmanager"
+        return fail("PyTorch", f"{named} sees {seen} of {len(found.gpus)} GPUs, {run.ranks} are needed", remedy)
+    parts = [f"{name} {pytorch[name]}" for name in ("CUDA", "cuDNN", "NCCL") if pytorch.get(name)]
+    return ok("PyTorch", ", ".join([named, *parts, f"driver {found.driver}"]))

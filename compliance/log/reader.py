@@ -30,8 +30,8 @@ MAX_LINE_BYTES = 2**20
 MAX_RECORD_LINES_BYTES = MAX_FILE_BYTES
 """Maximum total bytes of record lines. More do not fit into a submission, and parsed records take even more memory."""
 
-MAX_HEADER_LINES = 10_000
-MAX_HEADER_BYTES = 2**16
+MAX_HEADER_LINES = 2_000
+MAX_HEADER_BYTES = 2**14
 """Maximum length of a plain line that is parsed as a header line."""
 
 
@@ -122,8 +122,7 @@ def _read_lines(log: Log, file: IO[bytes]) -> None:
         if log.chain.take(number, content):
             continue
         if TOKEN not in line:
-            if line.startswith("# "):
-                _take_header(content, log.header)
+            take_header(content, log.header)
             continue
         record_bytes += len(line)
         if record_bytes > MAX_RECORD_LINES_BYTES:
@@ -158,8 +157,9 @@ def _lines(file: IO[bytes]) -> Iterator[str | None]:
         yield None if has_token else ""
 
 
-def _take_header(line: bytes, header: dict[str, str]) -> None:
-    if len(header) >= MAX_HEADER_LINES or len(line) > MAX_HEADER_BYTES:
+def take_header(line: bytes, header: dict[str, str]) -> None:
+    """Add a plain line "# key: value" to a header of bounded size. Other lines, and repeated keys, are ignored."""
+    if not line.startswith(b"# ") or len(header) >= MAX_HEADER_LINES or len(line) > MAX_HEADER_BYTES:
         return
     key, colon, value = line[2:].decode("utf-8", "replace").partition(": ")
     if colon:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from compliance.log import rules
 from compliance.log.order import Violation, own_settings, violations
+from compliance.log.reader import take_header
 from compliance.log.record import TOKEN_BYTES, Record, parse_line
 from compliance.log.records import StepRecord, WarningRecord, parse_record
 from compliance.log.run import LoggedRun, samples_of
@@ -21,8 +22,6 @@ MAX_EVALUATIONS = 1_000
 MAX_COMPLAINTS = 1_000
 MAX_COMPLAINT = 300
 """Maximum number of characters of a complaint that quotes the log."""
-MAX_HEADER_LINES = 1_000
-MAX_HEADER_BYTES = 4_096
 
 
 @dataclass(frozen=True)
@@ -66,11 +65,10 @@ class RunningLog(LoggedRun):
                 self._quote(f"a record is broken: {problem.found}; expected {problem.expected}")
             if record is not None and record.key in rules.KEYS:
                 self._take_record(record)
-        elif line.startswith(b"# ") and b": " in line and len(self._head) < MAX_HEADER_LINES:
-            key, _, value = line[2:MAX_HEADER_BYTES].decode("utf-8", "replace").partition(": ")
-            self._head.setdefault(key.strip(), value.strip())
         elif line.startswith(b"warning at step "):
             self._quote(line.decode("utf-8", "replace"))
+        else:
+            take_header(line, self._head)
 
     def take_metrics(self, line: bytes) -> None:
         """Process one line of the metrics file."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from collections.abc import Iterator
@@ -62,7 +61,7 @@ class Watch:
     def reference(self) -> Reference | None:
         """Reference at this batch size, for a closed run."""
         batch = self.run.global_batch_size
-        return _reference(self.ruleset, batch) if batch and self.run.division == "closed" else None
+        return reference(self.ruleset, batch) if batch and self.run.division == "closed" else None
 
     @property
     def forecast(self) -> Forecast | None:
@@ -116,29 +115,7 @@ class Watch:
             indices = dict.fromkeys(index for index in (found.earliest, found.latest) if index is not None)
             ends = [(f"ending at evaluation {index}", schedule.samples(index)) for index in indices]
         for name, samples in ends:
-            result = _outlook((*reached, samples), batch, self.ruleset)
-            # There is no mean if no run converged, or if two runs did not.
-            if result.mean is not None and math.isfinite(result.mean):
-                mean = f"mean {result.mean:,.0f} over {len(others) + 1} run(s)"
-                yield f"{name}: {mean}, {self._standing(result.verdict, result.mean, result.scaling)}"
-        lost = [*reached, *(samples for _, samples in ends)].count(None)
-        if lost:
-            yield f"{lost} run(s) of the set have not converged; more than one make it no result (TR 12)"
-
-    def _standing(self, verdict: str, mean: float, scaling: float) -> str:
-        found = self.reference
-        if found is None:
-            return "above the largest reference point, so none to pass"
-        if verdict == "fail":
-            return f"fails (the least that passes: {found.minimum:,.0f})"
-        if verdict == "unfinished" and mean < found.minimum:
-            return f"below the least that passes, {found.minimum:,.0f}: the runs to come must be slower"
-        return f"passes, score times {scaling:.4f}" if scaling > 1 else "passes, unscaled"
-
-
-# Cache, because the watch needs it every second on a machine with a timed run.
-_reference = lru_cache(maxsize=8)(reference)
-_outlook = lru_cache(maxsize=64)(outlook)
+            yield f"{name}: {outlook((*reached, samples), batch, self.ruleset).sentence}"
 
 
 def results_in(folder: Path) -> dict[Path, float]:

@@ -4,9 +4,9 @@ Shape legend: the micro-batch has slots for T tokens, S sequences and M masked t
 """
 
 import itertools
-import queue
-import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -190,40 +190,19 @@ class Prefetcher(Generic[Item]):
 
     def __init__(self, items: Iterator[Item], depth: int) -> None:
         self._items = items
-        self._ready: queue.Queue[tuple[Item | None, BaseException | None]] = queue.Queue(maxsize=depth)
-        self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._depth = depth
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="prefetch")
+        self._ahead: deque[Future[Item]] = deque()
 
     def __next__(self) -> Item:
         """Return the next item. The first call starts the thread, because nothing may be read before the clock starts."""
-        if self._thread is None:
-            # A daemon thread, so that a program can exit without calling close().
-            self._thread = threading.Thread(target=self._work, name="prefetch", daemon=True)
-            self._thread.start()
-        item, error = self._ready.get()
-        if error is not None:
-            raise error
-        assert item is not None
-        return item
+        while len(self._ahead) <= self._depth:
+            self._ahead.append(self._thread.submit(next, self._items))
+        return self._ahead.popleft().result()
 
     def close(self) -> None:
         """Stop the thread and discard its items."""
-        self._stop.set()
-        # Empty the queue, because the thread may be waiting for room in it.
-        while self._thread is not None and self._thread.is_alive():
-            try:
-                self._ready.get(timeout=0.05)
-            except queue.Empty:
-                self._thread.join(timeout=0.05)
-
-    def _work(self) -> None:
-        try:
-            for item in self._items:
-                self._ready.put((item, None))
-                if self._stop.is_set():
-                    return
-        except BaseException as error:  # raised in the thread that asks for the item
-            self._ready.put((None, error))
+        self._thread.shutdown(cancel_futures=True)
 
 
 Step = tuple[list[Batch], torch.cuda.Event | None]
@@ -277,10 +256,10 @@ class NumpyLoader:
         self._rank_batches = rank_batches
         self._uploads = Uploads(device) if device.type == "cuda" else None
         if self._uploads is not None and shape_buckets:
-            # Allocate memory before the clock starts, for the prefetched steps and three more: one that is being
-            # assembled, one that waits for room in the queue, and one in use.
+            # Allocate memory before the clock starts, for the prefetched steps and two more: one that is being
+            # assembled and one in use.
             step = [inert_batch(shape_buckets[-1])] * len(rank_batches(0))
-            for arriving in [self._uploads.start(step) for _ in range(prefetch + 3)]:
+            for arriving in [self._uploads.start(step) for _ in range(prefetch + 2)]:
                 self._uploads.finish(arriving)
         self._prefetcher = Prefetcher(map(self._assemble, itertools.count()), prefetch)
 

@@ -1,19 +1,90 @@
 """Packing of several sequences into a row of ``capacity`` tokens, to reduce padding.
 
-``pack_histogram`` (`dataloading.batches.packing_strategy`) chooses combinations of lengths from a histogram;
-``pack_samples`` assigns samples to these combinations.
+A strategy is the number of packs for each combination of sequence lengths. To choose it is the one-dimensional
+cutting-stock problem with a limit on the number of pieces. If the solution of first-fit decreasing is not within
+``_GOOD_ENOUGH`` of a lower bound, column generation (Gilmore and Gomory 1961, 1963) solves the linear program over all
+combinations, and the solution is rounded.
 
-Shape legend: N samples, P packs.
+Shape legend: N samples, P packs, C combinations, K longest combination, L = capacity + 1 possible lengths (0 stands for
+no sequence).
 """
 
-from collections.abc import Sequence
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
-from dataloading.batches.packing_strategy import pack_histogram
 from dataloading.shards.samples import offsets_of, ragged_indices
+
+_GOOD_ENOUGH = 1e-4
+"""Largest relative gap between a packing and the lower bound at which no linear program is solved."""
+_CLOSE_ENOUGH = 3e-5
+"""Relative gap at which the rounds of linear programs stop."""
+_MAX_ROUNDS = 60
+"""Limit on the number of linear programs. Wikipedia's lengths need 10 with three sequences a pack."""
+
+Combination = tuple[int, ...]
+"""Lengths of the sequences in one pack, longest first."""
+
+
+@dataclass(frozen=True)
+class PackingStrategy:
+    """Number of packs for each combination of lengths; every sequence of the histogram is in exactly one pack."""
+
+    capacity: int
+    """Number of tokens that fit into a pack."""
+    combinations: tuple[Combination, ...]
+    """[C] different combinations."""
+    counts: tuple[int, ...]
+    """[C] number of packs of each combination, at least 1."""
+    bound: int
+    """Lower bound on the number of packs that any strategy needs for this histogram and these limits."""
+
+    @cached_property
+    def packs(self) -> int:
+        """Number of packs."""
+        return sum(self.counts)
+
+    @cached_property
+    def tokens(self) -> int:
+        """Number of real tokens in all packs."""
+        return sum(sum(lengths) * count for lengths, count in zip(self.combinations, self.counts, strict=True))
+
+    @property
+    def efficiency(self) -> float:
+        """Share of slots that hold real tokens, or 1 if there are no sequences."""
+        return self.tokens / (self.packs * self.capacity) if self.packs else 1.0
+
+    @property
+    def efficiency_bound(self) -> float:
+        """Upper bound on the efficiency of any strategy."""
+        return self.tokens / (self.bound * self.capacity) if self.bound else 1.0
+
+
+def pack_histogram(histogram: ArrayLike, capacity: int = 512, max_sequences: int | None = 3) -> PackingStrategy:
+    """Return a strategy with nearly the fewest possible packs, and never more packs than first-fit decreasing.
+
+    ``histogram[l]`` [L or shorter] is the number of sequences of l tokens. ``max_sequences`` limits the sequences in a
+    pack; None means no limit. Equal arguments give equal strategies. Raises ``ValueError`` for counts that are negative
+    or not integers, for sequences that are empty or longer than ``capacity``, and for limits below 1.
+    """
+    counts = _checked_histogram(histogram, capacity, max_sequences)
+    if not counts.any():
+        return PackingStrategy(capacity, (), (), 0)
+    limit = capacity // int(np.flatnonzero(counts)[0])
+    limit = limit if max_sequences is None else min(limit, max_sequences)
+    tokens = int(counts @ np.arange(capacity + 1))
+    bound = max(-(-int(counts.sum()) // limit), -(-tokens // capacity))
+    best = _first_fit_decreasing(counts, limit)
+    if best.total() > bound * (1 + _GOOD_ENOUGH):
+        packing, linear_bound = _linear_program(counts, limit, best)
+        best = min(best, packing, key=Counter.total)
+        bound = max(bound, linear_bound)
+    return PackingStrategy(capacity, tuple(best), tuple(best.values()), bound)
 
 
 @dataclass(frozen=True)
@@ -37,13 +108,8 @@ def pack_samples(
     ``seed`` determines the random order of the packs and the random places of samples of equal length. Needs at most 70
     bytes of memory a sample. Raises the same ``ValueError`` as ``pack_histogram``.
     """
-    if len(lengths) and (int(lengths.min()) < 1 or int(lengths.max()) > capacity):
-        raise ValueError(
-            f"sequences of {lengths.min()} to {lengths.max()} tokens, expected 1 to {capacity}: change the capacity "
-            "or check the length index"
-        )
+    strategy = pack_histogram(np.bincount(lengths, minlength=1), capacity, max_sequences)
     lengths = lengths.astype(np.min_scalar_type(capacity), copy=False)  # NumPy uses radix sort for up to 16 bits
-    strategy = pack_histogram(np.bincount(lengths, minlength=capacity + 1), capacity, max_sequences)
     rng = np.random.default_rng(seed)
     packs = rng.permutation(np.repeat(np.arange(len(strategy.counts), dtype=np.int32), strategy.counts))
     sizes = np.array([len(lengths) for lengths in strategy.combinations], np.int64)
@@ -58,3 +124,200 @@ def pack_samples(
     samples = np.empty(len(lengths), np.int64)
     samples[np.argsort(slots, kind="stable")] = by_length
     return Packs(samples, offsets)
+
+
+def _checked_histogram(histogram: ArrayLike, capacity: int, max_sequences: int | None) -> NDArray[np.int64]:
+    """Check the arguments, and return the counts padded with zeros [L]."""
+    if capacity < 1 or (max_sequences is not None and max_sequences < 1):
+        raise ValueError(f"capacity is {capacity} and max_sequences {max_sequences}; expected at least 1")
+    given = np.asarray(histogram)
+    counts = np.zeros(capacity + 1, np.int64)
+    if given.ndim != 1 or given.dtype.kind not in "iu" or (given < 0).any() or given[:1].any():
+        raise ValueError("the histogram must hold a number of sequences for each length, and none of length 0")
+    if given[capacity + 1 :].any():
+        longest = int(np.flatnonzero(given)[-1])
+        raise ValueError(f"there are sequences of {longest} tokens; expected at most capacity, {capacity}")
+    counts[: len(given)] = given[: capacity + 1]
+    return counts
+
+
+def _first_fit_decreasing(counts: NDArray[np.int64], limit: int) -> Counter[Combination]:
+    """Pack by first-fit decreasing, processing all packs with equal contents at once."""
+    capacity = len(counts) - 1
+    packing: Counter[Combination] = Counter()
+    opened: list[tuple[int, Combination, int]] = []  # space, contents, number of such packs, in order of opening
+    for length in np.flatnonzero(counts)[::-1].tolist():
+        left = int(counts[length])
+        offered, opened = [*opened, (capacity, (), left)], []
+        for space, contents, packs in offered:
+            if space < length or not left:
+                if contents:
+                    opened.append((space, contents, packs))
+                continue
+            fitting = min(space // length, limit - len(contents))
+            filled, rest = divmod(left, fitting)
+            if filled >= packs:
+                filled, rest = packs, 0
+            left -= filled * fitting + rest
+            partly = int(rest > 0)
+            # Some of these packs are filled, at most one is partly filled, and the other packs do not change.
+            for added, number in ((fitting, filled), (rest, partly), (0, packs - filled - partly)):
+                now = contents + (length,) * added
+                if now and number:
+                    if space > added * length and len(now) < limit:
+                        opened.append((space - added * length, now, number))
+                    else:
+                        packing[now] += number
+    for _, contents, packs in opened:
+        packing[contents] += packs
+    return packing
+
+
+def _linear_program(
+    counts: NDArray[np.int64], limit: int, start: Iterable[Combination]
+) -> tuple[Counter[Combination], int]:
+    """Solve and round the linear program over all combinations of at most ``limit`` sequences.
+
+    Returns the packs and a lower bound on the number of packs. ``start`` holds good combinations, such as those of
+    first-fit decreasing.
+
+    Column generation: solve the program over a few combinations, take the dual solution as the prices of the lengths, add
+    the most valuable combination that contains each length, and repeat until no combination is worth more than a pack.
+    Prices fluctuate between rounds, so the search first uses the mean of the current prices and the best prices so far
+    (Wentges 1997). Any prices give a bound: the value of all sequences divided by the value of the best pack.
+    """
+    lengths = np.flatnonzero(counts)
+    # The initial price of a length is its share of a pack.
+    best_prices, bound = np.where(counts > 0, np.arange(len(counts)) / (len(counts) - 1), 0.0), 0.0
+    # Combinations of a single length ensure that every histogram can be packed.
+    columns = _as_columns([*start, *((length,) for length in lengths.tolist())], limit)
+    used, amounts = columns, np.zeros(0)
+    for _ in range(_MAX_ROUNDS):
+        used = columns
+        amounts, prices = _solve(columns, counts)
+        if amounts.sum() - bound <= _CLOSE_ENOUGH * bound:
+            break
+        fresh = columns[:0]
+        for searched in ((best_prices + prices) / 2, prices):
+            found, value = _best_combinations(searched, lengths, limit)
+            if searched @ counts / value > bound:
+                best_prices, bound = searched / value, searched @ counts / value
+            fresh = found[prices[found].sum(1) > 1 + 1e-7]  # other combinations cannot improve the program
+            if len(fresh):
+                break
+        if not len(fresh):
+            break
+        # Drop combinations that are worth clearly less than a pack, to keep the program small.
+        columns = np.unique(np.concatenate([columns[prices[columns].sum(1) > 0.98], fresh]), axis=0)
+    # A rounding error must not raise the bound to the next integer.
+    return _rounded(_at_own_lengths(used, amounts, counts), counts, limit), int(np.ceil(bound * (1 - 1e-9)))
+
+
+def _as_columns(combinations: Iterable[Combination], limit: int) -> NDArray[np.int64]:
+    """Return different combinations as rows [C, K], zeros last."""
+    return np.array(sorted({(*each, *[0] * (limit - len(each))) for each in combinations}), np.int64)
+
+
+def _best_combinations(
+    prices: NDArray[np.float64], lengths: NDArray[np.int64], limit: int
+) -> tuple[NDArray[np.int64], float]:
+    """Return the most valuable combination that contains each of ``lengths`` [C, K], zeros last, and the highest value."""
+    capacity = len(prices) - 1
+    values, choices = np.zeros(capacity + 1), []
+    for _ in range(limit - 1):  # one more sequence in each space
+        padded = np.concatenate([np.full(capacity, -np.inf), values])
+        # [L, L]: row s, column a holds the value of the space s - a
+        sums = np.lib.stride_tricks.sliding_window_view(padded, capacity + 1)[:, ::-1] + prices
+        choices.append(sums.argmax(axis=1))
+        values, previous = sums[np.arange(capacity + 1), choices[-1]], values
+        if np.array_equal(values, previous):  # more sequences are worth no more
+            break
+    combinations = np.zeros((len(lengths), limit), np.int64)
+    combinations[:, 0], space = lengths, capacity - lengths
+    for place, choice in enumerate(reversed(choices), 1):
+        combinations[:, place] = choice[space]
+        space = space - choice[space]
+    return -np.sort(-combinations, axis=1), float((prices[lengths] + values[capacity - lengths]).max())
+
+
+def _solve(columns: NDArray[np.int64], counts: NDArray[np.int64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Solve the linear program over ``columns`` [C, K]; return the number of packs of each column [C] and the prices [L].
+
+    Each length must be covered, and a slot may also hold the next shorter length that occurs. This does not change the
+    optimum, but it prevents longer lengths from having lower prices, which saves most of the rounds.
+    """
+    from scipy import optimize, sparse  # importing SciPy takes longer than most packings
+
+    lengths = np.flatnonzero(counts)
+    row_of = np.zeros(len(counts), np.int64)
+    row_of[lengths] = np.arange(len(lengths))
+    column, position = np.nonzero(columns)
+    rows = row_of[columns[column, position]]
+    cover = sparse.csc_array((np.ones(len(rows)), (rows, column)), shape=(len(lengths), len(columns)))
+    steps = len(lengths) - 1
+    # Column i moves a slot from length i + 1 (of the lengths that occur) to length i.
+    down = sparse.eye_array(len(lengths), steps) - sparse.eye_array(len(lengths), steps, k=-1)
+    scale = counts.sum() / 1e5  # scales the problem to the range of the solver's absolute tolerances
+    solved = optimize.linprog(
+        np.concatenate([np.ones(len(columns)), np.zeros(steps)]),
+        A_ub=-sparse.hstack([cover, down], format="csc"),
+        b_ub=-counts[lengths] / scale,
+        method="highs-ds",
+    )
+    if solved.status:
+        raise RuntimeError(f"the linear program of the packing was not solved: {solved.message}")
+    prices = np.zeros(len(counts))
+    prices[lengths] = np.maximum(0.0, -solved.ineqlin.marginals)
+    return np.maximum(0.0, solved.x[: len(columns)]) * scale, prices
+
+
+def _at_own_lengths(
+    columns: NDArray[np.int64], amounts: NDArray[np.float64], counts: NDArray[np.int64]
+) -> dict[Combination, float]:
+    """Return amounts of combinations with exactly ``counts`` slots of each length.
+
+    From the longest length down, surplus slots of a length go to the next shorter length. The last surplus is dropped.
+    """
+    chosen = {
+        tuple(int(length) for length in columns[index] if length): float(amounts[index])
+        for index in np.flatnonzero(amounts > 1e-9)
+    }
+    lengths = [0, *np.flatnonzero(counts).tolist()]
+    for shorter, longer in reversed(list(itertools.pairwise(lengths))):
+        having = [each for each in chosen if longer in each]
+        left = sum(chosen[each] * each.count(longer) for each in having) - float(counts[longer])
+        for combination in having:
+            while left > 1e-6 and longer in combination and chosen[combination] > 0:
+                change = min(left, chosen[combination])
+                place = combination.index(longer)
+                others = (*combination[:place], *combination[place + 1 :])
+                changed = tuple(sorted((*others, shorter), reverse=True)) if shorter else others
+                chosen[combination] -= change
+                chosen[changed] = chosen.get(changed, 0.0) + change
+                left -= change
+                combination = changed  # may contain the longer length again
+    chosen.pop((), None)
+    return chosen
+
+
+def _rounded(chosen: Mapping[Combination, float], counts: NDArray[np.int64], limit: int) -> Counter[Combination]:
+    """Round to whole packs: round down, add packs with the largest fractions, and pack the rest by first-fit decreasing."""
+    left = counts.tolist()
+    packing: Counter[Combination] = Counter()
+
+    def take(combination: Combination, packs: int) -> None:
+        needed = Counter(combination)
+        packs = min([packs, *(left[length] // number for length, number in needed.items())])
+        if packs:
+            packing[combination] += packs
+            for length, number in needed.items():
+                left[length] -= packs * number
+
+    # Due to rounding in the solver, an amount may be slightly below a whole number.
+    for combination, amount in chosen.items():
+        take(combination, int(amount + 1e-6))
+    # Ties are broken by content, so that equal arguments give equal packings.
+    for combination in sorted(chosen, key=lambda each: (int(chosen[each]) - chosen[each], each)):
+        take(combination, 1)
+    packing.update(_first_fit_decreasing(np.array(left), limit))
+    return packing

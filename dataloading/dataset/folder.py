@@ -7,31 +7,32 @@
 Planning reads only the manifest and the length index, so it can run before the point where a timed run may read data.
 """
 
+import hashlib
+import io
+import json
 import resource
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from console.files import atomic_path
-from dataloading.dataset.manifest import (
-    LENGTHS_NAME,
-    MANIFEST_NAME,
-    read_lengths,
-    read_manifest,
-    shard_name,
-    write_metadata,
-)
+from console.files import atomic_path, read_json, sha256_of, shown, write_atomically
 from dataloading.shards.formats import open_shard
-from dataloading.shards.native import write_shard
+from dataloading.shards.native import FORMAT, SCHEMA_VERSION, write_shard
 from dataloading.shards.samples import SampleBuilder, Samples
 from dataloading.shards.shard import REMEDY, DatasetInfo, Shard, ShardRecord, check_content
 from dataloading.text.tokenization import Vocabulary
 
+MANIFEST_NAME = "manifest.json"
+LENGTHS_NAME = "lengths.npy"
+
+_MAX_MANIFEST_BYTES = 64 << 20
 _VERIFIED_ON_OPENING = 1 << 30
 """Size in bytes up to which a data set's shards are verified by digest when they are opened."""
 
@@ -42,15 +43,29 @@ _MAX_HELD_BYTES = 512 << 20
 """Limit on the memory for open shards that cannot be read in place."""
 
 
+@dataclass(frozen=True)
+class _Manifest:
+    """The content of a data set's manifest."""
+
+    format: Literal["mlperf-bert-samples"]
+    schema_version: Literal[1]
+    samples: int
+    lengths_sha256: str
+    """Digest of the length index."""
+    info: DatasetInfo
+    shards: tuple[ShardRecord, ...]
+
+
+def shard_name(index: int, count: int) -> str:
+    """Return the file name of shard ``index`` of ``count``, in the form that published data sets use."""
+    return f"part_{index:05d}_of_{count:05d}.hdf5"
+
+
 def write_dataset(folder: Path, samples: Samples, *, shards: int, info: DatasetInfo) -> None:
     """Write a data set with ``shards`` shards, and the samples in order and evenly divided.
 
     The folder must be absent or empty; it appears complete or not at all.
-
-    Raises:
-        ValueError: the folder is not empty, there are fewer samples than shards, or the samples contradict ``info``.
     """
-    require_absent_or_empty(folder)
     if not 1 <= shards <= len(samples):
         raise ValueError(f"shards is {shards} for {len(samples):,} samples; expected 1 to the number of samples")
     bounds = np.linspace(0, len(samples), shards + 1).astype(np.int64)
@@ -60,36 +75,34 @@ def write_dataset(folder: Path, samples: Samples, *, shards: int, info: DatasetI
             path = partial / shard_name(index, shards)
             write_shard(path, samples.slice(start, stop), info)
             records.append(open_shard(path).record())
-        write_metadata(partial, records, samples.lengths, samples.masked_counts, info)
+        lengths = np.stack([samples.lengths, samples.masked_counts], axis=1)
+        write_metadata(Dataset(partial, info, tuple(records), lengths.astype(np.uint16)))
 
 
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """Yield an empty folder that becomes ``folder`` when the block ends without an error, and is removed otherwise.
-
-    Raises:
-        ValueError: ``folder`` exists and is not empty.
-    """
-    require_absent_or_empty(folder)
+    """Yield an empty folder that becomes ``folder`` when the block ends without an error, and is removed otherwise."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"{folder} already exists; name a folder that does not exist or is empty")
     with atomic_path(folder) as aside:
         aside.mkdir(parents=True)
         yield aside
 
 
-def require_absent_or_empty(folder: Path) -> None:
-    """Raise ``ValueError`` unless a data set can be made at ``folder``."""
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(f"{folder} already exists; name a folder that does not exist or is empty")
+def write_metadata(dataset: "Dataset") -> None:
+    """Write the length index of ``dataset``, and then its manifest. The shards are in its folder."""
+    index = io.BytesIO()
+    np.save(index, np.stack([dataset.lengths, dataset.masked_counts], axis=1).astype("<u2"), allow_pickle=False)
+    digest = hashlib.sha256(index.getbuffer()).hexdigest()
+    manifest = _Manifest(FORMAT, SCHEMA_VERSION, len(dataset), digest, dataset.info, dataset.shards)
+    write_atomically(dataset.folder / LENGTHS_NAME, index.getvalue())
+    write_atomically(dataset.folder / MANIFEST_NAME, json.dumps(asdict(manifest), indent=1).encode())
 
 
 def open_dataset(folder: Path) -> "Dataset":
-    """Open a data set by reading its manifest and length index. No shard is opened.
-
-    Raises:
-        ValueError: the metadata is missing, damaged, inconsistent, or has another version.
-    """
-    manifest = read_manifest(folder)
-    return Dataset(folder, manifest.info, manifest.shards, read_lengths(folder / LENGTHS_NAME, manifest))
+    """Open a data set by reading its manifest and length index. No shard is opened."""
+    manifest = _read_manifest(folder)
+    return Dataset(folder, manifest.info, manifest.shards, _read_lengths(folder / LENGTHS_NAME, manifest))
 
 
 class Dataset:
@@ -239,3 +252,37 @@ def _most_open_shards(count: int) -> int:
         soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     return max(1, min(count, soft - _OTHER_DESCRIPTORS))
+
+
+def _read_manifest(folder: Path) -> _Manifest:
+    """Read the manifest of a data set; ValueError if it is missing, damaged or has another version."""
+    path = folder / MANIFEST_NAME
+    found = read_json(path, _MAX_MANIFEST_BYTES, _remedy_without_manifest(folder))
+    try:
+        # Parsed with Python's json module, because file names need not be UTF-8.
+        return msgspec.convert(found, _Manifest)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise ValueError(f"{path}: damaged or of another version ({shown(error)}); {REMEDY}") from None
+
+
+def _read_lengths(path: Path, manifest: _Manifest) -> NDArray[np.uint16]:
+    """Check the length index against its digest in the manifest, and return it as a memory map [samples, 2]."""
+    try:
+        if sha256_of(path) != manifest.lengths_sha256:
+            raise ValueError(f"{path}: digest differs from {MANIFEST_NAME}; {REMEDY}")
+        # allow_pickle=False, because an array of objects is a pickle, which can run code.
+        lengths = np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}; {REMEDY}") from None
+    count = sum(shard.samples for shard in manifest.shards)
+    if lengths.dtype != np.dtype("<u2") or lengths.shape != (count, 2):
+        raise ValueError(f"{path}: {lengths.dtype} {lengths.shape}, expected uint16 ({count}, 2); {REMEDY}")
+    return lengths
+
+
+def _remedy_without_manifest(folder: Path) -> str:
+    if folder.is_dir() and any(folder.glob("part*")):
+        return "`python -m dataloading index` makes a data set of shards from elsewhere"
+    return (
+        "`python -m dataloading wikipedia` makes the benchmark's data (docs/data.md), `from-text` data of your own text"
+    )

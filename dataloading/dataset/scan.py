@@ -6,8 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from dataloading.dataset.folder import Dataset, open_dataset
-from dataloading.dataset.manifest import MANIFEST_NAME, write_metadata
+from dataloading.dataset.folder import MANIFEST_NAME, Dataset, open_dataset, write_metadata
 from dataloading.shards.formats import open_shard
 from dataloading.shards.shard import DatasetInfo
 from dataloading.text.tokenization import Vocabulary
@@ -16,10 +15,8 @@ from dataloading.text.tokenization import Vocabulary
 def scan_shards(folder: Path, names: Sequence[str], info: DatasetInfo) -> Dataset:
     """Return a data set of the shards ``names`` in ``folder``. Reads every shard.
 
-    ``info`` describes the samples. Shards that contain a description must agree with it.
-
-    Raises:
-        ValueError: a shard is damaged, differs from ``info``, or holds the same samples as another shard.
+    ``info`` describes the samples. Shards that contain a description must agree with it, and no two shards may hold
+    the same samples.
     """
     records, lengths = [], [np.empty((0, 2), np.uint16)]
     sources = dict(info.sources)
@@ -42,8 +39,7 @@ def scan_shards(folder: Path, names: Sequence[str], info: DatasetInfo) -> Datase
 
 def index_shards(folder: Path, names: Sequence[str], info: DatasetInfo) -> Dataset:
     """Turn shards into a data set: scan them with `scan_shards`, and write a manifest and a length index."""
-    found = scan_shards(folder, names, info)
-    write_metadata(folder, list(found.shards), found.lengths, found.masked_counts, found.info)
+    write_metadata(scan_shards(folder, names, info))
     return open_dataset(folder)
 
 

@@ -1,14 +1,13 @@
 """Conversion of a data set to native shards or to packs, shard by shard, in several processes."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from dataloading.batches.packing import pack_samples
-from dataloading.dataset.folder import Dataset
-from dataloading.dataset.manifest import shard_name
+from dataloading.dataset.folder import Dataset, shard_name
 from dataloading.dataset.scan import index_shards
-from dataloading.jobs import begun, run_tasks
+from dataloading.jobs import Made, Report, begun, make_files
 from dataloading.options import Layout
 from dataloading.shards.formats import whole_shard
 from dataloading.shards.native import write_shard
@@ -33,24 +32,19 @@ def convert(
     packing: Packing = Packing(),
     *,
     jobs: int = 1,
-    report: Callable[[str], None] = lambda _: None,
+    report: Report = lambda _: None,
 ) -> Dataset:
     """Convert each shard of ``source`` to a native or packed shard with the same samples.
 
     Native shards keep the order of the samples. The samples of each pack and the order of the packs are random within
-    their shard. An interrupted conversion is continued: existing shards with the right samples are kept. ``report`` is
-    called with the name of each finished shard.
-
-    Raises:
-        ValueError: ``out`` holds other files, the samples do not fit the layout, or a shard is damaged.
+    their shard. An interrupted conversion is continued: existing shards with the right samples are kept.
     """
     count = len(source.shards)
     tasks = [_Task(source, index, out / shard_name(index, count), to, packing) for index in range(count)]
     # The source is described by its digests, because its folder may hold other data when the job continues.
     description = {"source": [record.digest for record in source.shards], "to": to, "packing": repr(packing)}
     with begun(out, JOB_NAME, description, finished="part_*"):
-        for name in run_tasks(_convert_shard, tasks, jobs):
-            report(name)
+        make_files(_convert_shard, tasks, jobs, report)
         dataset = index_shards(out, [task.path.name for task in tasks], source.info)
     # Deleted only after success, because a failed conversion needs the file to continue.
     (out / JOB_NAME).unlink()
@@ -66,17 +60,16 @@ class _Task:
     packing: Packing
 
 
-def _convert_shard(task: _Task) -> str:
+def _convert_shard(task: _Task) -> Made:
     samples = task.source.open_listed(task.index).verify(task.source.shards[task.index].digest)
     # The manifest lists the source texts of all shards.
     info = task.source.info.without_sources()
-    if task.to == "native":
-        if whole_shard(task.path, samples.digest()) is None:
-            write_shard(task.path, samples, info)
-    else:
+    write = write_shard
+    if task.to == "packed":
         seed = [task.packing.seed, task.index]
         packs = pack_samples(samples.lengths, info.max_seq_length, task.packing.max_sequences, seed)
-        packed = samples.take(packs.samples)
-        if whole_shard(task.path, packed.digest()) is None:
-            write_packed(task.path, packed, packs.offsets, info)
-    return task.path.name
+        samples, write = samples.take(packs.samples), partial(write_packed, pack_offsets=packs.offsets)
+    kept = whole_shard(task.path, samples.digest()) is not None
+    if not kept:
+        write(task.path, samples, info=info)
+    return task.path.name, len(samples), kept

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from console.files import sha256_of, write_atomically
-from dataloading.dataset.folder import new_folder
-from dataloading.dataset.manifest import shard_name
+from dataloading.dataset.folder import new_folder, shard_name
 from dataloading.dataset.scan import index_shards
 from dataloading.options import OwnText, PretrainingOptions
 from dataloading.preparation.pretraining_data import create_samples, read_documents, samples_info, tokenize_documents

@@ -15,10 +15,9 @@ from functools import lru_cache
 from pathlib import Path
 
 from console.files import open_regular, sha256_of
-from dataloading.dataset.folder import Dataset
-from dataloading.dataset.manifest import shard_name
+from dataloading.dataset.folder import Dataset, shard_name
 from dataloading.dataset.scan import index_shards
-from dataloading.jobs import JobProgress, Report, WorkPart, begun, run_tasks
+from dataloading.jobs import Made, Report, WorkPart, begun, make_files
 from dataloading.options import PretrainingOptions
 from dataloading.preparation.pretraining_data import create_samples, read_documents, samples_info, tokenize_documents
 from dataloading.shards.formats import whole_shard
@@ -61,10 +60,6 @@ def prepare(job: Job, out: Path, *, jobs: int = 1, report: Report = lambda _: No
     """Make the data set of ``job`` in the folder ``out`` with ``jobs`` processes, or continue an interrupted preparation.
 
     Each process needs about 30 bytes of memory for each byte of its largest text (0.8 GB for 27 MB).
-
-    Raises:
-        ValueError: a text or the vocabulary cannot be used, or ``out`` holds other files or was made with other settings.
-        OSError: the disk is full or cannot be written.
     """
     info = make_shards(job, out, jobs=jobs, report=report)
     return index_shards(out, job.shard_names, info)
@@ -73,7 +68,7 @@ def prepare(job: Job, out: Path, *, jobs: int = 1, report: Report = lambda _: No
 def make_shards(
     job: Job, out: Path, *, jobs: int = 1, part: WorkPart | None = None, report: Report = lambda _: None
 ) -> DatasetInfo:
-    """Make the shards of a data set, or one part of them, without a manifest. Raises the same errors as `prepare`."""
+    """Make the shards of a data set, or one part of them, without a manifest."""
     info = samples_info(Vocabulary.from_file(job.vocab), job.options)
     mine = part.share_of(len(job.calls)) if part else range(len(job.calls))
     # Check first, so that an unreadable text does not end the job after hours.
@@ -84,17 +79,15 @@ def make_shards(
     with begun(out, JOB_NAME, description, finished="part_*", alone=part is None):
         if jobs > 1:
             _compile(job, info)
-        tasks = [(job, info, out, index) for index in mine]
-        for done, (name, samples, kept) in enumerate(run_tasks(_make_shard, tasks, jobs), 1):
-            report(JobProgress(name, samples, done, len(tasks), kept))
+        make_files(_make_shard, [(job, info, out, index) for index in mine], jobs, report)
     return info
 
 
 _Task = tuple[Job, DatasetInfo, Path, int]
 
 
-def _make_shard(task: _Task) -> tuple[str, int, bool]:
-    """Make the shard of one call unless it exists; return its name, its number of samples, and whether it existed."""
+def _make_shard(task: _Task) -> Made:
+    """Make the shard of one call unless it exists."""
     job, info, out, index = task
     texts = job.calls[index]
     info = replace(info, sources={path.as_posix(): sha256_of(path) for path in texts})

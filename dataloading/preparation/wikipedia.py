@@ -24,8 +24,7 @@ from console.locks import BusyError, lock_file
 from console.processes import run
 from console.program import say
 from dataloading.dataset import known
-from dataloading.dataset.folder import open_dataset, write_dataset
-from dataloading.dataset.manifest import MANIFEST_NAME
+from dataloading.dataset.folder import MANIFEST_NAME, open_dataset, write_dataset
 from dataloading.dataset.shuffle import JOB_NAME, STEPS, shuffle
 from dataloading.jobs import Report, WorkPart
 from dataloading.options import EVALUATION_SAMPLES, ExtractionOptions, PretrainingOptions

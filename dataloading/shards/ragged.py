@@ -24,9 +24,6 @@ from dataloading.shards.native import DTYPES
 from dataloading.shards.samples import SampleBuilder, Samples, offsets_of
 from dataloading.shards.shard import REMEDY, DatasetInfo, Shard, check_content, check_offsets
 
-_MOST_ID = (1 << 15) - 1
-"""Largest id and position, which are signed 16-bit integers in these layouts."""
-
 _SIZES = {name: DTYPES[name].itemsize for name in COLUMNS}
 
 _OBJECT_HEADER = struct.Struct("<H6xQ")
@@ -89,41 +86,34 @@ class RaggedShard(Shard):
             samples_in_row = packed[0].counts
             if len(samples_in_row) != rows or any(not np.array_equal(each.counts, samples_in_row) for each in packed):
                 raise ValueError(f"{', '.join(names)} disagree")
-            self._lengths, self._masked_counts, labels = (
-                column.narrowed(np.frombuffer(b"".join(map(column.row, range(rows))), column.dtype), np.int64)
+            lengths, masked_counts, labels = (
+                column.narrowed(np.frombuffer(b"".join(map(column.row, range(rows))), column.dtype), np.uint16)
                 for column in packed
             )
         else:
             samples_in_row = np.ones(rows, np.int64)
-            self._lengths, self._masked_counts = (self._columns[name].counts for name in ("input_ids", "masked_lm_ids"))
+            lengths, masked_counts = (self._columns[name].counts for name in ("input_ids", "masked_lm_ids"))
             labels = one_value_a_row(file.array("next_sentence_labels"), rows)
+        self.sequence_offsets, self.masked_lm_offsets = offsets_of(lengths), offsets_of(masked_counts)
         self._labels = narrow(labels, np.uint8, f"{path}: next_sentence_labels")
         self.row_offsets = offsets_of(samples_in_row)
         self._row_of = np.repeat(np.arange(rows), samples_in_row)
-        self._starts, self._masked_starts = map(self._starts_in_rows, (self._lengths, self._masked_counts))
-        # A row has as many elements as its samples in total. bincount adds in float64, which is exact up to 2^53.
-        tokens, masked = (np.bincount(self._row_of, sizes, rows) for sizes in (self._lengths, self._masked_counts))
+        # A row has as many elements as its samples in total.
+        tokens, masked = (
+            np.diff(offsets[self.row_offsets]) for offsets in (self.sequence_offsets, self.masked_lm_offsets)
+        )
         for name, expected in zip(COLUMNS, (tokens, tokens, masked, masked), strict=True):
             if not np.array_equal(expected, self._columns[name].counts):
                 raise ValueError(f"{name} has rows of other lengths than its neighbours")
 
-    def __len__(self) -> int:
-        return len(self._lengths)
-
-    @property
-    def lengths(self) -> NDArray[np.int64]:
-        """[n] number of real tokens in each sample."""
-        return self._lengths
-
-    @property
-    def masked_counts(self) -> NDArray[np.int64]:
-        """[n] number of masked tokens in each sample."""
-        return self._masked_counts
-
     def add_to(self, builder: SampleBuilder, index: int) -> None:
         """Add one sample to ``builder`` without checking its content."""
-        row, start, first = (int(places[index]) for places in (self._row_of, self._starts, self._masked_starts))
-        stop, last = start + int(self._lengths[index]), first + int(self._masked_counts[index])
+        row = int(self._row_of[index])
+        first_of_row = self.row_offsets[row]
+        (start, stop), (first, last) = (
+            (int(offsets[index] - offsets[first_of_row]), int(offsets[index + 1] - offsets[first_of_row]))
+            for offsets in (self.sequence_offsets, self.masked_lm_offsets)
+        )
         parts: list[memoryview | bytes] = []
         for name, begin, end in zip(COLUMNS, (start, start, first, first), (stop, stop, last, last), strict=True):
             column = self._columns[name]
@@ -135,35 +125,13 @@ class RaggedShard(Shard):
             parts.append(part)
         builder.add(*parts, next_sentence_label=int(self._labels[index]))
 
-    def _between(self, start: int, stop: int) -> Samples:
-        builder = SampleBuilder()
-        for index in range(start, stop):
-            self.add_to(builder, index)
-        return builder.samples()
-
-    def _starts_in_rows(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return each sample's start inside its row [n]."""
-        starts = offsets_of(lengths)
-        return starts[:-1] - starts[self.row_offsets[self._row_of]]
-
 
 def write_packed(path: Path, samples: Samples, pack_offsets: NDArray[np.int64], info: DatasetInfo) -> None:
-    """Write a file in the packed layout. Pack p holds samples ``pack_offsets[p]`` to ``pack_offsets[p + 1]``.
-
-    Raises:
-        ValueError: the samples contradict ``info``, or do not fit the layout.
-    """
+    """Write a file in the packed layout. Pack p holds samples ``pack_offsets[p]`` to ``pack_offsets[p + 1]``."""
     check_offsets(samples, path)
     check_content(samples, info, path)
     row_starts, masked_starts = samples.sequence_offsets[pack_offsets], samples.masked_lm_offsets[pack_offsets]
     inside = samples.sequence_offsets[:-1] - np.repeat(row_starts[:-1], np.diff(pack_offsets))
-    for name, values in (
-        ("input_ids", samples.input_ids),
-        ("masked_lm_ids", samples.masked_lm_ids),
-        ("the length of a pack", np.diff(row_starts)),
-    ):
-        if values.max(initial=0) > _MOST_ID:
-            raise ValueError(f"{path}: {name} is up to {values.max():,}; the packed layout holds up to {_MOST_ID:,}")
     if len(samples.masked_lm_positions) and samples.masked_lm_positions.min() == 0:
         raise ValueError(f"{path}: position 0 is masked, which marks padding in the packed layout; use native")
     columns: dict[str, tuple[NDArray[Any], str, NDArray[np.int64]]] = {
@@ -179,6 +147,9 @@ def write_packed(path: Path, samples: Samples, pack_offsets: NDArray[np.int64], 
         "packed_masked_lm_len": (samples.masked_counts, "<i2", pack_offsets),
         "next_sentence_labels": (samples.next_sentence_labels, "i1", pack_offsets),
     }
+    for name, (values, dtype, _) in columns.items():
+        if values.max(initial=0) > (most := np.iinfo(dtype).max):
+            raise ValueError(f"{path}: {name} is up to {values.max():,}; the packed layout holds up to {most:,}")
     with new_hdf5_file(path) as file:
         for name, (values, dtype, offsets) in columns.items():
             rows = np.empty(len(offsets) - 1, h5py.vlen_dtype(np.dtype(dtype)))

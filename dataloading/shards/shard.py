@@ -92,6 +92,10 @@ class Shard(ABC):
     """`Samples.digest` of the content, if the file contains it."""
     held_bytes: int = 0
     """Bytes of memory that this shard uses while it is open."""
+    sequence_offsets: NDArray[np.int64]
+    """[n + 1] start of each sample among the tokens of all samples."""
+    masked_lm_offsets: NDArray[np.int64]
+    """[n + 1] start of each sample among the masked tokens of all samples."""
 
     def __init__(self, path: Path, info: DatasetInfo, content: mmap.mmap | None) -> None:
         """Set up a shard. ``content`` is the map of the whole file, or None if the samples are held in memory."""
@@ -100,27 +104,28 @@ class Shard(ABC):
         self.file_bytes = path.stat().st_size
         self._content = content
 
-    @abstractmethod
     def __len__(self) -> int:
-        """Number of samples."""
+        return len(self.sequence_offsets) - 1
 
     @property
-    @abstractmethod
     def lengths(self) -> NDArray[np.int64]:
         """[n] number of real tokens in each sample."""
+        return np.diff(self.sequence_offsets)
 
     @property
-    @abstractmethod
     def masked_counts(self) -> NDArray[np.int64]:
         """[n] number of masked tokens in each sample."""
-
-    @abstractmethod
-    def _between(self, start: int, stop: int) -> Samples:
-        """Return samples ``start`` to ``stop`` without checking their content."""
+        return np.diff(self.masked_lm_offsets)
 
     @abstractmethod
     def add_to(self, builder: SampleBuilder, index: int) -> None:
         """Add one sample to ``builder`` without checking its content."""
+
+    def _between(self, start: int, stop: int) -> Samples:
+        builder = SampleBuilder()
+        for index in range(start, stop):
+            self.add_to(builder, index)
+        return builder.samples()
 
     def read(self, start: int, stop: int) -> Samples:
         """Return samples ``start`` to ``stop``; IndexError if they are outside the shard, ValueError for invalid content.
@@ -184,6 +189,7 @@ class FlatShard(Shard):
         super().__init__(path, info, content)
         check_offsets(samples, path)
         self.layout = layout
+        self.sequence_offsets, self.masked_lm_offsets = samples.sequence_offsets, samples.masked_lm_offsets
         self._samples = samples
         self.held_bytes = 0 if content is not None else samples.nbytes
         arrays = (samples.input_ids, samples.segment_ids, samples.masked_lm_positions, samples.masked_lm_ids)
@@ -192,21 +198,8 @@ class FlatShard(Shard):
         self._labels = samples.next_sentence_labels.data
         # A memoryview cannot be cast directly from one integer format to another.
         self._offsets = tuple(
-            offsets.data.cast("B").cast("q") for offsets in (samples.sequence_offsets, samples.masked_lm_offsets)
+            offsets.data.cast("B").cast("q") for offsets in (self.sequence_offsets, self.masked_lm_offsets)
         )
-
-    def __len__(self) -> int:
-        return len(self._samples)
-
-    @property
-    def lengths(self) -> NDArray[np.int64]:
-        """[n] number of real tokens in each sample."""
-        return self._samples.lengths
-
-    @property
-    def masked_counts(self) -> NDArray[np.int64]:
-        """[n] number of masked tokens in each sample."""
-        return self._samples.masked_counts
 
     def _between(self, start: int, stop: int) -> Samples:
         return self._samples.slice(start, stop)
@@ -233,10 +226,8 @@ def map_file(path: Path) -> mmap.mmap:
     try:
         with open_regular(path) as file:
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    except OSError as error:
-        raise ValueError(f"{path}: {error.strerror}; {REMEDY}") from None
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}; {REMEDY}") from None
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path}: {getattr(error, 'strerror', error)}; {REMEDY}") from None
 
 
 def check_offsets(samples: Samples, path: Path) -> None:

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from console.files import atomic_path, read_bounded, read_json, write_atomically
-from dataloading.jobs import JobProgress, Report, begun, run_tasks
+from dataloading.jobs import Made, Report, begun, make_files
 from dataloading.options import ExtractionOptions, Sentences
 from dataloading.text.cleanup import articles, clean, gathered, hold_out, joined, segment, sentence_splitter
 
@@ -39,11 +39,7 @@ class Extraction:
 
 
 def find_inputs(paths: Sequence[Path]) -> list[Path]:
-    """Return the WikiExtractor files in ``paths``: each file, and ``wiki_??`` and ``*/wiki_??`` in each folder.
-
-    Raises:
-        ValueError: no file was found, a path does not exist, or a file was given twice.
-    """
+    """Return the WikiExtractor files in ``paths``: each file, and ``wiki_??`` and ``*/wiki_??`` in each folder."""
     files: list[Path] = []
     for path in paths:
         # The order determines the part that a file belongs to and the seed that draws its articles.
@@ -66,26 +62,19 @@ def extract(
 
     The parts are byte-identical to the reference's parts, but their names contain the actual number of parts instead of
     500. Each process needs about 15 times the size of its largest input in memory, and 0.1 GB for punkt.
-
-    Raises:
-        ValueError: an input cannot be used, punkt is not installed, ``out`` holds other files, or it was made with
-            other settings.
-        OSError: the disk is full or cannot be written.
     """
     sentence_splitter(options.sentences)  # raises before any work is done if punkt is not installed
     tasks = _plan(find_inputs(inputs), out, options)
     sizes = [[task.path.name, *((str(path), path.stat().st_size) for path in task.inputs)] for task in tasks]
     with begun(out, JOB_NAME, {**asdict(options), "inputs": sizes}, finished=f"{_HELD_OUT}/*.json"):
         (out / _HELD_OUT).mkdir(exist_ok=True)
-        with_text = 0
-        for done, (name, count, kept) in enumerate(run_tasks(_make_part, tasks, jobs), 1):
-            with_text += count
-            report(JobProgress(name, count, done, len(tasks), kept))
-        evaluation = [article for task in tasks for article in _record_of(task)["evaluation"]]
+        make_files(_make_part, tasks, jobs, report)
+        records = [_record_of(task) for task in tasks]
+        evaluation = [article for record in records for article in record["evaluation"]]
         md5s = (hashlib.md5(article.rstrip().encode(), usedforsecurity=False).hexdigest() for article in evaluation)
         write_atomically(out / "eval.txt", joined(evaluation))
         write_atomically(out / "eval.md5", "".join(f"{md5}\n" for md5 in md5s).encode())
-    return Extraction(len(tasks), with_text, len(evaluation))
+    return Extraction(len(tasks), sum(record["articles"] for record in records), len(evaluation))
 
 
 @dataclass(frozen=True)
@@ -129,8 +118,8 @@ def _plan(files: Sequence[Path], out: Path, options: ExtractionOptions) -> list[
     ]
 
 
-def _make_part(task: _Task) -> tuple[str, int, bool]:
-    """Make one part unless it exists; return its name, its number of articles with text, and whether it existed."""
+def _make_part(task: _Task) -> Made:
+    """Make one part unless it exists. Its count is the number of articles with text."""
     if task.record_path.exists() and task.path.exists():
         return task.path.name, _record_of(task)["articles"], True
     split = sentence_splitter(task.sentences)

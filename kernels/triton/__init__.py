@@ -1,1 +1,1 @@
-"""The ops in Triton, one file an op; rooms for attention and for layer norms."""
+"""Implementations of the ops in Triton. Each op has a file; attention and the layer norms have folders."""

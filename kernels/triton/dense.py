@@ -2,10 +2,10 @@
 # pyright: reportCallIssue=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 """Dense + bias + GELU: matrix products by cuBLAS, and one Triton pass each way for the element-wise part.
 
-Shape legend in ``kernels/__init__.py``; R: rows of partial sums, one for each program that walks down the tokens.
+Shape legend in ``kernels/__init__.py``. R counts rows of partial sums: each program that walks down the tokens writes one.
 
-The backward pass reads the saved product without its bias, which takes a quarter of the time of computing it again at
-BERT-Large's sizes. It writes the product's gradient and sums it over the tokens in the same pass.
+The backward pass reads the saved product (without the bias), because computing it again would take four times as long at
+BERT-Large's sizes. The same pass writes the product's gradient and sums it over the tokens.
 """
 
 import torch
@@ -37,7 +37,7 @@ def dense_gelu(x_TD: Tensor, weight_FD: Tensor, bias_F: Tensor) -> Tensor:
 
 
 def unsupported_reasons(*tensors: Tensor) -> list[str]:
-    """Return the reasons why ``dense_gelu`` or ``bias_gelu`` cannot take these; empty if it can."""
+    """Return the reasons why ``dense_gelu`` or ``bias_gelu`` cannot take these arguments; empty if it can."""
     return tensor_reasons(*tensors)
 
 

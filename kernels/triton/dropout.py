@@ -1,7 +1,7 @@
 """Dropout's draws in Triton, equal to ``kernels.reference.random`` bit for bit.
 
-A draw decides for 16 neighbouring columns of a row, and returns 16 bits of a word. Numbers are compared with the threshold
-one bit at a time for all columns at once, which takes a tenth of the operations of a comparison for each column.
+A draw decides which of 16 adjacent columns of a row are kept, and returns one bit for each. The random numbers are compared
+with the threshold bit by bit, for all columns at once. This takes a tenth of the operations of separate comparisons.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false

@@ -13,8 +13,8 @@ are needed. Bytes of memory traffic for one element of bf16 inputs:
 | ``cast_transpose_sum_fp8`` | 2 | 2, and 4 / 128 of partial sums, which are read again |
 | ``bias_gelu_backward_cast_fp8`` | 4 | the same |
 
-fp32 weights take 4 bytes, which LAMB has left in the cache. Results equal ``kernels.reference.fp8`` bit for bit, except
-after a GELU. Shape legend there; P: programs along the rows.
+An fp32 weight takes 4 bytes, which LAMB has left in the cache. Results equal ``kernels.reference.fp8`` bit for bit, except
+after a GELU. The shape legend is there; in addition, P programs along the rows.
 """
 
 import torch

@@ -22,7 +22,7 @@ def tensor_reasons(*tensors: Tensor, dtypes: Collection[torch.dtype] = FLOATS) -
 
 
 def mixed_reasons(names: str, *tensors: Tensor) -> list[str]:
-    """Return why these tensors, which have to share a dtype, do not; empty if they do."""
+    """Return the reason why these tensors, which must share a dtype, do not; empty if they do."""
     dtypes = {x.dtype for x in tensors}
     return [] if len(dtypes) == 1 else [f"{names} are in {_names(dtypes)}: expected one type"]
 

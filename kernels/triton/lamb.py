@@ -1,13 +1,13 @@
 # pyright: reportCallIssue=false, reportAttributeAccessIssue=false, reportPrivateImportUsage=false
 """LAMB on flat buffers in Triton: the norm, one pass for the moments and the direction, one for the step.
 
-Shape legend in ``kernels/__init__.py``; besides, G segments, A of them adapted, and C chunks. A chunk is up to ``CHUNK``
-neighbouring elements of one segment, the work of one program. There are no atomic sums: equal inputs give equal results. The
-kernels are in ``kernels.triton.lamb_passes``.
+Shape legend in ``kernels/__init__.py``; in addition, G segments, A adapted segments and C chunks. A chunk is up to ``CHUNK``
+adjacent elements of one segment, which one program processes. There are no atomic sums, so equal inputs give equal results.
+The kernels are in ``kernels.triton.lamb_passes``.
 
-The step of a segment needs the norm of all its directions. Both passes run for a group of segments before the next group, so
-that parameters and directions are still in the L2 cache when they are read again. All groups keep directions in the same
-memory, which seldom leaves the cache. Bytes of memory traffic for one parameter of a group that fits:
+The step of a segment needs the norm of its whole direction. Both passes run for one group of segments before they run for
+the next group, so that parameters and directions are still in the L2 cache when they are read again. All groups write their
+directions to the same memory, which seldom leaves the cache. Bytes of memory traffic per parameter, if the group fits there:
 
 | pass | reads | writes |
 |---|---|---|
@@ -16,7 +16,7 @@ memory, which seldom leaves the cache. Bytes of memory traffic for one parameter
 | step | | parameter 4, its copy 2 |
 | FP8 casts, in place of the copy | | cast and transpose 2 |
 
-The sum is 34 or 38, and 46 or 50 for a group that does not fit.
+The sum is 34 or 38 bytes, or 46 or 50 for a group that does not fit.
 """
 
 from dataclasses import astuple
@@ -34,16 +34,17 @@ from kernels.triton.inputs import tensor_reasons
 from kernels.triton.lamb_passes import apply_kernel, direction_kernel, squares_kernel
 from kernels.triton.squares import sum_of_squares
 
-# A thread has 62 registers, so that 32 warps reside on a multiprocessor; with twice as many elements only 16 would.
+# A thread uses 62 registers, so that a multiprocessor holds 32 warps. With twice as many elements it would hold only 16.
 CHUNK = 2048
 ALIGNMENT = 16
 """Chunks start at multiples of this many elements, so that whole chunks are read in vectors of 16 bytes."""
 WARPS = 8
 REDUCTION = 1024
-"""Partial sums that are added at once."""
+"""Number of partial sums that are added at once."""
 GROUP = (1 << 22) + (1 << 16)
-"""Most elements of a group of segments, unless one segment has more: a feed-forward weight of BERT-Large and the biases
-beside it. Their parameters and directions take 34 MB; the L2 cache has 40 MB on an A100 and 50 MB on an H100."""
+"""Maximum number of elements in a group of segments, unless a single segment has more. A feed-forward weight of BERT-Large
+fits with the biases beside it. Their parameters and directions take 34 MB; the L2 cache of an A100 has 40 MB, and that of an
+H100 50 MB."""
 
 
 def lamb_step(
@@ -58,9 +59,9 @@ def lamb_step(
     copies_P: Tensor | None = None,
     casts: tuple[WeightCast, ...] = (),
 ) -> Tensor:
-    """Do what ``kernels.reference.lamb.lamb_step`` does, on fp32 buffers; copies may be of any floating-point type.
+    """Fused version of ``kernels.reference.lamb.lamb_step`` for fp32 buffers. Copies may have any floating-point type.
 
-    The first call for some segments makes their tables on the device: make one before capturing a graph.
+    The first call for given segments creates tables on the device, so make one call before capturing a graph.
     """
     norm = sum_of_squares(gradients_P).sqrt().float()
     arguments = parameters_P, gradients_P, state, hyperparameters, norm, _corrections(step, hyperparameters)
@@ -88,7 +89,7 @@ def lamb_directions(
 ) -> Tensor:
     """Fused version of ``kernels.reference.lamb.lamb_directions`` for fp32 buffers.
 
-    Call it once before capturing a graph, as ``lamb_step``.
+    Like ``lamb_step``, it must be called once before a graph is captured.
     """
     (group,) = _groups(segments, parameters_P.device)
     corrections = _corrections(step, hyperparameters)
@@ -106,7 +107,7 @@ def lamb_apply(
 ) -> None:
     """Fused version of ``kernels.reference.lamb.lamb_apply`` for fp32 buffers.
 
-    Call it once before capturing a graph, as ``lamb_step``.
+    Like ``lamb_step``, it must be called once before a graph is captured.
     """
     (group,) = _groups(segments, parameters_P.device)
     _apply(parameters_P, state.update_P, None, squares_2A.contiguous(), *group.tables, norm, learning_rate)
@@ -118,7 +119,7 @@ def unsupported_reasons(parameters_P: Tensor, *_: Any, **__: Any) -> list[str]:
 
 
 def configurations() -> list[Configuration]:
-    """Return every kernel as it is launched."""
+    """Return the configurations of all kernels."""
     types = dict.fromkeys(("parameters", "gradients", "momentum", "variance", "update", "partial_sums"), "*fp32")
     types |= {"norm": "*fp32", "learning_rate": "*fp32", "skipped": "*i64"}
     types |= dict.fromkeys(("squares", "root_correction", "epsilon_correction"), "*fp64")
@@ -139,18 +140,18 @@ def configurations() -> list[Configuration]:
 
 
 class _Group(NamedTuple):
-    """Neighbouring segments, and the division of their elements among programs, in int32."""
+    """Consecutive segments, and the division of their elements among programs. All tables are int32."""
 
     table_C4: Tensor
-    """For each chunk its segment, its start in units of ``ALIGNMENT``, and the range of its elements that belong to the
+    """For each chunk: its segment, its start in units of ``ALIGNMENT``, and the range of its elements that belong to the
     segment. Only the first and last chunk of a segment can be partial. No chunk crosses a segment's bounds."""
     traits_G2: Tensor
-    """For each segment, counted from the first of all segments, its place among its group's adapted segments, or -1; and 1
-    if its gradient is overwritten, else 0."""
+    """For each segment of the whole vector: its index among the adapted segments of its group, or -1; and 1 if its gradient
+    is overwritten, otherwise 0."""
     spans_A2: Tensor
-    """For each adapted segment the range of its chunks, counted from the first chunk of the group."""
+    """For each adapted segment: the range of its chunks, counted from the first chunk of the group."""
     stop: int
-    """First element of the flat buffers behind the group."""
+    """Index of the first element after the group in the flat buffers."""
 
     @property
     def tables(self) -> tuple[Tensor, Tensor]:
@@ -168,7 +169,7 @@ def _groups(segments: LambSegments, device: torch.device, most: int | None = Non
             groups.append((rows, spans, start))
             rows, spans, begin = [], [], start
         before = len(rows)
-        # The first chunk starts at an aligned place. Elements of the segment before are masked.
+        # The first chunk starts at an aligned element. Elements of the previous segment are masked.
         for chunk in range(start // ALIGNMENT * ALIGNMENT, stop, CHUNK):
             rows.append((segment, chunk // ALIGNMENT, max(start - chunk, 0), min(stop - chunk, CHUNK)))
         adapted = segments.adapted[segment]
@@ -224,7 +225,7 @@ def _directions(
     weight_decay: float,
     max_grad_norm: float,
 ) -> Tensor:
-    """Write a group's moments and directions, the latter to the start of ``update_P``, and return sums, fp64 [2, A]."""
+    """Write a group's moments, and its directions to the start of ``update_P``. Return sums of squares, fp64 [2, A]."""
     chunks, adapted = len(table_C4), len(spans_A2)
     partial_sums = parameters_P.new_empty(2 * chunks)
     squares_2A = parameters_P.new_empty(2, adapted, dtype=torch.float64)

@@ -1,9 +1,9 @@
 # pyright: reportCallIssue=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 # pyright: reportArgumentType=false
 # ruff: noqa: ANN001, ANN201, ANN202  (the compiler has its own types)
-"""The kernels of ``kernels.triton.lamb``; each program has one chunk.
+"""The kernels of ``kernels.triton.lamb``. Each program processes one chunk.
 
-Parameters and directions are read again soon, so other data has hints to leave the L2 cache first.
+Parameters and directions are read again soon, so the other data is loaded with hints to leave the L2 cache first.
 """
 
 import triton

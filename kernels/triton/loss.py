@@ -2,12 +2,12 @@
 # pyright: reportCallIssue=false, reportAttributeAccessIssue=false
 """Masked-LM head: logits by cuBLAS, then bias, softmax, loss, accuracy and gradient by one kernel, in place.
 
-Shape legend in ``kernels/__init__.py``; W: V rounded up, the width of a row of logits.
+Shape legend in ``kernels/__init__.py``; in addition, W is V rounded up, the length of a row of logits.
 
-A row of logits is read twice, the second time from the L2 cache, and overwritten by its gradient. The upstream factor is
-known only in the backward pass, which multiplies small tensors by it, so that nothing of size [M, V] is written twice. Rows
-are W elements apart so that each starts on a cache line; 30,522 is not even a multiple of four. In an evaluation, which
-counts correct predictions and writes no gradient, logits are fp32.
+A row of logits is read twice, the second time from the L2 cache, and overwritten by its gradient. The upstream gradient is
+known only in the backward pass, which multiplies small tensors by it, so that no tensor of size [M, V] is written twice.
+Rows are W elements apart so that each starts on a cache line; V = 30,522 is not even a multiple of four. An evaluation
+counts correct predictions and writes no gradient. Its logits are fp32.
 """
 
 from typing import Any, NamedTuple
@@ -50,9 +50,9 @@ def masked_lm_loss(
 ) -> tuple[Tensor, Tensor | None]:
     """Return the sum of the masked tokens' cross-entropies, fp32 [], and the number of correct predictions, int64 [].
 
-    A label outside 0 to V - 1, other than ``ignore_index``, makes the loss NaN. Products follow autocast; logits have their
-    type, or fp32 if correct predictions are counted. With gradients the forward pass saves the two operands and the gradient
-    of the logits, [M, W] in the type of the logits. The gradient is added to ``decoder_gradient_VD`` without rounding.
+    A label outside 0 to V - 1, other than ``ignore_index``, makes the loss NaN. Products follow autocast. Logits have the
+    type of the products, or fp32 if correct predictions are counted. For the backward pass, the two operands are saved,
+    and the gradient of the logits, [M, W] in their type. The decoder's gradient is added to its sum without rounding.
     """
     dtype = compute_dtype(hidden_MD)
     hidden_MD, decoder_VD = hidden_MD.to(dtype), decoder_VD.to(dtype)
@@ -64,7 +64,7 @@ def masked_lm_loss(
 
 
 def unsupported_reasons(hidden_MD: Tensor, decoder_VD: Tensor, bias_V: Tensor, *_: Any, **__: Any) -> list[str]:
-    """Return the reasons why ``masked_lm_loss`` cannot take these; empty if it can."""
+    """Return the reasons why ``masked_lm_loss`` cannot take these arguments; empty if it can."""
     return tensor_reasons(hidden_MD, decoder_VD, bias_V)
 
 
@@ -139,10 +139,10 @@ def _masked_lm_loss(
     decoder_gradient_VD: Tensor | None = None,
     overwrite: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the loss [] fp32, correct [] int64, and the gradient of the loss by the logits, [M, W], 0 past V.
+    """Return the loss [] fp32, correct [] int64, and the gradient of the logits [M, W], with zeros from column V on.
 
-    Without counting ``correct`` is [0]; without a gradient the last result is [0, W]. Only the backward pass uses the last
-    two arguments.
+    Without counting, ``correct`` has shape [0]; without a gradient, the last result has shape [0, W]. Only the backward pass
+    uses the last two arguments.
     """
     rows, vocabulary = len(hidden_MD), len(decoder_VD)
     logits_MW = hidden_MD.new_empty((rows, _width(vocabulary)), dtype=_logits_dtype(hidden_MD, count_correct))
@@ -182,12 +182,12 @@ def _masked_lm_loss_backward(
 
 
 def _factor(logits_gradient_MW: Tensor, decoder_VD: Tensor) -> Tensor:
-    """Return the gradient [M, V] in the type of products; it is fp32 if correct predictions were counted."""
+    """Return the logits' gradient [M, V] in the type of the products. It is stored in fp32 if predictions were counted."""
     return logits_gradient_MW[:, : len(decoder_VD)].to(decoder_VD.dtype)
 
 
 def _scaled(x: Tensor, factor: Tensor) -> Tensor:
-    """Scale in fp32 and round once, in one pass: a factor with a dimension takes part in type promotion."""
+    """Multiply in fp32 and round once, in one pass. Only a factor with a dimension takes part in type promotion."""
     return torch.mul(x, factor.reshape(1), out=x.new_empty(x.shape))
 
 
@@ -225,7 +225,7 @@ def _setup_context(ctx, inputs, output) -> None:
     hidden_MD, decoder_VD, bias_V, *_, decoder_gradient_VD, overwrite = inputs
     _, correct, logits_gradient_MW = output
     ctx.mark_non_differentiable(correct, logits_gradient_MW)
-    ctx.set_materialize_grads(False)  # otherwise autograd makes zeros of [M, W] as a gradient
+    ctx.set_materialize_grads(False)  # otherwise autograd would create a gradient of zeros, [M, W]
     ctx.save_for_backward(logits_gradient_MW, hidden_MD, decoder_VD, bias_V)
     # Autograd would refuse a saved tensor that another backward pass has changed.
     ctx.decoder_gradient, ctx.overwrite = decoder_gradient_VD, overwrite

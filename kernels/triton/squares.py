@@ -2,8 +2,8 @@
 # ruff: noqa: ANN001, ANN202
 """The sum of the squares of a long vector in Triton, in double precision.
 
-Shape legend in ``kernels/__init__.py``; besides, B blocks. Memory bandwidth limits it. There are no atomic sums: equal
-inputs give equal results.
+Shape legend in ``kernels/__init__.py``; in addition, B blocks. Memory bandwidth limits the speed. There are no atomic sums,
+so equal inputs give equal results.
 """
 
 import torch
@@ -24,12 +24,12 @@ def sum_of_squares(vector_P: Tensor) -> Tensor:
 
 
 def unsupported_reasons(vector_P: Tensor) -> list[str]:
-    """Return the reasons why ``sum_of_squares`` cannot take this; empty if it can."""
+    """Return the reasons why ``sum_of_squares`` cannot take this vector; empty if it can."""
     return tensor_reasons(vector_P, dtypes=(torch.float32,))
 
 
 def configurations() -> list[Configuration]:
-    """Return the kernel as it is launched."""
+    """Return the kernel's configuration."""
     types = {"vector": "*fp32", "partial_sums": "*fp64", "size": "i32"}
     return [Configuration.of("fp32", _kernel, types, {"BLOCK": BLOCK}, WARPS, 1)]
 

@@ -58,7 +58,6 @@ def test_counts_and_heads_are_those_of_the_real_slots(shape_bucket: ShapeBucket)
             torch.testing.assert_close(ours[: len(theirs)], theirs, rtol=1e-12, atol=1e-13)
             assert ours.isfinite().all()
         assert model(padded).masked_lm_correct == model(plain).masked_lm_correct
-        assert model.encode(padded).isfinite().all()
     assert torch.equal(padded.global_counts, plain.global_counts)
 
 

@@ -1,7 +1,6 @@
 """Recomputation gives bit-identical losses, moments and weights. Also checks what is recomputed, and by which ops."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -9,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from bert.configuration.sections import Precision, Recompute
 from bert.products.recompute import RECOMPUTED_OPS
@@ -18,6 +16,7 @@ from dataloading.batches.loader import Batch, batch_of
 from dataloading.batches.shape_buckets import ShapeBucket
 from kernels import OPS, captured, varlen_attention
 from kernels.tuning.examples import example_inputs
+from tests.bert.operators import Operators
 from tests.bert.recording import Recording
 from tests.bert.small_models import OF_SMALL_RUN, step_config, training_step
 from tests.conftest import MAX_SEQ_LENGTH, SmallRun
@@ -68,20 +67,6 @@ def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
         assert torch.equal(one[name], other[name]), name
 
 
-class Counted(TorchDispatchMode):
-    """Counter of the calls of each operator."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: Counter[str] = Counter()
-
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        self.calls[func.overloadpacket.__name__] += 1
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp8"])
 @pytest.mark.slow
 def test_recomputed_steps_are_the_steps(small_run: SmallRun, precision: Precision) -> None:
@@ -103,13 +88,12 @@ def test_what_is_computed_again(small_run: SmallRun) -> None:
         step = step_of(mode)
         step([batch] * 2)
         step.model.layers[1].register_forward_pre_hook(lambda *_, mode=mode: hooked.update([mode]))
-        with Counted() as counted:
+        with Operators() as trained:
             step([batch] * 2)
-        calls[mode] = counted.calls
         step.model.eval()
-        with Counted() as counted, torch.inference_mode():
+        with Operators() as evaluated, torch.inference_mode():
             step.model(batch)
-        calls[f"{mode}, evaluation"] = counted.calls
+        calls[mode], calls[f"{mode}, evaluation"] = Counter(trained.names), Counter(evaluated.names)
     assert hooked == {"none": 4 - 1, "selective": 3, "full": 3}
     assert calls["selective, evaluation"] == calls["full, evaluation"] == calls["none, evaluation"]
     for name, selective, full in (("gelu", 2, 2), ("softmax", 0, 0), ("native_layer_norm", 4, 4), ("addmm", 0, 4)):

@@ -8,7 +8,7 @@ import pytest
 
 from bert.configuration.recipes import RECIPES
 from bert.configuration.run_plan import PLANNED, RunPlan, read_plan, settings_of, write_plan
-from bert.reporting.displays import RunProgress, StepLines
+from bert.reporting.displays import StepLines
 from bert.reporting.reporter import Reporter
 from bert.timing.phases import PHASES
 from bert.train import main, parse
@@ -98,10 +98,10 @@ def interval(step: int, **milliseconds: float) -> StepRecord:
 def test_a_run_says_where_it_differs_from_its_plan(
     reduce_ms: float, forward_backward_ms: float, said: str | None, tmp_path: Path
 ) -> None:
-    progress = RunProgress(0.36, 1000, EvaluationSchedule(100, 32))
     lines: list[str] = []
-    sinks = [MetricsWriter(tmp_path / "metrics.jsonl", RunRecord()), StepLines(progress, lines.append)]
-    with Reporter(progress, sinks, (planned(), Path("p.json"))) as reporter:
+    display = StepLines([lines.append], 0.36, 1000, EvaluationSchedule(100, 32))
+    sinks = [MetricsWriter(tmp_path / "metrics.jsonl", RunRecord()), display]
+    with Reporter(sinks, (planned(), Path("p.json"))) as reporter:
         reporter.write(interval(20, data_wait=500.0))  # ignored, because the data loader starts in it
         for step in (40, 60, 80):
             reporter.write(interval(step, reduce=reduce_ms, forward_backward=forward_backward_ms))

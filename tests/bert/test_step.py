@@ -1,13 +1,11 @@
 """The training step and the evaluation in one process."""
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten
 
 from bert.evaluation.evaluator import Accuracy, Evaluator
 from bert.parallel.mesh import Mesh
@@ -15,6 +13,7 @@ from bert.step import TrainingStep
 from dataloading.batches.loader import batch_of
 from dataloading.batches.shape_buckets import ShapeBucket
 from dataloading.dataset.folder import open_dataset
+from tests.bert.operators import Operators
 from tests.bert.small_models import CPU, step_config, training_step
 from tests.conftest import MAX_SEQ_LENGTH, SmallRun
 
@@ -44,38 +43,16 @@ def count_reads(monkeypatch: pytest.MonkeyPatch, reads: list[str]) -> None:
         monkeypatch.setattr(torch.Tensor, name, counted)
 
 
-class Recorder(TorchDispatchMode):
-    """Recorder of every operator that runs and of the host values passed to it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[tuple[str, list[object]]] = []
-        self.waits: list[str] = []
-
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        values, _ = tree_flatten((args, kwargs))
-        self.calls.append((str(func), [value for value in values if isinstance(value, int | float | str)]))
-        if {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(func.tags):
-            self.waits.append(str(func))
-        return func(*args, **kwargs or {})
-
-
 def test_a_step_reads_nothing_back(step: TrainingStep, small_run: SmallRun, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only attention on a CPU may read lengths. Reads in Python and below it count, in the first step and the second."""
     batches = [batch_of(small_run.train.slice(first, first + 8)) for first in (0, 8)]
     reads: list[str] = []
-    with monkeypatch.context() as patch, Recorder() as recorder:
+    with monkeypatch.context() as patch, Operators() as operators:
         count_reads(patch, reads)
         for _ in range(2):
             step(batches)
     assert set(reads) == {"tolist in kernels.libraries.pytorch._lengths"}
-    assert recorder.waits == []
+    assert operators.waits == []
 
 
 def test_the_host_hands_over_the_same_in_every_step(step: TrainingStep, small_run: SmallRun) -> None:
@@ -84,14 +61,13 @@ def test_the_host_hands_over_the_same_in_every_step(step: TrainingStep, small_ru
     The learning rate, step count and bias corrections must not be among these values.
     """
     batches = [batch_of(small_run.train.slice(0, 8))]
-    recorders = []
+    calls = []
     for _ in range(3):
-        with Recorder() as recorder:
+        with Operators() as operators:
             step(batches)
-        recorders.append(recorder)
-    first, *later = recorders
-    assert len(first.calls) > 100
-    assert all(recorder.calls == first.calls for recorder in later)
+        calls.append((operators.names, operators.values))
+    assert len(calls[0][0]) > 100
+    assert calls[0] == calls[1] == calls[2]
 
 
 def test_statistics_are_means_over_the_steps_since_the_last_fetch(step: TrainingStep, small_run: SmallRun) -> None:
@@ -141,7 +117,7 @@ def test_accuracy_is_counted_exactly(step: TrainingStep, small_run: SmallRun, ba
     step.model.eval()
     batch = batch_of(small_run.evaluation)
     with torch.no_grad():
-        logits = step.model.masked_lm_logits(step.model.encode(batch)[batch.masked_lm_positions])
+        logits = step.model.masked_lm_logits(step.model.head_inputs(batch)[1])
     correct = int((logits.argmax(-1) == batch.masked_lm_ids).sum())
     assert accuracy == other == Accuracy(correct, len(small_run.evaluation.masked_lm_ids))
     assert accuracy.value == correct / accuracy.count

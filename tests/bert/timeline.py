@@ -82,10 +82,6 @@ class Stream:
         event.record(self)
         return event
 
-    def synchronize(self) -> None:
-        """Fail, because the host would wait for the stream."""
-        self.timeline.host_waits("a stream")
-
     def _wait(self, clock: Clock, capture: "Graph | None", what: str) -> None:
         if self.capture is not capture and self.capture is not None:
             raise TimelineError(f"{self.name} is captured and waits for {what}, which is not")
@@ -107,10 +103,6 @@ class Event:
         """Mark the work that ``stream``, by default the current stream, was given so far."""
         stream = stream or self._timeline.current
         self.clock, self.capture = stream.clock.copy(), stream.capture
-
-    def synchronize(self) -> None:
-        """Fail, because the host would wait for the event."""
-        self._timeline.host_waits("an event")
 
 
 class Graph:
@@ -171,7 +163,7 @@ class Timeline(TorchDispatchMode):
             "Event": lambda **_: Event(self),
             "current_stream": lambda _=None: self.current,
             "stream": self.on,
-            "synchronize": lambda _=None: self.host_waits("the device"),
+            "synchronize": None,  # the host must not wait for the device
             "is_initialized": lambda: True,
             "is_current_stream_capturing": lambda: self.current.capture is not None,
             "graph_pool_handle": lambda: None,
@@ -269,10 +261,6 @@ class Timeline(TorchDispatchMode):
             yield
         finally:
             self.current = before
-
-    def host_waits(self, what: str) -> None:
-        """Fail because the host would wait for the device."""
-        raise TimelineError(f"the host waits for {what}")
 
     def _note(self, name: str, group: tuple[int, ...], dtype: torch.dtype, elements: int) -> None:
         stream, graph = self.current, self.current.capture

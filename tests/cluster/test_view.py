@@ -1,8 +1,8 @@
 """A probe's file is read back unchanged or rejected with a one-line error; `show` prints it and writes a page."""
 
-import dataclasses
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -57,22 +57,21 @@ def test_a_view_is_read_back_as_it_was(file: Path) -> None:
     assert read_view(file) == made_up()
 
 
-def changed(view: View, **of_first: Any) -> View:
-    """Return the view with changed fields in its first link, rank or host, or in the view itself."""
-    [(name, value)] = of_first.items()
-    for part in ("links", "ranks", "hosts"):
-        first, *others = getattr(view, part)
-        if hasattr(first, name):
-            return dataclasses.replace(view, **{part: (dataclasses.replace(first, **{name: value}), *others)})
-    return dataclasses.replace(view, **of_first)
+VIEW = made_up()
 
 
 @pytest.mark.parametrize(
-    "values", [{"host": 4}, {"host": 1}, {"target": 8}, {"hosts": ()}, {"hosts": (), "ranks": (), "links": ()}]
+    "changes",
+    [
+        {"ranks": (replace(VIEW.ranks[0], host=4), *VIEW.ranks[1:])},
+        {"ranks": (replace(VIEW.ranks[0], host=1), *VIEW.ranks[1:])},
+        {"links": (Link(0, 8, 1e-5, 1e-9),)},
+        {"hosts": ()},
+        {"hosts": (), "ranks": (), "links": (), "outliers": ()},
+    ],
 )
-def test_a_view_whose_parts_do_not_belong_together_is_refused(values: dict[str, Any], file: Path) -> None:
-    view = changed(made_up(), **values) if len(values) == 1 else dataclasses.replace(made_up(), outliers=(), **values)
-    write_view(view, file)
+def test_a_view_whose_parts_do_not_belong_together_is_refused(changes: dict[str, Any], file: Path) -> None:
+    write_view(replace(VIEW, **changes), file)
     with pytest.raises(ValueError, match="rank"):
         read_view(file)
 
@@ -90,12 +89,29 @@ def test_a_file_that_no_probe_wrote_is_refused(
 
 
 def test_show_prints_and_writes_a_page(file: Path, cluster: Command) -> None:
-    done = cluster("show", file)
-    assert done.status == 0
-    page = file.with_suffix(".html").read_text()
-    for text in (done.out, page):
-        for said in ("network link of host node1, sending", "time 200 % above the others", "leaf1", "all-reduce"):
-            assert said in text
+    slow = replace(VIEW.ranks[3], rates=(Rate("product", "fp32", 512, 2e-3), VIEW.ranks[3].rates[1]))
+    write_view(replace(VIEW, ranks=(*VIEW.ranks[:3], slow, *VIEW.ranks[4:])), file)
+    done, page = cluster("show", file), file.with_suffix(".html")
+    assert (done.status, done.out.splitlines()) == (
+        0,
+        [
+            "4 hosts, 8 ranks, CPU, gloo, 2026-01-01T00:00:00+00:00",
+            "SLOW  network link of host node1, sending: bandwidth, time 200 % above the others "
+            "(40 deviations, 20.0 % of a step)",
+            "product fp32 512 x 512: 268 GFLOP/s, slowest 134 GFLOP/s on rank 3 (100% longer)",
+            "launch fp32: 1 us, slowest 1 us on rank 0 (0% longer)",
+            "links between hosts: 222 MB/s (125 MB/s to 1 GB/s), latency 10 us, 48 directions",
+            "links in hosts: 222 MB/s (125 MB/s to 1 GB/s), latency 10 us, 8 directions",
+            "all-reduce (world, 8 ranks): 160 us for 64 KiB, 360 us for 256 KiB",
+            "switches by Slurm's topology",
+            "top / leaf0: node0, node1 (!)",
+            "top / leaf1: node2, node3",
+            str(page),
+        ],
+    )
+    page = page.read_text()
+    for said in ("network link of host node1, sending", "time 200 % above the others", "leaf1", "134 GFLOP/s"):
+        assert said in page
     assert page.count("<rect") == 2 * 4 * 3 + 2 * 2, "a cell for each pair of hosts, and each pair of places"
 
 

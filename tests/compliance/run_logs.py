@@ -122,26 +122,20 @@ def without_chain(text: str) -> str:
     return "".join(line for line in text.splitlines(keepends=True) if not line.startswith(("# chain: ", "# digest")))
 
 
-def write_metrics(path: Path, steps: int = 60) -> Path:
-    """Write a metrics file like the trainer's: an entry every 10 steps and an evaluation every 20 steps."""
+def write_metrics(path: Path, steps: int = 60, *, every: int = 10, batch: int = 32, scale: float = 1.0) -> Path:
+    """Write a metrics file like the trainer's: an entry every `every` steps, and an evaluation every 20 steps.
+
+    A step takes 27 ms times `scale`, of which 1 ms times `scale` is in none of the four parts.
+    """
+    parts = {"step_ms": 27.0, "data_wait_ms": 1.0, "forward_backward_ms": 20.0, "reduce_ms": 3.0, "update_ms": 2.0}
+    scaled = {name: scale * ms for name, ms in parts.items()}
     entries: list[dict[str, Any]] = [
-        {"event": "run", "recipe": "test", "world_size": 2, "started": "2024-01-02T03:04:05"}
+        {"event": "run", "recipe": "test", "world_size": 8, "started": "2024-01-02T03:04:05"}
     ]
-    for step in range(10, steps + 1, 10):
-        entries.append(
-            {
-                "event": "step",
-                "step": step,
-                "samples": 32 * step,
-                "step_ms": 27.0,
-                "data_wait_ms": 1.0,
-                "forward_backward_ms": 20.0,
-                "reduce_ms": 3.0,
-                "update_ms": 2.0,
-                "loss": 9.0 / step,
-            }
-        )
+    for step in range(every, steps + 1, every):
+        at, rate = {"step": step, "samples": batch * step}, 1000 * batch / scaled["step_ms"]
+        entries.append({"event": "step", **at, **scaled, "loss": 9.0 / step, "sequences_per_s": rate})
         if step % 20 == 0:
-            entries.append({"event": "eval", "step": step, "samples": 32 * step, "eval_s": 0.05})
+            entries.append({"event": "eval", **at, "eval_s": 0.05})
     path.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
     return path

@@ -17,18 +17,21 @@ def write_series(
     failed: Collection[int] = (),
     global_batch_size: int = 448,
     header: Mapping[str, object] | None = None,
+    platform: str = "one machine",
+    step_ms: int = 1000,
 ) -> list[Path]:
-    """Write one log per entry of `evaluations`; runs in `failed` are aborted. An evaluation takes about 5 s."""
+    """Write one log per entry of `evaluations`; runs in `failed` are aborted. An evaluation takes 5 times `step_ms`."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / f"result_{number}.txt" for number in range(len(evaluations))]
     for number, (path, count) in enumerate(zip(paths, evaluations, strict=True)):
         log = log_of(
-            (*[0.5] * (count - 1), 0.5 if number in failed else 0.7205),
+            (*(0.5 + 0.01 * index for index in range(1, count)), 0.5 if number in failed else 0.7205),
             global_batch_size=global_batch_size,
             seed=1000 + number,
             status="aborted" if number in failed else "success",
             header=tuple((header or {}).items()),
-            step_ms=1000,
+            submission=(("platform", platform),),
+            step_ms=step_ms,
             start_ms=START_MS + number * BETWEEN_STARTS_MS,
         )
         path.write_bytes(log)

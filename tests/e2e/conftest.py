@@ -5,7 +5,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +13,7 @@ import pytest
 from dataloading.dataset.folder import open_dataset, write_dataset
 from dataloading.preparation.demo import SHARDS, write_demo
 from tests.conftest import REPOSITORY
-from tests.e2e.slurm.slurm_cluster import Cluster
-from tests.programs import write_forked_python
+from tests.programs import write_forked_python, write_script
 
 COMMITTED_RESULTS = "cpu_2cores"
 FEW = {"train": 2048, "evaluation": 128}
@@ -31,37 +29,6 @@ def left_behind(folder: str, names: list[str]) -> set[str]:
         if (at_top and (name[0] == "." or name in ("data", "build") or name.endswith(".egg-info")))
         or (in_results and name != COMMITTED_RESULTS)
     }
-
-
-REAL_LAUNCHER = """#!/bin/bash
-[[ "$1 $2" != "-m torch.distributed.run" ]] || PYTHON_EXEC=${{RANKS_PYTHON-$0}} exec {python} "$@"
-exec "${{0%/*}}/forked/python" "$@"
-"""
-"""A ``python`` that runs torchrun itself but forks for everything else. Ranks are forks too, unless ``RANKS_PYTHON``
-names their interpreter.
-"""
-
-
-def with_forked_python(checkout: Path) -> Path:
-    """Replace a copy's ``python`` and ``torchrun`` with programs that ask a server to fork. Returns the copy."""
-    programs = checkout / ".venv/bin"
-    programs.unlink()
-    programs.mkdir()
-    for program in Path(sys.prefix, "bin").iterdir():
-        if program.name not in ("python", "torchrun"):
-            (programs / program.name).symlink_to(program)
-    write_forked_python(programs)
-    return checkout
-
-
-def with_real_launcher(checkout: Path) -> Path:
-    """Give a copy the ``python`` of ``REAL_LAUNCHER``. Returns the copy."""
-    programs = with_forked_python(checkout) / ".venv/bin"
-    (programs / "forked").mkdir()
-    (programs / "python").rename(programs / "forked/python")
-    (programs / "python").write_text(REAL_LAUNCHER.format(python=sys.executable))
-    (programs / "python").chmod(0o755)
-    return checkout
 
 
 @pytest.fixture(scope="session")
@@ -91,7 +58,29 @@ def real_checkout(bare_checkout: Path, demo_data: Path) -> Path:
 @pytest.fixture(scope="module")
 def checkout(real_checkout: Path) -> Path:
     """Return such a copy whose ``python`` asks a server to fork, for tests that do not look at processes."""
-    return with_forked_python(real_checkout)
+    programs = real_checkout / ".venv/bin"
+    programs.unlink()
+    programs.mkdir()
+    for program in Path(sys.prefix, "bin").iterdir():
+        if program.name not in ("python", "torchrun"):
+            (programs / program.name).symlink_to(program)
+    write_forked_python(programs)
+    return real_checkout
+
+
+@pytest.fixture(scope="module")
+def launching_checkout(checkout: Path) -> Path:
+    """Return such a copy in which torchrun is a real program and all other programs are forks.
+
+    Ranks are forks too, unless ``RANKS_PYTHON`` names their interpreter.
+    """
+    python = checkout / ".venv/bin/python"
+    (forked := python.with_name("forked")).mkdir()
+    python.rename(forked / "python")
+    torchrun = f'PYTHON_EXEC=${{RANKS_PYTHON-$0}} exec {sys.executable} "$@"'
+    condition = '[[ "$1 $2" != "-m torch.distributed.run" ]]'
+    write_script(python, f'#!/bin/bash\n{condition} || {torchrun}\nexec "${{0%/*}}/forked/python" "$@"\n')
+    return checkout
 
 
 @pytest.fixture(scope="module")
@@ -123,21 +112,3 @@ def bare_checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     mark = "source launch/venv.sh; for part in run test dali; do venv_pins >.venv/installed/$part; done"
     subprocess.run(["bash", "-c", mark], cwd=copy, check=True)
     return copy
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Start a Slurm cluster of two nodes, for jobs from the checkout."""
-    cluster = Cluster(tmp_path_factory.mktemp("slurm"), nodes=2)
-    try:
-        cluster.start()
-        yield cluster
-    finally:
-        cluster.stop()
-
-
-@pytest.fixture
-def no_results(checkout: Path) -> None:
-    """Empty the checkout's results folder."""
-    shutil.rmtree(checkout / "results", ignore_errors=True)
-    (checkout / "results").mkdir()

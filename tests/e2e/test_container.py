@@ -41,9 +41,8 @@ def buildah(*arguments: str) -> str:
 @pytest.fixture(scope="module")
 def image(tmp_path_factory: pytest.TempPathFactory) -> str:
     base = tmp_path_factory.mktemp("base")
-    certificates = [
-        f"--volume={folder}:{folder}:ro" for folder in ("/etc/ssl/certs", "/usr/local/share/ca-certificates")
-    ]
+    folders = ("/etc/ssl/certs", "/usr/local/share/ca-certificates")
+    certificates = [f"--volume={folder}:{folder}:ro" for folder in folders]
     build = ("bud", "--format=docker", "--isolation=chroot", *certificates)
     (base / "Dockerfile").write_text(STAND_IN)
     buildah(*build, "--layers", f"--tag={IMAGE}-base", str(base))
@@ -59,16 +58,17 @@ def test_image_trains_out_of_the_box(image: str) -> None:
     assert config["Labels"]["org.opencontainers.image.revision"] == "abc"
     assert config["Healthcheck"]
     container = buildah("from", image).strip()
+
+    def run(*command: str) -> str:
+        return buildah("run", "--isolation=chroot", "--user", config["User"], container, "--", *command)
+
     try:
         short = ("--", "--evaluation.interval-samples", "320", "--evaluation.target", "0.02")
-        command = (*config["Entrypoint"], *config["Cmd"], "1", *short)
-        shown = buildah("run", "--isolation=chroot", "--user", config["User"], container, "--", *command)
-        head = buildah("run", "--isolation=chroot", container, "--", "cat", "results/tiny_cpu/bert/result_0.txt")
-        files = buildah(
-            "run", "--isolation=chroot", container, "--", "find", ".", "-path", "./.venv", "-prune", "-o", "-print"
-        )
+        shown = run(*config["Entrypoint"], *config["Cmd"], "1", *short)
+        head = run("cat", "results/tiny_cpu/bert/result_0.txt")
+        files = run("find", ".", "-path", "./.venv", "-prune", "-o", "-print")
         versions = f"import importlib.metadata as m; print({{name: m.version(name) for name in {list(NGC)}}})"
-        used = buildah("run", "--isolation=chroot", container, "--", ".venv/bin/python", "-c", versions)
+        used = run(".venv/bin/python", "-c", versions)
     finally:
         buildah("rm", container)
     assert used.strip() == str(NGC)

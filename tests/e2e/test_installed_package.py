@@ -15,13 +15,6 @@ from tests.e2e.conftest import left_behind
 
 PACKAGES = ("bert", "cluster", "compliance", "console", "dataloading", "kernels")
 OF_EXTRAS = ("torch", "triton", "h5py", "numba", "safetensors", "tokenizers", "google_crc32c", "scipy")
-PROGRAMS = (
-    "bert.train",
-    "bert.evaluate",
-    "bert.convert",
-    "dataloading",
-    "kernels",
-)
 
 
 @pytest.fixture(scope="module")
@@ -50,9 +43,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(site: Path, folder: Path, module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"PYTHONPATH": str(site)}
     command = [sys.executable, "-S", "-m", module, *arguments]  # -S hides this environment's other packages
-    return subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600, check=False
-    )
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
 
 
 def test_every_file_of_the_packages_is_in_the_wheel(wheel: Path) -> None:
@@ -67,38 +58,33 @@ def test_every_file_of_the_packages_is_in_the_wheel(wheel: Path) -> None:
     assert found == expected
 
 
-@pytest.mark.parametrize("module", PROGRAMS)
-def test_a_program_without_its_extra_names_it(installed: Path, tmp_path: Path, module: str) -> None:
-    done = run(installed, tmp_path, module, "--help")
+@pytest.mark.parametrize(
+    "command",
+    [
+        *("bert.train --help", "bert.evaluate --help", "bert.convert --help", "dataloading --help", "kernels --help"),
+        *("cluster plan h100_1x8", "cluster scale h100_1x8", "cluster probe --out view.json"),
+    ],
+)
+def test_a_program_without_its_extra_names_it(installed: Path, tmp_path: Path, command: str) -> None:
+    done = run(installed, tmp_path, *command.split())
     assert done.returncode != 0
     assert " is not installed: pip install '.[train]'" in done.stderr
-    if not module.startswith("kernels"):  # programs of kernels import nothing that could print the error
+    if not command.startswith("kernels"):  # programs of kernels import nothing that could print the error
         assert (done.returncode, done.stderr.count("\n")) == (2, 1)
         assert done.stderr.startswith("error: ")
 
 
-@pytest.mark.parametrize("command", ["plan h100_1x8", "scale h100_1x8", "probe --out view.json"])
-def test_a_command_without_its_extra_names_it(installed: Path, tmp_path: Path, command: str) -> None:
-    done = run(installed, tmp_path, "cluster", *command.split())
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert done.stderr.startswith("error: ")
-    assert " is not installed: pip install '.[train]'" in done.stderr
-
-
-def test_devices_are_listed_and_times_predicted_without_extras(installed: Path, tmp_path: Path) -> None:
-    for command in ("devices", "predict --accelerator H100-SXM"):
-        done = run(installed, tmp_path, "cluster", *command.split())
-        assert done.returncode == 0, done.stderr
-
-
-def test_logs_are_checked_without_extras(installed: Path, tmp_path: Path) -> None:
-    done = run(installed, tmp_path, "compliance", "check", str(REPOSITORY / "results/cpu_2cores/bert/result_0.txt"))
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("PASS ")
-
-
-def test_the_doctor_examines_without_a_checkout(installed: Path, tmp_path: Path) -> None:
-    done = run(installed, tmp_path, "compliance", "doctor", "--quick")
-    assert done.returncode in (0, 1), done.stderr
+@pytest.mark.parametrize(
+    ("command", "shown"),
+    [
+        ("cluster devices", "H100-SXM"),
+        ("cluster predict --accelerator H100-SXM", " min to "),
+        ("compliance check REPOSITORY/results/cpu_2cores/bert/result_0.txt", "PASS "),
+        ("compliance doctor --quick", "recipe "),
+    ],
+)
+def test_a_program_that_needs_no_extra_works(installed: Path, tmp_path: Path, command: str, shown: str) -> None:
+    done = run(installed, tmp_path, *(word.replace("REPOSITORY", str(REPOSITORY)) for word in command.split()))
+    assert done.returncode in ((0, 1) if "doctor" in command else (0,)), done.stderr
     assert "Traceback" not in done.stderr
-    assert "recipe " in done.stdout
+    assert shown in done.stdout

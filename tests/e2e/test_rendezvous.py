@@ -7,7 +7,6 @@ import base64
 import json
 import os
 import pickle
-import signal
 import threading
 from contextlib import suppress
 from datetime import timedelta
@@ -16,7 +15,7 @@ from pathlib import Path
 import psutil
 from torch._C._distributed_c10d import TCPStore
 
-from tests.e2e.test_scripts import begin, read, wait_for
+from tests.e2e.test_scripts import begin, wait_for
 from tests.programs import PATIENCE_S
 
 SETTINGS = ("--evaluation.interval-samples", "320", "--evaluation.target", "0.02", "--log.interval-steps", "1")
@@ -32,24 +31,18 @@ class Opens:
         return os.symlink, ("opened", str(self.path))
 
 
-def launcher(folder: Path) -> int:
-    """Return the process id of the launcher whose ranks train in ``folder``, or 0 if there is none yet."""
-    for command in Path("/proc").glob("[0-9]*/cmdline"):
-        words = read(command)
-        if (
-            b"bert.train" in words
-            and b"torch.distributed.run" not in words
-            and Path(f"/proc/{command.parent.name}/cwd").resolve() == folder
-        ):
-            parent = int(read(command.with_name("status")).partition(b"PPid:")[2].split()[0])
-            if b"torch.distributed.run" in read(Path(f"/proc/{parent}/cmdline")):
-                return parent
-    return 0
+def launcher(folder: Path) -> psutil.Process | None:
+    """Return the launcher whose ranks train in ``folder``, or None if there is none yet."""
+    for process in psutil.process_iter(["cmdline", "cwd"]):
+        command = process.info["cmdline"] or ()
+        if process.info["cwd"] == str(folder) and {"torch.distributed.run", "bert.train"} <= set(command):
+            return process
+    return None
 
 
-def stores(process: int) -> list[TCPStore]:
+def stores(process: psutil.Process) -> list[TCPStore]:
     """Return connections to all stores that listen in a process."""
-    sockets = psutil.Process(process).net_connections("tcp")
+    sockets = process.net_connections("tcp")
     ports = {
         each.laddr.port for each in sockets if each.status == psutil.CONN_LISTEN and each.laddr.ip in ("0.0.0.0", "::")
     }
@@ -71,9 +64,10 @@ def test_a_run_ends_with_verdict_and_report_and_opens_no_pickle_in_its_store(
     values: dict[str, bytes] = {}
     hostile = base64.b64encode(pickle.dumps(Opens(tmp_path / "was opened"))).decode()
     agent = launcher(real_checkout)
-    ranks = [int(pid) for pid in read(Path(f"/proc/{agent}/task/{agent}/children")).split()]
+    assert agent
+    ranks = agent.children()
     for rank in ranks:  # otherwise the ranks could end before the stores have been read
-        os.kill(rank, signal.SIGSTOP)
+        rank.suspend()
     for store in stores(agent):
         for key in store.list_keys():
             values[key] = store.get(key)
@@ -81,7 +75,7 @@ def test_a_run_ends_with_verdict_and_report_and_opens_no_pickle_in_its_store(
                 store.set(key, hostile)
         store.set("torch.rendezvous.none", hostile)  # an elastic agent without a run id would look here
     for rank in ranks:
-        os.kill(rank, signal.SIGCONT)
+        rank.resume()
     process.wait(timeout=PATIENCE_S)
     reader.join()
     assert process.returncode == 0, "".join(shown)

@@ -65,11 +65,8 @@ function measure(frame) {
     small: read.filter(element => parseFloat(style(element).fontSize) < 11.5).map(named),
     crowded: [...page.querySelectorAll('.plot')].map(plot => overlapping([...plot.querySelectorAll('.x')])),
     charts: [...page.querySelectorAll('.plot svg')].map(svg => [svg.clientWidth, svg.clientHeight]),
-    marks: page.querySelectorAll('.mark').length,
-    headings: [...page.querySelectorAll('h1, h2')].map(heading => heading.textContent),
     paper: luminance(background(page.body, style)),
     cut: [...page.querySelectorAll('.bar span')].filter(part => part.scrollWidth > part.clientWidth).map(named),
-    bars: [...page.querySelectorAll('.bar span')].filter(part => part.clientWidth > 20).length,
   };
 }
 addEventListener('load', () => {
@@ -80,31 +77,18 @@ addEventListener('load', () => {
 """
 
 
-def browse(page: Path, *options: str, scheme: str = "light") -> tuple[str, str]:
-    """Return the browser's output and error messages for a page."""
+def browse(page: Path, text: str, action: str = "--dump-dom", scheme: str = "light") -> tuple[str, str]:
+    """Write a page, and return what the browser prints for it and the page's error messages."""
     assert BROWSER is not None
+    page.write_text(text)
     command = [
         BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars",
         f"--user-data-dir={page.parent / 'profile'}", f"--blink-settings=preferredColorScheme={SCHEMES[scheme]}",
-        "--enable-logging=stderr", "--virtual-time-budget=10000", *options, page.as_uri(),
+        "--enable-logging=stderr", "--virtual-time-budget=10000", action, page.as_uri(),
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=240, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout, "\n".join(line for line in done.stderr.splitlines() if "CONSOLE" in line)
-
-
-def ask(page: Path, script: str, body: str, scheme: str = "light") -> Any:
-    """Run a script on an HTML body and return what it writes into the `pre`."""
-    page.write_text(
-        '<!doctype html><html style="color-scheme: light dark"><meta charset="utf-8"><pre></pre>'
-        f"<script>{script.replace('MIN_CONTRAST', str(MIN_CONTRAST))}</script>{body}</html>"
-    )
-    dom, complaints = browse(page, "--dump-dom", scheme=scheme)
-    assert complaints == ""
-    found = re.search(r"<pre>(.*?)</pre>", dom, re.DOTALL)
-    assert found is not None
-    assert found[1], dom[-2000:]
-    return json.loads(unescape(found[1]))
 
 
 @pytest.fixture(scope="module")
@@ -127,8 +111,14 @@ def measured(pages: dict[str, str], tmp_path_factory: pytest.TempPathFactory) ->
         for name, text in pages.items()
         for width in WIDTHS
     )
-    folder = tmp_path_factory.mktemp("measured")
-    return {scheme: ask(folder / f"{scheme}.html", MEASURE, frames, scheme) for scheme in SCHEMES}
+    page = '<!doctype html><html style="color-scheme: light dark"><meta charset="utf-8"><pre></pre>'
+    page += f"<script>{MEASURE.replace('MIN_CONTRAST', str(MIN_CONTRAST))}</script>{frames}</html>"
+    found = {}
+    for scheme in SCHEMES:
+        dom, complaints = browse(tmp_path_factory.mktemp("measured") / "page.html", page, scheme=scheme)
+        assert complaints == ""
+        found[scheme] = json.loads(unescape(dom.partition("<pre>")[2].partition("</pre>")[0]))
+    return found
 
 
 @pytest.mark.parametrize("width", WIDTHS)
@@ -148,17 +138,14 @@ def test_nothing_sticks_out_or_hides(measured: dict[str, dict[str, Any]], name: 
 
 
 def test_a_script_that_got_into_the_page_does_not_run(pages: dict[str, str], tmp_path: Path) -> None:
-    page = tmp_path / "page.html"
-    page.write_text(pages["tiny"].replace("</body>", "<script>document.title = 'it ran'</script></body>"))
-    dom, complaints = browse(page, "--dump-dom")
+    infected = pages["tiny"].replace("</body>", "<script>document.title = 'it ran'</script></body>")
+    dom, complaints = browse(tmp_path / "page.html", infected)
     assert "<title>BERT on cpu_2cores</title>" in dom
     assert "Content Security Policy" in complaints
 
 
 def test_it_prints(pages: dict[str, str], tmp_path: Path) -> None:
-    page = tmp_path / "page.html"
-    page.write_text(pages["closed"])
-    _, complaints = browse(page, f"--print-to-pdf={tmp_path / 'page.pdf'}", scheme="dark")
-    content = (tmp_path / "page.pdf").read_bytes()
+    printed = tmp_path / "page.pdf"
+    _, complaints = browse(tmp_path / "page.html", pages["closed"], f"--print-to-pdf={printed}", scheme="dark")
     assert complaints == ""
-    assert 2 <= len(re.findall(rb"/Type /Page\b(?!s)", content)) <= 8
+    assert 2 <= len(re.findall(rb"/Type /Page\b(?!s)", printed.read_bytes())) <= 8

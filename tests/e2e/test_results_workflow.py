@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from tests.conftest import REPOSITORY
+from tests.programs import write_script
 
 WORKFLOW = yaml.safe_load((REPOSITORY / ".github/workflows/results.yml").read_text())
 (STEP,) = (step for step in WORKFLOW["jobs"]["check"]["steps"] if "mlperf-bert-compliance" in step.get("run", ""))
@@ -35,16 +36,13 @@ class PullRequest:
         self.base = self.commit()
         self.tools = folder / "bin"
         self.tools.mkdir()
-        command = self.tools / "mlperf-bert-compliance"
         noting = f'printf "%s\\n" "$@" >{shlex.quote(str(self.tools / "given"))}'
-        command.write_text(f'#!/bin/bash\n{noting}\nPYTHONPATH={REPOSITORY} exec {sys.executable} -m compliance "$@"\n')
-        command.chmod(0o755)
+        calling = f'PYTHONPATH={REPOSITORY} exec {sys.executable} -m compliance "$@"'
+        write_script(self.tools / "mlperf-bert-compliance", f"#!/bin/bash\n{noting}\n{calling}\n")
 
     def git(self, *arguments: str) -> str:
         identity = ("-c", "user.name=a", "-c", "user.email=a@example.org")
-        return subprocess.run(
-            ["git", *identity, *arguments], cwd=self.root, check=True, capture_output=True, text=True
-        ).stdout.strip()
+        return subprocess.check_output(["git", *identity, *arguments], cwd=self.root, text=True).strip()
 
     def commit(self) -> str:
         self.git("add", "--all")
@@ -55,13 +53,15 @@ class PullRequest:
         """Run the workflow's step on the changes since ``base``."""
         script = self.tools / "script.sh"
         script.write_text(STEP["run"])
-        environment = os.environ | {
+        changes = {
             "BASE": base or self.base,
             "RUNNER_TEMP": str(self.tools),
             "PATH": f"{self.tools}:{os.environ['PATH']}",
         }
         command = [*SHELLS[STEP.get("shell")], str(script)]
-        return subprocess.run(command, cwd=self.root, env=environment, capture_output=True, text=True, check=False)
+        return subprocess.run(
+            command, cwd=self.root, env=os.environ | changes, capture_output=True, text=True, check=False
+        )
 
     @property
     def checked(self) -> list[str]:
@@ -75,29 +75,22 @@ def pull_request(tmp_path: Path) -> PullRequest:
     return PullRequest(tmp_path)
 
 
-def spoil(*paths: Path) -> None:
-    for path in paths:
-        path.write_text(path.read_text().replace('"', "'", 3))
-
-
-def two_logs(system: Path) -> list[Path]:
-    """Return two of the ten logs. Only one of the ten may fail."""
-    return [system / f"bert/result_{run}.txt" for run in (3, 7)]
-
-
-def copy_log(results: Path, name: str) -> None:
-    shutil.copy(results / "node/bert/result_0.txt", results / name)
+def spoil_two_logs(system: Path) -> None:
+    """Spoil two of the ten logs, because one of the ten may fail."""
+    for run in (3, 7):
+        log = system / f"bert/result_{run}.txt"
+        log.write_text(log.read_text().replace('"', "'", 3))
 
 
 @pytest.mark.parametrize(
     ("change", "status", "checked"),
     [
         (lambda results: (results.parent / "README.md").write_text("other\n"), 0, []),
-        (lambda results: spoil(*two_logs(results / "an older node")), 1, ["results/an older node"]),
+        (lambda results: spoil_two_logs(results / "an older node"), 1, ["results/an older node"]),
         (lambda results: (results / "node/bert/result_3.txt").unlink(), 0, ["results/node"]),
         (lambda results: (results / "systems/node.json").unlink(), 0, ["results/node"]),
         (lambda results: shutil.copytree(results / "node", results / "systems", dirs_exist_ok=True), 0, ["results/systems"]),
-        (lambda results: copy_log(results, "result_0.txt"), 0, ["results/result_0.txt"]),
+        (lambda results: shutil.copy(results / "node/bert/result_0.txt", results), 0, ["results/result_0.txt"]),
         (lambda results: (results / "linked").symlink_to("node"), 1, []),
         (lambda results: (results / "result_1.txt").symlink_to("/etc/passwd"), 1, []),
     ],
@@ -147,6 +140,6 @@ def test_the_workflow_runs_what_was_reviewed() -> None:
 
 
 def test_changes_that_cannot_be_told_fail(pull_request: PullRequest) -> None:
-    done = pull_request.check("0123456789abcdef0123456789abcdef01234567")
+    done = pull_request.check("01234567" * 5)
     assert done.returncode != 0
     assert pull_request.checked == []

@@ -1,7 +1,6 @@
 """Timing of calls on a device, and cleaning up after them."""
 
 import gc
-import re
 import statistics
 from collections.abc import Callable
 
@@ -105,8 +104,3 @@ def settle(device: torch.device) -> None:
 def device_name(device: torch.device) -> str:
     """Return the device's name, such as ``NVIDIA H100 80GB HBM3``."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-
-
-def folder_name(device: torch.device) -> str:
-    """Return the device's name in a form that is suitable for a folder name."""
-    return re.sub(r"[^a-z0-9]+", "_", device_name(device).lower()).strip("_")

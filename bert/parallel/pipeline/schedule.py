@@ -31,9 +31,13 @@ class PipelineSchedule:
         micro_batches: int,
         autocast: Callable[[], AbstractContextManager[object]],
         mean_loss: Callable[[PretrainingOutput, Batch], Tensor],
+        finish: Callable[[], None],
         stopwatch: Stopwatch,
     ) -> None:
-        """``mean_loss`` returns the loss that the last stage's backward pass starts from, and may record its input."""
+        """``mean_loss`` returns the loss that the last stage's backward pass starts from, and may record its input.
+
+        ``finish`` completes the reduction of gradients.
+        """
         self.pipeline = pipeline
         self.autocast = autocast
         self.mean_loss = mean_loss
@@ -42,14 +46,14 @@ class PipelineSchedule:
         """Dropout of each micro-batch. It is the same as on one rank, in whatever order the stages run."""
         self.rows = 0
         """W of the tensors that are sent: the most rows of any micro-batch so far."""
-        self._stopwatch = stopwatch
+        self._finish, self._stopwatch = finish, stopwatch
         # PyTorch splits the inputs of a step along their first dimension. Each micro-batch gets its number, by which a stage
         # finds the batch that its rank has loaded. The numbers are on the host, so that reading them does not synchronize.
         self._micro_batches = torch.arange(micro_batches)
         self._schedule: Schedule1F1B | ScheduleInterleaved1F1B | None = None
 
     def __call__(self, micro_batches: Sequence[Batch]) -> None:
-        """Accumulate the gradients of all micro-batches in this rank's stages. Every rank must call it."""
+        """Run all micro-batches through this rank's stages and reduce the gradients. Every rank must call it."""
         self.batches = micro_batches
         self.sites = [self.pipeline.next_sites() for _ in micro_batches]
         rows = max(map(self.pipeline.rows, micro_batches))
@@ -62,6 +66,7 @@ class PipelineSchedule:
             numbers = self._micro_batches  # also passed as the target, because PyTorch computes no loss without one
             self._schedule.step(target=numbers, return_outputs=False, micro_batch=numbers)
             self.pipeline.add_word_gradient_()
+            self._finish()
 
     @contextmanager
     def computing(self) -> Iterator[None]:

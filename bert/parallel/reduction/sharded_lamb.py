@@ -18,7 +18,7 @@ from torch import Tensor
 
 from bert.configuration.sections import OptimizerConfig
 from bert.model import BertForPreTraining
-from bert.optimizer import FlatParameters, hyperparameters, learning_rate_tensor
+from bert.optimizer import FlatParameters, hyperparameters, learning_rate
 from bert.parallel.reduction.gradients import Reduction
 from bert.parallel.single import all_gather_single
 from bert.parallel.tensor.shards import TensorParallel
@@ -106,7 +106,7 @@ class ShardedLamb:
         # Every rank takes part in the sums, even a rank without adapted elements.
         squares_2G = self._over_shards(squares_2K @ self._counted_KG)
         # The schedule counts steps from 0, the bias corrections above count from 1.
-        rate = learning_rate_tensor(config, self.steps)
+        rate = learning_rate(config, self.steps).float()
         squares_2K = squares_2G[:, self._segments_K]
         lamb_apply(weight_W, self._state, self._spans, squares_2K, norm=norm, learning_rate=rate)
         self.steps += norm < torch.inf  # neither infinite nor NaN: the step was taken

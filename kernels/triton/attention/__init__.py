@@ -1,1 +1,1 @@
-"""Attention of sequences of different lengths in Triton, also between products in FP8."""
+"""Attention inside sequences of different lengths in Triton, in 16 or 32 bits and between FP8 products."""

@@ -1,4 +1,4 @@
-"""Self-attention between products in FP8, in Triton: the kernels of ``varlen`` with FP8 casts of their results.
+"""Self-attention between FP8 products, in Triton: the kernels of ``varlen``, which also cast their results to FP8.
 
 The forward pass writes the output in bf16, for the backward pass, and in FP8 with its transpose. The backward pass writes
 the gradient of query, key and value only in FP8. Definitions in ``kernels.reference.attention_fp8``; shape legend in
@@ -78,7 +78,7 @@ def _(_gradient: Tensor, qkv: Tensor, *_: object) -> tuple[Tensor, Tensor, Tenso
 def attention_cast_fp8(
     qkv_T3HE: Tensor, cu_seqlens: Tensor, max_seqlen: int, dropout: Dropout | None, scale: Tensor, amax: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the output, its casts [T, HE] and [HE, padded(T)], logarithms of sums, and what dropout kept."""
+    """Return the output, its casts [T, HE] and [HE, padded(T)], logarithms of softmax's sums, and dropout's mask bits."""
     state, p, stream = dropout_arguments(dropout)
     return _forward(qkv_T3HE, cu_seqlens, max_seqlen, state, p, stream, scale, amax)
 

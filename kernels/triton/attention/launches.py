@@ -23,14 +23,14 @@ from kernels.triton.attention.tiles import KEYS_A_GROUP
 
 @dataclass(frozen=True)
 class _Launch:
-    """Block sizes and pipeline of one kernel."""
+    """Block sizes, warps and pipeline stages of one kernel."""
 
     block_q: int
     block_k: int
     num_warps: int
     num_stages: int
     max_registers: int | None = None
-    """Limit for the registers of a thread, which lets one more block reside on a multiprocessor."""
+    """Maximum number of registers per thread, so that a multiprocessor holds one more block."""
 
     def options(self) -> dict[str, int]:
         """Keyword arguments of the launch."""
@@ -40,7 +40,7 @@ class _Launch:
 
 @dataclass(frozen=True)
 class Casts:
-    """Tensors for results in FP8."""
+    """Tensors to which results are written in FP8."""
 
     scale: Tensor
     amax: Tensor
@@ -50,10 +50,10 @@ class Casts:
     transposed: Tensor
     """[columns, padded(T)]."""
     sums: Tensor | None = None
-    """Sums of columns, fp32 [blocks, columns]: zeros, in which each block writes a row."""
+    """Sums of columns, fp32 [blocks, columns], initially zero. Each block writes a row."""
 
     def split(self, columns: int) -> tuple["Casts", "Casts"]:
-        """Split at a column."""
+        """Return views of the columns before ``columns`` and of the others."""
         assert self.sums is not None
         first, others = (
             Casts(self.scale, self.amax, self.rows[:, part], self.transposed[part], self.sums[:, part])
@@ -63,12 +63,12 @@ class Casts:
 
 
 NARROW: dict[int, int] = dict.fromkeys((16, 32), 184)
-"""Registers of a thread of the forward kernel with casts, by head size. Without this limit the compiler chooses fewer on a
-B200, and spills."""
+"""Register limit per thread of the forward kernel with casts, by head size. Without this limit, the compiler chooses fewer
+registers on a B200, and spills."""
 
-# By the lowest compute capability that they are for. None was measured: of the sizes that spill no registers they let the
-# most warps reside on a multiprocessor. Sequences are short, and so are the blocks. With three stages the next tile is
-# loaded while one is computed; with two stages the kernel would wait for it.
+# The keys are the lowest compute capabilities for which the launches are meant. No launch was measured: among the sizes that
+# spill no registers, these let the most warps reside on a multiprocessor. Blocks are short because sequences are short. With
+# three stages, the next tile is loaded while one is computed; with two stages, the kernel would wait for it.
 _LAUNCHES = {
     80: {"forward": _Launch(64, 64, 4, 3, 168), "dq": _Launch(64, 32, 4, 3), "dkv": _Launch(64, 32, 4, 3)},
     90: {"forward": _Launch(64, 64, 4, 3), "dq": _Launch(64, 64, 4, 3), "dkv": _Launch(64, 64, 4, 3)},
@@ -83,7 +83,7 @@ def _rows_of_heads(x: Tensor) -> Tensor:
 
 
 def _kept_shape(heads: int, queries: int, max_seqlen: int, drawn: bool) -> tuple[int, ...]:
-    """Return the shape of the bits of what dropout kept, [H, groups, Q, 4], or (0,) without dropout."""
+    """Return the shape of dropout's mask bits, [H, groups, Q, 4], or (0,) without dropout."""
     return (heads, _groups(max_seqlen), queries, KEYS_A_GROUP // PLACES_A_DRAW) if drawn else (0,)
 
 
@@ -113,7 +113,7 @@ def launch_forward(
     stream: int,
     casts: Casts | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the output, the logarithms of softmax's sums, and the bits of what dropout kept."""
+    """Return the output, the logarithms of softmax's sums, and dropout's mask bits."""
     qkv = [_rows_of_heads(x) for x in qkv]
     queries, heads, head_size = qkv[0].shape
     output = torch.empty((queries, heads, head_size), dtype=qkv[0].dtype, device=qkv[0].device)
@@ -126,7 +126,7 @@ def launch_forward(
     threshold = 0 if state is None else Dropout(p, state, stream).threshold
     numbers = queries, _groups(max_seqlen), stream, threshold, 1 / (1 - p)
     constants = _constants(attention_forward, strides, strides, heads, head_size, drawn, launch, casts)
-    # Only the device knows the lengths: the grid fits the longest sequence, in S + 1 layers, the last for unowned rows.
+    # The host does not know the lengths, so the grid fits the longest sequence. Its last layer handles unowned rows.
     grid = (max(1, triton.cdiv(max_seqlen, launch.block_q)), heads, len(cu_seqlens_q))
     bounds = cu_seqlens_q, cu_seqlens_k
     attention_forward[grid](
@@ -148,7 +148,7 @@ def launch_backward(
     p: float,
     casts: Casts | None = None,
 ) -> None:
-    """Write ``gradients`` of query, key and value, or ``casts`` of them; then only the strides of ``gradients`` count."""
+    """Write the gradients of query, key and value, or only their casts; then only the strides of ``gradients`` matter."""
     qkv = [_rows_of_heads(x) for x in qkv]
     queries, heads, head_size = output.shape
     strides = [x.stride(0) for x in qkv], [x.stride(0) for x in gradients]
@@ -212,7 +212,7 @@ def _constants(
     launch: _Launch,
     casts: Casts | None,
 ) -> dict[str, Any]:
-    """Return the constants that are parameters of a kernel; ``strides`` are those between rows of query, key and value."""
+    """Return the constants that are parameters of a kernel; ``strides`` are between rows of query, key and value."""
     names = ("QUERY", "KEY", "VALUE")
     constants = {f"{name}_STRIDE": stride for name, stride in zip(names, strides, strict=True)}
     constants |= {f"{name}_GRADIENT_STRIDE": stride for name, stride in zip(names, gradient_strides, strict=True)}

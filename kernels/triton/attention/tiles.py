@@ -1,14 +1,14 @@
 """Parts of the attention kernels: tiles of queries and keys, scores, and dropout.
 
-Shape legend in ``kernels/__init__.py``. As the columns of a product, the keys of a block have an order of their own
-(``places_of_keys``): the thread that makes a draw for 16 neighbouring keys also holds their scores in the product's result.
+Shape legend in ``kernels/__init__.py``. Products use the keys of a block in another order (``places_of_keys``), in which the
+thread that makes a draw for 16 adjacent keys also holds their scores in the product's result.
 
-Drawing is most of the cost of dropout. So the forward pass writes one bit for each kept element, and the backward kernels
-read 1 / 8 byte in place of some six integer operations. ``kept`` is int16 [H, ``groups``, Q, 4]: a draw for 16 keys, four
-to a group.
+Drawing is most of the cost of dropout. Therefore the forward pass stores the mask, one bit per element, and the backward
+kernels read 1 / 8 byte per element instead of doing some six integer operations. The mask ``kept`` is int16 [H, ``groups``,
+Q, 4]. An entry is a draw for 16 keys, and a group has four draws.
 
-Before products in FP8, results are also cast, transposed and summed by columns, if ``cast``, ``transposed`` and ``sums`` are
-given; gradients are then written only in FP8.
+If ``cast``, ``transposed`` and ``sums`` are given, results are also cast to FP8, transposed, and summed by columns, for the
+FP8 products that follow. Gradients are then written only in FP8.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false

@@ -1,9 +1,9 @@
-"""Variable-length attention in Triton, forward and backward, with dropout from the counter of ``kernels.reference.random``.
+"""Variable-length attention in Triton, forward and backward, with the dropout of ``kernels.reference.random``.
 
 Shape legend in ``kernels/__init__.py``; the definition is ``kernels.reference.ops.varlen_attention``. The forward pass uses
 the online softmax of FlashAttention-2 (Dao, arXiv 2307.08691) and saves the output and the logarithm of each row's sum. The
-backward pass has a kernel for the gradient of the queries and one for the gradients of keys and values. Each computes scores
-again, so that there are no atomic sums and every run gives the same results.
+backward pass has a kernel for the gradient of the queries and one for the gradients of keys and values. Both recompute the
+scores, so that there are no atomic sums and every run gives the same results.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
@@ -33,7 +33,7 @@ def varlen_attention(
     """Return softmax attention inside each sequence, [Q, H, E] in the dtype of the inputs.
 
     For the backward pass, it saves the inputs, the output, one fp32 number for each head and query [H, Q], and the dropout
-    mask with one bit an element.
+    mask with one bit per element.
     """
     return _attention(
         [query_QHE, key_THE, value_THE], cu_seqlens_q, cu_seqlens_k, max_seqlen, *dropout_arguments(dropout)
@@ -62,7 +62,7 @@ def self_attention_unsupported_reasons(qkv_T3HE: Tensor, *_: Any) -> list[str]:
 
 
 def dropout_arguments(dropout: Dropout | None) -> tuple[Tensor | None, float, int]:
-    """Return state, probability and stream; the state is None if nothing is dropped."""
+    """Return dropout's state, probability and stream; the state is None if nothing is dropped."""
     if dropout is None or dropout.p == 0:
         return None, 0.0, 0
     return dropout.state, dropout.p, dropout.stream
@@ -73,7 +73,7 @@ def _parts(qkv: Sequence[Tensor]) -> list[Tensor]:
     return list(qkv[0].unbind(1) if len(qkv) == 1 else qkv)
 
 
-# The schema of a custom op has tensors and plain numbers only: dropout comes as state, probability and stream.
+# The schema of a custom op allows only tensors and plain numbers, so dropout is passed as state, probability and stream.
 @torch.library.custom_op("mlperf_bert::varlen_attention", mutates_args=())
 def _attention(
     qkv: Sequence[Tensor],
@@ -121,7 +121,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tenso
     ctx.save_for_backward(*qkv, cu_seqlens_q, cu_seqlens_k, *output)
     ctx.numbers = max_seqlen, p
     ctx.mark_non_differentiable(*output[1:])
-    ctx.set_materialize_grads(False)  # otherwise autograd makes zeros as gradients of the saved tensors
+    ctx.set_materialize_grads(False)  # otherwise autograd would create zero gradients for the saved tensors
 
 
 def _differentiate(ctx: Any, output_gradient: Tensor, *_: None) -> tuple[list[Tensor] | None, ...]:

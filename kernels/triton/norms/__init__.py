@@ -1,1 +1,1 @@
-"""Layer norms in Triton, with what is before them and behind them in the same pass."""
+"""Layer norms in Triton, fused with the operations before and after them."""

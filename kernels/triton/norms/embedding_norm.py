@@ -1,8 +1,8 @@
-"""The sum of three embeddings, its layer norm and dropout in one pass each way, in Triton.
+"""The sum of three embeddings, its layer norm and dropout in Triton, in one forward and one backward pass.
 
 Shape legend in ``kernels/__init__.py``; the definition is in ``kernels.reference.ops``, the mask in
-``kernels.reference.random``. The forward pass gathers 3 rows and writes 1. The backward pass gathers 3, reads 1 and adds to
-2 in fp32. It adds to the word and position tables by atomics, so that their last bits depend on the order of arrival.
+``kernels.reference.random``. For each token, the forward pass gathers 3 rows and writes 1. The backward pass gathers 3,
+reads 1 and adds to 2 in fp32. These additions are atomic, so the last bits of the two gradients depend on their order.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false, reportReturnType=false
@@ -40,7 +40,7 @@ from kernels.triton.norms.rows import (
 )
 
 WARPS = 16
-"""Warps a multiprocessor of the backward kernel: as many as its registers allow to reside at once."""
+"""Warps of the backward kernel per multiprocessor: as many as its registers can hold at once."""
 
 
 @triton.jit
@@ -170,9 +170,9 @@ def _embedding_norm_gradients(
     stream: int,
     dword: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of the position table [L, D], and of weight, bias and both segments [4, D]; add to ``dword``.
+    """Return the gradients of the position table [L, D] and of weight, bias and both segments [4, D].
 
-    The sums are fp32, because atomics in 16 bits would round at every token that has the word.
+    The word table's gradient is added to ``dword``. All are fp32: 16-bit atomics would round at every token of a word.
     """
     (tokens, columns), layout = dy.shape, Layout.of(dy.shape[1])
     programs = backward_programs(dy.device, tokens, layout, WARPS)
@@ -237,12 +237,12 @@ def embedding_layer_norm(
 
 
 def unsupported_reasons(*arguments: Any, **_: Any) -> list[str]:
-    """Return the reasons why these inputs cannot be computed here; empty if they can."""
+    """Return the reasons why this op cannot take these inputs; empty if it can."""
     tensors = arguments[3:8]
     reasons = tensor_reasons(*tensors) + width_reasons(tensors[0].shape[1])
     return reasons + mixed_reasons("tables, weight and bias", *tensors)
 
 
 def configurations() -> list[Configuration]:
-    """Return both kernels, in fp32."""
+    """Return the configurations of both kernels, in fp32."""
     return norm_configurations("fp32", _embedding_norm_forward, _embedding_norm_backward)

@@ -1,9 +1,9 @@
-"""Dropout, residual and layer norm in one pass each way, in Triton.
+"""Dropout, residual and layer norm in Triton, in one forward and one backward pass.
 
 Shape legend in ``kernels/__init__.py``; the definition is in ``kernels.reference.ops``, the mask in
 ``kernels.reference.random``.
 
-The backward pass computes the normalised sum and the mask again from the inputs. For each token the forward pass reads x
+The backward pass recomputes the normalised sum and the mask from the inputs. For each token, the forward pass reads x
 and residual and writes y, and the backward pass reads dy, x and residual and writes dx and dresidual: 8 rows of D elements,
 16 KiB for BERT-Large in bf16. Saving the sum would move as many rows, and round the sum. Without dropout dx and dresidual
 are one row.
@@ -44,9 +44,9 @@ from kernels.triton.norms.rows import (
 )
 
 WARPS = 20
-"""Warps a multiprocessor of the backward kernel: as many as its registers allow to reside at once."""
+"""Warps of the backward kernel per multiprocessor: as many as its registers can hold at once."""
 PREFETCH = tl.constexpr(3)
-"""Stages of a loop over rows: two tiles are loaded to shared memory while one is computed."""
+"""Pipeline stages of a loop over rows: two tiles are loaded to shared memory while one is computed."""
 
 
 @triton.jit
@@ -230,12 +230,12 @@ def dropout_add_layer_norm(
 def unsupported_reasons(
     x_TD: Tensor, bias_D: Tensor, residual_TD: Tensor, weight_D: Tensor, norm_bias_D: Tensor, *_: Any
 ) -> list[str]:
-    """Return the reasons why these inputs cannot be computed here; empty if they can."""
+    """Return the reasons why this op cannot take these inputs; empty if it can."""
     rows, vectors = (x_TD, residual_TD), (bias_D, weight_D, norm_bias_D)
     reasons = tensor_reasons(*rows, *vectors) + width_reasons(x_TD.shape[1])
     return reasons + mixed_reasons("x and residual", *rows) + mixed_reasons("bias, weight and norm_bias", *vectors)
 
 
 def configurations() -> list[Configuration]:
-    """Return both kernels; the residual stream is bf16."""
+    """Return the configurations of both kernels; the residual stream is bf16."""
     return norm_configurations("bf16", _add_norm_forward, _add_norm_backward)

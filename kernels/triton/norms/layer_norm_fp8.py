@@ -4,8 +4,8 @@ The forward pass also writes the output in FP8 and its transpose. The backward p
 the next residual and from products, and writes the gradient of x only in FP8. For each token they move 10 rows of D bf16
 elements; separate casts and a separate sum of the gradients would move 16 more.
 
-A program walks over 32 rows, a tile at a time like the plain kernel. Then it reads its FP8 results from the cache, 32 bytes
-a column, and writes them transposed: whole sectors of memory, without registers for 32 rows.
+A program processes 32 rows, one tile at a time like the plain kernel. Then it reads its FP8 results from the cache, 32 bytes
+per column, and writes them transposed. These are whole sectors of memory, and registers need not hold 32 rows.
 
 Definitions in ``kernels.reference.layer_norm_fp8``; shape legend in ``kernels/__init__.py``.
 """
@@ -202,7 +202,7 @@ def _backward(
     scale: Tensor,
     amax: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return both casts of x's gradient, the residual's gradient, and those of bias, weight and norm_bias [3, D]."""
+    """Return both casts of x's gradient, the gradient of the residual, and of bias, weight and norm_bias [3, D]."""
     (tokens, columns), layout = x.shape, Layout.of(x.shape[1])
     whole = Layout(layout.block, _GROUP, layout.num_warps)
     programs = backward_programs(x.device, tokens, whole, WARPS)
@@ -276,7 +276,7 @@ def backward_unsupported_reasons(*arguments: Any) -> list[str]:
 
 
 def configurations() -> list[Configuration]:
-    """Return both kernels as training launches them; the residual stream is bf16."""
+    """Return the configurations of both kernels in training; the residual stream is bf16."""
     found = []
     for kernel, dtype in ((_add_norm_cast_forward, E4M3), (_add_norm_cast_backward, E5M2)):
         types = {"scale": "*fp32", "amax": "*i32", "kept_scale": "fp32", "shortcut_dy": "*bf16"}

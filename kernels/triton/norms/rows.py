@@ -138,7 +138,7 @@ class Layout:
 
     @classmethod
     def of(cls, columns: int) -> "Layout":
-        """Choose the layout for rows of so many columns: at least 1024 values a tile, eight for each thread."""
+        """Choose the layout for rows with this many columns: at least 1024 values per tile, eight per thread."""
         block = max(64, triton.next_power_of_2(columns))
         # 256: a warp's threads with eight columns each.
         return cls(block, max(1, 1024 // block), max(4, block // 256))
@@ -154,7 +154,7 @@ SUM_PIPELINE = {"num_warps": 4, "num_stages": 1}
 
 
 def backward_programs(device: torch.device, tokens: int, layout: Layout, warps: int) -> int:
-    """Return how many programs share the rows."""
+    """Return the number of programs that share the rows."""
     return max(1, min(multiprocessors(device) * (warps // layout.num_warps), triton.cdiv(tokens, layout.rows)))
 
 
@@ -189,7 +189,7 @@ def dropout_scalars(dropout: Dropout | None) -> Scalars:
 
 
 def width_reasons(columns: int) -> list[str]:
-    """Return the reasons why rows of so many columns cannot be normalised here; empty if they can."""
+    """Return the reasons why rows with this many columns cannot be normalised on this device; empty if they can."""
     if columns % PLACES.value or not 0 < columns <= MAX_COLUMNS:
         return [f"a hidden size of {columns}; expected a multiple of {PLACES.value} up to {MAX_COLUMNS}"]
     return []
@@ -210,7 +210,7 @@ def norm_configurations(
     fixed: Mapping[str, object] = MappingProxyType({}),
     **devices: Any,
 ) -> list[Configuration]:
-    """Return ``kernels`` as training launches them under autocast, for the hidden sizes of BERT-Large and the small default.
+    """Return the configurations of ``kernels`` in training under autocast, for BERT-Large and the small default model.
 
     Parameters and embeddings are fp32, and y and dy have the type ``stream``. ``types`` and ``fixed`` are for further
     parameters, and ``devices`` for ``Configuration.of``.

@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from bert import evaluate
 from bert.checkpoints.initial_model import check_initial_weights, load_initial_weights
 from bert.checkpoints.sources import open_source
 from bert.configuration.config import Config
@@ -24,7 +23,6 @@ from bert.train import parse
 from dataloading.text.tokenization import Vocabulary
 from tests.bert.small_models import OF_SMALL_RUN, drawn_model
 from tests.conftest import MAX_SEQ_LENGTH, VOCAB_SIZE, SmallRun
-from tests.programs import PATIENCE_S, Program
 
 pytestmark = pytest.mark.slow
 
@@ -91,27 +89,6 @@ def test_a_folder_is_what_its_conversion_is(folder: Path, small_run: SmallRun, t
     assert torch.equal(direct["embeddings.word"], theirs["bert.embeddings.word_embeddings.weight"])
 
 
-def test_a_run_and_an_evaluation_start_from_a_folder(
-    folder: Path, small_run: SmallRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The accuracy must equal that of the converted file."""
-    convert(folder, "safetensors", tmp_path / "converted.safetensors")
-    found, runs = list[str](), list[Program]()
-    for start in (folder, tmp_path / "converted.safetensors"):
-        changes = {"data__initial_checkpoint": start, "model__layer_norm_eps": 1e-7}
-        arguments = small_run.arguments(tmp_path / "results", **changes)
-        capsys.readouterr()
-        assert evaluate.main(arguments) == 0
-        found += re.findall(r"masked-LM accuracy .* of \d+ samples", capsys.readouterr().out)
-        runs.append(Program("bert.train", arguments))
-        assert runs[-1].wait(PATIENCE_S) == 1, runs[-1].output  # it misses the target
-    assert len(found) == 2
-    assert found[0] == found[1]
-    losses = [re.findall(r"loss [\d.]+", run.output) for run in runs]
-    assert losses[0] == losses[1]
-    assert len(losses[0]) == 10
-
-
 @pytest.mark.parametrize("kind", ["BertForMaskedLM", "BertModel"])
 def test_heads_that_are_missing_stay_random_in_the_open_division(
     tmp_path: Path, small_run: SmallRun, kind: str
@@ -147,15 +124,7 @@ def test_rows_past_the_vocabulary_are_left_out(tmp_path: Path, small_run: SmallR
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [
-        ("num_hidden_layers", 3),
-        ("hidden_size", 64),
-        ("num_attention_heads", 4),
-        ("intermediate_size", 128),
-        ("max_position_embeddings", 64),
-        ("type_vocab_size", 3),
-        ("layer_norm_eps", 1e-12),
-    ],
+    [("num_attention_heads", 4), ("type_vocab_size", 3), ("layer_norm_eps", 1e-12)],
 )
 def test_another_shape_is_named_with_its_setting(
     pretrained: Path, small_run: SmallRun, name: str, value: float

@@ -18,10 +18,9 @@ from bert.checkpoints.sources import open_source
 from bert.checkpoints.tensorflow import MAGIC, TensorBundle, tf1_name
 from bert.configuration.sections import ModelConfig
 from bert.convert import convert
-from tests.bert.checkpoints.tf_bundles import make
+from tests.bert.checkpoints.tf_bundles.expected import BUNDLES, bundle_shapes, bundle_weights
 
-FIXTURES = Path(make.__file__).parent
-STATE = make.state()
+STATE = bundle_weights()
 WHOLE = ["tf1", "tf1_snappy", "tf1_sharded"]
 
 
@@ -29,7 +28,7 @@ WHOLE = ["tf1", "tf1_snappy", "tf1_sharded"]
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the fixtures, with a data file beside tf1_snappy's index."""
     folder = tmp_path_factory.mktemp("bundles")
-    for path in FIXTURES.glob("tf*"):
+    for path in BUNDLES.glob("tf*"):
         shutil.copy(path, folder)
     shutil.copy(folder / "tf1.data-00000-of-00001", folder / "tf1_snappy.data-00000-of-00001")
     return folder
@@ -48,7 +47,7 @@ def test_every_weight_of_a_checkpoint_of_tensorflows(folder: Path, name: str):
         assert found.weights[ours].shape == expected.shape
         assert torch.equal(found.weights[ours].read(), torch.from_numpy(expected)), ours
     assert found.model == ModelConfig(2, 8, 2, 16, 30, 12)
-    assert open_source(folder / f"{name}.index", 2).digest == found.digest
+    assert open_source(folder / f"{name}.index", 2).digest() == found.digest()
     with pytest.raises(ValueError, match=r"how many attention heads .* set --num-attention-heads"):
         open_source(folder / name)
 
@@ -295,9 +294,9 @@ def test_a_damaged_checkpoint_leaves_nothing_behind(folder: Path, tmp_path: Path
 
 
 def test_the_names_cover_the_reference(folder: Path):
-    """The shapes of make.py, the fixtures' source, must add up to the number of parameters of BERT-Large."""
+    """The shapes of the fixtures must add up to the number of parameters of BERT-Large."""
     large = {"layers": 24, "hidden": 1024, "intermediate": 4096, "vocab": 30522, "positions": 512, "segments": 2}
-    assert sum(math.prod(shape) for shape in make.shapes(large).values()) == 336_226_108
+    assert sum(math.prod(shape) for shape in bundle_shapes(large).values()) == 336_226_108
     entries = TensorBundle(folder / "tf1").entries
     assert {tf1_name(name) for name in STATE} == {
         name for name in entries if not name.endswith(("/lamb_m", "/lamb_v", "global_step"))

@@ -22,7 +22,7 @@ from bert.checkpoints.training_state import checkpoint_folders, find, fixed_sett
 from bert.checkpoints.writer import Checkpoints
 from bert.configuration.config import Config
 from bert.parallel.mesh import Mesh
-from bert.reporting.displays import RunProgress, StepLines
+from bert.reporting.displays import StepLines
 from bert.reporting.reporter import Position, Reporter
 from bert.step import TrainingStep
 from bert.timing.phases import PhaseTracker
@@ -94,8 +94,8 @@ def make(small_run: SmallRun, tmp_path: Path) -> Callable[..., Run]:
         train = open_dataset(config.data.train)
         step = TrainingStep(draw_model(config, MESH, seed), config, MESH, Stopwatch())
         step.model.seed_dropout(SEED)
-        tracker, told, progress = PhaseTracker(), list[str](), RunProgress(0.4, 100, EvaluationSchedule(10, 10))
-        reporter = Reporter(progress, [StepLines(progress, told.append)])
+        tracker, told = PhaseTracker(), list[str]()
+        reporter = Reporter([StepLines([told.append], 0.4, 100, EvaluationSchedule(10, 10))])
         checkpoints = Checkpoints(config, train, MESH, SEED, step, tracker, reporter)
         return Run(config, train, small_run, step, checkpoints, tracker, told, folder)
 
@@ -118,7 +118,8 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     return opened
 
 
-def test_training_goes_on_while_one_is_written_and_does_not_change_it(make: Make, gate: threading.Event) -> None:
+def test_training_goes_on_while_one_is_written_and_the_next_one_waits(make: Make, gate: threading.Event) -> None:
+    """The watchdog allows the wait as long as writing has taken so far."""
     run = make()
     run.take(0, 1)
     run.checkpoints.save(Position(2, 16))
@@ -126,12 +127,16 @@ def test_training_goes_on_while_one_is_written_and_does_not_change_it(make: Make
     run.take(2, 3, 4)
     [unfinished] = run.folder.iterdir()
     assert re.fullmatch(r"\.step_00000002\.[0-9a-f]{16}\.partial", unfinished.name)
-    gate.set()
+    entered = run.tracker.entered
+    threading.Timer(0.05, gate.set).start()
+    run.checkpoints.save(Position(5, 40))
+    assert (run.tracker.phase, run.tracker.entered) == ("checkpoint", entered + 2), "waited as checkpoint_write"
     run.checkpoints.wait(Position(5, 40))
+    assert run.tracker.longest["checkpoint_write"] > 0.04
     assert run.told == []
-    assert [path.name for path in run.folder.iterdir()] == ["step_00000002"]
+    assert [path.name for path in checkpoint_folders(run.folder)] == ["step_00000005", "step_00000002"]
     again = make(seed=1)
-    restore(again.step, find(run.folder, again.config, again.train, MESH), MESH)
+    restore(again.step, find(run.folder / "step_00000002", again.config, again.train, MESH), MESH)
     assert_equal(again.state(), saved)
 
 
@@ -178,38 +183,30 @@ def test_skipped_steps_are_no_steps_of_the_optimizer(make: Make) -> None:
 def test_one_that_cannot_be_written_leaves_nothing_and_is_told_once(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = make()
+    """Any other error than of the disk is a mistake of the program, which ends the run."""
+    run, errors = make(), [OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))] * 2 + [RuntimeError("a bug")]
     assert run.save(1) == []
     before = {path: path.read_bytes() for path in run.folder.rglob("*.safetensors")}
 
-    def full(path: Path, *_: object) -> None:
+    def fail(path: Path, *_: object) -> None:
         path.write_bytes(b"half")
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        raise errors.pop(0)
 
     run.take(0)
     with monkeypatch.context() as patch:
-        patch.setattr(writer, "write_safetensors", full)
+        patch.setattr(writer, "write_safetensors", fail)
         for steps in (1, 2):  # step 1 has a checkpoint already, which must stay
             [told] = run.save(steps)
-            assert told.startswith(f"warning at step {steps}: no checkpoint was written: {run.folder}/")
+            assert told.startswith(f"warning at step {steps}: no checkpoint was written: {run.folder}")
             assert told.endswith(os.strerror(errno.ENOSPC))
             run.checkpoints.look(Position(steps, 0))
             assert len(run.told) == 1
+        with pytest.raises(RuntimeError, match="a bug"):
+            run.save(2)
     assert [path.name for path in run.folder.iterdir()] == ["step_00000001"]
     assert {path: path.read_bytes() for path in run.folder.rglob("*.safetensors")} == before
     assert run.save(2) == []
     assert len(checkpoint_folders(run.folder)) == 2
-
-
-def test_a_mistake_of_the_program_is_no_warning(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = make()
-
-    def broken(*_: object) -> None:
-        raise RuntimeError("broken on purpose")
-
-    monkeypatch.setattr(writer, "write_safetensors", broken)
-    with pytest.raises(RuntimeError, match="broken on purpose"):
-        run.save(1)
 
 
 def test_what_a_killed_run_has_left_is_no_checkpoint_and_is_removed(make: Make) -> None:
@@ -290,45 +287,22 @@ def test_broken_ones_do_not_push_out_what_the_run_writes(make: Make) -> None:
     assert find(run.folder, run.config, run.train, MESH).step == 10
 
 
-def test_the_next_one_waits(make: Make, gate: threading.Event) -> None:
-    """The watchdog allows this wait as long as writing has taken so far."""
+def test_settings_and_data_that_decide_the_losses_must_be_the_same(make: Make, small_run: SmallRun) -> None:
     run = make()
-    run.checkpoints.save(Position(1, 8))
-    assert (run.tracker.phase, run.tracker.entered) == ("checkpoint", 1)
-    threading.Timer(0.05, gate.set).start()
-    run.checkpoints.save(Position(2, 16))
-    assert (run.tracker.phase, run.tracker.entered) == ("checkpoint", 3), "waited as checkpoint_write"
-    run.checkpoints.wait(Position(2, 16))
-    assert [path.name for path in checkpoint_folders(run.folder)] == ["step_00000002", "step_00000001"]
-    assert run.tracker.longest["checkpoint_write"] > 0.04
-    assert run.told == []
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
+    assert run.save(4) == []
+    for change, message in (
         ({"optimizer__epsilon": 1e-5}, "was made with optimizer.epsilon 1e-06, but this run has 1e-05"),
         ({"training__seed": 8}, "was made with training.seed 7: leave the seed out"),
-    ],
-)
-def test_settings_that_decide_the_losses_must_be_the_same(make: Make, change: dict[str, object], message: str) -> None:
-    run, other = make(), make(**change)
-    assert run.save(4) == []
-    with pytest.raises(ValueError, match=re.escape(message)):
-        find(run.folder, other.config, other.train, MESH)
-
-
-def test_data_must_be_the_same_and_other_settings_need_not(make: Make, small_run: SmallRun) -> None:
-    run = make()
-    assert run.save(4) == []
+    ):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            find(run.folder, make(**change).config, run.train, MESH)
     with pytest.raises(ValueError, match=r"was made with data\.train sha256 "):
         find(run.folder, run.config, open_dataset(small_run.folder / "evaluation"), MESH)
     changed = SimpleNamespace(shards=[replace(shard, digest="0" * 64) for shard in run.train.shards])
     assert fixed_settings(run.config, cast(Dataset, changed)) != fixed_settings(run.config, run.train)
-    other = make(log__interval_steps=5, evaluation__interval_samples=160, training__max_samples=320)
-    assert fixed_settings(other.config, other.train) == fixed_settings(run.config, run.train)
-    assert find(run.folder, other.config, other.train, MESH).path == str(run.folder / "step_00000004")
-    assert find(run.folder / "step_00000004", other.config, other.train, MESH).step == 4
+    other = make(log__interval_steps=5, evaluation__interval_samples=160, training__max_samples=320).config
+    assert find(run.folder, other, run.train, MESH).path == str(run.folder / "step_00000004")
+    assert find(run.folder / "step_00000004", other, run.train, MESH).step == 4
 
 
 def test_what_another_run_has_written_is_neither_replaced_nor_removed(make: Make) -> None:

@@ -66,21 +66,6 @@ def test_a_recipe_may_stand_behind_the_file(tmp_path: Path) -> None:
     assert (config.recipe, config.training.seed, config.data.prefetch) == ("tiny_cpu", 3, 7)
 
 
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        (["--training.seed", "abc"], r"^--training\.seed is 'abc', expected a whole number or None$"),
-        (["--data.prefetch", "1.5"], r"^--data\.prefetch is '1\.5', expected a whole number$"),
-        (["--optimizer.epsilon", "tiny"], r"^--optimizer\.epsilon is 'tiny', expected a number$"),
-        (["--traning.seed", "1"], r"--traning\.seed; did you mean training\.seed\?$"),
-        (["--seed", "1"], r"--seed; did you mean training\.seed\?$"),
-    ],
-)
-def test_a_wrong_setting_says_what_is_expected(given: list[str], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        parse(["tiny_cpu", *given])
-
-
 def write_log(path: Path, config: Config) -> Path:
     with MLLog(path) as log:
         log.header(dict(flattened("config", config)))

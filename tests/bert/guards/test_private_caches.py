@@ -18,9 +18,6 @@ pytestmark = pytest.mark.slow
 
 CALL = """
 import sys
-import tempfile
-from collections.abc import Iterator
-from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 import doubling
 print(doubling.double(4))

@@ -1,8 +1,9 @@
 """The log lines and the remaining time that a run shows."""
 
 from dataclasses import replace
+from typing import Any
 
-from bert.reporting.displays import RunProgress, StepLines
+from bert.reporting.displays import StepLines
 from compliance.log.records import EndRecord, EvaluationRecord, StepRecord, read_metrics
 from compliance.log.schedule import EvaluationSchedule
 from tests.conftest import REPOSITORY
@@ -30,31 +31,31 @@ EVALUATION = EvaluationRecord(
 END = EndRecord(status="success", time_s=65.0, samples=640, masked_lm_accuracy=0.36)
 
 
-def progress(*records: StepRecord | EvaluationRecord) -> RunProgress:
-    made = RunProgress(target=0.4, max_samples=6400, schedule=EvaluationSchedule(640, 32))
+def display(*records: StepRecord | EvaluationRecord, **settings: Any) -> StepLines:
+    made = StepLines([], target=0.4, max_samples=6400, schedule=EvaluationSchedule(640, 32), **settings)
     for record in records:
-        made.records.add(record)
+        made.write(record)
     return made
 
 
 def test_plain_lines_are_one_line_a_record() -> None:
     lines: list[str] = []
-    sink = StepLines(progress(STEP, EVALUATION), lines.append)
-    for record in (STEP, EVALUATION, END):
+    sink = display()
+    sink.put = [lines.append]
+    for record in (EVALUATION, STEP, END):
         sink.write(record)
     assert lines == [
+        "eval     20  samples       640  accuracy 0.2500 (25/100)  target 0.4000  0.50 s",
         "step     20  samples       640    100.0 ms     320.0 seq/s      28000 tok/s  wait  5.0 %  loss 5.5000  "
         "lr 1.00e-03  eta at most 0:18",
-        "eval     20  samples       640  accuracy 0.2500 (25/100)  target 0.4000  0.50 s",
         "end: success after 640 samples and 65.0 s",
     ]
 
 
 def test_time_left_after_a_resume_counts_the_samples_of_this_run_alone() -> None:
-    resumed = RunProgress(target=0.4, max_samples=6400, schedule=EvaluationSchedule(640, 32), resumed_samples=320)
-    resumed.records.add(replace(STEP, samples=320))
+    resumed = display(replace(STEP, samples=320), resumed_samples=320)
     assert resumed.eta == "-"
-    resumed.records.add(STEP)  # 320 samples took 2 s, and 5760 remain
+    resumed.write(STEP)  # 320 samples took 2 s, and 5760 remain
     assert resumed.eta == "at most 0:36"
 
 
@@ -64,12 +65,12 @@ def test_time_left_is_a_range_once_there_is_a_curve() -> None:
         for number, accuracy in enumerate((0.10, 0.20, 0.28, 0.33), start=1)
     ]
     later = replace(STEP, samples=2560, time_s=25.6)  # 100 samples a second
-    assert progress().eta == "-"
-    assert progress(*rising[:3], later).eta == "at most 0:38"
-    assert progress(*rising, later).eta == "0:06 to 0:38"
-    assert progress(*rising, replace(later, samples=6400, time_s=64.0)).eta == "0:00 to 0:00"
+    assert display().eta == "-"
+    assert display(*rising[:3], later).eta == "at most 0:38"
+    assert display(*rising, later).eta == "0:06 to 0:38"
+    assert display(*rising, replace(later, samples=6400, time_s=64.0)).eta == "0:00 to 0:00"
     flat = [replace(evaluation, masked_lm_accuracy=0.1) for evaluation in rising]
-    assert progress(*flat, later).eta == "at most 0:38"
+    assert display(*flat, later).eta == "at most 0:38"
 
 
 def test_the_time_left_that_recorded_runs_would_have_shown_held() -> None:
@@ -79,10 +80,10 @@ def test_the_time_left_that_recorded_runs_would_have_shown_held() -> None:
         metrics = read_metrics(path)
         assert metrics.run is not None
         assert metrics.end is not None
-        shown = RunProgress(target=metrics.run.target, max_samples=96_000, schedule=EvaluationSchedule(4800, 32))
+        shown = StepLines([], metrics.run.target, 96_000, EvaluationSchedule(4800, 32))
         for evaluation in metrics.evaluations:
-            shown.records.add(evaluation)
-            shown.records.add(replace(STEP, samples=evaluation.samples, time_s=evaluation.time_s))
+            shown.write(evaluation)
+            shown.write(replace(STEP, samples=evaluation.samples, time_s=evaluation.time_s))
             if evaluation.masked_lm_accuracy >= shown.target or "to" not in (said := shown.eta).split():
                 continue
             ranges += 1

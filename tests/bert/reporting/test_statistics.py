@@ -1,31 +1,14 @@
 """Statistics of steps, which the host fetches while waiting only once for the device."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
-
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from bert.parallel.mesh import Mesh
 from bert.reporting import statistics
 from bert.reporting.statistics import Statistics
+from tests.bert.operators import Operators
 
 pytestmark = pytest.mark.oldest_torch
-
-
-class Operators(TorchDispatchMode):
-    """Names of the operators that ran in the block."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        self.names.append(func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))
 
 
 def test_what_the_host_adds_is_not_copied_to_the_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,11 @@
 from bert.reporting.intervals import Stragglers
 
 INTERVALS, RATIO = 3, 1.2
-HOSTS = ["n0", "n0", "n1", "n1"]
+
+
+def same_work() -> Stragglers:
+    """Return the detector for four ranks on two hosts, all of one stage."""
+    return Stragglers(["n0", "n0", "n1", "n1"], [0] * 4, [""] * 4)
 
 
 def said_by(ranks: Stragglers, seconds: list[float]) -> list[str]:
@@ -17,27 +21,27 @@ def interval(slow: float = 1.0, rank: int = 3) -> list[float]:
 
 def test_a_rank_is_named_after_some_intervals_in_a_row_and_once_until_it_is_fast_again() -> None:
     """One fast interval resets the count."""
-    ranks = Stragglers(HOSTS)
+    ranks = same_work()
     said = []
     for slow, intervals in ((1.5, INTERVALS - 1), (1.0, 1), (1.5, INTERVALS + 5), (1.0, INTERVALS), (1.5, INTERVALS)):
         said.append([line for _ in range(intervals) for line in said_by(ranks, interval(slow))])
     slow = "rank 3 on host n1 is slow: 150.0 ms a step of its own, 1.50 times the median"
     fast = "rank 3 on host n1 is no longer slow: 100.0 ms a step of its own, 1.00 times the median"
     assert said == [[], [], [slow], [fast], [slow]]
-    ranks = Stragglers(HOSTS)
+    ranks = same_work()
     assert [bool(ranks.add(interval(1.5))) for _ in range(INTERVALS + 1)] == [False, False, True, False]
 
 
 def test_the_measure_is_the_median_of_all() -> None:
     """A single outlier moves the mean but not the median. A rank below the ratio is not slow."""
     for seconds, named in (([0.1, 0.1, 0.1 * (RATIO - 0.01), 10.0], 3), ([0.1, 0.1, 0.1 * (RATIO + 0.01), 0.1], 2)):
-        ranks = Stragglers(HOSTS)
+        ranks = same_work()
         [said] = [line for _ in range(INTERVALS) for line in said_by(ranks, seconds)]
         assert said.startswith(f"rank {named} on host n1 is slow")
 
 
 def test_times_of_zero_name_nobody_and_a_median_of_zero_divides_nothing() -> None:
-    ranks = Stragglers(HOSTS)
+    ranks = same_work()
     assert [said_by(ranks, [0.0] * 4) for _ in range(INTERVALS)] == [[]] * INTERVALS
     said = [line for _ in range(INTERVALS) for line in said_by(ranks, [0.0, 0.0, 0.0, 0.5])]
     assert said == ["rank 3 on host n1 is slow: 500.0 ms a step of its own, inf times the median"]

@@ -24,7 +24,7 @@ from cluster.model.work import MicroBatches, Work, wikipedia_work
 from cluster.published.calibration import calibration
 from cluster.published.cost_model import TimedRun, run_time, step_parts
 from cluster.published.machine import describe_machine
-from cluster.view import Operation, Scope
+from cluster.view import Contention, Operation, Scope
 from tests.cluster.test_view import made_up
 
 LENGTHS = np.random.default_rng(0).integers(8, 129, 4096).astype(np.uint16)
@@ -233,6 +233,14 @@ def test_costs_come_from_what_a_probe_timed() -> None:
         found.seconds(Computation("norm", (1.0, 1.0)))
     with pytest.raises(ValueError, match=r"no rate of all-gather \(node\)"):
         found.collective_seconds("all-gather", "node", 1.0)
+    contention = Contention(processors=16, threads=1, alone_s=0.01, together_s=0.02, mean_s=0.015, last_s=0.03)
+    crowded = rates_of_view(replace(made_up(), contention=contention))
+    assert (crowded.nodes, crowded.ranks, crowded.memory_bytes, crowded.demand) == (4, 2, 2**37, 0.5)
+    assert (crowded.sharing, crowded.mean, crowded.last) == pytest.approx((2.0, 0.75, 1.5))
+    assert crowded.collective("all-reduce", "world", 1.0)[1] == pytest.approx(3e-4 / (16 * 3.6e-4))
+    noisy = replace(contention, alone_s=0.03, mean_s=0.021, last_s=0.019)
+    own = rates_of_view(replace(made_up(), contention=noisy, backend="nccl"))
+    assert (own.memory_bytes, own.demand, own.sharing, own.mean, own.last) == (2**38, 0, 1, 1, 1)
 
 
 def test_ranks_that_do_not_fit_are_refused() -> None:

@@ -148,8 +148,8 @@ def test_a_large_model_is_shared_as_its_memory_asks(tmp_path: Path) -> None:
 def test_lines_say_why_every_other_value_loses(found: Found) -> None:
     lines = list(as_lines(found, 8))
     text = "\n".join(lines)
-    for said in ("batch 768:", "  micro-batch ", "tensor 2:", "pipeline 2:", "precision bf16:", "reduction flat:",
-                 "sums in fp32:", "precision fp32: the facts of H100-SXM-80GB"):  # fmt: skip
+    for said in ("batch 768:", "  micro-batches ", "tensor 2:", "pipeline 2:", "precision bf16:", "reduction flat:",
+                 "sums fp32:", "precision fp32: the facts of H100-SXM-80GB"):  # fmt: skip
         assert said in text
     losses = [float(line.split("%")[0].split()[-1]) for line in lines if line.startswith("  batch ") and "%" in line]
     assert losses == sorted(losses), "the nearest first"

@@ -1,10 +1,16 @@
-"""Facts about a machine from trees of files like /sys and from Slurm's output; invalid options of the probe."""
+"""Facts about a machine from trees of files like /sys and from Slurm's output; its load; invalid options of the probe."""
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
+from bert.parallel.mesh import Mesh
+from cluster.probe import computations
+from cluster.probe.computing import busy_machines, processor_seconds
 from cluster.probe.machine import FACTS_BYTES, Facts, nearest_card, network_cards, slurm_switches, switches_of
 from cluster.view import Host
 from tests.e2e.test_launchers import Machine
@@ -67,3 +73,35 @@ def test_a_wrong_option_is_refused_in_one_line(
     monkeypatch.chdir(tmp_path)
     assert said in refused("probe", *arguments)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("busy", "own", "share"), [(40.0, 19.0, None), (40.0, 12.0, 0.16), (0.0, 19.0, None)])
+def test_a_machine_is_busy_if_others_take_a_tenth_of_it(busy: float, own: float, share: float | None) -> None:
+    """Host "a" has two ranks. Host "b" is idle."""
+    spent_R3 = np.array([[busy, 100.0, own]] * 2 + [[20.0, 100.0, 19.5]])
+    every = [Facts(machine, Host(host, 4, 2**30, (), ()), "cpu", 0, "") for host, machine in ("ax", "ax", "by")]
+    assert busy_machines(spent_R3, every) == ({} if share is None else {"a": pytest.approx(share)})
+
+
+def test_processor_seconds_grow_with_work() -> None:
+    before, start = processor_seconds(), time.process_time()
+    while time.process_time() - start < 0.2:
+        pass
+    busy, whole, own = processor_seconds() - before
+    assert own >= 0.2
+    assert 0.1 < busy <= whole + 0.1, "the counters move in ticks"
+
+
+def test_a_computation_takes_its_part_of_a_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    windows: list[float] = []
+
+    def time_in_window(_action: object, seconds: float, _device: object) -> float:
+        windows.append(seconds)
+        return 6.0
+
+    trials = [computations.Trial("a", (1.0,), int, times=1), computations.Trial("b", (2.0,), int, times=4)]
+    monkeypatch.setattr(computations, "trials_of", lambda _: trials)
+    monkeypatch.setattr(computations, "time_in_window", time_in_window)
+    found = computations.measure_computations(Mesh(0, 1, 0, torch.device("cpu")), 1, 600.0)
+    assert [(each.kind, each.counts, each.seconds) for each in found] == [("a", (1.0,), 6.0), ("b", (2.0,), 1.5)]
+    assert windows == [pytest.approx(100, rel=0.1)] * 6

@@ -2,14 +2,16 @@
 
 import math
 
-import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from cluster.probe.schedule import SAMPLED, rounds_of_pairs
 
 
-def check(nodes: int) -> None:
+@given(st.integers(1, 700))
+@example(4095)
+@example(4096)
+def test_pairs_are_disjoint_and_every_node_has_as_many(nodes: int) -> None:
     rounds = rounds_of_pairs(nodes)
     partners: list[set[int]] = [set() for _ in range(nodes)]
     for pairs in rounds:
@@ -25,13 +27,3 @@ def check(nodes: int) -> None:
     assert all((node + 1) % nodes in partners[node] for node in range(nodes)) or nodes == 1, "neighbours are measured"
     if 1 < nodes <= 8:
         assert len(partners[0]) == nodes - 1
-
-
-@given(st.integers(1, 700))
-def test_pairs_are_disjoint_and_every_node_has_as_many(nodes: int) -> None:
-    check(nodes)
-
-
-@pytest.mark.parametrize("nodes", [4095, 4096])
-def test_thousands_of_nodes_are_covered(nodes: int) -> None:
-    check(nodes)

@@ -12,7 +12,7 @@ from urllib.parse import unquote
 
 import pytest
 
-from compliance.check.review import sarif, write_sarif
+from compliance.check.review import SCHEMA, sarif, write_sarif
 from compliance.log.findings import Finding, Verdict
 from console.text import annotation
 from tests.compliance.command import run
@@ -24,58 +24,43 @@ EARLY = Finding(432, "eval_accuracy", "TR 24.4", "value 1, expected 2", "evaluat
 LATE = Finding(None, "", "SR Directory structure", "9 logs, expected 10", "add one", severity="warning", more=2)
 
 
-def check_structure(log: dict[str, Any]) -> dict[str, Any]:
-    """Check the properties in use against the specification, and return the log's only run."""
-    assert log.keys() == {"$schema", "version", "runs"}
-    assert log["version"] == "2.1.0"
-    [run] = log["runs"]
-    assert run.keys() == {"tool", "originalUriBaseIds", "results"}
-    driver = run["tool"]["driver"]
-    assert driver["name"]
-    identifiers = [rule["id"] for rule in driver["rules"]]
-    assert len(identifiers) == len(set(identifiers))
-    for rule in driver["rules"]:
-        assert all(rule[text]["text"] for text in ("shortDescription", "help"))
-    for base in run["originalUriBaseIds"].values():
-        assert re.fullmatch(r"file:///(.*/)?", base["uri"])
-    for result in run["results"]:
-        assert identifiers[result["ruleIndex"]] == result["ruleId"]
-        assert result["level"] in ("error", "warning", "note", "none")
-        assert result["message"]["text"]
-        [location] = result["locations"]
-        physical = location["physicalLocation"]
-        artifact = physical["artifactLocation"]
-        assert set(artifact["uri"]) <= URI_CHARACTERS
-        assert ("uriBaseId" in artifact) is not artifact["uri"].startswith("file:///")
-        assert artifact.get("uriBaseId", "%SRCROOT%") in run["originalUriBaseIds"]
-        assert isinstance(physical["region"]["startLine"], int)
-        assert physical["region"]["startLine"] >= 1
-        assert re.fullmatch(r"[0-9a-f]{16}:1", result["partialFingerprints"]["primaryLocationLineHash"])
-    return run
-
-
 def run_of(root: Path, *found: tuple[Path, list[Finding]]) -> dict[str, Any]:
     verdicts = [Verdict(path, "5.0.0", "pass", tuple(findings), "closed", "success") for path, findings in found]
-    return check_structure(sarif(verdicts, root))
+    return sarif(verdicts, root)["runs"][0]
 
 
 def place_of(result: dict[str, Any]) -> dict[str, Any]:
     return result["locations"][0]["physicalLocation"]
 
 
-def test_a_finding_has_rule_level_place_and_message(tmp_path: Path) -> None:
-    run = run_of(tmp_path, (tmp_path / "results/a/bert/result_0.txt", [EARLY, LATE]))
-    early, late = run["results"]
-    assert [rule["id"] for rule in run["tool"]["driver"]["rules"]] == ["TR-24.4", "SR-Directory-structure"]
-    assert run["tool"]["driver"]["rules"][0]["shortDescription"]["text"] == "TR 24.4"
-    assert (early["ruleId"], early["level"], late["level"]) == ("TR-24.4", "error", "warning")
-    artifact = {"uri": "results/a/bert/result_0.txt", "uriBaseId": "%SRCROOT%"}
-    assert place_of(early) == {"artifactLocation": artifact, "region": {"startLine": 432}}
-    assert place_of(late)["region"] == {"startLine": 1}
-    assert early["message"]["text"] == (
-        "eval_accuracy: value 1, expected 2. Remedy: evaluate on the schedule. Logged at bert/train.py:212."
-    )
-    assert "(and 2 more like it)" in late["message"]["text"]
+def test_the_whole_document(tmp_path: Path) -> None:
+    path = tmp_path / "results/a/bert/result_0.txt"
+    document = sarif([Verdict(path, "5.0.0", "pass", (EARLY, LATE), "closed", "success")], tmp_path)
+    for result in document["runs"][0]["results"]:
+        assert re.fullmatch(r"[0-9a-f]{16}:1", result.pop("partialFingerprints")["primaryLocationLineHash"])
+    helps = [rule.pop("help")["text"] for rule in document["runs"][0]["tool"]["driver"]["rules"]]
+    assert [text.partition(".")[0] for text in helps] == ["TR 24", "SR Directory structure"]
+
+    def rule(name: str, text: str) -> dict[str, Any]:
+        return {"id": name, "shortDescription": {"text": text}, "properties": {"tags": ["compliance"]}}
+
+    def result(index: int, name: str, level: str, line: int, text: str) -> dict[str, Any]:
+        artifact = {"uri": "results/a/bert/result_0.txt", "uriBaseId": "%SRCROOT%"}
+        place = {"physicalLocation": {"artifactLocation": artifact, "region": {"startLine": line}}}
+        return {"ruleId": name, "ruleIndex": index, "level": level, "message": {"text": text}, "locations": [place]}
+
+    rules = [rule("TR-24.4", "TR 24.4"), rule("SR-Directory-structure", "SR Directory structure")]
+    early = "eval_accuracy: value 1, expected 2. Remedy: evaluate on the schedule. Logged at bert/train.py:212."
+    late = "9 logs, expected 10 (and 2 more like it). Remedy: add one."
+    run = {
+        "tool": {"driver": {"name": "compliance", "rules": rules}},
+        "originalUriBaseIds": {"%SRCROOT%": {"uri": f"{tmp_path.as_uri()}/"}},
+        "results": [
+            result(0, "TR-24.4", "error", 432, early),
+            result(1, "SR-Directory-structure", "warning", 1, late),
+        ],
+    }
+    assert document == {"$schema": SCHEMA, "version": "2.1.0", "runs": [run]}
 
 
 def test_what_is_found_in_a_folder_stands_at_its_first_log_or_at_itself(tmp_path: Path) -> None:
@@ -94,7 +79,9 @@ def test_what_is_found_in_a_folder_stands_at_its_first_log_or_at_itself(tmp_path
 )
 def test_odd_names_become_references(tmp_path: Path, name: str) -> None:
     run = run_of(tmp_path, (tmp_path / name, [EARLY]))
-    assert unquote(place_of(run["results"][0])["artifactLocation"]["uri"], errors="surrogateescape") == name
+    uri = place_of(run["results"][0])["artifactLocation"]["uri"]
+    assert set(uri) <= URI_CHARACTERS
+    assert unquote(uri, errors="surrogateescape") == name
     json.dumps(run).encode()
 
 
@@ -118,7 +105,7 @@ def test_the_file_is_written_beside_the_other_output(
     log.parent.mkdir(parents=True)
     log.write_text(metadata("run_stop", "status", "done")(open_log))
     status, said = run("check", log, "--sarif", "out/findings.sarif", "--json")
-    results = check_structure(json.loads(Path("out/findings.sarif").read_text()))["results"]
+    results = json.loads(Path("out/findings.sarif").read_text())["runs"][0]["results"]
     levels = [finding["severity"] for finding in json.loads(said)[0]["findings"]]
     assert (status, [result["level"] for result in results]) == (1, levels)
     assert {place_of(result)["artifactLocation"]["uri"] for result in results} == {str(log)}

@@ -12,8 +12,7 @@ import pytest
 from compliance.doctor.diagnosis import Diagnosis
 from compliance.doctor.examination import examine, print_diagnoses
 from compliance.doctor.host import ExaminedHost
-from compliance.doctor.run import IntendedRun, lay_out
-from compliance.doctor.run_checks import Mount, check_source
+from compliance.doctor.run import IntendedRun, Mount, lay_out, mount_of, read_mounts
 from console.processes import Output
 from tests.compliance import command
 from tests.compliance.doctor.fake_host import BARE, MACHINE, FakeHost, expect, fake_host
@@ -195,8 +194,9 @@ def test_results_of_earlier_runs(tmp_path: Path) -> None:
         ("unknown", "warn source: unknown"),
     ],
 )
-def test_the_source(revision: str, expected: str) -> None:
-    expect(check_source(revision), expected, about="source")
+def test_the_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, revision: str, expected: str) -> None:
+    monkeypatch.setattr("compliance.doctor.examination.commit", lambda: revision)
+    expect(look(tmp_path), expected, about="source")
 
 
 def test_the_dry_run_is_given_what_was_asked_for(tmp_path: Path) -> None:
@@ -231,3 +231,29 @@ def test_the_command_on_this_machine() -> None:
     assert status == any(entry["state"] == "fail" for entry in entries)
     status, text = command.run("doctor", "--recipe", "nope")
     assert (status, text.partition(":")[0]) == (2, "error")
+
+
+# Where data lie
+
+
+MOUNTS = [Mount("/dev/shm", "tmpfs"), Mount("/", "ext4"), Mount("/scratch", "xfs")]
+MOUNTS += [Mount("/twice", "ext4"), Mount("/twice", "tmpfs")]
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ("/srv/data", "ext4 at /"),
+        ("/scratch/bert", "xfs at /scratch"),
+        ("/scratch2", "ext4 at /"),
+        ("/dev/shm", "memory: tmpfs at /dev/shm"),
+        ("/twice/data", "memory: tmpfs at /twice"),
+    ],
+)
+def test_the_deepest_and_last_mount_holds_a_path_and_links_are_followed(
+    tmp_path: Path, path: str, expected: str
+) -> None:
+    assert str(mount_of(Path(path), MOUNTS)) == expected
+    assert mount_of(Path(path), []).kind == "unknown"
+    (tmp_path / "data").symlink_to("/dev/shm")
+    assert str(mount_of(tmp_path / "data", read_mounts())).startswith("memory: ")

@@ -1,27 +1,18 @@
 """Checks of a machine's facts, and the facts of the machine that runs the tests."""
 
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from compliance.doctor.diagnosis import Diagnosis
-from compliance.doctor.machine import AdapterPort, Machine, read_machine
-from compliance.doctor.machine_checks import memory, network, processors
+from compliance.doctor.machine import AdapterPort, check_machine, read_machine
 from compliance.doctor.run import ExaminedRun
 from tests.compliance.doctor.fake_host import CPU, MACHINE, NODE, NODES, PORTS, expect, fake_host
 
 DOWN = tuple(replace(port, state="DOWN") for port in PORTS)
 ONE_DOWN = (*PORTS[:3], replace(PORTS[3], state="INIT"), *PORTS[4:])
-
-
-def checked(machine: Machine, layout: ExaminedRun) -> Iterator[Diagnosis]:
-    yield from memory(machine, layout)
-    yield from processors(machine, layout)
-    yield from network(machine, layout)
 
 
 @pytest.mark.parametrize(
@@ -54,7 +45,7 @@ def checked(machine: Machine, layout: ExaminedRun) -> Iterator[Diagnosis]:
     ],
 )
 def test_one_wrong_fact_is_named(layout: ExaminedRun, facts: dict[str, Any], expected: str) -> None:
-    expect(checked(replace(MACHINE, **facts), layout), *filter(None, [expected]))
+    expect(check_machine(replace(MACHINE, **facts), layout), *filter(None, [expected]))
 
 
 def test_the_facts_of_this_machine_within_a_containers_limits(tmp_path: Path) -> None:

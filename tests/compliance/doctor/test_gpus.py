@@ -8,19 +8,11 @@ from typing import Any
 
 import pytest
 
-from compliance.doctor.accelerators import accelerators
-from compliance.doctor.gpus import ACROSS_NODES, NVLINK, PCIE, Gpus, read_gpus
+from compliance.doctor.gpus import ACROSS_NODES, NVLINK, PCIE, Gpus, check_gpus, read_gpus
 from compliance.doctor.run import ExaminedRun, IntendedRun
 from tests.compliance.doctor.fake_host import CPU, GPU, GPUS, NODE, expect
 
-PYTORCH: dict[str, Any] = {
-    "PyTorch": "2.13.0+cu130",
-    "CUDA": "13.0",
-    "cuDNN": "9.14.0",
-    "NCCL": "2.28.9",
-    "gpus": 8,
-    "trouble": "",
-}
+PYTORCH: dict[str, Any] = {"PyTorch": "2.13.0+cu130", "CUDA": "13.0", "cuDNN": "9.14.0", "NCCL": "2.28.9", "gpus": 8}
 ONE_RANK = replace(NODE, intended=IntendedRun("h100_1x1"), ranks=1)
 
 
@@ -28,6 +20,10 @@ def gpus(count: int, **changes: Any) -> Gpus:
     """Return `count` GPUs with changes to the last one."""
     last = replace(GPU, index=count - 1, **changes)
     return replace(GPUS, gpus=(*(replace(GPU, index=index) for index in range(count - 1)), last))
+
+
+def linked(ways: dict[str, int]) -> Gpus:
+    return replace(GPUS, ways=Counter(ways))
 
 
 @pytest.mark.parametrize(
@@ -52,22 +48,14 @@ def gpus(count: int, **changes: Any) -> Gpus:
         (NODE, gpus(8, pcie_width=8), ["warn GPU 7: PCIe x8 of x16"]),
         (NODE, gpus(8, processes=("python3 (pid 4711)",)), ["fail GPU use: in use: python3 (pid 4711) on GPU 7"]),
         (NODE, gpus(8, used_bytes=40000 << 20), ["fail GPU use: cannot see: GPU 7 40000 MiB"]),
-        (
-            NODE,
-            replace(GPUS, ways=Counter({ACROSS_NODES: 28})),
-            ["warn GPU links: every GPU to every other: PCIe across"],
-        ),
-        (
-            NODE,
-            replace(GPUS, ways=Counter({NVLINK: 27, PCIE: 1})),
-            ["warn GPU links: some pairs lack NVLink"],
-        ),
-        (NODE, replace(GPUS, ways=Counter({PCIE: 28})), []),
-        (NODE, replace(GPUS, ways=Counter()), ["warn GPU links: no topology"]),
+        (NODE, linked({ACROSS_NODES: 28}), ["warn GPU links: every GPU to every other: PCIe across"]),
+        (NODE, linked({NVLINK: 27, PCIE: 1}), ["warn GPU links: some pairs lack NVLink"]),
+        (NODE, linked({PCIE: 28}), []),
+        (NODE, linked({}), ["warn GPU links: no topology"]),
     ],
 )
 def test_gpus_of_a_node(layout: ExaminedRun, found: Gpus, expected: list[str]) -> None:
-    expect(accelerators(layout, found, PYTORCH | {"gpus": layout.ranks}), *expected)
+    expect(check_gpus(layout, found, PYTORCH | {"gpus": layout.ranks}), *expected)
 
 
 @pytest.mark.parametrize(
@@ -82,7 +70,7 @@ def test_gpus_of_a_node(layout: ExaminedRun, found: Gpus, expected: list[str]) -
 )
 def test_pytorch(pytorch: dict[str, Any] | None, expected: str) -> None:
     answer = {} if pytorch is None else PYTORCH | pytorch
-    expect(accelerators(NODE, GPUS, answer), expected, about="PyTorch")
+    expect(check_gpus(NODE, GPUS, answer), expected, about="PyTorch")
 
 
 class NVMLError(Exception):
@@ -167,7 +155,7 @@ def test_what_a_driver_does_not_know_is_left_out() -> None:
     kept = {name: Nvml().answers[name] for name in ("DeviceGetCount", "DeviceGetHandleByIndex", "DeviceGetName")}
     found = read_gpus(Nvml(**nothing | kept))
     assert [gpu.memory_bytes for gpu in found.gpus] == [0, 0]
-    expect(accelerators(replace(NODE, ranks=2), found, PYTORCH), "warn GPU links: no topology")
+    expect(check_gpus(replace(NODE, ranks=2), found, PYTORCH), "warn GPU links: no topology")
 
 
 def test_a_machine_without_a_driver_and_a_driver_in_trouble() -> None:

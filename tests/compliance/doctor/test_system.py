@@ -76,18 +76,3 @@ def test_a_machine_without_tools_is_described_too(tmp_path: Path, answer: str | 
         assert fields["accelerators_per_node"] == str(len(machine.gpus.gpus))
         assert fields["host_processor_model_name"]
         assert fields["host_storage_capacity"].endswith(" GB")
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("colour", "red"),
-        ("status", "available"),
-        ("division", "Closed"),
-        ("number_of_nodes", "eight"),
-        ("accelerators_per_node", ""),
-    ],
-)
-def test_wrong_fields_are_refused(tmp_path: Path, name: str, value: str) -> None:
-    with pytest.raises(ValueError, match=f"{name}.*expected"):
-        describe("open", {name: value}, fake_host(tmp_path))

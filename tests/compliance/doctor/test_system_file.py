@@ -55,10 +55,14 @@ def test_setting_a_field_changes_no_other(tmp_path: Path) -> None:
     assert system(path, "--set", "submitter=A=B", "cooling=") == (0, f"{path}\n")
     assert list(written(path).items()) == [*before.items(), ("submitter", "A=B"), ("cooling", "")]
     unchanged = path.read_bytes()
-    for wrong in (("--set", "submitter"), ("--set", "colour=red"), ("--set", "status=new"), (), ("--measure",)):
-        status, text = system(path, *wrong)
+    for wrong in ("submitter", "colour=red", "status=new", "number_of_nodes=eight", "accelerators_per_node="):
+        status, text = system(path, "--set", wrong)
         assert (status, text.count("\n"), path.read_bytes()) == (2, 1, unchanged)
-    assert "division: value 'Closed'" in text
+        assert wrong.partition("=")[0] in text
+        assert "expected" in text
+    for options, words in (((), "exists: --set KEY=VALUE"), (("--measure",), "division: value 'Closed'")):
+        status, text = system(path, *options)
+        assert (status, words in text, path.read_bytes()) == (2, True, unchanged)
     assert system(path, "--measure", "--division", "closed") == (0, f"{path}\n")
     assert (written(path)["division"], written(path)["accelerators_per_node"]) == ("closed", "0")
 

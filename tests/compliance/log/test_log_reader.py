@@ -43,14 +43,11 @@ def read(tmp_path: Path) -> Reader:
 
 
 def test_records_keep_their_file_lines_and_prefixes_are_dropped(read: Reader) -> None:
-    log = read(f"# recipe: x\nplain\n{record()}\n\n0: {record('global_batch_size', 4)}\n")
-    assert [(entry.line, entry.key, entry.value) for entry in log.records] == [
-        (3, "seed", 1),
-        (5, "global_batch_size", 4),
-    ]
-    assert log.token_lines == 2
-    assert log.header == {"recipe": "x"}
-    assert not log.problems
+    head = f"# a: 1\n# a: 2\n#b: 3\n# c\n# \xe9: \xfc\n# d: {record()}\nplain\n"
+    log = read(f"{head}\n0: {record('global_batch_size', 4)}\n")
+    entries = [(entry.line, entry.key, entry.value) for entry in log.records]
+    assert entries == [(6, "seed", 1), (9, "global_batch_size", 4)]
+    assert (log.token_lines, log.problems, log.header) == (2, [], {"a": "1", "\xe9": "\xfc"})
     assert log.records[0].logged_at == "a.py:3"
     assert list(log.run.first.values()) == [*log.records]
 
@@ -124,22 +121,6 @@ def test_records_that_the_official_parser_takes_are_kept_with_a_warning(
     assert [entry.line for entry in log.records] == [1, 2]
 
 
-def test_of_two_records_on_a_line_the_last_is_kept_and_the_lost_one_named(read: Reader) -> None:
-    log = read(record("train_samples", 5) + record("seed", 6) + "\n")
-    (problem,) = log.problems
-    assert (problem.line, problem.severity, problem.keys) == (1, "error", {"train_samples"})
-    assert "2 records on one line: a parser loses the first (train_samples)" in problem.found
-    assert [entry.value for entry in log.records] == [6]
-
-
-@given(st.binary(max_size=400))
-def test_any_bytes_are_read_without_an_exception(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
-    path = tmp_path_factory.mktemp("log") / "result_0.txt"
-    path.write_bytes(TOKEN.encode() + content)
-    log = read_log(path)
-    assert len(log.records) + len(log.problems) == log.token_lines == 1
-
-
 @pytest.mark.parametrize("metadata", [{"file": "a\x1b[2J.py", "lineno": 3}, {"file": "a.py"}])
 def test_source_position_that_could_steer_a_terminal_is_left_out(read: Reader, metadata: dict[str, Any]) -> None:
     assert read(record(metadata=metadata)).records[0].logged_at is None
@@ -167,11 +148,6 @@ def test_files_without_records(read: Reader, content: bytes) -> None:
     log = read(content)
     assert (log.records, log.problems, log.token_lines, log.given_up) == ([], [], 0, "")
     assert log.size == len(content)
-
-
-def test_header_lines(read: Reader) -> None:
-    log = read(f"# a: 1\n# a: 2\n#b: 3\n# c\n# \xe9: \xfc\n# d: {record()}\n")
-    assert log.header == {"a": "1", "\xe9": "\xfc"}
 
 
 # Comparison with the official parser

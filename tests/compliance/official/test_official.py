@@ -1,5 +1,4 @@
 import json
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -101,14 +100,6 @@ def test_a_crash_is_a_failure_in_words_and_the_next_log_is_judged(ask: Ask, chan
     assert verdict.outcome == "fail"
     assert words in verdict.complaints[0].text
     assert ask(in_turn()).outcome == "pass"
-
-
-def test_rule_files_named_by_the_log_are_not_opened(ask: Ask, tmp_path: Path) -> None:
-    marker = tmp_path / "marker"
-    (tmp_path / "evil_common.yaml").write_text(f"- BEGIN:\n    CODE: \"open({str(marker)!r}, 'w')\"\n")
-    division = os.path.relpath(tmp_path / "evil", RULE_FILES / "training_5.0.0")
-    assert ask(value("submission_division", division)).outcome == "fail"
-    assert not marker.exists()
 
 
 def test_answers_are_bounded_and_cannot_steer_a_terminal(ask: Ask) -> None:

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from bert.log.mllog import MLLog
 from compliance.convergence.selection import select
 from compliance.log import rules
 from compliance.log.accelerator import family, form
@@ -16,8 +15,9 @@ from compliance.report.page import render
 from compliance.report.published import placement, published
 from compliance.report.results import ReportedRun, Results, breakdown, load_results
 from tests.compliance import command
-from tests.compliance.report.report_folders import write_closed_run, write_description
-from tests.compliance.run_logs import OPEN, initialise, train, without_chain, write_metrics, write_run
+from tests.compliance.report.report_folders import write_description
+from tests.compliance.run_logs import log_of, without_chain, write_metrics, write_run
+from tests.compliance.run_series import write_series
 
 
 @pytest.fixture(scope="module")
@@ -27,10 +27,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for number in range(3):
         header = {"recipe": "tiny_cpu", "seed": number}
         write_run(path / f"result_{number}.txt", "open", header=header, step_ms=100 * (number + 1))
-    with MLLog(path / "result_10.txt") as log:
-        initialise(log, "open")
-        train(log, OPEN, [0.1])
-        log.abort()
+    (path / "result_10.txt").write_bytes(log_of((0.1,), "open", status="aborted"))
     for number in range(2):
         write_metrics(path / f"metrics_{number}.jsonl")
     write_description(path, submitter="A & B", accelerators_per_node="0", accelerator_model_name="N/A")
@@ -117,19 +114,13 @@ def test_a_run_that_ends_before_it_starts_has_no_time(one: Path) -> None:
     assert breakdown(run) == {}
 
 
-def test_two_logs_of_one_number_are_two_runs(tmp_path: Path) -> None:
-    folder = tmp_path / "results" / "my_node" / "bert"
-    for name in ("result_1.txt", "result_01.txt"):
-        write_run(folder / name, "open")
-    assert sorted(run.log.path.name for run in load_results(folder).runs) == ["result_01.txt", "result_1.txt"]
-
-
-def test_folder_without_runs_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "result_x.txt").write_text("")
+def test_folder_without_runs_is_refused_and_two_logs_of_one_number_are_two_runs(one: Path) -> None:
     with pytest.raises(ValueError, match=r"no result_<n>\.txt in it"):
-        load_results(tmp_path)
+        load_results(one.parent)
     with pytest.raises(ValueError, match="no such folder"):
-        load_results(tmp_path / "none")
+        load_results(one / "none")
+    write_run(one / "result_00.txt", "open")
+    assert sorted(run.log.path.name for run in load_results(one).runs) == ["result_0.txt", "result_00.txt"]
 
 
 @pytest.mark.parametrize("text", ["{", "[" * 100_000, "\xff"], ids=["cut", "deep", "latin-1"])
@@ -188,18 +179,14 @@ def test_a_time_stands_between_its_neighbours() -> None:
     assert "after the 6.38 min" in placement(60, "NVIDIA H100 80GB HBM3", 8).sentence
 
 
-def test_without_the_same_scale_there_is_no_place() -> None:
+def test_without_a_score_on_the_same_scale_there_is_no_place(opened: Results, closed: Results) -> None:
+    assert "Only closed runs" in opened.placement.sentence
+    assert "Without a score" in replace(closed, runs=closed.runs[:2]).placement.sentence
     found = placement(5.3, "NVIDIA H100 80GB HBM3", 12)
     assert (found.compared, found.faster, found.slower) == (0, (), ())
     assert "12 H100 (SXM), only on 4, 8, 16, 32, " in found.sentence
     for name, number, fact in (("NVIDIA B200", 8, "B200"), ("a thing", 8, "a thing"), ("N/A", 0, "no accelerator")):
         assert fact in placement(5.3, name, number).sentence
-
-
-def test_open_runs_have_no_place(opened: Results, closed: Results) -> None:
-    assert "Only closed runs" in opened.placement.sentence
-    assert "Without a score" in replace(closed, runs=closed.runs[:2]).placement.sentence
-    assert "would stand between" in closed.placement.sentence
 
 
 def test_summary_is_plain_text_when_not_on_a_terminal(folder: Path) -> None:
@@ -234,9 +221,7 @@ def test_formats_of_the_report_on_the_command_line(folder: Path, tmp_path: Path)
 
 def test_a_summary_of_logs_of_other_software_calls_itself_unofficial_and_not_them(tmp_path: Path) -> None:
     folder = tmp_path / "results" / "node" / "bert"
-    for number in range(3):
-        write_closed_run(folder, number)
-        log = folder / f"result_{number}.txt"
+    for log in write_series(folder, [17, 17, 17]):
         log.write_text(without_chain(log.read_text()))
     results = load_results(folder)
     shown = [command.run("summary", folder)[1], summary.as_markdown(results), render(results), summary.as_json(results)]
@@ -245,45 +230,28 @@ def test_a_summary_of_logs_of_other_software_calls_itself_unofficial_and_not_the
         assert rules.NOT_A_RESULT not in text
 
 
-def test_json_holds_the_convergence_and_the_place(closed: Results) -> None:
-    document = json.loads(summary.as_json(closed), parse_constant=pytest.fail)
-    assert document["convergence"]["verdict"] == "scaled"
-    assert document["published"]["compared"] == 15
-    assert "mlcommons" in document["published"]["source"]
-    unfinished = json.loads(summary.as_json(replace(closed, runs=closed.runs[:1])), parse_constant=pytest.fail)
-    assert unfinished["convergence"]["verdict"] == "unfinished"
-    assert unfinished["score_seconds"] is None
-
-
 @pytest.mark.parametrize("name", ["closed", "failing"])
 def test_the_whole_summary_of_a_folder(name: str, request: pytest.FixtureRequest) -> None:
-    said = summary.as_markdown(request.getfixturevalue(name)).partition("\n## Findings")[0]
+    results: Results = request.getfixturevalue(name)
+    said = summary.as_markdown(results).partition("\n## Findings")[0]
     assert said == Path(__file__).with_name(f"{name}.txt").read_text()
+    document = json.loads(summary.as_json(results), parse_constant=pytest.fail)
+    assert document["convergence"]["verdict"] == {"closed": "scaled", "failing": "fail"}[name]
+    assert document["published"]["compared"] == {"closed": 15, "failing": 0}[name]
 
 
-def said_of(results: Results, runs: Iterable[ReportedRun]) -> dict[str, summary.Statement]:
-    return {item.title: item for item in summary.statements(replace(results, runs=tuple(runs)))}
+def score_of(results: Results, runs: Iterable[ReportedRun]) -> tuple[str, str]:
+    """Return the kind and the text of the statement about the score of these runs."""
+    [said] = [said for said in summary.statements(replace(results, runs=tuple(runs))) if said.title == "Score"]
+    return said.kind, said.text
 
 
-@pytest.mark.parametrize(
-    ("number", "kind", "words"),
-    [
-        (5, "plain", "A submission has 10 runs, here are 5."),
-        (3, "plain", "Mean of 1 run"),
-        (2, "plain", "No score yet"),
-    ],
-)
-def test_the_score_of_few_runs(closed: Results, number: int, kind: str, words: str) -> None:
-    said = said_of(closed, closed.runs[:number])
-    assert said["Score"].kind == kind
-    assert words in said["Score"].text
-    assert "Convergence (RCP)" in said
-
-
-def test_one_lost_run_is_the_slowest(closed: Results, opened: Results) -> None:
-    said = said_of(closed, (*closed.runs[:9], opened.runs[-1]))
-    assert (said["Our checks"].kind, said["Score"].kind) == ("warn", "good")
-    assert "Run 10 is no valid result" in said["Score"].text
+def test_the_score_of_few_runs_and_of_a_lost_one(closed: Results, opened: Results) -> None:
+    for number, words in ((5, "A submission has 10 runs, here are 5."), (3, "Mean of 1 run"), (2, "No score yet")):
+        kind, text = score_of(closed, closed.runs[:number])
+        assert (kind, words in text) == ("plain", True)
+    kind, text = score_of(closed, (*closed.runs[:9], opened.runs[-1]))
+    assert (kind, "Run 10 is no valid result and counts as the slowest" in text) == ("good", True)
 
 
 def test_of_twelve_runs_ten_count_as_in_a_submission(closed: Results) -> None:
@@ -296,6 +264,5 @@ def test_of_twelve_runs_ten_count_as_in_a_submission(closed: Results) -> None:
     assert sorted(results.dropped.values()) == ["fastest", "not submitted", "not submitted", "slowest"]
     assert results.convergence
     assert results.convergence.sentence.startswith("10 runs, ")
-    said = {item.title: item for item in summary.statements(results)}
-    assert "here are 12: these are the consecutive ones of median score" in said["Score"].text
-    assert said["Score"].kind == "good"
+    kind, text = score_of(results, results.runs)
+    assert (kind, "here are 12: these are the consecutive ones of median score" in text) == ("good", True)

@@ -23,8 +23,6 @@ from compliance.submission import check as submission
 from tests.compliance.log_edits import Edit, delete, garble, in_turn, metadata, repeat_before, value
 from tests.compliance.submission.submission_trees import SYSTEM, without_chain, write_description, write_log
 
-pytestmark = pytest.mark.slow
-
 LOG = f"results/{SYSTEM}/bert/result_3.txt"
 FOLDER = f"results/{SYSTEM}/bert"
 DESCRIPTION = f"systems/{SYSTEM}.json"
@@ -174,13 +172,11 @@ CASES = (
     Case("9 logs", remove(f"{FOLDER}/result_9.txt"), FOLDER, "", "TR 12", "9 logs", "add the missing"),
     Case("11 logs", rewrite(10), FOLDER, "", "TR 12", "11 logs", "package"),
     Case("results_0.txt", rename(f"{FOLDER}/result_0.txt", f"{FOLDER}/results_0.txt"), FOLDER, "", "SR", "results_0.txt is not counted", "rename"),
-    Case("result_0.log", rename(f"{FOLDER}/result_0.txt", f"{FOLDER}/result_0.log"), FOLDER, "", "SR", "result_0.log is not counted", "rename"),
     Case("folder BERT", rename(FOLDER, f"results/{SYSTEM}/BERT"), f"results/{SYSTEM}/BERT", "", "SR", "expected bert", "rename it to bert"),
     Case("a file of 51 MiB", fill("benchmarks/bert/weights.bin", 51 * 2**20), ".", "", "repository", "weights.bin is too large", "shrink"),
     Case("a space in a name", write(f"{SOURCE}/run all.sh", ""), ".", "", "repository", "run all.sh has a space", "rename"),
     Case("a hidden file", write(f"{SOURCE}/.gitignore", ""), ".", "", "repository", "leading dot", "rename"),
     Case("a link", link("benchmarks/bert/README.md", "implementations/pytorch/README.md"), ".", "", "repository", "link", "itself"),
-    Case("a link to nothing", link("benchmarks/bert/README.md", "nowhere.md"), ".", "", "repository", "link", "itself"),
     Case("a loop of links", link("results/loop", "../results"), ".", "", "repository", "results/loop", "itself"),
     # Faults of the runs as a set
     Case("faster than the reference", rewrite_all(evaluations=14), FOLDER, "eval_accuracy", "RCP", "2,274,732", "reference"),
@@ -229,6 +225,7 @@ ASKED: dict[str, tuple[Mutation, str]] = {
 """Mutations with the official package checker's observed verdict on the folder of logs."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ASKED)
 def test_what_the_official_package_checker_fails_fails_here(root: Path, name: str) -> None:
     mutate, outcome = ASKED[name]

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from dataloading.batches.synthetic import synthetic_samples
-from dataloading.dataset.folder import Dataset, open_dataset, write_dataset
-from dataloading.dataset.manifest import shard_name
+from dataloading.dataset.folder import Dataset, open_dataset, shard_name, write_dataset
 from dataloading.dataset.shuffle import multiset_digest, shuffle
+from dataloading.jobs import JobProgress
 from dataloading.options import Layout
 from dataloading.preparation.convert import Packing, convert
 from dataloading.shards.formats import open_shard
@@ -106,8 +106,8 @@ def test_shards_from_elsewhere_become_a_data_set_where_they_lie(
 def test_a_stopped_conversion_goes_on(source: Dataset, tmp_path: Path, layout: Layout) -> None:
     out = tmp_path / "data"
 
-    def stop(name: str) -> None:
-        if "part_00001" in name:
+    def stop(progress: JobProgress) -> None:
+        if progress.done == 2:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):

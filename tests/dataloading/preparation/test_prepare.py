@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dataloading.dataset.manifest import shard_name
+from dataloading.dataset.folder import shard_name
 from dataloading.jobs import JobProgress, WorkPart
 from dataloading.options import PretrainingOptions
 from dataloading.preparation.prepare import Job, make_shards, prepare

@@ -4,6 +4,7 @@ from contextlib import ExitStack
 from unittest.mock import patch
 
 import bert.execution.batches
+import bert.run
 import bert.setup
 from bert.train import main
 from tests.bert.recording import Recording, groups_that_wait_for_graphs, recordable_attention
@@ -20,8 +21,8 @@ def captured(mode: str, *arguments: str) -> int:
         stack.enter_context(groups_that_wait_for_graphs())
         patches = [
             patch.object(bert.execution.batches, "captures", lambda *_: True),
-            patch.object(bert.setup, "captures", lambda *_: mode != "eager"),
-            patch.object(bert.setup, "CudaCapturer", lambda _: Recording()),
+            patch.object(bert.run, "captures", lambda *_: mode != "eager"),
+            patch.object(bert.run, "CudaCapturer", lambda _: Recording()),
         ]
         if mode == "few":
             choose = bert.setup.choose_shapes

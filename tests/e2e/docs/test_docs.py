@@ -21,8 +21,9 @@ def test_links_between_the_pages_lead_somewhere() -> None:
             assert target.startswith("https://") or (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
-def test_the_commands_that_are_named_are_documented_ones() -> None:
-    assert {FIRST, *SHORTENED} <= set(commands())
+def test_the_commands_that_are_shortened_are_documented_ones() -> None:
+    assert FIRST in commands()
+    assert [pattern for pattern in SHORTENED if not any(re.search(pattern, line) for line in commands())] == []
 
 
 @pytest.mark.parametrize(

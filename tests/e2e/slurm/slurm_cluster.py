@@ -7,17 +7,20 @@ stops the daemons when the tests close their end or die.
 
 import contextlib
 import os
-import random
 import re
 import shutil
-import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
 from pathlib import Path
+
+import psutil
+
+from bert.parallel.master_port import free_port
+
+REPOSITORY = Path(__file__).resolve().parents[3]
 
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "srun", "munged")
 SLURM_CONF = """\
@@ -47,7 +50,8 @@ SlurmdLogFile={folder}/slurmd-%n.log
 AccountingStorageType=accounting_storage/none
 SchedulerParameters=batch_sched_delay=0,sched_interval=1
 KillWait=30
-NodeName=n[1-{nodes}] NodeHostname={host} NodeAddr=127.0.0.1 Port=[{first_port}-{last_port}] CPUs=8 State=UNKNOWN
+NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={n1_port} CPUs=8 State=UNKNOWN
+NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={n2_port} CPUs=8 State=UNKNOWN
 PartitionName=debug Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
 
@@ -60,38 +64,21 @@ def missing() -> str | None:
     return f"no {', '.join(absent)} here: apt-get install slurm-wlm munge" if absent else None
 
 
-@dataclass
 class Cluster:
-    """A running cluster. Commands use it through the variables in ``environment``."""
+    """A running cluster of the nodes n1 and n2. Commands use it through the variables in ``environment``."""
 
-    folder: Path
-    nodes: int
-    _watch: subprocess.Popen[bytes] | None = field(default=None, init=False)
-
-    @property
-    def environment(self) -> dict[str, str]:
-        return {"SLURM_CONF": str(self.folder / "slurm.conf")}
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.environment = {"SLURM_CONF": str(folder / "slurm.conf")}
 
     def start(self) -> None:
         """Start all daemons and wait until every node is idle."""
-        watch = [sys.executable, __file__, str(self.folder), str(self.nodes)]
-        self._watch = subprocess.Popen(watch, stdin=subprocess.PIPE, start_new_session=True)
-        host = socket.gethostname().split(".")[0]
-        controller = _free_ports(1 + self.nodes)
-        first = controller + 1
-        for name in ("state", "munge", *(f"spool-n{node}" for node in range(1, self.nodes + 1))):
+        for name in ("state", "munge", "spool-n1", "spool-n2"):
             (self.folder / name).mkdir(mode=0o700)
-        (self.folder / "slurm.conf").write_text(
-            SLURM_CONF.format(
-                host=host,
-                folder=self.folder,
-                nodes=self.nodes,
-                controller_port=controller,
-                first_port=first,
-                last_port=first + self.nodes - 1,
-            )
-        )
-        key = self.folder / "munge" / "munge.key"
+        ports = {name: free_port() for name in ("controller_port", "n1_port", "n2_port")}
+        host = socket.gethostname().split(".")[0]
+        (self.folder / "slurm.conf").write_text(SLURM_CONF.format(host=host, folder=self.folder, **ports))
+        key = self.folder / "munge/munge.key"
         key.write_bytes(os.urandom(128))
         key.chmod(0o400)
         self.run(
@@ -99,17 +86,12 @@ class Cluster:
             *(f"--pid-file={self.folder}/munged.pid", f"--log-file={self.folder}/munge/munged.log"),
             f"--seed-file={self.folder}/munge/seed",
         )
-        self.run("slurmctld", "-f", str(self.folder / "slurm.conf"))
-        for node in range(1, self.nodes + 1):
-            self.run("slurmd", "-f", str(self.folder / "slurm.conf"), "-N", f"n{node}")
-        self.wait_for(lambda: self.run("sinfo", "-h", "-N", "-o", "%T").split() == ["idle"] * self.nodes)
+        self.run("slurmctld")
+        for node in ("n1", "n2"):
+            self.run("slurmd", "-N", node)
+        self.wait_for(lambda: self.run("sinfo", "-h", "-N", "-o", "%T").split() == ["idle", "idle"])
 
     def stop(self) -> None:
-        """Stop all jobs and daemons, and wait for their end."""
-        if self._watch:
-            self._watch.communicate(timeout=600)
-
-    def end(self) -> None:
         """Stop all jobs and daemons. munged stops last, because the other daemons use it while they stop."""
         with contextlib.suppress(AssertionError, subprocess.TimeoutExpired):  # the controller itself may have failed
             self.run("scancel", "--full", "--signal=KILL", "--user=root")
@@ -117,13 +99,11 @@ class Cluster:
             self.wait_for(lambda: not self.run("squeue", "-h"), 20)
         for pattern in ("slurmd-*.pid", "slurmctld.pid", "munged.pid"):
             pids = [int(path.read_text()) for path in self.folder.glob(pattern)]
-            for pid in pids:
-                _kill(pid, signal.SIGTERM)
-            deadline = time.monotonic() + 20
-            while any(_alive(pid) for pid in pids) and time.monotonic() < deadline:
-                time.sleep(0.1)
-            for pid in filter(_alive, pids):
-                _kill(pid, signal.SIGKILL)
+            daemons = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
+            for daemon in daemons:
+                daemon.terminate()
+            for daemon in psutil.wait_procs(daemons, timeout=20)[1]:
+                daemon.kill()
 
     def run(self, *command: str, cwd: Path | None = None, **env: str) -> str:
         """Run a command on the cluster and return its output. A dead controller would make it hang without the timeout."""
@@ -156,29 +136,16 @@ class Cluster:
         return self.job(number)
 
 
-def _free_ports(count: int) -> int:
-    """Return the first of ``count`` consecutive free ports, below those that the system assigns to connections."""
-    for _ in range(1000):
-        first = random.SystemRandom().randrange(20_000, 32_000 - count)
-        try:
-            for port in range(first, first + count):
-                with socket.socket() as probe:
-                    probe.bind(("127.0.0.1", port))
-        except OSError:
-            continue
-        return first
-    raise OSError("no free ports between 21000 and 32000")
-
-
-def _kill(pid: int, number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, number)
-
-
-def _alive(pid: int) -> bool:
-    return Path(f"/proc/{pid}").exists()
+@contextlib.contextmanager
+def running_cluster(folder: Path) -> Iterator[Cluster]:
+    """Start a cluster. A process of this file stops it when this process closes its standard input or dies."""
+    watch = [sys.executable, "-m", "tests.e2e.slurm.slurm_cluster", str(folder)]
+    with subprocess.Popen(watch, cwd=REPOSITORY, stdin=subprocess.PIPE, start_new_session=True):
+        cluster = Cluster(folder)
+        cluster.start()
+        yield cluster
 
 
 if __name__ == "__main__":
     sys.stdin.read()
-    Cluster(Path(sys.argv[1]), int(sys.argv[2])).end()
+    Cluster(Path(sys.argv[1])).stop()
