@@ -6,6 +6,7 @@ import json
 import logging
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -54,6 +55,7 @@ def test_without_a_reference_point_there_is_no_verdict() -> None:
     ):
         assert (found.verdict, found.reference, found.scaling, found.mean) == ("no reference", None, 1.0, mean)
         assert words in found.sentence
+    batch: Any
     for batch in (0, -448, 4.5, True):
         with pytest.raises(ValueError, match="global_batch_size is"):
             reference("5.0.0", batch)
