@@ -4,8 +4,8 @@
 #   CPUs:  docker build --tag mlperf-bert-cpu --build-arg BASE=python:3.12-slim-bookworm --build-arg EXTRAS= .
 #          (it is gigabytes smaller with --secret id=pip,src=FILE, a pip.conf with the index of PyTorch's CPU builds)
 #
-# BASE needs bash and CPython 3.11 or newer with pip. If it has a PyTorch, as NGC's has, that one is used with the base's NumPy and
-# setuptools, and must be 2.11 or newer (26.02 and 26.03 bring 2.11); else the pinned one.
+# BASE needs bash and CPython 3.11 or newer with pip. If it contains PyTorch, as NGC's images do, the base's PyTorch, NumPy and
+# setuptools are used; this PyTorch must be 2.11 or newer (26.02 and 26.03 have 2.11). Otherwise, the pinned one is installed.
 ARG BASE=nvcr.io/nvidia/pytorch:26.03-py3
 FROM ${BASE}
 SHELL ["/bin/bash", "-o", "pipefail", "-c"]
@@ -13,13 +13,13 @@ SHELL ["/bin/bash", "-o", "pipefail", "-c"]
 RUN useradd --create-home --uid 10001 bert
 WORKDIR /workspace/bert
 
-# Packages first: this layer is made again only when a pin changes. NGC's image pins packages with PIP_CONSTRAINT, and the
-# versions of this repository are others: .venv holds them beside the base's, which stay as they are. What pip needs to reach an
-# index, a password perhaps, comes as a secret, of which the image keeps nothing; its history would show a build argument.
+# Install packages first, so that this layer is rebuilt only when a pin changes. NGC's image pins other versions of packages with
+# PIP_CONSTRAINT. These stay unchanged, and .venv holds this repository's versions. The configuration that pip needs to reach an
+# index may hold a password, so it is a secret, which the image does not keep. The image's history would show a build argument.
 COPY pyproject.toml constraints.txt ./
 COPY launch/environment.sh launch/venv.sh launch/
 ARG EXTRAS="dali"
-# hadolint ignore=SC2086  # one word an extra
+# hadolint ignore=SC2086  # one word per extra
 RUN --mount=type=secret,id=pip,target=/run/secrets/pip.conf \
     set -eu; [ ! -e /run/secrets/pip.conf ] || export PIP_CONFIG_FILE=/run/secrets/pip.conf; \
     unset PIP_CONSTRAINT; export PIP_NO_CACHE_DIR=1; \
@@ -40,15 +40,15 @@ LABEL org.opencontainers.image.title="mlperf-bert" \
       org.opencontainers.image.licenses="Apache-2.0" \
       org.opencontainers.image.revision="${REVISION}"
 
-# Any user can run this (docker run --user): nothing but data/, results/ and /tmp is written. Results name the commit.
+# Any user can run the image (docker run --user), because runs write only to data/, results/ and /tmp. Results name the commit.
 ENV HOME=/tmp PYTHONDONTWRITEBYTECODE=1 MLPERF_BERT_COMMIT=${REVISION}
 USER 10001
 VOLUME ["/workspace/bert/data", "/workspace/bert/results"]
 
-# A run is one or more Python processes, from its data to its report. Light, so that it does not disturb what is timed.
+# The container is healthy while a Python process runs. The check is cheap, so that it does not disturb the timed run.
 HEALTHCHECK --interval=60s --timeout=5s --start-period=30s --retries=3 \
     CMD ["bash", "-c", "grep -qs '[.]venv/bin/python' /proc/[0-9]*/cmdline"]
 
-# NGC's entrypoint puts CUDA's compatibility libraries on the path where the driver is older than the image.
+# If the driver is older than the image, NGC's entrypoint puts CUDA's compatibility libraries on the path.
 ENTRYPOINT ["bash", "-c", "exec $(ls /opt/nvidia/nvidia_entrypoint.sh 2>/dev/null) ./run_and_time.sh \"$@\"", "run_and_time.sh"]
 CMD ["tiny_cpu"]

@@ -3,19 +3,18 @@
 #
 #   ./run_and_time.sh [RECIPE] [RUNS] [-- --section.field value ...]
 #
-# RECIPE (default: tiny_cpu) is a recipe of bert/configuration/recipes.py, RUNS (default: 1) the number of runs, and what
-# follows are settings of the recipe; ./run_and_time.sh RECIPE 1 -- --help lists them. Relative paths start at the
-# repository's root.
-# --help prints this, --version a line with version and commit.
-# Environment: NPROC, the number of processes (default: that of --plan; one a GPU; for tiny_cpu two, or one on a single core);
-# OMP_NUM_THREADS, the threads of each (default: cores / NPROC, for tiny_cpu at most 2); with none of these, on one node,
-# what `python -m cluster tune RECIPE` has found to be faster, unless TUNED=0; PYTHON, what .venv is made with;
-# CLEAR_CACHES=0 keeps the page cache, which a run otherwise empties where it may, as the benchmark's rules ask.
-# Several nodes, one of these commands on each: NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT as of torchrun; they share results/.
-# Started by a launcher (torchrun, srun with MASTER_ADDR, mpirun), this is one process of its run, and RUNS is 1. Launchers call
-# ./run_and_time.sh --prepare RECIPE [-- settings] before and ./run_and_time.sh --verdict RESULT_FILE... after their runs.
-# Exit status: 0 all runs are valid; 1 one is not, or could not be reported; 2 wrong input, nothing was started; 130, 143 after
-# Ctrl-C, SIGTERM.
+# RECIPE (default: tiny_cpu) is a recipe of bert/configuration/recipes.py, and RUNS (default: 1) is the number of runs. The
+# settings of the recipe follow after "--"; ./run_and_time.sh RECIPE 1 -- --help lists them. Relative paths start at the
+# repository's root. --help prints this text, and --version prints the version and the commit.
+# Environment: NPROC, the number of processes on a node (default: the plan's number; one per GPU; for tiny_cpu two, or one on a
+# single core). OMP_NUM_THREADS, the threads of each process (default: cores / NPROC, for tiny_cpu at most 2). If neither is set,
+# a run on one node uses what `python -m cluster tune RECIPE` has found to be faster, unless TUNED=0. PYTHON, the interpreter
+# that creates .venv. CLEAR_CACHES=0 keeps the page cache; otherwise it is emptied if possible, as the benchmark's rules ask.
+# For several nodes, run this command on each, with torchrun's NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT and a shared
+# results/. Started by a launcher (torchrun, srun with MASTER_ADDR, mpirun), this is one process of a single run. Launchers call
+# ./run_and_time.sh --prepare RECIPE [-- settings] before their runs and ./run_and_time.sh --verdict RESULT_FILE... afterwards.
+# Exit status: 0 if all runs are valid; 1 if a run is not valid or could not be reported; 2 for wrong input, before anything is
+# started; 130 after Ctrl-C; 143 after SIGTERM.
 set -euo pipefail
 cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")"
 source launch/venv.sh
@@ -29,7 +28,7 @@ results=("$@")
 [[ $part != all || ${1--} == -* ]] || { runs=$1 && shift; }
 [[ ${1-} != -- ]] || shift
 settings=("$@")
-# A launcher's process has its place from there. In the batch script of a Slurm job, SLURM_PROCID is set, but no step.
+# A launcher tells its processes their places. In the batch script of a Slurm job, SLURM_PROCID is set, but SLURM_STEP_ID is not.
 if [[ $part == all && (${RANK-}${WORLD_SIZE-} || ${OMPI_COMM_WORLD_RANK-} || (${SLURM_STEP_ID-} && ${MASTER_ADDR-})) ]]; then
   part=rank
 fi
@@ -57,9 +56,9 @@ if [[ $part == all || $part == prepare ]]; then
 fi
 
 stopped=0 launched='' claim=
-# Pass a signal on. What prepares gives up as at Ctrl-C and leaves nothing half made. The processes that train end the run as
-# aborted with its log complete; torchrun itself does not get the signal, because it would cut them off, and ends when they
-# have ended. Before there is a log, one line says so; only the first node learns that there is one.
+# Pass a signal on. Preparing programs stop as after Ctrl-C and leave no unfinished files. Training processes end the run as
+# aborted with a complete log. torchrun itself does not get the signal, because it would kill them; it ends after they have
+# ended. If there is no log yet, print one line; only the first node knows whether there is a log.
 # shellcheck disable=SC2329  # traps call it
 stop() {
   stopped=$2
@@ -79,7 +78,7 @@ trap 'stop TERM 143' TERM
 trap 'stop INT 130' INT
 trap 'stop TERM 129' HUP
 
-# Run a command in a process group of its own, out of reach of the terminal's Ctrl-C, and wait for it through signals.
+# Run a command in its own process group, which the terminal's Ctrl-C does not reach, and keep waiting for it after signals.
 supervise() {
   local status
   set -m
@@ -94,7 +93,7 @@ supervise() {
   return "$((stopped ? stopped : status))"
 }
 
-# locked FILE COMMAND...: become the command when nobody else holds the lock; another start may be doing the same.
+# locked FILE COMMAND...: wait for the lock and become the command, because another start may run the same command now.
 # shellcheck disable=SC2329  # supervise calls it
 locked() {
   local lock
@@ -112,7 +111,7 @@ supervise bash -euo pipefail -c 'source launch/venv.sh && prepare_venv "$@"' run
 python=.venv/bin/python
 train=(-m bert.train "$recipe") check=(-m cluster.dry_run "$recipe")
 
-# Check the result files, and show and write the table and the report of their folder.
+# Check the result files, print the table of their folder, and write its report.
 verdict() {
   local folder system description checked
   folder=$(dirname "$1")
@@ -129,7 +128,7 @@ verdict() {
 [[ $part != verdict ]] || { verdict "${results[@]}" && exit 0 || exit; }
 [[ $part != rank ]] || exec "$python" "${train[@]}" "${settings[@]}"
 
-# A plan says how many processes a node has, on a line of its own; whether it is one, the program looks for itself.
+# Read the number of processes per node from its line in the plan. The training program validates the plan.
 plan=
 for ((place = 0; place < ${#settings[@]}; place++)); do
   case ${settings[place]} in
@@ -147,7 +146,7 @@ if [[ $recipe == tiny_cpu && (" ${settings[*]} " != *" --data.train"* || " ${set
 fi
 kept=("${XDG_CACHE_HOME:-${HOME-}/.cache}"/mlperf-bert/*/runs/"$recipe"-*.json)
 [[ ! ${MLPERF_BERT_CACHE-} ]] || kept=("$MLPERF_BERT_CACHE"/runs/"$recipe"-*.json)
-if [[ $part == all && $nodes == 1 && $TUNED == 1 && -e ${kept[0]} ]]; then # else Python need not start for it
+if [[ $part == all && $nodes == 1 && $TUNED == 1 && -e ${kept[0]} ]]; then # otherwise, save the start of Python
   mapfile -t tuned < <("$python" -m cluster.tuning.choice "$recipe" "${settings[@]}")
   ((${#tuned[@]} == 0)) || say "${tuned[0]}"
   ((${#tuned[@]} < 3)) || { NPROC=${tuned[1]} && OMP_NUM_THREADS=${tuned[2]}; }
@@ -157,18 +156,18 @@ default_processes "$recipe" "$python"
 world_size=$((nodes * NPROC))
 [[ $part != prepare ]] || WORLD_SIZE=${WORLD_SIZE:-$world_size} exec "$python" "${check[@]}" "${settings[@]}"
 
-# Not torchrun's elastic agents (--standalone, --rdzv-backend c10d): those unpickle what stands in a store without a password,
-# which listens on all addresses. Variables could ask for them, too. One node: any port that is free, below those of connections.
+# Do not use torchrun's elastic agents (--standalone, --rdzv-backend c10d), because they unpickle the content of a store that
+# listens on all addresses without a password. PET_ variables could turn them on. On one node, use any free port.
 unset "${!PET_@}"
 free_port='from bert.parallel.master_port import free_port; print(free_port())'
 
-trap '' PIPE # the reader of the output may end, as `| tee` does: runs go on without it
+trap '' PIPE # if the reader of the output ends, such as `| tee`, the runs continue
 claims=$(mktemp -d)
 trap 'rm -rf "$claims"' EXIT
 results=() status=0
 for ((run = 1; run <= runs && !stopped; run++)); do
   ((nodes == 1 || node)) || MASTER_PORT=$MASTER_PORT "$python" -m bert.parallel.master_port || { status=$? && break; }
-  # That a run is to follow here, the check learns from the claim: without one, a machine need have no GPUs.
+  # The claim tells the check that a run follows on this machine, which then needs GPUs.
   here=(WORLD_SIZE="$world_size")
   [[ " ${settings[*]} " == *" --dry-run "* ]] || here+=(LOCAL_WORLD_SIZE="$NPROC" MLPERF_BERT_CLAIM="$claims/$run")
   claim=$claims/$run

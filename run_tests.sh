@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Run the tests: ./run_tests.sh [--quick] [pytest arguments]. Sets up .venv first; the exit status is pytest's. With --quick
-# those that are not marked slow: the unit tests of all rooms, with fewer examples. With TORCH=2.11.0 in the environment they
-# run with that PyTorch in place of the pinned one.
+# Run the tests: ./run_tests.sh [--quick] [pytest arguments]. Sets up .venv first. The exit status is pytest's. --quick runs only
+# the tests that are not marked slow, which are the unit tests of all packages, with fewer examples. With TORCH=2.11.0 in the
+# environment, the tests use that version of PyTorch instead of the pinned one.
 set -euo pipefail
 cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")"
 source launch/venv.sh
@@ -16,8 +16,8 @@ if [[ ${TORCH:-} ]]; then
 fi
 cores=$(env -u OMP_NUM_THREADS nproc)
 workers=$((cores < 8 ? cores : 8))
-[[ ${selection[*]} || $cores -ge 8 ]] || workers=$((cores + 1)) # slow tests wait for processes much of their time
+[[ ${selection[*]} || $cores -ge 8 ]] || workers=$((cores + 1)) # slow tests often wait for processes
 say "pytest with $workers workers"
-export OMP_NUM_THREADS=1 # the tests are the parallel part
-# Plugins that came with other packages take each worker half a second to load.
+export OMP_NUM_THREADS=1 # because the tests themselves run in parallel
+# Loading the plugins that other packages have installed takes each worker half a second.
 exec .venv/bin/python -m pytest -p no:anyio -p no:typeguard --numprocesses "$workers" --dist loadfile --no-loadscope-reorder "${selection[@]}" "$@"

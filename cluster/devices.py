@@ -4,8 +4,6 @@ Names come from drivers ("NVIDIA H100 80GB HBM3"), from system descriptions ("NV
 ("h100-sxm"). The model name selects the candidates; form factor and memory size choose among them.
 """
 
-from __future__ import annotations
-
 import difflib
 import re
 import tomllib

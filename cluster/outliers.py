@@ -13,8 +13,6 @@ partners. An end with fewer than three partners cannot be distinguished from its
 a leaf switch: these have shorter paths to one another.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

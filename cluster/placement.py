@@ -5,8 +5,6 @@ pipeline's stages are on consecutive hosts. A ring must enter and leave every su
 walks the tree of switches and never returns to a subtree.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 Path = tuple[str, ...]

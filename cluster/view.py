@@ -4,8 +4,6 @@ Hosts and ranks are identified by their index in `View.hosts` and `View.ranks`. 
 an attribute says otherwise.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path

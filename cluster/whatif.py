@@ -4,8 +4,6 @@ All figures come from the records of the run: the parts of its steps on rank 0, 
 reported. Each estimate assumes that the other bottlenecks stay the same, so the savings are upper bounds.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Programs with several commands, parsed by tyro. `console.program` needs no installed package."""
 
-from __future__ import annotations
-
 import inspect
 import re
 import sys

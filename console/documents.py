@@ -1,7 +1,5 @@
 """JSON files that one command writes for another: a dataclass with the file's format, version and digest."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Show a run in a terminal: a panel that is redrawn in place."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Run another program to its end and read its output."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Output, errors and option parsing of command line programs. All text is escaped by `console.text`."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import io

@@ -8,8 +8,6 @@ their own format in addition.
 Backslashes pass, so escaping a text twice changes nothing.
 """
 
-from __future__ import annotations
-
 import difflib
 import json
 import math

@@ -31,13 +31,13 @@ cache=$(umask 077 && folder CACHE "${CACHE:-.cache/container}") # Triton uses no
 options=(
   run --rm --init --user "$(id -u):$(id -g)" --network host --ipc host # NCCL shares memory between processes
   --security-opt no-new-privileges
-  --ulimit memlock=-1 --ulimit stack=67108864 --cap-add SYS_NICE # page-locked buffers; numactl --preferred
+  --ulimit memlock=-1 --ulimit stack=67108864 --cap-add SYS_NICE # for page-locked buffers and numactl --preferred
   --stop-timeout 120
   --volume "$data:/workspace/bert/data" --volume "$results:/workspace/bert/results"
   --volume "$cache:/cache" --env HOME=/cache
   --env NPROC --env OMP_NUM_THREADS --env PYTHONUNBUFFERED=1
 )
-[[ ! -t 0 || ! -t 1 ]] || options+=(--tty --interactive) # the panel
+[[ ! -t 0 || ! -t 1 ]] || options+=(--tty --interactive) # for the panel
 if command -v nvidia-smi >/dev/null; then
   case ${engine##*/} in
     podman) options+=(--device nvidia.com/gpu=all) ;; # CDI; /etc/cdi/nvidia.yaml comes from nvidia-ctk cdi generate

@@ -23,15 +23,8 @@ LONG = NAME + "y" * (255 - len(NAME.encode("utf-8", "surrogateescape")))
 def run(module: str, arguments: Sequence[object], environment: Mapping[str, str]) -> tuple[int, str]:
     """Run `python -m MODULE ARGUMENTS` and return its exit status and all output."""
     command = [sys.executable, "-m", module, *map(str, arguments)]
-    done = subprocess.run(
-        command,
-        cwd=REPOSITORY,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        timeout=600,
-        check=False,
-    )
+    output, errors = subprocess.PIPE, subprocess.STDOUT
+    done = subprocess.run(command, cwd=REPOSITORY, env=environment, stdout=output, stderr=errors, timeout=600)
     return done.returncode, done.stdout.decode()
 
 

@@ -2,7 +2,6 @@
 
 import ast
 import sys
-from collections.abc import Collection
 from functools import cache
 from pathlib import Path
 
@@ -23,56 +22,54 @@ PROGRAM_OF_KERNELS = "kernels.__main__"
 TORCH_ALLOWED_IN_DATALOADING = {f"dataloading.batches.{name}" for name in ("loader", "loader_choice", "dali")}
 
 
-def modules() -> dict[str, Path]:
-    found = {}
-    for package in ALLOWED:
-        for path in (REPOSITORY / package).rglob("*.py"):
-            parts = path.relative_to(REPOSITORY).with_suffix("").parts
-            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
-    return found
+def name_of(path: Path) -> str:
+    parts = path.relative_to(REPOSITORY).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-MODULES = modules()
+MODULES = {name_of(path): path for package in ALLOWED for path in (REPOSITORY / package).rglob("*.py")}
 
 
 @cache
-def imported(path: Path) -> frozenset[str]:
-    """Return the full names of modules and attributes that a file imports."""
+def imported(module: str) -> frozenset[str]:
+    """Return the full names of modules and attributes that a module imports."""
     names: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(ast.parse(MODULES[module].read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: relative import"
+            assert node.level == 0, f"{module}: relative import"
             assert node.module is not None
             names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
     return frozenset(names)
 
 
-def own(names: Collection[str]) -> set[str]:
-    return {name for name in names if name in MODULES}
+def own_imports(module: str) -> set[str]:
+    return set(imported(module) & MODULES.keys())
 
 
 @pytest.mark.parametrize("module", sorted(MODULES))
 def test_a_module_imports_only_what_its_package_may(module: str) -> None:
     allowed = ALLOWED[module.partition(".")[0]] | ({"console"} if module == PROGRAM_OF_KERNELS else set())
-    for name in own(imported(MODULES[module])):
+    for name in own_imports(module):
         assert any(f"{name}.".startswith(f"{each}.") for each in allowed), f"{module} imports {name}"
 
 
 def test_torch_stays_out_of_data_preparation_and_compliance() -> None:
-    users = {
-        module
-        for module, path in MODULES.items()
-        if module.startswith(("dataloading", "compliance")) and "torch" in {n.partition(".")[0] for n in imported(path)}
-    }
+    outside = [module for module in MODULES if module.startswith(("dataloading", "compliance"))]
+    users = {module for module in outside if "torch" in {name.partition(".")[0] for name in imported(module)}}
     assert users == TORCH_ALLOWED_IN_DATALOADING
 
 
 def test_kernels_import_torch_and_triton_only() -> None:
-    for module, path in MODULES.items():
+    for module in MODULES:
         if module.partition(".")[0] == "kernels":
-            outside = {name.partition(".")[0] for name in imported(path)} - {"torch", "triton", "kernels", "flash_attn"}
+            outside = {name.partition(".")[0] for name in imported(module)} - {
+                "torch",
+                "triton",
+                "kernels",
+                "flash_attn",
+            }
             outside -= {"console"} if module == PROGRAM_OF_KERNELS else set()
             assert outside <= sys.stdlib_module_names, f"{module} imports {outside - sys.stdlib_module_names}"
 
@@ -94,7 +91,7 @@ def assert_one_way(edges: dict[str, set[str]]) -> None:
 
 def test_there_are_no_import_cycles() -> None:
     # A package's __init__ counts as imported by its modules' importers only if they use something from it.
-    edges = {module: own(imported(path)) - {module} for module, path in MODULES.items()}
+    edges = {module: own_imports(module) - {module} for module in MODULES}
     for module, targets in edges.items():
         deeper = {target for target in targets if any(other.startswith(target + ".") for other in targets)}
         edges[module] = targets - deeper
@@ -104,19 +101,16 @@ def test_there_are_no_import_cycles() -> None:
 def test_rooms_of_a_package_are_in_no_circle() -> None:
     """A room is a folder or a module of a package. Imports for type checking count too."""
     edges: dict[str, set[str]] = {}
-    for module, path in MODULES.items():
+    for module in MODULES:
         package, *place = module.split(".")
         if place:
-            rooms = {".".join(name.split(".")[:2]) for name in own(imported(path)) if name.startswith(f"{package}.")}
+            rooms = {".".join(name.split(".")[:2]) for name in own_imports(module) if name.startswith(f"{package}.")}
             room = f"{package}.{place[0]}"
             edges[room] = edges.get(room, set()) | rooms - {room}
     assert_one_way(edges)
 
 
 def test_the_rules_are_read_by_the_writer_alone() -> None:
-    readers = {
-        module
-        for module, path in MODULES.items()
-        if "compliance.log.rules" in own(imported(path)) and not module.startswith("compliance")
-    }
+    outside = [module for module in MODULES if not module.startswith("compliance")]
+    readers = {module for module in outside if "compliance.log.rules" in own_imports(module)}
     assert readers == {"bert.log.mllog"}

@@ -1,7 +1,5 @@
 """Text lines that describe the findings of a probe, for the terminal and for the page."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass

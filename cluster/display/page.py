@@ -1,7 +1,5 @@
 """Self-contained HTML page that shows the view of a cluster."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Sequence

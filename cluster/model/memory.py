@@ -6,8 +6,6 @@ which regenerate dropout masks and store no attention probabilities.
 Shape legend: T tokens, Q rows of the last layer, S sequences, M masked tokens, D hidden, F intermediate, H heads.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from dataclasses import replace

@@ -3,8 +3,6 @@
 The rates come either from a probe, or from data sheets and parameters that were fitted to published results.
 """
 
-from __future__ import annotations
-
 import bisect
 import functools
 import math
@@ -140,7 +138,7 @@ class Rates:
         return self.collective(operation, scope, size)[0]
 
     @functools.lru_cache(maxsize=64)  # noqa: B019  a program makes few instances
-    def of_data_groups(self, tensor: int, pipeline: int = 1) -> Rates:
+    def of_data_groups(self, tensor: int, pipeline: int = 1) -> "Rates":
         """Return the rates of collectives in data groups, each of which has one rank of every copy of the model.
 
         All groups communicate at once. Within a host each group has its own links; between hosts the groups share links.

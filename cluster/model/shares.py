@@ -1,7 +1,5 @@
 """Part of the model that each pipeline rank holds, and the number of micro-batches that it has in flight."""
 
-from __future__ import annotations
-
 import functools
 import math
 from dataclasses import dataclass

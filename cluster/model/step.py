@@ -6,8 +6,6 @@ overlaps the reduction's buckets with the backward pass, and the all-gather of s
 Shape legend: A micro-batches of a step, R copies of the model, P ranks of a pipeline.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Sequence

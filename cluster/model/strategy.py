@@ -1,7 +1,5 @@
 """Strategy of a run: how ranks divide the work and sum gradients. A planner chooses it; the result is the same."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from bert.configuration.config import Config

@@ -4,8 +4,6 @@ Both need processors. If there are too few processors, messages get as many as t
 the rest. On a GPU, messages need no processors.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf

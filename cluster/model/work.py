@@ -4,8 +4,6 @@ Shape legend: N sequences of the data set, A micro-batches of a rank in a step, 
 micro-batch.
 """
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass
 

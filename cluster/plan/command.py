@@ -1,7 +1,5 @@
 """Commands `plan` and `scale`."""
 
-from __future__ import annotations
-
 import shlex
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Forecast of a run before it starts: the memory of a rank, and the time of a step on the recipe's devices."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 

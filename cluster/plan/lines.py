@@ -1,7 +1,5 @@
 """Result of a search as lines of text: the best plans, and why the others lose."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from cluster.plan.search import Candidate, Found

@@ -1,7 +1,5 @@
 """Time to train as a function of the number of accelerators: the best plan for each, and where the time goes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import log2, log10

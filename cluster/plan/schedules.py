@@ -6,8 +6,6 @@ so are results with weight decay 0, because some logs state 0 instead of the tru
 the table of results; it is the benchmark's 1e-6.
 """
 
-from __future__ import annotations
-
 import csv
 from collections import defaultdict
 from collections.abc import Mapping, Sequence

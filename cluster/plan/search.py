@@ -5,8 +5,6 @@ fits in memory and the next smaller one are tried, because more accumulation add
 gets the number of micro-batches that makes its step fastest. Recomputation is tried only if it allows larger micro-batches.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace

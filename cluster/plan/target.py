@@ -1,7 +1,5 @@
 """Machines that a run is planned for: their number and their rates."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

@@ -4,8 +4,6 @@ All nodes and all rails work at the same time, as in a step. The values are inte
 element of every result can be compared with the expected value.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -105,7 +103,7 @@ class Trial:
         piece: int,
         device: torch.device,
         group: dist.ProcessGroup | None,
-    ) -> Trial:
+    ) -> "Trial":
         """Prepare a collective on vectors with one piece of ``piece`` elements for each rank."""
         many, place = len(ranks), ranks.index(rank)
         whole = torch.arange(piece * many, device=device) % _PERIOD

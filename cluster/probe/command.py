@@ -1,7 +1,5 @@
 """The probe: measure in turns, search for outliers, measure a second time if there are any, and write the view."""
 
-from __future__ import annotations
-
 import re
 import time
 from collections.abc import Sequence

@@ -5,8 +5,6 @@ these times. As in a model, several computations of a kind run forward before an
 left the caches, and memory is allocated and freed in the order of a model.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ time slices. Ranks that share a machine's cores take turns, because they would s
 GPU measure at the same time. A turn visits all ranks before the next one begins.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Sequence

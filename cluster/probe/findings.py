@@ -1,7 +1,5 @@
 """Slow and broken ranks, hosts and links that a probe found, in words, with their cost for a BERT-Large step."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 

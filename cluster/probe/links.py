@@ -5,8 +5,6 @@ excludes latency, the sender's start time, and data that buffers and traffic sha
 the median round trip of eight bytes.
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Sequence
@@ -39,7 +37,7 @@ class Paths:
     latency_TE: NDArray[np.float64]
     seconds_per_byte_TE: NDArray[np.float64]
 
-    def joined(self, other: Paths | None) -> Paths:
+    def joined(self, other: "Paths | None") -> "Paths":
         """Return the turns of two measurements of the same paths."""
         assert other is not None
         latency_TE = np.concatenate([self.latency_TE, other.latency_TE])

@@ -1,7 +1,5 @@
 """Facts about the machine of a rank: processors, memory, network cards, device, and the Slurm switches above it."""
 
-from __future__ import annotations
-
 import os
 import re
 import socket
@@ -43,12 +41,12 @@ class Facts:
         return content.ljust(FACTS_BYTES)
 
     @classmethod
-    def decoded(cls, content: bytes) -> Facts:
+    def decoded(cls, content: bytes) -> "Facts":
         """Parse the encoded facts of another rank."""
         return msgspec.json.decode(content, type=cls)
 
 
-def facts_of(mesh: Mesh) -> Facts:
+def facts_of(mesh: "Mesh") -> Facts:
     """Collect the facts about this rank."""
     sys = Path("/sys")
     cards = network_cards(sys)

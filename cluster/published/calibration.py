@@ -4,8 +4,6 @@ Each result yields two observations: the time for its samples, and the number of
 of badly configured systems and badly chosen recipes. Repeated results of one system and recipe get less weight each.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections import Counter

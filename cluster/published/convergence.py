@@ -5,8 +5,6 @@ the line between its neighbours. Samples are interpolated linearly in the batch 
 point, the last line continues.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Sequence
 from math import exp, log, log2

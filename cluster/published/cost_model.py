@@ -6,8 +6,6 @@ its energy divided by the device's power. The reductions inside and between node
 decides. Published runs do not tell how much reduction the backward pass hides, so the link efficiency includes this overlap.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from math import ceil, exp, log2
@@ -109,7 +107,7 @@ class RunTime:
         return sum(self.parts.values())
 
     @classmethod
-    def of(cls, samples: float, steps: float, evaluations: float, step: dict[str, float], **others: float) -> RunTime:
+    def of(cls, samples: float, steps: float, evaluations: float, step: dict[str, float], **others: float) -> "RunTime":
         """Sum the parts of all steps, and add ``others`` once."""
         return cls(samples, steps, evaluations, {name: steps * seconds for name, seconds in step.items()} | others)
 

@@ -1,7 +1,5 @@
 """Description of a machine: devices, nodes and the network, parsed from the free text of a system description."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from functools import cached_property

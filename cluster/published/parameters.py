@@ -3,8 +3,6 @@
 Positive quantities are stored as natural logarithms, so a standard deviation of 0.2 is about 20 %.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import log

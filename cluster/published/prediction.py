@@ -1,7 +1,5 @@
 """Prediction of the time to train, with its parts, an interval, and the most similar published results."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Published results as observations of the cost model, and the results nearest to a run."""
 
-from __future__ import annotations
-
 import csv
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -7,8 +7,6 @@ processes, and the threads per process. Otherwise it prints nothing. It does not
 longer than most choices save.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import io

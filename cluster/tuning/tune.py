@@ -1,7 +1,5 @@
 """Find the number of processes and threads that train a recipe fastest on this machine, by short trial runs."""
 
-from __future__ import annotations
-
 import os
 import statistics
 import sys

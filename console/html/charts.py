@@ -4,8 +4,6 @@ The drawing has no size of its own: its coordinates are thousandths of the plot,
 stretched (`vector-effect`). A dot is a line of no length with a round cap. Colours come from the style sheet.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -86,7 +84,7 @@ class Axes:
     x_format: Format | None = None
 
 
-def line_chart(lines: Sequence[Line], axes: Axes, *, dots: bool = False) -> Markup:
+def line_chart(lines: Sequence[Line], axes: Axes, *, dots: bool = False) -> "Markup":
     """Draw all lines over shared axes; with `dots` also each of their points, the last one larger."""
     # All lines share one number of points, or the page would grow with the number of runs.
     limit = MAX_POINTS if dots else max(8, min(MAX_POINTS, MAX_POINTS_A_CHART // len(lines)))
@@ -98,7 +96,7 @@ def line_chart(lines: Sequence[Line], axes: Axes, *, dots: bool = False) -> Mark
     return render_part(CHART, frame=frame, lines=zip(lines, places, strict=True), bars=(), dots=dots)
 
 
-def run_chart(bars: Sequence[Bar], axes: Axes, *, columns: bool) -> Markup:
+def run_chart(bars: Sequence[Bar], axes: Axes, *, columns: bool) -> "Markup":
     """Draw a mark for each run, side by side: columns from zero, or dots near their own range."""
     values = [bar.value for bar in bars]
     # The margin keeps rounding differences between equal dots from filling the whole chart.

@@ -6,8 +6,6 @@ A room keeps its templates beside its modules. They extend `base.html` and impor
     {% from "parts.html" import section, table %}
 """
 
-from __future__ import annotations
-
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,7 +29,7 @@ def render_page(template: Path, **facts: Any) -> str:
     return _environment(template.parent).get_template(template.name).render(facts)
 
 
-def render_part(template: Path, **facts: Any) -> Markup:
+def render_part(template: Path, **facts: Any) -> "Markup":
     """Render a part of a page, which other templates then take as markup."""
     from markupsafe import Markup
 
@@ -39,7 +37,7 @@ def render_part(template: Path, **facts: Any) -> Markup:
 
 
 @lru_cache
-def _environment(folder: Path) -> Environment:
+def _environment(folder: Path) -> "Environment":
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     environment = Environment(

@@ -1,7 +1,5 @@
 """Text that programs print is harmless, and their ends are orderly."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

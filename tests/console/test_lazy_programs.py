@@ -1,7 +1,5 @@
 """A program prints its help before it imports the packages that it works with."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -5,7 +5,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +13,6 @@ import pytest
 from dataloading.dataset.folder import open_dataset, write_dataset
 from dataloading.preparation.demo import SHARDS, write_demo
 from tests.conftest import REPOSITORY
-from tests.e2e.slurm.slurm_cluster import Cluster, running_cluster
 from tests.programs import write_forked_python, write_script
 
 COMMITTED_RESULTS = "cpu_2cores"
@@ -114,17 +112,3 @@ def bare_checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     mark = "source launch/venv.sh; for part in run test dali; do venv_pins >.venv/installed/$part; done"
     subprocess.run(["bash", "-c", mark], cwd=copy, check=True)
     return copy
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Start a Slurm cluster of two nodes, for jobs from the checkout."""
-    with running_cluster(tmp_path_factory.mktemp("slurm")) as cluster:
-        yield cluster
-
-
-@pytest.fixture
-def no_results(checkout: Path) -> None:
-    """Empty the checkout's results folder."""
-    shutil.rmtree(checkout / "results", ignore_errors=True)
-    (checkout / "results").mkdir()

@@ -45,15 +45,6 @@ def test_mpirun_starts_the_processes_of_one_run(checkout: Path, tmp_path: Path) 
     assert "1 of 1 runs valid" in shown.stdout
 
 
-def test_verdict_of_a_bad_log_is_its_status(checkout: Path, tmp_path: Path) -> None:
-    log = tmp_path / "system/bert/result_0.txt"
-    log.parent.mkdir(parents=True)
-    log.write_text("# config.log.division: open\n")
-    done = start(checkout / "run_and_time.sh", "--verdict", str(log), cwd=checkout)
-    assert done.returncode == 1
-    assert f"FAIL {log}" in done.stdout
-
-
 def test_a_verdict_that_cannot_describe_the_system_fails(checkout: Path, tmp_path: Path) -> None:
     log = tmp_path / "results/system/bert/result_0.txt"
     log.parent.mkdir(parents=True)

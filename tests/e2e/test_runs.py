@@ -67,7 +67,9 @@ def test_ranks_are_bound_where_there_are_gpus(checkout: Path, tmp_path: Path, sm
             assert not (tmp_path / "bound").exists()
             arguments = ("tiny_cpu", "1", "--", *small_run.arguments(tmp_path / "results")[1:])
             done = start(checkout / "run_and_time.sh", *arguments, cwd=tmp_path, NPROC="2", PATH=path)
-            assert "end: aborted after 160 samples" in done.stdout, done.stdout + done.stderr  # it misses its target
+            assert done.returncode == 1, done.stdout + done.stderr  # it misses its target
+            assert "end: aborted after 160 samples" in done.stdout
+            assert f"FAIL {tmp_path}/results/tiny_cpu/bert/result_" in done.stdout
     finally:
         bind.write_text(original)
     assert sorted((tmp_path / "bound").read_text().splitlines()) == ["0 of 2", "1 of 2"]

@@ -1,5 +1,6 @@
 """The two scripts: their environment and packages, wrong input and help. Also helpers for tests of their runs."""
 
+import json
 import os
 import shlex
 import shutil
@@ -12,6 +13,7 @@ from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.programs import PATIENCE_S, write_script
@@ -88,12 +90,10 @@ def one_error(done: subprocess.CompletedProcess[str]) -> str:
     return line
 
 
-def read(path: Path) -> bytes:
-    """Return a process's command line, which is empty if the process has ended."""
-    try:
-        return path.read_bytes()
-    except OSError:
-        return b""
+def status_of(log: Path) -> str:
+    """Return the status in the log's only ``run_stop``."""
+    (line,) = (line for line in log.read_text().splitlines() if '"run_stop"' in line)
+    return json.loads(line.partition(":::MLLOG ")[2])["metadata"]["status"]
 
 
 def test_unknown_recipe_is_one_line(checkout: Path, tmp_path: Path) -> None:
@@ -308,8 +308,9 @@ def test_preparation_that_is_stopped_ends_at_once_in_a_line_and_is_made_anew(
     assert [line for line in lines if not line.startswith("==> ")] == [
         "interrupted: the next start installs the packages anew"
     ]
-    pip = Path("/proc") / (bare / "pip").read_text().strip() / "cmdline"
-    wait_for(lambda: not read(pip))
+    pip = int((bare / "pip").read_text())
+    running = lambda: [each.pid for each in psutil.process_iter(["cmdline"]) if each.info["cmdline"]]  # noqa: E731
+    wait_for(lambda: pip not in running())
     (bare / "python").write_text(working)
     assert prepare(bare).returncode == 0
     assert calls(bare) == ["venv", "venv", "pip"]

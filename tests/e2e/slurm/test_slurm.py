@@ -1,20 +1,24 @@
-"""``launch/slurm.sub`` on a real Slurm cluster of two nodes on this machine, from sbatch to the report."""
+"""``launch/slurm.sub`` and ``launch/data.sub`` on a real Slurm cluster of two nodes on this machine."""
 
 import re
+import shutil
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from cluster.view import write_view
 from tests.cluster.test_view import made_up
 from tests.conftest import SmallRun
 from tests.dataloading.preparation.stand_in import write_stand_in
-from tests.e2e.slurm.slurm_cluster import Cluster, missing
-from tests.e2e.slurm.slurm_jobs import RESULTS, output, small, submit, training
+from tests.e2e.slurm.slurm_cluster import Cluster, missing, running_cluster
+from tests.e2e.test_scripts import status_of
 
+RESULTS = Path("results/tiny_cpu/bert")
 SHORT = ("--", "--evaluation.interval-samples", "160", "--log.interval-steps", "5", "--evaluation.target", "0.02")
 """Settings with which the unchanged recipe reaches its target at once."""
 
@@ -22,6 +26,42 @@ pytestmark = [
     pytest.mark.skipif(missing() is not None, reason=str(missing())),
     pytest.mark.usefixtures("no_results"),
 ]
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with running_cluster(tmp_path_factory.mktemp("slurm")) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def no_results(checkout: Path) -> None:
+    """Empty the checkout's results folder."""
+    shutil.rmtree(checkout / "results", ignore_errors=True)
+    (checkout / "results").mkdir()
+
+
+def submit(cluster: Cluster, checkout: Path, *arguments: str, options: tuple[str, ...] = ("-N2",), **env: str) -> str:
+    """Submit ``launch/slurm.sub`` from the checkout and return the job's number."""
+    command = ("sbatch", "--parsable", *options, "launch/slurm.sub", *arguments)
+    return cluster.run(*command, cwd=checkout, **({"OMP_NUM_THREADS": "1", "CLEAR_CACHES": "0"} | env)).strip()
+
+
+def small(run: SmallRun, results: str = "results", samples: int = 10_000_000, **changes: object) -> list[str]:
+    """Return settings of a very small, endless run with a target that it does not reach."""
+    settings = {"training__max_samples": samples, "evaluation__interval_samples": 1600} | changes
+    return ["--", *run.arguments(Path(results), **settings)[1:]]
+
+
+def output(checkout: Path, job: str) -> str:
+    path = checkout / f"results/slurm-{job}.out"
+    return path.read_text() if path.exists() else ""
+
+
+def training(cluster: Cluster, checkout: Path, number: int, folder: Path = RESULTS) -> None:
+    """Wait until run ``number`` has trained for some steps."""
+    path = checkout / folder / f"metrics_{number}.jsonl"
+    cluster.wait_for(lambda: path.exists() and '"event": "step"' in path.read_text())
 
 
 def test_two_tasks_train_and_the_job_reports(cluster: Cluster, checkout: Path) -> None:
@@ -144,3 +184,37 @@ def test_an_array_of_tasks_makes_the_data_and_one_of_them_ends_with_everything(
     assert sum("python -m bert.train h100_1x8 --dry-run" in shown for shown in outputs) == 1, outputs
     assert sum("/3 is done" in shown for shown in outputs) == 2, outputs
     assert not [shown for shown in outputs if "error" in shown]
+
+
+@pytest.mark.parametrize(
+    ("signal_to", "state"), [((), "CANCELLED"), (("--batch", "--signal=TERM"), "FAILED")], ids=["scancel", "time limit"]
+)
+def test_a_job_that_is_ended_leaves_an_aborted_log(
+    cluster: Cluster, checkout: Path, small_run: SmallRun, signal_to: tuple[str, ...], state: str
+) -> None:
+    """Near the time limit, ``#SBATCH --signal=B:TERM@120`` sends a signal only to the batch script."""
+    job = submit(cluster, checkout, "tiny_cpu", "2", *small(small_run))
+    training(cluster, checkout, 0)
+    cluster.run("scancel", *signal_to, job)
+    ended = cluster.finish(job)
+    assert ended["JobState"] == state, output(checkout, job)
+    assert ended["ExitCode"] == "143:0" or state == "CANCELLED"
+    assert status_of(checkout / RESULTS / "result_0.txt") == "aborted"
+    assert not (checkout / RESULTS / "result_1.txt").exists()
+    assert "not a valid result (aborted)" in output(checkout, job)
+
+
+def test_dead_task_fails_the_job(cluster: Cluster, checkout: Path, small_run: SmallRun) -> None:
+    job = submit(cluster, checkout, "tiny_cpu", "2", *small(small_run))
+    training(cluster, checkout, 0)
+    # Another cluster on this machine may have a job of the same number.
+    task = cluster.environment | {"SLURM_JOB_ID": job, "SLURM_PROCID": "1"}
+    processes = psutil.process_iter(["cmdline", "environ"])
+    victim = next(
+        each for each in processes
+        if "bert.train" in (each.info["cmdline"] or ()) and task.items() <= (each.info["environ"] or {}).items()
+    )  # fmt: skip
+    victim.kill()
+    ended = cluster.finish(job)
+    assert re.fullmatch(r"[1-9]\d*:0", ended["ExitCode"]), output(checkout, job)
+    assert not (checkout / RESULTS / "result_1.txt").exists()
