@@ -7,6 +7,7 @@ from typing import Literal
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from bert.evaluation.evaluator import Evaluator
 from bert.execution.cuda_graphs import BatchGraphs, CudaCapturer
@@ -21,6 +22,7 @@ from kernels.tuning import autotune
 from tests.bert.recording import CaptureError, Recording, recordable_attention
 from tests.bert.small_models import CPU, OF_SMALL_RUN, step_config, training_step
 from tests.conftest import MAX_SEQ_LENGTH, SmallRun
+from tests.kernels.test_registry import attention_call
 
 pytestmark = pytest.mark.oldest_torch
 
@@ -159,11 +161,16 @@ def test_all_is_chosen_and_run_before_anything_is_captured(small_run: SmallRun, 
 
     Only implementations that can be captured are permitted from the first measurement to the last capture.
     """
-    plain, events, permitted = OPS["varlen_attention"].implementations["pytorch"], list[str](), set[bool]()
+    op, events, refused = OPS["varlen_attention"], list[str](), set[bool]()
+    with FakeTensorMode():
+        call = attention_call(64, "cuda")
+
+    def is_refused() -> bool:
+        return "CUDA graph" in " ".join(op.unsupported_reasons(op.implementations["pytorch"], *call))
 
     def look(event: str) -> None:
         events.append(event)
-        permitted.add(OPS["varlen_attention"].permits(plain, "cuda"))
+        refused.add(is_refused())
 
     def choose(run: Callable[[], None]) -> None:
         with autotune.observed() as requests:
@@ -182,8 +189,8 @@ def test_all_is_chosen_and_run_before_anything_is_captured(small_run: SmallRun, 
     # Three shape buckets and the update, then the evaluation's shape buckets.
     evaluated = ["run"] * (len(events) - 7) + ["capture"]
     assert events == [called, *(["run"] * 4 + ["capture"] + evaluated if captured else [])]
-    assert permitted == {not captured}
-    assert OPS["varlen_attention"].permits(plain, "cuda")
+    assert refused == {captured}
+    assert not is_refused()
 
 
 def test_closed_graphs_are_not_replayed() -> None:
