@@ -54,9 +54,8 @@ def fill(checkpoint: Path, text: str, vocab: Path | None, top: int) -> list[list
     if missing := [name for name in ("transform.weight", "decoder_bias") if name not in weights]:
         raise ValueError(f"{checkpoint} has no masked-LM head ({', '.join(missing)}): it cannot fill gaps")
     pieces, offsets = Tokenizer(vocabulary, not vocabulary.cased).encode_lines(text.split(MASK))
-    ids = np.concatenate(
-        [[vocabulary.cls_id], np.insert(pieces, offsets[1:-1], vocabulary.mask_id), [vocabulary.sep_id]]
-    )
+    cls_id, sep_id, mask_id = (vocabulary.ids[token] for token in ("[CLS]", "[SEP]", "[MASK]"))
+    ids = np.concatenate([[cls_id], np.insert(pieces, offsets[1:-1], mask_id), [sep_id]])
     if len(ids) > source.model.max_position_embeddings:
         raise ValueError(f"the text has {len(ids)} tokens, the model {source.model.max_position_embeddings} positions")
     gaps = offsets[1:-1] + np.arange(1, len(offsets) - 1)  # shifted by [CLS] and by the earlier gaps

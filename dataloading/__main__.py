@@ -5,6 +5,7 @@ Each command imports its modules when it runs, so that --help and errors in opti
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -180,12 +181,12 @@ def _shuffle(folder: tyro.conf.Positional[Path], out: Path, shards: int, seed: i
     from dataloading.dataset.shuffle import shuffle
 
     started = time.perf_counter()
-    reported: dict[str, int] = {}
+    reported = ("", 0)
 
     def report(step: str, done: int, total: int) -> None:
-        tenths = 10 * done // max(total, 1)
-        if tenths > reported.get(step, -1):
-            reported[step] = tenths
+        nonlocal reported
+        if reported != (now := (step, 10 * done // max(total, 1))):
+            reported = now
             say(f"{time.perf_counter() - started:7.1f} s  {step} {done:,} samples")
 
     dataset = shuffle(open_dataset(folder), out, shards=shards, seed=seed, report=report)
@@ -296,11 +297,10 @@ def _counts(dataset: Dataset) -> str:
 def _parse_part(text: str) -> WorkPart:
     from dataloading.jobs import WorkPart
 
-    index, slash, count = text.partition("/")
-    # int() would also accept signs, spaces and underscores.
-    if not (slash and index.isdecimal() and count.isdecimal()):
+    # int() alone would also accept signs, spaces and underscores.
+    if not (match := re.fullmatch(r"(\d+)/(\d+)", text)):
         raise ValueError(f"--part is {text!r}; expected i/n, from 1/n to n/n")
-    return WorkPart(int(index), int(count))
+    return WorkPart(int(match[1]), int(match[2]))
 
 
 def main() -> int:

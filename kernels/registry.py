@@ -69,10 +69,11 @@ class Op(Generic[Parameters, Returned]):
         self.name = definition.__name__
         self.definition = definition
         self.__doc__ = definition.__doc__
+        self.orders = orders
+        """Order in which ``auto`` tries implementations on ``cpu`` and on ``cuda``."""
         self.implementations = {each.name: each for order in orders.values() for each in order}
         self.asked = AUTO
         """``auto``, or the name of the explicitly chosen implementation."""
-        self._orders = orders
         self._measured: Mapping[str, str] = {}
         self._dropped: Mapping[str, str] = {}
         self._warned: set[str] = set()
@@ -80,10 +81,6 @@ class Op(Generic[Parameters, Returned]):
         self._captured = self._recomputed = False
         # The end of a ``captured`` block does not clear this cache, so that later calls keep the choices made inside it.
         self._chosen: dict[tuple[object, ...], Callable[Parameters, Returned]] = {}
-
-    def order(self, device: str) -> tuple[Implementation, ...]:
-        """Return the order in which ``auto`` tries implementations on ``cpu`` or ``cuda``."""
-        return self._orders[device]
 
     def __call__(self, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Returned:
         """Run the chosen implementation. Raises ``ValueError`` if an explicitly chosen one cannot compute the call."""
@@ -122,7 +119,7 @@ class Op(Generic[Parameters, Returned]):
         measured = self._measured.get(signature(*args, **kwargs)) if self._measured else None
         against = []
         # Try the measured implementation first. The sort is stable, so the other implementations keep their order.
-        for each in sorted(self.order(device_type(*args, **kwargs)), key=lambda each: each.name != measured):
+        for each in sorted(self.orders[device_type(*args, **kwargs)], key=lambda each: each.name != measured):
             reasons = self.unsupported_reasons(each, *args, **kwargs)
             if not reasons:
                 return each
@@ -139,18 +136,15 @@ class Op(Generic[Parameters, Returned]):
         """Return the reasons why this implementation may not be chosen for these arguments; empty if it may."""
         if error := self._dropped.get(implementation.name):
             return [f"it failed when it was measured ({error})"]
-        if not self.permits(implementation, device_type(*args, **kwargs)):
+        # In a backward pass that recomputes the op, the implementation must also repeat its dropout mask.
+        capturable = implementation.capturable and (implementation.repeatable or not self._recomputed)
+        if self._captured and not capturable and device_type(*args, **kwargs) == "cuda":
             return [
                 "it draws dropout with PyTorch's generator, which training.recompute cannot repeat in a CUDA graph"
                 if implementation.capturable
                 else "it reads values of the device on the host, which no CUDA graph can capture"
             ]
         return implementation.unsupported_reasons(self.name, *args, **kwargs)
-
-    def permits(self, implementation: Implementation, device: str) -> bool:
-        """Tell whether ``captured`` allows this implementation to be chosen for tensors on ``device``."""
-        capturable = implementation.capturable and (implementation.repeatable or not self._recomputed)
-        return capturable or not self._captured or device != "cuda"
 
     def ask_for(self, name: str) -> None:
         """Choose the implementation ``name`` explicitly, or return to automatic choice if ``name`` is ``auto``.
@@ -212,7 +206,7 @@ class Op(Generic[Parameters, Returned]):
             self.ask_for(before)
 
     def _warn_of_fall_back(self, chosen: Implementation, *args: Any, **kwargs: Any) -> None:
-        first = self.order("cuda")[0]
+        first = self.orders["cuda"][0]
         if self.asked != AUTO or self._measured or chosen is first or device_type(*args, **kwargs) != "cuda":
             return
         reasons = "; ".join(self.unsupported_reasons(first, *args, **kwargs))

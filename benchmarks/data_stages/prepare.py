@@ -28,7 +28,7 @@ from dataloading.options import PretrainingOptions
 from dataloading.preparation.pretraining_data import create_samples, read_documents, tokenize_documents
 from dataloading.shards.samples import Samples
 from dataloading.text.documents import demo_documents
-from dataloading.text.tokenization import Tokenizer
+from dataloading.text.tokenization import Tokenizer, Vocabulary
 
 SHIPPED_VOCAB = ARTIFACTS / "tiny_cpu" / "vocab.txt"
 
@@ -59,7 +59,7 @@ def main(
         print(f"text: {sum(path.stat().st_size for path in paths) / 1e6:.2f} MB in {len(paths)} file(s)")
 
         def compiled() -> Samples:
-            tokenizer = Tokenizer.from_vocab(vocab)
+            tokenizer = Tokenizer(Vocabulary.from_file(vocab))
             return create_samples(tokenize_documents(read_documents(paths), tokenizer), options, tokenizer.vocabulary)
 
         sides: dict[str, Callable[[], Samples]] = {

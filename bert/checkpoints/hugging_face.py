@@ -122,7 +122,9 @@ def _write_tokenizer(folder: Path, model: ModelConfig, vocabulary: Vocabulary) -
     tokenizer = Tokenizer(pieces)
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=not cased)
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    tokenizer.post_processor = processors.BertProcessing(("[SEP]", vocabulary.sep_id), ("[CLS]", vocabulary.cls_id))
+    tokenizer.post_processor = processors.BertProcessing(
+        *((token, vocabulary.ids[token]) for token in ("[SEP]", "[CLS]"))
+    )
     tokenizer.decoder = decoders.WordPiece()
     # Otherwise [MASK] in a text would be split at its brackets.
     tokenizer.add_special_tokens(list(special.values()))

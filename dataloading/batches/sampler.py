@@ -101,19 +101,21 @@ class BatchPlan:
         # Computed from the length index, so that the ranks need no all-reduce of their counts.
         masked = int(self.masked_counts[batch].sum())
         mine = micro_batches[rank :: self.world_size]
-        largest = (self._largest(sizes[batch], micro_batches) for sizes in (self.lengths, self.masked_counts))
+        # Largest sums of each round of concurrent micro-batches.
+        largest = (
+            sums_of(sizes[batch], micro_batches).reshape(-1, self.world_size).max(axis=1).tolist()
+            for sizes in (self.lengths, self.masked_counts)
+        )
         # Drop empty places, which are -1.
         return [
             MicroBatch(batch[rows[rows >= 0]], len(batch), masked, *both)
             for rows, *both in zip(mine, *largest, strict=True)
         ]
 
-    def _largest(self, sizes: NDArray[np.integer], micro_batches: NDArray[np.int64]) -> list[int]:
-        """Return, for each round of concurrent micro-batches, the largest sum of ``sizes`` over a micro-batch."""
-        sums = np.append(sizes, 0)[micro_batches].sum(
-            axis=1, dtype=np.int64
-        )  # an empty place has index -1 and so reads the appended 0
-        return sums.reshape(-1, self.world_size).max(axis=1).tolist()
+
+def sums_of(sizes: NDArray[np.integer], dealt: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the sum of ``sizes`` over each micro-batch of `deal`."""
+    return np.append(sizes, 0)[dealt].sum(axis=1, dtype=np.int64)  # an empty place, -1, reads the appended 0
 
 
 def cost(lengths: NDArray[np.integer]) -> NDArray[np.int64]:

@@ -11,7 +11,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from dataloading.batches.sampler import deal
+from dataloading.batches.sampler import deal, sums_of
 
 Size = TypeVar("Size", int, NDArray[np.int64])
 
@@ -91,14 +91,13 @@ def draw_sizes(
     on all ranks. At least 2,048 micro-batches of at least 64 global batches are drawn, which takes 0.1 s.
     """
     generator = np.random.default_rng(0)
-    tokens, masked = [], []
+    drawn = []
     for _ in range(max(_GLOBAL_BATCHES, -(-_MICRO_BATCHES // micro_batches))):
         batch = generator.integers(0, len(lengths), global_batch_size)  # only lengths matter
         dealt = deal(lengths[batch], micro_batches)
-        for sums, sizes in ((tokens, lengths), (masked, masked_counts)):
-            drawn = np.append(sizes[batch], 0)  # an empty place has index -1 and so reads the appended 0
-            sums.append(drawn[dealt].sum(axis=1, dtype=np.int64))
-    return np.concatenate(tokens), np.concatenate(masked)
+        drawn.append([sums_of(sizes[batch], dealt) for sizes in (lengths, masked_counts)])
+    tokens_N, masked_N = np.concatenate(drawn, axis=1)
+    return tokens_N, masked_N
 
 
 def _boundaries(sizes_U: NDArray[np.int64], counts_U: NDArray[np.int64], most: int) -> NDArray[np.int64]:

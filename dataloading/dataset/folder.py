@@ -152,9 +152,7 @@ class Dataset:
     def take(self, indices: NDArray[np.int64]) -> Samples:
         """Return the samples at ``indices``, in this order. Indices may repeat.
 
-        Raises:
-            IndexError: an index is outside the data set.
-            ValueError: a shard is missing, has invalid content, or differs from the manifest.
+        Raises ``IndexError`` for an index outside the data set.
         """
         if len(indices) and not (indices.min() >= 0 and indices.max() < len(self)):
             raise IndexError(

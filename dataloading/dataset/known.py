@@ -34,9 +34,6 @@ def verify(dataset: Dataset, visit: Callable[[ShardRecord], None] = lambda _: No
     """Read a whole data set, check it against its digests and its length index, and return the findings as text.
 
     ``visit`` is called after each shard. Needs 8 bytes of memory a sample.
-
-    Raises:
-        ValueError: a shard is damaged or missing, or samples are repeated.
     """
     marked_digests: list[NDArray[np.uint64]] = [np.empty(0, np.uint64)]
     multiset_digest = 0
@@ -110,11 +107,7 @@ def describe_samples(dataset: Dataset) -> str:
 
 
 def pick_evaluation(dataset: Dataset, count: int) -> NDArray[np.int64]:
-    """Return the evenly spaced sample numbers [count] that the reference's ``pick_eval_samples`` picks.
-
-    Raises:
-        ValueError: the data set holds fewer than ``count`` samples.
-    """
+    """Return the evenly spaced sample numbers [count] that the reference's ``pick_eval_samples`` picks."""
     if not 1 <= count <= len(dataset):
         raise ValueError(f"{dataset.folder}: {len(dataset):,} samples, of which {count:,} are to be picked")
     # Same arithmetic as the reference: a double-precision ratio, truncated.

@@ -51,10 +51,6 @@ def shuffle(source: Dataset, out: Path, *, shards: int, seed: int, report: Repor
 
     While it runs, it needs temporary disk space of the size of the result. At the end, the multisets of samples before and
     after the shuffle are compared by digest.
-
-    Raises:
-        ValueError: the shards would be too large for memory, or empty; ``out`` holds other files; a source is damaged.
-        OSError: the disk is full or cannot be written.
     """
     least = -(-_stored_bytes(source) // _SHARD_BYTES)
     if not max(1, least) <= shards <= len(source):

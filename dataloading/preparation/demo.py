@@ -10,7 +10,7 @@ from dataloading.options import PretrainingOptions
 from dataloading.preparation.pretraining_data import create_samples, tokenize_documents
 from dataloading.shards.shard import DatasetInfo
 from dataloading.text.documents import demo_documents
-from dataloading.text.tokenization import Tokenizer
+from dataloading.text.tokenization import Tokenizer, Vocabulary
 
 TRAIN_OPTIONS = PretrainingOptions(max_seq_length=128, max_predictions_per_seq=19, dupe_factor=10)
 EVALUATION_OPTIONS = replace(TRAIN_OPTIONS, dupe_factor=2, random_seed=54321)
@@ -22,7 +22,7 @@ def write_demo(folder: Path, vocab: Path) -> bool:
 
     Raises ``ValueError`` if this Python lacks the text, the vocabulary is invalid, or the folder holds other files.
     """
-    tokenizer = Tokenizer.from_vocab(vocab)
+    tokenizer = Tokenizer(Vocabulary.from_file(vocab))
     splits = (("train", False, TRAIN_OPTIONS), ("evaluation", True, EVALUATION_OPTIONS))
     missing = [split for split in splits if not _is_current(folder / split[0], tokenizer, split[2])]
     documents = demo_documents() if missing else []

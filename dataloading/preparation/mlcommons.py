@@ -6,13 +6,12 @@ The known values come from the README of the benchmark's reference (mlcommons/tr
 import hashlib
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath, PurePosixPath
 
 from console.files import open_regular, read_bounded
 from console.text import counted
-from dataloading.jobs import run_tasks
 from dataloading.text.tokenization import text_lines
 
 VOCABULARY, CHECKPOINT, EVALUATION, TRAIN = "vocab.txt", "phase1.safetensors", "evaluation", "train"
@@ -76,11 +75,7 @@ class Inputs:
 
 
 def find_inputs(folders: Sequence[Path], leave_out: Path) -> Inputs:
-    """Find the input files in ``folders``, at any depth, except in ``leave_out``.
-
-    Raises:
-        ValueError: a folder is missing, a set of files is incomplete, or a file was found twice.
-    """
+    """Find the input files in ``folders``, at any depth, except in ``leave_out``."""
     names: dict[str, list[Path]] = {}
     for path in _walk(folders, leave_out.resolve()):
         names.setdefault(path.name, []).append(path)
@@ -134,17 +129,19 @@ def _parts(names: Mapping[str, list[Path]]) -> tuple[Path, ...]:
 
 def _checkpoint(names: Mapping[str, list[Path]]) -> tuple[Path, ...]:
     """Return the files of the TensorFlow 1 checkpoint. A TensorFlow 2 checkpoint is skipped."""
-    matches = [(match, path) for name in names if (match := _CHECKPOINT.fullmatch(name)) for path in names[name]]
-    counts: dict[Path, int] = {}
-    for match, path in matches:
-        if not path.parent.name.startswith("tf2"):
-            prefix = path.with_name(match[1])
-            counts[prefix] = max(counts.get(prefix, 1), int(match[2] or 1))
-    if not counts:
+    matches = [
+        (path.with_name(match[1]), int(match[2] or 1))
+        for name in names
+        if (match := _CHECKPOINT.fullmatch(name))
+        for path in names[name]
+        if not path.parent.name.startswith("tf2")
+    ]
+    if not matches:
         return ()
-    if len(prefixes := sorted(counts)) > 1:
-        raise ValueError(f"{prefixes[0]} and {prefixes[1]} are two checkpoints; name folders that hold one")
-    ((prefix, count),) = counts.items()
+    prefix, *others = sorted({prefix for prefix, _ in matches})
+    if others:
+        raise ValueError(f"{prefix} and {others[0]} are two checkpoints; name folders that hold one")
+    count = max(count for _, count in matches)
     parts = [Path(f"{prefix}.data-{at:05d}-of-{count:05d}") for at in range(min(count, 1000))]
     files = [Path(f"{prefix}.index"), *parts]
     if missing := [path for path in files if not path.is_file()]:
@@ -220,16 +217,8 @@ def _refuse(described: Iterable[str]) -> None:
         )
 
 
-def digests_of(files: Sequence[Path], jobs: int, report: Callable[[Path], None]) -> dict[Path, str]:
-    """Return the MD5 sum of each file, computed in ``jobs`` processes. ``report`` is called with each finished file."""
-    md5s = {}
-    for path, md5 in run_tasks(_digest, files, jobs):
-        md5s[path] = md5
-        report(path)
-    return md5s
-
-
-def _digest(path: Path) -> tuple[Path, str]:
+def digest_of(path: Path) -> tuple[Path, str]:
+    """Return a file and its MD5 sum."""
     with open_regular(path) as file:
         # Without usedforsecurity=False, FIPS builds refuse MD5.
         return path, hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()

@@ -4,6 +4,7 @@ import glob
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, groupby
 from pathlib import Path
 
 from console.files import sha256_of, write_atomically
@@ -41,11 +42,7 @@ class TextSplit:
 
 
 def write_own_text(own: OwnText, out: Path) -> TextSplit:
-    """Write ``out/train``, ``out/evaluation`` and ``out/vocab.txt`` atomically; return the documents of both sets.
-
-    Raises:
-        ValueError: a text or the vocabulary cannot be used, there are too few documents, or ``out`` is not empty.
-    """
+    """Write ``out/train``, ``out/evaluation`` and ``out/vocab.txt`` atomically; return the documents of both sets."""
     texts = text_files(own.text)
     split = split_documents([document for path in texts for document in _documents(path, own)], own.evaluation_share)
     with new_folder(out) as aside:
@@ -70,10 +67,7 @@ def write_own_text(own: OwnText, out: Path) -> TextSplit:
 
 
 def text_files(places: Sequence[Path]) -> list[Path]:
-    """Resolve files, folders and patterns to files, each once. Hidden files in folders are skipped.
-
-    Raises ``ValueError`` if a path or pattern matches no file.
-    """
+    """Resolve files, folders and patterns to files, each once. Hidden files in folders are skipped."""
     found: dict[Path, None] = {}
     for place in places:
         if place.is_dir():
@@ -91,7 +85,7 @@ def text_files(places: Sequence[Path]) -> list[Path]:
 def split_documents(documents: Sequence[Document], share: float) -> TextSplit:
     """Hold out the ``share`` of documents with the smallest digests, independently of the order of the documents.
 
-    No document is in both sets. Raises ``ValueError`` if there are too few documents.
+    No document is in both sets.
     """
     # The dictionary removes duplicates and keeps the order.
     different = {hashlib.sha256("\n".join(document).encode()).digest(): document for document in documents}
@@ -127,8 +121,7 @@ def _cut(sentence: str, most: int) -> list[str]:
 def _vocabulary(own: OwnText, documents: Sequence[Document]) -> tuple[Vocabulary, bool]:
     if own.vocab is None:
         lines = [sentence for document in documents for sentence in document]
-        # A short text gives fewer tokens, which is not an error here.
-        tokens = learn_vocabulary(lines, own.vocab_size, lower=not own.cased, exactly=False)
+        tokens = learn_vocabulary(lines, own.vocab_size, lower=not own.cased)
         return Vocabulary.of_tokens(tokens, Path("vocab.txt")), not own.cased
     given = Vocabulary.from_folder(own.vocab) if own.vocab.is_dir() else Vocabulary.from_file(own.vocab)
     if given is None:
@@ -139,25 +132,22 @@ def _vocabulary(own: OwnText, documents: Sequence[Document]) -> tuple[Vocabulary
 def _write(
     folder: Path, documents: list[Document], tokenizer: Tokenizer, options: PretrainingOptions, sources: dict[str, str]
 ) -> None:
-    vocabulary = tokenizer.vocabulary
-    info = samples_info(vocabulary, options, sources)
+    info = samples_info(tokenizer.vocabulary, options, sources)
     folder.mkdir()
     calls = _calls(documents)
     names = [shard_name(index, len(calls)) for index in range(len(calls))]
     for name, some in zip(names, calls, strict=True):
-        samples = create_samples(tokenize_documents(some, tokenizer), options, vocabulary)
+        samples = create_samples(tokenize_documents(some, tokenizer), options, tokenizer.vocabulary)
         write_shard(folder / name, samples, info)
     index_shards(folder, names, info)
 
 
 def _calls(documents: list[Document]) -> list[list[Document]]:
     """Divide the documents into consecutive groups of about equal length, one for each call of the algorithm."""
-    sizes = [sum(map(len, document)) for document in documents]
-    count = -(-sum(sizes) // _SHARD_CHARACTERS)
-    calls: list[list[Document]] = [[] for _ in range(count)]
-    before = 0
-    for document, size in zip(documents, sizes, strict=True):
-        # A document's position in the whole text decides which call it belongs to.
-        calls[before * count // sum(sizes)].append(document)
-        before += size
-    return [call for call in calls if call]  # a long document may leave other calls empty
+    *starts, total = accumulate((sum(map(len, document)) for document in documents), initial=0)
+    count = -(-total // _SHARD_CHARACTERS)
+    # A document's position in the whole text decides which call it belongs to.
+    positioned = zip(starts, documents, strict=True)
+    return [
+        [document for _, document in call] for _, call in groupby(positioned, lambda pair: pair[0] * count // total)
+    ]

@@ -52,9 +52,6 @@ def read_documents(paths: Sequence[Path]) -> list[list[str]]:
 
     As in the reference, only an empty line ends a document, so the first lines of a file continue the last document of
     the previous file.
-
-    Raises:
-        ValueError: a file cannot be read, is not UTF-8, is too large, or has no text or a line that is too long.
     """
     documents: list[list[str]] = [[]]
     for path in paths:
@@ -126,7 +123,7 @@ def create_samples(documents: TokenizedDocuments, options: PretrainingOptions, v
         options.short_seq_prob,
         masked_count_by_length,
         vocabulary.size,
-        np.array([vocabulary.cls_id, vocabulary.sep_id, vocabulary.mask_id], np.uint16),
+        np.array([vocabulary.ids[token] for token in ("[CLS]", "[SEP]", "[MASK]")], np.uint16),
     )
     order = np.arange(len(lengths))
     _shuffle(twister, order)

@@ -19,6 +19,8 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from rich.filesize import decimal
+
 from console.files import is_temporary, read_bounded, read_json, sha256_of, sync, write_atomically
 from console.locks import BusyError, lock_file
 from console.processes import run
@@ -26,7 +28,7 @@ from console.program import say
 from dataloading.dataset import known
 from dataloading.dataset.folder import MANIFEST_NAME, open_dataset, write_dataset
 from dataloading.dataset.shuffle import JOB_NAME, STEPS, shuffle
-from dataloading.jobs import Report, WorkPart
+from dataloading.jobs import Report, WorkPart, run_tasks
 from dataloading.options import EVALUATION_SAMPLES, ExtractionOptions, PretrainingOptions
 from dataloading.preparation.estimate import Progress, estimate, total_bytes
 from dataloading.preparation.mlcommons import (
@@ -36,7 +38,7 @@ from dataloading.preparation.mlcommons import (
     VOCABULARY,
     Checksums,
     Inputs,
-    digests_of,
+    digest_of,
     find_inputs,
 )
 from dataloading.preparation.prepare import Job, make_shards, prepare
@@ -45,7 +47,6 @@ from dataloading.text.wikipedia import extract
 _SEED = 24
 _MAX_RECORD_BYTES = 64 << 20
 _WORK = re.compile(r"[a-z0-9.-]+-[0-9a-f]{16}")
-_STAGES_IN_PARTS = ("check", "samples")
 _ELSEWHERE = "move it away, or name another --out"
 
 _MadeFrom = dict[str, object]
@@ -82,10 +83,6 @@ def make_wikipedia(request: Request) -> bool:
     """Make all results that the inputs allow, or one part of the samples; return whether all results exist in the end.
 
     The process that completes the last part also makes the other results.
-
-    Raises:
-        ValueError: an input is wrong, a result was made from other inputs, or another process is running.
-        OSError: the disk is full or cannot be written.
     """
     inputs = find_inputs(request.folders, request.out)
     if not inputs.files and not inputs.articles:
@@ -150,7 +147,7 @@ def _describe(request: Request, inputs: Inputs) -> None:
     for name, paths in found.items():
         if paths:
             more = f" ... ({len(paths):,} files)" if len(paths) > 1 else ""
-            say(f"found: {name}, {paths[0]}{more}, {in_units(total_bytes(paths))}")
+            say(f"found: {name}, {paths[0]}{more}, {decimal(total_bytes(paths))}")
     for name in _missing(request.out, inputs):
         say(f"missing: {_SOURCES[name]}, from which {request.out / name} is made; docs/data.md says how to download it")
 
@@ -193,15 +190,10 @@ class _Preparation:
         for path in filter(is_temporary, [*self.work.iterdir(), *self.out.glob(f".{VOCABULARY}.*")]):
             _delete(path)
         self._begin(self.inputs.files)
-        sources = self.inputs.by_result
-        if sources[CHECKPOINT]:
-            self._make(CHECKPOINT, self._digests(sources[CHECKPOINT]), self._convert_checkpoint)
-        if sources[EVALUATION]:
-            made_from = self._digests(sources[EVALUATION]) | self._settings()
-            self._make(EVALUATION, made_from, self._make_evaluation)
-        if sources[TRAIN]:
-            order: _MadeFrom = {"shards": self.request.shards, "seed": _SEED}
-            self._make(TRAIN, self._digests(sources[TRAIN]) | self._settings() | order, self._make_train)
+        self._make(CHECKPOINT, self._convert_checkpoint, dict)
+        self._make(EVALUATION, self._make_evaluation, self._settings)
+        order = {"shards": self.request.shards, "seed": _SEED}
+        self._make(TRAIN, self._make_train, lambda: self._settings() | order)
         self._verify()
         # If the training set does not exist yet, other processes may still need the parts.
         if (self.out / TRAIN).exists():
@@ -215,14 +207,14 @@ class _Preparation:
             raise ValueError("--part shares the work of making samples, and there is no text; leave it out")
         mine = part.share_of(len(text))
         self._begin([*self.inputs.vocabulary, *text[mine.start : mine.stop]])
-        folder, job = self._samples_folder(), self._job()
+        folder, job = self._samples_folder(), Job(text, self.vocab, self.options)
         make_shards(job, folder, jobs=self.request.jobs, part=part, report=self._report_files("samples"))
         return all((folder / name).exists() for name in job.shard_names)
 
     def _begin(self, files: list[Path]) -> None:
         """Print the expected time and disk, check the files, and install the vocabulary."""
         given = self.inputs.vocabulary[0] if self.inputs.vocabulary else None
-        if (self.inputs.by_result[EVALUATION] or self.inputs.by_result[TRAIN]) and not (given or self.vocab.is_file()):
+        if (self.inputs.evaluation or self.inputs.text) and not (given or self.vocab.is_file()):
             raise ValueError("vocab.txt is missing, which samples need; docs/data.md says how to download it")
         self._announce()
         if unlisted := self._check(files):
@@ -237,41 +229,40 @@ class _Preparation:
         existing = [name for name in self.inputs.by_result if (self.out / name).exists()]
         expected = estimate(self.inputs, existing, self.request.jobs)
         if part := self.request.part:
-            own = {name: each / part.count for name, each in expected.seconds.items() if name in _STAGES_IN_PARTS}
+            own = {name: each / part.count for name, each in expected.seconds.items() if name in ("check", "samples")}
             expected = replace(expected, seconds=own)
         self.progress = Progress(expected.seconds)
         if not expected.seconds:
             return
         left_by_others = total_bytes([path for path in self.work.rglob("*") if path.is_file()])
-        free, needed = shutil.disk_usage(self.work).free, max(0, expected.most_bytes - left_by_others)
-        say(
-            f"to make in {self.out}: {in_units(expected.result_bytes)}; meanwhile {in_units(needed)} are needed, and "
-            f"{in_units(free)} are free"
-        )
+        free, needed = shutil.disk_usage(self.work).free, max(0, int(expected.most_bytes) - left_by_others)
+        room = f"{decimal(needed)} are needed, and {decimal(free)} are free"
+        say(f"to make in {self.out}: {decimal(int(expected.result_bytes))}; meanwhile {room}")
         say(f"expected time with --jobs {self.request.jobs} on {os.cpu_count()} cores: {expected}")
         if needed > free:
-            raise ValueError(
-                f"{self.out}: {in_units(needed)} are needed, and {in_units(free)} are free; make room, or name "
-                "another --out"
-            )
+            raise ValueError(f"{self.out}: {room}; make room, or name another --out")
 
     def _check(self, files: list[Path]) -> int:
         """Compare files with the lists of MD5 sums; return the number of files that no list contains."""
         total = total_bytes(files) or 1
-
-        def report(path: Path) -> None:
+        for path, md5 in run_tasks(digest_of, files, self.request.jobs):
+            self.md5s[path] = md5
             self.progress.add("check", path.stat().st_size / total)
-
-        self.md5s = digests_of(files, self.request.jobs, report)
         # Text that this command extracted has the same file names as the benchmark's text, but other content.
         given = [path for path in files if self.work.resolve() not in path.parents]
         return self.checksums.check({path: self.md5s[path] for path in given})
 
-    def _make(self, result: str, made_from: _MadeFrom, make: Callable[[Path], None]) -> None:
-        """Make a result unless it exists. ``make`` gets a path for the result, and continues an earlier attempt there."""
+    def _make(self, result: str, make: Callable[[Path], None], settings: Callable[[], _MadeFrom]) -> None:
+        """Make a result if its inputs are there and it does not exist.
+
+        ``make`` gets a path for the result, and continues an earlier attempt there.
+        """
+        if not (sources := self.inputs.by_result[result]):
+            return
+        made_from = _inputs((path.name, self.md5s[path]) for path in sources) | settings()
         target, marker = self.out / result, self.work / f"{result}.json"
         if target.exists() or target.is_symlink():
-            if not marker.exists() or read_json(marker, _MAX_RECORD_BYTES, "delete it") != made_from:
+            if not _records(marker, made_from):
                 raise ValueError(
                     f"{target} exists and was not made from these inputs with these settings; {_ELSEWHERE}"
                 )
@@ -316,7 +307,8 @@ class _Preparation:
         # A shuffle is complete once it has deleted the description of its job.
         if not (place / MANIFEST_NAME).exists() or (place / JOB_NAME).exists():
             if not (samples / MANIFEST_NAME).exists():
-                prepare(self._job(), samples, jobs=self.request.jobs, report=self._report_files("samples"))
+                job = Job(self.inputs.text, self.vocab, self.options)
+                prepare(job, samples, jobs=self.request.jobs, report=self._report_files("samples"))
             self.progress.set("samples", 1.0, kept=True)
             source, shards = open_dataset(samples), self.request.shards
             shuffle(source, place, shards=shards, seed=_SEED, report=self._report_shuffle)
@@ -328,27 +320,18 @@ class _Preparation:
         sizes = _inputs((path.name, path.stat().st_size) for path in self.inputs.text)
         return self._place("samples", sizes | self._settings())
 
-    def _job(self) -> Job:
-        return Job(self.inputs.text, self.vocab, self.options)
-
     def _verify(self) -> None:
         folders = [self.out / name for name in (TRAIN, EVALUATION) if (self.out / name).exists()]
         state = {folder.name: sha256_of(folder / MANIFEST_NAME) for folder in folders}
         marker = self.work / "verified.json"
-        if not marker.exists() or read_json(marker, _MAX_RECORD_BYTES, "delete it") != state:
+        if not _records(marker, state):
             datasets = [open_dataset(folder) for folder in folders]
             total = max(1, sum(map(len, datasets)))
             for dataset in datasets:
-                for line in known.verify(
-                    dataset, visit=lambda shard: self.progress.add("verify", shard.samples / total)
-                ):
+                for line in known.verify(dataset, lambda shard: self.progress.add("verify", shard.samples / total)):
                     say(f"{dataset.folder.name}: {line}")
             write_atomically(marker, json.dumps(state).encode())
         self.progress.set("verify", 1.0, kept=True)
-
-    def _digests(self, files: Sequence[Path]) -> _MadeFrom:
-        """Return the digest of the files' names and contents."""
-        return _inputs((path.name, self.md5s[path]) for path in files)
 
     def _settings(self) -> _MadeFrom:
         return {"vocabulary": sha256_of(self.vocab), **asdict(self.options)}
@@ -360,6 +343,10 @@ class _Preparation:
         self.progress.set(TRAIN, (STEPS.index(step) + done / max(total, 1)) / len(STEPS))
 
 
+def _records(marker: Path, made_from: object) -> bool:
+    return marker.exists() and read_json(marker, _MAX_RECORD_BYTES, "delete it") == made_from
+
+
 def _inputs(rows: Iterable[tuple[str, object]]) -> _MadeFrom:
     return {"inputs": hashlib.sha256(json.dumps(list(rows)).encode()).hexdigest()}
 
@@ -369,11 +356,3 @@ def _delete(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink()
-
-
-def in_units(count: float) -> str:
-    """Format a number of bytes with a unit."""
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):
-        if count >= size:
-            return f"{count / size:,.1f} {unit}"
-    return f"{count:.0f} bytes"

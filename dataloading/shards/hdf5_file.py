@@ -59,11 +59,7 @@ class HDF5Array:
 
 
 class HDF5File:
-    """An HDF5 file that is open for reading. ``content`` is a map of the whole file.
-
-    Raises:
-        OSError: the file is not an HDF5 file, or is damaged.
-    """
+    """An HDF5 file that is open for reading. ``content`` is a map of the whole file."""
 
     def __init__(self, path: Path, content: mmap.mmap) -> None:
         self.content = content
@@ -100,11 +96,7 @@ class HDF5File:
         return h5py.check_vlen_dtype(self._open(name).dtype) is not None
 
     def array(self, name: str) -> HDF5Array:
-        """Return an array as a read-only view of the file, or unpacked into memory.
-
-        Raises:
-            ValueError: the array does not hold integers, is damaged, or is not stored completely in this file.
-        """
+        """Return an array as a read-only view of the file, or unpacked into memory."""
         dataset = self._open(name)
         row_dtype = h5py.check_vlen_dtype(dataset.dtype)
         dtype = dataset.dtype if row_dtype is None else row_dtype

@@ -31,10 +31,6 @@ def write_shard(path: Path, samples: Samples, info: DatasetInfo) -> None:
     """Write one shard; the file appears complete or not at all.
 
     Equal samples and info give identical files. Needs as much memory as the size of the file.
-
-    Raises:
-        ValueError: the samples contradict ``info``.
-        OSError: the disk is full or cannot be written.
     """
     check_offsets(samples, path)
     check_content(samples, info, path)

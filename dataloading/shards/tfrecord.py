@@ -44,11 +44,7 @@ def is_tfrecord(first_bytes: bytes) -> bool:
 
 
 def open_tfrecord(path: Path, content: mmap.mmap) -> FlatShard:
-    """Read all samples of a mapped file into memory, without padding, and check the CRC of each record.
-
-    Raises:
-        ValueError: the file is truncated or damaged, or a record is not a sample.
-    """
+    """Read all samples of a mapped file into memory, without padding, and check the CRC of each record."""
     builder = SampleBuilder()
     sizes = (1, 1)
     place = 0

@@ -28,33 +28,30 @@ _BRACKETS = (
     (re.compile(r"\[([^\]|\[]*)\]"), r"\1"),
     (re.compile(r"\[\[[^\]\[]*\]\]"), ""),
 )
-_ELEMENTS = (
-    (re.compile(r"<chem([^<]*)</chem>"), r"\1"),
-    (re.compile(r"<ins([^<]*)</ins>"), r"\1"),
-    (re.compile(r"<, ref [^<]*</ref>"), ""),
-    (re.compile(r"<includeonly[^<]*</includeonly>"), ""),
-    (re.compile(r"<graph[^<]*</graph>"), ""),
-    (re.compile(r"<section[^\\]*/>"), ""),
-    (re.compile(r"<meta[^\\]*/>"), ""),
-    (re.compile(r"<hr[^\\]*/>"), ""),
-    (re.compile(r"<gallery[^>]*>"), ""),
-    (re.compile(r"<ref[^<]*</ref>"), ""),
-    (re.compile(r"<ref[^>]*>"), ""),
-    (re.compile(r"<http[^>]*>"), ""),
-    (re.compile(r"<Ref[^>]*>"), ""),
+_UNWRAPPED = (re.compile(r"<chem([^<]*)</chem>"), re.compile(r"<ins([^<]*)</ins>"))
+_REMOVED: tuple[str | re.Pattern[str], ...] = (
+    re.compile(r"<, ref [^<]*</ref>"),
+    re.compile(r"<includeonly[^<]*</includeonly>"),
+    re.compile(r"<graph[^<]*</graph>"),
+    re.compile(r"<section[^\\]*/>"),
+    re.compile(r"<meta[^\\]*/>"),
+    re.compile(r"<hr[^\\]*/>"),
+    re.compile(r"<gallery[^>]*>"),
+    re.compile(r"<ref[^<]*</ref>"),
+    re.compile(r"<ref[^>]*>"),
+    re.compile(r"<http[^>]*>"),
+    re.compile(r"<Ref[^>]*>"),
     # In GNU sed 4.9, the escaped slash in the rule's character set also adds a backslash to the set.
-    (re.compile(r"<mapframe [^\\/]*/>"), ""),
-    (re.compile(r"<mapframe[^>]*>"), ""),
-)
-_TAGS_BEFORE_DIV = ("</mapframe>", "<poem>", "</poem>", "<math>", "</math>", "<ref>", "</ref>")
-_DIV = (re.compile(r"<div[^>]*>"), re.compile(r"</div[^>]*>"))
-_TAGS_AFTER_DIV = (
+    re.compile(r"<mapframe [^\\/]*/>"),
+    re.compile(r"<mapframe[^>]*>"),
+    *("</mapframe>", "<poem>", "</poem>", "<math>", "</math>", "<ref>", "</ref>"),
+    *(re.compile(r"<div[^>]*>"), re.compile(r"</div[^>]*>")),
     *("<sup>", "</sup>", "<br>", "</br>", "<BR>", "</BR>", "<Br>", "</Br>", "<del>", "</del>", "<nowiki>", "</nowiki>"),
     *("<NOWIKI>", "</NOWIKI>", "<onlyinclude>", "</onlyinclude>", "<includeonly>", "</includeonly>", "<small>"),
     *("</small>", "<chem>", "</chem>", "<noinclude>", "</noinclude>", "<gallery>", "</gallery>", "<graph>{", "<graph>"),
     *("}</graph>", "</graph>", "</references>"),
+    re.compile(r"<poem [^>]*>"),
 )
-_POEM = re.compile(r"<poem [^>]*>")
 
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+(?=[A-Z0-9\"(])")
 
@@ -99,9 +96,6 @@ def hold_out(text: str, count: int, seed: int) -> tuple[list[str], list[str]]:
     (seperate_test_set.py.)
 
     The text after the last empty line, which is usually empty, counts as an article and can be drawn.
-
-    Raises:
-        ValueError: there are fewer than ``count`` articles.
     """
     found = text.split("\n\n")
     if count > len(found):
@@ -124,11 +118,7 @@ def gathered(training: Sequence[str]) -> bytes:
 
 
 def sentence_splitter(sentences: Sentences) -> Callable[[str], list[str]]:
-    """Return the function that splits a line into sentences.
-
-    Raises:
-        ValueError: punkt is not installed.
-    """
+    """Return the function that splits a line into sentences."""
     if sentences == "plain":
         return _split_plainly
     try:
@@ -167,15 +157,11 @@ def _clean_line(line: str) -> str:
         return line
     # The reference splits the line here.
     line = line.replace("</doc>", "\r")
-    for pattern, replacement in _ELEMENTS:
-        line = pattern.sub(replacement, line)
-    for tag in _TAGS_BEFORE_DIV:
-        line = line.replace(tag, "")
-    for pattern in _DIV:
-        line = pattern.sub("", line)
-    for tag in _TAGS_AFTER_DIV:
-        line = line.replace(tag, "")
-    return _POEM.sub("", line)
+    for pattern in _UNWRAPPED:
+        line = pattern.sub(r"\1", line)
+    for rule in _REMOVED:
+        line = line.replace(rule, "") if isinstance(rule, str) else rule.sub("", line)
+    return line
 
 
 def _split_plainly(line: str) -> list[str]:

@@ -97,8 +97,7 @@ class Vocabulary:
     @classmethod
     def _of(cls, content: bytes, path: Path) -> Self:
         tokens = tuple(dict.fromkeys(text_lines(content, path)))
-        missing = [token for token in SPECIAL_TOKENS if token not in tokens]
-        if missing:
+        if missing := [token for token in SPECIAL_TOKENS if token not in tokens]:
             raise ValueError(
                 f"{path}: {len(tokens):,} tokens without {', '.join(missing)}; "
                 "a BERT vocabulary has one token a line, the special ones included"
@@ -127,21 +126,6 @@ class Vocabulary:
     def size(self) -> int:
         """Number of ids."""
         return len(self.tokens)
-
-    @property
-    def cls_id(self) -> int:
-        """Id of [CLS]."""
-        return self.ids["[CLS]"]
-
-    @property
-    def sep_id(self) -> int:
-        """Id of [SEP]."""
-        return self.ids["[SEP]"]
-
-    @property
-    def mask_id(self) -> int:
-        """Id of [MASK]."""
-        return self.ids["[MASK]"]
 
 
 def _lines(tokens: Sequence[str]) -> bytes:
@@ -182,11 +166,6 @@ class Tokenizer:
         self.do_lower_case = do_lower_case
         self._word_ids = _WordIds(vocabulary)
 
-    @classmethod
-    def from_vocab(cls, path: Path, do_lower_case: bool = True) -> Self:
-        """Return a tokenizer for a vocabulary file. Raises the same errors as `Vocabulary.from_file`."""
-        return cls(Vocabulary.from_file(path), do_lower_case)
-
     def encode_lines(self, lines: Sequence[str]) -> tuple[NDArray[np.uint16], NDArray[np.int64]]:
         """Return the concatenated token ids of all lines [T], without [CLS] and [SEP], and each line's start
         [lines + 1]."""
@@ -202,15 +181,12 @@ class _WordIds(dict[str, bytes]):
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         super().__init__()
-        self._ids = vocabulary.ids
         self._pieces = models.WordPiece(
             vocabulary.ids, unk_token="[UNK]", max_input_chars_per_word=MAX_CHARACTERS_PER_WORD
         )
 
     def __missing__(self, word: str) -> bytes:
-        known = self._ids.get(word) if len(word) <= MAX_CHARACTERS_PER_WORD else None
-        pieces = [piece.id for piece in self._pieces.tokenize(word)] if known is None else [known]
-        ids = array("H", pieces).tobytes()
+        ids = array("H", [piece.id for piece in self._pieces.tokenize(word)]).tobytes()
         if len(self) >= _CACHED_WORDS:
             self.clear()
         # Longer words, which are [UNK], are not cached, because they could take any amount of memory.

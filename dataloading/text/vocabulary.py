@@ -2,7 +2,7 @@
 
 import unicodedata
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import chain
 
 from tokenizers import Tokenizer
@@ -17,16 +17,20 @@ _FREQUENT = 20
 """Minimum number of occurrences for a character to be part of the alphabet."""
 
 
-def learn_vocabulary(lines: Sequence[str], size: int, *, lower: bool = True, exactly: bool = True) -> list[str]:
-    """Learn a vocabulary of ``size`` tokens; return special tokens, characters and learned pieces in id order.
+def learn_vocabulary(lines: Sequence[str], size: int, *, lower: bool = True) -> list[str]:
+    """Learn at most ``size`` tokens; return special tokens, characters and learned pieces in id order.
 
-    ``lower`` lower-cases the text and strips accents. With ``exactly``, fewer than ``size`` tokens are an error. The
-    alphabet is passed to the trainer as sorted special tokens: the trainer would number the alphabet differently in each
-    run, and the learned pieces depend on these numbers.
+    ``lower`` lower-cases the text and strips accents. The alphabet is passed to the trainer as sorted special tokens: the
+    trainer would number the alphabet differently in each run, and the learned pieces depend on these numbers.
     """
     normalizer = BertNormalizer(lowercase=lower)
     text = [normalizer.normalize_str(line) for line in lines]
-    alphabet = sorted(_frequent_characters(text))
+    counts = Counter(chain.from_iterable(text))
+    alphabet = sorted(
+        character
+        for character, count in counts.items()
+        if count >= _FREQUENT and not character.isspace() and unicodedata.category(character) != "Cc"
+    )
     # Include each character as a continuation as well, so that a word of known characters is never [UNK].
     fixed = [*SPECIAL_TOKENS, *alphabet, *(f"##{character}" for character in alphabet)]
     if size <= len(fixed):
@@ -37,15 +41,4 @@ def learn_vocabulary(lines: Sequence[str], size: int, *, lower: bool = True, exa
     trainer = WordPieceTrainer(vocab_size=size, special_tokens=fixed, limit_alphabet=0, show_progress=False)
     tokenizer.train_from_iterator(text, trainer)
     ids = tokenizer.get_vocab()
-    if exactly and len(ids) < size:
-        raise ValueError(f"the text gives a vocabulary of {len(ids)}, not {size}: bring more text or ask for less")
     return sorted(ids, key=ids.__getitem__)
-
-
-def _frequent_characters(lines: Iterable[str]) -> list[str]:
-    counts = Counter(chain.from_iterable(lines))
-    return [
-        character
-        for character, count in counts.items()
-        if count >= _FREQUENT and not character.isspace() and unicodedata.category(character) != "Cc"
-    ]

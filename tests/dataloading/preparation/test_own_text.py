@@ -135,7 +135,7 @@ def test_a_long_text_makes_several_shards(text: Path, tmp_path: Path, monkeypatc
     dataset = open_dataset(tmp_path / "out" / "train")
     dataset.verify()
     assert len(dataset.shards) == -(-sum(len(part) for each in split.train for part in each) // 5000)
-    tokenizer = Tokenizer.from_vocab(tmp_path / "out" / "vocab.txt")
+    tokenizer = Tokenizer(Vocabulary.from_file(tmp_path / "out" / "vocab.txt"))
     assert len(tokenizer.encode_lines(split.train[0])[0]) > 0
 
 

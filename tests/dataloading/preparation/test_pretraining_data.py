@@ -12,7 +12,7 @@ from benchmarks.data_stages import reference_prepare
 from dataloading.options import PretrainingOptions
 from dataloading.preparation.pretraining_data import create_samples, read_documents, tokenize_documents
 from dataloading.shards.samples import Samples
-from dataloading.text.tokenization import Tokenizer
+from dataloading.text.tokenization import Tokenizer, Vocabulary
 
 SHARED = Path(__file__).parents[4] / "shared/data"
 GOLDEN = Path(__file__).parent / "golden"
@@ -28,7 +28,7 @@ def vocab_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def prepare(texts: list[Path], vocab_file: Path, options: PretrainingOptions) -> Samples:
-    tokenizer = Tokenizer.from_vocab(vocab_file, options.do_lower_case)
+    tokenizer = Tokenizer(Vocabulary.from_file(vocab_file), options.do_lower_case)
     return create_samples(tokenize_documents(read_documents(texts), tokenizer), options, tokenizer.vocabulary)
 
 
@@ -113,7 +113,7 @@ def test_documents_end_at_empty_lines_only(tmp_path: Path) -> None:
 
 
 def test_sentences_and_documents_without_tokens_are_left_out(vocab_file: Path) -> None:
-    tokenizer = Tokenizer.from_vocab(vocab_file)
+    tokenizer = Tokenizer(Vocabulary.from_file(vocab_file))
     tokenized = tokenize_documents([["\u200b"], ["w1", "\0", "w2 w3"], [], ["w4", "\u200b"]], tokenizer)
     assert [tokenizer.vocabulary.tokens[index] for index in tokenized.token_ids] == ["w1", "w2", "w3", "w4"]
     assert len(tokenized.sentence_offsets) == 4

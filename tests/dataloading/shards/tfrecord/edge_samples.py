@@ -3,7 +3,7 @@
 from dataloading.options import PretrainingOptions
 from dataloading.preparation.pretraining_data import create_samples, read_documents, tokenize_documents
 from dataloading.shards.samples import Samples
-from dataloading.text.tokenization import Tokenizer
+from dataloading.text.tokenization import Tokenizer, Vocabulary
 from tests.conftest import REPOSITORY
 
 MAX_SEQ_LENGTH = 64
@@ -13,7 +13,7 @@ COUNT = 80
 
 def edge_samples() -> Samples:
     """Return the first samples of the synthetic text golden/edge.txt."""
-    tokenizer = Tokenizer.from_vocab(REPOSITORY / "bert" / "artifacts" / "tiny_cpu" / "vocab.txt", True)
+    tokenizer = Tokenizer(Vocabulary.from_file(REPOSITORY / "bert" / "artifacts" / "tiny_cpu" / "vocab.txt"), True)
     documents = tokenize_documents(
         read_documents([REPOSITORY / "tests" / "dataloading" / "preparation" / "golden" / "edge.txt"]), tokenizer
     )
