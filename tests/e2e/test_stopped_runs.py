@@ -64,7 +64,7 @@ def test_a_killed_launcher_ends_its_ranks_and_the_series(training: subprocess.Po
     assert "run 2 of 2" not in output
     if not alone:  # without torchrun, this kills the run itself
         assert is_aborted(tmp_path)
-        assert f"launcher, process {launcher}, is gone" in (tmp_path / "tiny_cpu/bert/result_0.txt").read_text()
+        assert f"launcher, process {launcher.pid}, is gone" in (tmp_path / "tiny_cpu/bert/result_0.txt").read_text()
     assert not processes_of(tmp_path)
 
 
