@@ -154,13 +154,9 @@ class Embeddings(nn.Module):
 class MatrixProducts:
     """Matrix products of an encoder layer, in the precision of the input or of autocast."""
 
-    def with_bias(self, x: Tensor, dense: Dense) -> Tensor:
-        """Return ``x @ weight.T + bias``."""
-        return dense(x)
-
-    def without_bias(self, x: Tensor, dense: Dense) -> Tensor:
-        """Return ``x @ weight.T``; the next operation adds the bias."""
-        return F.linear(x, dense.weight)
+    def product(self, x: Tensor, dense: Dense, bias: Tensor | None) -> Tensor:
+        """Return ``x @ weight.T + bias``; without a bias, the next operation adds it."""
+        return F.linear(x, dense.weight, bias)
 
     def feed_forward(self, x_TD: Tensor, wide: Dense, narrow: Dense) -> Tensor:
         """Return ``gelu(x @ wide.T + bias) @ narrow.T``, [T, D], without the second bias."""
@@ -212,7 +208,8 @@ class EncoderLayer(nn.Module):
         """Compute the result of ``forward``. With recomputation, this is called a second time in the backward pass."""
         all_TD = self.placement.all_rows(hidden_TD)
         # One product computes queries, keys and values in the layout that attention reads.
-        qkv_T3HE = self.products.with_bias(all_TD, self.query_key_value).unflatten(-1, (3, -1, self._head_size))
+        dense = self.query_key_value
+        qkv_T3HE = self.products.product(all_TD, dense, dense.bias).unflatten(-1, (3, -1, self._head_size))
         context_THE = varlen_self_attention(qkv_T3HE, cu_seqlens, max_seqlen, sites.attention(self.index))
         return self._after_attention(context_THE.flatten(1), hidden_TD, sites)
 
@@ -245,7 +242,7 @@ class EncoderLayer(nn.Module):
 
     def _after_attention(self, context_TD: Tensor, residual_TD: Tensor, sites: DropoutSites) -> Tensor:
         # The norm adds the bias.
-        projected_TD = self.products.without_bias(context_TD, self.attention_output)
+        projected_TD = self.products.product(context_TD, self.attention_output, None)
         attended_TD = self._added(
             # The bias comes after the sum over ranks, so that it is added once.
             self.placement.summed(projected_TD),

@@ -19,15 +19,9 @@ def open_regular(path: Path) -> BufferedReader:
     """
     try:
         return files.open_regular(path)
-    except FileNotFoundError:
-        found = "no such file"
-    except IsADirectoryError:
-        found = "a folder"
-    except files.NotAFileError:
-        found = "not a regular file"
     except (OSError, ValueError) as error:  # ValueError: the name contains a zero byte
-        raise ValueError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
-    raise ValueError(f"{path}: {found}, expected a text file such as results/<system>/bert/result_0.txt")
+        found = getattr(error, "strerror", None) or error
+        raise ValueError(f"{path}: {found}; expected a text file such as results/<system>/bert/result_0.txt") from error
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -59,7 +59,7 @@ def _print_table(device: str | None, dtype: str | None) -> None:
             name, torch.device(device), {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype]
         )
         taken = op.chosen(*args, **kwargs)
-        for index, implementation in enumerate(op.order(device)):
+        for index, implementation in enumerate(op.orders[device]):
             reasons = "; ".join(implementation.unsupported_reasons(name, *args, **kwargs)) or "usable"
             mark = "<-" if implementation is taken else ""
             print(f"{name if index == 0 else '':28}{implementation.name:20}{mark:6}{reasons}")

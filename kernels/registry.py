@@ -69,10 +69,11 @@ class Op(Generic[Parameters, Returned]):
         self.name = definition.__name__
         self.definition = definition
         self.__doc__ = definition.__doc__
+        self.orders = orders
+        """Order in which ``auto`` tries implementations on ``cpu`` and on ``cuda``."""
         self.implementations = {each.name: each for order in orders.values() for each in order}
         self.asked = AUTO
         """``auto``, or the name of the explicitly chosen implementation."""
-        self._orders = orders
         self._measured: Mapping[str, str] = {}
         self._dropped: Mapping[str, str] = {}
         self._warned: set[str] = set()
@@ -80,10 +81,6 @@ class Op(Generic[Parameters, Returned]):
         self._captured = self._recomputed = False
         # The end of a ``captured`` block does not clear this cache, so that later calls keep the choices made inside it.
         self._chosen: dict[tuple[object, ...], Callable[Parameters, Returned]] = {}
-
-    def order(self, device: str) -> tuple[Implementation, ...]:
-        """Return the order in which ``auto`` tries implementations on ``cpu`` or ``cuda``."""
-        return self._orders[device]
 
     def __call__(self, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Returned:
         """Run the chosen implementation. Raises ``ValueError`` if an explicitly chosen one cannot compute the call."""
@@ -122,7 +119,7 @@ class Op(Generic[Parameters, Returned]):
         measured = self._measured.get(signature(*args, **kwargs)) if self._measured else None
         against = []
         # Try the measured implementation first. The sort is stable, so the other implementations keep their order.
-        for each in sorted(self.order(device_type(*args, **kwargs)), key=lambda each: each.name != measured):
+        for each in sorted(self.orders[device_type(*args, **kwargs)], key=lambda each: each.name != measured):
             reasons = self.unsupported_reasons(each, *args, **kwargs)
             if not reasons:
                 return each
@@ -212,7 +209,7 @@ class Op(Generic[Parameters, Returned]):
             self.ask_for(before)
 
     def _warn_of_fall_back(self, chosen: Implementation, *args: Any, **kwargs: Any) -> None:
-        first = self.order("cuda")[0]
+        first = self.orders["cuda"][0]
         if self.asked != AUTO or self._measured or chosen is first or device_type(*args, **kwargs) != "cuda":
             return
         reasons = "; ".join(self.unsupported_reasons(first, *args, **kwargs))

@@ -1,15 +1,43 @@
-"""The op that adds a matrix product to a weight's gradient.
+"""The op that adds a matrix product to a weight's gradient, by cuBLAS on a GPU.
 
-It is defined apart from the other ops because Triton's loss also calls it.
+``torch.addmm`` has supported adding products of 16-bit operands to fp32 since PyTorch 2.10, on CUDA only. The op is defined
+apart from the other ops because Triton's loss also calls it.
 """
 
-from kernels.libraries import pytorch_products
+import torch
+from torch import Tensor
+
 from kernels.reference import ops as reference
 from kernels.registry import Implementation, Op
 
-_FUNCTIONS = pytorch_products.accumulate_weight_gradient, pytorch_products.unsupported_reasons
+
+def add_product(gradient_NK: Tensor, output_gradient_TN: Tensor, input_TK: Tensor, overwrite: bool = False) -> Tensor:
+    """Add ``output_gradient.T @ input`` to an fp32 gradient in place, or overwrite the gradient, and return it."""
+    transposed_NT = output_gradient_TN.t()
+    # mm does not read the old gradient, which may be NaN.
+    if overwrite:
+        return torch.mm(transposed_NT, input_TK, out_dtype=torch.float32, out=gradient_NK)
+    # With the gradient as ``out``, cuBLAS adds in the product's epilogue, without another pass over memory.
+    return torch.addmm(gradient_NK, transposed_NT, input_TK, out_dtype=torch.float32, out=gradient_NK)
+
+
+def unsupported_reasons(
+    gradient_NK: Tensor, output_gradient_TN: Tensor, input_TK: Tensor, *_: object, **__: object
+) -> list[str]:
+    """Return the reasons why PyTorch cannot compute this product; empty if it can."""
+    reasons = []
+    if not gradient_NK.is_cuda:
+        reasons.append(f"tensors on {gradient_NK.device.type}: PyTorch supports this product on CUDA only")
+    dtypes = output_gradient_TN.dtype, input_TK.dtype
+    if dtypes not in ((torch.bfloat16,) * 2, (torch.float16,) * 2):
+        reasons.append(f"operands in {dtypes[0]} and {dtypes[1]}: expected bfloat16 or float16 twice")
+    if gradient_NK.dtype != torch.float32:
+        reasons.append(f"a gradient in {gradient_NK.dtype}, expected float32")
+    return reasons
+
+
 # A Triton kernel is not needed, because cuBLAS can add to the gradient in the epilogue of the product.
-_PYTORCH = Implementation("pytorch", lambda: {"accumulate_weight_gradient": _FUNCTIONS})
+_PYTORCH = Implementation("pytorch", lambda: {"accumulate_weight_gradient": (add_product, unsupported_reasons)})
 _REFERENCE = Implementation(
     "reference", lambda: {"accumulate_weight_gradient": (reference.accumulate_weight_gradient, None)}
 )

@@ -56,15 +56,12 @@ def is_there(dotted: str) -> bool:
     return False
 
 
-@pytest.mark.parametrize("kind", ["paths", "modules"])
-def test_what_is_named_exists(kind: str) -> None:
+def test_what_is_named_exists() -> None:
     missing: list[str] = []
     for file in texts():
         for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
-            if kind == "paths":
-                found = [name for name in PATH.findall(line) if not ELSEWHERE.match(name)]
-                wrong = [name for name in found if not (REPOSITORY / name).exists()]
-            else:
-                wrong = [name for name in MODULE.findall(line) if not name.endswith(".sif") and not is_there(name)]
+            paths = [name for name in PATH.findall(line) if not ELSEWHERE.match(name)]
+            wrong = [name for name in paths if not (REPOSITORY / name).exists()]
+            wrong += [name for name in MODULE.findall(line) if not name.endswith(".sif") and not is_there(name)]
             missing += [f"{file.relative_to(REPOSITORY)}:{number}: {name}" for name in wrong]
     assert missing == []

@@ -73,7 +73,7 @@ def _time(context: Context, case: Case, sides: dict[str, Callable[..., object]],
 def _compare(context: Context, op: str, what: str) -> None:
     """Add a row that compares the first usable implementation with the fastest alternative timed so far."""
     rows = [row for row in context.report.rows if row.name.startswith(f"{what}, ") and row.milliseconds]
-    order = [f"{what}, {implementation.name}" for implementation in OPS[op].order(context.device.type)]
+    order = [f"{what}, {implementation.name}" for implementation in OPS[op].orders[context.device.type]]
     # The first usable implementation in the registry's order. Training measures them and may choose a faster one.
     ours = min((row for row in rows if row.name in order), key=lambda row: order.index(row.name), default=None)
     if ours is None:

@@ -61,7 +61,7 @@ class WholeVectors:
         """Gather a whole vector from the ranks of a copy. Every rank must call it at the same time."""
         if self._tensor is None and self._pipeline is None:
             return vector_P
-        # First each rank of a stage gathers the stage's shards; then each stage is broadcast to the other stages.
+        # First each rank of a stage gathers the stage's shards; then each parameter is broadcast to the other stages.
         shards_RP = vector_P[None]
         if self._tensor is not None:
             group = self._tensor.group
@@ -74,8 +74,8 @@ class WholeVectors:
                 # An undivided parameter is equal on all ranks of the group.
                 part.copy_(shards_RP[0, own].view_as(part) if split is None else split.whole(shards_RP[:, own]))
         if self._pipeline is not None:
-            for rank in range(self._pipeline.size):  # in the same order on all ranks, so that the broadcasts match
-                self._bring(whole, rank, self._pipeline)
+            for name, part in self.parts(whole):  # in the same order on all ranks, so that the broadcasts match
+                dist.broadcast(part, group=self._pipeline.group, group_src=self._pipeline.owners[name])
         return whole
 
     def gather_model(self, weights_P: Tensor, config: ModelConfig) -> BertForPreTraining:
@@ -98,11 +98,3 @@ class WholeVectors:
 
     def _split(self, name: str) -> Split | None:
         return None if self._tensor is None else self._tensor.splits[name]
-
-    def _bring(self, whole: Tensor, rank: int, pipeline: "PipelineModel") -> None:
-        parts = [part.flatten() for name, part in self.parts(whole) if pipeline.owners[name] == rank]
-        # The parts are views of the whole vector, so copying into them fills it.
-        message = torch.cat(parts)
-        dist.broadcast(message, group=pipeline.group, group_src=rank)
-        for part, brought in zip(parts, message.split([len(part) for part in parts]), strict=True):
-            part.copy_(brought)

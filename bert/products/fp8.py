@@ -251,13 +251,14 @@ class Fp8Products(MatrixProducts):
     def __init__(self, denses: Iterable[Fp8Dense]) -> None:
         self._fp8 = {fp8.dense: fp8 for fp8 in denses}
 
-    def with_bias(self, x: Tensor, dense: Dense) -> Tensor:
+    def product(self, x: Tensor, dense: Dense, bias: Tensor | None) -> Tensor:
         """Return ``x @ weight.T + bias``."""
-        return _product(x, self._fp8[dense], dense.bias)
-
-    def without_bias(self, x: Tensor, dense: Dense) -> Tensor:
-        """Return ``x @ weight.T``."""
-        return _product(x, self._fp8[dense], None)
+        fp8 = self._fp8[dense]
+        if torch.is_grad_enabled():
+            return apply_passes(fp8, x, *fp8.cast_input(x), bias)
+        # Only the backward pass reads the transpose. An evaluation records no magnitudes.
+        quantized_TK = cast_fp8(x, fp8.input.scale, torch.zeros_like(fp8.input.amax), E4M3)
+        return fp8.product(quantized_TK, compute_dtype(x), bias)
 
     def feed_forward(self, x_TD: Tensor, wide: Dense, narrow: Dense) -> Tensor:
         """Return ``gelu(x @ wide.T + bias) @ narrow.T``, [T, D], without the second bias."""
@@ -270,14 +271,6 @@ class Fp8Products(MatrixProducts):
         product_TF = fp8_wide.product(quantized_TD, compute_dtype(x_TD))
         wide_TF, _ = bias_gelu_cast_fp8(product_TF, wide.bias, fp8_narrow.input.scale, unrecorded)
         return fp8_narrow.product(wide_TF, product_TF.dtype)
-
-
-def _product(x_TK: Tensor, fp8: Fp8Dense, bias_N: Tensor | None) -> Tensor:
-    if torch.is_grad_enabled():
-        return apply_passes(fp8, x_TK, *fp8.cast_input(x_TK), bias_N)
-    # Only the backward pass reads the transpose. An evaluation records no magnitudes.
-    quantized_TK = cast_fp8(x_TK, fp8.input.scale, torch.zeros_like(fp8.input.amax), E4M3)
-    return fp8.product(quantized_TK, compute_dtype(x_TK), bias_N)
 
 
 @dataclass(frozen=True)
@@ -330,9 +323,7 @@ def apply_passes(
 
     Only the gradient uses ``x_TK``: its values are not read.
     """
-    output_TN = _Fp8Function.apply(
-        x_TK, quantized_TK, quantized_KT, passes, compute_dtype(x_TK), bias_N, *passes.parameters
-    )
+    output_TN = _Fp8Function.apply(x_TK, quantized_TK, quantized_KT, passes, bias_N, *passes.parameters)
     assert isinstance(output_TN, Tensor)
     return output_TN
 
@@ -351,13 +342,12 @@ class _Fp8Function(torch.autograd.Function):
         quantized_TK: Tensor,
         input_KT: Tensor,
         passes: Passes,
-        dtype: torch.dtype,
         bias_N: Tensor | None,
         *_parameters: nn.Parameter,
     ) -> Tensor:
         # Autograd needs the input's gradient in the dtype of the input.
         ctx.passes, ctx.dtype, ctx.biased = passes, x_TK.dtype, bias_N is not None
-        output_TN, kept = passes.forward(quantized_TK, dtype, bias_N)
+        output_TN, kept = passes.forward(quantized_TK, compute_dtype(x_TK), bias_N)
         ctx.save_for_backward(input_KT, *kept, passes.first.weight_KN)
         return output_TN
 
@@ -370,7 +360,7 @@ class _Fp8Function(torch.autograd.Function):
         cast = cast_transpose_sum_fp8 if ctx.biased else cast_transpose_fp8
         gradient_TN, gradient_NT, *bias_gradient_N = cast(output_gradient_TN, site.scale, site.amax, E5M2)
         input_gradient_TK, *gradients = ctx.passes.backward(gradient_TN, gradient_NT, input_KT, kept, ctx.dtype)
-        return input_gradient_TK, None, None, None, None, *(bias_gradient_N or [None]), *gradients
+        return input_gradient_TK, None, None, None, *(bias_gradient_N or [None]), *gradients
 
 
 class Fp8Layer(EncoderLayer):

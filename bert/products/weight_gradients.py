@@ -61,25 +61,18 @@ class AccumulatingProducts(MatrixProducts):
         self._gradients = gradients
         self._copies = copies
 
-    def with_bias(self, x: Tensor, dense: Dense) -> Tensor:
+    def product(self, x: Tensor, dense: Dense, bias: Tensor | None) -> Tensor:
         """Return ``x @ weight.T + bias``."""
-        return self._product(x, dense, dense.bias)
-
-    def without_bias(self, x: Tensor, dense: Dense) -> Tensor:
-        """Return ``x @ weight.T``."""
-        return self._product(x, dense, None)
+        dtype = compute_dtype(x)
+        # Cast outside of the function, so that the tensors saved for its backward pass have 16 bits too.
+        weight_NK = _copy(self._copies, dense.weight, dtype)
+        output_TN = _AccumulatingProduct.apply(x.to(dtype), dense.weight, bias, weight_NK, self._gradients)
+        assert isinstance(output_TN, Tensor)
+        return output_TN
 
     def feed_forward(self, x_TD: Tensor, wide: Dense, narrow: Dense) -> Tensor:
         """Return ``gelu(x @ wide.T + bias) @ narrow.T``, [T, D], without the second bias."""
-        return self._product(bias_gelu(self._product(x_TD, wide, None), wide.bias), narrow, None)
-
-    def _product(self, x_TK: Tensor, dense: Dense, bias_N: Tensor | None) -> Tensor:
-        dtype = compute_dtype(x_TK)
-        # Cast outside of the function, so that the tensors saved for its backward pass have 16 bits too.
-        weight_NK = _copy(self._copies, dense.weight, dtype)
-        output_TN = _AccumulatingProduct.apply(x_TK.to(dtype), dense.weight, bias_N, weight_NK, self._gradients)
-        assert isinstance(output_TN, Tensor)
-        return output_TN
+        return self.product(bias_gelu(self.product(x_TD, wide, None), wide.bias), narrow, None)
 
 
 class _AccumulatingProduct(torch.autograd.Function):

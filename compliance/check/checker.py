@@ -71,12 +71,10 @@ def _verdict(log: Log, ruleset: str, opinion: official.Opinion) -> Verdict:
 
 
 def _official_opinion(log: Log, ruleset: str) -> official.Opinion:
-    if log.given_up:
-        return official.Opinion("fail", (official.Complaint(f"not asked: {log.given_up}"),), judged=False)
-    # The evidence for the official checker lacks the overlong line.
-    if log.overlong:
-        text = f"not asked: it would need hours for a record of more than {MAX_LINE_BYTES} bytes"
-        return official.Opinion("fail", (official.Complaint(text),), judged=False)
+    # The evidence for the official checker lacks an overlong line.
+    overlong = f"it would need hours for a record of more than {MAX_LINE_BYTES} bytes" if log.overlong else ""
+    if why := log.given_up or overlong:
+        return official.Opinion("fail", (official.Complaint(f"not asked: {why}"),), judged=False)
     return official.opinion(log.evidence, ruleset)
 
 

@@ -8,7 +8,7 @@ not reported again.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import combinations
 from typing import Literal
@@ -27,34 +27,28 @@ TIMELINE = tuple(rules.NEXT_PHASE)
 Defect = Literal["joined", "cut off", "headless"]
 
 
-@dataclass(frozen=True)
+@dataclass
 class CheckedLog:
-    """A log under check, with its run and the violations of its records."""
+    """A log under check.
+
+    Attributes:
+        run: state of the run at the end of the log.
+        broken: pairs of a record and its violation, in file order.
+    """
 
     log: Log
     ruleset: str
+    run: LoggedRun = field(init=False)
+    broken: list[tuple[Record, Violation]] = field(init=False, default_factory=list)
 
-    @cached_property
-    def _followed(self) -> tuple[LoggedRun, list[tuple[Record, Violation]]]:
+    def __post_init__(self) -> None:
         # In logs of other software, settings may follow the records that depend on them.
-        settings = {key: records[0] for key, records in self.log.by_key.items()}
-        run, broken = LoggedRun(self.log.header, settings), []
+        self.run = LoggedRun(self.log.header, {key: records[0] for key, records in self.log.by_key.items()})
         for record in self.log.records:
             # Other software logs many keys of its own, which the official checker ignores.
             if record.key in rules.KEYS:
-                broken += [(record, violation) for violation in violations(run, record, self.ruleset)]
-            run.add(record)
-        return run, broken
-
-    @property
-    def run(self) -> LoggedRun:
-        """State of the run at the end of the log."""
-        return self._followed[0]
-
-    @property
-    def broken(self) -> list[tuple[Record, Violation]]:
-        """Pairs of a record and its violation, in file order."""
-        return self._followed[1]
+                self.broken += [(record, violation) for violation in violations(self.run, record, self.ruleset)]
+            self.run.add(record)
 
     @property
     def aborted(self) -> bool:
@@ -195,7 +189,8 @@ def _check_evaluations(context: CheckedLog) -> Iterator[Finding]:
     """Check when the run evaluated, unless the evaluations count no sequences."""
     run, schedule, batch = context.run, context.run.schedule, context.run.global_batch_size
     samples = epoch_nums(run)
-    if not samples or run.counts["eval_accuracy"] > len(samples) or "eval_accuracy" in context.lost_keys:
+    is_complete = len(samples) == len(context.log.all("eval_accuracy")) and "eval_accuracy" not in context.lost_keys
+    if not samples or not is_complete:
         return  # other findings report these
     if counts_no_sequences(samples, batch):
         found = f"epoch_num {samples[0]}" + (f" to {samples[-1]}" if samples[-1] != samples[0] else "")

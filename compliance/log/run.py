@@ -6,7 +6,6 @@ The writer, the check, the watch and the reports all feed the records of a run t
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -28,7 +27,6 @@ class LoggedRun:
         settings: first record of each key in the whole log, if known, because other software may log settings anywhere.
 
     Attributes:
-        counts: number of records of each known key.
         first, last: first and last record of each known key.
         open: opening record of each interval that is still open.
         accuracies: eval_accuracy records of the timed run.
@@ -43,7 +41,6 @@ class LoggedRun:
         self.header: Mapping[str, str] = {} if header is None else header
         self._known: Mapping[str, Record] = {} if settings is None else settings
         self.phase: rules.Phase = "before"
-        self.counts: Counter[str] = Counter()
         self.first: dict[str, Record] = {}
         self.last: dict[str, Record] = {}
         self.open: dict[str, Record] = {}
@@ -63,7 +60,6 @@ class LoggedRun:
         self.start_ms = time_ms if self.start_ms is None else min(self.start_ms, time_ms)
         if key not in rules.KEYS:
             return
-        self.counts[key] += 1
         self.last[key] = record
         # A repeated record is a violation and does not begin a phase.
         is_first = self.first.setdefault(key, record) is record
@@ -180,22 +176,18 @@ class LoggedRun:
     @property
     def run_start_ms(self) -> int | None:
         """Time at which the clock was started."""
-        return _time_of(self.first.get("run_start"))
-
-    @property
-    def run_stop_ms(self) -> int | None:
-        """Time at which the clock was stopped."""
-        return _time_of(self.last.get("run_stop"))
+        start = self.first.get("run_start")
+        return start.time_ms if start else None
 
     @property
     def seconds(self) -> float | None:
         """Time to train, from run_start to run_stop."""
-        return _seconds(self.run_start_ms, self.run_stop_ms)
+        return _seconds(self.run_start_ms, self.last.get("run_stop"))
 
     @property
     def init_seconds(self) -> float | None:
         """Untimed initialisation, from init_start to init_stop."""
-        return _seconds(self.init_start_ms, _time_of(self.last.get("init_stop")))
+        return _seconds(self.init_start_ms, self.last.get("init_stop"))
 
     @property
     def sequences_per_s(self) -> float | None:
@@ -221,11 +213,7 @@ def samples_of(metadata: Mapping[str, object]) -> int | None:
     return samples if rules.is_integer(samples) and samples >= 0 else None
 
 
-def _time_of(record: Record | None) -> int | None:
-    return record.time_ms if record else None
-
-
-def _seconds(start_ms: int | None, stop_ms: int | None) -> float | None:
-    if start_ms is None or stop_ms is None or stop_ms < start_ms:  # the clock was set back
+def _seconds(start_ms: int | None, stop: Record | None) -> float | None:
+    if start_ms is None or stop is None or stop.time_ms < start_ms:  # the clock was set back
         return None
-    return (stop_ms - start_ms) / 1000
+    return (stop.time_ms - start_ms) / 1000

@@ -56,9 +56,9 @@ class Worker:
 
     def __init__(self) -> None:
         self.process: subprocess.Popen[bytes] | None = None
-        self._temporary = tempfile.TemporaryDirectory(prefix="compliance-")
+        self._temporary = tempfile.TemporaryDirectory(prefix="compliance-")  # is removed at exit
         self.folder = Path(self._temporary.name)
-        atexit.register(self._close)
+        atexit.register(self.end)
 
     def answer(self, question: str, subject: str | int, ruleset: str, timeout_s: float) -> dict[str, Any]:
         """Return the answer to a question, or {"crash": reason} if there is none."""
@@ -111,10 +111,6 @@ class Worker:
                 if pipe:
                     pipe.close()
         process.wait()
-
-    def _close(self) -> None:
-        self.end()
-        self._temporary.cleanup()
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:

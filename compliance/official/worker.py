@@ -19,7 +19,6 @@ import re
 import sys
 from collections.abc import Callable, Iterable
 from functools import cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 import yaml
@@ -50,15 +49,14 @@ class RuleFiles:
 
     BaseLoader = yaml.BaseLoader
 
-    @staticmethod
-    def load(file: TextIO, Loader: object) -> Any:  # noqa: ARG004 - passed by name
+    def __init__(self) -> None:
+        self._rules: dict[str, Any] = {}
+
+    def load(self, file: TextIO, Loader: type[yaml.BaseLoader]) -> Any:  # passed by this name
         """Return the content of a rule file."""
-        return _load_rules(file.name)
-
-
-@cache
-def _load_rules(name: str) -> Any:
-    return yaml.load(Path(name).read_text("utf-8"), yaml.BaseLoader)
+        if file.name not in self._rules:
+            self._rules[file.name] = yaml.load(file, Loader)
+        return self._rules[file.name]
 
 
 class _Messages(logging.Handler):

@@ -247,11 +247,6 @@ def breakdown(run: ReportedRun) -> dict[str, float]:
     return seconds | {"other": max(0.0, run.logged.seconds - whole)} if whole > 0 else {}
 
 
-def steps_taken(run: ReportedRun) -> int:
-    """Return the number of optimizer steps according to the metrics."""
-    return max((record.step for record in run.metrics.steps), default=0)
-
-
 def _only(values: set[Value | None]) -> Value | None:
     known = values - {None}
     return next(iter(known)) if len(known) == 1 else None

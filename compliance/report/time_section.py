@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from compliance.report.results import STEP_PARTS, ReportedRun, Results, breakdown, steps_taken
+from compliance.report.results import STEP_PARTS, ReportedRun, Results, breakdown
 from console.html.charts import Axes, Line, level, line_chart
 from console.text import counted
 
@@ -64,7 +64,7 @@ def _parts(runs: Sequence[ReportedRun]) -> tuple[dict[str, dict[str, float]], li
         return {}, []
     totals = {name: sum(seconds[name] for seconds in parts.values()) for name in PART_CLASSES}
     rows = {f"run {number}": seconds for number, seconds in parts.items()}
-    steps = sum(steps_taken(run) for run in runs if run.number in parts)
+    steps = sum(max(step.step for step in run.metrics.steps) for run in runs if run.number in parts)
     whole = sum(totals.values())
     key = []
     for name, seconds in totals.items():

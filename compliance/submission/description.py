@@ -148,18 +148,13 @@ def against_logs(description: Description, runs: Sequence[LoggedRun]) -> Iterato
     # Each rank has its own accelerator. On CPUs the number of ranks says nothing about the hardware.
     ranks = "" if head["accelerator"].lower() in _NONE else head["processes"].partition(" ")[0]
     model, torch = head["cpu"].rpartition(", ")[0], f"PyTorch {head['torch']}" if head["torch"] else ""
-    compared: list[tuple[str, str | None, str, Callable[[str, str], bool]]] = [
-        (
-            "accelerator_model_name",
-            description.text("accelerator_model_name") or "none",
-            head["accelerator"],
-            _same_device,
-        ),
+    text = description.text
+    for name, described, logged, agree in (
+        ("accelerator_model_name", text("accelerator_model_name") or "none", head["accelerator"], _same_device),
         ("accelerators_per_node", _accelerators(description), ranks, str.__eq__),
-        ("host_processor_model_name", description.text("host_processor_model_name"), model, _same_model),
-        ("framework", description.text("framework"), torch, _same_release),
-    ]
-    for name, described, logged, agree in compared:
+        ("host_processor_model_name", text("host_processor_model_name"), model, _same_model),
+        ("framework", text("framework"), torch, _same_release),
+    ):
         if described and logged and not agree(described, logged):
             what = "number_of_nodes x accelerators_per_node" if name == "accelerators_per_node" else "value"
             found = f"{what} {shown(described)}, expected what the heads of the logs say, {shown(logged)}"

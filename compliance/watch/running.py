@@ -150,7 +150,7 @@ class RunningLog(LoggedRun):
     def _check_settings(self) -> None:
         """Add complaints about records that must be logged before the clock starts."""
         is_closed = self.division == "closed"
-        if not self.counts["cache_clear"]:
+        if "cache_clear" not in self.first:
             self.complain("no cache_clear before run_start: caches must be dropped, and that logged (TR 6.1)")
         elif is_closed and not self._cleared:
             self.complain("caches were not dropped before this closed run (TR 6.1)")

@@ -166,7 +166,7 @@ def _candidates(request: CallKind, arguments: Arguments) -> list[Implementation]
     """Return the implementations that the run may use for this kind of call, up to and including the reference."""
     op = OPS[request.op]
     args, kwargs = arguments
-    order = op.order(device_type(*args, **kwargs))
+    order = op.orders[device_type(*args, **kwargs)]
     with request.state():
         usable = [each for each in order if not op.unsupported_reasons(each, *args, **kwargs)]
     names = [each.name for each in usable]

@@ -36,19 +36,15 @@ def medians(
     return {name: statistics.median(each) for name, each in samples.items()}
 
 
-def flush_buffer(device: torch.device) -> torch.Tensor:
-    """Return a tensor that is large enough to evict everything else from a GPU's L2 cache."""
-    cache_bytes = int(getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0)) or 128 * 2**20
-    return torch.empty(2 * cache_bytes, dtype=torch.int8, device=device)
-
-
 class Timer:
     """Timer of calls on a device."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
         if self._on_gpu:
-            self._cache = flush_buffer(device)
+            # Large enough to evict everything else from the L2 cache.
+            size = int(getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0)) or 128 * 2**20
+            self._cache = torch.empty(2 * size, dtype=torch.int8, device=device)
             self._start, self._stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
 
     def __call__(self, work: Callable[[], object]) -> float:

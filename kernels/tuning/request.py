@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ class CallKind:
     gradients: bool
     """Whether the call was made with gradients enabled. If so, the backward pass is measured too."""
     args: tuple[Any, ...]
-    """Positional arguments, with ``_Like`` in place of floating-point tensors."""
+    """Positional arguments, with tensors on the device "meta", without values, in place of floating-point tensors."""
     kwargs: dict[str, Any]
 
     @classmethod
@@ -35,19 +36,19 @@ class CallKind:
         """Create the description of a call with these arguments in the current state of autograd and autocast."""
         device = next(value.device for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
         autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
-        kept = tuple(_template(value) for value in args), {name: _template(value) for name, value in kwargs.items()}
+        kept = _template(args), {name: _template(value) for name, value in kwargs.items()}
         return cls(op, signature(*args, **kwargs), device, autocast, torch.is_grad_enabled(), *kept)
 
     @property
     def label(self) -> str:
         """Description for logs: the op, the first tensor's size and type, and whether only the forward pass is measured."""
-        first = next(value for value in self.args if isinstance(value, (_Like, Tensor)))
+        first = next(value for value in self.args if isinstance(value, Tensor))
         size = " x ".join(map(str, first.shape)) or "scalar"
         return f"{self.op} ({size}, {str(first.dtype).removeprefix('torch.')}{'' if self.gradients else ', forward'})"
 
     def arguments(self) -> Arguments:
         """Return new arguments similar to the call's arguments. Floating-point tensors hold random values from 0 to 1."""
-        return tuple(_made(value) for value in self.args), {name: _made(value) for name, value in self.kwargs.items()}
+        return _made(self.args, self.device), {name: _made(value, self.device) for name, value in self.kwargs.items()}
 
     @contextmanager
     def state(self) -> Iterator[None]:
@@ -59,38 +60,25 @@ class CallKind:
             yield
 
 
-@dataclass(frozen=True)
-class _Like:
-    """Shape, layout and type of a floating-point tensor, without its values."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-    requires_grad: bool
-
-    def make(self) -> Tensor:
-        """Return a leaf tensor with random values."""
-        # Keep the strides, because some implementations copy tensors that are not contiguous, which takes time.
-        reach = sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
-        numbers = torch.rand(0 if 0 in self.shape else reach + 1, device=self.device).to(self.dtype)
-        return numbers.as_strided(self.shape, self.stride).requires_grad_(self.requires_grad)
-
-
 def _template(value: Any) -> Any:
     if isinstance(value, Tensor):
         # The values of scalars (such as rates and scales) and of integers (such as ids and lengths) matter, so keep them.
         if value.dim() and value.is_floating_point():
-            return _Like(tuple(value.shape), value.stride(), value.dtype, value.device, value.requires_grad)
+            like = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+            return like.requires_grad_(value.requires_grad)
         return value.detach().clone()
     return _rebuilt(value, _template)
 
 
-def _made(value: Any) -> Any:
-    if isinstance(value, _Like):
-        return value.make()
-    # Copy tensors, because ops may change a tensor in place, such as an amax.
-    return value.clone() if isinstance(value, Tensor) else _rebuilt(value, _made)
+def _made(value: Any, device: torch.device) -> Any:
+    if not isinstance(value, Tensor):
+        return _rebuilt(value, partial(_made, device=device))
+    if not value.is_meta:
+        return value.clone()  # because ops may change a tensor in place, such as an amax
+    # Keep the strides, because some implementations copy tensors that are not contiguous, which takes time.
+    reach = sum((size - 1) * step for size, step in zip(value.shape, value.stride(), strict=True)) + 1
+    numbers = torch.rand(reach if value.numel() else 0, device=device).to(value.dtype)
+    return numbers.as_strided(value.shape, value.stride()).requires_grad_(value.requires_grad)
 
 
 def _rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:

@@ -6,6 +6,7 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import bert.run
@@ -29,69 +30,35 @@ def faulty(breaks: str, *arguments: str) -> int:
     return bert.train.main(arguments)
 
 
-def raise_in_step() -> None:
-    """Raise an error between two collectives."""
+def at_step(owner: type, name: str, act: Callable[[], object]) -> None:
+    """Act before the call of a method whose number is ``AT_STEP``."""
+    before_each(owner, name, lambda count, _: act() if count == AT_STEP else None)
 
-    def broken(count: int, _: object) -> None:
-        if count == AT_STEP:
-            raise RuntimeError("broken on purpose" + 100_000 * "\N{GRINNING FACE}")  # a message too long for one line
 
-    before_each(TrainingStep, "__call__", broken)
+def fail() -> None:
+    raise RuntimeError("broken on purpose" + 100_000 * "\N{GRINNING FACE}")  # a message too long for one line
 
 
 def die() -> None:
-    """Kill the process. A resumed run of fewer than 2 * ``AT_STEP`` steps ends before it is killed again."""
-
-    def killed(count: int, _: object) -> None:
-        if count == AT_STEP:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    before_each(TrainingStep, "__call__", killed)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
-def hang_in_loader() -> None:
-    """Hang in a read of the data loader."""
-
-    def stuck(count: int, _: object) -> None:
-        while count == AT_STEP:
-            time.sleep(1)
-
-    before_each(NumpyLoader, "__next__", stuck)
+def hang() -> None:
+    while True:
+        time.sleep(1)
 
 
-def hang_in_stage() -> None:
-    """Hang in a pipeline stage."""
-
-    def stuck(count: int, _: object) -> None:
-        while count == AT_STEP:
-            time.sleep(1)
-
-    before_each(PipelineModel, "through", stuck)
-
-
-def slow_down() -> None:
-    """After some steps, delay each batch by ten times the duration of the previous step."""
+def delay(owner: type, name: str, times: int, first: int = 1) -> None:
+    """From the call ``first`` on, delay each call of a method by a multiple of the time since the previous call."""
     came = time.monotonic()
 
     def late(count: int, _: object) -> None:
         nonlocal came
-        if count > 5:
-            time.sleep(10 * (time.monotonic() - came))
+        if count >= first:
+            time.sleep(times * (time.monotonic() - came))
         came = time.monotonic()
 
-    before_each(NumpyLoader, "__next__", late)
-
-
-def drag() -> None:
-    """Delay each layer by four times the duration of the previous one."""
-    came = time.monotonic()
-
-    def late(*_: object) -> None:
-        nonlocal came
-        time.sleep(4 * (time.monotonic() - came))
-        came = time.monotonic()
-
-    before_each(EncoderLayer, "forward", late)
+    before_each(owner, name, late)
 
 
 def overflow() -> None:
@@ -137,15 +104,16 @@ def show_port() -> None:
     watchdog.listen = shown
 
 
-WAYS = {
-    "fill": fill_disk,
-    "show": show_port,
-    "raise": raise_in_step,
-    "die": die,
-    "hang": hang_in_loader,
-    "compute": hang_in_stage,
-    "slow": slow_down,
-    "drag": drag,
+WAYS: dict[str, Callable[[], None]] = {
+    "raise": lambda: at_step(TrainingStep, "__call__", fail),
+    # A resumed run of fewer than 2 * AT_STEP steps ends before it is killed again.
+    "die": lambda: at_step(TrainingStep, "__call__", die),
+    "hang": lambda: at_step(NumpyLoader, "__next__", hang),
+    "compute": lambda: at_step(PipelineModel, "through", hang),
+    "slow": lambda: delay(NumpyLoader, "__next__", 10, first=6),
+    "drag": lambda: delay(EncoderLayer, "forward", 4),
     "overflow": overflow,
     "hurry": hurry,
+    "fill": fill_disk,
+    "show": show_port,
 }

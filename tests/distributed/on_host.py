@@ -3,10 +3,9 @@
 The processes measure time while other tests run, so they raise their priority if they may.
 """
 
-import ctypes
 import os
 import runpy
-import signal
+import subprocess
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -16,7 +15,6 @@ from tests.distributed.ranks import Ranks, free_port, program
 from tests.programs import Program
 
 COMPETITORS = 3
-PR_SET_PDEATHSIG = 1
 
 
 def ranks_on_hosts(
@@ -59,35 +57,23 @@ def on_host(namespace: str, host: str, core: str, module: str, *arguments: str) 
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
-def be_busy(parent: int) -> None:
-    """Keep a core busy until the parent ends this process or ends itself."""
-    go_first()
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    while os.getppid() == parent:
-        pass
-
-
 def compete_while_measured() -> None:
-    """Fork competing processes when the probe begins to measure devices and links, and end them before its later steps."""
+    """Run competing processes from when the probe begins to measure devices and links until its later steps."""
     from cluster.probe import command
 
-    competitors: list[int] = []
+    busy = [sys.executable, "-c", f"import os\nwhile os.getppid() == {os.getpid()}:\n    pass"]
+    competitors: list[subprocess.Popen[bytes]] = []
     measure_rates, measure_contention = command.measure_rates, command.measure_contention
 
     def with_competitors(*arguments: Any) -> Any:
-        parent = os.getpid()
         while len(competitors) < COMPETITORS:
-            if pid := os.fork():
-                competitors.append(pid)
-            else:
-                be_busy(parent)
-                os._exit(0)
+            competitors.append(subprocess.Popen(busy))
         return measure_rates(*arguments)
 
     def without(*arguments: Any) -> Any:
-        for pid in competitors:
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
+        for competitor in competitors:
+            competitor.kill()
+            competitor.wait()
         return measure_contention(*arguments)
 
     command.measure_rates, command.measure_contention = with_competitors, without

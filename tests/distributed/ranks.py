@@ -51,16 +51,13 @@ class Ranks:
 
     @property
     def output(self) -> str:
-        """Return the output of all ranks, one rank after another."""
         return "".join(process.output for process in self.processes)
 
     @property
     def errors(self) -> list[str]:
-        """Return the error messages of all ranks."""
         return [line for line in self.output.splitlines() if line.startswith("error: ")]
 
     def ends(self, *ranks: int) -> list[int]:
-        """Wait for these ranks, by default all, and return their exit statuses."""
         return [self.processes[rank].wait(PATIENCE_S) for rank in ranks or range(len(self.processes))]
 
     def wait_for(self, condition: Callable[[], object]) -> None:
@@ -90,7 +87,6 @@ def last_record(result: Path) -> str:
 
 
 def records(results: Path, event: str) -> list[dict[str, Any]]:
-    """Return the metrics records of run 0 for one kind of event."""
     lines = result_of(results).with_name("metrics_0.jsonl").read_text().splitlines()
     return [record for line in lines if (record := json.loads(line))["event"] == event]
 
@@ -128,7 +124,6 @@ def wait_for(condition: Callable[[], object], process: Program | subprocess.Pope
 def torchrun(
     ranks: int, arguments: Sequence[object], *options: str, module: str | Callable[..., object] = "bert.train"
 ) -> Program:
-    """Start torchrun itself with ``ranks`` ranks."""
     module, arguments = program(module, arguments)
     place = (f"--nproc-per-node={ranks}", "--master-addr=127.0.0.1", f"--master-port={free_port()}")
     return Program("torch.distributed.run", [*place, *options, "-m", module, *arguments], OMP_NUM_THREADS=1)

@@ -82,7 +82,6 @@ def global_batches(mesh: Mesh, accumulation: int, padded: bool, count: int) -> l
 
 
 def train_all(mesh: Mesh, *shapes: str) -> dict[str, dict[str, Any]]:
-    """Train each shape on the same ranks."""
     found = {}
     for shape in shapes:
         found[shape] = train(mesh, shape)
@@ -128,7 +127,6 @@ def train(joined: Mesh, shape: str) -> dict[str, Any]:
         "elements": len(step.flat.weights_P),
         "gradients": len(step.flat.gradients_N),
         "state_bytes": bytes_held(step),
-        "returns": returns(step),
         "saved": {name: part.float().clone() for name, part in step.gather_whole_model().state_dict().items()},
         "dropped": _losses_with_dropout(step, mesh, batches[0]) if shape in (ALONE, DROPPING) else [],
         "skips": skips(step, mesh),
@@ -138,7 +136,6 @@ def train(joined: Mesh, shape: str) -> dict[str, Any]:
 
 
 def state(step: TrainingStep) -> dict[str, torch.Tensor]:
-    """Return the weights and moments of the whole model by name."""
     step.gather_weights()
     vectors = {
         "weight": step.flat.weights_P,
@@ -164,16 +161,6 @@ def correct_predictions(step: TrainingStep, mesh: Mesh, batches: list[list[Batch
     if dist.is_initialized():
         dist.all_reduce(counts)
     return int(counts)
-
-
-def returns(step: TrainingStep) -> bool:
-    """Tell whether gathering a whole vector and sharding it again returns the same shards."""
-    before = step.flat.weights_P.clone()
-    whole = step.whole.gather(step.flat.weights_P).clone()
-    step.flat.weights_P.data.zero_()
-    with torch.no_grad():
-        step.whole.shard_(step.flat.weights_P, whole)
-    return torch.equal(before, step.flat.weights_P)
 
 
 def _losses_with_dropout(step: TrainingStep, mesh: Mesh, micro_batches: list[Batch]) -> list[float]:
@@ -217,7 +204,6 @@ def skips(step: TrainingStep, mesh: Mesh) -> bool:
 
 
 def bytes_held(step: TrainingStep) -> int:
-    """Return the size in bytes of the optimizer's own vectors."""
     optimizer = step.optimizer
     state = optimizer.state if isinstance(optimizer, Lamb) else optimizer._state
     held = [value for owner in (optimizer, state) for value in vars(owner).values() if isinstance(value, torch.Tensor)]
@@ -225,7 +211,6 @@ def bytes_held(step: TrainingStep) -> int:
 
 
 def same_as_rank_0(tensors: list[torch.Tensor]) -> bool:
-    """Tell whether this rank's tensors equal rank 0's bit for bit."""
     one = torch.cat([tensor.flatten().double() for tensor in tensors])
     other = one.clone()
     if dist.is_initialized():

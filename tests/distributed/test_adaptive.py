@@ -84,7 +84,6 @@ class Elastic:
 
     @property
     def output(self) -> str:
-        """Return the output of all hosts, one host after another."""
         return "".join(path.read_text() for path in sorted(self.folder.glob("*.output")))
 
     def _start(self, name: str, *arguments: str, **changes: str) -> subprocess.Popen[str]:

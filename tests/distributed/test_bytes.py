@@ -102,7 +102,6 @@ reduce_scatter = all_reduce
 
 
 def reduced(reduction: str, dtype: str, size: float, ranks: int, node: int) -> float:
-    """Return the bytes for reducing the gradients and then gathering the weights."""
     rails = ranks // node
     scatter, sent = (reduce_scatter, size) if dtype == "fp32" else (all_gather, size / 2)
     match reduction:

@@ -92,7 +92,6 @@ def test_every_shape_trains_as_one_rank(found: dict[str, dict[str, Any]], shape:
     assert other["correct"] == one["correct"]
     assert one["correct"] > 0
     assert other["agreed"], "all ranks bring the same together, to the last bit"
-    assert other["returns"], "what a rank has of a whole vector is what it was"
     for name, weight in other["saved"].items():
         assert torch.equal(weight, other["last"][f"weight {name}"].float()), name
     assert other["skips"]
@@ -191,19 +190,3 @@ def test_a_stage_that_stands_still_is_named_and_not_those_that_wait(small_run: S
     waiting = r"standing still for \d+ s in forward_backward of step \d+, and the others wait for it in reduce of"
     assert re.match(rf"{place}: {waiting}", message), message
     assert '"status": "aborted"' in result_of(tmp_path).read_text()
-
-
-@pytest.mark.parametrize(
-    ("changes", "setting"),
-    [
-        ({"parallel__tensor": 3}, "parallel.tensor is 3"),
-        ({"parallel__pipeline": 2}, "training.gradient_accumulation_steps is 1"),
-        ({"parallel__pipeline": 2, "training__gradient_accumulation_steps": 2}, "parallel.pipeline is 2"),
-    ],
-)
-def test_impossible_shapes_are_refused(
-    small_run: SmallRun, tmp_path: Path, changes: dict[str, object], setting: str
-) -> None:
-    with Ranks(small_run.arguments(tmp_path, **changes), 1) as started:
-        assert started.ends() == [2]
-    assert setting in started.output

@@ -21,7 +21,6 @@ from bert.parallel.mesh import Mesh, join_mesh, leave_mesh
 
 
 def call(name: str, *arguments: Any) -> Any:
-    """Call the function named as MODULE:FUNCTION."""
     module, _, function = name.partition(":")
     return getattr(import_module(module), function)(*arguments)
 
@@ -64,7 +63,6 @@ def end_groups() -> None:
 
 
 def on_all(condition: bool) -> bool:
-    """Tell whether a condition holds on all ranks."""
     agreed = torch.tensor([int(condition)])
     if dist.is_initialized():
         dist.all_reduce(agreed, dist.ReduceOp.MIN)

@@ -49,10 +49,21 @@ def demo_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def real_checkout(bare_checkout: Path, demo_data: Path) -> Path:
-    """Return a copy of the sources with a small part of tiny_cpu's data, so that evaluations are short."""
-    shutil.copytree(demo_data / "few", bare_checkout / "data/tiny_cpu")
-    return bare_checkout
+def real_checkout(tmp_path_factory: pytest.TempPathFactory, demo_data: Path) -> Path:
+    """Return a copy of the sources with this interpreter's packages as its .venv, marked as installed.
+
+    It has a small part of tiny_cpu's data, so that evaluations are short.
+    """
+    copy = tmp_path_factory.mktemp("checkout") / "with a space"
+    shutil.copytree(REPOSITORY, copy, ignore=left_behind)
+    shutil.copytree(demo_data / "few", copy / "data/tiny_cpu")
+    (copy / ".venv/installed").mkdir(parents=True)
+    for entry in Path(sys.prefix).iterdir():
+        if entry.name != "installed":
+            (copy / ".venv" / entry.name).symlink_to(entry)
+    mark = "source launch/venv.sh; for part in run test dali; do venv_pins >.venv/installed/$part; done"
+    subprocess.run(["bash", "-c", mark], cwd=copy, check=True)
+    return copy
 
 
 @pytest.fixture(scope="module")
@@ -98,17 +109,3 @@ def checkout_with_results(checkout: Path) -> Path:
     shutil.copytree(results / COMMITTED_RESULTS, results / "tiny_cpu")
     shutil.copy(REPOSITORY / f"results/systems/{COMMITTED_RESULTS}.json", results / "systems/tiny_cpu.json")
     return checkout
-
-
-@pytest.fixture(scope="module")
-def bare_checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Make a copy of the sources with this interpreter's packages as its .venv, marked as installed."""
-    copy = tmp_path_factory.mktemp("checkout") / "with a space"
-    shutil.copytree(REPOSITORY, copy, ignore=left_behind)
-    (copy / ".venv/installed").mkdir(parents=True)
-    for entry in Path(sys.prefix).iterdir():
-        if entry.name != "installed":
-            (copy / ".venv" / entry.name).symlink_to(entry)
-    mark = "source launch/venv.sh; for part in run test dali; do venv_pins >.venv/installed/$part; done"
-    subprocess.run(["bash", "-c", mark], cwd=copy, check=True)
-    return copy

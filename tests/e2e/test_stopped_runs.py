@@ -62,7 +62,9 @@ def test_a_killed_launcher_ends_its_ranks_and_the_series(training: subprocess.Po
     output, _ = training.communicate(timeout=PATIENCE_S)
     assert training.returncode == 1, output
     assert "run 2 of 2" not in output
-    assert alone or is_aborted(tmp_path)  # without torchrun, this kills the run itself
+    if not alone:  # without torchrun, this kills the run itself
+        assert is_aborted(tmp_path)
+        assert f"launcher, process {launcher.pid}, is gone" in (tmp_path / "tiny_cpu/bert/result_0.txt").read_text()
     assert not processes_of(tmp_path)
 
 

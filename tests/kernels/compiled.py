@@ -132,7 +132,6 @@ def items_of(module: str, configurations: Iterable[Configuration], capabilities:
 
 
 def costs_of(items: Iterable[Item]) -> list[Cost]:
-    """Compile the items in parallel."""
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         return list(pool.map(lambda item: cost(item.module, item.configuration, item.capability), items))
 
@@ -215,7 +214,6 @@ def _items() -> list[Item]:
 
 
 def _code(source: str) -> str:
-    """Return a function's source without comments and docstring, which do not affect compilation."""
     tree = ast.parse(source)
     (definition,) = tree.body
     assert isinstance(definition, ast.FunctionDef)
@@ -230,7 +228,6 @@ def _specialized(configuration: Configuration) -> list[str]:
 
 
 def _read() -> dict[str, dict[str, dict]]:
-    """Return the file's costs by Triton version and digest."""
     return json.loads(FILE.read_text(encoding="utf-8")) if FILE.exists() else {}
 
 

@@ -16,7 +16,6 @@ import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import product
 from typing import Any, Literal
 
@@ -44,13 +43,8 @@ class WrongAccessError(AssertionError):
     """Memory access that this program must not make."""
 
 
-@dataclass(frozen=True)
-class Launch:
-    """Launch of a kernel."""
-
-    kernel: str
-    """Kernel's name with its module."""
-    programs: int
+Launch = tuple[str, int]
+"""Name of a kernel with its module, and the number of its programs."""
 
 
 class _Storage:
@@ -78,8 +72,6 @@ class _Storage:
 
 
 class _Argument:
-    """Tensor argument of a kernel."""
-
     def __init__(self, name: str, tensor: Tensor, storage: _Storage) -> None:
         self.name, self.storage = name, storage
         self.start, self.doublings = tensor.data_ptr(), tensor.element_size().bit_length() - 1
@@ -211,7 +203,7 @@ class _Bench:
         interpreter.interpreter_builder.set_grid_dim(*grid)
         numbers = list(range(math.prod(grid)))
         places = list(product(*map(range, grid)))
-        self.launches.append(Launch(f"{function.__module__}.{function.__name__}", len(numbers)))
+        self.launches.append((f"{function.__module__}.{function.__name__}", len(numbers)))
 
         if self.order == "reversed":
             numbers.reverse()

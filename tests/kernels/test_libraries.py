@@ -13,8 +13,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernels import Dropout
-from kernels.libraries import flash_attention, pytorch_products
+from kernels.libraries import flash_attention
 from kernels.reference import ops as reference
+from kernels.weight_gradient import add_product
 from tests.kernels.accuracy import outcome
 
 BOUNDS = torch.tensor([0, 3, 8, 8], dtype=torch.int32)
@@ -134,7 +135,7 @@ class Calls(TorchDispatchMode):
 def test_on_a_gpu_one_product_reads_16_bits_and_writes_the_gradient(overwrite: bool, operator: str) -> None:
     gradient, output_gradient, x = (tensor.to("meta") for tensor in operands(48, torch.bfloat16))
     with Calls() as calls:
-        found = pytorch_products.accumulate_weight_gradient(gradient, output_gradient, x, overwrite)
+        found = add_product(gradient, output_gradient, x, overwrite)
     assert found is gradient
     *views, (name, arguments, named) = calls.found
     assert [view for view, _, _ in views] == ["aten.t.default"]

@@ -15,7 +15,6 @@ from kernels.tuning.examples import example_inputs
 
 
 def scaled(x: Tensor, factor: float) -> Tensor:
-    """Definition of the test op."""
     return x * factor
 
 
@@ -121,7 +120,6 @@ def test_choices_by_configuration():
 
 
 def attention_call(head_size: int, device: str = "cuda") -> tuple[Any, ...]:
-    """Return arguments for ``varlen_attention`` with dropout."""
     bounds = torch.zeros(3, dtype=torch.int32, device=device)
     heads = torch.zeros(8, 2, head_size, dtype=torch.bfloat16, device=device)
     dropout = Dropout(0.1, torch.zeros(2, dtype=torch.int64, device=device), 0)

@@ -137,8 +137,16 @@ class Reduction:
         self._started = 0
         self._waiting: list[int] = []
         """Number of gradients still to come in this backward pass, for each bucket."""
-        self._gradients_of = [0] * len(self.buckets)
-        """Number of parameters with a part in each bucket. A parameter may lie across one or more boundaries."""
+        self._parts = [
+            {
+                parameter: place.start - bucket.start
+                for parameter, place in flat.places.items()
+                if bucket.start < place.stop and place.start < bucket.stop
+            }
+            for bucket in self.buckets
+        ]
+        """For each bucket, the parameters with a part in it and their offsets from the bucket's start. A parameter may lie
+        across one or more boundaries."""
         self._hooks = list(self._hook(flat)) if communicators.world else []
 
     @contextmanager
@@ -150,7 +158,7 @@ class Reduction:
         if not last:
             yield
             return
-        self._waiting = [*self._gradients_of]
+        self._waiting = [len(parts) for parts in self._parts]
         # Set the counts first: the hooks decrement them from here on.
         self._armed = True
         try:
@@ -191,12 +199,8 @@ class Reduction:
             hook.remove()
 
     def _hook(self, flat: FlatParameters) -> Iterator[torch.utils.hooks.RemovableHandle]:
-        for parameter, place in flat.places.items():
-            touched = [
-                i for i, bucket in enumerate(self.buckets) if bucket.start < place.stop and place.start < bucket.stop
-            ]
-            for bucket in touched:
-                self._gradients_of[bucket] += 1
+        for parameter in flat.places:
+            touched = [i for i, parts in enumerate(self._parts) if parameter in parts]
             # The hook of a shared parameter runs after all of its uses have added their gradients.
             yield parameter.register_post_accumulate_grad_hook(lambda _, touched=touched: self._filled(touched))
 

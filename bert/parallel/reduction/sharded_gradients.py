@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from bert.configuration.sections import ReduceDtype, ReductionStrategy, TrainingConfig
 from bert.optimizer import FlatParameters
@@ -50,15 +50,6 @@ class ShardedReduction(Reduction):
         self._buffers = [flat.weights_N.new_empty(max(sizes)) for _ in range(BUFFERS)]
         self._until_free: list[Callable[[], None]] = []
         """For each buffer, a function that waits until the buffer is free."""
-        self._parts: list[list[tuple[nn.Parameter, int]]] = [
-            [
-                (parameter, place.start - bucket.start)
-                for parameter, place in flat.places.items()
-                if bucket.start < place.stop and place.start < bucket.stop
-            ]
-            for bucket in self.buckets
-        ]
-        """For each bucket, the parameters with a part in it and their offsets from the bucket's start."""
         self._is_last = False
         self._wait = waiting
 
@@ -103,7 +94,7 @@ class ShardedReduction(Reduction):
         """Copy a bucket's gradients into a buffer, and free the gradients that have been sent completely."""
         size = self.buckets[bucket].stop - self.buckets[bucket].start
         packed_B = buffer[:size].zero_()  # padding and parameters without a gradient add zeros
-        for parameter, start in self._parts[bucket]:
+        for parameter, start in self._parts[bucket].items():
             if parameter.grad is None:
                 continue
             stop = start + parameter.numel()

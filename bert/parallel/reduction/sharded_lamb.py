@@ -9,6 +9,7 @@ one segment in the shard.
 """
 
 from collections.abc import Callable
+from itertools import accumulate, pairwise
 
 import torch
 import torch.distributed as dist
@@ -58,21 +59,25 @@ class ShardedLamb:
         self.skipped = torch.zeros((), dtype=torch.int64, device=device)
         """int64 [], number of steps not taken because a gradient was not finite."""
         self._state = LambState(self.momentum_W, self.variance_W, self._update_W, self.skipped)
-        spans = segment_spans(flat.segments.sizes, [self._own(bucket) for bucket in reduction.buckets])
-        self._spans = _layout(spans, flat.segments.adapted, shard)
-        adapted = [segment for segment, _, _ in spans if flat.segments.adapted[segment]]
-        everywhere = [False] * len(flat.segments.sizes) if tensor is None else tensor.on_all_ranks(flat)
+        # The padding behind the last segment is a segment too.
+        sizes = *flat.segments.sizes, len(flat.weights_N) - len(flat.weights_P)
+        adapted = *flat.segments.adapted, False
+        everywhere = [False] * len(sizes) if tensor is None else [*tensor.on_all_ranks(flat), False]
+        spans = segment_spans(sizes, [self._own(bucket) for bucket in reduction.buckets])
+        segments = [segment for segment, _, _ in spans]
+        lengths = tuple(stop - start for _, start, stop in spans)
+        self._spans = LambSegments(lengths, tuple(adapted[segment] for segment in segments))
         places = [torch.arange(start, stop) for segment, start, stop in spans if everywhere[segment]]
         # The empty tensor is needed because cat rejects an empty list.
         self._everywhere_I = torch.cat([torch.arange(0), *places]).to(device)
         self._counts = tensor is None or tensor.rank == 0
         """Whether this rank counts replicated parameters in norms. Only one rank of a tensor group does."""
-        segments_K = torch.tensor(adapted, dtype=torch.int64)
-        counted_K = torch.tensor([self._counts or not everywhere[segment] for segment in adapted])
+        segments_K = torch.tensor([segment for segment in segments if adapted[segment]], dtype=torch.int64)
+        counted_K = self._counts | ~torch.tensor(everywhere)[segments_K]
         # On the device, so that a step needs no synchronization with the host to index and add. Products with the second
         # tensor add the spans of each segment, in a fixed order.
         self._segments_K = segments_K.to(device)
-        self._counted_KG = (F.one_hot(segments_K, len(flat.segments.sizes)) * counted_K[:, None]).double().to(device)
+        self._counted_KG = (F.one_hot(segments_K, len(sizes)) * counted_K[:, None]).double().to(device)
 
     @torch.no_grad()
     def step(self) -> Tensor:
@@ -187,33 +192,15 @@ def _summed(squares: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 def segment_spans(sizes: tuple[int, ...], owned: list[tuple[int, int]]) -> list[tuple[int, int, int]]:
     """Return (segment, start, stop) of each span in the shard that consists of the ``owned`` ranges of the flat vector."""
-    spans = []
-    base = 0
+    bounds = list(pairwise(accumulate(sizes, initial=0)))
+    spans, base = [], 0
     for begin, end in owned:
-        segment_start = 0
-        for segment, size in enumerate(sizes):
-            start, stop = max(begin, segment_start), min(end, segment_start + size)
+        for segment, (first, last) in enumerate(bounds):
+            start, stop = max(begin, first), min(end, last)
             if start < stop:
                 spans.append((segment, base + start - begin, base + stop - begin))
-            segment_start += size
         base += end - begin
     return spans
-
-
-def _layout(spans: list[tuple[int, int, int]], adapted: tuple[bool, ...], size: int) -> LambSegments:
-    """Describe a shard as segments: its spans, and the padding between them, which is not adapted."""
-    sizes: list[int] = []
-    flags: list[bool] = []
-    end = 0
-    for segment, start, stop in [*spans, (-1, size, size)]:
-        if start > end:
-            sizes.append(start - end)
-            flags.append(False)
-        if stop > start:
-            sizes.append(stop - start)
-            flags.append(adapted[segment])
-        end = stop
-    return LambSegments(tuple(sizes), tuple(flags))
 
 
 class WeightGather:

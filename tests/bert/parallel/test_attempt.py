@@ -4,6 +4,7 @@ import socket
 import struct
 import threading
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
@@ -15,36 +16,26 @@ from bert.parallel.rendezvous import agree_on_attempt, explained_store_errors
 from tests.distributed.ranks import free_port
 from tests.programs import PATIENCE_S
 
+PROCESSES = ThreadPoolExecutor(4)
+
 
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attempt, "_LONGEST_PAUSE_S", 0.02)
 
 
-class Process(threading.Thread):
-    def __init__(self, store: HashStore, rank: int, world_size: int, seconds: float = PATIENCE_S) -> None:
-        super().__init__(daemon=True)
-        self.arguments = store, Launch(rank, world_size), seconds
-        self.name_taken: str | None = None
-        self.error: ValueError | None = None
-        self.start()
-
-    def run(self) -> None:
-        try:
-            self.name_taken = agree_on_attempt(*self.arguments)
-        except ValueError as error:
-            self.error = error
+def start(store: HashStore, rank: int, world_size: int, seconds: float = PATIENCE_S) -> Future[str]:
+    """Start a process of an attempt, in a thread. Its result is the attempt's name."""
+    return PROCESSES.submit(agree_on_attempt, store, Launch(rank, world_size), seconds)
 
 
-def come(store: HashStore, ranks: list[int], world_size: int, pause: float = 0.0) -> set[str | None]:
+def come(store: HashStore, ranks: list[int], world_size: int, pause: float = 0.0) -> set[str]:
     """Start the ranks one after another and return the names that they agreed on."""
     processes = []
     for rank in ranks:
-        processes.append(Process(store, rank, world_size))
+        processes.append(start(store, rank, world_size))
         time.sleep(pause)
-    for process in processes:
-        process.join(PATIENCE_S)
-    return {process.name_taken for process in processes}
+    return {process.result(PATIENCE_S) for process in processes}
 
 
 @pytest.mark.parametrize("order", [[0, 1, 2], [2, 1, 0], [1, 0, 2]])
@@ -52,7 +43,6 @@ def test_each_attempt_has_one_name_of_its_own(order: list[int]) -> None:
     store, names = HashStore(), []
     for _ in range(3):
         [name] = come(store, order, 3, pause=0.05)
-        assert name is not None
         names.append(name)
     assert len(set(names)) == 3
 
@@ -60,13 +50,11 @@ def test_each_attempt_has_one_name_of_its_own(order: list[int]) -> None:
 def test_nobody_takes_the_name_before_all_are_there() -> None:
     store = HashStore()
     come(store, [0, 1, 2], 3)
-    early = [Process(store, 1, 3), Process(store, 0, 3)]
+    early = [start(store, 1, 3), start(store, 0, 3)]
     time.sleep(0.3)
-    assert [process.name_taken for process in early] == [None, None]
-    late = Process(store, 2, 3)
-    for process in (*early, late):
-        process.join(PATIENCE_S)
-    assert early[0].name_taken == early[1].name_taken == late.name_taken is not None
+    assert not any(process.done() for process in early)
+    late = start(store, 2, 3)
+    assert len({process.result(PATIENCE_S) for process in (*early, late)}) == 1
 
 
 def test_a_store_that_a_stranger_has_spoilt_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,12 +86,11 @@ def test_a_store_that_a_stranger_has_spoilt_is_explained(monkeypatch: pytest.Mon
 def test_rank_0_names_the_missing_ranks_and_the_next_attempt_succeeds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_JOB_NODELIST", "--help")
     store = HashStore()
-    broken = [Process(store, 0, 4, seconds=1), Process(store, 2, 4, seconds=1)]
-    for process in broken:
-        process.join(PATIENCE_S)
-    assert "2 of 4 ranks have not come within 1 s (rank 1, rank 3): " in str(broken[0].error)
-    assert "not all ranks have come" in str(broken[1].error)
-    [name] = come(store, [2, 1, 0], 3, pause=0.05)
-    assert name is not None
+    broken = [start(store, 0, 4, seconds=1), start(store, 2, 4, seconds=1)]
+    with pytest.raises(ValueError, match=r"2 of 4 ranks have not come within 1 s \(rank 1, rank 3\): "):
+        broken[0].result(PATIENCE_S)
+    with pytest.raises(ValueError, match="not all ranks have come"):
+        broken[1].result(PATIENCE_S)
+    assert len(come(store, [2, 1, 0], 3, pause=0.05)) == 1
     assert scontrol_show("hostnames", "--help") == []
     assert host_of(5, Launch(0, 8, 0, 2)) == " on node 2 from 0"

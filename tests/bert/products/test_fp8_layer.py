@@ -44,7 +44,6 @@ def made(config: ModelConfig, fused: bool, **how: Any) -> tuple[BertForPreTraini
 
 
 def trained(config: ModelConfig, batch: Batch, autocast: bool, fused: bool, **how: Any) -> Found:
-    """Return loss, gradients and magnitudes of a pass with calibrated scales."""
     model, state = made(config, fused, **how)
     model.seed_dropout(3)
 

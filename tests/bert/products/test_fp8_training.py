@@ -110,7 +110,7 @@ def test_a_dense_layer_is_the_product_of_what_was_rounded(biased: bool) -> None:
     state, products = made(dense)
     x, upstream = input_and_upstream()
     parameters = (dense.weight, dense.bias) if biased else (dense.weight,)
-    run = partial(products.with_bias if biased else products.without_bias, dense=dense)
+    run = partial(products.product, dense=dense, bias=dense.bias if biased else None)
     found = trained(run, x, upstream, parameters, state)
     rounded_x, rounded_weight = rounded(x.detach(), E4M3), rounded(dense.weight.detach(), E4M3)
     rounded_upstream = rounded(upstream, E5M2)
@@ -152,11 +152,11 @@ def test_what_grows_in_one_step_is_rounded_as_before(kind: str, times: int) -> N
     dense = Dense(64, 64)
     state, products = made(dense)
     x, upstream = input_and_upstream()
-    state.calibrate_(lambda: products.with_bias(x, dense).backward(upstream))
+    state.calibrate_(lambda: products.product(x, dense, dense.bias).backward(upstream))
     with torch.no_grad():
         {"input": x, "weight": dense.weight, "gradient": upstream}[kind].mul_(times)
     state.refresh_weights_()
-    found = trained(partial(products.with_bias, dense=dense), x, upstream, (dense.weight,), None)
+    found = trained(partial(products.product, dense=dense, bias=dense.bias), x, upstream, (dense.weight,), None)
     exact_x, exact_weight = (tensor.detach().double().requires_grad_() for tensor in (x, dense.weight))
     exact = partial(F.linear, weight=exact_weight, bias=dense.bias.detach().double())
     for one, other in zip(found, trained(exact, exact_x, upstream.double(), (exact_weight,), None), strict=True):
@@ -175,7 +175,7 @@ def test_only_sums_over_a_layers_width_are_left_to_the_tensor_cores(monkeypatch:
     with OPS["scaled_matmul"].using("pytorch"):
         _, products = made(dense, wide, narrow)
         x, _ = input_and_upstream()
-        products.without_bias(x, dense).sum().backward()
+        products.product(x, dense, None).sum().backward()
         products.feed_forward(x, wide, narrow).sum().backward()
     tokens = 208
     assert asked[:3] == [(64, True), (tokens, False), (96, True)]
@@ -236,7 +236,7 @@ def test_under_autocast_products_are_bf16_and_gradients_of_parameters_fp32() -> 
     products, plain = model.layers[0].products, drawn_model(CONFIG, 1)
     assert isinstance(products, Fp8Products)
     with torch.autocast("cpu", torch.bfloat16):
-        assert products.with_bias(torch.ones(16, 64), state.denses[0].dense).dtype == torch.bfloat16
+        assert products.product(torch.ones(16, 64), state.denses[0].dense, None).dtype == torch.bfloat16
         forward_backward(model, batch)
     forward_backward(plain, batch)
     expected = gradients(plain)

@@ -46,7 +46,6 @@ def global_batch(run: SmallRun) -> list[Batch]:
 
 
 def gradients(step: TrainingStep, run: SmallRun) -> list[Tensor]:
-    """Return the gradients of two micro-batches for each segment."""
     step.execution(global_batch(run))
     return [view.clone() for view in step.flat.segments.views(step.flat.gradients_P)]
 
@@ -214,7 +213,7 @@ def test_a_weight_without_a_gradient_gets_one_from_autograd() -> None:
     dense.weight.register_post_accumulate_grad_hook(said.append)
     for _ in range(2):
         with torch.autocast("cpu", torch.bfloat16):
-            output = products.with_bias(x.requires_grad_(), dense)
+            output = products.product(x.requires_grad_(), dense, dense.bias)
         assert output.dtype == torch.bfloat16
         output.float().sum().backward()
     assert [each.shape for each in said] == [dense.weight.shape] * 2

@@ -65,17 +65,6 @@ def test_a_published_log_of_another_shape_passes(tmp_path: Path, closed_log: str
     assert verdict.passed, "\n".join(map(str, verdict.findings))
 
 
-def test_a_file_too_large_for_a_submission_is_a_finding(
-    tmp_path: Path, closed_log: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(checks, "MAX_FILE_BYTES", 2**16)
-    path = tmp_path / "result_0.txt"
-    path.write_text(closed_log)
-    (finding,) = check_file(path).findings
-    assert (finding.rule, finding.severity) == ("SR Submission form", "error")
-    assert "a file of 0.1 MiB" in finding.found
-
-
 def test_a_record_too_long_to_be_read_leaves_no_official_verdict(tmp_path: Path, closed_log: str) -> None:
     path = tmp_path / "result_0.txt"
     path.write_text(closed_log + TOKEN + "x" * 2**21)
@@ -84,20 +73,31 @@ def test_a_record_too_long_to_be_read_leaves_no_official_verdict(tmp_path: Path,
     assert [finding.line for finding in verdict.findings] == [closed_log.count("\n") + 1]
 
 
-@pytest.mark.parametrize("kind", ["sparse", "records"])
-def test_a_log_beyond_all_bounds_gets_one_clear_finding(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, closed_log: str
+@pytest.mark.parametrize(
+    ("kind", "official_verdict", "words"),
+    [
+        ("large", "pass", "a file of 0.1 MiB; expected at most 0 MiB"),
+        (
+            "sparse",
+            "fail",
+            "a file of 1,048,576.0 MiB; expected at most 256 MiB to be read at all: the rest was not read",
+        ),
+        ("records", "fail", "more than 0 MiB of records; expected the records of one run: the rest was not read"),
+    ],
+)
+def test_a_log_beyond_a_bound_gets_one_clear_finding(
+    kind: str, official_verdict: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, closed_log: str
 ) -> None:
     path = tmp_path / "result_0.txt"
     path.write_text(closed_log)
     if kind == "sparse":
         os.truncate(path, 2**40)
-        words = "a file of 1,048,576.0 MiB; expected at most 256 MiB to be read at all: the rest was not read"
+    elif kind == "large":
+        monkeypatch.setattr(checks, "MAX_FILE_BYTES", 2**16)
     else:
         monkeypatch.setattr(log_module, "MAX_RECORD_LINES_BYTES", 10_000)
-        words = "more than 0 MiB of records; expected the records of one run: the rest was not read"
     verdict = check_file(path)
-    assert (verdict.official, verdict.ours) == ("fail", "fail")
+    assert (verdict.official, verdict.ours) == (official_verdict, "fail")
     (finding,) = verdict.findings
     assert (finding.found, finding.rule) == (words, "SR Submission form")
     assert "telemetry" in finding.remedy

@@ -12,7 +12,8 @@ from compliance.log.rules import AUTO
 from tests.compliance.command import run
 from tests.compliance.log_edits import Edit, delete, in_turn, value
 from tests.compliance.run_logs import without_chain
-from tests.compliance.submission.submission_trees import SYSTEM, benchmark_folder, write_log, write_submission
+from tests.compliance.run_series import write_log, write_series
+from tests.compliance.submission.submission_trees import SYSTEM, benchmark_folder, write_submission
 
 OF_2_1 = delete("opt_lamb_epsilon")
 """Edit that resembles published logs of round 2.1, whose rule file was changed later."""
@@ -48,10 +49,9 @@ def test_logs_of_this_repository_are_held_to_the_newest(tmp_path: Path) -> None:
 
 def test_a_folder_is_checked_under_one_ruleset_and_the_total_names_it(tmp_path: Path) -> None:
     folder = tmp_path / "results" / SYSTEM / "bert"
-    for number in range(3):
-        path = write_log(folder / f"result_{number}.txt", number)
-        path.write_text(without_chain(path.read_text()))
-    (folder / "result_1.txt").write_text(delete("seed")((folder / "result_1.txt").read_text()))
+    for number, path in enumerate(write_series(folder, [17] * 3)):
+        text = without_chain(path.read_text())
+        path.write_text(delete("seed")(text) if number == 1 else text)
     status, said = run("check", folder)
     assert status == 0
     verdicts = [line for line in said.splitlines() if line.startswith(("PASS", "FAIL"))]

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import re
 from pathlib import Path
 
 import pytest
@@ -114,15 +113,6 @@ def test_the_verdict_is_the_official_one(tmp_path_factory, data, ruleset: str, b
     assert (ours.verdict == "no reference") == (found is None and failed < 2)
 
 
-def test_one_run_may_fail_to_converge_two_may_not() -> None:
-    one = outlook([2_550_528] * 9 + [None], 768, "5.0.0")
-    assert (one.verdict, one.mean) == ("pass", 2_550_528)
-    assert "1 of them not converged and dropped as the slowest" in one.sentence
-    two = outlook([2_550_528] * 3 + [None] * 2, 768, "5.0.0")
-    assert (two.verdict, two.mean) == ("fail", None)
-    assert "only one run of a set may fail to converge" in two.sentence
-
-
 # Incomplete sets of runs
 
 
@@ -147,24 +137,31 @@ def test_the_evaluations_that_the_missing_runs_need_are_those_that_brute_force_f
     assert found.sentence.count("can no longer") == [to_pass, to_stand].count(None)
 
 
-def test_the_statement_while_runs_are_missing() -> None:
-    found = outlook([2_550_528, 2_400_000, 2_400_000, None], 768, "5.0.0")
-    assert found.mean == 2_475_264
-    for words in ("4 of 10 runs, 1 of them not converged", "2,475,264", "2,306,738", "2,443,934", "sizes 448 and 4608"):
-        assert words in found.sentence
-    for condition in (r"pass if the 6 missing runs .* 15 \(2,250,240\)", r"stand unscaled if .* 17 \(2,550,528\)"):
-        assert re.search(condition, found.sentence)
-    nothing = outlook([], 448, "5.0.0")
-    assert (nothing.verdict, nothing.mean, nothing.scaling) == ("unfinished", None, 1.0)
-
-
-def test_a_set_that_the_last_run_cannot_save_or_spoil() -> None:
-    lost = outlook([2_250_240] * 9, 768, "5.0.0")
-    assert lost.verdict == "fail"
-    assert "can no longer pass" in lost.sentence
-    safe = outlook([2_701_056] * 9, 768, "5.0.0")
-    assert safe.verdict == "unfinished"
-    assert "will pass if the 1 missing run converges at evaluation 1 (" in safe.sentence
+@pytest.mark.parametrize(
+    ("runs", "verdict", "mean", "words"),
+    [
+        ([], "unfinished", None, ["0 of 10 runs (reference: "]),
+        (
+            [2_550_528, 2_400_000, 2_400_000, None],
+            "unfinished",
+            2_475_264,
+            [
+                "4 of 10 runs, 1 of them not converged and dropped as the slowest, mean so far 2,475,264 samples",
+                "(reference: mean 2,443,934, minimum 2,306,738, interpolated between the reference points at batch sizes",
+                "will pass if the 6 missing runs converge at evaluation 15 (2,250,240) or later",
+                "stand unscaled if the 6 missing runs converge at evaluation 17 (2,550,528) or later",
+            ],
+        ),
+        ([2_250_240] * 9, "fail", 2_250_240, ["can no longer pass, whatever the 1 missing run may do"]),
+        ([2_701_056] * 9, "unfinished", 2_701_056, ["if the 1 missing run converges at evaluation 1 ("]),
+        ([2_550_528] * 3 + [None] * 2, "fail", None, ["only one run of a set may fail to converge"]),
+        ([2_550_528] * 9 + [None], "pass", 2_550_528, ["10 runs, 1 of them not converged and dropped as the slowest"]),
+    ],
+)
+def test_the_standing_of_a_set(runs: list[int | None], verdict: str, mean: float | None, words: list[str]) -> None:
+    found = outlook(runs, 768, "5.0.0")
+    assert (found.verdict, found.mean) == (verdict, mean)
+    assert all(each in found.sentence for each in words), found.sentence
 
 
 def test_samples_are_read_as_the_official_reader_does(tmp_path: Path) -> None:

@@ -7,38 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from compliance.log.rules import SYSTEM_FIELDS
-from tests.compliance.run_logs import CLOSED, OPEN, START_MS, log_of
+from tests.compliance.run_series import write_log
 
 SYSTEM = "node_8x"
-EVALUATIONS = 17
-"""Evaluations per run. At batch size 448 a run takes 2,550,016 sequences, more than the reference's mean."""
-
-
-def write_log(
-    path: Path,
-    number: int,
-    *,
-    evaluations: int = EVALUATIONS,
-    division: Any = "closed",
-    settings: dict[str, Any] | None = None,
-    org: str = "Example",
-    status: Any = "research",
-) -> Path:
-    """Write the log of run `number`, which has its own seed and starts three hours after the previous run."""
-    changes = tuple((settings or {}).items())
-    target = float(((CLOSED if division == "closed" else OPEN) | dict(changes))["quality_target"])
-    log = log_of(
-        (*[0.9 * target] * (evaluations - 1), 1.01 * target),
-        division,
-        seed=1000 + 17 * number,
-        changes=changes,
-        submission=(("org", org), ("platform", SYSTEM), ("status", status)),
-        step_ms=1000,
-        start_ms=START_MS + number * 10_800_000,
-    )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(log)
-    return path
 
 
 def describe_system(**changes: Any) -> dict[str, Any]:
@@ -73,6 +44,7 @@ def without_chain(path: Path) -> Path:
 
 def write_submission(root: Path, runs: int = 10, **options: Any) -> Path:
     """Write the complete submission of one system, and return `root`."""
+    options = {"org": "Example", "platform": SYSTEM, "status": "research"} | options
     for number in range(runs):
         write_log(root / "results" / SYSTEM / "bert" / f"result_{number}.txt", number, **options)
     write_description(root, division=options.get("division", "closed"))

@@ -21,7 +21,8 @@ from compliance.log.schedule import evaluation_interval
 from compliance.official.package import Answer
 from compliance.submission import check as submission
 from tests.compliance.log_edits import Edit, delete, garble, in_turn, metadata, repeat_before, value
-from tests.compliance.submission.submission_trees import SYSTEM, without_chain, write_description, write_log
+from tests.compliance.run_series import write_log
+from tests.compliance.submission.submission_trees import SYSTEM, without_chain, write_description
 
 LOG = f"results/{SYSTEM}/bert/result_3.txt"
 FOLDER = f"results/{SYSTEM}/bert"
@@ -126,7 +127,7 @@ def fill(path: str, size: int) -> Mutation:
 def rewrite(number: int, **options: Any) -> Mutation:
     """Replace a log by another run's log."""
     path = f"{FOLDER}/result_{number}.txt"
-    return lambda root: without_chain(write_log(root / path, number, **options))
+    return lambda root: without_chain(write_log(root / path, number, platform=SYSTEM, **options))
 
 
 def rewrite_all(**options: Any) -> Mutation:

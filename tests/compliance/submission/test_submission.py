@@ -21,13 +21,8 @@ from compliance.report.summary import as_json, as_markdown
 from compliance.submission.check import accepted, check_paths
 from tests.compliance.command import run
 from tests.compliance.log_edits import Edit, in_turn, metadata, repeat_before, value
-from tests.compliance.submission.submission_trees import (
-    SYSTEM,
-    benchmark_folder,
-    without_chain,
-    write_description,
-    write_log,
-)
+from tests.compliance.run_series import write_log
+from tests.compliance.submission.submission_trees import SYSTEM, benchmark_folder, without_chain, write_description
 
 
 @pytest.fixture
@@ -122,7 +117,7 @@ def test_nothing_to_check_is_an_error_of_the_user(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "results", tmp_path / "results" / "systems"):
         with pytest.raises(ValueError, match="no logs in it, expected results/<system>/bert"):
             check_paths([path])
-    with pytest.raises(ValueError, match="no such file"):
+    with pytest.raises(ValueError, match="No such file"):
         check_paths([tmp_path / "result_0.txt"])
     with pytest.raises(ValueError, match=r"ruleset is '6\.0\.0'"):
         check_paths([tmp_path], "6.0.0")

@@ -10,15 +10,13 @@ import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Protocol
 
+import psutil
 import pytest
 import torch
 
@@ -27,8 +25,7 @@ from bert.parallel.watchdog.watchdog import FAULT_STATUS
 from bert.train import parse
 from tests.conftest import SmallRun
 from tests.distributed.faulty import faulty
-from tests.distributed.ranks import Ranks, free_port, last_record, records, result_of, wait_for
-from tests.programs import PATIENCE_S, REPOSITORY
+from tests.distributed.ranks import Ranks, last_record, records, result_of
 
 SECONDS = 4.0
 """``training.fault_seconds`` for runs that must wait until it has passed."""
@@ -38,19 +35,12 @@ ATTACK_S = 2.5
 """Minimum duration in seconds of the attack by strangers."""
 
 
-class Start(Protocol):
-    """Starts an endless run."""
-
-    def __call__(self, count: int = 3, breaks: str | None = None, **changes: object) -> Ranks:
-        """Start ``count`` ranks and return after their first evaluations.
-
-        With ``breaks``, start the ranks with this fault, as ``faulty`` takes it, and return at once.
-        """
-        ...
+Start = Callable[..., Ranks]
 
 
 @pytest.fixture
 def start(small_run: SmallRun, tmp_path: Path) -> Iterator[Start]:
+    """Start an endless run and return after its first evaluations, or at once if it has a fault, as ``faulty`` takes it."""
     with ExitStack() as stack:
 
         def start(count: int = 3, breaks: str | None = None, **changes: object) -> Ranks:
@@ -221,52 +211,8 @@ class Strangers:
 
 def listening_ports(pid: int) -> set[int]:
     """Return the ports on which a process listens for other hosts."""
-    inodes, ports = set(), set()
-    for link in Path(f"/proc/{pid}/fd").iterdir():
-        with suppress(OSError):
-            inodes.add(str(link.readlink()))
-    for table in ("tcp", "tcp6"):
-        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
-            fields = line.split()
-            address, _, port = fields[1].rpartition(":")
-            loopback = address in ("0100007F", f"{0:024X}01000000")
-            if fields[3] == "0A" and f"socket:[{fields[9]}]" in inodes and not loopback:
-                ports.add(int(port, 16))
-    return ports
-
-
-def is_running(pid: str) -> bool:
-    """Tell whether a process is running. A zombie is not."""
-    with suppress(OSError):
-        return Path(f"/proc/{pid}/cmdline").read_bytes() != b""
-    return False
-
-
-@pytest.mark.parametrize("count", [1, 2])
-def test_ranks_end_when_torchrun_is_killed(small_run: SmallRun, tmp_path: Path, count: int) -> None:
-    arguments = small_run.arguments(tmp_path, training__max_samples=10_000_000, evaluation__interval_samples=320)
-    place = [f"--nproc-per-node={count}", "--master-addr=127.0.0.1", f"--master-port={free_port()}"]
-    command = [sys.executable, "-m", "torch.distributed.run", *place, "-m", "bert.train", *arguments]
-    with (tmp_path / "output").open("w") as output:
-        # Start no fork: the parent of a fork is another process.
-        agent = subprocess.Popen(
-            command, cwd=REPOSITORY, stdout=output, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
-        )
-    result = result_of(tmp_path)
-    wait_for(lambda: result.exists() and '"eval_stop"' in result.read_text(), agent)
-    ranks = Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()
-    agent.kill()
-    agent.wait()
-    deadline = time.monotonic() + PATIENCE_S
-    while any(map(is_running, ranks)):
-        assert time.monotonic() < deadline, "ranks go on without their launcher"
-        time.sleep(0.1)
-    assert len(ranks) == count
-    assert '"status": "aborted"' in last_record(result)
-    if count > 1:
-        assert re.search(
-            rf"^# ended by a fault: rank \d on host .*launcher, process {agent.pid},", result.read_text(), re.M
-        )
+    addresses = [each.laddr for each in psutil.Process(pid).net_connections("tcp") if each.status == psutil.CONN_LISTEN]
+    return {address.port for address in addresses if address.ip not in ("127.0.0.1", "::1")}
 
 
 def test_a_slow_rank_is_named_while_the_run_goes_on(start: Start, tmp_path: Path) -> None:

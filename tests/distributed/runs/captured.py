@@ -13,8 +13,8 @@ from tests.bert.recording import Recording, groups_that_wait_for_graphs, recorda
 def captured(mode: str, *arguments: str) -> int:
     """Run ``bert.train`` in a mode.
 
-    The mode "eager" pads as a captured run does but captures nothing, "few" captures only the smallest shape,
-    "unclosed" does not reset its graphs, and "refused" raises an error after capturing.
+    The mode "eager" pads as a captured run does but captures nothing, "few" captures only the smallest shape, and
+    "refused" raises an error after capturing.
     """
     with ExitStack() as stack:
         stack.enter_context(recordable_attention())
@@ -27,8 +27,6 @@ def captured(mode: str, *arguments: str) -> int:
         if mode == "few":
             choose = bert.setup.choose_shapes
             patches.append(patch.object(bert.setup, "choose_shapes", lambda *given: choose(*given)[:1]))
-        if mode == "unclosed":
-            patches.append(patch.object(Recording, "close"))
         if mode == "refused":
             patches.append(patch.object(bert.setup, "build_loader", side_effect=ValueError("no loader")))
         for each in patches:

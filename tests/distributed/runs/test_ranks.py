@@ -13,8 +13,10 @@ from dataloading.dataset.scan import index_shards
 from tests.conftest import SmallRun
 from tests.dataloading.foreign_shards import write_like_others
 from tests.distributed.faulty import faulty
-from tests.distributed.ranks import Ranks, records, result_of, torchrun, train, trained, wait_for
+from tests.distributed.ranks import Ranks, records, result_of, train, trained, wait_for
 from tests.programs import PATIENCE_S, Program
+
+ENDLESS: dict[str, object] = {"training__max_samples": 10_000_000, "evaluation__interval_samples": 320}
 
 
 @pytest.fixture(scope="module")
@@ -62,14 +64,6 @@ def test_evaluated_and_saved_weights_are_whole(small_run: SmallRun, tmp_path: Pa
         torch.testing.assert_close(other[name], tensor, rtol=1e-3, atol=1e-3)
 
 
-def test_accumulation_gives_the_same_losses(
-    small_run: SmallRun, tmp_path: Path, one_rank: tuple[Path, list[dict[str, float]]]
-) -> None:
-    accumulated = train(small_run, tmp_path, 1, training__gradient_accumulation_steps=4)
-    losses = [record["loss"] for record in one_rank[1]]
-    assert [record["loss"] for record in accumulated] == pytest.approx(losses, rel=2e-5)
-
-
 def test_a_run_may_be_limited_in_steps_and_in_minutes(small_run: SmallRun, tmp_path: Path) -> None:
     taken = train(small_run, tmp_path / "steps", 2, training__max_steps=6, log__interval_steps=4)
     assert [record["step"] for record in taken] == [4, 5, 6], "an interval, what an evaluation ended, and the rest"
@@ -79,29 +73,19 @@ def test_a_run_may_be_limited_in_steps_and_in_minutes(small_run: SmallRun, tmp_p
     assert [record["status"] for record in records(tmp_path / "minutes", "end")] == ["aborted"]
 
 
-@pytest.mark.parametrize(
-    ("number", "launched"),
-    [(signal.SIGTERM, False), (signal.SIGINT, False), (signal.SIGTERM, True)],
-    ids=["SIGTERM", "SIGINT", "SIGTERM to torchrun"],
-)
-def test_a_signal_ends_the_run_as_aborted_with_the_log_complete(
-    small_run: SmallRun, tmp_path: Path, number: signal.Signals, launched: bool
-) -> None:
-    """torchrun treats both signals alike and passes them on to its ranks."""
-    arguments = small_run.arguments(tmp_path, training__max_samples=10_000_000, evaluation__interval_samples=320)
-    process = torchrun(2, arguments) if launched else Program("bert.train", arguments)
+def test_a_signal_ends_the_run_as_aborted_with_the_log_complete(small_run: SmallRun, tmp_path: Path) -> None:
+    process = Program("bert.train", small_run.arguments(tmp_path, **ENDLESS))
     result = result_of(tmp_path)
     wait_for(lambda: result.exists() and '"eval_stop"' in result.read_text(), process)
-    process.send_signal(number)
+    process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert "Traceback" not in output
     text = result.read_text()
     assert '"status": "aborted"' in text, output
     assert text.count('"run_stop"') == text.count('"train_samples"') == text.count('"eval_samples"') == 1
     assert text.count('"block_start"') == text.count('"block_stop"')
-    assert '"event": "end", "status": "aborted"' in (result.parent / "metrics_0.jsonl").read_text()
-    if not launched:
-        assert process.returncode == 128 + number
-        assert "Traceback" not in output
+    assert [record["status"] for record in records(tmp_path, "end")] == ["aborted"]
 
 
 def test_where_agents_start_again_a_rank_that_gets_no_signal_of_its_own_asks_for_it(
@@ -109,7 +93,7 @@ def test_where_agents_start_again_a_rank_that_gets_no_signal_of_its_own_asks_for
 ) -> None:
     """The signal means that one host is to leave the run, so the other host's rank ends as after a fault."""
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
-    arguments = small_run.arguments(tmp_path, training__max_samples=10_000_000, evaluation__interval_samples=320)
+    arguments = small_run.arguments(tmp_path, **ENDLESS)
     with Ranks(["hurry:0,hurry:1", *arguments], 2, faulty) as started:
         started.wait_for(lambda: result_of(tmp_path).exists() and '"eval_stop"' in result_of(tmp_path).read_text())
         started.processes[1].send_signal(signal.SIGTERM)

@@ -43,6 +43,13 @@ def kept(checkpoints: Path, target: Path, step: int) -> Path:
     return target
 
 
+def assert_same(steps: list[dict[str, float]], resumed: list[dict[str, float]], one: Path, other: Path) -> None:
+    """Check that the steps of a run and of the resumed run, and checkpoints of both, are equal to the last bit."""
+    assert [[step[name] for name in PARTS] for step in resumed] == [[step[name] for name in PARTS] for step in steps]
+    for name in ("model.safetensors", "momentum.safetensors", "variance.safetensors"):
+        assert (one / name).read_bytes() == (other / name).read_bytes(), name
+
+
 @pytest.fixture(scope="module")
 def whole(small_run: SmallRun, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, float]]]:
     """Train on 2 ranks with dropout from beginning to end, writing checkpoints."""
@@ -69,14 +76,7 @@ def test_the_same_ranks_go_on_with_the_same_losses_to_the_last_bit(
     changes = settings(tmp_path / "further", model__hidden_dropout=0.1, resume=start, training__seed=None)
     resumed = train(small_run, tmp_path, 2, **changes)
     assert [record["step"] for record in resumed] == list(range(9, STEPS + 1))
-    for one, other in zip(steps[8:], resumed, strict=True):
-        assert {name: one[name] for name in PARTS} == {name: other[name] for name in PARTS}
-    for name in ("model", "momentum", "variance"):
-        files = [
-            (place / "step_00000020" / f"{name}.safetensors").read_bytes()
-            for place in (folder / "checkpoints", tmp_path / "further")
-        ]
-        assert files[0] == files[1], name
+    assert_same(steps[8:], resumed, folder / "checkpoints" / "step_00000020", tmp_path / "further" / "step_00000020")
     evaluations = records(tmp_path, "eval")
     assert [record["samples"] for record in evaluations] == [192, 288]  # the evaluation schedule continues
     before = {record["samples"]: record["correct"] for record in records(folder, "eval")}
@@ -91,16 +91,10 @@ def test_in_fp8_the_same_ranks_go_on_to_the_last_bit(small_run: SmallRun, tmp_pa
     start = kept(tmp_path / "checkpoints", tmp_path / "kept", 3)
     changes |= {"resume": start, "checkpoint__folder": tmp_path / "further"}
     resumed = train(small_run, tmp_path / "resumed", 2, **changes)
-    for one, other in zip(steps[3:], resumed, strict=True):
-        assert {name: one[name] for name in PARTS} == {name: other[name] for name in PARTS}
-    for name in ("model.safetensors", "variance.safetensors"):
-        first, second = (tmp_path / place / "step_00000006" / name for place in ("checkpoints", "further"))
-        assert first.read_bytes() == second.read_bytes()
-    scales = [
-        json.loads((tmp_path / place / "step_00000006" / "state.json").read_text())
-        for place in ("checkpoints", "further")
-    ]
-    assert scales[0]["fp8_scales"] == scales[1]["fp8_scales"]
+    written = [tmp_path / place / "step_00000006" for place in ("checkpoints", "further")]
+    assert_same(steps[3:], resumed, *written)
+    scales = [json.loads((checkpoint / "state.json").read_text())["fp8_scales"] for checkpoint in written]
+    assert scales[0] == scales[1]
 
 
 def test_a_resumed_log_says_so_and_is_no_timed_result(

@@ -23,18 +23,6 @@ NO_TRITON = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reaso
 EITHER = pytest.mark.parametrize("implementation", ["reference", pytest.param("triton", marks=NO_TRITON)])
 
 
-def compare(
-    flat: torch.Tensor, gradients: list[torch.Tensor], segments: LambSegments, hyper: LambHyperparameters
-) -> None:
-    """Compare the weights with the NumPy version's after each step."""
-    exact, state = NumpyLamb(flat, segments, hyper), LambState.zeros_like(flat)
-    for step, gradient in enumerate(gradients, start=1):
-        when = {"step": torch.tensor(step), "learning_rate": torch.tensor(0.1 / step, dtype=torch.float64)}
-        norm = lamb_step(flat, gradient.clone(), state, segments, hyper, **when)
-        assert norm.item() == pytest.approx(exact.step(gradient, 0.1 / step), rel=1e-12)
-        np.testing.assert_allclose(flat.numpy(), np.concatenate(exact.weights), rtol=1e-9, atol=1e-12)
-
-
 @pytest.mark.oldest_torch
 @settings(max_examples=25)
 @given(
@@ -52,7 +40,13 @@ def test_matches_numpy(parts, zero_weights, gradient_scale, betas, weight_decay,
     flat = torch.randn(sum(segments.sizes), generator=generator, dtype=torch.float64)
     segments.views(flat)[zero_weights % len(parts)].zero_()
     gradients = [gradient_scale * torch.randn(flat.shape, generator=generator, dtype=torch.float64) for _ in range(3)]
-    compare(flat, gradients, segments, LambHyperparameters(*betas, 1e-6, weight_decay, 1.0))
+    hyper = LambHyperparameters(*betas, 1e-6, weight_decay, 1.0)
+    exact, state = NumpyLamb(flat, segments, hyper), LambState.zeros_like(flat)
+    for step, gradient in enumerate(gradients, start=1):
+        when = {"step": torch.tensor(step), "learning_rate": torch.tensor(0.1 / step, dtype=torch.float64)}
+        norm = lamb_step(flat, gradient.clone(), state, segments, hyper, **when)
+        assert norm.item() == pytest.approx(exact.step(gradient, 0.1 / step), rel=1e-12)
+        np.testing.assert_allclose(flat.numpy(), np.concatenate(exact.weights), rtol=1e-9, atol=1e-12)
 
 
 @EITHER

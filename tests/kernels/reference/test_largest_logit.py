@@ -22,7 +22,6 @@ def masked_lm_loss(request: pytest.FixtureRequest) -> Loss:
 
 
 def correct(masked_lm_loss: Loss, hidden: Tensor, decoder: Tensor, bias: Tensor, label: int) -> int:
-    """Return the number of correct predictions for a single row."""
     _, found = masked_lm_loss(hidden, decoder, bias, torch.tensor([label]))
     assert found is not None
     assert found.dtype == torch.int64

@@ -13,7 +13,7 @@ from kernels.reference.fp8 import E4M3, cast_transpose_into_fp8
 from kernels.triton import lamb as triton_lamb
 from kernels.triton.quantize import fp8_pair
 from tests.kernels.accuracy import same_bits
-from tests.kernels.lamb_oracle import HYPERPARAMETERS, NumpyLamb, Shards, at
+from tests.kernels.lamb_oracle import HYPERPARAMETERS, NumpyLamb, at
 
 CHUNK = triton_lamb.CHUNK
 ULP = torch.finfo(torch.float32).eps
@@ -98,21 +98,6 @@ def test_a_first_step_that_is_not_finite_leaves_what_minus_zero_and_epsilon_zero
     assert weights[0].signbit()
     assert not state.momentum_P.any()
     assert not state.variance_P.any()
-
-
-def test_shards_together_step_as_the_whole() -> None:
-    """Shards start at arbitrary elements. Errors are at most twice plain PyTorch's errors on the whole vectors."""
-    segments = LAYOUTS["as in BERT"]
-    flat, gradients = weights_and_gradients(segments, 3)
-    exact, plain, plain_state = NumpyLamb(flat, segments), flat.clone(), LambState.zeros_like(flat)
-    cuts = (1, CHUNK, 7630, 7631, 7640, 7650, 7660, 4 * CHUNK, 12000, 6 * CHUNK)
-    shards, whole = Shards(triton_lamb, flat, segments, cuts), flat
-    for step, gradient in enumerate(gradients, start=1):
-        exact.step(gradient, float(torch.tensor(0.1)))
-        whole = shards.step(gradient, **at(step, 0.1))
-        lamb.lamb_step(plain, gradient, plain_state, segments, HYPERPARAMETERS, **at(step, 0.1))
-    for mine, theirs, truth in zip(segments.views(whole), segments.views(plain), exact.weights, strict=True):
-        assert error(mine, truth) <= 2 * error(theirs, truth) + ULP
 
 
 def test_groups_step_as_all_segments_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

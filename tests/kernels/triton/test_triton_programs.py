@@ -66,55 +66,55 @@ def test_every_kernel_ran_in_several_programs():
         for configuration in module.configurations()
     }
     launches = [launch for op in IN_TRITON for launch in one_after_another(op)[1]]
-    assert {launch.kernel for launch in launches} == known
+    assert {kernel for kernel, _ in launches} == known
     in_one = {
         "kernels.triton.lamb_passes.squares_kernel"
     }  # this kernel has one program per adapted segment, and the example has one such segment
-    assert {launch.kernel for launch in launches if launch.programs > 1} == known - in_one
+    assert {kernel for kernel, programs in launches if programs > 1} == known - in_one
 
 
-def copied(name: str, order: Order = "forward") -> Tensor:
-    """Run a faulty kernel on the input 0, 1, 2, ... and return ``y``."""
+def copied(fault: str, order: Order = "forward") -> Tensor:
+    """Run the faulty kernel on the input 0, 1, 2, ... and return ``y``."""
     x, y, amax = torch.arange(42.0), torch.empty(42), torch.zeros((), dtype=torch.int32)
     with walked(order, seed=1):
-        getattr(faulty_kernels, name)[(6,)](x, y, amax, len(x), BLOCK=8)
+        faulty_kernels.copy[(6,)](x, y, amax, len(x), FAULT=fault, BLOCK=8)
     return y
 
 
 @pytest.mark.parametrize(
-    ("name", "message"),
+    ("fault", "message"),
     [
-        ("stores_past_the_end", r"program \(5, 0, 0\): store of element 42 of y, which has 42"),
-        ("stores_before_the_start", r"program \(0, 0, 0\): store of element -1 of y, which has 42"),
-        ("loads_past_the_end", "load of element 42 of x, which has 42"),
-        ("stores_what_others_store", r"program \(1, 0, 0\): store of element 0 of y, which program \(0, 0, 0\) wrote"),
-        ("loads_what_others_store", "store of element 8 of y, which program .* read"),
-        ("loads_what_others_add", "load of element 0 of y, which program .* updated"),
-        ("loads_its_own_stores", r"program \(0, 0, 0\): load of element 0 of y, which program \(0, 0, 0\) wrote"),
-        ("stores_an_element_twice", "store of an element of y twice"),
-        ("replaces_a_maximum_that_others_load", "atomic of element 0 of amax, which several read"),
+        ("stores past the end", r"program \(5, 0, 0\): store of element 42 of y, which has 42"),
+        ("stores before the start", r"program \(0, 0, 0\): store of element -1 of y, which has 42"),
+        ("loads past the end", "load of element 42 of x, which has 42"),
+        ("stores what others store", r"program \(1, 0, 0\): store of element 0 of y, which program \(0, 0, 0\) wrote"),
+        ("loads what others store", "store of element 8 of y, which program .* read"),
+        ("loads what others add", "load of element 0 of y, which program .* updated"),
+        ("loads its own stores", r"program \(0, 0, 0\): load of element 0 of y, which program \(0, 0, 0\) wrote"),
+        ("stores an element twice", "store of an element of y twice"),
+        ("replaces a maximum that others load", "atomic of element 0 of amax, which several read"),
     ],
 )
-def test_wrong_accesses_are_noticed(name: str, message: str):
-    with pytest.raises(WrongAccessError, match=f"^{name}, .*{message}"):
-        copied(name)
+def test_wrong_accesses_are_noticed(fault: str, message: str):
+    with pytest.raises(WrongAccessError, match=f"^copy, .*{message}"):
+        copied(fault)
 
 
-@pytest.mark.parametrize("name", ["leaves_an_element_out", "uses_lanes_that_are_left_out"])
-def test_memory_that_nobody_wrote_reaches_results(name: str):
-    assert copied(name).isnan().any()
+@pytest.mark.parametrize("fault", ["leaves an element out", "uses lanes that are left out"])
+def test_memory_that_nobody_wrote_reaches_results(fault: str):
+    assert copied(fault).isnan().any()
 
 
 def test_what_lies_between_a_views_elements_is_not_its_own():
     """The gap may hold, for example, elements of another attention head."""
     x, y = torch.arange(8.0), torch.zeros(8, 2)[:, 0]
     with pytest.raises(WrongAccessError, match="store of element 1 of y, which has 15"):
-        faulty_kernels.faultless[(1,)](x, y, torch.zeros(()), 8, BLOCK=8)
+        faulty_kernels.copy[(1,)](x, y, torch.zeros(()), 8, FAULT="none", BLOCK=8)
 
 
 @pytest.mark.parametrize("order", get_args(Order))
 def test_results_that_depend_on_the_order_differ(order: Order):
-    for right in ("faultless", "loads_its_own_stores_behind_a_barrier"):
+    for right in ("none", "none, with a barrier"):
         assert torch.equal(copied(right, order), torch.arange(42.0))
-    places = copied("takes_places_as_programs_come", order)
+    places = copied("takes places as programs come", order)
     assert torch.equal(places[:40], torch.arange(40.0)) == (order == "forward")

@@ -29,7 +29,6 @@ def _as_before() -> Iterator[None]:
 
 
 def grown(x: Tensor) -> Tensor:
-    """Definition of the test op."""
     return x * 2
 
 

@@ -43,7 +43,6 @@ def small_config() -> Config:
 def shared_step(
     mesh: Mesh, layers: int, virtual_stages: int = 1, capturer: CudaCapturer | None = None, **training: Any
 ) -> TracedStep:
-    """Return the training step of one rank of ``mesh``."""
     config = small_config()
     config = replace(
         config,
