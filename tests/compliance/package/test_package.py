@@ -16,9 +16,8 @@ from compliance.package.command import make_package
 from compliance.package.tree import PackageRequest, tracked_source
 from tests.compliance.command import run as command
 from tests.compliance.log_edits import delete, metadata
+from tests.compliance.result_folders import describe_system, write_series
 from tests.compliance.run_logs import without_chain, write_run
-from tests.compliance.run_series import write_series
-from tests.compliance.submission.submission_trees import describe_system
 from tests.conftest import REPOSITORY
 
 pytestmark = [
