@@ -53,11 +53,7 @@ def devices() -> tuple[Device, ...]:
 
 
 def device_named(name: str) -> Device:
-    """Return the device that a name refers to.
-
-    Raises:
-        ValueError: the name contains no known model. The message lists the nearest names.
-    """
+    """Return the device that a name refers to. Raises ``ValueError`` with the nearest names if it is unknown."""
     # Vendors put hyphens, slashes and brackets anywhere, so only letters, digits and "+" separate words.
     words = re.sub(r"[^A-Z0-9+]+", " ", name[:MAX_NAME].upper()).replace("GAUDI 2", "GAUDI2")
     # Match whole words: "A100" must not match "A1000", nor "H100" match "GH100".

@@ -64,7 +64,10 @@ def _large_product(context: Context) -> tuple[Callable[[], Tensor], int, str]:
 def _large_fp8_product(context: Context) -> tuple[Callable[[], Tensor], int, str]:
     """Return a matrix product in E4M3, the format of the forward pass, its FLOP, and the unit of its rate."""
     n = context.scale.square
-    left, right = (_fp8_operand(context, n, n, E4M3) for _ in range(2))
+    if reasons := capability_reasons(context.device):
+        raise NotUsableError("; ".join(reasons))
+    drawn = (torch.randn(n, n, device=context.device, dtype=torch.bfloat16) for _ in range(2))
+    left, right = (values.to(E4M3) for values in drawn)
     one = torch.ones((), device=context.device)  # the value of the scale does not affect the time
     product = partial(torch._scaled_mm, left, right.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True)
     return product, 2 * n**3, "TFLOP/s"
@@ -75,13 +78,6 @@ def _large_copy(context: Context) -> tuple[Callable[[], Tensor], int, str]:
     source = torch.randint(256, (context.scale.copied,), dtype=torch.uint8, device=context.device)
     target = torch.empty_like(source)
     return lambda: target.copy_(source), 2 * source.numel(), "TB/s"
-
-
-def _fp8_operand(context: Context, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-    """Draw normally distributed numbers in FP8, [rows, columns]."""
-    if reasons := capability_reasons(context.device):
-        raise NotUsableError("; ".join(reasons))
-    return torch.randn(rows, columns, device=context.device, dtype=torch.bfloat16).to(dtype)
 
 
 def _best_row(

@@ -2,23 +2,11 @@
 
 import statistics
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from cluster.view import Rate, View
 from console.text import counted, duration
 
 _MOST_NAMES = 24
-
-
-@dataclass(frozen=True)
-class RateRow:
-    """One quantity measured on all ranks. ``over`` is the slowest rank's time divided by the typical time."""
-
-    name: str
-    typical: str
-    slowest: str
-    rank: int
-    over: float
 
 
 def lines(view: View) -> Iterator[str]:
@@ -27,8 +15,8 @@ def lines(view: View) -> Iterator[str]:
     yield from (outlier.sentence for outlier in view.outliers)
     if not view.outliers:
         yield "no part is slower than the others"
-    for row in rate_rows(view):
-        yield f"{row.name}: {row.typical}, slowest {row.slowest} on rank {row.rank} ({row.over - 1:.0%} longer)"
+    for name, typical, slowest, rank, longer in rate_rows(view):
+        yield f"{name}: {typical}, slowest {slowest} on rank {rank} ({longer} longer)"
     for name, rates in link_rows(view):
         yield f"{name}: {rates}"
     for operation, scope, ranks, *points in collective_rows(view):
@@ -46,8 +34,10 @@ def heading(view: View) -> str:
     return f"{counted(len(view.hosts), 'host')}, {counted(len(view.ranks), 'rank')}, {', '.join(names[:3])}"
 
 
-def rate_rows(view: View) -> list[RateRow]:
-    """Return the quantities that all ranks measured, each with its slowest rank."""
+def rate_rows(view: View) -> list[tuple[str, str, str, str, str]]:
+    """Return a row for each quantity that all ranks measured: name, typical rate, and the slowest rank's rate, number and
+    excess time.
+    """
     rows = []
     for number, first in enumerate(view.ranks[0].rates):
         times = [rank.rates[number].seconds for rank in view.ranks if number < len(rank.rates)]
@@ -57,8 +47,8 @@ def rate_rows(view: View) -> list[RateRow]:
         typical, slowest = statistics.median(times), max(times)
         size = {"product": f"{first.size} x {first.size}", "launch": ""}.get(first.quantity, _bytes(first.size))
         name = " ".join(part for part in (first.quantity, first.dtype, size) if part)
-        over = slowest / typical if typical else 1.0
-        rows.append(RateRow(name, _speed(first, typical), _speed(first, slowest), times.index(slowest), over))
+        longer = f"{slowest / typical - 1:.0%}" if typical else "-"
+        rows.append((name, _speed(first, typical), _speed(first, slowest), str(times.index(slowest)), longer))
     return rows
 
 

@@ -28,8 +28,7 @@ _KEYS_A_GROUP = 64
 def memory_of_rank(work: Work, strategy: Strategy, nodes: int, ranks: int, on_gpu: bool = False) -> dict[str, float]:
     """Return the bytes of each part on the pipeline rank that needs the most memory. A node has ``ranks`` ranks.
 
-    Raises:
-        ValueError: the global batch does not divide over the ranks.
+    Raises ``ValueError`` if the global batch does not divide over the ranks.
     """
     # Micro-batches do not depend on how gradients are summed, so all reductions share one cache entry.
     computing = replace(strategy, bucket_bytes=1, reduction="flat", reduce_dtype="fp32")

@@ -53,8 +53,7 @@ class PredictedStep:
 def predict_step(work: Work, strategy: Strategy, rates: Rates, steps: int = _STEPS) -> PredictedStep:
     """Predict the time of a step, averaged over the first steps of the plan.
 
-    Raises:
-        ValueError: the global batch does not divide over the ranks, or a rate is missing.
+    Raises ``ValueError`` if the global batch does not divide over the ranks, or if a rate is missing.
     """
     predicted = _predicted if strategy.pipeline == 1 else _predicted_in_stages
     found = [predicted(work, strategy, rates, step) for step in range(steps)]

@@ -30,11 +30,7 @@ def recipe_named(name: str) -> Config:
 def plan(
     recipe: str, cluster: Path | None, gpus: int | None, accelerator: str | None, networking: str, out: Path
 ) -> None:
-    """Print the best plans and why the other plans lose, and write the best plan to a file.
-
-    Raises:
-        ValueError: the request is wrong, or nothing is feasible.
-    """
+    """Print the best plans and why the others lose, and write the best. Raises ``ValueError`` if nothing is feasible."""
     require_writable(out)
     config = recipe_named(recipe)
     target = target_of(recipe, cluster, gpus, accelerator, networking)
@@ -67,11 +63,7 @@ def run_plan(config: Config, target: Target, chosen: Candidate) -> RunPlan:
 
 
 def draw_scale(recipe: str, accelerator: str | None, gpus_per_node: int, networking: str, out: Path | None) -> None:
-    """Print the best plan for each number of accelerators, and write a page if ``out`` is given.
-
-    Raises:
-        ValueError: the request is wrong.
-    """
+    """Print the best plan for each number of accelerators, and write a page if ``out`` is given."""
     if out is not None:
         require_writable(out)
     config = recipe_named(recipe)

@@ -62,8 +62,7 @@ class ScalingPoint:
 def scale(config: Config, device: Device, per_node: int, networking: str = "") -> Iterator[ScalingPoint]:
     """Plan a recipe for whole nodes in powers of two, from one node to `LARGEST` accelerators.
 
-    Raises:
-        ValueError: a node has more accelerators than `LARGEST`, the recipe is not the benchmark, or nothing is feasible.
+    Raises ``ValueError`` if a node has more accelerators, the recipe is not the benchmark, or nothing is feasible.
     """
     if not 1 <= per_node <= LARGEST:
         raise ValueError(f"--gpus-per-node is {per_node:,}, expected 1 to {LARGEST:,}")

@@ -59,15 +59,18 @@ def schedules(config: Config) -> list[BatchSchedule]:
     """
     published = _published()
     own = _of_recipe(config, published, "the recipe's own")
-    if config.model != ModelConfig() or config.log.division != "closed":
+    if not _is_benchmark(config):
         return [own]
-    found: dict[int, BatchSchedule] = {}
-    for schedule in [*_of_recipes(published), *_stated(published)]:
-        best = found.get(schedule.global_batch_size)
-        if schedule.samples is not None and (best is None or schedule.samples < (best.samples or 0.0)):
-            found[schedule.global_batch_size] = schedule
-    found[own.global_batch_size] = own
+    recipes = [_of_recipe(recipe(), published, f"recipe {name}") for name, recipe in RECIPES.items()]
+    known = [each for each in [*recipes, *_stated(published)] if each.samples is not None]
+    found = {own.global_batch_size: own}
+    for schedule in sorted(known, key=lambda each: each.samples or 0.0):
+        found.setdefault(schedule.global_batch_size, schedule)
     return [found[batch] for batch in sorted(found)]
+
+
+def _is_benchmark(config: Config) -> bool:
+    return config.model == ModelConfig() and config.log.division == "closed"
 
 
 def _published() -> _Published:
@@ -97,13 +100,8 @@ def _of_recipe(config: Config, published: _Published, source: str) -> BatchSched
         optimizer.num_warmup_steps,
     )
     # Compare exactly, because recipes state the same digits that logs print.
-    known = config.model == ModelConfig() and config.log.division == "closed" and key in published
-    samples = _median_samples(published[key]) if known else None
+    samples = _median_samples(published[key]) if _is_benchmark(config) and key in published else None
     return BatchSchedule(batch, optimizer, config.training.max_samples, samples, source)
-
-
-def _of_recipes(published: _Published) -> list[BatchSchedule]:
-    return [_of_recipe(recipe(), published, f"recipe {name}") for name, recipe in RECIPES.items()]
 
 
 def _stated(published: _Published) -> list[BatchSchedule]:

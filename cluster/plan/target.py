@@ -50,8 +50,7 @@ def target_of(
 ) -> Target:
     """Return the target that a probe measured. Without a probe, describe devices by data sheets, by default the recipe's.
 
-    Raises:
-        ValueError: the probe had another number of ranks, or the device is unknown.
+    Raises ``ValueError`` if the probe had another number of ranks, or if the device is unknown.
     """
     if cluster is not None:
         if accelerator is not None or networking:
@@ -64,11 +63,7 @@ def target_of(
 
 
 def device_of(recipe: str, accelerator: str | None) -> tuple[Device, int]:
-    """Return the named device, or the recipe's device, and the number of devices in a node.
-
-    Raises:
-        ValueError: the device is unknown.
-    """
+    """Return the named device or the recipe's, and the devices of a node. Raises ``ValueError`` for an unknown device."""
     sized = _SIZED.fullmatch(recipe)
     name = accelerator or (_ACCELERATORS.get(sized[1]) if sized else None)
     if name is None:

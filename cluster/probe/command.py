@@ -35,14 +35,9 @@ _DEVICES, _PATHS_IN_HOSTS, _PATHS_BETWEEN, _CONTENTION, _COMPUTATIONS, _COLLECTI
 
 
 def probe(out: Path, seconds: float = 30.0, limit: float = 60.0) -> int:
-    """Measure, write the view, and print what is slow. Returns the exit status, which is 1 if something is slow.
+    """Measure for about ``seconds``, write the view, and print what is slow. Returns 1 if something is slow.
 
-    Args:
-        seconds: approximate duration of the measurements, excluding a second measurement of devices and links.
-        limit: seconds within which all ranks must have connected.
-
-    Raises:
-        ValueError: the launch is wrong, ranks do not connect in time, or a rank is lost.
+    Raises ``ValueError`` if the launch is wrong, ranks do not connect within ``limit`` seconds, or a rank is lost.
     """
     launch = Launch.from_environment()
     if launch.rank == 0:

@@ -1,6 +1,6 @@
 """Slow and broken ranks, hosts and links that a probe found, in words, with their cost for a BERT-Large step."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -45,24 +45,15 @@ class Measured:
         return max(self.host_of) + 1
 
 
-@dataclass(frozen=True)
-class _Step:
-    """Seconds of each part of a step on a typical device and path."""
-
-    compute: float
-    update: float
-    reduce: float
-
-    def share(self, quantity: str, ratio: float) -> float:
-        """Return the relative increase of the step time. It is 0 for launches (CUDA graphs) and transfers (overlapped)."""
-        part = {"product": self.compute, "copy": self.update, "bandwidth": self.reduce}.get(quantity.split()[0], 0.0)
-        return (ratio - 1) * part / (self.compute + self.update + self.reduce)
+_Step = Mapping[str, float]
+"""Seconds of a step on a typical device and path, by the quantity that decides them."""
 
 
 def _outlier(ranks: tuple[int, ...], way: str, quantity: str, judgement: Judgement, place: int, step: _Step) -> Outlier:
     """Return an outlier whose name is still its kind: a rank (empty), "sending", "receiving", "path" or "part"."""
     ratio = float(judgement.ratios[place])
-    share = float(step.share(quantity, ratio))
+    # Launches (CUDA graphs) and transfers (overlapped) take no time of a step.
+    share = (ratio - 1) * step.get(quantity.split()[0], 0.0) / sum(step.values())
     return Outlier(way, quantity, ratio, float(judgement.deviations[place]), share, ranks)
 
 
@@ -120,7 +111,7 @@ def _step_of(measured: Measured) -> _Step:
         many, cards = (measured.hosts, ends / measured.hosts) if measured.between_hosts else (ends, 1)
         # The reduction is an fp32 ring along every rail. Each card carries its part of the gradient.
         reduce = 2 * (many - 1) / many * 4 * PARAMETERS / cards * float(np.median(paths.seconds_per_byte_TE))
-    return _Step(STEP_OPERATIONS / flops, _UPDATE_BYTES / bytes_per_s, reduce)
+    return {"product": STEP_OPERATIONS / flops, "copy": _UPDATE_BYTES / bytes_per_s, "bandwidth": reduce}
 
 
 def _slow_ranks(measured: Measured, step: _Step, comparisons: int, chance: int) -> dict[int, Outlier]:
@@ -141,9 +132,9 @@ def _slow_ranks(measured: Measured, step: _Step, comparisons: int, chance: int) 
 
 def _ends(paths: Paths) -> tuple[list[int], list[int], list[int]]:
     """Return the ranks at path ends, and the indices in this list of each path's source and target."""
-    ends = sorted({*paths.source_E.tolist(), *paths.target_E.tolist()})
-    place = {rank: index for index, rank in enumerate(ends)}
-    return ends, [place[rank] for rank in paths.source_E.tolist()], [place[rank] for rank in paths.target_E.tolist()]
+    ends_N, place_2E = np.unique(np.stack([paths.source_E, paths.target_E]), return_inverse=True)
+    source_E, target_E = place_2E.reshape(2, -1).tolist()
+    return ends_N.tolist(), source_E, target_E
 
 
 def _slow_paths(

@@ -109,14 +109,6 @@ def _file(config: Config) -> Path:
     return default_folder() / "runs" / f"{config.recipe}-{digest}.json"
 
 
-def set_by_hand(settings: Sequence[str]) -> str | None:
-    """Return the name of a variable or setting with which the user overrides the choice, or None."""
-    names = {argument.partition("=")[0].removeprefix("--") for argument in settings}
-    # A stored choice must not override a configuration file or a plan.
-    given = [*filter(os.environ.get, VARIABLES), *({"config", "plan"} & names)]
-    return next(iter(given), None)
-
-
 def main(arguments: Sequence[str]) -> int:
     """Print the stored choice for a command line, if any. Errors in the command line are left to ``bert.train``."""
     try:
@@ -125,8 +117,11 @@ def main(arguments: Sequence[str]) -> int:
     except (ValueError, OSError, SystemExit):
         return 0
     choice = kept(config)
-    if choice and (name := set_by_hand(arguments)):
-        say(f"tuned on this machine is {choice}: not used, as {name} is set")
+    names = {argument.partition("=")[0].removeprefix("--") for argument in arguments}
+    # A stored choice must not override a variable, a configuration file or a plan.
+    given = [*filter(os.environ.get, VARIABLES), *({"config", "plan"} & names)]
+    if choice and given:
+        say(f"tuned on this machine is {choice}: not used, as {given[0]} is set")
     elif choice:
         for line in (f"tuned on this machine: {choice}", choice.processes, choice.threads):
             say(line)

@@ -94,6 +94,9 @@ def test_what_is_found_fits_and_divides(found: Found, target: Target, work: Work
         assert each.memory <= USABLE_MEMORY * target.rates[each.strategy.precision].memory_bytes
         assert each.strategy.sequences(target.world_size) >= 1
     assert any("does not fit" in each.reason for each in found.refusals)
+    assert found.best[0].strategy.copy_ranks == 1
+    assert {each.strategy.tensor for each in found.ranked} == {1, 2, 4, 8}, "each is predicted at least once"
+    assert {each.strategy.pipeline for each in found.ranked} == {1, 2, 4, 8}
     parts = memory_of_rank(work, found.best[0].strategy, target.nodes, target.ranks_per_node, on_gpu=True)
     assert found.best[0].memory == pytest.approx(sum(parts.values()))
 
@@ -111,28 +114,23 @@ def test_smaller_memory_takes_other_ways_or_none(work: Work) -> None:
         search(config, work, with_memory(target, 1e8))
 
 
-def test_copies_are_shared_only_if_nothing_else_fits(found: Found, target: Target, work: Work, tmp_path: Path) -> None:
-    assert found.best[0].strategy.copy_ranks == 1
-    assert {each.strategy.tensor for each in found.ranked} == {1, 2, 4, 8}, "each is predicted at least once"
-    assert {each.strategy.pipeline for each in found.ranked} == {1, 2, 4, 8}
+@pytest.mark.parametrize(("ranks", "per_host", "memory"), [(8, 8, 3e9), (4, 1, 4.2e9)], ids=["tensor", "pipeline"])
+def test_copies_are_shared_only_if_nothing_else_fits(
+    ranks: int, per_host: int, memory: float, work: Work, tmp_path: Path
+) -> None:
+    """With one rank per host, tensor parallelism is impossible."""
     config, work = RECIPES["h100_1x8"](), replace(work, samples=1e6)
     config = replace(config, log=replace(config.log, division="open"))  # the search keeps the recipe's own batch size
-    best = search(config, work, with_memory(target, 3e9)).best[0]
-    assert best.strategy.tensor > 1
-    assert follow(config, target, best, tmp_path).parallel == best.strategy.parallel
-    few = replace(config, training=replace(config.training, global_batch_size=4, max_samples=40))
-    assert search(few, work, target).best[0].strategy.tensor > 1, "4 sequences on 8 ranks"
-
-
-def test_stages_are_chosen_only_if_nothing_else_fits(work: Work, tmp_path: Path) -> None:
-    config, work = RECIPES["h100_1x8"](), replace(work, samples=1e6)
-    config = replace(config, log=replace(config.log, division="open"))
-    target = described(device_of("h100_1x8", None)[0], 4, 1)  # one per host rules out tensor parallelism
+    target = described(device_of("h100_1x8", None)[0], ranks, per_host)
     assert search(config, work, target).best[0].strategy.copy_ranks == 1
-    best = search(config, work, with_memory(target, 4.2e9)).best[0]
-    assert best.strategy.gradient_accumulation_steps >= best.strategy.pipeline > 1
+    best = search(config, work, with_memory(target, memory)).best[0]
+    strategy = best.strategy
+    assert strategy.tensor > 1 if per_host > 1 else strategy.gradient_accumulation_steps >= strategy.pipeline > 1
     planned = follow(config, target, best, tmp_path)
-    assert (planned.parallel, planned.training.cuda_graphs) == (best.strategy.parallel, False)
+    assert (planned.parallel, planned.training.cuda_graphs) == (strategy.parallel, strategy.pipeline == 1)
+    if per_host > 1:
+        few = replace(config, training=replace(config.training, global_batch_size=4, max_samples=40))
+        assert search(few, work, target).best[0].strategy.tensor > 1, "4 sequences on 8 ranks"
 
 
 def test_a_large_model_is_shared_as_its_memory_asks(tmp_path: Path) -> None:

@@ -10,17 +10,7 @@ from compliance.log.order import left_open, own_settings, unearned_success, viol
 from compliance.log.reader import read_log
 from compliance.log.record import Record
 from compliance.log.run import LoggedRun
-from compliance.watch.running import RunningLog
-from tests.compliance.log_edits import (
-    Edit,
-    epoch_nums,
-    in_turn,
-    later,
-    move_before,
-    repeat,
-    value,
-    without_metadata,
-)
+from tests.compliance.log_edits import epoch_nums, in_turn, move_before, without_metadata
 from tests.compliance.run_logs import CLOSED, counting_clock, initialise
 
 
@@ -49,28 +39,6 @@ def test_a_written_log_breaks_nothing_and_says_all_of_its_run(path: Path, rulese
     assert [samples for samples, _ in run.curve] == [150_080, 300_160, 450_240]
     assert run.schedule is not None
     assert run.schedule.interval == 150_000
-
-
-@pytest.mark.parametrize(
-    ("change", "kind", "key"),
-    [
-        (repeat("run_start"), "repeat", "run_start"),
-        (epoch_nums(150_080, 170_000), "schedule", "eval_accuracy"),
-        (epoch_nums(1, 1, 1), "count", "eval_accuracy"),
-        (value("eval_accuracy", 40.0), "value", "eval_accuracy"),
-        (later("init_start", -1_800_000), "init time", "init_stop"),
-    ],
-)
-def test_the_check_and_the_watch_say_the_same_of_what_costs_the_result(
-    path: Path, change: Edit, kind: str, key: str
-) -> None:
-    path.write_text(change(path.read_text()))
-    assert (kind, key) in kinds(path, "5.0.0")
-    watched = RunningLog()
-    for line in path.read_bytes().splitlines():
-        watched.take(line)
-    assert any(complaint.startswith(f"{key}: ") for complaint in watched.complaints)
-    assert any(finding.key == key for finding in check_file(path).findings)
 
 
 def test_settings_that_stand_below_the_evaluations_are_checked_all_the_same(path: Path) -> None:
