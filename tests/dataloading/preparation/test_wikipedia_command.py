@@ -74,6 +74,7 @@ def results(out: Path) -> dict[str, bytes]:
 
 FRESH = multiprocessing.get_context("forkserver")
 """Context whose children inherit neither this process's garbage nor locks that its threads hold."""
+FRESH.set_forkserver_preload(["dataloading.preparation.wikipedia", "numba.np.arraymath", "tests.conftest"])
 
 
 def child(prepare_child: Callable[[], object], *words: object) -> int:
