@@ -136,15 +136,18 @@ class Op(Generic[Parameters, Returned]):
         """Return the reasons why this implementation may not be chosen for these arguments; empty if it may."""
         if error := self._dropped.get(implementation.name):
             return [f"it failed when it was measured ({error})"]
-        # In a backward pass that recomputes the op, the implementation must also repeat its dropout mask.
-        capturable = implementation.capturable and (implementation.repeatable or not self._recomputed)
-        if self._captured and not capturable and device_type(*args, **kwargs) == "cuda":
+        if not self.permits(implementation, device_type(*args, **kwargs)):
             return [
                 "it draws dropout with PyTorch's generator, which training.recompute cannot repeat in a CUDA graph"
                 if implementation.capturable
                 else "it reads values of the device on the host, which no CUDA graph can capture"
             ]
         return implementation.unsupported_reasons(self.name, *args, **kwargs)
+
+    def permits(self, implementation: Implementation, device: str) -> bool:
+        """Tell whether ``captured`` allows this implementation to be chosen for tensors on ``device``."""
+        capturable = implementation.capturable and (implementation.repeatable or not self._recomputed)
+        return capturable or not self._captured or device != "cuda"
 
     def ask_for(self, name: str) -> None:
         """Choose the implementation ``name`` explicitly, or return to automatic choice if ``name`` is ``auto``.

@@ -65,16 +65,12 @@ def hugging_face_names(layers: int) -> dict[str, tuple[str, ...]]:
 
 def to_hugging_face(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return our tensors under the names of Hugging Face's ``BertForPreTraining``, including the tied decoder."""
-    result = {}
-    for ours, theirs in hugging_face_names(_layers(tensors)).items():
+    result, layers = {}, 1 + max(int(name.split(".")[1]) for name in tensors if name.startswith("layers."))
+    for ours, theirs in hugging_face_names(layers).items():
         result |= dict(zip(theirs, tensors[ours].chunk(len(theirs)), strict=True))
     result["cls.predictions.decoder.weight"] = tensors["embeddings.word"]
     result["cls.predictions.decoder.bias"] = tensors["decoder_bias"]
     return result
-
-
-def _layers(names: Mapping[str, object]) -> int:
-    return 1 + max(int(name.split(".")[1]) for name in names if name.startswith("layers."))
 
 
 def write_folder(
@@ -86,7 +82,7 @@ def write_folder(
 ) -> None:
     """Atomically write a folder for ``from_pretrained`` of models and tokenizers."""
     parts: dict[str, Weight] = {}
-    for ours, theirs in hugging_face_names(_layers(weights)).items():
+    for ours, theirs in hugging_face_names(model.num_hidden_layers).items():
         weight = weights[ours]
         count = len(theirs)
         shape = (weight.shape[0] // count, *weight.shape[1:])
@@ -166,13 +162,13 @@ class _Stated(msgspec.Struct, rename=_THEIR_NAMES):
     hidden_act: Annotated[str, msgspec.Meta(pattern="^gelu")] | None = None
 
 
-def stated_configuration(path: Path) -> dict[str, int | float] | None:
-    """Return the fields of ``ModelConfig`` that a Hugging Face config.json states; None if there is no such file.
+def stated_configuration(path: Path) -> dict[str, int | float]:
+    """Return the fields of ``ModelConfig`` that a Hugging Face config.json states; {} if there is no such file.
 
     Raises ``ValueError`` if the number of heads is missing, a value is impossible, or the model is not a supported BERT.
     """
     if not path.is_file():
-        return None
+        return {}
     remedy = "expected the config.json of a Hugging Face BERT with absolute positions and GELU"
     try:
         stated = msgspec.json.decode(read_bounded(path, _MOST_CONFIG_BYTES, remedy), type=_Stated)

@@ -140,14 +140,11 @@ def _open_safetensors(path: Path, heads: int | None, whole: bool) -> CheckpointS
     shapes, metadata = read_header(path)
     is_ours = "embeddings.word" in shapes
     layers = _layers(r"layers\.(\d+)\." if is_ours else r"(?:bert\.)?encoder\.layer\.(\d+)\.", shapes)
-    stated: Mapping[str, int | float] = {}
-    like = None
     if is_ours:
         names = hugging_face_names(layers)
         weights = {name: Weight(shapes[name], partial(_read, path, name)) for name in names if name in shapes}
         missing = {name: name for name in names if name not in shapes}
-        like = stated_model(metadata, str(path))
-        known = None if like is None else like.num_attention_heads
+        stated = stated_model(metadata, str(path))
     else:
         keys = {_name_of_today(key): key for key in shapes}
         weights, missing = _found(
@@ -155,16 +152,16 @@ def _open_safetensors(path: Path, heads: int | None, whole: bool) -> CheckpointS
         )
         if not whole:
             missing = {name: theirs for name, theirs in missing.items() if not name.startswith(_HEADS)}
-        stated = stated_configuration(path.with_name("config.json")) or {}
-        known = int(stated["num_attention_heads"]) if stated else None
+        stated = stated_configuration(path.with_name("config.json"))
     _require_whole(str(path), missing)
     if not is_ours:
         _require_tied(path, shapes)
-    model = _model_of(weights, layers, _heads(str(path), known, heads), str(path), like)
+    model = _model_of(weights, layers, _heads(str(path), stated.get("num_attention_heads"), heads), str(path))
     for name in ("num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size", "max_position_embeddings"):
         found = getattr(model, name)
         if stated.get(name, found) != found:
-            raise ValueError(f"config.json states {name} {stated[name]}, but the weights in {path} have {found}")
+            source = "its metadata" if is_ours else "config.json"
+            raise ValueError(f"{source} states {name} {stated[name]}, but the weights in {path} have {found}")
     return CheckpointSource(
         kind="safetensors file of this program" if is_ours else "Hugging Face checkpoint",
         weights=weights,
@@ -174,7 +171,7 @@ def _open_safetensors(path: Path, heads: int | None, whole: bool) -> CheckpointS
     )
 
 
-def _heads(source: str, stated: int | None, given: int | None) -> int:
+def _heads(source: str, stated: float | None, given: int | None) -> int:
     if stated is not None and given not in (None, stated):
         raise ValueError(
             f"{source} holds a model with {stated} attention heads: leave --num-attention-heads {given} out"
@@ -185,7 +182,7 @@ def _heads(source: str, stated: int | None, given: int | None) -> int:
             f"{source} does not say how many attention heads there are, nor does a config.json beside it: set "
             "--num-attention-heads of bert.convert"
         )
-    return heads
+    return int(heads)
 
 
 def _name_of_today(name: str) -> str:
@@ -247,17 +244,14 @@ def _require_whole(source: str, missing: Mapping[str, str]) -> None:
         )
 
 
-def _model_of(
-    weights: Mapping[str, Weight], layers: int, heads: int, source: str, like: ModelConfig | None = None
-) -> ModelConfig:
-    """Return the architecture implied by the weights' shapes, which must be consistent; ``like`` provides the rest."""
+def _model_of(weights: Mapping[str, Weight], layers: int, heads: int, source: str) -> ModelConfig:
+    """Return the architecture implied by the weights' shapes, which must be consistent."""
     tables = [weights[f"embeddings.{name}"].shape for name in ("word", "position", "segment")]
     if layers < 1 or any(len(shape) != 2 for shape in tables):
         raise ValueError(f"{source}: {layers} layers and tables of shapes {tables}, expected a BERT")
     (vocab, hidden), (positions, _), (segments, _) = tables
     try:
-        model = replace(
-            like or ModelConfig(),
+        model = ModelConfig(
             num_hidden_layers=layers,
             hidden_size=hidden,
             num_attention_heads=heads,

@@ -41,12 +41,12 @@ def model_metadata(model: ModelConfig) -> dict[str, str]:
     return {MODEL: json.dumps(asdict(model))}
 
 
-def stated_model(metadata: Mapping[str, str], source: str) -> ModelConfig | None:
-    """Return the model that a file's metadata states, or None. Raises ``ValueError`` if it is invalid."""
+def stated_model(metadata: Mapping[str, str], source: str) -> dict[str, int | float]:
+    """Return the fields of ``ModelConfig`` that a file's metadata states. Raises ``ValueError`` if they are invalid."""
     if MODEL not in metadata:
-        return None
+        return {}
     try:
-        return msgspec.json.decode(metadata[MODEL], type=ModelConfig)
+        return asdict(msgspec.json.decode(metadata[MODEL], type=ModelConfig))
     except (msgspec.MsgspecError, RecursionError) as error:
         raise ValueError(f"{source} does not state its model as this program does: {error}") from None
 

@@ -323,9 +323,7 @@ def apply_passes(
 
     Only the gradient uses ``x_TK``: its values are not read.
     """
-    output_TN = _Fp8Function.apply(
-        x_TK, quantized_TK, quantized_KT, passes, compute_dtype(x_TK), bias_N, *passes.parameters
-    )
+    output_TN = _Fp8Function.apply(x_TK, quantized_TK, quantized_KT, passes, bias_N, *passes.parameters)
     assert isinstance(output_TN, Tensor)
     return output_TN
 
@@ -344,13 +342,12 @@ class _Fp8Function(torch.autograd.Function):
         quantized_TK: Tensor,
         input_KT: Tensor,
         passes: Passes,
-        dtype: torch.dtype,
         bias_N: Tensor | None,
         *_parameters: nn.Parameter,
     ) -> Tensor:
         # Autograd needs the input's gradient in the dtype of the input.
         ctx.passes, ctx.dtype, ctx.biased = passes, x_TK.dtype, bias_N is not None
-        output_TN, kept = passes.forward(quantized_TK, dtype, bias_N)
+        output_TN, kept = passes.forward(quantized_TK, compute_dtype(x_TK), bias_N)
         ctx.save_for_backward(input_KT, *kept, passes.first.weight_KN)
         return output_TN
 
@@ -363,7 +360,7 @@ class _Fp8Function(torch.autograd.Function):
         cast = cast_transpose_sum_fp8 if ctx.biased else cast_transpose_fp8
         gradient_TN, gradient_NT, *bias_gradient_N = cast(output_gradient_TN, site.scale, site.amax, E5M2)
         input_gradient_TK, *gradients = ctx.passes.backward(gradient_TN, gradient_NT, input_KT, kept, ctx.dtype)
-        return input_gradient_TK, None, None, None, None, *(bias_gradient_N or [None]), *gradients
+        return input_gradient_TK, None, None, None, *(bias_gradient_N or [None]), *gradients
 
 
 class Fp8Layer(EncoderLayer):

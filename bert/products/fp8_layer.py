@@ -10,7 +10,6 @@ With tensor parallelism, communication comes between products and norms, so laye
 Shape legend in ``bert.products.fp8``.
 """
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -47,31 +46,6 @@ class HiddenStates(NamedTuple):
         return self.quantized_TD, self.quantized_DT
 
 
-@dataclass(frozen=True)
-class _SelfAttention:
-    """Attention between the query-key-value product and the product that reads the attention output."""
-
-    heads: int
-    cu_seqlens: Tensor
-    max_seqlen: int
-    dropout: Dropout | None
-
-    def plain(self, qkv_TN: Tensor) -> Tensor:
-        """Return the attention output [T, D], by any implementation."""
-        qkv_T3HE = qkv_TN.unflatten(-1, (3, self.heads, -1))
-        return varlen_self_attention(qkv_T3HE, self.cu_seqlens, self.max_seqlen, self.dropout).flatten(1)
-
-    def casts(self, input_TD: Tensor) -> bool:
-        """Tell whether the implementation chosen for such inputs also makes casts."""
-        tokens, width = input_TD.shape
-        shape = tokens, 3, self.heads, width // self.heads
-        # The choice depends only on shape, dtype, device and whether there is a backward pass; no value is read.
-        stand_in = input_TD.new_empty(shape, dtype=compute_dtype(input_TD)).requires_grad_()
-        # Not ``chosen``, which would show the autotuner a call that is never made if attention makes casts.
-        chosen = varlen_self_attention.decided(stand_in, self.cu_seqlens, self.max_seqlen, self.dropout)
-        return chosen.name in attention_cast_fp8.implementations
-
-
 class _ProductAttention(torch.autograd.Function):
     """Product that computes queries, keys and values, then self-attention."""
 
@@ -84,15 +58,23 @@ class _ProductAttention(torch.autograd.Function):
         _weight_ND: Tensor,
         bias_N: Tensor,
         fp8: Fp8Dense,
-        attention: _SelfAttention,
         reader: Site,
-        dtype: torch.dtype,
+        heads: int,
+        cu_seqlens: Tensor,
+        max_seqlen: int,
+        dropout: Dropout | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        qkv_T3HE = fp8.product(quantized_TD, dtype, bias_N).unflatten(-1, (3, attention.heads, -1))
+        qkv_T3HE = fp8.product(quantized_TD, compute_dtype(x_TD), bias_N).unflatten(-1, (3, heads, -1))
         context_THE, context_TD, context_DT, *others = attention_cast_fp8(
-            qkv_T3HE, attention.cu_seqlens, attention.max_seqlen, attention.dropout, reader.scale, reader.amax
+            qkv_T3HE, cu_seqlens, max_seqlen, dropout, reader.scale, reader.amax
         )
-        ctx.fp8, ctx.attention, ctx.dtype = fp8, attention, x_TD.dtype
+        ctx.fp8, ctx.cu_seqlens, ctx.max_seqlen, ctx.dropout, ctx.dtype = (
+            fp8,
+            cu_seqlens,
+            max_seqlen,
+            dropout,
+            x_TD.dtype,
+        )
         # The product that reads the casts returns its gradient to the first output.
         ctx.mark_non_differentiable(context_TD, context_DT)
         ctx.set_materialize_grads(False)
@@ -103,24 +85,15 @@ class _ProductAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient_TD: Tensor, *_: None) -> tuple[Tensor | None, ...]:
-        fp8: Fp8Dense = ctx.fp8
-        attention: _SelfAttention = ctx.attention
+        site = ctx.fp8.gradient
         qkv_T3HE, context_THE, lse_HT, kept, input_DT, _ = ctx.saved_tensors
+        inputs = gradient_TD.view_as(context_THE), qkv_T3HE, ctx.cu_seqlens, context_THE, lse_HT, kept
         quantized_TN, quantized_NT, bias_gradient_N = attention_backward_cast_fp8(
-            gradient_TD.view_as(context_THE),
-            qkv_T3HE,
-            attention.cu_seqlens,
-            context_THE,
-            lse_HT,
-            kept,
-            attention.max_seqlen,
-            attention.dropout,
-            fp8.gradient.scale,
-            fp8.gradient.amax,
+            *inputs, ctx.max_seqlen, ctx.dropout, site.scale, site.amax
         )
-        weight_gradient_ND = fp8.weight_gradient(quantized_NT, input_DT)
-        input_gradient_TD = fp8.input_gradient(quantized_TN, ctx.dtype)
-        return input_gradient_TD, None, None, weight_gradient_ND, bias_gradient_N, None, None, None, None
+        gradients = ctx.fp8.backward(quantized_TN, quantized_NT, input_DT, (), ctx.dtype)
+        input_gradient_TD, weight_gradient_ND = gradients
+        return input_gradient_TD, None, None, weight_gradient_ND, bias_gradient_N, *[None] * 6
 
 
 class _PassesNorm(torch.autograd.Function):
@@ -137,13 +110,12 @@ class _PassesNorm(torch.autograd.Function):
         reader: Site | None,
         dropout: Dropout | None,
         eps: float,
-        dtype: torch.dtype,
         bias_D: Tensor,
         norm_weight_D: Tensor,
         norm_bias_D: Tensor,
         *_parameters: nn.Parameter,
     ) -> tuple[Tensor | None, ...]:
-        product_TD, kept = passes.forward(quantized_TD, dtype)
+        product_TD, kept = passes.forward(quantized_TD, compute_dtype(x_TD))
         # Without a reader's scale the norm makes no casts.
         site = (None, None) if reader is None else (reader.scale, reader.amax)
         vectors = norm_weight_D, norm_bias_D, eps, dropout
@@ -174,7 +146,7 @@ class _PassesNorm(torch.autograd.Function):
         )
         input_gradient_TD, *others = ctx.passes.backward(gradient_TD, gradient_DT, input_DT, kept, ctx.dtype)
         # The casts are inputs too, and have no gradient.
-        return residual_gradient_TD, input_gradient_TD, *[None] * 7, *of_vectors, *others
+        return residual_gradient_TD, input_gradient_TD, *[None] * 6, *of_vectors, *others
 
 
 class FusedLayer(Fp8Layer):
@@ -213,9 +185,8 @@ class FusedLayer(Fp8Layer):
         if isinstance(hidden, Tensor):
             # The embeddings make no casts; autograd adds the gradients of both readers.
             hidden = HiddenStates(hidden, hidden, None, None)
-        index, heads = self.index, self.config.num_attention_heads
-        attention = _SelfAttention(heads, cu_seqlens, max_seqlen, sites.attention(index))
-        context = self._attention(hidden, attention)
+        index = self.index
+        context = self._attention(hidden, cu_seqlens, max_seqlen, sites.attention(index))
         # The norm makes the casts for the product that reads its output next: FC1, or the next layer's.
         dense, feed_forward = self._attention_output, self._feed_forward
         attended = self._normed(
@@ -224,17 +195,25 @@ class FusedLayer(Fp8Layer):
         output = self._normed(feed_forward, attended, self.output_norm, self._reader, sites.after_feed_forward(index))
         return output.residual_TD if self._is_last else output
 
-    def _attention(self, hidden: HiddenStates, attention: _SelfAttention) -> HiddenStates:
+    def _attention(
+        self, hidden: HiddenStates, cu_seqlens: Tensor, max_seqlen: int, dropout: Dropout | None
+    ) -> HiddenStates:
         """Return the attention output with its casts, and the residual."""
         dense, x_TD, bias_N = self._query_key_value, hidden.input_TD, self.query_key_value.bias
-        casts = hidden.casts(dense)
+        casts, heads = hidden.casts(dense), self.config.num_attention_heads
+        # The choice depends only on shape, dtype, device and whether there is a backward pass; no value is read.
+        shape = len(x_TD), 3, heads, x_TD.shape[1] // heads
+        stand_in = x_TD.new_empty(shape, dtype=compute_dtype(x_TD)).requires_grad_()
+        # Not ``chosen``: the autotuner must see the call, although it is never made if attention makes casts.
+        chosen = varlen_self_attention.decided(stand_in, cu_seqlens, max_seqlen, dropout)
         # If the implementation makes no casts, they take a pass of their own.
-        if not attention.casts(x_TD):
-            context_TD = attention.plain(apply_passes(dense, x_TD, *casts, bias_N))
+        if chosen.name not in attention_cast_fp8.implementations:
+            qkv_T3HE = apply_passes(dense, x_TD, *casts, bias_N).unflatten(-1, (3, heads, -1))
+            context_TD = varlen_self_attention(qkv_T3HE, cu_seqlens, max_seqlen, dropout).flatten(1)
             return HiddenStates(hidden.residual_TD, context_TD, None, None)
         # Attention makes the casts for the next product, with that product's scale.
-        site, weight_ND = self._attention_output.input, self.query_key_value.weight
-        outputs = _ProductAttention.apply(x_TD, *casts, weight_ND, bias_N, dense, attention, site, compute_dtype(x_TD))
+        product = x_TD, *casts, self.query_key_value.weight, bias_N, dense, self._attention_output.input
+        outputs = _ProductAttention.apply(*product, heads, cu_seqlens, max_seqlen, dropout)
         return HiddenStates(hidden.residual_TD, *outputs)
 
     def _normed(
@@ -248,7 +227,6 @@ class FusedLayer(Fp8Layer):
             reader,
             dropout,
             self.config.layer_norm_eps,
-            compute_dtype(hidden.input_TD),
             passes.last.dense.bias,
             norm.weight,
             norm.bias,

@@ -7,6 +7,7 @@ from typing import Literal
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from bert.evaluation.evaluator import Evaluator
 from bert.execution.cuda_graphs import BatchGraphs, CudaCapturer
@@ -21,6 +22,7 @@ from kernels.tuning import autotune
 from tests.bert.recording import CaptureError, Recording, recordable_attention
 from tests.bert.small_models import CPU, OF_SMALL_RUN, step_config, training_step
 from tests.conftest import MAX_SEQ_LENGTH, SmallRun
+from tests.kernels.test_registry import attention_call
 
 pytestmark = pytest.mark.oldest_torch
 
@@ -109,24 +111,6 @@ def test_fp8_starts_with_the_scales_of_the_weights_that_it_starts_from(
     assert not any(torch.equal(old, new) for old, new in zip(before, after, strict=True))
 
 
-def test_all_is_chosen_and_run_before_anything_is_captured(small_run: SmallRun) -> None:
-    """Buffers of eager runs and of captured graphs are never in memory at the same time."""
-    events: list[str] = []
-
-    def choose(run: Callable[[], None]) -> None:
-        with autotune.observed() as requests:
-            run()
-        events.append(" ".join(sorted({request.op for request in requests})))
-
-    step = step_of(capturer=Recording(events.append))
-    step.warm_up(global_batches(small_run, 1)[0], 0, [*SHAPE_BUCKETS, LARGER], choose)
-    called = (
-        "dense_gelu dropout_add_layer_norm embedding_layer_norm lamb_step masked_lm_loss varlen_attention "
-        "varlen_self_attention"
-    )
-    assert events == [called, *["run"] * 4, "capture"]  # three shape buckets and the update
-
-
 @pytest.mark.parametrize("capturer", [None, Recording()], ids=["run", "captured"])
 def test_warming_up_leaves_no_trace(small_run: SmallRun, capturer: CudaCapturer | None) -> None:
     step = step_of(capturer=capturer)
@@ -172,22 +156,41 @@ def test_captured_graphs_share_buffers_largest_first() -> None:
 
 
 @pytest.mark.parametrize("captured", [True, False])
-def test_what_is_chosen_for_a_captured_step_can_be_captured(small_run: SmallRun, captured: bool) -> None:
-    """The restriction applies while implementations are measured and while steps and evaluations warm up."""
-    plain, seen = OPS["varlen_attention"].implementations["pytorch"], []
+def test_all_is_chosen_and_run_before_anything_is_captured(small_run: SmallRun, captured: bool) -> None:
+    """Buffers of eager runs and of captured graphs are never in memory at the same time.
 
-    def look(_: object) -> None:
-        seen.append(OPS["varlen_attention"].permits(plain, "cuda"))
+    Only implementations that can be captured are permitted from the first measurement to the last capture.
+    """
+    op, events, refused = OPS["varlen_attention"], list[str](), set[bool]()
+    with FakeTensorMode():
+        call = attention_call(64, "cuda")
+
+    def is_refused() -> bool:
+        return "CUDA graph" in " ".join(op.unsupported_reasons(op.implementations["pytorch"], *call))
+
+    def look(event: str) -> None:
+        events.append(event)
+        refused.add(is_refused())
+
+    def choose(run: Callable[[], None]) -> None:
+        with autotune.observed() as requests:
+            run()
+        look(" ".join(sorted({request.op for request in requests})))
 
     capturer = Recording(look) if captured else None
     step = step_of(capturer=capturer)
-    step.warm_up(global_batches(small_run, 1)[0], 1, SHAPE_BUCKETS, look)
+    step.warm_up(global_batches(small_run, 1)[0], 0, [*SHAPE_BUCKETS, LARGER], choose)
     evaluator = Evaluator(open_dataset(small_run.folder / "evaluation"), CPU, 64)
     evaluator.warm_up(step.model, step.autocast(), capturer)
-    assert seen == ([False] * len(seen) if captured else [True])
-    assert len(seen) > 3 or not captured
-    look(None)
-    assert seen[-1]
+    called = (
+        "dense_gelu dropout_add_layer_norm embedding_layer_norm lamb_step masked_lm_loss varlen_attention "
+        "varlen_self_attention"
+    )
+    # Three shape buckets and the update, then the evaluation's shape buckets.
+    evaluated = ["run"] * (len(events) - 7) + ["capture"]
+    assert events == [called, *(["run"] * 4 + ["capture"] + evaluated if captured else [])]
+    assert refused == {captured}
+    assert not is_refused()
 
 
 def test_closed_graphs_are_not_replayed() -> None:

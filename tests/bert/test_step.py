@@ -1,4 +1,4 @@
-"""The training step and the evaluation in one process."""
+"""The training step in one process."""
 
 import sys
 from collections.abc import Callable
@@ -7,15 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from bert.evaluation.evaluator import Accuracy, Evaluator
-from bert.parallel.mesh import Mesh
 from bert.step import TrainingStep
 from dataloading.batches.loader import batch_of
-from dataloading.batches.shape_buckets import ShapeBucket
-from dataloading.dataset.folder import open_dataset
 from tests.bert.operators import Operators
-from tests.bert.small_models import CPU, step_config, training_step
-from tests.conftest import MAX_SEQ_LENGTH, SmallRun
+from tests.bert.small_models import step_config, training_step
+from tests.conftest import SmallRun
 
 pytestmark = pytest.mark.oldest_torch
 
@@ -104,34 +100,3 @@ def test_a_step_with_gradients_that_are_not_finite_is_skipped_and_counted(
     assert step.optimizer.steps.item() == 2
     assert not torch.equal(before[0], step.flat.weights_P)
     assert step.statistics.fetch()[0]["skipped_steps"] == 0
-
-
-@pytest.mark.parametrize("batch_size", [1, 7, 64])
-def test_accuracy_is_counted_exactly(step: TrainingStep, small_run: SmallRun, batch_size: int) -> None:
-    """Accuracy is exact on padded batches too, and the model stays in training mode."""
-    dataset = open_dataset(small_run.folder / "evaluation")
-    plain, padded = Evaluator(dataset, CPU, batch_size), Evaluator(dataset, CPU, 64)
-    padded._batches = [batch_of(small_run.evaluation, shape_bucket=ShapeBucket(2048, 64, 512, MAX_SEQ_LENGTH))]
-    accuracy, other = (evaluator(step.model, step.autocast()) for evaluator in (plain, padded))
-    assert step.model.training
-    step.model.eval()
-    batch = batch_of(small_run.evaluation)
-    with torch.no_grad():
-        logits = step.model.masked_lm_logits(step.model.head_inputs(batch)[1])
-    correct = int((logits.argmax(-1) == batch.masked_lm_ids).sum())
-    assert accuracy == other == Accuracy(correct, len(small_run.evaluation.masked_lm_ids))
-    assert accuracy.value == correct / accuracy.count
-
-
-@pytest.mark.parametrize("world_size", [3, 64])
-def test_ranks_share_the_evaluation_set_and_miss_nothing(
-    step: TrainingStep, small_run: SmallRun, world_size: int
-) -> None:
-    dataset = open_dataset(small_run.folder / "evaluation")
-    whole = Evaluator(dataset, CPU, 16)(step.model, step.autocast())
-    shares = [
-        Evaluator(dataset, Mesh(rank, world_size, 0, torch.device("cpu")), 16)(step.model, step.autocast())
-        for rank in range(world_size)
-    ]
-    assert sum(share.count for share in shares) == whole.count
-    assert sum(share.correct for share in shares) == whole.correct

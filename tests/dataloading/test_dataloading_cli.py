@@ -17,6 +17,7 @@ from dataloading.shards.samples import concatenate
 from tests.conftest import REPOSITORY
 from tests.dataloading.conftest import Run
 from tests.dataloading.made_up import TOKENS
+from tests.hostile import LONG, NAME, assert_harmless
 
 OPTIONS = PretrainingOptions(max_seq_length=32, max_predictions_per_seq=4, dupe_factor=3, random_seed=99)
 FLAGS = ["--max_seq_length", "32", "--max-predictions-per-seq=4", "--dupe_factor=3", "--random_seed", "99"]
@@ -31,7 +32,7 @@ def more(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("one_call", [False, True])
 def test_prepare_verify_and_dump(run: Run, one_call: bool, tmp_path: Path, text: Path, more: Path, vocab: Path) -> None:
-    out, dumped = tmp_path / "data", tmp_path / "samples.npz"
+    out, dumped = tmp_path / NAME, tmp_path / f"{LONG[:200]}.npz"
     arguments = ["prepare", "--text", text, more, "--vocab", vocab, "--out", out, *FLAGS]
     assert "[1/" in run(*arguments, *(["--one-call"] if one_call else []))
     calls = [[text, more]] if one_call else [[text], [more]]
@@ -51,7 +52,10 @@ def test_prepare_verify_and_dump(run: Run, one_call: bool, tmp_path: Path, text:
         assert said in printed
     assert "neither the benchmark's training set (156,726,829) nor its evaluation set (10,000)" in printed
 
-    run("dump", *(out / name for name in names), "--out", dumped)
+    printed += run("dump", *(out / name for name in names), "--out", dumped)
+    printed += run("shuffle", out, "--out", tmp_path / f"1{NAME}", "--shards", 2)
+    printed += run("convert", out, "--out", tmp_path / f"2{NAME}", "--to", "packed", "--max-sequences", 2)
+    assert_harmless(printed)
     vocabulary = reference_prepare.read_vocab(vocab)
     expected = concatenate([reference_prepare.prepare(call, vocabulary, OPTIONS) for call in calls])
     arrays = np.load(dumped, allow_pickle=False)

@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from bert.checkpoints.sources import open_source
@@ -21,7 +20,6 @@ from dataloading.preparation.pretraining_data import read_documents
 from dataloading.shards.formats import open_shard
 from dataloading.text.tokenization import Vocabulary
 from tests.conftest import REPOSITORY
-from tests.dataloading.conftest import Run
 from tests.dataloading.made_up import INFO, make_samples
 
 VOCAB = REPOSITORY / "bert" / "artifacts" / "tiny_cpu" / "vocab.txt"
@@ -140,20 +138,6 @@ def test_work_that_is_told_to_end_leaves_nothing(tmp_path: Path, number: int, jo
     if number != signal.SIGINT:
         assert process.returncode == 128 + number
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_folder_of_links_that_fails_can_be_begun_again(run: Run, tmp_path: Path) -> None:
-    write_dataset(tmp_path / "data", make_samples(6), shards=2, info=INFO)
-    for name in ("manifest.json", "lengths.npy"):
-        (tmp_path / "data" / name).unlink()
-    shard = tmp_path / "data" / "part_00001_of_00002.hdf5"
-    content = shard.read_bytes()
-    for kept in (len(content) // 2, len(content)):
-        shard.write_bytes(content[:kept])
-        fails = kept < len(content)
-        run("index", tmp_path / "data", "--vocab", VOCAB, "--out", tmp_path / "out", fails=fails)
-        assert (tmp_path / "out").exists() != fails
-    assert len(open_dataset(tmp_path / "out").take(np.arange(6))) == 6
 
 
 def test_a_shard_that_becomes_shorter_while_it_is_read_is_named(tmp_path: Path) -> None:

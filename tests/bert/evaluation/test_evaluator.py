@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from bert.evaluation.evaluator import Evaluator
+from bert.evaluation.evaluator import Accuracy, Evaluator
 from bert.execution.cuda_graphs import CudaCapturer
 from bert.model import BertForPreTraining
 from bert.parallel.mesh import Mesh
@@ -42,10 +42,17 @@ def evaluator(dataset: Dataset, batch_size: int, rank: int = 0, world_size: int 
 
 
 @pytest.mark.parametrize(("batch_size", "most"), [(1, 16), (3, 16), (64, 2)])
-def test_a_captured_evaluation_counts_the_same(
-    dataset: Dataset, model: BertForPreTraining, batch_size: int, most: int
+def test_accuracy_is_counted_exactly_and_captured_in_few_graphs(
+    dataset: Dataset, model: BertForPreTraining, small_run: SmallRun, batch_size: int, most: int
 ) -> None:
-    expected = evaluator(dataset, batch_size)(model, PLAIN)
+    batch = batch_of(small_run.evaluation)
+    with torch.no_grad():
+        logits_MV = model.eval().masked_lm_logits(model.head_inputs(batch)[1])
+    correct = int((logits_MV.argmax(-1) == batch.masked_lm_ids).sum())
+    expected = Accuracy(correct, len(batch.masked_lm_ids))
+    assert 0 < expected.value == correct / expected.count < 1
+    assert evaluator(dataset, batch_size)(model.train(), PLAIN) == expected
+    assert model.training
     captured, capturer = evaluator(dataset, batch_size), Recording()
     captured.warm_up(model, PLAIN, capturer)
     assert 1 <= len(capturer.graphs) <= most
@@ -53,6 +60,22 @@ def test_a_captured_evaluation_counts_the_same(
         capturer.replays.clear()
         assert captured(model, PLAIN) == expected
         assert len(capturer.replays) == -(-len(dataset) // batch_size), "every batch has been captured"
+
+
+@pytest.mark.parametrize("world_size", [3, 64])
+def test_ranks_share_the_evaluation_set_and_miss_nothing(
+    dataset: Dataset, model: BertForPreTraining, world_size: int
+) -> None:
+    """With 64 ranks, some have no share."""
+    whole, shares = evaluator(dataset, 16)(model, PLAIN), []
+    for rank in range(world_size):
+        evaluate = evaluator(dataset, 16, rank, world_size)
+        evaluate.warm_up(model, PLAIN, Recording())
+        shares.append(evaluate(model, PLAIN))
+    assert (sum(share.correct for share in shares), sum(share.count for share in shares)) == (
+        whole.correct,
+        whole.count,
+    )
 
 
 def test_capturing_reads_no_data_and_leaves_the_model_as_it_was(
@@ -64,12 +87,6 @@ def test_capturing_reads_no_data_and_leaves_the_model_as_it_was(
     assert model.training
     assert model.dropout_state.tolist() == [0, 0]
     assert all(torch.equal(tensor, weights[name]) for name, tensor in model.state_dict().items())
-
-
-def test_a_rank_without_a_share_evaluates_nothing(dataset: Dataset, model: BertForPreTraining) -> None:
-    idle = evaluator(dataset, 16, rank=len(dataset), world_size=len(dataset) + 1)
-    idle.warm_up(model, PLAIN, Recording())
-    assert idle(model, PLAIN).count == 0
 
 
 def test_data_is_read_ahead_once_and_its_faults_surface(

@@ -14,9 +14,10 @@ import torch
 import torch.distributed as dist
 
 from bert.configuration.sections import ParallelConfig
+from bert.parallel import rendezvous
 from bert.parallel.launch import Launch
 from bert.parallel.master_port import require_free_port
-from bert.parallel.mesh import Mesh, join_mesh, require_whole_copies
+from bert.parallel.mesh import TIMEOUT, Mesh, join_mesh, require_whole_copies
 from bert.parallel.reduction.gradients import Communicators
 from bert.parallel.rendezvous import Identity, allow_descriptors, group_by_host
 
@@ -218,29 +219,25 @@ def test_a_limit_that_cannot_do_is_refused_on_rank_0(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(
-    ("local_size", "chosen", "expected"), [("4", None, "0"), ("4", "1", "1"), ("8", None, None), ("0", None, "0")]
+    ("local_size", "chosen", "expected"), [(4, None, "0"), (4, "1", "1"), (8, None, None), (0, None, "0")]
 )
 def test_ranks_on_several_hosts_do_not_register_buffers_of_captured_collectives(
-    monkeypatch: pytest.MonkeyPatch, local_size: str, chosen: str | None, expected: str | None
+    monkeypatch: pytest.MonkeyPatch, local_size: int, chosen: str | None, expected: str | None
 ) -> None:
     class MetError(Exception):
         """Raised when the ranks meet. Communicators are created after this point."""
 
-    def rendezvous(*_: object, **__: object) -> Iterator[object]:
+    def meet(*_: object, **__: object) -> Iterator[object]:
         raise MetError
 
-    for name, value in (TORCHRUN | {"LOCAL_WORLD_SIZE": local_size, "MASTER_ADDR": "a", "MASTER_PORT": "1"}).items():
+    for name, value in {"MASTER_ADDR": "a", "MASTER_PORT": "1", "TORCHELASTIC_USE_AGENT_STORE": "True"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     monkeypatch.setenv("NCCL_GRAPH_REGISTER", chosen or "")  # so that the variable is restored
     if chosen is None:
         monkeypatch.delenv("NCCL_GRAPH_REGISTER")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
-    monkeypatch.setattr("bert.parallel.rendezvous.rendezvous", rendezvous)
+    monkeypatch.setattr(rendezvous, "rendezvous", meet)
     with pytest.raises(MetError):
-        join_mesh("cuda")
+        rendezvous.join_group(Launch(5, 8, 1, local_size), torch.device("cuda"), TIMEOUT, TIMEOUT)
     assert os.environ.get("NCCL_GRAPH_REGISTER") == expected
 
 

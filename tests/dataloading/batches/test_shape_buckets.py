@@ -33,8 +33,8 @@ def test_what_was_drawn_fits_and_sizes_suit_the_kernels(sizes: list[tuple[int, i
     tokens_N, masked_N = np.array(sizes).T
     shape_buckets = choose_shape_buckets(tokens_N, masked_N, sequences=8, max_seqlen=512, most=most)
     assert 1 <= len(shape_buckets) <= most
-    assert shape_buckets == sorted(shape_buckets, key=lambda shape_bucket: shape_bucket.tokens)
-    assert len({shape_bucket.tokens for shape_bucket in shape_buckets}) == len(shape_buckets)
+    tokens = [shape_bucket.tokens for shape_bucket in shape_buckets]
+    assert tokens == sorted(set(tokens))
     for shape_bucket in shape_buckets:
         assert shape_bucket.tokens % TOKENS_MULTIPLE == shape_bucket.masked % MASKED_MULTIPLE == 0
         assert (shape_bucket.sequences, shape_bucket.max_seqlen) == (8, 512)
@@ -44,7 +44,6 @@ def test_what_was_drawn_fits_and_sizes_suit_the_kernels(sizes: list[tuple[int, i
         assert chosen.tokens > tokens
         assert chosen.masked >= masked
         assert not any(tokens < shape_bucket.tokens < chosen.tokens for shape_bucket in shape_buckets)
-    assert 0 < waste(shape_buckets, tokens_N) < 1
 
 
 @given(st.lists(st.integers(1, 1200), min_size=1, max_size=12), st.integers(1, 4))

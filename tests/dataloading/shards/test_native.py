@@ -14,6 +14,7 @@ from dataloading.shards.native import DTYPES, write_shard
 from dataloading.shards.samples import Samples
 from tests.dataloading.foreign_shards import array_of
 from tests.dataloading.made_up import INFO, make_samples
+from tests.dataloading.shards.test_layouts import rewrite
 
 pytestmark = pytest.mark.usefixtures("no_partial_files")
 
@@ -46,6 +47,9 @@ def test_a_shard_gives_back_what_was_written(shard_path: Path, samples: Samples,
     block = shard.read(0, 3)
     del shard
     assert block.digest() == samples.slice(0, 3).digest()
+    for start, stop in ((-1, 2), (3, 2), (0, COUNT + 1)):
+        with pytest.raises(IndexError, match="holds 23"):
+            open_shard(shard_path).read(start, stop)
     write_shard(shard_path.with_name("again"), samples, INFO)
     assert shard_path.with_name("again").read_bytes() == shard_path.read_bytes()
 
@@ -56,12 +60,6 @@ def test_a_shard_without_masked_tokens_or_samples_is_fine(tmp_path: Path, sample
         block = samples.take(np.array(rows, np.int64))
         write_shard(tmp_path / name, block, INFO)
         assert open_shard(tmp_path / name).verify().digest() == block.digest()
-
-
-@pytest.mark.parametrize(("start", "stop"), [(-1, 2), (3, 2), (0, COUNT + 1)])
-def test_reading_outside_a_shard_is_an_index_error(shard_path: Path, start: int, stop: int) -> None:
-    with pytest.raises(IndexError, match="holds 23"):
-        open_shard(shard_path).read(start, stop)
 
 
 def wrong(name: str, index: int, value: int) -> Callable[[Samples], Samples]:
@@ -126,12 +124,6 @@ def test_any_flipped_byte_of_the_arrays_is_noticed(shard_path: Path) -> None:
                 open_shard(shard_path).verify()
 
 
-def rewrite_ids(file: h5py.File) -> None:
-    data = array_of(file, "input_ids")[:]
-    del file["input_ids"]
-    file.create_dataset("input_ids", data=data, dtype="<i4")
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -139,7 +131,7 @@ def rewrite_ids(file: h5py.File) -> None:
         (lambda file: file.attrs.__setitem__("info", json.dumps({"vocab_size": 3})), "damaged"),
         (lambda file: file.attrs.__delitem__("digest"), "digest"),
         (lambda file: file.__delitem__("segment_ids"), "segment_ids is missing"),
-        (rewrite_ids, "expected a flat"),
+        (rewrite("input_ids", lambda ids: ids.astype("<i4")), "expected a flat"),
     ],
 )
 def test_a_file_of_another_kind_is_refused(shard_path: Path, change: Callable[[h5py.File], None], message: str) -> None:

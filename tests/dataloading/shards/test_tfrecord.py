@@ -109,23 +109,17 @@ def test_other_encodings_mean_the_same(tmp_path: Path) -> None:
     [
         ({"input_ids": [2, 65536, 300, 3, 9, 3, 0, 0]}, "input_ids: .* expected 0 to 65535"),
         ({"input_ids": [2, -1, 300, 3, 9, 3, 0, 0]}, "input_ids: -1"),
-        ({"input_ids": [2, 1 << 40, 300, 3, 9, 3, 0, 0]}, "input_ids"),
         ({"masked_lm_ids": [7, 65536, 0]}, "masked_lm_ids"),
         ({"masked_lm_positions": [1, 6, 0]}, "masked_lm_positions"),
-        ({"masked_lm_positions": [1, -4, 0]}, "masked_lm_positions"),
-        ({"masked_lm_positions": [4, 1, 0]}, "masked_lm_positions do not ascend"),
         ({"masked_lm_positions": [4, 4, 0]}, "masked_lm_positions do not ascend"),
         ({"segment_ids": [0, 0, 2, 0, 1, 1, 0, 0]}, "other values than 0 and 1"),
         ({"next_sentence_labels": [2]}, "other values than 0 and 1"),
         ({"next_sentence_labels": [0, 1]}, "disagree in length"),
         ({"input_mask": [1, 1, 1, 1, 1, 0, 1, 0]}, "input_mask is not ones"),
-        ({"input_mask": [1, 1, 2, 1, 1, 0, 0, 0]}, "input_mask is not ones"),
         ({"input_mask": [0] * 8}, "input_mask is not ones"),
         ({"masked_lm_positions": [0, 4, 0]}, "masked_lm_positions do not ascend"),
         ({"input_mask": [1.0] * 8}, "input_mask is missing, empty or of another type"),
-        ({"input_mask": [1] * 7}, "disagree in length"),
         ({"masked_lm_ids": [7]}, "disagree in length"),
-        ({"segment_ids": []}, "segment_ids is missing"),
         ({"segment_ids": None}, "segment_ids is missing"),
     ],
 )
@@ -177,12 +171,9 @@ def test_messages_with_the_right_crc_never_do_harm(tmp_path: Path) -> None:
         (delimited(1, entry("input_ids", delimited(1, b"text"))), "input_ids is missing"),
         (delimited(1, delimited(1, varint(1 << 3) + varint(5))), r"no tf\.train\.Example"),  # the name is a number
         (example(SAMPLE) + delimited(1, entry("input_ids", feature([1] * 8))), "input_ids is there twice"),
-        *(
-            (varint(1 << 3 | 2) + varint(size) + b"abc", r"no tf\.train\.Example")
-            for size in (1 << 20, 1 << 31, (1 << 63) - 1, (1 << 64) - 1)
-        ),
+        (varint(1 << 3 | 2) + varint((1 << 64) - 1) + b"abc", r"no tf\.train\.Example"),
     ],
-    ids=lambda value: value if isinstance(value, str) else f"{len(value)} bytes",
+    ids=["text", "number", "twice", "length"],
 )
 def test_a_strange_record_is_refused(tmp_path: Path, data: bytes, message: str) -> None:
     with pytest.raises(ValueError, match=f"record 0 at byte 0: .*{message}"):
@@ -191,10 +182,9 @@ def test_a_strange_record_is_refused(tmp_path: Path, data: bytes, message: str) 
 
 def test_lengths_beyond_the_file_or_of_megabytes_are_refused(tmp_path: Path) -> None:
     good = framed(example(SAMPLE))
-    for length in (1 << 31, (1 << 63) + 5, (1 << 64) - 16):
-        header = struct.pack("<Q", length)
-        with pytest.raises(ValueError, match=r"record 1 .* bytes long, and the file ends 112 bytes after"):
-            read(tmp_path / "file", good + header + masked_crc(header) + bytes(100))
+    header = struct.pack("<Q", (1 << 64) - 16)
+    with pytest.raises(ValueError, match=r"record 1 .* bytes long, and the file ends 112 bytes after"):
+        read(tmp_path / "file", good + header + masked_crc(header) + bytes(100))
     with pytest.raises(ValueError, match=r"record 1 .*1,048,577 bytes long"):
         read(tmp_path / "file", good + framed(bytes((1 << 20) + 1)))
 

@@ -23,19 +23,16 @@ def documents() -> list[Document]:
     return demo_documents()
 
 
-def test_the_corpus_is_large_and_of_single_non_empty_lines(documents: list[Document]) -> None:
+def test_the_corpus_is_large_and_no_text_is_on_both_sides(documents: list[Document]) -> None:
     sentences = [sentence for document in documents for sentence in document.sentences]
     assert sum(len(sentence.split()) for sentence in sentences) > 150_000
     for sentence in sentences:
         assert sentence.strip() == sentence != ""
         assert len(sentence.splitlines()) == 1
     assert all(document.sentences for document in documents)
-
-
-def test_a_module_is_held_out_whole_and_no_paragraph_is_on_both_sides(documents: list[Document]) -> None:
     held_out, used = ([document for document in documents if document.held_out == side] for side in (True, False))
     names, others = ({document.name for document in some} for some in (held_out, used))
-    assert not names & others
+    assert not names & others  # a module is held out as a whole
     assert 0.5 * HELD_OUT_PERCENT / 100 < len(names) / len(names | others) < 2 * HELD_OUT_PERCENT / 100
     assert not {document.sentences for document in used} & {document.sentences for document in held_out}
 
@@ -56,6 +53,8 @@ print(repr(documents))
 
 
 def test_source_that_does_not_parse_or_is_not_prose_is_passed_over(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="needs the full standard library"):
+        demo_documents(tmp_path)
     (tmp_path / "pydoc_data").mkdir()
     (tmp_path / "pydoc_data" / "topics.py").write_text("topics = {'a': 'Some words make up a sentence here.'}\n")
     (tmp_path / "broken.py").write_text("def (:\n")
@@ -72,11 +71,6 @@ def test_source_that_does_not_parse_or_is_not_prose_is_passed_over(tmp_path: Pat
         ("module", ("Four plain English words.",)),
         ("module", ("The class of all the things.", "Does what methods always do.")),
     ]
-
-
-def test_a_python_without_its_documentation_is_a_clear_error(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="needs the full standard library"):
-        demo_documents(tmp_path)
 
 
 @pytest.fixture
