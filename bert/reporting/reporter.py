@@ -5,11 +5,12 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol
 
 from bert.configuration.run_plan import RunPlan
 from bert.reporting.against_plan import compare_with_plan, difference
-from compliance.log.records import EndRecord, Record, StepRecord, Straggler, WarningRecord
+from bert.reporting.displays import StepLines
+from bert.reporting.tensorboard import TensorBoard
+from compliance.log.records import EndRecord, MetricsWriter, Record, StepRecord, Straggler, WarningRecord
 
 
 @dataclass(frozen=True)
@@ -25,16 +26,8 @@ class Position:
         return Position(self.steps + 1, self.samples + global_batch_size)
 
 
-class Sink(Protocol):
-    """Destination of records."""
-
-    def write(self, record: Record) -> None:
-        """Write or show one record."""
-        ...
-
-    def close(self) -> None:
-        """Write pending output and release resources."""
-        ...
+Sink = MetricsWriter | StepLines | TensorBoard
+"""Destination of records."""
 
 
 class Reporter:

@@ -14,8 +14,7 @@ from console.files import read_json
 from console.program import say
 from console.text import counted, visible
 
-MAX_NAMED = 5
-"""Maximum number of failures named in the total."""
+MAX_NAMED = 5  # failures in the total
 
 Known = frozenset[tuple[str, str, str, str]]
 """(file, key, rule, found) of each known finding. The line is not part of it, because lines may move."""

@@ -48,20 +48,12 @@ def sarif(verdicts: Sequence[Verdict], root: Path) -> dict[str, Any]:
 
 
 def write_sarif(path: Path, verdicts: Sequence[Verdict]) -> None:
-    """Write the findings to a file, with paths relative to the current folder.
-
-    Raises:
-        ValueError: the file cannot be written.
-    """
+    """Write the findings to a file, with paths relative to the current folder. Raises as `write_whole` does."""
     write_whole(path, json_document(sarif(verdicts, Path.cwd())) + "\n")
 
 
 def write_junit(path: Path, verdicts: Sequence[Verdict]) -> None:
-    """Write a JUnit test case for each verdict. Errors become the failure, and warnings the output.
-
-    Raises:
-        ValueError: the file cannot be written.
-    """
+    """Write a JUnit test case for each verdict. Errors become the failure, and warnings the output."""
     failures = sum(not verdict.passed for verdict in verdicts)
     suite = Element("testsuite", name=TOOL, tests=str(len(verdicts)), failures=str(failures), errors="0")
     for verdict in verdicts:

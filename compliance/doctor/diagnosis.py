@@ -13,7 +13,6 @@ class Diagnosis(NamedTuple):
     Attributes:
         state: "fail" if the run would not start, would fail or would be invalid; "warn" if it may be slower or if
             something could not be checked.
-        found: what was found, in one sentence.
         remedy: what the user should do; "" if nothing is wrong.
     """
 

@@ -40,8 +40,7 @@ class Log:
     """A parsed log.
 
     Attributes:
-        size: size of the log in bytes.
-        records: records in file order.
+        size: in bytes.
         problems: faults of the lines with the token.
         header: values by key of the plain lines "# key: value". The first line of a repeated key counts. Empty if the log
             has no records, because a link may point to an arbitrary file, whose lines must not be shown.

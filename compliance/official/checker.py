@@ -15,8 +15,6 @@ from compliance.official import process
 from console.text import visible
 
 TIMEOUT_S = 120
-"""Maximum wait for the verdict on one log."""
-
 MAX_TEXT_CHARACTERS = 160
 
 

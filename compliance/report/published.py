@@ -18,8 +18,7 @@ from compliance.log.accelerator import family, form
 TABLE = Path(__file__).with_name("published_results.csv")
 SOURCE = "closed logs of MLPerf Training v2.0 to v3.1 (github.com/mlcommons/training_results_v2.0 to v3.1)"
 
-NEIGHBOURS = 3
-"""Number of neighbouring results shown on either side."""
+NEIGHBOURS = 3  # shown on either side
 
 
 @dataclass(frozen=True)

@@ -43,17 +43,14 @@ SUBMISSION_KEYS: dict[str, Severity] = {
 }
 """Keys that must have the same value in all logs of a folder, and the severity of a difference."""
 
-MAX_NAMED = 3
-"""Maximum number of logs named in one message."""
+MAX_NAMED = 3  # logs in one message
 
 
 @dataclass(frozen=True)
 class FolderRun:
-    """A run of a folder, to be compared with the other runs.
+    """A run of a folder with the verdict on its log by itself, to be compared with the other runs.
 
     Attributes:
-        verdict: verdict on the log by itself.
-        logged: state of the run according to its log.
         seeds: seed records of the log.
         digest: digest of the log's record lines; empty without records.
         findings: faults found by comparison with the other logs.
@@ -259,9 +256,8 @@ def _compare_seeds(runs: Sequence[FolderRun], division: rules.Division, submissi
     logged at different positions, because otherwise the runs would be identical.
     """
     severity, rule = "error" if division == "closed" else "warning", "TR 5.1; seed checker"
-    logged: dict[
-        object, tuple[FolderRun, Record]
-    ] = {}  # by position and seed, and each log's first record by seed alone
+    # By position and seed, and each log's first record by seed alone.
+    logged: dict[object, tuple[FolderRun, Record]] = {}
     for run in runs:
         shared = []
         for index, record in enumerate(run.seeds):

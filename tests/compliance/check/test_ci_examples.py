@@ -1,9 +1,11 @@
-"""Files that other repositories use: the pre-commit hooks, the workflow, and an installation without extras."""
+"""What other repositories use: hooks, workflow, an installation without extras; and a command line that starts fast."""
 
 from __future__ import annotations
 
 import ast
+import json
 import re
+import subprocess
 import sys
 import tomllib
 from importlib.metadata import packages_distributions
@@ -81,3 +83,31 @@ def test_every_file_that_the_command_reads_is_installed() -> None:
 )
 def test_a_hook_takes_the_files_it_is_for(hook: str, path: str, taken: bool) -> None:
     assert bool(re.search(HOOKS[hook]["files"], path)) is taken
+
+
+# Lightweight commands do not import modules that only other commands need
+
+
+MODULES = "import json, sys; print(json.dumps(sorted(sys.modules)))"
+RUN_COMMAND = "import sys; from compliance.__main__ import app; app.run('compliance', sys.argv[1:]); "
+
+
+def modules_after(program: str, *arguments: object) -> set[str]:
+    """Run a program and return the names of all modules it imported, which its last output line lists."""
+    command = [sys.executable, "-c", program + MODULES, *map(str, arguments)]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    return set(json.loads(done.stdout.splitlines()[-1]))
+
+
+def test_the_command_line_is_understood_without_the_commands() -> None:
+    held = modules_after("import compliance.__main__; ")
+    own = {name for name in held if name.startswith("compliance.")}
+    assert own <= {f"compliance.{name}" for name in ("__main__", "log", "log.rules", "report")}
+    assert not held & {"rich", "numpy", "yaml"}
+
+
+def test_the_logs_are_judged_without_charts_doctor_and_packages() -> None:
+    held = modules_after(RUN_COMMAND, "summary", REPOSITORY / "results" / "cpu_2cores" / "bert")
+    assert "compliance.official.package" in held
+    assert not held & {"compliance.report.page", "console.html.charts", "compliance.doctor.system", "numpy"}

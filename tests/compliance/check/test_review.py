@@ -159,8 +159,3 @@ def test_the_command_adds_annotations_to_its_verdict(tmp_path: Path, name: str, 
         place = f"line {properties['line']}: " if properties["line"] != "1" else ""
         assert any(f"{level}: {place}" in line and message.split(". ")[0] in line for line in verdict)
     assert all(line.isprintable() for line in added)
-
-
-def test_annotations_beside_json_are_refused(tmp_path: Path) -> None:
-    status, text = run("check", tmp_path, "--json", "--format", "github")
-    assert (status, text) == (2, "error: --format github and --json: choose one of them\n")

@@ -1,8 +1,12 @@
-"""The convergence check, compared with the official checker and with published results."""
+"""The convergence check, compared with the official checker and published results, the choice of runs, and the command."""
+
+from __future__ import annotations
 
 import json
 import logging
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -11,10 +15,13 @@ from mlperf_logging.rcp_checker import rcp_checker
 
 from compliance.convergence.outlook import outlook
 from compliance.convergence.reference_points import reference
+from compliance.convergence.selection import FAILED, olympic_mean, select
 from compliance.log.reader import read_log
 from compliance.log.rules import RULESETS
 from compliance.log.schedule import evaluation_interval, evaluation_samples
+from tests.compliance.command import run
 from tests.compliance.run_logs import write_run
+from tests.compliance.run_series import write_series
 
 NVIDIA_512_NODES = [5533259, 5533026, 5206297, 5536978, 5205545, 5535111, 5861323, 5535849, 5208214, 5533348]
 """Round 2.0, NVIDIA, dgxa100_n512_ngc22.04_pytorch, batch size 16384."""
@@ -48,6 +55,7 @@ def test_without_a_reference_point_there_is_no_verdict() -> None:
     ):
         assert (found.verdict, found.reference, found.scaling, found.mean) == ("no reference", None, 1.0, mean)
         assert words in found.sentence
+    batch: Any
     for batch in (0, -448, 4.5, True):
         with pytest.raises(ValueError, match="global_batch_size is"):
             reference("5.0.0", batch)
@@ -182,3 +190,80 @@ def test_samples_are_read_as_the_official_reader_does(tmp_path: Path) -> None:
         assert converged(text.replace('"epoch_num": ', f'"epoch_num": {odd}, "was": ')) is None, odd
     assert converged(text.replace('"status": "success"', '"status": "aborted"')) is None
     assert converged(without("run_stop")) is converged(without("eval_accuracy")) is None
+
+
+# Choice of a submission's runs from a longer series
+
+
+TIMES = st.floats(1, 100) | st.just(FAILED)
+
+
+def test_of_two_windows_the_slower_one() -> None:
+    assert select(list(range(11)), [5.0, *[7.0] * 5, *[8.0] * 5]).window == 1
+    assert select(list(range(11)), [*[8.0] * 5, *[7.0] * 5, 5.0]).window == 0
+
+
+def test_a_series_whose_median_window_is_invalid_has_no_result() -> None:
+    times = [*[10.0] * 8, FAILED, FAILED, 10.0, 10.0]
+    assert select(list(range(12)), times).score == FAILED
+    with pytest.raises(ValueError, match="9 runs, expected at least 10"):
+        select(list(range(9)), [1.0] * 9)
+
+
+@given(st.lists(st.tuples(st.integers(0, 50), TIMES), min_size=10, max_size=25))
+def test_the_window_is_consecutive_and_its_score_in_the_middle(series: list[tuple[int, float]]) -> None:
+    starts, times = [start for start, _ in series], [time for _, time in series]
+    found = select(starts, times)
+    order = sorted(range(len(series)), key=lambda run: starts[run])
+    assert [*found.chosen] == order[found.window : found.window + 10]
+    windows = [order[first : first + 10] for first in range(len(order) - 9)]
+    assert found.scores == tuple(olympic_mean([times[run] for run in window]) for window in windows)
+    assert found.score == olympic_mean([times[run] for run in found.chosen])
+    faster = sum(score < found.score for score in found.scores)
+    slower = sum(score > found.score for score in found.scores)
+    assert faster <= len(found.scores) // 2
+    assert slower <= (len(found.scores) - 1) // 2
+
+
+# The command
+
+
+def test_an_unfinished_set_with_a_run_in_progress(tmp_path: Path) -> None:
+    logs = write_series(tmp_path, [17, 16, 17, 18, 17], failed={3})
+    text = logs[4].read_text()
+    logs[4].write_text(text[: text.index("\n", text.index("eval_accuracy")) + 1])
+    status, said = run("convergence", tmp_path)
+    assert status == 0
+    assert "4 of 10 runs, 1 of them not converged" in said
+    assert re.search(r"pass if the 6 missing runs converge at evaluation 15 \(2,250,304\)", said)
+
+
+def test_a_set_that_fails(tmp_path: Path) -> None:
+    write_series(tmp_path, [15, 14, 15, 14, 15, 14, 15, 14, 15, 14])
+    status, said = run("convergence", tmp_path)
+    assert (status, "minimum 2,274,732" in said) == (1, True)
+    status, said = run("convergence", tmp_path, "--ruleset", "2.0.0")
+    assert (status, "batch sizes 256 and 3072" in said) == (1, True)
+
+
+def test_of_twelve_runs_the_window_counts_that_a_submission_takes(tmp_path: Path) -> None:
+    write_series(tmp_path, [3, 3, *[17] * 10], failed={0, 1})  # early aborts do not count as fast
+    status, said = run("convergence", tmp_path)
+    assert (status, "10 runs, mean 2,550,016 samples" in said) == (0, True)
+
+
+def test_without_a_reference_only_open_runs_pass(tmp_path: Path) -> None:
+    write_run(tmp_path / "open" / "result_0.txt", division="open")
+    write_series(tmp_path / "closed", [17] * 3, global_batch_size=20_000)
+    assert run("convergence", tmp_path / "open")[0] == 0
+    assert run("convergence", tmp_path / "closed")[0] == 1
+
+
+def test_logs_without_a_common_batch_size_are_refused(tmp_path: Path) -> None:
+    logs = write_series(tmp_path, [17, 17])
+    logs[1].write_text("\n".join(line for line in logs[1].read_text().split("\n") if "global_batch_size" not in line))
+    assert run("convergence", tmp_path)[0] == 0
+    logs[1].write_text(logs[0].read_text().replace('"value": 448', '"value": 512'))
+    status, said = run("convergence", tmp_path)
+    assert (status, "global_batch_size" in said) == (2, True)
+    assert run("convergence", tmp_path / "nowhere")[0] == 2

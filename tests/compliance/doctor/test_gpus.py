@@ -82,7 +82,7 @@ class NVMLError_LibraryNotFound(NVMLError):  # noqa: N801, N818
 
 
 class Nvml:
-    """Stand-in for pynvml on a machine with two H100 GPUs. It raises answers that are exceptions."""
+    """Stand-in for pynvml on a machine with two H100 GPUs. It raises answers that are exceptions or missing."""
 
     NVMLError, NVMLError_LibraryNotFound = NVMLError, NVMLError_LibraryNotFound
     NVML_NVLINK_MAX_LINKS, NVML_SUCCESS = 18, 0
@@ -105,11 +105,7 @@ class Nvml:
             "DeviceGetMaxPcieLinkWidth": 16,
             "DeviceGetPowerManagementLimit": 700_000,
             "DeviceGetPowerManagementDefaultLimit": 700_000,
-            "DeviceGetTotalEccErrors": 0,
-            "DeviceGetRemappedRows": (0, 0, 0, 0),
-            "DeviceGetMigMode": [0, 0],
             "DeviceGetCurrentClocksEventReasons": 0x1,
-            "DeviceGetComputeRunningProcesses": [],
             "DeviceGetP2PStatus": 0,
         } | answers
 

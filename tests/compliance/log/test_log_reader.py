@@ -65,12 +65,9 @@ DEEP = '{"time_ms": 1, "key": "seed", "value": ' + "[" * 100_000 + "]" * 100_000
     ("line", "found"),
     [
         (record() + " trailing", "text after the record"),
-        (record() + " \u00a0", "text after the record"),
         (record()[:-5], "broken JSON"),
         (TOKEN + "\x0b" + record()[len(TOKEN) :], "broken JSON"),
-        (TOKEN + "\ufeff" + record()[len(TOKEN) :], "broken JSON"),
         (TOKEN + "[1]", "a JSON list"),
-        (TOKEN, "broken JSON"),
         (TOKEN + "[" * 10_000, "broken JSON"),
         (TOKEN + DEEP, "broken JSON"),
         (TOKEN + '{"time_ms": 1' + "0" * 5000 + "}", "broken JSON"),
@@ -80,10 +77,8 @@ DEEP = '{"time_ms": 1, "key": "seed", "value": ' + "[" * 100_000 + "]" * 100_000
         (record(time_ms=10**400), "time_ms 1000"),
         (record(time_ms=float("inf")), "time_ms inf"),
         (record(key=7), "key 7"),
-        (record(key=["x"]), "key ['x']"),
         (record(metadata=[]), "metadata []"),
         (record(metadata=...), "without metadata"),
-        (record(value=...), "without value"),
     ],
 )
 def test_bad_lines_are_problems_with_their_line_and_do_not_stop_the_reading(
@@ -106,7 +101,6 @@ def test_bad_lines_are_problems_with_their_line_and_do_not_stop_the_reading(
         (record(value="x" * MAX_RECORD_BYTES), "quadratic"),
         (record(time_ms=1.5), "time_ms 1.5"),
         (record(event_type="POINT"), "event_type 'POINT'"),
-        (record(event_type=[]), "event_type []"),
         (record(event_type=...), "event_type null"),
         (record(metadata=None), "metadata null"),
         (record(value="\u00ff").encode("latin-1").replace(b"\\u00ff", b"\xff"), "not UTF-8"),

@@ -1,3 +1,7 @@
+"""The watch of a run, from its first line to its end."""
+
+from __future__ import annotations
+
 import io
 import json
 import os
@@ -10,12 +14,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from rich.console import Console
 
 from compliance.convergence.outlook import outlook
 from compliance.log.schedule import evaluation_samples
+from compliance.watch import follow
 from compliance.watch import screen as watching
 from compliance.watch import watched as following
+from compliance.watch.follow import Follower
 from compliance.watch.screen import watch
 from compliance.watch.watched import Watch, choose
 from tests.compliance import run_logs
@@ -290,3 +298,42 @@ def test_what_a_log_says_does_not_steer_the_terminal(tmp_path: Path) -> None:
         assert "\x1b" not in output
         assert "\x07" not in output
         assert "[red]no[/red]" in output
+
+
+# Following a file
+
+
+def test_a_file_that_comes_later(tmp_path: Path) -> None:
+    path = tmp_path / "folder" / "log"
+    follower = Follower(path)
+    assert list(follower.lines()) == []
+    path.parent.mkdir()
+    path.write_bytes(b"one\ntwo\nhalf")
+    assert list(follower.lines()) == [b"one", b"two"]
+
+
+def test_an_overlong_line_is_left_out_and_takes_no_memory(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    path.write_bytes(b"one\n" + b"x" * (5 * follow.CHUNK_BYTES) + b"\ntwo\n" + b"y" * (2 * follow.CHUNK_BYTES))
+    follower = Follower(path)
+    assert list(follower.lines()) == [b"one", b"two"]
+    with path.open("ab") as writer:
+        writer.write(b"y\nthree\n")
+    assert list(follower.lines()) == [b"three"]
+
+
+@given(st.lists(st.binary(max_size=40), max_size=12))
+def test_pieces_of_any_size_give_the_same_lines(pieces: list[bytes]) -> None:
+    path = Path(f"/dev/shm/follow-{os.getpid()}")
+    path.write_bytes(b"")
+    got: list[bytes] = []
+    follower = Follower(path)
+    try:
+        with path.open("ab", buffering=0) as writer:
+            for piece in pieces:
+                writer.write(piece)
+                got += follower.lines()
+            whole = b"".join(pieces)
+            assert got == [line.rstrip(b"\r") for line in whole.split(b"\n")[:-1]]
+    finally:
+        path.unlink()

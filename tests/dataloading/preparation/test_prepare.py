@@ -53,10 +53,9 @@ def test_processes_make_no_difference(job: Job, whole: dict[str, bytes], tmp_pat
     assert [(progress.done, progress.kept) for progress in told] == [(done, False) for done in (1, 2, 3, 4, 5)]
 
 
-@pytest.mark.parametrize("count", [2, 5])
-def test_parts_make_the_same_data_set(job: Job, whole: dict[str, bytes], tmp_path: Path, count: int) -> None:
-    for index in reversed(range(count)):
-        make_shards(job, tmp_path / "data", part=WorkPart(index + 1, count))
+def test_parts_make_the_same_data_set(job: Job, whole: dict[str, bytes], tmp_path: Path) -> None:
+    for index in (2, 1):
+        make_shards(job, tmp_path / "data", part=WorkPart(index, 2))
     told: list[JobProgress] = []
     prepare(job, tmp_path / "data", report=told.append)
     assert all(progress.kept for progress in told)
@@ -75,7 +74,6 @@ def test_a_killed_preparation_goes_on(job: Job, whole: dict[str, bytes], tmp_pat
         time.sleep(0.002)
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-    (out / f".{shard_name(3, TEXTS)}.123.partial").write_bytes(b"half")
     there = {path.name for path in out.glob("part_*")}
     assert there
     told: list[JobProgress] = []
@@ -99,11 +97,10 @@ def test_damaged_shards_are_made_again_and_a_folder_begun_otherwise_is_left_alon
     assert contents(out) == whole
     assert [progress.name for progress in told if not progress.kept] == [flipped.name, truncated.name]
     for changed, difference in (
-        ({"options": PretrainingOptions(max_seq_length=64, max_predictions_per_seq=9)}, "dupe_factor"),
-        ({"texts": job.texts[1:]}, "calls"),
+        ({"options": replace(OPTIONS, dupe_factor=9, random_seed=9)}, "dupe_factor, random_seed"),
         ({"one_call": True}, "calls"),
     ):
-        with pytest.raises(ValueError, match=f"begun with other settings .*{difference}"):
+        with pytest.raises(ValueError, match=rf"begun with other settings \({difference}\)"):
             prepare(replace(job, **changed), out)
     assert contents(out) == whole
 
