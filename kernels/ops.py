@@ -54,6 +54,7 @@ def _triton() -> Functions:
     from kernels.triton import dense, fp8, lamb, loss, squares
     from kernels.triton.attention import fp8 as attention_fp8
     from kernels.triton.attention import varlen
+    from kernels.triton.inputs import tensor_reasons, vector_reasons
     from kernels.triton.norms import embedding_norm, layer_norm, layer_norm_fp8
 
     norm_cast, norm_backward_cast = layer_norm_fp8.add_norm_cast_fp8, layer_norm_fp8.add_norm_backward_cast_fp8
@@ -61,14 +62,14 @@ def _triton() -> Functions:
         "varlen_attention": (varlen.varlen_attention, varlen.unsupported_reasons),
         "varlen_self_attention": (varlen.varlen_self_attention, varlen.self_attention_unsupported_reasons),
         "dropout_add_layer_norm": (layer_norm.dropout_add_layer_norm, layer_norm.unsupported_reasons),
-        "dense_gelu": (dense.dense_gelu, dense.unsupported_reasons),
-        "bias_gelu": (dense.bias_gelu, dense.unsupported_reasons),
+        "dense_gelu": (dense.dense_gelu, tensor_reasons),
+        "bias_gelu": (dense.bias_gelu, tensor_reasons),
         "embedding_layer_norm": (embedding_norm.embedding_layer_norm, embedding_norm.unsupported_reasons),
         "masked_lm_loss": (loss.masked_lm_loss, loss.unsupported_reasons),
-        "lamb_step": (lamb.lamb_step, lamb.unsupported_reasons),
-        "lamb_directions": (lamb.lamb_directions, lamb.unsupported_reasons),
-        "lamb_apply": (lamb.lamb_apply, lamb.unsupported_reasons),
-        "sum_of_squares": (squares.sum_of_squares, squares.unsupported_reasons),
+        "lamb_step": (lamb.lamb_step, vector_reasons),
+        "lamb_directions": (lamb.lamb_directions, vector_reasons),
+        "lamb_apply": (lamb.lamb_apply, vector_reasons),
+        "sum_of_squares": (squares.sum_of_squares, vector_reasons),
         "cast_fp8": (fp8.cast_fp8, fp8.unsupported_reasons),
         "cast_transpose_fp8": (fp8.cast_transpose_fp8, fp8.unsupported_reasons),
         "cast_transpose_into_fp8": (fp8.cast_transpose_into_fp8, fp8.unsupported_reasons),

@@ -15,7 +15,6 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.configuration import Configuration
-from kernels.triton.inputs import tensor_reasons
 
 # Tiles are wide, so that 128 threads read 16 bytes each along a row. A program of the backward pass walks down 64 tokens: at
 # 24,576 tokens x 4,096 that makes 3,072 programs, whose partial sums are 2 % of the traffic and stay in the L2 cache.
@@ -34,11 +33,6 @@ def dense_gelu(x_TD: Tensor, weight_FD: Tensor, bias_F: Tensor) -> Tensor:
     The product follows autocast. ``bias_F`` may be bf16, fp16 or fp32, and its gradient has the same type.
     """
     return bias_gelu(F.linear(x_TD, weight_FD), bias_F)
-
-
-def unsupported_reasons(*tensors: Tensor) -> list[str]:
-    """Return the reasons why ``dense_gelu`` or ``bias_gelu`` cannot take these arguments; empty if it can."""
-    return tensor_reasons(*tensors)
 
 
 @triton.jit

@@ -2,6 +2,7 @@
 """Inputs that Triton's kernels cannot take, with the reasons."""
 
 from collections.abc import Collection
+from typing import Any
 
 import torch
 import triton
@@ -19,6 +20,11 @@ def tensor_reasons(*tensors: Tensor, dtypes: Collection[torch.dtype] = FLOATS) -
     if others := {x.dtype for x in tensors} - set(dtypes):
         reasons.append(f"tensors in {_names(others)}: expected {_names(dtypes)}")
     return reasons
+
+
+def vector_reasons(vector_P: Tensor, *_: Any, **__: Any) -> list[str]:
+    """Return the reasons why a kernel cannot take this fp32 vector, the op's first argument; empty if it can."""
+    return tensor_reasons(vector_P, dtypes=(torch.float32,))
 
 
 def mixed_reasons(names: str, *tensors: Tensor) -> list[str]:

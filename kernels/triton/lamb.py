@@ -30,7 +30,6 @@ from torch import Tensor
 from kernels.configuration import Configuration
 from kernels.reference.lamb import LambHyperparameters, LambSegments, LambState, WeightCast, bias_corrections
 from kernels.triton.fp8 import cast_transpose_into_fp8
-from kernels.triton.inputs import tensor_reasons
 from kernels.triton.lamb_passes import apply_kernel, direction_kernel, squares_kernel
 from kernels.triton.squares import sum_of_squares
 
@@ -111,11 +110,6 @@ def lamb_apply(
     """
     (group,) = _groups(segments, parameters_P.device)
     _apply(parameters_P, state.update_P, None, squares_2A.contiguous(), *group.tables, norm, learning_rate)
-
-
-def unsupported_reasons(parameters_P: Tensor, *_: Any, **__: Any) -> list[str]:
-    """Return the reasons why LAMB cannot work on these parameters; empty if it can."""
-    return tensor_reasons(parameters_P, dtypes=(torch.float32,))
 
 
 def configurations() -> list[Configuration]:

@@ -12,7 +12,6 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.configuration import Configuration
-from kernels.triton.inputs import tensor_reasons
 
 BLOCK = 8192
 WARPS = 8
@@ -21,11 +20,6 @@ WARPS = 8
 def sum_of_squares(vector_P: Tensor) -> Tensor:
     """Return the sum of the squares of an fp32 vector, fp64 []."""
     return _partial_sums(vector_P).sum()
-
-
-def unsupported_reasons(vector_P: Tensor) -> list[str]:
-    """Return the reasons why ``sum_of_squares`` cannot take this vector; empty if it can."""
-    return tensor_reasons(vector_P, dtypes=(torch.float32,))
 
 
 def configurations() -> list[Configuration]:

@@ -1,6 +1,7 @@
 """The training step with every order of reduction and weight gathering, on the same batches."""
 
 import contextlib
+import itertools
 import threading
 from dataclasses import replace
 from functools import cache
@@ -20,7 +21,7 @@ from bert.parallel.mesh import Mesh
 from bert.step import TrainingStep
 from bert.timing.stopwatch import Stopwatch
 from dataloading.batches.loader import Batch, batch_of
-from dataloading.batches.sampler import BatchPlan
+from dataloading.batches.sampler import BatchPlan, MicroBatch
 from dataloading.batches.shape_buckets import ShapeBucket
 from kernels import cast_fp8
 from tests.bert.recording import Recording, recordable_attention
@@ -46,19 +47,19 @@ def config(strategy: ReductionStrategy, accumulation: int, recompute: Recompute 
 
 
 @cache
-def global_batches(mesh: Mesh, accumulation: int, steps: int = STEPS) -> tuple[list[list[Batch]], list[ShapeBucket]]:
+def global_batches(mesh: Mesh, accumulation: int) -> tuple[list[list[Batch]], list[ShapeBucket]]:
     """Make this rank's micro-batches in one of two captured sizes. One in seven has a size without a graph."""
     samples = predictable_samples()
     longest = int(samples.lengths.max())
     kinds = [ShapeBucket(size, 8, 128, longest) for size in (288, 320, 352)]
     plan = BatchPlan(samples.lengths, samples.masked_counts, 8, mesh.world_size, accumulation, 2)
-    batches = []
-    for step in range(steps):
-        batches.append([])
-        for place, micro in enumerate(plan.rank_batches(step, mesh.rank)):
-            number = step * accumulation + place
-            kind = kinds[2 if number % 7 == 6 else number % 2]
-            batches[-1].append(batch_of(samples.take(micro.indices), micro, kind))
+    numbers = itertools.count()
+
+    def batch(micro: MicroBatch) -> Batch:
+        number = next(numbers)
+        return batch_of(samples.take(micro.indices), micro, kinds[2 if number % 7 == 6 else number % 2])
+
+    batches = [[batch(micro) for micro in plan.rank_batches(step, mesh.rank)] for step in range(STEPS)]
     return batches, kinds[:2]
 
 

@@ -23,7 +23,7 @@ from bert.parallel.mesh import Mesh
 from bert.step import TrainingStep
 from bert.timing.stopwatch import Stopwatch
 from dataloading.batches.loader import Batch, batch_of
-from dataloading.batches.sampler import BatchPlan
+from dataloading.batches.sampler import BatchPlan, MicroBatch
 from dataloading.batches.shape_buckets import ShapeBucket
 from dataloading.batches.synthetic import synthetic_samples
 from kernels import choose
@@ -66,19 +66,13 @@ def global_batches(mesh: Mesh, accumulation: int, padded: bool, count: int) -> l
     samples = synthetic_samples(np.random.default_rng(5).integers(4, 31, 160), MODEL.vocab_size, seed=5)
     samples.masked_lm_ids[:] = samples.masked_lm_positions % 3 * 12 + 20  # learnable from the position
     plan = BatchPlan(samples.lengths, samples.masked_counts, 8, mesh.data_size, accumulation, 2)
-    steps = []
-    for step in range(count):
-        taken = [(samples.take(micro.indices), micro) for micro in plan.rank_batches(step, mesh.data_rank)]
-        buckets = [
-            ShapeBucket(len(some.input_ids) + 3, len(some) + 1, len(some.masked_lm_ids) + 2, 32) for some, _ in taken
-        ]
-        steps.append(
-            [
-                batch_of(some, micro, bucket if padded else None)
-                for (some, micro), bucket in zip(taken, buckets, strict=True)
-            ]
-        )
-    return steps
+
+    def batch(micro: MicroBatch) -> Batch:
+        some = samples.take(micro.indices)
+        bucket = ShapeBucket(len(some.input_ids) + 3, len(some) + 1, len(some.masked_lm_ids) + 2, 32)
+        return batch_of(some, micro, bucket if padded else None)
+
+    return [[batch(micro) for micro in plan.rank_batches(step, mesh.data_rank)] for step in range(count)]
 
 
 def train_all(mesh: Mesh, *shapes: str) -> dict[str, dict[str, Any]]:

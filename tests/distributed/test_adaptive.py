@@ -18,7 +18,7 @@ from console.text import counted
 from tests.conftest import REPOSITORY, SmallRun
 from tests.distributed.elastic import HOSTS
 from tests.distributed.ranks import Ranks, free_port, wait_for
-from tests.programs import PATIENCE_S, write_forked_python
+from tests.programs import PATIENCE_S, write_forked_python, write_script
 
 STEPS, EVERY = 40, 5
 PARTS = ("masked_lm_loss", "next_sentence_loss", "gradient_norm", "learning_rate")
@@ -44,8 +44,7 @@ def checkout(tmp_path: Path) -> Path:
     shutil.copytree(REPOSITORY / "launch", root / "launch")
     for name in ("constraints.txt", "pyproject.toml"):
         shutil.copy(REPOSITORY / name, root)
-    (programs / "python").write_text(PYTHON)
-    (programs / "python").chmod(0o755)
+    write_script(programs / "python", PYTHON)
     write_forked_python(programs / "forked", "bert")
     mark = "source launch/venv.sh; for part in run dali; do venv_pins >.venv/installed/$part; done"
     subprocess.run(["bash", "-c", mark], cwd=root, check=True)
