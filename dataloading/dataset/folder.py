@@ -194,9 +194,7 @@ class Dataset:
             samples = shard.verify(record.digest)
             rows = self._length_index[self._first_samples[index] : self._first_samples[index + 1]]
             if not np.array_equal(rows, np.stack([shard.lengths, shard.masked_counts], axis=1)):
-                raise ValueError(
-                    f"{self.folder / LENGTHS_NAME}: lengths of {record.name} differ from the shard; {REMEDY}"
-                )
+                raise ValueError(f"{self.folder}: lengths of {record.name} differ from {LENGTHS_NAME}; {REMEDY}")
             visit(record, samples)
 
     def check_files(self) -> None:
@@ -234,9 +232,8 @@ class Dataset:
             shard.expect_random_reads()  # set after verification, which reads sequentially
             held = shard.held_bytes + sum(other.held_bytes for other in self._open_shards.values())
             while self._open_shards and (len(self._open_shards) >= self._most_open or held > _MAX_HELD_BYTES):
-                held -= self._open_shards.pop(
-                    next(iter(self._open_shards))
-                ).held_bytes  # a dict keeps the order of opening
+                oldest = next(iter(self._open_shards))  # a dict keeps the order of opening
+                held -= self._open_shards.pop(oldest).held_bytes
             self._open_shards[index] = shard
         return self._open_shards[index]
 
