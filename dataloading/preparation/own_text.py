@@ -16,8 +16,7 @@ from tokenizers.pre_tokenizers import BertPreTokenizer
 from tokenizers.trainers import WordPieceTrainer
 
 from console.files import sha256_of, write_atomically
-from dataloading.dataset.folder import new_folder, shard_name
-from dataloading.dataset.scan import index_shards
+from dataloading.dataset.folder import index_shards, new_folder, shard_name
 from dataloading.options import OwnText, PretrainingOptions
 from dataloading.preparation.pretraining_data import create_samples, read_documents, samples_info, tokenize_documents
 from dataloading.shards.native import write_shard
