@@ -156,8 +156,8 @@ def run_part(part: str, function: str, settings: Settings, seconds: float) -> Pa
 
 def _run(function: str, path: Path, settings: Settings, seconds: float) -> int | None:
     """Return the exit status of one process, or None if its time was up, and end all of its child processes."""
-    command = [sys.executable, str(Path(__file__).parent / "gpu_parts" / "part.py"), function, str(path), str(seconds)]
-    command += ["--device", settings.device, *(["--tiny"] if settings.tiny else [])]
+    program, scale = Path(__file__).parent / "gpu_parts" / "part.py", "tiny" if settings.tiny else "full"
+    command = [sys.executable, str(program), function, str(path), str(seconds), settings.device, scale]
     # The process group shields the part from Ctrl-C, and lets all of its child processes be ended together.
     # process_group needs Python 3.11, the oldest supported version.
     process = subprocess.Popen(command, process_group=0)

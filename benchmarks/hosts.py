@@ -8,7 +8,7 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -17,44 +17,40 @@ CLONE_NEWUTS, CLONE_NEWNET = 0x04000000, 0x40000000
 PORT = 29600
 
 
-class BridgedHosts:
-    """Context manager for namespaces that act as hosts on one bridge; ``tc tbf`` limits what each sends to ``rate``."""
-
-    def __init__(self, hosts: int, rate: str | None = None) -> None:
-        # Namespaces of a killed process remain, and process ids are reused, so the name must be checked.
-        name = _unique_name()
-        self._names = [f"{name}h{host}" for host in range(hosts)]
-        self._rate = rate
-        self.switch = f"{name}sw"
-
-    def __enter__(self) -> list[str]:
+@contextlib.contextmanager
+def bridged_hosts(hosts: int, rate: str | None = None) -> Iterator[list[str]]:
+    """Make namespaces that act as hosts on one bridge; ``tc tbf`` limits what each sends to ``rate``."""
+    # Namespaces of a killed process remain, and process ids are reused, so the name has random digits.
+    switch = f"reduce{os.getpid()}{os.urandom(3).hex()}"
+    names = [f"{switch}h{host}" for host in range(hosts)]
+    try:
         # The bridge has its own namespace, so that the machine's network is not changed.
-        switch = self.switch
-        try:
-            ip("netns", "add", switch)
-            ip("-n", switch, "link", "add", "br0", "type", "bridge")
-            ip("-n", switch, "link", "set", "br0", "up")
-            for host, name in enumerate(self._names):
-                ip("netns", "add", name)
-                ip("-n", name, "link", "set", "lo", "up")
-                # A veth pair is a cable: one end in the host, the other at the bridge.
-                ip("link", "add", "v0", "netns", name, "type", "veth", "peer", "name", f"p{host}", "netns", switch)
-                ip("-n", name, "addr", "add", f"10.77.0.{host + 1}/24", "dev", "v0")
-                ip("-n", name, "link", "set", "v0", "up")
-                ip("-n", switch, "link", "set", f"p{host}", "master", "br0")
-                ip("-n", switch, "link", "set", f"p{host}", "up")
-                if self._rate:
-                    shape(name, "v0", self._rate)
-        except BaseException:
-            # `with` does not call __exit__ if __enter__ fails.
-            self.__exit__()
-            raise
-        return self._names
-
-    def __exit__(self, *_: object) -> None:
-        for name in (*self._names, self.switch):
+        ip("netns", "add", switch)
+        ip("-n", switch, "link", "add", "br0", "type", "bridge")
+        ip("-n", switch, "link", "set", "br0", "up")
+        for host, name in enumerate(names):
+            ip("netns", "add", name)
+            ip("-n", name, "link", "set", "lo", "up")
+            # A veth pair is a cable: one end in the host, the other at the bridge.
+            ip("link", "add", "v0", "netns", name, "type", "veth", "peer", "name", f"p{host}", "netns", switch)
+            ip("-n", name, "addr", "add", f"10.77.0.{host + 1}/24", "dev", "v0")
+            ip("-n", name, "link", "set", "v0", "up")
+            ip("-n", switch, "link", "set", f"p{host}", "master", "br0")
+            ip("-n", switch, "link", "set", f"p{host}", "up")
+            if rate:
+                # The burst passes at full speed; the latency limits the length of the queue.
+                shaped = ("root", "tbf", "rate", rate, "burst", "256kb", "latency", "50ms")
+                ip("netns", "exec", name, "tc", "qdisc", "add", "dev", "v0", *shaped)
+        yield names
+    finally:
+        for name in (*names, switch):
             # Deleting a namespace also deletes its devices. A namespace that was never made is not an error here.
             subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+
+
+def switch_of(names: Sequence[str]) -> str:
+    """Return the namespace of the bridge between hosts."""
+    return names[0].removesuffix("h0")
 
 
 def why_not() -> str | None:
@@ -64,7 +60,7 @@ def why_not() -> str | None:
     absent = [program for program in ("ip", "tc") if shutil.which(program) is None]
     if absent:
         return f"{absent[0]} is not installed: install iproute2"
-    name = f"{_unique_name()}probe"
+    name = f"probe{os.getpid()}"
     # The only reliable check is to try: a container may run as root without the right to make namespaces.
     if subprocess.run(["ip", "netns", "add", name], capture_output=True, check=False).returncode:
         return "the kernel refuses network namespaces here"
@@ -79,22 +75,11 @@ def require_hosts() -> None:
         raise SystemExit(2)
 
 
-def _unique_name() -> str:
-    return f"reduce{os.getpid()}{os.urandom(3).hex()}"
-
-
 def ip(*arguments: str) -> None:
     """Run ``ip``; raise ``RuntimeError`` if it fails."""
     done = subprocess.run(["ip", *arguments], capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"ip {' '.join(arguments)}: {done.stderr.strip()}")
-
-
-def shape(namespace: str, device: str, rate: str) -> None:
-    """Limit the rate at which a device sends. ``rate`` is in the notation of ``tc``."""
-    # The burst passes at full speed; the latency limits the length of the queue.
-    shaped = ("qdisc", "add", "dev", device, "root", "tbf", "rate", rate, "burst", "256kb", "latency", "50ms")
-    ip("netns", "exec", namespace, "tc", *shaped)
 
 
 def enter(namespace: str, host: str) -> None:

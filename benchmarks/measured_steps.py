@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.conditions import write_figures
-from benchmarks.hosts import BridgedHosts, go_first, require_hosts, run_ranks
+from benchmarks.hosts import bridged_hosts, go_first, require_hosts, run_ranks
 from benchmarks.inputs import flags, made_up_vocabulary, write_made_up_set
 from bert.train import main as train
 from bert.train import parse
@@ -98,7 +98,7 @@ def _run(case: Case, folder: Path, seconds: float) -> list[dict[str, Any]]:
     arguments = {each: [*common, "--training.reduction", each, "--log.system", each] for each in case.reductions}
     order, view = sorted([*range(case.hosts)] * case.ranks), folder / "cluster.json"
     measured: dict[str, list[dict[str, float]]] = {each: [] for each in arguments}
-    with BridgedHosts(case.hosts, case.rate) as names:
+    with bridged_hosts(case.hosts, case.rate) as names:
         # The ranks are forks of this process and parse this command line.
         sys.argv = ["cluster", "probe", "--out", str(view), "--seconds", str(seconds)]
         run_ranks(names, order, cluster, folder, limit_s=120, bound=True)

@@ -1,7 +1,6 @@
 """Construction of the model that one rank trains, with the products, placement and recomputation of its layers."""
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -59,7 +58,7 @@ def shards_gradients(training: TrainingConfig, mesh: Mesh) -> bool:
     return training.shard_gradients and mesh.data_size > 1
 
 
-def build_model(whole: BertForPreTraining, config: Config, mesh: Mesh, waiting: Waiting = nullcontext) -> RankModel:
+def build_model(whole: BertForPreTraining, config: Config, mesh: Mesh, waiting: Waiting) -> RankModel:
     """Build this rank's part of ``whole``, and copy its weights. Every rank must call it at the same time.
 
     Raises ``ValueError`` if the precision is FP8 and the GPU does not support it.

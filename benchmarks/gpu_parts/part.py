@@ -1,18 +1,16 @@
 """Run a part of ``benchmarks/gpu.py`` in a separate process.
 
-    python benchmarks/gpu_parts/part.py MODULE:FUNCTION FILE SECONDS [--device cpu] [--tiny]
+    python benchmarks/gpu_parts/part.py MODULE:FUNCTION FILE SECONDS (cuda | cpu) (full | tiny)
 
 ``FUNCTION`` gets a ``Context`` and adds rows to its report. If it is started again with the same file, it continues after
 the existing rows. Exit status: 0 if all rows are correct, 1 if some failed, ``LOST`` if the device no longer responds.
 """
 
-import argparse
 import gc
 import importlib
 import signal
 import sys
 import traceback
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -23,19 +21,12 @@ _GRACE = 30
 """Seconds after its time limit when a part ends itself, if the process that should end it no longer exists."""
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(function: str, file: str, seconds: str, device: str, scale: str) -> int:
     """Measure for a limited time, and return the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("function", metavar="MODULE:FUNCTION")
-    parser.add_argument("file", metavar="FILE", type=Path)
-    parser.add_argument("seconds", metavar="SECONDS", type=float)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--tiny", action="store_true")
-    chosen = parser.parse_args(arguments)
     # An alarm ends the process even if Python code cannot run, for example inside a hanging kernel launch.
-    signal.alarm(int(chosen.seconds) + _GRACE)
+    signal.alarm(int(float(seconds)) + _GRACE)
     try:
-        return run(chosen.function, chosen.file, chosen.device, tiny=chosen.tiny)
+        return run(function, Path(file), device, tiny=scale == "tiny")
     finally:
         signal.alarm(0)
 
@@ -81,4 +72,4 @@ def run(function: str, file: Path, device_type: str, *, tiny: bool) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(*sys.argv[1:]))

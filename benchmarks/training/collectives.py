@@ -25,7 +25,7 @@ import tyro
 from torch import nn
 
 from benchmarks.conditions import write_figures
-from benchmarks.hosts import BridgedHosts, require_hosts, run_ranks
+from benchmarks.hosts import bridged_hosts, require_hosts, run_ranks
 from bert.configuration.sections import ReduceDtype, ReductionStrategy
 from bert.optimizer import FlatParameters
 from bert.parallel.mesh import Mesh, join_mesh, leave_mesh
@@ -80,7 +80,7 @@ def main(out: Path | None = None) -> None:
 def measure(cases: list[HostLayout]) -> list[dict[str, Any]]:
     """Run cases that share the number of hosts and the link rate, one after another in newly made namespaces."""
     figures = []
-    with BridgedHosts(cases[0].hosts, cases[0].rate) as names, tempfile.TemporaryDirectory() as folder:
+    with bridged_hosts(cases[0].hosts, cases[0].rate) as names, tempfile.TemporaryDirectory() as folder:
         found = Path(folder) / "found.json"
         for case in cases:
             order = [*range(case.hosts)] * case.local_size

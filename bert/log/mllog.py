@@ -138,19 +138,16 @@ class MLLog:
         self.event("eval_samples", eval_samples)
         self.event("run_stop", status=status)
 
-    def abort(self, samples: int | None = None) -> None:
+    def abort(self) -> None:
         """Complete the log of a run that ends early: close open intervals and log run_stop with status aborted.
 
-        ``samples`` is the number of sequences trained, by default the last logged count. Does nothing before
-        ``init_start`` and after ``run_stop``.
+        Does nothing before ``init_start`` and after ``run_stop``.
         """
         with self._lock:
             run = self._run
             if self._logger is None or run.phase in ("before", "done"):
                 return
             self._is_aborting = True
-            # The sample count of an interval's end must not be lower than the count of its start.
-            samples = max(run.counted_samples, samples or 0)
             if run.phase == "init":
                 self.event("init_stop")
             if run.phase == "ready":
@@ -158,9 +155,9 @@ class MLLog:
             if "eval_start" in run.open:
                 self.eval_stop(samples_of(run.open["eval_start"].metadata) or 0)
             if "block_start" in run.open:
-                self.block_stop(samples)
+                self.block_stop(run.counted_samples)
             # Every log needs both records, even if the run never trained.
-            for key, value in (("train_samples", samples), ("eval_samples", 0)):
+            for key, value in (("train_samples", run.counted_samples), ("eval_samples", 0)):
                 if key not in run.first:
                     self.event(key, value)
             self.event("run_stop", status="aborted")

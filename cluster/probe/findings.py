@@ -100,7 +100,7 @@ def find_outliers(
 
 
 def _step_of(measured: Measured) -> _Step:
-    typical_C = np.median(measured.rates_RTC, axis=(0, 1))
+    typical_C = np.median(measured.rates_RTC, axis=(0, 1)).tolist()
     timed = [*zip(measured.cells, typical_C, strict=True)]
     # A multiply-add counts as two operations, and a copy both reads and writes.
     flops = max(2.0 * cell.size**3 / seconds for cell, seconds in timed if cell.quantity == "product")

@@ -71,13 +71,9 @@ class DaliLoader:
             device_id=device_id,
             prefetch_queue_depth=2,
         )
-        self._built = False
 
     def __next__(self) -> list[Batch]:
         """Return the micro-batches of the next step, on the loader's device."""
-        if not self._built:  # building triggers the first read, which must not happen before the clock starts
-            self._pipeline.build()
-            self._built = True
         # The plan is computed again only for the number of micro-batches.
         return [self._next_batch() for _ in self._rank_batches(next(self._steps))]
 

@@ -13,7 +13,6 @@ import itertools
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -44,12 +43,12 @@ class PackingStrategy:
     bound: int
     """Lower bound on the number of packs that any strategy needs for this histogram and these limits."""
 
-    @cached_property
+    @property
     def packs(self) -> int:
         """Number of packs."""
         return sum(self.counts)
 
-    @cached_property
+    @property
     def tokens(self) -> int:
         """Number of real tokens in all packs."""
         return sum(sum(lengths) * count for lengths, count in zip(self.combinations, self.counts, strict=True))
@@ -190,7 +189,9 @@ def _linear_program(
     # The initial price of a length is its share of a pack.
     best_prices, bound = np.where(counts > 0, np.arange(len(counts)) / (len(counts) - 1), 0.0), 0.0
     # Combinations of a single length ensure that every histogram can be packed.
-    columns = _as_columns([*start, *((length,) for length in lengths.tolist())], limit)
+    singles = [(length,) for length in lengths.tolist()]
+    # Rows [C, K] are different combinations, zeros last.
+    columns = np.array(sorted({(*each, *[0] * (limit - len(each))) for each in (*start, *singles)}), np.int64)
     used, amounts = columns, np.zeros(0)
     for _ in range(_MAX_ROUNDS):
         used = columns
@@ -211,11 +212,6 @@ def _linear_program(
         columns = np.unique(np.concatenate([columns[prices[columns].sum(1) > 0.98], fresh]), axis=0)
     # A rounding error must not raise the bound to the next integer.
     return _rounded(_at_own_lengths(used, amounts, counts), counts, limit), int(np.ceil(bound * (1 - 1e-9)))
-
-
-def _as_columns(combinations: Iterable[Combination], limit: int) -> NDArray[np.int64]:
-    """Return different combinations as rows [C, K], zeros last."""
-    return np.array(sorted({(*each, *[0] * (limit - len(each))) for each in combinations}), np.int64)
 
 
 def _best_combinations(

@@ -119,9 +119,8 @@ def _fill_buckets(source: Dataset, spill: Path, buckets: int, seed: int, report:
 
 def _append(spill: Path, bucket: int, waiting: list[Samples]) -> None:
     """Append samples to a bucket's file, one array after another, and clear the list."""
-    with (spill / f"{bucket:05d}").open(
-        "ab"
-    ) as file:  # opened for each write, because there may be more buckets than descriptors
+    # Opened for each write, because there may be more buckets than descriptors.
+    with (spill / f"{bucket:05d}").open("ab") as file:
         if waiting:
             block = concatenate(waiting)
             for field in fields(block):
@@ -143,7 +142,7 @@ def _write_shards(info: DatasetInfo, out: Path, counts: list[int], shards: int, 
                 needed = int(np.searchsorted(firsts, start, side="right")) - 1
                 if needed != bucket or permuted is None:
                     permuted = None  # frees the bucket before the next one is read
-                    bucket, permuted = needed, _permuted(out / BUCKETS_NAME, needed, counts[needed], seed)
+                    bucket, permuted = needed, _permuted(out / BUCKETS_NAME / f"{needed:05d}", seed)
                 end = min(stop, int(firsts[bucket + 1]))
                 rows = permuted[1][start - int(firsts[bucket]) : end - int(firsts[bucket])]
                 pieces.append(permuted[0].take(rows))
@@ -152,20 +151,15 @@ def _write_shards(info: DatasetInfo, out: Path, counts: list[int], shards: int, 
         report("written", stop, int(firsts[-1]))
 
 
-def _permuted(spill: Path, bucket: int, count: int, seed: int) -> tuple[Samples, NDArray[np.int64]]:
-    samples = _read_bucket(spill / f"{bucket:05d}")
-    if len(samples) != count:
-        raise ValueError(f"{spill}: bucket {bucket} holds {len(samples):,} of {count:,} samples; delete the folder")
-    # Each bucket has a separate random generator, so that a continued shuffle can skip buckets whose shards are complete.
-    return samples, np.random.default_rng([seed, 1, bucket]).permutation(count)
-
-
-def _read_bucket(path: Path) -> Samples:
+def _permuted(path: Path, seed: int) -> tuple[Samples, NDArray[np.int64]]:
+    """Read a bucket; return its samples and a permutation of them."""
     blocks = []
     with path.open("rb") as file:
         while file.tell() < path.stat().st_size:
             blocks.append(Samples(**{field.name: np.load(file, allow_pickle=False) for field in fields(Samples)}))
-    return concatenate(blocks)
+    samples = concatenate(blocks)
+    # Each bucket has a separate random generator, so that a continued shuffle can skip buckets whose shards are complete.
+    return samples, np.random.default_rng([seed, 1, int(path.name)]).permutation(len(samples))
 
 
 def _reported(dataset: Dataset, report: Report) -> Iterator[Samples]:

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import numpy as np
+
 from dataloading.batches.packing import pack_samples
 from dataloading.dataset.folder import Dataset, shard_name
 from dataloading.dataset.scan import index_shards
@@ -39,37 +41,28 @@ def convert(
     Native shards keep the order of the samples. The samples of each pack and the order of the packs are random within
     their shard. An interrupted conversion is continued: existing shards with the right samples are kept.
     """
-    count = len(source.shards)
-    tasks = [_Task(source, index, out / shard_name(index, count), to, packing) for index in range(count)]
+    names = [shard_name(index, len(source.shards)) for index in range(len(source.shards))]
+    # The processes get the source without its length index, which may be large.
+    shards = Dataset(source.folder, source.info, source.shards, np.empty((0, 2), np.uint16))
     # The source is described by its digests, because its folder may hold other data when the job continues.
     description = {"source": [record.digest for record in source.shards], "to": to, "packing": repr(packing)}
     with begun(out, JOB_NAME, description, finished="part_*"):
-        make_files(_convert_shard, tasks, jobs, report)
-        dataset = index_shards(out, [task.path.name for task in tasks], source.info)
+        make_files(partial(_convert_shard, shards, out, to, packing), range(len(names)), jobs, report)
+        dataset = index_shards(out, names, source.info)
     # Deleted only after success, because a failed conversion needs the file to continue.
     (out / JOB_NAME).unlink()
     return dataset
 
 
-@dataclass(frozen=True)
-class _Task:
-    source: Dataset
-    index: int
-    path: Path
-    to: Layout
-    packing: Packing
-
-
-def _convert_shard(task: _Task) -> Made:
-    samples = task.source.open_listed(task.index).verify(task.source.shards[task.index].digest)
+def _convert_shard(source: Dataset, out: Path, to: Layout, packing: Packing, index: int) -> Made:
+    samples = source.open_listed(index).verify(source.shards[index].digest)
     # The manifest lists the source texts of all shards.
-    info = task.source.info.without_sources()
-    write = write_shard
-    if task.to == "packed":
-        seed = [task.packing.seed, task.index]
-        packs = pack_samples(samples.lengths, info.max_seq_length, task.packing.max_sequences, seed)
+    info = source.info.without_sources()
+    write, path = write_shard, out / shard_name(index, len(source.shards))
+    if to == "packed":
+        packs = pack_samples(samples.lengths, info.max_seq_length, packing.max_sequences, [packing.seed, index])
         samples, write = samples.take(packs.samples), partial(write_packed, pack_offsets=packs.offsets)
-    kept = whole_shard(task.path, samples.digest()) is not None
+    kept = whole_shard(path, samples.digest()) is not None
     if not kept:
-        write(task.path, samples, info=info)
-    return task.path.name, len(samples), kept
+        write(path, samples, info=info)
+    return path.name, len(samples), kept

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from console.program import say
 from console.text import clock
-from dataloading.preparation.mlcommons import CHECKPOINT, EVALUATION, TRAIN, Inputs
+from dataloading.preparation.mlcommons import CHECKPOINT, EVALUATION, TRAIN, VOCABULARY, Inputs
 
 # Seconds for each input byte of a stage, on one core of a virtual server. These constants determine the reported
 # percentage. The remaining time is corrected for this machine's speed after the first file.
@@ -45,7 +45,7 @@ class Estimate:
 def estimate(inputs: Inputs, existing: Collection[str], jobs: int) -> Estimate:
     """Estimate the time and disk space for all results that ``inputs`` allow and that do not exist yet."""
     missing = {name for name, files in inputs.by_result.items() if files and name not in existing}
-    if not missing & {CHECKPOINT, EVALUATION, TRAIN}:
+    if missing <= {VOCABULARY}:
         return Estimate({})
     workers = max(1, min(jobs, os.cpu_count() or 1))
     text, held_out, checkpoint = map(total_bytes, (inputs.text, inputs.evaluation, inputs.checkpoint))

@@ -9,9 +9,8 @@ all files together. Each call makes one shard, which records its texts and setti
 """
 
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 
 from console.files import open_regular, sha256_of
@@ -19,7 +18,13 @@ from dataloading.dataset.folder import Dataset, shard_name
 from dataloading.dataset.scan import index_shards
 from dataloading.jobs import Made, Report, WorkPart, begun, make_files
 from dataloading.options import PretrainingOptions
-from dataloading.preparation.pretraining_data import create_samples, read_documents, samples_info, tokenize_documents
+from dataloading.preparation.pretraining_data import (
+    NO_TEXT,
+    create_samples,
+    read_documents,
+    samples_info,
+    tokenize_documents,
+)
 from dataloading.shards.formats import whole_shard
 from dataloading.shards.native import write_shard
 from dataloading.shards.shard import DatasetInfo
@@ -72,23 +77,22 @@ def make_shards(
     info = samples_info(Vocabulary.from_file(job.vocab), job.options)
     mine = part.share_of(len(job.calls)) if part else range(len(job.calls))
     # Check first, so that an unreadable text does not end the job after hours.
-    _check_texts([path for index in mine for path in job.calls[index]])
+    for path in (path for index in mine for path in job.calls[index]):
+        with open_regular(path) as file:
+            if not file.seek(0, os.SEEK_END):
+                raise ValueError(f"{path}: {NO_TEXT}")
     calls = [[path.as_posix() for path in call] for call in job.calls]
     description = {**info.options, "vocabulary": info.vocabulary_sha256, "calls": calls}
     # Processes that make other parts may use the same folder at the same time.
     with begun(out, JOB_NAME, description, finished="part_*", alone=part is None):
         if jobs > 1:
             _compile(job, info)
-        make_files(_make_shard, [(job, info, out, index) for index in mine], jobs, report)
+        make_files(partial(_make_shard, job, info, out), mine, jobs, report)
     return info
 
 
-_Task = tuple[Job, DatasetInfo, Path, int]
-
-
-def _make_shard(task: _Task) -> Made:
+def _make_shard(job: Job, info: DatasetInfo, out: Path, index: int) -> Made:
     """Make the shard of one call unless it exists."""
-    job, info, out, index = task
     texts = job.calls[index]
     info = replace(info, sources={path.as_posix(): sha256_of(path) for path in texts})
     path = out / job.shard_names[index]
@@ -117,13 +121,3 @@ def _compile(job: Job, info: DatasetInfo) -> None:
     """Compile the core before forking, so that the processes share it."""
     tokenizer = _tokenizer(job.vocab, info.vocabulary_sha256, job.options.do_lower_case)
     create_samples(tokenize_documents([["a", "b"], ["c"]], tokenizer), job.options, tokenizer.vocabulary)
-
-
-def _check_texts(texts: Sequence[Path]) -> None:
-    """Raise ``OSError`` or ``ValueError`` if a text cannot be read or is empty."""
-    for path in texts:
-        with open_regular(path) as file:
-            if not file.seek(0, os.SEEK_END):
-                raise ValueError(
-                    f"{path}: no text found; expected one sentence a line, an empty line between documents"
-                )

@@ -25,11 +25,18 @@ from dataloading.shards.samples import Samples, offsets_of
 from dataloading.shards.shard import DatasetInfo
 from dataloading.text.tokenization import Tokenizer, Vocabulary, text_lines
 
+NO_TEXT = "no text found; expected one sentence a line, an empty line between documents"
+
 _MAX_TEXT_BYTES = 4 << 30
 """Largest size of a text. Processing needs 30 times as much memory. The benchmark's texts have 27 MB each."""
 
 _MAX_LINE = 16 << 20
 """Longest line in characters. The limit detects text without line feeds, which would be one sentence."""
+
+Twister = NDArray[np.uint32]
+"""State [625] of CPython's generator: 624 words and the next word's index (Matsumoto and Nishimura 1998, MT19937)."""
+Ids = NDArray[np.uint16]
+Integers = NDArray[np.int64]
 
 _DRAWS_OF_ANOTHER_DOCUMENT = 10
 """Number of times that the reference tries to draw another document for a random next segment."""
@@ -62,7 +69,7 @@ def read_documents(paths: Sequence[Path]) -> list[list[str]]:
             number = next(number for number, line in enumerate(lines, 1) if len(line) == longest)
             raise ValueError(f"{path}: line {number:,} has {longest:,} characters; expected one sentence a line")
         if not any(lines):
-            raise ValueError(f"{path}: no text found; expected one sentence a line, an empty line between documents")
+            raise ValueError(f"{path}: {NO_TEXT}")
         for line in lines:
             if line:
                 documents[-1].append(line)
@@ -117,8 +124,7 @@ def create_samples(documents: TokenizedDocuments, options: PretrainingOptions, v
         twister,
         documents.token_ids,
         documents.sentence_offsets,
-        documents.document_offsets[document_order],
-        documents.document_offsets[document_order + 1],
+        documents.document_offsets[np.stack([document_order, document_order + 1], axis=1)],
         options.dupe_factor,
         options.short_seq_prob,
         masked_count_by_length,
@@ -140,12 +146,11 @@ def create_samples(documents: TokenizedDocuments, options: PretrainingOptions, v
     )
 
 
-# The compiled core. ``twister`` is the uint32 [625] state of CPython's generator: 624 words and the next word's index
-# (Matsumoto and Nishimura 1998, MT19937).
+# The compiled core.
 
 
 @compiled
-def _next_word(twister: NDArray[np.uint32]) -> int:
+def _next_word(twister: Twister) -> int:
     index = twister[624]
     if index == 624:
         for word in range(624):
@@ -162,7 +167,7 @@ def _next_word(twister: NDArray[np.uint32]) -> int:
 
 
 @compiled
-def _random(twister: NDArray[np.uint32]) -> float:
+def _random(twister: Twister) -> float:
     """Reimplement ``random.random()``: 53 bits from two words."""
     high = _next_word(twister) >> 5
     low = _next_word(twister) >> 6
@@ -170,7 +175,7 @@ def _random(twister: NDArray[np.uint32]) -> float:
 
 
 @compiled
-def _random_below(twister: NDArray[np.uint32], bound: int) -> int:
+def _random_below(twister: Twister, bound: int) -> int:
     """Reimplement ``randint(0, bound - 1)``: draw as many bits as ``bound`` has until the number is below ``bound``."""
     bits = 0
     while bound >> bits:
@@ -182,7 +187,7 @@ def _random_below(twister: NDArray[np.uint32], bound: int) -> int:
 
 
 @compiled
-def _shuffle(twister: NDArray[np.uint32], items: NDArray[np.int64]) -> None:
+def _shuffle(twister: Twister, items: Integers) -> None:
     """Reimplement ``random.shuffle(items)`` in place: draw like `_random_below`, with decreasing bounds."""
     bits = 0
     while len(items) >> bits:
@@ -198,20 +203,20 @@ def _shuffle(twister: NDArray[np.uint32], items: NDArray[np.int64]) -> None:
 
 @compiled
 def _draw_samples(
-    twister: NDArray[np.uint32],
-    token_ids: NDArray[np.uint16],
-    sentence_offsets: NDArray[np.int64],
-    document_starts: NDArray[np.int64],
-    document_ends: NDArray[np.int64],
+    twister: Twister,
+    token_ids: Ids,
+    sentence_offsets: Integers,
+    bounds_D2: Integers,
     dupe_factor: int,
     short_seq_prob: float,
-    masked_count_by_length: NDArray[np.int64],
+    masked_count_by_length: Integers,
     vocab_size: int,
-    special_ids: NDArray[np.uint16],
+    special_ids: Ids,
 ) -> tuple:
     """Draw the samples of all passes over the documents.
 
-    ``masked_count_by_length``: [max_seq_length + 1]; ``special_ids``: [CLS], [SEP], [MASK]. Returns input_ids [T],
+    ``bounds_D2``: first sentence of each document, and the sentence after its last; ``masked_count_by_length``:
+    [max_seq_length + 1]; ``special_ids``: [CLS], [SEP], [MASK]. Returns input_ids [T],
     masked_lm_positions [M] and masked_lm_ids [M], and for each sample its length, the length up to the first [SEP], and
     its next-sentence label.
     """
@@ -225,14 +230,14 @@ def _draw_samples(
     next_sentence_labels = np.empty(1 << 12, np.int64)
     tokens_used = masked_used = count = 0
     for _ in range(dupe_factor):
-        for document in range(len(document_starts)):
+        for document in range(len(bounds_D2)):
             target_seq_length = max_num_tokens
             if _random(twister) < short_seq_prob:
                 target_seq_length = 2 + _random_below(twister, max_num_tokens - 1)  # randint(2, max_num_tokens)
-            sentence = document_starts[document]
-            while sentence < document_ends[document]:
+            sentence, end = bounds_D2[document]
+            while sentence < end:
                 a_start, a_stop, b_start, b_stop, is_random_next, sentence = _draw_pair(
-                    twister, sentence_offsets, document_starts, document_ends, document, sentence, target_seq_length
+                    twister, sentence_offsets, bounds_D2, document, sentence, target_seq_length
                 )
                 a_start, a_stop, b_start, b_stop = _truncate(twister, a_start, a_stop, b_start, b_stop, max_num_tokens)
                 first_length = a_stop - a_start + 2  # [CLS] and the first [SEP]
@@ -260,20 +265,14 @@ def _draw_samples(
 
 @compiled
 def _draw_pair(
-    twister: NDArray[np.uint32],
-    sentence_offsets: NDArray[np.int64],
-    document_starts: NDArray[np.int64],
-    document_ends: NDArray[np.int64],
-    document: int,
-    first: int,
-    target_seq_length: int,
+    twister: Twister, sentence_offsets: Integers, bounds_D2: Integers, document: int, first: int, target_seq_length: int
 ) -> tuple:
     """Choose the two segments of the sample that starts at sentence ``first``.
 
     Returns the token ranges of both segments (a_start, a_stop, b_start, b_stop), whether the second was drawn at
     random, and the sentence where the next sample of this document starts.
     """
-    stop = _sentences_for(sentence_offsets, first, int(document_ends[document]), target_seq_length)
+    stop = _sentences_for(sentence_offsets, first, int(bounds_D2[document, 1]), target_seq_length)
     split = first + 1
     if stop - first >= 2:
         split += _random_below(twister, stop - first - 1)
@@ -284,11 +283,10 @@ def _draw_pair(
     other = document
     # If there is only one document, or all ten draws give this document, its segment still counts as random.
     for _ in range(_DRAWS_OF_ANOTHER_DOCUMENT):
-        other = _random_below(twister, len(document_starts))
+        other = _random_below(twister, len(bounds_D2))
         if other != document:
             break
-    end = int(document_ends[other])
-    start = int(document_starts[other])
+    start, end = bounds_D2[other]
     start += _random_below(twister, end - start)
     b_stop = _sentences_for(sentence_offsets, start, end, target_seq_length - (a_stop - a_start))
     # The sentences after the split were not used, so the next sample starts with them.
@@ -296,7 +294,7 @@ def _draw_pair(
 
 
 @compiled
-def _sentences_for(sentence_offsets: NDArray[np.int64], first: int, end: int, token_count: int) -> int:
+def _sentences_for(sentence_offsets: Integers, first: int, end: int, token_count: int) -> int:
     """Return the end of the shortest run of sentences from ``first`` that has ``token_count`` tokens, at most ``end``."""
     stop = first + 1
     while stop < end and sentence_offsets[stop] - sentence_offsets[first] < token_count:
@@ -305,9 +303,7 @@ def _sentences_for(sentence_offsets: NDArray[np.int64], first: int, end: int, to
 
 
 @compiled
-def _truncate(
-    twister: NDArray[np.uint32], a_start: int, a_stop: int, b_start: int, b_stop: int, max_num_tokens: int
-) -> tuple:
+def _truncate(twister: Twister, a_start: int, a_stop: int, b_start: int, b_stop: int, max_num_tokens: int) -> tuple:
     """Drop tokens from a random end of the longer segment until both segments fit."""
     for _ in range(a_stop - a_start + b_stop - b_start - max_num_tokens):
         from_front = _random(twister) < 0.5
@@ -321,9 +317,7 @@ def _truncate(
 
 
 @compiled
-def _lay_out(
-    row: NDArray[np.uint16], first: NDArray[np.uint16], second: NDArray[np.uint16], cls_id: int, sep_id: int
-) -> None:
+def _lay_out(row: Ids, first: Ids, second: Ids, cls_id: int, sep_id: int) -> None:
     row[0] = cls_id
     _copy(first, row[1:])
     row[len(first) + 1] = sep_id
@@ -333,13 +327,7 @@ def _lay_out(
 
 @compiled
 def _mask(
-    twister: NDArray[np.uint32],
-    row: NDArray[np.uint16],
-    first_length: int,
-    positions: NDArray[np.uint16],
-    labels: NDArray[np.uint16],
-    mask_id: int,
-    vocab_size: int,
+    twister: Twister, row: Ids, first_length: int, positions: Ids, labels: Ids, mask_id: int, vocab_size: int
 ) -> None:
     """Mask ``len(positions)`` tokens of a sample in place: replace 80 % by [MASK], keep 10 %, replace 10 % by any id.
 
@@ -385,9 +373,7 @@ def _copy(source: np.ndarray, target: np.ndarray) -> None:
 
 
 @compiled
-def _gather_rows(
-    values: NDArray[np.uint16], offsets: NDArray[np.int64], order: NDArray[np.int64]
-) -> NDArray[np.uint16]:
+def _gather_rows(values: Ids, offsets: Integers, order: Integers) -> Ids:
     gathered = np.empty(offsets[-1], np.uint16)
     used = 0
     for row in order:

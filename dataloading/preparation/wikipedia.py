@@ -11,7 +11,6 @@ A stage is skipped if its result exists. Every stage can continue after an inter
 import hashlib
 import json
 import os
-import re
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -46,7 +45,6 @@ from dataloading.text.wikipedia import extract
 
 _SEED = 24
 _MAX_RECORD_BYTES = 64 << 20
-_WORK = re.compile(r"[a-z0-9.-]+-[0-9a-f]{16}")
 _ELSEWHERE = "move it away, or name another --out"
 
 _MadeFrom = dict[str, object]
@@ -197,7 +195,7 @@ class _Preparation:
         self._verify()
         # If the training set does not exist yet, other processes may still need the parts.
         if (self.out / TRAIN).exists():
-            for path in [path for path in self.work.iterdir() if _WORK.fullmatch(path.name)]:
+            for path in self.work.glob(f"*-{16 * '[0-9a-f]'}"):
                 _delete(path)
 
     def make_part(self, part: WorkPart) -> bool:
@@ -217,7 +215,13 @@ class _Preparation:
         if (self.inputs.evaluation or self.inputs.text) and not (given or self.vocab.is_file()):
             raise ValueError("vocab.txt is missing, which samples need; docs/data.md says how to download it")
         self._announce()
-        if unlisted := self._check(files):
+        total = total_bytes(files) or 1
+        for path, md5 in run_tasks(digest_of, files, self.request.jobs):
+            self.md5s[path] = md5
+            self.progress.add("check", path.stat().st_size / total)
+        # Text that this command extracted has the same file names as the benchmark's text, but other content.
+        given_md5s = {path: md5 for path, md5 in self.md5s.items() if self.work.resolve() not in path.parents}
+        if unlisted := self.checksums.check(given_md5s):
             say(f"note: {unlisted:,} file(s) are in no list of MD5 sums, and were not compared")
         if given and not self.vocab.exists():
             write_atomically(self.vocab, read_bounded(given, _MAX_RECORD_BYTES, "name a vocabulary"))
@@ -241,16 +245,6 @@ class _Preparation:
         say(f"expected time with --jobs {self.request.jobs} on {os.cpu_count()} cores: {expected}")
         if needed > free:
             raise ValueError(f"{self.out}: {room}; make room, or name another --out")
-
-    def _check(self, files: list[Path]) -> int:
-        """Compare files with the lists of MD5 sums; return the number of files that no list contains."""
-        total = total_bytes(files) or 1
-        for path, md5 in run_tasks(digest_of, files, self.request.jobs):
-            self.md5s[path] = md5
-            self.progress.add("check", path.stat().st_size / total)
-        # Text that this command extracted has the same file names as the benchmark's text, but other content.
-        given = [path for path in files if self.work.resolve() not in path.parents]
-        return self.checksums.check({path: self.md5s[path] for path in given})
 
     def _make(self, result: str, make: Callable[[Path], None], settings: Callable[[], _MadeFrom]) -> None:
         """Make a result if its inputs are there and it does not exist.

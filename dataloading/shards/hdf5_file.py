@@ -103,9 +103,8 @@ class HDF5File:
         if dtype.kind not in "iu":
             raise ValueError(f"{name} holds {dtype}, expected integers")
         stored, shape = (dtype if row_dtype is None else REFERENCE), dataset.shape or (0,)
-        if row_dtype is not None and (
-            self._file.userblock_size or self._file.id.get_create_plist().get_sizes()[0] != 8
-        ):
+        has_short_addresses = self._file.id.get_create_plist().get_sizes()[0] != 8
+        if row_dtype is not None and (self._file.userblock_size or has_short_addresses):
             raise ValueError(f"{name} lies in a file with a user block or short addresses: write it again without")
         size = math.prod(shape) * stored.itemsize
         if not size:  # an empty array is not stored
@@ -143,9 +142,7 @@ class HDF5File:
         chunk_bytes = math.prod(chunk) * stored.itemsize
         self._room -= math.prod(shape) * stored.itemsize + chunk_bytes
         if self._room < 0 or dataset.get_storage_size() > len(self.content):
-            raise ValueError(
-                f"{name} claims more than {MOST_EXPANSION} times the {len(self.content):,} bytes of the file"
-            )
+            raise ValueError(f"{name} claims over {MOST_EXPANSION} times the {len(self.content):,} bytes of the file")
         values = np.empty(shape, stored)
         for corner in product(*(range(0, end, size) for end, size in zip(shape, chunk, strict=True))):
             # Each set bit of the mask marks a filter that was not applied to this chunk.

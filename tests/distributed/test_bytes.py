@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.hosts import BridgedHosts, why_not
+from benchmarks.hosts import bridged_hosts, why_not
 from benchmarks.training.collectives import sent_bytes
 from bert.checkpoints.initial_model import draw_model
 from bert.configuration.recipes import tiny_cpu
@@ -81,7 +81,7 @@ def in_shape(joined: Mesh, shape: str) -> list[Any]:
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
     out = tmp_path_factory.mktemp("bytes") / "out.pt"
-    with BridgedHosts(RANKS) as hosts:
+    with bridged_hosts(RANKS) as hosts:
         command = [WORKER, "tests.distributed.worker:joined", out, name_of(measured), *SHAPES]
         with ranks_on_hosts(hosts, command, one_host=True) as ranks:
             assert ranks.ends() == [0] * RANKS, ranks.output

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.hosts import BridgedHosts, why_not
+from benchmarks.hosts import bridged_hosts, why_not
 from cluster.model.rates import rates_of_view
 from cluster.model.step import predict_step
 from cluster.model.strategy import Strategy
@@ -58,7 +58,7 @@ def check_whole(view: View) -> None:
 @pytest.mark.skipif(len(CORES) < 2, reason="on one core every rank shares it with what is busy")
 def test_a_slow_link_and_a_rank_with_a_quarter_of_a_core_are_named_and_nothing_else(tmp_path: Path) -> None:
     out = tmp_path / "cluster.json"
-    with BridgedHosts(HOSTS, RATE) as names:
+    with bridged_hosts(HOSTS, RATE) as names:
         shape(names[2], THIRD)
         statuses, output = probe(names, "--out", out, "--seconds", 4, pinned=1)
     assert statuses == [1] * HOSTS, output
@@ -75,7 +75,7 @@ def test_a_slow_link_and_a_rank_with_a_quarter_of_a_core_are_named_and_nothing_e
 @pytest.mark.measured
 def test_an_even_cluster_has_nothing_to_name(tmp_path: Path) -> None:
     out = tmp_path / "cluster.json"
-    with BridgedHosts(HOSTS, RATE) as names:
+    with bridged_hosts(HOSTS, RATE) as names:
         statuses, output = probe(names, "--out", out, "--seconds", 3)
     view = read_view(out)
     check_whole(view)
@@ -87,7 +87,7 @@ def test_an_even_cluster_has_nothing_to_name(tmp_path: Path) -> None:
 @needs_hosts
 def test_a_host_that_does_not_come_is_named_within_the_limit(tmp_path: Path) -> None:
     out = tmp_path / "cluster.json"
-    with BridgedHosts(HOSTS, RATE) as names:
+    with bridged_hosts(HOSTS, RATE) as names:
         for limit in (4, 16, 64):  # a busy machine starts processes slowly
             statuses, output = probe(names, "--out", out, "--limit", limit, absent=3)
             if f"1 of 4 ranks have not come within {limit} s (rank 3 on node 3 from 0)" in output:

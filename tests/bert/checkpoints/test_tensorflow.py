@@ -3,7 +3,6 @@
 import math
 import shutil
 import struct
-from collections.abc import Callable
 from pathlib import Path
 
 import google_crc32c
@@ -249,33 +248,6 @@ def test_a_tensor_too_large_for_a_bert_is_not_read(tmp_path: Path):
         file.truncate(4 * rows)
     with pytest.raises(ValueError, match="at most 1,073,741,824"):
         TensorBundle(prefix).array("w")
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda value: value.replace(field(1, 1), field(1, 2), 1), r"type number 2, expected 1 \(float32\)"),
-        (
-            lambda value: value.replace(field(1, 8), field(1, 4), 1).replace(field(5, 32), field(5, 16)),
-            "has the shape .* by the other",
-        ),
-    ],
-    ids=["another type", "another shape"],
-)
-def test_a_weight_that_does_not_fit_the_others(
-    folder: Path, tmp_path: Path, change: Callable[[bytes], bytes], message: str
-):
-    """One tensor's entry is changed and the checksums are right."""
-    records = []
-    for name, each in sorted(TensorBundle(folder / "tf1").entries.items()):
-        dims = b"".join(field(2, field(1, dim)) for dim in each.shape)
-        value = field(1, each.dtype) + field(2, dims) + field(4, each.offset) + field(5, each.size)
-        if name == "bert/pooler/dense/bias":
-            value = change(value)
-        records.append((name.encode(), value))
-    content = table(block(HEADER, *records))
-    with pytest.raises(ValueError, match=message):
-        convert(copied(folder, "tf1", tmp_path / "other", ".index", content), "safetensors", tmp_path / "out", 2)
 
 
 # --- into the model -------------------------------------------------------------------------------------------------

@@ -161,6 +161,11 @@ def rewritten(change: Callable[[dict[str, Tensor]], object]) -> Callable[[Path],
         (lambda path: torch.save({}, path), {}, "pickle file"),
         (Path.unlink, {}, r"no checkpoint at .*dataloading wikipedia.*data\.initial_checkpoint"),
         (rewritten(lambda tensors: tensors.pop("pooler.bias")), {}, r"weights\.safetensors lacks pooler\.bias"),
+        (
+            rewritten(lambda tensors: tensors.update({"pooler.bias": torch.zeros(4)})),
+            {},
+            r"weights\.safetensors: pooler\.bias has the shape \(4,\), expected \(8,\) by the other weights",
+        ),
         (Path.stat, {"vocab_size": 31}, r"of 30 tokens, but model\.vocab_size is 31"),
     ],
 )

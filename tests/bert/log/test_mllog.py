@@ -153,29 +153,23 @@ def test_clock_that_goes_back_is_held(tmp_path: Path) -> None:
     assert [record.time_ms for record in read_log(tmp_path / "result_0.txt").records] == [100, 100, 200]
 
 
-def test_abort_keeps_the_count_of_the_trainer(log: MLLog, tmp_path: Path) -> None:
-    started(log, lambda: log.block_start(0))
-    for _ in range(2):  # a second signal
-        log.abort(samples=640)
-    parsed = read_log(tmp_path / "result_0.txt")
-    assert parsed.all("train_samples")[0].value == 640
-    assert parsed.all("block_stop")[0].metadata["samples_count"] == 640
-    assert len(parsed.all("run_stop")) == 1
-
-
 def test_abort_closes_every_interval(tmp_path: Path) -> None:
     def fail_in_evaluation() -> None:
         with MLLog(tmp_path / "result_0.txt") as log:
-            started(log, lambda: log.block_start(0))
-            log.eval_start(1024)
+            started(log)
+            trained = train(log, OPEN, [0.1])
+            log.block_start(trained)
+            log.eval_start(2016)
+            log.abort()  # a second fault aborts again
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
         fail_in_evaluation()
-    records = read_log(tmp_path / "result_0.txt").records
-    tail = ["eval_stop", "block_stop", "train_samples", "eval_samples", "run_stop"]
-    assert [record.key for record in records[-5:]] == tail
-    assert records[-1].metadata["status"] == "aborted"
+    *_, eval_stop, block_stop, train_samples, eval_samples, run_stop = read_log(tmp_path / "result_0.txt").records
+    assert (eval_stop.key, block_stop.key, eval_samples.key) == ("eval_stop", "block_stop", "eval_samples")
+    assert block_stop.metadata["samples_count"] == 2016
+    assert (train_samples.key, train_samples.value) == ("train_samples", 2016)
+    assert (run_stop.key, run_stop.metadata["status"]) == ("run_stop", "aborted")
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, a device that is always full")

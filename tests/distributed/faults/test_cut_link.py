@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.hosts import BridgedHosts, why_not
+from benchmarks.hosts import bridged_hosts, switch_of, why_not
 from bert.parallel.watchdog.watchdog import FAULT_STATUS
 from tests.conftest import SmallRun
 from tests.distributed.on_host import ranks_on_hosts
@@ -27,9 +27,8 @@ pytestmark = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 @pytest.fixture(scope="module")
 def hosts() -> Iterator[tuple[list[str], str]]:
     """Create two hosts as namespaces and the switch between them. Host 0 has the address 10.77.0.1."""
-    network = BridgedHosts(2)
-    with network as names:
-        yield names, network.switch
+    with bridged_hosts(2) as names:
+        yield names, switch_of(names)
 
 
 def ip(*arguments: str) -> None:
