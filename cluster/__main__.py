@@ -86,11 +86,13 @@ def _calibrate(out: Path) -> None:
     Args:
         out: File to write; `cluster/published/calibration.json` is the shipped one.
     """
-    from cluster.published.calibration import calibrate, to_json
+    import msgspec
+
+    from cluster.published.calibration import calibrate
     from console.files import write_atomically
 
     made, _ = calibrate()
-    write_atomically(out, to_json(made))
+    write_atomically(out, msgspec.json.encode(made) + b"\n")
     say(f"{out}: {len(made.parameters)} parameters")
 
 

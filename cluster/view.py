@@ -168,15 +168,10 @@ class View:
     contention: Contention
     outliers: tuple[Outlier, ...]
 
-    @property
-    def links_between_hosts(self) -> list[Link]:
-        """Links that connect two hosts."""
-        return [link for link in self.links if self.ranks[link.source].host != self.ranks[link.target].host]
-
-    @property
-    def links_in_hosts(self) -> list[Link]:
-        """Links between ranks of one host."""
-        return [link for link in self.links if self.ranks[link.source].host == self.ranks[link.target].host]
+    def links_of(self, between_hosts: bool) -> list[Link]:
+        """Return the links that connect two hosts, or the links within hosts."""
+        ends = ((link, self.ranks[link.source].host != self.ranks[link.target].host) for link in self.links)
+        return [link for link, is_between in ends if is_between == between_hosts]
 
 
 def write_view(view: View, path: Path) -> None:

@@ -49,16 +49,12 @@ def annotation(level: str, message: object, properties: Mapping[str, object]) ->
         level: error, warning or notice.
         properties: file, line, title.
     """
-    given = ",".join(f"{name}={visible(_in_command(value, _IN_PROPERTY))}" for name, value in properties.items())
-    return f"::{level}{' ' if given else ''}{given}::{visible(_in_command(message, _IN_MESSAGE))}"
+    given = ",".join(f"{name}={visible(str(value).translate(_IN_PROPERTY))}" for name, value in properties.items())
+    return f"::{level}{' ' if given else ''}{given}::{visible(str(message).translate(_IN_MESSAGE))}"
 
 
-_IN_MESSAGE = {"%": "%25", "\r": "%0D", "\n": "%0A"}
-_IN_PROPERTY = _IN_MESSAGE | {":": "%3A", ",": "%2C"}
-
-
-def _in_command(text: object, codes: Mapping[str, str]) -> str:
-    return str(text).translate(str.maketrans(dict(codes)))
+_IN_MESSAGE = str.maketrans({"%": "%25", "\r": "%0D", "\n": "%0A"})
+_IN_PROPERTY = _IN_MESSAGE | str.maketrans({":": "%3A", ",": "%2C"})
 
 
 def json_document(document: object) -> str:

@@ -55,8 +55,8 @@ def rate_rows(view: View) -> list[tuple[str, str, str, str, str]]:
 def link_rows(view: View) -> list[tuple[str, str]]:
     """Return named lines with the typical and extreme rates of links between hosts and within hosts."""
     rows = []
-    for name, links in (("links between hosts", view.links_between_hosts), ("links in hosts", view.links_in_hosts)):
-        if links:
+    for name, between in (("links between hosts", True), ("links in hosts", False)):
+        if links := view.links_of(between):
             rates = [link.seconds_per_byte for link in links]
             latency = duration(statistics.median(link.latency_s for link in links))
             text = f"{bandwidth(statistics.median(rates))} ({bandwidth(max(rates))} to {bandwidth(min(rates))})"

@@ -37,8 +37,8 @@ def render(view: View) -> str:
     hosts, places = [rank.host for rank in view.ranks], [rank.place for rank in view.ranks]
     place_names = [f"rank {place}" for place in range(max(places) + 1)]
     maps = [
-        heat_map("Between hosts", view.links_between_hosts, hosts, [host.name for host in view.hosts]),
-        heat_map("Within hosts, the slowest of all hosts", view.links_in_hosts, places, place_names),
+        heat_map("Between hosts", view.links_of(between_hosts=True), hosts, [host.name for host in view.hosts]),
+        heat_map("Within hosts, the slowest of all hosts", view.links_of(between_hosts=False), places, place_names),
     ]
     return render_page(
         Path(__file__).with_name("page.html"),

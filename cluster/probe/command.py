@@ -7,6 +7,7 @@ from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -29,6 +30,8 @@ from console.version import commit
 
 TURNS = 5
 """Turns of a measurement. A second measurement adds the same number."""
+
+_FACTS_BYTES = 4096
 
 _DEVICES, _PATHS_IN_HOSTS, _PATHS_BETWEEN, _CONTENTION, _COMPUTATIONS, _COLLECTIVES = 0.25, 0.1, 0.15, 0.1, 0.2, 0.2
 """Share of the requested seconds for each measurement."""
@@ -73,8 +76,7 @@ def probe(out: Path, seconds: float = 30.0, limit: float = 60.0) -> int:
 def _measure(mesh: Mesh, seconds: float) -> View | None:
     """Return the view on rank 0, and None on the other ranks."""
     start = time.perf_counter()
-    facts = np.frombuffer(bytearray(facts_of(mesh).encoded()), np.uint8)
-    every = [Facts.decoded(row.tobytes()) for row in gather_numbers(facts, mesh)]
+    every = gather_facts(facts_of(mesh), mesh)
     nodes = mesh.nodes or (tuple(range(mesh.world_size)),)
     host_of = [next(host for host, ranks in enumerate(nodes) if rank in ranks) for rank in range(mesh.world_size)]
     # Several hosts may share one machine, whose processors count once.
@@ -132,6 +134,14 @@ def _measure(mesh: Mesh, seconds: float) -> View | None:
         contention,
         tuple(find_outliers(measured, switches, wrong)),
     )
+
+
+def gather_facts(own: Facts, mesh: Mesh) -> list[Facts]:
+    """Return the facts of all ranks."""
+    # Filled up with spaces, because the ranks gather arrays of equal size.
+    content = msgspec.json.encode(own).ljust(_FACTS_BYTES)
+    rows = gather_numbers(np.frombuffer(bytearray(content), np.uint8), mesh)
+    return [msgspec.json.decode(row.tobytes(), type=Facts) for row in rows]
 
 
 def _schedules(nodes: Sequence[Sequence[int]], every: Sequence[Facts]) -> tuple[list[Pairs], list[Pairs]]:

@@ -123,24 +123,20 @@ class _Messages:
         """
         low, high = pair
         if self._mesh.rank == low:
-            latency = self._round_trip(high, round_trips) / 2
+            trips = []
+            for _ in range(round_trips):
+                start = time.perf_counter()
+                _run(dist.P2POp(dist.isend, self._small, high))
+                _run(dist.P2POp(dist.irecv, self._small, high))
+                trips.append(time.perf_counter() - start)
             self._send(high, sizes[0])
-            return latency, float("nan"), self._receive(high, sizes[1])
+            return statistics.median(trips) / 2, float("nan"), self._receive(high, sizes[1])
         for _ in range(round_trips):
             _run(dist.P2POp(dist.irecv, self._small, low))
             _run(dist.P2POp(dist.isend, self._small, low))
         up = self._receive(low, sizes[0])
         self._send(low, sizes[1])
         return float("nan"), up, float("nan")
-
-    def _round_trip(self, peer: int, round_trips: int) -> float:
-        trips = []
-        for _ in range(round_trips):
-            start = time.perf_counter()
-            _run(dist.P2POp(dist.isend, self._small, peer))
-            _run(dist.P2POp(dist.irecv, self._small, peer))
-            trips.append(time.perf_counter() - start)
-        return statistics.median(trips)
 
     def _send(self, peer: int, size: int) -> None:
         # Wait until the receiver reports that its memory is ready.

@@ -7,9 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import msgspec
 import psutil
 
 from bert.parallel.launch import scontrol_show
@@ -18,8 +17,6 @@ from cluster.view import Host
 if TYPE_CHECKING:  # avoids importing PyTorch to name a processor
     from bert.parallel.mesh import Mesh
 
-FACTS_BYTES = 4096
-"""Fixed size of encoded `Facts`, because the ranks all-gather them."""
 _MOST_CARDS = 16
 _MOST_SWITCHES = 8
 
@@ -34,17 +31,6 @@ class Facts:
     device_memory: int
     card: str
 
-    def encoded(self) -> bytes:
-        """Return the facts as ``FACTS_BYTES`` bytes of JSON."""
-        content = msgspec.json.encode(self)
-        assert len(content) <= FACTS_BYTES, f"{len(content)} bytes of facts"
-        return content.ljust(FACTS_BYTES)
-
-    @classmethod
-    def decoded(cls, content: bytes) -> "Facts":
-        """Parse the encoded facts of another rank."""
-        return msgspec.json.decode(content, type=cls)
-
 
 def facts_of(mesh: "Mesh") -> Facts:
     """Collect the facts about this rank."""
@@ -55,7 +41,9 @@ def facts_of(mesh: "Mesh") -> Facts:
 
         properties = torch.cuda.get_device_properties(mesh.device)
         device, memory = properties.name, properties.total_memory
-        card = nearest_card(sys, pci_address(properties), cards)
+        # The PCI address as /sys writes it.
+        bus, slot = properties.pci_bus_id, properties.pci_device_id
+        card = nearest_card(sys, f"{properties.pci_domain_id:04x}:{bus:02x}:{slot:02x}.0", cards)
     else:
         device, memory = processor_name(), host_memory()
         interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
@@ -106,11 +94,6 @@ def nearest_card(sys: Path, address: str, cards: Sequence[str]) -> str:
         return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
     return max(cards, key=shared_levels, default="")
-
-
-def pci_address(properties: Any) -> str:
-    """Return the PCI address of a CUDA device as /sys writes it."""
-    return f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
 
 
 def slurm_switches() -> tuple[str, ...]:

@@ -198,11 +198,6 @@ def _quantiles(held: Iterable[Held]) -> tuple[float, float]:
     return ranked[outside], ranked[-1 - outside]
 
 
-def to_json(calibration: Calibration) -> bytes:
-    """Return the content of `calibration.json`."""
-    return msgspec.json.encode(calibration) + b"\n"
-
-
 @lru_cache
 def calibration() -> Calibration:
     """Return the shipped calibration."""

@@ -65,9 +65,10 @@ def machine_of(view: View) -> Machine:
     if len(names) > 1 or device.form == "CPU":
         raise ValueError(f"the probe is of {', '.join(names[:4])}: expected accelerators of one kind")
     machine = describe_machine(device, len(view.hosts), len(view.ranks) // len(view.hosts))
-    if not view.links_between_hosts:
+    links = view.links_of(between_hosts=True)
+    if not links:
         return machine
-    gbit_s = 8e-9 / statistics.median(link.seconds_per_byte for link in view.links_between_hosts)
+    gbit_s = 8e-9 / statistics.median(link.seconds_per_byte for link in links)
     # The model applies this efficiency to nominal rates; a measured rate already includes it.
     nominal = gbit_s / math.exp(calibration().parameters["network_efficiency"])
     ports = len({(rank.host, rank.card) for rank in view.ranks}) // len(view.hosts)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable
 from functools import reduce
 from pathlib import Path
@@ -31,18 +30,27 @@ def time_of(line: str) -> int:
     return json.loads(line.partition(TOKEN)[2])["time_ms"]
 
 
-def edit(key: str, change: Callable[[dict], object], nth: int = 0) -> Edit:
-    """Return an edit that changes the parsed `nth` record of `key`; negative numbers count from the end."""
+def on_line(key: str, change: Callable[[str], str], nth: int = 0) -> Edit:
+    """Return an edit that replaces the line of the `nth` record of `key`; negative numbers count from the end."""
 
     def apply(text: str) -> str:
-        lines = text.splitlines()
+        lines = text.splitlines(keepends=True)
         place = [number for number, line in enumerate(lines) if f'"key": "{key}"' in line][nth]
-        fields = json.loads(lines[place][len(TOKEN) :])
-        change(fields)
-        lines[place] = TOKEN + json.dumps(fields)
-        return "\n".join(lines) + "\n"
+        lines[place] = change(lines[place])
+        return "".join(lines)
 
     return apply
+
+
+def edit(key: str, change: Callable[[dict], object], nth: int = 0) -> Edit:
+    """Return an edit that changes the parsed `nth` record of `key`."""
+
+    def changed(line: str) -> str:
+        fields = json.loads(line[len(TOKEN) :])
+        change(fields)
+        return f"{TOKEN}{json.dumps(fields)}\n"
+
+    return on_line(key, changed, nth)
 
 
 def value(key: str, new: object, nth: int = 0) -> Edit:
@@ -61,32 +69,45 @@ def without_metadata(key: str, name: str, nth: int = 0) -> Edit:
     return edit(key, lambda fields: fields["metadata"].pop(name), nth)
 
 
+def epoch_nums(*counts: int) -> Edit:
+    """Return an edit that sets the epoch_num of each evaluation."""
+    return in_turn(*(metadata("eval_accuracy", "epoch_num", count, nth) for nth, count in enumerate(counts)))
+
+
 def delete(*keys: str, nth: int | None = None) -> Edit:
     """Return an edit that deletes all records of the given keys, or only one record per key."""
-
-    def apply(text: str) -> str:
-        lines = text.splitlines(keepends=True)
-        for key in keys:
-            places = [number for number, line in enumerate(lines) if f'"key": "{key}"' in line]
-            gone = places if nth is None else [places[nth]]
-            lines = [line for number, line in enumerate(lines) if number not in gone]
-        return "".join(lines)
-
-    return apply
+    if nth is not None:
+        return in_turn(*(on_line(key, lambda _: "", nth) for key in keys))
+    named = tuple(f'"key": "{key}"' for key in keys)
+    return lambda text: "".join(line for line in text.splitlines(True) if not any(name in line for name in named))
 
 
 def repeat(key: str) -> Edit:
     """Return an edit that duplicates a record directly after itself."""
-    return lambda text: re.sub(rf'(.*"key": "{key}".*\n)', r"\1\1", text, count=1)
+    return on_line(key, lambda line: line + line)
+
+
+def glue(key: str) -> Edit:
+    """Return an edit that joins a record and the next one in a single line."""
+    return on_line(key, lambda line: line.removesuffix("\n"))
+
+
+def garble(key: str, replacement: str) -> Edit:
+    """Return an edit that replaces the last brace of a record."""
+    return on_line(key, lambda line: f"{line[: line.rindex('}')]}{replacement}\n")
+
+
+def log_after(key: str, other: str, new: object) -> Edit:
+    """Return an edit that inserts another setting after the record of `key`."""
+    return on_line(key, lambda line: line + value(other, new)(line.replace(f'"{key}"', f'"{other}"')))
 
 
 def repeat_before(key: str, other: str) -> Edit:
     """Return an edit that copies a record of `key` before a record of `other`, with the time stamp of `other`."""
 
     def apply(text: str) -> str:
-        at = lines_of(text, other)[0]
-        copy = re.sub(r'"time_ms": \d+', f'"time_ms": {time_of(at)}', lines_of(text, key)[0])
-        return text.replace(at, copy + at, 1)
+        copied = lines_of(text, key)[0]
+        return on_line(other, lambda at: copied.replace(str(time_of(copied)), str(time_of(at))) + at)(text)
 
     return apply
 
@@ -100,29 +121,9 @@ def swap(key: str, other: str) -> Edit:
 
     def apply(text: str) -> str:
         first, second = lines_of(text, key)[0], lines_of(text, other)[0]
-        early, late = (f'"time_ms": {time_of(line)}' for line in (first, second))
+        early, late = str(time_of(first)), str(time_of(second))
         exchanged = {first: second.replace(late, early), second: first.replace(early, late)}
         return "".join(exchanged.get(line, line) for line in text.splitlines(keepends=True))
-
-    return apply
-
-
-def glue(key: str) -> Edit:
-    """Return an edit that joins a record and the next one in a single line."""
-    return lambda text: re.sub(rf'(.*"key": "{key}".*)\n', r"\1", text, count=1)
-
-
-def epoch_nums(*counts: int) -> Edit:
-    """Return an edit that sets the epoch_num of each evaluation."""
-    return in_turn(*(metadata("eval_accuracy", "epoch_num", count, nth) for nth, count in enumerate(counts)))
-
-
-def log_after(key: str, other: str, new: object) -> Edit:
-    """Return an edit that inserts another setting after the record of `key`."""
-
-    def apply(text: str) -> str:
-        line = lines_of(text, key)[0]
-        return text.replace(line, line + value(other, new)(line.replace(f'"{key}"', f'"{other}"')))
 
     return apply
 
@@ -130,10 +131,6 @@ def log_after(key: str, other: str, new: object) -> Edit:
 def epochs_for_blocks(text: str) -> str:
     """Replace the blocks by a single epoch."""
     return text.replace('"block_', '"epoch_').replace('"first_epoch_num": 1', '"epoch_num": 1')
-
-
-def garble(key: str, replacement: str) -> Edit:
-    return lambda text: re.sub(rf'(.*"key": "{key}".*)\}}\n', rf"\1{replacement}\n", text, count=1)
 
 
 def original_verdict(path: Path, ruleset: str) -> str:

@@ -14,7 +14,7 @@ import pytest
 from compliance.package.command import make_package
 from tests.compliance import run_logs
 from tests.compliance.package.test_package import PASSING, description, request
-from tests.compliance.run_series import write_series
+from tests.compliance.result_folders import write_series
 from tests.conftest import REPOSITORY
 from tests.programs import PATIENCE_S
 

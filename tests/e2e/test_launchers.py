@@ -28,13 +28,6 @@ class Machine:
         (self.sys / path).parent.mkdir(parents=True, exist_ok=True)
         (self.sys / path).write_text(text + "\n")
 
-    def cpus(self, per_node: dict[int, str], siblings: list[str]) -> None:
-        for node, cpus in per_node.items():
-            self.write(f"devices/system/node/node{node}/cpulist", cpus)
-        for threads in siblings:
-            for cpu in threads.split(","):
-                self.write(f"devices/system/cpu/cpu{cpu}/topology/thread_siblings_list", threads)
-
     def pci(self, path: str, vendor: str, kind: str, numa: int) -> None:
         """Add a device at ``path`` below the root complex. The path ends in the device's address."""
         for name, text in (("vendor", vendor), ("class", kind), ("numa_node", str(numa))):
@@ -70,7 +63,10 @@ def machine(tmp_path: Path) -> Machine:
     The order of GPUs differs from the order of nodes.
     """
     machine = Machine(tmp_path)
-    machine.cpus({0: "0-3,8-11", 1: "4-7,12-15"}, [f"{core},{core + 8}" for core in range(8)])
+    machine.write("devices/system/node/node0/cpulist", "0-3,8-11")
+    machine.write("devices/system/node/node1/cpulist", "4-7,12-15")
+    for cpu in range(16):
+        machine.write(f"devices/system/cpu/cpu{cpu}/topology/thread_siblings_list", f"{cpu % 8},{cpu % 8 + 8}")
     machine.gpu("pci0000:80/0000:80:01.0/0000:01:00.0", numa=1)
     machine.gpu("pci0000:80/0000:80:02.0/0000:02:00.0", numa=1)
     machine.gpu("pci0000:00/0000:00:01.0/0000:81:00.0", numa=0)

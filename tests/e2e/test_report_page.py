@@ -16,7 +16,7 @@ import pytest
 
 from compliance.report.page import render
 from compliance.report.results import load_results
-from tests.compliance.report.report_folders import write_closed_folder, write_failing_folder
+from tests.compliance.result_folders import write_closed_folder, write_failing_folder
 from tests.conftest import REPOSITORY
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)

@@ -17,8 +17,8 @@ from tests.programs import write_script
 
 WORKFLOW = yaml.safe_load((REPOSITORY / ".github/workflows/results.yml").read_text())
 (STEP,) = (step for step in WORKFLOW["jobs"]["check"]["steps"] if "mlperf-bert-compliance" in step.get("run", ""))
-SHELLS = {None: ["bash", "-e"], "bash": ["bash", "--noprofile", "--norc", "-eo", "pipefail"]}
-"""Command of the GitHub runner for a step without a shell and for one with ``shell: bash``."""
+SHELL = ("bash", "--noprofile", "--norc", "-eo", "pipefail", "-c")
+"""Command of the GitHub runner for a step with ``shell: bash``."""
 
 
 class PullRequest:
@@ -50,18 +50,12 @@ class PullRequest:
         return self.git("rev-parse", "HEAD")
 
     def check(self, base: str = "") -> subprocess.CompletedProcess[str]:
-        """Run the workflow's step on the changes since ``base``."""
-        script = self.tools / "script.sh"
-        script.write_text(STEP["run"])
-        changes = {
-            "BASE": base or self.base,
-            "RUNNER_TEMP": str(self.tools),
-            "PATH": f"{self.tools}:{os.environ['PATH']}",
-        }
-        command = [*SHELLS[STEP.get("shell")], str(script)]
-        return subprocess.run(
-            command, cwd=self.root, env=os.environ | changes, capture_output=True, text=True, check=False
-        )
+        """Commit all changes, and run the workflow's step on the changes since ``base``."""
+        self.commit()
+        assert STEP["shell"] == "bash"
+        environment = os.environ | {"BASE": base or self.base, "RUNNER_TEMP": str(self.tools)}
+        environment["PATH"] = f"{self.tools}:{os.environ['PATH']}"
+        return subprocess.run([*SHELL, STEP["run"]], cwd=self.root, env=environment, capture_output=True, text=True)
 
     @property
     def checked(self) -> list[str]:
@@ -103,7 +97,6 @@ def test_what_a_pull_request_changes_is_checked(
     pull_request: PullRequest, change: Callable[[Path], object], status: int, checked: list[str]
 ) -> None:
     change(pull_request.results)
-    pull_request.commit()
     done = pull_request.check()
     assert done.returncode == status, done.stdout + done.stderr
     assert pull_request.checked == checked
@@ -120,7 +113,6 @@ def test_no_name_is_a_command_to_the_runner(pull_request: PullRequest, kind: str
     else:
         base = pull_request.base
         place.symlink_to("node")
-    pull_request.commit()
     done = pull_request.check(base)
     assert (done.returncode, done.stdout.count("\n"), done.stderr) == (int(kind == "linked"), 1, "")
     assert done.stdout.strip().isprintable()

@@ -16,9 +16,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.programs import PATIENCE_S, write_script
+from tests.programs import PATIENCE_S, REPOSITORY, write_script
 
-ROOT = Path(__file__).resolve().parents[2]
 SHORT = ("--evaluation.interval-samples", "160", "--log.interval-steps", "5", "--evaluation.target")
 REACHED_AT_ONCE, NEVER_REACHED = "0.02", "0.99"
 
@@ -26,9 +25,9 @@ REACHED_AT_ONCE, NEVER_REACHED = "0.02", "0.99"
 @pytest.fixture
 def bare(tmp_path: Path) -> Path:
     """Make a checkout without packages, and a ``python`` that records calls and installs nothing."""
-    shutil.copytree(ROOT / "launch", tmp_path / "launch")
+    shutil.copytree(REPOSITORY / "launch", tmp_path / "launch")
     for name in ("constraints.txt", "pyproject.toml", "run_and_time.sh", "run_tests.sh"):
-        shutil.copy(ROOT / name, tmp_path)
+        shutil.copy(REPOSITORY / name, tmp_path)
     write_script(
         tmp_path / "python",
         f"""#!/bin/bash
@@ -256,7 +255,7 @@ def test_with_the_systems_pytorch_its_numpy_and_setuptools_stay(bare: Path) -> N
     assert prepare(bare, SYSTEM_TORCH="1", PYTHONPATH=str(bare / "base")).returncode == 0
     pinned = set((bare / ".venv/constraints.txt").read_text().splitlines())
     assert {"torch==2.11.0a0+nv26.3", "numpy==1.26.4", "setuptools==81.0.0"} <= pinned
-    all_pins = {line for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line}
+    all_pins = {line for line in (REPOSITORY / "constraints.txt").read_text().splitlines() if "==" in line}
     assert {line.partition("==")[0] for line in all_pins - pinned} <= {"torch", "numpy", "setuptools", "triton"}
 
 

@@ -52,55 +52,45 @@ def test_an_even_cluster_has_no_outliers(hosts: int, size: int) -> None:
     assert [name for seed in range(10) for name in names(cluster(hosts, size, seed))] == []
 
 
-def slow_rank(measured: Measured) -> None:
-    measured.rates_RTC[3, :, 0] *= 2
+def slow_ranks(measured: Measured, *ranks: int) -> None:
+    measured.rates_RTC[ranks, :, 0] *= 2
 
 
-def slow_host(measured: Measured) -> None:
-    measured.rates_RTC[2:4, :, 0] *= 2
+def slow_paths(paths: Paths | None, source: int | None, target: int | None, factor: float, latency: float = 1) -> None:
+    """Slow down the paths from a source, to a target, or between both."""
+    assert paths
+    ends = ((paths.source_E, source), (paths.target_E, target))
+    at = np.all([of_E == end for of_E, end in ends if end is not None], axis=0)
+    paths.seconds_per_byte_TE[:, at] *= factor
+    paths.latency_TE[:, at] *= latency
 
 
-def slow_sending(measured: Measured) -> None:
-    assert measured.between_hosts
-    measured.between_hosts.seconds_per_byte_TE[:, measured.between_hosts.source_E == 4] *= 3
+def slow_card(measured: Measured, factor: float = 3, latency: float = 1) -> None:
+    for ends in ((4, None), (None, 4)):
+        slow_paths(measured.between_hosts, *ends, factor, latency)
 
 
-def slow_card(measured: Measured) -> None:
-    assert measured.between_hosts
-    at = (measured.between_hosts.source_E == 4) | (measured.between_hosts.target_E == 4)
-    measured.between_hosts.seconds_per_byte_TE[:, at] *= 3
-
-
-def slow_path(measured: Measured) -> None:
-    assert measured.between_hosts
-    at = (measured.between_hosts.source_E == 0) & (measured.between_hosts.target_E == 6)
-    measured.between_hosts.seconds_per_byte_TE[:, at] *= 3
+def slow_rank_and_its_own_paths(measured: Measured) -> None:
+    """Slow down one processor and all of its paths. Only the processor may be reported, not its paths."""
+    slow_ranks(measured, 4)
+    slow_card(measured, 1.9, latency=30)
 
 
 def slow_inside(measured: Measured) -> None:
-    assert measured.in_hosts
-    measured.in_hosts.seconds_per_byte_TE[:, measured.in_hosts.source_E // 2 == 5] *= 2
-
-
-def slow_rank_and_its_own_path(measured: Measured) -> None:
-    """Slow down one processor and all of its paths. Only the processor may be reported, not its paths."""
-    assert measured.between_hosts
-    measured.rates_RTC[4, :, 0] *= 2
-    at = (measured.between_hosts.source_E == 4) | (measured.between_hosts.target_E == 4)
-    measured.between_hosts.seconds_per_byte_TE[:, at] *= 1.9
-    measured.between_hosts.latency_TE[:, at] *= 30
+    for ends in ((10, 11), (11, 10)):
+        slow_paths(measured.in_hosts, *ends, 2)
 
 
 @pytest.mark.parametrize(
     ("fault", "expected"),
     [
-        (slow_rank, "rank 3 on host h1"),
-        (slow_host, "host h1"),
-        (slow_sending, "network link of host h2, card v0, sending"),
+        (lambda measured: slow_ranks(measured, 3), "rank 3 on host h1"),
+        (lambda measured: slow_ranks(measured, 2, 3), "host h1"),
+        (lambda measured: slow_paths(measured.between_hosts, 4, None, 3), "network link of host h2, card v0, sending"),
         (slow_card, "network link of host h2, card v0, both directions"),
         (slow_inside, "links in host h5"),
-        (slow_path, "path from rank 0 on host h0 to rank 6 on host h3"),
-        (slow_rank_and_its_own_path, "rank 4 on host h2"),
+        (lambda m: slow_paths(m.between_hosts, 0, 6, 3), "path from rank 0 on host h0 to rank 6 on host h3"),
+        (slow_rank_and_its_own_paths, "rank 4 on host h2"),
     ],
 )
 def test_the_part_is_named(fault: Callable[[Measured], None], expected: str) -> None:
@@ -112,7 +102,7 @@ def test_the_part_is_named(fault: Callable[[Measured], None], expected: str) -> 
 
 def test_the_cost_of_a_step_is_that_of_its_part() -> None:
     measured = cluster(hosts=8)
-    slow_sending(measured)
+    slow_paths(measured.between_hosts, 4, None, 3)
     [link] = find_outliers(measured, [()] * 8)
     compute, update = 56 * 0.5e12 / (2 * 512**3 / 5e-3), 7 * 4 * 336e6 / (2 * 2**25 / 4e-3)
     reduce = 2 * 7 / 8 * 4 * 336e6 * 1e-9

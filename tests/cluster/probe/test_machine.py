@@ -4,14 +4,16 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 
 from bert.parallel.mesh import Mesh
 from cluster.probe import computations
+from cluster.probe.command import gather_facts
 from cluster.probe.computing import busy_machines, processor_seconds
-from cluster.probe.machine import FACTS_BYTES, Facts, nearest_card, network_cards, slurm_switches, switches_of
+from cluster.probe.machine import Facts, nearest_card, network_cards, slurm_switches, switches_of
 from cluster.view import Host
 from tests.e2e.test_launchers import Machine
 
@@ -38,8 +40,8 @@ def test_a_gpu_gets_the_active_card_under_its_switch(machine: Machine) -> None:
 def test_facts_travel() -> None:
     host = Host("h" * 128, 256, 1 << 41, ("m" * 32,) * 16, ("s" * 64,) * 8)
     facts = Facts("boot", host, "d" * 128, 1 << 37, "mlx5_07")
-    assert len(facts.encoded()) == FACTS_BYTES
-    assert Facts.decoded(facts.encoded()) == facts
+    assert gather_facts(facts, Mesh(0, 1, 0, torch.device("cpu"))) == [facts]
+    assert len(msgspec.json.encode(facts)) <= 4096, "all ranks send as many bytes"
 
 
 def test_switches_come_from_the_environment_of_a_task(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,9 +24,8 @@ from compliance.report.page import render_as
 from compliance.report.results import load_results
 from tests.compliance.command import run
 from tests.compliance.log_edits import Edit, delete, in_turn, later, lines_of, metadata, original_verdict, value
+from tests.compliance.result_folders import SYSTEM, benchmark_folder, write_log, write_series, write_submission
 from tests.compliance.run_logs import initialise, without_chain
-from tests.compliance.run_series import write_log, write_series
-from tests.compliance.submission.submission_trees import SYSTEM, benchmark_folder, write_submission
 
 
 @pytest.mark.parametrize("ruleset", rules.RULESETS)

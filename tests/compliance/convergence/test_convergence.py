@@ -20,8 +20,8 @@ from compliance.log.reader import read_log
 from compliance.log.rules import RULESETS
 from compliance.log.schedule import evaluation_interval, evaluation_samples
 from tests.compliance.command import run
+from tests.compliance.result_folders import write_series
 from tests.compliance.run_logs import write_run
-from tests.compliance.run_series import write_series
 
 NVIDIA_512_NODES = [5533259, 5533026, 5206297, 5536978, 5205545, 5535111, 5861323, 5535849, 5208214, 5533348]
 """Round 2.0, NVIDIA, dgxa100_n512_ngc22.04_pytorch, batch size 16384."""

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from compliance.report.results import Results, load_results
-from tests.compliance.report.report_folders import write_closed_folder, write_failing_folder
+from tests.compliance.result_folders import write_closed_folder, write_failing_folder
 from tests.compliance.run_logs import write_run
 
 

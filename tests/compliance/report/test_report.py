@@ -53,9 +53,21 @@ def test_a_closed_folder_has_every_part(closed: Results) -> None:
         assert len(page.of(tag, kind)) == number, kind
 
 
-def test_the_page_needs_nothing_but_itself_and_says_what_its_parts_are(failing: Results) -> None:
+FAILING_WORDS = """Time to train-no score
+Dashed: aborted. Dotted: no valid result.
+3 runs did not reach the target.
+Run 4, step 120: rank 5 on node b takes 1.4x
+run 2, line
+no MLLOG record"""
+
+
+def test_a_page_of_failures_needs_nothing_but_itself_and_says_what_its_parts_are(failing: Results) -> None:
     text = report.render(failing)
     page = Page(text)
+    for words in FAILING_WORDS.splitlines():
+        assert words in page.text, words
+    assert len(page.of("g", "aborted")) >= 4
+    assert len(page.of("li", "error")) >= 5
     assert not re.search(r"https?://|@import|url\(", text)
     policy = {"http-equiv": "Content-Security-Policy", "content": "default-src 'none'; style-src 'unsafe-inline'"}
     assert policy in page.of("meta")
@@ -69,30 +81,12 @@ def test_the_page_needs_nothing_but_itself_and_says_what_its_parts_are(failing: 
     assert all(attrs.get("tabindex") == "0" for attrs in scrolling)
 
 
-FAILING_WORDS = """Time to train-no score
-Dashed: aborted. Dotted: no valid result.
-3 runs did not reach the target.
-Run 4, step 120: rank 5 on node b takes 1.4x
-run 2, line
-no MLLOG record"""
-
-
-def test_failures_are_told_in_words(failing: Results) -> None:
-    page = Page(report.render(failing))
-    for words in FAILING_WORDS.splitlines():
-        assert words in page.text, words
-    assert len(page.of("g", "aborted")) >= 4
-    assert len(page.of("li", "error")) >= 5
-
-
 def test_errors_come_before_warnings(closed: Results) -> None:
     found = [Finding(7, key, "TR 1", "found.", "do.", "train.py:9", key) for key in ("warning", "error")]
     run = replace(closed.runs[0], verdict=replace(closed.runs[0].verdict, findings=tuple(found)))
     page = Page(report.render(replace(closed, runs=(run, *closed.runs[1:]))))
-    assert [each["class"] for each in page.of("li") if each.get("class") in ("error", "warning")] == [
-        "error",
-        "warning",
-    ]
+    classes = [each.get("class") for each in page.of("li")]
+    assert [name for name in classes if name in ("error", "warning")] == ["error", "warning"]
     for words in ("line 7", "found.", "do.", "TR 1, logged at train.py:9", "; 1 warning."):
         assert words in page.text
 

@@ -15,9 +15,8 @@ from compliance.report.page import render
 from compliance.report.published import placement, published
 from compliance.report.results import ReportedRun, Results, breakdown, load_results
 from tests.compliance import command
-from tests.compliance.report.report_folders import write_description
+from tests.compliance.result_folders import write_description, write_series
 from tests.compliance.run_logs import log_of, without_chain, write_metrics, write_run
-from tests.compliance.run_series import write_series
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +29,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (path / "result_10.txt").write_bytes(log_of((0.1,), "open", status="aborted"))
     for number in range(2):
         write_metrics(path / f"metrics_{number}.jsonl")
-    write_description(path, submitter="A & B", accelerators_per_node="0", accelerator_model_name="N/A")
+    no_gpus = {"accelerators_per_node": "0", "accelerator_model_name": "N/A"}
+    write_description(path.parents[1], "my_node", submitter="A & B", **no_gpus)
     return path
 
 
@@ -125,7 +125,7 @@ def test_folder_without_runs_is_refused_and_two_logs_of_one_number_are_two_runs(
 
 @pytest.mark.parametrize("text", ["{", "[" * 100_000, "\xff"], ids=["cut", "deep", "latin-1"])
 def test_a_broken_system_description_is_a_finding(one: Path, text: str) -> None:
-    write_description(one).write_bytes(text.encode("latin-1"))
+    write_description(one.parents[1], "node").write_bytes(text.encode("latin-1"))
     results = load_results(one)
     assert results.description == {}
     errors = [about for about, finding in results.findings if finding.severity == "error"]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.compliance.submission.submission_trees import benchmark_folder, without_chain, write_submission
+from tests.compliance.result_folders import benchmark_folder, without_chain, write_submission
 
 
 @pytest.fixture(scope="session")

@@ -26,8 +26,7 @@ from compliance.submission import check as submission
 from compliance.submission.description import against_logs, description_findings, read_description
 from tests.compliance.command import run
 from tests.compliance.log_edits import Edit, delete, garble, in_turn, metadata, repeat_before, value
-from tests.compliance.run_series import write_log
-from tests.compliance.submission.submission_trees import SYSTEM, describe_system, without_chain, write_description
+from tests.compliance.result_folders import SYSTEM, describe_system, without_chain, write_description, write_log
 
 LOG = f"results/{SYSTEM}/bert/result_3.txt"
 FOLDER = f"results/{SYSTEM}/bert"

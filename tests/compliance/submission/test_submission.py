@@ -21,8 +21,7 @@ from compliance.report.summary import as_json, as_markdown
 from compliance.submission.check import accepted, check_paths
 from tests.compliance.command import run
 from tests.compliance.log_edits import Edit, in_turn, metadata, value
-from tests.compliance.run_series import write_log
-from tests.compliance.submission.submission_trees import SYSTEM, benchmark_folder, without_chain, write_description
+from tests.compliance.result_folders import SYSTEM, benchmark_folder, without_chain, write_description, write_log
 
 
 @pytest.fixture

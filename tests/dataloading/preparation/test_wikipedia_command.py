@@ -70,6 +70,7 @@ def results(out: Path) -> dict[str, object]:
 
 FRESH = multiprocessing.get_context("forkserver")
 """Context whose children inherit neither this process's garbage nor locks that its threads hold."""
+FRESH.set_forkserver_preload(["dataloading.preparation.wikipedia", "numba.np.arraymath", "tests.conftest"])
 
 
 def child(*words: object, prepare_child: Callable[[], object] = dict) -> int:

@@ -1,0 +1,152 @@
+"""Results folders and submissions of simulated runs, written by the real log writer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from compliance.log.rules import SYSTEM_FIELDS
+from tests.compliance.run_logs import CLOSED, OPEN, START_MS, log_of, write_metrics
+
+SYSTEM = "node_8x"
+EVALUATIONS = 17
+"""Evaluations of a run that takes more sequences than the reference's mean: 2,550,016 at batch size 448."""
+
+
+def write_log(
+    path: Path,
+    number: int,
+    *,
+    evaluations: int = EVALUATIONS,
+    failed: bool = False,
+    division: Any = "closed",
+    settings: Mapping[str, Any] | None = None,
+    global_batch_size: int | None = None,
+    header: Mapping[str, object] | None = None,
+    step_ms: int = 1000,
+    **submission: str,
+) -> Path:
+    """Write the log of run `number`, which has its own seed and starts three hours after the previous run.
+
+    A run that failed is aborted below the target. An evaluation takes 5 times `step_ms`.
+    """
+    changes = tuple((settings or {}).items())
+    target = float(((CLOSED if division == "closed" else OPEN) | dict(changes))["quality_target"])
+    log = log_of(
+        (*[0.9 * target] * (evaluations - 1), 0.9 * target if failed else target + 0.0005),
+        division,
+        global_batch_size=global_batch_size,
+        seed=1000 + 17 * number,
+        status="aborted" if failed else "success",
+        header=tuple((header or {}).items()),
+        changes=changes,
+        submission=tuple(submission.items()),
+        step_ms=step_ms,
+        start_ms=START_MS + number * 10_800_000,
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(log)
+    return path
+
+
+def write_series(
+    folder: Path, evaluations: Sequence[int], *, failed: Collection[int] = (), **options: Any
+) -> list[Path]:
+    """Write one log per entry of `evaluations`; runs in `failed` are aborted."""
+    return [
+        write_log(folder / f"result_{number}.txt", number, evaluations=count, failed=number in failed, **options)
+        for number, count in enumerate(evaluations)
+    ]
+
+
+# Submissions
+
+
+def describe_system(**changes: Any) -> dict[str, Any]:
+    """Return a complete system description; a field that is changed to None is omitted."""
+    fields = dict.fromkeys(SYSTEM_FIELDS, "") | {
+        "submitter": "Example",
+        "division": "closed",
+        "status": "Research, Development, or Internal (RDI)",
+        "system_name": SYSTEM,
+        "number_of_nodes": "1",
+        "host_processors_per_node": "2",
+        "accelerators_per_node": "8",
+    }
+    return {name: value for name, value in (fields | changes).items() if value is not None}
+
+
+def write_description(root: Path, system: str = SYSTEM, **changes: Any) -> Path:
+    """Write systems/<system>.json below `root`."""
+    path = root / "systems" / f"{system}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(describe_system(system_name=system, **changes), indent=2) + "\n")
+    return path
+
+
+def without_chain(path: Path) -> Path:
+    """Keep only the records that ruleset 5.0.0 requires, so that edits break no digest and checks are fast."""
+    lines = path.read_text().splitlines(keepends=True)
+    kept = [line for line in lines if line.startswith(":::MLLOG") and "weights_initialization" not in line]
+    path.write_text("".join(kept))
+    return path
+
+
+def write_submission(root: Path, runs: int = 10, **options: Any) -> Path:
+    """Write the complete submission of one system, and return `root`."""
+    options = {"org": "Example", "platform": SYSTEM, "status": "research"} | options
+    for number in range(runs):
+        write_log(root / "results" / SYSTEM / "bert" / f"result_{number}.txt", number, **options)
+    write_description(root, division=options.get("division", "closed"))
+    source = root / "benchmarks" / "bert" / "implementations" / "pytorch"
+    source.mkdir(parents=True)
+    (source / "README.md").write_text("How to run it.\n")
+    return root
+
+
+def benchmark_folder(root: Path) -> Path:
+    """Return the folder that contains the logs."""
+    return root / "results" / SYSTEM / "bert"
+
+
+# Folders for the report, whose names mark them as made up
+
+
+def write_closed_folder(root: Path, evaluations: Sequence[int] = (16, 17, 16, 16, 17, 16, 15, 16, 17, 16)) -> Path:
+    """Write results/made_up_h100/bert with one run per entry of `evaluations`; 0 is a run that misses the target.
+
+    The runs have the published throughput of eight H100 GPUs, about 7,500 sequences per second.
+    """
+    folder = root / "results" / "made_up_h100" / "bert"
+    failed = {number for number, last in enumerate(evaluations) if not last}
+    header = {"recipe": "h100_1x8", "torch": "2.13.0", "accelerator": "NVIDIA H100 80GB HBM3"}
+    header |= {"config.training.global_batch_size": 768}
+    counts = [last or 20 for last in evaluations]
+    write_series(
+        folder, counts, failed=failed, global_batch_size=768, header=header, platform="made_up_h100", step_ms=3850
+    )
+    for number, count in enumerate(counts):
+        # An evaluation is 196 steps of 768 sequences, and 19 s, after the previous one.
+        write_metrics(folder / f"metrics_{number}.jsonl", 196 * count, every=20, batch=768, scale=3.5)
+    described = {"accelerator_model_name": "NVIDIA H100 80GB HBM3", "accelerator_interconnect": "NVLink 4, NVSwitch 3"}
+    described |= {"host_processor_model_name": "made up", "framework": "PyTorch 2.13.0"}
+    write_description(root / "results", "made_up_h100", **described)
+    return folder
+
+
+def write_failing_folder(root: Path) -> Path:
+    """Write a folder with many problems: an edited log, two aborted runs, broken metrics and an invalid log."""
+    folder = write_closed_folder(root, (16, 0, 16, 0, 11))
+    edited = folder / "result_2.txt"
+    lines = edited.read_text().splitlines(keepends=True)
+    kept = [line for line in lines if '"cache_clear"' not in line]
+    start = next(line for line in kept if '"run_start"' in line)
+    edited.write_text("".join(kept) + start)
+    (folder / "result_5.txt").write_text("<b>nothing</b>\n")
+    (folder / "metrics_0.jsonl").write_text('{"event": "step", "step": 20, "loss": NaN, "samples": null}\n{"event')
+    with (folder / "metrics_4.jsonl").open("a") as file:
+        file.write(json.dumps({"event": "warning", "step": 120, "time_s": 9.0, "text": "rank 5 on node b takes 1.4x"}))
+        file.write("\n")
+    return folder
