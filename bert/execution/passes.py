@@ -22,32 +22,14 @@ class Role:
     """The first micro-batch of a step overwrites the previous step's weight gradients instead of adding to them."""
 
 
-def roles_of(count: int, duties: Role) -> list[Role]:
-    """Return the roles of a step's ``count`` micro-batches in order.
-
-    ``duties`` marks the kinds of extra work that this run needs at all.
-    """
-    return [
-        Role(
-            duties.gathers_weights and place == 0,
-            duties.reduces_gradients and place == count - 1,
-            duties.overwrites_gradients and place == 0,
-        )
-        for place in range(count)
-    ]
-
-
-Pass = Callable[[Role, Batch], None]
-"""A function that runs the forward and backward passes of one micro-batch."""
-
-
 class Passes:
     """Execution as CUDA graphs, one for each role and shape bucket.
 
     Batches that fit no captured shape bucket, and all batches if nothing was captured, run operator by operator.
     """
 
-    def __init__(self, forward_backward: Pass, duties: Role, stopwatch: Stopwatch) -> None:
+    def __init__(self, forward_backward: Callable[[Role, Batch], None], duties: Role, stopwatch: Stopwatch) -> None:
+        """``duties`` marks the kinds of extra work that this run needs at all."""
         self.duties, self._stopwatch = duties, stopwatch
         # Roles that are never prepared are never captured.
         self._graphs = {
@@ -60,11 +42,22 @@ class Passes:
     def __call__(self, micro_batches: Sequence[Batch]) -> None:
         """Run the passes of one step's micro-batches and reduce the gradients."""
         with self._stopwatch.time("forward_backward"):
-            for role, batch in zip(roles_of(len(micro_batches), self.duties), micro_batches, strict=True):
+            for role, batch in zip(self._roles(len(micro_batches)), micro_batches, strict=True):
                 self.uncaptured_batches += not self._graphs[role](batch)
 
     def prepare(self, micro_batches: int, batches: Sequence[Batch], capturer: CudaCapturer) -> None:
         """Prepare graphs for the shape buckets of ``batches`` and for steps with ``micro_batches`` micro-batches."""
         # Start with the role of the last micro-batch, which takes the most memory.
-        for role in dict.fromkeys(reversed(roles_of(micro_batches, self.duties))):
+        for role in dict.fromkeys(reversed(self._roles(micro_batches))):
             self._graphs[role].prepare(batches, capturer)
+
+    def _roles(self, count: int) -> list[Role]:
+        """Return the roles of a step's ``count`` micro-batches in order."""
+        return [
+            Role(
+                self.duties.gathers_weights and place == 0,
+                self.duties.reduces_gradients and place == count - 1,
+                self.duties.overwrites_gradients and place == 0,
+            )
+            for place in range(count)
+        ]

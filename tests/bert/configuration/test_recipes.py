@@ -105,20 +105,12 @@ def row(config: Config) -> str:
     training, optimizer = config.training, config.optimizer
     accumulation = training.gradient_accumulation_steps
     share = training.global_batch_size // (gpus(config.recipe) * accumulation)
-    cells = (
-        f"`{config.recipe}`",
-        f"{gpus(config.recipe):,}",
-        f"{training.global_batch_size:,}",
-        f"{share} x {accumulation}",
-        f"{optimizer.base_learning_rate:g}",
-        f"{optimizer.beta_1} / {optimizer.beta_2}",
-        f"{optimizer.weight_decay_rate}",
-        f"{optimizer.learning_rate_training_steps:,}",
-        f"{optimizer.num_warmup_steps:,} / {optimizer.start_warmup_step:,}",
-        f"{training.max_samples:,}",
-        training.precision,
+    return (
+        f"| `{config.recipe}` | {gpus(config.recipe):,} | {training.global_batch_size:,} | {share} x {accumulation} "
+        f"| {optimizer.base_learning_rate:g} | {optimizer.beta_1} / {optimizer.beta_2} | {optimizer.weight_decay_rate} "
+        f"| {optimizer.learning_rate_training_steps:,} | {optimizer.num_warmup_steps:,} / {optimizer.start_warmup_step:,} "
+        f"| {training.max_samples:,} | {training.precision} |"
     )
-    return f"| {' | '.join(cells)} |"
 
 
 def test_the_table_of_recipes_is_true() -> None:
