@@ -24,7 +24,7 @@ from compliance.log.rules import SUBMISSION_RUNS
 from compliance.log.run import LoggedRun
 from compliance.report.published import PublishedPlace, placement
 from compliance.submission.check import check_paths, is_for_submission
-from compliance.submission.description import read_description
+from compliance.submission.description import count_accelerators, read_description
 
 MIN_RUNS_FOR_SCORE = 3
 """Minimum number of runs for a score, because the score drops the fastest and the slowest run."""
@@ -175,14 +175,11 @@ class Results:
     @property
     def accelerators(self) -> int | None:
         """Number of accelerators from the system description, or else the number of processes of a run; None if unknown."""
-        fields = [self.description.get(name, "") for name in ("number_of_nodes", "accelerators_per_node")]
-        # Limit the length before converting to an integer, because the text is untrusted.
-        if all(field.isascii() and field.isdigit() and len(field) < 7 for field in fields):
-            return int(fields[0]) * int(fields[1])
-        if not self.accelerator:
-            return None
+        described, run = count_accelerators(self.description), self.shown.metrics.run
         # Count processes only if there is an accelerator, because a run on CPUs has processes too.
-        return (self.shown.metrics.run.world_size or None) if self.shown.metrics.run else None
+        if described is not None or not self.accelerator or run is None:
+            return described
+        return run.world_size or None
 
     @cached_property
     def shown(self) -> ReportedRun:
