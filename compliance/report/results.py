@@ -2,7 +2,7 @@
 
 results/<system>/bert/result_<n>.txt      the log (compliance.log.reader)
 results/<system>/bert/metrics_<n>.jsonl   the records of the run (compliance.log.records); may be missing
-results/systems/<system>.json             the system description; may be missing
+results/systems/<system>.json             the system description, in a submission <org>/systems/; may be missing
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Literal, TypeVar
 from compliance.check.checker import check_log
 from compliance.convergence.outlook import Outlook, outlook
 from compliance.convergence.selection import FAILED, olympic_mean, select
-from compliance.folders import numbered_logs
+from compliance.folders import find, numbered_logs
 from compliance.log import rules
 from compliance.log.findings import Finding, Verdict
 from compliance.log.reader import Log, read_log
@@ -216,11 +216,10 @@ def load_results(folder: Path, ruleset: str = rules.NEWEST_RULESET) -> Results:
         # Check the log here if the folder's check did not include it.
         verdict = verdicts.pop(path, None) or check_log(log, ruleset)
         runs.append(ReportedRun(number, log, verdict, read_metrics(folder / f"metrics_{number}.jsonl")))
-    system = folder.resolve().parent  # resolve, because FOLDER may be "."
-    path = system.parent / "systems" / f"{system.name}.json"
-    fields = read_description(path).fields if path.is_file() else {}
+    place = find(folder).benchmarks[0]
+    fields = read_description(place.description).fields if place.description.is_file() else {}
     description = {str(name): str(value) for name, value in fields.items()}
-    return Results(folder, tuple(runs), system.name, description, ruleset, tuple(verdicts.values()))
+    return Results(folder, tuple(runs), place.system, description, ruleset, tuple(verdicts.values()))
 
 
 def breakdown(run: ReportedRun) -> dict[str, float]:
