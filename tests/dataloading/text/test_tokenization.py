@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.data_stages import reference_prepare
+from dataloading.preparation.own_text import learn_vocabulary
 from dataloading.text.tokenization import Tokenizer, Vocabulary, split_words
-from dataloading.text.vocabulary import learn_vocabulary
 from tests.conftest import REPOSITORY
 
 LETTERS = "abcdefghijklmnopqrstuvwxyzABIS0123\u00df\u03c3\u03c2\u0142\u00e9\u00f1\u6771\u4eac\u1112"
