@@ -206,10 +206,6 @@ class Dataset:
         shard.info = self.info
         return shard
 
-    def close(self) -> None:
-        """Close all open shards. They are opened again when needed."""
-        self._open_shards.clear()
-
     def _shard(self, index: int) -> Shard:
         """Return an open shard. If there is no room for it, close the shards that were opened first."""
         if index not in self._open_shards:
