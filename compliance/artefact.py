@@ -32,8 +32,7 @@ def write_whole(path: Path, text: str) -> None:
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with files.atomic_path(path) as aside:
-            # Python represents file names that are not UTF-8 by lone surrogates, which need escaping.
-            aside.write_bytes(text.encode("utf-8", "backslashreplace"))
+        # Python represents file names that are not UTF-8 by lone surrogates, which need escaping.
+        files.write_atomically(path, text.encode("utf-8", "backslashreplace"))
     except OSError as error:
         raise ValueError(f"{path} cannot be written: {error.strerror}; choose another folder") from error

@@ -151,8 +151,7 @@ def index(folder: tyro.conf.Positional[Path], vocab: Path, out: Path | None = No
         vocab: The vocabulary that the shards' token ids refer to.
         out: Folder to make with links to the shards. Needed if their folder is not writable.
     """
-    from dataloading.dataset.folder import new_folder, open_dataset
-    from dataloading.dataset.scan import index_shards, info_of, shard_names
+    from dataloading.dataset.folder import index_shards, info_of, new_folder, open_dataset, shard_names
 
     names = shard_names(folder)
     info = info_of(folder, names, vocab)
@@ -214,7 +213,7 @@ def _convert(
         seed: Seed for choosing the samples of each pack and the order of packs (layout packed).
         jobs: Processes to use.
     """
-    from dataloading.dataset.scan import open_or_scan
+    from dataloading.dataset.folder import open_or_scan
     from dataloading.preparation.convert import Packing, convert
 
     source = open_or_scan(folder, vocab)
@@ -249,7 +248,7 @@ def dump(shards: tyro.conf.Positional[tuple[Path, ...]], out: Path) -> None:
     import numpy as np
 
     from console.files import atomic_path
-    from dataloading.dataset.scan import shards_of
+    from dataloading.dataset.folder import shards_of
     from dataloading.shards.formats import open_shard
     from dataloading.shards.samples import concatenate
 

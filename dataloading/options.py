@@ -14,10 +14,10 @@ EVALUATION_SAMPLES = 10_000
 REFERENCE_PART_BYTES = 28_227_665
 """26.92 MiB. With this size, the benchmark's dump gives 500 parts."""
 
-_MIN_SEQ_LENGTH = 5
+_SHORTEST = 5
 """Length of the shortest sample, [CLS] a [SEP] b [SEP]."""
 
-_MAX_SEQ_LENGTH = (1 << 15) - 1
+_LONGEST = (1 << 15) - 1
 """Largest length. Lengths and positions are stored in 16 bits, and in signed integers in some layouts."""
 
 
@@ -62,10 +62,8 @@ class PretrainingOptions:
     """Lower-case the text and strip its accents, for an uncased vocabulary."""
 
     def __post_init__(self) -> None:
-        if not _MIN_SEQ_LENGTH <= self.max_seq_length <= _MAX_SEQ_LENGTH:
-            raise ValueError(
-                f"max_seq_length is {self.max_seq_length}; expected {_MIN_SEQ_LENGTH} to {_MAX_SEQ_LENGTH}"
-            )
+        if not _SHORTEST <= self.max_seq_length <= _LONGEST:
+            raise ValueError(f"max_seq_length is {self.max_seq_length}; expected {_SHORTEST} to {_LONGEST}")
         for name in ("max_predictions_per_seq", "dupe_factor"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; expected at least 1")

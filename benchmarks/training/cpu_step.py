@@ -13,6 +13,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -21,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import numpy as np
 import torch
 import tyro
+from torch import Tensor
 
 from benchmarks.conditions import write_figures
 from benchmarks.training.hugging_face import model_with_weights_of, padded
@@ -32,8 +34,8 @@ from dataloading.batches.loader import batch_of
 from dataloading.batches.synthetic import synthetic_samples
 from dataloading.shards.samples import Samples
 
-Prepare = Callable[[Samples], Callable[[], None]]
-"""Function that collates samples and returns the step to time."""
+Loss = Callable[[Samples], Callable[[], Tensor]]
+"""Function that collates samples and returns the computation of their loss. Only the latter is timed."""
 
 SEQUENCES = 32
 OURS, HUGGING_FACE = "ours", "Hugging Face, padded"
@@ -75,18 +77,27 @@ def measure(config: ModelConfig, repeats: int) -> tuple[dict[str, list[float]], 
     ours = BertForPreTraining(config)
     initialize_(ours, torch.Generator().manual_seed(0))
     theirs = model_with_weights_of(ours)
+    adamw = torch.optim.AdamW(theirs.parameters(), lr=1e-4, fused=True)
+
+    def their_update() -> None:
+        adamw.step()
+        adamw.zero_grad()
+
+    padded_loss = partial(their_loss, theirs, config.max_position_embeddings)
+    losses: dict[str, Loss] = {OURS: partial(our_loss, ours), HUGGING_FACE: padded_loss}
+    updates = {OURS: Lamb(FlatParameters.of(ours), OptimizerConfig(1e-4, 100_000)).step, HUGGING_FACE: their_update}
     check_same_loss(ours, theirs, samples_of(config, 0))
-    sides = {OURS: our_side(ours), HUGGING_FACE: hugging_face_side(theirs, config.max_position_embeddings)}
-    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    seconds: dict[str, list[float]] = {name: [] for name in losses}
     tokens: list[int] = []
     for repeat in range(-1, repeats):  # the first repeat warms up
         samples = samples_of(config, 1 + repeat)
-        names = list(sides)
+        names = list(losses)
         turn = repeat % len(names)  # a different side goes first in each repeat
         for name in names[turn:] + names[:turn]:
-            step = sides[name](samples)
+            loss = losses[name](samples)
             start = time.perf_counter()
-            step()
+            loss().backward()
+            updates[name]()
             elapsed = time.perf_counter() - start
             if repeat >= 0:
                 seconds[name].append(elapsed)
@@ -101,38 +112,21 @@ def samples_of(config: ModelConfig, seed: int) -> Samples:
     return synthetic_samples(-np.sort(-lengths), config.vocab_size, seed)
 
 
-def our_side(model: BertForPreTraining) -> Prepare:
-    """Return a function that prepares a step of our model."""
-    optimizer = Lamb(FlatParameters.of(model), OptimizerConfig(1e-4, 100_000))
+def our_loss(model: BertForPreTraining, samples: Samples) -> Callable[[], Tensor]:
+    """Collate samples, and return a function that computes our model's loss."""
+    batch = batch_of(samples)
 
-    def prepare(samples: Samples) -> Callable[[], None]:
-        batch = batch_of(samples)
+    def loss() -> Tensor:
+        masked_lm_loss, next_sentence_loss = model(batch).mean_losses(batch)
+        return masked_lm_loss + next_sentence_loss
 
-        def step() -> None:
-            masked_lm_loss, next_sentence_loss = model(batch).mean_losses(batch)
-            (masked_lm_loss + next_sentence_loss).backward()
-            optimizer.step()
-
-        return step
-
-    return prepare
+    return loss
 
 
-def hugging_face_side(model: torch.nn.Module, max_length: int) -> Prepare:
-    """Return a function that prepares a step of Hugging Face's model on a padded batch."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-
-    def prepare(samples: Samples) -> Callable[[], None]:
-        inputs = padded(samples, max_length)
-
-        def step() -> None:
-            model(**inputs).loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-        return step
-
-    return prepare
+def their_loss(model: torch.nn.Module, length: int, samples: Samples) -> Callable[[], Tensor]:
+    """Collate samples into a padded batch, and return a function that computes the loss of Hugging Face's model."""
+    inputs = padded(samples, length)
+    return lambda: model(**inputs).loss
 
 
 @torch.no_grad()
@@ -140,10 +134,7 @@ def check_same_loss(ours: BertForPreTraining, theirs: torch.nn.Module, samples: 
     """Raise ``RuntimeError`` unless both models compute the same loss, without dropout."""
     ours.eval()
     theirs.eval()
-    batch = batch_of(samples)
-    masked_lm_loss, next_sentence_loss = ours(batch).mean_losses(batch)
-    loss = masked_lm_loss + next_sentence_loss
-    reference = theirs(**padded(samples, ours.config.max_position_embeddings)).loss
+    loss, reference = our_loss(ours, samples)(), their_loss(theirs, ours.config.max_position_embeddings, samples)()
     # The sides sum in different orders. The resulting difference is far below this tolerance.
     if not torch.isclose(loss, reference, rtol=1e-4):
         raise RuntimeError(f"the sides do different work: loss {loss:.6f} against {reference:.6f}")

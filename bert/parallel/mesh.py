@@ -149,10 +149,9 @@ class Mesh:
         """Describe every rank's place in the grid, by rank; "" if each rank has a whole copy of the model."""
         if self.tensor * self.pipeline == 1:
             return [""] * self.world_size
-        stages = [f", pipeline {stage}" if self.pipeline > 1 else "" for stage in self.stages()]
         return [
-            f" (data {copy}{stage}, tensor {shard})"
-            for (copy, _, shard), stage in zip(self.coordinates, stages, strict=True)
+            f" (data {copy}{f', pipeline {stage}' if self.pipeline > 1 else ''}, tensor {shard})"
+            for copy, stage, shard in self.coordinates
         ]
 
     def __str__(self) -> str:

@@ -96,10 +96,9 @@ def _rule(name: str, text: str) -> dict[str, Any]:
 
 def _result(verdict: Verdict, finding: Finding, places: dict[str, int], root: Path) -> dict[str, Any]:
     name = _rule_id(finding)
-    uri, relative = _uri(_shown_file(verdict.path), root)
-    artifact = {"uri": uri} | ({"uriBaseId": ROOT} if relative else {})
+    artifact = _location(_shown_file(verdict.path), root)
     # Escape, so that a path or a value that is not UTF-8 does not end the export.
-    identity = "\n".join((uri, name, finding.key, finding.found)).encode("utf-8", "backslashreplace")
+    identity = "\n".join((artifact["uri"], name, finding.key, finding.found)).encode("utf-8", "backslashreplace")
     return {
         "ruleId": name,
         "ruleIndex": places[name],
@@ -126,10 +125,10 @@ def _shown_file(path: Path) -> Path:
     return next((log for log in logs if log.is_file()), path)
 
 
-def _uri(path: Path, root: Path) -> tuple[str, bool]:
-    """Return the URI of a file, and whether it is relative to `root`."""
+def _location(path: Path, root: Path) -> dict[str, str]:
+    """Return the SARIF location of a file, relative to `root` if the file is in it."""
     whole, base = absolute(path), absolute(root)
-    if whole.is_relative_to(base):
-        # Quote the bytes, because a name may not be UTF-8.
-        return quote(os.fsencode(whole.relative_to(base).as_posix())) or ".", True
-    return whole.as_uri(), False
+    if not whole.is_relative_to(base):
+        return {"uri": whole.as_uri()}
+    # Quote the bytes, because a name may not be UTF-8.
+    return {"uri": quote(os.fsencode(whole.relative_to(base).as_posix())) or ".", "uriBaseId": ROOT}

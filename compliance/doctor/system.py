@@ -62,10 +62,9 @@ def renew(path: Path, given: Mapping[str, str], *, measure_again: bool = False) 
     before = _read(path)
     if before and not measure_again:
         if not given:
-            raise ValueError(
-                f"{path} exists: --set KEY=VALUE changes its fields, --measure measures this machine again"
-            )
-        check_values(given)
+            ways = "--set KEY=VALUE changes its fields, --measure measures this machine again"
+            raise ValueError(f"{path} exists: {ways}")
+        _check_values(given)
         write(path, before | dict(given))
         return
     host = ExaminedHost()
@@ -98,12 +97,12 @@ def write(path: Path, fields: Mapping[str, Any]) -> None:
 
 def measure(host: ExaminedHost, machine: Machine) -> dict[str, str]:
     """Return the description's fields as measured on this machine. A field that it does not provide is empty."""
-    fields = processors(host, machine) | accelerators(machine.gpus)
+    fields = _processors(host, machine) | _accelerators(machine.gpus)
     fields["host_memory_capacity"] = f"{machine.memory_bytes / 2**30:.0f} GiB"
     # The capacity of the file system that runs start in, in decimal GB as disks are sold.
     fields["host_storage_capacity"] = f"{shutil.disk_usage(run_root()).total / 1e9:.0f} GB"
-    fields["host_networking"] = networking(host, machine)
-    return fields | software(ask_pytorch(host) if machine.gpus.gpus else {}, machine.gpus.driver, host)
+    fields["host_networking"] = _networking(host, machine)
+    return fields | _software(ask_pytorch(host) if machine.gpus.gpus else {}, machine.gpus.driver, host)
 
 
 def complete(measured: Mapping[str, str], given: Mapping[str, str]) -> dict[str, str]:
@@ -116,16 +115,11 @@ def complete(measured: Mapping[str, str], given: Mapping[str, str]) -> dict[str,
     fields |= {"division": "open", "status": SYSTEM_STATUSES["research"]}
     fields |= {"system_name": socket.gethostname(), "number_of_nodes": "1"}
     fields |= {**measured, **given}
-    check_values(fields)
+    _check_values(fields)
     return fields
 
 
-def check_values(fields: Mapping[str, str]) -> None:
-    """Validate fields by the rules for whole descriptions.
-
-    Raises:
-        ValueError: a field is wrong. The message names it and what was expected.
-    """
+def _check_values(fields: Mapping[str, str]) -> None:
     for name in fields:
         if name not in SYSTEM_FIELDS:
             raise ValueError(f"system field {name!r} does not exist, expected one of {', '.join(SYSTEM_FIELDS)}")
@@ -134,8 +128,7 @@ def check_values(fields: Mapping[str, str]) -> None:
             raise ValueError(f"{finding.key}: {finding.found}")
 
 
-def processors(host: ExaminedHost, machine: Machine) -> dict[str, str]:
-    """Describe the host's processors. Sockets, name and caches come from lscpu, the rest from `machine`."""
+def _processors(host: ExaminedHost, machine: Machine) -> dict[str, str]:
     cpu: dict[str, str] = {}
     for line in host.run("lscpu").answer.splitlines():
         name, _, value = line.partition(":")
@@ -152,8 +145,7 @@ def processors(host: ExaminedHost, machine: Machine) -> dict[str, str]:
     }
 
 
-def networking(host: ExaminedHost, machine: Machine) -> str:
-    """Describe the network adapters: RDMA ports by kind and rate, and the wired devices of /sys/class/net."""
+def _networking(host: ExaminedHost, machine: Machine) -> str:
     kinds: Counter[str] = Counter()
     for port in machine.ports:
         # /sys has the form "200 Gb/sec (4X HDR)".
@@ -167,11 +159,10 @@ def networking(host: ExaminedHost, machine: Machine) -> str:
     return ", ".join(f"{count}x {kind}" for kind, count in sorted(kinds.items()))
 
 
-def accelerators(found: Gpus) -> dict[str, str]:
-    """Describe the accelerators by the first one. All are assumed to be of one kind."""
+def _accelerators(found: Gpus) -> dict[str, str]:
     if not found.gpus:
         return {"accelerators_per_node": "0", "accelerator_model_name": "N/A"}
-    gpu = found.gpus[0]
+    gpu = found.gpus[0]  # all are assumed to be of one kind
     pcie = f"PCIe Gen{gpu.pcie_generation} x{gpu.pcie_full_width}"
     rate = f", {gpu.link_gb_s:.0f} GB/s per direction" if gpu.link_gb_s else ""
     return {
@@ -193,17 +184,16 @@ def ask_pytorch(host: ExaminedHost) -> dict[str, Any]:
     return {}
 
 
-def software(pytorch: Mapping[str, Any], driver: str, host: ExaminedHost) -> dict[str, str]:
-    """Describe the software: PyTorch and its libraries, installed packages, the system."""
+def _software(pytorch: Mapping[str, Any], driver: str, host: ExaminedHost) -> dict[str, str]:
     stack = [f"{name} {pytorch[name]}" for name in ("CUDA", "cuDNN", "NCCL") if pytorch.get(name)]
     stack += [f"NVIDIA driver {driver}"] if driver else []
     packages = ("numpy", "triton", "nvidia-dali-cuda130", "mlperf-logging")
-    stack += [f"{name} {number}" for name in packages if (number := version(name))]
+    stack += [f"{name} {number}" for name in packages if (number := _version(name))]
     stack += [f"Python {platform.python_version()}"]
     # The values may be quoted or unquoted.
     release = dict(re.findall(r'^(\w+)="?(.*?)"?$', host.read("/etc/os-release"), re.MULTILINE))
     ngc = host.environment.get("NVIDIA_PYTORCH_VERSION")
-    framework = f"PyTorch {pytorch.get('PyTorch') or version('torch')}".strip()
+    framework = f"PyTorch {pytorch.get('PyTorch') or _version('torch')}".strip()
     return {
         "framework": framework + (f" (NVIDIA Release {ngc})" if ngc else ""),
         "other_software_stack": ", ".join(stack),
@@ -211,8 +201,7 @@ def software(pytorch: Mapping[str, Any], driver: str, host: ExaminedHost) -> dic
     }
 
 
-def version(distribution: str) -> str:
-    """Return the version of an installed package; "" if it is not installed."""
+def _version(distribution: str) -> str:
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:

@@ -2,7 +2,7 @@
 
 results/<system>/bert/result_<n>.txt      the log (compliance.log.reader)
 results/<system>/bert/metrics_<n>.jsonl   the records of the run (compliance.log.records); may be missing
-results/systems/<system>.json             the system description; may be missing
+results/systems/<system>.json             the system description, in a submission <org>/systems/; may be missing
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Literal, TypeVar
 from compliance.check.checker import check_log
 from compliance.convergence.outlook import Outlook, outlook
 from compliance.convergence.selection import FAILED, olympic_mean, select
-from compliance.folders import numbered_logs
+from compliance.folders import find, numbered_logs
 from compliance.log import rules
 from compliance.log.findings import Finding, Verdict
 from compliance.log.reader import Log, read_log
@@ -24,7 +24,7 @@ from compliance.log.rules import SUBMISSION_RUNS
 from compliance.log.run import LoggedRun
 from compliance.report.published import PublishedPlace, placement
 from compliance.submission.check import check_paths, is_for_submission
-from compliance.submission.description import read_description
+from compliance.submission.description import count_accelerators, read_description
 
 MIN_RUNS_FOR_SCORE = 3
 """Minimum number of runs for a score, because the score drops the fastest and the slowest run."""
@@ -175,14 +175,11 @@ class Results:
     @property
     def accelerators(self) -> int | None:
         """Number of accelerators from the system description, or else the number of processes of a run; None if unknown."""
-        fields = [self.description.get(name, "") for name in ("number_of_nodes", "accelerators_per_node")]
-        # Limit the length before converting to an integer, because the text is untrusted.
-        if all(field.isascii() and field.isdigit() and len(field) < 7 for field in fields):
-            return int(fields[0]) * int(fields[1])
-        if not self.accelerator:
-            return None
+        described, run = count_accelerators(self.description), self.shown.metrics.run
         # Count processes only if there is an accelerator, because a run on CPUs has processes too.
-        return (self.shown.metrics.run.world_size or None) if self.shown.metrics.run else None
+        if described is not None or not self.accelerator or run is None:
+            return described
+        return run.world_size or None
 
     @cached_property
     def shown(self) -> ReportedRun:
@@ -219,11 +216,10 @@ def load_results(folder: Path, ruleset: str = rules.NEWEST_RULESET) -> Results:
         # Check the log here if the folder's check did not include it.
         verdict = verdicts.pop(path, None) or check_log(log, ruleset)
         runs.append(ReportedRun(number, log, verdict, read_metrics(folder / f"metrics_{number}.jsonl")))
-    system = folder.resolve().parent  # resolve, because FOLDER may be "."
-    path = system.parent / "systems" / f"{system.name}.json"
-    fields = read_description(path).fields if path.is_file() else {}
+    place = find(folder).benchmarks[0]
+    fields = read_description(place.description).fields if place.description.is_file() else {}
     description = {str(name): str(value) for name, value in fields.items()}
-    return Results(folder, tuple(runs), system.name, description, ruleset, tuple(verdicts.values()))
+    return Results(folder, tuple(runs), place.system, description, ruleset, tuple(verdicts.values()))
 
 
 def breakdown(run: ReportedRun) -> dict[str, float]:

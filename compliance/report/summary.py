@@ -99,15 +99,6 @@ def cells(run: ReportedRun) -> tuple[str, ...]:
     )
 
 
-def score_line(results: Results) -> str:
-    """Return the number of valid runs and the score in one sentence."""
-    valid = sum(run.verdict.passed for run in results.runs)
-    line = f"{valid} of {len(results.runs)} runs valid"
-    if results.score_seconds is not None:
-        line += f"; mean time to train without the fastest and the slowest: {duration(results.score_seconds)}"
-    return line
-
-
 def print_summary(results: Results) -> None:
     """Print the table of all runs, and the score."""
     rows = [COLUMNS, *(cells(run) for run in results.runs)]
@@ -115,7 +106,10 @@ def print_summary(results: Results) -> None:
     say(heading(results))
     for row in rows:
         say("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
-    say(score_line(results))
+    valid = f"{sum(run.verdict.passed for run in results.runs)} of {len(results.runs)} runs valid"
+    score = results.score_seconds
+    mean = f"; mean time to train without the fastest and the slowest: {duration(score)}" if score is not None else ""
+    say(valid + mean)
     say(results.notice)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
@@ -148,10 +148,10 @@ def against_logs(description: Description, runs: Sequence[LoggedRun]) -> Iterato
     # Each rank has its own accelerator. On CPUs the number of ranks says nothing about the hardware.
     ranks = "" if head["accelerator"].lower() in _NONE else head["processes"].partition(" ")[0]
     model, torch = head["cpu"].rpartition(", ")[0], f"PyTorch {head['torch']}" if head["torch"] else ""
-    text = description.text
+    text, count = description.text, count_accelerators(description.fields)
     for name, described, logged, agree in (
         ("accelerator_model_name", text("accelerator_model_name") or "none", head["accelerator"], _same_device),
-        ("accelerators_per_node", _accelerators(description), ranks, str.__eq__),
+        ("accelerators_per_node", None if count is None else str(count), ranks, str.__eq__),
         ("host_processor_model_name", text("host_processor_model_name"), model, _same_model),
         ("framework", text("framework"), torch, _same_release),
     ):
@@ -163,12 +163,13 @@ def against_logs(description: Description, runs: Sequence[LoggedRun]) -> Iterato
             yield Finding(description.lines.get(name), name, AGREEMENT, found, remedy, severity=severity)
 
 
-def _accelerators(description: Description) -> str:
-    counts = [str(description.fields.get(name, "")) for name in ("number_of_nodes", "accelerators_per_node")]
+def count_accelerators(fields: Mapping[str, Any]) -> int | None:
+    """Return the number of accelerators of all nodes from a description's fields; None if they do not state it."""
+    counts = [str(fields.get(name, "")) for name in ("number_of_nodes", "accelerators_per_node")]
     # Limit the length before converting to an integer, because the text is untrusted.
     if not all(count.isascii() and count.isdigit() and len(count) < 7 for count in counts):
-        return ""
-    return str(int(counts[0]) * int(counts[1]))
+        return None
+    return int(counts[0]) * int(counts[1])
 
 
 def _usual(values: Sequence[object]) -> str | None:

@@ -11,9 +11,9 @@ import hashlib
 import io
 import json
 import resource
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
@@ -69,14 +69,11 @@ def write_dataset(folder: Path, samples: Samples, *, shards: int, info: DatasetI
     if not 1 <= shards <= len(samples):
         raise ValueError(f"shards is {shards} for {len(samples):,} samples; expected 1 to the number of samples")
     bounds = np.linspace(0, len(samples), shards + 1).astype(np.int64)
+    names = [shard_name(index, shards) for index in range(shards)]
     with new_folder(folder) as partial:
-        records = []
-        for index, (start, stop) in enumerate(pairwise(bounds.tolist())):
-            path = partial / shard_name(index, shards)
-            write_shard(path, samples.slice(start, stop), info)
-            records.append(open_shard(path).record())
-        lengths = np.stack([samples.lengths, samples.masked_counts], axis=1)
-        write_metadata(Dataset(partial, info, tuple(records), lengths.astype(np.uint16)))
+        for name, (start, stop) in zip(names, pairwise(bounds.tolist()), strict=True):
+            write_shard(partial / name, samples.slice(start, stop), info)
+        index_shards(partial, names, info)
 
 
 @contextmanager
@@ -87,16 +84,6 @@ def new_folder(folder: Path) -> Iterator[Path]:
     with atomic_path(folder) as aside:
         aside.mkdir(parents=True)
         yield aside
-
-
-def write_metadata(dataset: "Dataset") -> None:
-    """Write the length index of ``dataset``, and then its manifest. The shards are in its folder."""
-    index = io.BytesIO()
-    np.save(index, np.stack([dataset.lengths, dataset.masked_counts], axis=1).astype("<u2"), allow_pickle=False)
-    digest = hashlib.sha256(index.getbuffer()).hexdigest()
-    manifest = _Manifest(FORMAT, SCHEMA_VERSION, len(dataset), digest, dataset.info, dataset.shards)
-    write_atomically(dataset.folder / LENGTHS_NAME, index.getvalue())
-    write_atomically(dataset.folder / MANIFEST_NAME, json.dumps(asdict(manifest), indent=1).encode())
 
 
 def open_dataset(folder: Path) -> "Dataset":
@@ -194,9 +181,7 @@ class Dataset:
             samples = shard.verify(record.digest)
             rows = self._length_index[self._first_samples[index] : self._first_samples[index + 1]]
             if not np.array_equal(rows, np.stack([shard.lengths, shard.masked_counts], axis=1)):
-                raise ValueError(
-                    f"{self.folder / LENGTHS_NAME}: lengths of {record.name} differ from the shard; {REMEDY}"
-                )
+                raise ValueError(f"{self.folder}: lengths of {record.name} differ from {LENGTHS_NAME}; {REMEDY}")
             visit(record, samples)
 
     def check_files(self) -> None:
@@ -221,10 +206,6 @@ class Dataset:
         shard.info = self.info
         return shard
 
-    def close(self) -> None:
-        """Close all open shards. They are opened again when needed."""
-        self._open_shards.clear()
-
     def _shard(self, index: int) -> Shard:
         """Return an open shard. If there is no room for it, close the shards that were opened first."""
         if index not in self._open_shards:
@@ -234,11 +215,96 @@ class Dataset:
             shard.expect_random_reads()  # set after verification, which reads sequentially
             held = shard.held_bytes + sum(other.held_bytes for other in self._open_shards.values())
             while self._open_shards and (len(self._open_shards) >= self._most_open or held > _MAX_HELD_BYTES):
-                held -= self._open_shards.pop(
-                    next(iter(self._open_shards))
-                ).held_bytes  # a dict keeps the order of opening
+                oldest = next(iter(self._open_shards))  # a dict keeps the order of opening
+                held -= self._open_shards.pop(oldest).held_bytes
             self._open_shards[index] = shard
         return self._open_shards[index]
+
+
+def scan_shards(folder: Path, names: Sequence[str], info: DatasetInfo) -> Dataset:
+    """Return a data set of the shards ``names`` in ``folder``. Reads every shard.
+
+    ``info`` describes the samples. Shards that contain a description must agree with it, and no two shards may hold
+    the same samples.
+    """
+    records, lengths = [], [np.empty((0, 2), np.uint16)]
+    sources = dict(info.sources)
+    names_by_digest: dict[str, str] = {}
+    for name in names:
+        shard = open_shard(folder / name)
+        if shard.digest is None:
+            shard.info = info
+        elif shard.info.without_sources() != info.without_sources():
+            raise ValueError(f"{shard.path}: made with other settings than the other shards; prepare it again")
+        sources |= shard.info.sources
+        record = shard.record()
+        other = names_by_digest.setdefault(record.digest, name)
+        if other != name and record.samples:  # empty shards are equal
+            raise ValueError(f"{folder}: {name} holds the same samples as {other}; name each once")
+        records.append(record)
+        lengths.append(np.stack([shard.lengths, shard.masked_counts], axis=1).astype(np.uint16))
+    return Dataset(folder, replace(info, sources=sources), tuple(records), np.concatenate(lengths))
+
+
+def index_shards(folder: Path, names: Sequence[str], info: DatasetInfo) -> Dataset:
+    """Turn shards into a data set: scan them with `scan_shards`, and write a length index and then a manifest."""
+    found = scan_shards(folder, names, info)
+    index = io.BytesIO()
+    np.save(index, np.stack([found.lengths, found.masked_counts], axis=1).astype("<u2"), allow_pickle=False)
+    digest = hashlib.sha256(index.getbuffer()).hexdigest()
+    manifest = _Manifest(FORMAT, SCHEMA_VERSION, len(found), digest, found.info, found.shards)
+    write_atomically(folder / LENGTHS_NAME, index.getvalue())
+    write_atomically(folder / MANIFEST_NAME, json.dumps(asdict(manifest), indent=1).encode())
+    return open_dataset(folder)
+
+
+def shard_names(folder: Path) -> list[str]:
+    """Return the names of the shards in a folder without a manifest."""
+    if not folder.is_dir():
+        raise ValueError(f"{folder}: no such folder")
+    # Skip hidden files, which an interrupted command may have left.
+    names = sorted(path.name for path in folder.iterdir() if path.is_file() and not path.name.startswith("."))
+    if MANIFEST_NAME in names:
+        raise ValueError(f"{folder} already has a {MANIFEST_NAME}; delete it first to make a new one")
+    if not names:
+        raise ValueError(f"{folder} holds no files; expected shards")
+    return names
+
+
+def shards_of(folder: Path) -> list[Path]:
+    """Return the shards of a data set, or of a folder that contains only shards."""
+    if (folder / MANIFEST_NAME).exists():
+        return [folder / record.name for record in open_dataset(folder).shards]
+    return [folder / name for name in shard_names(folder)]
+
+
+def info_of(folder: Path, names: Sequence[str], vocab: Path) -> DatasetInfo:
+    """Describe shards from other programs: their vocabulary, and the largest sizes that they contain or declare."""
+    vocabulary = Vocabulary.from_file(vocab)
+    most_tokens = most_masked = 1
+    for name in names:
+        shard = open_shard(folder / name)
+        if shard.digest is not None:  # a native shard contains its description
+            return shard.info.without_sources()
+        if shard.layout in ("fixed", "tfrecord"):  # these layouts declare the width of their rows
+            most_tokens, most_masked = shard.info.max_seq_length, shard.info.max_predictions_per_seq
+            break
+        most_tokens = max(most_tokens, int(shard.lengths.max(initial=1)))
+        most_masked = max(most_masked, int(shard.masked_counts.max(initial=1)))
+    return DatasetInfo.of(vocabulary, most_tokens, most_masked)
+
+
+def open_or_scan(folder: Path, vocab: Path | None) -> Dataset:
+    """Open a data set. If the folder has no manifest, scan its shards."""
+    if (folder / MANIFEST_NAME).exists():
+        dataset = open_dataset(folder)
+        if vocab is not None:
+            dataset.check_vocabulary(Vocabulary.from_file(vocab))
+        return dataset
+    names = shard_names(folder)
+    if vocab is None:
+        raise ValueError(f"{folder} has no {MANIFEST_NAME}: name the vocabulary of its ids by --vocab FILE")
+    return scan_shards(folder, names, info_of(folder, names, vocab))
 
 
 def _most_open_shards(count: int) -> int:

@@ -20,8 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from console.files import read_json, write_atomically
-from dataloading.dataset.folder import Dataset, shard_name
-from dataloading.dataset.scan import index_shards
+from dataloading.dataset.folder import Dataset, index_shards, shard_name
 from dataloading.jobs import begun
 from dataloading.shards.formats import whole_shard
 from dataloading.shards.native import write_shard

@@ -7,8 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from dataloading.batches.packing import pack_samples
-from dataloading.dataset.folder import Dataset, shard_name
-from dataloading.dataset.scan import index_shards
+from dataloading.dataset.folder import Dataset, index_shards, shard_name
 from dataloading.jobs import Made, Report, begun, make_files
 from dataloading.options import Layout
 from dataloading.shards.formats import whole_shard

@@ -204,9 +204,7 @@ def _read_list(path: Path, *, strict: bool) -> Iterator[tuple[PurePosixPath, str
         if match := _LISTED.fullmatch(line):
             yield PurePosixPath(match[2]), match[1].lower()
         elif strict and line:
-            raise ValueError(
-                f"{path}: line {number} is {line[:80]!r}; expected an MD5 sum and a file, as md5sum writes them"
-            )
+            raise ValueError(f"{path}: line {number} is {line[:80]!r}; expected an MD5 sum and the name of a file")
 
 
 def _refuse(described: Iterable[str]) -> None:

@@ -2,20 +2,26 @@
 
 import glob
 import hashlib
+import unicodedata
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, groupby
+from itertools import accumulate, chain, groupby
 from pathlib import Path
 
+import tokenizers
+from tokenizers.models import WordPiece
+from tokenizers.normalizers import BertNormalizer
+from tokenizers.pre_tokenizers import BertPreTokenizer
+from tokenizers.trainers import WordPieceTrainer
+
 from console.files import sha256_of, write_atomically
-from dataloading.dataset.folder import new_folder, shard_name
-from dataloading.dataset.scan import index_shards
+from dataloading.dataset.folder import index_shards, new_folder, shard_name
 from dataloading.options import OwnText, PretrainingOptions
 from dataloading.preparation.pretraining_data import create_samples, read_documents, samples_info, tokenize_documents
 from dataloading.shards.native import write_shard
 from dataloading.text.cleanup import sentence_splitter
-from dataloading.text.tokenization import Tokenizer, Vocabulary
-from dataloading.text.vocabulary import learn_vocabulary
+from dataloading.text.tokenization import SPECIAL_TOKENS, Tokenizer, Vocabulary
 
 FEWEST_DOCUMENTS = 20
 """Smallest number of documents that gives a meaningful evaluation set."""
@@ -26,6 +32,9 @@ _SHARD_CHARACTERS = 27 << 20
 memory."""
 
 _SEED_OF_EVALUATION = 54321
+
+_FREQUENT = 20
+"""Minimum number of occurrences for a character to be part of the alphabet."""
 
 Document = list[str]
 """List of sentences."""
@@ -101,6 +110,33 @@ def split_documents(documents: Sequence[Document], share: float) -> TextSplit:
         evaluation=[document for digest, document in different.items() if digest in held_out],
         repeated=len(documents) - len(different),
     )
+
+
+def learn_vocabulary(lines: Sequence[str], size: int, *, lower: bool = True) -> list[str]:
+    """Learn at most ``size`` tokens; return special tokens, characters and learned pieces in id order.
+
+    ``lower`` lower-cases the text and strips accents. The alphabet is passed to the trainer as sorted special tokens: the
+    trainer would number the alphabet differently in each run, and the learned pieces depend on these numbers.
+    """
+    normalizer = BertNormalizer(lowercase=lower)
+    text = [normalizer.normalize_str(line) for line in lines]
+    counts = Counter(chain.from_iterable(text))
+    alphabet = sorted(
+        character
+        for character, count in counts.items()
+        if count >= _FREQUENT and not character.isspace() and unicodedata.category(character) != "Cc"
+    )
+    # Include each character as a continuation as well, so that a word of known characters is never [UNK].
+    fixed = [*SPECIAL_TOKENS, *alphabet, *(f"##{character}" for character in alphabet)]
+    if size <= len(fixed):
+        raise ValueError(f"a vocabulary of {size} has no room for more than its {len(fixed)} characters: ask for more")
+    tokenizer = tokenizers.Tokenizer(WordPiece(unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = BertPreTokenizer()
+    # limit_alphabet is 0 because the special tokens already include the alphabet.
+    trainer = WordPieceTrainer(vocab_size=size, special_tokens=fixed, limit_alphabet=0, show_progress=False)
+    tokenizer.train_from_iterator(text, trainer)
+    ids = tokenizer.get_vocab()
+    return sorted(ids, key=ids.__getitem__)
 
 
 def _documents(path: Path, own: OwnText) -> list[Document]:

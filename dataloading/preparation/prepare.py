@@ -14,8 +14,7 @@ from functools import lru_cache, partial
 from pathlib import Path
 
 from console.files import open_regular, sha256_of
-from dataloading.dataset.folder import Dataset, shard_name
-from dataloading.dataset.scan import index_shards
+from dataloading.dataset.folder import Dataset, index_shards, shard_name
 from dataloading.jobs import Made, Report, WorkPart, begun, make_files
 from dataloading.options import PretrainingOptions
 from dataloading.preparation.pretraining_data import (

@@ -195,7 +195,7 @@ class _Preparation:
         self._verify()
         # If the training set does not exist yet, other processes may still need the parts.
         if (self.out / TRAIN).exists():
-            for path in self.work.glob(f"*-{16 * '[0-9a-f]'}"):
+            for path in list(self.work.glob(f"*-{16 * '[0-9a-f]'}")):
                 _delete(path)
 
     def make_part(self, part: WorkPart) -> bool:
@@ -257,9 +257,7 @@ class _Preparation:
         target, marker = self.out / result, self.work / f"{result}.json"
         if target.exists() or target.is_symlink():
             if not _records(marker, made_from):
-                raise ValueError(
-                    f"{target} exists and was not made from these inputs with these settings; {_ELSEWHERE}"
-                )
+                raise ValueError(f"{target} exists and was not made from these inputs and settings; {_ELSEWHERE}")
             say(f"{target} exists already")
         else:
             place = self._place(result, made_from)

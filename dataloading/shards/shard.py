@@ -80,11 +80,7 @@ class ShardRecord:
 
 
 class Shard(ABC):
-    """An open file of samples in any layout.
-
-    If the layout allows it, samples are read from a memory map of the file, which exists as long as an object refers to
-    it.
-    """
+    """An open file of samples in any layout, which are read from a memory map of the file if the layout allows it."""
 
     layout: str
     """Name of the layout, as in ``convert --to``."""

@@ -99,9 +99,7 @@ def hold_out(text: str, count: int, seed: int) -> tuple[list[str], list[str]]:
     """
     found = text.split("\n\n")
     if count > len(found):
-        raise ValueError(
-            f"holds {len(found)} articles, of which {count} are to be held out; use fewer evaluation_articles"
-        )
+        raise ValueError(f"holds {len(found)} articles, but {count} are to be held out; use fewer evaluation_articles")
     rng = random.Random(seed)
     drawn: set[int] = set()
     while len(drawn) < count:

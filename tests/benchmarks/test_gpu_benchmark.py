@@ -171,16 +171,13 @@ def test_every_op_is_timed_and_what_cannot_be_says_why(all_parts: Path) -> None:
     assert all(row["note"] for row in found.values() if row["milliseconds"] is None)
 
 
-def test_fp8_is_timed_and_learns_as_fp32(all_parts: Path) -> None:
+def test_fp8_is_timed_and_right_and_learns_as_fp32(all_parts: Path) -> None:
     found = rows(all_parts, "fp8")
     assert found["step in FP8"]["figure"] > 0
     assert found["step in FP8"]["note"].startswith("fp8: ")
     assert found["losses in bf16 against fp32"]["figure"] == 0  # tiny models use fp32 on both sides
     assert 0 < found["losses in fp8 against bf16"]["figure"] < 0.05
     assert FULL.parity_steps == 200
-
-
-def test_the_fp8_ops_are_timed_and_right(all_parts: Path) -> None:
     for part in ("kernels", "correctness"):
         found = rows(all_parts, part)
         of_fp8 = [name for name in found if "fp8" in name or name.startswith("scaled_matmul")]

@@ -103,15 +103,3 @@ def test_a_default_that_cannot_run_says_why(small_run: SmallRun, tmp_path: Path,
     assert "data.prefetch is 0" in refused("tune", "tiny_cpu", "--", *settings, "--data.prefetch", "0")
     saving = ("--save-checkpoint", tmp_path / "weights")
     assert "omit" in refused("tune", "tiny_cpu", "--", *settings, *saving)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "complaint"),
-    [
-        (["tiny_gpu"], "unknown recipe 'tiny_gpu'"),
-        (["tiny_cpu", "--seconds", "nan"], "--seconds is nan, expected 10 to 86,400"),
-        ([], "RECIPE"),
-    ],
-)
-def test_wrong_input_is_one_line(arguments: list[str], complaint: str, refused: Callable[..., str]) -> None:
-    assert complaint in refused("tune", *arguments)

@@ -81,26 +81,21 @@ class Cost:
         return self.spilled <= NEGLIGIBLE_SPILL and self.shared <= SHARED_MEMORY_LIMITS[self.capability]
 
 
-@dataclass(frozen=True)
-class Item:
-    """A kernel configuration, to be compiled for one compute capability."""
+Item = tuple[str, Configuration, int]
+"""A module, a configuration of one of its kernels, and the compute capability to compile it for."""
 
-    module: str
-    configuration: Configuration
-    capability: int
 
-    @property
-    def name(self) -> str:
-        kernel = self.configuration.kernel.__name__
-        return f"{self.module}: {kernel}, {self.configuration.name}, sm_{self.capability}"
+def name_of(module: str, configuration: Configuration, capability: int) -> str:
+    return f"{module}: {configuration.kernel.__name__}, {configuration.name}, sm_{capability}"
 
-    def digest(self) -> str:
-        """Return a digest of the kernel, its callees, its configuration, and the functions that compile and measure it."""
-        chosen = self.configuration
-        settings = chosen.signature, chosen.constexprs, chosen.num_warps, chosen.num_stages, chosen.max_registers
-        measuring = (_code(inspect.getsource(each)) for each in (cost, compiled, figures))
-        parts = self.name, chosen.kernel.cache_key, settings, INSTRUCTIONS, *measuring
-        return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+
+def digest(item: Item) -> str:
+    """Return a digest of the kernel, its callees, its configuration, and the functions that compile and measure it."""
+    _, chosen, _ = item
+    settings = chosen.signature, chosen.constexprs, chosen.num_warps, chosen.num_stages, chosen.max_registers
+    measuring = (_code(inspect.getsource(each)) for each in (cost, compiled, figures))
+    parts = name_of(*item), chosen.kernel.cache_key, settings, INSTRUCTIONS, *measuring
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
 
 def known_costs() -> tuple[dict[str, Cost], list[str]]:
@@ -109,22 +104,22 @@ def known_costs() -> tuple[dict[str, Cost], list[str]]:
     The names are empty if the file has nothing for this version of Triton.
     """
     kept = _read().get(_version(), {})
-    items = {item.digest(): item for item in _items()}
-    lacking = {digest: item for digest, item in items.items() if digest not in kept}
+    items = {digest(item): item for item in _items()}
+    lacking = {key: item for key, item in items.items() if key not in kept}
     found = dict(zip(lacking, costs_of(lacking.values()), strict=True))
-    costs = {digest: found[digest] if digest in found else Cost(**kept[digest]) for digest in items}
-    return costs, [item.name for item in lacking.values()] if kept else []
+    costs = {key: found[key] if key in found else Cost(**kept[key]) for key in items}
+    return costs, [name_of(*item) for item in lacking.values()] if kept else []
 
 
 def specialized() -> list[str]:
     """Return the numbers for which Triton compiles a kernel again if the value is 1 or a multiple of 16."""
-    return sorted({f"{item.module}: {name}" for item in _items() for name in _specialized(item.configuration)})
+    return sorted({f"{module}: {name}" for module, chosen, _ in _items() for name in _specialized(chosen)})
 
 
 def items_of(module: str, configurations: Iterable[Configuration], capabilities: Iterable[int]) -> list[Item]:
     """Return pairs of a configuration and a GPU generation in ``capabilities`` that the configuration supports."""
     return [
-        Item(module, configuration, capability)
+        (module, configuration, capability)
         for configuration in configurations
         for capability in capabilities
         if capability in configuration.capabilities
@@ -133,7 +128,7 @@ def items_of(module: str, configurations: Iterable[Configuration], capabilities:
 
 def costs_of(items: Iterable[Item]) -> list[Cost]:
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        return list(pool.map(lambda item: cost(item.module, item.configuration, item.capability), items))
+        return list(pool.map(lambda item: cost(*item), items))
 
 
 def cost(module: str, configuration: Configuration, capability: int) -> Cost:
@@ -240,10 +235,10 @@ def _version() -> str:
 def main() -> int:
     """Update the installed Triton version's section of the file, print it, and return the exit status."""
     costs, _ = known_costs()
-    versions = _read() | {_version(): {digest: asdict(cost) for digest, cost in costs.items()}}
+    versions = _read() | {_version(): {key: asdict(cost) for key, cost in costs.items()}}
     # One line per configuration keeps diffs readable.
     rows = {
-        version: ",\n".join(f'"{digest}": {json.dumps(figures)}' for digest, figures in its_own.items())
+        version: ",\n".join(f'"{key}": {json.dumps(figures)}' for key, figures in its_own.items())
         for version, its_own in sorted(versions.items())
     }
     sections = ",\n".join(f'"{version}": {{\n{its_own}\n}}' for version, its_own in rows.items())

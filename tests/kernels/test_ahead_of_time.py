@@ -25,9 +25,9 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 def found() -> dict[str, Any]:
     """Return what a process finds in which Triton compiles."""
     program = (
-        "import json, triton; from dataclasses import asdict; from tests.kernels import compiled, fat_kernels; "
+        "import json, triton; from dataclasses import asdict; from tests.kernels import compiled, faulty_kernels; "
         "costs, lacking = compiled.known_costs(); "
-        "fat = compiled.costs_of(compiled.items_of('fat_kernels', fat_kernels.configurations(), (90,))); "
+        "fat = compiled.costs_of(compiled.items_of('faulty', faulty_kernels.configurations(), (90,))); "
         "costs = {'costs': [asdict(cost) for cost in costs.values()], 'fat': [asdict(cost) for cost in fat]}; "
         "others = {'lacking': lacking, 'specialized': compiled.specialized(), 'triton': triton.__version__}; "
         "print(json.dumps(costs | others))"

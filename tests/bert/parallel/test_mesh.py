@@ -267,3 +267,21 @@ def test_only_rails_ask_for_sums_in_switches(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=options_with()))
     with pytest.raises(ValueError, match=r"training\.sharp"):
         Communicators.create(mesh, in_network=True)
+
+
+def test_a_device_is_set_up_with_sums_in_fp32() -> None:
+    """The settings from before do not matter."""
+    products, word = torch.backends.cuda.matmul, torch.get_float32_matmul_precision()
+    reduced = "allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction"
+    before = [getattr(products, name) for name in reduced]
+    for name in reduced:
+        setattr(products, name, True)
+    torch.set_float32_matmul_precision("high")
+    try:
+        join_mesh("cpu")
+        assert [getattr(products, name) for name in (*reduced, "allow_tf32")] == [False] * 3
+        assert torch.get_float32_matmul_precision() == "highest"
+    finally:
+        for name, value in zip(reduced, before, strict=True):
+            setattr(products, name, value)
+        torch.set_float32_matmul_precision(word)

@@ -169,23 +169,6 @@ def test_a_plan_for_4096_ranks_is_one_that_a_run_takes(tmp_path: Path, cluster: 
     assert sum(plan.step_seconds.values()) < 0.1
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["h100_9x9"], "unknown recipe 'h100_9x9'"),
-        (["tiny_cpu"], "tiny_cpu names no device: give --cluster"),
-        (["h100_1x8", "--gpus", "12"], "--gpus is 12, expected whole nodes of 8"),
-        (["h100_1x8", "--gpus", "262144"], "global batch size 262,144 on 262,144 accelerators: expected at least one"),
-        (["h100_1x8", "--cluster", "x.json", "--accelerator", "H100"], "omit --accelerator and --networking"),
-    ],
-)
-def test_bad_input_is_refused_in_one_line(
-    arguments: list[str], said: str, tmp_path: Path, refused: Callable[..., str]
-) -> None:
-    assert said in refused("plan", *arguments, "--out", tmp_path / "plan.json")
-    assert not (tmp_path / "plan.json").exists()
-
-
 def test_a_view_is_planned_for_as_many_ranks_as_it_has(tmp_path: Path, refused: Callable[..., str]) -> None:
     path = tmp_path / "cluster.json"
     write_view(replace(made_up(hosts=1, ranks=2), collectives=(), outliers=()), path)

@@ -1,7 +1,6 @@
-"""Facts about a machine from trees of files like /sys and from Slurm's output; its load; invalid options of the probe."""
+"""Facts about a machine from trees of files like /sys and from Slurm's output; its load; timing of its computations."""
 
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -60,21 +59,6 @@ def test_switches_come_from_what_scontrol_prints() -> None:
     ]
     assert switches_of(lines) == ("core", "leaf1")
     assert switches_of(["No topology information available"]) == ()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--out", "no/such/cluster.json"], "no/such/cluster.json cannot be written"),
-        (["--out", "cluster.json", "--seconds", "0"], "--seconds is 0 and --limit is 60, expected at least 1"),
-    ],
-)
-def test_a_wrong_option_is_refused_in_one_line(
-    arguments: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Callable[..., str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert said in refused("probe", *arguments)
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(("busy", "own", "share"), [(40.0, 19.0, None), (40.0, 12.0, 0.16), (0.0, 19.0, None)])

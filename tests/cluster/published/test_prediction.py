@@ -68,22 +68,6 @@ def test_json_and_lines_show_the_prediction_and_its_parts(cluster: Command) -> N
         assert text in shown
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (("--accelerator", "NVIDIA Z9000"), "Z9000"),
-        (("--accelerator", "H100", "--nodes", "0"), "nodes: 0"),
-        (("--accelerator", "H100", "--batch", "4"), "global batch size 4"),
-        (("--accelerator", "H100", "--round", "3"), "v3.1"),
-        ((), "--accelerator"),
-    ],
-)
-def test_wrong_options_are_refused_in_one_line(
-    arguments: tuple[str, ...], said: str, refused: Callable[..., str]
-) -> None:
-    assert said in refused("predict", *arguments)
-
-
 def probed(device: str, hosts: int = 4, gbit_s: float = 300.0) -> View:
     """Return a view of hosts with eight ranks each and a network card for each rank."""
     ranks = [Rank(h, r, device, 80 << 30, f"mlx5_{r}", ()) for h in range(hosts) for r in range(8)]

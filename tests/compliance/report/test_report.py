@@ -42,6 +42,7 @@ def test_a_closed_folder_has_every_part(closed: Results) -> None:
     for words in CLOSED_WORDS.splitlines():
         assert words in page.text, words
     assert "lines not shown" not in page.text
+    assert " parallel " not in page.text
     assert page.text.count("no, fastest") == page.text.count("no, slowest") == 1
     assert [attrs["scope"] for attrs in page.of("th", "own")] == ["row"]
     header = closed.shown.log.header | {"config.parallel.tensor": "4", "config.parallel.pipeline": "2"}
@@ -112,9 +113,16 @@ def test_a_step_stands_beside_the_one_that_was_planned(one: Path) -> None:
     measured |= {"step_ms": 41.0}
     planned = {f"planned_{name}": value for name, value in measured.items()}
     planned |= {"planned_reduce_ms": 5.0, "planned_step_ms": 31.0}
-    (one / "metrics_0.jsonl").write_text(json.dumps({"event": "plan", **measured, **planned}) + "\n")
+    events = [{"event": "run", "world_size": 1}, {"event": "plan", **measured, **planned}]
+    (one / "metrics_0.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
     rows = re.sub(r"\s+", "", Page(report.render(load_results(one))).text)
-    for words in ("Stepofrun0", "exposedcommunication515+200%", "waitingfordata00-", "step3141+32%"):
+    for words in (
+        "opendivision,1process,globalbatchsize32",
+        "Stepofrun0",
+        "exposedcommunication515+200%",
+        "waitingfordata00-",
+        "step3141+32%",
+    ):
         assert words in rows
 
 

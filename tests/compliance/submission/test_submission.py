@@ -54,6 +54,7 @@ def test_a_submission_is_checked_whole(root: Path) -> None:
     assert [(verdict.official, verdict.ours) for verdict in verdicts] == [("pass", "pass")] * len(verdicts)
     assert not any(verdict.findings for verdict in verdicts)
     assert accepted(verdicts)
+    assert load_results(benchmark_folder(root)).description["system_name"] == SYSTEM
     assert sorted(path for path in root.rglob("*")) == before  # the package checker would leave scaling.json
 
 

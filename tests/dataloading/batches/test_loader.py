@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from dataloading.batches.loader import Batch, Loader, NumpyLoader, Uploads, batch_of, inert_batch
+from dataloading.batches.loader import Batch, Loader, NumpyLoader, Uploads, batch_of
 from dataloading.batches.sampler import BatchPlan, MicroBatch
 from dataloading.batches.shape_buckets import ShapeBucket, fitting
 from dataloading.batches.synthetic import synthetic_samples
@@ -124,13 +124,6 @@ def assert_padded(padded: Batch, plain: Batch) -> None:
         assert (values[len(real) :] == empty.get(name, 0)).all(), name
     assert padded.tokens > plain.tokens
     assert padded.tokens % 64 == padded.masked_lm_ids.numel() % 16 == 0
-
-
-def test_an_inert_batch_has_the_shape_of_its_shape_bucket() -> None:
-    batch = inert_batch(ShapeBucket(128, 3, 32, 40))
-    assert batch.shape_bucket == ShapeBucket(128, 3, 32, 40)
-    assert not batch.cu_seqlens.any()
-    assert (batch.masked_lm_ids == -1).all()
 
 
 def test_batches_of_the_files_are_those_of_the_samples(small_run: SmallRun) -> None:

@@ -17,22 +17,6 @@ LENGTHS, COUNTS = length_counts()
 WIKIPEDIA = np.bincount(LENGTHS, COUNTS).astype(np.int64)
 
 
-def fewest_packs(lengths: tuple[int, ...], capacity: int, limit: int | None) -> int:
-    """Find the smallest number of packs by exhaustive search. Feasible for only a few sequences."""
-
-    def search(rest: tuple[int, ...], packs: tuple[tuple[int, int], ...]) -> int:
-        if not rest:
-            return len(packs)
-        options = [search(rest[1:], (*packs, (rest[0], 1)))]
-        for place, (tokens, sequences) in enumerate(packs):
-            if tokens + rest[0] <= capacity and (limit is None or sequences < limit):
-                filled = (*packs[:place], (tokens + rest[0], sequences + 1), *packs[place + 1 :])
-                options.append(search(rest[1:], filled))
-        return min(options)
-
-    return search(lengths, ())
-
-
 def assert_packs_the_histogram(strategy: PackingStrategy, histogram: list[int], limit: int | None) -> None:
     packed: Counter[int] = Counter()
     for lengths, count in zip(strategy.combinations, strategy.counts, strict=True):
@@ -72,13 +56,6 @@ def test_every_sequence_is_packed_once_within_limits(given_: tuple[list[int], in
     assert_packs_the_histogram(strategy, histogram, limit)
     assert strategy == pack_histogram(np.array(histogram), capacity, limit)
     assert strategy.packs <= strategy.bound * 1.0002 + 5  # tolerance for rounding
-
-
-@given(st.lists(st.integers(1, 10), min_size=1, max_size=7), st.sampled_from([2, 3, None]))
-def test_the_bound_holds_against_trying_everything(lengths: list[int], limit: int | None) -> None:
-    strategy = pack_histogram(np.bincount(lengths), 10, limit)
-    best = fewest_packs(tuple(lengths), 10, limit)
-    assert strategy.bound <= best <= strategy.packs
 
 
 @pytest.mark.parametrize(

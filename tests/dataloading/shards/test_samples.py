@@ -9,22 +9,6 @@ from dataloading.shards.samples import Samples, concatenate
 from tests.dataloading.made_up import make_samples
 
 
-def test_take_gives_the_rows_asked_for() -> None:
-    samples = make_samples(7)
-    taken = samples.take(np.array([5, 0, 5]))
-    for row, source in enumerate([5, 0, 5]):
-        for offsets, names in (
-            ("sequence_offsets", ("input_ids", "segment_ids")),
-            ("masked_lm_offsets", ("masked_lm_positions", "masked_lm_ids")),
-        ):
-            mine, theirs = (
-                slice(*getattr(each, offsets)[at : at + 2]) for each, at in ((taken, row), (samples, source))
-            )
-            for name in names:
-                assert getattr(taken, name)[mine].tolist() == getattr(samples, name)[theirs].tolist()
-        assert taken.next_sentence_labels[row] == samples.next_sentence_labels[source]
-
-
 def test_slices_are_the_rows_in_between_and_join_to_the_whole() -> None:
     samples = make_samples(7)
     for start, stop in ((0, 7), (2, 5), (3, 3), (7, 7)):

@@ -1,5 +1,6 @@
 """The tokenizer, compared with a plain-Python definition on unusual Unicode; given and learned vocabularies."""
 
+import hashlib
 from itertools import pairwise
 from pathlib import Path
 
@@ -9,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.data_stages import reference_prepare
+from dataloading.preparation.own_text import learn_vocabulary
 from dataloading.text.tokenization import Tokenizer, Vocabulary, split_words
-from dataloading.text.vocabulary import learn_vocabulary
-from tests.conftest import REPOSITORY
 
 LETTERS = "abcdefghijklmnopqrstuvwxyzABIS0123\u00df\u03c3\u03c2\u0142\u00e9\u00f1\u6771\u4eac\u1112"
 SPECIAL_TOKENS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
@@ -80,16 +80,9 @@ def test_vocabulary_is_loaded_as_the_reference_loads_it(tmp_path: Path) -> None:
     vocabulary = Vocabulary.from_file(path)
     assert vocabulary.tokens == (*SPECIAL_TOKENS, "the", "", "end\u2028of")
     assert vocabulary.size == 8
+    assert vocabulary.md5 == hashlib.md5(path.read_bytes()).hexdigest()
+    assert vocabulary.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
     assert vocabulary.ids == reference_prepare.read_vocab(path)
-
-
-def test_digest_is_that_of_the_file() -> None:
-    path = REPOSITORY.parent / "shared/data/vocab.txt"
-    if not path.exists():
-        pytest.skip("needs ../shared/data/vocab.txt")
-    vocabulary = Vocabulary.from_file(path)
-    assert vocabulary.md5 == "64800d5d8528ce344256daf115d4965e"
-    assert vocabulary.size == 30522
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,20 @@
-"""Captured runs of two ranks give the losses of an eager run, and leave no graph when the process groups are destroyed."""
+"""Captured runs of two ranks give the losses of an eager run, and leave no graph when the process groups are destroyed.
+
+They run on a CPU, with stand-ins for CUDA graphs and NCCL.
+"""
 
 import signal
+from contextlib import ExitStack
 from pathlib import Path
+from unittest.mock import patch
 
+import bert.execution.batches
+import bert.run
+import bert.setup
+from bert.train import main
+from tests.bert.recording import Recording, groups_that_wait_for_graphs, recordable_attention
 from tests.conftest import SmallRun
 from tests.distributed.ranks import Ranks, records, result_of
-from tests.distributed.runs.captured import captured
 
 SETTINGS: dict[str, object] = {
     "training__gradient_accumulation_steps": 2,
@@ -15,6 +24,30 @@ SETTINGS: dict[str, object] = {
     "evaluation__interval_samples": 160,
 }
 """With these settings, micro-batches have two roles and several shapes."""
+
+
+def captured(mode: str, *arguments: str) -> int:
+    """Run ``bert.train`` in a mode on a rank.
+
+    The mode "eager" pads as a captured run does but captures nothing, "few" captures only the smallest shape, and
+    "refused" raises an error after capturing.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(recordable_attention())
+        stack.enter_context(groups_that_wait_for_graphs())
+        patches = [
+            patch.object(bert.execution.batches, "captures", lambda *_: True),
+            patch.object(bert.run, "captures", lambda *_: mode != "eager"),
+            patch.object(bert.run, "CudaCapturer", lambda _: Recording()),
+        ]
+        if mode == "few":
+            choose = bert.setup.choose_shapes
+            patches.append(patch.object(bert.setup, "choose_shapes", lambda *given: choose(*given)[:1]))
+        if mode == "refused":
+            patches.append(patch.object(bert.setup, "build_loader", side_effect=ValueError("no loader")))
+        for each in patches:
+            stack.enter_context(each)
+        return main(arguments)
 
 
 def start(run: SmallRun, results: Path, mode: str, **changes: object) -> Ranks:

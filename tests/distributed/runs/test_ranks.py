@@ -8,8 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from bert.parallel.watchdog.watchdog import FAULT_STATUS
-from dataloading.dataset.folder import open_dataset
-from dataloading.dataset.scan import index_shards
+from dataloading.dataset.folder import index_shards, open_dataset
 from tests.conftest import SmallRun
 from tests.dataloading.foreign_shards import write_like_others
 from tests.distributed.faulty import faulty

@@ -1,0 +1,34 @@
+"""Wrong command lines are refused in one line, before anything is written."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("plan h100_9x9", "unknown recipe 'h100_9x9'"),
+        ("plan tiny_cpu", "tiny_cpu names no device: give --cluster"),
+        ("plan h100_1x8 --gpus 12", "--gpus is 12, expected whole nodes of 8"),
+        ("plan h100_1x8 --gpus 262144", "global batch size 262,144 on 262,144 accelerators: expected at least one"),
+        ("plan h100_1x8 --cluster x.json --accelerator H100", "omit --accelerator and --networking"),
+        ("predict", "--accelerator"),
+        ("predict --accelerator Z9000", "Z9000"),
+        ("predict --accelerator H100 --nodes 0", "nodes: 0"),
+        ("predict --accelerator H100 --batch 4", "global batch size 4"),
+        ("predict --accelerator H100 --round 3", "v3.1"),
+        ("probe --out no/such/cluster.json", "no/such/cluster.json cannot be written"),
+        ("probe --out cluster.json --seconds 0", "--seconds is 0 and --limit is 60, expected at least 1"),
+        ("tune", "RECIPE"),
+        ("tune tiny_gpu", "unknown recipe 'tiny_gpu'"),
+        ("tune tiny_cpu --seconds nan", "--seconds is nan, expected 10 to 86,400"),
+    ],
+)
+def test_a_wrong_command_line_is_refused(
+    command: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Callable[..., str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert said in refused(*command.split())
+    assert list(tmp_path.iterdir()) == []
