@@ -41,12 +41,8 @@ def probe(names: Sequence[str], *arguments: object, **places: Any) -> tuple[list
 def check_whole(view: View) -> None:
     assert [host.name for host in view.hosts] == [f"h{number}" for number in range(HOSTS)]
     assert len(view.links) == HOSTS * (HOSTS - 1)
-    assert [each.operation for each in view.collectives] == [
-        "all-reduce",
-        "reduce-scatter",
-        "all-gather",
-        "all-to-all",
-    ]  # fmt: skip
+    operations = " ".join(each.operation for each in view.collectives)
+    assert operations == "all-reduce reduce-scatter all-gather all-to-all"
     assert all(each.seconds > 0 for each in view.computations)
     assert predict_step(TINY, Strategy(32), rates_of_view(view)).total > 0
     assert all(each.points[0][0] == 65536 and len(each.points) >= 2 for each in view.collectives)

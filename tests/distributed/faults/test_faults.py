@@ -61,47 +61,33 @@ def start(small_run: SmallRun, tmp_path: Path) -> Iterator[Start]:
         yield start
 
 
-def test_a_killed_rank_ends_all_at_once(start: Start, tmp_path: Path) -> None:
-    ranks = start()
-    ranks.processes[2].kill()
-    assert ranks.ends(0, 1) == [FAULT_STATUS] * 2
-    [message] = ranks.errors
-    host = re.escape(socket.gethostname())
-    assert re.fullmatch(rf"error: rank 2 on host {host}: ended without a word, last in \w+ of step \d+", message)
-    assert "Traceback" not in ranks.output
-    assert f"# ended by a fault: {message.removeprefix('error: ')}\n" in result_of(tmp_path).read_text()
-    assert '"status": "aborted"' in last_record(result_of(tmp_path))
-
-
-@pytest.mark.measured
-def test_a_stopped_rank_ends_all_in_time(start: Start, tmp_path: Path) -> None:
-    ranks = start(training__fault_seconds=SECONDS)
-    ranks.processes[1].send_signal(signal.SIGSTOP)
-    begin = time.monotonic()
-    assert ranks.ends(0, 2) == [FAULT_STATUS] * 2
-    assert time.monotonic() - begin > SECONDS / 2
-    [message] = ranks.errors
-    assert message.startswith(f"error: rank 1 on host {socket.gethostname()}: not heard of for ")
-    assert '"status": "aborted"' in last_record(result_of(tmp_path))
-    ranks.processes[1].send_signal(signal.SIGCONT)  # a stopped rank also ends once it continues
-    assert ranks.ends(1) == [FAULT_STATUS]
-
-
 @pytest.mark.measured
 @pytest.mark.parametrize(
-    ("number", "seconds", "why"),
+    ("rank", "number", "seconds", "why"),
     [
-        (signal.SIGKILL, LONG, "ended without a word"),
-        (signal.SIGSTOP, SECONDS, r"not heard of for \d+ s: stopped, or cut off"),
+        (2, signal.SIGKILL, LONG, r"ended without a word, last in \w+ of step \d+"),
+        (1, signal.SIGSTOP, SECONDS, r"not heard of for \d+ s, last in \w+ of step \d+: stopped, or cut off"),
+        (0, signal.SIGKILL, LONG, "ended without a word"),
+        (0, signal.SIGSTOP, SECONDS, r"not heard of for \d+ s: stopped, or cut off"),
     ],
 )
-def test_the_loss_of_rank_0_ends_all(start: Start, number: signal.Signals, seconds: float, why: str) -> None:
+def test_a_lost_rank_ends_all(
+    start: Start, tmp_path: Path, rank: int, number: signal.Signals, seconds: float, why: str
+) -> None:
     ranks = start(training__fault_seconds=seconds)
-    ranks.processes[0].send_signal(number)
-    assert ranks.ends(1, 2) == [FAULT_STATUS] * 2
+    begin = time.monotonic()
+    ranks.processes[rank].send_signal(number)
+    assert ranks.ends(*{0, 1, 2} - {rank}) == [FAULT_STATUS] * 2
+    assert number == signal.SIGKILL or time.monotonic() - begin > SECONDS / 2
     [message] = ranks.errors
-    assert re.fullmatch(rf"error: rank 0 on host {re.escape(socket.gethostname())}: {why}", message)
+    assert re.fullmatch(rf"error: rank {rank} on host {re.escape(socket.gethostname())}: {why}", message)
     assert "Traceback" not in ranks.output
+    if rank != 0:  # rank 0 writes the log
+        assert f"# ended by a fault: {message.removeprefix('error: ')}\n" in result_of(tmp_path).read_text()
+        assert '"status": "aborted"' in last_record(result_of(tmp_path))
+    if number == signal.SIGSTOP:
+        ranks.processes[rank].send_signal(signal.SIGCONT)  # a stopped rank also ends once it continues
+        assert ranks.ends(rank) == [FAULT_STATUS]
 
 
 @pytest.mark.parametrize("rank", [0, 2])
