@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.training.hugging_face import new_model
+from benchmarks.training.hugging_face import new_model, padded
 from bert.checkpoints.hugging_face import hugging_face_names
 from bert.configuration.sections import ModelConfig
 from bert.model import BertForPreTraining
@@ -57,47 +57,22 @@ def imported(theirs: Any, dtype: torch.dtype) -> BertForPreTraining:
     return model.train()
 
 
-def coordinates(block: Samples) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return each token's sample and position in it [T], and each masked token's sample [M]."""
-    rows = np.repeat(np.arange(len(block)), block.lengths)
-    columns = np.arange(len(rows)) - block.sequence_offsets[rows]
-    return rows, columns, np.repeat(np.arange(len(block)), block.masked_counts)
-
-
-def padded_form(block: Samples) -> dict[str, Tensor]:
-    """Return tokens as [B, L] with a key mask. Padding is a real token, so that reading it would change results."""
-    rows, columns, masked_rows = coordinates(block)
-    shape = (len(block), SMALL.max_position_embeddings)
-    ids, segments, mask = np.full(shape, 5), np.zeros(shape, np.int64), np.zeros(shape, np.int64)
-    labels = np.full(shape, -100)
-    ids[rows, columns], segments[rows, columns], mask[rows, columns] = block.input_ids, block.segment_ids, 1
-    labels[masked_rows, block.masked_lm_positions] = block.masked_lm_ids
-    arrays = {"input_ids": ids, "token_type_ids": segments, "attention_mask": mask, "labels": labels}
-    return {name: torch.from_numpy(array) for name, array in arrays.items()}
-
-
-def hugging_face_padded(theirs: Any, block: Samples) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the loss, the masked-LM logits [M, V] and the next-sentence logits [S, 2]."""
-    labels = torch.from_numpy(block.next_sentence_labels.astype(np.int64))
-    output = theirs(**padded_form(block), next_sentence_label=labels)
-    _, _, masked_rows = coordinates(block)
-    logits = output.prediction_logits[masked_rows, block.masked_lm_positions.astype(np.int64)]
-    return output.loss, logits, output.seq_relationship_logits
-
-
 @DTYPES
 def test_agrees_with_hugging_face(dtype: torch.dtype):
     """Compare the loss, the logits and every gradient."""
     theirs, block, tolerance = hugging_face_model(dtype), samples(), TOLERANCE[dtype]
-    loss, logits, next_sentence = hugging_face_padded(theirs, block)
+    inputs = padded(block, SMALL.max_position_embeddings)
+    expected = theirs(**inputs)
+    logits_MV = expected.prediction_logits[inputs["labels"] >= 0]
     ours, batch = imported(theirs, dtype), batch_of(block)
     cls_SD, masked_MD = ours.head_inputs(batch)
     found = {"masked-LM logits": ours.masked_lm_logits(masked_MD), "NSP logits": ours.next_sentence_logits(cls_SD)}
-    assert_near(found, {"masked-LM logits": logits, "NSP logits": next_sentence}, tolerance)
-    own_loss = mean_loss(ours, batch)
-    assert own_loss.item() == pytest.approx(loss.item(), rel=tolerance)
-    own_loss.backward()
+    theirs_found = {"masked-LM logits": logits_MV, "NSP logits": expected.seq_relationship_logits}
+    assert_near(found, theirs_found, tolerance)
+    loss = mean_loss(ours, batch)
+    assert loss.item() == pytest.approx(expected.loss.item(), rel=tolerance)
     loss.backward()
+    expected.loss.backward()
     assert_near(gradients(ours), renamed(gradients(theirs)), tolerance)
 
 

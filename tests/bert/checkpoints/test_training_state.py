@@ -32,9 +32,9 @@ from compliance.log.schedule import EvaluationSchedule
 from console import files
 from dataloading.batches.loader import batch_of
 from dataloading.dataset.folder import Dataset, open_dataset
+from tests.bert.small_models import CPU
 from tests.conftest import SmallRun
 
-MESH = Mesh(0, 1, 0, torch.device("cpu"))
 SEED = 7
 
 
@@ -92,11 +92,11 @@ def make(small_run: SmallRun, tmp_path: Path) -> Callable[..., Run]:
         folder = tmp_path / "checkpoints"
         config = parse(small_run.arguments(tmp_path, checkpoint__folder=folder, **changes))
         train = open_dataset(config.data.train)
-        step = TrainingStep(draw_model(config, MESH, seed), config, MESH, Stopwatch())
+        step = TrainingStep(draw_model(config, CPU, seed), config, CPU, Stopwatch())
         step.model.seed_dropout(SEED)
         tracker, told = PhaseTracker(), list[str]()
         reporter = Reporter([StepLines([told.append], 0.4, 100, EvaluationSchedule(10, 10))])
-        checkpoints = Checkpoints(config, train, MESH, SEED, step, tracker, reporter)
+        checkpoints = Checkpoints(config, train, CPU, SEED, step, tracker, reporter)
         return Run(config, train, small_run, step, checkpoints, tracker, told, folder)
 
     return make
@@ -136,7 +136,7 @@ def test_training_goes_on_while_one_is_written_and_the_next_one_waits(make: Make
     assert run.told == []
     assert [path.name for path in checkpoint_folders(run.folder)] == ["step_00000005", "step_00000002"]
     again = make(seed=1)
-    restore(again.step, find(run.folder / "step_00000002", again.config, again.train, MESH), MESH)
+    restore(again.step, find(run.folder / "step_00000002", again.config, again.train, CPU), CPU)
     assert_equal(again.state(), saved)
 
 
@@ -161,10 +161,10 @@ def test_what_follows_is_the_same_to_the_last_bit(make: Make, precision: str, mo
     losses, ended = run.take(3, 4, 5), run.state()
     again = make(seed=1, **changes)
     again.take(8, 9)  # a warm-up would also have changed its state
-    state = find(run.folder, again.config, again.train, MESH)
+    state = find(run.folder, again.config, again.train, CPU)
     assert (state.step, state.samples, state.optimizer_steps, state.seed) == (3, 24, 3, SEED)
     assert (state.fp8_scales is None) == (precision != "fp8")
-    restore(again.step, state, MESH)
+    restore(again.step, state, CPU)
     assert_equal(again.state(), saved)
     assert again.take(3, 4, 5) == losses
     assert_equal(again.state(), ended)
@@ -176,7 +176,7 @@ def test_skipped_steps_are_no_steps_of_the_optimizer(make: Make) -> None:
     run.step.flat.gradients_P[0] = torch.inf
     run.take(1)
     assert run.save(2) == []
-    state = find(run.folder, run.config, run.train, MESH)
+    state = find(run.folder, run.config, run.train, CPU)
     assert (state.step, state.optimizer_steps) == (2, 1)
 
 
@@ -219,11 +219,11 @@ def test_what_a_killed_run_has_left_is_no_checkpoint_and_is_removed(make: Make) 
     (run.folder / strangers[0]).write_text("a file")
     (run.folder / strangers[1]).symlink_to("step_x")
     assert checkpoint_folders(run.folder) == []
-    lock(run.folder, MESH, again=False)
+    lock(run.folder, CPU, again=False)
     assert run.save(2) == []
     assert sorted(path.name for path in run.folder.iterdir()) == [".lock", *strangers, "step_00000002", "step_x"]
     with pytest.raises(ValueError, match="is where another run writes its checkpoints"):
-        lock(run.folder, MESH, again=False)
+        lock(run.folder, CPU, again=False)
 
 
 def test_it_gets_its_name_by_renaming_when_all_is_on_disk(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,7 +272,7 @@ def test_the_newest_stay_in_the_order_of_their_steps(make: Make) -> None:
     for name, parameter in run.step.model.named_parameters():
         assert torch.equal(weights[name].flatten(), flat.weights_P[flat.places[parameter]]), name
     assert not (newest / "other").exists()
-    assert find(run.folder, run.config, run.train, MESH).step == 100_000_000
+    assert find(run.folder, run.config, run.train, CPU).step == 100_000_000
 
 
 def test_broken_ones_do_not_push_out_what_the_run_writes(make: Make) -> None:
@@ -284,7 +284,7 @@ def test_broken_ones_do_not_push_out_what_the_run_writes(make: Make) -> None:
         assert run.save(steps) == []
     names = [path.name for path in checkpoint_folders(run.folder)]
     assert names == ["step_00000012", "step_00000010"]
-    assert find(run.folder, run.config, run.train, MESH).step == 10
+    assert find(run.folder, run.config, run.train, CPU).step == 10
 
 
 def test_settings_and_data_that_decide_the_losses_must_be_the_same(make: Make, small_run: SmallRun) -> None:
@@ -295,14 +295,14 @@ def test_settings_and_data_that_decide_the_losses_must_be_the_same(make: Make, s
         ({"training__seed": 8}, "was made with training.seed 7: leave the seed out"),
     ):
         with pytest.raises(ValueError, match=re.escape(message)):
-            find(run.folder, make(**change).config, run.train, MESH)
+            find(run.folder, make(**change).config, run.train, CPU)
     with pytest.raises(ValueError, match=r"was made with data\.train sha256 "):
-        find(run.folder, run.config, open_dataset(small_run.folder / "evaluation"), MESH)
+        find(run.folder, run.config, open_dataset(small_run.folder / "evaluation"), CPU)
     changed = SimpleNamespace(shards=[replace(shard, digest="0" * 64) for shard in run.train.shards])
     assert fixed_settings(run.config, cast(Dataset, changed)) != fixed_settings(run.config, run.train)
     other = make(log__interval_steps=5, evaluation__interval_samples=160, training__max_samples=320).config
-    assert find(run.folder, other, run.train, MESH).path == str(run.folder / "step_00000004")
-    assert find(run.folder / "step_00000004", other, run.train, MESH).step == 4
+    assert find(run.folder, other, run.train, CPU).path == str(run.folder / "step_00000004")
+    assert find(run.folder / "step_00000004", other, run.train, CPU).step == 4
 
 
 def test_what_another_run_has_written_is_neither_replaced_nor_removed(make: Make) -> None:
@@ -314,4 +314,4 @@ def test_what_another_run_has_written_is_neither_replaced_nor_removed(make: Make
     assert [path.name for path in checkpoint_folders(first.folder)] == ["step_00000007", "step_00000006"]
     [told] = second.save(6)
     assert f"{first.folder}/step_00000006" in told
-    assert find(first.folder / "step_00000006", first.config, first.train, MESH).step == 6
+    assert find(first.folder / "step_00000006", first.config, first.train, CPU).step == 6

@@ -20,10 +20,8 @@ from tests.compliance.doctor.fake_host import BARE, MACHINE, FakeHost, expect, f
 CONFIG: dict[str, Any] = {
     "recipe": "h100_1x8",
     "data": {"train": "data/w/train", "evaluation": "data/w/evaluation", "initial_checkpoint": "data/w/p.safetensors"},
-    "model": {"vocab_size": 30522, "hidden_size": 1024},
     "training": {"device": "cuda", "global_batch_size": 768, "gradient_accumulation_steps": 1},
     "log": {"division": "closed", "results": "results", "system": "h100_1x8", "run": None},
-    "parallel": {"tensor": 1},
 }
 RECIPES = "bert.configuration.recipes"
 """Part of the command that reads a recipe."""
@@ -34,10 +32,8 @@ PYTORCH = '{"PyTorch": "2.13.0", "CUDA": "13.0", "gpus": 8}'
 Answers = dict[str, str | Output]
 
 
-def recipe(**sections: dict[str, Any]) -> str:
-    return json.dumps(
-        {name: value | sections.get(name, {}) if isinstance(value, dict) else value for name, value in CONFIG.items()}
-    )
+def recipe(division: str = "closed") -> str:
+    return json.dumps(CONFIG | {"log": CONFIG["log"] | {"division": division}})
 
 
 def host(root: Path, answers: Answers | None = None) -> FakeHost:
@@ -172,14 +168,15 @@ def test_results_of_earlier_runs(tmp_path: Path) -> None:
     folder = tmp_path / "results" / "h100_1x8" / "bert"
     folder.mkdir(parents=True)
 
-    def said(*expected: str, **answers: str) -> None:
-        expect(look(tmp_path, answers={**answers}, results=tmp_path / "results"), *expected, about="results")
+    def said(expected: str, division: str = "closed") -> None:
+        found = look(tmp_path, answers={RECIPES: recipe(division)}, results=tmp_path / "results")
+        expect(found, expected, about="results")
 
     said("ok results: 0 log(s)")
     for number in range(10):
         (folder / f"result_{number}.txt").write_text("")
     said("warn results: 10 log(s) of this system already, and a submission has 10")
-    said("ok results: 10 log(s)", **{RECIPES: recipe(log={"division": "open"})})
+    said("ok results: 10 log(s)", "open")
     expect(look(tmp_path, mounts=MEMORY, results=folder), "warn results: memory: tmpfs at /", about="results")
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from mlperf_logging.compliance_checker import mlp_compliance
 
 from bert.log.mllog import MLLog, RuleViolation
 from compliance.check.checker import check_file
@@ -21,10 +21,7 @@ from compliance.log.run import LoggedRun
 from tests.compliance.log_edits import epoch_nums, in_turn, move_before, without_metadata
 from tests.compliance.run_logs import CLOSED, counting_clock, initialise
 
-spec = find_spec("mlperf_logging")
-assert spec
-assert spec.origin
-OFFICIAL = Path(spec.origin).parent / "compliance_checker"
+OFFICIAL = Path(mlp_compliance.__file__).parent
 
 
 def official_requirements(ruleset: str, division: str) -> dict[str, str]:

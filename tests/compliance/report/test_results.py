@@ -196,6 +196,7 @@ def test_summary_is_plain_text_when_not_on_a_terminal(folder: Path) -> None:
     assert lines[1].split("  ")[-1].strip() == "sequences/s"
     assert lines[2].split() == ["0", "pass", "valid", "1.8", "s", "0.3150", "0.3000", "3,008", "1,671"]
     assert lines[5].split()[:3] == ["10", "pass", "aborted"]  # the official checker accepts open logs without status
+    assert lines[-2] == "3 of 4 runs valid; mean time to train without the fastest and the slowest: 4.5 s"
     assert "\x1b" not in text
 
 
