@@ -146,9 +146,10 @@ def _warmed_up_step(
     del whole  # the warm-up needs the memory
     if mesh.world_size > 1:
         shape = f"{mesh}, " if mesh.tensor * mesh.pipeline > 1 else ""
-        log.line(f"# {shape}{step.choice}")
+        reduction = f"{shape}reduction: {step.strategy} ({step.reason})"
+        log.line(f"# {reduction}")
         if mesh.is_main:
-            say(f"{shape}{step.choice}")
+            say(reduction)
     # Each rank must draw different dropout masks. The stages of one model copy share a dropout seed, because each layer
     # has its own random stream.
     torch.manual_seed(seed * mesh.world_size + mesh.rank)
