@@ -11,8 +11,6 @@ The order of a run:
     run_start  { block_start, train, block_stop, eval_start, eval_accuracy, eval_stop } ...  run_stop
 """
 
-from __future__ import annotations
-
 import logging
 import re
 import sys

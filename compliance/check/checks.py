@@ -4,8 +4,6 @@ The checks are stricter than the official checker, which accepts a second run_st
 schedule. A finding is an error if it makes the log an invalid result, and a warning if published submissions have it too.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator
 

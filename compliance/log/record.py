@@ -4,8 +4,6 @@ Every line that the official parser accepts as a record is a record here too. Th
 last token, strips it, and requires a JSON object with time_ms, key, value and metadata. Any other fault becomes a `Problem`.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from sys import intern

@@ -1,7 +1,5 @@
 """Schedule of the evaluations of a run (TR 24.4)."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 
