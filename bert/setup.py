@@ -71,7 +71,8 @@ def build_run(
     log.weights_initialization(config.model.num_hidden_layers)
     loader = build_loader(config, inputs.train, mesh, seed, shape_buckets, start.steps, log)
     reporter = _reporter(config, inputs, mesh, log, step, start.samples)  # created late, because it must be closed
-    stragglers = Stragglers(mesh.hosts, mesh.stages(), mesh.places())
+    stages = [stage for _, stage, _ in mesh.coordinates]
+    stragglers = Stragglers(mesh.hosts, stages, mesh.places())
     return Run(
         config=config,
         schedule=inputs.schedule,
@@ -146,9 +147,10 @@ def _warmed_up_step(
     del whole  # the warm-up needs the memory
     if mesh.world_size > 1:
         shape = f"{mesh}, " if mesh.tensor * mesh.pipeline > 1 else ""
-        log.line(f"# {shape}{step.choice}")
+        reduction = f"{shape}reduction: {step.strategy} ({step.reason})"
+        log.line(f"# {reduction}")
         if mesh.is_main:
-            say(f"{shape}{step.choice}")
+            say(reduction)
     # Each rank must draw different dropout masks. The stages of one model copy share a dropout seed, because each layer
     # has its own random stream.
     torch.manual_seed(seed * mesh.world_size + mesh.rank)

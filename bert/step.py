@@ -69,11 +69,10 @@ class TrainingStep:
         overwritten = product_weights(self.model, built.adds_to_table) if overwrites else ()
         self.flat = FlatParameters.of(self.model, communicators.world_size, overwritten, gradients=not is_sharded)
         self.whole = WholeVectors(self.model, self.flat, built.tensor, self._pipeline)
-        self.choice = choose(training, self.flat, communicators)
-        strategy = self.choice.strategy
-        settings = self.flat, communicators, strategy, training.reduce_dtype, training.bucket_bytes
+        self.strategy, self.reason = choose(training, self.flat, communicators)
+        settings = self.flat, communicators, self.strategy, training.reduce_dtype, training.bucket_bytes
         self._reduction = ShardedReduction(*settings, stopwatch.waiting) if is_sharded else Reduction(*settings)
-        self._gather = WeightGather(self.model, self.flat, self._reduction) if strategy in SHARDED else None
+        self._gather = WeightGather(self.model, self.flat, self._reduction) if self.strategy in SHARDED else None
         # A rank that holds only parts of tensors needs sums over ranks to compute their norms. ``ShardedLamb`` does that.
         if self._gather is None and built.tensor is None and self._pipeline is None:
             dtype = torch.bfloat16 if built.accumulates and self.fp8 is None else None

@@ -4,8 +4,6 @@ The watch only reads the log and its metrics file as they grow. On a terminal it
 for each evaluation and each complaint.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from contextlib import nullcontext

@@ -106,6 +106,8 @@ def test_a_run_says_where_it_differs_from_its_plan(
         for step in (40, 60, 80):
             reporter.write(interval(step, reduce=reduce_ms, forward_backward=forward_backward_ms))
         reporter.end(80, EndRecord("success", 8.0, 2560, 0.4))
+    with pytest.raises(ValueError, match="closed file"):
+        sinks[0].write(EndRecord("success"))
     events = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     [found] = [event for event in events if event["event"] == "plan"]
     assert (found["planned_step_ms"], found["planned_other_ms"], found["data_wait_ms"]) == (30.0, 1.0, 0.0)

@@ -2,7 +2,6 @@
 
 import math
 import time
-from typing import NamedTuple
 
 import torch
 
@@ -11,33 +10,25 @@ from bert.optimizer import FlatParameters
 from bert.parallel.collectives import all_reduce_, barrier
 from bert.parallel.reduction.gradients import Communicators, Reduction
 
+Choice = tuple[ReductionStrategy, str]
+"""A reduction strategy, and the reason for it."""
+
 _ENOUGH_S = 3.0
 _ROUNDS = 4
 
 
-class ReductionChoice(NamedTuple):
-    """A reduction strategy, and the reason for it."""
-
-    strategy: ReductionStrategy
-    reason: str
-
-    def __str__(self) -> str:
-        """Describe the choice in one line."""
-        return f"reduction: {self.strategy} ({self.reason})"
-
-
-def choose(config: TrainingConfig, flat: FlatParameters, communicators: Communicators) -> ReductionChoice:
+def choose(config: TrainingConfig, flat: FlatParameters, communicators: Communicators) -> Choice:
     """Choose this run's reduction strategy, the same on all ranks. For start-up only: measuring zeroes the gradients.
 
     ``auto`` measures flat and hierarchical if they differ here. It never chooses the sharded strategies, which save memory:
     the time of their sums alone says too little about them.
     """
     if communicators.world is None:
-        return ReductionChoice("flat", "one rank")
+        return "flat", "one rank"
     if config.reduction != "auto":
-        return ReductionChoice(config.reduction, "as set")
+        return config.reduction, "as set"
     if communicators.rail is None or communicators.node is None:
-        return ReductionChoice("flat", "one host" if communicators.rail is None else "one rank a host")
+        return "flat", "one host" if communicators.rail is None else "one rank a host"
     return measured_choice(flat, communicators, config.reduce_dtype, config.bucket_bytes)
 
 
@@ -46,7 +37,7 @@ def measured_choice(
     communicators: Communicators,
     reduce_dtype: ReduceDtype = "fp32",
     bucket_bytes: int = TrainingConfig.bucket_bytes,
-) -> ReductionChoice:
+) -> Choice:
     """Measure the fastest strategy for a gradient of this size, the same on all ranks. Measuring zeroes the gradients.
 
     A round's time is that of the slowest rank. Each strategy is judged by its best round, because the first round opens
@@ -78,4 +69,4 @@ def measured_choice(
         # Otherwise its hooks on the parameters would run in every backward pass.
         reduction.close()
     shown = ", ".join(f"{each} {1000 * seconds:.1f} ms" for each, seconds in zip(strategies, best, strict=True))
-    return ReductionChoice(strategies[best.index(min(best))], shown)
+    return strategies[best.index(min(best))], shown

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from bert.checkpoints.world import World, changes, rebalance_batch
 from bert.configuration.config import Config
 from bert.configuration.recipes import RECIPES
+from bert.configuration.sections import ParallelConfig
 
 CONFIG = RECIPES["tiny_cpu"]()
 
@@ -47,6 +48,13 @@ def test_all_ranks_again_have_their_first_shares() -> None:
     assert (first.accumulation, first.sequences) == (2, 7)
     assert (fewer.accumulation, fewer.sequences, fewer.fitting) == (3, 7, 7)
     assert World.of(hosts(4, 8), rebalance_batch(made, fewer, 32), fewer) == first
+
+
+def test_a_pipeline_keeps_whole_rounds() -> None:
+    made = replace(config(64, 2), parallel=ParallelConfig(pipeline=2))
+    first = World.of(hosts(4, 2), made)
+    assert (first.accumulation, first.sequences) == (2, 8)
+    assert rebalance_batch(made, first, 3).training.gradient_accumulation_steps == 4  # 3 would fit
 
 
 def test_hosts_that_went_and_came_are_named_with_the_shares() -> None:

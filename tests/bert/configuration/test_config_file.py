@@ -28,7 +28,8 @@ def test_settings_from_toml(tmp_path: Path) -> None:
     assert config.training.implementations == {"dense_gelu": "reference"}
     assert config.data.train == Path("my data")
     assert config.log.cache_cleared
-    assert parse(["tiny_cpu", f"--config={file}"]).training.max_samples == 6400
+    for given in (["tiny_cpu", f"--config={file}"], ["--config", str(file), "tiny_cpu", "--data.prefetch", "4"]):
+        assert parse(given).training.max_samples == 6400
 
 
 @pytest.mark.parametrize("recipe", ["tiny_cpu", "own_text_cpu", "h100_8x8"])
@@ -58,12 +59,6 @@ def test_printed_settings_configure_the_same_run(tmp_path: Path, capsys: pytest.
     found = parse(["--config", str(printed)])
     assert dict(flattened("config", found)) == dict(flattened("config", parse(given)))
     assert not (tmp_path / "a b").exists()
-
-
-def test_a_recipe_may_stand_behind_the_file(tmp_path: Path) -> None:
-    (tmp_path / "a.toml").write_text("training.seed = 3")
-    config = parse(["--config", str(tmp_path / "a.toml"), "tiny_cpu", "--data.prefetch", "7"])
-    assert (config.recipe, config.training.seed, config.data.prefetch) == ("tiny_cpu", 3, 7)
 
 
 def write_log(path: Path, config: Config) -> Path:

@@ -1,7 +1,5 @@
 """The watch of a run, from its first line to its end."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

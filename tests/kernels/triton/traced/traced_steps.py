@@ -57,5 +57,7 @@ def watched(rank: int, stack: ExitStack, patch: pytest.MonkeyPatch) -> Timeline:
     """Choose Triton's implementations and start a rank's timeline; ``stack`` ends both."""
     for op in OPS.values():
         stack.enter_context(op.using("triton" if "triton" in op.implementations else "reference"))
-    patch.setattr(torch, "autocast", lambda *_, **__: nullcontext())  # "meta" has no autocast
+    # "meta" has no autocast, and PyTorch raises if it is asked about it.
+    patch.setattr(torch, "autocast", lambda *_, **__: nullcontext())
+    patch.setattr(torch, "is_autocast_enabled", lambda _device=None: False)
     return stack.enter_context(Timeline(rank).watching(patch))
