@@ -1,22 +1,12 @@
-import pytest
-
 from console.live import RunView, sparkline
 from console.text import clock, clock_span, duration
 
 
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(0, "0:00"), (59.6, "1:00"), (61, "1:01"), (3599, "59:59"), (3661, "1:01:01"), (-5, "0:00")]
-)
-def test_a_clock(seconds: float, text: str) -> None:
-    assert clock(seconds) == text
-
-
-def test_a_time_left_may_have_one_end() -> None:
+def test_times_have_the_unit_that_fits_and_a_time_left_may_have_one_end() -> None:
+    clocks = {0: "0:00", 59.6: "1:00", 61: "1:01", 3599: "59:59", 3661: "1:01:01", -5: "0:00"}
+    assert {seconds: clock(seconds) for seconds in clocks} == clocks
     spans = {(None, None): "-", (None, 61.0): "at most 1:01", (5.0, None): "0:05 or more", (5.0, 61.0): "0:05 to 1:01"}
     assert {ends: clock_span(*ends) for ends in spans} == spans
-
-
-def test_durations_have_the_unit_that_fits() -> None:
     durations = {None: "-", 0.0: "0.0 s", 1.23e-8: "12.3 ns", 0.5: "500 ms", 119.94: "119.9 s", 1012.9: "16.88 min"}
     assert {seconds: duration(seconds) for seconds in durations} == durations
 
@@ -24,12 +14,10 @@ def test_durations_have_the_unit_that_fits() -> None:
 def test_a_panel_has_rows_for_what_is_known_only() -> None:
     assert RunView("a run").rows() == []
     view = RunView("a run", accuracies=[0.1, 0.2], target=0.3, outlook=["one", "two"], end=("aborted", False))
-    names = [name for name, _ in view.rows()]
-    assert names == ["accuracy", "", "outlook", "", "end"]
-    assert [str(text) for _, text in view.rows()][-1] == "aborted"
-
-
-def test_sparkline() -> None:
+    assert [(name, str(text)) for name, text in view.rows()] == [
+        ("accuracy", "0.2000 of 0.3000 at 0 samples, evaluation 2"),
+        *[("", "▁█"), ("outlook", "one"), ("", "two"), ("end", "aborted")],
+    ]
     assert sparkline([0.0, 0.5, 1.0]) == "▁▅█"
     assert sparkline([0.7, 0.7]) == "▁▁"
     assert len(sparkline([0.01 * index for index in range(100)])) == 60
