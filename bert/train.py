@@ -10,8 +10,6 @@ signal n. Under torchrun, the status of every orderly end is 0, because torchrun
 then shows whether the target was reached.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Command line: ``python -m cluster COMMAND``. Commands import what they need when they run, so that --help is fast."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import sys

@@ -3,8 +3,6 @@
 Each command imports what it needs when it runs.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Annotated, Literal

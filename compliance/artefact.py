@@ -1,7 +1,5 @@
 """Open and write the files of a results folder."""
 
-from __future__ import annotations
-
 from io import BufferedReader
 from pathlib import Path
 

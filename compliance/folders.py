@@ -9,8 +9,6 @@ beside results/systems. It is called bare, and its runs may still be in progress
 are not followed.
 """
 
-from __future__ import annotations
-
 import fnmatch
 import os
 import re

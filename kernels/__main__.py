@@ -6,8 +6,6 @@ For every op, the table shows which implementations can be used on this machine,
 implementation ``auto`` takes without measurements.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Hostile file names, and a check that no program prints them unescaped."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Parser for HTML pages, for tests of the code that writes pages."""
 
-from __future__ import annotations
-
 import re
 from html.parser import HTMLParser
 

@@ -1,7 +1,5 @@
 """Writer of the result file: it flushes each line at once and adds a chain of digests over all lines."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

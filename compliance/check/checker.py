@@ -3,8 +3,6 @@
 A complaint that only the official checker has becomes a finding as well, so that no log passes here and fails there.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path

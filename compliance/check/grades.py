@@ -5,8 +5,6 @@ and every process may log the start of initialisation. The consequences of a rep
 not reported again.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property

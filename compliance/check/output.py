@@ -1,7 +1,5 @@
 """Print verdicts, one line each followed by its findings, and a total at the end. Known findings can be left out."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from dataclasses import replace

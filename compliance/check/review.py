@@ -5,8 +5,6 @@ rules or for a rule file, and a SARIF result for one finding. Paths are relative
 expects. Code review shows only files, so a finding about a folder is attached to the first log in it.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import re

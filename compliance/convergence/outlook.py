@@ -1,7 +1,5 @@
 """Compare a set of runs with the reference points, and say when the missing runs must converge (TR 13, 22)."""
 
-from __future__ import annotations
-
 import statistics
 from bisect import bisect_left
 from collections.abc import Sequence

@@ -5,8 +5,6 @@ significantly, the set passes and its score is multiplied by reference mean / ow
 mlperf-logging computes the points, the interpolation and the limit of the t-test.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal

@@ -6,8 +6,6 @@ median means that there is no result. If the number of windows is even, the slow
 avoid cherry-picking.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

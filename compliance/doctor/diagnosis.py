@@ -1,7 +1,5 @@
 """Diagnoses, the results of the checks of `doctor`."""
 
-from __future__ import annotations
-
 from typing import Literal, NamedTuple
 
 State = Literal["ok", "warn", "fail"]

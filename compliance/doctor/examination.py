@@ -4,8 +4,6 @@ Each check prints a line: ok, warn or fail, what was found, and what to do. The 
 and write no files. Every query of the machine has a time limit.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 

@@ -1,7 +1,5 @@
 """The GPUs of a machine as NVML reports them, and their checks: number, health, other programs, links, software."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence

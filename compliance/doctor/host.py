@@ -3,8 +3,6 @@
 A missing file or command raises no exception. Tests replace the machine by another root folder and other commands.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Mapping

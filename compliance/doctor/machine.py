@@ -1,7 +1,5 @@
 """The resources of a machine (memory, processors, limits, network, GPUs), and their checks against what a run needs."""
 
-from __future__ import annotations
-
 import os
 import re
 import resource

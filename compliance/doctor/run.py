@@ -1,7 +1,5 @@
 """The run to check, with the layout that the launchers would choose for it, and checks of what it reads and writes."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -4,8 +4,6 @@ Every field is a string, because the official tools crash on numbers. A field th
 empty, which the tools accept. A description of a cluster must override the fields that differ from this one node.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import platform

@@ -1,7 +1,5 @@
 """Parse names of accelerators: "NVIDIA H100 80GB HBM3" from a driver, "NVIDIA A100-SXM4-80GB (400W)" from a description."""
 
-from __future__ import annotations
-
 import re
 from typing import Literal
 

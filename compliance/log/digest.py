@@ -7,8 +7,6 @@ below it. The chain is not a signature, because anybody who can write the file c
 and hand-edited logs.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 

@@ -1,7 +1,5 @@
 """Results of a check: one `Finding` per fault, and one `Verdict` per file or folder."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal

@@ -4,8 +4,6 @@
 the record. The check collects and grades them. The watch warns about violations that invalidate the run.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Literal, NamedTuple
 

@@ -5,8 +5,6 @@ all errors. Only an unreadable file raises. The file is read line by line to bou
 long line takes at most `MAX_LINE_BYTES`, and all records take a multiple of `MAX_RECORD_LINES_BYTES`.
 """
 
-from __future__ import annotations
-
 import io
 import os
 from collections.abc import Iterator

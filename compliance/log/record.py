@@ -4,8 +4,6 @@ Every line that the official parser accepts as a record is a record here too. Th
 last token, strips it, and requires a JSON object with time_ms, key, value and metadata. Any other fault becomes a `Problem`.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from sys import intern
@@ -67,7 +65,7 @@ class _RecordError(Exception):
 
 
 def parse_line(line: bytes, number: int) -> tuple[Record | None, list[Problem]]:
-    """Parse a line with the token into its record and its faults.
+    """Parse a line that contains the token ":::MLLOG". Return its record, if it has a readable one, and its faults.
 
     Args:
         line: the line without its line end.

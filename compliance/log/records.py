@@ -5,8 +5,6 @@ size, the length of its lines and the range of its numbers are limited. Lines wi
 the truncated last line of a killed run.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterator

@@ -7,8 +7,6 @@ Each source is either "TR", the document training_rules.adoc of mlcommons/traini
 name of a yaml file, a rule file of the compliance checker in the package mlperf-logging.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable

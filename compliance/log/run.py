@@ -4,8 +4,6 @@ The writer, the check, the watch and the reports all feed the records of a run t
 `compliance.log.order` finds the rules that the next record breaks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -4,8 +4,6 @@ The checker's messages contain record indices, expressions and dumps of its stat
 the lines with records, because it skips all other lines anyway.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ compliance, seeds, power, reference convergence points), a system description fr
 and sizes of files from the repository checker. The tools crash easily, and a crash counts as "fail".
 """
 
-from __future__ import annotations
-
 import json
 import tempfile
 from collections.abc import Mapping

@@ -3,8 +3,6 @@
 The process starts with the first question and answers all later ones. It restarts after a crash or a timeout.
 """
 
-from __future__ import annotations
-
 import atexit
 import json
 import os

@@ -3,8 +3,6 @@
 Only faults that leave nothing to package raise ValueError. The check of the written tree finds all other faults.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import replace

@@ -9,8 +9,6 @@
 The tree is written to a temporary folder and renamed when it is complete.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -5,8 +5,6 @@ training_results_v3.1). It has every distinct entry with the mean minutes, exclu
 failed run counts as the slowest. Only results with the same accelerator and the same number of accelerators are compared.
 """
 
-from __future__ import annotations
-
 import csv
 from collections.abc import Sequence
 from dataclasses import dataclass

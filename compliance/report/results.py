@@ -5,8 +5,6 @@ results/<system>/bert/metrics_<n>.jsonl   the records of the run (compliance.log
 results/systems/<system>.json             the system description, in a submission <org>/systems/; may be missing
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Summarise a results folder in words and tables: for the terminal, Markdown, JSON, CSV, and the page of the report."""
 
-from __future__ import annotations
-
 import csv
 import io
 from dataclasses import asdict

@@ -5,8 +5,6 @@ log also has, is added to the verdict of that log. One log of ten may fail. It c
 drops.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections import Counter

@@ -4,8 +4,6 @@ Submitters word descriptions freely. Two texts agree if they share the identifyi
 processor or the first number of a release.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections import Counter

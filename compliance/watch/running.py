@@ -1,7 +1,5 @@
 """State of a run in progress according to its log and metrics: its progress, and the rules that it breaks."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 

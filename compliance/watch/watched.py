@@ -1,7 +1,5 @@
 """A log being followed, with its metrics and the other runs of its folder, and a forecast of its result."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Iterator

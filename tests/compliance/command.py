@@ -1,7 +1,5 @@
 """The compliance command line, run in the tests' own process to save the start of a new one."""
 
-from __future__ import annotations
-
 import io
 import sys
 import warnings

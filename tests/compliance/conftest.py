@@ -1,7 +1,5 @@
 """Logs that tests in several folders start from."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.compliance.run_logs import without_chain, write_run

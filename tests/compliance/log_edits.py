@@ -1,7 +1,5 @@
 """Edits of a log for tests. A record is identified by its key and its index among the records with that key."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from functools import reduce

@@ -1,7 +1,5 @@
 """Results folders and submissions of simulated runs, written by the real log writer."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Logs of simulated runs, written by the real log writer with a simulated clock."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import tempfile

@@ -1,7 +1,5 @@
 """Files and folders are written completely and flushed to disk, or not at all."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

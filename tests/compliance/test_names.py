@@ -1,7 +1,5 @@
 """Hostile names of files and folders, passed to every command: the output is harmless, and the verdict is given."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

@@ -171,7 +171,7 @@ def test_full_disk_is_reported_as_such(tmp_path: Path) -> None:
     def write() -> None:
         with MLLog(path) as log:
             log.event("cache_clear", True)
-            assert log._file  # the only way to its descriptor
+            assert log._file  # the descriptor of the log is not public
             with Path("/dev/full").open("wb") as full:
                 os.dup2(full.fileno(), log._file._file.fileno())
             log.event("init_start")

@@ -1,7 +1,5 @@
 """TensorBoard itself reads the event files that a run writes."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Verdicts on logs: of the official checker and ours, on damaged logs, and under the newest ruleset that accepts them."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

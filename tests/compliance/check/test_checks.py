@@ -1,7 +1,5 @@
 """Faults of a log: each gets one clear finding, and a file that is not the log of one complete run gets a single one."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What other repositories use: hooks, workflow, an installation without extras; and a command line that starts fast."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re

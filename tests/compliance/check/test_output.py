@@ -1,7 +1,5 @@
 """Output of `check` besides its verdicts: the total, errors only, and known findings."""
 
-from __future__ import annotations
-
 import io
 import json
 import sys

@@ -1,7 +1,5 @@
 """Findings for code review: SARIF 2.1.0 and GitHub's workflow annotations."""
 
-from __future__ import annotations
-
 import json
 import re
 import string

@@ -1,7 +1,5 @@
 """The convergence check, compared with the official checker and published results, the choice of runs, and the command."""
 
-from __future__ import annotations
-
 import json
 import logging
 import re

@@ -1,7 +1,5 @@
 """Fake machines: their facts, their files under a folder, and the output of their commands."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace

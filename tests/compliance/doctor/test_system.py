@@ -1,7 +1,5 @@
 """The description of a machine and its file: the command keeps users' fields and files of another kind."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

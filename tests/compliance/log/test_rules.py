@@ -1,7 +1,5 @@
 """The rules of a log as data, compared with the official rule files, and the order of records."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Read-only folders for the tests of the report."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

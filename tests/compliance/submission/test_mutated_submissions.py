@@ -2,8 +2,6 @@
 
 # ruff: noqa: E501 - the cases are a table, a row each
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Folders of logs and submissions: which files are found, who gets each finding, and when the whole passes."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

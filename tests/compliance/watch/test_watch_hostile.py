@@ -1,7 +1,5 @@
 """Hostile logs do not stop the watch, block it, or let its memory grow without limit."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

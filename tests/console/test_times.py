@@ -1,6 +1,5 @@
 import pytest
 
-from console.live import RunView, sparkline
 from console.text import clock, clock_span, duration
 
 
@@ -19,17 +18,3 @@ def test_a_time_left_may_have_one_end() -> None:
 def test_durations_have_the_unit_that_fits() -> None:
     durations = {None: "-", 0.0: "0.0 s", 1.23e-8: "12.3 ns", 0.5: "500 ms", 119.94: "119.9 s", 1012.9: "16.88 min"}
     assert {seconds: duration(seconds) for seconds in durations} == durations
-
-
-def test_a_panel_has_rows_for_what_is_known_only() -> None:
-    assert RunView("a run").rows() == []
-    view = RunView("a run", accuracies=[0.1, 0.2], target=0.3, outlook=["one", "two"], end=("aborted", False))
-    names = [name for name, _ in view.rows()]
-    assert names == ["accuracy", "", "outlook", "", "end"]
-    assert [str(text) for _, text in view.rows()][-1] == "aborted"
-
-
-def test_sparkline() -> None:
-    assert sparkline([0.0, 0.5, 1.0]) == "▁▅█"
-    assert sparkline([0.7, 0.7]) == "▁▁"
-    assert len(sparkline([0.01 * index for index in range(100)])) == 60
