@@ -55,7 +55,7 @@ def main(
     if published == measured:
         raise SystemExit("error: expected either --published or --measured")
     if measured:
-        from benchmarks import measured_steps  # imports training
+        from benchmarks import measured_steps  # imported here because it imports PyTorch
 
         measured_steps.measured(cases or range(len(measured_steps.CASES)), seconds, out)
         return

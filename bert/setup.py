@@ -71,7 +71,8 @@ def build_run(
     log.weights_initialization(config.model.num_hidden_layers)
     loader = build_loader(config, inputs.train, mesh, seed, shape_buckets, start.steps, log)
     reporter = _reporter(config, inputs, mesh, log, step, start.samples)  # created late, because it must be closed
-    stragglers = Stragglers(mesh.hosts, mesh.stages(), mesh.places())
+    stages = [stage for _, stage, _ in mesh.coordinates]
+    stragglers = Stragglers(mesh.hosts, stages, mesh.places())
     return Run(
         config=config,
         schedule=inputs.schedule,

@@ -139,7 +139,7 @@ def take_apart(
         for share_TN, of_E in zip(shares, (source_E, target_E), strict=True):
             step_TN = _medians(rest_TE, of_E, nodes)
             step_TN[:, np.bincount(of_E, minlength=nodes) < FEWEST_PARTNERS] = 0.0
-            # Move the ends' common share into the level of their part.
+            # What all ends of a connected part share belongs to the level of that part, not to the ends.
             step_TN -= _medians(step_TN, part_N, parts)[:, part_N]
             share_TN += step_TN
             rest_TE -= step_TN[:, of_E]

@@ -31,7 +31,7 @@ class Commands:
         return function
 
     def run(self, program: str, arguments: Sequence[str] | None = None) -> Any:
-        """Run the command that the command line, or `arguments`, names, and return what it returns.
+        """Run the command that the first of the `arguments` names, and return its result. Default: the command line.
 
         Raises:
             ValueError: see `parsed`.

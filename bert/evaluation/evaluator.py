@@ -113,7 +113,7 @@ class Evaluator:
             # Ranks that share a copy of the model must all run it, because the model contains collectives.
             correct = model(batch).masked_lm_correct
         assert correct is not None  # in evaluation mode, the model counts correct predictions
-        if not self._counted:  # another rank counts for this copy of the model
+        if not self._counted:  # another rank of this copy of the model counts the predictions
             return
         self._counts[0] += correct
         self._counts[1] += (batch.masked_lm_ids >= 0).sum()

@@ -150,7 +150,7 @@ def _open_inputs(config: Config, folders: Sequence[Path]) -> tuple[list[Dataset]
 
 
 def _schedule(config: Config) -> EvaluationSchedule:
-    """Raise ``ValueError`` if the run would end before its first evaluation, or without the last one if it is required."""
+    """Raise ``ValueError`` if the run would end before its first evaluation, or without a required final evaluation."""
     interval = config.evaluation.interval_samples or evaluation_interval(config.training.global_batch_size)
     training = config.training
     if training.sample_limit < interval:

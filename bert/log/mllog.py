@@ -90,7 +90,7 @@ class MLLog:
             self._file.write(text)
 
     def resumed(self, checkpoint: str, samples: int) -> None:
-        """Note that the run resumes from a checkpoint after ``samples`` sequences. Such a log is not a timed result."""
+        """Log that the run resumes from a checkpoint after ``samples`` sequences. Its log is not a timed result."""
         self.line(f"# resumed from: {checkpoint}")
         self._run.resumed_samples = self._run.counted_samples = samples
 

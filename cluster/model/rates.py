@@ -80,8 +80,8 @@ class Rates:
         micro_batch_s: Constant cost of each micro-batch.
         demand: Share of the processors that computation keeps busy; 0 if each rank has its own device.
         sharing: Slowdown factor of a rank's computation while all ranks compute, relative to computing alone.
-        mean, last: Mean time of the ranks and time of the last rank if all begin equal work together, relative to the time
-            of the work while all ranks keep computing.
+        mean, last: Time until the average rank and until the last rank has finished, if all ranks begin equal work
+            together, as a factor of the time of that work while all ranks keep computing.
         start_s: Seconds from the start of the clock to the first step.
     """
 
@@ -150,8 +150,8 @@ class Rates:
         copies = self.world_size // (tensor * pipeline)
         ranks = max(1, self.ranks // (tensor * pipeline))
         nodes = copies // ranks
-        # A ring of fewer members sends a smaller part of the vector. Between hosts, sharing links among G groups takes as
-        # long as sending a vector that is G times larger.
+        # A ring of fewer members sends a smaller part of the vector. If G groups share the links between hosts, each takes
+        # as long as for a vector that is G times larger.
         shorter = {
             "world": _shorter_ring(copies, self.world_size),
             "node": _shorter_ring(ranks, self.ranks),

@@ -143,7 +143,8 @@ def through_stages(
     compute_s = compute_PAR / min(sharing, strategy.pipeline)
     busy_PR = (compute_s + message_s * neighbours_P[:, None, None]).sum(1)
     costliest_R = busy_PR.max(0)
-    # Filling and draining takes one micro-batch through the other ranks, or through one stage of each if interleaved.
+    # Filling and draining the pipeline take as long as one micro-batch needs in the stages of all other ranks; in one stage
+    # of each other rank if the schedule is interleaved.
     ends_R = (busy_PR.sum(0) - costliest_R) / compute_PAR.shape[1] / strategy.virtual_stages
     return np.maximum(costliest_R + ends_R, compute_PAR.sum(1).mean(0))
 

@@ -135,7 +135,8 @@ def _check_time(context: CheckedLog) -> Iterator[Finding]:
                 is_error = back > JITTER_MS and not (offline and record.key in _OFFLINE)
             expected = "times that never decrease" + (", or evaluation during the run" if offline else "")
             yield at(record, found, expected, KEEP_THE_CLOCK, "TR 11", "error" if is_error else "warning")
-        # Restart at run_start: a clock that was ahead before it, on another process, does not count.
+        # Compare the records after run_start only with each other: earlier records may come from another process, whose
+        # clock was ahead.
         if latest is None or record.time_ms >= latest.time_ms or record.line == run_line:
             latest = record
         if record.key in TIMELINE:

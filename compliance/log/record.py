@@ -65,7 +65,7 @@ class _RecordError(Exception):
 
 
 def parse_line(line: bytes, number: int) -> tuple[Record | None, list[Problem]]:
-    """Parse a line with the token into its record and its faults.
+    """Parse a line that contains the token ":::MLLOG". Return its record, if it has a readable one, and its faults.
 
     Args:
         line: the line without its line end.

@@ -14,7 +14,7 @@ def evaluation_interval(global_batch_size: int) -> int:
     """
     if global_batch_size <= 0:
         raise ValueError(f"global_batch_size is {global_batch_size}, expected a positive integer")
-    # Compute in integers to be exact: 0.05 x 230.23 = 11.5115.
+    # Compute in integers, because floats would round the product 0.05 x 230.23 = 11.5115.
     ten_thousandths = 115_115 * global_batch_size + 1_500_000_000
     return ten_thousandths // (10_000 * 25_000) * 25_000
 

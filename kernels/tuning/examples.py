@@ -65,9 +65,9 @@ class _Maker:
     def detached(self, *shapes: tuple[int, ...]) -> list[Tensor]:
         return [self.values(*shape).detach() for shape in shapes]
 
-    def ids(self, most: int, count: int) -> Tensor:
-        """Return ``count`` random int64 numbers below ``most``."""
-        return torch.randint(most, (count,), generator=self._generator).to(self.device)
+    def ids(self, limit: int, count: int) -> Tensor:
+        """Return ``count`` random int64 numbers below ``limit``."""
+        return torch.randint(limit, (count,), generator=self._generator).to(self.device)
 
     def number(self, value: float, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.full((), value, dtype=dtype, device=self.device)

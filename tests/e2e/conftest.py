@@ -68,7 +68,10 @@ def real_checkout(tmp_path_factory: pytest.TempPathFactory, demo_data: Path) -> 
 
 @pytest.fixture(scope="module")
 def checkout(real_checkout: Path) -> Path:
-    """Return such a copy whose ``python`` asks a server to fork, for tests that do not look at processes."""
+    """Return the copy of the repository with a fast ``python``, which asks a server to fork instead of starting anew.
+
+    It is for tests that do not look at processes.
+    """
     programs = real_checkout / ".venv/bin"
     programs.unlink()
     programs.mkdir()

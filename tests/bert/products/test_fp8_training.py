@@ -271,7 +271,7 @@ def loss_curve(fp8: bool, mistake: str = "") -> Tensor:
             state.update_scales_()
         else:
             state.update_()
-        if mistake == "one inverse off":  # scale the input of the second layer's FC2 four times too large
+        if mistake == "one inverse off":  # make the input scale of the second layer's FC2 four times too large
             state.denses[7].input.inverse.mul_(4)
     return torch.tensor(losses)
 

@@ -186,7 +186,9 @@ def test_recomputation_keeps_what_is_predicted(precision: Precision) -> None:
     batch = batch_of(samples)
     kept, parts = {}, {}
     for mode in get_args(Recompute):
-        recomputations = [recomputation(mode)] * 2 + [recomputation("none")]  # the last layer keeps little in any mode
+        recomputations = [recomputation(mode)] * 2 + [
+            recomputation("none")
+        ]  # the last layer stores few activations in any mode
 
         def make_layer(
             config: ModelConfig, index: int, placement: Placement, by_layer: list[Recomputation] = recomputations

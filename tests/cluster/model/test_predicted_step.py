@@ -1,4 +1,4 @@
-"""Predicted steps, compared with counts by hand and with the cost model of published results, and their properties."""
+"""Predicted steps: compared with hand calculations and with the cost model of published results; their properties."""
 
 from dataclasses import replace
 from itertools import chain

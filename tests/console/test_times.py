@@ -1,4 +1,3 @@
-from console.live import RunView, sparkline
 from console.text import clock, clock_span, duration
 
 
@@ -9,15 +8,3 @@ def test_times_have_the_unit_that_fits_and_a_time_left_may_have_one_end() -> Non
     assert {ends: clock_span(*ends) for ends in spans} == spans
     durations = {None: "-", 0.0: "0.0 s", 1.23e-8: "12.3 ns", 0.5: "500 ms", 119.94: "119.9 s", 1012.9: "16.88 min"}
     assert {seconds: duration(seconds) for seconds in durations} == durations
-
-
-def test_a_panel_has_rows_for_what_is_known_only() -> None:
-    assert RunView("a run").rows() == []
-    view = RunView("a run", accuracies=[0.1, 0.2], target=0.3, outlook=["one", "two"], end=("aborted", False))
-    assert [(name, str(text)) for name, text in view.rows()] == [
-        ("accuracy", "0.2000 of 0.3000 at 0 samples, evaluation 2"),
-        *[("", "▁█"), ("outlook", "one"), ("", "two"), ("end", "aborted")],
-    ]
-    assert sparkline([0.0, 0.5, 1.0]) == "▁▅█"
-    assert sparkline([0.7, 0.7]) == "▁▁"
-    assert len(sparkline([0.01 * index for index in range(100)])) == 60
