@@ -262,7 +262,7 @@ def test_the_panel_of_a_run_in_progress(tmp_path: Path, clock_of_watch: Clock) -
     assert watch(closed_run(path, 6), "5.0.0", 5, 5, console) == 0
     assert isinstance(console.file, io.StringIO)
     assert "success after" in console.file.getvalue()
-    assert "▁" in console.file.getvalue()
+    assert "▁▃▄▅▆█" in console.file.getvalue()
 
 
 def test_the_panel_of_every_phase_and_width(tmp_path: Path) -> None:
