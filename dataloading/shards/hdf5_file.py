@@ -180,9 +180,8 @@ def _text_sizes(content: mmap.mmap, header: int, key: bytes) -> Iterator[int]:
     version."""
     blocks = [(header + 16, int.from_bytes(content[header + 8 : header + 12], "little"))]
     found = 0
-    for start, size in (
-        blocks if content[header : header + 1] == b"\x01" else ()
-    ):  # the body appends continuation blocks
+    # The body appends continuation blocks to the list.
+    for start, size in blocks if content[header : header + 1] == b"\x01" else ():
         place, end = start, min(start + size, len(content))
         while place + 8 <= end and (found := found + 1) <= _MOST_MESSAGES:
             kind, length = struct.unpack_from("<HH", content, place)
