@@ -70,9 +70,10 @@ def build_run(
         say(f"at most {steps:,} steps of {batch} sequences: about {clock(steps * step_seconds)} and the evaluations")
     log.weights_initialization(config.model.num_hidden_layers)
     loader = build_loader(config, inputs.train, mesh, seed, shape_buckets, start.steps, log)
-    # Create it late, because the caller must close it.
+    # Create the reporter late, because the caller must close it.
     reporter = _reporter(config, inputs, mesh, log, step, start.samples)
-    stragglers = Stragglers(mesh.hosts, mesh.stages(), mesh.places())
+    stages = [stage for _, stage, _ in mesh.coordinates]
+    stragglers = Stragglers(mesh.hosts, stages, mesh.places())
     return Run(
         config=config,
         schedule=inputs.schedule,
