@@ -64,7 +64,7 @@ class RunView:
 
 
 def live_display(console: Console) -> Live:
-    """Return a display that `update(view, refresh=True)` redraws in place. The last view stays when it is stopped."""
+    """Return a display that `update(view, refresh=True)` redraws in place. The last view stays on screen."""
     return Live(console=console, auto_refresh=False, vertical_overflow="crop")
 
 
@@ -74,7 +74,7 @@ def of_target(target: float | None) -> str:
 
 
 def styled(text: str, style: str = "") -> Text:
-    """Return a text in one colour, in which nothing is taken for markup or steers a terminal."""
+    """Return a text in one style. Markup and control characters in it have no effect."""
     return Text(visible(text), style=style)
 
 
