@@ -141,10 +141,6 @@ class Mesh:
         """Index of this rank's dropout stream. The stages of a copy share one, because their layers already differ."""
         return self.data_rank * self.tensor + self.tensor_rank if self.pipeline > 1 else self.rank
 
-    def stages(self) -> list[int]:
-        """Return the index of each rank in its pipeline, by rank."""
-        return [stage for _, stage, _ in self.coordinates]
-
     def places(self) -> list[str]:
         """Describe every rank's place in the grid, by rank; "" if each rank has a whole copy of the model."""
         if self.tensor * self.pipeline == 1:

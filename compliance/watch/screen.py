@@ -6,22 +6,28 @@ for each evaluation and each complaint.
 
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import nullcontext
 from itertools import islice
 from pathlib import Path
 
 from rich.console import Console
+from rich.live import Live
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
 
 from compliance.log import rules
 from compliance.watch.running import RunningLog
 from compliance.watch.watched import Watch, choose
-from console.live import RunView, live_display, of_target
 from console.text import clock, visible
 
 POLL_S = 1.0
 INIT_STALE_S = 3600.0
 """A run may be silent for long while it compiles and tunes. The rules limit its initialisation to less than this."""
 MAX_COMPLAINTS_SHOWN = 8
+_BARS = "▁▂▃▄▅▆▇█"
+_MAX_BARS = 60
 
 
 def watch(path: Path, ruleset: str, timeout_s: float, stale_s: float, console: Console | None = None) -> int:
@@ -61,7 +67,8 @@ def _wait_for(path: Path, timeout_s: float, console: Console) -> Path | None:
 
 def _follow(watched: Watch, stale_s: float, console: Console) -> int:
     run, known, lines = watched.run, None, EvaluationLines(watched, console)
-    with live_display(console) if console.is_terminal else nullcontext() as live:
+    redrawn = Live(console=console, auto_refresh=False, vertical_overflow="crop") if console.is_terminal else None
+    with redrawn or nullcontext() as live:
         while True:
             watched.look()
             now_ms = time.time() * 1000  # wall-clock time, as in the log
@@ -102,7 +109,7 @@ class EvaluationLines:
             _put(self._console, f"{watched.path}: {_phase_words(run, now_ms)}")
         self._phase = run.phase
         for number, evaluation in islice(enumerate(run.evaluations, 1), self._evaluations, None):
-            words = f"evaluation {number}: accuracy {evaluation.accuracy:.4f} {of_target(run.target)}"
+            words = f"evaluation {number}: accuracy {evaluation.accuracy:.4f} {_of_target(run)}"
             words += f" at {evaluation.samples:,} samples"
             if number == len(run.evaluations) and run.phase != "done":
                 words += (f", {run.rate:,.1f} sequences/s" if run.rate else "") + f", {watched.forecast_words(now_ms)}"
@@ -118,23 +125,49 @@ class EvaluationLines:
             _put(self._console, _end_words(run))
 
 
-def view(watched: Watch, now_ms: float) -> RunView:
-    """Return the state of the run, formatted for the terminal panel."""
-    run, is_running = watched.run, watched.run.phase == "run"
-    now = f", now {run.step_rate:,.1f}" if run.step_rate else ""
-    return RunView(
-        title=" · ".join(filter(None, (watched.path.name, run.header.get("recipe"), run.division))),
-        phase=_phase_words(run, now_ms),
-        accuracies=[evaluation.accuracy for evaluation in run.evaluations],
-        target=run.target,
-        evaluated_samples=run.evaluations[-1].samples if run.evaluations else 0,
-        samples=_samples_words(watched, now_ms) if is_running else "",
-        rate=f"{run.rate:,.1f} sequences/s with evaluations{now}" if is_running and run.rate else "",
-        time_left=watched.forecast_words(now_ms) if is_running else "",
-        outlook=list(watched.outlooks()),
-        warnings=list(run.complaints)[-MAX_COMPLAINTS_SHOWN:],
-        end=(_end_words(run), run.status == "success") if run.phase == "done" else None,
-    )
+def view(watched: Watch, now_ms: float) -> Panel:
+    """Draw the state of the run as a panel, with rows for what is known."""
+    run = watched.run
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column()
+    table.add_row("phase", _styled(_phase_words(run, now_ms)))
+    if run.evaluations:
+        accuracies, last = [evaluation.accuracy for evaluation in run.evaluations], run.evaluations[-1]
+        words = f"{last.accuracy:.4f} {_of_target(run)} at {last.samples:,} samples, evaluation {len(accuracies)}"
+        table.add_row("accuracy", _styled(words))
+        table.add_row("", _styled(_sparkline(accuracies), "cyan"))
+    if run.phase == "run":
+        table.add_row("samples", _styled(_samples_words(watched, now_ms)))
+        if run.rate:
+            now = f", now {run.step_rate:,.1f}" if run.step_rate else ""
+            table.add_row("rate", _styled(f"{run.rate:,.1f} sequences/s with evaluations{now}"))
+        table.add_row("target", _styled(watched.forecast_words(now_ms)))
+    for number, line in enumerate(watched.outlooks()):
+        table.add_row("" if number else "outlook", _styled(line))
+    if run.phase == "done":
+        table.add_row("end", _styled(_end_words(run), "green" if run.status == "success" else "bold red"))
+    for text in list(run.complaints)[-MAX_COMPLAINTS_SHOWN:]:
+        table.add_row("!", _styled(text, "yellow"))
+    title = " · ".join(filter(None, (watched.path.name, run.header.get("recipe"), run.division)))
+    return Panel(table, title=_styled(title), title_align="left")
+
+
+def _styled(text: str, style: str = "") -> Text:
+    # Unlike a string, a Text is not parsed for markup.
+    return Text(visible(text), style=style)
+
+
+def _sparkline(values: Sequence[float]) -> str:
+    """Draw the last values as a row of bars between their smallest and largest."""
+    shown = values[-_MAX_BARS:]
+    low, high = min(shown), max(shown)
+    steps = len(_BARS) - 1
+    return "".join(_BARS[round(steps * (value - low) / (high - low)) if high > low else 0] for value in shown)
+
+
+def _of_target(run: RunningLog) -> str:
+    return f"of {run.target:.4f}" if run.target is not None else "(no target logged)"
 
 
 def _phase_words(run: RunningLog, now_ms: float) -> str:

@@ -93,9 +93,8 @@ def test_replayed_steps_are_the_steps(small_run: SmallRun, precision: Literal["f
 def test_fp8_starts_with_the_scales_of_the_weights_that_it_starts_from(
     small_run: SmallRun, capturer: CudaCapturer | None
 ) -> None:
-    """The scales come neither from inert batches nor from weights trained in the warm-up, and they follow every update."""
+    """The scales come neither from inert batches nor from weights trained in the warm-up."""
     step = step_of("fp8", capturer=capturer)
-    model = step.model
     step.warm_up(global_batches(small_run, 1)[0], 3, SHAPE_BUCKETS)
     state = step.fp8
     assert state is not None
@@ -104,11 +103,6 @@ def test_fp8_starts_with_the_scales_of_the_weights_that_it_starts_from(
         assert torch.equal(dense.weight_NK.float(), expected.float())
         assert 64 < dense.dense.weight.abs().max() * dense.weight.scale <= 448
         assert dense.gradient.scale > 2**10, "gradients are small"
-    before = model.layers[0].get_parameter("output.weight").clone(), state.denses[3].weight_NK.clone()
-    for micro_batches in global_batches(small_run, 3):
-        step(micro_batches)
-    after = model.layers[0].get_parameter("output.weight"), state.denses[3].weight_NK
-    assert not any(torch.equal(old, new) for old, new in zip(before, after, strict=True))
 
 
 @pytest.mark.parametrize("capturer", [None, Recording()], ids=["run", "captured"])
@@ -153,6 +147,9 @@ def test_captured_graphs_share_buffers_largest_first() -> None:
     other = inert_batch(ShapeBucket(192, 8, 48, MAX_SEQ_LENGTH - 1))
     assert not graphs(other), "another longest sequence is another shape of launches"
     assert seen[-1] is other
+    capturer.close()
+    with pytest.raises(CaptureError, match="a replay of a graph that is empty"):
+        graphs(batches[0])
 
 
 @pytest.mark.parametrize("captured", [True, False])
@@ -191,22 +188,6 @@ def test_all_is_chosen_and_run_before_anything_is_captured(small_run: SmallRun, 
     assert events == [called, *(["run"] * 4 + ["capture"] + evaluated if captured else [])]
     assert refused == {captured}
     assert not is_refused()
-
-
-def test_closed_graphs_are_not_replayed() -> None:
-    """The step still holds replays of closed graphs, because it and the graphs' functions refer to each other."""
-    total = torch.zeros(())
-
-    def add() -> None:
-        total.add_(1)
-
-    with Recording() as capturer:
-        replay = capturer.prepare(add)
-        capturer.capture()
-        replay()
-        assert total.item() == 3
-    with pytest.raises(CaptureError, match="a replay of a graph that is empty"):
-        replay()
 
 
 @pytest.mark.gpu

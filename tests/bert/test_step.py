@@ -70,8 +70,12 @@ def test_statistics_are_means_over_the_steps_since_the_last_fetch(step: Training
     batches = [batch_of(small_run.train.slice(first, first + 8)) for first in (0, 8)]
     for batch in batches:
         step([batch])
-    means, stopping = step.statistics.fetch(stop=True)
-    assert stopping
+    with Operators() as operators:
+        means, stopping = step.statistics.fetch(stop=True, own_seconds=0.25)
+    # Copying a number to a GPU would make the host wait until the GPU has finished all queued work.
+    assert "fill_" in operators.names
+    assert not {"copy_", "_to_copy", "scalar_tensor", "lift_fresh"} & set(operators.names)
+    assert (stopping, step.statistics.own_seconds) == (True, [0.25])
     assert means["tokens"] == sum(batch.tokens for batch in batches) / 2
     assert 4 < means["masked_lm_loss"] < 7
     assert 0.3 < means["next_sentence_loss"] < 1.5

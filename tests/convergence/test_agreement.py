@@ -11,8 +11,6 @@ AGREEMENT_LAYERS=4 also detects slowly growing errors, such as a drifting varian
 
 import itertools
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -36,8 +34,8 @@ from dataloading.preparation.prepare import Job, prepare
 from dataloading.shards.samples import Samples
 from tests.conftest import REPOSITORY
 from tests.convergence.independent import Side, Trained, train
-from tests.distributed.ranks import free_port
-from tests.programs import write_forked_python
+from tests.distributed.ranks import torchrun
+from tests.programs import PATIENCE_S
 
 # Two ranks, so that the comparison covers the reduction and the distribution of batches.
 RANKS, BATCH, LENGTH, SEED = 2, 16, 128, 7
@@ -49,17 +47,13 @@ GOALS = {"loss": 1e-6, "weight matrix": 5e-7, "bias or norm": 3e-5, "gradient no
 """Largest relative distance from float64 for each kind of number."""
 
 
-def test_the_program_trains_as_an_independent_implementation_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_program_trains_as_an_independent_implementation_does(tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="transformers, the independent model, is not installed")
     sides = (
         Side(TRUTH, torch.float64, micro_batches=2),
         Side("fp32", torch.float32),
         Side("fp32 in another order", torch.float32, micro_batches=3, reverse=True, attention="eager"),
     )
-    write_forked_python(tmp_path)
-    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     vocab = full_size_vocabulary(tmp_path / "vocab.txt")
     options = PretrainingOptions(max_seq_length=LENGTH, max_predictions_per_seq=20)
     data = prepare(Job((REPOSITORY / "README.md",), vocab, options), tmp_path / "train")
@@ -116,17 +110,8 @@ def train_by_the_program(model: ModelConfig, vocab: Path, folder: Path) -> Train
         "log.interval-steps": 1,
         "save-checkpoint": saved,
     }
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--master-addr=127.0.0.1"]
-    launcher += [f"--master-port={free_port()}", f"--nproc-per-node={RANKS}"]
-    done = subprocess.run(
-        [*launcher, "-m", "bert.train", "tiny_cpu", *flags(settings)],
-        cwd=REPOSITORY,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    program = torchrun(RANKS, ["tiny_cpu", *flags(settings)])
+    assert program.wait(PATIENCE_S) == 0, program.output
     records = read_metrics(folder / "tiny_cpu" / "bert" / "metrics_0.jsonl").steps
     return Trained(
         masked_lm_loss=[record.masked_lm_loss for record in records],

@@ -115,16 +115,17 @@ def train(joined: Mesh, shape: str) -> dict[str, Any]:
         "first": first,
         "last": last,
         "correct": correct_predictions(step, mesh, batches[:2]),
-        "agreed": on_all(same_as_rank_0(list(last.values()))),
         "scales": scales,
         "words": len(step.model.embeddings.word) if parallel.pipeline == 1 else 0,
         "elements": len(step.flat.weights_P),
         "gradients": len(step.flat.gradients_N),
         "state_bytes": bytes_held(step),
-        "saved": {name: part.float().clone() for name, part in step.gather_whole_model().state_dict().items()},
         "dropped": _losses_with_dropout(step, mesh, batches[0]) if shape in (ALONE, DROPPING) else [],
-        "skips": skips(step, mesh),
     }
+    assert on_all(same_as_rank_0(list(last.values()))), "all ranks bring the same together, to the last bit"
+    for name, weight in step.gather_whole_model().state_dict().items():
+        assert torch.equal(weight.float(), last[f"weight {name}"].float()), name
+    assert skips(step, mesh)
     step._reduction.close()
     return found
 

@@ -91,10 +91,6 @@ def test_every_shape_trains_as_one_rank(found: dict[str, dict[str, Any]], shape:
         assert max(worst.values()) < (1e-10 if precise else 1e-5), (when, max(worst, key=worst.__getitem__))
     assert other["correct"] == one["correct"]
     assert one["correct"] > 0
-    assert other["agreed"], "all ranks bring the same together, to the last bit"
-    for name, weight in other["saved"].items():
-        assert torch.equal(weight, other["last"][f"weight {name}"].float()), name
-    assert other["skips"]
     assert (other["gradients"] == 0) == reduction.endswith("+")
     if int(pipeline) > 1:
         assert other["elements"] < one["elements"] * 0.72, "no rank has all layers"
@@ -120,7 +116,6 @@ def test_fp8_has_the_scales_of_whole_tensors(found: dict[str, dict[str, Any]], s
     one, other = found[alone(shape)], found[shape]
     assert torch.equal(other["scales"], one["scales"])
     assert len(set(one["scales"].tolist())) > 3
-    assert other["agreed"]
     for name in ("masked_lm_loss", "next_sentence_loss", "gradient_norm"):
         assert other["means"][0][name] == pytest.approx(one["means"][0][name], rel=2e-2)
 

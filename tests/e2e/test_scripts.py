@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from console.version import version_line
 from tests.programs import PATIENCE_S, REPOSITORY, write_script
 
 SHORT = ("--evaluation.interval-samples", "160", "--log.interval-steps", "5", "--evaluation.target")
@@ -186,13 +187,17 @@ def test_a_master_port_that_is_taken_is_one_line_on_the_node_that_would_listen(c
         ("launch/data.sub", "  sbatch --array=1-16 --cpus-per-task=32 --mem-per-cpu=1G launch/data.sub FOLDER..."),
     ],
 )
-def test_help_is_the_head_of_the_script_and_needs_no_packages(bare: Path, script: str, says: str) -> None:
+def test_help_is_the_head_of_the_script_and_neither_it_nor_the_version_needs_packages(
+    bare: Path, script: str, says: str
+) -> None:
     done = start("bash", script, "--help", cwd=bare)
     assert (done.returncode, done.stderr) == (0, "")
     assert any(line.startswith(says) for line in done.stdout.splitlines())
     assert "set -" not in done.stdout
     assert "SBATCH" not in done.stdout
     assert not (bare / ".venv").exists()
+    done = start("bash", str(REPOSITORY / script), "--version", cwd=bare)
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"{version_line()}\n", "")
 
 
 @pytest.mark.parametrize("setting", [(), ("--log.tensorboard", "here"), ("--log.tensorboard=here",)])

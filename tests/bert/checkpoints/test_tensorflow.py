@@ -1,6 +1,5 @@
 """TensorFlow checkpoints: real ones are read correctly; damaged and hostile ones give one clear error."""
 
-import math
 import shutil
 import struct
 from pathlib import Path
@@ -14,10 +13,10 @@ from hypothesis import strategies as st
 
 from bert.checkpoints.hugging_face import hugging_face_names
 from bert.checkpoints.sources import open_source
-from bert.checkpoints.tensorflow import MAGIC, TensorBundle, tf1_name
+from bert.checkpoints.tensorflow import MAGIC, TensorBundle
 from bert.configuration.sections import ModelConfig
 from bert.convert import convert
-from tests.bert.checkpoints.tf_bundles.expected import BUNDLES, bundle_shapes, bundle_weights
+from tests.bert.checkpoints.tf_bundles.expected import BUNDLES, bundle_weights
 
 STATE = bundle_weights()
 WHOLE = ["tf1", "tf1_snappy", "tf1_sharded"]
@@ -49,10 +48,6 @@ def test_every_weight_of_a_checkpoint_of_tensorflows(folder: Path, name: str):
     assert open_source(folder / f"{name}.index", 2).digest() == found.digest()
     with pytest.raises(ValueError, match=r"how many attention heads .* set --num-attention-heads"):
         open_source(folder / name)
-
-
-def test_a_compressed_index_says_the_same(folder: Path):
-    assert TensorBundle(folder / "tf1_snappy").entries == TensorBundle(folder / "tf1").entries
 
 
 def test_what_is_not_supported_is_refused_by_name(folder: Path, tmp_path: Path):
@@ -177,18 +172,14 @@ GOOD = (b"w", entry(2, 2))
 HOSTILE = {
     "negative dimension": (table(block(HEADER, (b"w", entry(2**64 - 1, 4)))), "a tensor of 2 dimensions"),
     "endless rank": (table(block(HEADER, (b"w", entry(*[1] * 300)))), "a tensor of 300 dimensions"),
-    "billions of bytes": (table(block(HEADER, (b"w", entry(2, size=2**40)))), "100 bytes, but w is at 0 to 1,099"),
     "negative size": (table(block(HEADER, (b"w", entry(2, size=2**64 - 1)))), "with 18,446"),
     "outside": (table(block(HEADER, (b"w", entry(2, 2, offset=90)))), "100 bytes, but w is at 90 to 106"),
     "data file out of range": (table(block(HEADER, (b"w", entry(2, 2, shard=1)))), "data file 1 of 1"),
     "big-endian": (table(block((b"", field(1, 1) + field(2, 1)), GOOD)), "big-endian"),
     "no data files": (table(block((b"", b""), GOOD)), "0 data files"),
     "too many data files": (table(block((b"", field(1, 2**31)), GOOD)), "2147483648 data files"),
-    "text for a number": (table(block((b"", field(1, b"1")), GOOD)), "0 data files"),
     "no header": (table(block(GOOD)), "no header"),
-    "empty": (table(block()), "no header"),
     "twice": (table(block(HEADER, GOOD, GOOD)), "expected ascending keys"),
-    "descending": (table(block(HEADER, GOOD, (b"a", entry(2, 2, offset=16)))), "expected ascending keys"),
     "name too long": (table(block(HEADER, (b"w" * 1025, entry(2, 2)))), "does not fit the block"),
     "name of no characters": (table(block(HEADER, (b"\xff", entry(2, 2)))), "utf-8"),
     "prefix of nothing": (table(block(HEADER, tail=b"\5\1\0w")), "does not fit the block"),
@@ -199,7 +190,6 @@ HOSTILE = {
     "field beyond the message": (table(block(HEADER, (b"w", b"\x12\x7f"))), "a field of 127 bytes"),
     "another compression": (table(block(HEADER, GOOD), kind=2), "compression type 2"),
     "index block of itself": (table(block(HEADER, GOOD), handles=[(70, 20)]), "a block at bytes"),
-    "block in the billions": (table(block(HEADER, GOOD), handles=[(0, 2**40)]), "a block at bytes 0 to 1,099"),
     "bomb": (table(number(2**40) + b"\0" * 8, kind=1), "1,099,511,627,776 bytes, expected at most"),
     "bomb that runs over": (table(number(10) + b"\0a" + b"\xfe\1\0" * 9, kind=1), "gives 65 bytes, expected 10"),
     "copy from before the start": (table(number(10) + b"\0a\x0e\2\0", kind=1), "copies from 2 bytes back after 1"),
@@ -263,13 +253,3 @@ def test_a_damaged_checkpoint_leaves_nothing_behind(folder: Path, tmp_path: Path
         with pytest.raises(ValueError, match="cls/seq_relationship/output_bias does not have the checksum"):
             convert(damaged, to, out, 2, vocab)  # pyright: ignore[reportArgumentType]
     assert list((tmp_path / "out").iterdir()) == []
-
-
-def test_the_names_cover_the_reference(folder: Path):
-    """The shapes of the fixtures must add up to the number of parameters of BERT-Large."""
-    large = {"layers": 24, "hidden": 1024, "intermediate": 4096, "vocab": 30522, "positions": 512, "segments": 2}
-    assert sum(math.prod(shape) for shape in bundle_shapes(large).values()) == 336_226_108
-    entries = TensorBundle(folder / "tf1").entries
-    assert {tf1_name(name) for name in STATE} == {
-        name for name in entries if not name.endswith(("/lamb_m", "/lamb_v", "global_step"))
-    }

@@ -19,7 +19,6 @@ from bert.checkpoints.sources import open_source
 from bert.checkpoints.weights import model_metadata, read_header, save_weights
 from bert.configuration.sections import ModelConfig
 from bert.convert import convert
-from bert.model import BertForPreTraining
 from bert.optimizer import FlatParameters
 from bert.predict import fill
 from bert.train import run_command
@@ -28,10 +27,6 @@ from tests.bert.checkpoints.tf_bundles.expected import BUNDLES, bundle_weights
 from tests.bert.small_models import drawn_model
 
 CONFIG = ModelConfig(2, 8, 2, 16, 30, 12)
-
-
-def equal(one: BertForPreTraining, other: BertForPreTraining) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(one.state_dict().values(), other.state_dict().values(), strict=True))
 
 
 @pytest.fixture
@@ -57,19 +52,7 @@ def test_round_trip(tmp_path: Path):
     assert path.read_bytes() == save(drawn_model(CONFIG, 0).state_dict(), model_metadata(CONFIG))
     flat = FlatParameters.of(target)
     load_initial_weights(target, path)
-    assert equal(target, drawn_model(CONFIG, 0))
     assert torch.equal(flat.weights_P, FlatParameters.of(drawn_model(CONFIG, 0)).weights_P)
-
-
-def test_weights_that_are_no_numbers_are_refused_and_half_precision_is_read(saved: Path):
-    rewritten(lambda tensors: tensors.update({name: tensor.half() for name, tensor in tensors.items()}))(saved)
-    model = drawn_model(CONFIG, 1)
-    load_initial_weights(model, saved)
-    assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
-    torch.testing.assert_close(model.pooler.weight, drawn_model(CONFIG, 0).pooler.weight, rtol=1e-3, atol=1e-6)
-    rewritten(lambda tensors: tensors.update({"pooler.bias": torch.ones(8, dtype=torch.int32)}))(saved)
-    with pytest.raises(ValueError, match=r"pooler\.bias as torch\.int32: expected floating point"):
-        load_initial_weights(model, saved)
 
 
 # --- other formats --------------------------------------------------------------------------------------------------
@@ -95,25 +78,21 @@ def from_pretrained(folder: Path) -> Any:
 FOUR_HEADS = ModelConfig(2, 24, 4, 16, 30, 12, hidden_dropout=0.2, layer_norm_eps=1e-6)
 
 
-def test_a_file_says_which_model_it_holds(tmp_path: Path):
+def test_a_file_says_which_model_it_holds_and_is_not_guessed_at(tmp_path: Path):
     """The file also records facts that the shapes do not tell, such as the number of heads."""
     write_vocabulary(tmp_path / "vocab.txt")
-    ours, again = tmp_path / "ours.safetensors", tmp_path / "again.safetensors"
+    ours, again, theirs = tmp_path / "ours.safetensors", tmp_path / "again.safetensors", tmp_path / "theirs"
     save_weights(drawn_model(FOUR_HEADS, 0), ours)
     convert(ours, "safetensors", again)
-    assert open_source(ours).model == open_source(again).model == FOUR_HEADS
-    convert(again, "hugging-face", tmp_path / "theirs")
-    assert json.loads((tmp_path / "theirs" / "config.json").read_bytes())["num_attention_heads"] == 4
+    convert(again, "hugging-face", theirs)
+    assert open_source(ours).model == open_source(again).model == open_source(theirs).model == FOUR_HEADS
     with pytest.raises(ValueError, match="holds a model with 4 attention heads: leave --num-attention-heads 2 out"):
         open_source(ours, 2)
-
-
-def test_a_file_that_does_not_say_is_not_guessed_at(tmp_path: Path):
-    model = drawn_model(ModelConfig(2, 64, 4, 16, 30, 12), 0)
-    save_file(model.state_dict(), tmp_path / "bare.safetensors")
+    bare = tmp_path / "bare.safetensors"
+    save_file(load_file(ours), bare)
     with pytest.raises(ValueError, match=r"does not say how many attention heads .* set --num-attention-heads"):
-        open_source(tmp_path / "bare.safetensors")
-    assert open_source(tmp_path / "bare.safetensors", 4).model.num_attention_heads == 4
+        open_source(bare)
+    assert open_source(bare, 4).model.num_attention_heads == 4
 
 
 @pytest.mark.parametrize(
@@ -156,18 +135,20 @@ def rewritten(change: Callable[[dict[str, Tensor]], object]) -> Callable[[Path],
             {},
             r"weights\.safetensors: pooler\.bias has the shape \(4,\), expected \(8,\) by the other weights",
         ),
+        (
+            rewritten(lambda tensors: tensors.update({"pooler.bias": torch.ones(8, dtype=torch.int32)})),
+            {},
+            r"pooler\.bias as torch\.int32: expected floating point",
+        ),
         (Path.stat, {"vocab_size": 31}, r"of 30 tokens, but model\.vocab_size is 31"),
     ],
 )
-def test_what_does_not_fit_is_refused_and_changes_nothing(
+def test_what_does_not_fit_is_refused(
     saved: Path, spoil: Callable[[Path], object], change: dict[str, int], message: str
 ):
     spoil(saved)
-    config = replace(CONFIG, **change)
-    model = drawn_model(config, 1)
     with pytest.raises(ValueError, match=message):
-        load_initial_weights(model, saved)
-    assert equal(model, drawn_model(config, 1))
+        load_initial_weights(drawn_model(replace(CONFIG, **change), 1), saved)
 
 
 @pytest.mark.slow
@@ -225,7 +206,7 @@ def test_every_format_gives_the_same_weights(tmp_path: Path):
 
 
 def test_a_folder_that_transformers_saved(theirs: Path, tmp_path: Path):
-    """The folder may also have an explicit decoder, half precision, or the names of older files."""
+    """The folder may also have an explicit decoder, half precision, or the names of older files. Weights are fp32."""
     from_pretrained(theirs).save_pretrained(tmp_path / "again")
     path = tmp_path / "again" / "model.safetensors"
     renamed = {
@@ -239,7 +220,7 @@ def test_a_folder_that_transformers_saved(theirs: Path, tmp_path: Path):
         model = drawn_model(CONFIG, 1)
         load_initial_weights(model, tmp_path / f"{index}.safetensors")
         for ours, expected in zip(model.parameters(), drawn_model(CONFIG, 0).parameters(), strict=True):
-            torch.testing.assert_close(ours, expected, rtol=1e-3 * index, atol=1e-6 * index)
+            torch.testing.assert_close(ours, expected, rtol=1e-3 * index, atol=1e-6 * index)  # the dtype too
 
 
 def test_an_untied_decoder_is_refused(theirs: Path):
@@ -299,10 +280,9 @@ def test_the_command(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     printed = capsys.readouterr().out
     for expected in ("(TF1)", "1,776 parameters", "2 layers", "30 vocabulary rows"):
         assert expected in printed
-    assert run(BUNDLES / "tf1_sliced", "--to", "safetensors", "--out", tmp_path / "x") == 2
     assert run(saved, "--to", "safetensors", "--out", saved / "below a file") == 2
-    errors = capsys.readouterr().err.splitlines()
-    assert [line.partition(" ")[0] for line in errors] == ["error:"] * 2
+    [error] = capsys.readouterr().err.splitlines()
+    assert error.startswith("error: ")
     metadata = read_header(out)[1]
     assert metadata["source"].startswith("TensorFlow checkpoint (TF1)")
     assert "sha256 of the index" in metadata["source_digest"]

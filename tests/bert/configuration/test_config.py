@@ -1,8 +1,5 @@
 """Wrong settings are rejected before any work, in a message that names the setting to change."""
 
-import shutil
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -10,8 +7,7 @@ import bert.evaluate
 import bert.train
 from bert.configuration.recipes import tiny_cpu
 from bert.train import OLDEST_TORCH, parse, require_torch
-from tests.conftest import REPOSITORY, SmallRun
-from tests.programs import PATIENCE_S, Program
+from tests.conftest import REPOSITORY
 
 
 def test_settings_are_changed_by_name() -> None:
@@ -89,43 +85,6 @@ def test_a_wrong_setting_is_named_in_one_line(arguments: str, message: str) -> N
         parse(arguments.split())
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.slow
-def test_a_damaged_shard_ends_the_run_with_one_line(small_run: SmallRun, tmp_path: Path) -> None:
-    shutil.copytree(small_run.folder / "train", tmp_path / "train")
-    shard = sorted((tmp_path / "train").glob("part_*"))[0]
-    content = bytearray(shard.read_bytes())
-    content[len(content) // 2] ^= 1
-    shard.write_bytes(content)
-    process = Program("bert.train", small_run.arguments(tmp_path / "results", data__train=tmp_path / "train"))
-    assert process.wait(PATIENCE_S) == 2
-    first, *_, last = process.output.splitlines()
-    assert first.startswith("log in ")
-    assert "Traceback" not in process.output
-    assert last.startswith("error: ")
-    assert shard.name in last
-    assert '"status": "aborted"' in (tmp_path / "results/tiny_cpu/bert/result_0.txt").read_text()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("environment", "said"),
-    [
-        ({"WORLD_SIZE": "7", "RANK": "0"}, "multiple of 7"),
-        ({"WORLD_SIZE": "two", "RANK": "0"}, "WORLD_SIZE='two'"),
-        ({"WORLD_SIZE": "1", "RANK": "2"}, "RANK=2 with WORLD_SIZE=1"),
-    ],
-)
-def test_an_impossible_world_size_is_one_line_and_exit_code_2(
-    small_run: SmallRun, tmp_path: Path, environment: dict[str, str], said: str
-) -> None:
-    process = Program("bert.train", small_run.arguments(tmp_path), **environment)
-    assert process.wait(PATIENCE_S) == 2
-    [line] = process.output.splitlines()
-    assert line.startswith("error: ")
-    assert said in line
-    assert not any(tmp_path.iterdir())
 
 
 def test_an_older_pytorch_is_refused_before_any_check(

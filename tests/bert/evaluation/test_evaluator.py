@@ -43,8 +43,14 @@ def evaluator(dataset: Dataset, batch_size: int, rank: int = 0, world_size: int 
 
 @pytest.mark.parametrize(("batch_size", "most"), [(1, 16), (3, 16), (64, 2)])
 def test_accuracy_is_counted_exactly_and_captured_in_few_graphs(
-    dataset: Dataset, model: BertForPreTraining, small_run: SmallRun, batch_size: int, most: int
+    dataset: Dataset,
+    model: BertForPreTraining,
+    small_run: SmallRun,
+    batch_size: int,
+    most: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Capturing reads no data and leaves the model as it was."""
     batch = batch_of(small_run.evaluation)
     with torch.no_grad():
         logits_MV = model.eval().masked_lm_logits(model.head_inputs(batch)[1])
@@ -52,9 +58,14 @@ def test_accuracy_is_counted_exactly_and_captured_in_few_graphs(
     expected = Accuracy(correct, len(batch.masked_lm_ids))
     assert 0 < expected.value == correct / expected.count < 1
     assert evaluator(dataset, batch_size)(model.train(), PLAIN) == expected
-    assert model.training
     captured, capturer = evaluator(dataset, batch_size), Recording()
-    captured.warm_up(model, PLAIN, capturer)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with monkeypatch.context() as patch:
+        patch.setattr(dataset, "take", None)
+        captured.warm_up(model, PLAIN, capturer)
+    assert model.training
+    assert model.dropout_state.tolist() == [0, 0]
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert 1 <= len(capturer.graphs) <= most
     for _ in range(2):
         capturer.replays.clear()
@@ -76,17 +87,6 @@ def test_ranks_share_the_evaluation_set_and_miss_nothing(
         whole.correct,
         whole.count,
     )
-
-
-def test_capturing_reads_no_data_and_leaves_the_model_as_it_was(
-    dataset: Dataset, model: BertForPreTraining, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(dataset, "take", None)
-    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    evaluator(dataset, 16).warm_up(model, PLAIN, Recording())
-    assert model.training
-    assert model.dropout_state.tolist() == [0, 0]
-    assert all(torch.equal(tensor, weights[name]) for name, tensor in model.state_dict().items())
 
 
 def test_data_is_read_ahead_once_and_its_faults_surface(

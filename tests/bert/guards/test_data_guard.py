@@ -98,21 +98,6 @@ guard.release()
     assert "data were opened before run_start" in done.stderr
 
 
-def test_metadata_before_and_data_after_are_fine(small_run: SmallRun) -> None:
-    code = """
-guard = DataGuard([folder])
-dataset = open_dataset(folder)
-assert dataset.lengths.sum() > 0
-Path(sys.executable).open('rb').close()
-guard.require_untouched()
-guard.release()
-guard.release()
-assert len(dataset.take(__import__('numpy').arange(5))) == 5
-"""
-    done = run(code, small_run.folder / "train")
-    assert done.returncode == 0, done.stderr
-
-
 def test_data_are_released_on_all_ranks_once_the_clock_is_in_the_log(small_run: SmallRun, tmp_path: Path) -> None:
     """Rank 0 writes between two barriers, so that no rank opens data before the clock is in the log."""
     code = """

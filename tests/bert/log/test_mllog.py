@@ -136,14 +136,6 @@ def test_violations_raise_at_once_and_write_nothing(
     assert keys[-1] == "run_stop" if "init_start" in keys else len(keys) == written
 
 
-def test_refused_end_leaves_no_trace(log: MLLog, tmp_path: Path) -> None:
-    with pytest.raises(RuleViolation):
-        finish(log, [0.1])
-    assert "train_samples" not in read_log(tmp_path / "result_0.txt").run.first
-    log.run_stop("aborted", samples=1024, eval_samples=500)
-    assert read_log(tmp_path / "result_0.txt").all("eval_samples")[0].value == 500
-
-
 def test_clock_that_goes_back_is_held(tmp_path: Path) -> None:
     times = iter([100, 50, 200])
     log = MLLog(tmp_path / "result_0.txt", clock_ms=lambda: next(times))

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from bert.log.mllog import MLLog
 from bert.log.result_files import CLAIM, choose_files, claim, create_log
 
 
@@ -55,15 +54,6 @@ def test_runs_that_start_at_once_get_numbers_of_their_own(tmp_path: Path) -> Non
         thread.join()
     assert sorted(numbers) == [1, *range(3, 2 + runs * rounds)]
     assert (folder / "result_0.txt").read_text() == (folder / "result_2.txt").read_text() == "earlier\n"
-
-
-def test_a_log_that_is_there_is_never_overwritten(tmp_path: Path) -> None:
-    made(tmp_path, "result_0.txt")
-    (tmp_path / "result_1.txt").symlink_to("nowhere")
-    for name in ("result_0.txt", "result_1.txt"):
-        with pytest.raises(FileExistsError):
-            MLLog(tmp_path / name)
-    assert (tmp_path / "result_0.txt").read_text() == "earlier\n"
 
 
 def test_who_asks_for_the_number_finds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

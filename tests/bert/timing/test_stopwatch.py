@@ -8,30 +8,23 @@ import torch
 from bert.timing.stopwatch import DeviceStopwatch, Stopwatch
 
 
-def test_a_phase_within_another_is_no_part_of_it() -> None:
-    stopwatch, begin = Stopwatch(), time.perf_counter()
-    with stopwatch.time("forward_backward"):
-        since = time.perf_counter()
-        for _ in range(2):
-            with stopwatch.time("reduce"):
-                time.sleep(0.01)
-        until = time.perf_counter()
-    end, taken = time.perf_counter(), stopwatch.take()
-    assert taken["reduce"] >= 0.02
-    assert until - since <= sum(taken.values()) <= end - begin
-
-
-def test_an_exchange_is_part_of_its_phase_and_in_a_pass_told_apart() -> None:
-    stopwatch, phases = Stopwatch(), []
+def test_an_exchange_is_part_of_its_phase_and_a_nested_phase_is_not() -> None:
+    stopwatch, phases, begin = Stopwatch(), [], time.perf_counter()
     for phase in ("forward_backward", "update"):
         with stopwatch.time(phase):
             with stopwatch.exchanging():
                 phases.append(stopwatch.tracker.phase)
                 time.sleep(0.01)
             phases.append(stopwatch.tracker.phase)
+            for _ in range(2):
+                with stopwatch.time("reduce"):
+                    time.sleep(0.01)
+    taken_s, exchanged, taken = time.perf_counter() - begin, stopwatch.exchanged, stopwatch.take()
     assert phases == ["exchange in forward_backward", "forward_backward", "exchange in update", "update"]
-    exchanged, taken = stopwatch.exchanged, stopwatch.take()
     assert 0.01 <= exchanged <= taken["forward_backward"]
+    assert taken["update"] >= 0.01
+    assert taken["reduce"] >= 0.04
+    assert sum(taken.values()) <= taken_s
     assert exchanged < taken["forward_backward"] + taken["update"] - 0.01
     assert stopwatch.exchanged == 0
 
@@ -79,21 +72,7 @@ class Mark:
         return end_event.passed - self.passed
 
 
-def test_a_phase_inside_another_counts_once() -> None:
-    device = Device()
-    stopwatch = device.stopwatch()
-    for _ in range(2):
-        with stopwatch.time("forward_backward"):
-            device.work(20)
-            with stopwatch.time("reduce"):
-                device.work(6)
-    taken = stopwatch.take()
-    assert taken["forward_backward"] == pytest.approx(0.04)
-    assert taken["reduce"] == pytest.approx(0.012)
-    assert not any(stopwatch.take().values())
-
-
-def test_the_reduction_inside_a_captured_step_is_taken_out_of_the_phase_around_it() -> None:
+def test_a_phase_inside_another_counts_once_captured_or_not() -> None:
     device = Device()
     stopwatch = device.stopwatch()
     device.capturing = True
@@ -105,9 +84,11 @@ def test_the_reduction_inside_a_captured_step_is_taken_out_of_the_phase_around_i
     for _ in range(2):
         with stopwatch.time("forward_backward"):
             device.work(20)
+            with stopwatch.time("data_wait"):
+                device.work(3)
         with stopwatch.time("update"):
             device.replay()
-    expected = {"data_wait": 0, "forward_backward": 0.04, "reduce": 0.012, "update": 0.008}
+    expected = {"data_wait": 0.006, "forward_backward": 0.04, "reduce": 0.012, "update": 0.008}
     assert stopwatch.take() == pytest.approx(expected)
     with stopwatch.time("update"):
         device.work(9)  # there was no replay, so marks of the last replay must not count

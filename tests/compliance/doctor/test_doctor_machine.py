@@ -19,7 +19,7 @@ ONE_DOWN = (*PORTS[:3], replace(PORTS[3], state="INIT"), *PORTS[4:])
     ("layout", "facts", "expected"),
     [
         *((layout, {}, "") for layout in (NODE, NODES, CPU)),
-        (NODE, {"free_bytes": 2 << 30}, "warn memory: 2.0 GiB free, 8 rank(s)"),
+        (NODE, {"free_bytes": 2 << 30}, "warn memory: 2.0 GiB free, 8 rank(s) need about 32 GiB"),
         (CPU, {"free_bytes": 1 << 30}, ""),
         (NODE, {"shared_bytes": 1023 << 20}, "fail shared memory: 1023 MiB free in /dev/shm"),
         (NODE, {"shared_bytes": 1024 << 20}, ""),

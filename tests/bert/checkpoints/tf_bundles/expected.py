@@ -12,12 +12,12 @@ from pathlib import Path
 import numpy as np
 
 BUNDLES = Path(__file__).parent
-SIZES = {"layers": 2, "hidden": 8, "heads": 2, "intermediate": 16, "vocab": 30, "positions": 12, "segments": 2}
+LAYERS, HIDDEN, INTERMEDIATE, VOCAB, POSITIONS, SEGMENTS = 2, 8, 16, 30, 12, 2
 
 
-def bundle_weights(sizes: dict[str, int] = SIZES) -> dict[str, np.ndarray]:
+def bundle_weights() -> dict[str, np.ndarray]:
     """Return weights by their names in Hugging Face's BertForPreTraining, [out, in], each from its own seed."""
-    return {name: _draw(name, shape) for name, shape in bundle_shapes(sizes).items()}
+    return {name: _draw(name, shape) for name, shape in _shapes().items()}
 
 
 def _draw(name: str, shape: tuple[int, ...]) -> np.ndarray:
@@ -25,27 +25,23 @@ def _draw(name: str, shape: tuple[int, ...]) -> np.ndarray:
     return generator.standard_normal(shape, dtype=np.float32) * np.float32(0.3)
 
 
-def bundle_shapes(sizes: dict[str, int]) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each weight under its Hugging Face name."""
-    hidden, wide = sizes["hidden"], sizes["intermediate"]
+def _shapes() -> dict[str, tuple[int, ...]]:
     embeddings = "bert.embeddings."
     result: dict[str, tuple[int, ...]] = {
-        embeddings + "word_embeddings.weight": (sizes["vocab"], hidden),
-        embeddings + "position_embeddings.weight": (sizes["positions"], hidden),
-        embeddings + "token_type_embeddings.weight": (sizes["segments"], hidden),
+        embeddings + "word_embeddings.weight": (VOCAB, HIDDEN),
+        embeddings + "position_embeddings.weight": (POSITIONS, HIDDEN),
+        embeddings + "token_type_embeddings.weight": (SEGMENTS, HIDDEN),
     }
-    dense = {"bert.pooler.dense": (hidden, hidden), "cls.predictions.transform.dense": (hidden, hidden)}
+    square = ["bert.pooler.dense", "cls.predictions.transform.dense"]
     norms = [embeddings + "LayerNorm", "cls.predictions.transform.LayerNorm"]
-    for index in range(sizes["layers"]):
+    dense = {"cls.seq_relationship": (2, HIDDEN)}
+    for index in range(LAYERS):
         layer = f"bert.encoder.layer.{index}."
-        dense |= {f"{layer}attention.self.{part}": (hidden, hidden) for part in ("query", "key", "value")}
-        dense[layer + "attention.output.dense"] = (hidden, hidden)
-        dense[layer + "intermediate.dense"] = (wide, hidden)
-        dense[layer + "output.dense"] = (hidden, wide)
+        square += [f"{layer}attention.{part}" for part in ("self.query", "self.key", "self.value", "output.dense")]
+        dense |= {layer + "intermediate.dense": (INTERMEDIATE, HIDDEN), layer + "output.dense": (HIDDEN, INTERMEDIATE)}
         norms += [layer + "attention.output.LayerNorm", layer + "output.LayerNorm"]
-    dense["cls.seq_relationship"] = (2, hidden)
-    for name, shape in dense.items():
+    for name, shape in (dense | dict.fromkeys(square, (HIDDEN, HIDDEN))).items():
         result |= {name + ".weight": shape, name + ".bias": shape[:1]}
     for name in norms:
-        result |= {name + ".weight": (hidden,), name + ".bias": (hidden,)}
-    return result | {"cls.predictions.bias": (sizes["vocab"],)}
+        result |= {name + ".weight": (HIDDEN,), name + ".bias": (HIDDEN,)}
+    return result | {"cls.predictions.bias": (VOCAB,)}
