@@ -38,7 +38,7 @@ _TO_SIGMA = 1.4826
 _MEDIAN_ERROR = 1.2533
 """Ratio of a median's standard error to a mean's standard error: sqrt(pi / 2)."""
 _OWN_MEDIAN = 1.4
-"""Turns to subtract from the count, because deviations from the median of few turns are too small (from simulation)."""
+"""Correction of the number of turns, because deviations from the median of few turns are too small (from simulation)."""
 _EFFICIENCY = 0.37
 """Statistical efficiency of a median absolute deviation, relative to a standard deviation."""
 _FAR = 1e6

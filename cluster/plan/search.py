@@ -23,12 +23,12 @@ from cluster.plan.target import Target
 from cluster.published.cost_model import RunTime
 
 REDUCTIONS: tuple[ReductionStrategy, ...] = ("flat", "hierarchical", "sharded", "sharded_world")
-"""The last strategy takes the least memory."""
+"""Reduction strategies. The last one takes the least memory."""
 TENSORS = (1, 2, 4, 8)
 PIPELINES = (1, 2, 4, 8, 16, 32, 64)
 VIRTUAL_STAGES = (1, 2, 4)
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
-"""In order of decreasing memory and increasing time."""
+"""Recomputation modes in order of decreasing memory and increasing time."""
 BEST = 5
 _REACH = 1.1
 """Ways are predicted from several steps if their first step suggests at most this multiple of the fifth best time."""
@@ -222,7 +222,7 @@ class _Search:
                 yield candidate
 
     def _candidate(self, schedule: BatchSchedule, strategy: Strategy) -> Candidate | None:
-        """Predict a strategy; None if it is not feasible."""
+        """Return the prediction of a strategy, or None if the strategy is not feasible."""
         target, work, precision = self._target, self._work, strategy.precision
         sequences, usable = strategy.sequences(target.world_size), self._usable_memory(strategy)
         memory_by = precision, strategy.recompute, strategy.parallel

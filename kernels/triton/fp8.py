@@ -231,7 +231,7 @@ def configurations() -> list[Configuration]:
     def configuration(name: str, kernel: triton.JITFunction, types: dict[str, str], fp8: torch.dtype) -> Configuration:
         fixed: dict[str, object] = {"LARGEST": LARGEST[fp8], "ROWS": _ROWS, "COLUMNS": _COLUMNS}
         fixed |= {parameter: None for parameter, kind in types.items() if kind == "None"}
-        fixed["EVICTION"] = _ONCE if types.get("x") == "*fp32" else ""  # of weights
+        fixed["EVICTION"] = _ONCE if types.get("x") == "*fp32" else ""  # only weights are fp32
         types = {"scale": "*fp32", "amax": "*i32", "partials": "*fp32", "rows": "i32", "columns": "i32", **types}
         types |= dict.fromkeys(("q", "transposed"), POINTERS[fp8])
         return Configuration.of(name, kernel, types, fixed, _WARPS, _STAGES, capabilities=(90, 100))
