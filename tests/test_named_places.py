@@ -30,7 +30,9 @@ def texts() -> list[Path]:
 
 @cache
 def words_in(module: Path) -> set[str]:
-    return set(re.findall(r"\w+", module.read_text(encoding="utf-8")))
+    text = module.read_text(encoding="utf-8")
+    starred = [name.replace(".", "/") for name in re.findall(r"from ([\w.]+) import \*", text)]
+    return set(re.findall(r"\w+", text)).union(*(words_in(REPOSITORY / f"{name}.py") for name in starred))
 
 
 def is_there(dotted: str) -> bool:
