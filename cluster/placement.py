@@ -28,7 +28,9 @@ def cost(order: Sequence[Path], group: int = 1) -> int:
 
 
 def place(paths: Sequence[Path], nodes: int, group: int = 1) -> list[int]:
-    """Choose and order hosts, given as indices in ``paths``. Each ``group`` of consecutive hosts communicates the most.
+    """Choose and order ``nodes`` hosts, and return their indices in ``paths``.
+
+    Consecutive hosts form groups of ``group`` hosts, which communicate more within a group than with other groups.
 
     Raises ``ValueError`` if the cluster has too few hosts, or if they do not divide into groups.
     """

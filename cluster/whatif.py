@@ -69,7 +69,7 @@ def savings(account: Account) -> dict[str, float]:
 
 
 def _without(account: Account, is_removed: Callable[[Straggler], bool]) -> float:
-    """Return the seconds that other ranks waited for the removed ranks."""
+    """Return the seconds that the other ranks waited for the removed ranks."""
     saved = 0.0
     for steps, slow in account.slow:
         slowest = max((each.own_ms for each in slow), default=0.0)

@@ -42,7 +42,7 @@ def run(
     folder: Path | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> Output:
-    """Run a program without standard input. Raises nothing for a program that is missing, fails or hangs.
+    """Run a program without standard input. A program that is missing, fails or hangs raises no exception.
 
     The program gets a session of its own. After `timeout_s`, and on Ctrl-C, it is killed with its children.
 

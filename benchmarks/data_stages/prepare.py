@@ -2,9 +2,9 @@
 
     python benchmarks/data_stages/prepare.py [--vocab FILE] [--text FILE ...] [--rounds N] [--dupe_factor N] [--out FILE]
 
-Both sides read the text, load the vocabulary, tokenize and draw samples. Runs alternate in one process, and the outputs must
-be equal. Compilation is not timed. By default, the input is the standard library's prose (``dataloading.text.documents``)
-with the vocabulary that ships with the built-in recipe.
+Both implementations read the text, load the vocabulary, tokenize and draw samples. Their runs alternate in one process, and
+their outputs must be equal. Compilation is not timed. By default, the input is the standard library's prose
+(``dataloading.text.documents``) with the vocabulary that ships with the built-in recipe.
 """
 
 import gc
@@ -40,12 +40,12 @@ def main(
     dupe_factor: int = PretrainingOptions.dupe_factor,
     out: Path | None = None,
 ) -> None:
-    """Print the medians of both sides, and the ratio last.
+    """Print the median time of each implementation, and the ratio of the medians.
 
     Args:
         vocab: Vocabulary file, one token a line.
         text: Files with one sentence a line and an empty line between documents.
-        rounds: Runs of each side.
+        rounds: Number of runs of each implementation.
         dupe_factor: Passes over the text, as in the reference script.
         out: Write the figures here as JSON.
     """

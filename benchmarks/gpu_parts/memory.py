@@ -15,7 +15,7 @@ from dataloading.batches.shape_buckets import ShapeBucket, choose_shape_buckets,
 
 _FITS, _DOES_NOT_FIT = "fits", "does not fit"
 _SHAPE_BUCKETS = 4
-"""Number of shape buckets. Training uses 16, but they share the memory of the largest, and capturing takes time."""
+"""Number of shape buckets. Training uses 16, but all buckets share the memory of the largest, and capturing takes time."""
 
 
 def memory(context: Context) -> None:
@@ -34,7 +34,7 @@ def _search(context: Context, precision: Precision) -> None:
     while size <= limit and (failing is None or failing - most > max(8, most // 16)):
         name = f"{precision}, {size} sequences"
         row = report.attempt(name, partial(_peak, context, name, precision, size))
-        if row is None or row.failed:  # for a reason other than memory
+        if row is None or row.failed:  # it failed for a reason other than memory
             return
         most, failing = (size, failing) if row.note.startswith(_FITS) else (most, size)
         size = 2 * size if failing is None else (most + failing) // 2
@@ -43,7 +43,7 @@ def _search(context: Context, precision: Precision) -> None:
 
 
 def _peak(context: Context, name: str, precision: Precision, sequences: int) -> Figure:
-    """Return the row of peak memory for one size: start-up, capture and a replay."""
+    """Return the row with the peak memory of start-up, capture and one replay for a micro-batch size."""
     if context.on_gpu:
         # An earlier, higher peak would hide the peak of this size.
         torch.cuda.reset_peak_memory_stats()

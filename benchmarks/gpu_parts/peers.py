@@ -28,7 +28,7 @@ OURS = "this repository, unpadded"
 
 
 def peers(context: Context) -> None:
-    """Measure a training step of each peer. All use fp32 weights under bf16 autocast and PyTorch's fused AdamW."""
+    """Measure a training step of each peer. All peers use fp32 weights under bf16 autocast and PyTorch's fused AdamW."""
     sides: dict[str, Callable[[Context, int], Callable[[], None]]] = {
         "plain PyTorch varlen, unpadded": _plain_varlen,
         "Hugging Face, padded, SDPA": _hugging_face,
@@ -108,7 +108,7 @@ def _step(context: Context, model: torch.nn.Module, loss: Callable[[], Tensor]) 
 
 
 def plain_loss(model: BertForPreTraining, batch: Batch) -> Tensor:
-    """Compute the model's loss [] in plain PyTorch, with every layer on every token, as the mean over the batch."""
+    """Compute the model's scalar loss, averaged over the batch, with plain PyTorch ops. Every layer runs on every token."""
     p = model.config.hidden_dropout if model.training else 0.0
     tables = model.embeddings
     ids = batch.input_ids, batch.position_ids, batch.segment_ids

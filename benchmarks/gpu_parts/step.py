@@ -75,7 +75,7 @@ def _look_into(context: Context, name: str, precision: Precision) -> None:
 def _split(context: Context, name: str, run: Callable[[], None], sequences: int) -> None:
     """Add a row for each kernel that takes the most time in one step, and one for the time when the device is idle."""
     on_gpu = context.on_gpu
-    # Measure the step's time without the profiler, which slows launches down.
+    # Measure the step's time before the profiler starts, because it slows launches down.
     seconds = statistics.median(measured(run, context.device, context.scale.repeats, cold=False))
     with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as recorded:
         run()
@@ -83,7 +83,8 @@ def _split(context: Context, name: str, run: Callable[[], None], sequences: int)
             torch.cuda.synchronize()
     spent: dict[str, float] = {}
     for event in recorded.key_averages():
-        # Self time counts nothing twice. On a GPU, only the device's events count, because the host runs concurrently.
+        # Self time excludes nested events, so nothing counts twice. On a GPU, only the device's events count, because the
+        # host runs concurrently.
         microseconds = event.self_device_time_total if on_gpu else event.self_cpu_time_total
         of_the_host = on_gpu and event.device_type != DeviceType.CUDA
         if not (of_the_host or event.is_user_annotation) and microseconds:

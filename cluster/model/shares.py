@@ -84,7 +84,7 @@ def model_shares(
 
 
 def hidden_bytes(precision: Precision, on_gpu: bool) -> int:
-    """Return the bytes per activation element sent between stages. On CPUs these are fp32, as autocast's norms return it."""
+    """Return the bytes per activation element sent between stages. On CPUs, autocast's norms return fp32."""
     return 2 if precision != "fp32" and on_gpu else 4
 
 

@@ -65,7 +65,7 @@ def least_step(work: Work, strategy: Strategy, rates: Rates) -> PredictedStep:
     sequences = strategy.sequences(rates.world_size) * strategy.gradient_accumulation_steps
     parts = _computation(work.model, strategy, rates, work.typical(sequences))
     stages = [float(each.sum()) for each in _of_stages(parts, work.model, strategy.parallel)]
-    # A pipeline needs at least one micro-batch per stage. Filling and draining it is left out, because it may take little.
+    # A pipeline needs at least one micro-batch per stage. Filling and draining are not counted: they may take little.
     through = (max(stages) + rates.micro_batch_s * strategy.pipeline) / min(rates.sharing, strategy.pipeline)
     return PredictedStep(0.0, through, 0.0, 0.0)
 
@@ -76,7 +76,7 @@ def _predicted(work: Work, strategy: Strategy, rates: Rates, step: int) -> Predi
     embedding, layer, last = _computation(work.model, strategy, rates, sizes)
     compute_AR = rates.micro_batch_s + embedding + share.inner * layer + last
     assembly = _assembly(strategy, rates)
-    # If ranks compute on processors, assembling batches takes time from computation.
+    # If the ranks keep all processors busy, assembling batches delays their computation.
     compute_R = compute_AR.sum(0) + (assembly if rates.demand >= 1 else 0.0)
     compute = float(compute_R.mean())
     # Simulate the step of an average rank, including the assembly of batches.
@@ -143,8 +143,8 @@ def through_stages(
     compute_s = compute_PAR / min(sharing, strategy.pipeline)
     busy_PR = (compute_s + message_s * neighbours_P[:, None, None]).sum(1)
     costliest_R = busy_PR.max(0)
-    # Filling and draining the pipeline take as long as one micro-batch needs in the stages of all other ranks; in one stage
-    # of each other rank if the schedule is interleaved.
+    # Filling and draining the pipeline take as long as one micro-batch needs in all stages of the other ranks. An
+    # interleaved schedule counts only one stage of each of these ranks.
     ends_R = (busy_PR.sum(0) - costliest_R) / compute_PAR.shape[1] / strategy.virtual_stages
     return np.maximum(costliest_R + ends_R, compute_PAR.sum(1).mean(0))
 
@@ -185,7 +185,7 @@ def _exchanged(
 ) -> tuple[float, float, float]:
     """Return the seconds of a tensor group's collectives in the parts of `parts_of`, averaged over micro-batches.
 
-    Each all-gather has a matching reduce-scatter of as many rows in the other pass.
+    For each all-gather in one pass, the other pass (forward or backward) has a reduce-scatter of as many rows.
     """
     if tensor == 1:
         return 0.0, 0.0, 0.0

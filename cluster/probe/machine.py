@@ -99,7 +99,7 @@ def nearest_card(sys: Path, address: str, cards: Sequence[str]) -> str:
 def slurm_switches() -> tuple[str, ...]:
     """Return the switches above this host from the top to its leaf, from Slurm's topology; empty if there is none.
 
-    With the tree topology plugin, Slurm sets them in a task's environment. Otherwise this calls ``scontrol``.
+    With the tree topology plugin, Slurm passes the switches in environment variables. Otherwise this calls ``scontrol``.
     """
     address, pattern = os.environ.get("SLURM_TOPOLOGY_ADDR", ""), os.environ.get("SLURM_TOPOLOGY_ADDR_PATTERN", "")
     if pattern.startswith("switch."):

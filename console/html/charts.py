@@ -1,7 +1,7 @@
 """Charts for HTML pages.
 
-The drawing has no size of its own: its coordinates are thousandths of the plot, and lines keep their width however it is
-stretched (`vector-effect`). A dot is a line of no length with a round cap. Colours come from the style sheet.
+The drawing has no size of its own: its coordinates are thousandths of the plot, and lines keep their width however the
+drawing is stretched (`vector-effect`). A dot is a line of no length with a round cap. Colours come from the style sheet.
 """
 
 import math
@@ -68,7 +68,7 @@ class Guide:
 
 @dataclass(frozen=True)
 class Axes:
-    """Subject of a chart, and how its axes read.
+    """Description of a chart, and the titles, number formats and guides of its axes.
 
     Attributes:
         description: the chart in a sentence, for screen readers.
@@ -85,8 +85,8 @@ class Axes:
 
 
 def line_chart(lines: Sequence[Line], axes: Axes, *, dots: bool = False) -> "Markup":
-    """Draw all lines over shared axes; with `dots` also each of their points, the last one larger."""
-    # All lines share one number of points, or the page would grow with the number of runs.
+    """Draw all lines over shared axes. With `dots`, also draw a dot at each point, the last dot larger."""
+    # Limit the points of all lines together, or the page would grow with the number of runs.
     limit = MAX_POINTS if dots else max(8, min(MAX_POINTS, MAX_POINTS_A_CHART // len(lines)))
     thinned = [thin(line.points, limit) for line in lines]
     x_ticks = ticks(0.0, max([*(x for line in thinned for x, _ in line), *_ends(axes.guides, "x")]))
@@ -113,10 +113,10 @@ def run_chart(bars: Sequence[Bar], axes: Axes, *, columns: bool) -> "Markup":
 
 
 class _Frame:
-    """The frame of a chart: scales of both axes, and numbers and names beside them with their places."""
+    """The frame of a chart: scales of both axes, and the numbers and names beside them with their positions."""
 
     def __init__(self, axes: Axes, ys: Sequence[float], x: Callable[[float], float] = float) -> None:
-        # The frame also holds a target that no run has come near.
+        # Include the guides, so that the frame shows a target that no run has come near.
         levels = [*ys, *_ends(axes.guides, "y"), *([0.0] if axes.from_zero else [])]
         y_ticks = ticks(min(levels), max(levels))
         self.axes = axes

@@ -7,7 +7,7 @@ The kernels are in ``kernels.triton.lamb_passes``.
 
 The step of a segment needs the norm of its whole direction. Both passes run for one group of segments before they run for
 the next group, so that parameters and directions are still in the L2 cache when they are read again. All groups write their
-directions to the same memory, which seldom leaves the cache. Bytes of memory traffic per parameter, if the group fits there:
+directions to the same memory, which seldom leaves the cache. Bytes of memory traffic per parameter for a group that fits:
 
 | pass | reads | writes |
 |---|---|---|

@@ -11,7 +11,7 @@ NOT_DESCRIBED = {"TPU-v4", "Graphcore Bow IPU", "Habana Gaudi", "N/A"}
 """Accelerators in published results that have no entry in devices.toml."""
 
 
-def test_rates_are_dense_and_links_one_way() -> None:
+def test_rates_are_dense_links_one_way_and_names_unique() -> None:
     for device in devices():
         if device.fp8_tflops is not None:
             assert 1.9 < device.fp8_tflops / device.bf16_tflops < 2.1, device.name
@@ -19,10 +19,6 @@ def test_rates_are_dense_and_links_one_way() -> None:
         assert 0 < device.link_gb_s <= 900
         assert 0.5 < device.memory_gb_s / 1000 < 10 or device.form in ("PCIe", "CPU"), device.name
         assert device.source.strip()
-
-
-def test_each_name_means_its_device() -> None:
-    for device in devices():
         assert device_named(device.name) is device
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.placement import cost, place
-from cluster.view import write_view
+from cluster.view import Host, write_view
 from tests.cluster.conftest import Command
 from tests.cluster.test_view import made_up
 
@@ -57,32 +57,27 @@ def test_impossible_numbers_of_hosts_are_refused(nodes: int, group: int) -> None
         place([("top", f"leaf {host % 2}") for host in range(8)], nodes, group)
 
 
-def write_hosts(path: Path, *hosts: tuple[str, tuple[str, ...]], known: bool = True) -> None:
-    view = made_up(len(hosts), 1)
-    found = tuple(replace(host, name=each[0], switches=each[1]) for host, each in zip(view.hosts, hosts, strict=True))
+def write_hosts(path: Path, hosts: dict[str, tuple[str, ...]]) -> Path:
+    view, known = made_up(len(hosts), 1), any(hosts.values())
+    found = tuple(Host(name, 64, 1 << 38, (), switches) for name, switches in hosts.items())
     write_view(replace(view, hosts=found, switches_from="slurm" if known else "unknown", outliers=()), path)
+    return path
 
 
 def test_the_command_writes_a_line_for_each_task(tmp_path: Path, cluster: Command) -> None:
-    view, out = tmp_path / "cluster.json", tmp_path / "hosts.txt"
-    write_hosts(view, ("n1", ("top", "a")), ("n2", ("top", "b")), ("n3", ("top", "a")), ("n4", ("top", "b")))
-    done = cluster("place", view, "--tasks-per-node", 2, "--out", out)
-    assert done.status == 0
-    assert out.read_text().split() == ["n1", "n1", "n3", "n3", "n2", "n2", "n4", "n4"]
+    out, switches = tmp_path / "hosts", {"n1": ("top", "a"), "n2": ("top", "b"), "n3": ("top", "a"), "n4": ("top", "b")}
+    done = cluster("place", write_hosts(tmp_path / "c.json", switches), "--tasks-per-node", 2, "--out", out)
+    assert (done.status, out.read_text().split()) == (0, ["n1", "n1", "n3", "n3", "n2", "n2", "n4", "n4"])
     assert "levels that traffic climbs: 2, in the order of" in done.out
-
-
-def test_without_switches_the_order_stays(tmp_path: Path, cluster: Command) -> None:
-    write_hosts(tmp_path / "c.json", ("b", ()), ("a", ()), known=False)
-    assert "does not know the switches" in cluster("place", tmp_path / "c.json", "--out", tmp_path / "hosts").out
-    assert (tmp_path / "hosts").read_text() == "b\na\n"
+    unknown = write_hosts(tmp_path / "c.json", {"b": (), "a": ()})
+    assert "does not know the switches" in cluster("place", unknown, "--out", out).out
+    assert out.read_text() == "b\na\n"
 
 
 @pytest.mark.parametrize("name", ["n1\nn2", "-n", "n1,n2"])
 def test_a_name_that_would_steer_srun_is_refused(tmp_path: Path, cluster: Command, name: str) -> None:
-    write_hosts(tmp_path / "c.json", (name, ("top", "a")), ("n9", ("top", "a")))
-    done = cluster("place", tmp_path / "c.json", "--out", tmp_path / "hosts")
-    assert done.status == 2
+    view = write_hosts(tmp_path / "c.json", {name: ("top", "a"), "n9": ("top", "a")})
+    done = cluster("place", view, "--out", tmp_path / "hosts")
+    assert (done.status, done.err.count("\n")) == (2, 1)
+    assert "is called" in done.err
     assert not (tmp_path / "hosts").exists()
-    [line] = done.err.splitlines()
-    assert "is called" in line

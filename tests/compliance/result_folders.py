@@ -135,7 +135,7 @@ def write_closed_folder(root: Path, evaluations: Sequence[int] = (16, 17, 16, 16
 
 
 def write_failing_folder(root: Path) -> Path:
-    """Write a folder with many problems: an edited log, two aborted runs, broken metrics and an invalid log."""
+    """Write a folder with many problems: an edited log, two aborted runs, an invalid log, broken metrics and description."""
     folder = write_closed_folder(root, (16, 0, 16, 0, 11))
     edited = folder / "result_2.txt"
     lines = edited.read_text().splitlines(keepends=True)
@@ -143,6 +143,7 @@ def write_failing_folder(root: Path) -> Path:
     start = next(line for line in kept if '"run_start"' in line)
     edited.write_text("".join(kept) + start)
     (folder / "result_5.txt").write_text("<b>nothing</b>\n")
+    (folder.parents[1] / "systems" / "made_up_h100.json").write_text("{")
     (folder / "metrics_0.jsonl").write_text('{"event": "step", "step": 20, "loss": NaN, "samples": null}\n{"event')
     with (folder / "metrics_4.jsonl").open("a") as file:
         file.write(json.dumps({"event": "warning", "step": 120, "time_s": 9.0, "text": "rank 5 on node b takes 1.4x"}))

@@ -6,22 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from console.html.charts import (
-    MAX_POINTS,
-    Axes,
-    Bar,
-    Guide,
-    Line,
-    level,
-    line_chart,
-    run_chart,
-    short_count,
-    thin,
-    ticks,
-)
+from console.html import charts
+from console.html.charts import MAX_POINTS, Axes, Bar, Guide, Line, line_chart, run_chart, short_count, thin
 from tests.html_page import Page
 
-AXES = Axes("a chart", "x", level)
+AXES = Axes("a chart", "x", charts.level)
 
 
 def test_short_counts() -> None:
@@ -32,7 +21,7 @@ def test_short_counts() -> None:
 @given(st.floats(-1e9, 1e9), st.floats(0, 1e9))
 def test_ticks_enclose_the_range_with_few_round_steps(low: float, span: float) -> None:
     high = low + span
-    marks = ticks(low, high)
+    marks = charts.ticks(low, high)
     tolerance = 1e-6 * (marks[1] - marks[0])
     assert marks[0] <= low + tolerance
     assert marks[-1] >= high - tolerance
@@ -53,13 +42,6 @@ def test_thinned_lines_keep_their_height_and_their_end(points: list[tuple[float,
         assert thinned == points
 
 
-def test_chart_of_a_single_point_at_zero() -> None:
-    chart = line_chart([Line("a<b", [(0.0, 0.0)])], AXES)
-    assert 'class="dots"' in chart
-    assert "a&lt;b" in chart
-    assert "nan" not in chart
-
-
 def test_marks_lie_where_their_values_say() -> None:
     guides = [Guide("band", "b", 2.0, 4.0), Guide("mean", "m", 5.0), Guide("x", "", 1.0, 3.0, "x")]
     page = Page(line_chart([Line("l", [(0.0, 0.0), (10.0, 10.0)])], replace(AXES, guides=guides)))
@@ -69,6 +51,10 @@ def test_marks_lie_where_their_values_say() -> None:
     assert [across[name] for name in ("x", "y", "width", "height")] == ["100.0", "0.0", "200.0", "1000.0"]
     assert page.of("path", "mean")[0]["d"] == "M0 500.0H1000"
     assert page.text.endswith("bm\n")  # the key follows, without the guide that has no label
+    single = line_chart([Line("a<b", [(0.0, 0.0)])], AXES)
+    assert 'class="dots"' in single
+    assert "a&lt;b" in single
+    assert "nan" not in single
 
 
 def test_columns_stand_on_zero_and_dots_do_not_and_many_have_few_names() -> None:

@@ -1,6 +1,5 @@
 """The version that programs print, and the commit that a result states."""
 
-import os
 import re
 import shutil
 import subprocess
@@ -47,18 +46,6 @@ def test_a_checkout_names_its_own_commit_and_changes(
     assert commit_of(tmp_path) == revision
     (tmp_path / "file").write_text("two")
     assert commit_of(tmp_path) == f"{revision} with local changes"
-
-
-SCRIPTS = ("run_and_time.sh", "run_tests.sh", "launch/docker.sh", "launch/bind.sh", "launch/slurm.sub")
-
-
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_every_script_prints_the_same(script: str, tmp_path: Path) -> None:
-    command = ["bash", REPOSITORY / script, "--version"]
-    environment = {name: value for name, value in os.environ.items() if name != "SLURM_JOB_ID"}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout == f"{version.version_line()}\n"
 
 
 @pytest.mark.parametrize(("revision", "known"), [("", ""), ("unknown", ""), ("0123456789abcdef", " (commit 0123456)")])

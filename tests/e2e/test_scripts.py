@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from console.version import version_line
 from tests.programs import PATIENCE_S, REPOSITORY, write_script
 
 SHORT = ("--evaluation.interval-samples", "160", "--log.interval-steps", "5", "--evaluation.target")
@@ -93,10 +94,6 @@ def status_of(log: Path) -> str:
     """Return the status in the log's only ``run_stop``."""
     (line,) = (line for line in log.read_text().splitlines() if '"run_stop"' in line)
     return json.loads(line.partition(":::MLLOG ")[2])["metadata"]["status"]
-
-
-def test_unknown_recipe_is_one_line(checkout: Path, tmp_path: Path) -> None:
-    assert "unknown recipe 'tiny_gpu'" in one_error(start(checkout / "run_and_time.sh", "tiny_gpu", cwd=tmp_path))
 
 
 TWO_NODES = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "127.0.0.1"}
@@ -186,13 +183,17 @@ def test_a_master_port_that_is_taken_is_one_line_on_the_node_that_would_listen(c
         ("launch/data.sub", "  sbatch --array=1-16 --cpus-per-task=32 --mem-per-cpu=1G launch/data.sub FOLDER..."),
     ],
 )
-def test_help_is_the_head_of_the_script_and_needs_no_packages(bare: Path, script: str, says: str) -> None:
+def test_help_is_the_head_of_the_script_and_neither_it_nor_the_version_needs_packages(
+    bare: Path, script: str, says: str
+) -> None:
     done = start("bash", script, "--help", cwd=bare)
     assert (done.returncode, done.stderr) == (0, "")
     assert any(line.startswith(says) for line in done.stdout.splitlines())
     assert "set -" not in done.stdout
     assert "SBATCH" not in done.stdout
     assert not (bare / ".venv").exists()
+    done = start("bash", str(REPOSITORY / script), "--version", cwd=bare)
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"{version_line()}\n", "")
 
 
 @pytest.mark.parametrize("setting", [(), ("--log.tensorboard", "here"), ("--log.tensorboard=here",)])
@@ -201,7 +202,10 @@ def test_what_a_setting_needs_is_installed_with_it(bare: Path, setting: tuple[st
     assert ("tensorboard" in (bare / "calls").read_text().split()) == bool(setting)
 
 
-def test_process_of_another_launcher_starts_none(checkout: Path, tmp_path: Path) -> None:
+def test_unknown_recipe_is_one_line_and_a_process_of_another_launcher_starts_none(
+    checkout: Path, tmp_path: Path
+) -> None:
+    assert "unknown recipe 'tiny_gpu'" in one_error(start(checkout / "run_and_time.sh", "tiny_gpu", cwd=tmp_path))
     done = start(checkout / "run_and_time.sh", "--", "--data.train", "nowhere", cwd=tmp_path, RANK="0", WORLD_SIZE="2")
     assert "nowhere" in one_error(done)
     assert done.stdout == ""

@@ -85,7 +85,7 @@ class Context:
         return {name: tensor.cpu() for name, tensor in model.state_dict().items()}
 
     def capturer(self) -> CudaCapturer | None:
-        """Return training's capturer on a GPU, and None on a CPU."""
+        """Return the CUDA graph capturer that training uses, or None on a CPU."""
         return CudaCapturer(self.device) if self.on_gpu else None
 
     def model(self, config: ModelConfig | None = None) -> BertForPreTraining:

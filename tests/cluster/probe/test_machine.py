@@ -43,21 +43,18 @@ def test_facts_travel() -> None:
     assert len(msgspec.json.encode(facts)) <= 4096, "all ranks send as many bytes"
 
 
-def test_switches_come_from_the_environment_of_a_task(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_switches_come_from_the_environment_of_a_task_or_from_what_scontrol_prints(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("SLURM_TOPOLOGY_ADDR", "core.leaf3.node7")
     monkeypatch.setenv("SLURM_TOPOLOGY_ADDR_PATTERN", "switch.switch.node")
     assert slurm_switches() == ("core", "leaf3")
     monkeypatch.setenv("SLURM_TOPOLOGY_ADDR_PATTERN", "node")
     monkeypatch.setenv("SLURMD_NODENAME", "-o/etc/passwd")
     assert slurm_switches() == ()
-
-
-def test_switches_come_from_what_scontrol_prints() -> None:
-    lines = [
-        "SwitchName=leaf1 Level=0 LinkSpeed=1 Nodes=n[1-2]",
-        "SwitchName=core Level=1 LinkSpeed=1 Nodes=n[1-4] Switches=leaf[1-2]",
-    ]
-    assert switches_of(lines) == ("core", "leaf1")
+    leaf = "SwitchName=leaf1 Level=0 LinkSpeed=1 Nodes=n[1-2]"
+    core = "SwitchName=core Level=1 LinkSpeed=1 Nodes=n[1-4] Switches=leaf[1-2]"
+    assert switches_of([leaf, core]) == ("core", "leaf1")
     assert switches_of(["No topology information available"]) == ()
 
 

@@ -79,36 +79,21 @@ def test_a_slow_end_is_told_from_a_slow_path_and_by_its_direction(hosts: int) ->
         slow = {"sending": source == 1, "receiving": target == 1, "rest": np.arange(len(source)) == 1}[fault]
         times[:, slow] += np.log(3)
         ends = take_apart(times, source, target, hosts)
-        for name, part, fitted in (
-            ("sending", ends.sending_TN, 1),
-            ("receiving", ends.receiving_TN, 1),
-            ("rest", ends.rest_TE, 2 * hosts - 1),
-        ):
+        parts = {"sending": ends.sending_TN, "receiving": ends.receiving_TN, "rest": ends.rest_TE}
+        for name, part in parts.items():
+            fitted = 2 * hosts - 1 if name == "rest" else 1
             found = np.flatnonzero(judge(part, 4 * len(source), fitted=fitted).is_outlier).tolist()
             assert found == ([1] if name == fault else []), (fault, name)
 
 
-def leaves(hosts: int, size: int, longer: float, noise: float) -> list[int] | None:
+@pytest.mark.parametrize(
+    ("hosts", "size", "noise"),
+    [(4, 2, 0.01), (12, 3, 0.01), (64, 8, 0.01), (256, 32, 0.01), (4, 4, 0.1), (64, 64, 0.001), (256, 256, 0.1)],
+)
+def test_hosts_under_one_leaf_are_found_and_an_even_network_has_no_leaves(hosts: int, size: int, noise: float) -> None:
     source, target = paths(hosts)
     times = np.random.default_rng(1).normal(0, noise, (5, len(source)))
-    times[:, source // size != target // size] += np.log(longer)
-    ends = take_apart(times, source, target, hosts)
-    return leaves_of(ends.rest_TE, source, target, hosts)
-
-
-@pytest.mark.parametrize(("hosts", "size"), [(4, 2), (8, 4), (12, 3), (64, 8), (256, 32)])
-def test_hosts_under_one_leaf_are_found(hosts: int, size: int) -> None:
-    assert leaves(hosts, size, 1.5, 0.01) == [host // size for host in range(hosts)]
-
-
-@pytest.mark.parametrize("hosts", [4, 8, 64, 256])
-@pytest.mark.parametrize("noise", [0.001, 0.1])
-def test_an_even_network_has_no_leaves(hosts: int, noise: float) -> None:
-    assert leaves(hosts, hosts, 1.0, noise) is None
-
-
-def test_one_slow_path_makes_no_leaf() -> None:
-    source, target = paths(8)
-    times = np.random.default_rng(1).normal(0, 0.01, (5, len(source)))
-    times[:, 0] += 1.0
-    assert leaves_of(take_apart(times, source, target, 8).rest_TE, source, target, 8) is None
+    times[:, source // size != target // size] += np.log(1.5)
+    rest_TE = take_apart(times, source, target, hosts).rest_TE
+    expected = [host // size for host in range(hosts)] if size < hosts else None
+    assert leaves_of(rest_TE, source, target, hosts) == expected

@@ -10,8 +10,9 @@ from cluster.devices import Device, device_named, devices
 from cluster.published.calibration import calibration
 from cluster.published.convergence import REFERENCE_POINTS
 from cluster.published.cost_model import SEQUENCE_FLOPS, TimedRun, run_time, step_parts
-from cluster.published.machine import describe_machine
+from cluster.published.machine import Machine, describe_machine
 from cluster.published.parameters import BATCH_KNOTS
+from compliance.convergence.reference_points import reference
 
 P = calibration().parameters
 FAST = "8x ConnectX-7 IB NDR 400Gb/s"
@@ -75,31 +76,28 @@ def test_no_device_runs_faster_than_its_peak_rate(device: Device) -> None:
     assert (step["matrix"] + step["memory"] + step["power"]) / 96 > SEQUENCE_FLOPS / peak
 
 
-def test_a_first_round_and_old_software_are_slower() -> None:
-    machine = describe_machine(device_named("H100-SXM"), 1, 8)
-    assert run_time(P, TimedRun(machine, 768, "v2.1")).total > run_time(P, TimedRun(machine, 768, "v3.0")).total
-    old = describe_machine(device_named("A100-SXM"), 1, 8)
-    assert run_time(P, TimedRun(old, 448, "v2.0")).total > run_time(P, TimedRun(old, 448, "v2.1")).total
-    assert run_time(P, TimedRun(old, 448, "v5.0")).total == run_time(P, TimedRun(old, 448)).total
+def test_rounds_software_racks_and_bridges_count() -> None:
+    hopper, ampere = (describe_machine(device_named(name), 1, 8) for name in ("H100-SXM", "A100-SXM"))
 
+    def total(machine: Machine, batch: int, round: str | None = None) -> float:
+        return run_time(P, TimedRun(machine, batch, round)).total
 
-def test_a_rack_of_one_link_needs_no_network() -> None:
-    device = device_named("GB200")
+    assert total(hopper, 768, "v2.1") > total(hopper, 768, "v3.0"), "the first round of a device"
+    assert total(ampere, 448, "v2.0") > total(ampere, 448, "v2.1")
+    assert total(ampere, 448, "v5.0") == total(ampere, 448)
     rack, racks = (
-        step_parts(P, TimedRun(describe_machine(device, nodes, 4), 256 * nodes))["between"] for nodes in (18, 36)
+        step_parts(P, TimedRun(describe_machine(device_named("GB200"), nodes, 4), 256 * nodes))["between"]
+        for nodes in (18, 36)
     )
     assert rack == 0.0 < racks
-
-
-def test_a_bridge_between_two_cards_helps() -> None:
-    machines = (describe_machine(device_named("A30"), 1, 2, interconnect=text) for text in ("PCIe", "NVLINK BRIDGE"))
-    plain, bridged = (step_parts(P, TimedRun(machine, 448))["inside"] for machine in machines)
+    plain, bridged = (
+        step_parts(P, TimedRun(describe_machine(device_named("A30"), 1, 2, interconnect=links), 448))["inside"]
+        for links in ("PCIe", "NVLINK BRIDGE")
+    )
     assert bridged < plain
 
 
 def test_the_reference_points_are_those_that_count_in_review() -> None:
-    from compliance.convergence.reference_points import reference
-
     for ruleset in ("2.1.0", "3.1.0", "5.0.0"):
         for batch, samples in REFERENCE_POINTS:
             found = reference(ruleset, batch)

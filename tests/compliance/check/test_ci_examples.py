@@ -57,17 +57,6 @@ def test_the_usage_names_the_program_as_it_was_started(
     assert capsys.readouterr().out.startswith(f"usage: {shown} check")
 
 
-def test_every_file_that_the_command_reads_is_installed() -> None:
-    data = [
-        path for path in (REPOSITORY / "compliance").rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")
-    ]
-    assert data
-    for path in data:
-        package = ".".join(path.parent.relative_to(REPOSITORY).parts)
-        patterns = PROJECT["tool"]["setuptools"]["package-data"][package]
-        assert any(path.match(pattern) for pattern in patterns), path.name
-
-
 @pytest.mark.parametrize(
     ("hook", "path", "taken"),
     [

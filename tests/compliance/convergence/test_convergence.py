@@ -21,32 +21,13 @@ from tests.compliance.command import run
 from tests.compliance.result_folders import write_series
 from tests.compliance.run_logs import write_run
 
-NVIDIA_512_NODES = [5533259, 5533026, 5206297, 5536978, 5205545, 5535111, 5861323, 5535849, 5208214, 5533348]
-"""Round 2.0, NVIDIA, dgxa100_n512_ngc22.04_pytorch, batch size 16384."""
-HABANA_GAUDI2 = [2551360, 2551360, 2551360, 2551360, 2401280, 2401280, 2251200, 2401280, 2401280, 2251200]
-"""Round 2.0, Intel-HabanaLabs, HLS-Gaudi2, batch size 448."""
-
-
-@pytest.mark.parametrize(
-    ("batch", "mean", "minimum", "origin", "used"),
-    [
-        (256, 2_414_421, 2_274_732, "smallest", (448,)),
-        (448, 2_414_421, 2_274_732, "exact", (448,)),
-        (3072, 2_656_421, 2_545_477, "interpolated", (448, 4608)),
-        (8192, 3_807_431, 3_726_176, "interpolated", (6912, 12288)),
-        (16384, 5_505_422, 5_400_269, "exact", (16384,)),
-    ],
-)
-def test_known_references_of_ruleset_5(batch: int, mean: int, minimum: int, origin: str, used: tuple[int, ...]) -> None:
-    found = reference("5.0.0", batch)
-    assert found is not None
-    assert (round(found.mean), round(found.minimum), found.origin, found.points) == (mean, minimum, origin, used)
-
 
 def test_without_a_reference_point_there_is_no_verdict() -> None:
     assert reference("5.0.0", 16_385) is None
     above = outlook([9_000_000] * 10, 20_000, "5.0.0")
     opened = outlook([38_400] * 10, 32, "5.0.0", division="open")
+    below = outlook([2_400_000] * 10, 256, "5.0.0").sentence
+    assert "minimum 2,274,732, no reference point at or below batch size 256: compared with 448)" in below
     for found, mean, words in (
         (above, 9_000_000, "above the largest one, 16384"),
         (opened, 38_400, "none applies in the open division"),
@@ -57,16 +38,6 @@ def test_without_a_reference_point_there_is_no_verdict() -> None:
     for batch in (0, -448, 4.5, True):
         with pytest.raises(ValueError, match="global_batch_size is"):
             reference("5.0.0", batch)
-
-
-@pytest.mark.parametrize(
-    ("samples", "batch", "scaling"), [(NVIDIA_512_NODES, 16384, 1.0096578558), (HABANA_GAUDI2, 448, 1.0512947665)]
-)
-def test_published_scalings(samples: list[int], batch: int, scaling: float) -> None:
-    found = outlook(samples, batch, "2.0.0")
-    assert found.verdict == "scaled"
-    assert found.scaling == pytest.approx(scaling, abs=1e-10)
-    assert f"{scaling:.6f}" in found.sentence
 
 
 def write_minimal(path: Path, batch: int, samples: int | None) -> None:
@@ -196,11 +167,6 @@ def test_samples_are_read_as_the_official_reader_does(tmp_path: Path) -> None:
 TIMES = st.floats(1, 100) | st.just(FAILED)
 
 
-def test_of_two_windows_the_slower_one() -> None:
-    assert select(list(range(11)), [5.0, *[7.0] * 5, *[8.0] * 5]).window == 1
-    assert select(list(range(11)), [*[8.0] * 5, *[7.0] * 5, 5.0]).window == 0
-
-
 def test_a_series_whose_median_window_is_invalid_has_no_result() -> None:
     times = [*[10.0] * 8, FAILED, FAILED, 10.0, 10.0]
     assert select(list(range(12)), times).score == FAILED
@@ -242,12 +208,6 @@ def test_a_set_that_fails(tmp_path: Path) -> None:
     assert (status, "minimum 2,274,732" in said) == (1, True)
     status, said = run("convergence", tmp_path, "--ruleset", "2.0.0")
     assert (status, "batch sizes 256 and 3072" in said) == (1, True)
-
-
-def test_of_twelve_runs_the_window_counts_that_a_submission_takes(tmp_path: Path) -> None:
-    write_series(tmp_path, [3, 3, *[17] * 10], failed={0, 1})  # early aborts do not count as fast
-    status, said = run("convergence", tmp_path)
-    assert (status, "10 runs, mean 2,550,016 samples" in said) == (0, True)
 
 
 def test_without_a_reference_only_open_runs_pass(tmp_path: Path) -> None:

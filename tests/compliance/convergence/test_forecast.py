@@ -99,15 +99,6 @@ def test_a_curve_that_is_short_or_does_not_rise_has_no_end(values: list[float], 
     assert forecast(every_1000(*values), 0.5, EVERY_1000, None) == Forecast(None, None, why)
 
 
-@pytest.mark.parametrize(
-    ("samples", "expected"), [(0, 1), (1, 1), (1008, 1), (1009, 2), (2000, 2), (2016, 2), (2017, 3), (9_999.5, 10)]
-)
-def test_the_evaluation_after_so_many_samples(samples: float, expected: int) -> None:
-    schedule = EvaluationSchedule(1000, 48)  # evaluations at 1008, 2016, 3024, ...
-    assert schedule.index_after(samples) == expected
-    assert schedule.samples(expected) >= samples
-
-
 @pytest.mark.parametrize("power", [1.0, -1.0])
 @pytest.mark.parametrize(
     "points",

@@ -52,12 +52,6 @@ def test_records_keep_their_file_lines_and_prefixes_are_dropped(read: Reader) ->
     assert list(log.run.first.values()) == [*log.records]
 
 
-@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
-def test_line_ends_are_those_of_the_official_parser(read: Reader, end: str) -> None:
-    log = read(f"a\x0bb\x0cc\u2028d{end}{record()}{end}")
-    assert [entry.line for entry in log.records] == [2]
-
-
 DEEP = '{"time_ms": 1, "key": "seed", "value": ' + "[" * 100_000 + "]" * 100_000 + ', "metadata": {}}'
 
 
@@ -200,7 +194,10 @@ def test_the_official_parser_finds_the_same_records(
         assert [(key, as_utf_8(v["value"]), as_utf_8(v["metadata"]) or {}) for key, v, _ in official] == own
 
 
-PIECES = st.sampled_from([b"\n", b"\r", b"\r\n", b"x", b"y" * 7, b"z" * 40, b":::ML", b"LOG ", TOKEN.encode()])
+LINE_ENDS = [b"\n", b"\r", b"\r\n"]
+PIECES = st.sampled_from(
+    [*LINE_ENDS, b"\x0b\x0c\xe2\x80\xa8", b"x", b"y" * 7, b"z" * 40, b":::ML", b"LOG ", TOKEN.encode()]
+)
 
 
 @settings(max_examples=200)

@@ -1,6 +1,5 @@
 import json
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -50,18 +49,6 @@ def assert_said(run: RunningLog, *expected: str) -> None:
     assert all(words in text for words, text in zip(expected, said, strict=True)), said
 
 
-@pytest.mark.parametrize(("division", "target"), [("open", 0.3), ("closed", 0.72)])
-def test_a_whole_run_of_the_real_writer_has_nothing_to_complain_about(
-    tmp_path: Path, division: str, target: float
-) -> None:
-    run = RunningLog()
-    for text in run_logs.write_run(tmp_path / "result_0.txt", division).read_bytes().splitlines():
-        run.take(text)
-        run.check_initialisation(run.last_ms)
-    assert_said(run)
-    assert (run.phase, run.status, run.division, run.target) == ("done", "success", division, target)
-
-
 # Complaints about rules that are about to be broken
 
 
@@ -76,7 +63,7 @@ def test_a_whole_run_of_the_real_writer_has_nothing_to_complain_about(
 def test_a_long_initialisation(division: str, minutes: Sequence[float], expected: list[str]) -> None:
     run = RunningLog()
     run.take(line("submission_division", division))
-    for rank in range(3):  # only the first rank's record counts
+    for rank in (1, 0, 2):  # only the earliest record counts
         run.take(f"{rank}: ".encode() + line("init_start", None, BASE + rank * MINUTE, "INTERVAL_START"))
     for now in minutes:
         run.check_initialisation(BASE + now * MINUTE)

@@ -299,15 +299,6 @@ def test_what_a_log_says_does_not_steer_the_terminal(tmp_path: Path) -> None:
 # Following a file
 
 
-def test_a_file_that_comes_later(tmp_path: Path) -> None:
-    path = tmp_path / "folder" / "log"
-    follower = Follower(path)
-    assert list(follower.lines()) == []
-    path.parent.mkdir()
-    path.write_bytes(b"one\ntwo\nhalf")
-    assert list(follower.lines()) == [b"one", b"two"]
-
-
 def test_an_overlong_line_is_left_out_and_takes_no_memory(tmp_path: Path) -> None:
     path = tmp_path / "log"
     path.write_bytes(b"one\n" + b"x" * (5 * following.CHUNK_BYTES) + b"\ntwo\n" + b"y" * (2 * following.CHUNK_BYTES))
