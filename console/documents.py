@@ -55,7 +55,7 @@ class FileKind(Generic[Content]):
             document = msgspec.json.decode(text, type=_Document)
             if (document.format, document.version) != (self.format, self.version):
                 raise ValueError(f"{document.format} {document.version}, expected {self.format} {self.version}")
-            # Without white space: only a change of the content changes the digest.
+            # Remove white space first, so that only a change of the content changes the digest.
             body = msgspec.json.format(document.content, indent=-1)
             if document.digest != hashlib.sha256(body).hexdigest():
                 raise ValueError("edited or damaged, its digest belongs to other content")

@@ -36,8 +36,8 @@ class Config:
     log: LogConfig
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     plan: Path | None = None
-    """Take settings from this file, which `python -m cluster plan` wrote, and compare the measured step time with its
-    prediction. The run must have the number of processes that the plan is for. A setting that contradicts the plan is
+    """Take settings from this file, which `python -m cluster plan` wrote, and compare the measured step time with the
+    plan's prediction. The run must have the number of processes that the plan is for. A setting that contradicts the plan is
     refused."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     resume: Path | None = None
@@ -75,7 +75,7 @@ class Config:
         )
 
     def _check_closed(self) -> None:
-        # Otherwise the log would refuse these settings later, during the initialization.
+        # Without this check, the log would refuse these settings later, during the initialization.
         division = "in the closed division: leave it out, or set log.division to open"
         for name, is_set in (
             ("evaluation.interval_samples", self.evaluation.interval_samples is not None),
@@ -149,7 +149,7 @@ class Config:
 
 
 def flattened(prefix: str, section: object) -> list[tuple[str, object]]:
-    """Return the names and values of a section and its subsections.
+    """Return the names, which begin with ``prefix``, and the values of all settings in a section and its subsections.
 
     Paths inside the repository are relative to its root.
     """

@@ -1,7 +1,7 @@
 """Fit of the cost model to published results, and the accuracy of its predictions.
 
 Each result yields two observations: the time for its samples, and the number of samples. A Cauchy loss limits the influence
-of badly configured systems and badly chosen recipes. Repeated results of one system and recipe get less weight each.
+of badly configured systems and badly chosen recipes. Several results of one system and recipe each get less weight.
 """
 
 import hashlib
