@@ -22,7 +22,7 @@ from bert.timing.stopwatch import is_capturing
 RECOMPUTED_OPS = ("varlen_self_attention", "dropout_add_layer_norm")
 """Ops of ``kernels`` that apply dropout in a recomputed layer."""
 
-# Products with weights have 2D operands; attention's products are batched or inside its kernel.
+# Products with weights, which have 2D operands. Attention's products are batched or inside its kernel.
 _PRODUCTS = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten._scaled_mm.default]
 
 
@@ -41,7 +41,7 @@ def recomputation(mode: Recompute) -> Recomputation:
             return function(*inputs)
         # While capturing, the generator's state can be neither read nor set, and no op draws from it.
         preserve = not is_capturing()
-        # PyTorch accepts contexts only in its non-reentrant form.
+        # PyTorch accepts contexts only for non-reentrant checkpoints.
         return checkpoint(function, *inputs, use_reentrant=False, context_fn=contexts, preserve_rng_state=preserve)
 
     return recompute

@@ -38,7 +38,7 @@ class Exchange:
         with self._waiting():
             if rows.device.type == "cpu":
                 # Gloo implements a reduce-scatter as an all-reduce, which waits for other ranks several times as often. All
-                # ranks of the group are on one host, so each rank's part can be sent to it directly at no cost.
+                # ranks of the group are on one host, so each rank's part can be sent to it directly at no extra cost.
                 received = torch.empty_like(rows, memory_format=torch.contiguous_format)
                 dist.all_to_all_single(received, rows.contiguous(), group=self._group)
                 torch.sum(received.view(self.size, *own.shape), 0, out=own)

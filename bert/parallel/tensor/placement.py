@@ -20,7 +20,7 @@ from kernels import masked_lm_logits
 
 _Exchanged = Callable[[Tensor], Tensor]
 WORDS_MULTIPLE = 8
-"""Shards of the vocabulary are rounded up to this many words: products are faster if rows of logits fill 16 bytes."""
+"""A shard has a multiple of this many words, because products are faster if a row of logits is a multiple of 16 bytes."""
 
 
 class SharedPlacement(Placement):
@@ -62,9 +62,9 @@ class SharedPlacement(Placement):
         return rows
 
     def words(self, input_ids_T: Tensor, word_VD: Tensor) -> tuple[Tensor, Tensor, None]:
-        """Return indices and a table of the words of this rank's rows in order, collected from the ranks' shards."""
-        # Only one shard has a word, and the other ranks add zeros. Indices outside this shard are clamped only to be read
-        # safely.
+        """Return indices 0, 1, ... and a table with the embeddings of this rank's tokens, gathered from all shards."""
+        # Each word is in one shard, and the other ranks add zeros. Indices outside this shard are clamped only to make the
+        # lookup valid.
         places_T = input_ids_T - len(word_VD) * self._exchange.rank
         here_T = (places_T >= 0) & (places_T < len(word_VD))
         found_TD = torch.where(here_T[:, None], F.embedding(places_T.clamp(0, len(word_VD) - 1), word_VD), 0.0)
@@ -84,7 +84,7 @@ class SharedPlacement(Placement):
         return shard_loss(product(hidden_MD, word_VD, bias_V), labels_M, start, self._exchange, count_correct)
 
     def total(self, loss: Tensor) -> Tensor:
-        """Return the sum [] over ranks, on all ranks."""
+        """Return the sum [] of a loss over the ranks, on all ranks."""
 
         def over_ranks(own: Tensor) -> Tensor:
             self._exchange.all_reduce_(own := own.clone())
