@@ -7,7 +7,7 @@ files. It takes the settings of ``python -m bert.train``, including --config, an
     --tolerance SHARE     the largest allowed difference from the expected accuracy, 0.001 by default
 
 Exit status: 0 if the accuracy is as expected or no accuracy was expected, 1 if it differs, 2 for a wrong input. torchrun
-exits with 1 in both of the latter cases.
+itself exits with 1 in the last two cases.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ command at the top of the README, which ``.ci/run`` runs.
 import atexit
 import contextlib
 import gc
+import importlib
 import inspect
 import json
 import os
@@ -234,15 +235,19 @@ def _tell(connection: socket.socket, number: int) -> None:
 
 
 def _import_packages() -> None:
-    import h5py  # noqa: F401
-    import mlperf_logging  # noqa: F401
-    import numba  # noqa: F401
-    import safetensors.torch  # noqa: F401
-    import scipy.optimize  # noqa: F401
-    import tokenizers  # noqa: F401
-    import torch.distributed.pipelining
-    import torch.distributed.run  # noqa: F401  and what pipelines import besides, 1.4 s for each of many ranks
-    import tyro  # noqa: F401
+    # What pipelines import takes 1.4 s for each of many ranks.
+    of_torch = ("torch.distributed.pipelining", "torch.distributed.run")
+    for name in (
+        "h5py",
+        "mlperf_logging",
+        "numba",
+        "safetensors.torch",
+        "scipy.optimize",
+        "tokenizers",
+        "tyro",
+        *of_torch,
+    ):
+        importlib.import_module(name)
     from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
     # Agents search all modules for a method's name. With this many modules, that takes a tenth of a CPU for each agent.

@@ -15,7 +15,7 @@ from compliance.log.order import KEEP_THE_CLOCK, own_settings, unearned_success
 from compliance.log.record import Record
 
 JITTER_MS = 250
-"""Longest step back in time that clock differences between processes explain."""
+"""Largest decrease of time_ms that clock differences between processes can explain."""
 
 CHECKPOINT_MS = 1000
 """Longest time between the checkpoint that reached the target and the run's end, if evaluation follows training."""
@@ -98,7 +98,7 @@ def _check_presence(context: CheckedLog) -> Iterator[Finding]:
             continue
         name, _, end = rule.key.partition("_")
         if name == "eval" and end in ("start", "stop"):
-            # The rule files accept blocks in place of evaluations. A log with epochs alone must log its evaluations.
+            # The rule files accept blocks in place of evaluations, but a log that has only epochs needs evaluation records.
             due = not {f"block_{end}", f"eval_{end}"} & present and f"epoch_{end}" in present
         else:
             due = rule.required_in(context.ruleset, context.run.division)
@@ -107,7 +107,7 @@ def _check_presence(context: CheckedLog) -> Iterator[Finding]:
             times = "one record" if rule.once else "at least one record"
             remedy = f"log {rule.key} {' or '.join(rules.PHASE_NAMES[phase] for phase in rule.phases)}"
             severity: Severity = "error"
-            # TR 5.1 requires the seed since that round.
+            # TR 5.1 requires the seed since round 4.1.
             if rule.key == "seed" and rules.RULESETS.index(context.ruleset) < rules.RULESETS.index("4.1.0"):
                 severity = "warning"
             found = f"no record; expected {times}"

@@ -26,7 +26,7 @@ WINDOW = 4
 KNEE = 0.70
 """Accuracy from which a closed run's curve can be extrapolated."""
 BENDING = -1.0
-"""Exponent of the samples in the bending curve. With a stronger bend, the curve often never reaches the target."""
+"""Exponent of n in the curve a - b / n. A curve with a stronger bend often never reaches the target."""
 SCATTER = 2
 """Number of evaluations added to the late end."""
 MAX_SAMPLES = 2.0**63
@@ -80,7 +80,7 @@ def forecast(
 
 
 def reach(points: Sequence[tuple[int, float]], power: float, target: float) -> float | None:
-    """Return the samples at which a curve linear in samples ** power reaches the target; None if not by `MAX_SAMPLES`.
+    """Return the samples at which a curve linear in samples ** power reaches the target; None if above `MAX_SAMPLES`.
 
     The curve has the least-squares slope of the points and goes through the last point.
     """
@@ -94,7 +94,7 @@ def reach(points: Sequence[tuple[int, float]], power: float, target: float) -> f
     if slope <= 0:
         return None
     x = xs[-1] + (target - points[-1][1]) / slope
-    # The curve a - b / n approaches a, at x = 0, and the target is not below this limit.
+    # The curve a - b / n stays below its limit a, at x = 0. It never reaches a target at or above this limit.
     if sign < 0 and x >= 0:
         return None
     try:

@@ -52,7 +52,7 @@ def outlook(
         division: in the open division there is no reference.
 
     Raises:
-        ValueError: `reference` raises it, or there are more runs than a set has.
+        ValueError: as for `reference`, or there are more runs than a submission has.
     """
     missing = SUBMISSION_RUNS - len(samples)
     if missing < 0:

@@ -1,7 +1,7 @@
 """Rules for the order of a log's records: which rules a record would break as the next record of a log.
 
-`LoggedRun` is the state, and `violations` yields the broken rules. The writer raises an error for them and does not write
-the record. The check collects and grades them. The watch warns about violations that invalidate the run.
+`LoggedRun` is the state, and `violations` yields the broken rules. The writer raises an error for a broken rule and
+does not write the record. The check collects and grades violations. The watch warns if one invalidates the run.
 """
 
 from collections.abc import Iterator, Mapping

@@ -20,7 +20,7 @@ Phase = Literal["before", "init", "ready", "run", "done"]
 RULESETS = ("1.0.0", "1.1.0", "2.0.0", "2.1.0", "3.0.0", "3.1.0", "4.0.0", "4.1.0", "5.0.0")
 NEWEST_RULESET = RULESETS[-1]
 AUTO = "auto"
-"""Value in place of a ruleset that selects the newest one that accepts the log."""
+"""Accepted in place of a ruleset: selects the newest ruleset that accepts the log."""
 DIVISIONS: tuple[Division, ...] = ("closed", "open")
 SYSTEM_STATUSES = {
     "onprem": "Available on-premise",
@@ -28,7 +28,7 @@ SYSTEM_STATUSES = {
     "research": "Research, Development, or Internal (RDI)",
     "preview": "Preview",
 }
-"""Status in a system description by the submission_status of a log."""
+"""Status in a system description for each submission_status of a log."""
 RUN_STATUSES = ("success", "aborted")
 
 NOT_A_RESULT = "Not an MLPerf result: not reviewed and not verified by MLCommons."
@@ -144,7 +144,7 @@ class KeyRule:
         value: rule for the value; None if the value has no meaning.
         metadata: required metadata fields, each with its rule.
         closed, open: rulesets in which a log of that division must contain the key.
-        written: whether our writer requires it in every log, before the clock starts.
+        written: whether our writer requires the key in every log, before the clock starts.
         source: document that states the rule.
     """
 

@@ -199,7 +199,7 @@ def _in_score(results: Results, run: ReportedRun) -> str:
 
 
 def _neighbours(results: Results) -> dict[str, Any]:
-    """Return the folder's score among the neighbouring published results; empty if it has no place."""
+    """Return the folder's score among the neighbouring published results; empty if no result is comparable."""
     placement = results.placement
     if not placement.compared:
         return {}

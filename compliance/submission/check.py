@@ -176,7 +176,7 @@ def _check_folder(folder: BenchmarkFolder, runs: list[FolderRun], ruleset: str) 
     named = Counter(run.verdict.division for run in runs).most_common(1)
     division: rules.Division = "open" if named and str(named[0][0]).lower() == "open" else "closed"
     if folder.submission:
-        # The checker crashes without this field. The description itself is checked separately.
+        # The package checker crashes without a division. The description itself is checked separately.
         fields = {"division": division} | read_description(folder.description).fields
         answer = ask_about_folder(folder, fields, ruleset)
     else:
@@ -254,14 +254,14 @@ def _compare_seeds(runs: Sequence[FolderRun], division: rules.Division, submissi
     logged at different positions, because otherwise the runs would be identical.
     """
     severity, rule = "error" if division == "closed" else "warning", "TR 5.1; seed checker"
-    # By position and seed, and each log's first record by seed alone.
+    # Seed records by (position, seed). The first record of each log is also stored by its seed alone.
     logged: dict[object, tuple[FolderRun, Record]] = {}
     for run in runs:
         shared = []
         for index, record in enumerate(run.seeds):
             seed, position = _seed(record), record.logged_at
             if seed is None:
-                continue  # the check of values reports it
+                continue  # another check reports an invalid value
             if position is None and division == "closed":
                 found = "no metadata file and lineno, expected them, as the seed checker does"
                 remedy = "log it with the logger of mlperf-logging"

@@ -1,7 +1,7 @@
 """Packing of several sequences into a row of ``capacity`` tokens, to reduce padding.
 
-A strategy is the number of packs for each combination of sequence lengths. To choose it is the one-dimensional
-cutting-stock problem with a limit on the number of pieces. If the solution of first-fit decreasing is not within
+A strategy is the number of packs for each combination of sequence lengths. Choosing a strategy is the one-dimensional
+cutting-stock problem with a limit on the pieces per pack. If the solution of first-fit decreasing is not within
 ``_GOOD_ENOUGH`` of a lower bound, column generation (Gilmore and Gomory 1961, 1963) solves the linear program over all
 combinations, and the solution is rounded.
 
@@ -217,16 +217,17 @@ def _linear_program(
 def _best_combinations(
     prices: NDArray[np.float64], lengths: NDArray[np.int64], limit: int
 ) -> tuple[NDArray[np.int64], float]:
-    """Return the most valuable combination that contains each of ``lengths`` [C, K], zeros last, and the highest value."""
+    """Return the most valuable combination for each length that must be in it [C, K], zeros last, and the highest value."""
     capacity = len(prices) - 1
     values, choices = np.zeros(capacity + 1), []
-    for _ in range(limit - 1):  # one more sequence in each space
+    # values[s] is the highest value that fits into a space of s tokens. Each round allows one more sequence.
+    for _ in range(limit - 1):
         padded = np.concatenate([np.full(capacity, -np.inf), values])
-        # [L, L]: row s, column a holds the value of the space s - a
+        # [L, L]: row s, column a is the price of length a plus the value of the remaining space s - a
         sums = np.lib.stride_tricks.sliding_window_view(padded, capacity + 1)[:, ::-1] + prices
         choices.append(sums.argmax(axis=1))
         values, previous = sums[np.arange(capacity + 1), choices[-1]], values
-        if np.array_equal(values, previous):  # more sequences are worth no more
+        if np.array_equal(values, previous):  # another sequence adds no value
             break
     combinations = np.zeros((len(lengths), limit), np.int64)
     combinations[:, 0], space = lengths, capacity - lengths

@@ -24,7 +24,7 @@ _SAMPLE_BYTES = 11
 """Bytes in shards for each byte of text. Samples are made in ten passes over the text."""
 
 _PRIOR = 0.1
-"""Weight of the estimate relative to the measured time, as a share of the total time."""
+"""Share of the expected total time that counts as already measured, at the expected speed."""
 
 
 @dataclass(frozen=True)

@@ -210,7 +210,7 @@ class _Preparation:
         return all((folder / name).exists() for name in job.shard_names)
 
     def _begin(self, files: list[Path]) -> None:
-        """Print the expected time and disk, check the files, and install the vocabulary."""
+        """Print the expected time and disk space, check the files, and install the vocabulary."""
         given = self.inputs.vocabulary[0] if self.inputs.vocabulary else None
         if (self.inputs.evaluation or self.inputs.text) and not (given or self.vocab.is_file()):
             raise ValueError("vocab.txt is missing, which samples need; docs/data.md says how to download it")

@@ -176,13 +176,12 @@ _MOST_MESSAGES = 4096
 
 
 def _text_sizes(content: mmap.mmap, header: int, key: bytes) -> Iterator[int]:
-    """Yield the size that each variable-length attribute ``key`` claims in an object header of version 1, h5py's
-    version."""
+    """Yield the size that each variable-length attribute ``key`` claims in an object header of version 1, which
+    h5py writes."""
     blocks = [(header + 16, int.from_bytes(content[header + 8 : header + 12], "little"))]
     found = 0
-    for start, size in (
-        blocks if content[header : header + 1] == b"\x01" else ()
-    ):  # the body appends continuation blocks
+    # A header may continue in other blocks, which the loop appends to `blocks`.
+    for start, size in blocks if content[header : header + 1] == b"\x01" else ():
         place, end = start, min(start + size, len(content))
         while place + 8 <= end and (found := found + 1) <= _MOST_MESSAGES:
             kind, length = struct.unpack_from("<HH", content, place)

@@ -31,8 +31,8 @@ _OBJECT_HEADER = struct.Struct("<H6xQ")
 
 
 class RaggedColumn:
-    """Rows of integers of variable length. Raises ``ValueError`` if the array is no such column, or claims
-    more bytes than the file has."""
+    """Column whose rows are integer arrays of different lengths. Raises ``ValueError`` if the array is not such a
+    column, or claims more bytes than the file has."""
 
     def __init__(self, path: Path, file: HDF5File, name: str) -> None:
         array = file.array(name)

@@ -102,7 +102,7 @@ def _plan(files: Sequence[Path], out: Path, options: ExtractionOptions) -> list[
         size += file_bytes
 
     def drawn_before(file: int) -> int:
-        # The reference's expression. Its rounding determines which files give an article.
+        # The reference's expression. Its rounding determines from which files articles are held out.
         return int(file * options.evaluation_articles * 1.0 / len(files))
 
     return [

@@ -7,22 +7,14 @@ from pathlib import Path
 from console.processes import run
 
 
-def test_output_and_errors_are_read_and_bytes_of_names_survive() -> None:
-    done = run(
-        [sys.executable, "-c", r"import sys; sys.stdout.buffer.write(b'a\xff\n'); print('why', file=sys.stderr)"]
-    )
+def test_output_is_read_and_bytes_of_names_survive_and_a_failure_has_no_answer() -> None:
+    says = r"import sys; sys.stdout.buffer.write(b'a\xff\n'); print('why', file=sys.stderr)"
+    done = run([sys.executable, "-c", says])
     assert (done.answer, done.errors, done.trouble) == ("a\udcff\n", "why\n", "")
-
-
-def test_a_failure_keeps_the_output_and_has_no_answer() -> None:
     done = run([sys.executable, "-c", "print('half'); raise SystemExit('error: disk full')"])
     assert (done.text, done.answer, done.complaint) == ("half\n", "", "disk full")
     assert "status 1" in done.trouble
-
-
-def test_a_missing_program_is_said() -> None:
-    done = run(["/nonexistent/program"])
-    assert "program" in done.trouble
+    assert "program" in run(["/nonexistent/program"]).trouble
 
 
 def test_a_program_that_hangs_is_killed_with_its_children(tmp_path: Path) -> None:

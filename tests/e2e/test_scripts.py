@@ -96,10 +96,6 @@ def status_of(log: Path) -> str:
     return json.loads(line.partition(":::MLLOG ")[2])["metadata"]["status"]
 
 
-def test_unknown_recipe_is_one_line(checkout: Path, tmp_path: Path) -> None:
-    assert "unknown recipe 'tiny_gpu'" in one_error(start(checkout / "run_and_time.sh", "tiny_gpu", cwd=tmp_path))
-
-
 TWO_NODES = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "127.0.0.1"}
 BOUND = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "9"}
 SLURM = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1", "SLURM_SUBMIT_DIR": "."}
@@ -206,7 +202,10 @@ def test_what_a_setting_needs_is_installed_with_it(bare: Path, setting: tuple[st
     assert ("tensorboard" in (bare / "calls").read_text().split()) == bool(setting)
 
 
-def test_process_of_another_launcher_starts_none(checkout: Path, tmp_path: Path) -> None:
+def test_unknown_recipe_is_one_line_and_a_process_of_another_launcher_starts_none(
+    checkout: Path, tmp_path: Path
+) -> None:
+    assert "unknown recipe 'tiny_gpu'" in one_error(start(checkout / "run_and_time.sh", "tiny_gpu", cwd=tmp_path))
     done = start(checkout / "run_and_time.sh", "--", "--data.train", "nowhere", cwd=tmp_path, RANK="0", WORLD_SIZE="2")
     assert "nowhere" in one_error(done)
     assert done.stdout == ""
