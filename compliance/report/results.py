@@ -188,7 +188,7 @@ class Results:
     def placement(self) -> PublishedPlace:
         """Place of the score among published results, or why it has no place."""
         if self.division != "closed":
-            why = "Only closed runs train what the published results trained: these have no place among them."
+            why = "Only closed runs can be compared with the published results, which are all closed."
             return PublishedPlace(why)
         if self.scaled_seconds is None:
             return PublishedPlace("Without a score there is nothing to compare with published results.")
