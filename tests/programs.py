@@ -236,17 +236,8 @@ def _tell(connection: socket.socket, number: int) -> None:
 
 def _import_packages() -> None:
     # What pipelines import takes 1.4 s for each of many ranks.
-    of_torch = ("torch.distributed.pipelining", "torch.distributed.run")
-    for name in (
-        "h5py",
-        "mlperf_logging",
-        "numba",
-        "safetensors.torch",
-        "scipy.optimize",
-        "tokenizers",
-        "tyro",
-        *of_torch,
-    ):
+    packages = "h5py mlperf_logging numba safetensors.torch scipy.optimize tokenizers tyro torch.distributed.pipelining"
+    for name in (*packages.split(), "torch.distributed.run"):
         importlib.import_module(name)
     from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
