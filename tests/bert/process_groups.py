@@ -9,6 +9,7 @@ of its ranks wait for one another.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from tests.bert.timeline import Clock, Event, Stream, Timeline
+    from tests.bert.timeline import Clock, Stream, Timeline
 
 
 class TimelineError(AssertionError):
@@ -98,15 +99,15 @@ class Group(dist.ProcessGroup):
     def all_to_all_single(self, output: Tensor, own: Tensor, *_: Any) -> "Group":
         return self._note("all_to_all", output, own)
 
-    def send(self, tensors: list[Tensor], receiver: int, *_: Any) -> "Messages":
+    def send(self, tensors: list[Tensor], receiver: int, *_: Any) -> SimpleNamespace:
         ends = self._timeline.rank, self.ranks[receiver]
         return self._exchange("message", self._communicator(receiver), [(ends, tensor) for tensor in tensors])
 
-    def recv(self, tensors: list[Tensor], sender: int, *_: Any) -> "Messages":
+    def recv(self, tensors: list[Tensor], sender: int, *_: Any) -> SimpleNamespace:
         ends = self.ranks[sender], self._timeline.rank
         return self._exchange("message", self._communicator(sender), [(ends, tensor) for tensor in tensors])
 
-    def exchange(self, operations: Sequence[dist.P2POp]) -> "Messages":
+    def exchange(self, operations: Sequence[dist.P2POp]) -> SimpleNamespace:
         """Start a batch of sends and receives."""
         messages = []
         for each in operations:
@@ -122,8 +123,10 @@ class Group(dist.ProcessGroup):
         self._timeline.collective(name, self.ranks, whole, *others)
         return self
 
-    def _exchange(self, name: str, stream: "Stream", messages: list[tuple[tuple[int, int], Tensor]]) -> "Messages":
-        return Messages(self._timeline, self._timeline.exchange(name, stream, messages))
+    def _exchange(self, name: str, stream: "Stream", messages: list[tuple[tuple[int, int], Tensor]]) -> SimpleNamespace:
+        """Return a stand-in for the ``Work`` of messages. Its ``wait`` makes the current stream wait, but not the host."""
+        over = self._timeline.exchange(name, stream, messages)
+        return SimpleNamespace(wait=lambda: self._timeline.current.wait_event(over))
 
     def _communicator(self, other: int | None = None) -> "Stream":
         if other not in self._communicators:
@@ -135,18 +138,7 @@ class Group(dist.ProcessGroup):
         return self._communicators[other]
 
 
-class Messages:
-    """Stand-in for the ``Work`` of messages."""
-
-    def __init__(self, timeline: "Timeline", over: "Event") -> None:
-        self._timeline, self._over = timeline, over
-
-    def wait(self) -> None:
-        """Make the current stream wait for the messages. The host does not wait."""
-        self._timeline.current.wait_event(self._over)
-
-
-def exchange_batch(operations: list[dist.P2POp]) -> list[Messages]:
+def exchange_batch(operations: list[dist.P2POp]) -> list[SimpleNamespace]:
     """Stand in for ``dist.batch_isend_irecv``."""
     group = operations[0].group
     assert isinstance(group, Group)

@@ -23,8 +23,8 @@ from bert.step import TrainingStep
 from dataloading.batches.loader import Batch, batch_of
 from kernels import OPS
 from tests.bert.recording import Recording, recordable_attention
-from tests.bert.small_models import OF_SMALL_RUN, step_config, training_step
-from tests.bert.test_recompute import assert_same, step_of, trained
+from tests.bert.small_models import OF_SMALL_RUN, assert_same, step_config, training_step
+from tests.bert.test_recompute import step_of, trained
 from tests.conftest import SmallRun
 
 MODEL = replace(OF_SMALL_RUN, hidden_size=256, hidden_dropout=0.0, attention_dropout=0.0)
