@@ -22,6 +22,8 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -130,6 +132,22 @@ def write_script(path: Path, text: str) -> None:
     """Write an executable file."""
     path.write_text(text)
     path.chmod(0o755)
+
+
+def wait_for(condition: Callable[[], object], process: Program | subprocess.Popen[str] | None = None) -> None:
+    """Wait until ``condition()`` holds. Fails if ``process`` ends first."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        if process and process.poll() is not None:
+            assert condition(), process.communicate(timeout=PATIENCE_S)[0]
+        assert time.monotonic() < deadline, "this takes too long"
+        time.sleep(0.02)
+
+
+def git(folder: Path, *arguments: str) -> str:
+    """Run git in a repository, and return its output."""
+    identity = ("-c", "user.name=a", "-c", "user.email=a@example.org")
+    return subprocess.check_output(["git", *identity, *arguments], cwd=folder, text=True).strip()
 
 
 @cache

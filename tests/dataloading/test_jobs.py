@@ -4,14 +4,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from dataloading.jobs import begun, run_tasks
 from tests.conftest import REPOSITORY
-from tests.programs import PATIENCE_S
+from tests.programs import wait_for
 
 
 def die(number: int) -> int:
@@ -46,10 +45,7 @@ def test_processes_end_with_their_killed_parent() -> None:
     workers = [int(parent.stdout.readline()) for _ in range(2)]
     parent.kill()
     parent.wait()
-    deadline = time.monotonic() + PATIENCE_S
-    while any(Path(f"/proc/{worker}/cmdline").exists() for worker in workers) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not any(Path(f"/proc/{worker}/cmdline").exists() for worker in workers)
+    wait_for(lambda: not any(Path(f"/proc/{worker}/cmdline").exists() for worker in workers))
 
 
 def test_a_failure_before_anything_is_finished_leaves_nothing(tmp_path: Path) -> None:
