@@ -25,7 +25,7 @@ def check_file(path: Path, ruleset: str = rules.NEWEST_RULESET) -> Verdict:
 
 
 def check_log(log: Log, ruleset: str = rules.NEWEST_RULESET) -> Verdict:
-    """Check a log under one ruleset or, for `rules.AUTO`, under the newest that accepts it. Raises as `check_file` does."""
+    """Check a log under a ruleset; `rules.AUTO` takes the newest ruleset that accepts it. Raises as `check_file` does."""
     if ruleset == rules.AUTO:
         return _newest_acceptance(log)
     rules.check_ruleset(ruleset)
@@ -33,7 +33,7 @@ def check_log(log: Log, ruleset: str = rules.NEWEST_RULESET) -> Verdict:
 
 
 def _newest_acceptance(log: Log) -> Verdict:
-    """Return the verdict under the newest ruleset that accepts the log, or else the one with the fewest official errors."""
+    """Return the verdict of the newest ruleset that accepts the log, or else the one with the fewest official errors."""
     opinion = _official_opinion(log, rules.NEWEST_RULESET)
     best = _verdict(log, rules.NEWEST_RULESET, opinion)
     # Logs of this repository, which open a digest chain, are written for all rulesets: do not try the other rulesets.

@@ -40,7 +40,7 @@ class IntendedRun:
 
 @dataclass(frozen=True)
 class ExaminedRun:
-    """A requested run with the recipe's settings by section, as `ranks` ranks on each of `nodes` nodes.
+    """A requested run: the settings of its recipe by section, and `ranks` ranks on each of `nodes` nodes.
 
     Without a recipe there are no settings, and only the machine is checked.
     """

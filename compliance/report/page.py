@@ -26,7 +26,7 @@ PART_CLASSES = dict(zip(STEP_PARTS, ("compute", "reduce", "update", "data-wait")
 PART_CLASSES |= {"evaluation": "evaluation", "other": "other"}
 """CSS classes for the parts of a run."""
 
-# Values beyond these bounds come from a diverged run or a wrong file, and would flatten all other curves.
+# Larger values come from a diverged run or a wrong file, and would flatten all other curves.
 MAX_LOSS = 1e6
 MAX_RATE = 1e12
 

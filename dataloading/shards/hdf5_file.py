@@ -26,10 +26,10 @@ from numpy.typing import NDArray
 from console.files import write_atomically
 
 MOST_EXPANSION = 128
-"""Largest ratio of unpacked arrays to file size. Padded rows of 512 with five real tokens reach a ratio of 75."""
+"""Largest ratio of unpacked arrays to file size. Rows of 512 slots with five real tokens reach a ratio of 75."""
 
 REFERENCE = np.dtype([("count", "<u4"), ("address", "<u8"), ("object", "<u4")])
-"""Stored form of a row of variable length: number of values, address of a heap collection, and number of the object in it
+"""Reference to a row of variable length: number of values, address of a heap collection, and number of the object in it
 (HDF5 File Format Specification 3.0, section IV.A.2.d)."""
 
 _FILTERS = [h5py.h5z.FILTER_SHUFFLE, h5py.h5z.FILTER_DEFLATE]
