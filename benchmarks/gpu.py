@@ -173,7 +173,7 @@ def _run(function: str, path: Path, settings: Settings, seconds: float) -> int |
 
 
 def _end(path: Path, error: str) -> PartReport:
-    """Record in a part's file why it is incomplete and which row was being measured."""
+    """Record in a part's file why the part is incomplete and which row was being measured."""
     report = PartReport.load(path)
     place = f" while measuring {report.measuring}" if report.measuring else ""
     report.end(f"{error}{place}")
@@ -202,7 +202,7 @@ def main(arguments: Sequence[str]) -> int:
         try:
             status = 0 if measure(settings) else 1
         except StoppedError as stopped:
-            # The shell's convention for a process that a signal ended.
+            # Shells report this status for a process that was ended by a signal.
             status = 128 + stopped.number
         print(page(settings.folder, list(PARTS)))
     except (ValueError, OSError) as error:

@@ -146,7 +146,7 @@ def _rank(
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     enter(namespaces[order[rank]], f"h{order[rank]}")
-    if bound:  # as launchers do, so that no rank migrates between cores
+    if bound:  # launchers also bind ranks, so that no rank migrates between cores
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {cores[rank % len(cores)]})
     # Local ranks number the ranks of one host in ascending order.

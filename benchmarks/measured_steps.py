@@ -85,7 +85,7 @@ def measured(cases: Iterable[int], seconds: float, out: Path | None) -> None:
             found = _run(CASES[number], Path(folder) / str(number), seconds)
             rows = [row for row in rows if row["case"] != CASES[number].name] + found
             _print(found)
-            # Written after each case, so that nothing is lost if a later case fails.
+            # Write after each case, so that nothing is lost if a later case fails.
             if out is not None:
                 write_figures(out, {**_summary(rows), "rows": rows})
     print("  ".join(f"{name} {value:.3g}" for name, value in _summary(rows).items()))

@@ -45,7 +45,7 @@ def read_run(path: Path) -> Account:
     if not account.steps or not account.seconds:
         raise ValueError(f"{path}: no record of steps; expected metrics_N.jsonl of a run, beside its result_N.txt")
     account.parts["evaluations"] = sum(record.eval_s for record in metrics.evaluations)
-    # The rest of the time: start, checkpoints, and others.
+    # The remaining time covers the start, checkpoints and everything else.
     account.parts["start and other"] = max(0.0, account.seconds - sum(account.parts.values()))
     return account
 

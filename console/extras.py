@@ -20,6 +20,6 @@ def require_extra(extra: str, *modules: str) -> None:
 
 
 def needed(module: str, extra: str = "train") -> str:
-    """Return the command that installs a missing module."""
+    """Return a message that a module is missing, with the command that installs it."""
     # Install by path, because no package index has this project, and a stranger could register its name there.
     return f"{module} is not installed: pip install '.[{extra}]' in the repository's root"

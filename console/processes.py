@@ -30,7 +30,7 @@ class Output:
 
     @property
     def complaint(self) -> str:
-        """The last line on standard error, otherwise the trouble: what to show if the program failed."""
+        """What to show if the program failed: the last line on standard error, or else ``trouble``."""
         lines = self.errors.strip().splitlines()
         return lines[-1].removeprefix("error: ") if lines else self.trouble
 

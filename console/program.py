@@ -160,7 +160,7 @@ def _unframed(complaint: str) -> str:
 
 
 def bound(function: Callable[..., Result]) -> Callable[..., Callable[[], Result]]:
-    """Return a function of the same signature that stores its arguments for a call after parsing."""
+    """Return a function of the same signature that only stores its arguments. Its result runs ``function`` later."""
 
     @wraps(function)
     def bind(*arguments: Any, **named: Any) -> Callable[[], Result]:

@@ -66,12 +66,12 @@ def main(
             "plain Python": lambda: reference_prepare.prepare(paths, reference_prepare.read_vocab(vocab), options),
             "dataloading": compiled,
         }
-        sides["dataloading"]()  # compiles the core or loads it from the cache
+        sides["dataloading"]()  # the first call compiles Numba functions or loads them from the cache
         seconds: dict[str, list[float]] = {name: [] for name in sides}
         first: Samples | None = None
         for _ in range(rounds):
             for name, prepare in sides.items():
-                gc.collect()  # so that one side does not collect the other side's garbage
+                gc.collect()  # so that neither implementation collects the other one's garbage
                 started = time.perf_counter()
                 samples = prepare()
                 seconds[name].append(time.perf_counter() - started)

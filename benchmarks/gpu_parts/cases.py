@@ -38,7 +38,7 @@ class Case:
     op: str
     arguments: tuple[object, ...]
     autocast: torch.dtype | None
-    """Type of the matrix products, if the arguments have another type."""
+    """Type of the matrix products under autocast, or None for no autocast."""
     work: LeastWork
 
     def fresh(self) -> "Case":

@@ -45,7 +45,7 @@ class Ceilings:
             return None, ""
         by_product, by_copy = flop / (rate or 1), moved / (self.bytes_per_s or 1)
         product = f"of the large {'FP8' if fp8 else 'bf16'} product"
-        # The floor is the slower of the two, because a kernel can overlap computation with memory traffic.
+        # The floor is the longer of the two times, because a kernel can overlap computation with memory traffic.
         return (by_product, product) if by_product > by_copy else (by_copy, "of the large copy")
 
 

@@ -78,7 +78,7 @@ def rows_of(metrics: "Metrics") -> list[Figure]:
 
 
 def _write_data(context: Context, folder: Path, counts: dict[str, int]) -> None:
-    """Write a synthetic vocabulary, and data sets of these sizes with drawn lengths and random tokens."""
+    """Write a synthetic vocabulary, and data sets of ``counts`` samples with random tokens and Wikipedia's lengths."""
     from benchmarks.inputs import made_up_vocabulary, write_made_up_set  # imported here: needs packages in NEEDS
 
     model = context.scale.model

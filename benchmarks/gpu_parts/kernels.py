@@ -47,7 +47,7 @@ def kernels(context: Context) -> None:
         for name in OPS[case.op].implementations:
             title = f"{case.title}, {name}"
             report.attempt(title, partial(_fp8_time_row, context, title, case, name, ceilings))
-        # Compared after each op, so that a part that is cut off still has the comparisons of its timed ops.
+        # Compare after each op, so that a part that is cut off still has the comparisons of its timed ops.
         _compare(context, case.op, case.title)
     for name in lamb_step.implementations:
         report.attempt(f"lamb_step, {name}", partial(_lamb_time_row, context, name, ceilings))
@@ -74,7 +74,7 @@ def _compare(context: Context, op: str, what: str) -> None:
     """Add a row that compares the first usable implementation with the fastest alternative timed so far."""
     rows = [row for row in context.report.rows if row.name.startswith(f"{what}, ") and row.milliseconds]
     order = [f"{what}, {implementation.name}" for implementation in OPS[op].orders[context.device.type]]
-    # The first usable implementation in the registry's order. Training measures all and may choose a faster one.
+    # Take the first usable implementation in the registry's order. Training measures all and may choose a faster one.
     ours = min((row for row in rows if row.name in order), key=lambda row: order.index(row.name), default=None)
     if ours is None:
         return
@@ -139,7 +139,7 @@ def _lamb_time_row(context: Context, name: str, ceilings: Ceilings) -> Figure:
             optimizer.step()
 
     def draw() -> None:
-        flat.gradients_P.copy_(drawn_P)  # restored, because a step zeroes the gradients
+        flat.gradients_P.copy_(drawn_P)  # a step zeroes the gradients, so restore them
 
     flat.weights_P.copy_(drawn_P)
     # The registry raises ValueError if an implementation does not support the arguments.

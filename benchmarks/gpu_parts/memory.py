@@ -84,7 +84,7 @@ def _shape_buckets(context: Context, sequences: int) -> list[ShapeBucket]:
     count = RECIPES["h100_1x1"]().training.gradient_accumulation_steps
     lengths = clipped_lengths(20_000, longest, seed=0)
     masked = np.maximum(1, np.rint(0.15 * lengths).astype(np.int64))
-    # Shape buckets are chosen from randomly drawn sizes, because they depend on the spread of the sizes.
+    # Shape buckets are chosen from randomly drawn sizes, because the choice depends on the spread of the sizes.
     tokens, masked_tokens = draw_sizes(lengths, masked, count * sequences, count)
     return choose_shape_buckets(tokens, masked_tokens, sequences, longest, _SHAPE_BUCKETS)
 

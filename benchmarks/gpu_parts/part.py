@@ -33,7 +33,7 @@ def main(function: str, file: str, seconds: str, device: str, scale: str) -> int
 
 def run(function: str, file: Path, device_type: str, *, tiny: bool) -> int:
     """Measure, write each row as soon as it exists, and return the exit status."""
-    import torch  # takes seconds, which count towards the part's time
+    import torch  # the import takes seconds, which count towards the part's time
 
     from benchmarks.conditions import conditions
     from benchmarks.gpu_parts.measuring.report import DeviceLostError, PartReport, first_line
@@ -51,7 +51,7 @@ def run(function: str, file: Path, device_type: str, *, tiny: bool) -> int:
     report.settle = partial(settle, device)
     about = {"part": file.stem, "device": device_name(device), "cuda": torch.version.cuda}
     report.about = about | conditions()
-    # Written at the start, so that the file exists even if the process dies before the first row.
+    # Write at the start, so that the file exists even if the process dies before the first row.
     report.write()
     module, _, name = function.partition(":")
     try:

@@ -73,7 +73,7 @@ def _peer_row(context: Context, name: str, side: Callable[[Context, int], Callab
 
 
 def _hugging_face(context: Context, sequences: int, *, compiled: bool = False) -> Callable[[], None]:
-    with context.device:  # drawing the weights on the device is many times as fast
+    with context.device:  # drawing the weights on a GPU is many times faster
         model = new_model(context.scale.model).train()
     samples = samples_of(context.scale, sequences)
     inputs = {
@@ -137,7 +137,7 @@ def _plain_layer(hidden_TD: Tensor, layer: EncoderLayer, model: BertForPreTraini
 
 def _plain_attention(query: Tensor, key: Tensor, value: Tensor, batch: Batch) -> Tensor:
     if query.is_cuda:
-        from torch.nn.attention.varlen import varlen_attn  # only in GPU builds
+        from torch.nn.attention.varlen import varlen_attn  # exists only in GPU builds
 
         bounds, longest = batch.cu_seqlens, batch.max_seqlen
         query, key, value = (x.contiguous() for x in (query, key, value))

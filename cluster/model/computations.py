@@ -18,7 +18,7 @@ from cluster.model.work import MicroBatches
 
 Count = float | NDArray[np.float64]
 
-# Each kind has few terms, because a probe times only a handful of shapes and could not fit more.
+# Each kind has few terms, because a probe times only a handful of shapes, too few to fit more costs.
 TERMS = {
     "linear": ("calls", "rows x inputs x outputs", "rows x (inputs + outputs)", "inputs x outputs"),
     "attention": ("calls", "tokens x hidden", "pairs x heads", "pairs x hidden"),
@@ -36,7 +36,7 @@ REPEATED: dict[Recompute, tuple[str, ...]] = {
     "selective": ("attention", "gelu", "norm"),
     "full": ("linear", "attention", "gelu", "norm"),
 }
-"""Kinds of computation whose forward pass an inner layer repeats during its backward pass, by recomputation mode."""
+"""For each recomputation mode, the kinds of computation whose forward pass an inner layer's backward pass repeats."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Computation:
 
 
 def linear(rows: Count, inputs: int, outputs: int, in_encoder: bool = False) -> Computation:
-    """Return the computation of a dense layer: three products, the bias, and the accumulation of its gradient."""
+    """Return the computation of a dense layer: three products, the bias, and the accumulation of the weight gradient."""
     counts = (1.0, rows * inputs * outputs, rows * (inputs + outputs), float(inputs * outputs))
     return Computation("linear", counts, in_encoder=in_encoder)
 

@@ -85,7 +85,7 @@ def held_by_rank(
     sharded_lamb = strategy.is_sharded or strategy.copy_ranks > 1
     bucket = max(each.stop - each.start for each in share.buckets(copies, strategy.bucket_bytes))
     # 16-bit copies of weights: on a GPU, unsharded LAMB writes copies of all weights. Otherwise autocast copies only the
-    # weights of products. Autocast always copies the weights of the heads.
+    # weights of matrix products. Autocast always copies the weights of the output heads.
     D, F = work.model.hidden_size, work.model.intermediate_size
     lamb_copies = on_gpu and strategy.precision == "bf16" and not sharded_lamb
     cast = elements if lamb_copies else (share.inner + share.has_last) * (4 * D * D + 2 * D * F)

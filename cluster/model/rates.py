@@ -37,7 +37,7 @@ LINEAR_FLOPS = 6.0
 """Floating-point operations of a linear layer for each row x input x output: three products of two operations each."""
 
 ACCESSES = {"attention": 8.0, "norm": 10.0, "gelu": 5.0, "embedding": 8.0, "loss": 6.0}
-"""How often a GPU computation reads or writes each element of its second term. Used if nothing was measured."""
+"""Number of memory accesses per element that the second cost term counts. Used for GPUs if nothing was measured."""
 
 SEQUENCE_BYTES, LAUNCHES = 599_294_086, 1406
 """Memory traffic in bytes of a BERT-Large sequence, without matrix products and averaged over Wikipedia's lengths, and
@@ -166,7 +166,7 @@ class Rates:
         return replace(self, nodes=nodes, ranks=ranks, collectives=scaled)
 
     def tensor_seconds(self, operation: Operation, tensor: int, size: float) -> float:
-        """Return the seconds of a collective in all tensor groups at once, from the measurement over a whole node."""
+        """Return the seconds of a collective in all tensor groups at once, derived from its time over a whole node."""
         return _shorter_ring(tensor, self.ranks) * self.collective_seconds(operation, "node", size)
 
     def message_seconds(self, tensor: int, pipeline: int, size: float) -> float:
@@ -177,7 +177,7 @@ class Rates:
         return self.collective_seconds("all-gather", scope, size / ring_share(self.members(scope)))
 
     def last_of(self, work_R: Sequence[float]) -> float:
-        """Return the seconds until the last rank is done, given each rank's seconds while all compute.
+        """Return the seconds until the last rank is done, given each rank's seconds while all ranks compute.
 
         Ranks that share processors speed up when other ranks finish.
         """
@@ -191,7 +191,7 @@ class Rates:
 
 
 def _shorter_ring(members: int, of: int) -> float:
-    """Return how much a member of a ring sends, relative to a ring of ``of`` members."""
+    """Return how much each of ``members`` ranks in a ring sends, relative to a rank in a ring of ``of`` ranks."""
     return ring_share(members) / ring_share(of) if of > 1 else 0.0
 
 
@@ -284,7 +284,7 @@ def _collectives(machine: Machine) -> dict[tuple[Operation, Scope], Curve]:
         # Within a node, the latency of a collective is one launch.
         ("node", machine.group, 1 / link, math.exp(p["launch"]) / LAUNCHES),
         ("rail", machine.groups, machine.group / network, latency),
-        # Links and network form one pipeline, and its slower half decides.
+        # Links and network form one pipeline, whose slower half determines the time.
         ("world", machine.accelerators, max(1 / link if machine.group > 1 else 0.0, 1 / network), latency),
     ]
     curves: dict[tuple[Operation, Scope], Curve] = {}

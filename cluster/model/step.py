@@ -150,7 +150,7 @@ def through_stages(
 
 
 def _of_stages(parts: Sequence[Count], model: ModelConfig, parallel: ParallelConfig) -> list[NDArray[np.float64]]:
-    """Sum the model parts that each pipeline rank holds: embeddings, inner layers, and the last layer with heads."""
+    """Return the seconds of each pipeline rank, summed over the embeddings, inner layers and last layer that it holds."""
     embedding, layer, last = parts
     shares = model_shares(model, 1, parallel.pipeline, parallel.virtual_stages)
     return [np.asarray(each.has_embeddings * embedding + each.inner * layer + each.has_last * last) for each in shares]
@@ -183,7 +183,7 @@ def _computation(
 def _exchanged(
     model: ModelConfig, precision: Precision, tensor: int, rates: Rates, sizes: MicroBatches
 ) -> tuple[float, float, float]:
-    """Return the seconds of a tensor group's collectives in the parts of `parts_of`, averaged over micro-batches.
+    """Return the seconds of a tensor group's collectives in each part of `parts_of`, averaged over micro-batches.
 
     For each all-gather in one pass, the other pass (forward or backward) has a reduce-scatter of as many rows.
     """
@@ -219,7 +219,7 @@ def _timeline(strategy: Strategy, rates: Rates, share: ModelShare, means: Sequen
     # In FP8 the update itself gathers the weights, because it also casts the 8-bit copies.
     if strategy.is_sharded and rates.world_size > 1 and strategy.precision != "fp8":
         messages += [_gather(strategy, rates, bucket) for bucket in buckets[::-1]]
-        # Each part waits for the buckets that begin before its parameters end. The last layer and the heads wait for all.
+        # Each part of the model waits for the buckets that begin before its parameters end. The last part waits for all.
         needs = [sum(bucket.start < stop for bucket in buckets) for stop in (*share.ends[:-1], share.elements)]
         pieces = [Piece(0.0, 1), *(Piece(seconds, need) for seconds, need in zip(forward, needs, strict=True))]
     # All passes between the first and the last one form one piece, because no message begins or ends there.
@@ -282,7 +282,7 @@ def _update(strategy: Strategy, rates: Rates, share: ModelShare) -> float:
         # Tensors span shards, so their norms need two all-gathers of two fp64 numbers per segment and rank.
         scope: Scope = "node" if strategy.reduction == "sharded" else "world"
         seconds += 2 * data_rates.collective_seconds("all-gather", scope, 16.0 * share.segments * shards)
-    if strategy.tensor > 1:  # gradients of the parameters that are replicated in a tensor group
+    if strategy.tensor > 1:  # ranks sum the gradients of parameters that are replicated in a tensor group
         seconds += rates.tensor_seconds("all-reduce", strategy.tensor, 4.0 * share.shared / shards)
     return seconds
 

@@ -13,7 +13,7 @@ from bert.configuration.sections import (
     TrainingConfig,
 )
 
-# The default of the training settings, so that a plan without the field and a run without the option use the same size.
+# Use the training default, so that a plan without the field and a run without the option use the same size.
 BUCKET_BYTES = TrainingConfig.bucket_bytes
 
 

@@ -19,7 +19,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Message:
-    """Seconds of a collective that begins after a number of pieces, and the share of processors that it keeps busy."""
+    """Seconds of a collective that begins after ``after`` pieces, and the share of processors that it keeps busy."""
 
     seconds: float
     after: int

@@ -1,8 +1,8 @@
 """Search for the fastest feasible way to run a recipe on given ranks, by predictions only.
 
-A way is a schedule with a `Strategy`. It is skipped if its computation alone takes longer than the best ways in total. Only
-the largest micro-batch that fits in memory and the next smaller one are tried, because more accumulation adds launches and
-saves nothing. A pipeline gets the number of micro-batches that makes its step fastest. Recomputation is tried only if it
+A way is a schedule with a `Strategy`. A way is skipped if its computation alone takes longer than the best ways in total.
+Only the largest micro-batch that fits in memory and the next smaller one are tried, because more accumulation adds launches
+and saves nothing. A pipeline gets the number of micro-batches that makes its step fastest. Recomputation is tried only if it
 allows larger micro-batches.
 """
 
@@ -23,12 +23,12 @@ from cluster.plan.target import Target
 from cluster.published.cost_model import RunTime
 
 REDUCTIONS: tuple[ReductionStrategy, ...] = ("flat", "hierarchical", "sharded", "sharded_world")
-"""The last strategy takes the least memory."""
+"""Reduction strategies. The last one takes the least memory."""
 TENSORS = (1, 2, 4, 8)
 PIPELINES = (1, 2, 4, 8, 16, 32, 64)
 VIRTUAL_STAGES = (1, 2, 4)
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
-"""In order of decreasing memory and increasing time."""
+"""Recomputation modes in order of decreasing memory and increasing time."""
 BEST = 5
 _REACH = 1.1
 """Ways are predicted from several steps if their first step suggests at most this multiple of the fifth best time."""
@@ -126,7 +126,8 @@ class _Search:
         """Return candidates for all ways to compute that may be among the best, with the least-memory reduction.
 
         Sharing a copy of the model among ranks only saves memory and reduction time. If sharing among some number of ranks
-        is too slow even with a free reduction, one such way is predicted, so that the output can say why it loses.
+        is too slow even with a free reduction, only one way with this number is predicted, to explain in the output why it
+        loses.
         """
         found: list[Candidate] = []
         groups = [([tensor], 1) for tensor in self._tensors] + [(self._tensors, each) for each in PIPELINES[1:]]
@@ -222,7 +223,7 @@ class _Search:
                 yield candidate
 
     def _candidate(self, schedule: BatchSchedule, strategy: Strategy) -> Candidate | None:
-        """Predict a strategy; None if it is not feasible."""
+        """Return the prediction of a strategy, or None if the strategy is not feasible."""
         target, work, precision = self._target, self._work, strategy.precision
         sequences, usable = strategy.sequences(target.world_size), self._usable_memory(strategy)
         memory_by = precision, strategy.recompute, strategy.parallel

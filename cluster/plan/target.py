@@ -102,7 +102,7 @@ def _measured(path: Path, gpus: int | None) -> Target:
 
 
 def work_for(config: Config) -> Work:
-    """Return a configuration's work by its length index, or by Wikipedia's histogram if the benchmark's data is absent."""
+    """Return a configuration's work from its length index, or from Wikipedia's histogram if the benchmark data is absent."""
     if config.data.train.is_dir() or config.data.train != RECIPES["h100_1x1"]().data.train:
         return work_of(config)
     work = wikipedia_work(config.model)

@@ -109,7 +109,7 @@ class Trial:
         whole = torch.arange(piece * many, device=device) % _PERIOD
         mine = slice(place * piece, (place + 1) * piece)
         own = (whole + place % _PERIOD).float()
-        # The expected sum of (element + place % period) over all places.
+        # The expected sum of (element + place % period) over the places of all ranks in the group.
         total = (whole * many + sum(other % _PERIOD for other in range(many))).float()
         out = torch.empty_like(own)
         if operation == "all-reduce":

@@ -41,7 +41,7 @@ def facts_of(mesh: "Mesh") -> Facts:
 
         properties = torch.cuda.get_device_properties(mesh.device)
         device, memory = properties.name, properties.total_memory
-        # The PCI address as /sys writes it.
+        # Write the PCI address as /sys does.
         bus, slot = properties.pci_bus_id, properties.pci_device_id
         card = nearest_card(sys, f"{properties.pci_domain_id:04x}:{bus:02x}:{slot:02x}.0", cards)
     else:
@@ -50,7 +50,7 @@ def facts_of(mesh: "Mesh") -> Facts:
         card = interface if interface in cards else next(iter(cards), "")
     name = socket.gethostname()[:128]
     cores = psutil.cpu_count() or 1
-    boot = Path("/proc/sys/kernel/random/boot_id")  # the same in all containers of one machine
+    boot = Path("/proc/sys/kernel/random/boot_id")  # the id is the same in all containers of a machine
     return Facts(
         boot.read_text().strip() if boot.exists() else name,
         Host(name, cores, host_memory(), tuple(cards), slurm_switches()),

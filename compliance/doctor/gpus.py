@@ -18,7 +18,7 @@ _THROTTLED = {
     0x40: "hardware thermal slowdown",
     0x80: "hardware power brake",
 }
-"""Bits of NVML's clocks event reasons for slowdowns beyond normal power management."""
+"""NVML's bits for the reasons of clock slowdowns, without those of normal power management."""
 
 NVLINK, PCIE, ACROSS_NODES = "NVLink", "PCIe", "PCIe across NUMA nodes"
 

@@ -121,7 +121,7 @@ class Package:
 class SourceTree:
     """Files of a source tree, as sorted paths below its root.
 
-    Left out are links, hidden files, files of more than 50 MiB, and names with spaces or unprintable characters, which a
+    It excludes links, hidden files, files of more than 50 MiB, and names with spaces or unprintable characters, which a
     submission must not contain.
 
     Attributes:

@@ -26,7 +26,7 @@ PART_CLASSES = dict(zip(STEP_PARTS, ("compute", "reduce", "update", "data-wait")
 PART_CLASSES |= {"evaluation": "evaluation", "other": "other"}
 """CSS classes for the parts of a run."""
 
-# Values beyond these bounds come from a diverged run or a wrong file, and would flatten all other curves.
+# Larger values come from a diverged run or a wrong file, and would flatten all other curves.
 MAX_LOSS = 1e6
 MAX_RATE = 1e12
 
@@ -199,7 +199,7 @@ def _in_score(results: Results, run: ReportedRun) -> str:
 
 
 def _neighbours(results: Results) -> dict[str, Any]:
-    """Return the folder's score among the neighbouring published results; empty if it has no place."""
+    """Return the folder's score among the neighbouring published results; empty if no result is comparable."""
     placement = results.placement
     if not placement.compared:
         return {}

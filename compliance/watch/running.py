@@ -137,7 +137,7 @@ class RunningLog(LoggedRun):
                 self.complain(violation.sentence, "count" if is_count else violation.found + violation.expected)
         if key == "run_start" and key not in self.first:
             self._check_settings()
-        # It is enough if one process cleared its caches, as in the check.
+        # As in the check of a log, it is enough if one process cleared its caches.
         self._cleared |= key == "cache_clear" and record.value is not False
         if key == "eval_start":
             self.evaluating_at = samples_of(record.metadata)

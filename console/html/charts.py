@@ -19,7 +19,7 @@ CHART = TEMPLATES / "chart.html"
 SIDE = 1000.0
 """Width and height of the drawing in its own units."""
 MAX_POINTS = 240
-"""Maximum points drawn of one line; more are averaged."""
+"""Maximum points drawn of one line; further points are averaged."""
 MAX_POINTS_A_CHART = 1500
 """Maximum points drawn of all lines of a chart without dots, so that many lines stay legible."""
 MAX_BAR_NAMES = 12
@@ -73,7 +73,7 @@ class Axes:
     Attributes:
         description: the chart in a sentence, for screen readers.
         from_zero: whether the y axis starts at zero instead of near the lowest value.
-        x_format: by default short counts.
+        x_format: format of the numbers at the x axis; by default short counts.
     """
 
     description: str
@@ -138,7 +138,7 @@ def thin(points: Points, limit: int = MAX_POINTS) -> list[tuple[float, float]]:
     """Thin out to at most `limit` points: the means of stretches of equal length, and the last point as it is."""
     if len(points) <= limit:
         return list(points)
-    # Rounded up, so that the means and the last point together are at most `limit`.
+    # Round up, so that the means and the last point together are at most `limit`.
     size = -(-(len(points) - 1) // (limit - 1))
     stretches = [points[start : min(start + size, len(points) - 1)] for start in range(0, len(points) - 1, size)]
     return [(sum(x for x, _ in s) / len(s), sum(y for _, y in s) / len(s)) for s in stretches] + [points[-1]]
@@ -147,11 +147,11 @@ def thin(points: Points, limit: int = MAX_POINTS) -> list[tuple[float, float]]:
 def ticks(low: float, high: float) -> list[float]:
     """Return two to nine round numbers, the first at or below `low` and the last at or above `high`."""
     span = high - low
-    # Values that differ by rounding only would give a step near zero.
+    # Values that differ only by rounding would give a step near zero.
     if span < 1e-9 * max(abs(low), abs(high), 1e-3):
         span = max(abs(high), 1.0)
     magnitude = 10.0 ** math.floor(math.log10(span / 5))
-    # The smallest round step of which five cover the span, or nearly.
+    # Use the smallest round step such that five steps cover the span, except for rounding.
     step = magnitude * next(factor for factor in (1, 2, 2.5, 5, 10) if factor * magnitude * 5 >= span * 0.999)
     # The tolerance keeps rounding from adding a tick.
     first = math.floor(low / step + 1e-9)

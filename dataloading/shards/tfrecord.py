@@ -2,7 +2,7 @@
 
 A record is framed as length (uint64), masked CRC-32C of the length, data, masked CRC-32C of the data, all
 little-endian. The data is a protobuf message: Example { Features features = 1 }, Features { map<string, Feature>
-feature = 1 }, and a Feature holds a packed list of integers (3).
+feature = 1 }, and a Feature holds a packed list of integers in field 3.
 (tensorflow/core/example/{example,feature}.proto.)
 
 Features of a sample, padded with zeros: input_ids, input_mask, segment_ids [max_seq_length]; masked_lm_positions,

@@ -42,8 +42,8 @@ class Scale:
     parity_sequences: int
 
 
-# 96 sequences a micro-batch, 10 repeats, a matrix product of size 8192, a copy of 2 GiB, and 200 steps of 16 sequences for
-# the losses.
+# FULL has 96 sequences per micro-batch, 10 repeats, a matrix product of size 8192, a copy of 2 GiB, and 200 steps of 16
+# sequences for the losses.
 FULL = Scale(ModelConfig(), 96, 10, 8192, 2**31, 200, 16)
 TINY = Scale(ModelConfig(2, 64, 2, 128, 500, 64), 4, 1, 64, 2**16, 3, 4)
 
@@ -98,7 +98,7 @@ class Context:
 
 def clipped_lengths(count: int, longest: int, seed: int) -> NDArray[np.int64]:
     """Draw lengths [count] from Wikipedia's distribution."""
-    # At least 3: [CLS] and [SEP] twice.
+    # A sample has at least 3 tokens: [CLS] and two [SEP].
     return np.clip(drawn_lengths(np.random.default_rng(seed), count), 3, longest)
 
 
