@@ -83,7 +83,7 @@ class Results:
 
     @cached_property
     def submitted(self) -> tuple[ReportedRun, ...]:
-        """Runs to submit: all runs, or of more than ten, those that `compliance.convergence.selection` chooses."""
+        """Runs to submit: all runs, or if there are more than ten, the ten that `select` chooses."""
         if len(self.runs) <= SUBMISSION_RUNS:
             return self.runs
         starts, times = [run.logged.start_ms or 0 for run in self.runs], [run.counted_seconds for run in self.runs]
