@@ -1,6 +1,6 @@
 """Judge whether a log is a valid result, by this repository's rules and by the official checker.
 
-A fault that only the official checker reports becomes a finding too, so that a log that passes here also passes there.
+A fault that only the official checker reports becomes a finding too, so that no log passes only this check.
 """
 
 from collections.abc import Iterator
