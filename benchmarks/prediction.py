@@ -1,4 +1,4 @@
-"""Compare predictions with published results that the model has not seen, and predicted with measured step times.
+"""Compare predictions with published results that the model has not seen, or with measured step times.
 
     python benchmarks/prediction.py --published [--out FILE]
     sudo python benchmarks/prediction.py --measured [--cases 0 1 2] [--seconds 20] [--out FILE]

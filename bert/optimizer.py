@@ -1,6 +1,6 @@
 """LAMB over the model's parameters: flat buffers, segments and learning rate schedule.
 
-Shape legend: P elements of all parameters, each with its padding; N elements, P and padding up to equal shards.
+Shape legend: P elements of all parameters, each with its padding; N elements of P with padding up to equal shards.
 """
 
 from collections.abc import Collection, Mapping

@@ -1,12 +1,12 @@
 """Outlier statistics that find the slow parts of a cluster, such as ranks, hosts or links, by comparing equal parts.
 
-Every quantity is measured in several turns. Times are compared as logarithms relative to the median of their turn, so
-that a disturbance of all parts affects no part more than another. The median over all turns represents a part. A part is
-an outlier if it lies further from the other parts than chance explains. The scale combines the error of a repeated
-measurement with the differences between parts, both as median absolute deviations. The limit comes from Student's
-distribution, such that one in ``CHANCE`` probes reports a false outlier. So a part that is slow by 3 % is named if the
-others agree within 0.1 %, and a part that is slow by 20 % is not named if the others differ by 10 %. With only two
-parts, neither can be judged.
+Every quantity is measured in several turns. Times are compared as logarithms relative to the median of their turn, so that a
+disturbance of all parts affects no part more than another. The median over all turns represents a part. A part is an outlier
+if it lies further from the other parts than chance explains. The scale combines the error of a repeated measurement with the
+differences between parts, both as median absolute deviations. The limit comes from Student's distribution, such that one in
+``CHANCE`` probes reports a false outlier. For example, a part that is slow by 3 % is an outlier if the other parts agree
+within 0.1 %, and a part that is slow by 20 % is not if the other parts differ by 10 %. With only two parts, neither can be
+judged.
 
 The logarithm of a path's time is the sum of a share of its sending end, a share of its receiving end, and the rest, which
 belongs to the path. Shares are medians over an end's partners. An end with fewer than three partners cannot be distinguished

@@ -29,7 +29,7 @@ class FileKind(Generic[Content]):
         format, version: written to the file. A file with another format or version is refused.
         noun, maker: name of the kind and the command that makes such files, for messages.
         largest_bytes: size of the largest file that is read.
-        check: raises ``ValueError`` if parts of the content contradict each other.
+        check: function that raises ``ValueError`` if parts of the content contradict each other.
     """
 
     kind: type[Content]

@@ -2,7 +2,7 @@
 
 This module defines what ``dataloading.text.tokenization`` and ``dataloading.preparation.pretraining_data`` must produce. It
 follows the description in Devlin et al. 2018 (arXiv 1810.04805) and the behaviour of the benchmark's data scripts. It
-processes strings character by character and token by token, and shares no code with these modules.
+processes strings character by character and token by token, and shares no code with the two modules.
 """
 
 import random

@@ -52,7 +52,7 @@ class CheckpointSource:
 def open_source(path: Path, num_attention_heads: int | None = None, whole: bool = True) -> CheckpointSource:
     """Open a checkpoint and check that it holds a BERT; ``num_attention_heads`` is for files that do not state it.
 
-    Unless ``whole``, Hugging Face's files may lack pooler and heads, as files of ``BertForMaskedLM`` do. Raises
+    If not ``whole``, Hugging Face's files may lack pooler and heads, as files of ``BertForMaskedLM`` do. Raises
     ``ValueError`` if the checkpoint is missing, damaged or not supported.
     """
     if not path.exists() and path.with_name(path.name + INDEX_SUFFIX).is_file():

@@ -30,13 +30,13 @@ _MOST_TENSOR_BYTES = 1 << 30
 """Eight times the size of BERT-Large's largest tensor."""
 _FOOTER_BYTES = 48
 _TRAILER_BYTES = 5
-"""A block is followed by one byte of compression type and a checksum."""
+"""Each block is followed by one byte for the compression type and a checksum of four bytes."""
 _OBJECT_GRAPH = "_CHECKPOINTABLE_OBJECT_GRAPH"
 _FLOAT32 = 1
 _REMEDY = "fetch or copy the checkpoint again"
 _PUBLISHED = ("f97de3ae180eb8d479555c939d50d048", 4_034_713_312)
 """The benchmark's phase-1 checkpoint: MD5 of its index, and size of its data file in bytes."""
-# From Hugging Face names to TensorFlow names. The first match is used: other names end in ".weight" too.
+# Maps endings of Hugging Face names to endings of TensorFlow names. The first match is used, so ".weight" comes last.
 _ENDINGS = {
     "embeddings.weight": "embeddings",
     "LayerNorm.weight": "LayerNorm/gamma",

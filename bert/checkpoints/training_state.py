@@ -69,7 +69,7 @@ class RunState:
     """Number of optimizer steps taken, fewer than ``step`` if steps were skipped."""
     seed: _Count
     dropout_draws: _Count
-    """Step number in the model's ``dropout_state``. Its seed follows from the run's seed and the ranks."""
+    """Step number in the model's ``dropout_state``. The seed in it follows from the run's seed and the ranks."""
     fp8_scales: list[Annotated[float, msgspec.Meta(gt=0)]] | None
     settings: dict[str, str]
     """Settings that must not change when the run continues."""
@@ -224,7 +224,7 @@ def _newest(folder: Path, config: Config, train: Dataset) -> RunState:
                     "resume with the same setting"
                 )
         if config.training.seed not in (None, state.seed):
-            raise ValueError(f"{path} was made with training.seed {state.seed}: leave the seed out, or give this one")
+            raise ValueError(f"{path} was made with training.seed {state.seed}: leave the seed out, or set this one")
         for reason in broken:
             say(f"warning: {reason}; going on from {path}")
         return state

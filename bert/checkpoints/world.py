@@ -50,11 +50,11 @@ class World:
 def rebalance_batch(config: Config, before: World, data_size: int) -> Config:
     """Divide the global batch among ``data_size`` copies of the model, in as few micro-batches as fit in memory.
 
-    A micro-batch gets at most ``before.fitting`` sequences, or sometimes two if that is 1 and the copies do not divide the
-    batch. Nothing else needs an adjustment: reduction, shape buckets and kernels are chosen at every start.
+    A micro-batch gets at most ``before.fitting`` sequences, or two if this is 1 and ``data_size`` does not divide the batch.
+    Nothing else needs an adjustment: reduction, shape buckets and kernels are chosen at every start.
     """
     batch = config.training.global_batch_size
-    # Use the largest micro-batch so far: those of the last run may have been smaller because it had more hosts.
+    # Use the largest micro-batch so far: the last run's may have been smaller because it had more hosts.
     steps = -(-batch // (data_size * before.fitting))
     steps = max(1, min(steps, batch // data_size))  # every rank needs a sequence
     if config.parallel.pipeline > 1:  # pipeline schedules need rounds of equal size

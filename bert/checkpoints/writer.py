@@ -54,7 +54,7 @@ class Checkpoints:
         folder = self._folder if mesh.is_main else None
         self._removable = set(written_in(folder)) if folder else set()
         """Checkpoints that this run may delete: the checkpoints that existed at the start, and its own."""
-        # Allocated once, because pinned memory is slow to allocate and training waits for the copies.
+        # Allocate the copies once, because pinned memory is slow to allocate and training waits for the copies.
         pinned = mesh.device.type == "cuda"
         self._copies = [torch.empty(step.whole.size, pin_memory=pinned) for _ in FILES] if folder else []
         """Copies of the whole model's weights and moments in host memory, from which the thread writes."""
@@ -96,7 +96,7 @@ class Checkpoints:
         step = self._step
         # A generator's state depends on the rank, so reseed here as a resumed run does, on any number of ranks.
         reseed(self._seed, at.steps, self._mesh)
-        if step.fp8 is not None:  # scales differ between ranks; the smallest ones overflow nowhere
+        if step.fp8 is not None:  # scales differ between ranks; the smallest ones overflow on no rank
             step.fp8.set_scales_(all_reduce_(step.fp8.scale_S, "min"))
             step.fp8.refresh_weights_()
         step.gather_weights()

@@ -68,7 +68,7 @@ class Config:
             self._check_pipeline()
         if training.precision == "fp8":
             self._check_fp8()
-        # On a CPU with bf16 instructions, bf16 is faster only from about this hidden size on (docs/training.md).
+        # On a CPU with bf16 instructions, bf16 is faster than fp32 only above about this hidden size (docs/training.md).
         refuse(
             training.precision == "bf16" and training.device == "cpu" and self.model.hidden_size < 256,
             "training.precision bf16 is slower than fp32 for so small a model on a CPU: set training.precision to fp32",

@@ -27,7 +27,7 @@ class Launch:
     def from_environment(cls) -> "Launch":
         """Read the variables of torchrun, else mpirun (Open MPI), else an srun step; without any, return a single process.
 
-        torchrun comes first because mpirun or srun may have started it; mpirun, because srun may have started mpirun. Raises
+        torchrun comes first because mpirun or srun may have started it. mpirun comes before srun for the same reason. Raises
         ``ValueError`` if a variable is not an integer or the rank is outside the world.
         """
         _parent()

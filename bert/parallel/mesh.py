@@ -211,7 +211,7 @@ def require_gpus(processes: int) -> None:
 
 
 def are_whole_copies(parallel: ParallelConfig, hosts: int, a_host: int) -> bool:
-    """Tell whether hosts with ``a_host`` ranks each hold whole copies of the model, or copies take whole hosts.
+    """Tell whether each host, with ``a_host`` ranks, holds whole copies of the model, or each copy takes whole hosts.
 
     Otherwise the ranks of a data group could have different positions on their hosts.
     """
@@ -245,7 +245,7 @@ def require_whole_copies(parallel: ParallelConfig, hosts: int, a_host: int) -> N
 
 
 def process_group(ranks: Sequence[int], *, in_network: bool = False) -> dist.ProcessGroup | None:
-    """Create a group of ranks in this order; None for a single rank. Every member must call it at the same time.
+    """Create a group of ranks in the given order, or return None for a single rank. All members must call this together.
 
     Args:
         in_network: Ask NCCL to let switches add what the ranks send (CollNet, SHARP).

@@ -72,7 +72,7 @@ class Fp8Dense:
 
     @property
     def first(self) -> "Fp8Dense":
-        """This layer, which reads the input, as in ``FeedForward``."""
+        """This layer. In ``FeedForward``, the first and the last dense layer differ."""
         return self
 
     last = first
@@ -140,8 +140,8 @@ class Fp8State:
     """All sites and FP8 weights of a model.
 
     Call ``update_scales_`` before every optimizer step. After the step, call ``refresh_weights_``, unless the optimizer
-    makes the ``casts``. Also call ``refresh_weights_`` after other changes of the weights, or ``calibrate_`` if the weights
-    or the data are entirely new. This is not training state: a run computes it from its weights and a few batches.
+    has made the ``casts``. Also call ``refresh_weights_`` after other changes of the weights, or ``calibrate_`` if weights
+    or data are entirely new. This is not training state: a run computes it from its weights and a few batches.
     """
 
     scale_S: Tensor

@@ -78,7 +78,7 @@ class _ProductAttention(torch.autograd.Function):
         # The product that reads the casts returns its gradient to the first output.
         ctx.mark_non_differentiable(context_TD, context_DT)
         ctx.set_materialize_grads(False)
-        # The last tensor is saved for autograd's check, as in ``bert.products.fp8``.
+        # The last tensor is saved only so that autograd notices if it is overwritten, as in ``bert.products.fp8``.
         ctx.save_for_backward(qkv_T3HE, context_THE, *others, input_DT, fp8.weight_KN)
         return context_THE.flatten(1), context_TD, context_DT
 
@@ -126,7 +126,7 @@ class _PassesNorm(torch.autograd.Function):
         ctx.mark_non_differentiable(*(cast for cast in casts if cast is not None))
         ctx.passes, ctx.dropout, ctx.dtype = passes, dropout, x_TD.dtype
         of_norm = product_TD, bias_D, residual_TD, norm_weight_D, statistics_2T
-        # The last tensor is saved for autograd's check, as in ``bert.products.fp8``.
+        # The last tensor is saved only so that autograd notices if it is overwritten, as in ``bert.products.fp8``.
         ctx.save_for_backward(*of_norm, input_DT, *kept, passes.first.weight_KN)
         # The second output is a view, so that autograd sees two outputs and passes the gradients of both readers separately.
         return output_TD, output_TD.view_as(output_TD), *casts
@@ -166,7 +166,7 @@ class FusedLayer(Fp8Layer):
     ) -> None:
         """Without ``casts_between_layers``, each layer casts its own input.
 
-        With recomputation, only the tensors between layers are kept, and passing casts along would double their memory.
+        With recomputation, only the tensors between layers are kept, so passing casts along would double the memory.
         """
         super().__init__(config, index, placement, state, recomputation)
         self._query_key_value, self._attention_output, *halves = self.denses

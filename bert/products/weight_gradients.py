@@ -112,21 +112,21 @@ class AccumulatingTable(Placement):
     """Placement whose decoder and embeddings add to the word table's gradient. The decoder reads a 16-bit copy, if any."""
 
     def __init__(self, gradients: WeightGradients, copies: Mapping[nn.Parameter, Tensor]) -> None:
-        """``copies`` is as for ``AccumulatingProducts``."""
+        """``copies`` has the same meaning as in ``AccumulatingProducts``."""
         self._gradients = gradients
         self._copies = copies
 
     def words(self, input_ids_T: Tensor, word_VD: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return indices, table and gradient.
 
-        The gradient already includes the decoder's part, which comes first and may overwrite the old gradient.
+        The embeddings' part is added to the gradient after the decoder's part, which may overwrite the old gradient.
         """
         return input_ids_T, word_VD, word_VD.grad
 
     def masked_lm_loss(
         self, hidden_MD: Tensor, word_VD: nn.Parameter, bias_V: Tensor, labels_M: Tensor, count_correct: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Return ``kernels.masked_lm_loss``. The embeddings' backward pass, which comes later, runs the hooks."""
+        """Return ``kernels.masked_lm_loss``. The embeddings' backward pass, which comes later, runs the table's hooks."""
         return masked_lm_loss(
             hidden_MD,
             _copy(self._copies, word_VD, compute_dtype(hidden_MD)),

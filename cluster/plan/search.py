@@ -1,8 +1,8 @@
 """Search for the fastest feasible way to run a recipe on given ranks, by predictions only.
 
-A way is a schedule with a `Strategy`. It is skipped if its computation alone takes longer than the best ways in total. Only
-the largest micro-batch that fits in memory and the next smaller one are tried, because more accumulation adds launches and
-saves nothing. A pipeline gets the number of micro-batches that makes its step fastest. Recomputation is tried only if it
+A way is a schedule with a `Strategy`. A way is skipped if its computation alone takes longer than the best ways in total.
+Only the largest micro-batch that fits in memory and the next smaller one are tried, because more accumulation adds launches
+and saves nothing. A pipeline gets the number of micro-batches that makes its step fastest. Recomputation is tried only if it
 allows larger micro-batches.
 """
 
@@ -126,7 +126,8 @@ class _Search:
         """Return candidates for all ways to compute that may be among the best, with the least-memory reduction.
 
         Sharing a copy of the model among ranks only saves memory and reduction time. If sharing among some number of ranks
-        is too slow even with a free reduction, one such way is predicted, so that the output can say why it loses.
+        is too slow even with a free reduction, only one way with this number is predicted, to explain in the output why it
+        loses.
         """
         found: list[Candidate] = []
         groups = [([tensor], 1) for tensor in self._tensors] + [(self._tensors, each) for each in PIPELINES[1:]]

@@ -127,7 +127,7 @@ def _cauchy(residual: float) -> float:
 
 @dataclass(frozen=True)
 class Held:
-    """A result, and its prediction by a fit that left it out.
+    """A result, and its prediction by a fit that left the result out.
 
     Attributes:
         seconds: Predicted time.

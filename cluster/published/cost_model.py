@@ -2,8 +2,9 @@
 
 A step consists of the time of its sequences on a device, a constant cost per micro-batch, the gradient's reduction, and the
 update. A sequence takes the time of its matrix products at a share of the peak rate plus its memory traffic, and at least
-its energy divided by the device's power. The reductions inside and between nodes form one pipeline, and its slower half
-decides. Published runs do not tell how much reduction the backward pass hides, so the link efficiency includes this overlap.
+its energy divided by the device's power. The reductions inside and between nodes form one pipeline, whose slower half
+determines the time. Published runs do not tell how much reduction the backward pass hides, so the link efficiency includes
+this overlap.
 """
 
 import re

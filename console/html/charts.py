@@ -73,7 +73,7 @@ class Axes:
     Attributes:
         description: the chart in a sentence, for screen readers.
         from_zero: whether the y axis starts at zero instead of near the lowest value.
-        x_format: by default short counts.
+        x_format: format of the numbers at the x axis; by default short counts.
     """
 
     description: str

@@ -3,8 +3,8 @@
 # pyright: reportArgumentType=false
 """FP8 casts in Triton: the cast, its transpose and column sums in one pass over an input.
 
-A program reads a tile once, computes in fp32, and writes the tile in FP8, its transpose and its column sums, as far as they
-are needed. Bytes of memory traffic for one element of bf16 inputs:
+A program reads a tile once, computes in fp32, and writes the tile in FP8, its transpose and its column sums, if an op
+needs them. Bytes of memory traffic for one element of bf16 inputs:
 
 | op | reads | writes |
 |---|---|---|
@@ -14,7 +14,7 @@ are needed. Bytes of memory traffic for one element of bf16 inputs:
 | ``bias_gelu_backward_cast_fp8`` | 4 | the same |
 
 An fp32 weight takes 4 bytes, which LAMB has left in the cache. Results equal ``kernels.reference.fp8`` bit for bit, except
-after a GELU. The shape legend is there; in addition, P programs along the rows.
+after a GELU. The same module has the shape legend; in addition, P programs along the rows.
 """
 
 import torch

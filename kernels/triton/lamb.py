@@ -88,7 +88,7 @@ def lamb_directions(
 ) -> Tensor:
     """Fused version of ``kernels.reference.lamb.lamb_directions`` for fp32 buffers.
 
-    Like ``lamb_step``, it must be called once before a graph is captured.
+    Like ``lamb_step``, this function must be called once before a graph is captured.
     """
     (group,) = _groups(segments, parameters_P.device)
     corrections = _corrections(step, hyperparameters)
@@ -106,7 +106,7 @@ def lamb_apply(
 ) -> None:
     """Fused version of ``kernels.reference.lamb.lamb_apply`` for fp32 buffers.
 
-    Like ``lamb_step``, it must be called once before a graph is captured.
+    Like ``lamb_step``, this function must be called once before a graph is captured.
     """
     (group,) = _groups(segments, parameters_P.device)
     _apply(parameters_P, state.update_P, None, squares_2A.contiguous(), *group.tables, norm, learning_rate)

@@ -111,7 +111,7 @@ class PartReport:
             print(f"{self.path.stem}: {text(row)}", flush=True)
 
     def attempt(self, name: str, measure: Callable[[], Figure | None]) -> Figure | None:
-        """Add the row that ``measure`` returns. If it fails, add a row with the reason, so that later rows can be measured.
+        """Add the row that ``measure`` returns. If ``measure`` fails, add a row with the reason instead of raising an error.
 
         Returns the row. A row that an earlier process of this part has tried is not measured again.
         """

@@ -1,7 +1,7 @@
 """A rank's pipeline stages: their layers, the last stage's copy of the word table, and forward passes.
 
-Shape legend in ``bert/model.py``. In addition, W is the number of T's rows that this rank holds when a tensor
-group shares the stages.
+Shape legend in ``bert/model.py``. In addition, W is the number of rows of hidden states on this rank: T, or this rank's
+share of T in a tensor group.
 """
 
 import torch

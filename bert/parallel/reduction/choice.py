@@ -18,7 +18,7 @@ _ROUNDS = 4
 
 
 def choose(config: TrainingConfig, flat: FlatParameters, communicators: Communicators) -> Choice:
-    """Choose this run's reduction strategy, the same on all ranks. For start-up only: measuring zeroes the gradients.
+    """Choose this run's reduction strategy, the same on all ranks. Call it only at start-up: measuring zeroes the gradients.
 
     ``auto`` measures flat and hierarchical if they differ here. It never chooses the sharded strategies, which save memory:
     the time of their sums alone says too little about them.
@@ -41,7 +41,7 @@ def measured_choice(
     """Return the fastest strategy for a gradient of this size, the same on all ranks. Measuring zeroes the gradients.
 
     The time of a round is the slowest rank's time. Each strategy is judged by its best round, because the first round opens
-    connections. No round begins after ``_ENOUGH_S``.
+    connections. No round begins after ``_ENOUGH_S`` seconds.
     """
     strategies: tuple[ReductionStrategy, ...] = ("flat", "hierarchical")
     reductions = [Reduction(flat, communicators, each, reduce_dtype, bucket_bytes) for each in strategies]

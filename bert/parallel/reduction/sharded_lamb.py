@@ -185,7 +185,7 @@ def _summed(squares: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     if group is None:
         return squares
     gathered = squares.new_empty(group.size() * squares.numel())
-    # Not an all-reduce: its order may differ between ranks, so their weights would drift apart.
+    # Do not use an all-reduce: its order may differ between ranks, so their weights would drift apart.
     all_gather_single(gathered, squares.flatten(), group=group)
     return gathered.view(group.size(), *squares.shape).sum(0)
 

@@ -23,7 +23,7 @@ class Sums:
 
     In fp32, NCCL, gloo or network switches add the vectors, in an order that they choose. In bf16, vectors are sent in bf16
     and added in fp32 here. A contribution is rounded once before it is sent, and a sum once before it is gathered, for any
-    number of ranks. The number of bytes sent is that of a ring.
+    number of ranks. As many bytes are sent as in a ring all-reduce.
     """
 
     def __init__(self, bf16_elements: int, device: torch.device) -> None:
@@ -39,7 +39,7 @@ class Sums:
         if group is None:
             return
         if len(self._sent) == 0:
-            # In place, because NCCL allows the output to be this rank's own shard of the input.
+            # Reduce in place: NCCL allows the output to be this rank's own shard of the input.
             reduce_scatter_single(shard_of(vector_N, group), vector_N, group=group)
             return
         received_N = self._received[: len(vector_N)]

@@ -10,7 +10,7 @@ from torch import Tensor
 from bert.parallel.single import all_gather_single, reduce_scatter_single
 
 Waiting = Callable[[], AbstractContextManager[object]]
-"""Returns the context of a collective, in which a rank waits for the last rank to arrive."""
+"""Function that returns the context in which a collective runs, and so waits for the last rank to arrive."""
 
 
 class Exchange:
@@ -24,7 +24,7 @@ class Exchange:
         self._group, self._waiting = group, waiting
 
     def gathered(self, own: Tensor) -> Tensor:
-        """Gather [R W, ...] from each rank's [W, ...]."""
+        """Gather all rows [R W, ...] from each rank's rows [W, ...]."""
         rows = own.new_empty((self.size * len(own), *own.shape[1:]))
         with self._waiting():
             # Collectives on one tensor need contiguous memory, and gradients from autograd may not be contiguous.

@@ -42,20 +42,20 @@ class SharedPlacement(Placement):
         return -(-vocab_size // (self._exchange.size * WORDS_MULTIPLE)) * WORDS_MULTIPLE
 
     def all_rows(self, own: Tensor) -> Tensor:
-        """Gather [R W, ...] from each rank's [W, ...]. The backward pass sums and scatters the gradients."""
+        """Gather all rows [R W, ...] from each rank's rows [W, ...]. The backward pass sums and scatters the gradients."""
         rows = _Collective.apply(own, self._exchange.gathered, self._exchange.scattered)
         assert isinstance(rows, Tensor)
         return rows
 
     def own_rows(self, rows: Tensor, empty: int = 0) -> Tensor:
-        """Return this rank's [W, ...] of [N, ...]."""
+        """Return this rank's rows [W, ...] of ``rows`` [N, ...]."""
         own = self.share(len(rows))
         # Collectives need slices of equal length, so the length is padded. The slice may be empty past the end of the rows.
         start = own * self._exchange.rank
         return _lengthened(rows[start : start + own], own, empty)
 
     def summed(self, product: Tensor) -> Tensor:
-        """Return this rank's [W, D] of the sum over ranks of [N, D]. The backward pass gathers the gradients."""
+        """Return this rank's rows [W, D] of the sum of the products [N, D]. The backward pass gathers the gradients."""
         product = _lengthened(product, self.share(len(product)) * self._exchange.size)
         rows = _Collective.apply(product, self._exchange.scattered, self._exchange.gathered)
         assert isinstance(rows, Tensor)
@@ -104,7 +104,7 @@ def _lengthened(rows: Tensor, length: int, empty: int = 0) -> Tensor:
 
 
 class _Collective(torch.autograd.Function):
-    """Function of a tensor, with the function that its backward pass applies to the gradient."""
+    """Autograd function that applies ``function`` to a tensor, and ``backward`` to the gradient."""
 
     @staticmethod
     def forward(ctx: Any, own: Tensor, function: _Exchanged, backward: _Exchanged) -> Tensor:

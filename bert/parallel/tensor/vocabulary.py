@@ -64,6 +64,6 @@ class _ShardLoss(torch.autograd.Function):
 
 
 def _places(labels_M: Tensor, start: int, words: int) -> tuple[Tensor, Tensor]:
-    """Return whether each row's label is in this rank's columns, and its column here [M, 1], clamped if it is not."""
+    """Return whether each label is in this rank's columns, and the label's column [M, 1], clamped to these columns."""
     columns_M = labels_M - start
     return (columns_M >= 0) & (columns_M < words), columns_M.clamp(0, words - 1)[:, None]

@@ -34,7 +34,7 @@ class Hub:
     def __init__(
         self, listener: socket.socket, places: Sequence[str], seconds: float, beat_s: float, token: str
     ) -> None:
-        """``places``, ``seconds`` and ``beat_s`` are as in ``Judge``. The thread starts at once."""
+        """``places``, ``seconds`` and ``beat_s`` have the same meaning as in ``Judge``. The thread starts at once."""
         self.verdict: Ending | None = None
         self._judge = Judge(places, seconds, beat_s)
         self._listener, self._beat_s, self._token = listener, beat_s, token.encode()

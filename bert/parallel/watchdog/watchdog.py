@@ -1,8 +1,8 @@
 """If a rank dies, stops or hangs, the watchdog ends the run on every rank, with one message.
 
 Collectives only wait, or fail on the surviving ranks without naming the cause. So every rank has a thread with a connection
-to a hub on rank 0 (``bert.parallel.watchdog.hub``). The thread reports the rank's position several times in ``seconds``. A
-closed connection means that the process has ended. The hub decides which rank is to blame, and then all ranks end.
+to a hub on rank 0 (``bert.parallel.watchdog.hub``), to which it regularly reports the rank's position. A closed connection
+means that the process has ended. The hub decides which rank is to blame, and then all ranks end.
 """
 
 import contextlib
@@ -38,9 +38,9 @@ _ANSWER_S = 10.0
 class Watchdog:
     """This rank's watchdog thread, and on rank 0 also the hub. In a run of one rank, it only watches the launcher.
 
-    Every rank must create it at the same time. A rank may be silent, or keep all other ranks waiting, for ``seconds``. If a
-    fault ends the run, ``on_fault`` is first called with the message. It may take a few seconds, in its own thread,
-    because the main thread may be stuck. Raises ``OSError`` if the hub cannot be reached.
+    Every rank must create it at the same time. A rank may be silent for ``seconds``, and may keep all others waiting at
+    least as long. If a fault ends the run, ``on_fault`` is first called with the message. It may take a few seconds, and
+    runs in its own thread, because the main thread may be stuck. Raises ``OSError`` if the hub cannot be reached.
     """
 
     def __init__(self, mesh: Mesh, seconds: float, on_fault: Callable[[str], None] = lambda _: None) -> None:
@@ -58,7 +58,7 @@ class Watchdog:
         threading.Thread(target=self._watch_launcher, name="launcher-watch", daemon=True).start()
         if mesh.world_size == 1:
             return
-        alone = len(mesh.node_ranks) == mesh.world_size  # then no other host can reach the port
+        alone = len(mesh.node_ranks) == mesh.world_size  # if so, only this host can reach the port
         listener = listen("127.0.0.1" if alone else "") if mesh.is_main else None
         port = agreed_integer(listener.getsockname()[1] if listener else 0, mesh)
         # The port is open to the network: the hub ignores anyone who does not know this token.

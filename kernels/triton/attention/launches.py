@@ -149,7 +149,10 @@ def launch_backward(
     p: float,
     casts: Casts | None = None,
 ) -> None:
-    """Write the gradients of query, key and value. With ``casts``, write only these; ``gradients`` then has only strides."""
+    """Write the gradients of query, key and value to ``gradients``, or only their casts if ``casts`` is given.
+
+    With ``casts``, only the strides of ``gradients`` are used.
+    """
     qkv = [_rows_of_heads(x) for x in qkv]
     queries, heads, head_size = output.shape
     strides = [x.stride(0) for x in qkv], [x.stride(0) for x in gradients]

@@ -2,8 +2,8 @@
 
 Shape legend in ``kernels/__init__.py``; the definition is ``kernels.reference.ops.varlen_attention``. The forward pass uses
 the online softmax of FlashAttention-2 (Dao, arXiv 2307.08691) and saves the output and the logarithm of each row's sum. The
-backward pass has a kernel for the gradient of the queries and one for the gradients of keys and values. Both recompute the
-scores, so that there are no atomic sums and every run gives the same results.
+backward pass has a kernel for the gradient of the queries and one for the gradients of keys and values. Both kernels
+recompute the scores, so that there are no atomic sums and every run gives the same results.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false

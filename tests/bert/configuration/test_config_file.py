@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from bert.configuration.config import Config, flattened
+from bert.configuration.config import flattened
 from bert.configuration.recipes import RECIPES
 from bert.log.mllog import MLLog
 from bert.train import main, parse
@@ -37,7 +37,9 @@ def test_a_result_file_configures_its_run_once_more(recipe: str, tmp_path: Path)
     config = RECIPES[recipe]()
     training = replace(config.training, implementations={"dense_gelu": "reference"}, seed=5, cuda_graphs=False)
     config = replace(config, training=training, log=replace(config.log, run=3, platform="a b", cache_cleared=True))
-    path = write_log(tmp_path / "result_3.txt", config)
+    path = tmp_path / "result_3.txt"
+    with MLLog(path) as log:
+        log.header(dict(flattened("config", config)))
     found = parse(["--config", str(path)])
     expected = replace(config, log=replace(config.log, run=None, cache_cleared=False))
     # Paths below the repository are written relative to its root.
@@ -59,13 +61,6 @@ def test_printed_settings_configure_the_same_run(tmp_path: Path, capsys: pytest.
     found = parse(["--config", str(printed)])
     assert dict(flattened("config", found)) == dict(flattened("config", parse(given)))
     assert not (tmp_path / "a b").exists()
-
-
-def write_log(path: Path, config: Config) -> Path:
-    with MLLog(path) as log:
-        log.header(dict(flattened("config", config)))
-        log.abort()
-    return path
 
 
 @pytest.mark.parametrize(

@@ -95,7 +95,6 @@ def finish(log: MLLog, accuracies: list[float], samples: int | None = None) -> N
 
 
 VIOLATIONS: dict[str, tuple[Callable[[MLLog], object], str]] = {
-    "unknown key": (lambda log: log.event("global_batchsize", 4), "did you mean global_batch_size"),
     "too early": (lambda log: log.event("seed", 1), "seed: logged before init_start, expected between init_start and"),
     "hyperparameter missing": (
         lambda log: initialise(log, "open", {k: v for k, v in OPEN.items() if k != "start_warmup_step"}),

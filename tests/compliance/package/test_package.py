@@ -4,7 +4,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from tests.compliance.log_edits import delete, metadata
 from tests.compliance.result_folders import describe_system, write_description, write_series
 from tests.compliance.run_logs import without_chain, write_run
 from tests.conftest import REPOSITORY
+from tests.programs import git
 
 pytestmark = [
     pytest.mark.slow,
@@ -217,12 +217,6 @@ def checkout(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def git(tree: Path, *arguments: str) -> str:
-    identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
-    done = subprocess.run(["git", *identity, *arguments], cwd=tree, check=True, capture_output=True, text=True)
-    return done.stdout
-
-
 def test_the_source_is_what_git_tracks(checkout: Path) -> None:
     with pytest.raises(ValueError, match="not a git checkout"):
         tracked_source(checkout)
@@ -233,7 +227,7 @@ def test_the_source_is_what_git_tracks(checkout: Path) -> None:
     (checkout / "run_and_time.sh").write_text("changed")
     found = tracked_source(checkout)
     assert set(found.files) == {"Dockerfile", "LICENSE", "README.md", "bert/train.py", "größe.py", "run_and_time.sh"}
-    assert found.commit == git(checkout, "rev-parse", "HEAD").strip()
+    assert found.commit == git(checkout, "rev-parse", "HEAD")
     assert found.modified == ("run_and_time.sh",)
     (checkout / "bert/train.py").unlink()
     assert "bert/train.py" not in tracked_source(checkout).files

@@ -3,7 +3,6 @@
 import hashlib
 import multiprocessing
 import os
-import resource
 import shutil
 import signal
 import sys
@@ -106,11 +105,6 @@ def die_at_third_name(out: Path, before: bool) -> None:
             return result
 
         setattr(Path, name, counted)
-
-
-def limited(file_bytes: int) -> None:
-    """Limit the size of all files that this process writes."""
-    resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, file_bytes))
 
 
 def test_both_downloads_make_what_the_recipes_expect(run: Run, stand_in: StandIn, tmp_path: Path) -> None:
@@ -260,17 +254,6 @@ def test_it_goes_on_after_a_kill_at_every_step(stand_in: StandIn, whole: dict[st
     assert runs > 5
     assert results(out) == whole
     assert {path.suffix or path.name for path in (out / "preparation").iterdir()} == {".json", "lock"}
-
-
-def test_a_full_disk_is_one_error_and_it_goes_on_later(
-    stand_in: StandIn, whole: dict[str, object], tmp_path: Path
-) -> None:
-    out = tmp_path / "out"
-    for limit in (400_000, 1_100_000):  # within the evaluation set, within the training set
-        assert child(*arguments(stand_in, out), prepare_child=partial(limited, limit)) == 2
-        assert not (out / "train").exists()
-    assert child(*arguments(stand_in, out)) == 1
-    assert results(out) == whole
 
 
 def test_too_little_room_is_refused_at_once(

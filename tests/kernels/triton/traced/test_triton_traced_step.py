@@ -18,7 +18,8 @@ from torch.utils._pytree import tree_leaves
 from bert.parallel.mesh import Mesh
 from dataloading.batches.loader import inert_batch
 from kernels import OPS
-from tests.kernels.triton.traced.traced_steps import META, SHAPE_BUCKET, small_config, traced_step
+from tests.bert.small_models import step_config
+from tests.kernels.triton.traced.traced_steps import META, MODEL, SHAPE_BUCKET, traced_step
 
 OF_THE_STEP = (
     "varlen_attention",
@@ -53,7 +54,7 @@ class Watch(TorchDispatchMode):
 @pytest.mark.oldest_torch
 def test_a_step_needs_no_value_on_the_host_and_none_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda _device=None: False)  # "meta" has no autocast
-    step, batch = traced_step(Mesh(0, 1, 0, META), small_config()), inert_batch(SHAPE_BUCKET).to(META)
+    step, batch = traced_step(Mesh(0, 1, 0, META), step_config(MODEL)), inert_batch(SHAPE_BUCKET).to(META)
     with ExitStack() as stack:
         for name in OF_THE_STEP:
             stack.enter_context(OPS[name].using("triton"))

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from bert.configuration.config import Config
-from bert.configuration.recipes import tiny_cpu
-from bert.configuration.sections import ModelConfig, OptimizerConfig, ParallelConfig
+from bert.configuration.sections import ModelConfig, ParallelConfig
 from bert.execution.cuda_graphs import CudaCapturer
 from bert.model import BertForPreTraining
 from bert.parallel.mesh import Mesh
@@ -17,10 +16,12 @@ from bert.step import TrainingStep
 from bert.timing.stopwatch import Stopwatch
 from dataloading.batches.shape_buckets import ShapeBucket
 from kernels import OPS
+from tests.bert.small_models import step_config
 from tests.bert.timeline import Timeline
 
 META = torch.device("meta")
 SHAPE_BUCKET = ShapeBucket(192, 5, 32, 48)
+MODEL = ModelConfig(2, 32, 2, 64, 50, 48)
 
 
 class TracedStep(TrainingStep):
@@ -35,22 +36,13 @@ def traced_step(mesh: Mesh, config: Config, capturer: CudaCapturer | None = None
     return TracedStep(model, config, mesh, Stopwatch(), capturer)
 
 
-def small_config() -> Config:
-    model = ModelConfig(2, 32, 2, 64, 50, 48)
-    return replace(tiny_cpu(), model=model, optimizer=OptimizerConfig(1e-2, 100))
-
-
 def shared_step(
     mesh: Mesh, layers: int, virtual_stages: int = 1, capturer: CudaCapturer | None = None, **training: Any
 ) -> TracedStep:
-    config = small_config()
-    config = replace(
-        config,
-        model=replace(config.model, num_hidden_layers=layers, hidden_size=64, intermediate_size=128),
-        training=replace(config.training, bucket_bytes=20_000, **training),
-        parallel=ParallelConfig(mesh.tensor, mesh.pipeline, virtual_stages),
-    )
-    return traced_step(mesh, config, capturer)
+    model = replace(MODEL, num_hidden_layers=layers, hidden_size=64, intermediate_size=128)
+    config = step_config(model, bucket_bytes=20_000, **training)
+    parallel = ParallelConfig(mesh.tensor, mesh.pipeline, virtual_stages)
+    return traced_step(mesh, replace(config, parallel=parallel), capturer)
 
 
 def watched(rank: int, stack: ExitStack, patch: pytest.MonkeyPatch) -> Timeline:
