@@ -3,7 +3,6 @@
 import ast
 import json
 import re
-import subprocess
 import sys
 import tomllib
 from importlib.metadata import packages_distributions
@@ -13,7 +12,7 @@ import yaml
 from packaging.utils import canonicalize_name
 
 from compliance.__main__ import main
-from tests.conftest import REPOSITORY
+from tests.programs import REPOSITORY, python
 
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
 HOOKS = {hook["id"]: hook for hook in yaml.safe_load((REPOSITORY / ".pre-commit-hooks.yaml").read_text())}
@@ -81,8 +80,7 @@ RUN_COMMAND = "import sys; from compliance.__main__ import app; app.run('complia
 
 def modules_after(program: str, *arguments: object) -> set[str]:
     """Run a program and return the names of all modules it imported, which its last output line lists."""
-    command = [sys.executable, "-c", program + MODULES, *map(str, arguments)]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=300, check=False)
+    done = python("-c", program + MODULES, *arguments)
     assert done.returncode == 0, done.stderr
     return set(json.loads(done.stdout.splitlines()[-1]))
 
