@@ -74,25 +74,21 @@ def test_a_hook_takes_the_files_it_is_for(hook: str, path: str, taken: bool) -> 
 # Lightweight commands do not import modules that only other commands need
 
 
-MODULES = "import json, sys; print(json.dumps(sorted(sys.modules)))"
-RUN_COMMAND = "import sys; from compliance.__main__ import app; app.run('compliance', sys.argv[1:]); "
+START = "import compliance.__main__; "
+SUMMARY = f"{START} compliance.__main__.app.run('compliance', ['summary', 'results/cpu_2cores/bert']); "
 
 
-def modules_after(program: str, *arguments: object) -> set[str]:
-    """Run a program and return the names of all modules it imported, which its last output line lists."""
-    done = python("-c", program + MODULES, *arguments)
+@pytest.mark.parametrize(
+    ("program", "needed", "unneeded"),
+    [
+        (START, {"compliance.log.rules"}, {"compliance.log.run", "compliance.report.results", "rich", "numpy", "yaml"}),
+        (SUMMARY, {"compliance.official.package"}, {"compliance.report.page", "compliance.doctor", "numpy"}),
+    ],
+    ids=["start", "summary"],
+)
+def test_a_command_imports_what_it_needs(program: str, needed: set[str], unneeded: set[str]) -> None:
+    done = python("-c", f"{program}import json, sys; print(json.dumps([*sys.modules]))")
     assert done.returncode == 0, done.stderr
-    return set(json.loads(done.stdout.splitlines()[-1]))
-
-
-def test_the_command_line_is_understood_without_the_commands() -> None:
-    held = modules_after("import compliance.__main__; ")
-    own = {name for name in held if name.startswith("compliance.")}
-    assert own <= {f"compliance.{name}" for name in ("__main__", "log", "log.rules", "report")}
-    assert not held & {"rich", "numpy", "yaml"}
-
-
-def test_the_logs_are_judged_without_charts_doctor_and_packages() -> None:
-    held = modules_after(RUN_COMMAND, "summary", REPOSITORY / "results" / "cpu_2cores" / "bert")
-    assert "compliance.official.package" in held
-    assert not held & {"compliance.report.page", "console.html.charts", "compliance.doctor.system", "numpy"}
+    imported = set(json.loads(done.stdout.splitlines()[-1]))
+    assert needed <= imported
+    assert not imported & unneeded

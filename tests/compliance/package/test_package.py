@@ -15,7 +15,7 @@ from compliance.package.command import make_package
 from compliance.package.tree import PackageRequest, tracked_source
 from tests.compliance.command import run as command
 from tests.compliance.log_edits import delete, metadata
-from tests.compliance.result_folders import describe_system, write_series
+from tests.compliance.result_folders import describe_system, write_description, write_series
 from tests.compliance.run_logs import without_chain, write_run
 from tests.conftest import REPOSITORY
 from tests.programs import git
@@ -38,10 +38,7 @@ TOOLS = (
 
 
 def description(folder: Path, **changes: object) -> Path:
-    path = folder / "systems" / "node.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(describe_system(**{"framework": "PyTorch", **changes})))
-    return path
+    return write_description(folder, "node", **{"framework": "PyTorch", **changes})
 
 
 def request(folder: Path, runs: Path | None = None, *, out: Path | None = None, **changes: Any) -> PackageRequest:
@@ -94,7 +91,9 @@ def test_the_tree(scaled: tuple[Path, str]) -> None:
     assert "12 runs were made" in page
     assert "Not an MLPerf result" in page
     assert (tree / "LICENSE.md").read_bytes() == (REPOSITORY / "LICENSE").read_bytes()
-    assert json.loads((tree / "systems/node.json").read_text()) == describe_system(framework="PyTorch")
+    assert json.loads((tree / "systems/node.json").read_text()) == describe_system(
+        framework="PyTorch", system_name="node"
+    )
     assert not [path for path in tree.rglob("*") if path.is_symlink() or path.name.startswith(".") or " " in path.name]
     assert "window 2, the median (TR 12.1)" in said
     assert "multiplied by 1." in said
