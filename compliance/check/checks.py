@@ -68,7 +68,7 @@ def _check_chain(context: CheckedLog) -> Iterator[Finding]:
         found = f"the digest on line {last} does not match the lines above; expected lines {first} to {last} as written"
         yield Finding(first, "", rule, found, remedy)
     elif not chain.digests and not context.defect:
-        found = "no digest in a log that opens with saying that it carries them; expected one at the end at least"
+        found = "no digest in a log whose first line announces digests; expected at least one at the end"
         yield Finding(1, "", rule, found, remedy)
     elif chain.after_end:
         found = "a line below the digest at the end; expected none"

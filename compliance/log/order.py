@@ -83,7 +83,7 @@ def violations(run: LoggedRun, record: Record, ruleset: str | None = None) -> It
 
 
 def _repeated(first: Record, record: Record, rule: rules.KeyRule) -> Violation:
-    why = "it would change the measured time" if rule.key in ("run_start", "run_stop") else "values may not compete"
+    why = "it would change the measured time" if rule.key in ("run_start", "run_stop") else "more values are ambiguous"
     found = f"logged again, first on line {first.line}" + ("" if record.value == first.value else " with another value")
     return Violation(
         "repeat", rule.key, found, f"exactly one record: {why}", "log it once, from one process", rule.source

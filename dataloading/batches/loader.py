@@ -218,7 +218,7 @@ class Uploads:
 
     def start(self, batches: list[Batch]) -> Step:
         """Start the copies, from any thread. The allocator keeps the pinned memory until the copies are complete."""
-        # Select the GPU: a new thread uses the first GPU, and leaving a stream would create a context there.
+        # Select the GPU. A new thread uses the first GPU, and the end of the `with` block would create a context on it.
         torch.cuda.set_device(self._stream.device)
         with torch.cuda.stream(self._stream):
             copies = [batch.pin().to(self._device) for batch in batches]

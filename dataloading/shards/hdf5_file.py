@@ -124,7 +124,7 @@ class HDF5File:
         group, key = self._file.id, name.encode()
         # Check the link's type before following the link, which could lead into another file.
         if key not in group or group.links.get_info(key).type != h5py.h5l.TYPE_HARD:
-            raise ValueError(f"{name} is missing or a link to another place, expected an array in this file")
+            raise ValueError(f"{name} is missing or a link to another object, expected an array in this file")
         return h5py.h5d.open(group, key)
 
     def _unpacked(

@@ -12,8 +12,8 @@ from dataloading.dataset.folder import index_shards, open_dataset
 from tests.conftest import SmallRun
 from tests.dataloading.foreign_shards import write_like_others
 from tests.distributed.faulty import faulty
-from tests.distributed.ranks import Ranks, records, result_of, train, trained, wait_for
-from tests.programs import PATIENCE_S, Program
+from tests.distributed.ranks import Ranks, records, result_of, train, trained
+from tests.programs import PATIENCE_S, Program, wait_for
 
 ENDLESS: dict[str, object] = {"training__max_samples": 10_000_000, "evaluation__interval_samples": 320}
 
