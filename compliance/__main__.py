@@ -101,7 +101,7 @@ def report(folder: Folder, ruleset: AnyRuleset = AUTO, format: Format = "html", 
     if format == "html" or out is not None:
         say(write_report(folder, ruleset, format, out))
     elif format == "json":
-        # The files may contain build-server commands, which `say_json` escapes.
+        # `say_json` escapes text from the logs that a CI server would execute as a command.
         say_json(as_dict(load_results(folder, ruleset)))
     else:
         say_document(render_as(load_results(folder, ruleset), format))
@@ -135,7 +135,7 @@ def system(
     """
     from compliance.doctor.system import renew
 
-    # Split at the first "=" only, because a value may contain more of them.
+    # Split at the first "=" only, because the value may contain "=" too.
     pairs = [field.partition("=") for field in set]
     for name, equals, _ in pairs:
         if not equals:
@@ -231,7 +231,7 @@ def watch(
 
 def main() -> int:
     """Run the command and return the exit status."""
-    end_in_order()  # here, because the installed command calls only this function
+    end_in_order()  # called here, because the installed command runs only this function
     installed = Path(sys.argv[0]).name
     return app.main(installed if installed == "mlperf-bert-compliance" else "python -m compliance")
 

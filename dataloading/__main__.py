@@ -58,7 +58,7 @@ def _prepare(
     one_call: bool = False,
     jobs: int = 1,
 ) -> None:
-    """Make a data set from text, one HDF5 shard a file. Continues after an interruption.
+    """Make a data set from text, one HDF5 shard per file. Continues after an interruption.
 
     Args:
         text: Files with one sentence a line and an empty line between documents. Each file is one call of the algorithm.
@@ -149,7 +149,7 @@ def index(folder: tyro.conf.Positional[Path], vocab: Path, out: Path | None = No
     Args:
         folder: Shards of any layout (native, fixed, varlength, packed, TFRecord), and nothing else.
         vocab: The vocabulary that the shards' token ids refer to.
-        out: Folder to make with links to the shards. Needed if their folder is not writable.
+        out: Folder to make with links to the shards. Needed if the folder of the shards is not writable.
     """
     from dataloading.dataset.folder import index_shards, info_of, new_folder, open_dataset, shard_names
 
@@ -174,7 +174,7 @@ def _shuffle(folder: tyro.conf.Positional[Path], out: Path, shards: int, seed: i
         folder: The data set.
         out: Folder to make.
         shards: Number of files; 4320 is customary for the benchmark's training set.
-        seed: Seed of the order.
+        seed: Seed of the random order.
     """
     from dataloading.dataset.folder import open_dataset
     from dataloading.dataset.shuffle import shuffle
@@ -272,7 +272,7 @@ def dump(shards: tyro.conf.Positional[tuple[Path, ...]], out: Path) -> None:
 
 
 def _reporter(counted: str) -> Callable[[JobProgress], None]:
-    """Return a function that prints a line for each finished file, with the time that is left."""
+    """Return a function that prints a line for each finished file, with the expected remaining time."""
     from console.text import clock
 
     started = time.perf_counter()

@@ -224,7 +224,7 @@ def _newest(folder: Path, config: Config, train: Dataset) -> RunState:
                     "resume with the same setting"
                 )
         if config.training.seed not in (None, state.seed):
-            raise ValueError(f"{path} was made with training.seed {state.seed}: leave the seed out, or give this one")
+            raise ValueError(f"{path} was made with training.seed {state.seed}: leave the seed out, or set this one")
         for reason in broken:
             say(f"warning: {reason}; going on from {path}")
         return state

@@ -74,7 +74,7 @@ class OptimizerConfig:
         _at_least(0, "optimizer.num_warmup_steps", self.num_warmup_steps)
         refuse(
             self.start_warmup_step > 0,
-            f"optimizer.start_warmup_step is {self.start_warmup_step}: expected at most 0, or first rates are negative",
+            f"optimizer.start_warmup_step is {self.start_warmup_step}: expected at most 0, so that no rate is negative",
         )
         for name in ("beta_1", "beta_2"):
             _fraction(f"optimizer.{name}", getattr(self, name))
@@ -223,8 +223,8 @@ class ParallelConfig:
             _at_least(1, f"parallel.{name}", getattr(self, name))
         refuse(
             self.virtual_stages > 1 and self.pipeline == 1,
-            f"parallel.virtual_stages is {self.virtual_stages}, but parallel.pipeline is 1: set that to 2 or more, or "
-            "leave both out",
+            f"parallel.virtual_stages is {self.virtual_stages}, but parallel.pipeline is 1: set parallel.pipeline to 2 "
+            "or more, or leave both settings out",
         )
 
 

@@ -114,7 +114,7 @@ def refuse_others(config: Config) -> None:
     # ``resume`` may name the checkpoint folder or one checkpoint inside it.
     own = folder and source and folder.resolve() in (source.resolve(), source.resolve().parent)
     if folder and not own and checkpoint_folders(folder):
-        raise ValueError(f"{folder} holds checkpoints of another run: continue it with resume, or move them away")
+        raise ValueError(f"{folder} holds checkpoints of another run: set resume to continue it, or move them away")
 
 
 def _open_inputs(config: Config, folders: Sequence[Path]) -> tuple[list[Dataset], Vocabulary]:

@@ -1,6 +1,6 @@
 """Judge whether a log is a valid result, by this repository's rules and by the official checker.
 
-A complaint that only the official checker has becomes a finding as well, so that no log passes here and fails there.
+A fault that only the official checker reports becomes a finding too, so that no log passes only this check.
 """
 
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ def check_file(path: Path, ruleset: str = rules.NEWEST_RULESET) -> Verdict:
 
 
 def check_log(log: Log, ruleset: str = rules.NEWEST_RULESET) -> Verdict:
-    """Check a log under one ruleset or, for `rules.AUTO`, under the newest that accepts it. Raises as `check_file` does."""
+    """Check a log under a ruleset; `rules.AUTO` takes the newest ruleset that accepts it. Raises as `check_file` does."""
     if ruleset == rules.AUTO:
         return _newest_acceptance(log)
     rules.check_ruleset(ruleset)
@@ -33,7 +33,7 @@ def check_log(log: Log, ruleset: str = rules.NEWEST_RULESET) -> Verdict:
 
 
 def _newest_acceptance(log: Log) -> Verdict:
-    """Return the verdict under the newest ruleset that accepts the log, or else the one with the fewest official errors."""
+    """Return the verdict of the newest ruleset that accepts the log, or else the one with the fewest official errors."""
     opinion = _official_opinion(log, rules.NEWEST_RULESET)
     best = _verdict(log, rules.NEWEST_RULESET, opinion)
     # Logs of this repository, which open a digest chain, are written for all rulesets: do not try the other rulesets.
@@ -80,8 +80,8 @@ def _unexplained(context: CheckedLog, own: list[Finding], opinion: official.Opin
     """Yield findings for the complaints of the official checker that `own` does not explain."""
     errors = {finding.key for finding in own if finding.severity == "error"}
     errors = errors.union(*(problem.keys for problem in context.log.problems if problem.severity == "error"))
-    # An official error is explained only by one of our errors. Otherwise the log would pass here and fail there. An
-    # official warning is explained by any of our findings.
+    # An official error is explained only by one of our errors. Otherwise a log could pass here and fail there.
+    # An official warning is explained by any of our findings.
     explained = {"error": errors, "warning": errors | {finding.key for finding in own}}
     is_log = context.log.token_lines > 0
     fails = bool(errors)

@@ -89,7 +89,7 @@ class CheckedLog:
 def at(
     record: Record, found: str, expected: str, remedy: str, rule: str | None = None, severity: Severity = "error"
 ) -> Finding:
-    """Return a finding about a record. Its rule defaults to the rule of the record's key."""
+    """Return a finding about a record. `rule` defaults to the rule of the record's key."""
     known = rules.KEYS.get(record.key)
     where = rule or (known.source if known else "")
     # An unknown key is escaped, without the quotes that shown() adds.

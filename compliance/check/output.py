@@ -15,7 +15,7 @@ from console.text import counted, visible
 MAX_NAMED = 5  # failures that the total names
 
 Known = frozenset[tuple[str, str, str, str]]
-"""(file, key, rule, found) of each known finding. The line is not part of it, because lines may move."""
+"""(file, key, rule, found) of each known finding. The line number is left out, because lines may move."""
 
 
 def read_known(path: Path) -> Known:

@@ -31,7 +31,7 @@ SCATTER = 2
 """Number of evaluations added to the late end."""
 MAX_SAMPLES = 2.0**63
 SPREADS = 2.0
-"""Standard deviations of the reference's runs on each side of their mean."""
+"""Width of the range on each side of the reference's mean, in standard deviations of the reference's runs."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def forecast(
         # The run may already have passed the mean, and the next evaluation is the earliest possible one.
         return Forecast(max(following, earliest), max(following, latest), "by the reference's runs")
     early, late = reach(usable, 1.0, target), reach(usable, BENDING, target)
-    # A curve that does not rise never reaches the target, so the bending curve is not needed.
+    # If the straight line does not rise, the curve a - b / n does not rise either.
     if early is None:
         return Forecast(None, None, f"no rise over the last {WINDOW} evaluations")
     first = max(following, schedule.index_after(early - schedule.interval / 2))

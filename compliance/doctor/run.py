@@ -40,7 +40,7 @@ class IntendedRun:
 
 @dataclass(frozen=True)
 class ExaminedRun:
-    """A requested run with the recipe's settings by section, as `ranks` ranks on each of `nodes` nodes.
+    """A requested run: the settings of its recipe by section, and `ranks` ranks on each of `nodes` nodes.
 
     Without a recipe there are no settings, and only the machine is checked.
     """
@@ -253,7 +253,7 @@ def _source(revision: str) -> Diagnosis:
         remedy = "run from a checkout, or build the image with --build-arg REVISION"
         return warn("source", "its commit is unknown", remedy)
     if " " in revision:
-        return warn("source", f"commit {revision}", "commit them: a submission holds the source of its runs")
+        return warn("source", f"commit {revision}", "commit all changes: a submission holds the source of its runs")
     return ok("source", f"commit {revision[:12]}")
 
 

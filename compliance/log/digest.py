@@ -1,8 +1,8 @@
 """Digest chain of a log: digest lines that show whether the lines above them are unchanged.
 
 A log with a chain begins with `OPENING`. A line "# digest: <hex>" follows every `LINES_A_DIGEST` lines and the end of the
-run, and `# digest at the end: <hex>` is the last line of the file. A digest is the SHA-256 of all lines above it, with
-earlier digests, with one line feed after every line. A changed, removed, added or moved line breaks the first digest
+run, and `# digest at the end: <hex>` is the last line of the file. A digest is the SHA-256 of all lines above it,
+including earlier digests, each followed by one line feed. A changed, removed, added or moved line breaks the first digest
 below it. The chain is not a signature, because anybody who can write the file can write a new chain. It detects damaged
 and hand-edited logs.
 """

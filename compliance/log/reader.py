@@ -41,7 +41,7 @@ class Log:
         size: in bytes.
         problems: faults of the lines with the token :::MLLOG.
         header: values by key of the plain lines "# key: value". The first line of a repeated key counts. Empty if the log
-            has no records, because a link may point to an arbitrary file, whose lines must not be shown.
+            has no records: it may be a link to an arbitrary file, whose lines must not be shown.
         token_lines: number of lines with the token.
         evidence: (line number, bytes) of the lines that the official checker gets: broken records, and records whose key
             is in its rule files.

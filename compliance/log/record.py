@@ -1,6 +1,6 @@
 """Parse a log line with the token :::MLLOG into a record and the faults of the line.
 
-Every line that the official parser accepts as a record is a record here too. That parser decodes latin-1, cuts a line at its
+Every line that the official parser accepts becomes a `Record`. The official parser decodes latin-1, cuts a line at its
 last token, strips it, and requires a JSON object with time_ms, key, value and metadata. Any other fault becomes a `Problem`.
 """
 

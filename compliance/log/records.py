@@ -1,8 +1,8 @@
 """Metrics records that a run writes, one JSON object per line, in metrics_<n>.jsonl beside result_<n>.txt.
 
-The training loop writes them. The commands report, watch and whatif and the benchmarks read them. A file is untrusted: its
-size, the length of its lines and the range of its numbers are limited. Lines without a valid record are skipped, such as
-the truncated last line of a killed run.
+The training loop writes the records. The benchmarks and the commands report, watch and whatif read them. A file is
+untrusted: its size, the length of its lines and the range of its numbers are limited. Lines without a valid record are
+skipped, such as the truncated last line of a killed run.
 """
 
 import json

@@ -1,7 +1,7 @@
 """Rules of an MLPerf Training BERT log as data: keys, order, values, limits.
 
-`bert.log.mllog` writes logs by this table, and `compliance.check.checker` checks logs by it. The table combines the
-requirements of the rulesets 1.0.0 to 5.0.0, so that one log satisfies all of them.
+`bert.log.mllog` writes logs according to this table, and `compliance.check.checker` checks logs against it. The table
+combines the requirements of the rulesets 1.0.0 to 5.0.0, so that one log satisfies all of them.
 
 Each source is either "TR", the document training_rules.adoc of mlcommons/training_policies, with a section number, or the
 name of a yaml file, a rule file of the compliance checker in the package mlperf-logging.
@@ -46,7 +46,7 @@ EVAL_SAMPLES = 10_000
 """Number of sequences of the evaluation set. Every evaluation must use all of them (TR 24.1, 6.3)."""
 
 INIT_LIMIT_MINUTES: dict[Division, int] = {"closed": 30, "open": 240}
-"""Exclusive limit of the untimed initialisation since ruleset 2.0.0 (TR 11). Before, it was 30 minutes in both divisions."""
+"""Exclusive limit of the untimed initialisation since ruleset 2.0.0 (TR 11). Before 2.0.0, both limits were 30."""
 
 BERT_LARGE_LAYERS = 24
 

@@ -26,7 +26,7 @@ PART_CLASSES = dict(zip(STEP_PARTS, ("compute", "reduce", "update", "data-wait")
 PART_CLASSES |= {"evaluation": "evaluation", "other": "other"}
 """CSS classes for the parts of a run."""
 
-# Values beyond these bounds come from a diverged run or a wrong file, and would flatten all other curves.
+# Larger values come from a diverged run or a wrong file, and would flatten all other curves.
 MAX_LOSS = 1e6
 MAX_RATE = 1e12
 
@@ -173,7 +173,7 @@ def _times(results: Results) -> Figure | None:
         kind = run.outcome if run.outcome != "valid" else "dropped" if dropped else "valid"
         bars.append(Bar(str(run.number), seconds / size, kind, dropped or ("" if kind == "valid" else kind)))
     score = results.score_seconds
-    guides = [] if score is None else [Guide("mean", f"mean {duration(score)} without the hollow ones", score / size)]
+    guides = [] if score is None else [Guide("mean", f"mean {duration(score)} without the hollow bars", score / size)]
     axes = Axes(f"Time to train of {counted(len(bars), 'run')} in {unit}", "run", level, guides)
     return Figure(f"Time to train, {unit}", run_chart(bars, axes, columns=True))
 

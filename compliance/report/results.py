@@ -83,7 +83,7 @@ class Results:
 
     @cached_property
     def submitted(self) -> tuple[ReportedRun, ...]:
-        """Runs to submit: all runs, or the ten that `compliance.convergence.selection` chooses from more."""
+        """Runs to submit: all runs, or if there are more than ten, the ten that `select` chooses."""
         if len(self.runs) <= SUBMISSION_RUNS:
             return self.runs
         starts, times = [run.logged.start_ms or 0 for run in self.runs], [run.counted_seconds for run in self.runs]
@@ -188,7 +188,7 @@ class Results:
     def placement(self) -> PublishedPlace:
         """Place of the score among published results, or why it has no place."""
         if self.division != "closed":
-            why = "Only closed runs train what the published results trained: these have no place among them."
+            why = "Only closed runs can be compared with the published results, which are all closed."
             return PublishedPlace(why)
         if self.scaled_seconds is None:
             return PublishedPlace("Without a score there is nothing to compare with published results.")

@@ -83,7 +83,7 @@ class RunningLog(LoggedRun):
 
     @property
     def rate(self) -> float | None:
-        """Sequences per second, including evaluations, over the last evaluations, or since run_start if there is one."""
+        """Sequences per second, including evaluations, over the last evaluations; after a single one, since run_start."""
         # Use recent evaluations, because the rate of the whole run would hide that the run became slower.
         recent = self.evaluations[-4:]
         if len(recent) >= 2 and recent[-1].time_ms > recent[0].time_ms:

@@ -24,7 +24,7 @@ _GOOD_ENOUGH = 1e-4
 _CLOSE_ENOUGH = 3e-5
 """Relative gap at which the rounds of linear programs stop."""
 _MAX_ROUNDS = 60
-"""Limit on the number of linear programs. Wikipedia's lengths need 10 with three sequences a pack."""
+"""Limit on the number of linear programs. Wikipedia's lengths need 10 with three sequences per pack."""
 
 Combination = tuple[int, ...]
 """Lengths of the sequences in one pack, longest first."""
@@ -105,7 +105,7 @@ def pack_samples(
     """Assign every sample to exactly one pack. ``lengths`` [N] are in tokens; their histogram determines the strategy.
 
     ``seed`` determines the random order of the packs and the random places of samples of equal length. Needs at most 70
-    bytes of memory a sample. Raises the same ``ValueError`` as ``pack_histogram``.
+    bytes of memory per sample. Raises the same ``ValueError`` as ``pack_histogram``.
     """
     strategy = pack_histogram(np.bincount(lengths, minlength=1), capacity, max_sequences)
     lengths = lengths.astype(np.min_scalar_type(capacity), copy=False)  # NumPy uses radix sort for up to 16 bits
@@ -144,7 +144,7 @@ def _first_fit_decreasing(counts: NDArray[np.int64], limit: int) -> Counter[Comb
     """Pack by first-fit decreasing, processing all packs with equal contents at once."""
     capacity = len(counts) - 1
     packing: Counter[Combination] = Counter()
-    opened: list[tuple[int, Combination, int]] = []  # space, contents, number of such packs, in order of opening
+    opened: list[tuple[int, Combination, int]] = []  # (free space, contents, number of equal packs)
     for length in np.flatnonzero(counts)[::-1].tolist():
         left = int(counts[length])
         offered, opened = [*opened, (capacity, (), left)], []
@@ -217,7 +217,7 @@ def _linear_program(
 def _best_combinations(
     prices: NDArray[np.float64], lengths: NDArray[np.int64], limit: int
 ) -> tuple[NDArray[np.int64], float]:
-    """Return the most valuable combination for each length that must be in it [C, K], zeros last, and the highest value."""
+    """Return for each length the most valuable combination that contains it [C, K], zeros last, and the highest value."""
     capacity = len(prices) - 1
     values, choices = np.zeros(capacity + 1), []
     # values[s] is the highest value that fits into a space of s tokens. Each round allows one more sequence.

@@ -46,7 +46,7 @@ class BatchPlan:
     """A balanced plan over an endless stream of shuffled epochs.
 
     Global batch b holds the positions ``[b * global_batch_size, (b + 1) * global_batch_size)`` of the stream, so each
-    sample occurs exactly once an epoch, even if the batch size does not divide the number of samples.
+    sample occurs exactly once per epoch, even if the batch size does not divide the number of samples.
     """
 
     lengths: NDArray[np.integer]
@@ -102,7 +102,7 @@ class BatchPlan:
         # Computed from the length index, so that the ranks need no all-reduce of their counts.
         masked = int(self.masked_counts[batch].sum())
         mine = micro_batches[rank :: self.world_size]
-        # Largest sums of each round of concurrent micro-batches.
+        # Largest sizes among the micro-batches that all ranks run at the same time.
         largest = (
             sums_of(sizes[batch], micro_batches).reshape(-1, self.world_size).max(axis=1).tolist()
             for sizes in (self.lengths, self.masked_counts)

@@ -33,7 +33,7 @@ _LONG_MARK = np.uint64(1)
 def verify(dataset: Dataset, visit: Callable[[ShardRecord], None] = lambda _: None) -> list[str]:
     """Read a whole data set, check it against its digests and its length index, and return the findings as text.
 
-    ``visit`` is called after each shard. Needs 8 bytes of memory a sample.
+    ``visit`` is called after each shard. Needs 8 bytes of memory per sample.
     """
     marked_digests: list[NDArray[np.uint64]] = [np.empty(0, np.uint64)]
     multiset_digest = 0

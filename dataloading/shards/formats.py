@@ -28,7 +28,7 @@ def open_shard(path: Path) -> Shard:
     content = map_file(path)
     if content[: len(_HDF5_SIGNATURE)] == _HDF5_SIGNATURE:
         return _open_hdf5(path, content)
-    # Imported here, because only this format needs the CRC code.
+    # Import this module only when needed, because only the TFRecord format needs the CRC library.
     from dataloading.shards.tfrecord import is_tfrecord, open_tfrecord
 
     if is_tfrecord(content[:16]):

@@ -1,4 +1,4 @@
-"""The HDF5 layouts with rows of variable length: one sample a row (varlength) or several samples a row (packed).
+"""The HDF5 layouts with rows of variable length: one sample per row (varlength) or several samples per row (packed).
 
     varlength  input_ids, segment_ids, masked_lm_positions, masked_lm_ids [n rows], next_sentence_labels [n]
     packed     the same columns with several concatenated samples in a row; next_sentence_labels, packed_input_len and

@@ -67,14 +67,14 @@ def _record_at(content: mmap.mmap, place: int) -> bytes:
         raise ValueError("the file ends within its header")
     length, crc = _HEADER.unpack_from(content, place)
     if _masked_crc(content[place : place + 8]) != crc:
-        raise ValueError("its length has another CRC: no TFRecord file, or damaged")
+        raise ValueError("the CRC of its length is wrong: damaged, or not a TFRecord file")
     if length > left - _HEADER.size - 4:
         raise ValueError(f"{length:,} bytes long, and the file ends {left:,} bytes after its beginning")
     if length > _MAX_RECORD_BYTES:
         raise ValueError(f"{length:,} bytes long; expected samples of at most {_MAX_RECORD_BYTES:,}")
     data = content[place + _HEADER.size : place + _HEADER.size + length]
     if struct.unpack_from("<I", content, place + _HEADER.size + length) != (_masked_crc(data),):
-        raise ValueError("its data has another CRC: damaged")
+        raise ValueError("the CRC of its data is wrong: damaged")
     return data
 
 

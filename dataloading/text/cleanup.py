@@ -153,7 +153,7 @@ def _clean_line(line: str) -> str:
     # No later rule matches a line without "<".
     if "<" not in line:
         return line
-    # The reference splits the line here.
+    # The reference splits the line at </doc>.
     line = line.replace("</doc>", "\r")
     for pattern in _UNWRAPPED:
         line = pattern.sub(r"\1", line)

@@ -29,7 +29,7 @@ _MAX_VOCABULARY_BYTES = 64 << 20
 """Limit on the size of a vocabulary file: a thousand bytes for each of 65,536 tokens."""
 
 _CACHED_WORDS = 1 << 20
-"""Number of words after which the cache is cleared. For English it takes at most about 150 MB."""
+"""Number of words after which the cache is cleared. For English, the cache takes at most about 150 MB."""
 
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 

@@ -119,7 +119,7 @@ def _plan(files: Sequence[Path], out: Path, options: ExtractionOptions) -> list[
 
 
 def _make_part(task: _Task) -> Made:
-    """Make one part unless it exists. Its count is the number of articles with text."""
+    """Make one part unless it exists. The returned count is the number of articles with text."""
     if task.record_path.exists() and task.path.exists():
         return task.path.name, _record_of(task)["articles"], True
     split = sentence_splitter(task.sentences)

@@ -4,10 +4,7 @@ import functools
 import importlib.metadata
 import importlib.util
 import json
-import os
 import re
-import subprocess
-import sys
 import tomllib
 from collections import defaultdict
 from collections.abc import Iterator
@@ -39,7 +36,7 @@ from benchmarks.gpu_parts.measuring.scale import FULL, TINY, Context, micro_batc
 from bert.configuration.sections import ModelConfig
 from compliance.log.records import EndRecord, EvaluationRecord, Metrics, StepRecord
 from tests.bert.recording import Recording, recordable_attention
-from tests.conftest import REPOSITORY
+from tests.programs import REPOSITORY, python
 
 CPU = torch.device("cpu")
 
@@ -65,21 +62,13 @@ def all_parts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("gpu")
     program = f"""
 import sys; from pathlib import Path
-sys.path.insert(0, {str(REPOSITORY)!r})
 sys.modules |= dict.fromkeys({other_packages()!r})  # importing them fails
 from benchmarks import gpu; from benchmarks.gpu_parts import part
 for name, its in gpu.PARTS.items():
     file = Path({str(folder)!r}, f"{{name}}.json")
     assert part.run(f"benchmarks.gpu_parts.{{its.function}}", file, "cpu", tiny=True) == (name in gpu.ALONE), name
 """
-    kept = {name: value for name, value in os.environ.items() if name not in ("TRITON_INTERPRET", "PYTHONPATH")}
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env=kept | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = python("-c", program, TRITON_INTERPRET=None, PYTHONPATH=None, OMP_NUM_THREADS=1)
     assert done.returncode == 0, done.stderr
     return folder
 

@@ -1,10 +1,10 @@
 """Running a program: output, failure and time limit."""
 
 import sys
-import time
 from pathlib import Path
 
 from console.processes import run
+from tests.programs import wait_for
 
 
 def test_output_is_read_and_bytes_of_names_survive_and_a_failure_has_no_answer() -> None:
@@ -24,10 +24,7 @@ def test_a_program_that_hangs_is_killed_with_its_children(tmp_path: Path) -> Non
     assert "2 s" in done.trouble
     if number.exists():  # a busy machine may not have started the child within the time limit
         child = Path("/proc", number.read_text().strip(), "stat")
-        patience = time.monotonic() + 60
-        while is_alive(child):
-            assert time.monotonic() < patience
-            time.sleep(0.01)
+        wait_for(lambda: not is_alive(child))
 
 
 def is_alive(stat: Path) -> bool:

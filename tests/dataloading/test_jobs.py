@@ -4,14 +4,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from dataloading.jobs import begun, run_tasks
 from tests.conftest import REPOSITORY
-from tests.programs import PATIENCE_S
+from tests.programs import wait_for
 
 
 def die(number: int) -> int:
@@ -63,10 +62,7 @@ def test_work_that_is_told_to_end_leaves_no_files_and_killed_work_no_processes(
     process.send_signal(number)
     if number == signal.SIGKILL:
         process.wait()
-        deadline = time.monotonic() + PATIENCE_S
-        while any(Path(f"/proc/{worker}/cmdline").exists() for worker in workers) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert not any(Path(f"/proc/{worker}/cmdline").exists() for worker in workers)
+        wait_for(lambda: not any(Path(f"/proc/{worker}/cmdline").exists() for worker in workers))
         return
     process.communicate()
     if number != signal.SIGINT:

@@ -32,8 +32,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Unpack the wheel beside this environment's packages, except those of the extras."""
     site = tmp_path_factory.mktemp("site")
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(site)
+    shutil.unpack_archive(wheel, site, "zip")
     for entry in Path(sysconfig.get_path("purelib")).iterdir():
         if not entry.name.startswith(OF_EXTRAS) and not (site / entry.name).exists():
             (site / entry.name).symlink_to(entry)

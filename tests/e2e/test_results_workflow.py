@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from tests.conftest import REPOSITORY
-from tests.programs import write_script
+from tests.programs import git, write_script
 
 WORKFLOW = yaml.safe_load((REPOSITORY / ".github/workflows/results.yml").read_text())
 (STEP,) = (step for step in WORKFLOW["jobs"]["check"]["steps"] if "mlperf-bert-compliance" in step.get("run", ""))
@@ -31,7 +31,7 @@ class PullRequest:
             (self.results / "systems").mkdir(exist_ok=True)
             shutil.copy(REPOSITORY / "results/systems/cpu_2cores.json", self.results / f"systems/{system}.json")
         (self.root / "README.md").write_text("results\n")
-        self.git("init", "--quiet", "--initial-branch=main")
+        git(self.root, "init", "--quiet", "--initial-branch=main")
         self.base = self.commit()
         self.tools = folder / "bin"
         self.tools.mkdir()
@@ -39,14 +39,10 @@ class PullRequest:
         calling = f'PYTHONPATH={REPOSITORY} exec {sys.executable} -m compliance "$@"'
         write_script(self.tools / "mlperf-bert-compliance", f"#!/bin/bash\n{noting}\n{calling}\n")
 
-    def git(self, *arguments: str) -> str:
-        identity = ("-c", "user.name=a", "-c", "user.email=a@example.org")
-        return subprocess.check_output(["git", *identity, *arguments], cwd=self.root, text=True).strip()
-
     def commit(self) -> str:
-        self.git("add", "--all")
-        self.git("commit", "--quiet", "--allow-empty", "--message=change")
-        return self.git("rev-parse", "HEAD")
+        git(self.root, "add", "--all")
+        git(self.root, "commit", "--quiet", "--allow-empty", "--message=change")
+        return git(self.root, "rev-parse", "HEAD")
 
     def check(self, base: str = "") -> subprocess.CompletedProcess[str]:
         """Commit all changes, and run the workflow's step on the changes since ``base``."""

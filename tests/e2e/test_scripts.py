@@ -8,8 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 
@@ -17,7 +15,7 @@ import psutil
 import pytest
 
 from console.version import version_line
-from tests.programs import PATIENCE_S, REPOSITORY, write_script
+from tests.programs import PATIENCE_S, REPOSITORY, wait_for, write_script
 
 SHORT = ("--evaluation.interval-samples", "160", "--log.interval-steps", "5", "--evaluation.target")
 REACHED_AT_ONCE, NEVER_REACHED = "0.02", "0.99"
@@ -318,10 +316,3 @@ def test_preparation_that_is_stopped_ends_at_once_in_a_line_and_is_made_anew(
     assert prepare(bare).returncode == 0
     assert calls(bare) == ["venv", "venv", "pip"]
     assert prepare(bare).stdout == ""
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)

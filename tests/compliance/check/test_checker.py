@@ -314,7 +314,9 @@ def test_a_round_is_a_folder_of_submissions(tmp_path: Path) -> None:
     for org in ("Example", "Other"):
         assert f'"file": "{benchmark_folder(tmp_path / org)}"' in said
     assert "again" not in said
-    (tmp_path / "empty" / "NoBert" / "results").mkdir(parents=True)
-    (tmp_path / "empty" / "NoBert" / "systems").mkdir()
-    status, said = run("check", tmp_path / "empty")
-    assert (status, "no logs" in said) == (2, True)
+    empty = tmp_path / "empty" / "NoBert"
+    (empty / "results" / "systems").mkdir(parents=True)
+    (empty / "systems").mkdir()
+    for path in (empty.parent, empty, empty / "results", empty / "systems"):
+        status, said = run("check", path)
+        assert (status, "no logs" in said) == (2, True)

@@ -129,7 +129,6 @@ def test_the_evaluations_that_the_missing_runs_need_are_those_that_brute_force_f
                 "stand unscaled if the 6 missing runs converge at evaluation 17 (2,550,528) or later",
             ],
         ),
-        ([2_250_240] * 9, "fail", 2_250_240, ["can no longer pass, whatever the 1 missing run may do"]),
         ([2_701_056] * 9, "unfinished", 2_701_056, ["if the 1 missing run converges at evaluation 1 ("]),
         ([2_550_528] * 3 + [None] * 2, "fail", None, ["only one run of a set may fail to converge"]),
         ([2_550_528] * 9 + [None], "pass", 2_550_528, ["10 runs, 1 of them not converged and dropped as the slowest"]),

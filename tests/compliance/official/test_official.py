@@ -1,14 +1,12 @@
 import json
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from mlperf_logging.compliance_checker.mlp_parser import ruleset_300, ruleset_500
 
-from compliance.log.reader import read_log
 from compliance.log.record import TOKEN
 from compliance.official import checker as official
 from compliance.official import process
@@ -16,14 +14,7 @@ from compliance.official.checker import Opinion, opinion
 from compliance.official.worker import token_lines
 from tests.compliance.log_edits import Edit, in_turn, value
 
-Lines = list[tuple[int, bytes]]
 Ask = Callable[..., Opinion]
-
-
-@pytest.fixture
-def lines(closed_log: str, tmp_path: Path) -> Lines:
-    (tmp_path / "result_0.txt").write_text("plain\n" + closed_log)
-    return list(read_log(tmp_path / "result_0.txt").evidence)
 
 
 @pytest.fixture
@@ -70,8 +61,9 @@ def test_answers_are_bounded_and_cannot_steer_a_terminal(ask: Ask) -> None:
 
 
 def test_one_process_serves_many_logs_and_another_those_after_its_death_or_timeout(
-    lines: Lines, monkeypatch: pytest.MonkeyPatch
+    closed_log: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    lines = [*enumerate(closed_log.encode().splitlines(), start=1)]
     assert opinion(lines, "5.0.0") == Opinion("pass")
     running = process.the_worker().process
     assert running

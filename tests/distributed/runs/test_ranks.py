@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 from bert.parallel.watchdog.watchdog import FAULT_STATUS
 from tests.conftest import SmallRun
 from tests.distributed.faulty import faulty
-from tests.distributed.ranks import Ranks, records, result_of, train, trained, wait_for
-from tests.programs import PATIENCE_S, Program
+from tests.distributed.ranks import Ranks, records, result_of, train, trained
+from tests.programs import PATIENCE_S, Program, wait_for
 
 ENDLESS: dict[str, object] = {"training__max_samples": 10_000_000, "evaluation__interval_samples": 320}
 

@@ -18,8 +18,8 @@ from compliance.check.checker import check_log
 from compliance.log.reader import read_log
 from tests.conftest import SmallRun
 from tests.distributed.faulty import AT_STEP, faulty
-from tests.distributed.ranks import Ranks, last_record, records, result_of, torchrun, train, trained, wait_for
-from tests.programs import PATIENCE_S, Program
+from tests.distributed.ranks import Ranks, last_record, records, result_of, torchrun, train, trained
+from tests.programs import PATIENCE_S, Program, wait_for
 
 STEPS = 20
 EVERY = 4
