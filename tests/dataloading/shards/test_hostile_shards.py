@@ -16,7 +16,7 @@ import pytest
 from dataloading.shards.formats import open_shard
 from dataloading.shards.native import write_shard
 from tests.conftest import REPOSITORY
-from tests.dataloading.foreign_shards import RAGGED, array_of, write_like_others
+from tests.dataloading.foreign_shards import RAGGED, array_of
 from tests.dataloading.made_up import INFO, make_samples
 from tests.dataloading.shards import test_layouts
 from tests.dataloading.shards.test_tfrecord import framed
@@ -197,10 +197,7 @@ def stored_elsewhere(file: h5py.File, folder: Path, way: str) -> None:
 )
 def test_what_leads_elsewhere_is_refused(tmp_path: Path, layout: str, way: str, message: str) -> None:
     path = tmp_path / "shard"
-    if layout == "native":
-        write_shard(path, make_samples(23), INFO)
-    else:
-        write_like_others(path, layout, test_layouts.make_samples(), test_layouts.INFO)
+    test_layouts.write(path, layout)
     with h5py.File(path, "r+") as file:
         stored_elsewhere(file, tmp_path, way)
     with pytest.raises(ValueError, match=message) as caught:
