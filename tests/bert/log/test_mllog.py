@@ -119,7 +119,9 @@ def test_violations_raise_at_once_and_write_nothing(
     path = tmp_path / "result_0.txt"
     with pytest.raises(RuleViolation, match=message):
         act(log)
-    assert not read_log(path).problems
+    before = read_log(path)
+    assert not before.problems
+    assert "eval_samples" not in [record.key for record in before.records[-1:]], "a refused run_stop writes no counts"
     written = len(lines_of(path))
     log.abort()  # the log can still be completed after an error
     log.close()
