@@ -10,8 +10,6 @@ Exit status: 0 if the accuracy is as expected or no accuracy was expected, 1 if 
 itself exits with 1 in the last two cases.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 import time
@@ -72,7 +70,7 @@ def main(arguments: Sequence[str]) -> int:
     return 0 if is_met else 1
 
 
-def checkpoint_accuracy(config: Config) -> float | None:
+def checkpoint_accuracy(config: "Config") -> float | None:
     """Check everything, join the other ranks, evaluate and return the accuracy. A dry run only checks and returns None.
 
     Rank 0 prints the progress and the result. Raises ``ValueError`` or ``OSError`` for a wrong input or setting. The caller

@@ -3,8 +3,6 @@
 Each command imports its modules when it runs, so that --help and errors in options appear without delay.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 import time
@@ -271,13 +269,13 @@ def dump(shards: tyro.conf.Positional[tuple[Path, ...]], out: Path) -> None:
     say(f"{out}: {len(samples):,} samples of {len(paths)} shard(s)")
 
 
-def _reporter(counted: str) -> Callable[[JobProgress], None]:
+def _reporter(counted: str) -> "Callable[[JobProgress], None]":
     """Return a function that prints a line for each finished file, with the expected remaining time."""
     from console.text import clock
 
     started = time.perf_counter()
 
-    def report(progress: JobProgress) -> None:
+    def report(progress: "JobProgress") -> None:
         seconds = time.perf_counter() - started
         left = seconds / progress.done * (progress.total - progress.done)
         rest = (", existed" if progress.kept else "") + (f", about {clock(left)} left" if left else "")
@@ -286,14 +284,14 @@ def _reporter(counted: str) -> Callable[[JobProgress], None]:
     return report
 
 
-def _counts(dataset: Dataset) -> str:
+def _counts(dataset: "Dataset") -> str:
     tokens = sum(record.tokens for record in dataset.shards)
     size = sum(record.file_bytes for record in dataset.shards)
     mean = tokens / max(len(dataset), 1)
     return f"{len(dataset):,} samples of {mean:.1f} tokens in {len(dataset.shards):,} shard(s), {size / 1e6:,.1f} MB"
 
 
-def _parse_part(text: str) -> WorkPart:
+def _parse_part(text: str) -> "WorkPart":
     from dataloading.jobs import WorkPart
 
     # int() alone would also accept signs, spaces and underscores.

@@ -144,6 +144,13 @@ def wait_for(condition: Callable[[], object], process: Program | subprocess.Pope
         time.sleep(0.02)
 
 
+def python(*arguments: object, **changes: object) -> subprocess.CompletedProcess[str]:
+    """Run a new interpreter in the repository's root. ``changes`` are variables of its environment, None for unset."""
+    environment = {name: str(value) for name, value in (os.environ | changes).items() if value is not None}
+    command = [sys.executable, *map(str, arguments)]
+    return subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=PATIENCE_S)
+
+
 def git(folder: Path, *arguments: str) -> str:
     """Run git in a repository, and return its output."""
     identity = ("-c", "user.name=a", "-c", "user.email=a@example.org")

@@ -140,7 +140,6 @@ class Checkpoints:
             files = {name: Digest.of(partial / name) for name in FILES}
             content = msgspec.json.encode(replace(state, files=files))
             write_atomically(partial / "state.json", msgspec.json.format(content, indent=1))
-            sync(partial)
             # A rename cannot replace a folder that has files. If this run may delete the existing folder, the folder
             # is a broken checkpoint, which the run skipped when it resumed.
             if final in self._removable:

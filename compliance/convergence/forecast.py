@@ -7,8 +7,6 @@ four evaluations are above 0.70, the range is the reference's mean plus and minu
 division there is no range. On five published closed runs, the curves' range contained the true end 35 of 37 times.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Sequence
@@ -50,7 +48,7 @@ class Forecast:
 
 
 def forecast(
-    evaluations: Sequence[tuple[int, float]], target: float, schedule: EvaluationSchedule, reference: Reference | None
+    evaluations: Sequence[tuple[int, float]], target: float, schedule: EvaluationSchedule, reference: "Reference | None"
 ) -> Forecast:
     """Forecast the end of a run that has not reached its target.
 

@@ -9,8 +9,6 @@ functions with the same result:
 - The checker parses rule files for every log. The replacement parses each rule file once.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging
@@ -148,7 +146,7 @@ _said = _Messages()
 
 
 @cache
-def _rcp_checker(ruleset: str) -> RCP_Checker:
+def _rcp_checker(ruleset: str) -> "RCP_Checker":
     from mlperf_logging.rcp_checker import rcp_checker
 
     return rcp_checker.RCP_Checker("training", ruleset, "bert", verbose=False)

@@ -1,7 +1,5 @@
 """Report of a results folder as a self-contained HTML page."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -37,7 +35,7 @@ class Figure(NamedTuple):
     """A chart with a title above and a note below."""
 
     title: str
-    chart: Markup
+    chart: "Markup"
     note: str = ""
 
 

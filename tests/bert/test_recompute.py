@@ -1,5 +1,6 @@
 """Recomputation gives bit-identical losses, moments and weights. Also checks what is recomputed, and by which ops."""
 
+import itertools
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -37,11 +38,9 @@ def step_of(recompute: Recompute, precision: Precision = "fp32", capturer: Recor
 
 def global_batches(run: SmallRun) -> list[list[Batch]]:
     """Make two global batches of two micro-batches each, padded alternately to two shape buckets."""
-    short = np.argsort(run.train.lengths)[:8]
-    batches = [
-        batch_of(run.train.take(short[2 * number : 2 * number + 2]), shape_bucket=SHAPE_BUCKETS[number % 2])
-        for number in range(4)
-    ]
+    short = np.argsort(run.train.lengths)[:8].reshape(4, 2)
+    shapes = itertools.cycle(SHAPE_BUCKETS)
+    batches = [batch_of(run.train.take(pair), shape_bucket=next(shapes)) for pair in short]
     return [batches[:2], batches[2:]]
 
 

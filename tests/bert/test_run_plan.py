@@ -49,9 +49,7 @@ def test_the_settings_of_every_recipe_come_back_as_they_were(recipe: str, tmp_pa
 
 def test_what_contradicts_a_plan_is_refused(file: Path, tmp_path: Path) -> None:
     parse(["tiny_cpu", "--plan", str(file), "--training.reduction", "hierarchical"])
-    with pytest.raises(
-        ValueError, match=r"training\.reduction is flat, but .*plan\.json plans hierarchical: leave the"
-    ):
+    with pytest.raises(ValueError, match=r"training\.reduction is flat, but .*plan\.json plans hierarchical"):
         parse(["tiny_cpu", "--training.reduction", "flat", "--plan", str(file)])
     (tmp_path / "mine.toml").write_text("[training]\nglobal_batch_size = 64\n")
     with pytest.raises(ValueError, match=r"training\.global_batch_size is 64, but .* plans 32"):

@@ -87,7 +87,7 @@ def test_show_prints_and_writes_a_page(file: Path, cluster: Command) -> None:
     slow = replace(VIEW.ranks[3], rates=(Rate("product", "fp32", 512, 2e-3), VIEW.ranks[3].rates[1]))
     write_view(replace(VIEW, ranks=(*VIEW.ranks[:3], slow, *VIEW.ranks[4:])), file)
     done, page = cluster("show", file), file.with_suffix(".html")
-    assert (done.status, done.out.splitlines()) == (
+    assert (done.returncode, done.stdout.splitlines()) == (
         0,
         [
             "4 hosts, 8 ranks, CPU, gloo, 2026-01-01T00:00:00+00:00",
@@ -112,7 +112,7 @@ def test_show_prints_and_writes_a_page(file: Path, cluster: Command) -> None:
 
 def test_names_from_a_file_steer_neither_page_nor_terminal(file: Path, cluster: Command) -> None:
     write_view(made_up(name="<script>\x1b[2J"), file)
-    out, page = cluster("show", file).out, file.with_suffix(".html").read_text()
+    out, page = cluster("show", file).stdout, file.with_suffix(".html").read_text()
     assert "\x1b[2J" not in out + page
     assert "<script" not in page
 

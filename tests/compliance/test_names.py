@@ -1,7 +1,6 @@
 """Hostile names of files and folders, passed to every command: the output is harmless, and the verdict is given."""
 
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,7 +9,8 @@ import pytest
 from compliance.log.rules import SYSTEM_FIELDS
 from compliance.report import summary
 from tests.compliance import command, run_logs
-from tests.hostile import FORGED, LONG, NAME, assert_harmless, run
+from tests.hostile import FORGED, LONG, NAME, assert_harmless
+from tests.programs import python
 
 pytestmark = pytest.mark.slow
 
@@ -93,8 +93,6 @@ def test_a_name_forges_nothing(
 
 def test_a_terminal_that_knows_only_ascii_ends_no_check(log: Path) -> None:
     (log.parent / "größe.txt").write_bytes(log.read_bytes())
-    status, text = run(
-        "compliance", ["check", log, log.parent / "größe.txt"], os.environ | {"PYTHONIOENCODING": "ascii"}
-    )
-    assert (status, text[:5]) == (0, "PASS ")
-    assert r"gr\xf6\xdfe.txt: official pass" in text
+    done = python("-m", "compliance", "check", log, log.parent / "größe.txt", PYTHONIOENCODING="ascii")
+    assert (done.returncode, done.stdout[:5], done.stderr) == (0, "PASS ", "")
+    assert r"gr\xf6\xdfe.txt: official pass" in done.stdout

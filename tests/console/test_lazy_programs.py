@@ -1,13 +1,11 @@
 """A program prints its help before it imports the packages that it works with."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 
 from console.version import version_line
-from tests.conftest import REPOSITORY
+from tests.programs import python
 
 LARGE = "torch triton numpy numba h5py scipy tokenizers safetensors google_crc32c yaml rich mlperf_logging tensorboard"
 """Packages that take from a tenth of a second to several seconds to import."""
@@ -37,8 +35,7 @@ print(json.dumps(sorted(sys.modules)))
 
 @pytest.mark.parametrize("module", COMMANDS)
 def test_version_and_help_need_nothing_large(module: str) -> None:
-    command = [sys.executable, "-c", RUN, module, *COMMANDS[module]]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=300, check=False)
+    done = python("-c", RUN, module, *COMMANDS[module])
     assert done.returncode == 0, done.stderr
     version, *shown, held = done.stdout.splitlines()
     assert version == version_line()

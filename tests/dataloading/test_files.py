@@ -3,8 +3,6 @@
 import contextlib
 import os
 import secrets
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,8 +16,8 @@ from dataloading.preparation.prepare import Job, prepare
 from dataloading.preparation.pretraining_data import read_documents
 from dataloading.shards.formats import open_shard
 from dataloading.text.tokenization import Vocabulary
-from tests.conftest import REPOSITORY
 from tests.dataloading.made_up import INFO, make_samples
+from tests.programs import REPOSITORY, python
 
 VOCAB = REPOSITORY / "bert" / "artifacts" / "tiny_cpu" / "vocab.txt"
 
@@ -124,5 +122,5 @@ for read in (dataset.take, lambda _: shard.read(0, 9), lambda _: shard.verify())
         print("refused", flush=True)
 """
     write_dataset(tmp_path / "data", make_samples(3000), shards=2, info=INFO)
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "data")], cwd=REPOSITORY, capture_output=True)
-    assert (done.returncode, done.stdout.splitlines()) == (0, [b"refused"] * 3), done.stderr
+    done = python("-c", code, tmp_path / "data")
+    assert (done.returncode, done.stdout.splitlines()) == (0, ["refused"] * 3), done.stderr

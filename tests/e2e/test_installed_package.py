@@ -48,13 +48,8 @@ def run(site: Path, folder: Path, module: str, *arguments: str) -> subprocess.Co
 def test_every_file_of_the_packages_is_in_the_wheel(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         found = {name for name in archive.namelist() if ".dist-info/" not in name}
-    expected = {
-        path.relative_to(REPOSITORY).as_posix()
-        for package in PACKAGES
-        for path in (REPOSITORY / package).rglob("*")
-        if path.is_file() and "__pycache__" not in path.parts
-    }
-    assert found == expected
+    paths = [path for package in PACKAGES for path in (REPOSITORY / package).rglob("*") if path.is_file()]
+    assert found == {path.relative_to(REPOSITORY).as_posix() for path in paths if "__pycache__" not in path.parts}
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import cast
 
 import pytest
 import torch
@@ -84,22 +84,12 @@ def make(small_run: SmallRun, tmp_path: Path) -> Callable[..., Run]:
 Make = Callable[..., Run]
 
 
-@pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Block the writing of checkpoints until the returned event is set."""
-    opened, write = threading.Event(), writer.write_safetensors
-
-    def waiting(*arguments: Any) -> None:
-        assert opened.wait(20)
-        write(*arguments)
-
-    monkeypatch.setattr(writer, "write_safetensors", waiting)
-    return opened
-
-
-def test_training_goes_on_while_one_is_written_and_the_next_one_waits(make: Make, gate: threading.Event) -> None:
+def test_training_goes_on_while_one_is_written_and_the_next_one_waits(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The watchdog allows the wait as long as writing has taken so far."""
-    run = make()
+    run, gate, write = make(), threading.Event(), writer.write_safetensors
+    monkeypatch.setattr(writer, "write_safetensors", lambda *given: gate.wait(20) and write(*given))
     run.take(0, 1)
     run.checkpoints.save(Position(2, 16))
     saved = state_of(run.step)

@@ -70,11 +70,7 @@ def test_printed_settings_configure_the_same_run(tmp_path: Path, capsys: pytest.
         ("a.toml", "x = " + "[" * 100_000, "is no TOML"),
         ("a.toml", "", r"names no recipe: .* put it before --config '?/.*a\.toml"),
         ("a.toml", 'recipe = "tiny"', r"names the recipe 'tiny'"),
-        (
-            "a.toml",
-            'recipe = "tiny_cpu"\n[training]\nmax_sample = 1',
-            r"no setting training\.max_sample; did you mean training\.max_samples\?",
-        ),
+        ("a.toml", 'recipe = "tiny_cpu"\n[training]\nmax_sample = 1', r"did you mean training\.max_samples\?"),
         ("a.toml", 'recipe = "tiny_cpu"\n[training]\nmax_samples = "many"', r"training\.max-samples"),
         ("a.toml", 'recipe = "tiny_cpu"\n[training]\nseed = -1', r"training\.seed"),
         ("result_0.txt", "# config.recipe: tiny_cpu\n# config.training.moon: full\n", r"no setting training\.moon"),

@@ -3,7 +3,6 @@
 import ast
 import json
 import re
-import subprocess
 import sys
 import tomllib
 from importlib.metadata import packages_distributions
@@ -13,7 +12,7 @@ import yaml
 from packaging.utils import canonicalize_name
 
 from compliance.__main__ import main
-from tests.conftest import REPOSITORY
+from tests.programs import REPOSITORY, python
 
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
 HOOKS = {hook["id"]: hook for hook in yaml.safe_load((REPOSITORY / ".pre-commit-hooks.yaml").read_text())}
@@ -88,8 +87,8 @@ SUMMARY = f"{START} compliance.__main__.app.run('compliance', ['summary', 'resul
     ids=["start", "summary"],
 )
 def test_a_command_imports_what_it_needs(program: str, needed: set[str], unneeded: set[str]) -> None:
-    command = [sys.executable, "-c", f"{program}import json, sys; print(json.dumps([*sys.modules]))"]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=300, check=True)
+    done = python("-c", f"{program}import json, sys; print(json.dumps([*sys.modules]))")
+    assert done.returncode == 0, done.stderr
     imported = set(json.loads(done.stdout.splitlines()[-1]))
     assert needed <= imported
     assert not imported & unneeded

@@ -148,7 +148,3 @@ def test_a_mistake_is_named_and_leaves_nothing(
     with pytest.raises(ValueError, match=message):
         write_own_text(OwnText(**(own | settings)), tmp_path / "out")
     assert sorted(tmp_path.iterdir()) == before
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "mine").touch()
-    with pytest.raises(ValueError, match="already exists"):
-        write_own_text(OwnText((text,)), tmp_path / "out")

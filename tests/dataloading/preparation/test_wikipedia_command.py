@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -89,22 +90,19 @@ def run_command(prepare_child: Callable[[], object], words: list[str]) -> None:
 
 def die_at_third_name(out: Path, before: bool) -> None:
     """Kill this process when it renames its third file in ``out``, before or after the renaming."""
-    names = [0]
-    for name in ("replace", "rename"):
-        rename = getattr(Path, name)
+    names = 0
 
-        def counted(self: Path, target: Path, rename: Callable[..., Path] = rename) -> Path:
+    def audit(event: str, arguments: tuple[Any, ...]) -> None:
+        nonlocal names
+        counted = names
+        if event == "os.rename":
+            target = Path(os.fsdecode(arguments[1]))
             # Do not count files in hidden folders, which are renamed later themselves.
-            hidden = any(part[0] == "." for part in Path(target).parts)
-            names[0] += out in Path(target).parents and not hidden
-            if before and names[0] == 3:
-                os.kill(os.getpid(), signal.SIGKILL)
-            result = rename(self, target)
-            if names[0] == 3:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return result
+            names += out in target.parents and not any(part[0] == "." for part in target.parts)
+        if (names if before else counted) == 3 and event != "os.kill":
+            os.kill(os.getpid(), signal.SIGKILL)
 
-        setattr(Path, name, counted)
+    sys.addaudithook(audit)
 
 
 def test_both_downloads_make_what_the_recipes_expect(run: Run, stand_in: StandIn, tmp_path: Path) -> None:

@@ -2,8 +2,6 @@
 
 import json
 import struct
-import subprocess
-import sys
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -15,11 +13,11 @@ import pytest
 
 from dataloading.shards.formats import open_shard
 from dataloading.shards.native import write_shard
-from tests.conftest import REPOSITORY
-from tests.dataloading.foreign_shards import RAGGED, array_of, write_like_others
+from tests.dataloading.foreign_shards import RAGGED, array_of
 from tests.dataloading.made_up import INFO, make_samples
 from tests.dataloading.shards import test_layouts
 from tests.dataloading.shards.test_tfrecord import framed
+from tests.programs import python
 
 FIXED = {"input_ids": 512, "input_mask": 512, "segment_ids": 512, "masked_lm_positions": 76, "masked_lm_ids": 76}
 MOST_MEMORY = 96 << 20
@@ -151,8 +149,7 @@ for path in map(Path, sys.argv[1:]):
 def test_what_promises_much_is_refused_in_little_memory(tmp_path: Path) -> None:
     for name, make in GREEDY.items():
         make(tmp_path / name)
-    paths = [tmp_path / name for name in GREEDY]
-    done = subprocess.run([sys.executable, "-c", READ_ALL, *paths], cwd=REPOSITORY, capture_output=True, text=True)
+    done = python("-c", READ_ALL, *(tmp_path / name for name in GREEDY))
     assert done.returncode == 0, done.stderr
     found = [json.loads(line) for line in done.stdout.splitlines()]
     assert [name for name, _, _ in found] == list(GREEDY)
@@ -197,10 +194,7 @@ def stored_elsewhere(file: h5py.File, folder: Path, way: str) -> None:
 )
 def test_what_leads_elsewhere_is_refused(tmp_path: Path, layout: str, way: str, message: str) -> None:
     path = tmp_path / "shard"
-    if layout == "native":
-        write_shard(path, make_samples(23), INFO)
-    else:
-        write_like_others(path, layout, test_layouts.make_samples(), test_layouts.INFO)
+    test_layouts.write(path, layout)
     with h5py.File(path, "r+") as file:
         stored_elsewhere(file, tmp_path, way)
     with pytest.raises(ValueError, match=message) as caught:

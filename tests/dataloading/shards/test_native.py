@@ -1,6 +1,5 @@
 """Shards of the native layout: they are read back as written, and damaged files are rejected with a reason."""
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +13,6 @@ from dataloading.shards.native import DTYPES, write_shard
 from dataloading.shards.samples import Samples
 from tests.dataloading.foreign_shards import array_of
 from tests.dataloading.made_up import INFO, make_samples
-from tests.dataloading.shards.test_layouts import rewrite
 
 pytestmark = pytest.mark.usefixtures("no_partial_files")
 
@@ -112,29 +110,3 @@ def test_any_truncation_and_any_flipped_byte_of_the_arrays_is_noticed(shard_path
         shard_path.write_bytes(each)
         with pytest.raises(ValueError, match=shard_path.name):
             open_shard(shard_path).verify()
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda file: file.attrs.__setitem__("schema_version", 2), "schema version 2"),
-        (lambda file: file.attrs.__setitem__("info", json.dumps({"vocab_size": 3})), "damaged"),
-        (lambda file: file.attrs.__delitem__("digest"), "digest"),
-        (lambda file: file.__delitem__("segment_ids"), "segment_ids is missing"),
-        (rewrite("input_ids", lambda ids: ids.astype("<i4")), "expected a flat"),
-    ],
-)
-def test_a_file_of_another_kind_is_refused(shard_path: Path, change: Callable[[h5py.File], None], message: str) -> None:
-    with h5py.File(shard_path, "r+") as file:
-        change(file)
-    with pytest.raises(ValueError, match=message) as caught:
-        open_shard(shard_path)
-    assert str(shard_path) in str(caught.value)
-
-
-def test_strange_bytes_missing_files_and_folders_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "ff").write_bytes(b"\x89HDF\r\n\x1a\n" + b"\xff" * 3000)
-    (tmp_path / "text").write_bytes(b"text")
-    for name in ("ff", "text", "absent", ""):
-        with pytest.raises(ValueError, match=str(tmp_path / name)):
-            open_shard(tmp_path / name)

@@ -130,14 +130,6 @@ def test_other_settings_and_other_folders_are_refused(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=rf"begun with other settings \({name}\)"):
             extract(inputs, out, options)
     same_as_expected(out)
-    (tmp_path / "killed").mkdir()
-    (tmp_path / "killed" / ".extract.json.17.partial").touch()
-    extract([TEXT], tmp_path / "killed", PLAIN)
-    assert not list((tmp_path / "killed").glob("**/*.partial"))
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "file").touch()
-    with pytest.raises(ValueError, match="full already exists"):
-        extract([TEXT], tmp_path / "full", PLAIN)
     with pytest.raises(ValueError, match=r"AA/wiki_\d\d: holds \d+ articles, but 250 "):
         extract([TEXT], tmp_path / "many", replace(PLAIN, evaluation_articles=1000))
     for wrong in ({"evaluation_articles": -1}, {"part_bytes": 0}):
