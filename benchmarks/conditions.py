@@ -17,7 +17,7 @@ _PACKAGES = ("torch", "triton", "numpy", "scipy", "transformers", "flash-attn")
 
 
 def conditions() -> dict[str, object]:
-    """Return the commit, date, machine, and versions of Python and of those packages that are installed."""
+    """Return the commit, date, machine, load, and the versions of Python and of each relevant package that is installed."""
     versions = {"python": platform.python_version()}
     for name in _PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):

@@ -31,7 +31,7 @@ from console.program import RaisingParser
 
 
 class Part(NamedTuple):
-    """Function that measures with a ``Context``, and its share of the time relative to the other selected parts."""
+    """Measuring function as ``MODULE:FUNCTION``, and the part's weight when the selected parts divide the time."""
 
     function: str
     share: int
@@ -67,7 +67,7 @@ class Settings:
     seconds: float
 
 
-# This is an exception, so that the running part is ended and the table is still printed.
+# The signal handler raises this, so that the running part is ended and the table is still printed.
 class StoppedError(Exception):
     """Error for a signal that asks this process to end."""
 
@@ -84,7 +84,7 @@ def parse(arguments: Sequence[str]) -> Settings:
     parser.add_argument("--part", default="all", metavar="NAME,...", help=f"all, or some of {', '.join(PARTS)}")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="by default benchmarks/results/<device>")
     parser.add_argument(
-        "--seconds", type=float, default=SECONDS, metavar="N", help="of all parts; by default %(default)s"
+        "--seconds", type=float, default=SECONDS, metavar="N", help="time of all parts; by default %(default)s"
     )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="by default %(default)s")
     parser.add_argument("--tiny", action="store_true", help="small shapes: shows that the code runs")
@@ -103,7 +103,7 @@ def parse(arguments: Sequence[str]) -> Settings:
 
 
 def _folder_of_the_gpu(out: Path | None) -> Path:
-    import torch  # takes seconds, and nothing else here needs it
+    import torch  # imported here because it takes seconds and nothing else in this file needs it
 
     if not torch.cuda.is_available():
         raise ValueError("needs a CUDA device, and PyTorch sees none here")
@@ -115,7 +115,7 @@ def measure(settings: Settings) -> bool:
     """Run the parts one after another, and return whether all succeeded. Unused time goes to the later parts."""
     end, well = time.monotonic() + settings.seconds, True
     for at, part in enumerate(settings.parts):
-        # Relative to the remaining parts, so that time that a part does not use goes to the later parts.
+        # Divide by the weights of the remaining parts, so that time that a part does not use goes to the later parts.
         later = sum(PARTS[other].share for other in settings.parts[at:])
         seconds = (end - time.monotonic()) * PARTS[part].share / later
         report = run_part(part, f"benchmarks.gpu_parts.{PARTS[part].function}", settings, seconds)
@@ -173,7 +173,7 @@ def _run(function: str, path: Path, settings: Settings, seconds: float) -> int |
 
 
 def _end(path: Path, error: str) -> PartReport:
-    """Record in a part's file why it is incomplete and which row was being measured."""
+    """Record in a part's file why the part is incomplete and which row was being measured."""
     report = PartReport.load(path)
     place = f" while measuring {report.measuring}" if report.measuring else ""
     report.end(f"{error}{place}")
@@ -202,7 +202,7 @@ def main(arguments: Sequence[str]) -> int:
         try:
             status = 0 if measure(settings) else 1
         except StoppedError as stopped:
-            # The shell's convention for a process that a signal ended.
+            # Shells report this status for a process that was ended by a signal.
             status = 128 + stopped.number
         print(page(settings.folder, list(PARTS)))
     except (ValueError, OSError) as error:

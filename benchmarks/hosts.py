@@ -13,13 +13,13 @@ from functools import partial
 from pathlib import Path
 
 CLONE_NEWUTS, CLONE_NEWNET = 0x04000000, 0x40000000
-# Below the system's range of ephemeral ports.
+# This port is below the system's range of ephemeral ports.
 PORT = 29600
 
 
 @contextlib.contextmanager
 def bridged_hosts(hosts: int, rate: str | None = None) -> Iterator[list[str]]:
-    """Make namespaces that act as hosts on one bridge; ``tc tbf`` limits what each sends to ``rate``."""
+    """Make namespaces that act as hosts on one bridge; ``tc tbf`` limits each host's sending to ``rate``."""
     # Namespaces of a killed process remain, and process ids are reused, so the name has random digits.
     switch = f"reduce{os.getpid()}{os.urandom(3).hex()}"
     names = [f"{switch}h{host}" for host in range(hosts)]
@@ -97,7 +97,7 @@ def go_first() -> None:
     """Raise the scheduling priority of this process and its children, in a new session that has its own autogroup."""
     with contextlib.suppress(OSError):
         os.setsid()
-    # Without the permission for it, the figures are only noisier.
+    # Without permission to raise the priority, the benchmark still works, but its figures are noisier.
     with contextlib.suppress(OSError):
         Path("/proc/self/autogroup").write_text("-19")
         os.nice(-19)
@@ -112,10 +112,10 @@ def run_ranks(
     *,
     bound: bool = False,
 ) -> None:
-    """Run a program on ranks with the hosts ``order``, and write the ranks' output to files in the folder ``output``.
+    """Run a program on several ranks, and write the output of each rank to a file in the folder ``output``.
 
-    With ``bound``, each rank is bound to a core. Raises ``SystemExit`` with the ranks' output unless all end with status
-    0, or 1, which means that a target was missed.
+    ``order`` has the host index of each rank. With ``bound``, each rank is bound to a core. Raises ``SystemExit`` with
+    the ranks' output unless all end with status 0, or 1, which means that a target was missed.
     """
     # Forked ranks need not import PyTorch again.
     fork = multiprocessing.get_context("fork")
@@ -129,7 +129,7 @@ def run_ranks(
             rank.join(limit_s)
         statuses = [rank.exitcode for rank in ranks]
     finally:
-        # Also needed after Ctrl-C, and if one rank has failed while other ranks wait for it.
+        # Ranks may still run after Ctrl-C, or if one rank has failed while the other ranks wait for it.
         for rank in ranks:
             rank.kill()
     # Status 1 is not a failure: a target was missed, or a probe has found something slow.
@@ -146,7 +146,7 @@ def _rank(
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     enter(namespaces[order[rank]], f"h{order[rank]}")
-    if bound:  # as launchers do, so that no rank migrates between cores
+    if bound:  # launchers also bind ranks, so that no rank migrates between cores
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {cores[rank % len(cores)]})
     # Local ranks number the ranks of one host in ascending order.

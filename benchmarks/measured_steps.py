@@ -30,7 +30,7 @@ from compliance.log.records import read_metrics
 
 _SAMPLES, _LONGEST = 20_000, 128
 _ROUNDS = 2
-"""Runs of each reduction, in turn. The fastest run counts, because disturbances only make a run slower."""
+"""Number of runs of each reduction. The fastest run counts, because disturbances only make a run slower."""
 
 MODELS = {
     "2 x 128": (2, 128, 4, 512, 1024),
@@ -85,7 +85,7 @@ def measured(cases: Iterable[int], seconds: float, out: Path | None) -> None:
             found = _run(CASES[number], Path(folder) / str(number), seconds)
             rows = [row for row in rows if row["case"] != CASES[number].name] + found
             _print(found)
-            # Written after each case, so that nothing is lost if a later case fails.
+            # Write after each case, so that nothing is lost if a later case fails.
             if out is not None:
                 write_figures(out, {**_summary(rows), "rows": rows})
     print("  ".join(f"{name} {value:.3g}" for name, value in _summary(rows).items()))
@@ -108,7 +108,7 @@ def _run(case: Case, folder: Path, seconds: float) -> list[dict[str, Any]]:
         # Each round runs all reductions, so that a temporary slowdown of the machine does not affect only one of them.
         for _ in range(_ROUNDS):
             for each, given in arguments.items():
-                # Each record covers about 0.4 s, which is long compared with the time to write it.
+                # Each log record covers about 0.4 s, which is long compared with the time to write it.
                 interval = max(1, min(20, round(0.4 / predicted[each].total)))
                 given = [*given, "--log.interval-steps", str(interval)]
                 run_ranks(names, order, lambda given=given: train(given), folder, limit_s=120, bound=True)

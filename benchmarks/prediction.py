@@ -1,4 +1,4 @@
-"""Compare predictions with published results that the model has not seen, and predicted with measured step times.
+"""Compare predictions with published results that the model has not seen, or with measured step times.
 
     python benchmarks/prediction.py --published [--out FILE]
     sudo python benchmarks/prediction.py --measured [--cases 0 1 2] [--seconds 20] [--out FILE]
@@ -33,7 +33,7 @@ CASES: tuple[tuple[str, str, Callable[[Held], bool]], ...] = (
     ("scale", "accelerator in the data", lambda held: held.model_seen),
     ("accelerator", "all", lambda _: True),
 )
-"""The held-out groups, and the predictions that count in each."""
+"""Kind of the held-out groups, title of the printed line, and a filter for the predictions that the line covers."""
 
 
 def main(
@@ -43,14 +43,14 @@ def main(
     seconds: float = 20.0,
     out: Path | None = None,
 ) -> None:
-    """Print the errors.
+    """Print the prediction errors.
 
     Args:
         published: Cross-validate on the published results, which takes half a minute.
         measured: Predict steps from a probe and run them, which takes about a minute a case. Needs root.
         cases: Numbers of the cases to measure, from 0; all by default.
         seconds: Approximate duration of a probe.
-        out: JSON file for the figures; measured cases are added to those that it has.
+        out: JSON file for the figures; measured cases are added to the figures that it already contains.
     """
     if published == measured:
         raise SystemExit("error: expected either --published or --measured")
@@ -76,7 +76,7 @@ def main(
 
 
 def of_errors(deviations: list[float]) -> dict[str, float]:
-    """Return the median and the tails of the absolute log ratios of predicted to observed time."""
+    """Return the median, 75 % and 90 % quantiles of the absolute log ratios of predicted to observed time."""
     ranked = statistics.quantiles(map(abs, deviations), n=20, method="inclusive")
     return {"results": len(deviations), "median": ranked[9], "three_quarters": ranked[14], "nine_tenths": ranked[17]}
 

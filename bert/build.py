@@ -1,4 +1,4 @@
-"""Construction of the model that one rank trains, with the products, placement and recomputation of its layers."""
+"""Construction of the model that one rank trains: matrix products, sharding and recomputation of its layers."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,28 +28,28 @@ class RankModel:
 
     model: BertForPreTraining
     tensor: TensorParallel | None
-    """Division of the parameters in a tensor group; None without tensor parallelism."""
+    """Division of parameters among the ranks of a tensor-parallel group; None without tensor parallelism."""
     fp8: Fp8State | None
     weight_gradients: WeightGradients
     """Accumulator of weight gradients, which bypasses autograd."""
     copies: dict[nn.Parameter, Tensor]
-    """16-bit copies of weights for the products. Empty until an optimizer has made them."""
+    """16-bit copies of the weights for matrix products. Empty until an optimizer adds them."""
     accumulates: bool
-    """Whether products add weight gradients directly to the flat gradient."""
+    """Whether the backward passes of matrix products add weight gradients directly to the flat gradient vector."""
 
     @property
     def pipeline(self) -> PipelineModel | None:
-        """The model if other ranks have stages of it, else None."""
+        """The model if it is divided into pipeline stages, else None."""
         return self.model if isinstance(self.model, PipelineModel) else None
 
     @property
     def adds_to_table(self) -> bool:
-        """Tell whether the decoder adds its gradient directly to the word table's gradient."""
+        """Whether the decoder adds its gradient directly to the gradient of the word embedding table."""
         return isinstance(self.model.placement, AccumulatingTable)
 
 
 def accumulates_products(device: torch.device, precision: Precision) -> bool:
-    """Tell whether products add weight gradients directly to the flat gradient: with 16-bit precision on a GPU."""
+    """Tell whether matrix products add weight gradients directly to the flat gradient: on a GPU, except in fp32."""
     return device.type == "cuda" and precision != "fp32"
 
 
@@ -59,7 +59,7 @@ def shards_gradients(training: TrainingConfig, mesh: Mesh) -> bool:
 
 
 def build_model(whole: BertForPreTraining, config: Config, mesh: Mesh, waiting: Waiting) -> RankModel:
-    """Build this rank's part of ``whole``, and copy its weights. Every rank must call it at the same time.
+    """Build this rank's part of the model ``whole`` and copy its weights. All ranks must call this at the same time.
 
     Raises ``ValueError`` if the precision is FP8 and the GPU does not support it.
     """
@@ -68,7 +68,7 @@ def build_model(whole: BertForPreTraining, config: Config, mesh: Mesh, waiting: 
     gradients, copies = WeightGradients(), {}
     accumulates = accumulates_products(mesh.device, training.precision)
     products = AccumulatingProducts(gradients, copies) if accumulates else MatrixProducts()
-    # Only the first stage has the table. With sharded gradients, there is no gradient of the table to add to.
+    # Only the first pipeline stage has the word table. With sharded gradients, no rank keeps the table's gradient.
     adds_to_table = accumulates and tensor is None and mesh.pipeline_rank == 0 and not shards_gradients(training, mesh)
     placement = AccumulatingTable(gradients, copies) if adds_to_table else None
     fp8 = _fp8_state(config, mesh, tensor, gradients) if training.precision == "fp8" else None
@@ -89,7 +89,7 @@ def divided_model(
     placement: Placement | None = None,
     make_layer: MakeLayer = EncoderLayer,
 ) -> BertForPreTraining:
-    """Build this rank's part of ``whole``, with its weights. Every rank must call it at the same time."""
+    """Build this rank's part of the model ``whole`` and copy its weights. All ranks must call this at the same time."""
     if placement is None and tensor is not None:
         placement = tensor.placement
     own: Callable[[str, Tensor], Tensor] = tensor.own if tensor is not None else lambda _, weight: weight
@@ -111,7 +111,7 @@ def divided_model(
 
 def _fp8_state(config: Config, mesh: Mesh, tensor: TensorParallel | None, gradients: WeightGradients) -> Fp8State:
     require_fp8(mesh.device)
-    layers = config.model.num_hidden_layers - 1  # the last layer computes little more than the heads' rows
+    layers = config.model.num_hidden_layers - 1  # not the last layer, which computes only the rows that the heads read
     agree_ = (lambda _: None) if tensor is None else partial(dist.all_reduce, op=dist.ReduceOp.MAX, group=tensor.group)
     return Fp8State(layers, mesh.device, agree_, gradients)
 
@@ -122,12 +122,12 @@ def _layer_maker(
     recompute = config.training.recompute
 
     def make(model: ModelConfig, index: int, placement: Placement) -> EncoderLayer:
-        # The last layer keeps little, and its backward pass comes first. It does not use FP8 either.
+        # The last layer uses neither FP8 nor recomputation: it has few rows, and its backward pass comes first.
         if index == model.num_hidden_layers - 1:
             return EncoderLayer(model, index, placement, products)
         if fp8 is None:
             return EncoderLayer(model, index, placement, products, recomputation(recompute))
-        # Fused layers combine products with norms, but tensor parallelism needs communication between them.
+        # Fused layers combine products with layer norms, but tensor parallelism must communicate between the two.
         if tensor is not None:
             return Fp8Layer(model, index, placement, fp8, recomputation(recompute))
         return FusedLayer(model, index, placement, fp8, recomputation(recompute), recompute == "none")

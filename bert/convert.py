@@ -30,7 +30,7 @@ def convert(
         source: Prefix or .index of a TensorFlow checkpoint, a Hugging Face folder, or a safetensors file.
         to: safetensors is the format of data.initial_checkpoint; hugging-face makes a folder for from_pretrained.
         out: The file or folder to write; it must be absent.
-        num_attention_heads: Needed if the source does not state it, except for TensorFlow checkpoints with heads 64 wide.
+        num_attention_heads: Needed if the source does not state it, except for TensorFlow checkpoints with heads of size 64.
         vocab: The model's vocabulary, for hugging-face. By default vocab.txt beside the source.
     """
     # Import these here, so that --help does not wait for PyTorch.

@@ -7,10 +7,8 @@ files. It takes the settings of ``python -m bert.train``, including --config, an
     --tolerance SHARE     the largest allowed difference from the expected accuracy, 0.001 by default
 
 Exit status: 0 if the accuracy is as expected or no accuracy was expected, 1 if it differs, 2 for a wrong input. torchrun
-exits with 1 in both of the latter cases.
+itself exits with 1 in the last two cases.
 """
-
-from __future__ import annotations
 
 import math
 import sys
@@ -72,7 +70,7 @@ def main(arguments: Sequence[str]) -> int:
     return 0 if is_met else 1
 
 
-def checkpoint_accuracy(config: Config) -> float | None:
+def checkpoint_accuracy(config: "Config") -> float | None:
     """Check everything, join the other ranks, evaluate and return the accuracy. A dry run only checks and returns None.
 
     Rank 0 prints the progress and the result. Raises ``ValueError`` or ``OSError`` for a wrong input or setting. The caller

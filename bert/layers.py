@@ -1,4 +1,4 @@
-"""Parts of BERT: embeddings, encoder layers, and the strategies that layers are built with.
+"""Parts of BERT: embeddings, encoder layers, and how layers are divided among ranks, multiplied and recomputed.
 
 Shape legend in ``bert/model.py``.
 """
@@ -79,14 +79,14 @@ class Dense(nn.Module):
 
 
 class Placement:
-    """Placement of weights and hidden states on ranks. This base class is for one rank, which has all of them.
+    """Division of weights and hidden states among ranks. This base class is for one rank, which has all of them.
 
-    With the subclass in ``bert.parallel.tensor``, products use all rows and a rank's shard of a weight, and everything
-    between products uses only a rank's own rows.
+    With the subclass in ``bert.parallel.tensor``, a matrix product multiplies all rows by this rank's shard of a weight,
+    and every operation between products computes only this rank's rows.
     """
 
     def share(self, length: int) -> int:
-        """Return the length of a rank's shard of a dimension."""
+        """Return the length of a rank's shard of a dimension of size ``length``."""
         return length
 
     def share_of_words(self, vocab_size: int) -> int:
@@ -98,15 +98,15 @@ class Placement:
         return own
 
     def own_rows(self, rows: Tensor, empty: int = 0) -> Tensor:  # noqa: ARG002
-        """Return this rank's rows of all rows; padding rows past the end are filled with ``empty``."""
+        """Return this rank's part of ``rows``; padding rows past the end are filled with ``empty``."""
         return rows
 
     def summed(self, product: Tensor) -> Tensor:
-        """Return this rank's rows of the sum of the ranks' partial products."""
+        """Sum the partial products of all ranks, and return this rank's rows of the sum."""
         return product
 
     def words(self, input_ids_T: Tensor, word_VD: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return indices of this rank's words into a table, the table, and its gradient to accumulate into, or None."""
+        """Return the indices of this rank's words in a table, the table, and a gradient to add to (None: use autograd)."""
         return input_ids_T, word_VD, None
 
     def masked_lm_loss(
@@ -121,7 +121,7 @@ class Placement:
 
 
 class Embeddings(nn.Module):
-    """Word, position and segment tables with the norm after their sum."""
+    """Word, position and segment embeddings, and the layer norm of their sum."""
 
     def __init__(self, config: ModelConfig, placement: Placement) -> None:
         super().__init__()
@@ -155,7 +155,7 @@ class MatrixProducts:
     """Matrix products of an encoder layer, in the precision of the input or of autocast."""
 
     def product(self, x: Tensor, dense: Dense, bias: Tensor | None) -> Tensor:
-        """Return ``x @ weight.T + bias``; without a bias, the next operation adds it."""
+        """Return ``x @ weight.T + bias``. If ``bias`` is None, a later operation adds the bias."""
         return F.linear(x, dense.weight, bias)
 
     def feed_forward(self, x_TD: Tensor, wide: Dense, narrow: Dense) -> Tensor:
@@ -192,7 +192,7 @@ class EncoderLayer(nn.Module):
         hidden = config.hidden_size
         # With tensor parallelism, a rank has whole heads and some columns of the intermediate layer.
         heads, intermediate = placement.share(hidden), placement.share(config.intermediate_size)
-        # One product computes all three. LAMB treats them as three tensors, as the reference does (``lamb_segments``).
+        # One weight for queries, keys and values. LAMB treats it as three tensors, like the reference (``lamb_segments``).
         self.query_key_value = Dense(hidden, 3 * heads)
         self.attention_output = Dense(heads, hidden)
         self.attention_norm = LayerNorm(hidden)
@@ -222,12 +222,12 @@ class EncoderLayer(nn.Module):
         rows_Q: Tensor,
         cu_seqlens_q: Tensor,
     ) -> Tensor:
-        """Return the exact output for ``rows_Q`` only, [Q, D]: only attention mixes tokens, and it reads all of them."""
+        """Return the output for ``rows_Q`` only, [Q, D]. It is exact: attention still reads all tokens' keys and values."""
         hidden_TD = self.placement.all_rows(hidden_TD)
         weight, bias = self.query_key_value.weight, self.query_key_value.bias
         # Rows of the fused weight are queries, keys and values of this rank's heads.
         queries = len(weight) // 3
-        # ``products`` would multiply by the whole fused weight. FP8 does not apply to the last layer anyway.
+        # Do not use ``products``, which would multiply by the whole fused weight. The last layer does not use FP8 anyway.
         keys_values = F.linear(hidden_TD, weight[queries:], bias[queries:])
         key, value = keys_values.unflatten(-1, (2, -1, self._head_size)).unbind(1)
         chosen_QD = hidden_TD.index_select(0, rows_Q)
@@ -241,10 +241,10 @@ class EncoderLayer(nn.Module):
         return self.config.hidden_size // self.config.num_attention_heads
 
     def _after_attention(self, context_TD: Tensor, residual_TD: Tensor, sites: DropoutSites) -> Tensor:
-        # The norm adds the bias.
+        # ``_added`` adds the bias of this product.
         projected_TD = self.products.product(context_TD, self.attention_output, None)
         attended_TD = self._added(
-            # The bias comes after the sum over ranks, so that it is added once.
+            # The bias is added after the sum over ranks, because it must be added only once.
             self.placement.summed(projected_TD),
             self.attention_output.bias,
             residual_TD,

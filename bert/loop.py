@@ -120,7 +120,7 @@ def _evaluation_points(run: Run) -> Iterator[int]:
 
 
 def _is_to_stop(run: Run) -> bool:
-    """Tell whether this rank received a signal or has reached its time limit. One such rank stops all ranks."""
+    """Tell whether this rank received a signal or has reached its time limit. If one has, all ranks stop."""
     minutes = run.config.training.max_minutes
     time_is_up = minutes is not None and run.reporter.seconds > 60 * minutes
     return time_is_up or run.interruption.number is not None

@@ -42,7 +42,7 @@ class PretrainingOutput:
         """
         # The counts are on the device, because a captured step is replayed with other batches.
         sequences, masked = batch.global_counts.unbind()
-        # A global batch without a masked token has a loss of 0, not NaN.
+        # Without any masked token in the global batch, the masked-LM loss is 0 instead of NaN.
         return self.masked_lm_loss / masked.clamp(min=1), self.next_sentence_loss / sequences
 
 
@@ -71,7 +71,7 @@ class BertForPreTraining(nn.Module):
         self.config = config
         self.placement = placement = placement or Placement()
         hidden = config.hidden_size
-        # Parts that other ranks have are empty modules, so that parameters keep their names.
+        # Parts of the model on other ranks are replaced by ``Identity``, so that parameters keep their names.
         self.embeddings: Any = nn.Identity() if word_copy is None else WordTable(word_copy)
         if owns("embeddings"):
             self.embeddings = Embeddings(config, placement)
@@ -91,7 +91,7 @@ class BertForPreTraining(nn.Module):
 
     @torch.no_grad()
     def seed_dropout(self, seed: int) -> None:
-        """Restart dropout from ``seed``, for implementations that draw from the generator of ``kernels.Dropout``."""
+        """Restart dropout from ``seed``. This does not affect ops that draw from PyTorch's own random generator."""
         self.dropout_state.copy_(torch.tensor([seed, 0]))
 
     def forward(self, batch: "Batch") -> PretrainingOutput:
@@ -135,10 +135,10 @@ class BertForPreTraining(nn.Module):
         """Return the result of ``head_inputs``, given the input of the last layer."""
         # [CLS] is the first token of every sequence.
         cls_S = batch.cu_seqlens[:-1].long()
-        # Attention needs the queries of a sequence to be adjacent, so rows are sorted. Empty slots point to the first row
-        # that no sequence owns, so they come last, past the end of ``cu_seqlens_q``.
+        # Attention needs the queries of a sequence to be adjacent, so rows are sorted. Unused slots contain the index of the
+        # first row after all sequences, so they come last, past the end of ``cu_seqlens_q``.
         rows_Q, order_Q = torch.cat([cls_S, batch.masked_lm_positions]).sort()
-        # For each boundary, the number of rows before it, computed on the device.
+        # The number of chosen rows before each sequence boundary, computed on the device.
         cu_seqlens_q = torch.searchsorted(rows_Q, batch.cu_seqlens.long()).int()
         last = self.layers[-1]
         assert isinstance(last, EncoderLayer)
@@ -149,11 +149,11 @@ class BertForPreTraining(nn.Module):
         return self.placement.own_rows(cls_SD), self.placement.own_rows(masked_MD)
 
     def next_sites(self) -> DropoutSites:
-        """Return the dropout of the next forward pass; in training each pass has its own step."""
+        """Return the dropout of the next forward pass. In training, each pass has its own step of the random streams."""
         if not self.training:
             return DropoutSites(self.config, None)
         self.dropout_state[1] += 1
-        # A copy, because the backward pass must use the forward pass's step.
+        # Copy the state, because the backward pass must use the step of its forward pass.
         return DropoutSites(self.config, self.dropout_state.clone())
 
     def masked_lm_logits(self, masked_MD: Tensor) -> Tensor:
@@ -182,6 +182,6 @@ def initialize_(model: BertForPreTraining, generator: torch.Generator) -> None:
     """Draw BERT's initial weights: normals truncated at two standard deviations, biases 0, gains 1."""
     deviation = model.config.initializer_range
     for parameter in model.parameters():
-        # Vectors have their values already, while matrices are uninitialised.
+        # Vectors (biases and gains) already have their values, while matrices are uninitialised.
         if parameter.ndim > 1:
             nn.init.trunc_normal_(parameter, 0.0, deviation, -2 * deviation, 2 * deviation, generator=generator)

@@ -1,6 +1,6 @@
 """LAMB over the model's parameters: flat buffers, segments and learning rate schedule.
 
-Shape legend: P elements of all parameters, each with its padding; N elements with padding up to equal shards.
+Shape legend: P elements of all parameters, each with its padding; N elements of P with padding up to equal shards.
 """
 
 from collections.abc import Collection, Mapping
@@ -31,12 +31,12 @@ class FlatParameters:
     gradients_P: Tensor
     """Empty, like ``gradients_N``, if ranks keep only a shard of the gradients."""
     segments: LambSegments
-    """Segments of the vectors. The padding after a parameter belongs to the parameter's last segment."""
+    """Division of the vectors into LAMB's tensors. Padding after a parameter belongs to the parameter's last segment."""
     weights_N: Tensor
-    """``weights_P`` with the zeros that follow it."""
+    """``weights_P``, followed by zeros up to N elements."""
     gradients_N: Tensor
     places: Mapping[nn.Parameter, slice]
-    """Place of each parameter in the vectors, in the order of the model's parameters."""
+    """Slice of each parameter in the vectors, in the order of the model's parameters."""
     names: tuple[str, ...] = ()
     """Name of each parameter, in the same order."""
 
@@ -52,11 +52,12 @@ class FlatParameters:
         """Move the model's parameters into flat buffers on their device, without changing their values.
 
         The buffers are padded with zeros to a multiple of ``shards``, so that ranks can divide them equally. The gradients
-        of ``overwritten`` need not be set to zero. Without ``gradients``, autograd allocates gradients one by one.
+        of ``overwritten`` are not set to zero after a step, because the next one overwrites them. Without ``gradients``,
+        autograd allocates gradients one by one.
         """
         segments = lamb_segments(model, overwritten)
         size = sum(segments.sizes)
-        # Zeros, because the padding counts in the norms of its segment and of the gradient.
+        # The padding must be zero, because it counts in the norms of its segment and of the gradient.
         weights_N = next(model.parameters()).new_zeros(padded(size, shards))
         gradients_N = torch.zeros_like(weights_N) if gradients else weights_N.new_zeros(0)
         places, start = {}, 0
@@ -80,12 +81,12 @@ def padded(size: int, shards: int = 1) -> int:
 
 
 def lamb_segments(model: BertForPreTraining, overwritten: Collection[nn.Parameter] = ()) -> LambSegments:
-    """Return the reference's tensors as segments with their padding, in the order of the model's parameters.
+    """Return the sizes of the reference's tensors, including padding, in the order of the model's parameters.
 
     Biases and layer norms, the one-dimensional tensors, are neither decayed nor adapted. The fused query-key-value weight
     counts as three tensors, as in the reference.
     """
-    # By identity, here and below, because == of two parameters compares their elements.
+    # Compare parameters by ``id``, here and below, because == would compare their elements.
     fused = {id(layer.query_key_value.weight) for layer in model.layers if isinstance(layer, EncoderLayer)}
     sizes: list[int] = []
     adapted: list[bool] = []
@@ -98,14 +99,14 @@ def lamb_segments(model: BertForPreTraining, overwritten: Collection[nn.Paramete
         sizes[-1] += padded(parameter.numel()) - parameter.numel()
         adapted += [parameter.ndim > 1] * parts
         replaced += [id(parameter) in ids] * parts
-    # If none is overwritten, this is empty, so that one fill clears the whole gradient instead of one per segment.
+    # If no gradient is overwritten, pass no flags, so that one fill clears the whole gradient instead of one per segment.
     return LambSegments(tuple(sizes), tuple(adapted), tuple(replaced) if ids else ())
 
 
 def learning_rate(config: OptimizerConfig, step: Tensor) -> Tensor:
-    """Return the learning rate in fp64 of an optimizer step, counted from 0 as the reference's ``global_step`` is.
+    """Return the learning rate of an optimizer step in fp64. Steps count from 0, like the reference's ``global_step``.
 
-    Linear warm-up from ``start_warmup_step`` over ``num_warmup_steps``, then linear decay to 0 on the absolute step; the
+    Linear warm-up from ``start_warmup_step`` over ``num_warmup_steps``, then linear decay to 0, which starts at step 0. The
     rate jumps if the two lines do not meet. ``step`` may have any shape and device, and so does the result.
     """
     steps = step.double()
@@ -125,7 +126,7 @@ def hyperparameters(config: OptimizerConfig) -> LambHyperparameters:
 
 
 class Lamb:
-    """Optimizer with flat parameters, their moments and the step count, all on the device.
+    """LAMB on flat parameters. The parameters, their moments and the step count are all on the device.
 
     The host passes no values that change between steps, so that a captured step can be replayed.
     """
@@ -148,7 +149,7 @@ class Lamb:
         self.copies_P = None if copies is None else flat.weights_P.to(copies)
         self.config = config
         self.state = LambState.zeros_like(flat.weights_P)
-        # Counted on the device, because only the device knows whether a step is skipped.
+        # Count steps on the device, because only the device knows whether a step is skipped.
         self.steps = torch.zeros((), dtype=torch.int64, device=flat.weights_P.device)
 
     @torch.no_grad()
@@ -202,7 +203,7 @@ class Lamb:
 
     @torch.no_grad()
     def reset(self) -> None:
-        """Reset moments, gradients and counts in place, as after warm-up: captured steps contain their addresses."""
+        """Reset moments, gradients and counts after the warm-up, in place, because captured steps contain the addresses."""
         state = self.state
         for tensor in (state.momentum_P, state.variance_P, state.skipped, self.flat.gradients_P, self.steps):
             tensor.zero_()

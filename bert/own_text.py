@@ -12,7 +12,7 @@ _FEWEST_STEPS = 1000
 _RATE_TIMES_WIDTH = 0.64
 """Product of learning rate and hidden size.
 
-It gives 0.005 for ``tiny_cpu``, and for BERT-Large less than twice the published learning rates for small batches.
+The rate for ``tiny_cpu`` is 0.005, and for BERT-Large it is less than twice the published rates for small batches.
 """
 
 

@@ -36,7 +36,7 @@ from console.version import commit
 __all__ = ["leave_mesh", "run"]
 
 _OWN_SIGNAL_S = 15.0
-"""Time within which all elastic agents stop their own ranks after the same event."""
+"""Maximum time in seconds between the signals that different elastic agents send to their ranks after one event."""
 
 
 def run(config: Config, arguments: Sequence[str]) -> int:
@@ -164,8 +164,8 @@ def _note_uncaptured(batches: int, mesh: Mesh, log: MLLog) -> None:
     batches = int(all_reduce_(torch.tensor([batches], device=mesh.device)).item())
     if batches:
         text = (
-            f"{batches:,} of the ranks' micro-batches ran without a CUDA graph, and slower, because one that ran at the "
-            "same time was larger than every captured shape"
+            f"{batches:,} of the ranks' micro-batches ran without a CUDA graph, and slower, because a micro-batch that "
+            "ran at the same time was larger than every captured shape"
         )
         log.line(f"# warning: {text}")
         if mesh.is_main:

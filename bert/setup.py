@@ -70,7 +70,8 @@ def build_run(
         say(f"at most {steps:,} steps of {batch} sequences: about {clock(steps * step_seconds)} and the evaluations")
     log.weights_initialization(config.model.num_hidden_layers)
     loader = build_loader(config, inputs.train, mesh, seed, shape_buckets, start.steps, log)
-    reporter = _reporter(config, inputs, mesh, log, step, start.samples)  # created late, because it must be closed
+    # Create the reporter late, because the caller must close it.
+    reporter = _reporter(config, inputs, mesh, log, step, start.samples)
     stages = [stage for _, stage, _ in mesh.coordinates]
     stragglers = Stragglers(mesh.hosts, stages, mesh.places())
     return Run(
@@ -158,7 +159,7 @@ def _warmed_up_step(
     batches = synthetic_batches(config, train, mesh, shape_buckets)
     choose = None
     if config.training.autotune and mesh.device.type == "cuda":
-        # Measure under the conditions of the step: as CUDA graph replays if the step is captured.
+        # Measure ops in the way in which the step runs them: as CUDA graph replays if the step is captured.
         repeatable = partial(replay_of, mesh.device) if capturer is not None else autotune.run_once
         choose = partial(_choose_implementations, mesh=mesh, log=log, repeatable=repeatable)
     seconds = step.warm_up(batches, config.training.warmup_steps, shape_buckets, choose)

@@ -73,7 +73,7 @@ class TrainingStep:
         settings = self.flat, communicators, self.strategy, training.reduce_dtype, training.bucket_bytes
         self._reduction = ShardedReduction(*settings, stopwatch.waiting) if is_sharded else Reduction(*settings)
         self._gather = WeightGather(self.model, self.flat, self._reduction) if self.strategy in SHARDED else None
-        # A rank that holds only parts of tensors needs sums over ranks to compute their norms. ``ShardedLamb`` does that.
+        # If a rank holds only parts of tensors, their norms are sums over ranks, which ``ShardedLamb`` computes.
         if self._gather is None and built.tensor is None and self._pipeline is None:
             dtype = torch.bfloat16 if built.accumulates and self.fp8 is None else None
             casts = () if self.fp8 is None else self.fp8.casts(self.flat.places)  # FP8 casts replace the bf16 copies
@@ -123,7 +123,7 @@ class TrainingStep:
         with self._reduction.overlapped(role.reduces_gradients), overwritten:
             with self.autocast():
                 output = self.model(batch)
-            # Outside autocast, because ops remember the types of their forward passes.
+            # The backward pass runs outside autocast, because ops remember the dtypes of their forward passes.
             self._mean_loss(output, batch).backward()
         if role.reduces_gradients:
             with self._stopwatch.time("reduce"):
@@ -150,8 +150,8 @@ class TrainingStep:
         if self.fp8 is not None:
             self.fp8.update_scales_()  # first, because weights are cast with the new scales
         self.statistics.add_step(self.optimizer.step())
-        # These cannot overlap the next forward pass: FP8 casts whole weights, and the last pipeline stage copies the first
-        # stage's word embedding table.
+        # This communication cannot overlap the next forward pass: FP8 casts whole weights, and the last pipeline stage
+        # copies the first stage's word embedding table.
         if self.fp8 is not None or self._pipeline is not None:
             self.gather_weights()
         if self.fp8 is not None and not isinstance(self.optimizer, Lamb):  # ``Lamb`` casts the weights itself

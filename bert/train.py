@@ -59,7 +59,7 @@ def main(arguments: Sequence[str]) -> int:
         require_torch()
     except (ValueError, OSError) as error:
         return refused(error)
-    from bert.run import leave_mesh, run  # slow, so that a wrong command line is reported before
+    from bert.run import leave_mesh, run  # a slow import, so a wrong command line is reported first
 
     try:
         return run(config, arguments)

@@ -48,10 +48,10 @@ def _predict(
         nodes: Number of nodes.
         gpus_per_node: Accelerators of each node, or sockets if the accelerator is a CPU.
         batch: Global batch size. By default, the fastest batch size that was published at this scale.
-        interconnect: Links between the accelerators of a node, in words. "NVLINK BRIDGE" matters for PCIe cards.
-        networking: Network of a node, in words: "8x ConnectX-7 IB NDR 400Gb/s".
+        interconnect: Links between the accelerators of a node, in words. For PCIe cards, "NVLINK BRIDGE" adds bridges.
+        networking: Network of a node, in words, such as "8x ConnectX-7 IB NDR 400Gb/s".
         round: Round of MLPerf Training whose software and recipes the prediction assumes; by default the newest.
-        cluster: File that `probe` wrote. It describes the machines instead of the options above.
+        cluster: File that `probe` wrote. It replaces the options that describe the machines.
         json: Print one JSON document.
     """
     from cluster.devices import device_named
@@ -82,7 +82,7 @@ def _calibrate(out: Path) -> None:
     """Fit the cost model to the published results again, which takes half a minute.
 
     Args:
-        out: File to write; `cluster/published/calibration.json` is the shipped one.
+        out: File to write; `cluster/published/calibration.json` is the shipped file.
     """
     import msgspec
 
@@ -96,7 +96,7 @@ def _calibrate(out: Path) -> None:
 
 @app.command
 def probe(out: Path, seconds: float = 30.0, limit: float = 60.0) -> int:
-    """Measure hosts, devices and links, and name what is slow. Exit status 1 if anything is. Start one process per device.
+    """Measure hosts, devices and links, and name the slow ones. Start one process per device. Exit status 1 if any is slow.
 
     Args:
         out: File to write, such as cluster.json.
@@ -189,8 +189,8 @@ def _plan(
         cluster: File of a probe of the machines, such as cluster.json. Without it, the prediction uses data sheets.
         gpus: Number of devices, in whole nodes; by default the recipe's or the probe's number.
         accelerator: Name of the devices; by default the recipe's.
-        networking: Network of a node, in words: "8x ConnectX-7 IB NDR 400Gb/s".
-        out: File to write, which a run takes with --plan.
+        networking: Network of a node, in words, such as "8x ConnectX-7 IB NDR 400Gb/s".
+        out: Plan file to write, for the option --plan of a run.
     """
     from cluster.plan.command import plan
 
@@ -223,13 +223,13 @@ def _scale(
     networking: str = "",
     out: Path | None = None,
 ) -> None:
-    """Predict a recipe's time to train on 1 node to 16,384 accelerators, each with its best plan.
+    """Predict a recipe's time to train with the best plan for each size, from one node to 16,384 accelerators.
 
     Args:
         recipe: Recipe of bert.train.
         accelerator: Name of the devices; by default the recipe's.
         gpus_per_node: Accelerators of each node.
-        networking: Network of a node, in words: "8x ConnectX-7 IB NDR 400Gb/s".
+        networking: Network of a node, in words, such as "8x ConnectX-7 IB NDR 400Gb/s".
         out: HTML page to write, with curves and published results.
     """
     from cluster.plan.command import draw_scale

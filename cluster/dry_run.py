@@ -2,8 +2,8 @@
 
     python -m cluster.dry_run RECIPE [--section.field value ...]
 
-This runs ``python -m bert.train RECIPE --dry-run``. For GPUs, and for ranks that share a copy of the model, it adds a
-forecast.
+This runs ``python -m bert.train RECIPE --dry-run``. It adds a forecast if the run uses GPUs, or if several ranks share a
+copy of the model.
 """
 
 import sys

@@ -1,16 +1,16 @@
-"""Outlier statistics that find the slow parts of a cluster by comparing equal parts.
+"""Outlier statistics that find the slow parts of a cluster, such as ranks, hosts or links, by comparing equal parts.
 
-Every quantity is measured in several turns. Times are compared as logarithms relative to the median of their turn, so
-that a disturbance of all parts affects no part more than another. The median over all turns represents a part. A part is
-an outlier if it lies further from the other parts than chance explains. The scale combines the error of a repeated
-measurement with the differences between parts, both as median absolute deviations. The limit comes from Student's
-distribution, such that one in ``CHANCE`` probes reports a false outlier. So a part that is slow by 3 % is named if the
-others agree within 0.1 %, and a part that is slow by 20 % is not named if the others differ by 10 %. With only two
-parts, neither can be judged.
+Every quantity is measured in several turns. Times are compared as logarithms relative to the median of their turn, so that a
+disturbance of all parts affects no part more than another. The median over all turns represents a part. A part is an outlier
+if it lies further from the other parts than chance explains. The scale combines the error of a repeated measurement with the
+differences between parts, both as median absolute deviations. The limit comes from Student's distribution, such that one in
+``CHANCE`` probes reports a false outlier. For example, a part that is slow by 3 % is an outlier if the other parts agree
+within 0.1 %, and a part that is slow by 20 % is not if the other parts differ by 10 %. With only two parts, neither can be
+judged.
 
-The time of a path is divided into the shares of the sending end, the receiving end, and the rest, by medians over the
-partners. An end with fewer than three partners cannot be distinguished from its paths. The same times tell which hosts share
-a leaf switch: these have shorter paths to one another.
+The logarithm of a path's time is the sum of a share of its sending end, a share of its receiving end, and the rest, which
+belongs to the path. Shares are medians over an end's partners. An end with fewer than three partners cannot be distinguished
+from its paths. The same times tell which hosts share a leaf switch: such hosts have shorter paths to one another.
 """
 
 from collections.abc import Sequence
@@ -38,15 +38,15 @@ _TO_SIGMA = 1.4826
 _MEDIAN_ERROR = 1.2533
 """Ratio of a median's standard error to a mean's standard error: sqrt(pi / 2)."""
 _OWN_MEDIAN = 1.4
-"""Turns to subtract from the count, because deviations from the median of few turns are too small (from simulation)."""
+"""Correction of the number of turns, because deviations from the median of few turns are too small (from simulation)."""
 _EFFICIENCY = 0.37
 """Statistical efficiency of a median absolute deviation, relative to a standard deviation."""
 _FAR = 1e6
 """Distance assigned to pairs of hosts that were not measured."""
 _LARGEST = 2048
-"""Maximum number of hosts for which leaves are found: the distance matrix is square."""
+"""Maximum number of hosts for which leaves are found. The distance matrix grows with the square of this number."""
 _CLEAR = 6.0
-"""Robust deviations that must separate paths within leaves from paths between leaves."""
+"""Number of robust standard deviations that must separate the paths within leaves from the paths between leaves."""
 _SMALL_SAMPLE = {2: 1.196, 3: 1.495, 4: 1.363, 5: 1.206, 6: 1.200, 7: 1.140, 8: 1.129, 9: 1.107}
 """Correction factors for the median absolute deviation of small samples (Croux and Rousseeuw, 1992)."""
 
@@ -107,7 +107,7 @@ def _small_sample(number: int) -> float:
 class PathTimes:
     """Logarithms of path times by turn T, decomposed into shares of ends N, rests of paths E, and levels of parts K.
 
-    Parts of the network, such as rails, have no paths between them. ``part_N`` is the part of each end.
+    A part is a set of ends that are connected by paths, such as a rail. ``part_N`` is the part of each end.
     """
 
     sending_TN: Array
@@ -139,7 +139,7 @@ def take_apart(
         for share_TN, of_E in zip(shares, (source_E, target_E), strict=True):
             step_TN = _medians(rest_TE, of_E, nodes)
             step_TN[:, np.bincount(of_E, minlength=nodes) < FEWEST_PARTNERS] = 0.0
-            # What all ends of a connected part share belongs to the level of that part, not to the ends.
+            # Time that all ends of a part have in common belongs to the level of that part, not to the ends.
             step_TN -= _medians(step_TN, part_N, parts)[:, part_N]
             share_TN += step_TN
             rest_TE -= step_TN[:, of_E]
@@ -155,8 +155,8 @@ def leaves_of(times_TE: Array, one_E: NDArray[np.int64], other_E: NDArray[np.int
     """Return the leaf switch of each host, numbered from 0 in host order, or None if the paths do not separate leaves.
 
     Hosts are joined by their shortest measured paths first (single linkage), which needs only some of the pairs. The widest
-    gap between the lengths at which groups join separates the leaves. They are accepted only if paths between groups are
-    longer than paths within groups by more than the error of a repeated measurement, for the middle half of both kinds.
+    gap between the lengths at which groups join separates the leaves. The leaves are accepted only if, for the middle half
+    of both kinds, paths between groups are longer than paths within groups by more than the measurement error.
 
     Args:
         times_TE: logarithms of path times between hosts, by turn, after the shares of the path ends were subtracted.

@@ -28,7 +28,9 @@ def cost(order: Sequence[Path], group: int = 1) -> int:
 
 
 def place(paths: Sequence[Path], nodes: int, group: int = 1) -> list[int]:
-    """Choose and order hosts, given as indices in ``paths``. Each ``group`` of consecutive hosts communicates the most.
+    """Choose and order ``nodes`` hosts, and return their indices in ``paths``.
+
+    Consecutive hosts form groups of ``group`` hosts, which communicate more within a group than with other groups.
 
     Raises ``ValueError`` if the cluster has too few hosts, or if they do not divide into groups.
     """
@@ -49,7 +51,7 @@ def _subtrees(paths: Sequence[Path], hosts: Sequence[int], level: int | None = N
 
 
 def _choose(paths: Sequence[Path], nodes: int, group: int) -> list[int]:
-    """Choose hosts from the smallest subtree that has enough of them, from its fullest leaves."""
+    """Choose hosts from the fullest leaves of the smallest subtree that has enough hosts."""
     every = range(len(paths))
     subtrees = [tree for level in range(max(map(len, paths)) + 1) for tree in _subtrees(paths, every, level).items()]
     _, smallest = min((len(hosts), path) for path, hosts in subtrees if len(hosts) >= nodes)

@@ -103,8 +103,8 @@ class Contention:
         processors: number of processors of all machines. A machine counts once, even if several hosts share it.
         threads: number of threads of each rank.
         alone_s, together_s: a rank's time for the same work while the other ranks wait, and while they compute as well.
-        mean_s, last_s: mean time of the ranks and time of the last rank if all begin the work together. Ranks that finish
-            free their processors for the remaining ranks.
+        mean_s, last_s: mean time and longest time of all ranks, if they begin the work together. Ranks that finish free
+            their processors for the remaining ranks.
     """
 
     processors: int
@@ -121,8 +121,8 @@ class Outlier:
 
     Attributes:
         name: name of the host, rank or link, in words.
-        ratio: its time divided by the time of its peers; 0 if it gave wrong results.
-        deviations: distance from its peers in robust standard deviations.
+        ratio: time of the outlier divided by the time of its peers; 0 if the outlier gave wrong results.
+        deviations: distance of the outlier from its peers in robust standard deviations.
         step_share: relative increase of the time of a BERT-Large step.
         ranks: ranks involved, the sender first.
     """
@@ -169,7 +169,7 @@ class View:
     outliers: tuple[Outlier, ...]
 
     def links_of(self, between_hosts: bool) -> list[Link]:
-        """Return the links that connect two hosts, or the links within hosts."""
+        """Return the links between hosts, or the links within hosts."""
         ends = ((link, self.ranks[link.source].host != self.ranks[link.target].host) for link in self.links)
         return [link for link, is_between in ends if is_between == between_hosts]
 
@@ -201,6 +201,6 @@ _FILE = FileKind(
     version=4,
     noun="view of a cluster",
     maker="python -m cluster probe",
-    largest_bytes=256 * 2**20,  # 32,768 ranks with eight devices a host
+    largest_bytes=256 * 2**20,  # enough for 32,768 ranks on hosts with eight devices
     check=_check,
 )

@@ -45,7 +45,7 @@ def read_run(path: Path) -> Account:
     if not account.steps or not account.seconds:
         raise ValueError(f"{path}: no record of steps; expected metrics_N.jsonl of a run, beside its result_N.txt")
     account.parts["evaluations"] = sum(record.eval_s for record in metrics.evaluations)
-    # The rest of the time: start, checkpoints, and others.
+    # The remaining time covers the start, checkpoints and everything else.
     account.parts["start and other"] = max(0.0, account.seconds - sum(account.parts.values()))
     return account
 
@@ -69,7 +69,7 @@ def savings(account: Account) -> dict[str, float]:
 
 
 def _without(account: Account, is_removed: Callable[[Straggler], bool]) -> float:
-    """Return the seconds that other ranks waited for the removed ranks."""
+    """Return the seconds that the other ranks waited for the removed ranks."""
     saved = 0.0
     for steps, slow in account.slow:
         slowest = max((each.own_ms for each in slow), default=0.0)

@@ -1,6 +1,6 @@
 """Check logs, describe the system, report on a results folder: `python -m compliance --help`.
 
-Each command imports what it needs when it runs.
+Each command imports its modules when it runs, so that --help and errors in options appear without delay.
 """
 
 import sys
@@ -88,11 +88,11 @@ def check(
 
 @app.command
 def report(folder: Folder, ruleset: AnyRuleset = AUTO, format: Format = "html", out: Path | None = None) -> int:
-    """Report on the logs and metrics in FOLDER: an HTML page, or the same as Markdown, JSON or CSV.
+    """Report on the logs and metrics in FOLDER, as an HTML page, Markdown, JSON or CSV.
 
     Args:
         format: html is written to FOLDER/report.html. The other formats are printed.
-        out: The file to write instead.
+        out: The file to write, in place of FOLDER/report.html or the printed text.
     """
     from compliance.report.page import render_as, write_report
     from compliance.report.results import load_results
@@ -101,7 +101,7 @@ def report(folder: Folder, ruleset: AnyRuleset = AUTO, format: Format = "html", 
     if format == "html" or out is not None:
         say(write_report(folder, ruleset, format, out))
     elif format == "json":
-        # The files may contain build-server commands, which `say_json` escapes.
+        # `say_json` escapes text from the logs that a CI server would execute as a command.
         say_json(as_dict(load_results(folder, ruleset)))
     else:
         say_document(render_as(load_results(folder, ruleset), format))
@@ -135,7 +135,7 @@ def system(
     """
     from compliance.doctor.system import renew
 
-    # Split at the first "=" only, because a value may contain more of them.
+    # Split at the first "=" only, because the value may contain "=" too.
     pairs = [field.partition("=") for field in set]
     for name, equals, _ in pairs:
         if not equals:
@@ -148,7 +148,7 @@ def system(
 
 @app.command
 def convergence(folder: Folder, ruleset: Ruleset = NEWEST_RULESET) -> int:
-    """Compare the runs in FOLDER, even an incomplete set, with the reference convergence. Exit status 1 on failure."""
+    """Compare the convergence of the runs so far in FOLDER with the reference. Exit status 1 on failure."""
     from compliance.report.results import load_results
     from compliance.report.summary import print_summary
 
@@ -213,7 +213,7 @@ def package(
 
 @app.command
 def watch(
-    path: Annotated[Positional[Path], arg(metavar="PATH", help="A log, an output with a log's lines, or a folder.")],
+    path: Annotated[Positional[Path], arg(metavar="PATH", help="A log, output that contains a log, or a folder.")],
     ruleset: Ruleset = NEWEST_RULESET,
     timeout: float = 600.0,
     stale: float = 600.0,
@@ -222,7 +222,7 @@ def watch(
 
     Args:
         timeout: Seconds to wait for a log that is not there yet.
-        stale: Seconds without new output after which to give up. A run that is initialising has an hour.
+        stale: Seconds without new output after which to give up. During initialisation, the limit is an hour.
     """
     from compliance.watch.screen import watch as follow
 
@@ -231,7 +231,7 @@ def watch(
 
 def main() -> int:
     """Run the command and return the exit status."""
-    end_in_order()  # here, because the installed command calls only this function
+    end_in_order()  # called here, because the installed command runs only this function
     installed = Path(sys.argv[0]).name
     return app.main(installed if installed == "mlperf-bert-compliance" else "python -m compliance")
 

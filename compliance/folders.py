@@ -4,9 +4,9 @@
 <org>/results/<system>/bert/result_<n>.txt   its logs
 <org>/benchmarks/                            its source
 
-A round is a folder of such submissions. A results folder outside of a submission has the same layout, results/<system>/bert
-beside results/systems. It is called bare, and its runs may still be in progress. In a submission, symbolic links to folders
-are not followed.
+A round is a folder of such submissions. A bare results folder is one outside of a submission. It has the same layout,
+results/<system>/bert beside results/systems, and its runs may still be in progress. In a submission, symbolic links to
+folders are not followed.
 """
 
 import fnmatch
@@ -71,13 +71,13 @@ class BenchmarkFolder:
 
     @property
     def severity(self) -> Severity:
-        """Severity of a missing part that a submission must have and that bare results may still get."""
+        """Severity of a missing part: an error in a submission, a warning in bare results, which may still get the part."""
         return "error" if self.submission else "warning"
 
 
 @dataclass(frozen=True)
 class Tree:
-    """Contents of a path. `submission` is the path's submission, or the path itself, or None for bare results."""
+    """Contents of a path. `submission` is `path` or the submission that contains it, and None for bare results."""
 
     path: Path
     submission: Path | None
@@ -96,7 +96,7 @@ def absolute(path: Path) -> Path:
 
 
 def find_all(path: Path) -> list[Tree]:
-    """Return the submissions <round>/<org> of a round that contain BERT results, or for any other folder `find`'s result.
+    """Return the submissions of a round that contain BERT results. For any other folder, return the result of `find`.
 
     Raises:
         ValueError: as for `find`.
@@ -137,7 +137,7 @@ def find(path: Path) -> Tree:
     if not found:
         raise ValueError(f"{path}: no logs in it, expected results/<system>/bert/result_<n>.txt or a folder above them")
     if submission == path:
-        # The package checker reads every description, even without results of that name.
+        # The package checker reads every description, even if the system of that name has no results.
         descriptions = [entry for entry in _entries(path / "systems") if entry.suffix == ".json"]
     else:
         # List each description once, because a system may have several BERT folders.
@@ -178,7 +178,7 @@ def layout_findings(folder: BenchmarkFolder, runs: int | None) -> Iterator[Findi
         more = max(0, len(folder.misnamed) - 3)
         yield Finding(None, "", LAYOUT, found, "rename the file, or put the log itself in its place", more=more)
     count = len(folder.logs)
-    # Do not report the number if it will be right after renaming the misnamed logs.
+    # Do not report the number of logs if it becomes right when the misnamed logs are renamed.
     if runs is not None and count != runs and count + len(folder.misnamed) != runs:
         remedy = "add the missing runs" if count < runs else "choose the runs to submit: `python -m compliance package`"
         found = f"{counted(count, 'log')} result_<n>.txt, expected exactly {runs} in a submission"
@@ -237,7 +237,7 @@ def _of_system(system: Path, submission: Path | None) -> list[BenchmarkFolder]:
 
 
 def _is_benchmark(folder: Path) -> bool:
-    """Tell by its logs or its name whether a folder was meant for BERT logs, unless a subfolder of it was."""
+    """Tell whether a folder is meant for BERT logs: it contains a log, or it is named after BERT and no subfolder is."""
     if folder.name in OTHER_BENCHMARKS:
         return False
     entries = _entries(folder)
@@ -267,7 +267,7 @@ def _is_counted(path: Path) -> bool:
 
 
 def _submission_above(path: Path, levels: int) -> Path | None:
-    """Return the submission that contains the results folder `levels - 1` folders above `path`; None if there is none."""
+    """Return the submission whose results folder is `levels - 1` folders above `path`; None if there is none."""
     results = (absolute(path), *absolute(path).parents)[levels - 1]
     if results.name != "results" or not (results.parent / "systems").is_dir():
         return None

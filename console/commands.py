@@ -1,4 +1,4 @@
-"""Programs with several commands, parsed by tyro. `console.program` needs no installed package."""
+"""Programs with several commands, parsed by tyro. Programs that must run without tyro use only `console.program`."""
 
 import inspect
 import re
@@ -31,7 +31,7 @@ class Commands:
         return function
 
     def run(self, program: str, arguments: Sequence[str] | None = None) -> Any:
-        """Run the command that the first of the `arguments` names, and return its result. Default: the command line.
+        """Run the command that the first argument names, and return its result. `arguments` defaults to the command line.
 
         Raises:
             ValueError: see `parsed`.
@@ -67,7 +67,7 @@ class Commands:
         accept_any_text()
         try:
             return self.run(program) or 0
-        # Before OSError, which includes it: a reader that has ended is no error.
+        # Handled before its base class OSError, because it is not an error if the reader of the output has ended.
         except BrokenPipeError:
             return reader_has_gone()
         except (ValueError, OSError) as error:

@@ -29,7 +29,7 @@ class FileKind(Generic[Content]):
         format, version: written to the file. A file with another format or version is refused.
         noun, maker: name of the kind and the command that makes such files, for messages.
         largest_bytes: size of the largest file that is read.
-        check: raises ``ValueError`` if parts of the content contradict each other.
+        check: function that raises ``ValueError`` if parts of the content contradict each other.
     """
 
     kind: type[Content]
@@ -55,7 +55,7 @@ class FileKind(Generic[Content]):
             document = msgspec.json.decode(text, type=_Document)
             if (document.format, document.version) != (self.format, self.version):
                 raise ValueError(f"{document.format} {document.version}, expected {self.format} {self.version}")
-            # Without white space: only a change of the content changes the digest.
+            # Remove white space first, so that only a change of the content changes the digest.
             body = msgspec.json.format(document.content, indent=-1)
             if document.digest != hashlib.sha256(body).hexdigest():
                 raise ValueError("edited or damaged, its digest belongs to other content")

@@ -9,7 +9,7 @@ def require_extra(extra: str, *modules: str) -> None:
 
     Only programs started by ``python -m`` are checked: another program that imports the package may need less of it.
     """
-    if sys.argv[:1] != ["-m"]:  # Python is still looking for the module
+    if sys.argv[:1] != ["-m"]:  # sys.argv[0] is "-m" while Python looks for the module
         return
     missing = next((module for module in modules if find_spec(module) is None), None)
     if missing is not None:
@@ -20,6 +20,6 @@ def require_extra(extra: str, *modules: str) -> None:
 
 
 def needed(module: str, extra: str = "train") -> str:
-    """Return the command that installs a missing module."""
-    # By path, because no package index holds this project, and a stranger could register its name there.
+    """Return a message that a module is missing, with the command that installs it."""
+    # Install by path, because no package index has this project, and a stranger could register its name there.
     return f"{module} is not installed: pip install '.[{extra}]' in the repository's root"

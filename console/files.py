@@ -24,9 +24,9 @@ _TEMPORARY = re.compile(r"\..+\.[0-9a-f]+\.partial")
 
 @contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
-    """Yield a temporary name beside ``path``, which becomes ``path``, synced to disk, if the block ends without an error.
+    """Yield a temporary path for the block to create. If the block succeeds, sync it to disk and rename it to ``path``.
 
-    The block makes a file or a folder of that name, which nobody else can guess. If it fails, the file is removed.
+    The block may create a file or a folder, whose name nobody else can guess and which is removed if the block fails.
     """
     temporary = path.absolute().with_name(f".{path.absolute().name}.{secrets.token_hex(8)}.partial")
     try:
@@ -76,7 +76,7 @@ class NotAFileError(OSError):
 
 
 def open_regular(path: Path) -> BufferedReader:
-    """Open a regular file for reading. Raises ``OSError`` for pipes, which may never answer, and for devices without end."""
+    """Open a regular file for reading. Raises ``OSError`` for pipes and devices, which may never answer or never end."""
     # Without O_NONBLOCK, opening a pipe would wait for a writer.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
@@ -90,7 +90,7 @@ def open_regular(path: Path) -> BufferedReader:
 
 
 def sha256_of(path: Path) -> str:
-    """Return the SHA-256 of a regular file, in hex. ``OSError`` as from `open_regular`."""
+    """Return the SHA-256 of a regular file, in hex. Raises ``OSError`` like `open_regular`."""
     with open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -106,7 +106,7 @@ def read_bounded(path: Path, limit: int, remedy: str) -> bytes:
             size = os.fstat(file.fileno()).st_size
             if size > limit:
                 raise ValueError(f"{path}: {size:,} bytes, expected at most {limit:,}; {remedy}")
-            # The file may grow meanwhile.
+            # Pass the size, because the file may grow meanwhile.
             return file.read(size)
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}; {remedy}") from None

@@ -37,7 +37,7 @@ def end_in_order() -> None:
     The exit status is 128 + n after signal n, as in shells.
     """
     for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
             signal.signal(number, _end)
 
 

@@ -18,7 +18,7 @@ _POLL_S = 0.2
 
 
 class BusyError(ValueError):
-    """Another process holds the lock. The text says which process, in its own words."""
+    """Error for a lock that another process holds. The message is what that process wrote to the lock file."""
 
 
 def lock_file(path: Path, *, shared: bool = False, patience_s: float = 0.0) -> int:
@@ -33,7 +33,7 @@ def lock_file(path: Path, *, shared: bool = False, patience_s: float = 0.0) -> i
         BusyError: another process holds the lock.
         OSError: the file cannot be written, or its file system has no locks.
     """
-    # Others may write to the folder: no link is followed, and no pipe is waited for.
+    # Other users may be able to write to the folder, so do not follow a link or wait for a pipe.
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     deadline = time.monotonic() + patience_s
     try:
@@ -45,8 +45,8 @@ def lock_file(path: Path, *, shared: bool = False, patience_s: float = 0.0) -> i
             if time.monotonic() > deadline:
                 raise BusyError(visible(os.pread(descriptor, _NOTE_BYTES, 0).decode(errors="replace")))
             time.sleep(_POLL_S)
-        with suppress(OSError):  # the lock holds on a full disk, too
-            # Written in place: a new file under this name would be another file to lock.
+        with suppress(OSError):  # the lock also holds without the note, on a full disk
+            # Write in place, because a new file of this name would be another file to lock.
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, f"process {os.getpid()} on host {socket.gethostname()}".encode(), 0)
     except BaseException:

@@ -30,7 +30,7 @@ class Output:
 
     @property
     def complaint(self) -> str:
-        """The last line on standard error, otherwise the trouble: what to show if the program failed."""
+        """What to show if the program failed: the last line on standard error, or else ``trouble``."""
         lines = self.errors.strip().splitlines()
         return lines[-1].removeprefix("error: ") if lines else self.trouble
 
@@ -42,7 +42,7 @@ def run(
     folder: Path | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> Output:
-    """Run a program without standard input. Raises nothing for a program that is missing, fails or hangs.
+    """Run a program without standard input. A program that is missing, fails or hangs raises no exception.
 
     The program gets a session of its own. After `timeout_s`, and on Ctrl-C, it is killed with its children.
 

@@ -31,8 +31,8 @@ def say_document(text: str) -> None:
 
 
 def say_json(document: object) -> None:
-    """Print a document as JSON in which a build server finds no command."""
-    print(json_document(document).replace("##", "#\\u0023"), flush=True)  # Azure's commands begin so
+    """Print a document as JSON. No text in it is a command to a build server."""
+    print(json_document(document).replace("##", "#\\u0023"), flush=True)  # Azure's commands begin with ##
 
 
 def say_annotation(level: str, message: object, properties: Mapping[str, object]) -> None:
@@ -160,7 +160,7 @@ def _unframed(complaint: str) -> str:
 
 
 def bound(function: Callable[..., Result]) -> Callable[..., Callable[[], Result]]:
-    """Return a function of the same signature that stores its arguments for a call after parsing."""
+    """Return a function of the same signature that only stores its arguments. Its result runs ``function`` later."""
 
     @wraps(function)
     def bind(*arguments: Any, **named: Any) -> Callable[[], Result]:

@@ -40,7 +40,7 @@ def visible(text: object, limit: int | None = None) -> str:
 
 
 def annotation(level: str, message: object, properties: Mapping[str, object]) -> str:
-    """Return the command that lets GitHub's runner show `message` beside a line. No text can end it or start another one.
+    """Return the command that lets GitHub's runner show `message` beside a line. No text can add another command.
 
     Specification: GitHub Docs, "Workflow commands for GitHub Actions", and the runner's ActionCommand, which undoes only
     these escapes. Control characters are also escaped, by `visible`.
@@ -98,7 +98,7 @@ def clock(seconds: float) -> str:
 
 
 def clock_span(early: float | None, late: float | None) -> str:
-    """Format a time left of which one end, or both, may be unknown."""
+    """Format a range of the time left. One or both of its bounds may be unknown."""
     if early is None:
         return "-" if late is None else f"at most {clock(late)}"
     return f"{clock(early)} or more" if late is None else f"{clock(early)} to {clock(late)}"

@@ -33,7 +33,7 @@ def version_line() -> str:
 def commit() -> str:
     """Return the checkout's commit, marked if tracked files differ; in an image, its source's commit or "unknown"."""
     revision = _git("rev-parse", "HEAD")
-    # Untracked files do not count: results and data lie beside the source.
+    # Untracked files do not count, because results and data lie beside the source.
     changed = _git("status", "--porcelain", "--untracked-files=no")
     if revision.trouble or changed.trouble:
         return os.environ.get("MLPERF_BERT_COMMIT", "unknown")

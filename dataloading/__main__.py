@@ -3,8 +3,6 @@
 Each command imports its modules when it runs, so that --help and errors in options appear without delay.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 import time
@@ -58,7 +56,7 @@ def _prepare(
     one_call: bool = False,
     jobs: int = 1,
 ) -> None:
-    """Make a data set from text, one HDF5 shard a file. Continues after an interruption.
+    """Make a data set from text, one HDF5 shard per file. Continues after an interruption.
 
     Args:
         text: Files with one sentence a line and an empty line between documents. Each file is one call of the algorithm.
@@ -149,7 +147,7 @@ def index(folder: tyro.conf.Positional[Path], vocab: Path, out: Path | None = No
     Args:
         folder: Shards of any layout (native, fixed, varlength, packed, TFRecord), and nothing else.
         vocab: The vocabulary that the shards' token ids refer to.
-        out: Folder to make with links to the shards. Needed if their folder is not writable.
+        out: Folder to make with links to the shards. Needed if the folder of the shards is not writable.
     """
     from dataloading.dataset.folder import index_shards, info_of, new_folder, open_dataset, shard_names
 
@@ -174,7 +172,7 @@ def _shuffle(folder: tyro.conf.Positional[Path], out: Path, shards: int, seed: i
         folder: The data set.
         out: Folder to make.
         shards: Number of files; 4320 is customary for the benchmark's training set.
-        seed: Seed of the order.
+        seed: Seed of the random order.
     """
     from dataloading.dataset.folder import open_dataset
     from dataloading.dataset.shuffle import shuffle
@@ -271,13 +269,13 @@ def dump(shards: tyro.conf.Positional[tuple[Path, ...]], out: Path) -> None:
     say(f"{out}: {len(samples):,} samples of {len(paths)} shard(s)")
 
 
-def _reporter(counted: str) -> Callable[[JobProgress], None]:
-    """Return a function that prints a line for each finished file, with the time that is left."""
+def _reporter(counted: str) -> "Callable[[JobProgress], None]":
+    """Return a function that prints a line for each finished file, with the expected remaining time."""
     from console.text import clock
 
     started = time.perf_counter()
 
-    def report(progress: JobProgress) -> None:
+    def report(progress: "JobProgress") -> None:
         seconds = time.perf_counter() - started
         left = seconds / progress.done * (progress.total - progress.done)
         rest = (", existed" if progress.kept else "") + (f", about {clock(left)} left" if left else "")
@@ -286,14 +284,14 @@ def _reporter(counted: str) -> Callable[[JobProgress], None]:
     return report
 
 
-def _counts(dataset: Dataset) -> str:
+def _counts(dataset: "Dataset") -> str:
     tokens = sum(record.tokens for record in dataset.shards)
     size = sum(record.file_bytes for record in dataset.shards)
     mean = tokens / max(len(dataset), 1)
     return f"{len(dataset):,} samples of {mean:.1f} tokens in {len(dataset.shards):,} shard(s), {size / 1e6:,.1f} MB"
 
 
-def _parse_part(text: str) -> WorkPart:
+def _parse_part(text: str) -> "WorkPart":
     from dataloading.jobs import WorkPart
 
     # int() alone would also accept signs, spaces and underscores.

@@ -31,7 +31,7 @@ def compiled(function: Function) -> Function:
     return kept if _is_trusted(Path(kept.stats.cache_path)) else njit(function)
 
 
-# Cached, so that there is one warning for each folder.
+# Cache the result, so that each folder gets only one warning.
 @lru_cache
 def _is_trusted(folder: Path) -> bool:
     if Path(__file__).parent in folder.parents or is_private(folder):

@@ -119,7 +119,7 @@ def run_tasks(make: Callable[[Task], Result], tasks: Sequence[Task], jobs: int) 
             "a process was killed, perhaps for lack of memory; run the same command again to continue, with fewer --jobs"
         ) from None
     except BaseException as error:
-        if not isinstance(error, Exception):  # this process must end, but a task may take minutes
+        if not isinstance(error, Exception):  # end now, though a running task may take minutes
             for child in multiprocessing.active_children():
                 child.terminate()
         raise

@@ -12,13 +12,13 @@ EVALUATION_SAMPLES = 10_000
 """Number of samples in the benchmark's evaluation set."""
 
 REFERENCE_PART_BYTES = 28_227_665
-"""26.92 MiB. With this size, the benchmark's dump gives 500 parts."""
+"""Size of a text part, 26.92 MiB, that divides the benchmark's Wikipedia dump into 500 parts."""
 
 _SHORTEST = 5
 """Length of the shortest sample, [CLS] a [SEP] b [SEP]."""
 
 _LONGEST = (1 << 15) - 1
-"""Largest length. Lengths and positions are stored in 16 bits, and in signed integers in some layouts."""
+"""Length of the longest sample. Lengths and positions are stored in 16 bits, which are signed in some layouts."""
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,9 @@ class ExtractionOptions:
     """Settings of the extraction of text from articles. The defaults are the benchmark's."""
 
     sentences: Sentences = "punkt"
-    """punkt: the reference's sentence tokenizer, from the package nltk. plain: split at [.!?] before a space and a
-    capital, digit, double quote or round bracket. plain needs no package, but its text differs from the benchmark's."""
+    """punkt: the reference's sentence tokenizer, from the package nltk. plain: end a sentence after . ! or ? if
+    a space and a capital, digit, double quote or round bracket follow. plain needs no package, but its text differs from
+    the benchmark's."""
     evaluation_articles: int = 10_000
     """Articles to hold out for the evaluation set."""
     part_bytes: int = REFERENCE_PART_BYTES

@@ -23,7 +23,7 @@ def main(arguments: Sequence[str]) -> int:
         else:
             chosen = _parser().parse_args(arguments)
             _print_table(chosen.device, chosen.dtype)
-        sys.stdout.flush()  # so that a broken pipe raises here
+        sys.stdout.flush()  # flush, so that a broken pipe raises here
     except BrokenPipeError:
         return reader_has_gone()
     except (ValueError, OSError) as error:
@@ -42,7 +42,7 @@ def _parser() -> RaisingParser:
 
 
 def _print_table(device: str | None, dtype: str | None) -> None:
-    import torch  # here, so that --help does not wait for it
+    import torch  # imported here, so that --help does not wait for PyTorch
 
     from kernels import OPS
     from kernels.tuning.examples import example_inputs

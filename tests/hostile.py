@@ -1,12 +1,6 @@
 """Hostile file names, and a check that no program prints them unescaped."""
 
 import re
-import subprocess
-import sys
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-
-REPOSITORY = Path(__file__).resolve().parents[1]
 
 FORGED = "PASS forged"
 NAME = (
@@ -16,14 +10,6 @@ NAME = (
 """Has newlines, build server commands, escape sequences, bidirectional and zero-width characters, markup, no UTF-8."""
 LONG = NAME + "y" * (255 - len(NAME.encode("utf-8", "surrogateescape")))
 """The same name, extended to the maximum length of a file name."""
-
-
-def run(module: str, arguments: Sequence[object], environment: Mapping[str, str]) -> tuple[int, str]:
-    """Run `python -m MODULE ARGUMENTS` and return its exit status and all output."""
-    command = [sys.executable, "-m", module, *map(str, arguments)]
-    output, errors = subprocess.PIPE, subprocess.STDOUT
-    done = subprocess.run(command, cwd=REPOSITORY, env=environment, stdout=output, stderr=errors, timeout=600)
-    return done.returncode, done.stdout.decode()
 
 
 def assert_harmless(text: str) -> None:

@@ -11,6 +11,7 @@ command at the top of the README, which ``.ci/run`` runs.
 import atexit
 import contextlib
 import gc
+import importlib
 import inspect
 import json
 import os
@@ -21,6 +22,8 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -131,6 +134,29 @@ def write_script(path: Path, text: str) -> None:
     path.chmod(0o755)
 
 
+def wait_for(condition: Callable[[], object], process: Program | subprocess.Popen[str] | None = None) -> None:
+    """Wait until ``condition()`` holds. Fails if ``process`` ends first."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        if process and process.poll() is not None:
+            assert condition(), process.communicate(timeout=PATIENCE_S)[0]
+        assert time.monotonic() < deadline, "this takes too long"
+        time.sleep(0.02)
+
+
+def python(*arguments: object, **changes: object) -> subprocess.CompletedProcess[str]:
+    """Run a new interpreter in the repository's root. ``changes`` are variables of its environment, None for unset."""
+    environment = {name: str(value) for name, value in (os.environ | changes).items() if value is not None}
+    command = [sys.executable, *map(str, arguments)]
+    return subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=PATIENCE_S)
+
+
+def git(folder: Path, *arguments: str) -> str:
+    """Run git in a repository, and return its output."""
+    identity = ("-c", "user.name=a", "-c", "user.email=a@example.org")
+    return subprocess.check_output(["git", *identity, *arguments], cwd=folder, text=True).strip()
+
+
 @cache
 def _forked_python(imported: str) -> str:
     """Return the path of a program that asks a server to fork.
@@ -234,15 +260,10 @@ def _tell(connection: socket.socket, number: int) -> None:
 
 
 def _import_packages() -> None:
-    import h5py  # noqa: F401
-    import mlperf_logging  # noqa: F401
-    import numba  # noqa: F401
-    import safetensors.torch  # noqa: F401
-    import scipy.optimize  # noqa: F401
-    import tokenizers  # noqa: F401
-    import torch.distributed.pipelining
-    import torch.distributed.run  # noqa: F401  and what pipelines import besides, 1.4 s for each of many ranks
-    import tyro  # noqa: F401
+    # What pipelines import takes 1.4 s for each of many ranks.
+    packages = "h5py mlperf_logging numba safetensors.torch scipy.optimize tokenizers tyro torch.distributed.pipelining"
+    for name in (*packages.split(), "torch.distributed.run"):
+        importlib.import_module(name)
     from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
     # Agents search all modules for a method's name. With this many modules, that takes a tenth of a CPU for each agent.

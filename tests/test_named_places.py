@@ -1,6 +1,5 @@
 """Every file and module mentioned in code, comments and pages exists."""
 
-import ast
 import re
 import subprocess
 from functools import cache
@@ -30,19 +29,10 @@ def texts() -> list[Path]:
 
 
 @cache
-def names_in(path: Path) -> set[str]:
-    """Return the names that a module defines or imports, and the attributes of its classes."""
-    names: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            names.add(node.name)
-        elif isinstance(node, ast.Name):
-            names.add(node.id)
-        elif isinstance(node, ast.ImportFrom) and node.names[0].name == "*":
-            names |= names_in(REPOSITORY.joinpath(*(node.module or "").split(".")).with_suffix(".py"))
-        elif isinstance(node, ast.alias):
-            names.add((node.asname or node.name).rpartition(".")[2])
-    return names
+def words_in(module: Path) -> set[str]:
+    text = module.read_text(encoding="utf-8")
+    starred = [name.replace(".", "/") for name in re.findall(r"from ([\w.]+) import \*", text)]
+    return set(re.findall(r"\w+", text)).union(*(words_in(REPOSITORY / f"{name}.py") for name in starred))
 
 
 def is_there(dotted: str) -> bool:
@@ -52,7 +42,7 @@ def is_there(dotted: str) -> bool:
         place, rest = REPOSITORY.joinpath(*parts[:length]), parts[length:]
         for module in (place.with_suffix(".py"), place / "__init__.py"):
             if module.is_file():
-                return set(rest) <= names_in(module) or not rest
+                return set(rest) <= words_in(module)
     return False
 
 

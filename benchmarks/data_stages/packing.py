@@ -2,7 +2,7 @@
 
     python benchmarks/data_stages/packing.py [--histogram FILE] [--out FILE]
 
-For comparison: Krell et al. (arXiv 2107.02027) publish 99.75 % real tokens with at most three sequences in a row of 512.
+For comparison: Krell et al. (arXiv 2107.02027) publish 99.75 % real tokens with at most three sequences per row of 512.
 """
 
 import sys
@@ -24,7 +24,7 @@ LIMITS = (3, 12, None)
 
 
 def main(histogram: Path = HISTOGRAM, out: Path | None = None) -> None:
-    """Print a line for each limit on the number of sequences in a row.
+    """Print a line for each limit on the number of sequences per row.
 
     Args:
         histogram: CSV file with columns ``length`` and ``count``; the longest length is the capacity.

@@ -2,9 +2,9 @@
 
     python benchmarks/data_stages/prepare.py [--vocab FILE] [--text FILE ...] [--rounds N] [--dupe_factor N] [--out FILE]
 
-Both sides read the text, load the vocabulary, tokenize and draw samples. Runs alternate in one process, and the outputs must
-be equal. Compilation is not timed. By default, the input is the standard library's prose (``dataloading.text.documents``)
-with the vocabulary that ships with the built-in recipe.
+Both implementations read the text, load the vocabulary, tokenize and draw samples. Their runs alternate in one process, and
+their outputs must be equal. Compilation is not timed. By default, the input is the standard library's prose
+(``dataloading.text.documents``) with the vocabulary that ships with the built-in recipe.
 """
 
 import gc
@@ -40,12 +40,12 @@ def main(
     dupe_factor: int = PretrainingOptions.dupe_factor,
     out: Path | None = None,
 ) -> None:
-    """Print the medians of both sides, and the ratio last.
+    """Print the median time of each implementation, and the ratio of the medians.
 
     Args:
         vocab: Vocabulary file, one token a line.
         text: Files with one sentence a line and an empty line between documents.
-        rounds: Runs of each side.
+        rounds: Number of runs of each implementation.
         dupe_factor: Passes over the text, as in the reference script.
         out: Write the figures here as JSON.
     """
@@ -66,12 +66,12 @@ def main(
             "plain Python": lambda: reference_prepare.prepare(paths, reference_prepare.read_vocab(vocab), options),
             "dataloading": compiled,
         }
-        sides["dataloading"]()  # compiles the core or loads it from the cache
+        sides["dataloading"]()  # the first call compiles Numba functions or loads them from the cache
         seconds: dict[str, list[float]] = {name: [] for name in sides}
         first: Samples | None = None
         for _ in range(rounds):
             for name, prepare in sides.items():
-                gc.collect()  # so that one side does not collect the other side's garbage
+                gc.collect()  # so that neither implementation collects the other one's garbage
                 started = time.perf_counter()
                 samples = prepare()
                 seconds[name].append(time.perf_counter() - started)

@@ -2,7 +2,7 @@
 
 This module defines what ``dataloading.text.tokenization`` and ``dataloading.preparation.pretraining_data`` must produce. It
 follows the description in Devlin et al. 2018 (arXiv 1810.04805) and the behaviour of the benchmark's data scripts. It
-processes strings character by character and token by token, and shares no code with these modules.
+processes strings character by character and token by token, and shares no code with the two modules.
 """
 
 import random
@@ -130,7 +130,7 @@ def is_punctuation(char: str) -> bool:
 
 
 def word_pieces(word: str, vocab: dict[str, int]) -> list[str]:
-    """Split a word greedily into the longest pieces from the left; [UNK] if that fails or it exceeds 200 characters."""
+    """Split a word into the longest pieces from the left. Return [UNK] if no piece fits or above 200 characters."""
     if len(word) > 200:
         return ["[UNK]"]
     pieces: list[str] = []
@@ -153,8 +153,8 @@ def word_pieces(word: str, vocab: dict[str, int]) -> list[str]:
 def samples_of_document(
     documents: list[list[list[str]]], index: int, words: list[str], options: PretrainingOptions, rng: random.Random
 ) -> Iterator[Sample]:
-    """Yield the samples that one pass over a document gives."""
-    room = options.max_seq_length - 3  # [CLS], and [SEP] twice
+    """Yield the samples of one pass over a document."""
+    room = options.max_seq_length - 3  # without [CLS] and two [SEP]
     # Some samples are short on purpose (`short_seq_prob`).
     target = rng.randint(2, room) if rng.random() < options.short_seq_prob else room
     document = documents[index]
@@ -166,7 +166,7 @@ def samples_of_document(
             chunk.append(document[position])
             size += len(document[position])
             position += 1
-        # Drawn even if the second segment will be replaced, because the order of draws is part of the definition.
+        # Draw even if the second segment will be replaced, because the order of draws is part of the definition.
         split = rng.randint(1, len(chunk) - 1) if len(chunk) > 1 else 1
         first = [token for sentence in chunk[:split] for token in sentence]
         is_random_next = len(chunk) == 1 or rng.random() < 0.5

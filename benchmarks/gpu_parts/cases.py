@@ -23,7 +23,7 @@ from kernels.tuning.examples import Size, example_inputs
 
 @dataclass(frozen=True)
 class LeastWork:
-    """Least work of a call: (forward alone, forward and backward)."""
+    """Least work of a call. Each pair is (forward pass alone, forward and backward pass)."""
 
     flop: tuple[float, float] = (0.0, 0.0)
     """FLOP of the matrix products."""
@@ -38,7 +38,7 @@ class Case:
     op: str
     arguments: tuple[object, ...]
     autocast: torch.dtype | None
-    """Type of the matrix products, if the arguments have another type."""
+    """Type of the matrix products under autocast, or None for no autocast."""
     work: LeastWork
 
     def fresh(self) -> "Case":
@@ -65,7 +65,7 @@ class Case:
         return [cast("Tensor", output) for output in outputs if output is not None]
 
     def upstream(self, function: Callable[..., object]) -> Tensor:
-        """Draw a gradient of the first output, with a fixed seed."""
+        """Draw a random gradient for the first output, with a fixed seed."""
         with torch.no_grad():
             output = self.outputs(function)[0]
         # The fixed seed gives all implementations of a case the same gradient.
@@ -137,7 +137,7 @@ def cases(
     def case(op: str, work: LeastWork, weights: Mapping[int, object]) -> Case:
         """Return a case with the model's own weights or fixed values for the arguments at the given positions."""
         arguments, _ = example_inputs(op, device, dtype, size)
-        # `example_inputs` returns its arguments by position.
+        # `example_inputs` returns the arguments in the order of the op's parameters.
         placed = (weights.get(place, value) for place, value in enumerate(arguments))
         return Case(op, tuple(map(_leaf, placed)), autocast, work)
 
@@ -168,7 +168,7 @@ def cases(
             {1: layer.intermediate.weight, 2: layer.intermediate.bias},
         ),
         case("bias_gelu", LeastWork(moved=(2 * wide_row, 5 * wide_row)), {1: layer.intermediate.bias}),
-        # The input of the heads is the output of a norm, whose type may differ from the residual stream's.
+        # The masked-LM head's input is the output of a norm, whose type may differ from the residual stream's.
         replace(loss, arguments=(_leaf(states, after_norm), *others)),
     ]
 

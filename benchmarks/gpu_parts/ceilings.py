@@ -27,7 +27,7 @@ class Ceilings:
     @classmethod
     def of(cls, context: Context, *, page: bool = False) -> "Ceilings":
         """Measure the ceilings. Each part does this once and reports them as its first rows."""
-        # Every part measures the ceilings itself, so that shares refer to the rates of the same process.
+        # Every part measures the ceilings itself, so that its figures are compared with rates of the same process.
         makers = {"bf16 product": _large_product, "FP8 product": _large_fp8_product, "device copy": _large_copy}
         rates = []
         for what, make in makers.items():
@@ -45,7 +45,7 @@ class Ceilings:
             return None, ""
         by_product, by_copy = flop / (rate or 1), moved / (self.bytes_per_s or 1)
         product = f"of the large {'FP8' if fp8 else 'bf16'} product"
-        # The floor is the slower of the two, because a kernel can overlap computation with memory traffic.
+        # The floor is the longer of the two times, because a kernel can overlap computation with memory traffic.
         return (by_product, product) if by_product > by_copy else (by_copy, "of the large copy")
 
 
@@ -62,7 +62,7 @@ def _large_product(context: Context) -> tuple[Callable[[], Tensor], int, str]:
 
 
 def _large_fp8_product(context: Context) -> tuple[Callable[[], Tensor], int, str]:
-    """Return a matrix product in E4M3, the format of the forward pass, its FLOP, and the unit of its rate."""
+    """Return a matrix product in E4M3 (the forward pass's format), its FLOP, and the unit of its rate."""
     n = context.scale.square
     if reasons := capability_reasons(context.device):
         raise NotUsableError("; ".join(reasons))

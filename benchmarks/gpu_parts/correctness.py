@@ -74,7 +74,7 @@ def _error_row(title: str, case: Case, name: str, dtype: torch.dtype) -> Figure:
 
 
 def _fp8_error_row(title: str, case: Fp8Case, name: str) -> Figure:
-    """Return the row of one FP8 implementation. It may round to either neighbouring FP8 number."""
+    """Return the row of one FP8 implementation. The limit allows rounding to either neighbouring FP8 number."""
     plain = case.results(OPS[case.op].definition)
     return judged(title, case.exact(), plain, case.results(partial(call, case.op, name)), torch.float32)
 
@@ -95,7 +95,7 @@ def judged(title: str, oracle: list[Tensor], plain: list[Tensor], ours: list[Ten
     # NaN compares as false with everything, so it is treated as the worst ratio.
     worst = max(range(len(ratios)), key=lambda index: ratios[index] if ratios[index] == ratios[index] else float("inf"))
     place = "output" if worst == 0 else f"result {worst} of {len(ratios) - 1}"
-    verdict = "right" if ratios[worst] <= 1 else "WRONG"  # also for a NaN
+    verdict = "right" if ratios[worst] <= 1 else "WRONG"  # a NaN is also WRONG
     return Figure(title, figure=ratios[worst], unit="of allowed error", note=f"{verdict}, worst in the {place}")
 
 

@@ -1,4 +1,7 @@
-"""Start a timed run as a user does, on random samples with Wikipedia's lengths, and report its rate, drift and log check."""
+"""Start a timed run as a user does, on random samples with Wikipedia's lengths.
+
+Reports the run's rate, the drift of its step time, and the verdict on its log.
+"""
 
 import importlib.util
 import statistics
@@ -75,8 +78,8 @@ def rows_of(metrics: "Metrics") -> list[Figure]:
 
 
 def _write_data(context: Context, folder: Path, counts: dict[str, int]) -> None:
-    """Write a synthetic vocabulary, and data sets of these sizes with drawn lengths and random tokens."""
-    from benchmarks.inputs import made_up_vocabulary, write_made_up_set  # imports packages in NEEDS
+    """Write a synthetic vocabulary, and data sets of ``counts`` samples with random tokens and Wikipedia's lengths."""
+    from benchmarks.inputs import made_up_vocabulary, write_made_up_set  # imported here: needs packages in NEEDS
 
     model = context.scale.model
     size, longest = (1024, 128) if context.tiny else (model.vocab_size, model.max_position_embeddings)
@@ -98,7 +101,7 @@ def _train(context: Context, folder: Path, samples: int) -> None:
         "evaluation.target": 1e-12,
         # Evaluate once, at the end.
         "evaluation.interval-samples": samples,
-        # The settings are not allowed in the closed division.
+        # These settings are not allowed in the closed division.
         "log.division": "open",
         "log.system": "benchmark",
         "log.results": folder / "results",
@@ -121,7 +124,7 @@ def _train(context: Context, folder: Path, samples: int) -> None:
 
 
 def _add_rows(context: Context, folder: Path, *, quiet: bool = False) -> None:
-    from compliance.log.records import read_metrics  # imports packages in NEEDS
+    from compliance.log.records import read_metrics  # imported here: needs packages in NEEDS
 
     for path in folder.glob("results/*/bert/metrics_*.jsonl"):
         context.report.add(*rows_of(read_metrics(path)), quiet=quiet)

@@ -1,7 +1,7 @@
 """Measure the FP8 ops: errors relative to an unrounded float64 result, and times relative to the floor.
 
-Shape legend in ``kernels/__init__.py``. These ops have no gradients. They raise ``amax`` in place, so repeated calls are
-harmless.
+Shape legend in ``kernels/__init__.py``. These ops have no gradients. They only ever increase ``amax``, so repeated
+calls with the same input give the same result.
 """
 
 from collections.abc import Callable, Mapping
@@ -38,7 +38,7 @@ class Fp8Case:
         return f"{self.op}{self.variant}"
 
     def results(self, function: Callable[..., object]) -> list[Tensor]:
-        """Return the results of a function without transposed copies. Raises ``ValueError`` if a copy differs."""
+        """Return the results of a function without transposed copies. Raises ``ValueError`` if a copy is wrong."""
         # In-place ops return None and write their results to the last two arguments.
         returned = function(*self.arguments)
         written = self.arguments[-2:] if returned is None else (returned,)
@@ -72,7 +72,7 @@ def fp8_cases(model: BertForPreTraining, tokens: int) -> list[Fp8Case]:
         return torch.full((), value, device=device)
 
     def gradient(*shape: int) -> Tensor:
-        # The size of gradients of a loss that is divided by the global batch size.
+        # Typical size of the gradients when the loss is divided by the global batch size.
         return (1e-6 * torch.randn(shape, generator=generator, device=device)).bfloat16()
 
     def in_fp8(rows: int, dtype: torch.dtype) -> Tensor:
@@ -80,7 +80,7 @@ def fp8_cases(model: BertForPreTraining, tokens: int) -> list[Fp8Case]:
         return torch.randn(rows, padded(tokens), generator=generator, device=device).to(dtype)
 
     generator = torch.Generator(device).manual_seed(0)
-    # A scale that brings such gradients into the range of E5M2.
+    # This scale brings the small gradients into the range of E5M2.
     upward = scalar(2.0**30)
     halves = {2: scalar(0.5), 3: scalar(0.25)}
     of_a_weight = {**halves, 0: in_fp8(wide, E5M2), 1: in_fp8(hidden, E4M3), 4: torch.float32}

@@ -26,7 +26,7 @@ from kernels.reference.ops import summed_embeddings
 
 _LAMB_BYTES = 36
 """Bytes that a step moves for each parameter: gradient norm (4 read), moments and direction (16 read, 8 written, and 4 to
-zero the gradient), parameter update (4 written). A second read hits the L2 cache, except for the word embedding."""
+zero the gradient), parameter update (4 written). Reading a tensor again hits the L2 cache, except for the word embedding."""
 
 
 def kernels(context: Context) -> None:
@@ -41,13 +41,13 @@ def kernels(context: Context) -> None:
         names = list(OPS[case.op].implementations)
         # At the tiny scale the reference is fast enough, and the run shows that it works.
         if case.op.startswith("varlen") and not context.tiny:
-            names.remove("reference")  # processes one sequence at a time, which takes seconds and shows nothing
+            names.remove("reference")  # it processes one sequence at a time, which takes seconds and shows nothing
         _time(context, case, {name: partial(call, case.op, name) for name in names}, ceilings)
     for case in fp8_cases(model, sum(lengths)):
         for name in OPS[case.op].implementations:
             title = f"{case.title}, {name}"
             report.attempt(title, partial(_fp8_time_row, context, title, case, name, ceilings))
-        # Compared after each op, so that a part that is cut off still has the comparisons of its timed ops.
+        # Compare after each op, so that a part that is cut off still has the comparisons of its timed ops.
         _compare(context, case.op, case.title)
     for name in lamb_step.implementations:
         report.attempt(f"lamb_step, {name}", partial(_lamb_time_row, context, name, ceilings))
@@ -74,7 +74,7 @@ def _compare(context: Context, op: str, what: str) -> None:
     """Add a row that compares the first usable implementation with the fastest alternative timed so far."""
     rows = [row for row in context.report.rows if row.name.startswith(f"{what}, ") and row.milliseconds]
     order = [f"{what}, {implementation.name}" for implementation in OPS[op].orders[context.device.type]]
-    # The first usable implementation in the registry's order. Training measures them and may choose a faster one.
+    # Take the first usable implementation in the registry's order. Training measures all and may choose a faster one.
     ours = min((row for row in rows if row.name in order), key=lambda row: order.index(row.name), default=None)
     if ours is None:
         return
@@ -139,7 +139,7 @@ def _lamb_time_row(context: Context, name: str, ceilings: Ceilings) -> Figure:
             optimizer.step()
 
     def draw() -> None:
-        flat.gradients_P.copy_(drawn_P)  # restored, because a step zeroes the gradients
+        flat.gradients_P.copy_(drawn_P)  # a step zeroes the gradients, so restore them
 
     flat.weights_P.copy_(drawn_P)
     # The registry raises ValueError if an implementation does not support the arguments.
@@ -158,7 +158,7 @@ def _peers(case: Case) -> dict[str, Callable[..., object]]:
     if case.op == "varlen_self_attention":
         return {"PyTorch varlen_attn without dropout": _torch_varlen}
     if case.op == "varlen_attention":
-        return {}  # varlen_self_attention, which all layers except the last call, has the peers
+        return {}  # the peers are compared with varlen_self_attention, which every layer but the last one uses
     plain: dict[str, Callable[..., object]] = {
         "dropout_add_layer_norm": _plain_add_norm,
         "embedding_layer_norm": _plain_embeddings,

@@ -15,7 +15,7 @@ from dataloading.batches.shape_buckets import ShapeBucket, choose_shape_buckets,
 
 _FITS, _DOES_NOT_FIT = "fits", "does not fit"
 _SHAPE_BUCKETS = 4
-"""Number of shape buckets. Training uses 16, but they share the memory of the largest, and capturing takes time."""
+"""Number of shape buckets. Training uses 16, but all buckets share the memory of the largest, and capturing takes time."""
 
 
 def memory(context: Context) -> None:
@@ -34,7 +34,7 @@ def _search(context: Context, precision: Precision) -> None:
     while size <= limit and (failing is None or failing - most > max(8, most // 16)):
         name = f"{precision}, {size} sequences"
         row = report.attempt(name, partial(_peak, context, name, precision, size))
-        if row is None or row.failed:  # for a reason other than memory
+        if row is None or row.failed:  # it failed for a reason other than memory
             return
         most, failing = (size, failing) if row.note.startswith(_FITS) else (most, size)
         size = 2 * size if failing is None else (most + failing) // 2
@@ -43,7 +43,7 @@ def _search(context: Context, precision: Precision) -> None:
 
 
 def _peak(context: Context, name: str, precision: Precision, sequences: int) -> Figure:
-    """Return the row of peak memory for one size: start-up, capture and a replay."""
+    """Return the row with the peak memory of start-up, capture and one replay for a micro-batch size."""
     if context.on_gpu:
         # An earlier, higher peak would hide the peak of this size.
         torch.cuda.reset_peak_memory_stats()
@@ -84,7 +84,7 @@ def _shape_buckets(context: Context, sequences: int) -> list[ShapeBucket]:
     count = RECIPES["h100_1x1"]().training.gradient_accumulation_steps
     lengths = clipped_lengths(20_000, longest, seed=0)
     masked = np.maximum(1, np.rint(0.15 * lengths).astype(np.int64))
-    # Shape buckets are chosen from randomly drawn sizes, because they depend on the spread of the sizes.
+    # Shape buckets are chosen from randomly drawn sizes, because the choice depends on the spread of the sizes.
     tokens, masked_tokens = draw_sizes(lengths, masked, count * sequences, count)
     return choose_shape_buckets(tokens, masked_tokens, sequences, longest, _SHAPE_BUCKETS)
 

@@ -2,7 +2,7 @@
 
     python benchmarks/gpu_parts/part.py MODULE:FUNCTION FILE SECONDS (cuda | cpu) (full | tiny)
 
-``FUNCTION`` gets a ``Context`` and adds rows to its report. If it is started again with the same file, it continues after
+``FUNCTION`` gets a ``Context`` and adds rows to its report. A part that is started again with the same file continues after
 the existing rows. Exit status: 0 if all rows are correct, 1 if some failed, ``LOST`` if the device no longer responds.
 """
 
@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 LOST = 3
 _GRACE = 30
-"""Seconds after its time limit when a part ends itself, if the process that should end it no longer exists."""
+"""Seconds after its time limit at which a part ends itself, in case the parent process, which should end it, is gone."""
 
 
 def main(function: str, file: str, seconds: str, device: str, scale: str) -> int:
@@ -33,7 +33,7 @@ def main(function: str, file: str, seconds: str, device: str, scale: str) -> int
 
 def run(function: str, file: Path, device_type: str, *, tiny: bool) -> int:
     """Measure, write each row as soon as it exists, and return the exit status."""
-    import torch  # takes seconds, which count towards the part's time
+    import torch  # the import takes seconds, which count towards the part's time
 
     from benchmarks.conditions import conditions
     from benchmarks.gpu_parts.measuring.report import DeviceLostError, PartReport, first_line
@@ -51,7 +51,7 @@ def run(function: str, file: Path, device_type: str, *, tiny: bool) -> int:
     report.settle = partial(settle, device)
     about = {"part": file.stem, "device": device_name(device), "cuda": torch.version.cuda}
     report.about = about | conditions()
-    # Written at the start, so that the file exists even if the process dies before the first row.
+    # Write at the start, so that the file exists even if the process dies before the first row.
     report.write()
     module, _, name = function.partition(":")
     try:

@@ -28,7 +28,7 @@ OURS = "this repository, unpadded"
 
 
 def peers(context: Context) -> None:
-    """Measure a training step of each peer. All use fp32 weights under bf16 autocast and PyTorch's fused AdamW."""
+    """Measure a training step of each peer. All peers use fp32 weights under bf16 autocast and PyTorch's fused AdamW."""
     sides: dict[str, Callable[[Context, int], Callable[[], None]]] = {
         "plain PyTorch varlen, unpadded": _plain_varlen,
         "Hugging Face, padded, SDPA": _hugging_face,
@@ -73,7 +73,7 @@ def _peer_row(context: Context, name: str, side: Callable[[Context, int], Callab
 
 
 def _hugging_face(context: Context, sequences: int, *, compiled: bool = False) -> Callable[[], None]:
-    with context.device:  # drawing the weights on the device is many times as fast
+    with context.device:  # drawing the weights on a GPU is many times faster
         model = new_model(context.scale.model).train()
     samples = samples_of(context.scale, sequences)
     inputs = {
@@ -108,7 +108,7 @@ def _step(context: Context, model: torch.nn.Module, loss: Callable[[], Tensor]) 
 
 
 def plain_loss(model: BertForPreTraining, batch: Batch) -> Tensor:
-    """Compute the model's loss [] in plain PyTorch, with every layer on every token, as the mean over the batch."""
+    """Compute the model's scalar loss, averaged over the batch, with plain PyTorch ops. Every layer runs on every token."""
     p = model.config.hidden_dropout if model.training else 0.0
     tables = model.embeddings
     ids = batch.input_ids, batch.position_ids, batch.segment_ids
@@ -137,7 +137,7 @@ def _plain_layer(hidden_TD: Tensor, layer: EncoderLayer, model: BertForPreTraini
 
 def _plain_attention(query: Tensor, key: Tensor, value: Tensor, batch: Batch) -> Tensor:
     if query.is_cuda:
-        from torch.nn.attention.varlen import varlen_attn  # only in GPU builds
+        from torch.nn.attention.varlen import varlen_attn  # exists only in GPU builds
 
         bounds, longest = batch.cu_seqlens, batch.max_seqlen
         query, key, value = (x.contiguous() for x in (query, key, value))

@@ -31,7 +31,7 @@ _MOST_ROWS = 24
 
 
 def step(context: Context) -> None:
-    """Measure a captured step on one GPU: of the one-GPU recipe, of two eight-GPU recipes, and of 96 sequences at once."""
+    """Measure the captured step of the one-GPU recipe, of two eight-GPU recipes, and of 96 sequences at once, on one GPU."""
     ceilings, report = Ceilings.of(context), context.report
     for index, (config, micro) in enumerate(_sizes(context)):
         count = config.training.gradient_accumulation_steps
@@ -67,7 +67,7 @@ def _look_into(context: Context, name: str, precision: Precision) -> None:
     trained = training_step(context, recipe("h100_1x1", gradient_accumulation_steps=1, precision=precision))
     prepare(context, trained, batches)
     run = partial(take_step, trained, batches)
-    # Checked first, because profilers need permissions that a container may not have.
+    # Check this before profiling, which needs permissions that a container may not have.
     context.report.add(_synchronisations(context, f"host synchronisations in a step, {precision}", run))
     _split(context, name, run, sequences)
 
@@ -75,7 +75,7 @@ def _look_into(context: Context, name: str, precision: Precision) -> None:
 def _split(context: Context, name: str, run: Callable[[], None], sequences: int) -> None:
     """Add a row for each kernel that takes the most time in one step, and one for the time when the device is idle."""
     on_gpu = context.on_gpu
-    # Measure the step's time without the profiler, which slows launches down.
+    # Measure the step's time before the profiler starts, because profiling slows launches down.
     seconds = statistics.median(measured(run, context.device, context.scale.repeats, cold=False))
     with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as recorded:
         run()
@@ -83,7 +83,8 @@ def _split(context: Context, name: str, run: Callable[[], None], sequences: int)
             torch.cuda.synchronize()
     spent: dict[str, float] = {}
     for event in recorded.key_averages():
-        # Self time counts nothing twice. On a GPU, only the device's events count, because the host runs concurrently.
+        # Self time excludes nested events, so nothing counts twice. On a GPU, only the device's events count, because the
+        # host runs concurrently.
         microseconds = event.self_device_time_total if on_gpu else event.self_cpu_time_total
         of_the_host = on_gpu and event.device_type != DeviceType.CUDA
         if not (of_the_host or event.is_user_annotation) and microseconds:

@@ -92,7 +92,7 @@ def measure(cases: list[HostLayout]) -> list[dict[str, Any]]:
 
 
 def _rank(case: HostLayout, found: Path) -> int:
-    # One thread for each rank, because the ranks share the cores.
+    # Use one thread per rank, because the ranks share the cores.
     torch.set_num_threads(1)
     mesh = join_mesh("cpu")
     communicators = Communicators.create(mesh)
@@ -166,7 +166,7 @@ def _ratios(figures: list[dict[str, Any]]) -> dict[str, float]:
     for figure in figures:
         rate, dtype = figure["rate"] or "unshaped", figure["reduce_dtype"]
         place = f"{figure['hosts']}x{figure['local_size']} {figure['order']} {rate} {dtype}"
-        # Lower bound on the bytes that a host sends, which is what it sends in a ring all-reduce.
+        # Each host must send at least as many bytes as in a ring all-reduce.
         bound = 2 * (figure["hosts"] - 1) / figure["hosts"] * MEGABYTES / (2 if dtype == "bf16" else 1)
         for strategy in STRATEGIES:
             ratios[f"{place}, {strategy} bytes over the bound"] = figure[strategy]["megabytes_per_host"] / bound

@@ -43,11 +43,12 @@ MODELS = {"wikipedia": ModelConfig(6, 256, 4, 1024, 30522, 512), "tiny": ModelCo
 
 
 def main(workload: Literal["wikipedia", "tiny"] = "wikipedia", repeats: int = 7, out: Path | None = None) -> None:
-    """Print the times of each side, then the ratios.
+    """Print the times of each model, then the ratios.
 
     Args:
-        workload: wikipedia is 6 layers of 256 with 30,522 words; tiny is 2 layers of 128. Lengths are Wikipedia's.
-        repeats: Steps of each side.
+        workload: wikipedia has 6 layers, hidden size 256 and 30,522 words; tiny has 2 layers and hidden size 128. Both use
+            Wikipedia's sequence lengths.
+        repeats: Number of timed steps of each model.
         out: Write the figures here as JSON.
     """
     if repeats < 1 or importlib.util.find_spec("transformers") is None:
@@ -72,7 +73,7 @@ def main(workload: Literal["wikipedia", "tiny"] = "wikipedia", repeats: int = 7,
 
 
 def measure(config: ModelConfig, repeats: int) -> tuple[dict[str, list[float]], list[int]]:
-    """Return the seconds of each side's steps, and the number of real tokens in each repeat."""
+    """Return the seconds of each model's steps, and the number of real tokens in each repeat."""
     torch.manual_seed(0)
     ours = BertForPreTraining(config)
     initialize_(ours, torch.Generator().manual_seed(0))
@@ -92,7 +93,7 @@ def measure(config: ModelConfig, repeats: int) -> tuple[dict[str, list[float]], 
     for repeat in range(-1, repeats):  # the first repeat warms up
         samples = samples_of(config, 1 + repeat)
         names = list(losses)
-        turn = repeat % len(names)  # a different side goes first in each repeat
+        turn = repeat % len(names)  # a different model goes first in each repeat
         for name in names[turn:] + names[:turn]:
             loss = losses[name](samples)
             start = time.perf_counter()
@@ -135,7 +136,7 @@ def check_same_loss(ours: BertForPreTraining, theirs: torch.nn.Module, samples: 
     ours.eval()
     theirs.eval()
     loss, reference = our_loss(ours, samples)(), their_loss(theirs, ours.config.max_position_embeddings, samples)()
-    # The sides sum in different orders. The resulting difference is far below this tolerance.
+    # The models sum in different orders. The resulting difference is far below this tolerance.
     if not torch.isclose(loss, reference, rtol=1e-4):
         raise RuntimeError(f"the sides do different work: loss {loss:.6f} against {reference:.6f}")
     ours.train()

@@ -31,7 +31,7 @@ def new_model(config: ModelConfig, attention: str = "sdpa") -> torch.nn.Module:
 
 def model_with_weights_of(model: BertForPreTraining) -> torch.nn.Module:
     """Build a Hugging Face model with the architecture and weights of ``model``."""
-    from bert.checkpoints.hugging_face import to_hugging_face  # imports packages that the GPU benchmark does not need
+    from bert.checkpoints.hugging_face import to_hugging_face  # imported here: the GPU benchmark lacks its packages
 
     theirs = new_model(model.config)
     theirs.load_state_dict(to_hugging_face(model.state_dict()))

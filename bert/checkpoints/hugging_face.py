@@ -37,7 +37,7 @@ _HUGGING_FACE_LAYER = {
 }
 
 _THEIR_NAMES = {"hidden_dropout": "hidden_dropout_prob", "attention_dropout": "attention_probs_dropout_prob"}
-"""Map from fields of ``ModelConfig`` to fields of config.json with other names."""
+"""Fields of ``ModelConfig`` that have a different name in config.json, with that name."""
 
 
 def hugging_face_names(layers: int) -> dict[str, tuple[str, ...]]:
@@ -46,7 +46,7 @@ def hugging_face_names(layers: int) -> dict[str, tuple[str, ...]]:
     for index in range(layers):
         for ours, theirs in _HUGGING_FACE_LAYER.items():
             pairs[f"layers.{index}.{ours}"] = f"bert.encoder.layer.{index}.{theirs}"
-    # These are parameters, whereas the other names are modules with a weight and a bias.
+    # These names are parameters. The other names are modules, which have a weight and a bias.
     whole = ("embeddings.word", "embeddings.position", "embeddings.segment", "decoder_bias")
     names: dict[str, tuple[str, ...]] = {
         ours + suffix: (theirs + suffix,)
@@ -80,7 +80,7 @@ def write_folder(
     vocabulary: Vocabulary,
     metadata: Mapping[str, str],
 ) -> None:
-    """Atomically write a folder for ``from_pretrained`` of models and tokenizers."""
+    """Atomically write a folder from which ``from_pretrained`` of transformers loads the model and the tokenizer."""
     parts: dict[str, Weight] = {}
     for ours, theirs in hugging_face_names(model.num_hidden_layers).items():
         weight = weights[ours]
@@ -125,7 +125,7 @@ def _write_tokenizer(folder: Path, model: ModelConfig, vocabulary: Vocabulary) -
     # Otherwise [MASK] in a text would be split at its brackets.
     tokenizer.add_special_tokens(list(special.values()))
     tokenizer.save(str(folder / "tokenizer.json"))
-    # For this program (``Vocabulary.from_folder``) and for tokenizers that do not read tokenizer.json.
+    # This file is for ``Vocabulary.from_folder`` and for tokenizers that do not read tokenizer.json.
     (folder / "vocab.txt").write_bytes(vocabulary.content)
     settings = {
         "tokenizer_class": "BertTokenizer",
@@ -145,7 +145,7 @@ _Fraction = Annotated[float, msgspec.Meta(ge=0, lt=1)]
 
 
 class _Stated(msgspec.Struct, rename=_THEIR_NAMES):
-    """Fields of a config.json. Missing fields have BERT's values."""
+    """The fields of a config.json that are read; None if a field is missing."""
 
     num_attention_heads: _Count
     num_hidden_layers: _Count | None = None
@@ -156,7 +156,7 @@ class _Stated(msgspec.Struct, rename=_THEIR_NAMES):
     layer_norm_eps: _Fraction | None = None
     hidden_dropout: _Fraction | None = None
     attention_dropout: _Fraction | None = None
-    # Only values that this program supports. The exact GELU differs from the tanh form by up to 5e-4 (docs/checkpoints.md).
+    # Other values are not supported. An exact GELU becomes the tanh form, which differs by up to 5e-4 (docs/checkpoints.md).
     model_type: Literal["bert"] | None = None
     position_embedding_type: Literal["absolute"] | None = None
     hidden_act: Annotated[str, msgspec.Meta(pattern="^gelu")] | None = None

@@ -19,26 +19,26 @@ if TYPE_CHECKING:
     from bert.checkpoints.sources import CheckpointSource
     from dataloading.text.tokenization import Vocabulary
 
-# The vocabulary's table may be padded, and dropout and initialization are not properties of the weights.
+# A checkpoint's word table may be padded, and dropout and initialization are not properties of the weights.
 _NOT_COMPARED = ("vocab_size", "hidden_dropout", "attention_dropout", "initializer_range")
 
 
 def first_model(config: Config, mesh: Mesh, seed: int) -> BertForPreTraining:
     """Return the model that training starts from, with the initial checkpoint's weights or random weights."""
     start = config.data.initial_checkpoint
-    # A single file must contain all weights. Skipping the random draw saves half a minute on a CPU.
+    # A single file must contain all weights, so draw no random weights, which would take half a minute on a CPU.
     is_file = start is not None and not start.is_dir()
     model = _empty_model(config, mesh) if is_file else draw_model(config, mesh, seed)
     missing = [] if start is None else load_initial_weights(model, start)
     if missing and mesh.is_main:
-        say(f"{start} lacks {', '.join(missing)}: random at the start")
+        say(f"{start} lacks {', '.join(missing)}: these weights start at random values")
     return model
 
 
 def draw_model(config: Config, mesh: Mesh, seed: int) -> BertForPreTraining:
-    """Return a model with random weights, drawn on its device: a CPU takes half a minute for BERT-Large."""
+    """Return a model with random weights, drawn on the mesh's device. A CPU takes half a minute for BERT-Large."""
     model = _empty_model(config, mesh)
-    # A separate generator, so that the weights depend only on the seed and not on earlier draws.
+    # Use a separate generator, so that the weights depend only on the seed and not on earlier draws.
     initialize_(model, torch.Generator(mesh.device).manual_seed(seed))
     return model
 
@@ -51,8 +51,8 @@ def _empty_model(config: Config, mesh: Mesh) -> BertForPreTraining:
 def check_initial_weights(path: Path, config: Config, vocabulary: "Vocabulary") -> None:
     """Raise ``ValueError`` if ``load_initial_weights`` would, or if the model was trained with another vocabulary.
 
-    It reads names, shapes and the configuration, and the decoder of a Hugging Face folder if the decoder is stored
-    separately. A folder without heads is allowed only in the open division.
+    This reads names, shapes and the configuration, but no weights except a decoder that is stored beside the word table.
+    A Hugging Face folder may lack the heads, but only in the open division.
     """
     from dataloading.text.tokenization import Vocabulary
 
@@ -62,23 +62,23 @@ def check_initial_weights(path: Path, config: Config, vocabulary: "Vocabulary") 
     if stated not in (None, vocabulary.sha256):
         raise ValueError(
             f"{path} was trained with another vocabulary (SHA-256 {stated[:12]}...) than data.vocab "
-            f"({vocabulary.sha256[:12]}...): set data.vocab to that one, and make the samples with it"
+            f"({vocabulary.sha256[:12]}...): set data.vocab to the model's vocabulary, and make the samples with it"
         )
     theirs = Vocabulary.from_folder(path) if path.is_dir() else None
     # Compare tokens and not digests, because the folder may have its tokens in a tokenizer.json.
     if theirs is not None and theirs.tokens != vocabulary.tokens:
         raise ValueError(
             f"{path} has another vocabulary ({theirs.size:,} tokens) than {config.data.vocab} ({vocabulary.size:,}): make "
-            "the samples with that of the folder, and set data.vocab to it"
+            "the samples with the folder's vocabulary, and set data.vocab to it"
         )
 
 
 @torch.no_grad()
 def load_initial_weights(model: BertForPreTraining, path: Path) -> list[str]:
-    """Read a checkpoint's weights into ``model``; return the names of the heads' weights that a folder lacks.
+    """Read a checkpoint's weights into ``model``; return the names of the weights that a Hugging Face folder lacks.
 
-    Rows of its word table past the model's vocabulary are padding and are omitted. Raises ``ValueError`` if weights are
-    missing, damaged, or of another architecture.
+    Rows of the checkpoint's word table past the model's vocabulary are padding and are omitted. Raises ``ValueError`` if
+    weights are missing, damaged, or of another architecture.
     """
     state, found = model.state_dict(), _open(path, model.config, whole=not path.is_dir()).weights
     for name, weight in found.items():
@@ -91,7 +91,7 @@ def _open(path: Path, model: ModelConfig, whole: bool) -> "CheckpointSource":
 
     if not path.exists() and not path.with_name(path.name + ".index").exists():
         raise ValueError(
-            f"no checkpoint at {path}: `python -m dataloading wikipedia` makes the benchmark's (docs/data.md), or set "
+            f"no checkpoint at {path}: make the benchmark's with `python -m dataloading wikipedia` (docs/data.md), or set "
             "data.initial_checkpoint to a safetensors file, a Hugging Face folder or the prefix of a TensorFlow checkpoint"
         )
     source = open_source(path, whole=whole)
@@ -102,7 +102,7 @@ def _open(path: Path, model: ModelConfig, whole: bool) -> "CheckpointSource":
                 f"{path} holds a model with {name} {found}, but model.{name} is {expected}: "
                 f"set --model.{name.replace('_', '-')} {found}"
             )
-    # Extra rows are padding and are omitted, but with fewer rows some tokens would have no embedding.
+    # Extra rows of the word table are padding and are omitted. With fewer rows, some tokens would have no embedding.
     if source.model.vocab_size < model.vocab_size:
         raise ValueError(
             f"{path} holds a model of {source.model.vocab_size:,} tokens, but model.vocab_size is {model.vocab_size:,}: "

@@ -24,7 +24,7 @@ from console.files import open_regular, sha256_of
 from dataloading.text.tokenization import Vocabulary
 
 _HEADS = ("pooler", "next_sentence", "transform", "decoder_bias")
-"""Prefixes of the names of weights outside the encoder."""
+"""Prefixes of the names of the pooler's and the heads' weights."""
 _PICKLE = (
     "is a pickle file, which can run any code when it is read: have transformers (from_pretrained, then save_pretrained) "
     "write it as model.safetensors"
@@ -41,10 +41,10 @@ class CheckpointSource:
 
     kind: str
     weights: Mapping[str, Weight]
-    """Weights by this program's names."""
+    """Weights by their names in this program."""
     model: ModelConfig
     digest: Callable[[], str]
-    """Returns the digest of the source, with the name of the digested file, which it reads."""
+    """Function that reads the checkpoint's main file and returns text with the file's digest."""
     vocabulary_sha256: str | None = None
     """Digest of the vocabulary that the model was trained with, if known."""
 
@@ -52,8 +52,8 @@ class CheckpointSource:
 def open_source(path: Path, num_attention_heads: int | None = None, whole: bool = True) -> CheckpointSource:
     """Open a checkpoint and check that it holds a BERT; ``num_attention_heads`` is for files that do not state it.
 
-    Unless ``whole``, Hugging Face's files may lack pooler and heads, as files of ``BertForMaskedLM`` do. Raises
-    ``ValueError``.
+    If not ``whole``, Hugging Face's files may lack pooler and heads, as files of ``BertForMaskedLM`` do. Raises
+    ``ValueError`` if the checkpoint is missing, damaged or not supported.
     """
     if not path.exists() and path.with_name(path.name + INDEX_SUFFIX).is_file():
         return _open_tensorflow(path, num_attention_heads)
@@ -79,19 +79,19 @@ def open_source(path: Path, num_attention_heads: int | None = None, whole: bool 
 
 
 def vocabulary_of(found: CheckpointSource, source: Path, vocab: Path | None) -> Vocabulary:
-    """Read a model's vocabulary, by default from beside its checkpoint. Raises ``ValueError`` if it does not match."""
+    """Read a model's vocabulary, by default vocab.txt beside its checkpoint. Raises ``ValueError`` on a mismatch."""
     beside = (source if source.is_dir() else source.parent) / "vocab.txt"
     if vocab is None and not beside.is_file():
         raise ValueError(f"there is no {beside}: set --vocab to the vocabulary that the model was trained with")
     path = beside if vocab is None else vocab
     vocabulary = Vocabulary.from_file(path)
-    # There may be fewer tokens than rows, because tables are often padded.
+    # The word table may have more rows than there are tokens, because it is often padded.
     if vocabulary.size > found.model.vocab_size:
         raise ValueError(f"{path} has {vocabulary.size:,} tokens, but the model has {found.model.vocab_size:,} rows")
     if found.vocabulary_sha256 not in (None, vocabulary.sha256):
         raise ValueError(
             f"{path} is not the vocabulary that the model was trained with (SHA-256 {found.vocabulary_sha256}): "
-            "set --vocab to that one"
+            "set --vocab to the model's vocabulary"
         )
     return vocabulary
 
@@ -105,7 +105,7 @@ def _open_tensorflow(prefix: Path, heads: int | None) -> CheckpointSource:
             return None
         if not variable.endswith("/kernel"):
             return Weight(entry.shape, lambda: torch.from_numpy(bundle.array(variable)))
-        # TensorFlow's kernels are [in, out]. The transpose is a view, which is made contiguous when it is written.
+        # TensorFlow stores dense weights as [in, out]. The transpose is a view, which becomes contiguous when it is written.
         return Weight(entry.shape[::-1], lambda: torch.from_numpy(bundle.array(variable).T))
 
     layers = _layers(r"bert/encoder/layer_(\d+)/", bundle.entries)
@@ -193,7 +193,7 @@ def _name_of_today(name: str) -> str:
 
 
 def _found(find: Callable[[str], Weight | None], layers: int) -> tuple[dict[str, Weight], dict[str, str]]:
-    """Find all weights by Hugging Face's names; return the weights, and the Hugging Face name of each missing weight."""
+    """Return the weights by our names, and for each missing weight the Hugging Face name that ``find`` did not know."""
     weights, missing = {}, {}
     for ours, theirs in hugging_face_names(layers).items():
         parts = [find(name) for name in theirs]
@@ -222,7 +222,7 @@ def _read(path: Path, name: str) -> Tensor:
 
 
 def _require_tied(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise ``ValueError`` if the decoder is not the word table, because it would be dropped silently."""
+    """Raise ``ValueError`` if a stored decoder differs from the word table, because the decoder would be ignored."""
     for copy, original in _TIED.items():
         kept = next((name for name in (original, original.removeprefix("bert.")) if name in shapes), None)
         if kept and copy in shapes and not torch.equal(_read(path, copy), _read(path, kept)):
@@ -230,7 +230,7 @@ def _require_tied(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
 
 
 def _layers(pattern: str, names: Iterable[str]) -> int:
-    # Count the layers instead of taking the largest number, because a file may contain any number.
+    # Count the layer numbers instead of using the largest, because a damaged file may contain any number.
     return len({match[1] for name in names if (match := re.match(pattern, name))})
 
 
@@ -262,7 +262,7 @@ def _model_of(weights: Mapping[str, Weight], layers: int, heads: int, source: st
         )
     except ValueError as error:
         raise ValueError(f"{source}: {error}") from None
-    # All layers have equal shapes, so one layer is enough, however many a file claims to have.
+    # All layers have the same shapes, so build only one: an untrusted file may claim to have any number of layers.
     expected = parameter_shapes(replace(model, num_hidden_layers=1))
     for name, weight in weights.items():
         shape = expected[re.sub(r"^layers\.\d+", "layers.0", name)]

@@ -30,13 +30,13 @@ _MOST_TENSOR_BYTES = 1 << 30
 """Eight times the size of BERT-Large's largest tensor."""
 _FOOTER_BYTES = 48
 _TRAILER_BYTES = 5
-"""A block is followed by one byte of compression type and a checksum."""
+"""Each block is followed by one byte for the compression type and a checksum of four bytes."""
 _OBJECT_GRAPH = "_CHECKPOINTABLE_OBJECT_GRAPH"
 _FLOAT32 = 1
 _REMEDY = "fetch or copy the checkpoint again"
 _PUBLISHED = ("f97de3ae180eb8d479555c939d50d048", 4_034_713_312)
 """The benchmark's phase-1 checkpoint: MD5 of its index, and size of its data file in bytes."""
-# The first matching ending is used: the last one is also the end of other names.
+# Maps endings of Hugging Face names to endings of TensorFlow names. The first match is used, so ".weight" comes last.
 _ENDINGS = {
     "embeddings.weight": "embeddings",
     "LayerNorm.weight": "LayerNorm/gamma",
@@ -155,7 +155,7 @@ def tf1_name(name: str) -> str:
 def _shard_count(records: dict[bytes, bytes]) -> int:
     if b"" not in records:
         raise ValueError("no header")
-    # BundleHeaderProto: num_shards, endianness. Fields with the value 0 are not written.
+    # BundleHeaderProto: num_shards 1, endianness 2. Fields with the value 0 are not written.
     header, _ = _fields(records[b""])
     shards = header.get(1, 0)
     if header.get(2, 0) != 0:
@@ -183,7 +183,7 @@ def _sorted_table(content: bytes) -> Iterator[tuple[bytes, bytes]]:
     if len(content) < _FOOTER_BYTES or not content.endswith(MAGIC):
         raise ValueError("not the index of a TensorFlow checkpoint (the mark at its end is missing)")
     blocks_end, footer = len(content) - _FOOTER_BYTES, content[-_FOOTER_BYTES:]
-    # The footer has offset and size of the meta index, which is not needed, and of the index of blocks.
+    # The footer holds two pairs of offset and size: for the meta index, which is not needed, and for the index of blocks.
     position, numbers = 0, []
     for _ in range(4):
         number, position = _varint(footer, position)
@@ -224,7 +224,7 @@ def _block(content: bytes, offset: int, size: int, end: int) -> Iterator[tuple[b
     for _ in range(_MOST_TENSORS + 1):
         if position >= len(block):
             return
-        # A record starts with the number of bytes shared with the previous key, the rest's length, and the value's length.
+        # A record starts with three lengths: bytes shared with the previous key, further bytes of the key, and the value.
         shared, position = _varint(block, position)
         fresh, position = _varint(block, position)
         length, position = _varint(block, position)
@@ -237,15 +237,15 @@ def _block(content: bytes, offset: int, size: int, end: int) -> Iterator[tuple[b
 
 
 def _uncompressed(packed: bytes) -> bytes:
-    """Decompress a block (format_description.txt of google/snappy). The benchmark's index is compressed."""
+    """Decompress a Snappy block (format_description.txt of google/snappy). The benchmark's index contains such blocks."""
     length, position = _varint(packed, 0)
     if length > _MOST_INDEX_BYTES:
         raise ValueError(f"a compressed block of {length:,} bytes, expected at most {_MOST_INDEX_BYTES:,}")
     result = bytearray()
     while position < len(packed) and len(result) <= length:
         tag = packed[position]
-        kind, count, position = tag & 3, tag >> 2, position + 1  # a literal, or a copy with 1, 2 or 4 bytes of distance
-        # The tag has the length of a literal of up to 60 bytes. For longer ones, it says how many bytes the length takes.
+        kind, count, position = tag & 3, tag >> 2, position + 1  # literal, or copy whose distance takes 1, 2 or 4 bytes
+        # The tag holds a literal's length up to 60. For a longer literal, it holds the number of bytes of the length.
         extra = (max(0, count - 59), 1, 2, 4)[kind]
         number = int.from_bytes(packed[position : position + extra], "little")
         position += extra
@@ -267,7 +267,7 @@ def _uncompressed(packed: bytes) -> bytes:
 
 
 def _fields(content: bytes) -> tuple[dict[int, int], list[tuple[int, bytes]]]:
-    """Parse a protocol buffer's message; return its numbers by field number, and its texts and messages in order."""
+    """Parse a protocol buffer message; return its numbers by field number, and its byte strings with field numbers."""
     numbers, messages, position = dict[int, int](), list[tuple[int, bytes]](), 0
     while position < len(content):
         tag, position = _varint(content, position)
@@ -291,7 +291,7 @@ def _fields(content: bytes) -> tuple[dict[int, int], list[tuple[int, bytes]]]:
 
 
 def _varint(content: bytes, position: int) -> tuple[int, int]:
-    """Parse a varint of up to 64 bits, seven bits per byte; return it and the position after it."""
+    """Parse a varint of up to 64 bits, seven bits per byte; return the number and the position after it."""
     number = 0
     for index, byte in enumerate(content[position : position + 10]):
         number |= (byte & 127) << 7 * index

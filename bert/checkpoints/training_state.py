@@ -1,14 +1,14 @@
-"""Checkpoints of a run, from which it continues on any number of ranks.
+"""Checkpoints, from which a run can continue on any number of ranks.
 
     FOLDER/step_00000120/model.safetensors      weights, also accepted by ``data.initial_checkpoint``
                          momentum.safetensors   LAMB's first moments, under the names of the weights
                          variance.safetensors   LAMB's second moments
                          state.json             everything else, with the size and digest of each file
 
-The content does not depend on the number of ranks that wrote it: shards are gathered, and the sample order follows from
-seed and step. Rank 0 reads and writes the files (``bert.checkpoints.writer``), and only one run at a time uses the folder.
-PyTorch's own formats use pickle, so anyone who can write to the folder could run code. A checkpoint gets its final name
-after it is completely on disk.
+The content does not depend on the number of ranks: shards are gathered, and the sample order follows from seed and step.
+Rank 0 reads and writes the files (``bert.checkpoints.writer``), and only one run at a time uses the folder. PyTorch's own
+formats are not used, because loading their pickles runs any code that someone has written to the folder. A checkpoint gets
+its final name after it is completely on disk.
 """
 
 import hashlib
@@ -54,7 +54,7 @@ class Digest:
 
     @classmethod
     def of(cls, path: Path) -> "Digest":
-        """Read a file."""
+        """Compute the size and digest of a file."""
         return cls(path.stat().st_size, sha256_of(path))
 
 
@@ -69,7 +69,7 @@ class RunState:
     """Number of optimizer steps taken, fewer than ``step`` if steps were skipped."""
     seed: _Count
     dropout_draws: _Count
-    """Counter of dropout's random state. The key follows from the seed, the rank and the number of ranks."""
+    """Step number in the model's ``dropout_state``. The seed in it follows from the run's seed and the ranks."""
     fp8_scales: list[Annotated[float, msgspec.Meta(gt=0)]] | None
     settings: dict[str, str]
     """Settings that must not change when the run continues."""
@@ -92,24 +92,24 @@ def written_in(folder: Path) -> list[Path]:
 
 
 def reseed(seed: int, steps: int, mesh: Mesh) -> None:
-    """Reseed PyTorch's own generators from values that a resumed run also has."""
+    """Seed PyTorch's default random generators from the seed, the step and the rank, which a resumed run knows too."""
     known = f"seed {seed} step {steps} rank {mesh.rank} of {mesh.world_size}"
-    # Hashed, because the CPU's generator uses only the low 32 bits.
+    # Hash the values, because the CPU's generator uses only the low 32 bits of its seed.
     torch.manual_seed(int.from_bytes(hashlib.sha256(known.encode()).digest()[:8]))
 
 
 def lock(folder: Path, mesh: Mesh, again: bool) -> None:
     """Keep other runs out of a checkpoint folder until this process ends; every rank must call it at the same time.
 
-    Unfinished checkpoints of killed runs are removed. With ``again``, this run was restarted, and one of its earlier
-    processes may still hold the lock. If the file system has no locks, a warning is printed. Raises ``ValueError`` on every
-    rank if another run holds the lock.
+    Unfinished checkpoints of killed runs are removed. If this run was restarted (``again``), it waits for its earlier
+    processes, which may still hold the lock. If the file system has no locks, a warning is printed. Raises ``ValueError``
+    on every rank if another run holds the lock.
     """
 
     def take() -> str:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            # The descriptor is a plain integer. Dropping it does not close it, so the lock is held until the process ends.
+            # Nothing closes the returned file descriptor, an integer, so the lock is held until the process ends.
             lock_file(folder / ".lock", patience_s=_PATIENCE_S if again else 0.0)
         except BusyError as owner:
             raise ValueError(
@@ -117,10 +117,10 @@ def lock(folder: Path, mesh: Mesh, again: bool) -> None:
                 "or wait until that run has ended"
             ) from None
         except OSError as error:
-            return f"warning: no lock on {folder} ({error.strerror}): see that no other run writes there"
-        # No other process writes these while this process has the lock.
+            return f"warning: no lock on {folder} ({error.strerror}): make sure that no other run writes there"
+        # These are left over from killed runs, because only the process that has the lock writes here.
         for left in filter(is_temporary, folder.glob(".step_*.partial")):
-            shutil.rmtree(left, ignore_errors=True)  # plain files and other users' folders remain
+            shutil.rmtree(left, ignore_errors=True)  # errors mean plain files or other users' folders, which remain
         return ""
 
     warning = _on_rank0(take, mesh)
@@ -158,7 +158,7 @@ def _on_rank0(act: Callable[[], str], mesh: Mesh) -> str:
     answer = ""
     if mesh.is_main:
         try:
-            # Not raised here, because the other ranks wait for an answer.
+            # Do not raise an error here, because the other ranks wait for an answer.
             answer = act()
         except (ValueError, OSError) as error:
             answer = f"error: {error}"
@@ -171,7 +171,7 @@ def _on_rank0(act: Callable[[], str], mesh: Mesh) -> str:
 def restore(step: TrainingStep, state: RunState, mesh: Mesh) -> None:
     """Restore model and optimizer from the checkpoint of ``state``; every rank must call it at the same time."""
     reseed(state.seed, state.step, mesh)
-    # Zeros, because checkpoints do not contain the padding.
+    # Start from zeros, because checkpoints do not contain the padding between parameters.
     vectors = [torch.zeros_like(step.flat.weights_P) for _ in FILES]
     for name, vector_P in zip(FILES, vectors, strict=True):
         whole = vector_P.new_zeros(step.whole.size)
@@ -183,7 +183,7 @@ def restore(step: TrainingStep, state: RunState, mesh: Mesh) -> None:
     with torch.no_grad():
         step.flat.weights_P.copy_(weights_P)
         step.optimizer.set_moments_(momentum_P, variance_P)
-        # In place, here and below, because captured graphs contain these addresses.
+        # Write in place, here and below, because captured CUDA graphs contain these addresses.
         step.optimizer.steps.fill_(state.optimizer_steps)
         step.model.dropout_state[1] = state.dropout_draws
         if step.fp8 is not None and state.fp8_scales is not None:
@@ -217,14 +217,14 @@ def _newest(folder: Path, config: Config, train: Dataset) -> RunState:
             broken.append(str(error))
             continue
         for name, value in expected.items():
-            # An error, unlike a broken checkpoint, which is skipped: this one is complete but belongs to a different run.
+            # A broken checkpoint is skipped, but a complete checkpoint of a run with other settings is an error.
             if state.settings.get(name) != value:
                 raise ValueError(
                     f"{path} was made with {name} {state.settings.get(name)}, but this run has {value}: "
                     "resume with the same setting"
                 )
         if config.training.seed not in (None, state.seed):
-            raise ValueError(f"{path} was made with training.seed {state.seed}: leave the seed out, or give this one")
+            raise ValueError(f"{path} was made with training.seed {state.seed}: leave the seed out, or set this one")
         for reason in broken:
             say(f"warning: {reason}; going on from {path}")
         return state

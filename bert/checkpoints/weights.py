@@ -1,4 +1,4 @@
-"""This program's safetensors files: weights under their own names, with the model and the vocabulary's digest."""
+"""This program's safetensors files: weights by name, with the model's configuration and the vocabulary's digest."""
 
 import json
 import math
@@ -25,7 +25,7 @@ class Weight:
 
 
 MODEL, VOCABULARY = "model", "vocabulary_sha256"
-"""Keys in a file's metadata. The model is needed because shapes do not reveal the number of heads."""
+"""Keys in a file's metadata. The model's configuration is needed because shapes do not reveal the number of heads."""
 
 
 def save_weights(model: BertForPreTraining, path: Path, metadata: Mapping[str, str] | None = None) -> None:
@@ -37,7 +37,7 @@ def save_weights(model: BertForPreTraining, path: Path, metadata: Mapping[str, s
 
 
 def model_metadata(model: ModelConfig) -> dict[str, str]:
-    """Return the metadata that ``stated_model`` reads."""
+    """Return the metadata that describes a model, for ``stated_model``."""
     return {MODEL: json.dumps(asdict(model))}
 
 
@@ -56,7 +56,7 @@ def write_safetensors(path: Path, weights: Mapping[str, Weight], metadata: Mappi
     # The library's own writer needs all tensors in memory at once.
     with path.open("xb") as file:
         file.write(safetensors_header({name: weight.shape for name, weight in weights.items()}, metadata)[0])
-        # Sorted by name, because the header's offsets follow this order.
+        # Write in the order of the names, because the header's offsets follow this order.
         for name, weight in sorted(weights.items()):
             tensor = weight.read().float().contiguous()
             assert tensor.shape == weight.shape, name
@@ -64,9 +64,9 @@ def write_safetensors(path: Path, weights: Mapping[str, Weight], metadata: Mappi
 
 
 def safetensors_header(shapes: Mapping[str, tuple[int, ...]], metadata: Mapping[str, str]) -> tuple[bytes, int]:
-    """Return the beginning of a file of fp32 tensors, and the number of bytes of the tensors, which follow by name.
+    """Return the bytes before the tensors in a file of fp32 tensors, and the size of all tensors in bytes.
 
-    A file consists of eight bytes with the length of a JSON header, the header, and the tensors (safetensors, "Format").
+    A file has eight bytes with the length of a JSON header, the header, and the tensors by name (safetensors, "Format").
     """
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
@@ -79,14 +79,14 @@ def safetensors_header(shapes: Mapping[str, tuple[int, ...]], metadata: Mapping[
 
 
 def read_header(path: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
-    """Read the shapes by name, and the metadata. The file's size must match its header.
+    """Read the shape of each tensor by name, and the metadata. The file's size must match its header.
 
     Raises ``ValueError`` if the file is missing, truncated, or not a safetensors file.
     """
-    if not path.is_file():  # opening a pipe would wait for a writer
+    if not path.is_file():  # opening a named pipe would block
         raise ValueError(f"{path}: no such file")
     try:
-        # The framework matters only for reading tensors, and none is read here.
+        # The framework does not matter here, because no tensors are read.
         with safe_open(path, "numpy") as file:
             shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
             return shapes, file.metadata() or {}

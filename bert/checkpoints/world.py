@@ -35,7 +35,7 @@ class World:
 
     @classmethod
     def of(cls, hosts: Sequence[str], config: Config, before: "World | None" = None) -> "World":
-        """Return the world of a run that continues the run of ``before``; ``hosts`` has each rank's host name."""
+        """Return a run's world; ``hosts`` has each rank's host name, ``before`` the world of the run that it continues."""
         steps, copies = config.training.gradient_accumulation_steps, len(hosts) // config.parallel.copy_ranks
         sequences = -(-config.training.global_batch_size // (copies * steps))
         fitting = max(sequences, before.fitting if before else 0)
@@ -50,21 +50,21 @@ class World:
 def rebalance_batch(config: Config, before: World, data_size: int) -> Config:
     """Divide the global batch among ``data_size`` copies of the model, in as few micro-batches as fit in memory.
 
-    Micro-batches get at most as many sequences as fitted ``before``, unless that was a single sequence and the copies do
-    not divide the batch. Reduction, shape buckets and kernels are chosen at every start anyway.
+    A micro-batch gets at most ``before.fitting`` sequences, or two if this is 1 and ``data_size`` does not divide the batch.
+    Nothing else needs an adjustment: reduction, shape buckets and kernels are chosen at every start.
     """
     batch = config.training.global_batch_size
-    # Based on the largest micro-batch that fitted: the last run's may have been smaller because it had more hosts.
+    # Use the largest micro-batch so far: the last run's may have been smaller because it had more hosts.
     steps = -(-batch // (data_size * before.fitting))
     steps = max(1, min(steps, batch // data_size))  # every rank needs a sequence
-    if config.parallel.pipeline > 1:  # pipeline schedules need whole rounds
+    if config.parallel.pipeline > 1:  # pipeline schedules need rounds of equal size
         steps = -(-steps // config.parallel.pipeline) * config.parallel.pipeline
     return replace(config, training=replace(config.training, gradient_accumulation_steps=steps))
 
 
 def changes(before: World, now: World) -> list[str]:
-    """Describe lost and gained hosts and the new shares of the global batch, in lines; [] if nothing has changed."""
-    # Counters, so that a host with a different number of ranks counts by the difference.
+    """Return lines that describe lost and gained hosts and the new batch shares; [] if nothing has changed."""
+    # Subtracting counters also finds hosts on which only the number of ranks has changed.
     gone, come = Counter(before.hosts), Counter(now.hosts)
     lines = [f"{what}: {_named(hosts)}" for what, hosts in (("lost", gone - come), ("gained", come - gone)) if hosts]
     shares = [

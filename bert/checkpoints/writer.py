@@ -1,4 +1,4 @@
-"""Writing of checkpoints beside training: training waits only for the copy to host memory, and a thread writes the files.
+"""Writer of checkpoints in the background. Training waits only for the copy to host memory; a thread writes the files.
 
 If a checkpoint cannot be written, the run prints a warning and continues.
 """
@@ -54,7 +54,7 @@ class Checkpoints:
         folder = self._folder if mesh.is_main else None
         self._removable = set(written_in(folder)) if folder else set()
         """Checkpoints that this run may delete: the checkpoints that existed at the start, and its own."""
-        # Allocated once, because pinned memory is slow to allocate and training waits for the copies.
+        # Allocate the copies once, because pinned memory is slow to allocate and training waits for the copies.
         pinned = mesh.device.type == "cuda"
         self._copies = [torch.empty(step.whole.size, pin_memory=pinned) for _ in FILES] if folder else []
         """Copies of the whole model's weights and moments in host memory, from which the thread writes."""
@@ -86,7 +86,7 @@ class Checkpoints:
     def save(self, at: Position) -> None:
         """Start writing a checkpoint, after the previous one is on disk. Every rank must call it after the same step.
 
-        It also resets random numbers and FP8 scales to the values that a run resumed from this checkpoint has.
+        It also resets random numbers and FP8 scales to the values that a run resumed from this checkpoint will have.
         """
         if self._folder is None:
             return
@@ -96,7 +96,7 @@ class Checkpoints:
         step = self._step
         # A generator's state depends on the rank, so reseed here as a resumed run does, on any number of ranks.
         reseed(self._seed, at.steps, self._mesh)
-        if step.fp8 is not None:  # scales differ between ranks; the smallest ones overflow nowhere
+        if step.fp8 is not None:  # scales differ between ranks; the smallest ones overflow on no rank
             step.fp8.set_scales_(all_reduce_(step.fp8.scale_S, "min"))
             step.fp8.refresh_weights_()
         step.gather_weights()
@@ -140,15 +140,14 @@ class Checkpoints:
             files = {name: Digest.of(partial / name) for name in FILES}
             content = msgspec.json.encode(replace(state, files=files))
             write_atomically(partial / "state.json", msgspec.json.format(content, indent=1))
-            sync(partial)
-            # A rename cannot replace a folder that has files. A folder that this run may delete was skipped as broken
-            # when the run resumed.
+            # A rename cannot replace a folder that has files. If this run may delete the existing folder, the folder
+            # is a broken checkpoint, which the run skipped when it resumed.
             if final in self._removable:
                 shutil.rmtree(final, ignore_errors=True)
-        # Later steps do not count, so that a run that skipped broken later checkpoints still keeps its own.
+        # Count only this and earlier checkpoints, so that broken later ones do not displace this run's own.
         self._removable.add(final)
         folders = written_in(self._folder)
-        # Delete only this run's own checkpoints: other runs may need the rest.
+        # Do not delete checkpoints that another run has written here since this run started.
         for old in folders[folders.index(final) + self._config.keep :]:
             if old in self._removable:
                 shutil.rmtree(old)

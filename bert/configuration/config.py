@@ -36,8 +36,8 @@ class Config:
     log: LogConfig
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     plan: Path | None = None
-    """Take settings from this file, which `python -m cluster plan` wrote, and compare the measured step time with its
-    prediction. The run must have the number of processes that the plan is for. A setting that contradicts the plan is
+    """Take settings from this file, which `python -m cluster plan` wrote, and compare the measured step time with the
+    plan's prediction. The run must have the number of processes that the plan is for. A setting that contradicts the plan is
     refused."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     resume: Path | None = None
@@ -68,14 +68,14 @@ class Config:
             self._check_pipeline()
         if training.precision == "fp8":
             self._check_fp8()
-        # On a CPU with bf16 instructions, bf16 is faster only from about this hidden size on (docs/training.md).
+        # On a CPU with bf16 instructions, bf16 is faster than fp32 only above about this hidden size (docs/training.md).
         refuse(
             training.precision == "bf16" and training.device == "cpu" and self.model.hidden_size < 256,
             "training.precision bf16 is slower than fp32 for so small a model on a CPU: set training.precision to fp32",
         )
 
     def _check_closed(self) -> None:
-        # Otherwise the log would refuse these settings later, during the initialization.
+        # Without this check, the log would refuse these settings later, during the initialization.
         division = "in the closed division: leave it out, or set log.division to open"
         for name, is_set in (
             ("evaluation.interval_samples", self.evaluation.interval_samples is not None),
@@ -149,7 +149,7 @@ class Config:
 
 
 def flattened(prefix: str, section: object) -> list[tuple[str, object]]:
-    """Return the names and values of a section and its subsections.
+    """Return the names, which begin with ``prefix``, and the values of all settings in a section and its subsections.
 
     Paths inside the repository are relative to its root.
     """

@@ -35,7 +35,7 @@ def arguments_of(path: Path, recipe: str | None) -> tuple[str, list[str]]:
     # The recipe comes first, because it determines the other settings and their defaults.
     stated = values.pop("recipe", None)
     if recipe is not None and stated not in (None, recipe):
-        raise ValueError(f"{path} is of the recipe {stated}, expected {recipe}: name that one, or leave the recipe out")
+        raise ValueError(f"{path} is of the recipe {stated}, expected {recipe}: name {stated}, or leave the recipe out")
     if recipe is None and stated is None:
         raise ValueError(
             f'{path} names no recipe: write it there (recipe = "tiny_cpu"), or put it before --config '
@@ -68,7 +68,7 @@ def _read(path: Path) -> Iterator[tuple[str, object]]:
         return _flat("", content)
     try:
         with open_regular(path) as file:
-            # The size limit may cut a multi-byte character in two.
+            # Replace invalid bytes, because the size limit may cut a multi-byte character in two.
             head = file.read(_HEAD_BYTES).decode(errors="replace")
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}") from None
@@ -93,13 +93,13 @@ def _flat(prefix: str, table: Mapping[str, object]) -> Iterator[tuple[str, objec
 def option_of(name: str, value: object) -> list[str]:
     """Return the command-line arguments for a setting.
 
-    The value comes from TOML, or is the text that Python printed to the header of a result file.
+    The value is a TOML value, or the text of a value in the header of a result file.
     """
     option = f"--{name.replace('_', '-')}"
     if isinstance(value, Mapping):
         return [option, *(str(part) for pair in value.items() for part in pair)]
     if name == "training.implementations":
-        # The value is the printed form of a dict of strings.
+        # The value is the text of a Python dict of strings.
         return [option, *re.findall(r"'([^']*)'", str(value))]
     # In tyro, boolean options take no value: they are written --section.field or --section.no-field.
     if str(value) == "False":

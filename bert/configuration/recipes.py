@@ -42,7 +42,7 @@ def tiny_cpu() -> Config:
         ),
         training=TrainingConfig(global_batch_size=32, max_samples=96_000),
         evaluation=EvaluationConfig(target=0.36, interval_samples=4800),
-        # The closed division requires another model and another target.
+        # The closed division requires BERT-Large and a higher target.
         log=LogConfig(system="tiny_cpu", division="open"),
     )
 
@@ -80,7 +80,7 @@ def _on_gpus(
     max_samples: int = 4_500_000,
     precision: Precision = "bf16",
 ) -> Config:
-    """Return a recipe for BERT-Large on Wikipedia. Its ``name`` ends with the number of nodes x GPUs per node."""
+    """Return a recipe for BERT-Large on Wikipedia. Its ``name`` ends with nodes x GPUs per node, such as 8x8."""
     return Config(
         recipe=name,
         model=ModelConfig(),
@@ -145,12 +145,11 @@ _ON_GPUS = (
     # NVIDIA, v2.1.
     _on_gpus("dgxa100_512x8", 16384, 1, _lamb(3.3e-3, 470, (0.75, 0.9), 0.0166629, 290, -100), 12_000_000),
 )
-"""Recipes with hyperparameters of published MLPerf Training results. Comments name the submitter and the round."""
+"""Recipes with the hyperparameters of published MLPerf Training results. Comments name submitters and rounds."""
 
 
 def bert_3_9b_8x8() -> Config:
-    """A BERT of 3.9 billion parameters (Megatron-LM's largest, arXiv 1909.08053), on eight nodes of eight A100 of 40
-    GB.
+    """A BERT of 3.9 billion parameters (Megatron-LM's largest, arXiv 1909.08053), on 8 nodes of 8 A100 with 40 GB each.
 
     Its learning rate schedule is not from a published result. Each node has one copy of the model, which is divided into
     two pipeline stages of 24 layers on four GPUs each.

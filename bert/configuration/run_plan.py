@@ -82,7 +82,7 @@ class RunPlan:
 def settings_of(config: Config) -> dict[str, str]:
     """Return the configuration's values of the settings in `PLANNED`, in the form used on a command line."""
     values = dict(flattened("config", config))
-    # Text is exact, because a printed float reads back as the same number.
+    # Comparing text is exact, because a printed float reads back as the same number.
     return {name: str(values[f"config.{name}"]) for name in PLANNED}
 
 

@@ -74,7 +74,7 @@ class OptimizerConfig:
         _at_least(0, "optimizer.num_warmup_steps", self.num_warmup_steps)
         refuse(
             self.start_warmup_step > 0,
-            f"optimizer.start_warmup_step is {self.start_warmup_step}: expected at most 0, or first rates are negative",
+            f"optimizer.start_warmup_step is {self.start_warmup_step}: expected at most 0, so that no rate is negative",
         )
         for name in ("beta_1", "beta_2"):
             _fraction(f"optimizer.{name}", getattr(self, name))
@@ -122,9 +122,9 @@ class TrainingConfig:
     bad_intervals: int = 10
     """End the run as aborted after this many consecutive log intervals in which no step had finite gradients."""
     fault_seconds: float = 60.0
-    """Seconds without a heartbeat from a rank, or without progress of a rank for which all others wait, after which the
-    run ends on all ranks. A phase may take ten times its longest duration so far, or ten times this timeout when the
-    phase runs for the first time."""
+    """End the run on all ranks if a rank sends no heartbeat for this many seconds, or if all others wait for a rank that
+    stays in a phase too long. The limit of a phase is ten times its longest duration so far (the first time: ten times
+    fault_seconds), and at least fault_seconds."""
     warmup_steps: int = 2
     """Number of steps on synthetic batches before the clock starts. All state is restored after them."""
     cuda_graphs: bool = True
@@ -138,13 +138,13 @@ class TrainingConfig:
     then inside each host again. sharded: like hierarchical, with the optimizer divided among the ranks of a host.
     sharded_world: with the optimizer divided among all ranks. auto: the faster of flat and hierarchical."""
     shard_gradients: bool = False
-    """With sharded and sharded_world: each rank also keeps only its shard of the gradients (ZeRO-2), which saves 4 bytes
-    per parameter. With gradient accumulation, every micro-batch sends its gradients. Not possible with
+    """With the reductions sharded and sharded_world: each rank also keeps only its shard of the gradients (ZeRO-2), which
+    saves 4 bytes per parameter. With gradient accumulation, every micro-batch sends its gradients. Not possible with
     parallel.pipeline."""
     sharp: bool = False
-    """Let InfiniBand switches add the gradients that hosts exchange (SHARP, by NCCL's CollNet). Needs GPUs on several hosts,
-    fp32 gradients, and the reduction hierarchical, sharded or auto. If the switches do not support it, NCCL sends gradients
-    as usual."""
+    """Let InfiniBand switches add the gradients that hosts exchange (SHARP, through NCCL's CollNet). Needs GPUs on several
+    hosts, fp32 gradients, and the reduction hierarchical, sharded or auto. If the switches do not support it, NCCL sends
+    gradients as usual."""
     reduce_dtype: ReduceDtype = "fp32"
     """Type in which ranks send gradients. Gradients are always summed in fp32. bf16: half the bytes, more messages, and an
     error of 0.2 to 0.3 % in the norm of a tensor's gradient, for any number of ranks."""
@@ -155,7 +155,7 @@ class TrainingConfig:
     """What the backward pass recomputes to save memory, with equal results. selective: attention, GELU and layer norms of
     all encoder layers except the last. full: the whole of these layers."""
     implementations: dict[str, str] = field(default_factory=dict)
-    """Names of ops, each followed by the implementation to use, such as ``varlen_attention flash_attn``.
+    """Names of ops, each followed by the implementation to use, for example ``varlen_attention flash_attn``.
     ``python -m kernels`` lists the implementations. The run fails if an implementation cannot be used."""
 
     @property
@@ -208,7 +208,7 @@ class ParallelConfig:
     pipeline: int = 1
     """Number of stages of consecutive layers into which a copy of the model is divided, each on parallel.tensor ranks.
     Micro-batches pass through the stages one after another (1F1B), so training.gradient_accumulation_steps must be at
-    least as large."""
+    least parallel.pipeline."""
     virtual_stages: int = 1
     """Number of pipeline stages per rank. More than one (interleaved 1F1B) means less idle time at the beginning and end
     of a step, but more messages."""
@@ -223,8 +223,8 @@ class ParallelConfig:
             _at_least(1, f"parallel.{name}", getattr(self, name))
         refuse(
             self.virtual_stages > 1 and self.pipeline == 1,
-            f"parallel.virtual_stages is {self.virtual_stages}, but parallel.pipeline is 1: set that to 2 or more, or "
-            "leave both out",
+            f"parallel.virtual_stages is {self.virtual_stages}, but parallel.pipeline is 1: set parallel.pipeline to 2 "
+            "or more, or leave both settings out",
         )
 
 
@@ -266,7 +266,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class LogConfig:
-    """Location of the result file, and what it says about the system."""
+    """Location of the result file, and the statements about the system in it."""
 
     system: str
     """Name of the system. Results are written to results/<system>/bert/."""

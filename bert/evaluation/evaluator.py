@@ -32,7 +32,7 @@ class Accuracy:
 
 
 class Evaluator:
-    """Evaluator of the model on the evaluation set, of which each rank processes its share.
+    """Evaluator of the model on the evaluation set. Each rank processes its share of the set.
 
     Samples are sorted by length, and each copy of the model takes every ``data_size``-th sample. Shares are therefore
     balanced, and the samples of a batch have similar lengths. Samples are read only once, in the background after
@@ -48,7 +48,7 @@ class Evaluator:
         self._dataset, self._device, self._counted = dataset, mesh.device, mesh.counts_losses
         self._indices = [share[start : start + batch_size] for start in range(0, len(share), batch_size)]
         self._shape_buckets: list[ShapeBucket] = []
-        # Integer sums are exact in any order.
+        # Counts of correct predictions and of masked tokens. Integer sums are exact in any order.
         self._counts = torch.zeros(2, dtype=torch.int64, device=mesh.device)
         self._captured: BatchGraphs | None = None
         self._read: Future[list[Batch]] | None = None

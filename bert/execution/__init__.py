@@ -1,1 +1,1 @@
-"""Execution of a step: prepares batches and runs passes operator by operator, as CUDA graphs or as pipeline stages."""
+"""Execution of a step: preparation of batches, and passes that run operator by operator or as CUDA graphs."""

@@ -125,7 +125,7 @@ class BatchGraphs:
 
     def __call__(self, batch: Batch) -> bool:
         """Run the function on ``batch``, as a CUDA graph if possible, and return whether a graph was replayed."""
-        # Few batches are larger than all shape buckets.
+        # A few batches are larger than every captured shape bucket.
         if batch.shape_bucket not in self._captured:
             self._function(batch)
             return False

@@ -23,15 +23,15 @@ class Role:
 
 
 class Passes:
-    """Execution as CUDA graphs, one for each role and shape bucket.
+    """Execution of a step's passes as CUDA graphs, one for each role and shape bucket.
 
     Batches that fit no captured shape bucket, and all batches if nothing was captured, run operator by operator.
     """
 
     def __init__(self, forward_backward: Callable[[Role, Batch], None], duties: Role, stopwatch: Stopwatch) -> None:
-        """``duties`` marks the kinds of extra work that this run needs at all."""
+        """``duties`` marks the kinds of extra work that any micro-batch of this run does."""
         self.duties, self._stopwatch = duties, stopwatch
-        # Roles that are never prepared are never captured.
+        # This has an entry for every role, but only roles that are prepared are captured.
         self._graphs = {
             role: BatchGraphs(partial(forward_backward, role))
             for role in (Role(*each) for each in product((False, True), repeat=3))

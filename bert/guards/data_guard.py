@@ -33,7 +33,7 @@ class DataGuard:
         sys.addaudithook(self._hook)  # hooks cannot be removed, so this one becomes idle
 
     def require_untouched(self) -> None:
-        """Raise ``DataTouchedEarlyError`` if a data file was opened, or if any library has one open or mapped now."""
+        """Raise ``DataTouchedEarlyError`` if a data file was opened, or if a library has a data file open or mapped now."""
         for path in [self._violation] if self._violation else (path for path in _open_now() if self._is_data(path)):
             raise DataTouchedEarlyError(f"data were opened before run_start: {os.path.realpath(path)}")
 

@@ -29,7 +29,7 @@ def ended_together(config: Config, mesh: Mesh, log: MLLog) -> Iterator[Watchdog]
     try:
         yield watchdog
     except Interrupted as interrupted:
-        # The other hosts' elastic agents restart without this rank only if they see a failure.
+        # Elastic agents on the other hosts restart their ranks without this one only if its exit status shows a failure.
         watchdog.failed(str(interrupted), FAULT_STATUS if may_start_again() else interrupted.status)
         raise
     except (ValueError, OSError) as error:

@@ -6,7 +6,7 @@ from types import FrameType
 
 
 class Interrupted(Exception):  # noqa: N818 an event, not an error
-    """A signal arrived that ends the process at once, before training or for the second time."""
+    """A signal that ends the process at once, because it arrived before training or was not the first."""
 
     def __init__(self, number: int) -> None:
         super().__init__(f"stopped by {signal.Signals(number).name}")

@@ -55,7 +55,7 @@ def check(config: Config, world_size: int, local_size: int = 0) -> Inputs:
     """
     plan, may_go_on = None, may_start_again() or restarts() > 0
     if config.plan is not None:
-        # The configuration already contains the plan's settings, so only its number of ranks matters here.
+        # The configuration already contains the plan's settings, so only the number of ranks remains to be checked.
         plan = read_plan(config.plan)
         if not may_go_on:
             plan.require_ranks(world_size, local_size, config.plan)
@@ -97,7 +97,7 @@ def result_folder(config: Config) -> Path:
 def check_shares(config: Config, train: Dataset, data_size: int, uneven: bool = False) -> None:
     """Raise ``ValueError`` if the global batch cannot be divided evenly over micro-batches.
 
-    With ``uneven``, uneven shares are allowed, and it is raised only if a copy of the model would get no samples.
+    If ``uneven`` is set, uneven shares are allowed, and the error is raised only if a model copy would get no samples.
     """
     micro_batches = plan_of(config, train, data_size, seed=0).micro_batches
     batch, steps = config.training.global_batch_size, config.training.gradient_accumulation_steps
@@ -114,7 +114,7 @@ def refuse_others(config: Config) -> None:
     # ``resume`` may name the checkpoint folder or one checkpoint inside it.
     own = folder and source and folder.resolve() in (source.resolve(), source.resolve().parent)
     if folder and not own and checkpoint_folders(folder):
-        raise ValueError(f"{folder} holds checkpoints of another run: continue it with resume, or move them away")
+        raise ValueError(f"{folder} holds checkpoints of another run: set resume to continue it, or move them away")
 
 
 def _open_inputs(config: Config, folders: Sequence[Path]) -> tuple[list[Dataset], Vocabulary]:
@@ -166,7 +166,7 @@ def _schedule(config: Config) -> EvaluationSchedule:
     if config.evaluation.to_the_end and schedule.samples(end // interval) != end:
         raise ValueError(
             f"evaluation.to_the_end is set, but with evaluation.interval_samples {interval:,} no evaluation comes after the "
-            f"last of {end:,} samples: choose a divisor of that"
+            f"last of {end:,} samples: choose a divisor of {end:,}"
         )
     return schedule
 

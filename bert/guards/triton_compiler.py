@@ -22,7 +22,7 @@ def lacks_of_triton() -> list[str]:
     compilers = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
     if not any(map(shutil.which, compilers)):
         lacks.append(f"no C compiler ({' or '.join(compilers)}) for Triton: install gcc, or set CC")
-    # Debian's own scheme names a folder without headers.
+    # Debian's scheme posix_local names a folder that contains no headers.
     scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")
     header = Path(sysconfig.get_paths(scheme=scheme)["include"], "Python.h")
     if not header.is_file():

@@ -1,4 +1,4 @@
-"""Sums and copies over all ranks. In a run of one rank, each of them does nothing."""
+"""Reductions, broadcasts and barriers over all ranks. In a run of one rank, they do nothing."""
 
 from typing import Literal
 
@@ -17,19 +17,19 @@ def all_reduce_(tensor: Tensor, operation: Literal["sum", "min", "max"] = "sum")
 
 
 def broadcast_(tensor: Tensor) -> Tensor:
-    """Overwrite ``tensor`` on every rank with rank 0's, and return it."""
+    """Overwrite ``tensor`` on every rank with rank 0's values, and return the tensor."""
     if dist.is_initialized():
         dist.broadcast(tensor, src=0)
     return tensor
 
 
 def agreed_integer(value: int, mesh: Mesh) -> int:
-    """Return rank 0's ``value`` on every rank. It reads from the device, so it is for start-up only."""
+    """Return rank 0's ``value`` on every rank. Call this only at start-up, because the host waits for the device."""
     return int(broadcast_(torch.tensor([value], dtype=torch.int64, device=mesh.device)).item())
 
 
 def agreed_text(text: str, mesh: Mesh) -> str:
-    """Return rank 0's ``text`` on every rank. It reads from the device, so it is for start-up only."""
+    """Return rank 0's ``text`` on every rank. Call this only at start-up, because the host waits for the device."""
     # Broadcast the length, then the bytes: broadcast_object_list would unpickle what it receives.
     content = text.encode()
     size = agreed_integer(len(content), mesh)

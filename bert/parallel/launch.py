@@ -1,4 +1,4 @@
-"""Launch environment: this process's rank and the number of ranks, before it has joined the others.
+"""Launch environment: this process's rank and the number of ranks, before the process joins the other ranks.
 
 This module does not import PyTorch, so that a command line can be parsed, or an error reported with its rank, before PyTorch
 is imported.
@@ -27,7 +27,7 @@ class Launch:
     def from_environment(cls) -> "Launch":
         """Read the variables of torchrun, else mpirun (Open MPI), else an srun step; without any, return a single process.
 
-        torchrun comes first because mpirun and srun may have started it, and mpirun before srun for the same reason. Raises
+        torchrun comes first because mpirun or srun may have started it. mpirun comes before srun for the same reason. Raises
         ``ValueError`` if a variable is not an integer or the rank is outside the world.
         """
         _parent()
@@ -41,7 +41,7 @@ class Launch:
 
     @classmethod
     def _read(cls) -> "Launch":
-        # A single variable is enough: an incomplete environment raises an error and does not count as having no launcher.
+        # A single variable is enough, so that an incomplete environment raises an error instead of counting as no launcher.
         if "RANK" in os.environ or "WORLD_SIZE" in os.environ:
             names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
         elif "OMPI_COMM_WORLD_RANK" in os.environ:
@@ -73,7 +73,7 @@ def lost_launcher() -> str:
 
 
 def host_of(rank: int, launch: Launch) -> str:
-    """Return words for the host where a rank was to start: its name by Slurm's node list, or its number; "" if unknown."""
+    """Return text that names a rank's host, from Slurm's node list or by the node's number; "" if the host is unknown."""
     if not launch.local_size:
         return ""
     node = rank // launch.local_size
@@ -84,7 +84,7 @@ def host_of(rank: int, launch: Launch) -> str:
 
 
 def scontrol_show(entity: str, names: str) -> list[str]:
-    """Return the lines that ``scontrol show`` prints about nodes; [] without Slurm, or if these are not host names."""
+    """Return the lines that ``scontrol show`` prints about nodes; [] without Slurm, or if ``names`` is not a host list."""
     # The names become arguments of a program, so only host lists are allowed, and no options.
     if not re.fullmatch(r"[\w.,\[\]-]{1,65536}", names, re.ASCII) or names.startswith("-"):
         return []
@@ -97,26 +97,26 @@ def _parent() -> int:
 
 
 def restarts() -> int:
-    """Return how often torchrun's agent has restarted its processes, or Slurm the job.
+    """Return how often torchrun's agent has restarted its processes, or how often Slurm has restarted the job.
 
-    An agent that restarts because another agent does so does not count that restart.
+    An agent does not count a restart that it makes because another agent restarts.
     """
     return _environment("TORCHELASTIC_RESTART_COUNT", 0) or _environment("SLURM_RESTART_COUNT", 0)
 
 
 def may_start_again() -> bool:
-    """Tell whether an agent of torchrun starts its processes again when one fails."""
+    """Tell whether torchrun's agent restarts its processes when one of them fails."""
     return _environment("TORCHELASTIC_MAX_RESTARTS", 0) > 0
 
 
 def job() -> str:
-    """Return the name under which torchrun's agents meet (``--rdzv-id``), the same after restarts, or "" without one."""
+    """Return the job's name (torchrun's ``--rdzv-id``), which is the same after a restart, or "" if there is none."""
     name = os.environ.get("TORCHELASTIC_RUN_ID", "")
     return "" if name == "none" else name[:256]  # torchrun sets "none" if no --rdzv-id was given
 
 
 def _environment(name: str, default: int) -> int:
     text = os.environ.get(name, str(default))
-    if not re.fullmatch("-?[0-9]{1,9}", text):  # int() also accepts digits of other scripts
+    if not re.fullmatch("-?[0-9]{1,9}", text):  # int() also accepts non-ASCII digits
         raise ValueError(f"{name}={text!r} in the environment: expected a whole number")
     return int(text)

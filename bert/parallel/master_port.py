@@ -21,7 +21,7 @@ def master_port() -> int:
 
 
 def require_free_port() -> None:
-    """Raise ``ValueError`` if another program listens on MASTER_PORT, or if this user may not."""
+    """Raise ``ValueError`` if another program listens on MASTER_PORT, or if this user may not listen on it."""
     port = master_port()
     both = socket.has_dualstack_ipv6()  # like PyTorch's store, which listens on all addresses
     family = socket.AF_INET6 if both else socket.AF_INET

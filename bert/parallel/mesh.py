@@ -1,11 +1,11 @@
-"""Place of this process among the ranks: its host, the neighbours there, and the ranks that share its copy of the model.
+"""Position of this process among the ranks: which ranks share its host, and which ranks share its copy of the model.
 
 The launcher's environment gives rank and world size; ``bert.parallel.rendezvous`` finds out which ranks share a host.
 
-Ranks are assigned host by host: first the shards of a stage, which exchange the most data and stay on one host, then the
-stages of a copy, on the same host or the next one, and then the copies. A host holds whole copies, or a copy takes whole
-hosts, so the ranks of a data group have the same local rank if each is on a host of its own. PyTorch's DeviceMesh cannot
-describe that: it assumes that neighbouring ranks share a host.
+Ranks are assigned host by host. The shards of a stage come first, because they exchange the most data and must share a
+host. The stages of a copy follow, on the same host or the next one, and then the other copies. A host holds whole copies,
+or a copy takes whole hosts, so if all ranks of a data group are on different hosts, they have the same local rank. PyTorch's
+DeviceMesh cannot describe this order, because it assumes that neighbouring ranks share a host.
 """
 
 import math
@@ -32,11 +32,12 @@ TIMEOUT = timedelta(minutes=10)
 
 @dataclass(frozen=True)
 class Mesh:
-    """This process's place in the run: a grid of nodes by ranks of a node.
+    """Position of this process in the run, whose ranks form a grid of nodes by ranks per node.
 
     ``tensor`` neighbouring ranks on a node share a stage of the model. ``pipeline`` such groups share a copy of the model,
     and all ranks of a copy get the same micro-batches. Ranks with the same position in their copies have the same shards
-    of the same layers and sum their gradients. They form a data group, which does not leave its rail.
+    of the same layers and sum their gradients. They form a data group. Between nodes, it communicates only along a rail: the
+    ranks with the same position on their nodes.
     """
 
     rank: int
@@ -45,11 +46,11 @@ class Mesh:
     """Index of the process on its host, as given by the launcher, and of the device that it uses."""
     device: torch.device
     nodes: tuple[tuple[int, ...], ...] = ()
-    """Ranks of each host, by local rank; ``()`` stands for one host. Neighbours may have any ranks."""
+    """Ranks of each host, by local rank; ``()`` stands for one host. A host's ranks need not be consecutive."""
     tensor: int = 1
     """Number of ranks that share a stage of the model, or the whole model if there is one stage."""
     pipeline: int = 1
-    """Number of such groups that share a copy of the model, divided by layers."""
+    """Number of stages, each of consecutive layers, that form a copy of the model."""
     hosts: tuple[str, ...] = ()
     """Host name of every rank, by rank."""
 
@@ -68,7 +69,7 @@ class Mesh:
         """Ranks with this rank's position on their hosts and in their copies, ascending. They share a rail."""
         place = self.node_ranks.index(self.rank)
         data = set(self.data_ranks)
-        # Sorted, because PyTorch 2.11 only creates ascending groups. The order does not matter for all-reduces along a rail.
+        # Sort them, because PyTorch 2.11 only creates ascending groups. Their order does not matter for all-reduces.
         return tuple(sorted(ranks[place] for ranks in self.nodes if ranks[place] in data)) or (self.rank,)
 
     @cached_property
@@ -80,7 +81,7 @@ class Mesh:
 
     @property
     def data_size(self) -> int:
-        """Number of copies of the model, and so of micro-batches that are computed, or started in a pipeline, at a time."""
+        """Number of copies of the model. Each copy has its own micro-batches."""
         return len(self.copies)
 
     @cached_property
@@ -106,12 +107,12 @@ class Mesh:
 
     @property
     def tensor_rank(self) -> int:
-        """Index of this rank's shard of its stage."""
+        """Index of this rank among ``tensor_ranks``, which determines its shards."""
         return self.coordinates[self.rank][2]
 
     @property
     def pipeline_ranks(self) -> tuple[int, ...]:
-        """Ranks that have this rank's shard of each stage of its copy."""
+        """Ranks of this rank's copy that have the same tensor index, one in each stage."""
         return self.copies[self.data_rank][self.tensor_rank :: self.tensor]
 
     @property
@@ -121,12 +122,12 @@ class Mesh:
 
     @property
     def counts_losses(self) -> bool:
-        """Tell whether this rank counts losses, tokens and predictions for its copy; it is a rank of the last stage."""
+        """Tell whether this rank counts losses, tokens and predictions. One rank per copy, on the last stage, does so."""
         return self.tensor_rank == 0 and self.pipeline_rank == self.pipeline - 1
 
     @property
     def data_ranks(self) -> tuple[int, ...]:
-        """Ranks that have this rank's shard, by copy."""
+        """Ranks that have the same shard as this rank, one in each copy."""
         place = self.pipeline_rank * self.tensor + self.tensor_rank
         return tuple(ranks[place] for ranks in self.copies)
 
@@ -138,7 +139,7 @@ class Mesh:
 
     @property
     def dropout_stream(self) -> int:
-        """Index of this rank's dropout stream. The stages of a copy share one, because their layers already differ."""
+        """Index that selects this rank's dropout seed. All stages of a copy share it, because they have different layers."""
         return self.data_rank * self.tensor + self.tensor_rank if self.pipeline > 1 else self.rank
 
     def places(self) -> list[str]:
@@ -164,9 +165,9 @@ def join_mesh(
 ) -> Mesh:
     """Join the run that the launcher describes in the environment, or create a run of one process if there is no launcher.
 
-    GPUs communicate by NCCL, CPUs by gloo; ranks share copies of the model according to ``parallel``. From here on, matrix
-    products have the precision that training needs (``set_product_precision``). ``arrival`` limits the wait for all ranks
-    and defaults to ``timeout``. Raises ``ValueError`` if the environment, the device, the hosts or the shape do not fit.
+    GPUs communicate through NCCL, CPUs through gloo. Ranks share copies of the model according to ``parallel``. Afterwards,
+    matrix products have the precision that training needs (``set_product_precision``). ``arrival`` limits the wait for all
+    ranks and defaults to ``timeout``. Raises ``ValueError`` for an invalid environment, missing GPUs or unsuitable hosts.
     """
     launch = Launch.from_environment()
     set_product_precision()
@@ -180,7 +181,7 @@ def join_mesh(
         identities = join_group(launch, place, timeout, arrival or timeout)
         nodes = group_by_host(identities, one_launcher=device == "cuda")
         hosts = tuple(identity.host for identity in identities)
-    a_host = len(nodes[0]) if nodes else 1  # group_by_host ensures that hosts have equally many
+    a_host = len(nodes[0]) if nodes else 1  # group_by_host ensures that all hosts have the same number
     parallel = parallel or ParallelConfig()
     require_whole_copies(parallel, launch.world_size // a_host, a_host)
     return Mesh(
@@ -210,9 +211,9 @@ def require_gpus(processes: int) -> None:
 
 
 def are_whole_copies(parallel: ParallelConfig, hosts: int, a_host: int) -> bool:
-    """Tell whether hosts with ``a_host`` ranks each hold whole copies of the model, or copies take whole hosts.
+    """Tell whether each host, with ``a_host`` ranks, holds whole copies of the model, or each copy takes whole hosts.
 
-    Otherwise a data group would leave its rail.
+    Otherwise the ranks of a data group could have different positions on their hosts.
     """
     groups, stages = a_host // parallel.tensor, parallel.pipeline
     return (
@@ -223,7 +224,7 @@ def are_whole_copies(parallel: ParallelConfig, hosts: int, a_host: int) -> bool:
 
 
 def require_whole_copies(parallel: ParallelConfig, hosts: int, a_host: int) -> None:
-    """Raise ``ValueError``, suggesting sizes that fit, unless ``are_whole_copies``."""
+    """Raise ``ValueError``, with sizes that would fit, if ``are_whole_copies`` returns False."""
     if are_whole_copies(parallel, hosts, a_host):
         return
     ranks = f"{counted(hosts, 'host')} of {counted(a_host, 'rank')}"
@@ -244,7 +245,7 @@ def require_whole_copies(parallel: ParallelConfig, hosts: int, a_host: int) -> N
 
 
 def process_group(ranks: Sequence[int], *, in_network: bool = False) -> dist.ProcessGroup | None:
-    """Create a group of ranks in this order; None for a single rank. Every member must call it at the same time.
+    """Create a group of ranks in the given order, or return None for a single rank. All members must call this together.
 
     Args:
         in_network: Ask NCCL to let switches add what the ranks send (CollNet, SHARP).

@@ -1,4 +1,4 @@
-"""Rendezvous of a run's processes: the store, the attempt that they belong to, and the hosts that they are on.
+"""Rendezvous of a run's processes: their shared store, the attempt (start or restart) they belong to, and their hosts.
 
 torchrun's store outlives the processes that torchrun restarts, so keys of earlier attempts must be hidden. torchrun's
 restart count does not identify the attempt: an agent counts only restarts after failures of its own processes, and not the
@@ -28,7 +28,7 @@ from bert.parallel.single import all_gather_single
 _LONGEST_PAUSE_S = 1.0
 _IDENTITY_BYTES = 256
 _DESCRIPTORS = 1024
-"""File descriptors for everything except connections between ranks: files, pipes, libraries, devices, strangers."""
+"""File descriptors for everything except connections between ranks: files, pipes, libraries, devices, other clients."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def join_group(launch: Launch, device: torch.device, timeout: timedelta, arrival
         # Between hosts, captured collectives on registered buffers can give wrong results (NVIDIA/nccl #2389).
         os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
     rank, world_size = launch.rank, launch.world_size
-    # init_process_group would create its own store, but the ranks agree on the attempt before there is a group.
+    # Open the store here, because the ranks must agree on the attempt before init_process_group creates the group.
     with explained_store_errors():
         store = _open_store(launch, arrival)
         attempt = agree_on_attempt(store, launch, arrival.total_seconds())
@@ -84,7 +84,7 @@ def _open_store(launch: Launch, timeout: timedelta) -> Store:
             return True
         return False
 
-    # PyTorch's client would print stack traces until rank 0 is there.
+    # Wait here, because PyTorch's client would print stack traces until rank 0 answers.
     if launch.rank and not _in_time(answers, timeout.total_seconds()):
         raise ValueError(
             f"rank 0 does not answer at {address}:{port} within {timeout.total_seconds():.0f} s: see whether it was started "
@@ -96,7 +96,7 @@ def _open_store(launch: Launch, timeout: timedelta) -> Store:
 
 @contextmanager
 def explained_store_errors() -> Iterator[None]:
-    """Raise a ``ValueError`` that explains errors of PyTorch's store. Anyone who reaches its port can cause them."""
+    """Raise a ``ValueError`` that explains errors of PyTorch's store. Anyone who can reach its port can cause them."""
     try:
         yield
     except (RuntimeError, ValueError, IndexError) as error:
@@ -112,14 +112,15 @@ def explained_store_errors() -> Iterator[None]:
 
 
 def agree_on_attempt(store: Store, launch: Launch, seconds: float) -> str:
-    """Return a name for this attempt, which exactly its processes get.
+    """Return a name for this attempt. All processes of the attempt get the name, and no other process does.
 
-    Rank 0 creates the name and the other ranks reply to it. They accept it after rank 0 has received all replies, but not
-    if that happened before they replied. Raises ``ValueError`` after ``seconds``; on rank 0 it names the missing ranks.
+    Rank 0 creates the name, and the other ranks reply to it. They accept it when rank 0 has received all replies. If this
+    happened before they replied, the name is that of an earlier attempt. Raises ``ValueError`` after ``seconds``; on rank 0,
+    the error names the missing ranks.
     """
     if launch.rank:
         return _follow(store, launch.rank, seconds)
-    # Random, because hosts count restarts differently and the store still has the names of earlier attempts.
+    # The name is random, because hosts count restarts differently and the store still has the names of earlier attempts.
     name = os.urandom(8).hex()
     store.set("attempt", name)
     missing = [f"{name}/{other}" for other in range(1, launch.world_size)]
@@ -175,7 +176,7 @@ def _in_time(condition: Callable[[], bool], seconds: float) -> bool:
         if lost := lost_launcher():
             raise ValueError(lost)
         time.sleep(pause)
-        # Less and less often, because thousands of ranks may poll the same store.
+        # Poll less and less often, because thousands of ranks may poll the same store.
         pause = min(1.5 * pause, _LONGEST_PAUSE_S)
     return True
 
@@ -197,7 +198,7 @@ def allow_descriptors(launch: Launch) -> None:
 
 
 def _all_identities(launch: Launch, device: torch.device) -> list[Identity]:
-    # Bytes of fixed size, so that nothing is unpickled: name, boot id of 36 characters and two numbers fit.
+    # Send bytes of a fixed size, so that nothing is unpickled. A name, a boot id of 36 characters and two numbers fit.
     boot = Path("/proc/sys/kernel/random/boot_id")
     own = (socket.gethostname()[:128], boot.read_text().strip() if boot.exists() else "")
     text = "\n".join((*own, str(launch.local_rank), str(launch.local_size))).encode()
@@ -212,9 +213,9 @@ def _all_identities(launch: Launch, device: torch.device) -> list[Identity]:
 def group_by_host(identities: Sequence[Identity], one_launcher: bool = True) -> tuple[tuple[int, ...], ...]:
     """Return the ranks of each host in ascending order; hosts are ordered by their lowest rank.
 
-    Raises ``ValueError`` if hosts have different numbers of ranks, if a launcher announces more ranks per host than share
-    it, or if a host's local ranks do not ascend with its ranks. With ``one_launcher``, equal local ranks are an error too,
-    because they would use the same device.
+    Raises ``ValueError`` if hosts have different numbers of ranks, if a launcher announces more ranks per host than were
+    found there, or if a host's local ranks do not ascend with its ranks. If hosts must have ``one_launcher``, it is also
+    raised for equal local ranks, which would use the same device.
     """
     hosts: dict[tuple[str, str], list[int]] = {}
     for rank, identity in enumerate(identities):
@@ -231,10 +232,10 @@ def group_by_host(identities: Sequence[Identity], one_launcher: bool = True) -> 
         found = f"host {host} runs ranks {_listed(ranks)} with local ranks {_listed(local_ranks)}"
         if one_launcher and len({*local_ranks}) < len(ranks):
             raise ValueError(f"{found}: start one launcher a host")
-        # A rank's position on its host must be its position in the rail, and groups are created in ascending order.
+        # A rank's position on its host determines its rail, and groups are created with ascending ranks.
         if local_ranks != sorted(local_ranks):
             raise ValueError(f"{found}: number each host's ranks in the order of its local ranks")
-    # Rails and shards depend on the position on a host, and need equally many positions on each host.
+    # Rails and shards depend on the position on a host, so every host needs the same number of positions.
     if len({len(ranks) for ranks in hosts.values()}) > 1:
         counts = ", ".join(f"{host} {len(ranks)}" for (host, _), ranks in list(hosts.items())[:16])
         raise ValueError(f"hosts with different numbers of ranks ({counts}): start the same number on every host")

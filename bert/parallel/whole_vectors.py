@@ -41,7 +41,7 @@ class WholeVectors:
         if tensor is None and pipeline is None:
             return
         self._shapes = parameter_shapes(model.config)
-        # Without the flat vectors' padding, which only optimizers need.
+        # Whole vectors omit the flat vectors' padding, which only optimizers need.
         self._places, self.size = {}, 0
         for name, shape in self._shapes.items():
             self._places[name] = slice(self.size, self.size + math.prod(shape))

@@ -72,7 +72,7 @@ class Fp8Dense:
 
     @property
     def first(self) -> "Fp8Dense":
-        """This layer, which reads the input, as in ``FeedForward``."""
+        """This layer. In ``FeedForward``, the first and the last dense layer differ."""
         return self
 
     last = first
@@ -89,7 +89,7 @@ class Fp8Dense:
 
     def cast_input(self, x_TK: Tensor) -> tuple[Tensor, Tensor]:
         """Quantize an input; return it as [T, K] and transposed as [K, T]."""
-        # Outside of autograd: the product that reads the casts returns the input's gradient itself.
+        # Detach the input, because the product that reads the casts returns the input's gradient itself.
         return cast_transpose_fp8(x_TK.detach(), self.input.scale, self.input.amax, E4M3)
 
     def forward(
@@ -108,9 +108,9 @@ class Fp8Dense:
     def product(self, input_TK: Tensor, dtype: torch.dtype, bias_N: Tensor | None = None) -> Tensor:
         """Multiply the quantized input by the weight; return [T, N]."""
         inverses = self.input.inverse, self.weight.inverse
-        # Hopper's tensor cores keep 13 bits of a sum. An emulation on a trained layer gave an error of 0.05 to 0.23 % for
-        # this product, where rounding to FP8 costs 1.2 to 3.4 %. For the input's gradient it was 0.04 to 0.16 %, where
-        # rounding costs 4.0 to 5.3 %.
+        # Fast accumulation, in which Hopper keeps 13 bits of a sum, is accurate enough. Emulated on a trained layer, its
+        # error is 0.05 to 0.23 %, and 0.04 to 0.16 % for the input's gradient. The errors from rounding to FP8 are 1.2 to
+        # 3.4 % and 4.0 to 5.3 %.
         return scaled_matmul(input_TK, self.weight_NK, *inverses, dtype, bias_N, use_fast_accum=True)
 
     def input_gradient(self, gradient_TN: Tensor, dtype: torch.dtype) -> Tensor:
@@ -125,7 +125,7 @@ class Fp8Dense:
         """
 
         def add(sum_NK: Tensor | None, overwrite: bool) -> Tensor:
-            # With tensor-core accumulation this sum would err by 1.4 to 2.8 %, where rounding costs 2.1 to 4.3 %.
+            # Fast accumulation would cause an error of 1.4 to 2.8 % here, in addition to 2.1 to 4.3 % from rounding to FP8.
             inverses = self.gradient.inverse, self.input.inverse
             written_NK = sum_NK if overwrite else None  # PyTorch's scaled product can add only a bias
             product_NK = scaled_matmul(
@@ -140,8 +140,8 @@ class Fp8State:
     """All sites and FP8 weights of a model.
 
     Call ``update_scales_`` before every optimizer step. After the step, call ``refresh_weights_``, unless the optimizer
-    makes the ``casts``. Also call ``refresh_weights_`` after other changes of the weights, or ``calibrate_`` if the weights
-    or the data are entirely new. This is not training state: a run computes it from its weights and a few batches.
+    has made the ``casts``. Also call ``refresh_weights_`` after other changes of the weights, or ``calibrate_`` if weights
+    or data are entirely new. This is not training state: a run computes it from its weights and a few batches.
     """
 
     scale_S: Tensor
@@ -170,12 +170,12 @@ class Fp8State:
         self.inverse_S = torch.ones_like(self._largest_S)
         self.amax_S = torch.zeros_like(self._largest_S)
         vectors = self.scale_S, self.inverse_S, self.amax_S
-        # Views, so that one update serves all sites and captured graphs find each site at a fixed address.
+        # Sites are views, so that one update serves all sites and captured graphs find each site at a fixed address.
         self._sites = [Site(*(vector.select(0, at) for vector in vectors)) for at in range(len(self.scale_S))]
         self.denses: list[Fp8Dense] = []
 
     def quantized(self, *denses: Dense) -> list[Fp8Dense]:
-        """Return the FP8 weights of the next layer, in the order of its sites."""
+        """Create the FP8 weights of the next layer's dense layers, which take the next sites in this order."""
         made = []
         for dense in denses:
             at = 3 * len(self.denses)
@@ -321,7 +321,7 @@ def apply_passes(
 ) -> Tensor:
     """Compute ``passes`` of an input that is already quantized and transposed; return [T, N].
 
-    Only the gradient uses ``x_TK``: its values are not read.
+    ``x_TK`` only receives the gradient; its values are not read.
     """
     output_TN = _Fp8Function.apply(x_TK, quantized_TK, quantized_KT, passes, bias_N, *passes.parameters)
     assert isinstance(output_TN, Tensor)

@@ -31,11 +31,11 @@ from kernels import (
 
 
 class HiddenStates(NamedTuple):
-    """Hidden states for their two readers: the same memory twice, as [T, D]."""
+    """Hidden states [T, D] as two tensors in the same memory, for the residual and for the products that read them."""
 
     residual_TD: Tensor
     input_TD: Tensor
-    """Input of the products, which read the casts and return their gradient through this tensor."""
+    """Input of the products, which read the casts instead and return the gradient through this tensor."""
     quantized_TD: Tensor | None
     quantized_DT: Tensor | None
 
@@ -78,7 +78,7 @@ class _ProductAttention(torch.autograd.Function):
         # The product that reads the casts returns its gradient to the first output.
         ctx.mark_non_differentiable(context_TD, context_DT)
         ctx.set_materialize_grads(False)
-        # The last tensor is saved for autograd's check, as in ``bert.products.fp8``.
+        # The last tensor is saved only so that autograd notices if it is overwritten, as in ``bert.products.fp8``.
         ctx.save_for_backward(qkv_T3HE, context_THE, *others, input_DT, fp8.weight_KN)
         return context_THE.flatten(1), context_TD, context_DT
 
@@ -126,9 +126,9 @@ class _PassesNorm(torch.autograd.Function):
         ctx.mark_non_differentiable(*(cast for cast in casts if cast is not None))
         ctx.passes, ctx.dropout, ctx.dtype = passes, dropout, x_TD.dtype
         of_norm = product_TD, bias_D, residual_TD, norm_weight_D, statistics_2T
-        # The last tensor is saved for autograd's check, as in ``bert.products.fp8``.
+        # The last tensor is saved only so that autograd notices if it is overwritten, as in ``bert.products.fp8``.
         ctx.save_for_backward(*of_norm, input_DT, *kept, passes.first.weight_KN)
-        # A view, so that autograd sees two outputs and passes the gradients of their two readers separately.
+        # The second output is a view, so that autograd sees two outputs and passes the gradients of both readers separately.
         return output_TD, output_TD.view_as(output_TD), *casts
 
     @staticmethod
@@ -166,7 +166,7 @@ class FusedLayer(Fp8Layer):
     ) -> None:
         """Without ``casts_between_layers``, each layer casts its own input.
 
-        With recomputation, only the tensors between layers are kept, and passing casts along would double their memory.
+        With recomputation, only the tensors between layers are kept, so passing casts along would double the memory.
         """
         super().__init__(config, index, placement, state, recomputation)
         self._query_key_value, self._attention_output, *halves = self.denses
@@ -187,7 +187,7 @@ class FusedLayer(Fp8Layer):
             hidden = HiddenStates(hidden, hidden, None, None)
         index = self.index
         context = self._attention(hidden, cu_seqlens, max_seqlen, sites.attention(index))
-        # The norm makes the casts for the product that reads its output next: FC1, or the next layer's.
+        # The norm makes the casts for the product that reads its output next: FC1, or the next layer's QKV.
         dense, feed_forward = self._attention_output, self._feed_forward
         attended = self._normed(
             dense, context, self.attention_norm, feed_forward.first.input, sites.after_attention(index)
@@ -201,12 +201,12 @@ class FusedLayer(Fp8Layer):
         """Return the attention output with its casts, and the residual."""
         dense, x_TD, bias_N = self._query_key_value, hidden.input_TD, self.query_key_value.bias
         casts, heads = hidden.casts(dense), self.config.num_attention_heads
-        # The choice depends only on shape, dtype, device and whether there is a backward pass; no value is read.
+        # The choice of an implementation depends on shape, dtype, device and whether a backward pass follows, not on values.
         shape = len(x_TD), 3, heads, x_TD.shape[1] // heads
         stand_in = x_TD.new_empty(shape, dtype=compute_dtype(x_TD)).requires_grad_()
-        # Not ``chosen``: the autotuner must see the call, although it is never made if attention makes casts.
+        # Unlike ``chosen``, ``decided`` lets the autotuner see this call, which is not made if attention makes the casts.
         chosen = varlen_self_attention.decided(stand_in, cu_seqlens, max_seqlen, dropout)
-        # If the implementation makes no casts, they take a pass of their own.
+        # If the implementation makes no casts, the next product makes them in a separate pass.
         if chosen.name not in attention_cast_fp8.implementations:
             qkv_T3HE = apply_passes(dense, x_TD, *casts, bias_N).unflatten(-1, (3, heads, -1))
             context_TD = varlen_self_attention(qkv_T3HE, cu_seqlens, max_seqlen, dropout).flatten(1)

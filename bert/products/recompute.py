@@ -3,9 +3,9 @@
 ``torch.utils.checkpoint`` recomputes the part of a layer that its ``forward`` calls. PyTorch's wrapper for modules would
 also run the module's hooks again, which wait for gathered weights.
 
-The result is the same bit for bit: kernels draw dropout by a counter, and the layer is given the counter's step. Ops that
-draw from PyTorch's generator find it in the state of the forward pass, except while a CUDA graph is captured: there,
-``RECOMPUTED_OPS`` must not draw from it (``kernels.captured``).
+The result is the same bit for bit. Kernels derive dropout from a counter that is an input of the layer. For ops that draw
+from PyTorch's generator, the generator's state in the forward pass is restored. This is not possible while a CUDA graph is
+captured, so ``RECOMPUTED_OPS`` must not draw from the generator then (``kernels.captured``).
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ from bert.timing.stopwatch import is_capturing
 RECOMPUTED_OPS = ("varlen_self_attention", "dropout_add_layer_norm")
 """Ops of ``kernels`` that apply dropout in a recomputed layer."""
 
-# Products with weights have 2D operands; attention's products are batched or inside its kernel.
+# Ops of products with weights, which have 2D operands. Attention's products are batched or inside its kernel.
 _PRODUCTS = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten._scaled_mm.default]
 
 
@@ -41,7 +41,7 @@ def recomputation(mode: Recompute) -> Recomputation:
             return function(*inputs)
         # While capturing, the generator's state can be neither read nor set, and no op draws from it.
         preserve = not is_capturing()
-        # PyTorch accepts contexts only in its non-reentrant form.
+        # PyTorch accepts contexts only for non-reentrant checkpoints.
         return checkpoint(function, *inputs, use_reentrant=False, context_fn=contexts, preserve_rng_state=preserve)
 
     return recompute

@@ -1,4 +1,4 @@
-"""Products that add weight gradients to the flat gradient themselves, and that read 16-bit copies of the weights.
+"""Matrix products that add weight gradients directly to the flat gradient, and that read 16-bit copies of the weights.
 
 Autograd makes three passes over a weight's gradient in every micro-batch: it writes it in 16 bits, casts it to fp32, and
 adds it to the flat gradient. Here the product's epilogue does all three. The first micro-batch of a step overwrites the
@@ -25,8 +25,8 @@ from bert.model import BertForPreTraining
 from kernels import accumulate_weight_gradient, bias_gelu, compute_dtype, masked_lm_loss
 
 Add = Callable[[Tensor | None, bool], Tensor]
-"""Adds a product to a gradient, or overwrites the gradient if the second argument is True. The result is returned; it is
-a new tensor if the gradient is None."""
+"""Function that adds a product to the given gradient, or overwrites the gradient if the second argument is True. It returns
+the result, which is a new tensor if the gradient is None."""
 
 
 class WeightGradients:
@@ -64,7 +64,7 @@ class AccumulatingProducts(MatrixProducts):
     def product(self, x: Tensor, dense: Dense, bias: Tensor | None) -> Tensor:
         """Return ``x @ weight.T + bias``."""
         dtype = compute_dtype(x)
-        # Cast outside of the function, so that the tensors saved for its backward pass have 16 bits too.
+        # Cast outside of the autograd function, so that the tensors that it saves have 16 bits too.
         weight_NK = _copy(self._copies, dense.weight, dtype)
         output_TN = _AccumulatingProduct.apply(x.to(dtype), dense.weight, bias, weight_NK, self._gradients)
         assert isinstance(output_TN, Tensor)
@@ -109,24 +109,24 @@ class _AccumulatingProduct(torch.autograd.Function):
 
 
 class AccumulatingTable(Placement):
-    """Placement in which decoder and embeddings add to the word table's gradient. The decoder reads a copy if one exists."""
+    """Placement whose decoder and embeddings add to the word table's gradient. The decoder reads a 16-bit copy, if any."""
 
     def __init__(self, gradients: WeightGradients, copies: Mapping[nn.Parameter, Tensor]) -> None:
-        """``copies`` is as for ``AccumulatingProducts``."""
+        """``copies`` has the same meaning as in ``AccumulatingProducts``."""
         self._gradients = gradients
         self._copies = copies
 
     def words(self, input_ids_T: Tensor, word_VD: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return indices, table and gradient.
 
-        The gradient already includes the decoder's part, which comes first and may overwrite the old gradient.
+        The embeddings' part is added to the gradient after the decoder's part, which may overwrite the old gradient.
         """
         return input_ids_T, word_VD, word_VD.grad
 
     def masked_lm_loss(
         self, hidden_MD: Tensor, word_VD: nn.Parameter, bias_V: Tensor, labels_M: Tensor, count_correct: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Return ``kernels.masked_lm_loss``. The embeddings' backward pass, which comes later, runs the hooks."""
+        """Return ``kernels.masked_lm_loss``. The embeddings' backward pass, which comes later, runs the table's hooks."""
         return masked_lm_loss(
             hidden_MD,
             _copy(self._copies, word_VD, compute_dtype(hidden_MD)),
@@ -145,7 +145,7 @@ def _copy(copies: Mapping[nn.Parameter, Tensor], weight: nn.Parameter, dtype: to
 
 
 def product_weights(model: BertForPreTraining, table: bool) -> list[nn.Parameter]:
-    """Return the weights that encoder layers multiply by through ``products``, and with ``table`` the word table.
+    """Return the weights that encoder layers multiply through ``products``, and the word table if ``table`` is set.
 
     The last layer is omitted: it multiplies parts of its query-key-value weight without ``products``. The decoder's part of
     the word table's gradient is written first, and the embeddings' part is added to it.

@@ -27,7 +27,7 @@ def compare_with_plan(plan: RunPlan, intervals: Sequence[StepRecord]) -> PlanRec
 
 
 def difference(found: PlanRecord, plan: Path) -> str:
-    """Describe how the step time differs from the plan, and in which part most; "" if it differs by at most a fifth.
+    """Describe how the step time differs from the plan, and which phase differs most; "" below a difference of 20 %.
 
     The text names the file ``plan``.
     """

@@ -1,4 +1,4 @@
-"""Reports on the steps of a log interval. Only here and in evaluations does the host wait for the device."""
+"""Reports on the steps of a log interval. The host waits for the device only here and in evaluations."""
 
 import time
 from collections.abc import Sequence
@@ -130,7 +130,7 @@ class Intervals:
         for text, straggler in self._stragglers.add(self._statistics.own_seconds):
             self._reporter.warn(at.steps, text, straggler)
         self.bad = self.bad + 1 if skipped == steps else 0
-        # The statistics are sums over all ranks, so all ranks end after the same step.
+        # The statistics are sums over all ranks, so all ranks decide to end after the same step.
         if self.bad == self._config.training.bad_intervals:
             self._reporter.warn(
                 at.steps, f"ending the run: no step of the last {self.bad} intervals had finite gradients"

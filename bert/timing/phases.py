@@ -2,7 +2,7 @@
 
 import time
 
-# The order is the order within a step. The watchdog uses it to find the rank that is furthest behind.
+# The phases are in the order of a step. The watchdog uses it to find the rank that is furthest behind.
 PHASES: tuple[str, ...] = ("data_wait", "forward_backward", "reduce", "update")
 """Names of the phases of a step."""
 EXCHANGE = "exchange in "

@@ -10,7 +10,7 @@ import torch
 from bert.timing.phases import EXCHANGE, PHASES, PhaseTracker
 
 Span = tuple[Any, Any]
-"""CUDA events at the begin and the end of a phase."""
+"""CUDA events at the beginning and at the end of a phase."""
 
 
 def cuda_event(captured: bool) -> torch.cuda.Event:
@@ -65,7 +65,7 @@ class Stopwatch:
     def exchanging(self) -> Iterator[None]:
         """Count the body's time towards the enclosing phase, but also as time spent waiting for other ranks.
 
-        The body waits for the ranks that compute the same micro-batch.
+        Use it for communication with the ranks that compute the same micro-batch.
         """
         phase, begin = self.tracker.phase, time.perf_counter()
         self.tracker.enter(EXCHANGE + phase)
@@ -106,7 +106,7 @@ class DeviceStopwatch(Stopwatch):
         self._open: list[str] = []
         # A capture may contain any phase, so there is one span per phase, which all captures share.
         self._captured: dict[str, Span] = {phase: (event(True), event(True)) for phase in PHASES}
-        # ``elapsed_time`` requires recorded events. Recorded now, these lie before all phases until the first replay.
+        # Record the events once, because ``elapsed_time`` requires it. Until the first replay, they lie before all phases.
         for begin, end in self._captured.values():
             begin.record()
             end.record()

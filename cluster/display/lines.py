@@ -29,7 +29,7 @@ def lines(view: View) -> Iterator[str]:
 
 
 def heading(view: View) -> str:
-    """Name the cluster in a few words."""
+    """Return the number of hosts and ranks, and the names of the devices."""
     names = sorted({rank.device for rank in view.ranks})
     return f"{counted(len(view.hosts), 'host')}, {counted(len(view.ranks), 'rank')}, {', '.join(names[:3])}"
 
@@ -101,7 +101,7 @@ def hosts_with_outliers(view: View) -> set[int]:
 
 
 def bandwidth(seconds_per_byte: float) -> str:
-    """Format bytes per second with three digits."""
+    """Format a rate in bytes per second with three digits, given the seconds per byte."""
     return _per_second(1 / max(seconds_per_byte, 1e-15), "B")
 
 
@@ -112,7 +112,7 @@ def _speed(rate: Rate, seconds: float) -> str:
 
 
 def _per_second(number: float, unit: str) -> str:
-    # 999.9 MB/s would round to 1e+03 MB/s.
+    # Values from 999.5 on take the next unit, because three digits would show them as 1e+03.
     prefix, size = next((each for each in (("T", 1e12), ("G", 1e9)) if number > 0.9995 * each[1]), ("M", 1e6))
     return f"{number / size:.3g} {prefix}{unit}/s"
 

@@ -3,7 +3,7 @@
 A computation has a kind and a count for each cost term of that kind, and includes the forward and the backward pass.
 `cluster.model.rates` holds the seconds per unit of each term.
 
-Shape legend: T tokens, Q rows of the last layer, S sequences, M masked tokens, D hidden, F intermediate, V vocabulary.
+Shape legend: T tokens, Q queries of the last layer, S sequences, M masked tokens, D hidden, F intermediate, V vocabulary.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from cluster.model.work import MicroBatches
 
 Count = float | NDArray[np.float64]
 
-# Each kind has few terms, because a probe times only a handful of shapes and could not fit more.
+# Each kind has few terms, because a probe times only a handful of shapes, too few to fit more costs.
 TERMS = {
     "linear": ("calls", "rows x inputs x outputs", "rows x (inputs + outputs)", "inputs x outputs"),
     "attention": ("calls", "tokens x hidden", "pairs x heads", "pairs x hidden"),
@@ -29,14 +29,14 @@ TERMS = {
     "lamb": ("calls", "segments", "parameters"),
     "batch": ("calls", "sequences of all ranks"),
 }
-"""Cost terms of each kind. Their sum is a computation's time."""
+"""Cost terms of each kind. A computation's time is the sum of count times cost over the terms."""
 
 REPEATED: dict[Recompute, tuple[str, ...]] = {
     "none": (),
     "selective": ("attention", "gelu", "norm"),
     "full": ("linear", "attention", "gelu", "norm"),
 }
-"""Kinds of computation whose forward pass an inner layer repeats during its backward pass, by recomputation mode."""
+"""For each recomputation mode, the kinds of computation whose forward pass an inner layer's backward pass repeats."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,9 @@ class Computation:
     """A kind of computation with a count for each of its terms. Counts that are arrays describe many computations.
 
     Attributes:
-        dropout: Whether it applies dropout.
-        in_encoder: Whether it belongs to an inner layer. FP8 computes the products of inner layers in 8 bits.
+        dropout: Whether the computation applies dropout.
+        in_encoder: Whether the computation belongs to an inner layer (any layer but the last). FP8 computes the products
+            of inner layers in 8 bits.
     """
 
     kind: str
@@ -55,16 +56,16 @@ class Computation:
 
 
 def linear(rows: Count, inputs: int, outputs: int, in_encoder: bool = False) -> Computation:
-    """Return the computation of a dense layer: three products, the bias, and the accumulation of its gradient."""
+    """Return the computation of a dense layer: three products, the bias, and the accumulation of the weight gradient."""
     counts = (1.0, rows * inputs * outputs, rows * (inputs + outputs), float(inputs * outputs))
     return Computation("linear", counts, in_encoder=in_encoder)
 
 
 def parts_of(model: ModelConfig, sizes: MicroBatches, tensor: int = 1) -> tuple[list[Computation], ...]:
-    """Return the computations of the embeddings, of an inner layer, and of the last layer with the heads.
+    """Return the computations of the embeddings, of an inner layer, and of the last layer with the output heads.
 
-    The counts are for one of ``tensor`` ranks that share a copy of the model: the rank computes part of the heads, columns
-    and words, and part of the rows between products.
+    The counts are for one of ``tensor`` ranks that share a copy of the model. The rank computes part of the attention heads,
+    columns and words, and part of the rows between products.
     """
     D, F = model.hidden_size, model.intermediate_size
     T, S, M = sizes.tokens_AR, float(sizes.sequences), sizes.masked_AR
@@ -81,7 +82,7 @@ def parts_of(model: ModelConfig, sizes: MicroBatches, tensor: int = 1) -> tuple[
     def layer(
         rows: Count, projections: list[Computation], calls: Count, pairs: Count, inner: bool
     ) -> list[Computation]:
-        # (T + rows) / 2 averages keys and values with queries.
+        # Keys and values have T rows, queries and outputs have `rows` rows. (T + rows) / 2 is the average.
         attention = (calls, (T + rows) / 2 * own_D, pairs * heads, pairs * own_D)
         return [
             *projections,
@@ -95,8 +96,8 @@ def parts_of(model: ModelConfig, sizes: MicroBatches, tensor: int = 1) -> tuple[
         ]
 
     embedding = [Computation("embedding", (1.0, T * D, float(own_V * D)), hidden_dropout)]
-    # On a CPU, PyTorch's attention makes one call for all sequences of a length. The last layer needs one call for each
-    # sequence, because the number of queries differs as well.
+    # On a CPU, PyTorch's attention makes one call for all sequences of equal length. The last layer needs one call for
+    # each sequence, because the number of queries differs as well.
     inner = layer(T, [linear(T, D, 3 * own_D, True)], sizes.lengths_AR, sizes.pairs_AR, True)
     last = layer(Q, [linear(T, D, 2 * own_D), linear(Q, D, own_D)], S, sizes.last_pairs_AR, False)
     # A tensor group divides the rows of pooler, next-sentence classifier and transform, but not their weights.

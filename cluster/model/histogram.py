@@ -12,7 +12,7 @@ HISTOGRAM = Path(__file__).with_name("wikipedia_length_histogram.csv")
 
 @functools.cache
 def length_counts(path: Path = HISTOGRAM) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the lengths that occur, ascending, and the number of sequences of each."""
+    """Return the lengths that occur, ascending, and the number of sequences of each length."""
     lengths, counts = np.loadtxt(path, delimiter=",", skiprows=1, dtype=np.int64, unpack=True)
     return lengths, counts
 

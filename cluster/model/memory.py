@@ -3,7 +3,7 @@
 Activations are counted tensor by tensor: on a CPU for PyTorch's own operations, and on a GPU for this program's kernels,
 which regenerate dropout masks and store no attention probabilities.
 
-Shape legend: T tokens, Q rows of the last layer, S sequences, M masked tokens, D hidden, F intermediate, H heads.
+Shape legend: T tokens, Q queries of the last layer, S sequences, M masked tokens, D hidden, F intermediate, H heads.
 """
 
 import functools
@@ -34,7 +34,7 @@ def memory_of_rank(work: Work, strategy: Strategy, nodes: int, ranks: int, on_gp
     computing = replace(strategy, bucket_bytes=1, reduction="flat", reduce_dtype="fp32")
     shares = model_shares(work.model, strategy.tensor, strategy.pipeline, strategy.virtual_stages)
     layers = [each.inner * under_way(strategy, place) for place, each in enumerate(shares)]
-    # Only these pipeline ranks can need the most memory: both ends, and the rank that stores the most layers.
+    # Only these pipeline ranks can need the most memory: the first, the last, and the rank that stores the most layers.
     places = [
         held_by_rank(work, strategy, nodes, ranks, place, on_gpu)
         | _largest_micro_batch(work, computing, nodes * ranks, on_gpu, place)
@@ -61,7 +61,7 @@ def _largest_micro_batch(work: Work, strategy: Strategy, ranks: int, on_gpu: boo
         # A layer that recomputes stores all of its activations again during its backward pass.
         keeping_all = kept_by_forward(work, replace(strategy, recompute="none"), sizes, on_gpu, share)
         recomputed = float(keeping_all[worst] - kept_AR[worst]) / max(1, share.inner)
-        # The largest micro-batches that the same rank may have in flight beside this one.
+        # Add the largest micro-batches that the same rank may have in flight at the same time.
         others = np.sort(kept_AR[:, worst[1]])[-whole:-1].sum() if whole > 1 else 0.0
         kept = (float(kept_AR[worst]) + float(others)) * kept_at_once / whole
         largest = max(largest, (kept, float(logits_AR[worst]), recomputed), key=sum)
@@ -85,14 +85,14 @@ def held_by_rank(
     sharded_lamb = strategy.is_sharded or strategy.copy_ranks > 1
     bucket = max(each.stop - each.start for each in share.buckets(copies, strategy.bucket_bytes))
     # 16-bit copies of weights: on a GPU, unsharded LAMB writes copies of all weights. Otherwise autocast copies only the
-    # weights of products. Autocast always copies the weights of the heads.
+    # weights of matrix products. Autocast always copies the weights of the output heads.
     D, F = work.model.hidden_size, work.model.intermediate_size
     lamb_copies = on_gpu and strategy.precision == "bf16" and not sharded_lamb
     cast = elements if lamb_copies else (share.inner + share.has_last) * (4 * D * D + 2 * D * F)
     cast += share.has_last * (2 * D * D + work.model.vocab_size * D + 2 * D)
     return {
         "weights": 4.0 * (elements + share.copied),
-        # Sharded gradients pass through two buffers, each as large as a bucket. Their sums are counted with the update.
+        # Sharded gradients pass through two buffers, each as large as a bucket. The sums count as "update".
         "gradients": 8.0 * bucket if strategy.shard_gradients and copies > 1 else 4.0 * (elements + share.copied),
         "moments": 8.0 * shard,
         # Sharded LAMB also holds contiguous copies of its shard's gradients and weights.
@@ -114,16 +114,16 @@ def kept_by_forward(
     # With dropout, PyTorch's attention on a CPU keeps scores, probabilities and the mask. It also copies keys and values
     # of sequences that share their length with another sequence.
     cpu_dropout = model.attention_dropout > 0 and not on_gpu
-    # A norm stores its input sum in fp32, as autocast computes it (on a GPU it stores both terms instead), the fp32 mean
-    # and deviation of each row, and on a CPU the dropout mask.
+    # A norm stores its input, which is a sum that autocast computes in fp32 (on a GPU it stores both terms instead), the
+    # fp32 mean and deviation of each row, and on a CPU the dropout mask.
     norm = (2 * size if on_gpu else 4) * D + 8 + (4 * D if model.hidden_dropout and not on_gpu else 0)
 
     def attention(rows: NDArray[np.float64], pairs: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return the bytes of the output or scaled query, a second copy of the output, and statistics or probabilities."""
+        """Return the bytes of two output-sized tensors and softmax statistics (on a CPU: scores, probabilities, mask)."""
         return rows * 2 * size * D + (3 * size * pairs * H if cpu_dropout else rows * 4 * H)
 
     def rest(rows: NDArray[np.float64], norms_kept: int) -> NDArray[np.float64]:
-        """Return the bytes of both norms and the feed-forward half. Products store ``norms_kept`` of the norms' outputs."""
+        """Return the bytes of both norms and the feed-forward block. Products store ``norms_kept`` of the norms' outputs."""
         return rows * (2 * norm + norms_kept * size * D + 2 * size * F)
 
     if on_gpu or strategy.recompute != "none":

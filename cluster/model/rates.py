@@ -37,12 +37,12 @@ LINEAR_FLOPS = 6.0
 """Floating-point operations of a linear layer for each row x input x output: three products of two operations each."""
 
 ACCESSES = {"attention": 8.0, "norm": 10.0, "gelu": 5.0, "embedding": 8.0, "loss": 6.0}
-"""How often a GPU computation reads or writes each element of its second term. Used if nothing was measured."""
+"""Number of memory accesses per element that the second cost term counts. Used for GPUs if nothing was measured."""
 
 SEQUENCE_BYTES, LAUNCHES = 599_294_086, 1406
-"""Memory traffic of a BERT-Large sequence outside its products in bytes, averaged over Wikipedia's lengths, and the kernel
-launches of a micro-batch. An access in `cluster.model.computations` counts 2 bytes. A product counts 6 launches, and any
-other computation counts 8."""
+"""Memory traffic in bytes of a BERT-Large sequence, without matrix products and averaged over Wikipedia's lengths, and
+kernel launches of a micro-batch. They follow from `cluster.model.computations` if an access moves 2 bytes, a product takes
+6 launches, and any other computation takes 8."""
 
 Costs = Mapping[str, tuple[float, ...]]
 """Seconds per unit of each cost term, by kind of computation."""
@@ -50,7 +50,7 @@ Costs = Mapping[str, tuple[float, ...]]
 
 @dataclass(frozen=True)
 class Curve:
-    """Points (bytes of the whole vector, seconds) of a collective in ascending order, and its share of busy processors."""
+    """Points (bytes of the whole vector, seconds) of a collective, ascending, and the share of processors it keeps busy."""
 
     points: tuple[tuple[float, float], ...]
     share: float = 0.0
@@ -58,7 +58,7 @@ class Curve:
     def seconds(self, size: float) -> float:
         """Return the seconds for a size in bytes, interpolated between points.
 
-        Beyond the last point the last line continues. Below the first point the time is constant.
+        Beyond the last point, the line through the last two points continues. Below the first point, the time is constant.
         """
         sizes = [each for each, _ in self.points]
         at = min(max(bisect.bisect_left(sizes, size), 1), len(sizes) - 1)
@@ -80,8 +80,8 @@ class Rates:
         micro_batch_s: Constant cost of each micro-batch.
         demand: Share of the processors that computation keeps busy; 0 if each rank has its own device.
         sharing: Slowdown factor of a rank's computation while all ranks compute, relative to computing alone.
-        mean, last: Time until the average rank and until the last rank has finished, if all ranks begin equal work
-            together, as a factor of the time of that work while all ranks keep computing.
+        mean, last: Finishing times of the average rank and of the last rank, when all ranks begin equal work together.
+            Both are relative to the time of that work while all ranks keep computing.
         start_s: Seconds from the start of the clock to the first step.
     """
 
@@ -150,8 +150,8 @@ class Rates:
         copies = self.world_size // (tensor * pipeline)
         ranks = max(1, self.ranks // (tensor * pipeline))
         nodes = copies // ranks
-        # A ring of fewer members sends a smaller part of the vector. If G groups share the links between hosts, each takes
-        # as long as for a vector that is G times larger.
+        # A ring of fewer members sends a smaller part of the vector. If G groups share the links between hosts, each
+        # group takes as long as one group would for a vector that is G times larger.
         shorter = {
             "world": _shorter_ring(copies, self.world_size),
             "node": _shorter_ring(ranks, self.ranks),
@@ -166,18 +166,18 @@ class Rates:
         return replace(self, nodes=nodes, ranks=ranks, collectives=scaled)
 
     def tensor_seconds(self, operation: Operation, tensor: int, size: float) -> float:
-        """Return the seconds of a collective in all tensor groups at once, from the measurement over a whole node."""
+        """Return the seconds of a collective in all tensor groups at once, derived from its time over a whole node."""
         return _shorter_ring(tensor, self.ranks) * self.collective_seconds(operation, "node", size)
 
     def message_seconds(self, tensor: int, pipeline: int, size: float) -> float:
         """Return the seconds to send ``size`` bytes from each rank to its neighbour in the next stage."""
-        # Neighbouring stages share a host if whole copies fit into one.
+        # Neighbouring stages are on the same host if whole copies fit into a host.
         scope: Scope = "node" if self.ranks // tensor % pipeline == 0 else "rail"
-        # Use the all-gather of the vector for which each ring member sends ``size`` bytes.
+        # Use the time of an all-gather in which each ring member sends `size` bytes.
         return self.collective_seconds("all-gather", scope, size / ring_share(self.members(scope)))
 
     def last_of(self, work_R: Sequence[float]) -> float:
-        """Return the seconds until the last rank is done, given each rank's seconds while all compute.
+        """Return the seconds until the last rank is done, given each rank's seconds while all ranks compute.
 
         Ranks that share processors speed up when other ranks finish.
         """
@@ -191,7 +191,7 @@ class Rates:
 
 
 def _shorter_ring(members: int, of: int) -> float:
-    """Return how much a member of a ring sends, relative to a ring of ``of`` members."""
+    """Return how much each of ``members`` ranks in a ring sends, relative to a rank in a ring of ``of`` ranks."""
     return ring_share(members) / ring_share(of) if of > 1 else 0.0
 
 
@@ -259,7 +259,7 @@ def rates_of_machine(machine: Machine, precision: str = "bf16") -> Rates:
         costs["linear fp8"] = (0.0, LINEAR_FLOPS * in_fp8 / FP8_SHARE, 0.0, 8 * seconds_per_byte)
     for kind, accesses in ACCESSES.items():
         costs[kind] = (0.0, 2 * accesses * seconds_per_byte, 0.0)[: len(TERMS[kind])]
-    # Attention's two products, which stay in 16 bits even if the encoder's linear layers use FP8.
+    # Attention has two products, which stay in 16 bits even if the encoder's linear layers use FP8.
     costs["attention"] = (*costs["attention"], 2 * LINEAR_FLOPS * sixteen)
     costs["lamb"] = (0.0, 0.0, UPDATE_BYTES / update_bytes_per_s(device))
     # The host assembles batches while the device computes.
@@ -284,7 +284,7 @@ def _collectives(machine: Machine) -> dict[tuple[Operation, Scope], Curve]:
         # Within a node, the latency of a collective is one launch.
         ("node", machine.group, 1 / link, math.exp(p["launch"]) / LAUNCHES),
         ("rail", machine.groups, machine.group / network, latency),
-        # Links and network form one pipeline, and its slower half decides.
+        # Links and network form one pipeline, whose slower half determines the time.
         ("world", machine.accelerators, max(1 / link if machine.group > 1 else 0.0, 1 / network), latency),
     ]
     curves: dict[tuple[Operation, Scope], Curve] = {}

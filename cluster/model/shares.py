@@ -55,7 +55,7 @@ class ModelShare:
 def model_shares(
     model: ModelConfig, tensor: int = 1, pipeline: int = 1, virtual_stages: int = 1
 ) -> tuple[ModelShare, ...]:
-    """Return the share of each pipeline rank. With tensor parallelism, return the largest share of each tensor group."""
+    """Return the share of each pipeline rank. With tensor parallelism, return the largest share in each tensor group."""
     stages = stages_of(model, pipeline * virtual_stages)
     shapes, shares = parameter_shapes(model), []
     for rank in range(pipeline):
@@ -84,7 +84,7 @@ def model_shares(
 
 
 def hidden_bytes(precision: Precision, on_gpu: bool) -> int:
-    """Return the bytes per activation element sent between stages. On CPUs these are fp32, as autocast's norms return it."""
+    """Return the bytes per activation element sent between stages. On CPUs, autocast's norms return fp32."""
     return 2 if precision != "fp32" and on_gpu else 4
 
 
@@ -93,6 +93,6 @@ def under_way(strategy: Strategy, place: int) -> float:
     stages, virtual = strategy.pipeline, strategy.virtual_stages
     if virtual == 1:  # 1F1B
         return min(stages - place, strategy.gradient_accumulation_steps) if stages > 1 else 1
-    # ScheduleInterleaved1F1B warms up with this many forward passes of single stages, plus one.
+    # ScheduleInterleaved1F1B runs this many forward passes of single stages before the first backward pass.
     passes = (virtual - 1) * stages + 2 * (stages - 1 - place) + 1
     return min(passes / virtual, strategy.gradient_accumulation_steps)

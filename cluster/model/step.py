@@ -65,7 +65,7 @@ def least_step(work: Work, strategy: Strategy, rates: Rates) -> PredictedStep:
     sequences = strategy.sequences(rates.world_size) * strategy.gradient_accumulation_steps
     parts = _computation(work.model, strategy, rates, work.typical(sequences))
     stages = [float(each.sum()) for each in _of_stages(parts, work.model, strategy.parallel)]
-    # A pipeline needs at least one micro-batch per stage. Filling and draining it is left out, because it may take little.
+    # A pipeline needs at least one micro-batch per stage. Filling and draining are not counted: they may take little.
     through = (max(stages) + rates.micro_batch_s * strategy.pipeline) / min(rates.sharing, strategy.pipeline)
     return PredictedStep(0.0, through, 0.0, 0.0)
 
@@ -76,7 +76,7 @@ def _predicted(work: Work, strategy: Strategy, rates: Rates, step: int) -> Predi
     embedding, layer, last = _computation(work.model, strategy, rates, sizes)
     compute_AR = rates.micro_batch_s + embedding + share.inner * layer + last
     assembly = _assembly(strategy, rates)
-    # If ranks compute on processors, assembling batches takes time from computation.
+    # If the ranks keep all processors busy, assembling batches delays their computation.
     compute_R = compute_AR.sum(0) + (assembly if rates.demand >= 1 else 0.0)
     compute = float(compute_R.mean())
     # Simulate the step of an average rank, including the assembly of batches.
@@ -143,14 +143,14 @@ def through_stages(
     compute_s = compute_PAR / min(sharing, strategy.pipeline)
     busy_PR = (compute_s + message_s * neighbours_P[:, None, None]).sum(1)
     costliest_R = busy_PR.max(0)
-    # Filling and draining the pipeline take as long as one micro-batch needs in the stages of all other ranks; in one stage
-    # of each other rank if the schedule is interleaved.
+    # Filling and draining the pipeline take as long as one micro-batch needs in all stages of the other ranks. An
+    # interleaved schedule counts only one stage of each of these ranks.
     ends_R = (busy_PR.sum(0) - costliest_R) / compute_PAR.shape[1] / strategy.virtual_stages
     return np.maximum(costliest_R + ends_R, compute_PAR.sum(1).mean(0))
 
 
 def _of_stages(parts: Sequence[Count], model: ModelConfig, parallel: ParallelConfig) -> list[NDArray[np.float64]]:
-    """Sum the model parts that each pipeline rank holds: embeddings, inner layers, and the last layer with heads."""
+    """Return the seconds of each pipeline rank, summed over the embeddings, inner layers and last layer that it holds."""
     embedding, layer, last = parts
     shares = model_shares(model, 1, parallel.pipeline, parallel.virtual_stages)
     return [np.asarray(each.has_embeddings * embedding + each.inner * layer + each.has_last * last) for each in shares]
@@ -183,9 +183,9 @@ def _computation(
 def _exchanged(
     model: ModelConfig, precision: Precision, tensor: int, rates: Rates, sizes: MicroBatches
 ) -> tuple[float, float, float]:
-    """Return the seconds of a tensor group's collectives in the parts of `parts_of`, averaged over micro-batches.
+    """Return the seconds of a tensor group's collectives in each part of `parts_of`, averaged over micro-batches.
 
-    Each all-gather has a matching reduce-scatter of as many rows in the other pass.
+    For each all-gather in one pass, the other pass (forward or backward) has a reduce-scatter of as many rows.
     """
     if tensor == 1:
         return 0.0, 0.0, 0.0
@@ -219,7 +219,7 @@ def _timeline(strategy: Strategy, rates: Rates, share: ModelShare, means: Sequen
     # In FP8 the update itself gathers the weights, because it also casts the 8-bit copies.
     if strategy.is_sharded and rates.world_size > 1 and strategy.precision != "fp8":
         messages += [_gather(strategy, rates, bucket) for bucket in buckets[::-1]]
-        # Each part waits for the buckets that begin before its parameters end. The last layer and the heads wait for all.
+        # Each part of the model waits for the buckets that begin before its parameters end. The last part waits for all.
         needs = [sum(bucket.start < stop for bucket in buckets) for stop in (*share.ends[:-1], share.elements)]
         pieces = [Piece(0.0, 1), *(Piece(seconds, need) for seconds, need in zip(forward, needs, strict=True))]
     # All passes between the first and the last one form one piece, because no message begins or ends there.
@@ -282,7 +282,7 @@ def _update(strategy: Strategy, rates: Rates, share: ModelShare) -> float:
         # Tensors span shards, so their norms need two all-gathers of two fp64 numbers per segment and rank.
         scope: Scope = "node" if strategy.reduction == "sharded" else "world"
         seconds += 2 * data_rates.collective_seconds("all-gather", scope, 16.0 * share.segments * shards)
-    if strategy.tensor > 1:  # gradients of the parameters that are replicated in a tensor group
+    if strategy.tensor > 1:  # ranks sum the gradients of parameters that are replicated in a tensor group
         seconds += rates.tensor_seconds("all-reduce", strategy.tensor, 4.0 * share.shared / shards)
     return seconds
 

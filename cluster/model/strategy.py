@@ -1,4 +1,4 @@
-"""Strategy of a run: how ranks divide the work and sum gradients. A planner chooses it; the result is the same."""
+"""Strategy of a run: how ranks divide the work and sum gradients. It affects time and memory, not results."""
 
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ from bert.configuration.sections import (
     TrainingConfig,
 )
 
-# The default of the training settings, so that a plan without the field and a run without the option use the same size.
+# Use the training default, so that a plan without the field and a run without the option use the same size.
 BUCKET_BYTES = TrainingConfig.bucket_bytes
 
 
@@ -32,7 +32,7 @@ class Strategy:
     pipeline: int = 1
     virtual_stages: int = 1
     shard_gradients: bool = False
-    """Affects the predicted memory of a rank. The predicted step time does not yet include its reduction per micro-batch."""
+    """Reduces the predicted memory of a rank. The predicted step time does not yet include the reduction per micro-batch."""
 
     @property
     def parallel(self) -> ParallelConfig:
@@ -41,12 +41,12 @@ class Strategy:
 
     @property
     def stages(self) -> str:
-        """Number of pipeline ranks in words, with the stages per rank if there are several."""
+        """Number of pipeline ranks, followed by the virtual stages per rank if there are several, such as "4 x 2"."""
         return str(self.pipeline) + (f" x {self.virtual_stages}" if self.virtual_stages > 1 else "")
 
     @property
     def is_sharded(self) -> bool:
-        """Tell whether each rank updates a shard of the weights and gathers the rest."""
+        """Whether each rank updates a shard of the weights and gathers the other shards."""
         return self.reduction in SHARDED
 
     @property

@@ -1,7 +1,7 @@
 """Timeline of a rank: a sequence of computation pieces and a concurrent sequence of messages, which wait for one another.
 
-Both need processors. If there are too few processors, messages get as many as they need, up to half, and computation gets
-the rest. On a GPU, messages need no processors.
+Computation and messages both need processors. If there are too few, messages get as many as they need, up to half, and
+computation gets the rest. On a GPU, messages need no processors.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Message:
-    """Seconds of a collective that begins after a number of pieces, and the share of processors that it keeps busy."""
+    """Seconds of a collective that begins after ``after`` pieces, and the share of processors that it keeps busy."""
 
     seconds: float
     after: int
@@ -59,7 +59,7 @@ def run(pieces: Sequence[Piece], messages: Sequence[Message], demand: float) -> 
             left_piece -= step * speed_piece
         if sending:
             left_message -= step * speed_message
-        # Both may end at the same instant.
+        # A piece and a message may end at the same instant.
         if computing and until_piece <= until_message:
             piece, computed = piece + 1, now
             left_piece = pieces[piece].seconds if piece < len(pieces) else 0.0

@@ -146,7 +146,7 @@ def work_of(config: Config) -> Work:
         config.evaluation.batch_size,
         None if closed else float(config.training.sample_limit),
         config.evaluation.interval_samples,
-        # A run without a seed draws a random one, but a prediction must be repeatable.
+        # A run without a seed draws a random seed, but a prediction must be repeatable.
         config.training.seed or 0,
     )
 

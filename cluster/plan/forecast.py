@@ -35,7 +35,7 @@ def forecast(config: Config, world_size: int, local_size: int = 0) -> Iterator[s
     yield f"a rank holds {_gigabytes(total)} at most: " + ", ".join(
         f"{part} {_gigabytes(size)}" for part, size in parts.items() if size
     )
-    yield f"that recomputes {strategy.recompute}; " + ", ".join(
+    yield f"training.recompute is {strategy.recompute}; " + ", ".join(
         f"{mode} would hold {_gigabytes(sum(memory(mode).values()))}"
         for mode in RECOMPUTES
         if mode != strategy.recompute

@@ -72,7 +72,7 @@ def _settings(each: Candidate, world_size: int) -> dict[str, str]:
 def _rivals(found: Found, world_size: int) -> Iterator[str]:
     """Describe the fastest candidate with each value of a setting that the best plan does not have.
 
-    Micro-batches are compared only among plans with the best plan's batch and copies, because they depend on these.
+    Micro-batches depend on the batch size and the model copies, so only plans that share both with the best plan count.
     """
     best = found.best[0]
     own = _settings(best, world_size)

@@ -62,7 +62,7 @@ class ScalingPoint:
 def scale(config: Config, device: Device, per_node: int, networking: str = "") -> Iterator[ScalingPoint]:
     """Plan a recipe for whole nodes in powers of two, from one node to `LARGEST` accelerators.
 
-    Raises ``ValueError`` if a node has more accelerators, the recipe is not the benchmark, or nothing is feasible.
+    Raises ``ValueError`` if a node is larger than that, the recipe is not the benchmark, or nothing is feasible.
     """
     if not 1 <= per_node <= LARGEST:
         raise ValueError(f"--gpus-per-node is {per_node:,}, expected 1 to {LARGEST:,}")
@@ -94,7 +94,7 @@ def scale(config: Config, device: Device, per_node: int, networking: str = "") -
 
 
 def fastest_published(device: Device, at_least: int) -> list[tuple[int, float]]:
-    """Return a device's published numbers of accelerators from ``at_least`` on, each with its fastest minutes."""
+    """Return (accelerators, minutes) of a device's fastest published results with ``at_least`` accelerators or more."""
     fastest: dict[int, float] = {}
     for result in results():
         machine = result.run.machine

@@ -1,8 +1,8 @@
 """Global batch sizes with hyperparameters that have reached the target, and the number of samples that each needed.
 
 Each global batch size has its own learning rate, decay and betas. They come from the recipe, from other recipes, and from
-published closed results whose logs state all of them. Results with warm-up are excluded, because logs omit its start, and
-so are results with weight decay 0, because some logs state 0 instead of the true value. LAMB's epsilon is not in
+published closed results whose logs state all of them. Results with warm-up are excluded, because logs do not state when it
+starts, and so are results with weight decay 0, because some logs state 0 instead of the true value. LAMB's epsilon is not in
 the table of results; it is the benchmark's 1e-6.
 """
 

@@ -1,8 +1,9 @@
 """Search for the fastest feasible way to run a recipe on given ranks, by predictions only.
 
-A way is skipped if its computation alone takes longer than the best ways take in total. Only the largest micro-batch that
-fits in memory and the next smaller one are tried, because more accumulation adds launches and saves nothing. A pipeline
-gets the number of micro-batches that makes its step fastest. Recomputation is tried only if it allows larger micro-batches.
+A way is a schedule with a `Strategy`. A way is skipped if its computation alone takes longer than the best ways in total.
+Only the largest micro-batch that fits in memory and the next smaller one are tried, because more accumulation adds launches
+and saves nothing. A pipeline gets the number of micro-batches that makes its step fastest. Recomputation is tried only if it
+allows larger micro-batches.
 """
 
 import math
@@ -22,12 +23,12 @@ from cluster.plan.target import Target
 from cluster.published.cost_model import RunTime
 
 REDUCTIONS: tuple[ReductionStrategy, ...] = ("flat", "hierarchical", "sharded", "sharded_world")
-"""The last strategy takes the least memory."""
+"""Reduction strategies. The last one takes the least memory."""
 TENSORS = (1, 2, 4, 8)
 PIPELINES = (1, 2, 4, 8, 16, 32, 64)
 VIRTUAL_STAGES = (1, 2, 4)
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
-"""In order of decreasing memory and increasing time."""
+"""Recomputation modes in order of decreasing memory and increasing time."""
 BEST = 5
 _REACH = 1.1
 """Ways are predicted from several steps if their first step suggests at most this multiple of the fifth best time."""
@@ -39,7 +40,7 @@ USABLE_MEMORY = 0.9
 
 @dataclass(frozen=True)
 class Candidate:
-    """A way to run, and its prediction. ``memory`` is the bytes of a rank by part."""
+    """A way to run, and its prediction. ``memory`` is in bytes per rank."""
 
     schedule: BatchSchedule
     strategy: Strategy
@@ -125,7 +126,8 @@ class _Search:
         """Return candidates for all ways to compute that may be among the best, with the least-memory reduction.
 
         Sharing a copy of the model among ranks only saves memory and reduction time. If sharing among some number of ranks
-        is too slow even with a free reduction, one such way is predicted, so that the output can say why it loses.
+        is too slow even with a free reduction, only one way with this number is predicted, to explain in the output why it
+        loses.
         """
         found: list[Candidate] = []
         groups = [([tensor], 1) for tensor in self._tensors] + [(self._tensors, each) for each in PIPELINES[1:]]
@@ -139,7 +141,7 @@ class _Search:
         return found
 
     def _by_least_seconds(self, tensors: Sequence[int], pipeline: int) -> list[tuple[float, BatchSchedule, Strategy]]:
-        """Return the ways with these group sizes, sorted by a lower bound of the time to train, which comes first."""
+        """Return (lower bound of the time to train, schedule, strategy) for these group sizes, sorted by the bound."""
         if pipeline > self._config.model.num_hidden_layers:
             return []
         virtual_stages = self._virtual_stages(pipeline)[-1]  # with the most stages per rank, ranks wait the least
@@ -157,9 +159,9 @@ class _Search:
         return [each for each in VIRTUAL_STAGES if pipeline * each <= self._config.model.num_hidden_layers]
 
     def _ways(self, tensor: int, pipeline: int) -> Iterator[tuple[BatchSchedule, Strategy]]:
-        """Return all batch sizes and precisions for the given sizes of tensor group and pipeline, in one micro-batch."""
+        """Return all batch sizes and precisions for a tensor group size and a pipeline size, without accumulation."""
         target = self._target
-        # Otherwise a data group would leave its rail.
+        # If a copy did not fill its hosts evenly, the ranks of a data group would be on different rails.
         if not are_whole_copies(ParallelConfig(tensor, pipeline), target.nodes, target.ranks_per_node):
             return
         copies = target.world_size // (tensor * pipeline)
@@ -170,7 +172,7 @@ class _Search:
                     if precision != "fp8" or pipeline == 1:  # FP8 scales span the whole model
                         reduction = self._reductions[-1]
                         yield schedule, Strategy(batch, 1, precision, reduction, tensor=tensor, pipeline=pipeline)
-            # The largest tensor groups make the fewest copies. If these do not divide the batch, no other number does.
+            # The largest tensor groups make the fewest copies. If this number does not divide the batch, no other does.
             elif pipeline == 1 and tensor == self._tensors[-1]:
                 reason = "is no multiple of" if batch > copies else "is less than"
                 self.refusals.append(Refusal("batch", batch, f"{reason} {self._target.world_size:,} ranks"))
@@ -188,7 +190,7 @@ class _Search:
             return
         most = way.sequences(target.world_size)
         enough = most + 1
-        # Try recomputation from fast to slow. More of it pays off only if it reduces the accumulation.
+        # Try recomputation from fast to slow. More recomputation pays off only if it reduces the accumulation.
         for recompute in RECOMPUTES:
             fitting = self._fitting(schedule, replace(way, recompute=recompute), enough)
             found = list(islice(fitting, _MICRO_BATCHES) if way.pipeline == 1 else _while_faster(fitting))
@@ -200,7 +202,7 @@ class _Search:
             self.refusals.append(Refusal(*setting, f"no micro-batch fits in {way.precision}"))
 
     def _fitting(self, schedule: BatchSchedule, like: Strategy, enough: int) -> Iterator[Candidate]:
-        """Return candidates that fit and accumulate fewer than ``enough`` micro-batches, the largest ones first."""
+        """Return candidates that fit and accumulate fewer than ``enough`` micro-batches, largest micro-batches first."""
         sequences = like.sequences(self._target.world_size)
         divisors = (each for each in range(1, sequences + 1) if sequences % each == 0)
         for accumulation in takewhile(lambda each: each < enough, divisors):
@@ -221,7 +223,7 @@ class _Search:
                 yield candidate
 
     def _candidate(self, schedule: BatchSchedule, strategy: Strategy) -> Candidate | None:
-        """Predict a strategy; None if it is not feasible."""
+        """Return the prediction of a strategy, or None if the strategy is not feasible."""
         target, work, precision = self._target, self._work, strategy.precision
         sequences, usable = strategy.sequences(target.world_size), self._usable_memory(strategy)
         memory_by = precision, strategy.recompute, strategy.parallel
@@ -285,7 +287,7 @@ def configured(config: Config, schedule: BatchSchedule, strategy: Strategy) -> C
 
 
 def _while_faster(candidates: Iterator[Candidate]) -> Iterator[Candidate]:
-    """Return candidates up to the first one that is slower than its predecessor."""
+    """Return candidates up to and including the first that is slower than its predecessor."""
     seconds = math.inf
     for each in candidates:
         yield each

@@ -48,9 +48,9 @@ class Target:
 def target_of(
     recipe: str, cluster: Path | None, gpus: int | None, accelerator: str | None = None, networking: str = ""
 ) -> Target:
-    """Return the target that a probe measured. Without a probe, describe devices by data sheets, by default the recipe's.
+    """Return the target that a probe measured. Without a probe, use the data sheet of the named or the recipe's device.
 
-    Raises ``ValueError`` if the probe had another number of ranks, or if the device is unknown.
+    Raises ``ValueError`` if the probe's number of ranks is not ``gpus``, or if the device is unknown.
     """
     if cluster is not None:
         if accelerator is not None or networking:
@@ -63,7 +63,7 @@ def target_of(
 
 
 def device_of(recipe: str, accelerator: str | None) -> tuple[Device, int]:
-    """Return the named device or the recipe's, and the devices of a node. Raises ``ValueError`` for an unknown device."""
+    """Return the named or the recipe's device, and the number per node. Raises ``ValueError`` if the device is unknown."""
     sized = _SIZED.fullmatch(recipe)
     name = accelerator or (_ACCELERATORS.get(sized[1]) if sized else None)
     if name is None:
@@ -102,7 +102,7 @@ def _measured(path: Path, gpus: int | None) -> Target:
 
 
 def work_for(config: Config) -> Work:
-    """Return a configuration's work by its length index, or by Wikipedia's histogram if the benchmark's data is absent."""
+    """Return a configuration's work from its length index, or from Wikipedia's histogram if the benchmark data is absent."""
     if config.data.train.is_dir() or config.data.train != RECIPES["h100_1x1"]().data.train:
         return work_of(config)
     work = wikipedia_work(config.model)

@@ -24,7 +24,7 @@ from cluster.view import Collective, Operation, Scope
 _SMALLEST_BYTES, _LARGEST_BYTES, _FACTOR = 64 * 2**10, 256 * 2**20, 4
 _REPEATS, _FEWEST_REPEATS = 5, 3
 _FEWEST_SIZES = 3
-"""Number of sizes that are always timed, up to 1 MiB, because traffic shapers pass small messages without delay."""
+"""Number of message sizes that are always timed (up to 1 MiB), because traffic shapers pass small messages undelayed."""
 _PERIOD = 61
 """Number of elements after which the values repeat. It is prime, so that pieces of equal size differ."""
 
@@ -109,7 +109,7 @@ class Trial:
         whole = torch.arange(piece * many, device=device) % _PERIOD
         mine = slice(place * piece, (place + 1) * piece)
         own = (whole + place % _PERIOD).float()
-        # The expected sum of (element + place % period) over all places.
+        # The expected sum of (element + place % period) over the places of all ranks in the group.
         total = (whole * many + sum(other % _PERIOD for other in range(many))).float()
         out = torch.empty_like(own)
         if operation == "all-reduce":

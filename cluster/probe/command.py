@@ -71,7 +71,7 @@ def probe(out: Path, seconds: float = 30.0, limit: float = 60.0) -> int:
         leave_mesh()
 
 
-# Computations that need gradients enable them again.
+# Measurements that need gradients enable them again.
 @torch.no_grad()
 def _measure(mesh: Mesh, seconds: float) -> View | None:
     """Return the view on rank 0, and None on the other ranks."""
@@ -138,7 +138,7 @@ def _measure(mesh: Mesh, seconds: float) -> View | None:
 
 def gather_facts(own: Facts, mesh: Mesh) -> list[Facts]:
     """Return the facts of all ranks."""
-    # Filled up with spaces, because the ranks gather arrays of equal size.
+    # Pad the content with spaces, because the ranks gather arrays of equal size.
     content = msgspec.json.encode(own).ljust(_FACTS_BYTES)
     rows = gather_numbers(np.frombuffer(bytearray(content), np.uint8), mesh)
     return [msgspec.json.decode(row.tobytes(), type=Facts) for row in rows]
@@ -153,7 +153,7 @@ def _schedules(nodes: Sequence[Sequence[int]], every: Sequence[Facts]) -> tuple[
     within = [
         [_ordered(ranks[a], ranks[b]) for ranks in nodes for a, b in pairs] for pairs in rounds_of_pairs(len(nodes[0]))
     ]
-    # Hosts with neighbouring names often share a leaf switch, and paths between neighbours are measured.
+    # The rounds pair neighbours in this order. Hosts with neighbouring names often share a leaf switch.
     by_name = sorted(nodes, key=lambda ranks: _natural(every[ranks[0]].host.name))
     # Iterate in reverse, so that the first rank at each card is kept.
     at_cards = [list({every[rank].card: rank for rank in reversed(ranks)}.values())[::-1] for ranks in by_name]

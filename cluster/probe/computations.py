@@ -41,7 +41,7 @@ _DROPOUT = 0.1
 _EPS = 1e-12
 _MOST_TURNS = 3
 _SLICE_S = 0.015
-"""Shortest window, which covers several time slices of the scheduler."""
+"""Shortest measurement window. It covers several time slices of the operating system's scheduler."""
 _LINEAR = (
     (64, 128, 128),
     (512, 128, 512),
@@ -73,7 +73,7 @@ _Forward = tuple[Callable[[], Tensor], list[Tensor]]
 
 @dataclass(frozen=True)
 class Trial:
-    """A computation to time. One call of ``action`` does it ``times`` times."""
+    """A computation to time. One call of ``action`` runs the computation ``times`` times."""
 
     kind: str
     counts: tuple[float, ...]
@@ -275,7 +275,7 @@ def _lamb(segments: int, size: int) -> Trial:
 def _batch(size: int) -> Trial:
     # uint16 is the data type of the length index on disk.
     lengths = np.random.default_rng(0).integers(8, 128, 8192).astype(np.uint16)
-    # As one of four ranks: plan the whole global batch and assemble a quarter of it.
+    # Do the work of one of four ranks: plan the whole global batch and assemble a quarter of it.
     plan = BatchPlan(lengths, (lengths // 7 + 1).astype(np.uint16), size, 4, 1, 0)
     samples = synthetic_samples(lengths[: size // 4], 1024)
 

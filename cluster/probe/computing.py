@@ -30,7 +30,7 @@ _MOST_OF_OTHERS = 0.1
 
 @dataclass(frozen=True)
 class Cell:
-    """One operation to time. One call of ``action`` does it ``times`` times."""
+    """One operation to time. One call of ``action`` runs the operation ``times`` times."""
 
     quantity: Quantity
     dtype: str
@@ -127,7 +127,7 @@ def gather_numbers(own: NDArray[Any], mesh: Mesh) -> NDArray[Any]:
 def processor_seconds() -> NDArray[np.float64]:
     """Return [busy, total, own]: this machine's busy and total processor seconds, and the seconds of this process."""
     times = psutil.cpu_times()
-    whole = sum(times[:8])  # user time already includes the time of guests
+    whole = sum(times[:8])  # the further fields are times of guests, which user time includes
     return np.array([whole - times.idle - times.iowait, whole, time.process_time()])
 
 

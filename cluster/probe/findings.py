@@ -22,12 +22,12 @@ PARAMETERS = 336e6
 _UPDATE_BYTES = 7 * 4 * PARAMETERS
 """Memory traffic of LAMB: it reads a gradient, and reads and writes a weight and two moments, all in fp32."""
 _AS_SLOW = 1.25
-"""A slow rank explains its slow paths up to this multiple of the rank's own ratio."""
+"""A slow rank explains a slow path whose ratio is at most this multiple of the rank's own ratio."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Measurements of a probe: cells C of ranks R by turn T, and paths within hosts and between hosts.
+    """Measurements of a probe: times of operations (cells) C on ranks R by turn T, and paths within and between hosts.
 
     Paths between hosts are measured between the first ranks at each network card.
     """
@@ -50,9 +50,9 @@ _Step = Mapping[str, float]
 
 
 def _outlier(ranks: tuple[int, ...], way: str, quantity: str, judgement: Judgement, place: int, step: _Step) -> Outlier:
-    """Return an outlier whose name is still its kind: a rank (empty), "sending", "receiving", "path" or "part"."""
+    """Return an outlier that is still named by its kind: "" (rank), "sending", "receiving", "path" or "part"."""
     ratio = float(judgement.ratios[place])
-    # Launches (CUDA graphs) and transfers (overlapped) take no time of a step.
+    # Launches (in CUDA graphs) and transfers (hidden by computation) add no time to a step.
     share = (ratio - 1) * step.get(quantity.split()[0], 0.0) / sum(step.values())
     return Outlier(way, quantity, ratio, float(judgement.deviations[place]), share, ranks)
 
@@ -62,7 +62,7 @@ def _cost(outlier: Outlier) -> tuple[float, float]:
 
 
 def find_leaves(measured: Measured) -> tuple[list[tuple[str, ...]], Source]:
-    """Return the switches above each host, and whether Slurm or the measured paths told them."""
+    """Return the switches above each host, and their source: Slurm, the measured paths, or unknown."""
     told = [measured.facts[measured.host_of.index(host)].host.switches for host in range(measured.hosts)]
     if all(told):
         return told, "slurm"
@@ -131,7 +131,7 @@ def _slow_ranks(measured: Measured, step: _Step, comparisons: int, chance: int) 
 
 
 def _ends(paths: Paths) -> tuple[list[int], list[int], list[int]]:
-    """Return the ranks at path ends, and the indices in this list of each path's source and target."""
+    """Return the list of ranks at path ends, and each path's source and target as indices in this list."""
     ends_N, place_2E = np.unique(np.stack([paths.source_E, paths.target_E]), return_inverse=True)
     source_E, target_E = place_2E.reshape(2, -1).tolist()
     return ends_N.tolist(), source_E, target_E

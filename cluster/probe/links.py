@@ -38,7 +38,7 @@ class Paths:
     seconds_per_byte_TE: NDArray[np.float64]
 
     def joined(self, other: "Paths | None") -> "Paths":
-        """Return the turns of two measurements of the same paths."""
+        """Return a measurement with the turns of both measurements, which have the same paths."""
         assert other is not None
         latency_TE = np.concatenate([self.latency_TE, other.latency_TE])
         seconds_per_byte_TE = np.concatenate([self.seconds_per_byte_TE, other.seconds_per_byte_TE])
@@ -96,11 +96,11 @@ class _Messages:
         self._large = torch.ones(self._largest, dtype=torch.uint8, device=mesh.device)
 
     def suitable_sizes(self, pair: tuple[int, int]) -> tuple[int, int]:
-        """Return, on both ranks, the bytes that take about ``_TARGET_SECONDS`` to the higher and to the lower rank."""
+        """Return the bytes of the messages to the higher and to the lower rank that take about ``_TARGET_SECONDS``."""
         sizes, peer = [_SMALLEST_BYTES, _SMALLEST_BYTES], sum(pair) - self._mesh.rank
         while True:
             _, *rates = self.both_ways(pair, (sizes[0], sizes[1]), round_trips=1)
-            # Each rank timed one direction and has NaN, here 0, for the other. The sum holds both directions.
+            # Each rank timed one direction and has NaN, replaced by 0, for the other. The sum holds both directions.
             own = torch.tensor(rates, dtype=torch.float64, device=self._mesh.device).nan_to_num()
             theirs = torch.empty_like(own)
             _run(dist.P2POp(dist.isend, own, peer), dist.P2POp(dist.irecv, theirs, peer))
@@ -172,6 +172,6 @@ class _Messages:
             start = time.perf_counter()
             other[0].wait()
             end = time.perf_counter()
-            # A receiver that wakes up late finds all data arrived. Then the whole message is the better measure.
+            # A receiver that wakes up late finds that all data has arrived. Then use the time of the whole message.
             seconds = max(end - start, 0.75 * (end - begin) / 2)
         return max(seconds, 1e-9) / (size - size // 4)

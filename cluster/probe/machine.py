@@ -41,7 +41,7 @@ def facts_of(mesh: "Mesh") -> Facts:
 
         properties = torch.cuda.get_device_properties(mesh.device)
         device, memory = properties.name, properties.total_memory
-        # The PCI address as /sys writes it.
+        # Write the PCI address as /sys does.
         bus, slot = properties.pci_bus_id, properties.pci_device_id
         card = nearest_card(sys, f"{properties.pci_domain_id:04x}:{bus:02x}:{slot:02x}.0", cards)
     else:
@@ -50,7 +50,7 @@ def facts_of(mesh: "Mesh") -> Facts:
         card = interface if interface in cards else next(iter(cards), "")
     name = socket.gethostname()[:128]
     cores = psutil.cpu_count() or 1
-    boot = Path("/proc/sys/kernel/random/boot_id")  # the same in all containers of one machine
+    boot = Path("/proc/sys/kernel/random/boot_id")  # the id is the same in all containers of a machine
     return Facts(
         boot.read_text().strip() if boot.exists() else name,
         Host(name, cores, host_memory(), tuple(cards), slurm_switches()),
@@ -99,7 +99,7 @@ def nearest_card(sys: Path, address: str, cards: Sequence[str]) -> str:
 def slurm_switches() -> tuple[str, ...]:
     """Return the switches above this host from the top to its leaf, from Slurm's topology; empty if there is none.
 
-    With the tree topology plugin, Slurm sets them in a task's environment. Otherwise this calls ``scontrol``.
+    With the tree topology plugin, Slurm passes the switches in environment variables. Otherwise this calls ``scontrol``.
     """
     address, pattern = os.environ.get("SLURM_TOPOLOGY_ADDR", ""), os.environ.get("SLURM_TOPOLOGY_ADDR_PATTERN", "")
     if pattern.startswith("switch."):

@@ -4,8 +4,8 @@ The nodes form a circle, and each round has pairs at one distance. The distances
 others. A distance takes two rounds, or three if the steps of this distance visit an odd number of nodes, or one if it is
 half of the circle. Among up to 8 nodes every pair is measured. A node has 13 partners among 32 nodes, and 27 among 4,096.
 
-This suffices to judge each node's own link, because all nodes have the same number of partners. It also suffices to find
-leaf switches, because hosts are in the order of their names. A fault of a single path is found only if its pair is measured.
+These pairs suffice to judge each node's own link, because all nodes have the same number of partners, and to find leaf
+switches, because hosts are in the order of their names. A fault of a single path is found only if its pair is measured.
 """
 
 from math import gcd

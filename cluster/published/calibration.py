@@ -1,7 +1,7 @@
 """Fit of the cost model to published results, and the accuracy of its predictions.
 
 Each result yields two observations: the time for its samples, and the number of samples. A Cauchy loss limits the influence
-of badly configured systems and badly chosen recipes. Repeated results of one system and recipe get less weight each.
+of badly configured systems and badly chosen recipes. Several results of one system and recipe each get less weight.
 """
 
 import hashlib
@@ -127,7 +127,7 @@ def _cauchy(residual: float) -> float:
 
 @dataclass(frozen=True)
 class Held:
-    """A result, and its prediction by a fit that left it out.
+    """A result, and its prediction by a fit that left the result out.
 
     Attributes:
         seconds: Predicted time.

@@ -2,7 +2,7 @@
 
 Only reference points that count in review are listed: no larger batch converges in fewer samples, and no point lies above
 the line between its neighbours. Samples are interpolated linearly in the batch size, as the rules do. Beyond the largest
-point, the last line continues.
+point, the line through the last two points continues.
 """
 
 from bisect import bisect_left
@@ -37,8 +37,8 @@ def log_samples(
 ) -> float:
     """Return the logarithm of the mean samples to the target.
 
-    ``memory_gb`` is per device, and ``sequences_per_second`` is of the whole system. ``old_recipe`` means hyperparameters as
-    published up to round v2.0.
+    ``memory_gb`` is per device, and ``sequences_per_second`` is for the whole system. ``old_recipe`` means hyperparameters
+    as published up to round v2.0.
     """
     practice = [(log(knot), p[f"practice_{knot}"]) for knot in BATCH_KNOTS]
     found = log(_line(REFERENCE_POINTS, batch)) + _line(practice, min(log(batch), practice[-1][0]))
@@ -52,7 +52,7 @@ def log_samples(
 
 
 def _line(points: Sequence[tuple[float, float]], x: float) -> float:
-    """Interpolate between points, stay constant before the first point, and continue the last line beyond the last."""
+    """Interpolate linearly: constant before the first point; beyond the last point, the line through the last two."""
     if x <= points[0][0]:
         return points[0][1]
     at = min(bisect_left(points, (x,)), len(points) - 1)

@@ -2,8 +2,9 @@
 
 A step consists of the time of its sequences on a device, a constant cost per micro-batch, the gradient's reduction, and the
 update. A sequence takes the time of its matrix products at a share of the peak rate plus its memory traffic, and at least
-its energy divided by the device's power. The reductions inside and between nodes form one pipeline, and its slower half
-decides. Published runs do not tell how much reduction the backward pass hides, so the link efficiency includes this overlap.
+its energy divided by the device's power. The reductions inside and between nodes form one pipeline, whose slower half
+determines the time. Published runs do not tell how much reduction the backward pass hides, so the link efficiency includes
+this overlap.
 """
 
 import re
@@ -45,7 +46,7 @@ FP8_SEQUENCES_PER_GB = 3.2
 """`SEQUENCES_PER_GB` of published FP8 runs on HBM: 256 sequences in 80 GB without accumulation."""
 
 LARGEST_BATCH = 8 * REFERENCE_POINTS[-1][0]
-"""Far above every batch size that has converged, and outside the range of the reference points."""
+"""Limit that catches typing errors. It is far above every batch size that has converged."""
 
 SWITCHED = 8
 """Number of devices per node from which a board has PCIe switches."""
@@ -115,7 +116,7 @@ class RunTime:
 def run_time(
     p: Parameters, run: TimedRun, samples: float | None = None, step: dict[str, float] | None = None
 ) -> RunTime:
-    """Return the time of a run to ``samples``, or to the predicted number if None. ``step`` holds its known `step_parts`."""
+    """Return the time of a run to ``samples`` (default: the predicted number). ``step`` is its `step_parts`, if known."""
     step = step or step_parts(p, run)
     samples = samples or exp(log_samples_needed(p, run, step))
     sequences = run.batch / run.machine.accelerators

@@ -46,7 +46,7 @@ class Machine:
 
     @cached_property
     def groups(self) -> int:
-        """Number of groups. Only the network joins them, and the last group may be smaller."""
+        """Number of groups. Only the network connects groups, and the last group may be smaller."""
         return -(-self.accelerators // self.group)
 
     @property

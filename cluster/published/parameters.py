@@ -21,7 +21,7 @@ class Prior:
 
 
 BATCH_KNOTS = (448, 768, 1536, 3072, 4608, 16384)
-"""Global batch sizes at which ``practice_N`` corrects the reference convergence."""
+"""Global batch sizes N at which the parameter ``practice_N`` corrects the reference convergence."""
 
 PRIORS = {
     "matrix_efficiency": Prior(log(0.65), 0.2, "share of the peak rate that 16-bit matrix products reach"),

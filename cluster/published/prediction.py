@@ -29,7 +29,7 @@ PARTS = {
 class Prediction:
     """A predicted time to train with the bounds of its interval in minutes, and the most similar published results.
 
-    ``extrapolates`` says in words in which respect the run lies outside all published results.
+    ``extrapolates`` has a sentence for each respect in which the run lies outside all published results.
     """
 
     run: TimedRun

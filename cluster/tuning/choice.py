@@ -1,4 +1,4 @@
-"""Store of the fastest processes and threads for a recipe on this machine. ``tune`` fills it; ``run_and_time.sh`` reads it.
+"""Store of the fastest process and thread counts for recipes on this machine, written by ``tune``.
 
     python -m cluster.tuning.choice RECIPE [--section.field value ...]
 
@@ -91,7 +91,7 @@ def kept(config: Config) -> TunedRun | None:
 
 
 def _file(config: Config) -> Path:
-    """Return the file for everything known without PyTorch that affects which choice is fastest."""
+    """Return the file of a choice, named by a digest of everything that affects the choice and needs no PyTorch to read."""
     shape = flattened("model", config.model) + flattened("parallel", config.parallel)
     shape += [(f"training.{name}", getattr(config.training, name)) for name in _OF_THE_STEP]
     key = {

@@ -20,7 +20,7 @@ GAIN = 0.01
 _CONFIRMATIONS = 2
 _FIRST_STEPS, _FEWEST_STEPS = 12, 8
 _INTERVALS = 4
-"""Number of records of a short run. Its time is the median over the records, which ignores a disturbance."""
+"""Number of records of a short run. The run's time is the median over the records, which ignores a disturbance."""
 _PATIENCE_S = 600.0
 """Seconds after which a short run is killed."""
 _LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_", "TORCHELASTIC_", "SLURM_", "OMPI_")

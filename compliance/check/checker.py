@@ -1,6 +1,6 @@
 """Judge whether a log is a valid result, by this repository's rules and by the official checker.
 
-A complaint that only the official checker has becomes a finding as well, so that no log passes here and fails there.
+A fault that only the official checker reports becomes a finding too, so that no log passes only this check.
 """
 
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ def check_file(path: Path, ruleset: str = rules.NEWEST_RULESET) -> Verdict:
 
 
 def check_log(log: Log, ruleset: str = rules.NEWEST_RULESET) -> Verdict:
-    """Check a log under one ruleset or, for `rules.AUTO`, under the newest that accepts it. Raises as `check_file` does."""
+    """Check a log under a ruleset; `rules.AUTO` takes the newest ruleset that accepts it. Raises as `check_file` does."""
     if ruleset == rules.AUTO:
         return _newest_acceptance(log)
     rules.check_ruleset(ruleset)
@@ -33,10 +33,10 @@ def check_log(log: Log, ruleset: str = rules.NEWEST_RULESET) -> Verdict:
 
 
 def _newest_acceptance(log: Log) -> Verdict:
-    """Return the verdict under the newest ruleset that accepts the log, or else the one with the fewest official errors."""
+    """Return the verdict of the newest ruleset that accepts the log, or else the one with the fewest official errors."""
     opinion = _official_opinion(log, rules.NEWEST_RULESET)
     best = _verdict(log, rules.NEWEST_RULESET, opinion)
-    # Logs of this repository satisfy every ruleset, so no other ruleset needs a try.
+    # Logs of this repository, which open a digest chain, are written for all rulesets: do not try the other rulesets.
     if best.passed or log.chain.opened or not opinion.judged:
         return best
     fewest = opinion.errors
@@ -69,7 +69,7 @@ def _verdict(log: Log, ruleset: str, opinion: official.Opinion) -> Verdict:
 
 
 def _official_opinion(log: Log, ruleset: str) -> official.Opinion:
-    # The evidence for the official checker lacks an overlong line.
+    # `log.evidence` omits overlong lines, so the official checker would judge an incomplete log.
     overlong = f"it would need hours for a record of more than {MAX_LINE_BYTES} bytes" if log.overlong else ""
     if why := log.given_up or overlong:
         return official.Opinion("fail", (official.Complaint(f"not asked: {why}"),), judged=False)
@@ -80,8 +80,8 @@ def _unexplained(context: CheckedLog, own: list[Finding], opinion: official.Opin
     """Yield findings for the complaints of the official checker that `own` does not explain."""
     errors = {finding.key for finding in own if finding.severity == "error"}
     errors = errors.union(*(problem.keys for problem in context.log.problems if problem.severity == "error"))
-    # Only an error of ours explains an official error, or the log would pass here and fail there. Any finding of ours
-    # explains an official warning.
+    # An official error is explained only by one of our errors. Otherwise a log could pass here and fail there.
+    # An official warning is explained by any of our findings.
     explained = {"error": errors, "warning": errors | {finding.key for finding in own}}
     is_log = context.log.token_lines > 0
     fails = bool(errors)
@@ -114,7 +114,7 @@ def _unexplained(context: CheckedLog, own: list[Finding], opinion: official.Opin
 
 
 def _collapse(findings: list[Finding]) -> list[Finding]:
-    """Merge findings of the same fault into the first one, which gets the number of the others."""
+    """Merge the findings of each fault into the first of them, and store the number of the others in its `more`."""
     kinds: dict[tuple[str, ...], list[Finding]] = {}
     for finding in findings:
         # Do not compare `found`: its numbers differ from record to record.

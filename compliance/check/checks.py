@@ -15,7 +15,7 @@ from compliance.log.order import KEEP_THE_CLOCK, own_settings, unearned_success
 from compliance.log.record import Record
 
 JITTER_MS = 250
-"""Longest step back in time that clock differences between processes explain."""
+"""Largest decrease of time_ms that clock differences between processes can explain."""
 
 CHECKPOINT_MS = 1000
 """Longest time between the checkpoint that reached the target and the run's end, if evaluation follows training."""
@@ -68,7 +68,7 @@ def _check_chain(context: CheckedLog) -> Iterator[Finding]:
         found = f"the digest on line {last} does not match the lines above; expected lines {first} to {last} as written"
         yield Finding(first, "", rule, found, remedy)
     elif not chain.digests and not context.defect:
-        found = "no digest in a log that opens with saying that it carries them; expected one at the end at least"
+        found = "no digest in a log whose first line announces digests; expected at least one at the end"
         yield Finding(1, "", rule, found, remedy)
     elif chain.after_end:
         found = "a line below the digest at the end; expected none"
@@ -76,7 +76,7 @@ def _check_chain(context: CheckedLog) -> Iterator[Finding]:
     elif not chain.ended and not context.aborted and not context.defect:
         found = f"no digest at the end; expected one below line {chain.covered}: the log was cut off, or the run was"
         stop = context.run.last.get("run_stop")
-        # If a digest follows run_stop, it covers the run, and the fault is only a warning.
+        # If a digest follows run_stop, the whole run is covered, so that a missing final digest is only a warning.
         severity: Severity = "warning" if stop and stop.line < chain.covered else "error"
         yield Finding(chain.covered, "", rule, found, remedy, severity=severity)
 
@@ -98,7 +98,7 @@ def _check_presence(context: CheckedLog) -> Iterator[Finding]:
             continue
         name, _, end = rule.key.partition("_")
         if name == "eval" and end in ("start", "stop"):
-            # The rule files accept blocks in place of evaluations. A log with epochs alone must log its evaluations.
+            # The rule files accept blocks in place of evaluations, but a log that has only epochs needs evaluation records.
             due = not {f"block_{end}", f"eval_{end}"} & present and f"epoch_{end}" in present
         else:
             due = rule.required_in(context.ruleset, context.run.division)
@@ -107,7 +107,7 @@ def _check_presence(context: CheckedLog) -> Iterator[Finding]:
             times = "one record" if rule.once else "at least one record"
             remedy = f"log {rule.key} {' or '.join(rules.PHASE_NAMES[phase] for phase in rule.phases)}"
             severity: Severity = "error"
-            # TR 5.1 requires the seed since that round.
+            # TR 5.1 requires the seed since round 4.1.
             if rule.key == "seed" and rules.RULESETS.index(context.ruleset) < rules.RULESETS.index("4.1.0"):
                 severity = "warning"
             found = f"no record; expected {times}"
@@ -115,7 +115,7 @@ def _check_presence(context: CheckedLog) -> Iterator[Finding]:
 
 
 def _check_time(context: CheckedLog) -> Iterator[Finding]:
-    """Check that times never decrease. Before run_start, compare only the phases, because several processes log there."""
+    """Check that times never decrease. Before run_start, where several processes log, compare only starts of phases."""
     start = context.run.first.get("run_start")
     run_line = start.line if start else sys.maxsize
     offline = _is_evaluated_offline(context)
@@ -131,7 +131,7 @@ def _check_time(context: CheckedLog) -> Iterator[Finding]:
             if record.line <= run_line:
                 is_error = phase is not None and record.key in TIMELINE and record.time_ms < phase.time_ms
             else:
-                # Evaluations made after training carry the times of their checkpoints.
+                # Evaluations made after training are logged with the times of their checkpoints.
                 is_error = back > JITTER_MS and not (offline and record.key in _OFFLINE)
             expected = "times that never decrease" + (", or evaluation during the run" if offline else "")
             yield at(record, found, expected, KEEP_THE_CLOCK, "TR 11", "error" if is_error else "warning")

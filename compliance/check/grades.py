@@ -78,7 +78,7 @@ class CheckedLog:
 
     @cached_property
     def disorder(self) -> tuple[Record, str] | None:
-        """The first phase record that comes before the record of an earlier phase, and the key of that record."""
+        """The first record that begins its phase too early, and the key of the earlier phase that begins after it."""
         first = self.run.first
         for earlier, later in combinations(TIMELINE, 2):
             if earlier in first and later in first and first[earlier].line > first[later].line:
@@ -89,7 +89,7 @@ class CheckedLog:
 def at(
     record: Record, found: str, expected: str, remedy: str, rule: str | None = None, severity: Severity = "error"
 ) -> Finding:
-    """Return a finding about a record. Its rule defaults to the rule of the record's key."""
+    """Return a finding about a record. `rule` defaults to the rule of the record's key."""
     known = rules.KEYS.get(record.key)
     where = rule or (known.source if known else "")
     # An unknown key is escaped, without the quotes that shown() adds.
@@ -123,12 +123,13 @@ def _grade(context: CheckedLog, record: Record, violation: Violation) -> Severit
     rule = rules.KEYS[record.key]
     match violation.kind:
         case "type":
-            # The official parser ignores event_type. The parser of records reports an empty type.
+            # The official parser ignores event_type. An invalid event_type, which `parse_line` reports, is empty here.
             return "warning" if rule.event_type != "POINT_IN_TIME" and record.event_type else None
         case "place":
             return _grade_of_place(context, record)
         case "repeat":
-            # As in the official checker. `compliance.submission.check` compares the seeds of all logs of a folder.
+            # As in the official checker, repeating a required key is an error only if the values differ. Seeds are
+            # compared by `compliance.submission.check`.
             needed = rule.required_in(context.ruleset, context.run.division) and rule.key != "seed"
             same = record.value == context.run.first[record.key].value
             # A second run_start or run_stop changes the score, but the official checker only warns of it.
@@ -158,7 +159,7 @@ def _grade_of_place(context: CheckedLog, record: Record) -> Severity | None:
 
 
 def _grade_of_value(record: Record) -> Severity:
-    # Accepted logs have cache_clear null, seeds as text, and 0 for unused settings.
+    # Logs of accepted submissions contain cache_clear null, seeds as text, and 0 for unused settings.
     value = record.value
     if record.key == "cache_clear":
         return "warning"
@@ -176,7 +177,7 @@ def _grade_of_pair(context: CheckedLog, key: str) -> Severity | None:
     if start in TIMELINE or start not in context.run.first or {start, stop} & context.lost_keys:
         return None
     if stop not in context.run.first and rules.KEYS[stop].required_in(context.ruleset, division):
-        return None  # a finding reports its absence
+        return None  # another finding reports the missing start
     return "warning" if name == "epoch" or division == "open" else "error"
 
 
@@ -226,7 +227,7 @@ def _is_regular(samples: list[int], run: LoggedRun) -> bool:
     """Tell whether the evaluations follow a regular interval near the interval of the rules.
 
     Accepted submissions count a partial last batch, round the interval differently, or use the interval of a neighbouring
-    batch size. So their intervals are equal within 3 % or a batch, and differ from the rules' interval by at most 25,000.
+    batch size. So intervals may deviate from their median by 3 % or a batch, and the median from the rules by 25,000.
     """
     if not samples or run.schedule is None:
         return False

@@ -1,4 +1,4 @@
-"""Print verdicts, one line each followed by its findings, and a total at the end. Known findings can be left out."""
+"""Print each verdict on a line with its findings below, and a total at the end. Known findings can be left out."""
 
 import sys
 from collections.abc import Sequence
@@ -12,10 +12,10 @@ from console.files import read_json
 from console.program import say
 from console.text import counted, visible
 
-MAX_NAMED = 5  # failures in the total
+MAX_NAMED = 5  # failures that the total names
 
 Known = frozenset[tuple[str, str, str, str]]
-"""(file, key, rule, found) of each known finding. The line is not part of it, because lines may move."""
+"""(file, key, rule, found) of each known finding. The line number is left out, because lines may move."""
 
 
 def read_known(path: Path) -> Known:

@@ -33,7 +33,7 @@ def sarif(verdicts: Sequence[Verdict], root: Path) -> dict[str, Any]:
         root: the folder to which the paths are relative. A file outside of it keeps its absolute path.
     """
     pairs = [(verdict, finding) for verdict in verdicts for finding in verdict.findings]
-    # Each rule once, in the order of the findings, because results refer to a rule by its index in this list.
+    # List each rule once. Results refer to a rule by its index in this list.
     texts = {_rule_id(finding): finding.rule or "log format" for _, finding in pairs}
     places = {name: index for index, name in enumerate(texts)}
     run = {
@@ -95,7 +95,7 @@ def _rule(name: str, text: str) -> dict[str, Any]:
 def _result(verdict: Verdict, finding: Finding, places: dict[str, int], root: Path) -> dict[str, Any]:
     name = _rule_id(finding)
     artifact = _location(_shown_file(verdict.path), root)
-    # Escape, so that a path or a value that is not UTF-8 does not end the export.
+    # Escape characters that UTF-8 cannot encode, which paths and values may contain.
     identity = "\n".join((artifact["uri"], name, finding.key, finding.found)).encode("utf-8", "backslashreplace")
     return {
         "ruleId": name,

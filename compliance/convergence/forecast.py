@@ -7,8 +7,6 @@ four evaluations are above 0.70, the range is the reference's mean plus and minu
 division there is no range. On five published closed runs, the curves' range contained the true end 35 of 37 times.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Sequence
@@ -26,12 +24,12 @@ WINDOW = 4
 KNEE = 0.70
 """Accuracy from which a closed run's curve can be extrapolated."""
 BENDING = -1.0
-"""Exponent of the samples in the bending curve. With a stronger bend, the curve often never reaches the target."""
+"""Exponent of n in the curve a - b / n. A curve with a stronger bend often never reaches the target."""
 SCATTER = 2
 """Number of evaluations added to the late end."""
 MAX_SAMPLES = 2.0**63
 SPREADS = 2.0
-"""Standard deviations of the reference's runs on each side of their mean."""
+"""Width of the range on each side of the reference's mean, in standard deviations of the reference's runs."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +48,7 @@ class Forecast:
 
 
 def forecast(
-    evaluations: Sequence[tuple[int, float]], target: float, schedule: EvaluationSchedule, reference: Reference | None
+    evaluations: Sequence[tuple[int, float]], target: float, schedule: EvaluationSchedule, reference: "Reference | None"
 ) -> Forecast:
     """Forecast the end of a run that has not reached its target.
 
@@ -71,7 +69,7 @@ def forecast(
         # The run may already have passed the mean, and the next evaluation is the earliest possible one.
         return Forecast(max(following, earliest), max(following, latest), "by the reference's runs")
     early, late = reach(usable, 1.0, target), reach(usable, BENDING, target)
-    # A curve that does not rise never reaches the target, so the bending curve is not needed.
+    # If the straight line does not rise, the curve a - b / n does not rise either.
     if early is None:
         return Forecast(None, None, f"no rise over the last {WINDOW} evaluations")
     first = max(following, schedule.index_after(early - schedule.interval / 2))
@@ -80,7 +78,7 @@ def forecast(
 
 
 def reach(points: Sequence[tuple[int, float]], power: float, target: float) -> float | None:
-    """Return the samples at which a curve linear in samples ** power reaches the target; None if not by `MAX_SAMPLES`.
+    """Return the samples at which a curve linear in samples ** power reaches the target; None if above `MAX_SAMPLES`.
 
     The curve has the least-squares slope of the points and goes through the last point.
     """
@@ -94,7 +92,7 @@ def reach(points: Sequence[tuple[int, float]], power: float, target: float) -> f
     if slope <= 0:
         return None
     x = xs[-1] + (target - points[-1][1]) / slope
-    # The curve a - b / n approaches a, at x = 0, and the target is not below this limit.
+    # The curve a - b / n stays below its limit a, at x = 0. It never reaches a target at or above this limit.
     if sign < 0 and x >= 0:
         return None
     try:

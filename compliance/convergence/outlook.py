@@ -52,7 +52,7 @@ def outlook(
         division: in the open division there is no reference.
 
     Raises:
-        ValueError: `reference` raises it, or there are more runs than a set has.
+        ValueError: as for `reference`, or there are more runs than a submission has.
     """
     missing = SUBMISSION_RUNS - len(samples)
     if missing < 0:
@@ -105,9 +105,9 @@ def _samples(found: Reference, evaluation: int) -> int:
 
 
 def _first_evaluation(found: Reference, values: list[float], missing: int, bound: float) -> int | None:
-    """Return the earliest evaluation at which all missing runs may converge for the mean to reach `bound`."""
-    # The mean rises with the index. If only one run is missing and is the slowest, it is dropped, so possibly no evaluation
-    # reaches the bound.
+    """Return the first evaluation for which the mean is at least `bound` if all missing runs converge there."""
+    # The mean rises with the evaluation. If only one run is missing and is the slowest, it is dropped, so possibly no
+    # evaluation reaches the bound.
     first = bisect_left(
         range(MAX_EVALUATIONS + 1),
         True,

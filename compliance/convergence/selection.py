@@ -16,7 +16,7 @@ FAILED = math.inf
 
 @dataclass(frozen=True)
 class Selection:
-    """The window of a series of runs that a submission takes.
+    """The window of consecutive runs that is submitted from a longer series.
 
     Attributes:
         chosen: indices of the runs to submit, in order of their start time.

@@ -18,7 +18,7 @@ _THROTTLED = {
     0x40: "hardware thermal slowdown",
     0x80: "hardware power brake",
 }
-"""Bits of NVML's clocks event reasons for slowdowns beyond normal power management."""
+"""NVML's bits for the reasons of clock slowdowns, without those of normal power management."""
 
 NVLINK, PCIE, ACROSS_NODES = "NVLink", "PCIe", "PCIe across NUMA nodes"
 
@@ -215,7 +215,7 @@ def _health(gpu: Gpu, run: ExaminedRun) -> Iterator[Diagnosis]:
         yield fail_or_warn(subject, run.world_size > 1, "divided by MIG: ranks on its parts cannot use NCCL", remedy)
     if gpu.throttled_by:
         remedy = "look at cooling and power supply"
-        yield warn(subject, f"its clocks are held down: {', '.join(gpu.throttled_by)}", remedy)
+        yield warn(subject, f"its clocks are reduced: {', '.join(gpu.throttled_by)}", remedy)
     if gpu.power_limit_w < gpu.full_power_w:
         found = f"power limit {gpu.power_limit_w:.0f} W of {gpu.full_power_w:.0f} W"
         yield warn(subject, found, f"nvidia-smi -pl {gpu.full_power_w:.0f} (root)")
@@ -239,7 +239,7 @@ def _other_programs(found: Gpus) -> Diagnosis:
 
 def _links(found: Gpus) -> Diagnosis:
     if not found.ways:
-        return warn("GPU links", "the driver tells no topology", "look at nvidia-smi topo -m")
+        return warn("GPU links", "the driver reports no topology", "look at nvidia-smi topo -m")
     if NVLINK in found.ways and len(found.ways) > 1:
         remedy = "nvidia-smi nvlink --status; fabric manager must run on machines with NVSwitch"
         return warn("GPU links", f"some pairs lack NVLink: {found.topology}", remedy)

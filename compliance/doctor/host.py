@@ -30,7 +30,7 @@ class ExaminedHost:
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
 
     def path(self, name: str) -> Path:
-        """Return the path of the machine's file `name`, an absolute path, below the root folder."""
+        """Return the path, below the root folder, of the file with the absolute path `name`."""
         return self.root / name.lstrip("/")
 
     def read(self, name: str) -> str:
@@ -56,5 +56,5 @@ class ExaminedHost:
         return processes.run(command, timeout_s=timeout_s, folder=run_root(), environment=variables)
 
     def python(self, *arguments: str, timeout_s: float, environment: Mapping[str, str] | None = None) -> Output:
-        """Run this Python interpreter as `run` runs a command."""
+        """Run this Python interpreter in the same way as `run` runs a command."""
         return self.run(sys.executable, *arguments, timeout_s=timeout_s, environment=environment)

@@ -1,4 +1,4 @@
-"""The run to check, with the layout that the launchers would choose for it, and checks of what it reads and writes."""
+"""The run to check, with the nodes and ranks that the launchers would choose, and checks of its input and output files."""
 
 import json
 import os
@@ -40,7 +40,7 @@ class IntendedRun:
 
 @dataclass(frozen=True)
 class ExaminedRun:
-    """A requested run with the recipe's settings by section, as `ranks` ranks on each of `nodes` nodes.
+    """A requested run: the settings of its recipe by section, and `ranks` ranks on each of `nodes` nodes.
 
     Without a recipe there are no settings, and only the machine is checked.
     """
@@ -75,7 +75,7 @@ class ExaminedRun:
         return self.nodes * self.ranks
 
     def folder(self, name: Literal["train", "evaluation"]) -> Path | None:
-        """Return a data set of the run."""
+        """Return the folder of the training or evaluation set; None if it is unknown."""
         given = self.intended.data
         if given is None:
             return self._named("data", name)
@@ -208,7 +208,7 @@ def _caches(run: ExaminedRun, host: ExaminedHost) -> Diagnosis:
         # Opening the file drops nothing. In a container even root may fail.
         os.close(os.open(switch, os.O_WRONLY))
     except OSError as error:
-        # -l asks whether the command would be allowed; -n asks for no password.
+        # -l only tests whether sudo allows the command, and -n prevents a password prompt.
         if host.run("sudo", "-n", "-l", "sysctl", "-q", "vm.drop_caches=3", timeout_s=10).answer:
             return ok("caches", "may be dropped by sudo, as launch/slurm.sub does")
         found = f"may not be dropped before the run: {switch}: {error.strerror}"
@@ -253,7 +253,7 @@ def _source(revision: str) -> Diagnosis:
         remedy = "run from a checkout, or build the image with --build-arg REVISION"
         return warn("source", "its commit is unknown", remedy)
     if " " in revision:
-        return warn("source", f"commit {revision}", "commit them: a submission holds the source of its runs")
+        return warn("source", f"commit {revision}", "commit all changes: a submission holds the source of its runs")
     return ok("source", f"commit {revision[:12]}")
 
 
@@ -266,7 +266,7 @@ def _dry_run(run: ExaminedRun, host: ExaminedHost) -> Diagnosis:
     for name, path in given.items():
         # Make the path absolute, because the trainer starts in the repository.
         arguments += [f"--{name}", str(path.absolute())] if path else []
-    # A single process checks the shares of all ranks that the run will have.
+    # WORLD_SIZE makes this single process check how all ranks of the run would share the batch.
     environment = {"WORLD_SIZE": str(run.world_size)}
     output = host.python(*arguments, timeout_s=DRY_RUN_TIMEOUT_S, environment=environment)
     return _last_line("dry run", output, "do what it says; python -m bert.train RECIPE --dry-run asks again")

@@ -1,4 +1,4 @@
-"""System description of a submission: the 33 fields, filled in as far as this machine provides them, and their file.
+"""System description of a submission, a JSON file of 33 fields. This machine provides the values of most fields.
 
 Every field is a string, because the official tools crash on numbers. A field that the machine does not provide stays
 empty, which the tools accept. A description of a cluster must override the fields that differ from this one node.
@@ -94,10 +94,10 @@ def write(path: Path, fields: Mapping[str, Any]) -> None:
 
 
 def measure(host: ExaminedHost, machine: Machine) -> dict[str, str]:
-    """Return the description's fields as measured on this machine. A field that it does not provide is empty."""
+    """Return the description's fields as measured on this machine. Fields that cannot be measured are empty."""
     fields = _processors(host, machine) | _accelerators(machine.gpus)
     fields["host_memory_capacity"] = f"{machine.memory_bytes / 2**30:.0f} GiB"
-    # The capacity of the file system that runs start in, in decimal GB as disks are sold.
+    # Capacity of the file system on which runs start, in GB of 10^9 bytes, the unit of disk vendors.
     fields["host_storage_capacity"] = f"{shutil.disk_usage(run_root()).total / 1e9:.0f} GB"
     fields["host_networking"] = _networking(host, machine)
     return fields | _software(ask_pytorch(host) if machine.gpus.gpus else {}, machine.gpus.driver, host)

@@ -1,8 +1,8 @@
 """Digest chain of a log: digest lines that show whether the lines above them are unchanged.
 
 A log with a chain begins with `OPENING`. A line "# digest: <hex>" follows every `LINES_A_DIGEST` lines and the end of the
-run, and `# digest at the end: <hex>` is the last line of the file. Each is the SHA-256 of all lines above it, including
-earlier digests, with one line feed after every line. A changed, removed, added or moved line breaks the first digest
+run, and `# digest at the end: <hex>` is the last line of the file. A digest is the SHA-256 of all lines above it,
+including earlier digests, each followed by one line feed. A changed, removed, added or moved line breaks the first digest
 below it. The chain is not a signature, because anybody who can write the file can write a new chain. It detects damaged
 and hand-edited logs.
 """
@@ -11,7 +11,7 @@ import hashlib
 import re
 
 OPENING = "# chain: each digest line holds the SHA-256 over all lines above it"
-# A broken digest points to at most this many lines.
+# A digest that does not match narrows the change down to this many lines.
 LINES_A_DIGEST = 32
 
 _DIGEST = re.compile(rb"# digest( at the end)?: ([0-9a-f]{64})")
@@ -34,14 +34,14 @@ class Chain:
         self.pending += 1
 
     def close_stretch(self, at_end: bool = False) -> bytes:
-        """Return the digest line over everything so far, and add it to the digest."""
+        """Return the digest line for all lines so far, and add it as the next line."""
         line = f"# digest{' at the end' if at_end else ''}: {self._hash.hexdigest()}".encode()
         self.add(line)
         self.pending = 0
         return line
 
     def matches(self, hexadecimal: bytes) -> bool:
-        """Tell whether `hexadecimal` is the digest over everything so far."""
+        """Tell whether `hexadecimal` is the digest of all lines so far."""
         return self._hash.hexdigest().encode() == hexadecimal
 
 
@@ -51,7 +51,7 @@ class ChainCheck:
     Attributes:
         opened: whether the first line announces a chain.
         digests: number of digest lines so far.
-        broken: (first, last) line of the first stretch that does not match its digest.
+        broken: first line and digest line of the first block of lines that does not match its digest.
         covered: last line that a digest covers.
         ended: whether the digest at the end was read.
         after_end: first line after the digest at the end.
@@ -71,7 +71,7 @@ class ChainCheck:
         self.opened = first_line == OPENING.encode()
 
     def take(self, number: int, line: bytes) -> bool:
-        """Process line `number`, from 1. Return whether it belongs to the chain itself."""
+        """Process line `number`, from 1. Return whether the line is the opening or a digest."""
         match = _DIGEST.fullmatch(line) if line.startswith(b"# digest") else None
         if not self.opened and match is None:
             return False

@@ -90,7 +90,7 @@ class Verdict:
         counts = ((errors, "error"), (warnings, "warning"))
         said = ", ".join(counted(number, noun) for number, noun in counts if number)
         if self.passed:
-            valid = f"valid {self.division} log" if self.division else "nothing against it"
+            valid = f"valid {self.division} log" if self.division else "no errors"
             return f"{valid}, ruleset {self.ruleset}" + (f", {said}" if said else "")
         aborted = "not a valid result (aborted), " if self.status == "aborted" else ""
         return f"{aborted}{said}, ruleset {self.ruleset}"

@@ -1,7 +1,7 @@
 """Rules for the order of a log's records: which rules a record would break as the next record of a log.
 
-`LoggedRun` is the state, and `violations` yields the broken rules. The writer raises an error for them and does not write
-the record. The check collects and grades them. The watch warns about violations that invalidate the run.
+`LoggedRun` is the state, and `violations` yields the broken rules. The writer raises an error for a broken rule and
+does not write the record. The check collects and grades violations. The watch warns if one invalidates the run.
 """
 
 from collections.abc import Iterator, Mapping
@@ -83,7 +83,7 @@ def violations(run: LoggedRun, record: Record, ruleset: str | None = None) -> It
 
 
 def _repeated(first: Record, record: Record, rule: rules.KeyRule) -> Violation:
-    why = "it would change the measured time" if rule.key in ("run_start", "run_stop") else "values may not compete"
+    why = "it would change the measured time" if rule.key in ("run_start", "run_stop") else "more values are ambiguous"
     found = f"logged again, first on line {first.line}" + ("" if record.value == first.value else " with another value")
     return Violation(
         "repeat", rule.key, found, f"exactly one record: {why}", "log it once, from one process", rule.source
@@ -97,7 +97,7 @@ def _misstated(rule: rules.KeyRule, record: Record, ruleset: str | None) -> Iter
         yield Violation("value", key, f"value {shown(record.value)}", rule.value.wording, remedy, rule.source)
     # No rule accepts None, which stands for a missing field.
     wrong = [(name, wanted) for name, wanted in rule.metadata if not wanted.accepts(metadata.get(name))]
-    # Some rulesets accept a different count in place of these fields.
+    # Some rulesets accept another field with a count in place of these fields.
     if not wrong or (ruleset and rules.COUNT.accepts(metadata.get(rules.alternative_metadata(key, ruleset) or ""))):
         return
     for name, wanted in wrong:

@@ -39,12 +39,12 @@ class Log:
 
     Attributes:
         size: in bytes.
-        problems: faults of the lines with the token.
+        problems: faults of the lines with the token :::MLLOG.
         header: values by key of the plain lines "# key: value". The first line of a repeated key counts. Empty if the log
-            has no records, because a link may point to an arbitrary file, whose lines must not be shown.
+            has no records: it may be a link to an arbitrary file, whose lines must not be shown.
         token_lines: number of lines with the token.
-        evidence: (line, bytes) of the lines for the official checker: broken records, and records whose key is in its rule
-            files.
+        evidence: (line number, bytes) of the lines that the official checker gets: broken records, and records whose key
+            is in its rule files.
         overlong: whether a line with the token was longer than `MAX_LINE_BYTES`.
         chain: state of the digest chain.
         given_up: why the log was not read to its end; "" if it was read completely.

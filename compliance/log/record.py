@@ -1,6 +1,6 @@
-"""Parse a log line with the token into a record and the faults of the line.
+"""Parse a log line with the token :::MLLOG into a record and the faults of the line.
 
-Every line that the official parser accepts as a record is a record here too. That parser decodes latin-1, cuts a line at its
+Every line that the official parser accepts becomes a `Record`. The official parser decodes latin-1, cuts a line at its
 last token, strips it, and requires a JSON object with time_ms, key, value and metadata. Any other fault becomes a `Problem`.
 """
 
@@ -92,7 +92,7 @@ def parse_line(line: bytes, number: int) -> tuple[Record | None, list[Problem]]:
 
 
 def _parse_record(content: bytes, number: int, problems: list[Problem]) -> Record:
-    """Return the record in the bytes after the token. Append faults that leave it readable to `problems`."""
+    """Return the record in the bytes after the token. Append the faults of a readable record to `problems`."""
 
     def warn(found: str, expected: str) -> None:
         problems.append(Problem(number, found, expected, severity="warning"))
@@ -111,7 +111,7 @@ def _parse_record(content: bytes, number: int, problems: list[Problem]) -> Recor
         expected = "time_ms, event_type, key, value and metadata"
         raise _RecordError(f"a record without {', '.join(missing)}", expected)
     time_ms, key, metadata = fields["time_ms"], fields["key"], fields["metadata"]
-    # Only our own checks use event_type, so a wrong one is a minor fault.
+    # Only our own checks use event_type, so a wrong event_type is a minor fault.
     event_type = fields.get("event_type")
     if not isinstance(key, str):
         raise _RecordError(f"key {shown(key, MAX_SHOWN)}", "text")

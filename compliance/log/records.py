@@ -1,8 +1,8 @@
 """Metrics records that a run writes, one JSON object per line, in metrics_<n>.jsonl beside result_<n>.txt.
 
-The training loop writes them. The commands report, watch and whatif and the benchmarks read them. A file is untrusted: its
-size, the length of its lines and the range of its numbers are limited. Lines without a valid record are skipped, such as
-the truncated last line of a killed run.
+The training loop writes the records. The benchmarks and the commands report, watch and whatif read them. A file is
+untrusted: its size, the length of its lines and the range of its numbers are limited. Lines without a valid record are
+skipped, such as the truncated last line of a killed run.
 """
 
 import json
@@ -87,7 +87,7 @@ class Straggler:
     is_slow: bool
     own_ms: Time
     median_ms: Time
-    """Median over the ranks with the same work."""
+    """Median of `own_ms` over the ranks with the same work."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class WarningRecord:
 
 @dataclass(frozen=True)
 class PlanRecord:
-    """Measured median step and the step that the plan predicts, by part, in milliseconds."""
+    """Median measured time of a step and the time that the plan predicts, by part of the step, in milliseconds."""
 
     step_ms: Time
     data_wait_ms: Time
@@ -111,7 +111,7 @@ class PlanRecord:
     reduce_ms: Time
     update_ms: Time
     other_ms: Time
-    """Time outside the four phases."""
+    """Time outside of the four parts above."""
     planned_step_ms: Time
     planned_data_wait_ms: Time
     planned_forward_backward_ms: Time

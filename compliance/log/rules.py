@@ -1,7 +1,7 @@
 """Rules of an MLPerf Training BERT log as data: keys, order, values, limits.
 
-`bert.log.mllog` writes logs by this table, and `compliance.check.checker` checks logs by it. The table combines the
-requirements of the rulesets 1.0.0 to 5.0.0, so that one log satisfies all of them.
+`bert.log.mllog` writes logs according to this table, and `compliance.check.checker` checks logs against it. The table
+combines the requirements of the rulesets 1.0.0 to 5.0.0, so that one log satisfies all of them.
 
 Each source is either "TR", the document training_rules.adoc of mlcommons/training_policies, with a section number, or the
 name of a yaml file, a rule file of the compliance checker in the package mlperf-logging.
@@ -20,7 +20,7 @@ Phase = Literal["before", "init", "ready", "run", "done"]
 RULESETS = ("1.0.0", "1.1.0", "2.0.0", "2.1.0", "3.0.0", "3.1.0", "4.0.0", "4.1.0", "5.0.0")
 NEWEST_RULESET = RULESETS[-1]
 AUTO = "auto"
-"""Value in place of a ruleset that selects the newest one that accepts the log."""
+"""Accepted in place of a ruleset: selects the newest ruleset that accepts the log."""
 DIVISIONS: tuple[Division, ...] = ("closed", "open")
 SYSTEM_STATUSES = {
     "onprem": "Available on-premise",
@@ -28,7 +28,7 @@ SYSTEM_STATUSES = {
     "research": "Research, Development, or Internal (RDI)",
     "preview": "Preview",
 }
-"""Status in a system description by the submission_status of a log."""
+"""Status in a system description for each submission_status of a log."""
 RUN_STATUSES = ("success", "aborted")
 
 NOT_A_RESULT = "Not an MLPerf result: not reviewed and not verified by MLCommons."
@@ -46,7 +46,7 @@ EVAL_SAMPLES = 10_000
 """Number of sequences of the evaluation set. Every evaluation must use all of them (TR 24.1, 6.3)."""
 
 INIT_LIMIT_MINUTES: dict[Division, int] = {"closed": 30, "open": 240}
-"""Exclusive limit of the untimed initialisation since ruleset 2.0.0 (TR 11). Before, it was 30 minutes in both divisions."""
+"""Exclusive limit of the untimed initialisation since ruleset 2.0.0 (TR 11). Before 2.0.0, both limits were 30."""
 
 BERT_LARGE_LAYERS = 24
 
@@ -144,7 +144,7 @@ class KeyRule:
         value: rule for the value; None if the value has no meaning.
         metadata: required metadata fields, each with its rule.
         closed, open: rulesets in which a log of that division must contain the key.
-        written: whether our writer requires it in every log, before the clock starts.
+        written: whether our writer requires the key in every log, before the clock starts.
         source: document that states the rule.
     """
 

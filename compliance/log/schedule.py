@@ -14,7 +14,7 @@ def evaluation_interval(global_batch_size: int) -> int:
     """
     if global_batch_size <= 0:
         raise ValueError(f"global_batch_size is {global_batch_size}, expected a positive integer")
-    # Compute in integers, because floats would round the product 0.05 x 230.23 = 11.5115.
+    # 0.05 x 230.23 = 11.5115 has no exact float, so compute with integers in units of 1/10,000.
     ten_thousandths = 115_115 * global_batch_size + 1_500_000_000
     return ten_thousandths // (10_000 * 25_000) * 25_000
 
@@ -37,7 +37,8 @@ class EvaluationSchedule:
 
     def index_after(self, samples: float) -> int:
         """Return the index of the first evaluation at `samples` or later."""
-        # The tolerance absorbs rounding errors. The previous evaluation, rounded up to a batch, may be late enough.
+        # The tolerance absorbs rounding errors. The evaluation before this index, once rounded up to a whole batch, may
+        # already be at `samples` or later.
         index = max(1, math.ceil(samples / self.interval - 1e-9))
         return index - 1 if index > 1 and self.samples(index - 1) >= samples else index
 

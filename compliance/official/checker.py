@@ -1,7 +1,7 @@
 """Ask the official compliance checker for its verdict on a log, and parse its messages.
 
-The checker's messages contain record indices, expressions and dumps of its state, and on some logs it crashes. It gets only
-the lines with records, because it skips all other lines anyway.
+The checker's messages contain record indices, expressions and dumps of its state, and some logs crash the checker. Send it
+only the lines with records, because it skips all other lines.
 """
 
 import re

@@ -1,6 +1,6 @@
-"""Client of the process of the official tools (`compliance.official.worker`).
+"""Client of the process that runs the official tools (`compliance.official.worker`).
 
-The process starts with the first question and answers all later ones. It restarts after a crash or a timeout.
+The process starts at the first question and answers all later questions. It restarts after a crash or a timeout.
 """
 
 import atexit
@@ -30,7 +30,7 @@ NAMES = {
 
 
 def ask(question: str, subject: Path | int, ruleset: str, timeout_s: float) -> dict[str, Any]:
-    """Ask an official tool. If it dies twice on a question or times out, the answer is {"crash": reason}.
+    """Ask an official tool. If the tool dies twice on the question or times out, the answer is {"crash": reason}.
 
     Args:
         question: a key of `NAMES`.
@@ -118,5 +118,5 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 
 @cache
 def the_worker() -> Worker:
-    """Return this program's process of the official tools."""
+    """Return the worker that all questions of this program share."""
     return Worker()

@@ -9,8 +9,6 @@ functions with the same result:
 - The checker parses rule files for every log. The replacement parses each rule file once.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging
@@ -52,7 +50,7 @@ class RuleFiles:
     def __init__(self) -> None:
         self._rules: dict[str, Any] = {}
 
-    def load(self, file: TextIO, Loader: type[yaml.BaseLoader]) -> Any:  # passed by this name
+    def load(self, file: TextIO, Loader: type[yaml.BaseLoader]) -> Any:  # the checker passes `Loader` by name
         """Return the content of a rule file."""
         if file.name not in self._rules:
             self._rules[file.name] = yaml.load(file, Loader)
@@ -101,7 +99,7 @@ def _shorten(text: str) -> str:
     return text[: MAX_MESSAGE_CHARACTERS // 2] + ("\n" + test[0] if test else "")
 
 
-# A part of a submission. Import the tools' modules only when needed, because SciPy and pandas take a second.
+# Parts of a submission. Functions import the tools' modules when called, because SciPy and pandas take a second.
 
 
 def _package(path: str, ruleset: str) -> bool:
@@ -123,7 +121,7 @@ def _system(path: str, ruleset: str) -> bool:
 def _repository(path: str, _ruleset: str) -> bool:
     from mlperf_logging.repo_checker import repo_checker
 
-    repo_checker.run_checks(path)  # returns False in either case
+    repo_checker.run_checks(path)  # returns False even on success
     return any(text == "ALL CHECKS PASSED." for _, text in _said.lines)
 
 
@@ -148,14 +146,14 @@ _said = _Messages()
 
 
 @cache
-def _rcp_checker(ruleset: str) -> RCP_Checker:
+def _rcp_checker(ruleset: str) -> "RCP_Checker":
     from mlperf_logging.rcp_checker import rcp_checker
 
     return rcp_checker.RCP_Checker("training", ruleset, "bert", verbose=False)
 
 
 def reference(batch: int, ruleset: str) -> dict[str, Any]:
-    """Return the reference for a global batch size that the RCP checker's `check_directory` would choose."""
+    """Return the reference that the RCP checker's `check_directory` would choose for a global batch size."""
     checker, points = _rcp_checker(ruleset), "pruned_rcps"
     low, high = checker._find_top_min_rcp(batch, points), checker._find_bottom_max_rcp(batch, points)
     origin, used = "none", []

@@ -1,6 +1,6 @@
 """`python -m compliance package`: choose the runs, write the tree, run the official tools on it, and compare their figures.
 
-Only faults that leave nothing to package raise ValueError. The check of the written tree finds all other faults.
+A fault raises ValueError only if nothing can be packaged. The check of the written tree finds all other faults.
 """
 
 import math
@@ -44,7 +44,7 @@ def run(request: PackageRequest) -> int:
         ValueError: the request does not allow a submission.
     """
     package = make_package(request)
-    # Check the written tree, with copied and renamed files, as a reviewer will get it.
+    # Check the written tree, with its copied and renamed files, because a reviewer gets this tree.
     verdicts = check_paths([request.tree], request.ruleset)
     tools = {request.tree: "repository checker", package.results: "package checker"}
     rows = [(tools[each.path], each.official == "pass") for each in verdicts if each.path in tools]
@@ -85,7 +85,7 @@ def make_package(request: PackageRequest) -> Package:
     if request.tree.exists():
         raise ValueError(f"{request.tree} exists already: choose another --out, or remove it")
     folder, system = absolute(request.runs), request.system.stem
-    # The parent's name is a system only for a benchmark folder. A folder of another name may be anywhere.
+    # Only a folder named bert must lie in a folder with the system's name. Other folders may be anywhere.
     if folder.name == BENCHMARK and folder.parent.name != system:
         raise ValueError(
             f"{request.runs} holds the runs of {folder.parent.name!r}, but --system {request.system} describes {system!r}. "
@@ -163,7 +163,7 @@ def _differences(package: Package, score: dict[str, Any]) -> Iterator[Finding]:
         figures.append(("mean samples to the target", package.outlook.mean, score.get("samples")))
     fault = f" ({visible(score['crash'])})" if "crash" in score else ""
     for name, ours, theirs in figures:
-        # A figure that only one side has is also a difference.
+        # A figure that only one of the two programs computes is also a difference.
         if ours is None or theirs is None or not math.isclose(ours, theirs, rel_tol=AGREEMENT):
             remedy = "do not submit it: one of the two programs is wrong about these logs"
             found = f"the {name} is {ours} here and {theirs} there{fault}"

@@ -113,7 +113,7 @@ class Package:
         return (
             f"{all_runs} runs were made. Sorted by their start, the windows of {SUBMISSION_RUNS} consecutive runs have "
             f"the Olympic scores {scores} (minutes); submitted is window {self.selection.window + 1}, the median (TR 12.1). "
-            "The logs of the others are kept: a reviewer may ask for them."
+            "Keep the logs of the other runs: a reviewer may ask for them."
         )
 
 
@@ -121,7 +121,7 @@ class Package:
 class SourceTree:
     """Files of a source tree, as sorted paths below its root.
 
-    Left out are links, hidden files, files of more than 50 MiB, and names with spaces or unprintable characters, which a
+    It excludes links, hidden files, files of more than 50 MiB, and names with spaces or unprintable characters, which a
     submission must not contain.
 
     Attributes:
@@ -239,7 +239,7 @@ def _readme(package: Package) -> str:
 | {system} | {package.division} | bert | {len(package.runs)} | {package.minutes:.4f} | {package.scaling:.6f} |
 
 `benchmarks/bert/implementations/{IMPLEMENTATION}/` is the source. `./run_and_time.sh RECIPE {SUBMISSION_RUNS}` there, with
-the recipe and the settings of `benchmarks/bert/{system}/{system}_{IMPLEMENTATION}.json`, makes the runs again. The
+the recipe and the settings of `benchmarks/bert/{system}/{system}_{IMPLEMENTATION}.json`, repeats the runs. The
 pages under its `docs/` describe data, model and evaluation.
 
 ## The runs

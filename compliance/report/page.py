@@ -1,7 +1,5 @@
 """Report of a results folder as a self-contained HTML page."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -26,7 +24,7 @@ PART_CLASSES = dict(zip(STEP_PARTS, ("compute", "reduce", "update", "data-wait")
 PART_CLASSES |= {"evaluation": "evaluation", "other": "other"}
 """CSS classes for the parts of a run."""
 
-# Values beyond these bounds come from a diverged run or a wrong file, and would flatten all other curves.
+# Larger values come from a diverged run or a wrong file, and would flatten all other curves.
 MAX_LOSS = 1e6
 MAX_RATE = 1e12
 
@@ -37,7 +35,7 @@ class Figure(NamedTuple):
     """A chart with a title above and a note below."""
 
     title: str
-    chart: Markup
+    chart: "Markup"
     note: str = ""
 
 
@@ -173,7 +171,7 @@ def _times(results: Results) -> Figure | None:
         kind = run.outcome if run.outcome != "valid" else "dropped" if dropped else "valid"
         bars.append(Bar(str(run.number), seconds / size, kind, dropped or ("" if kind == "valid" else kind)))
     score = results.score_seconds
-    guides = [] if score is None else [Guide("mean", f"mean {duration(score)} without the hollow ones", score / size)]
+    guides = [] if score is None else [Guide("mean", f"mean {duration(score)} without the hollow bars", score / size)]
     axes = Axes(f"Time to train of {counted(len(bars), 'run')} in {unit}", "run", level, guides)
     return Figure(f"Time to train, {unit}", run_chart(bars, axes, columns=True))
 
@@ -199,7 +197,7 @@ def _in_score(results: Results, run: ReportedRun) -> str:
 
 
 def _neighbours(results: Results) -> dict[str, Any]:
-    """Return the folder's score among the neighbouring published results; empty if it has no place."""
+    """Return the folder's score among the neighbouring published results; empty if no result is comparable."""
     placement = results.placement
     if not placement.compared:
         return {}

@@ -1,7 +1,7 @@
 """Published MLPerf BERT results of rounds v2.0 to v3.1, and the place of an unverified time among them.
 
 `published_results.csv` was computed from the logs that MLCommons publishes (github.com/mlcommons/training_results_v2.0 to
-training_results_v3.1). It has every distinct entry with the mean minutes, excluding the fastest and the slowest run. A
+training_results_v3.1). It has every distinct entry with the mean minutes of its runs without the fastest and the slowest. A
 failed run counts as the slowest. Only results with the same accelerator and the same number of accelerators are compared.
 """
 
@@ -16,7 +16,7 @@ from compliance.log.accelerator import family, form
 TABLE = Path(__file__).with_name("published_results.csv")
 SOURCE = "closed logs of MLPerf Training v2.0 to v3.1 (github.com/mlcommons/training_results_v2.0 to v3.1)"
 
-NEIGHBOURS = 3  # shown on either side
+NEIGHBOURS = 3  # faster and slower results that are shown
 
 
 @dataclass(frozen=True)

@@ -83,7 +83,7 @@ class Results:
 
     @cached_property
     def submitted(self) -> tuple[ReportedRun, ...]:
-        """Runs to submit: all runs, or the ten that `compliance.convergence.selection` chooses from more."""
+        """Runs to submit: all runs, or if there are more than ten, the ten that `select` chooses."""
         if len(self.runs) <= SUBMISSION_RUNS:
             return self.runs
         starts, times = [run.logged.start_ms or 0 for run in self.runs], [run.counted_seconds for run in self.runs]
@@ -101,7 +101,7 @@ class Results:
 
     @cached_property
     def dropped(self) -> dict[int, str]:
-        """Reason to drop each dropped run, by run number: "fastest", "slowest" or "not submitted"; empty without a score."""
+        """Why a run is not in the score, by run number: "fastest", "slowest" or "not submitted". Empty without a score."""
         if self.score_seconds is None:
             return {}
         fastest, *_, slowest = sorted(self.submitted, key=lambda run: run.counted_seconds)
@@ -139,7 +139,7 @@ class Results:
 
     @property
     def division(self) -> str | None:
-        """Division, if all logs that name one agree; else None."""
+        """Division, if all logs that state a division agree; else None."""
         return _only({run.verdict.division for run in self.runs})
 
     @property
@@ -188,7 +188,7 @@ class Results:
     def placement(self) -> PublishedPlace:
         """Place of the score among published results, or why it has no place."""
         if self.division != "closed":
-            why = "Only closed runs train what the published results trained: these have no place among them."
+            why = "Only closed runs can be compared with the published results, which are all closed."
             return PublishedPlace(why)
         if self.scaled_seconds is None:
             return PublishedPlace("Without a score there is nothing to compare with published results.")

@@ -20,7 +20,7 @@ _KINDS: dict[str, Kind] = {"pass": "good", "scaled": "warn", "fail": "bad"}
 
 
 class Statement(NamedTuple):
-    """A sentence about the folder, with a kind: good, to look at, bad, or neutral."""
+    """A sentence about the folder, with its kind: good, warn, bad, or plain (neutral)."""
 
     kind: Kind
     title: str

@@ -136,7 +136,7 @@ def _check_tree(tree: Tree, ruleset: str) -> list[Verdict]:
 
 
 def _verdict(path: Path, ruleset: str, answer: Answer, findings: list[Finding]) -> Verdict:
-    """Return a verdict. If the official tool fails the part and no error explains it, add one."""
+    """Return a verdict. If the official tool rejects the part and `findings` has no error, add its message as an error."""
     if answer.outcome == "fail" and not any(finding.severity == "error" for finding in findings):
         found = f"the official tool does not accept it, expected no objection: {answer.message}"
         findings.append(Finding(None, "", f"mlperf-logging, ruleset {ruleset}", found, "see its message"))
@@ -148,7 +148,7 @@ def _read_runs(folder: BenchmarkFolder, ruleset: str) -> tuple[list[FolderRun], 
     runs = [_read_run(log, ruleset) for log in folder.logs]
     if ruleset != rules.AUTO:
         return runs, ruleset
-    # Each log was checked under the newest ruleset that accepts it. The oldest of these rulesets accepts all logs.
+    # Each log was checked under the newest ruleset that accepts it. Take the oldest of these rulesets for all logs.
     accepting = [run.verdict.ruleset for run in runs if run.verdict.passed]
     if accepting:
         common = min(accepting, key=rules.RULESETS.index)
@@ -166,7 +166,7 @@ def _read_run(path: Path, ruleset: str) -> FolderRun:
         finding = Finding(None, "", "log format", found, "put the log itself in its place")
         # An unreadable log must not stop the comparison of the other logs.
         return FolderRun(Verdict(path, ruleset, "fail", (finding,), None, None), LoggedRun())
-    # Digest only the records, so that a copy with other comments is recognised.
+    # Digest only the records, so that a copy of a log with other comments is recognised.
     digest = hashlib.sha256(b"\n".join(line for _, line in log.evidence)).digest() if log.evidence else b""
     return FolderRun(check_log(log, ruleset), log.run, tuple(log.all("seed")), digest)
 
@@ -176,7 +176,7 @@ def _check_folder(folder: BenchmarkFolder, runs: list[FolderRun], ruleset: str) 
     named = Counter(run.verdict.division for run in runs).most_common(1)
     division: rules.Division = "open" if named and str(named[0][0]).lower() == "open" else "closed"
     if folder.submission:
-        # The checker crashes without this field. The description itself is checked separately.
+        # The package checker crashes without a division. The description itself is checked separately.
         fields = {"division": division} | read_description(folder.description).fields
         answer = ask_about_folder(folder, fields, ruleset)
     else:
@@ -254,14 +254,14 @@ def _compare_seeds(runs: Sequence[FolderRun], division: rules.Division, submissi
     logged at different positions, because otherwise the runs would be identical.
     """
     severity, rule = "error" if division == "closed" else "warning", "TR 5.1; seed checker"
-    # By position and seed, and each log's first record by seed alone.
+    # Seed records by (position, seed). The first record of each log is also stored by its seed alone.
     logged: dict[object, tuple[FolderRun, Record]] = {}
     for run in runs:
         shared = []
         for index, record in enumerate(run.seeds):
             seed, position = _seed(record), record.logged_at
             if seed is None:
-                continue  # the check of values reports it
+                continue  # another check reports an invalid value
             if position is None and division == "closed":
                 found = "no metadata file and lineno, expected them, as the seed checker does"
                 remedy = "log it with the logger of mlperf-logging"

@@ -25,7 +25,7 @@ TEXT_FIELDS = (
     "submitter", "system_name", "host_processor_model_name", "host_processor_core_count", "accelerator_model_name",
     "accelerators_per_node", "framework",
 )  # fmt: skip
-"""Fields that the official description checker joins as text. A number in them crashes it."""
+"""Fields that the official description checker joins as text. A number in one of them crashes the checker."""
 
 AGREEMENT = "SR System description"
 
@@ -35,7 +35,7 @@ ESSENTIAL = ("accelerators_per_node", "accelerator_model_name")
 _HEADS = ("accelerator", "cpu", "torch", "processes")
 _NONE = ("", "none", "n/a", "-")
 
-# The official checker's condition is meant for 4.1 but already holds from 4.0 on.
+# The official checker means to check the status from 4.1 on, but its condition already holds for 4.0.
 RULESETS_WITH_STATUS = rules.RULESETS[rules.RULESETS.index("4.0.0") :]
 
 
@@ -68,7 +68,7 @@ def read_description(path: Path) -> Description:
     except UnicodeDecodeError:
         return Description(path, {}, {}, "the file is not UTF-8 text")
     except json.JSONDecodeError as error:
-        # Store the line under an empty name, because it belongs to no field.
+        # Store the line under an empty name, because the fault belongs to no field.
         return Description(path, {}, {"": error.lineno}, f"the file is not JSON ({error.msg})")
     except (ValueError, RecursionError) as error:
         return Description(path, {}, {}, str(error).removeprefix(f"{path}: "))

@@ -83,7 +83,7 @@ class RunningLog(LoggedRun):
 
     @property
     def rate(self) -> float | None:
-        """Sequences per second, including evaluations, over the last evaluations, or since run_start if there is one."""
+        """Sequences per second, including evaluations, over the last evaluations; after a single one, since run_start."""
         # Use recent evaluations, because the rate of the whole run would hide that the run became slower.
         recent = self.evaluations[-4:]
         if len(recent) >= 2 and recent[-1].time_ms > recent[0].time_ms:
@@ -137,7 +137,7 @@ class RunningLog(LoggedRun):
                 self.complain(violation.sentence, "count" if is_count else violation.found + violation.expected)
         if key == "run_start" and key not in self.first:
             self._check_settings()
-        # It is enough if one process cleared its caches, as in the check.
+        # As in the check of a log, it is enough if one process cleared its caches.
         self._cleared |= key == "cache_clear" and record.value is not False
         if key == "eval_start":
             self.evaluating_at = samples_of(record.metadata)

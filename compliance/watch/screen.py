@@ -24,7 +24,7 @@ from console.text import clock, visible
 
 POLL_S = 1.0
 INIT_STALE_S = 3600.0
-"""A run may be silent for long while it compiles and tunes. The rules limit its initialisation to less than this."""
+"""Seconds that a run may be silent while it compiles and tunes. The rules limit initialisation to less than this."""
 MAX_COMPLAINTS_SHOWN = 8
 _BARS = "▁▂▃▄▅▆▇█"
 _MAX_BARS = 60

@@ -161,7 +161,7 @@ def results_in(folder: Path) -> dict[Path, float]:
 
 @lru_cache(maxsize=256)
 def _read_log(path: Path, _written: float) -> RunningLog:
-    """Read another run's log. The cache reads it again only if it changes. An unreadable log gives an empty run."""
+    """Read another run's log, or return the cached run if the log has not changed. An unreadable log gives an empty run."""
     run = RunningLog()
     for line in Follower(path).lines():
         run.take(line)

@@ -1,7 +1,7 @@
 """Charts for HTML pages.
 
-The drawing has no size of its own: its coordinates are thousandths of the plot, and lines keep their width however it is
-stretched (`vector-effect`). A dot is a line of no length with a round cap. Colours come from the style sheet.
+The drawing has no size of its own: its coordinates are thousandths of the plot, and lines keep their width however the
+drawing is stretched (`vector-effect`). A dot is a line of no length with a round cap. Colours come from the style sheet.
 """
 
 import math
@@ -19,7 +19,7 @@ CHART = TEMPLATES / "chart.html"
 SIDE = 1000.0
 """Width and height of the drawing in its own units."""
 MAX_POINTS = 240
-"""Maximum points drawn of one line; more are averaged."""
+"""Maximum points drawn of one line; further points are averaged."""
 MAX_POINTS_A_CHART = 1500
 """Maximum points drawn of all lines of a chart without dots, so that many lines stay legible."""
 MAX_BAR_NAMES = 12
@@ -68,12 +68,12 @@ class Guide:
 
 @dataclass(frozen=True)
 class Axes:
-    """Subject of a chart, and how its axes read.
+    """Description of a chart, and the titles, number formats and guides of its axes.
 
     Attributes:
         description: the chart in a sentence, for screen readers.
         from_zero: whether the y axis starts at zero instead of near the lowest value.
-        x_format: by default short counts.
+        x_format: format of the numbers at the x axis; by default short counts.
     """
 
     description: str
@@ -85,8 +85,8 @@ class Axes:
 
 
 def line_chart(lines: Sequence[Line], axes: Axes, *, dots: bool = False) -> "Markup":
-    """Draw all lines over shared axes; with `dots` also each of their points, the last one larger."""
-    # All lines share one number of points, or the page would grow with the number of runs.
+    """Draw all lines over shared axes. With `dots`, also draw a dot at each point, the last dot larger."""
+    # Limit the points of all lines together, or the page would grow with the number of runs.
     limit = MAX_POINTS if dots else max(8, min(MAX_POINTS, MAX_POINTS_A_CHART // len(lines)))
     thinned = [thin(line.points, limit) for line in lines]
     x_ticks = ticks(0.0, max([*(x for line in thinned for x, _ in line), *_ends(axes.guides, "x")]))
@@ -113,10 +113,10 @@ def run_chart(bars: Sequence[Bar], axes: Axes, *, columns: bool) -> "Markup":
 
 
 class _Frame:
-    """The frame of a chart: scales of both axes, and numbers and names beside them with their places."""
+    """The frame of a chart: scales of both axes, and the numbers and names beside them with their positions."""
 
     def __init__(self, axes: Axes, ys: Sequence[float], x: Callable[[float], float] = float) -> None:
-        # The frame also holds a target that no run has come near.
+        # Include the guides, so that the frame shows a target that no run has come near.
         levels = [*ys, *_ends(axes.guides, "y"), *([0.0] if axes.from_zero else [])]
         y_ticks = ticks(min(levels), max(levels))
         self.axes = axes
@@ -138,7 +138,7 @@ def thin(points: Points, limit: int = MAX_POINTS) -> list[tuple[float, float]]:
     """Thin out to at most `limit` points: the means of stretches of equal length, and the last point as it is."""
     if len(points) <= limit:
         return list(points)
-    # Rounded up, so that the means and the last point together are at most `limit`.
+    # Round up, so that the means and the last point together are at most `limit`.
     size = -(-(len(points) - 1) // (limit - 1))
     stretches = [points[start : min(start + size, len(points) - 1)] for start in range(0, len(points) - 1, size)]
     return [(sum(x for x, _ in s) / len(s), sum(y for _, y in s) / len(s)) for s in stretches] + [points[-1]]
@@ -147,11 +147,11 @@ def thin(points: Points, limit: int = MAX_POINTS) -> list[tuple[float, float]]:
 def ticks(low: float, high: float) -> list[float]:
     """Return two to nine round numbers, the first at or below `low` and the last at or above `high`."""
     span = high - low
-    # Values that differ by rounding only would give a step near zero.
+    # Values that differ only by rounding would give a step near zero.
     if span < 1e-9 * max(abs(low), abs(high), 1e-3):
         span = max(abs(high), 1.0)
     magnitude = 10.0 ** math.floor(math.log10(span / 5))
-    # The smallest round step of which five cover the span, or nearly.
+    # Use the smallest round step such that five steps cover the span, except for rounding.
     step = magnitude * next(factor for factor in (1, 2, 2.5, 5, 10) if factor * magnitude * 5 >= span * 0.999)
     # The tolerance keeps rounding from adding a tick.
     first = math.floor(low / step + 1e-9)

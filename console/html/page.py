@@ -1,6 +1,6 @@
 """Render HTML pages that need no other file: Jinja2 with autoescape, one base template and one style sheet.
 
-A room keeps its templates beside its modules. They extend `base.html` and import the macros of `parts.html`:
+Each package keeps its templates beside its modules. Templates extend `base.html` and import the macros of `parts.html`:
 
     {% extends "base.html" %}
     {% from "parts.html" import section, table %}

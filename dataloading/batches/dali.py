@@ -1,4 +1,4 @@
-"""A loader that runs a DALI pipeline, which turns arrays of narrow types into tensors of wide types on the device.
+"""A loader that runs a DALI pipeline, which copies arrays of narrow integers to the device and widens them there.
 
 One DALI sample is one micro-batch. DALI's threads convert the types and copy to the GPU while the model runs.
 """
@@ -74,7 +74,7 @@ class DaliLoader:
 
     def __next__(self) -> list[Batch]:
         """Return the micro-batches of the next step, on the loader's device."""
-        # The plan is computed again only for the number of micro-batches.
+        # The prefetching thread takes the samples from the plan. Here only the number of micro-batches is needed.
         return [self._next_batch() for _ in self._rank_batches(next(self._steps))]
 
     def close(self) -> None:

@@ -98,7 +98,7 @@ def shape_bucket_of(
     """Return the first shape bucket that a batch of ``samples`` fits, or None if there are no shape buckets.
 
     With a ``micro_batch`` from a plan, the other ranks' concurrent micro-batches must fit too, because NCCL requires all
-    ranks to replay the same graph. A batch that fits no shape bucket gets a new one.
+    ranks to replay the same graph. A batch that fits no shape bucket gets a new shape bucket.
     """
     if not shape_buckets:
         return None
@@ -218,11 +218,11 @@ class Uploads:
 
     def start(self, batches: list[Batch]) -> Step:
         """Start the copies, from any thread. The allocator keeps the pinned memory until the copies are complete."""
-        # Select the GPU: a new thread uses the first GPU, and leaving a stream would create a context there.
+        # Select the GPU. A new thread uses the first GPU, and the end of the `with` block would create a context on it.
         torch.cuda.set_device(self._stream.device)
         with torch.cuda.stream(self._stream):
             copies = [batch.pin().to(self._device) for batch in batches]
-            # One event after all copies of the step.
+            # Record one event after all copies of the step.
             arrived = torch.cuda.Event()
             arrived.record()
         return copies, arrived

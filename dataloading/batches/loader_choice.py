@@ -102,7 +102,7 @@ def choose_loader(
 
 
 def fastest_turns(loaders: Sequence[Loader], device: torch.device, prefetch: int) -> list[float]:
-    """Measure each loader in several turns; return the seconds a step in its best turn, and close the loaders."""
+    """Time the loaders in turns, close them, and return the seconds per step of each loader in its fastest turn."""
     best = [math.inf] * len(loaders)
     try:
         # Loaders take turns, so that a temporary slowdown of the machine affects all of them.

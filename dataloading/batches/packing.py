@@ -1,7 +1,7 @@
 """Packing of several sequences into a row of ``capacity`` tokens, to reduce padding.
 
-A strategy is the number of packs for each combination of sequence lengths. To choose it is the one-dimensional
-cutting-stock problem with a limit on the number of pieces. If the solution of first-fit decreasing is not within
+A strategy is the number of packs for each combination of sequence lengths. Choosing a strategy is the one-dimensional
+cutting-stock problem with a limit on the pieces per pack. If the solution of first-fit decreasing is not within
 ``_GOOD_ENOUGH`` of a lower bound, column generation (Gilmore and Gomory 1961, 1963) solves the linear program over all
 combinations, and the solution is rounded.
 
@@ -24,7 +24,7 @@ _GOOD_ENOUGH = 1e-4
 _CLOSE_ENOUGH = 3e-5
 """Relative gap at which the rounds of linear programs stop."""
 _MAX_ROUNDS = 60
-"""Limit on the number of linear programs. Wikipedia's lengths need 10 with three sequences a pack."""
+"""Limit on the number of linear programs. Wikipedia's lengths need 10 with three sequences per pack."""
 
 Combination = tuple[int, ...]
 """Lengths of the sequences in one pack, longest first."""
@@ -105,7 +105,7 @@ def pack_samples(
     """Assign every sample to exactly one pack. ``lengths`` [N] are in tokens; their histogram determines the strategy.
 
     ``seed`` determines the random order of the packs and the random places of samples of equal length. Needs at most 70
-    bytes of memory a sample. Raises the same ``ValueError`` as ``pack_histogram``.
+    bytes of memory per sample. Raises the same ``ValueError`` as ``pack_histogram``.
     """
     strategy = pack_histogram(np.bincount(lengths, minlength=1), capacity, max_sequences)
     lengths = lengths.astype(np.min_scalar_type(capacity), copy=False)  # NumPy uses radix sort for up to 16 bits
@@ -144,7 +144,7 @@ def _first_fit_decreasing(counts: NDArray[np.int64], limit: int) -> Counter[Comb
     """Pack by first-fit decreasing, processing all packs with equal contents at once."""
     capacity = len(counts) - 1
     packing: Counter[Combination] = Counter()
-    opened: list[tuple[int, Combination, int]] = []  # space, contents, number of such packs, in order of opening
+    opened: list[tuple[int, Combination, int]] = []  # (free space, contents, number of equal packs)
     for length in np.flatnonzero(counts)[::-1].tolist():
         left = int(counts[length])
         offered, opened = [*opened, (capacity, (), left)], []
@@ -217,16 +217,17 @@ def _linear_program(
 def _best_combinations(
     prices: NDArray[np.float64], lengths: NDArray[np.int64], limit: int
 ) -> tuple[NDArray[np.int64], float]:
-    """Return the most valuable combination that contains each of ``lengths`` [C, K], zeros last, and the highest value."""
+    """Return for each length the most valuable combination that contains it [C, K], zeros last, and the highest value."""
     capacity = len(prices) - 1
     values, choices = np.zeros(capacity + 1), []
-    for _ in range(limit - 1):  # one more sequence in each space
+    # values[s] is the highest value that fits into a space of s tokens. Each round allows one more sequence.
+    for _ in range(limit - 1):
         padded = np.concatenate([np.full(capacity, -np.inf), values])
-        # [L, L]: row s, column a holds the value of the space s - a
+        # [L, L]: row s, column a is the price of length a plus the value of the remaining space s - a
         sums = np.lib.stride_tricks.sliding_window_view(padded, capacity + 1)[:, ::-1] + prices
         choices.append(sums.argmax(axis=1))
         values, previous = sums[np.arange(capacity + 1), choices[-1]], values
-        if np.array_equal(values, previous):  # more sequences are worth no more
+        if np.array_equal(values, previous):  # another sequence adds no value
             break
     combinations = np.zeros((len(lengths), limit), np.int64)
     combinations[:, 0], space = lengths, capacity - lengths

@@ -18,10 +18,11 @@ _LINEAR_COST = 6144
 token costs as much as 6 h pairs."""
 
 _FEW = 16
-"""Sequences a micro-batch up to which whole rounds do not balance the cost. With more, the costs are within 0.1 %."""
+"""Largest number of sequences per micro-batch for which rounds over all micro-batches leave the costs unequal. With more
+sequences, the costs differ by at most 0.1 %."""
 
 _MATCHINGS = 2
-"""Rounds of matching. Each brings the highest cost closer to the mean, and takes half as long as dealing."""
+"""Rounds of `_match`. Each brings the highest cost closer to the mean, and takes half as long as the dealing before."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class BatchPlan:
     """A balanced plan over an endless stream of shuffled epochs.
 
     Global batch b holds the positions ``[b * global_batch_size, (b + 1) * global_batch_size)`` of the stream, so each
-    sample occurs exactly once an epoch, even if the batch size does not divide the number of samples.
+    sample occurs exactly once per epoch, even if the batch size does not divide the number of samples.
     """
 
     lengths: NDArray[np.integer]
@@ -101,7 +102,7 @@ class BatchPlan:
         # Computed from the length index, so that the ranks need no all-reduce of their counts.
         masked = int(self.masked_counts[batch].sum())
         mine = micro_batches[rank :: self.world_size]
-        # Largest sums of each round of concurrent micro-batches.
+        # Largest sizes among the micro-batches that all ranks run at the same time.
         largest = (
             sums_of(sizes[batch], micro_batches).reshape(-1, self.world_size).max(axis=1).tolist()
             for sizes in (self.lengths, self.masked_counts)
@@ -127,11 +128,11 @@ def cost(lengths: NDArray[np.integer]) -> NDArray[np.int64]:
 def deal(lengths: NDArray[np.integer], micro_batches: int) -> NDArray[np.int64]:
     """Deal n ``lengths`` (< 65,536) to micro-batches; return positions [micro_batches, n / micro_batches rounded up].
 
-    In rounds, the longest remaining sequences go to the cheapest micro-batches that have room. With few sequences a
-    micro-batch, each round serves only half of the micro-batches, because some need a second long sequence before others
-    get a short one, and rounds of `_match` follow. All micro-batches get equal numbers of sequences, longest first, which
-    keeps the number of captured shapes small. If n is not divisible, empty places (position -1) are dealt last, as
-    sequences of length 0. Exact integers and stable sorts give the same result on every machine.
+    In each round, the longest remaining sequences go to the cheapest micro-batches that have room. With few sequences per
+    micro-batch, a round serves only half of the micro-batches, because some need a second long sequence before others
+    get a short one. Then `_match` makes the costs more equal. All micro-batches get the same number of sequences, longest
+    first, which keeps the number of captured shapes small. If n is not divisible, empty places (position -1) are dealt
+    last, as sequences of length 0. Exact integers and stable sorts give the same result on every machine.
     """
     empty = -len(lengths) % micro_batches
     if empty:
@@ -167,8 +168,8 @@ def _match(dealt_BS: NDArray[np.int64], cost_N: NDArray[np.int64], number: int) 
     """Split every micro-batch into two halves, and join the halves of different micro-batches so that costs become equal.
 
     The costliest left half joins the cheapest right half, the second costliest joins the second cheapest, and so on. No
-    other way to join the halves gives a lower maximum or a higher minimum cost. Of the sequences a, b, c, d in the order
-    of their costs, the left half takes a and c in even rounds, and a and d in odd rounds.
+    other way to join the halves gives a lower maximum or a higher minimum cost. If a, b, c, d are
+    a micro-batch's sequences in order of cost, the left half is a and c in even rounds, and a and d in odd rounds.
     """
     dealt_BS = np.take_along_axis(dealt_BS, np.argsort(-cost_N[dealt_BS], axis=1, kind="stable"), axis=1)
     place_S = np.arange(dealt_BS.shape[1])

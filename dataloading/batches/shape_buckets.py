@@ -62,7 +62,7 @@ def fitting(needed: ShapeBucket, shape_buckets: Sequence[ShapeBucket]) -> ShapeB
 def choose_shape_buckets(
     tokens_N: NDArray[np.integer], masked_N: NDArray[np.integer], sequences: int, max_seqlen: int, most: int = 16
 ) -> list[ShapeBucket]:
-    """Choose at most ``most`` ascending shape buckets from N randomly drawn micro-batches, all of which fit.
+    """Choose at most ``most`` ascending shape buckets into which N randomly drawn micro-batches fit.
 
     Dynamic programming over the rounded sizes minimizes the number of padded token slots. The size of the last shape
     bucket exceeds the largest drawn size by a quarter of that size's distance from the mean, so that about one

@@ -34,13 +34,13 @@ LENGTHS_NAME = "lengths.npy"
 
 _MAX_MANIFEST_BYTES = 64 << 20
 _VERIFIED_ON_OPENING = 1 << 30
-"""Size in bytes up to which a data set's shards are verified by digest when they are opened."""
+"""Shards of data sets up to this size in bytes are verified by digest when they are opened."""
 
 _OTHER_DESCRIPTORS = 256
 """Number of file descriptors to reserve for the rest of the process. Each open shard uses one."""
 
 _MAX_HELD_BYTES = 512 << 20
-"""Limit on the memory for open shards that cannot be read in place."""
+"""Limit on the memory for open shards that are unpacked into memory."""
 
 
 @dataclass(frozen=True)
@@ -207,7 +207,7 @@ class Dataset:
         return shard
 
     def _shard(self, index: int) -> Shard:
-        """Return an open shard. If there is no room for it, close the shards that were opened first."""
+        """Return an open shard. To stay within the limits, close the shards that were opened first."""
         if index not in self._open_shards:
             shard = self.open_listed(index)
             if self._verified_on_opening:

@@ -24,16 +24,16 @@ TRAINING_SAMPLES_4320 = 156_725_280
 EVALUATION_CONTENT_MD5 = "611d8bae26646145e1c33338a27ba124"
 
 _LONG_ENOUGH = 64
-"""Number of tokens from which two samples cannot be equal by chance: of 64 tokens, 10 are masked, with more than 10^10
-choices. In contrast, a document of two or three words that is drawn ten times gives equal samples."""
+"""Number of tokens from which two samples cannot be equal by chance: 10 of 64 tokens are masked, in one of more than 10^10
+ways. Samples of a few words can be equal, because every document is drawn ten times."""
 _LONG_MARK = np.uint64(1)
-"""Bit of a sample's digest that is overwritten with whether the sample is long, which saves a second array."""
+"""Bit of a sample's digest that instead stores whether the sample is long, so that no second array is needed."""
 
 
 def verify(dataset: Dataset, visit: Callable[[ShardRecord], None] = lambda _: None) -> list[str]:
     """Read a whole data set, check it against its digests and its length index, and return the findings as text.
 
-    ``visit`` is called after each shard. Needs 8 bytes of memory a sample.
+    ``visit`` is called after each shard. Needs 8 bytes of memory per sample.
     """
     marked_digests: list[NDArray[np.uint64]] = [np.empty(0, np.uint64)]
     multiset_digest = 0
@@ -58,8 +58,8 @@ def verify(dataset: Dataset, visit: Callable[[ShardRecord], None] = lambda _: No
 def content_md5(blocks: Iterable[Samples]) -> str:
     """Return the content digest that published lists of varlength shards contain.
 
-    It is the MD5 of the list of the samples' MD5 sums, as text. A sample's sum is over ``input_ids`` as text of a Python
-    list.
+    The ``input_ids`` of a sample are written as text, in the form of a Python list, and hashed with MD5. The list of all
+    samples' MD5 sums is hashed in the same way.
     """
     rows = []
     for block in blocks:

@@ -118,7 +118,7 @@ def _fill_buckets(source: Dataset, spill: Path, buckets: int, seed: int, report:
 
 def _append(spill: Path, bucket: int, waiting: list[Samples]) -> None:
     """Append samples to a bucket's file, one array after another, and clear the list."""
-    # Opened for each write, because there may be more buckets than descriptors.
+    # Open the file for each write, because there may be more buckets than descriptors.
     with (spill / f"{bucket:05d}").open("ab") as file:
         if waiting:
             block = concatenate(waiting)

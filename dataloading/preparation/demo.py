@@ -18,7 +18,7 @@ SHARDS = 4
 
 
 def write_demo(folder: Path, vocab: Path) -> bool:
-    """Write ``folder/train`` and ``folder/evaluation``; return False if both exist intact and this Python made them.
+    """Write ``folder/train`` and ``folder/evaluation``; return False if this Python made both and they are intact.
 
     Raises ``ValueError`` if this Python lacks the text, the vocabulary is invalid, or the folder holds other files.
     """

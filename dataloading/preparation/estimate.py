@@ -12,7 +12,7 @@ from console.text import clock
 from dataloading.preparation.mlcommons import CHECKPOINT, EVALUATION, TRAIN, VOCABULARY, Inputs
 
 # Seconds for each input byte of a stage, on one core of a virtual server. These constants determine the reported
-# percentage. The remaining time is corrected for this machine's speed after the first file.
+# percentage. After the first file, the remaining time is corrected for this machine's speed.
 _CHECKING = 2e-9
 _PREPARING = 1.7e-7
 _SHUFFLING = 1.2e-7
@@ -24,7 +24,7 @@ _SAMPLE_BYTES = 11
 """Bytes in shards for each byte of text. Samples are made in ten passes over the text."""
 
 _PRIOR = 0.1
-"""Weight of the estimate relative to the measured time, as a share of the total time."""
+"""Share of the expected total time that counts as already measured, at the expected speed."""
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ KNOWN: Mapping[str, tuple[int, str]] = {
     "part-00498-of-00500": (24_575_505, "e6d68a7632e9f4aa1a94128cce556dc9"),
     "part-00499-of-00500": (21_873_644, "b3b087ad24e3770d879a351664cebc5a"),
 }
-"""Size and MD5 by file name. The MD5 sums of the other parts are in the list that the downloader stores beside them."""
+"""Size and MD5 by file name. The downloader stores a list with the MD5 sums of all other parts of the text."""
 
 _PART = re.compile(r"part-(\d{5})-of-(\d{5})")
 _WIKI = re.compile(r"wiki_\d\d")
@@ -150,7 +150,7 @@ def _checkpoint(names: Mapping[str, list[Path]]) -> tuple[Path, ...]:
 
 
 class Checksums:
-    """Expected sizes and MD5 sums by file name: from a given list, or else the known ones and the lists beside the data."""
+    """Expected sizes and MD5 sums by file name, from a given list or else built in, and from the lists beside the data."""
 
     def __init__(self, given: Path | None, lists: Iterable[Path]) -> None:
         self._sizes: dict[str, int] = {}
@@ -183,7 +183,7 @@ class Checksums:
         )
 
     def check(self, md5s: Mapping[Path, str]) -> int:
-        """Raise ``ValueError`` with the names of all files whose MD5 sum is wrong; return how many no list names."""
+        """Raise ``ValueError`` with the names of all files whose MD5 sum is wrong; return the number of files in no list."""
         wanted = {path: self.expected(path) for path in md5s}
         _refuse(
             f"{path} (MD5 {md5}, expected {' or '.join(sorted(wanted[path]))})"

@@ -28,8 +28,8 @@ FEWEST_DOCUMENTS = 20
 
 _FEWEST_HELD_OUT = 5
 _SHARD_CHARACTERS = 27 << 20
-"""Characters of text in a shard, the size of a part of the benchmark's text. Making a shard takes 30 times as much
-memory."""
+"""Characters of text per shard, as many as in a part of the benchmark's text. Making a shard takes 30 bytes of memory for
+each character."""
 
 _SEED_OF_EVALUATION = 54321
 

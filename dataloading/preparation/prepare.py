@@ -109,7 +109,7 @@ def _make_shard(job: Job, info: DatasetInfo, out: Path, index: int) -> Made:
 
 @lru_cache(maxsize=1)
 def _tokenizer(vocab: Path, sha256: str, do_lower_case: bool) -> Tokenizer:
-    """Return the tokenizer that a process uses for all of its texts, so that it caches words across texts."""
+    """Return the tokenizer that a process uses for all of its texts, so that the texts share its cache of words."""
     tokenizer = Tokenizer(Vocabulary.from_file(vocab), do_lower_case)
     if tokenizer.vocabulary.sha256 != sha256:
         raise ValueError(f"{vocab}: changed while it was used; run the command again")

@@ -106,7 +106,7 @@ def samples_info(
 def create_samples(documents: TokenizedDocuments, options: PretrainingOptions, vocabulary: Vocabulary) -> Samples:
     """Return the samples of the reference script for these documents, in its order.
 
-    The first call in a process compiles the core, or loads it from Numba's cache. Needs about 10 bytes of memory a
+    The first call in a process compiles the core, or loads it from Numba's cache. Needs about 10 bytes of memory per
     token, including 3 for the result.
     """
     # As in the reference: shuffle documents, draw samples, shuffle samples.

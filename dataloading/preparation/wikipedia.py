@@ -3,7 +3,7 @@
 A stage is skipped if its result exists. Every stage can continue after an interruption, including ``kill -9``.
 
     OUT/vocab.txt, phase1.safetensors, evaluation/, train/   results; each appears once it is complete
-    OUT/preparation/NAME.json        inputs and settings that a result in OUT was made from
+    OUT/preparation/NAME.json        input digests and settings of the result NAME
     OUT/preparation/NAME-DIGEST      unfinished result, named by the digest of its inputs and settings; deleted at the end
     OUT/preparation/verified.json    manifest digests of the verified data sets
 """
@@ -48,7 +48,7 @@ _MAX_RECORD_BYTES = 64 << 20
 _ELSEWHERE = "move it away, or name another --out"
 
 _MadeFrom = dict[str, object]
-"""Digests of the inputs, and settings, that a result was made from."""
+"""Settings that a result was made with, and digests of its inputs."""
 _ACCURACY_BEFORE_TRAINING = 0.34085
 """Accuracy of the phase-1 checkpoint on the evaluation set, from the reference's README."""
 _SOURCES = {
@@ -210,7 +210,7 @@ class _Preparation:
         return all((folder / name).exists() for name in job.shard_names)
 
     def _begin(self, files: list[Path]) -> None:
-        """Print the expected time and disk, check the files, and install the vocabulary."""
+        """Print the expected time and disk space, check the files, and install the vocabulary."""
         given = self.inputs.vocabulary[0] if self.inputs.vocabulary else None
         if (self.inputs.evaluation or self.inputs.text) and not (given or self.vocab.is_file()):
             raise ValueError("vocab.txt is missing, which samples need; docs/data.md says how to download it")
@@ -247,7 +247,7 @@ class _Preparation:
             raise ValueError(f"{self.out}: {room}; make room, or name another --out")
 
     def _make(self, result: str, make: Callable[[Path], None], settings: Callable[[], _MadeFrom]) -> None:
-        """Make a result if its inputs are there and it does not exist.
+        """Make a result if its inputs exist and the result does not.
 
         ``make`` gets a path for the result, and continues an earlier attempt there.
         """
@@ -262,7 +262,7 @@ class _Preparation:
         else:
             place = self._place(result, made_from)
             make(place)
-            # The marker is written first, because it has no effect until the result exists.
+            # Write the marker before the result, because a marker without a result has no effect.
             write_atomically(marker, json.dumps(made_from, indent=1).encode())
             place.rename(target)
             sync(self.out)

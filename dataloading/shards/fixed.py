@@ -1,4 +1,4 @@
-"""The fixed HDF5 layout of NVIDIA's submissions: padded rows, one sample each.
+"""The fixed HDF5 layout of NVIDIA's submissions: padded rows with one sample per row.
 
     input_ids, input_mask, segment_ids [n, 512], masked_lm_positions, masked_lm_ids [n, 76], next_sentence_labels [n]
 

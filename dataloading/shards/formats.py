@@ -28,7 +28,7 @@ def open_shard(path: Path) -> Shard:
     content = map_file(path)
     if content[: len(_HDF5_SIGNATURE)] == _HDF5_SIGNATURE:
         return _open_hdf5(path, content)
-    # Imported here, because only this format needs the CRC code.
+    # Import this module only when needed, because only the TFRecord format needs the CRC library.
     from dataloading.shards.tfrecord import is_tfrecord, open_tfrecord
 
     if is_tfrecord(content[:16]):
@@ -41,9 +41,8 @@ def open_shard(path: Path) -> Shard:
 def whole_shard(path: Path, digest: str | None = None) -> tuple[DatasetInfo, int] | None:
     """Return the description and the number of samples of a shard that an earlier attempt left at ``path``.
 
-    Returns None if the shard is missing or damaged, or if its content does not match ``digest``. The default is the
-    digest in the file.
-    Equal samples have equal digests in all layouts.
+    Returns None if the shard is missing or damaged, or if its content does not match ``digest``, by default the
+    digest in the file. Equal samples have equal digests in all layouts.
     """
     if not path.exists():
         return None

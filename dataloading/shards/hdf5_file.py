@@ -26,10 +26,10 @@ from numpy.typing import NDArray
 from console.files import write_atomically
 
 MOST_EXPANSION = 128
-"""Largest ratio of unpacked arrays to file size. Padded rows of 512 with five real tokens reach a ratio of 75."""
+"""Largest ratio of unpacked arrays to file size. Rows of 512 slots with five real tokens reach a ratio of 75."""
 
 REFERENCE = np.dtype([("count", "<u4"), ("address", "<u8"), ("object", "<u4")])
-"""Stored form of a row of variable length: number of values, address of a heap collection, and number of the object in it
+"""Reference to a row of variable length: number of values, address of a heap collection, and number of the object in it
 (HDF5 File Format Specification 3.0, section IV.A.2.d)."""
 
 _FILTERS = [h5py.h5z.FILTER_SHUFFLE, h5py.h5z.FILTER_DEFLATE]
@@ -124,7 +124,7 @@ class HDF5File:
         group, key = self._file.id, name.encode()
         # Check the link's type before following the link, which could lead into another file.
         if key not in group or group.links.get_info(key).type != h5py.h5l.TYPE_HARD:
-            raise ValueError(f"{name} is missing or a link to another place, expected an array in this file")
+            raise ValueError(f"{name} is missing or a link to another object, expected an array in this file")
         return h5py.h5d.open(group, key)
 
     def _unpacked(
@@ -176,11 +176,11 @@ _MOST_MESSAGES = 4096
 
 
 def _text_sizes(content: mmap.mmap, header: int, key: bytes) -> Iterator[int]:
-    """Yield the size that each variable-length attribute ``key`` claims in an object header of version 1, h5py's
-    version."""
+    """Yield the size that each variable-length attribute ``key`` claims in an object header of version 1, which
+    h5py writes."""
     blocks = [(header + 16, int.from_bytes(content[header + 8 : header + 12], "little"))]
     found = 0
-    # The body appends continuation blocks to the list.
+    # A header may continue in other blocks, which the loop appends to `blocks`.
     for start, size in blocks if content[header : header + 1] == b"\x01" else ():
         place, end = start, min(start + size, len(content))
         while place + 8 <= end and (found := found + 1) <= _MOST_MESSAGES:

@@ -1,4 +1,4 @@
-"""The HDF5 layouts with rows of variable length: one sample a row (varlength) or several samples a row (packed).
+"""The HDF5 layouts with rows of variable length: one sample per row (varlength) or several samples per row (packed).
 
     varlength  input_ids, segment_ids, masked_lm_positions, masked_lm_ids [n rows], next_sentence_labels [n]
     packed     the same columns with several concatenated samples in a row; next_sentence_labels, packed_input_len and
@@ -31,8 +31,8 @@ _OBJECT_HEADER = struct.Struct("<H6xQ")
 
 
 class RaggedColumn:
-    """Rows of integers of variable length. Raises ``ValueError`` if the array is no such column, or claims
-    more bytes than the file has."""
+    """Column whose rows are integer arrays of different lengths. Raises ``ValueError`` if the array is not such a
+    column, or claims more bytes than the file has."""
 
     def __init__(self, path: Path, file: HDF5File, name: str) -> None:
         array = file.array(name)

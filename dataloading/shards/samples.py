@@ -100,7 +100,7 @@ class Samples:
         ):
             for rows in row_blocks(offsets):
                 digests[rows.start : rows.stop] += _ragged_digests(kind, offsets[rows.start : rows.stop + 1], values)
-        # Mix again for each sample. Otherwise the sum over samples would not depend on which elements belong together.
+        # Mix again for each sample. Otherwise the sum over samples would not show which elements form a sample.
         return _mix(digests)
 
 

@@ -137,7 +137,7 @@ class Shard(ABC):
 
     def require_whole(self) -> None:
         """Raise ``ValueError`` if the file has become shorter: reading missing pages would end the process (SIGBUS)."""
-        # size() asks the file, len() the map.
+        # size() returns the current size of the file, and len() the size when it was mapped.
         if self._content is not None and self._content.size() < len(self._content):
             raise ValueError(f"{self.path}: it has become shorter while it was read; {REMEDY}")
 
@@ -243,7 +243,7 @@ def check_offsets(samples: Samples, path: Path) -> None:
 def check_content(samples: Samples, info: DatasetInfo, path: Path) -> None:
     """Raise ``ValueError`` unless every value is in the range that ``info`` specifies."""
     lengths, masked_counts = samples.lengths, samples.masked_counts
-    # Number of tokens from a masked position to the end of its sample, in int64. It is below 1 for positions beyond it.
+    # Tokens from each masked position to the end of its sample, as int64. A position beyond the end gives less than 1.
     room = np.repeat(lengths, masked_counts) - samples.masked_lm_positions
     for name, values, least, most in (
         ("sample length", lengths, 1, info.max_seq_length),

@@ -2,7 +2,7 @@
 
 A record is framed as length (uint64), masked CRC-32C of the length, data, masked CRC-32C of the data, all
 little-endian. The data is a protobuf message: Example { Features features = 1 }, Features { map<string, Feature>
-feature = 1 }, and a Feature holds a packed list of integers (3).
+feature = 1 }, and a Feature holds a packed list of integers in field 3.
 (tensorflow/core/example/{example,feature}.proto.)
 
 Features of a sample, padded with zeros: input_ids, input_mask, segment_ids [max_seq_length]; masked_lm_positions,
@@ -67,14 +67,14 @@ def _record_at(content: mmap.mmap, place: int) -> bytes:
         raise ValueError("the file ends within its header")
     length, crc = _HEADER.unpack_from(content, place)
     if _masked_crc(content[place : place + 8]) != crc:
-        raise ValueError("its length has another CRC: no TFRecord file, or damaged")
+        raise ValueError("the CRC of its length is wrong: damaged, or not a TFRecord file")
     if length > left - _HEADER.size - 4:
         raise ValueError(f"{length:,} bytes long, and the file ends {left:,} bytes after its beginning")
     if length > _MAX_RECORD_BYTES:
         raise ValueError(f"{length:,} bytes long; expected samples of at most {_MAX_RECORD_BYTES:,}")
     data = content[place + _HEADER.size : place + _HEADER.size + length]
     if struct.unpack_from("<I", content, place + _HEADER.size + length) != (_masked_crc(data),):
-        raise ValueError("its data has another CRC: damaged")
+        raise ValueError("the CRC of its data is wrong: damaged")
     return data
 
 

@@ -145,15 +145,15 @@ def _lines(text: str) -> list[str]:
 
 
 def _clean_line(line: str) -> str:
-    # Most lines have no bracket, and these rules need one.
+    # For speed, skip these rules for lines without a bracket, which are most lines.
     if "[" in line:
         for pattern, replacement in _BRACKETS:
             line = pattern.sub(replacement, line)
     line = line.replace("alt=", "")
-    # All remaining rules need a "<".
+    # No later rule matches a line without "<".
     if "<" not in line:
         return line
-    # The reference splits the line here.
+    # The reference splits the line at </doc>.
     line = line.replace("</doc>", "\r")
     for pattern in _UNWRAPPED:
         line = pattern.sub(r"\1", line)

@@ -31,7 +31,7 @@ class Document:
     """A document: a topic of the language reference, or a module's top-level object with its methods."""
 
     name: str
-    """Module or topic. It decides whether the document is held out."""
+    """Module or topic. The name decides whether the document is held out."""
     sentences: tuple[str, ...]
 
     @property

@@ -23,13 +23,13 @@ from tokenizers import models
 from console.files import read_bounded, read_json
 
 MAX_CHARACTERS_PER_WORD = 200
-"""Longest word that is tokenized. Longer words become [UNK]."""
+"""Length of the longest word that is tokenized. Longer words become [UNK]."""
 
 _MAX_VOCABULARY_BYTES = 64 << 20
 """Limit on the size of a vocabulary file: a thousand bytes for each of 65,536 tokens."""
 
 _CACHED_WORDS = 1 << 20
-"""Number of words after which the cache is cleared. For English it takes at most about 150 MB."""
+"""Number of words after which the cache is cleared. For English, the cache takes at most about 150 MB."""
 
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
@@ -113,7 +113,7 @@ class Vocabulary:
 
     @property
     def cased(self) -> bool:
-        """Whether ordinary tokens have capital letters or accents, so that they must be kept in the text."""
+        """Whether ordinary tokens contain capital letters or accents. If so, the text must keep its own."""
         plain = (token for token in self.tokens if token not in SPECIAL_TOKENS)
         return any(token != token.lower() for token in plain)
 
@@ -177,7 +177,7 @@ class Tokenizer:
 
 
 class _WordIds(dict[str, bytes]):
-    """Cache of each word's ids, as the bytes of a native uint16 array, so that one join gives a line's ids."""
+    """Cache of each word's ids, as the bytes of a uint16 array. Joining the words' bytes gives the ids of a line."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         super().__init__()

@@ -102,7 +102,7 @@ def _plan(files: Sequence[Path], out: Path, options: ExtractionOptions) -> list[
         size += file_bytes
 
     def drawn_before(file: int) -> int:
-        # The reference's expression. Its rounding determines which files give an article.
+        # The reference's expression. Its rounding determines from which files articles are held out.
         return int(file * options.evaluation_articles * 1.0 / len(files))
 
     return [
@@ -119,7 +119,7 @@ def _plan(files: Sequence[Path], out: Path, options: ExtractionOptions) -> list[
 
 
 def _make_part(task: _Task) -> Made:
-    """Make one part unless it exists. Its count is the number of articles with text."""
+    """Make one part unless it exists. The returned count is the number of articles with text."""
     if task.record_path.exists() and task.path.exists():
         return task.path.name, _record_of(task)["articles"], True
     split = sentence_splitter(task.sentences)

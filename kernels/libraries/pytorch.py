@@ -66,7 +66,7 @@ def dropout_add_layer_norm(
     if dropout is None or x_TD.is_cuda:
         summed_TD = residual_TD + drop(biased_TD, dropout)
     else:
-        summed_TD = torch.addcmul(residual_TD, biased_TD, _kept(biased_TD, dropout))  # saves a pass over memory
+        summed_TD = torch.addcmul(residual_TD, biased_TD, _kept(biased_TD, dropout))  # addcmul saves a pass over memory
     return F.layer_norm(summed_TD, weight_D.shape, weight_D, norm_bias_D, eps)
 
 

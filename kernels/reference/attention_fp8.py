@@ -17,7 +17,7 @@ def attention_cast_fp8(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return ``varlen_self_attention`` [T, H, E], its cast to E4M3 [T, HE], the transpose [HE, padded(T)], and two tensors.
 
-    The last two tensors are saved for the backward pass of the same implementation. They are empty in this one.
+    The last two tensors are saved for the backward pass of the same implementation. This implementation leaves them empty.
     """
     context_THE = varlen_self_attention(qkv_T3HE, cu_seqlens, max_seqlen, dropout)
     casts = cast_transpose_fp8(context_THE.flatten(1), scale, amax, E4M3)

@@ -40,7 +40,7 @@ def padded(rows: int) -> int:
 
 
 def largest_scaled(dtype: torch.dtype) -> float:
-    """Return the value to which the last step's largest magnitude may be scaled, which leaves the headroom unused."""
+    """Return the limit up to which scaling may bring the last step's largest magnitude, below the headroom for growth."""
     return LARGEST[dtype] / 2 ** HEADROOM_BITS[dtype]
 
 

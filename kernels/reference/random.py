@@ -59,8 +59,8 @@ class Dropout:
         to high, they are bit 16 + c % 16 of each of its four words, then bit c % 16 of each word. If this 8-bit number is
         above threshold // 256, the element is kept; if it is below, the element is dropped. If it is equal, the element is
         kept if the draw's tie is at least threshold % 256. The tie makes the probability exact. It is an 8-bit number that
-        depends on all 128 bits of the draw. All elements of a draw share it, which makes only one pair of elements in 65,536
-        agree.
+        depends on all 128 bits of the draw. All elements of a draw share the tie, which affects two of
+        them only if both 8-bit numbers are equal to threshold // 256: one pair in 65,536.
         """
         draws = torch.arange(-(-columns // PLACES_A_DRAW), device=rows.device)
         seed, step = self.state.to(rows.device).unbind()

@@ -1,8 +1,8 @@
 # ruff: noqa: ANN001, ANN201, ANN202, ARG001
 # pyright: reportCallIssue=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
-"""Dense + bias + GELU: matrix products by cuBLAS, and one Triton pass each way for the element-wise part.
+"""Dense + bias + GELU: matrix products by cuBLAS, and one Triton pass per direction for the element-wise part.
 
-Shape legend in ``kernels/__init__.py``. R counts rows of partial sums: each program that walks down the tokens writes one.
+Shape legend in ``kernels/__init__.py``. R is the number of rows of partial sums. Each backward program writes one row.
 
 The backward pass reads the saved product (without the bias), because computing it again would take four times as long at
 BERT-Large's sizes. The same pass writes the product's gradient and sums it over the tokens.

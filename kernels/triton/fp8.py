@@ -3,8 +3,8 @@
 # pyright: reportArgumentType=false
 """FP8 casts in Triton: the cast, its transpose and column sums in one pass over an input.
 
-A program reads a tile once, computes in fp32, and writes the tile in FP8, its transpose and its column sums, as far as they
-are needed. Bytes of memory traffic for one element of bf16 inputs:
+A program reads a tile once, computes in fp32, and writes the tile in FP8, its transpose and its column sums, if an op
+needs them. Bytes of memory traffic for one element of bf16 inputs:
 
 | op | reads | writes |
 |---|---|---|
@@ -14,7 +14,7 @@ are needed. Bytes of memory traffic for one element of bf16 inputs:
 | ``bias_gelu_backward_cast_fp8`` | 4 | the same |
 
 An fp32 weight takes 4 bytes, which LAMB has left in the cache. Results equal ``kernels.reference.fp8`` bit for bit, except
-after a GELU. The shape legend is there; in addition, P programs along the rows.
+after a GELU. The same module has the shape legend; in addition, P programs along the rows.
 """
 
 import torch
@@ -134,7 +134,7 @@ def _write(
 
 @torch.library.custom_op("mlperf_bert::cast_fp8", mutates_args=("amax",))
 def cast_fp8(x_RC: Tensor, scale: Tensor, amax: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return [R, C] in ``dtype``."""
+    """Return the cast of x, [R, C], in ``dtype``."""
     q_RC = x_RC.new_empty(x_RC.shape, dtype=dtype)
     _launch(_cast_kernel, (x_RC,), scale, amax, q_RC, None, None)
     return q_RC
@@ -142,7 +142,7 @@ def cast_fp8(x_RC: Tensor, scale: Tensor, amax: Tensor, dtype: torch.dtype) -> T
 
 @torch.library.custom_op("mlperf_bert::cast_transpose_fp8", mutates_args=("amax",))
 def cast_transpose_fp8(x_RC: Tensor, scale: Tensor, amax: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return [R, C] and [C, padded(R)] in ``dtype``."""
+    """Return the cast of x, [R, C], and its transpose, [C, padded(R)], in ``dtype``."""
     q_RC, q_CR = fp8_pair(x_RC, dtype)
     _launch(_cast_kernel, (x_RC,), scale, amax, q_RC, q_CR, None)
     return q_RC, q_CR
@@ -150,7 +150,7 @@ def cast_transpose_fp8(x_RC: Tensor, scale: Tensor, amax: Tensor, dtype: torch.d
 
 @torch.library.custom_op("mlperf_bert::cast_transpose_into_fp8", mutates_args=("amax", "q_RC", "q_CR"))
 def cast_transpose_into_fp8(x_RC: Tensor, scale: Tensor, amax: Tensor, q_RC: Tensor, q_CR: Tensor) -> None:
-    """Write [R, C] and [C, padded(R)] of a weight, which LAMB has left in the cache, in the type of the results."""
+    """Write the cast [R, C] and its transpose [C, padded(R)] of a weight, which LAMB has left in the cache."""
     _launch(_cast_kernel, (x_RC,), scale, amax, q_RC, q_CR, None, EVICTION=_ONCE)
 
 
@@ -158,7 +158,7 @@ def cast_transpose_into_fp8(x_RC: Tensor, scale: Tensor, amax: Tensor, q_RC: Ten
 def cast_transpose_sum_fp8(
     x_RC: Tensor, scale: Tensor, amax: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return [R, C] and [C, padded(R)] in ``dtype``, and the sums of x's columns, fp32 [C]."""
+    """Return the cast [R, C] and its transpose [C, padded(R)] in ``dtype``, and the sums of x's columns, fp32 [C]."""
     q_RC, q_CR = fp8_pair(x_RC, dtype)
     partials_PC = _partials(x_RC)
     _launch(_cast_kernel, (x_RC,), scale, amax, q_RC, q_CR, partials_PC)
@@ -167,7 +167,7 @@ def cast_transpose_sum_fp8(
 
 @torch.library.custom_op("mlperf_bert::bias_gelu_cast_fp8", mutates_args=("amax",))
 def bias_gelu_cast_fp8(product_TF: Tensor, bias_F: Tensor, scale: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
-    """Return [T, F] and [F, padded(T)] in E4M3."""
+    """Return ``gelu(product + bias)`` in E4M3, [T, F], and its transpose, [F, padded(T)]."""
     q_TF, q_FT = fp8_pair(product_TF, E4M3)
     _launch(_gelu_kernel, (product_TF, bias_F), scale, amax, q_TF, q_FT)
     return q_TF, q_FT
@@ -177,7 +177,7 @@ def bias_gelu_cast_fp8(product_TF: Tensor, bias_F: Tensor, scale: Tensor, amax: 
 def bias_gelu_backward_cast_fp8(
     output_gradient_TF: Tensor, product_TF: Tensor, bias_F: Tensor, scale: Tensor, amax: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return [T, F] and [F, padded(T)] in E5M2, and the bias gradient, fp32 [F]."""
+    """Return the product's gradient in E5M2, [T, F], its transpose, [F, padded(T)], and the bias gradient, fp32 [F]."""
     q_TF, q_FT = fp8_pair(product_TF, E5M2)
     partials_PF = _partials(product_TF)
     _launch(_gelu_backward_kernel, (output_gradient_TF, product_TF, bias_F), scale, amax, q_TF, q_FT, partials_PF)
@@ -231,7 +231,7 @@ def configurations() -> list[Configuration]:
     def configuration(name: str, kernel: triton.JITFunction, types: dict[str, str], fp8: torch.dtype) -> Configuration:
         fixed: dict[str, object] = {"LARGEST": LARGEST[fp8], "ROWS": _ROWS, "COLUMNS": _COLUMNS}
         fixed |= {parameter: None for parameter, kind in types.items() if kind == "None"}
-        fixed["EVICTION"] = _ONCE if types.get("x") == "*fp32" else ""  # of weights
+        fixed["EVICTION"] = _ONCE if types.get("x") == "*fp32" else ""  # only weights are fp32
         types = {"scale": "*fp32", "amax": "*i32", "partials": "*fp32", "rows": "i32", "columns": "i32", **types}
         types |= dict.fromkeys(("q", "transposed"), POINTERS[fp8])
         return Configuration.of(name, kernel, types, fixed, _WARPS, _STAGES, capabilities=(90, 100))

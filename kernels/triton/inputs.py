@@ -28,7 +28,7 @@ def vector_reasons(vector_P: Tensor, *_: Any, **__: Any) -> list[str]:
 
 
 def mixed_reasons(names: str, *tensors: Tensor) -> list[str]:
-    """Return the reason why these tensors, which must share a dtype, do not; empty if they do."""
+    """Return the reason to refuse these tensors if they do not share a dtype; empty if they do."""
     dtypes = {x.dtype for x in tensors}
     return [] if len(dtypes) == 1 else [f"{names} are in {_names(dtypes)}: expected one type"]
 

@@ -7,7 +7,7 @@ The kernels are in ``kernels.triton.lamb_passes``.
 
 The step of a segment needs the norm of its whole direction. Both passes run for one group of segments before they run for
 the next group, so that parameters and directions are still in the L2 cache when they are read again. All groups write their
-directions to the same memory, which seldom leaves the cache. Bytes of memory traffic per parameter, if the group fits there:
+directions to the same memory, which seldom leaves the cache. Bytes of memory traffic per parameter for a group that fits:
 
 | pass | reads | writes |
 |---|---|---|
@@ -88,7 +88,7 @@ def lamb_directions(
 ) -> Tensor:
     """Fused version of ``kernels.reference.lamb.lamb_directions`` for fp32 buffers.
 
-    Like ``lamb_step``, it must be called once before a graph is captured.
+    Like ``lamb_step``, this function must be called once before a graph is captured.
     """
     (group,) = _groups(segments, parameters_P.device)
     corrections = _corrections(step, hyperparameters)
@@ -106,7 +106,7 @@ def lamb_apply(
 ) -> None:
     """Fused version of ``kernels.reference.lamb.lamb_apply`` for fp32 buffers.
 
-    Like ``lamb_step``, it must be called once before a graph is captured.
+    Like ``lamb_step``, this function must be called once before a graph is captured.
     """
     (group,) = _groups(segments, parameters_P.device)
     _apply(parameters_P, state.update_P, None, squares_2A.contiguous(), *group.tables, norm, learning_rate)
@@ -224,7 +224,7 @@ def _directions(
     partial_sums = parameters_P.new_empty(2 * chunks)
     squares_2A = parameters_P.new_empty(2, adapted, dtype=torch.float64)
     fast_1, fast_2 = beta_1 < 0.5, beta_2 < 0.5
-    # 1 - beta in double precision; like torch.lerp, the kernel interpolates from the nearer end.
+    # Compute 1 - beta in double precision. Like torch.lerp, the kernel interpolates from the nearer end.
     weights = beta_1 if fast_1 else 1 - beta_1, beta_2 if fast_2 else 1 - beta_2
     direction_kernel[(chunks,)](
         parameters_P, gradients_P, momentum_P, variance_P, update_P, skipped, partial_sums, table_C4, traits_G2, norm,

@@ -2,7 +2,7 @@
 # pyright: reportCallIssue=false, reportAttributeAccessIssue=false
 """Masked-LM head: logits by cuBLAS, then bias, softmax, loss, accuracy and gradient by one kernel, in place.
 
-Shape legend in ``kernels/__init__.py``; in addition, W is V rounded up, the length of a row of logits.
+Shape legend in ``kernels/__init__.py``; in addition, W is the length of a row of logits, V rounded up to a multiple of 64.
 
 A row of logits is read twice, the second time from the L2 cache, and overwritten by its gradient. The upstream gradient is
 known only in the backward pass, which multiplies small tensors by it, so that no tensor of size [M, V] is written twice.
@@ -32,7 +32,7 @@ class _Tile(NamedTuple):
     stages: int
 
 
-# 16 bytes for each thread and load; 16 warps, so that the rows of all resident programs (61 KB each in bf16) fit the L2
+# Each thread loads 16 bytes at a time. With 16 warps, the rows of all resident programs (61 KB each in bf16) fit the L2
 # cache.
 _WIDE = _Tile(columns=4096, warps=16, stages=1)
 _NARROW = _Tile(columns=1024, warps=4, stages=1)
@@ -51,8 +51,8 @@ def masked_lm_loss(
     """Return the sum of the masked tokens' cross-entropies, fp32 [], and the number of correct predictions, int64 [].
 
     A label outside 0 to V - 1, other than ``ignore_index``, makes the loss NaN. Products follow autocast. Logits have the
-    type of the products, or fp32 if correct predictions are counted. For the backward pass, the two operands are saved,
-    and the gradient of the logits, [M, W] in their type. The decoder's gradient is added to its sum without rounding.
+    type of the products, or fp32 if correct predictions are counted. For the backward pass, it saves the two operands
+    and the gradient of the logits, [M, W] in the logits' type. The decoder's gradient is added to its sum without rounding.
     """
     dtype = compute_dtype(hidden_MD)
     hidden_MD, decoder_VD = hidden_MD.to(dtype), decoder_VD.to(dtype)
@@ -227,7 +227,7 @@ def _setup_context(ctx, inputs, output) -> None:
     ctx.mark_non_differentiable(correct, logits_gradient_MW)
     ctx.set_materialize_grads(False)  # otherwise autograd would create a gradient of zeros, [M, W]
     ctx.save_for_backward(logits_gradient_MW, hidden_MD, decoder_VD, bias_V)
-    # Autograd would refuse a saved tensor that another backward pass has changed.
+    # Kept outside of save_for_backward, which refuses a tensor that another backward pass has changed.
     ctx.decoder_gradient, ctx.overwrite = decoder_gradient_VD, overwrite
 
 

@@ -42,7 +42,7 @@ class Timer:
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
         if self._on_gpu:
-            # Large enough to evict everything else from the L2 cache.
+            # A buffer of twice the cache's size evicts everything else from the L2 cache.
             size = int(getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0)) or 128 * 2**20
             self._cache = torch.empty(2 * size, dtype=torch.int8, device=device)
             self._start, self._stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -28,7 +28,7 @@ class CallKind:
     gradients: bool
     """Whether the call was made with gradients enabled. If so, the backward pass is measured too."""
     args: tuple[Any, ...]
-    """Positional arguments, with tensors on the device "meta", without values, in place of floating-point tensors."""
+    """Positional arguments. Tensors without values, on the device "meta", replace floating-point tensors."""
     kwargs: dict[str, Any]
 
     @classmethod

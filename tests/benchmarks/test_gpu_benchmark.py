@@ -4,10 +4,7 @@ import functools
 import importlib.metadata
 import importlib.util
 import json
-import os
 import re
-import subprocess
-import sys
 import tomllib
 from collections import defaultdict
 from collections.abc import Iterator
@@ -26,11 +23,7 @@ import bert.build
 import kernels
 import kernels.libraries.pytorch
 from benchmarks import gpu
-from benchmarks.gpu_parts import correctness as gpu_correctness
-from benchmarks.gpu_parts import end_to_end as gpu_end_to_end
-from benchmarks.gpu_parts import memory as gpu_memory
-from benchmarks.gpu_parts import peers as gpu_peers
-from benchmarks.gpu_parts import step as gpu_step
+from benchmarks.gpu_parts import correctness, end_to_end, memory, peers, step
 from benchmarks.gpu_parts.cases import cases, drawn_model
 from benchmarks.gpu_parts.ceilings import Ceilings
 from benchmarks.gpu_parts.fp8 import fp8_cases
@@ -39,7 +32,7 @@ from benchmarks.gpu_parts.measuring.scale import FULL, TINY, Context, micro_batc
 from bert.configuration.sections import ModelConfig
 from compliance.log.records import EndRecord, EvaluationRecord, Metrics, StepRecord
 from tests.bert.recording import Recording, recordable_attention
-from tests.conftest import REPOSITORY
+from tests.programs import REPOSITORY, python
 
 CPU = torch.device("cpu")
 
@@ -65,21 +58,13 @@ def all_parts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("gpu")
     program = f"""
 import sys; from pathlib import Path
-sys.path.insert(0, {str(REPOSITORY)!r})
 sys.modules |= dict.fromkeys({other_packages()!r})  # importing them fails
 from benchmarks import gpu; from benchmarks.gpu_parts import part
 for name, its in gpu.PARTS.items():
     file = Path({str(folder)!r}, f"{{name}}.json")
     assert part.run(f"benchmarks.gpu_parts.{{its.function}}", file, "cpu", tiny=True) == (name in gpu.ALONE), name
 """
-    kept = {name: value for name, value in os.environ.items() if name not in ("TRITON_INTERPRET", "PYTHONPATH")}
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env=kept | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = python("-c", program, TRITON_INTERPRET=None, PYTHONPATH=None, OMP_NUM_THREADS=1)
     assert done.returncode == 0, done.stderr
     return folder
 
@@ -99,7 +84,7 @@ def test_all_parts_run_with_torch_triton_and_numpy_alone(all_parts: Path) -> Non
         ending = " NOT COMPLETE: " if part in gpu.ALONE else " complete: "
         assert any(line.startswith(f"| {part} ") and ending in line for line in table)
     error = json.loads((all_parts / "end-to-end.json").read_text())["error"]
-    assert error == f"not installed, which training needs: {', '.join(gpu_end_to_end.NEEDS)}"
+    assert error == f"not installed, which training needs: {', '.join(end_to_end.NEEDS)}"
 
 
 def test_ceilings_are_rates_and_memory_ends_with_what_fits(all_parts: Path) -> None:
@@ -133,10 +118,10 @@ def capturing(context: Context, monkeypatch: pytest.MonkeyPatch) -> Iterator[Con
 
 def test_every_micro_batch_of_a_measured_step_is_captured(capturing: Context) -> None:
     ceilings = Ceilings(None, None, None)
-    four, _, _, one, _ = gpu_step._sizes(capturing)  # four and one micro-batches per step
+    four, _, _, one, _ = step._sizes(capturing)  # four and one micro-batches per step
     for config, micro in (four, one):
-        assert gpu_step.rate(capturing, "x", config, micro, ceilings).figure
-    gpu_step._losses(capturing, "bf16")
+        assert step.rate(capturing, "x", config, micro, ceilings).figure
+    step._losses(capturing, "bf16")
 
 
 def test_peers_take_a_step(all_parts: Path) -> None:
@@ -150,7 +135,7 @@ def test_peers_take_a_step(all_parts: Path) -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers is not installed")
 def test_hugging_faces_model_takes_a_step(context: Context) -> None:
-    row = gpu_peers._peer_row(context, "peer", gpu_peers._hugging_face)
+    row = peers._peer_row(context, "peer", peers._hugging_face)
     assert row.figure is not None
     assert row.figure > 0
 
@@ -208,7 +193,7 @@ def test_inputs_are_those_of_training_by_type_and_alignment(tmp_path: Path, monk
     context = Context(CPU, scale, PartReport(tmp_path / "part.json", {}))
     seen: dict[str, set[tuple[object, ...]]] = defaultdict(set)
     for precision in ("bf16", "fp8"):
-        trained = gpu_step.training_step(context, gpu_step.recipe("h100_1x1", precision=precision))
+        trained = step.training_step(context, step.recipe("h100_1x1", precision=precision))
         with ExitStack() as observing:
             for op in kernels.OPS.values():
                 observing.enter_context(op.observed(lambda op, args, _: seen[op.name].add(traits(*args))))
@@ -238,12 +223,12 @@ def test_drift_and_waiting_come_from_the_steps() -> None:
         for ms in (10, 10, 10, 10, 20, 20, 30, 30)
     ]
     evaluations, end = [EvaluationRecord(1, 8, eval_s=0.5, count=7)], EndRecord("success", time_s=4.0, samples=100)
-    found = {row.name: row for row in gpu_end_to_end.rows_of(Metrics(None, steps, evaluations, end=end))}
+    found = {row.name: row for row in end_to_end.rows_of(Metrics(None, steps, evaluations, end=end))}
     assert found["last quarter of the steps against the first"].figure == 3
     assert found["host waiting for data"].share == pytest.approx(0.1)
     assert found["inside the clock"].figure == 25
     assert found["evaluation"].milliseconds == 500
-    assert gpu_end_to_end.rows_of(Metrics()) == []
+    assert end_to_end.rows_of(Metrics()) == []
 
 
 @pytest.mark.parametrize("limit", [1, 139, 10_000])
@@ -259,8 +244,8 @@ def test_the_search_for_memory_finds_the_limit(context: Context, monkeypatch: py
         except torch.OutOfMemoryError:
             raise RuntimeError("operation failed due to a previous error during capture")  # noqa: B904
 
-    monkeypatch.setattr(gpu_memory, "_train", train)
-    gpu_memory.memory(replace(context, scale=FULL))
+    monkeypatch.setattr(memory, "_train", train)
+    memory.memory(replace(context, scale=FULL))
     *_, found, failed = context.report.rows
     assert found.name == "bf16, most sequences that fit"
     assert found.figure is not None
@@ -272,17 +257,17 @@ def test_a_wrong_op_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     right = kernels.libraries.pytorch.dropout_add_layer_norm
     model = drawn_model(TINY.model, CPU)
     case = next(case for case in cases(model, [20, 11], 7, torch.bfloat16) if case.op == right.__name__)
-    assert not gpu_correctness._error_row("x", case, "pytorch", torch.bfloat16).failed
+    assert not correctness._error_row("x", case, "pytorch", torch.bfloat16).failed
     monkeypatch.setattr(
         kernels.libraries.pytorch, "dropout_add_layer_norm", lambda *arguments: right(*arguments) * 1.02
     )
-    assert gpu_correctness._error_row("x", case, "pytorch", torch.bfloat16).failed
+    assert correctness._error_row("x", case, "pytorch", torch.bfloat16).failed
 
 
 def test_not_a_number_is_wrong() -> None:
     exact = [torch.ones(3, dtype=torch.float64)] * 2
     plain, ours = [torch.ones(3)] * 2, [torch.ones(3), torch.tensor([1.0, float("nan"), 1.0])]
-    judged = functools.partial(gpu_correctness.judged, "x", exact, plain)
+    judged = functools.partial(correctness.judged, "x", exact, plain)
     assert judged(ours, torch.float32).note.startswith("WRONG, worst in the result 1")
     assert judged(plain, torch.float32).note.startswith("right")
 
@@ -303,8 +288,8 @@ def test_micro_batches_are_one_global_batch(context: Context) -> None:
 
 
 def test_the_plain_peer_is_the_same_model(context: Context) -> None:
-    model = gpu_step.training_step(context, gpu_step.recipe("h100_1x1")).model.eval()
+    model = step.training_step(context, step.recipe("h100_1x1")).model.eval()
     (batch,) = micro_batches(context, 4, 1)
     with torch.no_grad():
         ours = sum(model(batch).mean_losses(batch))
-        torch.testing.assert_close(gpu_peers.plain_loss(model, batch), ours, rtol=1e-5, atol=0)
+        torch.testing.assert_close(peers.plain_loss(model, batch), ours, rtol=1e-5, atol=0)

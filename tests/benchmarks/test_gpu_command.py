@@ -16,10 +16,18 @@ from benchmarks import gpu
 from benchmarks.gpu_parts import part as gpu_part
 from benchmarks.gpu_parts.measuring.report import Figure, NotUsableError, PartReport, page
 from tests.conftest import REPOSITORY
-from tests.programs import PATIENCE_S
+from tests.programs import PATIENCE_S, write_forked_python
 
 GPU_PY = REPOSITORY / "benchmarks" / "gpu.py"
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+
+
+@pytest.fixture
+def forked_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make this interpreter start programs as forks, which need not import PyTorch."""
+    (folder := tmp_path / "bin").mkdir()
+    write_forked_python(folder)
+    monkeypatch.setattr(sys, "executable", str(folder / "python"))
 
 
 @pytest.mark.parametrize(

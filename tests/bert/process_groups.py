@@ -9,6 +9,7 @@ of its ranks wait for one another.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from tests.bert.timeline import Clock, Event, Stream, Timeline
+    from tests.bert.timeline import Clock, Stream, Timeline
 
 
 class TimelineError(AssertionError):
@@ -84,29 +85,29 @@ class Group(dist.ProcessGroup):
         """Communication stream for each other rank. The key None has the stream for collectives of the whole group."""
 
     def allreduce(self, tensors: list[Tensor], *_: Any) -> "Group":
-        return self._note("all_reduce", *tensors)
+        return self._run("all_reduce", *tensors)
 
     def broadcast(self, tensors: list[Tensor], *_: Any) -> "Group":
-        return self._note("broadcast", *tensors)
+        return self._run("broadcast", *tensors)
 
     def all_gather_single(self, output: Tensor, own: Tensor, *_: Any) -> "Group":
-        return self._note("all_gather", output, own)
+        return self._run("all_gather", output, own)
 
     def reduce_scatter_single(self, output: Tensor, own: Tensor, *_: Any) -> "Group":
-        return self._note("reduce_scatter", own, output)
+        return self._run("reduce_scatter", own, output)
 
     def all_to_all_single(self, output: Tensor, own: Tensor, *_: Any) -> "Group":
-        return self._note("all_to_all", output, own)
+        return self._run("all_to_all", output, own)
 
-    def send(self, tensors: list[Tensor], receiver: int, *_: Any) -> "Messages":
+    def send(self, tensors: list[Tensor], receiver: int, *_: Any) -> SimpleNamespace:
         ends = self._timeline.rank, self.ranks[receiver]
         return self._exchange("message", self._communicator(receiver), [(ends, tensor) for tensor in tensors])
 
-    def recv(self, tensors: list[Tensor], sender: int, *_: Any) -> "Messages":
+    def recv(self, tensors: list[Tensor], sender: int, *_: Any) -> SimpleNamespace:
         ends = self.ranks[sender], self._timeline.rank
         return self._exchange("message", self._communicator(sender), [(ends, tensor) for tensor in tensors])
 
-    def exchange(self, operations: Sequence[dist.P2POp]) -> "Messages":
+    def exchange(self, operations: Sequence[dist.P2POp]) -> SimpleNamespace:
         """Start a batch of sends and receives."""
         messages = []
         for each in operations:
@@ -117,13 +118,29 @@ class Group(dist.ProcessGroup):
     def wait(self, *_: Any) -> None:
         """Do nothing, as ``wait`` of a finished ``Work``. Collectives return their group in place of a ``Work``."""
 
-    def _note(self, name: str, whole: Tensor, *others: Tensor) -> "Group":
+    def _run(self, name: str, whole: Tensor, *others: Tensor) -> "Group":
+        """Run a collective on the current stream. It reads and writes all the tensors."""
+        timeline = self._timeline
         self._communicator()
-        self._timeline.collective(name, self.ranks, whole, *others)
+        timeline.run(name, {timeline.access(tensor, True): None for tensor in (whole, *others)})
+        timeline.note(name, self.ranks, whole.dtype, whole.numel())
         return self
 
-    def _exchange(self, name: str, stream: "Stream", messages: list[tuple[tuple[int, int], Tensor]]) -> "Messages":
-        return Messages(self._timeline, self._timeline.exchange(name, stream, messages))
+    def _exchange(self, name: str, stream: "Stream", messages: list[tuple[tuple[int, int], Tensor]]) -> SimpleNamespace:
+        """Send and receive messages, each ((sender, receiver), tensor), on a stream that first waits for the current one.
+
+        Returns a stand-in for their ``Work``. Its ``wait`` makes the current stream wait, but not the host.
+        """
+        timeline = self._timeline
+        stream.wait_stream(timeline.current)
+        with timeline.on(stream):
+            accesses = {timeline.access(tensor, receiver == timeline.rank): None for (_, receiver), tensor in messages}
+            timeline.run(name, accesses)
+            for ends, tensor in messages:
+                timeline.record(tensor, stream)  # PyTorch keeps a tensor until it has been sent
+                timeline.note(name, ends, tensor.dtype, tensor.numel())
+            over = stream.record_event()
+        return SimpleNamespace(wait=lambda: timeline.current.wait_event(over))
 
     def _communicator(self, other: int | None = None) -> "Stream":
         if other not in self._communicators:
@@ -131,22 +148,13 @@ class Group(dist.ProcessGroup):
             if other is not None:
                 ranks, of = tuple(sorted((self._timeline.rank, self.ranks[other]))), "a pair"
             self._communicators[other] = self._timeline.stream_of(ranks)
-            self._timeline.meet(f"communicator of {of}", ranks)
+            with self._timeline.on(self._timeline.host):  # the host waits until the other ranks have come
+                self._timeline.run(f"communicator of {of}", {})
+                self._timeline.note(f"communicator of {of}", ranks, torch.uint8, 0)
         return self._communicators[other]
 
 
-class Messages:
-    """Stand-in for the ``Work`` of messages."""
-
-    def __init__(self, timeline: "Timeline", over: "Event") -> None:
-        self._timeline, self._over = timeline, over
-
-    def wait(self) -> None:
-        """Make the current stream wait for the messages. The host does not wait."""
-        self._timeline.current.wait_event(self._over)
-
-
-def exchange_batch(operations: list[dist.P2POp]) -> list[Messages]:
+def exchange_batch(operations: list[dist.P2POp]) -> list[SimpleNamespace]:
     """Stand in for ``dist.batch_isend_irecv``."""
     group = operations[0].group
     assert isinstance(group, Group)

@@ -1,6 +1,6 @@
 """Small models and training steps, and a comparison of their results."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -70,6 +70,39 @@ def step_config(model: ModelConfig = OF_SMALL_RUN, **training: Any) -> Config:
 
 def training_step(config: Config, mesh: Mesh = CPU, capturer: CudaCapturer | None = None) -> TrainingStep:
     return TrainingStep(draw_model(config, mesh, seed=3), config, mesh, Stopwatch(), capturer)
+
+
+def state_of(step: TrainingStep) -> dict[str, Tensor]:
+    """Copy all state that affects later steps."""
+    momentum_P, variance_P = step.optimizer.moments()
+    tensors = {
+        "weights": step.flat.weights_P,
+        "momentum": momentum_P,
+        "variance": variance_P,
+        "steps": step.optimizer.steps,
+        "dropout": step.model.dropout_state,
+        "random": torch.get_rng_state(),
+    }
+    if step.fp8 is not None:
+        tensors |= {"scale": step.fp8.scale_S, "inverse": step.fp8.inverse_S, "amax": step.fp8.amax_S}
+        for index, dense in enumerate(step.fp8.denses):
+            tensors |= {f"fp8.{index}": dense.weight_NK.float(), f"fp8.{index}.t": dense.weight_KN.float()}
+    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+
+
+def take_steps(step: TrainingStep, batches: Iterable[Sequence[Batch]]) -> dict[str, Tensor]:
+    """Train on global batches and return the statistics of each step with the state that training leaves."""
+    means = []
+    for micro_batches in batches:
+        step(micro_batches)
+        means.append(list(step.statistics.fetch()[0].values()))
+    return {"means": torch.tensor(means, dtype=torch.float64)} | state_of(step)
+
+
+def assert_same(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    """Compare tensors to the last bit."""
+    assert found.keys() == expected.keys()
+    assert [name for name, tensor in found.items() if not torch.equal(tensor, expected[name])] == []
 
 
 def mean_loss(model: BertForPreTraining, batch: Batch) -> Tensor:

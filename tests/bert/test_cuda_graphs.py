@@ -9,18 +9,16 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from bert.evaluation.evaluator import Evaluator
 from bert.execution.cuda_graphs import BatchGraphs, CudaCapturer
 from bert.parallel.mesh import Mesh
 from bert.step import TrainingStep
 from dataloading.batches.loader import Batch, batch_of, inert_batch
 from dataloading.batches.sampler import MicroBatch
 from dataloading.batches.shape_buckets import ShapeBucket
-from dataloading.dataset.folder import open_dataset
 from kernels import OPS, cast_fp8
 from kernels.tuning import autotune
 from tests.bert.recording import CaptureError, Recording, recordable_attention
-from tests.bert.small_models import CPU, OF_SMALL_RUN, step_config, training_step
+from tests.bert.small_models import CPU, OF_SMALL_RUN, assert_same, state_of, step_config, take_steps, training_step
 from tests.conftest import MAX_SEQ_LENGTH, SmallRun
 from tests.kernels.test_registry import attention_call
 
@@ -63,7 +61,7 @@ def global_batches(run: SmallRun, count: int) -> list[list[Batch]]:
 
 @pytest.mark.parametrize("precision", ["fp32", "fp8"])
 def test_replayed_steps_are_the_steps(small_run: SmallRun, precision: Literal["fp32", "fp8"]) -> None:
-    """Compare losses, moments and weights over steps with changing shape buckets. One bucket is not captured."""
+    """Compare losses and state over steps with changing shape buckets. One bucket is not captured."""
     results = []
     for capturer in (None, Recording()):
         step = step_of(precision, capturer=capturer)
@@ -73,20 +71,13 @@ def test_replayed_steps_are_the_steps(small_run: SmallRun, precision: Literal["f
         if capturer is not None:
             capturer.replays.clear()  # drop the replays that calibrated the FP8 scales
         torch.manual_seed(9)
-        means = []
-        for micro_batches in batches:
-            step(micro_batches)
-            means.append(step.statistics.fetch()[0])
-        results.append((step.flat.weights_P.clone(), step.optimizer.moments()[0].clone(), means))
+        results.append(take_steps(step, batches))
         if capturer is not None:
             # Graph 0 is the larger shape bucket, 1 the smaller, 2 the update. Two of ten micro-batches have none.
             assert capturer.replays == [1, 0, 2, 0, 2, 1, 1, 2, 0, 0, 2, 1, 2]
         assert step.uncaptured_batches == (0 if capturer is None else 2)
-    (weights_P, momentum_P, means), (replayed_P, replayed_momentum_P, replayed_means) = results
-    assert torch.equal(weights_P, replayed_P)
-    assert torch.equal(momentum_P, replayed_momentum_P)
-    assert means == replayed_means
-    assert 4 < means[0]["masked_lm_loss"] < 7
+    assert_same(*results)
+    assert 4 < results[0]["means"][0][0] < 7, "the masked-LM loss"
 
 
 @pytest.mark.parametrize("capturer", [None, Recording()], ids=["run", "captured"])
@@ -108,14 +99,10 @@ def test_fp8_starts_with_the_scales_of_the_weights_that_it_starts_from(
 @pytest.mark.parametrize("capturer", [None, Recording()], ids=["run", "captured"])
 def test_warming_up_leaves_no_trace(small_run: SmallRun, capturer: CudaCapturer | None) -> None:
     step = step_of(capturer=capturer)
-    weights_P, random_state = step.flat.weights_P.clone(), torch.get_rng_state()
+    before = state_of(step)
     step.warm_up(global_batches(small_run, 1)[0], 2, SHAPE_BUCKETS)
-    assert torch.equal(step.flat.weights_P, weights_P)
-    assert torch.equal(torch.get_rng_state(), random_state)
-    assert step.optimizer.steps.item() == 0
-    assert step.model.dropout_state.tolist() == [0, 0]
-    for state in (*step.optimizer.moments(), step.flat.gradients_P):
-        assert not state.any()
+    assert_same(state_of(step), before)
+    assert not step.flat.gradients_P.any()
     assert step.statistics.fetch() == (dict.fromkeys(step.statistics.NAMES, 0.0), False)
 
 
@@ -158,36 +145,27 @@ def test_all_is_chosen_and_run_before_anything_is_captured(small_run: SmallRun, 
 
     Only implementations that can be captured are permitted from the first measurement to the last capture.
     """
-    op, events, refused = OPS["varlen_attention"], list[str](), set[bool]()
+    op, events = OPS["varlen_attention"], list[tuple[str, bool]]()
     with FakeTensorMode():
         call = attention_call(64, "cuda")
 
-    def is_refused() -> bool:
-        return "CUDA graph" in " ".join(op.unsupported_reasons(op.implementations["pytorch"], *call))
-
     def look(event: str) -> None:
-        events.append(event)
-        refused.add(is_refused())
+        reasons = op.unsupported_reasons(op.implementations["pytorch"], *call)
+        events.append((event, "CUDA graph" in " ".join(reasons)))
 
     def choose(run: Callable[[], None]) -> None:
         with autotune.observed() as requests:
             run()
-        look(" ".join(sorted({request.op for request in requests})))
+        assert {request.op for request in requests} >= {"dense_gelu", "lamb_step", "masked_lm_loss", op.name}
+        look("choose")
 
     capturer = Recording(look) if captured else None
     step = step_of(capturer=capturer)
     step.warm_up(global_batches(small_run, 1)[0], 0, [*SHAPE_BUCKETS, LARGER], choose)
-    evaluator = Evaluator(open_dataset(small_run.folder / "evaluation"), CPU, 64)
-    evaluator.warm_up(step.model, step.autocast(), capturer)
-    called = (
-        "dense_gelu dropout_add_layer_norm embedding_layer_norm lamb_step masked_lm_loss varlen_attention "
-        "varlen_self_attention"
-    )
-    # Three shape buckets and the update, then the evaluation's shape buckets.
-    evaluated = ["run"] * (len(events) - 7) + ["capture"]
-    assert events == [called, *(["run"] * 4 + ["capture"] + evaluated if captured else [])]
-    assert refused == {captured}
-    assert not is_refused()
+    look("warm")
+    # Three shape buckets and the update.
+    expected = ["choose", *(["run"] * 4 + ["capture"] if captured else [])]
+    assert events == [*((event, captured) for event in expected), ("warm", False)]
 
 
 @pytest.mark.gpu

@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from bert.checkpoints.weights import save_weights
-from bert.configuration.config import Config
 from bert.guards.preflight import check
 from bert.model import BertForPreTraining
 from bert.train import parse
@@ -31,35 +30,25 @@ def arguments(own: Path, *more: object) -> list[str]:
     return ["own_text_cpu", *(f"--data.{name}={own / place}" for name, place in places.items()), *map(str, more)]
 
 
-def schedule(config: Config) -> tuple[int, int | None, int, int]:
-    optimizer = config.optimizer
-    return (
-        config.training.max_samples,
-        config.evaluation.interval_samples,
-        optimizer.learning_rate_training_steps,
-        optimizer.num_warmup_steps,
-    )
-
-
-def test_from_random_weights_model_and_length_follow_from_the_data(own: Path) -> None:
-    config = parse(arguments(own))
-    assert (config.model.vocab_size, config.model.max_position_embeddings) == (100, 48)
-    assert config.model.hidden_size == 128
-    assert schedule(config) == (32_000, 1600, 1000, 100)
-    assert config.optimizer.base_learning_rate == 5e-3
-
-
-def test_what_is_given_counts_more_and_the_rest_follows_from_it(own: Path) -> None:
-    config = parse(arguments(own, "--training.max-samples=960", "--model.hidden-size=64"))
-    assert config.model.hidden_size == 64
-    assert config.optimizer.base_learning_rate == 0.01
-    assert schedule(config) == (960, 64, 30, 3)  # 30 steps in at most 15 intervals that end at the last step
-    config = parse(arguments(own, "--training.max-samples=960", "--evaluation.interval-samples=320"))
-    assert schedule(config) == (960, 320, 30, 3)
-    config = parse(arguments(own, "--training.max-steps=17", "--optimizer.num-warmup-steps=2"))
-    assert schedule(config) == (32_000, 32, 17, 2)
-    config = parse(arguments(own, "--training.implementations", "dense_gelu", "reference"))
-    assert config.training.implementations == {"dense_gelu": "reference"}
+@pytest.mark.parametrize(
+    ("given", "samples", "interval", "steps", "warmup", "hidden", "rate"),
+    [
+        ("", 32_000, 1600, 1000, 100, 128, 5e-3),
+        # 30 steps in at most 15 intervals that end at the last step
+        ("--training.max-samples=960 --model.hidden-size=64", 960, 64, 30, 3, 64, 0.01),
+        ("--training.max-samples=960 --evaluation.interval-samples=320", 960, 320, 30, 3, 128, 5e-3),
+        ("--training.max-steps=17 --optimizer.num-warmup-steps=2", 32_000, 32, 17, 2, 128, 5e-3),
+    ],
+)
+def test_settings_follow_from_the_data_and_from_what_is_given(
+    own: Path, given: str, samples: int, interval: int, steps: int, warmup: int, hidden: int, rate: float
+) -> None:
+    config = parse(arguments(own, *given.split()))
+    model, optimizer = config.model, config.optimizer
+    assert (model.vocab_size, model.max_position_embeddings, model.hidden_size) == (100, 48, hidden)
+    assert (config.training.max_samples, config.evaluation.interval_samples) == (samples, interval)
+    assert (optimizer.learning_rate_training_steps, optimizer.num_warmup_steps) == (steps, warmup)
+    assert optimizer.base_learning_rate == rate
 
 
 @pytest.mark.slow
@@ -83,24 +72,11 @@ def test_without_data_nothing_follows_and_the_check_names_them(tmp_path: Path) -
         check(config, 1)
 
 
-def test_a_closed_run_ends_at_its_target() -> None:
-    with pytest.raises(ValueError, match=r"evaluation\.to_the_end is set in the closed division"):
-        parse(["h100_1x1", "--evaluation.to-the-end"])
-
-
 @pytest.mark.slow
 def test_a_run_trains_to_the_end_and_has_succeeded(own: Path, tmp_path: Path) -> None:
     """The run continues although it reaches its target early."""
-    settings = [
-        "--training.max-samples=160",
-        "--evaluation.target=0.001",
-        "--log.results",
-        tmp_path,
-        "--training.seed=1",
-    ]
-    run = Program("bert.train", arguments(own, *settings))
+    settings = "--training.max-samples=160", "--evaluation.target=0.001", "--training.seed=1"
+    run = Program("bert.train", arguments(own, *settings, f"--log.results={tmp_path}"))
     assert run.wait(PATIENCE_S) == 0, run.output
-    lines = run.output.splitlines()
-    evaluations = [line for line in lines if line.startswith("eval ")]
-    assert len(evaluations) == 5
-    assert any(line.startswith("end: success after 160 samples") for line in lines)
+    assert run.output.count("\neval ") == 5
+    assert "\nend: success after 160 samples" in run.output

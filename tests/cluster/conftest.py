@@ -1,33 +1,23 @@
 """Fixtures that run commands of ``python -m cluster`` in the tests' own process."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from subprocess import CompletedProcess
 
 import pytest
 
 from cluster.__main__ import main
 
-
-@dataclass(frozen=True)
-class Done:
-    """Output and exit status of a command."""
-
-    status: int
-    out: str
-    err: str
-
-
-Command = Callable[..., Done]
+Command = Callable[..., CompletedProcess[str]]
 
 
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
     """Return a function that runs a command with the given arguments."""
 
-    def run(*arguments: object) -> Done:
+    def run(*arguments: object) -> CompletedProcess[str]:
         monkeypatch.setattr("sys.argv", ["cluster", *map(str, arguments)])
         status, shown = main(), capsys.readouterr()
-        return Done(status, shown.out, shown.err)
+        return CompletedProcess(arguments, status, shown.out, shown.err)
 
     return run
 
@@ -38,8 +28,8 @@ def refused(cluster: Command) -> Callable[..., str]:
 
     def run(*arguments: object) -> str:
         done = cluster(*arguments)
-        assert (done.status, done.out) == (2, ""), done
-        [line] = done.err.splitlines()
+        assert (done.returncode, done.stdout) == (2, ""), done
+        [line] = done.stderr.splitlines()
         assert line.startswith("error: ")
         return line
 

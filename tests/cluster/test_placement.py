@@ -67,10 +67,10 @@ def write_hosts(path: Path, hosts: dict[str, tuple[str, ...]]) -> Path:
 def test_the_command_writes_a_line_for_each_task(tmp_path: Path, cluster: Command) -> None:
     out, switches = tmp_path / "hosts", {"n1": ("top", "a"), "n2": ("top", "b"), "n3": ("top", "a"), "n4": ("top", "b")}
     done = cluster("place", write_hosts(tmp_path / "c.json", switches), "--tasks-per-node", 2, "--out", out)
-    assert (done.status, out.read_text().split()) == (0, ["n1", "n1", "n3", "n3", "n2", "n2", "n4", "n4"])
-    assert "levels that traffic climbs: 2, in the order of" in done.out
+    assert (done.returncode, out.read_text().split()) == (0, ["n1", "n1", "n3", "n3", "n2", "n2", "n4", "n4"])
+    assert "levels that traffic climbs: 2, in the order of" in done.stdout
     unknown = write_hosts(tmp_path / "c.json", {"b": (), "a": ()})
-    assert "does not know the switches" in cluster("place", unknown, "--out", out).out
+    assert "does not know the switches" in cluster("place", unknown, "--out", out).stdout
     assert out.read_text() == "b\na\n"
 
 
@@ -78,6 +78,6 @@ def test_the_command_writes_a_line_for_each_task(tmp_path: Path, cluster: Comman
 def test_a_name_that_would_steer_srun_is_refused(tmp_path: Path, cluster: Command, name: str) -> None:
     view = write_hosts(tmp_path / "c.json", {name: ("top", "a"), "n9": ("top", "a")})
     done = cluster("place", view, "--out", tmp_path / "hosts")
-    assert (done.status, done.err.count("\n")) == (2, 1)
-    assert "is called" in done.err
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "is called" in done.stderr
     assert not (tmp_path / "hosts").exists()

@@ -73,13 +73,11 @@ def test_choices_lie_in_the_users_cache_which_may_be_unwritable(
 
 
 def test_layouts_use_all_cores_then_half_and_divide_the_batch() -> None:
-    def found(default: TunedRun, batch: int, cores: int) -> list[tuple[int, int]]:
-        return [(each.processes, each.threads) for each in layouts(default, batch, cores)]
-
-    assert found(TunedRun(2, 1), 32, 2) == [(1, 2), (1, 1)]
-    assert found(TunedRun(1, 1), 32, 1) == []
-    assert found(TunedRun(1, 8), 12, 8) == [(2, 4), (4, 2), (1, 4), (2, 2), (4, 1)]
-    assert found(TunedRun(1, 6), 8, 6) == [(2, 3), (4, 1), (1, 3), (2, 1)]
+    assert layouts(TunedRun(2, 1), 32, 2) == [TunedRun(1, 2), TunedRun(1, 1)]
+    assert layouts(TunedRun(1, 1), 32, 1) == []
+    twelve = [TunedRun(*each) for each in ((2, 4), (4, 2), (1, 4), (2, 2), (4, 1))]
+    assert layouts(TunedRun(1, 8), 12, 8) == twelve
+    assert layouts(TunedRun(1, 6), 8, 6) == [TunedRun(*each) for each in ((2, 3), (4, 1), (1, 3), (2, 1))]
 
 
 @pytest.mark.parametrize(

@@ -24,8 +24,6 @@ from cluster.view import (
 )
 from tests.cluster.conftest import Command
 
-COMPUTATIONS = (("gelu", (1.0, 4096.0), 1e-4), ("gelu", (1.0, 524288.0), 1e-3))
-
 
 def made_up(hosts: int = 4, ranks: int = 2, name: str = "node") -> View:
     rates = (Rate("product", "fp32", 512, 1e-3), Rate("launch", "fp32", 1, 1e-6))
@@ -41,7 +39,7 @@ def made_up(hosts: int = 4, ranks: int = 2, name: str = "node") -> View:
         tuple(Rank(h, r, "CPU", 1 << 38, "mlx5_0", rates) for h in range(hosts) for r in range(ranks)),
         tuple(Link(one, other, 1e-5, 1e-9 * (1 + one)) for one, other in pairs),
         (Collective("all-reduce", "world", 8, ((65536, 1.6e-4, 1e-4), (262144, 3.6e-4, 3e-4))),),
-        tuple(ComputationTime(*each) for each in COMPUTATIONS),
+        (ComputationTime("gelu", (1.0, 4096.0), 1e-4), ComputationTime("gelu", (1.0, 524288.0), 1e-3)),
         Contention(128 * hosts, 8, 0.01, 0.011, 0.011, 0.012),
         (Outlier(f"network link of host {name}1, sending", "bandwidth", 3.0, 40.0, 0.2, (2,)),),
     )
@@ -51,10 +49,6 @@ def made_up(hosts: int = 4, ranks: int = 2, name: str = "node") -> View:
 def file(tmp_path: Path) -> Path:
     write_view(made_up(), tmp_path / "cluster.json")
     return tmp_path / "cluster.json"
-
-
-def test_a_view_is_read_back_as_it_was(file: Path) -> None:
-    assert read_view(file) == made_up()
 
 
 VIEW = made_up()
@@ -70,7 +64,8 @@ VIEW = made_up()
         {"hosts": (), "ranks": (), "links": (), "outliers": ()},
     ],
 )
-def test_a_view_whose_parts_do_not_belong_together_is_refused(changes: dict[str, Any], file: Path) -> None:
+def test_a_view_is_read_back_unless_its_parts_do_not_belong_together(changes: dict[str, Any], file: Path) -> None:
+    assert read_view(file) == VIEW
     write_view(replace(VIEW, **changes), file)
     with pytest.raises(ValueError, match="rank"):
         read_view(file)
@@ -92,7 +87,7 @@ def test_show_prints_and_writes_a_page(file: Path, cluster: Command) -> None:
     slow = replace(VIEW.ranks[3], rates=(Rate("product", "fp32", 512, 2e-3), VIEW.ranks[3].rates[1]))
     write_view(replace(VIEW, ranks=(*VIEW.ranks[:3], slow, *VIEW.ranks[4:])), file)
     done, page = cluster("show", file), file.with_suffix(".html")
-    assert (done.status, done.out.splitlines()) == (
+    assert (done.returncode, done.stdout.splitlines()) == (
         0,
         [
             "4 hosts, 8 ranks, CPU, gloo, 2026-01-01T00:00:00+00:00",
@@ -117,7 +112,7 @@ def test_show_prints_and_writes_a_page(file: Path, cluster: Command) -> None:
 
 def test_names_from_a_file_steer_neither_page_nor_terminal(file: Path, cluster: Command) -> None:
     write_view(made_up(name="<script>\x1b[2J"), file)
-    out, page = cluster("show", file).out, file.with_suffix(".html").read_text()
+    out, page = cluster("show", file).stdout, file.with_suffix(".html").read_text()
     assert "\x1b[2J" not in out + page
     assert "<script" not in page
 

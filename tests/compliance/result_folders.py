@@ -20,7 +20,6 @@ def write_log(
     evaluations: int = EVALUATIONS,
     failed: bool = False,
     division: Any = "closed",
-    settings: Mapping[str, Any] | None = None,
     global_batch_size: int | None = None,
     header: Mapping[str, object] | None = None,
     step_ms: int = 1000,
@@ -30,8 +29,7 @@ def write_log(
 
     A run that failed is aborted below the target. An evaluation takes 5 times `step_ms`.
     """
-    changes = tuple((settings or {}).items())
-    target = float(((CLOSED if division == "closed" else OPEN) | dict(changes))["quality_target"])
+    target = float((CLOSED if division == "closed" else OPEN)["quality_target"])
     log = log_of(
         (*[0.9 * target] * (evaluations - 1), 0.9 * target if failed else target + 0.0005),
         division,
@@ -39,7 +37,6 @@ def write_log(
         seed=1000 + 17 * number,
         status="aborted" if failed else "success",
         header=tuple((header or {}).items()),
-        changes=changes,
         submission=tuple(submission.items()),
         step_ms=step_ms,
         start_ms=START_MS + number * 10_800_000,

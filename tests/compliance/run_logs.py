@@ -84,13 +84,12 @@ def log_of(
     seed: int = 1234,
     status: Literal["success", "aborted", "running"] = "success",
     header: tuple[tuple[str, object], ...] = (),
-    changes: tuple[tuple[str, Any], ...] = (),
     submission: tuple[tuple[str, Any], ...] = (),
     step_ms: int = 10,
     start_ms: int = START_MS,
 ) -> bytes:
     """Return a log with one evaluation per accuracy. The log of a "running" run ends with its last evaluation."""
-    settings = (CLOSED if division == "closed" else OPEN) | dict(changes)
+    settings = CLOSED if division == "closed" else OPEN
     if batch := global_batch_size:
         settings = settings | {"global_batch_size": batch, "eval_interval_samples": evaluation_interval(batch)}
     with tempfile.TemporaryDirectory() as folder:

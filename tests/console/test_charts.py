@@ -2,7 +2,6 @@ import re
 from dataclasses import replace
 from itertools import pairwise
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -73,9 +72,9 @@ def test_columns_stand_on_zero_and_dots_do_not_and_many_have_few_names() -> None
     assert not many.of("span", "note")
 
 
-@pytest.mark.parametrize("values", [(2_975_000, 3_000_000), (2_400_000, 2_400_768), (38_400, 38_400)])
-def test_numbers_at_the_axis_of_sequences_differ(values: tuple[float, float]) -> None:
+def test_numbers_at_the_axis_of_sequences_differ() -> None:
     axes = replace(AXES, y_format=lambda value: short_count(value, 4))
-    text = run_chart([Bar(str(n), value) for n, value in enumerate(values)], axes, columns=False)
-    words = re.findall(r'<span class="y"[^>]*>([^<]*)', text)
-    assert len(words) == len(set(words)) >= 3
+    for values in ((2_975_000, 3_000_000), (2_400_000, 2_400_768), (38_400, 38_400)):
+        chart = run_chart([Bar(str(n), value) for n, value in enumerate(values)], axes, columns=False)
+        words = re.findall(r'<span class="y"[^>]*>([^<]*)', chart)
+        assert len(words) == len(set(words)) >= 3

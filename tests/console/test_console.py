@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from console.program import complain, drop_lost_output, say, say_document, say_json
 from console.text import json_document, visible
 from tests.conftest import SmallRun
-from tests.hostile import NAME, REPOSITORY, assert_harmless
+from tests.hostile import NAME, assert_harmless
+from tests.programs import REPOSITORY, python
 
 pytestmark = pytest.mark.slow
 
@@ -91,10 +92,8 @@ def test_everything_that_is_said_is_harmless(capsys: pytest.CaptureFixture[str])
 
 @pytest.mark.parametrize("encoding", ["utf-8", "latin-1", "ascii"])
 def test_a_wrong_option_is_one_line_whatever_the_encoding(encoding: str) -> None:
-    command = [sys.executable, "-m", "bert.train", "tiny_cpu", "--parallel.tensor", "3"]
-    variables = os.environ | {"PYTHONIOENCODING": encoding}
-    done = subprocess.run(command, cwd=REPOSITORY, env=variables, capture_output=True, check=False)
-    assert done.stderr.decode(encoding) == (
+    done = python("-m", "bert.train", "tiny_cpu", "--parallel.tensor", "3", PYTHONIOENCODING=encoding)
+    assert done.stderr == (
         "error: parallel.tensor is 3, which does not divide model.num_attention_heads 4 and model.intermediate_size 512: "
         "set it to a divisor of 4\n"
     )
@@ -112,11 +111,10 @@ except ValueError:
 
 
 def test_what_modules_log_and_warn_of_is_harmless() -> None:
-    done = subprocess.run([sys.executable, "-c", LOGS_AND_WARNS], cwd=REPOSITORY, capture_output=True, check=False)
-    text = done.stderr.decode()
+    done = python("-c", LOGS_AND_WARNS)
     assert done.returncode == 0
-    assert_harmless(text)
-    lines = text.splitlines()
+    assert_harmless(done.stderr)
+    lines = done.stderr.splitlines()
     assert len(lines) == 6
     assert lines[0].startswith("x\\n")
     assert lines[0].endswith(" is ignored")
@@ -140,20 +138,15 @@ def test_what_modules_log_and_warn_of_is_harmless() -> None:
 def test_ctrl_c_during_the_imports_is_one_line(arguments: str, imported: str, tmp_path: Path) -> None:
     """The process ends by SIGINT, which a shell reports as 130."""
     (tmp_path / f"{imported}.py").write_text("raise KeyboardInterrupt")
-    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
-    environment.pop("TRITON_INTERPRET", None)  # other tests set this variable, which disables compiling
-    command = [sys.executable, "-m", *arguments.split()]
-    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False)
+    # Other tests set TRITON_INTERPRET, which disables compiling.
+    done = python("-m", *arguments.split(), PYTHONPATH=tmp_path, TRITON_INTERPRET=None)
     assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "interrupted\n")
 
 
 def test_other_errors_and_importers_are_left_alone(tmp_path: Path) -> None:
-    code = "import dataloading, sys; assert sys.excepthook is sys.__excepthook__"
-    subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=True)
+    assert python("-c", "import dataloading, sys; assert sys.excepthook is sys.__excepthook__").returncode == 0
     (tmp_path / "tyro.py").write_text("raise RuntimeError('broken')")
-    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
-    command = [sys.executable, "-m", "dataloading"]
-    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False)
+    done = python("-m", "dataloading", PYTHONPATH=tmp_path)
     assert "Traceback" in done.stderr
     assert "RuntimeError: broken" in done.stderr
 

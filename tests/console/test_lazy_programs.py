@@ -1,32 +1,30 @@
 """A program prints its help before it imports the packages that it works with."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 
 from console.version import version_line
-from tests.conftest import REPOSITORY
+from tests.programs import python
 
-LARGE = "torch triton numpy numba h5py scipy tokenizers safetensors google_crc32c yaml rich"
+LARGE = "torch triton numpy numba h5py scipy tokenizers safetensors google_crc32c yaml rich mlperf_logging tensorboard"
 """Packages that take from a tenth of a second to several seconds to import."""
 DATALOADING = "extract prepare demo index shuffle convert wikipedia verify dump"
 COMPLIANCE = "check report summary system convergence doctor package watch"
-COMMANDS = {  # the empty string is the program without a command
+COMMANDS = {  # whose help is shown unless they have an option; the empty string is the program without a command
     "dataloading": ("", *DATALOADING.split()),
     "compliance": ("", *COMPLIANCE.split()),
     "cluster": ("", "devices", "predict", "calibrate", "probe", "show", "tune", "whatif"),
     "kernels": ("",),
     "bert.convert": ("",),
-    "bert.train": ("", "tiny_cpu"),
-    "bert.evaluate": ("",),
+    "bert.train": ("", "tiny_cpu", "tiny_cpu --print-config"),
+    "bert.evaluate": ("", "tiny_cpu"),
 }
 RUN = """
 import json, runpy, sys
 module, *commands = sys.argv[1:]
-for arguments in (["--version"], *([*command.split(), "--help"] for command in commands)):
-    sys.argv = [module, *arguments]
+for command in ("--version", *commands):
+    sys.argv = [module, *command.split(), *([] if "--" in command else ["--help"])]
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
     except SystemExit as stop:
@@ -37,8 +35,7 @@ print(json.dumps(sorted(sys.modules)))
 
 @pytest.mark.parametrize("module", COMMANDS)
 def test_version_and_help_need_nothing_large(module: str) -> None:
-    command = [sys.executable, "-c", RUN, module, *COMMANDS[module]]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=300, check=False)
+    done = python("-c", RUN, module, *COMMANDS[module])
     assert done.returncode == 0, done.stderr
     version, *shown, held = done.stdout.splitlines()
     assert version == version_line()

@@ -1,28 +1,20 @@
 """Running a program: output, failure and time limit."""
 
 import sys
-import time
 from pathlib import Path
 
 from console.processes import run
+from tests.programs import wait_for
 
 
-def test_output_and_errors_are_read_and_bytes_of_names_survive() -> None:
-    done = run(
-        [sys.executable, "-c", r"import sys; sys.stdout.buffer.write(b'a\xff\n'); print('why', file=sys.stderr)"]
-    )
+def test_output_is_read_and_bytes_of_names_survive_and_a_failure_has_no_answer() -> None:
+    says = r"import sys; sys.stdout.buffer.write(b'a\xff\n'); print('why', file=sys.stderr)"
+    done = run([sys.executable, "-c", says])
     assert (done.answer, done.errors, done.trouble) == ("a\udcff\n", "why\n", "")
-
-
-def test_a_failure_keeps_the_output_and_has_no_answer() -> None:
     done = run([sys.executable, "-c", "print('half'); raise SystemExit('error: disk full')"])
     assert (done.text, done.answer, done.complaint) == ("half\n", "", "disk full")
     assert "status 1" in done.trouble
-
-
-def test_a_missing_program_is_said() -> None:
-    done = run(["/nonexistent/program"])
-    assert "program" in done.trouble
+    assert "program" in run(["/nonexistent/program"]).trouble
 
 
 def test_a_program_that_hangs_is_killed_with_its_children(tmp_path: Path) -> None:
@@ -32,10 +24,7 @@ def test_a_program_that_hangs_is_killed_with_its_children(tmp_path: Path) -> Non
     assert "2 s" in done.trouble
     if number.exists():  # a busy machine may not have started the child within the time limit
         child = Path("/proc", number.read_text().strip(), "stat")
-        patience = time.monotonic() + 60
-        while is_alive(child):
-            assert time.monotonic() < patience
-            time.sleep(0.01)
+        wait_for(lambda: not is_alive(child))
 
 
 def is_alive(stat: Path) -> bool:

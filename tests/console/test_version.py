@@ -10,6 +10,7 @@ import pytest
 
 from console import version
 from tests.conftest import REPOSITORY
+from tests.programs import git
 
 
 @pytest.fixture
@@ -28,21 +29,15 @@ def commit_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Path], str]
 def test_a_checkout_names_its_own_commit_and_changes(
     commit_of: Callable[[Path], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def git(*arguments: str) -> str:
-        identity = ("-c", "user.name=test", "-c", "user.email=test@example.org")
-        return subprocess.run(
-            ["git", *identity, *arguments], cwd=tmp_path, check=True, capture_output=True, text=True
-        ).stdout.strip()
-
     monkeypatch.delenv("MLPERF_BERT_COMMIT", raising=False)
     assert commit_of(tmp_path) == "unknown"
     monkeypatch.setenv("MLPERF_BERT_COMMIT", "abc")  # as in an image
     assert commit_of(tmp_path) == "abc"
     (tmp_path / "file").write_text("one")
-    git("init", "--quiet")
-    git("add", "file")
-    git("commit", "--quiet", "--message", "one")
-    revision = git("rev-parse", "HEAD")
+    git(tmp_path, "init", "--quiet")
+    git(tmp_path, "add", "file")
+    git(tmp_path, "commit", "--quiet", "--message", "one")
+    revision = git(tmp_path, "rev-parse", "HEAD")
     assert commit_of(tmp_path) == revision
     (tmp_path / "file").write_text("two")
     assert commit_of(tmp_path) == f"{revision} with local changes"

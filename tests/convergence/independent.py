@@ -29,7 +29,6 @@ NOT_ADAPTED = ("LayerNorm", "layer_norm", "bias")
 class Side:
     """One side of a comparison: its number format and its order of summation."""
 
-    name: str
     dtype: torch.dtype
     """Dtype of weights, gradients and moments."""
     micro_batches: int = 1

@@ -36,15 +36,24 @@ def pack_rows(samples: Samples, packs: np.ndarray) -> Iterator[dict[str, list[in
 
 
 def write_like_others(
-    path: Path, layout: str, samples: Samples, info: DatasetInfo, packs: np.ndarray | None = None, **storage: Any
+    path: Path,
+    layout: str,
+    samples: Samples,
+    info: DatasetInfo,
+    packs: np.ndarray | None = None,
+    integers: str = "i2",
+    **storage: Any,
 ) -> None:
-    labels = samples.next_sentence_labels.astype("i1")
+    small = "i1" if integers == "i2" else integers
+    labels = samples.next_sentence_labels.astype(small)
     with h5py.File(path, "w") as file:
         if layout == "fixed":
             widths = dict.fromkeys(("input_ids", "input_mask", "segment_ids"), info.max_seq_length)
             widths |= dict.fromkeys(("masked_lm_positions", "masked_lm_ids"), info.max_predictions_per_seq)
             columns = {
-                name: file.create_dataset(name, (len(samples), width), "i1" if name[-4:] == "mask" else "i2", **storage)
+                name: file.create_dataset(
+                    name, (len(samples), width), small if name == "input_mask" else integers, **storage
+                )
                 for name, width in widths.items()
             }
             for index in range(len(samples)):
@@ -57,7 +66,7 @@ def write_like_others(
             names = (*RAGGED, *PACKED) if layout == "packed" else RAGGED
             packs = np.arange(len(samples) + 1) if packs is None or layout != "packed" else packs
             for name in names:
-                kind = h5py.vlen_dtype(np.dtype("i1" if name in ("segment_ids", "next_sentence_labels") else "i2"))
+                kind = h5py.vlen_dtype(np.dtype(small if name in ("segment_ids", "next_sentence_labels") else integers))
                 file.create_dataset(name, (len(packs) - 1,), kind, **storage)
             for index, row in enumerate(pack_rows(samples, packs)):
                 for name in names:

@@ -23,16 +23,13 @@ OPTIONS = PretrainingOptions(max_seq_length=32, max_predictions_per_seq=4, dupe_
 FLAGS = ["--max_seq_length", "32", "--max-predictions-per-seq=4", "--dupe_factor=3", "--random_seed", "99"]
 
 
-@pytest.fixture
-def more(tmp_path: Path) -> Path:
-    path = tmp_path / "more.txt"
-    path.write_text("w1 w2 w3\nw4 w5\n\nw6 w7\nw8\n")
-    return path
-
-
 @pytest.mark.parametrize("one_call", [False, True])
-def test_prepare_verify_and_dump(run: Run, one_call: bool, tmp_path: Path, text: Path, more: Path, vocab: Path) -> None:
-    out, dumped = tmp_path / NAME, tmp_path / f"{LONG[:200]}.npz"
+def test_prepare_verify_and_dump(run: Run, one_call: bool, tmp_path: Path, text: Path, vocab: Path) -> None:
+    """A dump reads data sets, folders without a manifest, and files. Damage is found by verify and dump."""
+    out, more, bare, dumped = (tmp_path / name for name in (NAME, "more.txt", "bare", f"{LONG[:200]}.npz"))
+    more.write_text("w1 w2 w3\nw4 w5\n\nw6 w7\nw8\n")
+    bare.mkdir()
+    assert "holds no files" in run("dump", bare, "--out", dumped, fails=True)
     arguments = ["prepare", "--text", text, more, "--vocab", vocab, "--out", out, *FLAGS]
     assert "[1/" in run(*arguments, *(["--one-call"] if one_call else []))
     calls = [[text, more]] if one_call else [[text], [more]]
@@ -52,7 +49,9 @@ def test_prepare_verify_and_dump(run: Run, one_call: bool, tmp_path: Path, text:
         assert said in printed
     assert "neither the benchmark's training set (156,726,829) nor its evaluation set (10,000)" in printed
 
-    printed += run("dump", *([out] if one_call else [out / name for name in names]), "--out", dumped)
+    for name in names:
+        (bare / name).symlink_to(out / name)
+    printed += run("dump", out if one_call else bare, "--out", dumped)
     printed += run("shuffle", out, "--out", tmp_path / f"1{NAME}", "--shards", 2)
     printed += run("convert", out, "--out", tmp_path / f"2{NAME}", "--to", "packed", "--max-sequences", 2)
     assert_harmless(printed)
@@ -66,6 +65,13 @@ def test_prepare_verify_and_dump(run: Run, one_call: bool, tmp_path: Path, text:
         np.testing.assert_array_equal(arrays[name], getattr(expected, name))
     golden = np.load(Path(__file__).parent / "preparation" / "golden" / "edge_128.npz", allow_pickle=False)
     assert {name: arrays[name].dtype for name in arrays.files} == {name: golden[name].dtype for name in golden.files}
+
+    shard = out / names[0]
+    shard.write_bytes(shard.read_bytes()[:-1000])
+    dumped.unlink()
+    for command in (["verify", out], ["dump", shard, "--out", dumped]):
+        assert names[0] in run(*command, fails=True)
+    assert not dumped.exists()
 
 
 def test_from_text_says_what_it_made(run: Run, tmp_path: Path) -> None:
@@ -116,16 +122,6 @@ def test_a_mistake_gets_one_line_and_leaves_nothing(
     assert sorted(tmp_path.iterdir()) == before
 
 
-def test_damage_is_found_by_verify_and_dump(run: Run, tmp_path: Path, text: Path, vocab: Path) -> None:
-    out = tmp_path / "data"
-    run("prepare", "--text", text, "--vocab", vocab, "--out", out)
-    shard = out / "part_00000_of_00001.hdf5"
-    shard.write_bytes(shard.read_bytes()[:-1000])
-    for arguments in (["verify", out], ["dump", shard, "--out", tmp_path / "x.npz"]):
-        assert run(*arguments, fails=True).startswith(f"error: {shard}")
-    assert not (tmp_path / "x.npz").exists()
-
-
 def test_a_full_disk_gets_one_line_and_leaves_nothing(tmp_path: Path, text: Path, vocab: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "dataloading", "prepare", "--text", text, "--vocab", vocab, "--out", tmp_path / "data"],
@@ -140,19 +136,3 @@ def test_a_full_disk_gets_one_line_and_leaves_nothing(tmp_path: Path, text: Path
     assert done.stderr.count("\n") == 1
     assert "File too large" in done.stderr
     assert sorted(tmp_path.iterdir()) == [text, vocab]
-
-
-def test_dump_of_a_folder_without_a_manifest_reads_its_shards(
-    run: Run, tmp_path: Path, text: Path, more: Path, vocab: Path
-) -> None:
-    made, bare = tmp_path / "made", tmp_path / "bare"
-    run("prepare", "--text", text, more, "--vocab", vocab, "--out", made, *FLAGS)
-    bare.mkdir()
-    assert "holds no files" in run("dump", bare, "--out", tmp_path / "none.npz", fails=True)
-    for shard in made.glob("*.hdf5"):
-        (bare / shard.name).symlink_to(shard)
-    contents = []
-    for named in (made, bare):
-        run("dump", named, "--out", tmp_path / "dumped.npz")
-        contents.append((tmp_path / "dumped.npz").read_bytes())
-    assert contents[0] == contents[1]

@@ -3,9 +3,6 @@
 import contextlib
 import os
 import secrets
-import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,8 +16,8 @@ from dataloading.preparation.prepare import Job, prepare
 from dataloading.preparation.pretraining_data import read_documents
 from dataloading.shards.formats import open_shard
 from dataloading.text.tokenization import Vocabulary
-from tests.conftest import REPOSITORY
 from tests.dataloading.made_up import INFO, make_samples
+from tests.programs import REPOSITORY, python
 
 VOCAB = REPOSITORY / "bert" / "artifacts" / "tiny_cpu" / "vocab.txt"
 
@@ -104,42 +101,6 @@ def test_a_line_that_is_no_sentence_is_named(tmp_path: Path) -> None:
         read_documents([path])
 
 
-STOPPED = r"""
-import os, sys, time
-from pathlib import Path
-from console.files import atomic_path
-from console.interruption import end_in_order
-from dataloading.jobs import begun, run_tasks
-
-out, jobs = Path(sys.argv[1]), int(sys.argv[2])
-
-def work(number):
-    with atomic_path(out / f"part_{number}") as unfinished:
-        unfinished.write_text("half")
-        os.write(1, b"began\n")
-        time.sleep(600)
-
-end_in_order()
-with begun(out, "job.json", {}, finished="part_*"):
-    list(run_tasks(work, range(jobs), jobs))
-"""
-
-
-@pytest.mark.parametrize(("number", "jobs"), [(signal.SIGTERM, 1), (signal.SIGHUP, 2), (signal.SIGINT, 2)])
-def test_work_that_is_told_to_end_leaves_nothing(tmp_path: Path, number: int, jobs: int) -> None:
-    command = [sys.executable, "-c", STOPPED, str(tmp_path / "out"), str(jobs)]
-    process = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-    assert process.stdout is not None
-    for _ in range(jobs):
-        assert process.stdout.readline() == b"began\n"
-    assert len(list((tmp_path / "out").glob(".part_*.partial"))) == jobs
-    process.send_signal(number)
-    process.communicate()
-    if number != signal.SIGINT:
-        assert process.returncode == 128 + number
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_shard_that_becomes_shorter_while_it_is_read_is_named(tmp_path: Path) -> None:
     """The process would otherwise end by SIGBUS."""
     code = """
@@ -161,5 +122,5 @@ for read in (dataset.take, lambda _: shard.read(0, 9), lambda _: shard.verify())
         print("refused", flush=True)
 """
     write_dataset(tmp_path / "data", make_samples(3000), shards=2, info=INFO)
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "data")], cwd=REPOSITORY, capture_output=True)
-    assert (done.returncode, done.stdout.splitlines()) == (0, [b"refused"] * 3), done.stderr
+    done = python("-c", code, tmp_path / "data")
+    assert (done.returncode, done.stdout.splitlines()) == (0, ["refused"] * 3), done.stderr

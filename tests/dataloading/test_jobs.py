@@ -4,14 +4,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from dataloading.jobs import begun, run_tasks
 from tests.conftest import REPOSITORY
-from tests.programs import PATIENCE_S
+from tests.programs import wait_for
 
 
 def die(number: int) -> int:
@@ -28,49 +27,56 @@ def test_no_process_and_a_killed_one_are_reported() -> None:
         list(run_tasks(die, range(6), 2))
 
 
-_PARENT = r"""
+STOPPED = r"""
 import os, sys, time
-from dataloading.jobs import run_tasks
+from pathlib import Path
+from console.files import atomic_path
+from console.interruption import end_in_order
+from dataloading.jobs import begun, run_tasks
+
+out, jobs = Path(sys.argv[1]), int(sys.argv[2])
 
 def work(number):
-    os.write(1, f"{os.getpid()}\n".encode())  # at once, or lines of two processes mix
-    time.sleep(3600)
+    with atomic_path(out / f"part_{number}") as unfinished:
+        unfinished.write_text("half")
+        os.write(1, f"{os.getpid()}\n".encode())  # at once, or lines of two processes mix
+        time.sleep(600)
 
-list(run_tasks(work, [1, 2], 2))
+end_in_order()
+with begun(out, "job.json", {}, finished="part_*"):
+    list(run_tasks(work, range(jobs), jobs))
 """
 
 
-def test_processes_end_with_their_killed_parent() -> None:
-    parent = subprocess.Popen([sys.executable, "-c", _PARENT], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True)
-    assert parent.stdout is not None
-    workers = [int(parent.stdout.readline()) for _ in range(2)]
-    parent.kill()
-    parent.wait()
-    deadline = time.monotonic() + PATIENCE_S
-    while any(Path(f"/proc/{worker}/cmdline").exists() for worker in workers) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not any(Path(f"/proc/{worker}/cmdline").exists() for worker in workers)
+@pytest.mark.parametrize(
+    ("number", "jobs"), [(signal.SIGTERM, 1), (signal.SIGHUP, 2), (signal.SIGINT, 2), (signal.SIGKILL, 2)]
+)
+def test_work_that_is_told_to_end_leaves_no_files_and_killed_work_no_processes(
+    tmp_path: Path, number: int, jobs: int
+) -> None:
+    command = [sys.executable, "-c", STOPPED, str(tmp_path / "out"), str(jobs)]
+    process = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    assert process.stdout is not None
+    workers = [int(process.stdout.readline()) for _ in range(jobs)]
+    assert len(list((tmp_path / "out").glob(".part_*.partial"))) == jobs
+    process.send_signal(number)
+    if number == signal.SIGKILL:
+        process.wait()
+        wait_for(lambda: not any(Path(f"/proc/{worker}/cmdline").exists() for worker in workers))
+        return
+    process.communicate()
+    if number != signal.SIGINT:
+        assert process.returncode == 128 + number
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_failure_before_anything_is_finished_leaves_nothing(tmp_path: Path) -> None:
-    def attempt(out: Path, finish: bool) -> None:
-        with begun(out, "job.json", {"seed": 1}, finished="part_*"):
-            (out / ".part_1.77.partial").touch()
-            if finish:
-                (out / "part_0").touch()
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        attempt(tmp_path / "new" / "deep", finish=False)
-    assert not (tmp_path / "new" / "deep").exists()
     (tmp_path / "empty").mkdir()
-    with pytest.raises(KeyboardInterrupt):
-        attempt(tmp_path / "empty", finish=False)
-    assert not (tmp_path / "empty" / "job.json").exists()
-    with pytest.raises(KeyboardInterrupt):
-        attempt(tmp_path / "some", finish=True)
-    with begun(tmp_path / "some", "job.json", {"seed": 1}, finished="part_*"):
-        assert sorted(path.name for path in (tmp_path / "some").iterdir()) == ["job.json", "part_0"]
+    for out in (tmp_path / "new" / "deep", tmp_path / "empty"):
+        with pytest.raises(KeyboardInterrupt), begun(out, "job.json", {"seed": 1}, finished="part_*"):
+            raise KeyboardInterrupt
+    assert not (tmp_path / "new" / "deep").exists()
+    assert list((tmp_path / "empty").iterdir()) == []
 
 
 def test_others_at_work_in_the_folder_are_not_disturbed(tmp_path: Path) -> None:

@@ -1,8 +1,6 @@
 """Ranks of one run on this machine, started by torchrun or directly. Directly started ranks end independently."""
 
 import json
-import subprocess
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +9,7 @@ import torch
 
 from bert.parallel.master_port import free_port
 from tests.conftest import REPOSITORY, SmallRun
-from tests.programs import PATIENCE_S, Program
+from tests.programs import PATIENCE_S, Program, wait_for
 
 WORKER = "tests.distributed.worker"
 
@@ -109,16 +107,6 @@ def run_on_ranks(folder: Path, count: int, function: Callable[..., object], *arg
     with Ranks(["tests.distributed.worker:joined", out, name_of(function), *arguments], count, WORKER) as ranks:
         assert ranks.ends() == [0] * count, ranks.output
     return torch.load(out)
-
-
-def wait_for(condition: Callable[[], object], process: Program | subprocess.Popen[str]) -> None:
-    """Wait until ``condition()`` holds. Fails if ``process`` ends first."""
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        ended = process.poll() is not None
-        assert condition() or not ended, process.communicate(timeout=PATIENCE_S)[0]
-        assert time.monotonic() < deadline, "the run did not get that far"
-        time.sleep(0.05)
 
 
 def torchrun(

@@ -16,7 +16,6 @@ import torch.distributed as dist
 import bert.build
 from bert.checkpoints.initial_model import draw_model
 from bert.configuration.config import Config
-from bert.configuration.recipes import tiny_cpu
 from bert.configuration.sections import ModelConfig, OptimizerConfig, ParallelConfig
 from bert.optimizer import Lamb
 from bert.parallel.mesh import Mesh
@@ -27,6 +26,7 @@ from dataloading.batches.sampler import BatchPlan, MicroBatch
 from dataloading.batches.shape_buckets import ShapeBucket
 from dataloading.batches.synthetic import synthetic_samples
 from kernels import choose
+from tests.bert.small_models import CPU, step_config
 from tests.distributed.worker import end_groups, on_all, regrouped
 
 DRAWS = 20
@@ -43,21 +43,18 @@ MODELS = {
 
 def config(shape: str) -> Config:
     tensor, pipeline, virtual_stages, reduction, _, _, accumulation, _, precision = shape.split(",")
-    recipe = tiny_cpu()
+    chosen = step_config(
+        MODELS.get(precision, MODEL),
+        reduction=reduction.rstrip("+"),
+        shard_gradients=reduction.endswith("+"),
+        gradient_accumulation_steps=int(accumulation),
+        recompute="selective" if precision == "recomputed" else "none",
+        precision="fp8" if precision == "fp8" else "fp32",
+        bucket_bytes=20_000,
+    )
+    optimizer = OptimizerConfig(2e-2, 60, num_warmup_steps=5, start_warmup_step=-1)
     return replace(
-        recipe,
-        model=MODELS.get(precision, MODEL),
-        training=replace(
-            recipe.training,
-            reduction=reduction.rstrip("+"),  # type: ignore[arg-type]
-            shard_gradients=reduction.endswith("+"),
-            gradient_accumulation_steps=int(accumulation),
-            recompute="selective" if precision == "recomputed" else "none",
-            precision="fp8" if precision == "fp8" else "fp32",
-            bucket_bytes=20_000,
-        ),
-        optimizer=OptimizerConfig(2e-2, 60, num_warmup_steps=5, start_warmup_step=-1),
-        parallel=ParallelConfig(int(tensor), int(pipeline), int(virtual_stages)),
+        chosen, optimizer=optimizer, parallel=ParallelConfig(int(tensor), int(pipeline), int(virtual_stages))
     )
 
 
@@ -92,7 +89,7 @@ def train(joined: Mesh, shape: str) -> dict[str, Any]:
     chosen = config(shape)
     parallel = chosen.parallel
     mesh = replace(regrouped(joined, order, int(local_size)), tensor=parallel.tensor, pipeline=parallel.pipeline)
-    model = draw_model(chosen, Mesh(0, 1, 0, torch.device("cpu")), seed=3)
+    model = draw_model(chosen, CPU, seed=3)
     if precision not in ("fp32", "fp8"):
         model.double()
     references = ("dropout_add_layer_norm", "varlen_self_attention", "embedding_layer_norm", "varlen_attention")

@@ -17,8 +17,8 @@ from compliance.log.reader import read_log
 from console.text import counted
 from tests.conftest import REPOSITORY, SmallRun
 from tests.distributed.elastic import HOSTS
-from tests.distributed.ranks import Ranks, free_port, wait_for
-from tests.programs import PATIENCE_S, write_forked_python, write_script
+from tests.distributed.ranks import Ranks, free_port
+from tests.programs import PATIENCE_S, wait_for, write_forked_python, write_script
 
 STEPS, EVERY = 40, 5
 PARTS = ("masked_lm_loss", "next_sentence_loss", "gradient_norm", "learning_rate")

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from benchmarks.hosts import bridged_hosts, why_not
 from benchmarks.training.collectives import sent_bytes
 from bert.checkpoints.initial_model import draw_model
-from bert.configuration.recipes import tiny_cpu
 from bert.configuration.sections import ModelConfig, ParallelConfig
 from bert.parallel.mesh import Mesh
 from bert.parallel.reduction.sharded_lamb import ShardedLamb
@@ -25,6 +24,7 @@ from dataloading.batches.loader import batch_of
 from dataloading.batches.sampler import MicroBatch
 from dataloading.batches.shape_buckets import ShapeBucket
 from dataloading.batches.synthetic import synthetic_samples
+from tests.bert.small_models import CPU, step_config
 from tests.distributed.on_host import ranks_on_hosts
 from tests.distributed.ranks import WORKER, name_of
 from tests.distributed.worker import end_groups, regrouped
@@ -53,12 +53,12 @@ def measured(joined: Mesh, *shapes: str) -> dict[str, list[Any]]:
 
 def in_shape(joined: Mesh, shape: str) -> list[Any]:
     tensor, pipeline, reduction, reduce_dtype, local_size, accumulation = shape.split(",")
-    recipe, parallel = tiny_cpu(), ParallelConfig(int(tensor), int(pipeline))
-    training: Any = {"reduction": reduction, "reduce_dtype": reduce_dtype, "bucket_bytes": 10**6}
-    training = replace(recipe.training, gradient_accumulation_steps=int(accumulation), **training)
-    chosen = replace(recipe, model=MODEL, training=training, parallel=parallel)
+    parallel = ParallelConfig(int(tensor), int(pipeline))
+    training = {"reduction": reduction, "reduce_dtype": reduce_dtype, "bucket_bytes": 10**6}
+    chosen = step_config(MODEL, gradient_accumulation_steps=int(accumulation), **training)
+    chosen = replace(chosen, parallel=parallel)
     mesh = replace(regrouped(joined, "block", int(local_size)), tensor=parallel.tensor, pipeline=parallel.pipeline)
-    step = TrainingStep(draw_model(chosen, Mesh(0, 1, 0, torch.device("cpu")), seed=3), chosen, mesh, Stopwatch())
+    step = TrainingStep(draw_model(chosen, CPU, seed=3), chosen, mesh, Stopwatch())
     samples = synthetic_samples(np.full(49, 32), MODEL.vocab_size)
     batch = batch_of(samples, MicroBatch(np.arange(49), 49, len(samples.masked_lm_ids)), BUCKET)
     sent = []

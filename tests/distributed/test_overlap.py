@@ -18,19 +18,17 @@ import torch
 import torch.distributed as dist
 
 import bert.build
-from bert.checkpoints.initial_model import draw_model
 from bert.configuration.config import Config
-from bert.configuration.recipes import tiny_cpu
-from bert.configuration.sections import ModelConfig, OptimizerConfig, Recompute, ReductionStrategy
+from bert.configuration.sections import ModelConfig, Recompute, ReductionStrategy
 from bert.execution.passes import Passes
 from bert.parallel.mesh import Mesh
 from bert.step import TrainingStep
-from bert.timing.stopwatch import Stopwatch
 from dataloading.batches.loader import Batch, batch_of
 from dataloading.batches.sampler import BatchPlan, MicroBatch
 from dataloading.batches.shape_buckets import ShapeBucket
 from kernels import cast_fp8
 from tests.bert.recording import Recording, recordable_attention
+from tests.bert.small_models import step_config, training_step
 from tests.convergence.golden import predictable_samples
 from tests.distributed.ranks import run_on_ranks
 from tests.distributed.worker import end_groups, on_all, regrouped
@@ -40,17 +38,10 @@ BUCKET_BYTES = 60_000
 """Small enough for this small model to have several buckets."""
 
 
-def config(strategy: ReductionStrategy, accumulation: int, recompute: Recompute = "none") -> Config:
-    recipe = tiny_cpu()
+def config(strategy: ReductionStrategy, accumulation: int, **training: Any) -> Config:
     model = ModelConfig(2, 64, 4, 128, 128, 64, hidden_dropout=0.1, attention_dropout=0.1)
-    training = replace(
-        recipe.training,
-        reduction=strategy,
-        gradient_accumulation_steps=accumulation,
-        bucket_bytes=BUCKET_BYTES,
-        recompute=recompute,
-    )
-    return replace(recipe, model=model, optimizer=OptimizerConfig(1e-2, 100), training=training)
+    training |= {"gradient_accumulation_steps": accumulation, "bucket_bytes": BUCKET_BYTES}
+    return step_config(model, reduction=strategy, **training)
 
 
 @cache
@@ -75,9 +66,9 @@ def train(
 ) -> dict[str, Any]:
     """Return losses of every step, final weights and moments, and how many buckets started during backward."""
     end_groups()
-    chosen = config(strategy, accumulation, recompute)
+    chosen = config(strategy, accumulation, recompute=recompute)
     capturer = Recording() if order == "captured" else None
-    step = TrainingStep(draw_model(chosen, mesh, seed=3), chosen, mesh, Stopwatch(), capturer)
+    step = training_step(chosen, mesh, capturer)
     reduction, early = step._reduction, []
     finish = reduction.finish
 
@@ -173,9 +164,7 @@ def require_same(one: dict[str, Any], other: dict[str, Any]) -> None:
 
 def require_current_fp8_weights(mesh: Mesh, strategy: ReductionStrategy) -> None:
     """Fail unless the FP8 copies match the gathered weights after some steps."""
-    chosen = config(strategy, 1)
-    chosen = replace(chosen, training=replace(chosen.training, precision="fp8"))
-    step = TrainingStep(draw_model(chosen, mesh, seed=3), chosen, mesh, Stopwatch())
+    step = training_step(config(strategy, 1, precision="fp8"), mesh)
     batches, _ = global_batches(mesh, 1)
     for micro_batches in batches[:2]:
         step(micro_batches)

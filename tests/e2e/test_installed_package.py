@@ -32,8 +32,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Unpack the wheel beside this environment's packages, except those of the extras."""
     site = tmp_path_factory.mktemp("site")
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(site)
+    shutil.unpack_archive(wheel, site, "zip")
     for entry in Path(sysconfig.get_path("purelib")).iterdir():
         if not entry.name.startswith(OF_EXTRAS) and not (site / entry.name).exists():
             (site / entry.name).symlink_to(entry)
@@ -49,13 +48,8 @@ def run(site: Path, folder: Path, module: str, *arguments: str) -> subprocess.Co
 def test_every_file_of_the_packages_is_in_the_wheel(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         found = {name for name in archive.namelist() if ".dist-info/" not in name}
-    expected = {
-        path.relative_to(REPOSITORY).as_posix()
-        for package in PACKAGES
-        for path in (REPOSITORY / package).rglob("*")
-        if path.is_file() and "__pycache__" not in path.parts
-    }
-    assert found == expected
+    paths = [path for package in PACKAGES for path in (REPOSITORY / package).rglob("*") if path.is_file()]
+    assert found == {path.relative_to(REPOSITORY).as_posix() for path in paths if "__pycache__" not in path.parts}
 
 
 @pytest.mark.parametrize(

@@ -149,21 +149,16 @@ def docker(folder: Path, *arguments: str, engine: str = "docker", **env: str) ->
     return done.stdout.splitlines()
 
 
-def test_docker_gets_folders_user_and_arguments(tmp_path: Path) -> None:
+def test_docker_gets_folders_user_arguments_and_gpus_where_there_are_some(tmp_path: Path) -> None:
     given = docker(tmp_path, "tiny_cpu", "2", "--", "--log.run", "5")
     assert given[-6:] == ["mlperf-bert", "tiny_cpu", "2", "--", "--log.run", "5"]
-    assert f"{tmp_path}/my results:/workspace/bert/results" in given
+    # The home folder outlives the container, because Triton keeps compiled kernels there.
+    assert {f"{tmp_path}/my results:/workspace/bert/results", f"{tmp_path}/kept:/cache", "HOME=/cache"} <= set(given)
     assert given[given.index("--user") + 1] == f"{os.getuid()}:{os.getgid()}"
     assert given[given.index("--security-opt") + 1] == "no-new-privileges"
-    assert "--tty" not in given
+    assert not {"--tty", "--gpus"} & set(given)
     assert (tmp_path / "my results").is_dir()
-    # The home folder outlives the container, because Triton keeps compiled kernels there.
-    assert f"{tmp_path}/kept:/cache" in given
-    assert "HOME=/cache" in given
     assert is_private(tmp_path / "kept")
-
-
-def test_docker_gets_gpus_where_there_are_some(tmp_path: Path) -> None:
     (tmp_path / "nvidia-smi").symlink_to("/bin/true")
     path = f"{tmp_path}:{os.environ['PATH']}"
     given = docker(tmp_path, PATH=path)

@@ -15,8 +15,8 @@ from pathlib import Path
 import psutil
 from torch._C._distributed_c10d import TCPStore
 
-from tests.e2e.test_scripts import begin, wait_for
-from tests.programs import PATIENCE_S
+from tests.e2e.test_scripts import begin
+from tests.programs import PATIENCE_S, wait_for
 
 SETTINGS = ("--evaluation.interval-samples", "320", "--evaluation.target", "0.02", "--log.interval-steps", "1")
 

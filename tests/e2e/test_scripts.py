@@ -8,8 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 
@@ -17,7 +15,7 @@ import psutil
 import pytest
 
 from console.version import version_line
-from tests.programs import PATIENCE_S, REPOSITORY, write_script
+from tests.programs import PATIENCE_S, REPOSITORY, wait_for, write_script
 
 SHORT = ("--evaluation.interval-samples", "160", "--log.interval-steps", "5", "--evaluation.target")
 REACHED_AT_ONCE, NEVER_REACHED = "0.02", "0.99"
@@ -94,10 +92,6 @@ def status_of(log: Path) -> str:
     """Return the status in the log's only ``run_stop``."""
     (line,) = (line for line in log.read_text().splitlines() if '"run_stop"' in line)
     return json.loads(line.partition(":::MLLOG ")[2])["metadata"]["status"]
-
-
-def test_unknown_recipe_is_one_line(checkout: Path, tmp_path: Path) -> None:
-    assert "unknown recipe 'tiny_gpu'" in one_error(start(checkout / "run_and_time.sh", "tiny_gpu", cwd=tmp_path))
 
 
 TWO_NODES = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "127.0.0.1"}
@@ -206,7 +200,10 @@ def test_what_a_setting_needs_is_installed_with_it(bare: Path, setting: tuple[st
     assert ("tensorboard" in (bare / "calls").read_text().split()) == bool(setting)
 
 
-def test_process_of_another_launcher_starts_none(checkout: Path, tmp_path: Path) -> None:
+def test_unknown_recipe_is_one_line_and_a_process_of_another_launcher_starts_none(
+    checkout: Path, tmp_path: Path
+) -> None:
+    assert "unknown recipe 'tiny_gpu'" in one_error(start(checkout / "run_and_time.sh", "tiny_gpu", cwd=tmp_path))
     done = start(checkout / "run_and_time.sh", "--", "--data.train", "nowhere", cwd=tmp_path, RANK="0", WORLD_SIZE="2")
     assert "nowhere" in one_error(done)
     assert done.stdout == ""
@@ -319,10 +316,3 @@ def test_preparation_that_is_stopped_ends_at_once_in_a_line_and_is_made_anew(
     assert prepare(bare).returncode == 0
     assert calls(bare) == ["venv", "venv", "pip"]
     assert prepare(bare).stdout == ""
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)

@@ -14,8 +14,8 @@ import psutil
 import pytest
 
 from tests.e2e.test_nodes import two_nodes
-from tests.e2e.test_scripts import NEVER_REACHED, REACHED_AT_ONCE, SHORT, begin, status_of, wait_for
-from tests.programs import PATIENCE_S
+from tests.e2e.test_scripts import NEVER_REACHED, REACHED_AT_ONCE, SHORT, begin, status_of
+from tests.programs import PATIENCE_S, wait_for
 
 
 @pytest.fixture

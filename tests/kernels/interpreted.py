@@ -24,6 +24,7 @@ import torch
 import triton
 from torch import Tensor
 from triton import language as tl
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 # pyright: reportAttributeAccessIssue=false, reportPrivateImportUsage=false, reportArgumentType=false
@@ -287,7 +288,7 @@ def install() -> None:
 
 
 def _keep_types() -> None:
-    """Cache the types of tensors, which the interpreter otherwise creates for every operation."""
+    """Cache the types of tensors, which the interpreter otherwise creates for every operation, and compare shapes once."""
     np_dtype, init = interpreter._get_np_dtype, tl.block_type.__init__
     dtypes: dict[str, np.dtype] = {}
     types: dict[tuple[object, ...], dict[str, Any]] = {}
@@ -311,5 +312,11 @@ def _keep_types() -> None:
             shapes[sizes] = tl.tuple([tl.constexpr(size) for size in sizes]), tl.constexpr(math.prod(sizes))
         self.shape, self.numel = shapes[sizes]
 
+    def broadcast(
+        self: Any, left: Any, right: Any, plain: Callable[..., Any] = TritonSemantic.broadcast_impl_value
+    ) -> Any:
+        return (left, right) if left.shape is right.shape else plain(self, left, right)
+
     interpreter._get_np_dtype = kept_np_dtype
+    TritonSemantic.broadcast_impl_value = broadcast
     tl.block_type.__init__, tl.tensor.__init__ = block_type, tensor

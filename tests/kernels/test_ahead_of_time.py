@@ -2,23 +2,18 @@
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.kernels.compiled import Cost
+from tests.programs import REPOSITORY, python
 
 pytestmark = [  # the oldest PyTorch comes with Triton 3.6
     pytest.mark.slow,
     pytest.mark.oldest_torch,
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed"),
 ]
-
-REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -32,10 +27,7 @@ def found() -> dict[str, Any]:
         "others = {'lacking': lacking, 'specialized': compiled.specialized(), 'triton': triton.__version__}; "
         "print(json.dumps(costs | others))"
     )
-    kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=REPOSITORY, env=kept, capture_output=True, text=True, check=False
-    )
+    done = python("-c", program, TRITON_INTERPRET=None)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 

@@ -3,6 +3,7 @@
 
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -25,26 +26,9 @@ SPARE = 4
 """Number of rows after the last sequence."""
 
 
-class _Careless(torch.autograd.Function):
-    """The definition of attention, but with NaN in rows outside of all sequences, as the library leaves them."""
-
-    @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, bounds_q: Tensor, bounds_k: Tensor) -> Tensor:
-        ctx.save_for_backward(query, key, value, bounds_q, bounds_k)
-        output = reference.varlen_attention(query, key, value, bounds_q, bounds_k, 100)
-        output[int(bounds_q[-1]) :] = torch.nan
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        *inputs, bounds_q, bounds_k = ctx.saved_tensors
-        with torch.enable_grad():
-            query, key, value = leaves = [x.detach().requires_grad_() for x in inputs]
-            output = reference.varlen_attention(query, key, value, bounds_q, bounds_k, 100)
-        gradients = torch.autograd.grad(output, leaves, gradient)
-        for x, bounds in zip(gradients, (bounds_q, bounds_k, bounds_k), strict=True):
-            x[int(bounds[-1]) :] = torch.nan
-        return *gradients, None, None
+def spoilt(x: Tensor, bounds: Tensor) -> Tensor:
+    """Return ``x`` with NaN in the rows after the last sequence, as the library leaves them."""
+    return torch.where(torch.arange(len(x))[:, None, None] < bounds[-1], x, torch.nan)
 
 
 @pytest.fixture
@@ -56,7 +40,9 @@ def called_with(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None
     ):
         seen.update(longest=(max_seqlen_q, max_seqlen_k), dropout_p=dropout_p, softmax_scale=softmax_scale)
-        return _Careless.apply(q, k, v, cu_seqlens_q, cu_seqlens_k)
+        for x, bounds in ((q, cu_seqlens_q), (k, cu_seqlens_k), (v, cu_seqlens_k)):
+            x.register_hook(partial(spoilt, bounds=bounds))
+        return spoilt(reference.varlen_attention(q, k, v, cu_seqlens_q, cu_seqlens_k, 100), cu_seqlens_q)
 
     def flash_attn_varlen_qkvpacked_func(qkv, cu_seqlens, max_seqlen, dropout_p=0.0, softmax_scale=None):
         bounds = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen

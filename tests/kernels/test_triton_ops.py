@@ -108,15 +108,20 @@ def counting(args: list[Any]) -> None:
 
 def attention_cases() -> Iterator[Case]:
     for lengths, rest, size, dtype, dropout in (
-        ([31, 32, 33, 64, 65], 7, 32, FP32, DROPOUT),  # around a block of keys (fp32: 32, otherwise 64)
-        ([31, 32, 33, 64, 65], 0, 64, BF16, DROPOUT),
+        ([31, 32, 33, 65], 7, 32, FP32, DROPOUT),  # around a block of keys (fp32: 32, otherwise 64)
+        ([31, 64, 65], 0, 64, BF16, DROPOUT),
         ([0, 5, 0, 0, 9, 9, 0], 41, 16, FP16, None),
         ([70, 3], 7, 64, FP32, None),
         ([150, 1, 0], 0, 16, FP16, DROPOUT),
         ([1, 0, 0, 0] * 3, 0, 16, FP32, DROPOUT),
     ):
         sizes = Size((*lengths, rest), max(lengths), hidden=2 * size, heads=2)
-        for op in ("varlen_attention", "varlen_self_attention", *["attention_cast_fp8"] * (dtype == FP32)):
+        ops = ["varlen_self_attention", *["attention_cast_fp8"] * (dtype == FP32)]
+        if (
+            sum(lengths) < 100
+        ):  # this op launches the same kernels, and the interpreter needs seconds for long sequences
+            ops.append("varlen_attention")
+        for op in ops:
             yield Case(op, sizes, dtype, dropout, unowned(rest))
     equal = [7, 7, 3, 7, 3, 3], [7, 7, 3, 7, 3, 3]
     few_queries = [2, 1, 2, 70], [66, 129, 1, 40]

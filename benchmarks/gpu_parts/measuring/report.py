@@ -12,10 +12,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 CUT_OFF = "cut off"
-"""Placeholder for the error in a part's file, which stays there if the part is killed."""
+"""Error in the file of a part that still runs. It stays there if the part is killed."""
 
 _COLUMNS = ("part", "what", "ms", "figure", "", "of ceiling", "x peer", "note")
-# Wide enough for the longest usual cell. Longer cells are cut, so that a row fits into a terminal.
+# Columns fit the longest usual cell. Longer cells are cut, so that a row fits into a terminal.
 _WIDEST = (13, 58, 9, 9, 18, 10, 6, 62)
 
 _OWN_PACKAGES = ("benchmarks", "bert", "dataloading", "kernels")
@@ -102,22 +102,22 @@ class PartReport:
         return next((row for row in self.rows if row.name == name), None)
 
     def add(self, *rows: Figure, quiet: bool = False) -> None:
-        """Add rows in place of earlier rows of the same names, and print them."""
+        """Add rows and print them. They replace earlier rows of the same names."""
         names = {row.name for row in rows}
-        # A continued run reports some rows again, which replace the earlier rows with the same names.
+        # A part that continues in another process reports some rows again.
         self.rows = [*(row for row in self.rows if row.name not in names), *rows]
         self.write()
         for row in rows if not quiet else ():
             print(f"{self.path.stem}: {text(row)}", flush=True)
 
     def attempt(self, name: str, measure: Callable[[], Figure | None]) -> Figure | None:
-        """Add the row that ``measure`` returns. If it fails, add a row with the reason, so that later rows can be measured.
+        """Add the row that ``measure`` returns. If ``measure`` fails, add a row with the reason instead of raising an error.
 
-        Rows that an earlier process of this part has tried are skipped. Returns the row.
+        Returns the row. A row that an earlier process of this part has tried is not measured again.
         """
         if found := self.row(name):
             return found
-        # Written before the measurement, so that the file names the row if the process dies.
+        # Write before the measurement, so that the file names the row if the process dies.
         self.measuring = name
         self.write()
         try:

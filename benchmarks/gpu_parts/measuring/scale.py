@@ -42,8 +42,8 @@ class Scale:
     parity_sequences: int
 
 
-# 96 sequences a micro-batch, 10 repeats, a matrix product of size 8192, a copy of 2 GiB, and 200 steps of 16 sequences for
-# the losses.
+# FULL has 96 sequences per micro-batch, 10 repeats, a matrix product of size 8192, a copy of 2 GiB, and 200 steps of 16
+# sequences for the losses.
 FULL = Scale(ModelConfig(), 96, 10, 8192, 2**31, 200, 16)
 TINY = Scale(ModelConfig(2, 64, 2, 128, 500, 64), 4, 1, 64, 2**16, 3, 4)
 
@@ -85,7 +85,7 @@ class Context:
         return {name: tensor.cpu() for name, tensor in model.state_dict().items()}
 
     def capturer(self) -> CudaCapturer | None:
-        """Return training's capturer on a GPU, and None on a CPU."""
+        """Return the CUDA graph capturer that training uses, or None on a CPU."""
         return CudaCapturer(self.device) if self.on_gpu else None
 
     def model(self, config: ModelConfig | None = None) -> BertForPreTraining:
@@ -98,7 +98,7 @@ class Context:
 
 def clipped_lengths(count: int, longest: int, seed: int) -> NDArray[np.int64]:
     """Draw lengths [count] from Wikipedia's distribution."""
-    # At least 3: [CLS] and [SEP] twice.
+    # A sample has at least 3 tokens: [CLS] and two [SEP].
     return np.clip(drawn_lengths(np.random.default_rng(seed), count), 3, longest)
 
 

@@ -25,7 +25,7 @@ def measured(
 ) -> list[float]:
     """Return the seconds of each of ``repeats`` calls after a warm-up.
 
-    On a GPU, events measure the time. With ``cold``, a call is timed under the conditions of a captured step: its CUDA
+    On a GPU, CUDA events measure time. With ``cold``, a call is timed under the conditions of a captured step: its CUDA
     graph is replayed (if it is ``capturable``), its inputs are not in the L2 cache, and the host runs ahead of the device.
     ``before`` runs before each call and is not timed. Without ``cold``, calls run one after another as in a training loop.
     """

@@ -6,7 +6,7 @@ from functools import cache
 from bert.configuration.sections import ModelConfig
 
 _MASKED_SHARE = 0.15
-"""Share of tokens that the heads read. BERT masks this many; the [CLS] tokens hardly count."""
+"""Fraction of tokens that the heads read. BERT masks 15 % of the tokens; the [CLS] tokens are negligible."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def stages_of(config: ModelConfig, count: int) -> list[Stage]:
 
 
 def layer_costs(config: ModelConfig) -> list[float]:
-    """Return the multiply-adds per token with the weights of each layer; the last layer includes the heads.
+    """Return, for each layer, the multiply-adds per token with its weights; the last layer includes the heads.
 
     Attention adds the same cost to every layer and is omitted. The last layer computes keys and values for all tokens, and
     everything else only for the rows that the heads read. The embeddings multiply nothing.

@@ -1,4 +1,4 @@
-"""Training on the micro-batches of a step in PyTorch's schedules."""
+"""Training of a pipeline on the micro-batches of a step, in the order of PyTorch's schedules."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -45,10 +45,10 @@ class PipelineSchedule:
         self.sites: Sequence[DropoutSites] = ()
         """Dropout of each micro-batch. It is the same as on one rank, in whatever order the stages run."""
         self.rows = 0
-        """W of the tensors that are sent: the most rows of any micro-batch so far."""
+        """Rows W of the tensors that are sent: the largest number in any micro-batch so far, rounded up."""
         self._finish, self._stopwatch = finish, stopwatch
-        # PyTorch splits the inputs of a step along their first dimension. Each micro-batch gets its number, by which a stage
-        # finds the batch that its rank has loaded. The numbers are on the host, so that reading them does not synchronize.
+        # PyTorch splits a step's input along the first dimension. This input gives each micro-batch its number, with which a
+        # stage finds the batch that its rank has loaded. Numbers on the host can be read without waiting for the device.
         self._micro_batches = torch.arange(micro_batches)
         self._schedule: Schedule1F1B | ScheduleInterleaved1F1B | None = None
 
@@ -63,14 +63,14 @@ class PipelineSchedule:
             self.rows = -(-rows // TOKENS_MULTIPLE) * TOKENS_MULTIPLE
             self._schedule = self._torch_schedule()
         with self._stopwatch.time("reduce"):
-            numbers = self._micro_batches  # also passed as the target, because PyTorch computes no loss without one
+            numbers = self._micro_batches  # the target too, because PyTorch computes no loss without a target
             self._schedule.step(target=numbers, return_outputs=False, micro_batch=numbers)
             self.pipeline.add_word_gradient_()
             self._finish()
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """Count the body as this rank's own computation."""
+        """Count the body's time as this rank's own computation."""
         with self._stopwatch.time("forward_backward"):
             yield
         self._stopwatch.tracker.enter("reduce")
@@ -94,7 +94,7 @@ class _TimedStage(PipelineStage):
         with schedule.autocast():
             dtype = pipeline.hidden_dtype()
         shape = schedule.rows, pipeline.config.hidden_size
-        # Without these shapes, PyTorch would infer them by an extra pass through the stages.
+        # If these shapes were not given, PyTorch would infer them with an extra pass through the stages.
         hidden_WD = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
         loss = torch.empty((), dtype=weight.dtype, device="meta")
         super().__init__(

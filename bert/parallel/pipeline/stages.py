@@ -1,7 +1,7 @@
 """A rank's pipeline stages: their layers, the last stage's copy of the word table, and forward passes.
 
-Shape legend in ``bert/model.py``. In addition, W is the number of T's rows that this rank holds when a tensor
-group shares the stages.
+Shape legend in ``bert/model.py``. In addition, W is the number of rows of hidden states on this rank: T, or this rank's
+share of T in a tensor group.
 """
 
 import torch
@@ -28,7 +28,7 @@ class PipelineModel(BertForPreTraining):
         placement: Placement | None = None,
         make_layer: MakeLayer = EncoderLayer,
     ) -> None:
-        """``word_VD`` is the part of the word table that this rank would hold; the last stage copies it."""
+        """``word_VD`` is the word table, or this rank's shard of it. The last stage copies it."""
         self.group = group
         self.rank, self.size = group.rank(), group.size()
         stages = stages_of(config, self.size * virtual_stages)
@@ -44,7 +44,7 @@ class PipelineModel(BertForPreTraining):
         if self.has_losses:
             copy_VD = word_VD.detach().clone()
             self._gradient = torch.zeros_like(copy_VD)
-            # Autograd accumulates into this buffer. The optimizer does not know it; ``add_word_gradient_`` sends it.
+            # Autograd accumulates into this buffer. The optimizer does not use it; ``add_word_gradient_`` sends it.
             copy_VD.requires_grad_().grad = self._gradient
         super().__init__(config, placement, make_layer, lambda name: any(stage.owns(name) for stage in own), copy_VD)
 
@@ -58,7 +58,7 @@ class PipelineModel(BertForPreTraining):
         return len(self.placement.own_rows(batch.position_ids))
 
     def hidden_dtype(self) -> torch.dtype:
-        """Return the dtype of hidden states in the context in which the model computes."""
+        """Return the dtype of hidden states under the current autocast settings."""
         weight = next(self.parameters())
         return compute_dtype(weight) if weight.is_cuda else weight.dtype  # on a CPU, norms under autocast return fp32
 

@@ -3,6 +3,6 @@
 gradients.py      sums buckets of the flat gradient during the backward pass
 sharded_gradients.py  the same if a rank keeps only its shard of the gradients
 choice.py         measures the faster strategy before the clock starts
-sums.py           sums of a vector, by the dtype in which it is sent
+sums.py           sums of vectors that are sent in fp32 or bf16
 sharded_lamb.py   LAMB on a rank's shard, and the gathering of weights after it
 """

@@ -1,4 +1,4 @@
-"""Choice of this run's reduction strategy: the configured one, or the fastest one here."""
+"""Choice of this run's reduction strategy: the configured strategy, or the fastest one on these machines."""
 
 import math
 import time
@@ -18,7 +18,7 @@ _ROUNDS = 4
 
 
 def choose(config: TrainingConfig, flat: FlatParameters, communicators: Communicators) -> Choice:
-    """Choose this run's reduction strategy, the same on all ranks. For start-up only: measuring zeroes the gradients.
+    """Choose this run's reduction strategy, the same on all ranks. Call it only at start-up: measuring zeroes the gradients.
 
     ``auto`` measures flat and hierarchical if they differ here. It never chooses the sharded strategies, which save memory:
     the time of their sums alone says too little about them.
@@ -38,10 +38,10 @@ def measured_choice(
     reduce_dtype: ReduceDtype = "fp32",
     bucket_bytes: int = TrainingConfig.bucket_bytes,
 ) -> Choice:
-    """Measure the fastest strategy for a gradient of this size, the same on all ranks. Measuring zeroes the gradients.
+    """Return the fastest strategy for a gradient of this size, the same on all ranks. Measuring zeroes the gradients.
 
-    A round's time is that of the slowest rank. Each strategy is judged by its best round, because the first round opens
-    connections. No round begins after ``_ENOUGH_S``.
+    The time of a round is the slowest rank's time. Each strategy is judged by its best round, because the first round opens
+    connections. No round begins after ``_ENOUGH_S`` seconds.
     """
     strategies: tuple[ReductionStrategy, ...] = ("flat", "hierarchical")
     reductions = [Reduction(flat, communicators, each, reduce_dtype, bucket_bytes) for each in strategies]
@@ -56,17 +56,17 @@ def measured_choice(
             barrier(communicators.world)  # late ranks must not count as slow sums
             begin = time.perf_counter()
             reduction.finish()
-            # ``finish`` makes the stream wait for the sums, not the host.
+            # On a GPU, ``finish`` makes only the stream wait for the sums, not the host.
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             times[place] = time.perf_counter() - begin
-        all_reduce_(times, "max")  # over all data groups, so that all choose the same
+        all_reduce_(times, "max")  # over all data groups, so that all ranks choose the same strategy
         best = list(map(min, best, times.tolist()))
         spent += times.sum().item()
         if spent > _ENOUGH_S:  # equal on all ranks
             break
     for reduction in reductions:
-        # Otherwise its hooks on the parameters would run in every backward pass.
+        # If it stayed open, its hooks on the parameters would run in every backward pass.
         reduction.close()
     shown = ", ".join(f"{each} {1000 * seconds:.1f} ms" for each, seconds in zip(strategies, best, strict=True))
     return strategies[best.index(min(best))], shown

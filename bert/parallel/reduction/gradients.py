@@ -58,9 +58,9 @@ class CommunicationStream:
     """
 
     def __init__(self, device: torch.device) -> None:
-        # High priority: otherwise a collective's few blocks would queue behind waves of a matrix product's blocks.
+        # Use high priority, so that a collective's few thread blocks do not wait behind a matrix product's many blocks.
         self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
-        # A single thread, because all ranks must begin collectives in the same order.
+        # Use a single thread, because all ranks must begin collectives in the same order.
         self._thread = None if self._stream else ThreadPoolExecutor(1, thread_name_prefix="reduction")
         self._pending: list[Future[None]] = []
 
@@ -96,7 +96,7 @@ class CommunicationStream:
 def bucket_slices(size: int, shards: int, bucket_bytes: int) -> list[slice]:
     """Return slices of a flat fp32 vector from its end to its start, the order in which the backward pass fills it.
 
-    Each slice divides into ``shards`` equal and aligned shards, and so must ``size``.
+    ``size`` must divide into ``shards`` equal and aligned shards, and so does each slice.
     """
     multiple = ALIGNMENT * shards
     assert size % multiple == 0
@@ -107,12 +107,12 @@ def bucket_slices(size: int, shards: int, bucket_bytes: int) -> list[slice]:
 class Reduction:
     """Sum of the flat gradient over all ranks, bucket by bucket.
 
-    During the backward pass of the last micro-batch, under ``overlapped``, a bucket starts when its last gradient is
-    complete; ``finish`` starts the remaining buckets and waits. Without ``overlapped``, ``finish`` reduces all buckets.
+    If the backward pass of the last micro-batch runs in ``overlapped``, the sum of a bucket starts when the bucket's last
+    gradient is complete. ``finish`` starts the sums of the remaining buckets and waits for all buckets.
 
     ``reduce_dtype`` is the dtype in which vectors are sent; sums are fp32. With bf16, each gradient is rounded once
     before it is sent, and so is each sum that is sent on: flat rounds twice, sharded_world once, and hierarchical and
-    sharded three times, or once less without node or rail.
+    sharded three times, or less often if there is no node or rail group.
     """
 
     def __init__(
@@ -153,7 +153,7 @@ class Reduction:
     def overlapped(self, last: bool = True) -> Iterator[None]:
         """Start buckets during the backward pass in the body, which must contain exactly one backward pass.
 
-        Nothing starts unless it is the ``last`` one of the step, which completes the gradients.
+        Nothing starts unless this is the ``last`` backward pass of the step, which completes the gradients.
         """
         if not last:
             yield
@@ -184,7 +184,7 @@ class Reduction:
 
     @property
     def own_sums(self) -> Tensor | None:
-        """The sums of this rank's shard, [W] and contiguous, if it keeps no other gradients; otherwise None."""
+        """Sums of this rank's shard, [W], contiguous, if the rank keeps only its shard of the gradients; otherwise None."""
         return None
 
     @property
@@ -230,7 +230,7 @@ class Reduction:
         if self.strategy == "sharded_world":
             sums.reduce_scatter_(gradients, groups.world)
             return
-        # Between hosts, only a shard of the node's sum is sent, by each rank along its rail.
+        # Between hosts, each rank sends only its shard of the node's sum, along its rail.
         sums.reduce_scatter_(gradients, groups.node)
         sums.all_reduce_(shard_of(gradients, groups.node), groups.rail)
         if self.strategy == "hierarchical":

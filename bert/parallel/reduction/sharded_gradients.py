@@ -3,7 +3,7 @@
 Autograd gives every parameter a separate gradient. When all gradients of a bucket are complete, they are packed into a
 buffer and freed. The buffer is reduced and scattered during the rest of the backward pass, and the result is added to this
 rank's shard. So a rank holds its shard, two buffers, and the gradients of incomplete buckets, which take about as much
-memory as one layer's. In return, every micro-batch sends its gradients, whereas unsharded gradients are sent once per step.
+memory as one layer's. The cost is that every micro-batch sends its gradients; unsharded gradients are sent once per step.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,8 +26,8 @@ class ShardedReduction(Reduction):
 
     Shape legend: B elements of a bucket, W elements of this rank's shard, which is its part of every bucket.
 
-    The backward pass of each micro-batch runs under ``overlapped``. With sharded, every micro-batch is summed over the node;
-    the rails sum all micro-batches at once, after the last one.
+    The backward pass of each micro-batch runs under ``overlapped``. With the strategy sharded, every micro-batch is summed
+    over the node, and after the last micro-batch, the rails sum the totals.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class ShardedReduction(Reduction):
         stops = (torch.tensor(sizes).cumsum(0) // shards).tolist()
         self._shard_W = flat.weights_N.new_zeros(stops[-1])
         self._own = [slice(stop - size // shards, stop) for stop, size in zip(stops, sizes, strict=True)]
-        """Position of this rank's part of each bucket in its shard."""
+        """For each bucket, the slice of this rank's shard that holds the rank's part of the bucket."""
         self._buffers = [flat.weights_N.new_empty(max(sizes)) for _ in range(BUFFERS)]
         self._until_free: list[Callable[[], None]] = []
         """For each buffer, a function that waits until the buffer is free."""
@@ -62,7 +62,7 @@ class ShardedReduction(Reduction):
     def overlapped(self, last: bool = True) -> Iterator[None]:
         """Sum the gradients of the backward pass in the body. Every rank must do so at the same time."""
         self._is_last = last
-        # Both buffers are free here: a captured pass must not wait for work from before its capture.
+        # Both buffers are free here. Forget earlier work, because a captured pass must not wait for work before the capture.
         self._until_free = [lambda: None] * BUFFERS
         with super().overlapped():
             yield
@@ -71,7 +71,7 @@ class ShardedReduction(Reduction):
         self._started = 0
         if not last:
             with self._wait():
-                # The next pass needs both buffers, and a capture must join its forks. ``finish`` does both at the end.
+                # The next pass needs both buffers, and a capture must join its forks. After the last pass, ``finish`` joins.
                 self.stream.join()
 
     def finish(self) -> None:
@@ -91,7 +91,7 @@ class ShardedReduction(Reduction):
         self._started = stop
 
     def _pack(self, bucket: int, buffer: Tensor) -> Tensor:
-        """Copy a bucket's gradients into a buffer, and free the gradients that have been sent completely."""
+        """Copy a bucket's gradients into a buffer, and free the gradients that have been copied completely."""
         size = self.buckets[bucket].stop - self.buckets[bucket].start
         packed_B = buffer[:size].zero_()  # padding and parameters without a gradient add zeros
         for parameter, start in self._parts[bucket].items():
@@ -101,7 +101,7 @@ class ShardedReduction(Reduction):
             packed_B[max(0, start) : min(size, stop)] = parameter.grad.reshape(-1)[
                 max(0, -start) : min(size, stop) - start
             ]
-            if start >= 0:  # buckets go from the vector's end to its start
+            if start >= 0:  # the last part, because buckets go from the vector's end to its start
                 parameter.grad = None
         return packed_B
 

@@ -1,5 +1,5 @@
-"""LAMB with sharded state: among the ranks of a node, so that every node holds all of it, or among all ranks. Also LAMB of
-parameters that are themselves divided among the ranks of a copy of the model.
+"""LAMB whose state is divided among the ranks of a node (every node then holds the whole state) or among all ranks. The
+parameters themselves may also be divided among the ranks of a copy of the model.
 
 Shape legend: N flat parameters with padding, R ranks that share the state, W = N / R elements of a shard, G segments, K
 spans, I elements of W whose parameters are replicated in a tensor group.
@@ -27,7 +27,7 @@ from kernels import LambSegments, LambState, lamb_apply, lamb_directions, sum_of
 
 class ShardedLamb:
     """LAMB like ``bert.optimizer.Lamb``, for a ``Reduction`` with the strategy sharded or sharded_world. It works after any
-    strategy if the model is divided by ``tensor``, or among ``pipeline``, a group of ranks with different parameters.
+    strategy if the model is divided by ``tensor``, or among the ranks of ``pipeline``, which have different parameters.
 
     A step updates each weight on the ranks that have it in their shard; ``WeightGather`` sends it to the other ranks. Sums
     over shards are added in the order of the ranks and are therefore equal on all ranks bit for bit. So weights stay equal
@@ -74,8 +74,8 @@ class ShardedLamb:
         """Whether this rank counts replicated parameters in norms. Only one rank of a tensor group does."""
         segments_K = torch.tensor([segment for segment in segments if adapted[segment]], dtype=torch.int64)
         counted_K = self._counts | ~torch.tensor(everywhere)[segments_K]
-        # On the device, so that a step needs no synchronization with the host to index and add. Products with the second
-        # tensor add the spans of each segment, in a fixed order.
+        # These tensors are on the device, so that a step does not wait for the host. A product with the second tensor adds
+        # the spans of each segment, in a fixed order.
         self._segments_K = segments_K.to(device)
         self._counted_KG = (F.one_hot(segments_K, len(sizes)) * counted_K[:, None]).double().to(device)
 
@@ -112,7 +112,7 @@ class ShardedLamb:
         self.steps += norm < torch.inf  # neither infinite nor NaN: the step was taken
         # Other ranks' parts keep the last step's values until weights are gathered.
         self._spread(weight_W, flat.weights_N)
-        # Not only this rank's shard: the reduction leaves arbitrary values elsewhere in a flat gradient.
+        # Clear all gradients, because the reduction leaves arbitrary values outside this rank's shard.
         self._gradients.zero_()
         return norm
 
@@ -148,7 +148,7 @@ class ShardedLamb:
             self._collect(moment_N, shard_W)
 
     def _squares_with_sums_(self) -> Tensor:
-        """Sum replicated parameters' gradients over the tensor group; return the squares that this rank counts, fp64 []."""
+        """Sum replicated parameters' gradients over the tensor group; return the squares this rank counts, fp64 []."""
         gradient_W, everywhere_I = self._gradient_W, self._everywhere_I
         if self._tensor is None or len(everywhere_I) == 0:
             return sum_of_squares(gradient_W)
@@ -185,7 +185,7 @@ def _summed(squares: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     if group is None:
         return squares
     gathered = squares.new_empty(group.size() * squares.numel())
-    # Not an all-reduce: its order may differ between ranks, so their weights would drift apart.
+    # Do not use an all-reduce: its order may differ between ranks, so their weights would drift apart.
     all_gather_single(gathered, squares.flatten(), group=group)
     return gathered.view(group.size(), *squares.shape).sum(0)
 
@@ -207,9 +207,9 @@ class WeightGather:
     """Gathering of weights: all at once when called, or during the forward pass that follows ``start``.
 
     After an update, a rank has new weights only in its own shard. The next step gathers all buckets in the order in which
-    its forward pass needs them. When the embeddings or any layer but the last is called, it waits for the buckets of its
-    own weights. When the last of these layers returns, it waits for all buckets, because the last layer and the heads are
-    not called as modules.
+    its forward pass needs them. When the embeddings or any layer except the last is called, the module waits for the buckets
+    of its own weights. When the last of these modules returns, it waits for all buckets, because the last layer and the
+    heads are not called as modules.
     """
 
     def __init__(self, model: BertForPreTraining, flat: FlatParameters, reduction: Reduction) -> None:
@@ -233,7 +233,7 @@ class WeightGather:
         self.finish()
 
     def start(self) -> None:
-        """Start gathering; the next forward pass waits for what it needs. Every rank must call it at the same time."""
+        """Start gathering; the next forward pass waits for weights that it needs. All ranks must call this together."""
         stream = self._reduction.stream
         # The gathering waits for the update. The computation waits for one bucket at a time.
         self._arrivals = [stream.run(lambda bucket=bucket: self._gather(bucket)) for bucket in self.buckets]

@@ -1,4 +1,4 @@
-"""Sums of a vector over the ranks of a group, by the dtype in which vectors are sent.
+"""Sums of vectors over the ranks of a group. Vectors are sent in fp32 or in bf16.
 
 Shape legend: N elements of a vector, R ranks of the group, W = N / R elements of a shard.
 
@@ -19,11 +19,11 @@ def shard_of(vector_N: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 
 class Sums:
-    """In-place collectives on fp32 vectors [N] that divide into one shard per rank. Without a group, each does nothing.
+    """In-place collectives on fp32 vectors [N] that divide into one shard per rank. Without a group, they do nothing.
 
     In fp32, NCCL, gloo or network switches add the vectors, in an order that they choose. In bf16, vectors are sent in bf16
-    and added in fp32 here, and as many bytes are sent as in a ring: a contribution is rounded once before it is sent, and a
-    sum once before it is gathered, for any number of ranks.
+    and added in fp32 here. A contribution is rounded once before it is sent, and a sum once before it is gathered, for any
+    number of ranks. As many bytes are sent as in a ring all-reduce.
     """
 
     def __init__(self, bf16_elements: int, device: torch.device) -> None:
@@ -31,7 +31,7 @@ class Sums:
 
         Calls must follow one another on one stream or thread, because they share buffers.
         """
-        # Allocated once, because captured reductions contain these addresses.
+        # Allocate buffers once, because captured reductions contain their addresses.
         self._sent, self._received = torch.empty(2, bf16_elements, dtype=torch.bfloat16, device=device)
 
     def reduce_scatter_(self, vector_N: Tensor, group: dist.ProcessGroup | None) -> None:
@@ -39,16 +39,16 @@ class Sums:
         if group is None:
             return
         if len(self._sent) == 0:
-            # In place, because NCCL allows the output to be this rank's own shard of the input.
+            # Reduce in place: NCCL allows the output to be this rank's own shard of the input.
             reduce_scatter_single(shard_of(vector_N, group), vector_N, group=group)
             return
         received_N = self._received[: len(vector_N)]
-        # Each rank receives the contributions themselves: a reduce-scatter would round each partial sum to bf16.
+        # Each rank receives all contributions to its shard, because a reduce-scatter would round partial sums to bf16.
         dist.all_to_all_single(received_N, self._sent[: len(vector_N)].copy_(vector_N), group=group)
         add_contributions(received_N.view(group.size(), -1), out_W=shard_of(vector_N, group))
 
     def all_gather_(self, vector_N: Tensor, group: dist.ProcessGroup | None) -> None:
-        """Fill the vector with the shards of all ranks, equally on every rank."""
+        """Fill the vector with the shards of all ranks, with the same values on every rank."""
         if group is None:
             return
         shard_W = shard_of(vector_N, group)

@@ -10,7 +10,7 @@ from torch import Tensor
 from bert.parallel.single import all_gather_single, reduce_scatter_single
 
 Waiting = Callable[[], AbstractContextManager[object]]
-"""Returns the context of a collective, in which a rank waits for the last rank to arrive."""
+"""Function that returns the context in which a collective runs, and so waits for the last rank to arrive."""
 
 
 class Exchange:
@@ -24,7 +24,7 @@ class Exchange:
         self._group, self._waiting = group, waiting
 
     def gathered(self, own: Tensor) -> Tensor:
-        """Gather [R W, ...] from each rank's [W, ...]."""
+        """Gather all rows [R W, ...] from each rank's rows [W, ...]."""
         rows = own.new_empty((self.size * len(own), *own.shape[1:]))
         with self._waiting():
             # Collectives on one tensor need contiguous memory, and gradients from autograd may not be contiguous.
@@ -38,7 +38,7 @@ class Exchange:
         with self._waiting():
             if rows.device.type == "cpu":
                 # Gloo implements a reduce-scatter as an all-reduce, which waits for other ranks several times as often. All
-                # ranks of the group are on one host, so each rank's part can be sent to it directly at no cost.
+                # ranks of the group are on one host, so each rank's part can be sent to it directly at no extra cost.
                 received = torch.empty_like(rows, memory_format=torch.contiguous_format)
                 dist.all_to_all_single(received, rows.contiguous(), group=self._group)
                 torch.sum(received.view(self.size, *own.shape), 0, out=own)

@@ -20,7 +20,7 @@ from kernels import masked_lm_logits
 
 _Exchanged = Callable[[Tensor], Tensor]
 WORDS_MULTIPLE = 8
-"""Shards of the vocabulary are rounded up to this many words: products are faster if rows of logits fill 16 bytes."""
+"""A shard has a multiple of this many words, because products are faster if a row of logits is a multiple of 16 bytes."""
 
 
 class SharedPlacement(Placement):
@@ -42,29 +42,29 @@ class SharedPlacement(Placement):
         return -(-vocab_size // (self._exchange.size * WORDS_MULTIPLE)) * WORDS_MULTIPLE
 
     def all_rows(self, own: Tensor) -> Tensor:
-        """Gather [R W, ...] from each rank's [W, ...]. The backward pass sums and scatters the gradients."""
+        """Gather all rows [R W, ...] from each rank's rows [W, ...]. The backward pass sums and scatters the gradients."""
         rows = _Collective.apply(own, self._exchange.gathered, self._exchange.scattered)
         assert isinstance(rows, Tensor)
         return rows
 
     def own_rows(self, rows: Tensor, empty: int = 0) -> Tensor:
-        """Return this rank's [W, ...] of [N, ...]."""
+        """Return this rank's rows [W, ...] of ``rows`` [N, ...]."""
         own = self.share(len(rows))
         # Collectives need slices of equal length, so the length is padded. The slice may be empty past the end of the rows.
         start = own * self._exchange.rank
         return _lengthened(rows[start : start + own], own, empty)
 
     def summed(self, product: Tensor) -> Tensor:
-        """Return this rank's [W, D] of the sum over ranks of [N, D]. The backward pass gathers the gradients."""
+        """Return this rank's rows [W, D] of the sum of the products [N, D]. The backward pass gathers the gradients."""
         product = _lengthened(product, self.share(len(product)) * self._exchange.size)
         rows = _Collective.apply(product, self._exchange.scattered, self._exchange.gathered)
         assert isinstance(rows, Tensor)
         return rows
 
     def words(self, input_ids_T: Tensor, word_VD: Tensor) -> tuple[Tensor, Tensor, None]:
-        """Return indices and a table of the words of this rank's rows in order, collected from the ranks' shards."""
-        # Only one shard has a word, and the other ranks add zeros. Indices outside this shard are clamped only to be read
-        # safely.
+        """Return indices 0, 1, ... and a table with the embeddings of this rank's tokens, gathered from all shards."""
+        # Each word is in one shard, and the other ranks add zeros. Indices outside this shard are clamped only to make the
+        # lookup valid.
         places_T = input_ids_T - len(word_VD) * self._exchange.rank
         here_T = (places_T >= 0) & (places_T < len(word_VD))
         found_TD = torch.where(here_T[:, None], F.embedding(places_T.clamp(0, len(word_VD) - 1), word_VD), 0.0)
@@ -84,7 +84,7 @@ class SharedPlacement(Placement):
         return shard_loss(product(hidden_MD, word_VD, bias_V), labels_M, start, self._exchange, count_correct)
 
     def total(self, loss: Tensor) -> Tensor:
-        """Return the sum [] over ranks, on all ranks."""
+        """Return the sum [] of a loss over the ranks, on all ranks."""
 
         def over_ranks(own: Tensor) -> Tensor:
             self._exchange.all_reduce_(own := own.clone())
@@ -104,7 +104,7 @@ def _lengthened(rows: Tensor, length: int, empty: int = 0) -> Tensor:
 
 
 class _Collective(torch.autograd.Function):
-    """Function of a tensor, with the function that its backward pass applies to the gradient."""
+    """Autograd function that applies ``function`` to a tensor, and ``backward`` to the gradient."""
 
     @staticmethod
     def forward(ctx: Any, own: Tensor, function: _Exchanged, backward: _Exchanged) -> Tensor:

@@ -61,7 +61,7 @@ class Split:
 
 
 def split_of(name: str, shape: tuple[int, ...], ranks: int) -> Split | None:
-    """Return how a parameter is divided; None for norms, biases of sums, small tables and heads, which are replicated."""
+    """Return the division of a parameter, or None if it is replicated: norms, biases of sums, small tables and heads."""
     if name in ("embeddings.word", "decoder_bias"):
         return Split(shape, ranks, 0, multiple=WORDS_MULTIPLE)
     match name.split("."):
@@ -91,7 +91,7 @@ class TensorParallel:
         return whole if split is None else split.shard(whole, self.rank)
 
     def on_all_ranks(self, flat: FlatParameters) -> list[bool]:
-        """Tell for each segment whether every rank has all of it."""
+        """Tell for each segment whether it is replicated, so that every rank has all of it."""
         named = zip(flat.names, flat.places.values(), strict=True)
         starts = {place.start for name, place in named if self.splits[name] is None}
         ends = torch.tensor(flat.segments.sizes).cumsum(0).tolist()

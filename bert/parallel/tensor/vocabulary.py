@@ -37,12 +37,12 @@ class _ShardLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits_MV: Tensor, labels_M: Tensor, start: int, exchange: Exchange) -> tuple[Tensor, Tensor]:
         wide_MV = logits_MV.to(torch.promote_types(logits_MV.dtype, torch.float32))
-        # The maximum over all columns: no exponential overflows, and all ranks' sums have the same scale.
+        # Use the maximum over all ranks' columns, so that no exponential overflows and all sums have the same scale.
         largest_M = wide_MV.amax(1)
         exchange.all_reduce_(largest_M, dist.ReduceOp.MAX)
         here_M, columns_M1 = _places(labels_M, start, logits_MV.shape[1])
         label_logits_M = torch.where(here_M, wide_MV.gather(1, columns_M1).squeeze(1), 0.0)
-        # One message for both. The rank with the label's column adds its logit, and the other ranks add zeros.
+        # Both sums share one message. The rank with the label's column adds its logit, and the other ranks add zeros.
         sums_2M = torch.stack([(wide_MV - largest_M[:, None]).exp().sum(1), label_logits_M])
         exchange.all_reduce_(sums_2M)
         total_M, label_logits_M = sums_2M.unbind()
@@ -64,6 +64,6 @@ class _ShardLoss(torch.autograd.Function):
 
 
 def _places(labels_M: Tensor, start: int, words: int) -> tuple[Tensor, Tensor]:
-    """Return whether each row's label is in this rank's columns, and its column here [M, 1], clamped if it is not."""
+    """Return whether each label is in this rank's columns, and the label's column [M, 1], clamped to these columns."""
     columns_M = labels_M - start
     return (columns_M >= 0) & (columns_M < words), columns_M.clamp(0, words - 1)[:, None]

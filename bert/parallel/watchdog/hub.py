@@ -23,7 +23,7 @@ _GREETING_S = 10.0
 _STRANGERS = 256
 """Maximum number of strangers at a time; if there are more, the oldest is disconnected."""
 _UNREAD_BYTES = 1 << 16
-"""The hub sends nothing more to a rank that has left this many bytes unread. If the rank hangs, its silence shows it."""
+"""The hub sends nothing more to a rank that has left this many bytes unread. ``Judge`` notices if the rank hangs."""
 _LINGER_S = 5.0
 """Seconds that connections stay open after the last message."""
 
@@ -34,14 +34,14 @@ class Hub:
     def __init__(
         self, listener: socket.socket, places: Sequence[str], seconds: float, beat_s: float, token: str
     ) -> None:
-        """``places``, ``seconds`` and ``beat_s`` are as in ``Judge``. The thread starts at once."""
+        """``places``, ``seconds`` and ``beat_s`` have the same meaning as in ``Judge``. The thread starts at once."""
         self.verdict: Ending | None = None
         self._judge = Judge(places, seconds, beat_s)
         self._listener, self._beat_s, self._token = listener, beat_s, token.encode()
         self._connected: dict[int, asyncio.StreamWriter] = {}
         self._strangers: dict[asyncio.StreamWriter, None] = {}
         self._closing, self._done = threading.Event(), threading.Event()
-        # A daemon thread, because nothing may keep the process alive when its run is over.
+        # Use a daemon thread, because nothing may keep the process alive when its run is over.
         threading.Thread(target=lambda: asyncio.run(self._run()), name="watchdog-hub", daemon=True).start()
 
     def close(self, patience_s: float) -> None:
@@ -93,11 +93,11 @@ class Hub:
 
     def _known(self, greeting: bytes) -> tuple[Member | None, str]:
         token, _, who = greeting.rstrip(b"\n").partition(b" ")
-        # In constant time, so that the duration does not reveal how much of the token was right.
+        # Compare in constant time, so that the duration does not reveal how much of the token was right.
         if not hmac.compare_digest(token, self._token):
             return None, ""
         rank, _, host = who.decode(errors="replace").partition(" ")
-        # Bounded, because int() raises for numbers of thousands of digits.
+        # Limit the length, because int() raises for numbers of thousands of digits.
         number = int(rank) if rank.isascii() and rank.isdigit() and len(rank) < 10 else len(self._judge.members)
         return (self._judge.members[number] if number < len(self._judge.members) else None), host
 
@@ -135,7 +135,7 @@ def _send(writer: asyncio.StreamWriter, message: dict[str, Any]) -> None:
 
 def listen(address: str = "") -> socket.socket:
     """Listen on a free port, by default on all addresses; the other ranks know which address reaches rank 0."""
-    # Both IPv4 and IPv6, because MASTER_ADDR may resolve to either.
+    # Listen on both IPv4 and IPv6, because MASTER_ADDR may resolve to either.
     if not address and socket.has_dualstack_ipv6():
         return socket.create_server(("", 0), family=socket.AF_INET6, backlog=BACKLOG, dualstack_ipv6=True)
     return socket.create_server((address, 0), backlog=BACKLOG)

@@ -1,6 +1,6 @@
 """Judge of the watchdog: it decides which rank is to blame if one dies, hangs or stops.
 
-Time is the sum of bounded turns, so that no rank is blamed after the whole machine was suspended and resumes.
+Its clock advances by a limited amount per turn, so that no rank is blamed after the whole machine was suspended.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ LINE = 8192
 """Maximum length of a message in bytes."""
 _GATHER_S = 0.5
 """Seconds that the judge waits after an error for news of a lost rank, because losing one causes errors on others."""
-# In the order of a step, to compare which rank is further ahead. An unknown phase counts as furthest ahead.
+# Order of the phases in a step, which shows which rank is further ahead. An unknown phase counts as furthest ahead.
 _ORDER = {phase: place for place, phase in enumerate((*PHASES, "statistics", "checkpoint", "evaluation"))}
 
 
@@ -28,7 +28,7 @@ class Ending:
     text: str
     status: int = FAULT_STATUS
     rank: int | None = None
-    """The rank to blame, or None if it is not a single one."""
+    """The rank to blame, or None if no single rank is to blame."""
 
 
 @dataclass
@@ -70,7 +70,7 @@ class Judge:
         self._failed: list[tuple[float, Ending]] = []
 
     def greet(self, member: Member, host: str) -> None:
-        """Record that a rank has connected; it connects again if it got no answer."""
+        """Record that a rank has connected. A rank that gets no answer connects again."""
         member.host, member.beating, member.heard_s = host, False, self._now_s
 
     def lose(self, member: Member) -> None:
@@ -105,7 +105,7 @@ class Judge:
     def pass_time(self, elapsed_s: float) -> Ending | None:
         """Advance the time; return the verdict if there is one."""
         self._now_s += elapsed_s
-        if self._lost:  # before errors, because a lost rank causes errors on others
+        if self._lost:  # checked before errors, because a lost rank causes errors on others
             text = f"{_names(self._lost)}: ended without a word, last in {self._lost[0].place}"
             return Ending(text, rank=self._lost[0].rank)
         if self._failed and self._now_s > self._failed[0][0]:
@@ -141,7 +141,7 @@ class Judge:
 def encoded(message: dict[str, object]) -> bytes:
     """Encode a message as a line."""
     text = json.dumps(message, ensure_ascii=False)
-    return text.encode(errors="backslashreplace") + b"\n"  # JSON escapes half a surrogate pair like this
+    return text.encode(errors="backslashreplace") + b"\n"  # backslashreplace escapes a lone surrogate as JSON does
 
 
 def parsed(line: bytes) -> dict[str, Any]:

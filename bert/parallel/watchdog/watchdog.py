@@ -1,8 +1,8 @@
 """If a rank dies, stops or hangs, the watchdog ends the run on every rank, with one message.
 
 Collectives only wait, or fail on the surviving ranks without naming the cause. So every rank has a thread with a connection
-to a hub on rank 0 (``bert.parallel.watchdog.hub``). It reports the rank's position several times within ``seconds``. A
-closed connection means that the process has ended. The hub decides which rank is to blame, and then all ranks end.
+to a hub on rank 0 (``bert.parallel.watchdog.hub``), to which it regularly reports the rank's position. A closed connection
+means that the process has ended. The hub decides which rank is to blame, and then all ranks end.
 """
 
 import contextlib
@@ -38,9 +38,9 @@ _ANSWER_S = 10.0
 class Watchdog:
     """This rank's watchdog thread, and on rank 0 also the hub. In a run of one rank, it only watches the launcher.
 
-    Every rank must create it at the same time. A rank may be silent, or keep all other ranks waiting, for ``seconds``. If a
-    fault ends the run, ``on_fault`` is first called with the message. It has a few seconds and runs in its own thread,
-    because the main thread may be stuck. Raises ``OSError`` if the hub cannot be reached.
+    Every rank must create it at the same time. A rank may be silent for ``seconds``, and may keep all others waiting at
+    least as long. If a fault ends the run, ``on_fault`` is first called with the message. It may take a few seconds, and
+    runs in its own thread, because the main thread may be stuck. Raises ``OSError`` if the hub cannot be reached.
     """
 
     def __init__(self, mesh: Mesh, seconds: float, on_fault: Callable[[str], None] = lambda _: None) -> None:
@@ -48,7 +48,7 @@ class Watchdog:
         self._tracker: PhaseTracker | None = None
         self._mesh = mesh
         self._seconds = seconds
-        # The hub can read a few hundred messages per second.
+        # The hub can read only a few hundred messages per second from all ranks together.
         self._beat_s = min(seconds / 10, max(1.0, mesh.world_size / 500))
         self._closing = threading.Event()
         self._decided = threading.Event()
@@ -58,7 +58,7 @@ class Watchdog:
         threading.Thread(target=self._watch_launcher, name="launcher-watch", daemon=True).start()
         if mesh.world_size == 1:
             return
-        alone = len(mesh.node_ranks) == mesh.world_size  # then no other host can reach the port
+        alone = len(mesh.node_ranks) == mesh.world_size  # if so, only this host can reach the port
         listener = listen("127.0.0.1" if alone else "") if mesh.is_main else None
         port = agreed_integer(listener.getsockname()[1] if listener else 0, mesh)
         # The port is open to the network: the hub ignores anyone who does not know this token.
@@ -95,7 +95,7 @@ class Watchdog:
         if self._mesh.world_size == 1 or self._closing.is_set():
             return
         self._error = error
-        # Truncated, because escaping lengthens the text, and the hub ignores lines longer than LINE.
+        # Truncate the text, because escaping lengthens the text, and the hub ignores lines longer than LINE.
         self._send({"failed": text[: LINE // 8], "status": status})
         self._decided.wait(2 * _GRACE_S)
         if self._decided.is_set():
@@ -105,7 +105,7 @@ class Watchdog:
         """Leave the watchdog without a fault; on rank 0, end it for all ranks."""
         if self._closing.is_set():
             return
-        # First, so that the thread does not mistake the closed connection for a lost hub.
+        # Set this first, so that the thread does not mistake the closed connection for a lost hub.
         self._closing.set()
         if self._mesh.world_size == 1:
             return
@@ -120,7 +120,7 @@ class Watchdog:
         while not self._closing.wait(self._beat_s):
             if lost := lost_launcher():
                 self.failed(lost)
-                # Still running, because there are no other ranks: shut down in order, as after any other signal.
+                # ``failed`` returns only if there are no other ranks. Then shut down in order, as after any other signal.
                 os.kill(os.getpid(), signal.SIGTERM)
                 return
 
@@ -177,7 +177,7 @@ class Watchdog:
         return {"phase": tracker.phase, "step": tracker.step, "entered": tracker.entered, "limit": limit}
 
     def _lost_hub(self, what: str) -> None:
-        # The first rank of each host prints the message, rank 0 only if it is alone there.
+        # One rank of each host prints the message. It is rank 0 only if no other rank is on its host.
         first = next((rank for rank in self._mesh.node_ranks if rank != 0), 0)
         self._end(
             Ending(f"rank 0 on host {self._main_host}{self._mesh.places()[0]}: {what}", rank=0),
@@ -185,7 +185,7 @@ class Watchdog:
         )
 
     def _end(self, verdict: Ending, speaks: bool) -> None:
-        # First, so that a main thread in ``failed`` stays there and does not end the process itself.
+        # Set this first, so that a main thread in ``failed`` stays there and does not end the process itself.
         self._decided.set()
 
         def last_words() -> None:
@@ -198,7 +198,7 @@ class Watchdog:
             sys.stdout.flush()
 
         words = threading.Thread(target=last_words, name="last-words", daemon=True)
-        # With a time limit: a full disk or a stuck file system must not keep this process alive.
+        # Limit the time, because a full disk or a stuck file system must not keep this process alive.
         words.start()
         words.join(_GRACE_S)
         if self._hub:

@@ -59,7 +59,7 @@ def _backward(
     amax: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     q_TN, q_NT = fp8_pair(qkv.flatten(1), E5M2)
-    # At least one row for each block of each sequence.
+    # Allocate at least one row of sums for each block of each sequence.
     rows = len(qkv) // smallest_block(qkv) + len(cu_seqlens)
     sums = qkv.new_zeros((rows, q_TN.shape[1]), dtype=torch.float32)
     casts = Casts(scale, amax.view(torch.int32), q_TN, q_NT, sums)

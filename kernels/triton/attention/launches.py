@@ -53,7 +53,7 @@ class Casts:
     """Sums of columns, fp32 [blocks, columns], initially zero. Each block writes a row."""
 
     def split(self, columns: int) -> tuple["Casts", "Casts"]:
-        """Return views of the columns before ``columns`` and of the others."""
+        """Return views of the columns before ``columns`` and of the remaining columns."""
         assert self.sums is not None
         first, others = (
             Casts(self.scale, self.amax, self.rows[:, part], self.transposed[part], self.sums[:, part])
@@ -73,12 +73,12 @@ _LAUNCHES = {
     80: {"forward": _Launch(64, 64, 4, 3, 168), "dq": _Launch(64, 32, 4, 3), "dkv": _Launch(64, 32, 4, 3)},
     90: {"forward": _Launch(64, 64, 4, 3), "dq": _Launch(64, 64, 4, 3), "dkv": _Launch(64, 64, 4, 3)},
 }
-# For tests.
+# fp32 is for tests only.
 _FP32_LAUNCHES = {"forward": _Launch(32, 32, 4, 2), "dq": _Launch(32, 32, 4, 1), "dkv": _Launch(32, 32, 4, 1)}
 
 
 def _rows_of_heads(x: Tensor) -> Tensor:
-    """Return ``x`` [N, H, E], or a copy if the heads of a row are not contiguous, as they are in a packed tensor."""
+    """Return ``x`` [N, H, E] if the heads of each row are contiguous, as in a view of a packed tensor, or else a copy."""
     return x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous()
 
 
@@ -126,7 +126,8 @@ def launch_forward(
     threshold = 0 if state is None else Dropout(p, state, stream).threshold
     numbers = queries, _groups(max_seqlen), stream, threshold, 1 / (1 - p)
     constants = _constants(attention_forward, strides, strides, heads, head_size, drawn, launch, casts)
-    # The host does not know the lengths, so the grid fits the longest sequence. Its last layer handles unowned rows.
+    # The host does not know the lengths, so the grid fits the longest sequence. The last index on axis 2 is for the rows
+    # after all sequences.
     grid = (max(1, triton.cdiv(max_seqlen, launch.block_q)), heads, len(cu_seqlens_q))
     bounds = cu_seqlens_q, cu_seqlens_k
     attention_forward[grid](
@@ -148,7 +149,10 @@ def launch_backward(
     p: float,
     casts: Casts | None = None,
 ) -> None:
-    """Write the gradients of query, key and value, or only their casts; then only the strides of ``gradients`` matter."""
+    """Write the gradients of query, key and value to ``gradients``, or only their casts if ``casts`` is given.
+
+    With ``casts``, only the strides of ``gradients`` are used.
+    """
     qkv = [_rows_of_heads(x) for x in qkv]
     queries, heads, head_size = output.shape
     strides = [x.stride(0) for x in qkv], [x.stride(0) for x in gradients]
@@ -231,7 +235,7 @@ def _launch(name: str, x: Tensor) -> _Launch:
 
 
 def _oldest(capability: int) -> int:
-    """Return the capability whose launches this one uses."""
+    """Return the capability whose launches a device of this ``capability`` uses."""
     return max((oldest for oldest in _LAUNCHES if oldest <= capability), default=min(_LAUNCHES))
 
 

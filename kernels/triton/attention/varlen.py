@@ -2,8 +2,8 @@
 
 Shape legend in ``kernels/__init__.py``; the definition is ``kernels.reference.ops.varlen_attention``. The forward pass uses
 the online softmax of FlashAttention-2 (Dao, arXiv 2307.08691) and saves the output and the logarithm of each row's sum. The
-backward pass has a kernel for the gradient of the queries and one for the gradients of keys and values. Both recompute the
-scores, so that there are no atomic sums and every run gives the same results.
+backward pass has a kernel for the gradient of the queries and one for the gradients of keys and values. Both kernels
+recompute the scores, so that there are no atomic sums and every run gives the same results.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
@@ -32,8 +32,8 @@ def varlen_attention(
 ) -> Tensor:
     """Return softmax attention inside each sequence, [Q, H, E] in the dtype of the inputs.
 
-    For the backward pass, it saves the inputs, the output, one fp32 number for each head and query [H, Q], and the dropout
-    mask with one bit per element.
+    The tensors saved for the backward pass are the inputs, the output, one fp32 number for each head and query [H, Q], and
+    the dropout mask with one bit per element.
     """
     return _attention(
         [query_QHE, key_THE, value_THE], cu_seqlens_q, cu_seqlens_k, max_seqlen, *dropout_arguments(dropout)
@@ -106,7 +106,7 @@ def _attention_backward(
     max_seqlen: int,
     p: float,
 ) -> list[Tensor]:
-    # Contiguous, as the fake function says: empty_like would keep the order of an input's strides.
+    # The fake function returns contiguous tensors. empty_like would keep the order of an input's strides.
     gradients = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in qkv]
     bounds = cu_seqlens_q, cu_seqlens_k
     launch_backward(output_gradient, _parts(qkv), output, lse, kept, _parts(gradients), *bounds, max_seqlen, p)

@@ -172,7 +172,7 @@ def _embedding_norm_gradients(
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of the position table [L, D] and of weight, bias and both segments [4, D].
 
-    The word table's gradient is added to ``dword``. All are fp32: 16-bit atomics would round at every token of a word.
+    The word table's gradient is added to ``dword``. The sums are fp32, because 16-bit atomics would round at every token.
     """
     (tokens, columns), layout = dy.shape, Layout.of(dy.shape[1])
     programs = backward_programs(dy.device, tokens, layout, WARPS)
@@ -195,7 +195,7 @@ def _(*inputs: Any) -> tuple[Tensor, Tensor]:
 def _save_embedding_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     *tensors, _, _, state, threshold, scale, stream, word_gradient = inputs
     ctx.scalars = threshold, scale, stream
-    # Autograd would refuse a saved tensor that another backward pass, such as the decoder's, has changed.
+    # Kept outside of save_for_backward, which refuses a tensor that another backward pass (the decoder's) has changed.
     ctx.word_gradient = word_gradient
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)  # otherwise autograd makes zeros as the gradient of the statistics

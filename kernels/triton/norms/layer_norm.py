@@ -5,8 +5,8 @@ Shape legend in ``kernels/__init__.py``; the definition is in ``kernels.referenc
 
 The backward pass recomputes the normalised sum and the mask from the inputs. For each token, the forward pass reads x
 and residual and writes y, and the backward pass reads dy, x and residual and writes dx and dresidual: 8 rows of D elements,
-16 KiB for BERT-Large in bf16. Saving the sum would move as many rows, and round the sum. Without dropout dx and dresidual
-are one row.
+16 KiB for BERT-Large in bf16. Saving the sum would move as many rows, and round the sum. Without dropout, dx equals
+dresidual and is not written.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false, reportReturnType=false
@@ -174,7 +174,7 @@ def _add_norm_gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of x [T, D], of the residual, and of bias, weight and norm_bias [3, D].
 
-    Without dropout the gradient of x is the residual's, and the first result is [0, D].
+    Without dropout, the gradient of x equals the residual's gradient, and the first result is empty, [0, D].
     """
     (tokens, columns), layout = x.shape, Layout.of(x.shape[1])
     programs = backward_programs(x.device, tokens, layout, WARPS)

@@ -1,8 +1,8 @@
 """Dropout, residual and layer norm between products in FP8: the passes of ``layer_norm`` with FP8 casts.
 
 The forward pass also writes the output in FP8 and its transpose. The backward pass takes the gradients of the output from
-the next residual and from products, and writes the gradient of x only in FP8. For each token they move 10 rows of D bf16
-elements; separate casts and a separate sum of the gradients would move 16 more.
+the next residual and from products, and writes the gradient of x only in FP8. For each token, both passes move 10 rows of D
+bf16 elements. Separate casts and a separate sum of the gradients would move 16 more.
 
 A program processes 32 rows, one tile at a time like the plain kernel. Then it reads its FP8 results from the cache, 32 bytes
 per column, and writes them transposed. These are whole sectors of memory, and registers need not hold 32 rows.

@@ -140,7 +140,7 @@ class Layout:
     def of(cls, columns: int) -> "Layout":
         """Choose the layout for rows with this many columns: at least 1024 values per tile, eight per thread."""
         block = max(64, triton.next_power_of_2(columns))
-        # 256: a warp's threads with eight columns each.
+        # A warp's 32 threads have eight columns each, which makes 256.
         return cls(block, max(1, 1024 // block), max(4, block // 256))
 
     def options(self, columns: int, dropout: bool) -> dict[str, Any]:
@@ -212,8 +212,8 @@ def norm_configurations(
 ) -> list[Configuration]:
     """Return the configurations of ``kernels`` in training under autocast, for BERT-Large and the small default model.
 
-    Parameters and embeddings are fp32, and y and dy have the type ``stream``. ``types`` and ``fixed`` are for further
-    parameters, and ``devices`` for ``Configuration.of``.
+    Parameters and embeddings are fp32, and y and dy have the type ``stream``. ``types`` and ``fixed`` describe further
+    parameters of the kernels. ``devices`` is passed to ``Configuration.of``.
     """
 
     found = []
@@ -230,5 +230,5 @@ def norm_configurations(
 
 
 def configurations() -> list[Configuration]:
-    """Return the sum over programs, which both norms launch."""
+    """Return the configuration of the kernel that adds the sums of the programs, which both norms launch."""
     return [Configuration.of("fp32", sum_partials, _TYPES, SUM_TILE, **SUM_PIPELINE)]

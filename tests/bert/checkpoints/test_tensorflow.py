@@ -2,6 +2,7 @@
 
 import shutil
 import struct
+from contextlib import suppress
 from pathlib import Path
 
 import google_crc32c
@@ -79,22 +80,15 @@ def flipped(content: bytes, bit: int) -> bytes:
     return bytes(changed)
 
 
-def same_or_refused(prefix: Path, original: TensorBundle) -> None:
-    """Check that a damaged index is rejected or is read as before. The index has some bytes without meaning."""
-    try:
-        found = TensorBundle(prefix)
-    except ValueError:
-        return
-    assert found.entries == original.entries
-    assert found.shards == original.shards
-
-
 @given(data=st.data(), name=st.sampled_from([*WHOLE, "tf1_sliced"]))
 def test_a_flipped_bit_in_the_index(folder: Path, data: st.DataObject, name: str):
-    content = (folder / f"{name}.index").read_bytes()
+    """The index is refused or is read as before, because some of its bytes have no meaning."""
+    content, original = (folder / f"{name}.index").read_bytes(), TensorBundle(folder / name)
     bit = data.draw(st.integers(0, 8 * len(content) - 1))
     prefix = copied(folder, name, folder / "flipped", ".index", flipped(content, bit))
-    same_or_refused(prefix, TensorBundle(folder / name))
+    with suppress(ValueError):
+        found = TensorBundle(prefix)
+        assert (found.entries, found.shards) == (original.entries, original.shards)
 
 
 @given(data=st.data(), name=st.sampled_from(WHOLE))

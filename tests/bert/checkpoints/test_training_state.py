@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import cast
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ from compliance.log.schedule import EvaluationSchedule
 from console import files
 from dataloading.batches.loader import batch_of
 from dataloading.dataset.folder import Dataset, open_dataset
-from tests.bert.small_models import CPU
+from tests.bert.small_models import CPU, assert_same, state_of, take_steps
 from tests.conftest import SmallRun
 
 SEED = 7
@@ -51,13 +51,10 @@ class Run:
     told: list[str]
     folder: Path
 
-    def take(self, *steps: int) -> list[list[float]]:
-        """Train these steps, each on its own samples, and return the statistics of each step."""
-        said = []
-        for number in steps:
-            self.step([batch_of(self.samples.train.slice(8 * number, 8 * number + 8))])
-            said.append(list(self.step.statistics.fetch()[0].values()))
-        return said
+    def take(self, *steps: int) -> dict[str, Tensor]:
+        """Train these steps, each on its own samples."""
+        samples = self.samples.train
+        return take_steps(self.step, ([batch_of(samples.slice(8 * step, 8 * step + 8))] for step in steps))
 
     def save(self, steps: int) -> list[str]:
         """Write a checkpoint, and return the warnings."""
@@ -66,24 +63,6 @@ class Run:
         self.checkpoints.save(at)
         self.checkpoints.wait(at)
         return list(self.told)
-
-    def state(self) -> dict[str, Tensor]:
-        """Return all state that affects later steps."""
-        step = self.step
-        momentum_P, variance_P = step.optimizer.moments()
-        tensors = {
-            "weights": step.flat.weights_P,
-            "momentum": momentum_P,
-            "variance": variance_P,
-            "steps": step.optimizer.steps,
-            "dropout": step.model.dropout_state,
-            "random": torch.get_rng_state(),
-        }
-        if step.fp8 is not None:
-            tensors |= {"scale": step.fp8.scale_S, "inverse": step.fp8.inverse_S, "amax": step.fp8.amax_S}
-            for index, dense in enumerate(step.fp8.denses):
-                tensors |= {f"fp8.{index}": dense.weight_NK.float(), f"fp8.{index}.t": dense.weight_KN.float()}
-        return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
 
 @pytest.fixture
@@ -105,25 +84,15 @@ def make(small_run: SmallRun, tmp_path: Path) -> Callable[..., Run]:
 Make = Callable[..., Run]
 
 
-@pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Block the writing of checkpoints until the returned event is set."""
-    opened, write = threading.Event(), writer.write_safetensors
-
-    def waiting(*arguments: Any) -> None:
-        assert opened.wait(20)
-        write(*arguments)
-
-    monkeypatch.setattr(writer, "write_safetensors", waiting)
-    return opened
-
-
-def test_training_goes_on_while_one_is_written_and_the_next_one_waits(make: Make, gate: threading.Event) -> None:
+def test_training_goes_on_while_one_is_written_and_the_next_one_waits(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The watchdog allows the wait as long as writing has taken so far."""
-    run = make()
+    run, gate, write = make(), threading.Event(), writer.write_safetensors
+    monkeypatch.setattr(writer, "write_safetensors", lambda *given: gate.wait(20) and write(*given))
     run.take(0, 1)
     run.checkpoints.save(Position(2, 16))
-    saved = run.state()
+    saved = state_of(run.step)
     run.take(2, 3, 4)
     [unfinished] = run.folder.iterdir()
     assert re.fullmatch(r"\.step_00000002\.[0-9a-f]{16}\.partial", unfinished.name)
@@ -137,13 +106,7 @@ def test_training_goes_on_while_one_is_written_and_the_next_one_waits(make: Make
     assert [path.name for path in checkpoint_folders(run.folder)] == ["step_00000005", "step_00000002"]
     again = make(seed=1)
     restore(again.step, find(run.folder / "step_00000002", again.config, again.train, CPU), CPU)
-    assert_equal(again.state(), saved)
-
-
-def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    for name, tensor in found.items():
-        assert torch.equal(tensor, expected[name]), name
+    assert_same(state_of(again.step), saved)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp8"])
@@ -162,17 +125,16 @@ def test_what_follows_is_the_same_to_the_last_bit(make: Make, precision: str, mo
     run.take(2)
     assert run.step.fp8 is None or len(run.step.fp8.scale_S.unique()) > 2
     assert run.save(3) == []
-    saved = run.state()
-    losses, ended = run.take(3, 4, 5), run.state()
+    saved = state_of(run.step)
+    further = run.take(3, 4, 5)
     again = make(seed=1, **changes)
     again.take(8, 9)  # a warm-up would also have changed its state
     state = find(run.folder, again.config, again.train, CPU)
     assert (state.step, state.samples, state.optimizer_steps, state.seed) == (3, 24, 2, SEED)
     assert (state.fp8_scales is None) == (precision != "fp8")
     restore(again.step, state, CPU)
-    assert_equal(again.state(), saved)
-    assert again.take(3, 4, 5) == losses
-    assert_equal(again.state(), ended)
+    assert_same(state_of(again.step), saved)
+    assert_same(again.take(3, 4, 5), further)
 
 
 def test_one_that_cannot_be_written_leaves_nothing_and_is_told_once(

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from bert.checkpoints.weights import model_metadata, safetensors_header
 from bert.configuration.config import Config
@@ -14,7 +13,7 @@ from bert.configuration.recipes import RECIPES
 from bert.configuration.sections import ModelConfig
 from bert.execution.batches import plan_of
 from bert.guards.preflight import check
-from bert.model import BertForPreTraining
+from bert.model import parameter_shapes
 from bert.train import parse
 from dataloading.batches.synthetic import synthetic_samples
 from tests.conftest import MAX_SEQ_LENGTH, REPOSITORY, write_small_dataset
@@ -31,7 +30,10 @@ def gpus(recipe: str) -> int:
 
 @pytest.fixture(scope="module")
 def wikipedia(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write a few synthetic samples as a data set with a vocabulary of BERT's size."""
+    """Write a few synthetic samples as a data set with a vocabulary of BERT's size, and a checkpoint of BERT-Large.
+
+    The checkpoint is a sparse file, which uses disk space only for its header.
+    """
     folder = tmp_path_factory.mktemp("wikipedia")
     size = RECIPES["h100_1x1"]().model.vocab_size
     tokens = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
@@ -39,29 +41,19 @@ def wikipedia(tmp_path_factory: pytest.TempPathFactory) -> Path:
     lengths = np.random.default_rng(3).integers(3, MAX_SEQ_LENGTH + 1, 150)
     for part, some in (("train", lengths[:100]), ("evaluation", lengths[100:])):
         write_small_dataset(folder / part, synthetic_samples(some, size, seed=1), folder / "vocab.txt")
-    write_sparse_checkpoint(folder / "phase1.safetensors")
+    header, weights = safetensors_header(parameter_shapes(ModelConfig()), model_metadata(ModelConfig()))
+    (folder / "phase1").write_bytes(header)
+    os.truncate(folder / "phase1", len(header) + weights)
     return folder
 
 
-def write_sparse_checkpoint(path: Path) -> None:
-    """Write a sparse file of a BERT-Large checkpoint that uses disk space only for its header."""
-    with torch.device("meta"):
-        state = BertForPreTraining(ModelConfig()).state_dict()
-    shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
-    header, size = safetensors_header(shapes, model_metadata(ModelConfig()))
-    path.write_bytes(header)
-    os.truncate(path, len(header) + size)
-
-
 def arguments(recipe: str, wikipedia: Path, results: Path) -> list[str]:
-    names = {
-        "train": "train",
-        "evaluation": "evaluation",
-        "vocab": "vocab.txt",
-        "initial-checkpoint": "phase1.safetensors",
-    }
-    paths = [part for name, file in names.items() for part in (f"--data.{name}", str(wikipedia / file))]
-    return [recipe, *paths, "--log.results", str(results)]
+    places = {"train": "train", "evaluation": "evaluation", "vocab": "vocab.txt", "initial-checkpoint": "phase1"}
+    return [
+        recipe,
+        *(f"--data.{name}={wikipedia / place}" for name, place in places.items()),
+        f"--log.results={results}",
+    ]
 
 
 @pytest.mark.parametrize("recipe", GPU_RECIPES)
@@ -90,7 +82,7 @@ def test_the_largest_model_is_checked_without_a_gpu(wikipedia: Path, tmp_path: P
     done = Program("cluster.dry_run", own, **step)
     assert done.wait(PATIENCE_S) == 0, done.output
     assert re.search(r"a rank holds [\d.]+ GB at most: weights [\d.]+ GB, .* activations [\d.]+ GB", done.output)
-    assert re.search(r"recomputes selective; none would hold [\d.]+ GB, full would hold [\d.]+ GB", done.output)
+    assert re.search(r"recompute is selective; none would hold [\d.]+ GB, full would hold [\d.]+ GB", done.output)
     assert re.search(r"a step is predicted to take \d+ ms on 8 x 8 A100-SXM-40GB: forward backward", done.output)
 
 

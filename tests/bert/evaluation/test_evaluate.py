@@ -65,10 +65,8 @@ def test_the_accuracy_of_a_checkpoint_and_whether_it_is_as_expected(
     ("options", "words"),
     [
         ("--expect 34.085", "--expect is 34.085: expected a share from 0 to 1"),
-        ("--expect nan", "--expect is nan: expected a share from 0 to 1"),
         ("--expect 0.3 --tolerance -1", "--tolerance is -1: expected"),
         ("--data.evaluation nowhere", "nowhere"),
-        ("--data.initial-checkpoint none", "none"),
         ("--data.initial-checkpoint None", "data.initial_checkpoint is not set: name the file"),
         ("--model.hidden-size 64", "model.hidden_size is 64"),
         ("--evaluation.batchsize 64", "--evaluation.batchsize"),

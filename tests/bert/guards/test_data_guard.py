@@ -5,12 +5,12 @@ Each case runs in its own process because audit hooks cannot be removed.
 
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import REPOSITORY, SmallRun
+from tests.conftest import SmallRun
+from tests.programs import python
 
 pytestmark = pytest.mark.slow
 
@@ -60,8 +60,7 @@ for number, touch in enumerate(sys.argv[2:]):
 
 
 def run(code: str, folder: Path, *more: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", PRELUDE + code, str(folder), *more]
-    return subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY)
+    return python("-c", PRELUDE + code, folder, *more)
 
 
 @pytest.mark.slow

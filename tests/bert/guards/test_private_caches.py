@@ -3,7 +3,6 @@
 import os
 import pickle
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +11,7 @@ import pytest
 
 from bert.guards import triton_cache
 from console.files import is_private
-from tests.conftest import REPOSITORY
+from tests.programs import python
 
 pytestmark = pytest.mark.slow
 
@@ -50,8 +49,7 @@ def visible() -> Iterator[Path]:
 
 
 def call(module: Path, cache: Path) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"NUMBA_CACHE_DIR": str(cache), "PYTHONPATH": str(REPOSITORY)}
-    return subprocess.run([sys.executable, "-c", CALL, str(module)], env=environment, capture_output=True, text=True)
+    return python("-c", CALL, module, NUMBA_CACHE_DIR=cache)
 
 
 def test_a_pickle_in_a_folder_of_others_is_not_read(visible: Path) -> None:

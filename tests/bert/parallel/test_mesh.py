@@ -146,24 +146,18 @@ def test_stages_of_a_copy_are_near_and_data_groups_on_their_rails(tensor: int, p
     assert sorted(streams.values()) == list(range(32 // pipeline))
 
 
-def test_stages_that_ranks_do_not_divide_into_are_refused_with_the_nearest() -> None:
-    for stages in (1, 2, 4, 8, 16):
-        require_whole_copies(ParallelConfig(2, stages), 4, 8)
-    for stages, near in ((3, "2 or 4"), (5, "2 or 4"), (17, "8 or 16")):
-        with pytest.raises(
-            ValueError, match=rf"is {stages}, but with parallel.tensor 2, 4 hosts .*: set it to {near}$"
-        ):
-            require_whole_copies(ParallelConfig(2, stages), 4, 8)
-    with pytest.raises(ValueError, match="is 4, but 2 hosts of 6 ranks do not divide"):  # across hosts
-        require_whole_copies(ParallelConfig(1, 4), 2, 6)
-
-
-def test_ranks_that_do_not_divide_into_tensor_groups_are_refused() -> None:
-    require_whole_copies(ParallelConfig(4), 2, 8)
-    with pytest.raises(
-        ValueError, match=r"parallel.tensor is 4, but .* 6 ranks .*: set it to 2, or start a multiple of 4"
+def test_ranks_that_do_not_divide_into_copies_are_refused_with_the_nearest() -> None:
+    for tensor, stages, hosts in ((2, 1, 4), (2, 2, 4), (2, 4, 4), (2, 8, 4), (2, 16, 4), (4, 1, 2)):
+        require_whole_copies(ParallelConfig(tensor, stages), hosts, 8)
+    for tensor, stages, hosts, ranks, said in (
+        (2, 3, 4, 8, "is 3, but with parallel.tensor 2, 4 hosts .*: set it to 2 or 4$"),
+        (2, 5, 4, 8, "is 5, but .*: set it to 2 or 4$"),
+        (2, 17, 4, 8, "is 17, but .*: set it to 8 or 16$"),
+        (1, 4, 2, 6, "is 4, but 2 hosts of 6 ranks do not divide"),  # across hosts
+        (4, 1, 2, 6, r"parallel.tensor is 4, but .* 6 ranks .*: set it to 2, or start a multiple of 4"),
     ):
-        require_whole_copies(ParallelConfig(4), 2, 6)
+        with pytest.raises(ValueError, match=said):
+            require_whole_copies(ParallelConfig(tensor, stages), hosts, ranks)
     with pytest.raises(ValueError, match=r"parallel\.tensor is 2, but 1 host of 1 rank"):
         join_mesh("cpu", parallel=ParallelConfig(2))
 

@@ -160,7 +160,7 @@ def test_lines_say_why_every_other_value_loses(found: Found) -> None:
 
 def test_a_plan_for_4096_ranks_is_one_that_a_run_takes(tmp_path: Path, cluster: Command) -> None:
     path = tmp_path / "plan.json"
-    assert cluster("plan", "dgxa100_8x8", "--gpus", 4096, "--out", path).status == 0
+    assert cluster("plan", "dgxa100_8x8", "--gpus", 4096, "--out", path).returncode == 0
     plan, config = read_plan(path), parse(["dgxa100_8x8", "--plan", str(path)])
     assert (plan.nodes, plan.ranks_per_node, plan.recipe) == (512, 8, "dgxa100_8x8")
     assert settings_of(config) == plan.settings

@@ -7,16 +7,7 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from cluster.published.calibration import (
-    CALIBRATION,
-    GROUPS,
-    INTERVAL,
-    Calibration,
-    Held,
-    calibrate,
-    calibration,
-    fit,
-)
+from cluster.published.calibration import CALIBRATION, GROUPS, INTERVAL, Calibration, Held, calibrate, calibration, fit
 from cluster.published.cost_model import run_time
 from cluster.published.parameters import prior_of
 from cluster.published.results import TABLE, results

@@ -55,7 +55,7 @@ def test_the_nearest_result_of_a_published_system_is_one_of_its_kind() -> None:
 
 def test_json_and_lines_show_the_prediction_and_its_parts(cluster: Command) -> None:
     arguments = ("predict", "--accelerator", "A100-SXM", "--nodes", "8", "--batch", "3072")
-    shown, document = cluster(*arguments).out, json.loads(cluster(*arguments, "--json").out)
+    shown, document = cluster(*arguments).stdout, json.loads(cluster(*arguments, "--json").stdout)
     assert document["low"] < document["minutes"] < document["high"]
     assert set(document["parts"]) == set(PARTS)
     assert sum(document["parts"].values()) == pytest.approx(document["minutes"])
@@ -88,7 +88,7 @@ def test_a_probed_machine_has_its_devices_and_its_measured_network(
     file = tmp_path / "cluster.json"
     write_view(probed(name), file)
     assert "--accelerator" in refused("predict", "--cluster", file, "--accelerator", "H100")
-    assert cluster("predict", "--cluster", file).out.startswith("32 x H100-SXM-80GB, 4 nodes")
+    assert cluster("predict", "--cluster", file).stdout.startswith("32 x H100-SXM-80GB, 4 nodes")
     for unknown in ("CPU", "AMD EPYC"):
         with pytest.raises(ValueError, match=unknown):
             machine_of(probed(unknown))

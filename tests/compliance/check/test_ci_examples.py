@@ -3,7 +3,6 @@
 import ast
 import json
 import re
-import subprocess
 import sys
 import tomllib
 from importlib.metadata import packages_distributions
@@ -13,7 +12,7 @@ import yaml
 from packaging.utils import canonicalize_name
 
 from compliance.__main__ import main
-from tests.conftest import REPOSITORY
+from tests.programs import REPOSITORY, python
 
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
 HOOKS = {hook["id"]: hook for hook in yaml.safe_load((REPOSITORY / ".pre-commit-hooks.yaml").read_text())}
@@ -75,26 +74,21 @@ def test_a_hook_takes_the_files_it_is_for(hook: str, path: str, taken: bool) -> 
 # Lightweight commands do not import modules that only other commands need
 
 
-MODULES = "import json, sys; print(json.dumps(sorted(sys.modules)))"
-RUN_COMMAND = "import sys; from compliance.__main__ import app; app.run('compliance', sys.argv[1:]); "
+START = "import compliance.__main__; "
+SUMMARY = f"{START} compliance.__main__.app.run('compliance', ['summary', 'results/cpu_2cores/bert']); "
 
 
-def modules_after(program: str, *arguments: object) -> set[str]:
-    """Run a program and return the names of all modules it imported, which its last output line lists."""
-    command = [sys.executable, "-c", program + MODULES, *map(str, arguments)]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=300, check=False)
+@pytest.mark.parametrize(
+    ("program", "needed", "unneeded"),
+    [
+        (START, {"compliance.log.rules"}, {"compliance.log.run", "compliance.report.results", "rich", "numpy", "yaml"}),
+        (SUMMARY, {"compliance.official.package"}, {"compliance.report.page", "compliance.doctor", "numpy"}),
+    ],
+    ids=["start", "summary"],
+)
+def test_a_command_imports_what_it_needs(program: str, needed: set[str], unneeded: set[str]) -> None:
+    done = python("-c", f"{program}import json, sys; print(json.dumps([*sys.modules]))")
     assert done.returncode == 0, done.stderr
-    return set(json.loads(done.stdout.splitlines()[-1]))
-
-
-def test_the_command_line_is_understood_without_the_commands() -> None:
-    held = modules_after("import compliance.__main__; ")
-    own = {name for name in held if name.startswith("compliance.")}
-    assert own <= {f"compliance.{name}" for name in ("__main__", "log", "log.rules", "report")}
-    assert not held & {"rich", "numpy", "yaml"}
-
-
-def test_the_logs_are_judged_without_charts_doctor_and_packages() -> None:
-    held = modules_after(RUN_COMMAND, "summary", REPOSITORY / "results" / "cpu_2cores" / "bert")
-    assert "compliance.official.package" in held
-    assert not held & {"compliance.report.page", "console.html.charts", "compliance.doctor.system", "numpy"}
+    imported = set(json.loads(done.stdout.splitlines()[-1]))
+    assert needed <= imported
+    assert not imported & unneeded

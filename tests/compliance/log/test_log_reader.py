@@ -129,15 +129,6 @@ def test_what_is_no_file_is_refused(tmp_path: Path, name: str, said: str) -> Non
         read_log(tmp_path / name)
 
 
-@pytest.mark.parametrize(
-    "content", [b"", b"\n", b"\0" * 1000, record().encode("utf-16-le"), b":::MLLOG", b"\xef\xbb\xbf"]
-)
-def test_files_without_records(read: Reader, content: bytes) -> None:
-    log = read(content)
-    assert (log.records, log.problems, log.token_lines, log.given_up) == ([], [], 0, "")
-    assert log.size == len(content)
-
-
 # Comparison with the official parser
 
 

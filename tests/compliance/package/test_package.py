@@ -4,7 +4,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,9 +15,10 @@ from compliance.package.command import make_package
 from compliance.package.tree import PackageRequest, tracked_source
 from tests.compliance.command import run as command
 from tests.compliance.log_edits import delete, metadata
-from tests.compliance.result_folders import describe_system, write_series
+from tests.compliance.result_folders import describe_system, write_description, write_series
 from tests.compliance.run_logs import without_chain, write_run
 from tests.conftest import REPOSITORY
+from tests.programs import git
 
 pytestmark = [
     pytest.mark.slow,
@@ -38,10 +38,7 @@ TOOLS = (
 
 
 def description(folder: Path, **changes: object) -> Path:
-    path = folder / "systems" / "node.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(describe_system(**{"framework": "PyTorch", **changes})))
-    return path
+    return write_description(folder, "node", **{"framework": "PyTorch", **changes})
 
 
 def request(folder: Path, runs: Path | None = None, *, out: Path | None = None, **changes: Any) -> PackageRequest:
@@ -94,7 +91,9 @@ def test_the_tree(scaled: tuple[Path, str]) -> None:
     assert "12 runs were made" in page
     assert "Not an MLPerf result" in page
     assert (tree / "LICENSE.md").read_bytes() == (REPOSITORY / "LICENSE").read_bytes()
-    assert json.loads((tree / "systems/node.json").read_text()) == describe_system(framework="PyTorch")
+    assert json.loads((tree / "systems/node.json").read_text()) == describe_system(
+        framework="PyTorch", system_name="node"
+    )
     assert not [path for path in tree.rglob("*") if path.is_symlink() or path.name.startswith(".") or " " in path.name]
     assert "window 2, the median (TR 12.1)" in said
     assert "multiplied by 1." in said
@@ -218,12 +217,6 @@ def checkout(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def git(tree: Path, *arguments: str) -> str:
-    identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
-    done = subprocess.run(["git", *identity, *arguments], cwd=tree, check=True, capture_output=True, text=True)
-    return done.stdout
-
-
 def test_the_source_is_what_git_tracks(checkout: Path) -> None:
     with pytest.raises(ValueError, match="not a git checkout"):
         tracked_source(checkout)
@@ -234,7 +227,7 @@ def test_the_source_is_what_git_tracks(checkout: Path) -> None:
     (checkout / "run_and_time.sh").write_text("changed")
     found = tracked_source(checkout)
     assert set(found.files) == {"Dockerfile", "LICENSE", "README.md", "bert/train.py", "größe.py", "run_and_time.sh"}
-    assert found.commit == git(checkout, "rev-parse", "HEAD").strip()
+    assert found.commit == git(checkout, "rev-parse", "HEAD")
     assert found.modified == ("run_and_time.sh",)
     (checkout / "bert/train.py").unlink()
     assert "bert/train.py" not in tracked_source(checkout).files

@@ -131,6 +131,7 @@ def test_the_whole_summary_of_a_folder(name: str, request: pytest.FixtureRequest
     said = summary.as_markdown(results).partition("\n## Findings")[0]
     assert said == Path(__file__).with_name(f"{name}.txt").read_text()
     document = json.loads(summary.as_json(results), parse_constant=pytest.fail)
+    assert document["accelerator"] == "NVIDIA H100 80GB HBM3"
     assert document["convergence"]["verdict"] == {"closed": "scaled", "failing": "fail"}[name]
     assert document["published"]["compared"] == {"closed": 15, "failing": 0}[name]
 

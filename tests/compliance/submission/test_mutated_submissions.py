@@ -18,7 +18,6 @@ from compliance.folders import find
 from compliance.log.findings import Finding, Verdict
 from compliance.log.reader import Log
 from compliance.log.run import LoggedRun
-from compliance.log.schedule import evaluation_interval
 from compliance.official.package import Answer
 from compliance.submission import check as submission
 from compliance.submission.description import against_logs, description_findings, read_description
@@ -121,11 +120,6 @@ def link(path: str, target: str) -> Mutation:
     return lambda root: (root / path).symlink_to(target)
 
 
-def fill(path: str, size: int) -> Mutation:
-    """Write a file of zeros."""
-    return both(write(path, ""), lambda root: os.truncate(root / path, size))
-
-
 def rewrite(number: int, **options: Any) -> Mutation:
     """Replace a log by another run's log."""
     path = f"{FOLDER}/result_{number}.txt"
@@ -137,9 +131,9 @@ def rewrite_all(**options: Any) -> Mutation:
 
 
 ABORT = in_turn(value("eval_accuracy", 0.7101, -1), metadata("run_stop", "status", "aborted"))
+RATE = value("opt_base_learning_rate", 3e-4)
 SEED_OF_ANOTHER = in_log(value("seed", 1000))
 SOURCE = "benchmarks/bert/implementations/pytorch"
-LARGE_BATCH = {"global_batch_size": 20480, "eval_interval_samples": evaluation_interval(20480)}
 STATUS_WORDS = "Research, Development, or Internal"
 
 CASES = (
@@ -151,8 +145,9 @@ CASES = (
     # Disagreement between logs
     Case("another division", in_log(value("submission_division", "open")), LOG, "submission_division", "TR 12", "'closed'", "folder"),
     Case("another organisation", in_log(value("submission_org", "Other")), LOG, "submission_org", "TR 12", "'Example'", "folder", "warning", accepted=True),
-    Case("another batch size", in_log(value("global_batch_size", 512)), LOG, "global_batch_size", "RCP", "512, expected 448", "configuration"),
-    Case("another learning rate", in_log(value("opt_base_learning_rate", 3e-4)), LOG, "opt_base_learning_rate", "TR 9.1", "0.000425", "configuration"),
+    Case("another batch size and its learning rate", in_log(in_turn(value("global_batch_size", 512), RATE)), LOG, "global_batch_size", "RCP", "512, expected 448", "configuration"),
+    Case("another learning rate", in_log(RATE), LOG, "opt_base_learning_rate", "TR 9.1", "0.000425", "configuration"),
+    Case("several settings", in_log(in_turn(RATE, value("opt_lamb_beta_2", 0.99))), LOG, "opt_base_learning_rate", "TR 9.1", "; opt_lamb_beta_2 likewise", "configuration"),
     Case("seed of another run", SEED_OF_ANOTHER, LOG, "seed", "TR 5.1", "result_0.txt line 8", "/dev/urandom"),
     Case("seed of another run, logged elsewhere", both(SEED_OF_ANOTHER, in_log(metadata("seed", "lineno", 77))), LOG, "seed", "TR 5.1", "1000", "/dev/urandom"),
     Case("seed twice", in_log(repeat_before("seed", "init_stop")), LOG, "seed", "TR 5.1", "in line 8", "once"),
@@ -173,14 +168,14 @@ CASES = (
     Case("11 logs", rewrite(10), FOLDER, "", "TR 12", "11 logs", "package"),
     Case("results_0.txt", rename(f"{FOLDER}/result_0.txt", f"{FOLDER}/results_0.txt"), FOLDER, "", "SR", "results_0.txt is not counted", "rename"),
     Case("folder BERT", rename(FOLDER, f"results/{SYSTEM}/BERT"), f"results/{SYSTEM}/BERT", "", "SR", "expected bert", "rename it to bert"),
-    Case("a file of 51 MiB", fill("benchmarks/bert/weights.bin", 51 * 2**20), ".", "", "repository", "weights.bin is too large", "shrink"),
+    Case("a file of 51 MiB", write("benchmarks/bert/weights.bin", "0" * (51 * 2**20)), ".", "", "repository", "weights.bin is too large", "shrink"),
     Case("a space in a name", write(f"{SOURCE}/run all.sh", ""), ".", "", "repository", "run all.sh has a space", "rename"),
     Case("a hidden file", write(f"{SOURCE}/.gitignore", ""), ".", "", "repository", "leading dot", "rename"),
     Case("a link", link("benchmarks/bert/README.md", "implementations/pytorch/README.md"), ".", "", "repository", "link", "itself"),
     Case("a loop of links", link("results/loop", "../results"), ".", "", "repository", "results/loop", "itself"),
     # Faults of the runs as a set
     Case("faster than the reference", rewrite_all(evaluations=14), FOLDER, "eval_accuracy", "RCP", "2,274,732", "reference"),
-    Case("no reference", rewrite_all(settings=LARGE_BATCH), FOLDER, "global_batch_size", "RCP", "20480", "batch size"),
+    Case("no reference", rewrite_all(global_batch_size=20480), FOLDER, "global_batch_size", "RCP", "20480", "batch size"),
 )  # fmt: skip
 
 
@@ -206,8 +201,6 @@ def test_one_fault_gets_one_clear_message(root: Path, case: Case) -> None:
 # The official tools themselves
 
 ASKED: dict[str, tuple[Mutation, str]] = {
-    "aborted": (in_log(ABORT), "pass"),
-    "two aborted": (both(in_log(ABORT), in_log(ABORT, f"{FOLDER}/result_7.txt")), "fail"),
     "seed of another run": (SEED_OF_ANOTHER, "fail"),
     "no seed": (in_log(delete("seed")), "fail"),
     "another batch size": (in_log(value("global_batch_size", 512)), "fail"),
@@ -247,8 +240,7 @@ def test_the_status_words_hold_from_4_0_0_on(tmp_path: Path, ruleset: str, keys:
 
 @pytest.mark.parametrize("value", ["8x", "", "-1", "8.0", "٨", 8.5, None, [], True])
 def test_counts_that_the_summarizer_cannot_compute_with(tmp_path: Path, value: object) -> None:
-    path = write_description(tmp_path)
-    path.write_text(json.dumps(describe_system() | {"host_processors_per_node": value}))
+    path = write_description(tmp_path, host_processors_per_node=value)
     found = [*description_findings(read_description(path), "5.0.0")]
     assert [(finding.key, finding.severity) for finding in found] == [("host_processors_per_node", "error")]
 

@@ -140,11 +140,7 @@ def test_what_a_run_is_warned_of(run: dict[str, Any], events: list[Event], expec
     assert running.run_start_ms == BASE
 
 
-def test_what_is_known_of_evaluations() -> None:
-    run = begun("open")
-    run.take(line("eval_start", None, BASE, "INTERVAL_START", epoch_num=1024))
-    run.take_metrics(json.dumps({"event": "step", "step": 40, "samples": 1280, "sequences_per_s": 9.0}).encode())
-    assert (run.evaluating_at, run.samples) == (1024, 1280)
+def test_samples_that_the_log_does_not_state_come_from_the_schedule() -> None:
     run = begun()
     for minutes in (1, 2, 3):  # some logs have evaluation indices instead of sample counts
         evaluated(1, minutes, 0.4, False)(run)

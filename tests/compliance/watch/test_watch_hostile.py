@@ -1,19 +1,17 @@
 """Hostile logs do not stop the watch, block it, or let its memory grow without limit."""
 
-import io
 import json
 import os
 from pathlib import Path
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rich.console import Console
 
 from compliance.watch import running
-from compliance.watch.screen import view
 from compliance.watch.watched import Watch, results_in
 from tests.compliance import command, run_logs
 from tests.compliance.watch.test_running import BASE, begun, evaluate, line
+from tests.compliance.watch.test_watch import shown
 
 NUMBERS = [*range(-1, 2), 448, 2**53, 2**63 - 1, 2**63, 10**400, 0.0, 1e-320, 0.5, 0.72, 1e308, -1e308, True, None, "x"]
 NUMBERS += [[], {}]
@@ -33,10 +31,7 @@ ODD_LINES = [
 def look(watched: Watch, now_ms: float) -> str:
     """Return a run's display as printed on a terminal."""
     watched.run.check_initialisation(now_ms)
-    console = Console(file=io.StringIO(), width=100, force_terminal=True, color_system=None)
-    console.print(view(watched, now_ms))
-    list(watched.outlooks())
-    return console.file.getvalue()  # type: ignore[attr-defined]
+    return shown(watched, now_ms)
 
 
 lines = st.builds(

@@ -1,10 +1,7 @@
 """The global shuffle: it keeps each sample once, and is reproducible, random, resumable and small in memory."""
 
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,8 +12,8 @@ from dataloading.dataset.folder import Dataset, open_dataset, shard_name, write_
 from dataloading.dataset.shuffle import shuffle
 from dataloading.shards.native import write_shard
 from dataloading.shards.samples import Samples
-from tests.conftest import REPOSITORY
 from tests.dataloading.made_up import INFO, make_samples
+from tests.programs import python
 
 pytestmark = pytest.mark.slow
 
@@ -143,7 +140,6 @@ def test_memory_does_not_grow_with_the_data(tmp_path: Path) -> None:
         assert drawn.nbytes > 3e6 * shards
         folder = tmp_path / str(shards)
         write_dataset(folder, drawn, shards=shards, info=info)
-        command: list[Any] = [sys.executable, "-c", _MEASURED, folder, tmp_path / f"out{shards}", str(shards)]
-        done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
+        done = python("-c", _MEASURED, folder, tmp_path / f"out{shards}", shards)
         grown.append(int(done.stdout) / 1024)
     assert grown[1] < grown[0] + 15, f"{grown} MiB for 33 and 100 MB of samples"

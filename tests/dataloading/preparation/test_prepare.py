@@ -46,20 +46,15 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "prepare.json"}
 
 
-def test_processes_make_no_difference(job: Job, whole: dict[str, bytes], tmp_path: Path) -> None:
+def test_processes_and_parts_make_the_same_data_set(job: Job, whole: dict[str, bytes], tmp_path: Path) -> None:
     told: list[JobProgress] = []
-    prepare(job, tmp_path / "data", jobs=3, report=told.append)
-    assert contents(tmp_path / "data") == whole
-    assert [(progress.done, progress.kept) for progress in told] == [(done, False) for done in (1, 2, 3, 4, 5)]
-
-
-def test_parts_make_the_same_data_set(job: Job, whole: dict[str, bytes], tmp_path: Path) -> None:
+    prepare(job, tmp_path / "processes", jobs=3, report=told.append)
     for index in (2, 1):
-        make_shards(job, tmp_path / "data", part=WorkPart(index, 2))
-    told: list[JobProgress] = []
-    prepare(job, tmp_path / "data", report=told.append)
-    assert all(progress.kept for progress in told)
-    assert contents(tmp_path / "data") == whole
+        make_shards(job, tmp_path / "parts", part=WorkPart(index, 2))
+    prepare(job, tmp_path / "parts", report=told.append)
+    assert contents(tmp_path / "processes") == contents(tmp_path / "parts") == whole
+    expected = [(done, kept) for kept in (False, True) for done in range(1, TEXTS + 1)]
+    assert [(progress.done, progress.kept) for progress in told] == expected
 
 
 def test_a_killed_preparation_goes_on(job: Job, whole: dict[str, bytes], tmp_path: Path) -> None:

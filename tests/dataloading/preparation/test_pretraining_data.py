@@ -36,14 +36,6 @@ def prepare_plainly(texts: list[Path], vocab_file: Path, options: PretrainingOpt
     return reference_prepare.prepare(texts, reference_prepare.read_vocab(vocab_file), options)
 
 
-def made_up_text(documents: int, sentences: int, words: int, seed: int = 0) -> str:
-    rng = random.Random(seed)
-    return "\n\n".join(
-        "\n".join(" ".join(rng.choices(WORDS, k=rng.randint(1, words))) for _ in range(rng.randint(1, sentences)))
-        for _ in range(documents)
-    )
-
-
 @pytest.mark.parametrize(
     ("golden", "text", "options"),
     [
@@ -95,8 +87,9 @@ def test_equals_the_definition(
 
 
 def test_equals_the_definition_when_the_buffers_grow(tmp_path: Path, vocab_file: Path) -> None:
-    path = tmp_path / "text.txt"
-    path.write_text(made_up_text(documents=150, sentences=12, words=20), encoding="utf-8")
+    path, rng = tmp_path / "text.txt", random.Random(0)
+    sentences = [" ".join(rng.choices(WORDS, k=rng.randint(1, 20))) for _ in range(1000)]
+    path.write_text("\n".join(sentence + "\n" * (rng.random() < 0.15) for sentence in sentences))
     options = PretrainingOptions(max_seq_length=64, max_predictions_per_seq=60, dupe_factor=66, masked_lm_prob=0.4)
     samples = prepare([path], vocab_file, options)
     assert len(samples) > 1 << 12

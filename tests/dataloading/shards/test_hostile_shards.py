@@ -2,8 +2,6 @@
 
 import json
 import struct
-import subprocess
-import sys
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -15,17 +13,17 @@ import pytest
 
 from dataloading.shards.formats import open_shard
 from dataloading.shards.native import write_shard
-from tests.conftest import REPOSITORY
-from tests.dataloading.foreign_shards import RAGGED, array_of, write_like_others
+from tests.dataloading.foreign_shards import RAGGED, array_of
 from tests.dataloading.made_up import INFO, make_samples
 from tests.dataloading.shards import test_layouts
 from tests.dataloading.shards.test_tfrecord import framed
+from tests.programs import python
 
 FIXED = {"input_ids": 512, "input_mask": 512, "segment_ids": 512, "masked_lm_positions": 76, "masked_lm_ids": 76}
 MOST_MEMORY = 96 << 20
 """Number of bytes by which a process may grow while it rejects all files."""
 
-Make = Callable[[Path], None]
+Make = Callable[[Path], object]
 
 
 def never_written(rows: int, ragged: bool = False, **storage: Any) -> Make:
@@ -117,11 +115,6 @@ def attribute_of_four_gigabytes(path: Path) -> None:
     path.write_bytes(content)
 
 
-def small_records(path: Path) -> None:
-    """Write a TFRecord file of a million one-byte records with valid CRCs."""
-    path.write_bytes(framed(b"\n") * 1_000_000)
-
-
 GREEDY: dict[str, Make] = {
     "rows never written": never_written(80_000),
     "chunks never written": never_written(80_000, chunks=True),
@@ -133,7 +126,7 @@ GREEDY: dict[str, Make] = {
     "more elements than a number holds": more_elements_than_a_number_holds,
     "an attribute of one object": attribute_of_one_object,
     "an attribute of four gigabytes": attribute_of_four_gigabytes,
-    "small records": small_records,
+    "a million records of one byte": lambda path: path.write_bytes(framed(b"\n") * 1_000_000),
 }
 
 READ_ALL = """
@@ -156,8 +149,7 @@ for path in map(Path, sys.argv[1:]):
 def test_what_promises_much_is_refused_in_little_memory(tmp_path: Path) -> None:
     for name, make in GREEDY.items():
         make(tmp_path / name)
-    paths = [tmp_path / name for name in GREEDY]
-    done = subprocess.run([sys.executable, "-c", READ_ALL, *paths], cwd=REPOSITORY, capture_output=True, text=True)
+    done = python("-c", READ_ALL, *(tmp_path / name for name in GREEDY))
     assert done.returncode == 0, done.stderr
     found = [json.loads(line) for line in done.stdout.splitlines()]
     assert [name for name, _, _ in found] == list(GREEDY)
@@ -166,61 +158,45 @@ def test_what_promises_much_is_refused_in_little_memory(tmp_path: Path) -> None:
         assert grown < MOST_MEMORY, name
 
 
-def replace_ids(**options: Any) -> Callable[[h5py.File, Path], None]:
-    def change(file: h5py.File, folder: Path) -> None:
-        data = array_of(file, "input_ids")[()]
-        del file["input_ids"]
-        if options.get("external"):
-            (folder / "elsewhere").write_bytes(data.tobytes())
-            options["external"] = [(str(folder / "elsewhere"), 0, data.nbytes)]
-            file.create_dataset("input_ids", data.shape, data.dtype, **options)
+def stored_elsewhere(file: h5py.File, folder: Path, way: str) -> None:
+    """Replace the ids by ids that are stored in another file or under another name, or compressed by a plug-in."""
+    data, other = array_of(file, "input_ids")[()], folder / "elsewhere"
+    del file["input_ids"]
+    if way == "plug-in":
+        file.create_dataset("input_ids", data=data, compression="lzf")
+    elif way == "soft link":
+        file["hidden"] = data
+        file["input_ids"] = h5py.SoftLink("/hidden")
+    elif way == "bytes of a file":
+        other.write_bytes(data.tobytes())
+        file.create_dataset("input_ids", data.shape, data.dtype, external=[(str(other), 0, data.nbytes)])
+    else:
+        with h5py.File(other, "w") as source:
+            source["input_ids"] = data
+        if way == "external link":
+            file["input_ids"] = h5py.ExternalLink(str(other), "/input_ids")
         else:
-            file.create_dataset("input_ids", data=data, **options)
-
-    return change
-
-
-def link(kind: str) -> Callable[[h5py.File, Path], None]:
-    def change(file: h5py.File, folder: Path) -> None:
-        if kind == "soft":
-            file.move("input_ids", "hidden")
-            file["input_ids"] = h5py.SoftLink("/hidden")
-            return
-        with h5py.File(folder / "elsewhere", "w") as other:
-            file.copy("input_ids", other)
-        shape, dtype = array_of(file, "input_ids").shape, array_of(file, "input_ids").dtype
-        del file["input_ids"]
-        if kind == "external":
-            file["input_ids"] = h5py.ExternalLink(str(folder / "elsewhere"), "/input_ids")
-            return
-        layout = h5py.VirtualLayout(shape, dtype)
-        layout[...] = h5py.VirtualSource(str(folder / "elsewhere"), "input_ids", shape)
-        file.create_virtual_dataset("input_ids", layout)
-
-    return change
+            layout = h5py.VirtualLayout(data.shape, data.dtype)
+            layout[...] = h5py.VirtualSource(str(other), "input_ids", data.shape)
+            file.create_virtual_dataset("input_ids", layout)
 
 
 @pytest.mark.parametrize("layout", ["native", "fixed"])
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("way", "message"),
     [
-        (replace_ids(external=True), "input_ids is not stored in this file"),
-        (link("virtual"), "input_ids is not stored in this file"),
-        (link("soft"), "input_ids is .*link"),
-        (link("external"), "input_ids is .*link"),
-        (replace_ids(compression="lzf"), r"filters \[32000\]"),
+        ("bytes of a file", "input_ids is not stored in this file"),
+        ("virtual", "input_ids is not stored in this file"),
+        ("soft link", "input_ids is .*link"),
+        ("external link", "input_ids is .*link"),
+        ("plug-in", r"filters \[32000\]"),
     ],
 )
-def test_what_leads_elsewhere_is_refused(
-    tmp_path: Path, layout: str, change: Callable[[h5py.File, Path], None], message: str
-) -> None:
+def test_what_leads_elsewhere_is_refused(tmp_path: Path, layout: str, way: str, message: str) -> None:
     path = tmp_path / "shard"
-    if layout == "native":
-        write_shard(path, make_samples(23), INFO)
-    else:
-        write_like_others(path, layout, test_layouts.make_samples(), test_layouts.INFO)
+    test_layouts.write(path, layout)
     with h5py.File(path, "r+") as file:
-        change(file, tmp_path)
+        stored_elsewhere(file, tmp_path, way)
     with pytest.raises(ValueError, match=message) as caught:
         open_shard(path)
     assert str(path) in str(caught.value)

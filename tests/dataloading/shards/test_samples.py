@@ -15,6 +15,9 @@ def test_slices_are_the_rows_in_between_and_join_to_the_whole() -> None:
         assert samples.slice(start, stop).digest() == samples.take(np.arange(start, stop)).digest()
     parts = [samples.slice(0, 3), samples.slice(3, 3), samples.slice(3, 7)]
     assert concatenate(parts).digest() == samples.digest()
+    digests = concatenate([samples, samples.take(np.array([6, 2]))]).sample_digests()
+    assert (digests.shape, len(np.unique(digests))) == ((9,), 7)
+    assert digests[7:].tolist() == digests[[6, 2]].tolist()
 
 
 @pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(Samples)])
@@ -27,11 +30,3 @@ def test_every_array_counts_in_the_digests(field: str) -> None:
     assert other.digest() != samples.digest()
     if "offsets" not in field:
         assert (other.sample_digests() != samples.sample_digests()).tolist() == [True, False, False]
-
-
-def test_sample_digests_are_equal_for_equal_rows_only() -> None:
-    samples = make_samples(7)
-    digests = concatenate([samples, samples.take(np.array([6, 2]))]).sample_digests()
-    assert digests.shape == (9,)
-    assert len(np.unique(digests)) == 7
-    assert digests[7:].tolist() == digests[[6, 2]].tolist()

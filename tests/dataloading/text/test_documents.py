@@ -73,19 +73,22 @@ def test_source_that_does_not_parse_or_is_not_prose_is_passed_over(tmp_path: Pat
     ]
 
 
-@pytest.fixture
-def made(documents: list[Document], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The demo's data, made from a fraction of its documents."""
+def test_data_are_made_once_and_other_content_and_damage_are_refused(
+    documents: list[Document], small_run: SmallRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(demo, "demo_documents", lambda: documents[::40])
-    assert write_demo(tmp_path / "demo", VOCAB)
-    return tmp_path / "demo"
-
-
-def test_data_are_made_once_and_other_content_is_not_touched(made: Path, small_run: SmallRun) -> None:
+    made = tmp_path / "demo"
+    assert write_demo(made, VOCAB)
     assert not write_demo(made, VOCAB)
     assert open_dataset(made / "train").info.max_seq_length == 128
     shutil.rmtree(made / "evaluation")
     assert write_demo(made, VOCAB)  # only what is missing
+    shard = next((made / "evaluation").glob("part_*"))
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    with pytest.raises(ValueError, match=shard.name):
+        write_demo(made, VOCAB)
     for name in ("evaluation", "train"):
         shutil.rmtree(made / name)
         if name == "train":
@@ -96,12 +99,3 @@ def test_data_are_made_once_and_other_content_is_not_touched(made: Path, small_r
         with pytest.raises(ValueError, match=str(made)):
             write_demo(made, VOCAB)
         assert {path: path.read_bytes() for path in made.rglob("*") if path.is_file()} == before
-
-
-def test_damage_is_refused(made: Path) -> None:
-    shard = next((made / "evaluation").glob("part_*"))
-    content = bytearray(shard.read_bytes())
-    content[len(content) // 2] ^= 1
-    shard.write_bytes(content)
-    with pytest.raises(ValueError, match=shard.name):
-        write_demo(made, VOCAB)

@@ -27,20 +27,14 @@ def settings(folder: Path) -> dict[str, object]:
     return without_dropout() | length | checkpoints | {"training__gradient_accumulation_steps": 2}
 
 
-@pytest.fixture(scope="module")
-def unbroken(small_run: SmallRun, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Run on one rank. The other runs must match its results."""
-    folder = tmp_path_factory.mktemp("unbroken")
-    trained(small_run, folder, 1, **settings(folder))
-    return folder
-
-
 @pytest.mark.measured
 def test_slow_and_killed_ranks_are_named_with_their_places_and_the_run_goes_on(
-    small_run: SmallRun, tmp_path: Path, unbroken: Path, monkeypatch: pytest.MonkeyPatch
+    small_run: SmallRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """All steps equal the steps of a run on one rank."""
     monkeypatch.setenv("AT_STEP", str(LENGTH))  # two of these steps are warm-up steps
-    broken, resumed = tmp_path / "broken", tmp_path / "resumed"
+    unbroken, broken, resumed = (tmp_path / name for name in ("unbroken", "broken", "resumed"))
+    trained(small_run, unbroken, 1, **settings(unbroken))
     changes = settings(tmp_path)
     arguments = small_run.arguments(broken, **changes) + SHAPE
     with Ranks(["drag:1,die:3", *arguments], 4, faulty) as started:

@@ -8,26 +8,16 @@ import torch
 from safetensors.torch import load_file
 
 from bert.parallel.watchdog.watchdog import FAULT_STATUS
-from dataloading.dataset.folder import index_shards, open_dataset
 from tests.conftest import SmallRun
-from tests.dataloading.foreign_shards import write_like_others
 from tests.distributed.faulty import faulty
-from tests.distributed.ranks import Ranks, records, result_of, train, trained, wait_for
-from tests.programs import PATIENCE_S, Program
+from tests.distributed.ranks import Ranks, records, result_of, train, trained
+from tests.programs import PATIENCE_S, Program, wait_for
 
 ENDLESS: dict[str, object] = {"training__max_samples": 10_000_000, "evaluation__interval_samples": 320}
 
 
-@pytest.fixture(scope="module")
-def one_rank(small_run: SmallRun, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, float]]]:
-    results = tmp_path_factory.mktemp("one_rank")
-    return results, train(small_run, results, 1, save_checkpoint=results / "saved.safetensors")
-
-
-def test_more_ranks_give_the_same_losses(
-    small_run: SmallRun, tmp_path: Path, one_rank: tuple[Path, list[dict[str, float]]]
-) -> None:
-    alone_results, alone = one_rank
+def test_more_ranks_give_the_same_losses(small_run: SmallRun, tmp_path: Path) -> None:
+    alone = train(small_run, tmp_path / "alone", 1)
     assert "reduction: flat (one host)" in trained(small_run, tmp_path, 4)
     together = records(tmp_path, "step")
     assert len(together) == len(alone) == 10
@@ -36,7 +26,7 @@ def test_more_ranks_give_the_same_losses(
             assert other[name] == pytest.approx(one[name], rel=2e-5, abs=2e-6), (one["step"], name)
     counts = [(record["correct"], record["count"]) for record in records(tmp_path, "eval")]
     assert [count for _, count in counts] == [len(small_run.evaluation.masked_lm_ids)] * 2
-    assert counts == [(record["correct"], record["count"]) for record in records(alone_results, "eval")]
+    assert counts == [(record["correct"], record["count"]) for record in records(tmp_path / "alone", "eval")]
 
 
 def test_evaluated_and_saved_weights_are_whole(small_run: SmallRun, tmp_path: Path) -> None:
@@ -99,24 +89,3 @@ def test_where_agents_start_again_a_rank_that_gets_no_signal_of_its_own_asks_for
         assert started.ends() == [FAULT_STATUS, 128 + signal.SIGTERM], started.output
     assert "stopped with ranks of another host: to be started again without them" in started.output
     assert [record["status"] for record in records(tmp_path, "end")] == ["aborted"]
-
-
-@pytest.mark.parametrize("layout", ["varlength", "fixed"])
-def test_shards_that_other_programs_made_give_the_same_run(
-    small_run: SmallRun, tmp_path: Path, one_rank: tuple[Path, list[dict[str, float]]], layout: str
-) -> None:
-    folders = {}
-    for name in ("train", "evaluation"):
-        source = open_dataset(small_run.folder / name)
-        folders[name] = tmp_path / name
-        folders[name].mkdir()
-        for index in range(len(source.shards)):
-            shard = source.open_listed(index)
-            samples = shard.read(0, len(shard))
-            write_like_others(folders[name] / source.shards[index].name, layout, samples, source.info)
-        index_shards(folders[name], sorted(path.name for path in folders[name].iterdir()), source.info)
-    found = train(small_run, tmp_path, 1, data__train=folders["train"], data__evaluation=folders["evaluation"])
-    for one, other in zip(one_rank[1], found, strict=True):
-        for name in ("masked_lm_loss", "next_sentence_loss", "gradient_norm"):
-            assert other[name] == one[name], name
-    assert len(records(tmp_path, "eval")) == 2

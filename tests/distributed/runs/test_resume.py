@@ -18,8 +18,8 @@ from compliance.check.checker import check_log
 from compliance.log.reader import read_log
 from tests.conftest import SmallRun
 from tests.distributed.faulty import AT_STEP, faulty
-from tests.distributed.ranks import Ranks, last_record, records, result_of, torchrun, train, trained, wait_for
-from tests.programs import PATIENCE_S, Program
+from tests.distributed.ranks import Ranks, last_record, records, result_of, torchrun, train, trained
+from tests.programs import PATIENCE_S, Program, wait_for
 
 STEPS = 20
 EVERY = 4
@@ -57,15 +57,6 @@ def whole(small_run: SmallRun, tmp_path_factory: pytest.TempPathFactory) -> tupl
     steps = train(small_run, folder, 2, **settings(folder / "checkpoints", model__hidden_dropout=0.1))
     assert [record["step"] for record in steps] == list(range(1, STEPS + 1))
     return folder, steps
-
-
-@pytest.fixture(scope="module")
-def without_dropout(
-    small_run: SmallRun, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Path, list[dict[str, float]]]:
-    """Train the same run without dropout, whose random numbers depend on the rank."""
-    folder = tmp_path_factory.mktemp("without_dropout")
-    return folder, train(small_run, folder, 2, **settings(folder / "checkpoints"))
 
 
 def test_the_same_ranks_go_on_with_the_same_losses_to_the_last_bit(
@@ -114,12 +105,13 @@ def test_a_resumed_log_says_so_and_is_no_timed_result(
     assert "eval_accuracy" in keys  # the earlier evaluations are in another log
 
 
-def test_other_ranks_go_on_with_the_same_losses_to_rounding(
-    small_run: SmallRun, tmp_path: Path, without_dropout: tuple[Path, list[dict[str, float]]]
-) -> None:
-    """Resume a run of 2 ranks on 4 ranks, and then resume that run on 1 rank."""
-    folder, steps = without_dropout
-    checkpoints = folder / "checkpoints"
+def test_other_ranks_go_on_with_the_same_losses_to_rounding(small_run: SmallRun, tmp_path: Path) -> None:
+    """Resume a run of 2 ranks on 4 ranks, and then resume that run on 1 rank.
+
+    There is no dropout, because its random numbers depend on the rank.
+    """
+    checkpoints = tmp_path / "checkpoints"
+    steps = train(small_run, tmp_path, 2, **settings(checkpoints))
     for count, step in ((4, 8), (1, 12)):
         further = tmp_path / f"further_{count}"
         changes = settings(further, resume=kept(checkpoints, tmp_path / f"kept_{count}", step))

@@ -7,11 +7,11 @@ Long commands get settings that make them short.
 
 import os
 import re
-import subprocess
 from pathlib import Path
 
 from tests.conftest import REPOSITORY
 from tests.distributed.ranks import free_port
+from tests.e2e.test_scripts import start
 
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
 TRAINING = ("training.md", "tiny_cpu.md")
@@ -67,16 +67,12 @@ def commands(*names: str) -> list[str]:
 
 def assert_works(command: str, checkout: Path) -> None:
     """Run a command in a copy of the repository as a reader would, with the environment's programs on the path."""
-    # One thread per process: beside another busy test, two threads are many times slower than one.
-    # Keep the page cache, because other tests read from it.
-    path = f"{checkout}/.venv/bin:{os.environ['PATH']}"
-    environment = os.environ | {"PATH": path, "OMP_NUM_THREADS": "1", "CLEAR_CACHES": "0"}
     shown = command
     for pattern, replacement in SHORTENED.items():
         shown = re.sub(pattern, replacement, shown)
-    done = subprocess.run(
-        ["bash", "-c", shown], cwd=checkout, env=environment, capture_output=True, text=True, check=False
-    )
+    # One thread per process: beside another busy test, two threads are many times slower than one.
+    path = f"{checkout}/.venv/bin:{os.environ['PATH']}"
+    done = start("bash", "-c", shown, cwd=checkout, PATH=path, OMP_NUM_THREADS="1")
     allowed = {0, 1} if MAY_MISS_TARGET.search(command) else {0}
     assert done.returncode in allowed, done.stdout[-2000:] + done.stderr[-4000:]
     assert "Traceback" not in done.stderr

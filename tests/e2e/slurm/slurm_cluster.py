@@ -107,15 +107,8 @@ class Cluster:
 
     def run(self, *command: str, cwd: Path | None = None, **env: str) -> str:
         """Run a command on the cluster and return its output. A dead controller would make it hang without the timeout."""
-        done = subprocess.run(
-            command,
-            cwd=cwd,
-            env=os.environ | self.environment | env,
-            capture_output=True,
-            text=True,
-            timeout=240,
-            check=False,
-        )
+        variables = os.environ | self.environment | env
+        done = subprocess.run(command, cwd=cwd, env=variables, capture_output=True, text=True, timeout=240, check=False)
         assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
         return done.stdout
 

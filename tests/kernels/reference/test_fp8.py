@@ -119,27 +119,10 @@ def within_half_a_unit(q: Tensor, exact: Tensor, dtype: torch.dtype) -> None:
     assert ((q.double() - exact).abs() <= half + 1e-6 * exact.abs().max()).all()
 
 
-SIDES = pytest.mark.parametrize("sides", [(E4M3, E4M3), (E4M3, E5M2), (E5M2, E4M3)], ids=str)
-
-
 IMPLEMENTATIONS = pytest.mark.parametrize("implementation", [fp8, pytorch_fp8], ids=["definition", "pytorch"])
 
 
-def operands(sides: tuple[torch.dtype, torch.dtype], shape: tuple[int, int, int]) -> list[Tensor]:
-    m, n, k = shape
-    generator = torch.Generator().manual_seed(m)
-    return [torch.randn(size, k, generator=generator).to(side) for size, side in zip((m, n), sides, strict=True)]
-
-
-def assert_product(found: Tensor, a: Tensor, b: Tensor, out_dtype: torch.dtype, error: float) -> None:
-    """Check a product of operands scaled by 0.125 and 2^-9; ``error`` is relative to the sum of the terms' magnitudes."""
-    left, right = a.double() * 0.125, (b.double() * 2.0**-9).t()
-    exact, bound = left @ right, left.abs() @ right.abs()
-    assert (found.shape, found.dtype) == (exact.shape, out_dtype)
-    assert ((found.double() - exact).abs() <= error * bound + torch.finfo(out_dtype).eps / 2 * exact.abs()).all()
-
-
-@SIDES
+@pytest.mark.parametrize("sides", [(E4M3, E4M3), (E4M3, E5M2), (E5M2, E4M3)], ids=str)
 @pytest.mark.parametrize(
     ("shape", "out_dtype"),
     [
@@ -152,9 +135,15 @@ def assert_product(found: Tensor, a: Tensor, b: Tensor, out_dtype: torch.dtype, 
 )
 @IMPLEMENTATIONS
 def test_scaled_products(implementation, sides, out_dtype: torch.dtype, shape: tuple[int, int, int]):
-    a, b = operands(sides, shape)
+    """The error is relative to the sum of the terms' magnitudes."""
+    m, n, k = shape
+    generator = torch.Generator().manual_seed(m)
+    a, b = (torch.randn(size, k, generator=generator).to(side) for size, side in zip((m, n), sides, strict=True))
     found = implementation.scaled_matmul(a, b, scalar(0.125), scalar(2.0**-9), out_dtype)
-    assert_product(found, a, b, out_dtype, error=1e-6)
+    left, right = a.double() * 0.125, (b.double() * 2.0**-9).t()
+    exact, bound = left @ right, left.abs() @ right.abs()
+    assert (found.shape, found.dtype) == (exact.shape, out_dtype)
+    assert ((found.double() - exact).abs() <= 1e-6 * bound + torch.finfo(out_dtype).eps / 2 * exact.abs()).all()
 
 
 @pytest.mark.parametrize("bias_dtype", [torch.bfloat16, torch.float32], ids=str)
