@@ -63,7 +63,7 @@ class Commands:
         return f"{command} has no option {name}{did_you_mean(name, options)}"
 
     def main(self, program: str) -> int:
-        """Run the command and return the exit status. A wrong input is one line on standard error and status 2."""
+        """Run the command and return the exit status. A wrong input gives one line on standard error and status 2."""
         accept_any_text()
         try:
             return self.run(program) or 0

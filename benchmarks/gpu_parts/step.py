@@ -251,7 +251,7 @@ def _losses(context: Context, precision: Precision) -> list[float]:
     prepare(context, trained, micro_batches(context, sequences, 1, padded=True))
     losses = []
     for index in range(context.scale.parity_steps):
-        # The seed gives new samples at each step, which are equal in all precisions.
+        # The samples differ from step to step, but all precisions get the same ones.
         take_step(trained, micro_batches(context, sequences, 1, seed=index, padded=True))
         losses.append(trained.statistics.fetch()[0]["masked_lm_loss"])
     return losses

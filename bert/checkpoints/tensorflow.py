@@ -169,7 +169,7 @@ def _entry(value: bytes) -> Entry:
     # BundleEntryProto: dtype 1, shape 2, shard_id 3, offset 4, size 5, crc32c 6, slices 7.
     numbers, messages = _fields(value)
     dtype, shard, offset, size, checksum = (numbers.get(field, 0) for field in (1, 3, 4, 5, 6))
-    # TensorShapeProto: dim 2, whose size is field 1.
+    # In TensorShapeProto, field 2 is dim. In each dim, field 1 is size.
     dims = [dim for field, message in messages if field == 2 for number, dim in _fields(message)[1] if number == 2]
     shape = tuple(_fields(dim)[0].get(1, 0) for dim in dims)
     # Numbers are unsigned here, so a negative number in a damaged file exceeds these bounds.

@@ -168,7 +168,7 @@ class TrainingConfig:
     def __post_init__(self) -> None:
         for name in ("global_batch_size", "max_samples", "max_steps", "gradient_accumulation_steps", "bad_intervals"):
             _at_least(1, f"training.{name}", getattr(self, name))
-        # A bucket holds at least one fp32 element. Buckets are rounded up to aligned shards for all ranks.
+        # A bucket holds at least one fp32 element. Its size is rounded up so that all ranks get equal, aligned shards.
         _at_least(4, "training.bucket_bytes", self.bucket_bytes)
         _at_least(0, "training.warmup_steps", self.warmup_steps)
         # The comparison is negated so that NaN is refused as well.

@@ -256,7 +256,7 @@ class Fp8Products(MatrixProducts):
         fp8 = self._fp8[dense]
         if torch.is_grad_enabled():
             return apply_passes(fp8, x, *fp8.cast_input(x), bias)
-        # Only the backward pass reads the transpose. An evaluation records no magnitudes.
+        # An evaluation needs no transpose, which only the backward pass reads, and records no magnitudes.
         quantized_TK = cast_fp8(x, fp8.input.scale, torch.zeros_like(fp8.input.amax), E4M3)
         return fp8.product(quantized_TK, compute_dtype(x), bias)
 

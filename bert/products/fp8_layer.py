@@ -75,7 +75,7 @@ class _ProductAttention(torch.autograd.Function):
             dropout,
             x_TD.dtype,
         )
-        # The product that reads the casts returns its gradient to the first output.
+        # In the backward pass, the product that reads the casts passes the gradient of its input to the first output.
         ctx.mark_non_differentiable(context_TD, context_DT)
         ctx.set_materialize_grads(False)
         # The last tensor is saved only so that autograd notices if it is overwritten, as in ``bert.products.fp8``.

@@ -254,7 +254,7 @@ class _Search:
         return Candidate(schedule, strategy, step, self._run(schedule, strategy, step), memory)
 
     def refine(self, each: Candidate) -> Candidate:
-        """Predict a candidate again from several steps of its plan."""
+        """Predict a candidate's times again, this time by going through several whole steps."""
         step = predict_step(self._work, each.strategy, self._target.rates[each.strategy.precision])
         return replace(each, step=step, run=self._run(each.schedule, each.strategy, step))
 

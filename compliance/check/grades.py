@@ -148,7 +148,8 @@ def _grade(context: CheckedLog, record: Record, violation: Violation) -> Severit
 def _grade_of_place(context: CheckedLog, record: Record) -> Severity | None:
     rule, run = rules.KEYS[record.key], context.run
     is_interval = record.key in rules.INTERVALS or record.key in rules.INTERVALS.values()
-    has_place = is_interval or rule.phases == ("run",) or record.key == "cache_clear"  # settings may be anywhere
+    # Records of settings may be on any line of the log.
+    has_place = is_interval or rule.phases == ("run",) or record.key == "cache_clear"
     # A wrong order of the phases is a separate finding.
     if context.disorder or record.key in TIMELINE[1:] or not has_place:
         return None

@@ -41,7 +41,8 @@ SUBMISSION_KEYS: dict[str, Severity] = {
 }
 """Keys that must have the same value in all logs of a folder, and the severity of a difference."""
 
-MAX_NAMED = 3  # logs in one message
+MAX_NAMED = 3
+"""Maximum number of logs that one message names."""
 
 
 @dataclass(frozen=True)

@@ -132,7 +132,7 @@ def against_logs(description: Description, runs: Sequence[LoggedRun]) -> Iterato
         # Skip a field that is missing here or in all logs: it is optional, or already reported.
         if described is None or said is None or agree(described, said):
             continue
-        # An invalid division is already reported, here or for the log.
+        # An invalid division has been reported already, by the check of the description or of the log.
         if name == "division" and not {described, said} <= {*rules.DIVISIONS}:
             continue
         if name == "status" and (said not in rules.SYSTEM_STATUSES or described not in rules.SYSTEM_STATUSES.values()):

@@ -151,7 +151,7 @@ def ticks(low: float, high: float) -> list[float]:
     if span < 1e-9 * max(abs(low), abs(high), 1e-3):
         span = max(abs(high), 1.0)
     magnitude = 10.0 ** math.floor(math.log10(span / 5))
-    # Use the smallest round step such that five steps cover the span, except for rounding.
+    # Use the smallest round step such that five steps cover the span, up to a rounding error.
     step = magnitude * next(factor for factor in (1, 2, 2.5, 5, 10) if factor * magnitude * 5 >= span * 0.999)
     # The tolerance keeps rounding from adding a tick.
     first = math.floor(low / step + 1e-9)

@@ -76,7 +76,7 @@ def observed() -> Iterator[list[CallKind]]:
 
 
 def run_once(work: Work) -> Work:
-    """Run ``work`` and return it. This is the argument ``repeatable`` of ``tune`` for steps that are not captured."""
+    """Run ``work`` once and return ``work`` itself, for ``tune`` to repeat if steps are not captured."""
     work()
     return work
 

@@ -70,7 +70,7 @@ def test_gradients_in_bf16_are_rounded_a_fixed_number_of_times(tmp_path: Path) -
 
 
 def check_choices(joined: Mesh) -> None:
-    """Choose a strategy on two nodes of two ranks. On one rank the clock advances only in calls of the slow group."""
+    """Choose a strategy on two nodes of two ranks. The fake clock of one rank advances only in all-reduces of one group."""
     mesh = regrouped(joined, "cyclic", 2)
     communicators = Communicators.create(mesh)
     all_reduce, slow, clock = dist.all_reduce, [None], [0.0]

@@ -67,7 +67,7 @@ def split_of(name: str, shape: tuple[int, ...], ranks: int) -> Split | None:
     match name.split("."):
         case ["layers", _, "query_key_value", _]:  # whole heads of queries, keys and values
             return Split(shape, ranks, 0, blocks=3)
-        case ["layers", _, "intermediate", _]:  # columns of the product, with its bias
+        case ["layers", _, "intermediate", _]:  # columns of the product; the bias is split as they are
             return Split(shape, ranks, 0)
         # Rows of the product. The bias is added after the sum over ranks, so it is replicated.
         case ["layers", _, "attention_output" | "output", "weight"]:

@@ -131,7 +131,7 @@ class Cluster:
 
 @contextlib.contextmanager
 def running_cluster(folder: Path) -> Iterator[Cluster]:
-    """Start a cluster. A process of this file stops it when this process closes its standard input or dies."""
+    """Start a cluster. A helper process, which also runs this file, stops it at the end of the block or if the test dies."""
     watch = [sys.executable, "-m", "tests.e2e.slurm.slurm_cluster", str(folder)]
     with subprocess.Popen(watch, cwd=REPOSITORY, stdin=subprocess.PIPE, start_new_session=True):
         cluster = Cluster(folder)
