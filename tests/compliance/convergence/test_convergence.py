@@ -170,8 +170,6 @@ TIMES = st.floats(1, 100) | st.just(FAILED)
 def test_a_series_whose_median_window_is_invalid_has_no_result() -> None:
     times = [*[10.0] * 8, FAILED, FAILED, 10.0, 10.0]
     assert select(list(range(12)), times).score == FAILED
-    with pytest.raises(ValueError, match="9 runs, expected at least 10"):
-        select(list(range(9)), [1.0] * 9)
 
 
 @given(st.lists(st.tuples(st.integers(0, 50), TIMES), min_size=10, max_size=25))
