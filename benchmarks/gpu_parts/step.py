@@ -19,7 +19,7 @@ from benchmarks.gpu_parts.measuring.timing import measured, timed_row
 from bert.configuration.config import Config
 from bert.configuration.recipes import RECIPES
 from bert.configuration.sections import Precision
-from bert.execution.cuda_graphs import replay_of
+from bert.execution.cuda_graphs import CudaCapturer, replay_of
 from bert.step import TrainingStep
 from bert.timing.stopwatch import DeviceStopwatch, Stopwatch
 from dataloading.batches.loader import Batch
@@ -95,13 +95,9 @@ def _split(context: Context, name: str, run: Callable[[], None], sequences: int)
     idle = "idle: launches, host", max(0.0, whole - sum(spent.values()))
     for key, microseconds in [*sorted(spent.items(), key=lambda item: -item[1])[:_MOST_ROWS], idle]:
         share = microseconds / whole
+        per_sequence = microseconds / sequences
         row = Figure(
-            f"{name}: {key[:100]}",
-            microseconds / 1e3,
-            microseconds / sequences,
-            "us a sequence",
-            share,
-            page=share > 0.01,
+            f"{name}: {key[:100]}", microseconds / 1e3, per_sequence, "us a sequence", share, page=share > 0.01
         )
         context.report.add(row)
 
@@ -174,7 +170,8 @@ def training_step(
         config = replace(config, training=replace(config.training, precision="fp32"))
     model = context.scale.model if dropout else replace(context.scale.model, hidden_dropout=0.0, attention_dropout=0.0)
     config = replace(config, log=replace(config.log, division="open"), model=model)
-    return TrainingStep(context.model(model), config, context.mesh, stopwatch or Stopwatch(), context.capturer())
+    capturer = CudaCapturer(context.device) if context.on_gpu else None
+    return TrainingStep(context.model(model), config, context.mesh, stopwatch or Stopwatch(), capturer)
 
 
 def prepare(context: Context, trained: TrainingStep, batches: list[Batch]) -> None:

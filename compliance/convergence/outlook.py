@@ -10,7 +10,7 @@ from compliance.convergence.reference_points import Reference, largest_batch_siz
 from compliance.convergence.selection import FAILED, olympic_mean
 from compliance.log import rules
 from compliance.log.rules import SUBMISSION_RUNS
-from compliance.log.schedule import evaluation_interval, evaluation_samples
+from compliance.log.schedule import EvaluationSchedule, evaluation_interval
 from console.text import counted
 
 Outcome = Literal["pass", "scaled", "fail", "no reference", "unfinished"]
@@ -99,7 +99,7 @@ def _mean_so_far(values: Sequence[float]) -> float | None:
 
 def _samples(found: Reference, evaluation: int) -> int:
     batch = found.global_batch_size
-    return evaluation_samples(evaluation, evaluation_interval(batch), batch)
+    return EvaluationSchedule(evaluation_interval(batch), batch).samples(evaluation)
 
 
 def _first_evaluation(found: Reference, values: list[float], missing: int, bound: float) -> int | None:
