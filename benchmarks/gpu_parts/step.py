@@ -19,7 +19,7 @@ from benchmarks.gpu_parts.measuring.timing import measured, timed_row
 from bert.configuration.config import Config
 from bert.configuration.recipes import RECIPES
 from bert.configuration.sections import Precision
-from bert.execution.cuda_graphs import CudaCapturer, replay_of
+from bert.execution.cuda_graphs import replay_of
 from bert.step import TrainingStep
 from bert.timing.stopwatch import DeviceStopwatch, Stopwatch
 from dataloading.batches.loader import Batch
@@ -170,8 +170,7 @@ def training_step(
         config = replace(config, training=replace(config.training, precision="fp32"))
     model = context.scale.model if dropout else replace(context.scale.model, hidden_dropout=0.0, attention_dropout=0.0)
     config = replace(config, log=replace(config.log, division="open"), model=model)
-    capturer = CudaCapturer(context.device) if context.on_gpu else None
-    return TrainingStep(context.model(model), config, context.mesh, stopwatch or Stopwatch(), capturer)
+    return TrainingStep(context.model(model), config, context.mesh, stopwatch or Stopwatch(), context.capturer())
 
 
 def prepare(context: Context, trained: TrainingStep, batches: list[Batch]) -> None:

@@ -15,6 +15,7 @@ from benchmarks.gpu_parts.measuring.report import PartReport
 from bert.checkpoints.initial_model import draw_model
 from bert.configuration.recipes import RECIPES
 from bert.configuration.sections import ModelConfig
+from bert.execution.cuda_graphs import CudaCapturer
 from bert.model import BertForPreTraining
 from bert.parallel.mesh import Mesh
 from cluster.model.histogram import drawn_lengths, length_counts
@@ -82,6 +83,10 @@ class Context:
         config = replace(recipe, model=self.scale.model, log=replace(recipe.log, division="open"))
         model = draw_model(config, self.mesh, seed=0)
         return {name: tensor.cpu() for name, tensor in model.state_dict().items()}
+
+    def capturer(self) -> CudaCapturer | None:
+        """Return the CUDA graph capturer that training uses, or None on a CPU."""
+        return CudaCapturer(self.device) if self.on_gpu else None
 
     def model(self, config: ModelConfig | None = None) -> BertForPreTraining:
         """Build a model on the device. All models start from the same weights."""
