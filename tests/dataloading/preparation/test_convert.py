@@ -12,7 +12,7 @@ from dataloading.dataset.folder import Dataset, open_dataset, shard_name, write_
 from dataloading.dataset.shuffle import multiset_digest, shuffle
 from dataloading.jobs import JobProgress
 from dataloading.options import Layout
-from dataloading.preparation.convert import Packing, convert
+from dataloading.preparation.convert import convert
 from dataloading.shards.ragged import RaggedShard
 from dataloading.shards.shard import DatasetInfo
 from dataloading.text.tokenization import Vocabulary
@@ -108,7 +108,7 @@ def test_a_stopped_conversion_goes_on(source: Dataset, tmp_path: Path, layout: L
     with pytest.raises(KeyboardInterrupt):
         convert(source, out, layout, report=stop)
     with pytest.raises(ValueError, match="begun with other settings"):
-        convert(source, out, layout, Packing(max_sequences=2))
+        convert(source, out, layout, max_sequences=2)
     (out / shard_name(0, 4)).write_bytes(b"damaged")
     kept = (out / shard_name(1, 4)).stat()
     found = convert(source, out, layout)

@@ -37,10 +37,10 @@ def test_shards_and_evaluation_text_have_the_references_bytes(sentences: Sentenc
         pytest.skip(str(error))
     options = replace(PLAIN, sentences=sentences)
     reports: list[JobProgress] = []
-    extraction = extract([TEXT], tmp_path / "out", options, jobs=jobs, report=reports.append)
+    parts, _, held_out = extract([TEXT], tmp_path / "out", options, jobs=jobs, report=reports.append)
     same_as_expected(tmp_path / "out", sentences)
     assert [(report.done, report.total, report.kept) for report in reports] == [(1, 2, False), (2, 2, False)]
-    assert (extraction.parts, extraction.held_out) == (2, 9)
+    assert (parts, held_out) == (2, 9)
     assert not list((tmp_path / "out").glob("**/*.partial"))
 
 
