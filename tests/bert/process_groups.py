@@ -1,9 +1,9 @@
-"""Stand-ins for process groups that record one rank's calls, so that they can be compared with the other ranks' calls.
+"""Fake process groups that record one rank's calls, so that tests can compare the calls of all ranks.
 
-They follow NCCL in PyTorch: a synchronous collective runs on the current stream. Messages run on their own streams:
-single messages on the communicator of the pair of ranks, batches of messages on the communicator of the group. Waiting
-for a message makes the current stream wait for that stream. A communicator is created at its first use, when the hosts
-of its ranks wait for one another.
+The groups behave like NCCL in PyTorch. A synchronous collective runs on the current stream. Messages run on streams of
+communicators: a single message on that of the pair of ranks, a batch of messages on that of the group. Waiting for a
+message makes the current stream wait for its stream. A communicator is created at its first use, for which the
+processes of its ranks wait for one another.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class TimelineError(AssertionError):
-    """Missing wait between streams that share data, or a wait that a capture forbids."""
+    """Missing wait between streams that share data, a wait that a capture forbids, or ranks whose calls differ."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Collective:
     """Operators that precede this call, by stream."""
 
     def comes_after(self, other: "Collective") -> bool:
-        """Tell whether this call must wait for the end of another call of the same rank."""
+        """Return whether this call must wait for the end of another call of the same rank."""
         return self.after[other.stream] >= other.moment
 
 
@@ -58,7 +58,7 @@ def require_same_order(timelines: Sequence["Timeline"]) -> None:
 
 
 def require_an_end(timelines: Sequence["Timeline"]) -> None:
-    """Raise ``TimelineError`` if the ranks deadlock, given which calls of a rank wait for its earlier calls."""
+    """Raise ``TimelineError`` if the ranks would deadlock: each one's next call waits for another rank's later call."""
     left = [list(timeline.collectives) for timeline in timelines]
     ready = [_ready(own) for own in left]
     while any(left):
@@ -75,14 +75,14 @@ def _ready(calls: list[Collective]) -> list[Collective]:
 
 
 class Group(dist.ProcessGroup):
-    """Stand-in for a process group that records the calls and leaves tensors unchanged."""
+    """Fake process group that records calls and leaves tensors unchanged."""
 
     def __init__(self, timeline: "Timeline", ranks: tuple[int, ...]) -> None:
         super().__init__(ranks.index(timeline.rank), len(ranks))  # pyright: ignore[reportCallIssue]
         self._timeline = timeline
         self.ranks = ranks
         self._communicators: dict[int | None, Stream] = {}
-        """Communication stream for each other rank. The key None has the stream for collectives of the whole group."""
+        """Stream for messages with each other rank. The key None has the stream of the whole group's communicator."""
 
     def allreduce(self, tensors: list[Tensor], *_: Any) -> "Group":
         return self._run("all_reduce", *tensors)
@@ -116,10 +116,10 @@ class Group(dist.ProcessGroup):
         return self._exchange("message of a batch", self._communicator(), messages)
 
     def wait(self, *_: Any) -> None:
-        """Do nothing, as ``wait`` of a finished ``Work``. Collectives return their group in place of a ``Work``."""
+        """Do nothing. Collectives return their group in place of a ``Work`` object that has finished."""
 
     def _run(self, name: str, whole: Tensor, *others: Tensor) -> "Group":
-        """Run a collective on the current stream. It reads and writes all the tensors."""
+        """Record a collective on the current stream that reads and writes all its tensors."""
         timeline = self._timeline
         self._communicator()
         timeline.run(name, {timeline.access(tensor, True): None for tensor in (whole, *others)})
@@ -127,9 +127,9 @@ class Group(dist.ProcessGroup):
         return self
 
     def _exchange(self, name: str, stream: "Stream", messages: list[tuple[tuple[int, int], Tensor]]) -> SimpleNamespace:
-        """Send and receive messages, each ((sender, receiver), tensor), on a stream that first waits for the current one.
+        """Record messages, each ((sender, receiver), tensor), on a stream that first waits for the current stream.
 
-        Returns a stand-in for their ``Work``. Its ``wait`` makes the current stream wait, but not the host.
+        Returns a fake ``Work`` object, whose ``wait`` makes the current stream wait, but not the host.
         """
         timeline = self._timeline
         stream.wait_stream(timeline.current)
@@ -148,7 +148,7 @@ class Group(dist.ProcessGroup):
             if other is not None:
                 ranks, of = tuple(sorted((self._timeline.rank, self.ranks[other]))), "a pair"
             self._communicators[other] = self._timeline.stream_of(ranks)
-            with self._timeline.on(self._timeline.host):  # the host waits until the other ranks have come
+            with self._timeline.on(self._timeline.host):  # the host waits for the other ranks
                 self._timeline.run(f"communicator of {of}", {})
                 self._timeline.note(f"communicator of {of}", ranks, torch.uint8, 0)
         return self._communicators[other]

@@ -1,4 +1,4 @@
-"""Stand-in for CUDA graphs on CPU tensors. It records operators and replays them on the same memory."""
+"""Fake CUDA graphs for CPU tensors, which record operators and replay them on the same memory."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -25,7 +25,7 @@ class CaptureError(AssertionError):
 
 
 class Graph(TorchDispatchMode):
-    """Stand-in for a CUDA graph. While active, it records operators. A replay runs no captured Python code."""
+    """Fake CUDA graph. It records operators while it is active, and a replay runs only these operators."""
 
     live: ClassVar["WeakSet[Graph]"] = WeakSet()
     """Graphs that have captured something and have not been reset."""
@@ -38,7 +38,7 @@ class Graph(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # skipping would import Dynamo, which takes seconds
+        return False  # True would import Dynamo, which takes seconds
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -78,7 +78,7 @@ class Graph(TorchDispatchMode):
 
 
 class Recording(CudaCapturer):
-    """``CudaCapturer`` with stand-ins for its PyTorch calls."""
+    """``CudaCapturer`` with fakes in place of its calls of PyTorch."""
 
     def __init__(self, note: Callable[[str], object] = lambda _: None) -> None:
         """``note`` is called with "run" and "capture" before either happens."""
@@ -123,7 +123,7 @@ class Recording(CudaCapturer):
 @contextmanager
 def _recorded(graph: Graph, **_: object) -> Iterator[None]:
     def inline(_: CommunicationStream, work: Callable[[], None]) -> Callable[[], None]:
-        work()  # run in this thread, because the recording mode does not reach the stream's own thread
+        work()  # in this thread, because a dispatch mode applies to one thread only
         return lambda: None
 
     def refused(*_: object) -> None:
@@ -144,7 +144,7 @@ def _recorded(graph: Graph, **_: object) -> Iterator[None]:
 
 @contextmanager
 def groups_that_wait_for_graphs() -> Iterator[None]:
-    """Make destroying a process group an error while a graph with one of its collectives exists."""
+    """Raise an error if a process group is destroyed while a graph exists, as NCCL would wait forever."""
     destroy = dist.destroy_process_group
 
     def refusing(group: dist.ProcessGroup | None = None) -> None:
@@ -164,7 +164,7 @@ def recordable_attention() -> Iterator[None]:
     dense = replace(implementations["reference"], functions=lambda: {"varlen_attention": (dense_attention, None)})
     with ExitStack() as stack:
         stack.enter_context(patch.dict(implementations, reference=dense))
-        stack.enter_context(patch.object(reference, "varlen_attention", dense_attention))  # used by the packed op
+        stack.enter_context(patch.object(reference, "varlen_attention", dense_attention))  # for the packed op
         for name in ("varlen_attention", "varlen_self_attention"):
             stack.enter_context(OPS[name].using("reference"))
         yield
@@ -179,7 +179,7 @@ def dense_attention(
     max_seqlen: int,
     dropout: Dropout | None = None,
 ) -> Tensor:
-    """Compute what ``kernels.reference.ops.varlen_attention`` defines, with a mask over all pairs of tokens."""
+    """Compute the same as ``kernels.reference.ops.varlen_attention``, with a mask over all pairs of tokens."""
     (queries, heads, _), sequences = query_QHE.shape, len(cu_seqlens_q) - 1
     query_Q, key_T = torch.arange(queries), torch.arange(len(key_THE))
     owner_Q = torch.bucketize(query_Q, cu_seqlens_q[1:].long(), right=True)

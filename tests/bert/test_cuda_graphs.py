@@ -1,4 +1,4 @@
-"""Captured steps give the same weights, bit for bit, as eager steps. Also checks what must not be captured."""
+"""Captured steps give the same weights, bit for bit, as eager steps. Values that change are not captured."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -39,7 +39,7 @@ LARGER = ShapeBucket(448, 8, 80, MAX_SEQ_LENGTH)
 def step_of(
     precision: Literal["fp32", "fp8"] = "fp32", mesh: Mesh = CPU, capturer: CudaCapturer | None = None
 ) -> TrainingStep:
-    """Build a step. Only fp32 has dropout: capturing draws random numbers too, and FP8 scales depend on them."""
+    """Build a step. FP8 has no dropout: capturing draws random numbers too, and they would change the FP8 scales."""
     dropout = 0.1 if precision == "fp32" else 0.0
     model = replace(OF_SMALL_RUN, hidden_dropout=dropout, attention_dropout=dropout)
     return training_step(step_config(model, precision=precision), mesh, capturer)
@@ -48,7 +48,7 @@ def step_of(
 def global_batches(run: SmallRun, count: int) -> list[list[Batch]]:
     """Make global batches of two micro-batches with changing shape buckets. One in five has no captured bucket."""
     kinds = [SHAPE_BUCKETS[0], SHAPE_BUCKETS[1], SHAPE_BUCKETS[1], LARGER, SHAPE_BUCKETS[0]]
-    short = np.argsort(run.train.lengths)[:48]  # short enough for eight samples to fit the smallest bucket
+    short = np.argsort(run.train.lengths)[:48]  # any eight of these fit the smallest bucket
     batches = []
     for number in range(2 * count):
         chosen = short[np.arange(number, number + 8) % len(short)]
@@ -73,7 +73,7 @@ def test_replayed_steps_are_the_steps(small_run: SmallRun, precision: Literal["f
         torch.manual_seed(9)
         results.append(take_steps(step, batches))
         if capturer is not None:
-            # Graph 0 is the larger shape bucket, 1 the smaller, 2 the update. Two of ten micro-batches have none.
+            # Graph 0 is for the larger shape bucket, 1 for the smaller one, and 2 for the update.
             assert capturer.replays == [1, 0, 2, 0, 2, 1, 1, 2, 0, 0, 2, 1, 2]
         assert step.uncaptured_batches == (0 if capturer is None else 2)
     assert_same(*results)
@@ -84,7 +84,7 @@ def test_replayed_steps_are_the_steps(small_run: SmallRun, precision: Literal["f
 def test_fp8_starts_with_the_scales_of_the_weights_that_it_starts_from(
     small_run: SmallRun, capturer: CudaCapturer | None
 ) -> None:
-    """The scales come neither from inert batches nor from weights trained in the warm-up."""
+    """Scales fit the initial weights and real gradients, although the warm-up trains and uses empty batches."""
     step = step_of("fp8", capturer=capturer)
     step.warm_up(global_batches(small_run, 1)[0], 3, SHAPE_BUCKETS)
     state = step.fp8
@@ -107,7 +107,7 @@ def test_warming_up_leaves_no_trace(small_run: SmallRun, capturer: CudaCapturer 
 
 
 def test_captured_graphs_share_buffers_largest_first() -> None:
-    """Batches are copied to shared buffers. A graph ignores values that a larger batch left past its end."""
+    """Batches are copied to shared buffers, where values of a larger batch may remain. A graph must ignore them."""
     seen: list[Batch] = []
 
     def function(batch: Batch) -> None:
@@ -141,9 +141,9 @@ def test_captured_graphs_share_buffers_largest_first() -> None:
 
 @pytest.mark.parametrize("captured", [True, False])
 def test_all_is_chosen_and_run_before_anything_is_captured(small_run: SmallRun, captured: bool) -> None:
-    """Buffers of eager runs and of captured graphs are never in memory at the same time.
+    """All eager runs come before the first capture, so that the memory of both is not needed at the same time.
 
-    Only implementations that can be captured are permitted from the first measurement to the last capture.
+    From the first measurement to the last capture, implementations that cannot be captured are rejected.
     """
     op, events = OPS["varlen_attention"], list[tuple[str, bool]]()
     with FakeTensorMode():
@@ -163,7 +163,7 @@ def test_all_is_chosen_and_run_before_anything_is_captured(small_run: SmallRun, 
     step = step_of(capturer=capturer)
     step.warm_up(global_batches(small_run, 1)[0], 0, [*SHAPE_BUCKETS, LARGER], choose)
     look("warm")
-    # Three shape buckets and the update.
+    # Four graphs: three shape buckets and the update.
     expected = ["choose", *(["run"] * 4 + ["capture"] if captured else [])]
     assert events == [*((event, captured) for event in expected), ("warm", False)]
 

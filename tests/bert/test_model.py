@@ -1,4 +1,4 @@
-"""The model against Hugging Face's ``BertForPreTraining`` with the same weights, and against itself.
+"""The model, compared with Hugging Face's ``BertForPreTraining`` with the same weights, and with itself.
 
 Dropout is 0 throughout: the comparisons are exact up to rounding.
 """

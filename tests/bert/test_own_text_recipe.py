@@ -34,7 +34,7 @@ def arguments(own: Path, *more: object) -> list[str]:
     ("given", "samples", "interval", "steps", "warmup", "hidden", "rate"),
     [
         ("", 32_000, 1600, 1000, 100, 128, 5e-3),
-        # 30 steps in at most 15 intervals that end at the last step
+        # 30 steps make 15 evaluation intervals
         ("--training.max-samples=960 --model.hidden-size=64", 960, 64, 30, 3, 64, 0.01),
         ("--training.max-samples=960 --evaluation.interval-samples=320", 960, 320, 30, 3, 128, 5e-3),
         ("--training.max-steps=17 --optimizer.num-warmup-steps=2", 32_000, 32, 17, 2, 128, 5e-3),
@@ -74,7 +74,7 @@ def test_without_data_nothing_follows_and_the_check_names_them(tmp_path: Path) -
 
 @pytest.mark.slow
 def test_a_run_trains_to_the_end_and_has_succeeded(own: Path, tmp_path: Path) -> None:
-    """The run continues although it reaches its target early."""
+    """A run with this recipe trains on all samples even if it reaches its target earlier, and then succeeds."""
     settings = "--training.max-samples=160", "--evaluation.target=0.001", "--training.seed=1"
     run = Program("bert.train", arguments(own, *settings, f"--log.results={tmp_path}"))
     assert run.wait(PATIENCE_S) == 0, run.output

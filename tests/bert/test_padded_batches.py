@@ -63,7 +63,7 @@ def test_a_batch_of_empty_slots_has_neither_losses_nor_gradients() -> None:
 
 @pytest.mark.parametrize(("precision", "padded"), [("fp32", False), ("bf16", True)])
 def test_products_in_16_bits_of_a_cpu_have_few_numbers_of_rows(precision: Precision, padded: bool) -> None:
-    """oneDNN compiles a 16-bit product for each number of rows, so those are padded. fp32 batches are not."""
+    """oneDNN compiles 16-bit products for each number of rows, so bf16 batches are padded to few shapes."""
     config = RECIPES["tiny_cpu"]()
     model = replace(config.model, hidden_size=256, num_attention_heads=4)
     config = replace(config, model=model, training=replace(config.training, precision=precision))

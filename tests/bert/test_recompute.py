@@ -1,4 +1,4 @@
-"""Recomputation gives bit-identical losses, moments and weights. Also checks what is recomputed, and by which ops."""
+"""Recomputation gives bit-identical losses, moments and weights, and repeats the intended ops only."""
 
 import itertools
 from collections import Counter
@@ -87,13 +87,13 @@ def test_what_is_computed_again(small_run: SmallRun) -> None:
 
 
 def no_graph(name: str, implementation: str, *args: Any) -> bool:
-    """Tell whether the op's implementation is refused because a CUDA graph cannot capture it."""
+    """Return whether an op's implementation is rejected because a CUDA graph cannot capture it."""
     op = OPS[name]
     return "CUDA graph" in " ".join(op.unsupported_reasons(op.implementations[implementation], *args))
 
 
 def test_a_captured_step_gets_no_dropout_that_cannot_be_repeated() -> None:
-    """Implementations with unrepeatable dropout are rejected, in measurements and by name, but only for recomputed ops."""
+    """Implementations whose dropout cannot be repeated are rejected, even by name, but only for recomputed ops."""
     with FakeTensorMode():
         usual = attention_call(64)
         with captured():

@@ -98,7 +98,7 @@ def test_a_run_says_where_it_differs_from_its_plan(
     display = StepLines([lines.append], 0.36, 1000, EvaluationSchedule(100, 32))
     sinks = [MetricsWriter(tmp_path / "metrics.jsonl", RunRecord()), display]
     with Reporter(sinks, (planned(), Path("p.json"))) as reporter:
-        reporter.write(interval(20, data_wait=500.0))  # ignored, because the data loader starts in it
+        reporter.write(interval(20, data_wait=500.0))  # the first interval is ignored, as the loader starts in it
         for step in (40, 60, 80):
             reporter.write(interval(step, reduce=reduce_ms, forward_backward=forward_backward_ms))
         reporter.end(80, EndRecord("success", 8.0, 2560, 0.4))

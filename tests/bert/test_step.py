@@ -1,4 +1,4 @@
-"""The training step in one process."""
+"""The training step in one process: statistics and skipped steps."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ def test_statistics_are_means_over_the_steps_since_the_last_fetch(step: Training
         step([batch])
     with Operators() as operators:
         means, stopping = step.statistics.fetch(stop=True, own_seconds=0.25)
-    # Copying a number to a GPU would make the host wait until the GPU has finished all queued work.
+    # The host must not copy a number to the GPU, because it would wait until the GPU has finished all queued work.
     assert "fill_" in operators.names
     assert not {"copy_", "_to_copy", "scalar_tensor", "lift_fresh"} & set(operators.names)
     assert (stopping, step.statistics.own_seconds) == (True, [0.25])
@@ -36,7 +36,7 @@ def test_statistics_are_means_over_the_steps_since_the_last_fetch(step: Training
 def test_a_step_with_gradients_that_are_not_finite_is_skipped_and_counted(
     step: TrainingStep, small_run: SmallRun
 ) -> None:
-    """Weights, moments and the step count stay the same, the mean norm covers the other steps, and training continues."""
+    """A skipped step changes neither weights, moments nor the step count, and the mean norm does not include it."""
     batches = [batch_of(small_run.train.slice(0, 8))]
     step(batches)
     norm = step.statistics.fetch()[0]["gradient_norm"]

@@ -16,7 +16,7 @@ META = torch.device("meta")
 
 @pytest.fixture
 def timeline(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Stand-in for a device. Host memory counts as page-locked without CUDA, and tensors need no values."""
+    """Timeline in place of a GPU. Host memory counts as page-locked, and GPU tensors have no values."""
     empty = torch.empty
 
     def stand_in(*sizes: Any, pin_memory: bool = False, **settings: Any) -> Tensor:

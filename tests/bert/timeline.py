@@ -1,7 +1,7 @@
 """Timeline of one rank's work, without a device or other ranks: operators and collectives by stream.
 
-It stands in for PyTorch's CUDA streams, events and graphs; ``process_groups.py`` stands in for process groups. Tensors
-need no values: on the device "meta" they have none, and a host that reads one fails. As in PyTorch's allocator, freed
+This module fakes PyTorch's CUDA streams, events and graphs, and ``process_groups.py`` fakes process groups. Tensors need
+no values: they may be on the device "meta", where reading a value raises an error. As in PyTorch's allocator, freed
 memory returns at once to the stream that allocated it. Other streams must have finished with that memory before this
 stream runs its next operator.
 """
@@ -27,7 +27,7 @@ from bert.parallel.reduction import gradients
 from tests.bert.process_groups import Collective, Group, TimelineError, exchange_batch
 
 Clock = Counter["Stream"]
-"""Number of operators that are known to precede a point in time, for each stream."""
+"""Vector clock: the number of each stream's operators that are known to precede a point in time."""
 
 
 @dataclass(frozen=True)
@@ -40,14 +40,12 @@ class _Access:
     writes: bool
 
     def meets(self, other: "_Access") -> bool:
-        """Tell whether the two accesses must be ordered."""
+        """Return whether two accesses must be ordered: they overlap, and at least one writes."""
         return (self.writes or other.writes) and self.start < other.stop and other.start < self.stop
 
 
 @dataclass(frozen=True)
 class _Past:
-    """An earlier access."""
-
     access: _Access
     stream: "Stream"
     moment: int
@@ -56,7 +54,7 @@ class _Past:
 
 @dataclass(eq=False)
 class Stream:
-    """Stand-in for a CUDA stream, with a clock of the other streams' work that it has waited for."""
+    """Fake CUDA stream, with a clock of all streams' operators that it has waited for."""
 
     timeline: "Timeline"
     name: str
@@ -69,7 +67,7 @@ class Stream:
     device = torch.device("cuda", 0)
 
     def wait_stream(self, other: "Stream") -> None:
-        """Wait for all work that the other stream was given so far."""
+        """Wait for all work that has been queued on the other stream so far."""
         self._wait(other.clock, other.capture, other.name)
 
     def wait_event(self, event: "Event") -> None:
@@ -77,7 +75,7 @@ class Stream:
         self._wait(event.clock, event.capture, "an event")
 
     def record_event(self) -> "Event":
-        """Return an event that marks the work given so far."""
+        """Return an event after all work that has been queued so far."""
         event = Event(self.timeline)
         event.record(self)
         return event
@@ -92,28 +90,26 @@ class Stream:
 
 
 class Event:
-    """Stand-in for a CUDA event."""
-
     def __init__(self, timeline: "Timeline") -> None:
         self._timeline = timeline
         self.clock: Clock = Counter()
         self.capture: Graph | None = None
 
     def record(self, stream: Stream | None = None) -> None:
-        """Mark the work that ``stream``, by default the current stream, was given so far."""
+        """Mark the work that has been queued so far on ``stream``, by default the current stream."""
         stream = stream or self._timeline.current
         self.clock, self.capture = stream.clock.copy(), stream.capture
 
 
 class Graph:
-    """Stand-in for a CUDA graph. A replay makes all memory accesses of the capture."""
+    """Fake CUDA graph. A replay counts as one operator with all memory accesses of the capture."""
 
     def __init__(self, timeline: "Timeline") -> None:
         self._timeline = timeline
         self.streams: list[Stream] = []
         self.accesses: dict[_Access, None] = {}
         self.past: dict[int, list[_Past]] = {}
-        """Accesses within the capture. They are kept apart because captured work does not run."""
+        """Accesses of captured work. They are separate from the timeline's, because captured work does not run."""
         self.collectives: list[Collective] = []
 
     def replay(self) -> None:
@@ -122,17 +118,17 @@ class Graph:
         self._timeline.collectives += self.collectives
 
     def reset(self) -> None:
-        """Do nothing. The tests of captured runs check that graphs are reset."""
+        """Do nothing. Tests of captured runs check elsewhere that graphs are reset."""
 
 
 class Timeline(TorchDispatchMode):
-    """Work that a rank gives its device, recorded with stand-ins for streams, events, graphs and groups."""
+    """Record of the work that a rank queues on its device, made by fake streams, events, graphs and groups."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()
         self.rank = rank
         self.host = Stream(self, "host")
-        """The host's waits for other ranks. All work that the host submits later comes after them."""
+        """Stream of the host's waits for other ranks. All work that the host submits later comes after them."""
         self.main = self.current = Stream(self, "main")
         self.streams = [self.main]
         self.collectives: list[Collective] = []
@@ -141,18 +137,18 @@ class Timeline(TorchDispatchMode):
         self._past: dict[int, list[_Past]] = {}
         self._numbers = itertools.count()
         self._storages: dict[int, int] = {}
-        """Number of the storage at each address. A later storage may reuse an address."""
+        """Number of the current storage at each address, because a later storage may reuse an address."""
         self._recorded: dict[int, set[Stream]] = {}
-        """Streams recorded for each storage. The allocator waits for them before it reuses the memory."""
+        """Streams passed to ``record_stream``, by storage. The allocator waits for them before it reuses memory."""
 
     @contextmanager
     def watching(self, patch: pytest.MonkeyPatch) -> Iterator["Timeline"]:
-        """Replace CUDA and process groups with stand-ins, and record all operators in the block."""
+        """Replace CUDA and process groups by fakes, and record all operators in the block."""
         stream = gradients.CommunicationStream
         patch.setattr(gradients, "CommunicationStream", lambda _: stream(torch.device("cuda", 0)))
         patch.setattr(dist, "new_group", lambda ranks, **_: self._new_group(patch, tuple(ranks)))
         patch.setattr(dist, "batch_isend_irecv", exchange_batch)
-        # PyTorch finds a rank's place in a group through the default group.
+        # PyTorch asks the default group for this rank's number.
         patch.setattr(distributed_c10d, "_get_default_group", lambda: SimpleNamespace(rank=lambda: self.rank))
         for name, stand_in in {
             "Stream": self._new_stream,
@@ -174,7 +170,7 @@ class Timeline(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run an operator and record its reads and writes. Views make no access."""
+        """Run an operator and record its reads and writes. Creating a view is not an access."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if func.is_view:
@@ -191,7 +187,7 @@ class Timeline(TorchDispatchMode):
         return result
 
     def run(self, operator: str, accesses: Mapping[_Access, None]) -> None:
-        """Run an operator on the current stream. Raises if it shares memory with an operator that it does not wait for."""
+        """Record an operator on the current stream. Raises if it does not wait for an operator that shares its memory."""
         stream = self.current
         stream.clock[stream] += 1
         self.operators[stream] += 1
@@ -214,14 +210,14 @@ class Timeline(TorchDispatchMode):
                         f"{operator} on {stream.name} {does} what {before.operator} on {before.stream.name} {did}, "
                         "and does not wait for it"
                     )
-            # Later accesses need not be checked against accesses to overwritten memory.
+            # Forget accesses to the overwritten memory: checking later accesses against this write is enough.
             past[:] = [each for each in past if not (access.writes and _covers(access, each.access))]
             past.append(_Past(access, stream, stream.clock[stream], operator))
             if stream.capture is not None:
                 stream.capture.accesses[access] = None
 
     def stream_of(self, ranks: tuple[int, ...]) -> Stream:
-        """Return a stream for messages among these ranks."""
+        """Return a new stream for communication among some ranks."""
         return Stream(self, f"messages {'-'.join(map(str, ranks))}")
 
     @contextmanager

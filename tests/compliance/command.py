@@ -1,4 +1,4 @@
-"""The compliance command line, run in the tests' own process to save the start of a new one."""
+"""Run commands of ``python -m compliance`` in the tests' own process, to save time."""
 
 import io
 import sys

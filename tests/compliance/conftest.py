@@ -1,4 +1,4 @@
-"""Logs that tests in several folders start from."""
+"""Valid logs that tests in several folders edit."""
 
 import pytest
 

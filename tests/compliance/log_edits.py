@@ -12,7 +12,7 @@ from compliance.official.worker import RuleFiles
 
 Edit = Callable[[str], str]
 
-mlp_compliance.yaml = RuleFiles()  # saves a tenth of a second per log
+mlp_compliance.yaml = RuleFiles()  # cached rule files save 0.1 s per log
 
 
 def in_turn(*edits: Edit) -> Edit:
@@ -73,7 +73,7 @@ def epoch_nums(*counts: int) -> Edit:
 
 
 def delete(*keys: str, nth: int | None = None) -> Edit:
-    """Return an edit that deletes all records of the given keys, or only one record per key."""
+    """Return an edit that deletes all records of the given keys, or only the `nth` record of each key."""
     if nth is not None:
         return in_turn(*(on_line(key, lambda _: "", nth) for key in keys))
     named = tuple(f'"key": "{key}"' for key in keys)
@@ -115,7 +115,7 @@ def move_before(key: str, other: str) -> Edit:
 
 
 def swap(key: str, other: str) -> Edit:
-    """Return an edit that exchanges two records. Time stamps stay in their places."""
+    """Return an edit that exchanges two records, except for their time stamps."""
 
     def apply(text: str) -> str:
         first, second = lines_of(text, key)[0], lines_of(text, other)[0]
@@ -127,7 +127,7 @@ def swap(key: str, other: str) -> Edit:
 
 
 def epochs_for_blocks(text: str) -> str:
-    """Replace the blocks by a single epoch."""
+    """Replace a log's blocks by a single epoch."""
     return text.replace('"block_', '"epoch_').replace('"first_epoch_num": 1', '"epoch_num": 1')
 
 

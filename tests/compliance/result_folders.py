@@ -10,7 +10,7 @@ from tests.compliance.run_logs import CLOSED, OPEN, START_MS, log_of, write_metr
 
 SYSTEM = "node_8x"
 EVALUATIONS = 17
-"""Evaluations of a run that takes more sequences than the reference's mean: 2,550,016 at batch size 448."""
+"""Number of evaluations of a run that needs more sequences (2,550,016 at batch size 448) than the reference's mean."""
 
 
 def write_log(
@@ -27,7 +27,7 @@ def write_log(
 ) -> Path:
     """Write the log of run `number`, which has its own seed and starts three hours after the previous run.
 
-    A run that failed is aborted below the target. An evaluation takes 5 times `step_ms`.
+    If `failed`, the run is aborted without reaching the target. An evaluation takes 5 times `step_ms`.
     """
     target = float((CLOSED if division == "closed" else OPEN)["quality_target"])
     log = log_of(
@@ -60,7 +60,7 @@ def write_series(
 
 
 def describe_system(**changes: Any) -> dict[str, Any]:
-    """Return a complete system description; a field that is changed to None is omitted."""
+    """Return a complete system description with changes. Omit a field that is changed to None."""
     fields = dict.fromkeys(SYSTEM_FIELDS, "") | {
         "submitter": "Example",
         "division": "closed",
@@ -82,7 +82,7 @@ def write_description(root: Path, system: str = SYSTEM, **changes: Any) -> Path:
 
 
 def without_chain(path: Path) -> Path:
-    """Keep only the records that ruleset 5.0.0 requires, so that edits break no digest and checks are fast."""
+    """Remove digests, so that edits break none, and records that ruleset 5.0.0 does not require, for faster checks."""
     lines = path.read_text().splitlines(keepends=True)
     kept = [line for line in lines if line.startswith(":::MLLOG") and "weights_initialization" not in line]
     path.write_text("".join(kept))
@@ -106,7 +106,7 @@ def benchmark_folder(root: Path) -> Path:
     return root / "results" / SYSTEM / "bert"
 
 
-# Folders for the report, whose names mark them as made up
+# Folders for the report, with "made_up" in their names
 
 
 def write_closed_folder(root: Path, evaluations: Sequence[int] = (16, 17, 16, 16, 17, 16, 15, 16, 17, 16)) -> Path:
@@ -123,7 +123,7 @@ def write_closed_folder(root: Path, evaluations: Sequence[int] = (16, 17, 16, 16
         folder, counts, failed=failed, global_batch_size=768, header=header, platform="made_up_h100", step_ms=3850
     )
     for number, count in enumerate(counts):
-        # An evaluation is 196 steps of 768 sequences, and 19 s, after the previous one.
+        # Between evaluations are 196 steps of 768 sequences, which take 19 s.
         write_metrics(folder / f"metrics_{number}.jsonl", 196 * count, every=20, batch=768, scale=3.5)
     described = {"accelerator_model_name": "NVIDIA H100 80GB HBM3", "accelerator_interconnect": "NVLink 4, NVSwitch 3"}
     described |= {"host_processor_model_name": "made up", "framework": "PyTorch 2.13.0"}

@@ -120,9 +120,9 @@ def without_chain(text: str) -> str:
 
 
 def write_metrics(path: Path, steps: int = 60, *, every: int = 10, batch: int = 32, scale: float = 1.0) -> Path:
-    """Write a metrics file like the trainer's: an entry every `every` steps, and an evaluation every 20 steps.
+    """Write a metrics file like a run's: a step record every `every` steps, and an evaluation every 20 steps.
 
-    A step takes 27 ms times `scale`, of which 1 ms times `scale` is in none of the four parts.
+    A step takes 27 ms times `scale`. The four recorded parts of a step take all but 1 ms times `scale`.
     """
     parts = {"step_ms": 27.0, "data_wait_ms": 1.0, "forward_backward_ms": 20.0, "reduce_ms": 3.0, "update_ms": 2.0}
     scaled = {name: scale * ms for name, ms in parts.items()}

@@ -1,4 +1,4 @@
-"""Hostile names of files and folders, passed to every command: the output is harmless, and the verdict is given."""
+"""With hostile names of files and folders, every command gives its verdict and prints no harmful text."""
 
 import json
 from collections.abc import Sequence

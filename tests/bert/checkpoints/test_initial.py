@@ -85,7 +85,7 @@ def test_heads_that_are_missing_stay_random_in_the_open_division(
 
 
 def test_rows_past_the_vocabulary_are_left_out(tmp_path: Path, small_run: SmallRun) -> None:
-    """Some models pad the word table to a round number of rows."""
+    """Some models pad the word table to a round number of rows. The extra rows are dropped."""
     folder = save_pretrained(tmp_path / "theirs", small_run.folder / "vocab.txt", rows=208)
     check(folder, config_of(small_run))
     model, theirs = drawn_model(MODEL, 1), load_file(folder / "model.safetensors")

@@ -25,7 +25,7 @@ WHOLE = ["tf1", "tf1_snappy", "tf1_sharded"]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the fixtures, with a data file beside tf1_snappy's index."""
+    """Copy the fixtures' folder and add the data file that belongs to tf1_snappy's index."""
     folder = tmp_path_factory.mktemp("bundles")
     for path in BUNDLES.glob("tf*"):
         shutil.copy(path, folder)
@@ -82,7 +82,7 @@ def flipped(content: bytes, bit: int) -> bytes:
 
 @given(data=st.data(), name=st.sampled_from([*WHOLE, "tf1_sliced"]))
 def test_a_flipped_bit_in_the_index(folder: Path, data: st.DataObject, name: str):
-    """The index is refused or is read as before, because some of its bytes have no meaning."""
+    """A damaged index is rejected, or is read as before if the flipped bit has no meaning."""
     content, original = (folder / f"{name}.index").read_bytes(), TensorBundle(folder / name)
     bit = data.draw(st.integers(0, 8 * len(content) - 1))
     prefix = copied(folder, name, folder / "flipped", ".index", flipped(content, bit))
@@ -101,7 +101,7 @@ def test_a_truncated_index(folder: Path, data: st.DataObject, name: str):
 
 @given(data=st.data(), name=st.sampled_from(["tf1", "tf1_sharded"]))
 def test_a_flipped_bit_in_the_data(folder: Path, data: st.DataObject, name: str):
-    """Reading the damaged tensor finds the error. Other tensors are unaffected."""
+    """Only reading the damaged tensor reports the error. Other tensors can be read."""
     original = TensorBundle(folder / name)
     tensor = data.draw(st.sampled_from(sorted(original.entries.keys() - {"global_step"})))
     entry = original.entries[tensor]
@@ -152,7 +152,7 @@ def sealed(content: bytes, kind: int = 0) -> bytes:
 
 
 def table(data: bytes, kind: int = 0, handles: list[tuple[int, int]] | None = None) -> bytes:
-    """Return an index with one data block. ``handles`` replaces the handles in its index block and may be invalid."""
+    """Return an index file with one data block. ``handles`` replaces the (possibly invalid) references to blocks."""
     blocks = [sealed(data, kind), sealed(block())]
     places = [(0, len(data))] if handles is None else handles
     index = block(*((bytes([97 + i]), number(offset) + number(size)) for i, (offset, size) in enumerate(places)))
@@ -225,7 +225,7 @@ def test_a_hostile_tensor(tmp_path: Path, value: bytes, message: str):
 
 
 def test_a_tensor_too_large_for_a_bert_is_not_read(tmp_path: Path):
-    """Neither the sparse file's disk space nor memory of its apparent size may be used."""
+    """The data file is sparse. Rejecting it must not read it or allocate memory of its apparent size."""
     rows = 2**29
     prefix = written(tmp_path, table(block(HEADER, (b"w", entry(rows, size=4 * rows)))))
     with (tmp_path / "x.data-00000-of-00001").open("r+b") as file:

@@ -1,4 +1,4 @@
-"""Checkpoints of a run in one process: written beside training, never partially, and resumed bit for bit."""
+"""Checkpoints of a run in one process: written in the background, never partially, and resumed bit for bit."""
 
 import errno
 import os
@@ -40,7 +40,7 @@ SEED = 7
 
 @dataclass(frozen=True)
 class Run:
-    """Parts of a run that saving and resuming need."""
+    """The parts of a run that saving and resuming need."""
 
     config: Config
     train: Dataset
@@ -52,12 +52,12 @@ class Run:
     folder: Path
 
     def take(self, *steps: int) -> dict[str, Tensor]:
-        """Train these steps, each on its own samples."""
+        """Train some steps, where the number of a step determines its samples, and return the statistics."""
         samples = self.samples.train
         return take_steps(self.step, ([batch_of(samples.slice(8 * step, 8 * step + 8))] for step in steps))
 
     def save(self, steps: int) -> list[str]:
-        """Write a checkpoint, and return the warnings."""
+        """Write the checkpoint of a step, wait for it, and return the warnings."""
         self.told.clear()
         at = Position(steps, 8 * steps)
         self.checkpoints.save(at)
@@ -87,7 +87,7 @@ Make = Callable[..., Run]
 def test_training_goes_on_while_one_is_written_and_the_next_one_waits(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The watchdog allows the wait as long as writing has taken so far."""
+    """The wait is a phase of its own, "checkpoint_write", for which the watchdog records the longest duration."""
     run, gate, write = make(), threading.Event(), writer.write_safetensors
     monkeypatch.setattr(writer, "write_safetensors", lambda *given: gate.wait(20) and write(*given))
     run.take(0, 1)
@@ -113,7 +113,7 @@ def test_training_goes_on_while_one_is_written_and_the_next_one_waits(
 def test_what_follows_is_the_same_to_the_last_bit(make: Make, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Resume with dropout, with bf16 weight copies as on a GPU, and in FP8 with all scales and cast weights.
 
-    A skipped step is no step of the optimizer.
+    The checkpoint is of step 3, but of optimizer step 2, because one step was skipped.
     """
     monkeypatch.setattr(bert.build, "accumulates_products", lambda _, precision: precision == "bf16")
     changes = {"training__precision": precision, "model__num_hidden_layers": 3, "model__hidden_dropout": 0.1}
@@ -128,7 +128,7 @@ def test_what_follows_is_the_same_to_the_last_bit(make: Make, precision: str, mo
     saved = state_of(run.step)
     further = run.take(3, 4, 5)
     again = make(seed=1, **changes)
-    again.take(8, 9)  # a warm-up would also have changed its state
+    again.take(8, 9)  # change the state that is to be replaced
     state = find(run.folder, again.config, again.train, CPU)
     assert (state.step, state.samples, state.optimizer_steps, state.seed) == (3, 24, 2, SEED)
     assert (state.fp8_scales is None) == (precision != "fp8")
@@ -140,7 +140,7 @@ def test_what_follows_is_the_same_to_the_last_bit(make: Make, precision: str, mo
 def test_one_that_cannot_be_written_leaves_nothing_and_is_told_once(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Any other error than of the disk is a mistake of the program, which ends the run."""
+    """If the disk fails, the run continues. Any other error is a bug, which ends the run."""
     run, errors = make(), [OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), RuntimeError("a bug")]
     assert run.save(1) == []
 
@@ -155,7 +155,7 @@ def test_one_that_cannot_be_written_leaves_nothing_and_is_told_once(
 
     run.take(0)
     monkeypatch.setattr(writer, "write_safetensors", fail)
-    [told] = run.save(1)  # there is a checkpoint of this step already, which must stay
+    [told] = run.save(1)  # must keep the earlier checkpoint of step 1
     assert told.startswith(f"warning at step 1: no checkpoint was written: {run.folder}")
     assert told.endswith(os.strerror(errno.ENOSPC))
     run.checkpoints.look(Position(1, 0))
@@ -183,7 +183,7 @@ def test_what_a_killed_run_has_left_is_no_checkpoint_and_is_removed(make: Make) 
 
 
 def test_it_gets_its_name_by_renaming_when_all_is_on_disk(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A partial checkpoint must never have the final name."""
+    """A partial checkpoint never has the final name, even after a crash of the machine."""
     run, sync, synced = make(), files.sync, []
 
     def noting(path: Path) -> None:
@@ -209,7 +209,7 @@ def test_random_numbers_after_a_checkpoint_are_of_its_step_and_rank() -> None:
 
 
 def test_the_newest_stay_in_the_order_of_their_steps(make: Make) -> None:
-    """A new checkpoint of the same step replaces the old one once it is complete."""
+    """A new checkpoint of a step replaces an old one of the same step only when the new one is complete."""
     run = make(checkpoint__keep=2, checkpoint__every_steps=3)
     assert [steps for steps in range(1, 10) if run.checkpoints.due(steps)] == [3, 6, 9]
     for steps in (99_999_999, 5, 100_000_000):
@@ -245,8 +245,8 @@ def test_settings_and_data_that_decide_the_losses_must_be_the_same(make: Make, s
 
 
 def test_what_another_run_has_written_is_neither_replaced_nor_removed(make: Make) -> None:
-    """Two runs may share a folder on a file system without locks. Broken checkpoints do not push out new ones."""
-    for steps in (1, 8):  # there at the start and broken: the run may remove the older one, and 8 does not count
+    """Two runs may share a folder if locks do not work. Broken checkpoints do not count among those to keep."""
+    for steps in (1, 8):  # broken from the start: step 1 may be removed, and step 8 does not count
         (make().folder / f"step_{steps:08}").mkdir(parents=True)
     first, second = make(checkpoint__keep=1), make(checkpoint__keep=1)
     for steps in (2, 4, 6):

@@ -43,7 +43,7 @@ def write_vocabulary(path: Path, words: int = 25) -> str:
 
 
 def test_round_trip(tmp_path: Path):
-    """Parameters may be views of one buffer, an existing file is replaced, and the safetensors library writes the same."""
+    """Save parameters that are views of one buffer over an existing file, and compare with the safetensors library."""
     path = tmp_path / "new folder" / "weights.safetensors"
     source, target = drawn_model(CONFIG, 0), drawn_model(CONFIG, 1)
     save_weights(target, path)
@@ -79,7 +79,7 @@ FOUR_HEADS = ModelConfig(2, 24, 4, 16, 30, 12, hidden_dropout=0.2, layer_norm_ep
 
 
 def test_a_file_says_which_model_it_holds_and_is_not_guessed_at(tmp_path: Path):
-    """The file also records facts that the shapes do not tell, such as the number of heads."""
+    """Shapes do not determine the whole model: the number of heads, for example, comes from the metadata."""
     write_vocabulary(tmp_path / "vocab.txt")
     ours, again, theirs = tmp_path / "ours.safetensors", tmp_path / "again.safetensors", tmp_path / "theirs"
     save_weights(drawn_model(FOUR_HEADS, 0), ours)
@@ -144,7 +144,7 @@ def test_what_does_not_fit_is_refused(
 
 @pytest.mark.slow
 def test_an_exported_folder_fills_masks_as_the_model_does(tmp_path: Path):
-    """The model has an unusual head width, and the exported folder brings its own tokenizer."""
+    """``transformers`` loads the exported folder, with its tokenizer. The model has an unusual head size."""
     import transformers
 
     model = drawn_model(FOUR_HEADS, 3).eval()
@@ -180,7 +180,7 @@ def test_a_vocabulary_is_asked_for_and_must_be_the_models(tmp_path: Path):
 
 
 def test_every_format_gives_the_same_weights(tmp_path: Path):
-    """Convert from TensorFlow to both other formats, and from a folder and its file back to this program's format."""
+    """Convert from TensorFlow to both other formats, and from Hugging Face's folder or file to this program's format."""
     write_vocabulary(tmp_path / "words")
     convert(BUNDLES / "tf1", "hugging-face", tmp_path / "theirs", 2, tmp_path / "words")
     state, expected = from_pretrained(tmp_path / "theirs").state_dict(), bundle_weights()
@@ -197,7 +197,7 @@ def test_every_format_gives_the_same_weights(tmp_path: Path):
 
 
 def test_a_folder_that_transformers_saved(theirs: Path, tmp_path: Path):
-    """The folder may also have an explicit decoder, half precision, or the names of older files. Weights are fp32."""
+    """Variants of the folder: an explicit decoder, half precision, or old parameter names. Read weights are fp32."""
     from_pretrained(theirs).save_pretrained(tmp_path / "again")
     path = tmp_path / "again" / "model.safetensors"
     renamed = {
@@ -211,7 +211,7 @@ def test_a_folder_that_transformers_saved(theirs: Path, tmp_path: Path):
         model = drawn_model(CONFIG, 1)
         load_initial_weights(model, tmp_path / f"{index}.safetensors")
         for ours, expected in zip(model.parameters(), drawn_model(CONFIG, 0).parameters(), strict=True):
-            torch.testing.assert_close(ours, expected, rtol=1e-3 * index, atol=1e-6 * index)  # the dtype too
+            torch.testing.assert_close(ours, expected, rtol=1e-3 * index, atol=1e-6 * index)  # also compares the dtype
 
 
 def test_an_untied_decoder_is_refused(theirs: Path):

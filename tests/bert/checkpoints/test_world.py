@@ -1,4 +1,4 @@
-"""Dividing a global batch over a changed number of ranks, and what the log says about it."""
+"""Division of a global batch among a changed number of ranks, and the log lines about the change."""
 
 from dataclasses import replace
 
@@ -33,10 +33,10 @@ def test_no_micro_batch_grows_however_often_ranks_change(batch: int, first: int,
         made = rebalance_batch(made, world, ranks)
         world = World.of(hosts(ranks), made, world)
         assert made.training.global_batch_size == batch
-        assert batch >= ranks * world.accumulation  # every micro-batch has a sequence
+        assert batch >= ranks * world.accumulation  # each micro-batch has a sequence or more
         assert world.fitting == max(fitting, world.sequences)
         assert world.sequences <= fitting or fitting == 1
-        if world.accumulation > 1 and world.sequences <= fitting:  # there are no more micro-batches than necessary
+        if world.accumulation > 1 and world.sequences <= fitting:  # fewer micro-batches would not fit
             assert -(-batch // (ranks * (world.accumulation - 1))) > fitting
         fitting = world.fitting
 
@@ -54,7 +54,7 @@ def test_a_pipeline_keeps_whole_rounds() -> None:
     made = replace(config(64, 2), parallel=ParallelConfig(pipeline=2))
     first = World.of(hosts(4, 2), made)
     assert (first.accumulation, first.sequences) == (2, 8)
-    assert rebalance_batch(made, first, 3).training.gradient_accumulation_steps == 4  # 3 would fit
+    assert rebalance_batch(made, first, 3).training.gradient_accumulation_steps == 4  # 3 is no whole round
 
 
 def test_hosts_that_went_and_came_are_named_with_the_shares() -> None:

@@ -94,7 +94,7 @@ def test_an_older_pytorch_is_refused_before_any_check(
 
 
 def test_the_oldest_pytorch_is_the_same_everywhere() -> None:
-    """The installer, the run's check and CI name the same version."""
+    """pyproject.toml, the check at the start of a run and CI name the same oldest version."""
     oldest = ".".join(map(str, OLDEST_TORCH))
     assert f'"torch>={oldest}.0a0"' in (REPOSITORY / "pyproject.toml").read_text()
     assert f"TORCH={oldest}.0 ./run_tests.sh -m oldest_torch" in (REPOSITORY / ".ci/run").read_text()

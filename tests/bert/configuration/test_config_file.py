@@ -47,7 +47,7 @@ def test_a_result_file_configures_its_run_once_more(recipe: str, tmp_path: Path)
 
 
 def test_a_result_file_of_an_earlier_version_does_so_too() -> None:
-    """The file has settings that have since been renamed or removed."""
+    """A result file may have settings that were renamed or removed since."""
     config = parse(["--config", str(REPOSITORY / "results/cpu_2cores/bert/result_0.txt")])
     assert (config.log.system, config.training.reduce_dtype) == ("cpu_2cores", "fp32")
 

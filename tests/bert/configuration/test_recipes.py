@@ -1,4 +1,4 @@
-"""Every recipe at its number of GPUs, as far as a machine without GPUs can check it."""
+"""Checks of every recipe at its number of GPUs that work without GPUs."""
 
 import os
 import re
@@ -76,7 +76,7 @@ def test_a_recipe_fits_its_gpus_and_is_told_what_does_where_it_does_not(
 
 @pytest.mark.slow
 def test_the_largest_model_is_checked_without_a_gpu(wikipedia: Path, tmp_path: Path) -> None:
-    """Check the memory that a rank needs for the model and its micro-batches, and the step time."""
+    """Check the predicted memory of a rank and the predicted step time."""
     step = {"SLURM_STEP_ID": 0, "SLURM_NTASKS": 64, "SLURM_NNODES": 8, "SLURM_PROCID": 63}
     own = [*arguments("bert_3_9b_8x8", wikipedia, tmp_path), "--data.initial-checkpoint", "None"]
     done = Program("cluster.dry_run", own, **step)

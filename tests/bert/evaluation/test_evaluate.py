@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Save a model that predicts some tokens right by chance."""
+    """Save a random model, which predicts some tokens correctly by chance."""
     path = tmp_path_factory.mktemp("checkpoint") / "weights.safetensors"
     save_weights(drawn_model(OF_SMALL_RUN, 3), path)
     return path
@@ -26,7 +26,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def accuracy(small_run: SmallRun) -> float:
-    """Return the accuracy that the evaluator finds on its own."""
+    """Return the accuracy that ``Evaluator`` computes, to compare with the command's."""
     dataset = open_dataset(small_run.folder / "evaluation")
     return Evaluator(dataset, CPU, 16)(drawn_model(OF_SMALL_RUN, 3), PLAIN).value
 

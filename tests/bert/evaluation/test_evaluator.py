@@ -1,4 +1,4 @@
-"""Captured evaluations and reading ahead."""
+"""Evaluation with and without CUDA graphs, division among ranks, and batches that are read ahead."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -33,7 +33,7 @@ def dataset(small_run: SmallRun) -> Dataset:
 
 @pytest.fixture
 def model() -> BertForPreTraining:
-    """Return a model whose logits are far enough apart that some predictions are right."""
+    """Return a random model, some of whose predictions are correct by chance."""
     return drawn_model(OF_SMALL_RUN, 3)
 
 
@@ -50,7 +50,7 @@ def test_accuracy_is_counted_exactly_and_captured_in_few_graphs(
     most: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Capturing reads no data and leaves the model as it was."""
+    """Counts are exact for every batch size. Capturing reads no data and does not change the model."""
     batch = batch_of(small_run.evaluation)
     with torch.no_grad():
         logits_MV = model.eval().masked_lm_logits(model.head_inputs(batch)[1])
@@ -77,7 +77,7 @@ def test_accuracy_is_counted_exactly_and_captured_in_few_graphs(
 def test_ranks_share_the_evaluation_set_and_miss_nothing(
     dataset: Dataset, model: BertForPreTraining, world_size: int
 ) -> None:
-    """With 64 ranks, some have no share."""
+    """The case of 64 ranks has ranks without samples."""
     whole, shares = evaluator(dataset, 16)(model, PLAIN), []
     for rank in range(world_size):
         evaluate = evaluator(dataset, 16, rank, world_size)

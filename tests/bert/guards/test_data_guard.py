@@ -65,7 +65,7 @@ def run(code: str, folder: Path, *more: str) -> subprocess.CompletedProcess[str]
 
 @pytest.mark.slow
 def test_touching_data_before_the_clock_fails_the_run(small_run: SmallRun, tmp_path: Path) -> None:
-    """The guard recognizes the shards by whichever path they are opened."""
+    """The guard recognizes a shard also if it is opened by another path, such as a link."""
     source, places = small_run.folder / "train", tmp_path / "places"
     shutil.copytree(source, places / "folder")
     (places / "linked_folder").symlink_to(source)
@@ -98,7 +98,7 @@ guard.release()
 
 
 def test_data_are_released_on_all_ranks_once_the_clock_is_in_the_log(small_run: SmallRun, tmp_path: Path) -> None:
-    """Rank 0 writes between two barriers, so that no rank opens data before the clock is in the log."""
+    """No rank may open data before rank 0 has logged run_start, so rank 0 writes it between two barriers."""
     code = """
 import bert.run, bert.train
 from bert.log.mllog import MLLog

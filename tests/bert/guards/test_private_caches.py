@@ -1,4 +1,4 @@
-"""Compiled code that other users could have placed in a cache is neither read nor run."""
+"""Programs neither read nor run compiled code that other users could have placed in a cache."""
 
 import os
 import pickle
@@ -57,7 +57,7 @@ def test_a_pickle_in_a_folder_of_others_is_not_read(visible: Path) -> None:
     module.mkdir()
     (module / "doubling.py").write_text(MODULE)
     assert call(module, cache).stdout == "8\n"
-    [index] = cache.rglob("*.nbi")  # the cache is kept in a private place
+    [index] = cache.rglob("*.nbi")  # the cache moves to a private folder
     index.write_bytes(pickle.dumps(Planted(mark)))
     for folder in (index.parent, cache):
         mode = folder.stat().st_mode
@@ -93,7 +93,7 @@ def test_triton_gets_a_folder_of_its_own_where_others_can_write(visible: Path, m
     monkeypatch.setenv("TRITON_HOME", str(visible))
     assert triton_cache.require_private_cache() is None
     assert triton_cache.VARIABLE not in os.environ
-    monkeypatch.setenv(triton_cache.VARIABLE, "")  # so that the variable is restored after the test
+    monkeypatch.setenv(triton_cache.VARIABLE, "")  # so that monkeypatch restores it
     (visible / ".triton" / "cache").chmod(0o777)
     warning = triton_cache.require_private_cache()
     assert warning is not None

@@ -1,4 +1,4 @@
-"""What Triton needs on the machine, besides PyTorch."""
+"""Check for what Triton needs besides PyTorch: a C compiler, Python's header files and libcuda."""
 
 import sysconfig
 from pathlib import Path

@@ -21,13 +21,13 @@ def log(tmp_path: Path) -> MLLog:
 
 
 def lines_of(log_file: Path) -> list[str]:
-    """Return the lines without the digests, which have their own test."""
+    """Return a log's lines without digests, which have their own test."""
     chain = ("# chain: ", "# digest: ", "# digest at the end: ")
     return [line for line in log_file.read_text().splitlines() if not line.startswith(chain)]
 
 
 def test_a_written_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Check the order and that nothing is printed."""
+    """Check the order of records, and that writing them prints nothing."""
     log = read_log(write_run(tmp_path / "result_0.txt"))
     keys = [record.key for record in log.records if record.key != "weights_initialization"]
     submission = [f"submission_{part}" for part in ("benchmark", "division", "org", "platform", "status")]
@@ -79,7 +79,7 @@ def test_other_ranks_write_nothing_and_check_nothing() -> None:
         log.abort()
 
 
-# Every rejected call: what the run does, and words of the message.
+# Calls that the writer must reject: a function that makes them, and words of the error message.
 
 
 def finish(log: MLLog, accuracies: list[float], samples: int | None = None) -> None:
@@ -123,7 +123,7 @@ def test_violations_raise_at_once_and_write_nothing(
     assert not before.problems
     assert "eval_samples" not in [record.key for record in before.records[-1:]], "a refused run_stop writes no counts"
     written = len(lines_of(path))
-    log.abort()  # the log can still be completed after an error
+    log.abort()  # must still complete the log
     log.close()
     keys = [record.key for record in read_log(path).records]
     assert keys[-1] == "run_stop" if "init_start" in keys else len(keys) == written
@@ -145,7 +145,7 @@ def test_abort_closes_every_interval(tmp_path: Path) -> None:
             trained = train(log, OPEN, [0.1])
             log.block_start(trained)
             log.eval_start(2016)
-            log.abort()  # a second fault aborts again
+            log.abort()  # leaving the block by an error aborts again
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
@@ -164,7 +164,7 @@ def test_full_disk_is_reported_as_such(tmp_path: Path) -> None:
     def write() -> None:
         with MLLog(path) as log:
             log.event("cache_clear", True)
-            assert log._file  # the descriptor of the log is not public
+            assert log._file  # a private attribute, as there is no public one
             with Path("/dev/full").open("wb") as full:
                 os.dup2(full.fileno(), log._file._file.fileno())
             log.event("init_start")

@@ -1,4 +1,4 @@
-"""Launchers' environments, and which ranks share a host."""
+"""The mesh of ranks: launchers' environment variables, hosts, groups, and device settings."""
 
 import os
 import random
@@ -153,7 +153,7 @@ def test_ranks_that_do_not_divide_into_copies_are_refused_with_the_nearest() -> 
         (2, 3, 4, 8, "is 3, but with parallel.tensor 2, 4 hosts .*: set it to 2 or 4$"),
         (2, 5, 4, 8, "is 5, but .*: set it to 2 or 4$"),
         (2, 17, 4, 8, "is 17, but .*: set it to 8 or 16$"),
-        (1, 4, 2, 6, "is 4, but 2 hosts of 6 ranks do not divide"),  # across hosts
+        (1, 4, 2, 6, "is 4, but 2 hosts of 6 ranks do not divide"),  # copies would span hosts unevenly
         (4, 1, 2, 6, r"parallel.tensor is 4, but .* 6 ranks .*: set it to 2, or start a multiple of 4"),
     ):
         with pytest.raises(ValueError, match=said):
@@ -168,8 +168,8 @@ IDENTITIES: list[tuple[list[tuple[object, ...]], object]] = [
     ([("localhost", "1", 0, 1), ("localhost", "2", 0, 1)], ((0,), (1,))),
     ([("a", "", 1, 2), ("a", "", 0, 2)], "host a runs ranks 0, 1 with local ranks 1, 0"),
     ([("a", "", 0, 0), ("a", "", 1, 0), ("b", "", 0, 0)], "different numbers of ranks (a 2, b 1)"),
-    ([("pod0", "", 0, 2), ("pod1", "", 1, 2)], "announces 2 a host"),  # containers of one host
-    ([("pod", "", 0, 0), ("pod", "", 1, 4)], "announces 4 a host"),  # one sets no local world size
+    ([("pod0", "", 0, 2), ("pod1", "", 1, 2)], "announces 2 a host"),  # two containers on one host
+    ([("pod", "", 0, 0), ("pod", "", 1, 4)], "announces 4 a host"),  # one rank announces no local world size
     ([("a", "", 0, 1), ("a", "", 0, 1)], "start one launcher a host"),
 ]
 
@@ -190,7 +190,7 @@ def test_two_launchers_on_a_host_may_share_cpus() -> None:
 
 @pytest.fixture
 def descriptors() -> Iterator[int]:
-    """Set a low soft limit on open files, as shells do, and keep this machine's hard limit."""
+    """Set a low soft limit on open files, as shells do, and yield the unchanged hard limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))
     yield hard
@@ -218,14 +218,14 @@ def test_ranks_on_several_hosts_do_not_register_buffers_of_captured_collectives(
     monkeypatch: pytest.MonkeyPatch, local_size: int, chosen: str | None, expected: str | None
 ) -> None:
     class MetError(Exception):
-        """Raised when the ranks meet. Communicators are created after this point."""
+        """Raised in place of the rendezvous, so that the test ends before communicators are created."""
 
     def meet(*_: object, **__: object) -> Iterator[object]:
         raise MetError
 
     for name, value in {"MASTER_ADDR": "a", "MASTER_PORT": "1", "TORCHELASTIC_USE_AGENT_STORE": "True"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setenv("NCCL_GRAPH_REGISTER", chosen or "")  # so that the variable is restored
+    monkeypatch.setenv("NCCL_GRAPH_REGISTER", chosen or "")  # so that monkeypatch restores it
     if chosen is None:
         monkeypatch.delenv("NCCL_GRAPH_REGISTER")
     monkeypatch.setattr(rendezvous, "rendezvous", meet)
@@ -235,7 +235,7 @@ def test_ranks_on_several_hosts_do_not_register_buffers_of_captured_collectives(
 
 
 def options_with(**config: int) -> Any:
-    """Return a stand-in for NCCL's options, of a PyTorch that can or cannot request sums in switches."""
+    """Return a fake of NCCL's options, with or without the field for reductions in network switches."""
     return lambda: SimpleNamespace(config=SimpleNamespace(**config))
 
 
@@ -263,7 +263,7 @@ def test_only_rails_ask_for_sums_in_switches(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_device_is_set_up_with_sums_in_fp32() -> None:
-    """The settings from before do not matter."""
+    """The device's setup overrides whatever precision was set before."""
     products, word = torch.backends.cuda.matmul, torch.get_float32_matmul_precision()
     reduced = "allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction"
     before = [getattr(products, name) for name in reduced]

@@ -8,7 +8,7 @@ from bert.parallel.reduction.sums import add_contributions
 
 @pytest.mark.parametrize("spread", [0.0, 1.0])
 def test_contributions_of_4096_ranks_are_added_in_fp32(spread: float) -> None:
-    """Add equal terms, where a bf16 sum would stop growing after 256 of them, and terms of both signs."""
+    """Add terms of both signs, and equal terms, whose bf16 sum would stop growing after 256 terms."""
     generator = torch.Generator().manual_seed(3)
     contributions_RW = (1 + 3 * spread * torch.randn(4096, 400, generator=generator)).bfloat16()
     whole_W = torch.full((402,), torch.nan)

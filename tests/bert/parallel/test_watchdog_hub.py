@@ -1,4 +1,4 @@
-"""The watchdog's hub with simulated ranks and strangers, connected over sockets."""
+"""The watchdog's hub with simulated ranks, and with unauthorized clients, connected over sockets."""
 
 import json
 import resource
@@ -18,7 +18,7 @@ TOKEN = "secret"
 
 
 class Peer:
-    """A rank or a stranger that is connected to the hub."""
+    """Simulated rank or unauthorized client that is connected to the hub."""
 
     def __init__(self, port: int, said: bytes = b"") -> None:
         self.socket = socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S)
@@ -29,7 +29,7 @@ class Peer:
         self.socket.sendall(encoded(message))
 
     def hear(self, wanted: str) -> dict[str, Any]:
-        """Return the next message with this key."""
+        """Receive messages until one has the given key, and return it."""
         while True:
             line, end, rest = self._received.partition(b"\n")
             if not end:

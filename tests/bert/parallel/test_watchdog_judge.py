@@ -1,4 +1,4 @@
-"""Which rank the watchdog blames, given the ranks' messages and the passing time."""
+"""Which rank the watchdog blames, given the ranks' messages and the time since then."""
 
 import pytest
 from hypothesis import given
@@ -10,7 +10,7 @@ SECONDS, BEAT = 60.0, 6.0
 
 
 class Played(Judge):
-    """Simulated ranks, two on each host, that report at every beat until they fall silent."""
+    """Judge with simulated ranks, two per host, that send a heartbeat at every beat until they fall silent."""
 
     def __init__(self, count: int = 3) -> None:
         super().__init__([""] * count, SECONDS, BEAT)
@@ -27,7 +27,7 @@ class Played(Judge):
         self.hear(self.members[rank], encoded(message))
 
     def after(self, seconds: float) -> Ending | None:
-        """Return the verdict that is reached within this time, if any."""
+        """Let time pass, and return the verdict if there is one."""
         for _ in range(int(4 * seconds / BEAT)):
             if verdict := self.pass_time(BEAT / 4):
                 return verdict
@@ -99,11 +99,11 @@ def test_all_in_the_same_place_blames_nobody() -> None:
 
 
 def test_a_rank_has_the_time_that_it_asks_for_and_starts_anew_when_it_moves() -> None:
-    """The other ranks' timeouts are long over, but nobody waits for those ranks."""
+    """A rank may request a longer timeout, and a new phase restarts it. Ranks that wait for it are not blamed."""
     ranks = Played()
     ranks.at(0, "reduce", 5)
     ranks.at(2, "reduce", 5)
-    for entered in range(3):  # enter the same phase of the same step again, as with several micro-batches
+    for entered in range(3):  # enter the same phase again, as for another micro-batch
         ranks.at(1, "data_wait", 5, entered=entered, limit=2.5 * SECONDS)
         assert ranks.after(2.4 * SECONDS) is None
     assert "standing still for 15" in ranks.text()

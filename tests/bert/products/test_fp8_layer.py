@@ -70,7 +70,7 @@ def assert_same(found: Found, expected: Found) -> None:
 def test_losses_gradients_and_magnitudes_are_those_of_separate_passes(
     autocast: bool, casts_between_layers: bool
 ) -> None:
-    """PyTorch's attention, which every CPU uses, makes no casts."""
+    """On a CPU, attention is PyTorch's, which does not cast its output to FP8 itself."""
     batch = small_batch()
     with definitions():
         plain = trained(CONFIG, batch, autocast, fused=False)

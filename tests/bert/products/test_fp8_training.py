@@ -29,12 +29,12 @@ pytestmark = pytest.mark.slow
 CONFIG = ModelConfig(3, 64, 2, 128, 128, 32, hidden_dropout=0.0, attention_dropout=0.0, initializer_range=0.04)
 FP8_OPS = [name for name in OPS if "fp8" in name or name == "scaled_matmul"]
 TOKENS = 203
-"""Not a multiple of 16."""
+"""Number of tokens, not a multiple of 16, so that FP8 products need padding."""
 
 
 @pytest.fixture(autouse=True)
 def definitions() -> Iterator[None]:
-    """Use the reference implementation of every FP8 op: PyTorch's takes seconds on a CPU, and this one milliseconds."""
+    """Use the reference implementation of every FP8 op, because on a CPU PyTorch's is a thousand times slower."""
     with ExitStack() as stack:
         for name in FP8_OPS:
             stack.enter_context(OPS[name].using("reference"))
@@ -82,7 +82,7 @@ def input_and_upstream() -> tuple[Tensor, Tensor]:
 def trained(
     run: Callable[[Tensor], Tensor], x: Tensor, upstream: Tensor, parameters: Sequence[Tensor], state: Fp8State | None
 ) -> list[Tensor]:
-    """Return the output and the gradients of ``x`` and ``parameters``. A state is calibrated first."""
+    """Return the output and the gradients of ``x`` and ``parameters``, after calibrating ``state`` if it is given."""
     if state is not None:
         state.calibrate_(lambda: run(x).backward(upstream))
     for tensor in (x, *parameters):
@@ -95,7 +95,7 @@ def trained(
 
 
 def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round ``x`` to FP8 with an independent formula, which takes the power of two from logarithms. Returns fp64."""
+    """Round ``x`` to FP8 values in fp64 by an independent formula, with the power of two from a logarithm."""
     scale = 2.0 ** torch.floor(torch.log2(largest_scaled(dtype) / x.abs().max().double()))
     return (x.double() * scale).float().to(dtype).double() / scale
 
@@ -148,7 +148,7 @@ def test_a_feed_forward_half_is_the_products_of_what_was_rounded() -> None:
 
 @pytest.mark.parametrize(("kind", "times"), [("input", 4), ("weight", 4), ("gradient", 16)])
 def test_what_grows_in_one_step_is_rounded_as_before(kind: str, times: int) -> None:
-    """The scales come from the previous step. Without headroom the errors here would be 0.16 to 0.7."""
+    """Scales come from the previous step, so they leave headroom. Without it, errors would be 0.16 to 0.7 here."""
     dense = Dense(64, 64)
     state, products = made(dense)
     x, upstream = input_and_upstream()
@@ -186,7 +186,7 @@ def test_only_sums_over_a_layers_width_are_left_to_the_tensor_cores(monkeypatch:
 
 
 def test_calibration_finds_the_scales() -> None:
-    """Every site's scale follows from its own largest magnitude, and more rounds change almost nothing."""
+    """Each scale follows from the largest magnitude of its own tensor. More calibration changes almost nothing."""
     model, state, batch = calibrated()
     before = state.scale_S.clone()
     assert (before != 1).all()

@@ -1,6 +1,6 @@
 """Weight gradients that bypass autograd and 16-bit weight copies give the results of autograd and autocast, on a CPU.
 
-The reference op stands in for the GPU's product, and the step is patched to use it.
+The step is patched to use the op that adds products to gradients, as on a GPU, by its reference implementation.
 """
 
 from collections import Counter
@@ -110,7 +110,7 @@ def test_the_first_micro_batch_writes_over_what_the_last_step_left(small_run: Sm
 
 @pytest.mark.usefixtures("as_on_a_gpu")
 def test_steps_leave_copies_and_only_what_is_overwritten(small_run: SmallRun) -> None:
-    """Check after a warm-up, which restores the weights, and after steps. Products read only the copies."""
+    """Copies equal the weights after a warm-up and after a step. Steps leave only gradients that will be overwritten."""
     step = made()
     assert isinstance(step.optimizer, Lamb)
     step.warm_up(global_batch(small_run), 1)
@@ -128,7 +128,7 @@ def test_steps_leave_copies_and_only_what_is_overwritten(small_run: SmallRun) ->
     with step.autocast():
         loss = step.model(global_batch(small_run)[0]).masked_lm_loss
         for weight in product_weights(step.model, True):
-            if weight is not step.model.embeddings.word:  # the embeddings read this weight itself
+            if weight is not step.model.embeddings.word:  # the embeddings read the fp32 table
                 weight.data.fill_(torch.nan)
         assert torch.equal(step.model(global_batch(small_run)[0]).masked_lm_loss, loss)
     with torch.no_grad():
@@ -139,7 +139,7 @@ def test_steps_leave_copies_and_only_what_is_overwritten(small_run: SmallRun) ->
 
 @pytest.mark.usefixtures("as_on_a_gpu")
 def test_steps_leave_fp8_weights_as_a_pass_of_their_own_does(small_run: SmallRun) -> None:
-    """Weights, scales and magnitudes are bit-identical, also after a skipped step."""
+    """FP8 weights, scales and magnitudes equal those of a separate cast bit for bit, also after a skipped step."""
     found, expected = made("fp8"), made("fp8")
     assert isinstance(expected.optimizer, Lamb)
     expected.optimizer.casts = ()
@@ -166,7 +166,7 @@ def fp8_numbers(step: TrainingStep) -> list[Tensor]:
 
 @pytest.mark.usefixtures("as_on_a_gpu")
 def test_recomputed_and_captured_steps_are_the_steps(small_run: SmallRun) -> None:
-    """The results are bit-identical. The first micro-batch has graphs of its own."""
+    """Recomputation and CUDA graphs change no bit. The first micro-batch has its own graphs, as it overwrites."""
     with ExitStack() as stack:
         # PyTorch's implementations draw dropout from its generator, which a captured recomputation cannot reset.
         for name in RECOMPUTED_OPS:
@@ -204,7 +204,7 @@ def test_every_parameter_says_once_that_its_gradient_is_there(small_run: SmallRu
 
 
 def test_a_weight_without_a_gradient_gets_one_from_autograd() -> None:
-    """The gradient is in fp32, as on a rank that keeps only its gradient shard, and the second pass adds to it."""
+    """Ranks that keep only gradient shards start with ``grad`` None. One pass creates an fp32 gradient, one adds to it."""
     dense, x = Dense(16, 8), torch.randn(5, 16, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         dense.weight.normal_(generator=torch.Generator().manual_seed(1))

@@ -54,7 +54,7 @@ def test_plain_lines_are_one_line_a_record() -> None:
 def test_time_left_is_a_range_once_there_is_a_curve_and_counts_the_samples_of_this_run_alone() -> None:
     resumed = display(replace(STEP, samples=320), resumed_samples=320)
     assert resumed.eta == "-"
-    resumed.write(STEP)  # 320 samples took 2 s, and 5760 remain
+    resumed.write(STEP)  # 320 samples took 2 s since resuming, and 5760 remain
     assert resumed.eta == "at most 0:36"
     rising = [
         replace(EVALUATION, samples=640 * number, masked_lm_accuracy=accuracy)

@@ -8,7 +8,7 @@ INTERVALS, RATIO = 3, 1.2
 
 
 def same_work() -> Stragglers:
-    """Return the detector for four ranks on two hosts, all of one stage."""
+    """Return a detector for four ranks of one stage on two hosts."""
     return Stragglers(["n0", "n0", "n1", "n1"], [0] * 4, [""] * 4)
 
 
@@ -22,7 +22,7 @@ def interval(slow: float = 1.0, rank: int = 3) -> list[float]:
 
 
 def test_a_rank_is_named_after_some_intervals_in_a_row_and_once_until_it_is_fast_again() -> None:
-    """One fast interval resets the count."""
+    """A fast interval resets the count of slow intervals."""
     ranks = same_work()
     said = []
     for slow, intervals in ((1.5, INTERVALS - 1), (1.0, 1), (1.5, INTERVALS + 5), (1.0, INTERVALS), (1.5, INTERVALS)):
@@ -37,7 +37,7 @@ def test_a_rank_is_named_after_some_intervals_in_a_row_and_once_until_it_is_fast
 @pytest.mark.parametrize(
     ("seconds", "named"),
     [
-        # A single outlier moves the mean but not the median.
+        # The outlier 10.0 does not move the median with which ranks are compared.
         ([0.1, 0.1, 0.1 * (RATIO - 0.01), 10.0], "3 on host n1 is slow: 10000.0 ms a step of its own, 91.32 times"),
         ([0.1, 0.1, 0.1 * (RATIO + 0.01), 0.1], "2 on host n1 is slow: 121.0 ms a step of its own, 1.21 times"),
         ([0.1, 0.1, 0.1 * (RATIO - 0.01), 0.1], None),
@@ -52,7 +52,7 @@ def test_the_measure_is_the_median_of_all(seconds: list[float], named: str | Non
 
 
 def test_ranks_are_compared_with_those_of_their_own_stage_and_named_with_their_place() -> None:
-    """Half of the ranks have twice the work. One other rank is slow for its stage, yet as fast as that half."""
+    """The ranks of one stage have twice the work. A rank of the other stage takes as long as they do, so it is slow."""
     places = [f" (data {rank // 2}, pipeline {rank % 2}, tensor 0)" for rank in range(6)]
     ranks = Stragglers(["n"] * 6, stages=[0, 1] * 3, places=places)
     said = [said_by(ranks, [0.1, 0.2, 0.2, 0.2, 0.1, 0.2]) for _ in range(INTERVALS)]

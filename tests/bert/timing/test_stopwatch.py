@@ -1,4 +1,4 @@
-"""Seconds spent in each phase, by the host's clock and by the device's own timeline."""
+"""Time spent in each phase, measured by the host's clock or by events on the device."""
 
 import time
 
@@ -30,7 +30,7 @@ def test_an_exchange_is_part_of_its_phase_and_a_nested_phase_is_not() -> None:
 
 
 class Device:
-    """Stand-in for a device's timeline in milliseconds. It passes marks when they are captured or replayed."""
+    """Fake device with a clock in milliseconds. Events get their times when they are recorded or replayed."""
 
     def __init__(self) -> None:
         self.now = self.known = 0.0
@@ -91,7 +91,7 @@ def test_a_phase_inside_another_counts_once_captured_or_not() -> None:
     expected = {"data_wait": 0.006, "forward_backward": 0.04, "reduce": 0.012, "update": 0.008}
     assert stopwatch.take() == pytest.approx(expected)
     with stopwatch.time("update"):
-        device.work(9)  # there was no replay, so marks of the last replay must not count
+        device.work(9)  # no replay, so the last replay's events must not count
     assert stopwatch.take() == pytest.approx(dict.fromkeys(expected, 0) | {"update": 0.009})
 
 

@@ -1,4 +1,4 @@
-"""Verdicts on logs: of the official checker and ours, on damaged logs, and under the newest ruleset that accepts them."""
+"""Verdicts of the official checker and of ours on valid and damaged logs, and the choice of the ruleset."""
 
 import json
 import os
@@ -47,11 +47,11 @@ def test_open_log_is_held_to_its_own_target_and_interval(tmp_path: Path, open_lo
     path.write_text(metadata("eval_accuracy", "epoch_num", 1500)(open_log))
     assert "every 1000 samples" in check_file(path).findings[0].found
     path.write_text(delete("eval_interval_samples", "quality_target")(open_log))
-    assert check_file(path).passed  # there is nothing to compare with: both keys are this repository's own
+    assert check_file(path).passed  # these keys are only in this repository's logs
 
 
 def test_a_published_log_of_another_shape_passes(tmp_path: Path, closed_log: str) -> None:
-    """Large submissions log every rank's init_start out of order, one block, no eval_start, floats, packed counts."""
+    """Large submissions log each rank's init_start (unordered), one block, no eval_start, floats, and packed counts."""
     inner = [delete("block_stop", nth=0), delete("block_start", nth=-1)] * 2
     text = in_turn(
         delete("eval_start", "eval_stop", "quality_target", "eval_interval_samples", "submission_status"),
@@ -109,7 +109,7 @@ def test_a_log_beyond_a_bound_gets_one_clear_finding(
 
 
 def abort(path: Path, division: str, reached: str) -> None:
-    """Log a run that Ctrl-C ends during its initialization or an evaluation."""
+    """Write the log of a run that Ctrl-C ends during its initialization or an evaluation."""
     with MLLog(path) as log:
         if reached == "init":
             log.event("cache_clear", False)
@@ -256,7 +256,7 @@ def test_nothing_passes_that_the_official_checker_fails(
 
 
 OF_2_1 = delete("opt_lamb_epsilon")
-"""Edit that resembles published logs of round 2.1, whose rule file was changed later."""
+"""Edit that makes a log like those of round 2.1, which later versions of its rule file reject."""
 LATE = in_turn(OF_2_1, value("eval_accuracy", 0.7, -1))
 
 

@@ -1,4 +1,4 @@
-"""Faults of a log: each gets one clear finding, and a file that is not the log of one complete run gets a single one."""
+"""Each fault of a log causes one clear finding, and a file that is not one complete run's log causes only one."""
 
 import re
 from pathlib import Path
@@ -35,7 +35,7 @@ from tests.compliance.run_logs import log_of, without_chain
 
 @pytest.fixture(scope="module")
 def brief_log(closed_log: str) -> str:
-    """A closed log without weight records, which ruleset 5.0.0 does not require, so that checks run faster."""
+    """Closed log without records of weights. Ruleset 5.0.0 does not require them, and checks are faster without them."""
     return delete("weights_initialization")(closed_log)
 
 
@@ -56,7 +56,7 @@ def evaluated_at(*samples: int) -> Edit:
 EPOCHS_ALONE = in_turn(epochs_for_blocks, *[delete("eval_stop", nth=0)] * 2, delete("eval_start"))
 
 Mutations = dict[str, tuple[Edit, str, str]]
-"""For each name: an edit of a valid closed log, the key of the expected finding, and words in its text."""
+"""By name: an edit of a valid closed log, the key of the expected finding, and words in the finding's text."""
 
 REFUSED: Mutations = {
     "wrong-case division": (value("submission_division", "Closed"), "submission_division", "expected 'closed' or"),
@@ -78,7 +78,7 @@ REFUSED: Mutations = {
 }
 
 UNSEEN: Mutations = {
-    # The official checker does not detect these.
+    # Faults that only our checker detects.
     "caches kept": (value("cache_clear", False), "cache_clear", "caches kept"),
     "late second run_start": (repeat_before("run_start", "train_samples"), "run_start", "change the measured time"),
     "batch size zero": (value("global_batch_size", 0), "global_batch_size", "integer > 0"),
@@ -121,7 +121,7 @@ UNSEEN: Mutations = {
 }
 
 WARNED: Mutations = {
-    # Accepted submissions have these faults too.
+    # Faults that accepted submissions have, too.
     "cache_clear without value": (value("cache_clear", None), "cache_clear", "expected a value"),
     "seed as text": (value("seed", "1234"), "seed", "expected an integer"),
     "beta one": (value("opt_lamb_beta_2", 1.0), "opt_lamb_beta_2", "not including, 1"),
@@ -144,7 +144,7 @@ WARNED: Mutations = {
         "eval_accuracy",
         "evaluation at 175168 samples; expected evaluation 1 at 150080: every 150000 samples",
     ),
-    # Every distance exceeds the interval; the first is 3 % longer than the rest.
+    # All evaluations are late, and the first distance is 3 % longer than the others.
     "partial batches": (evaluated_at(154_048, 304_512, 454_976), "eval_accuracy", "at 154048 samples"),
     "no training steps": (value("opt_learning_rate_training_steps", 0), "opt_learning_rate_training_steps", "> 0"),
 }
@@ -255,7 +255,7 @@ def test_init_limit_is_exclusive_to_the_millisecond(
 
 
 def test_one_batch_is_enough_for_train_samples_and_fewer_than_evaluated_is_an_error(brief_log: str, checked) -> None:
-    """Vary the final train_samples in a log with a batch size of 448 and a last evaluation at 450,240 samples."""
+    """Vary train_samples in a log with batch size 448, whose last evaluation is at 450,240 samples."""
     for samples, level, expected in ((447, "error", True), (448, "error", False), (450_241, "warning", False)):
         verdict = checked(value("train_samples", samples)(brief_log))
         found = [each for each in verdict.findings if each.key == "train_samples"]
@@ -275,7 +275,7 @@ def test_keys_that_steer_a_terminal_are_escaped(brief_log: str, checked) -> None
 
 
 def evaluated_offline(text: str) -> str:
-    """Move all evaluations behind the training, with the time stamps of their checkpoints."""
+    """Move all evaluations after the training, but keep the time stamps, which are those of the checkpoints."""
     moved = ("eval_accuracy", "train_samples", "eval_samples", "run_stop")
     rest = [line for line in text.splitlines(True) if any(f'"key": "{key}"' in line for key in moved)]
     training = delete("eval_start", "eval_stop", *moved)(text)
@@ -290,7 +290,7 @@ def test_evaluation_after_training_with_the_times_of_the_checkpoints(brief_log: 
     ends = [("eval_accuracy", 0), ("eval_accuracy", 1), ("eval_accuracy", 2), ("run_stop", 0)]
     for broken in (
         later("run_stop", 5000),
-        in_turn(*(later(key, 5000, nth) for key, nth in ends)),  # these times belong to no checkpoint
+        in_turn(*(later(key, 5000, nth) for key, nth in ends)),  # times at which there was no checkpoint
         later("eval_accuracy", 90_000),  # the evaluations are out of order
         later("eval_accuracy", 90_000, -1),
     ):
@@ -302,7 +302,7 @@ def test_a_setting_stamped_by_a_clock_ahead_does_not_count_against_the_run(brief
     assert verdict.passed
     keys = {finding.key for finding in verdict.findings}
     assert keys & {"init_stop", "run_start", "block_start", "eval_accuracy", "run_stop"} == {"init_stop", "run_start"}
-    # Before run_start, phases are compared with phases alone.
+    # Before run_start, compare init_stop only with init_start, not with settings.
     start_ms = time_of(lines_of(brief_log, "init_start")[0])
     for time_ms, passes in ((start_ms, True), (start_ms - 1, False)):
         moved = edit("init_stop", lambda fields, time_ms=time_ms: fields.update(time_ms=time_ms))
@@ -330,7 +330,7 @@ def test_open_logs_may_leave_intervals_unpaired(brief_log: str, open_log: str, c
     assert not checked(missing(brief_log)).passed
     start = lines_of(brief_log, "block_start")[0]
     epoch = start.replace("block_start", "epoch_start").replace("first_epoch_num", "epoch_num")
-    (finding,) = checked(brief_log.replace(start, epoch + start, 1)).findings  # the epoch ends together with the run
+    (finding,) = checked(brief_log.replace(start, epoch + start, 1)).findings  # the epoch has no epoch_stop
     assert (finding.key, finding.severity) == ("epoch_start", "warning")
 
 

@@ -1,4 +1,4 @@
-"""What other repositories use: hooks, workflow, an installation without extras; and a command line that starts fast."""
+"""Hooks and the workflow for other repositories, an installation without extras, and fast starts of commands."""
 
 import ast
 import json

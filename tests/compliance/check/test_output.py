@@ -1,4 +1,4 @@
-"""Output of `check` besides its verdicts: the total, errors only, and known findings."""
+"""Options of `check` for its output: totals, errors only, and ignored known findings."""
 
 import io
 import json

@@ -89,11 +89,11 @@ def test_the_file_is_written_beside_the_other_output(
 
 
 COMMAND = re.compile(r"::(\w+)(?: ([^:]*))?::(.*)")
-"""A workflow command as the runner parses it: comma-separated properties end at the first "::"."""
+"""Pattern of a workflow command as GitHub's runner parses it: its properties end at the first "::"."""
 
 
 def decoded(line: str) -> tuple[str, dict[str, str], str]:
-    """Return the level, properties and message of an annotation, decoded as the runner decodes them."""
+    """Return level, properties and message of an annotation, decoded like GitHub's runner does."""
     match = COMMAND.fullmatch(line)
     assert match, line
     pairs = dict(pair.split("=", 1) for pair in match[2].split(",")) if match[2] else {}

@@ -51,9 +51,9 @@ def test_published_runs_end_where_they_were_expected() -> None:
 @pytest.mark.parametrize(
     ("accuracies", "expected"),
     [
-        ([], (14, 19)),  # mean 2,414,421 samples, plus or minus twice the standard deviation of 197,392
+        ([], (14, 19)),  # the reference's mean 2,414,421 +- 2 deviations of 197,392
         ([0.40, 0.50, 0.60, 0.69, 0.705], (14, 19)),  # accuracies below 0.7 are ignored
-        ([0.5] * 29, (30, 30)),  # slower than the reference, so the next evaluation may reach the target
+        ([0.5] * 29, (30, 30)),  # slower than the reference: the next evaluation
     ],
 )
 def test_a_closed_run_without_four_usable_evaluations_is_expected_like_the_reference(
@@ -70,7 +70,7 @@ def test_a_straight_line_is_carried_on() -> None:
     points = every_1000(0.15, 0.2, 0.25, 0.3)
     assert reach(points, 1.0, 0.5) == pytest.approx(8000)
     found = forecast(points, 0.5, EVERY_1000, None)
-    assert (found.earliest, found.latest) == (8, None)  # a curve a - b / n with this slope never exceeds 0.44
+    assert (found.earliest, found.latest) == (8, None)  # a - b / n with this slope stays below 0.44
     assert forecast(points, 0.52, EVERY_1000, None).earliest == 8  # 8400 samples, minus half an interval
     assert forecast(points, 0.53, EVERY_1000, None).earliest == 9
 
@@ -115,7 +115,7 @@ def test_a_curve_reaches_its_target_within_numbers_or_never(points: list[tuple[i
     ("earliest", "latest", "limit", "expected"),
     [
         (3, 5, None, (20.0, 40.0)),
-        (3, 5, 400, (20.0, 30.0)),  # the run ends at the limit
+        (3, 5, 400, (20.0, 30.0)),  # the run ends at its sample limit
         (3, None, None, (20.0, None)),
         (3, None, 400, (20.0, 30.0)),
         (None, None, 400, (None, 30.0)),

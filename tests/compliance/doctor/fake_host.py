@@ -1,4 +1,4 @@
-"""Fake machines: their facts, their files under a folder, and the output of their commands."""
+"""Fake machines with given facts, files below a folder, and outputs of commands."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -100,7 +100,7 @@ def describe(
 
 
 def expect(found: Iterable[Diagnosis], *expected: str, about: str = "") -> None:
-    """Compare problems, or all diagnoses of the subject `about`, with "STATE SUBJECT: part of what was found"."""
+    """Compare all problems, or all diagnoses of the subject `about`, with texts "STATE SUBJECT: WORDS IN `found`"."""
     said = list(found)
     assert all(one.subject and one.found and bool(one.remedy) == (one.state != "ok") for one in said), said
     meant = [one for one in said if (one.subject == about if about else one.state != "ok")]

@@ -1,4 +1,4 @@
-"""The complete examination: what a run reads and writes, on fake machines and on this machine."""
+"""The complete examination of fake machines and of this machine for a run."""
 
 import json
 import os
@@ -51,7 +51,7 @@ def host(root: Path, answers: Answers | None = None) -> FakeHost:
 def look(
     root: Path, recipe: str = "h100_1x8", answers: Answers | None = None, mounts: list[Mount] = DISK, **request: Any
 ) -> list[Diagnosis]:
-    """Examine a machine for a run. The machine is healthy except for `answers`; `data` is a folder below `root`."""
+    """Examine a machine that is healthy except for `answers`. A folder `data` is relative to `root`."""
     if "data" in request:
         request["data"] = root / request["data"]
         for name in ("train", "evaluation") if recipe else ("",):
@@ -113,7 +113,7 @@ def test_the_recipes_of_this_repository_can_be_asked_for(tmp_path: Path) -> None
 @pytest.mark.parametrize(("name", "state"), [("", "warn"), ("h100_1x8", "fail")])
 def test_caches(tmp_path: Path, name: str, state: str) -> None:
     expect(look(tmp_path, name), "ok caches: may be dropped before the run", about="caches")
-    assert (tmp_path / "proc/sys/vm/drop_caches").read_text() == ""  # the examination itself must not drop caches
+    assert (tmp_path / "proc/sys/vm/drop_caches").read_text() == ""  # examining must not drop caches
     blocked = fake_host(tmp_path / "blocked", {"/proc/sys/vm/drop_caches/x": ""}, {RECIPES: recipe()})
     expect(examine(IntendedRun(name, quick=True), blocked, MACHINE), f"{state} caches: Is a directory", about="caches")
     blocked.answers["sudo -n -l sysctl -q vm.drop_caches=3"] = "/usr/sbin/sysctl -q vm.drop_caches=3\n"

@@ -82,7 +82,7 @@ class NVMLError_LibraryNotFound(NVMLError):  # noqa: N801, N818
 
 
 class Nvml:
-    """Stand-in for pynvml on a machine with two H100 GPUs. It raises answers that are exceptions or missing."""
+    """Fake pynvml on a machine with two H100 GPUs. It raises an error if an answer is an exception or missing."""
 
     NVMLError, NVMLError_LibraryNotFound = NVMLError, NVMLError_LibraryNotFound
     NVML_NVLINK_MAX_LINKS, NVML_SUCCESS = 18, 0
@@ -113,7 +113,7 @@ class Nvml:
         if name == "NVML_TOPOLOGY_SYSTEM":
             return 50
         if not name.startswith("nvml") or name[4:5].islower() or "_" in name:
-            return 0  # the name of a constant
+            return 0  # value of any other constant
         answer = self.answers.get(name.removeprefix("nvml"), NVMLError("Not Supported"))
 
         def call(*arguments: Any) -> Any:

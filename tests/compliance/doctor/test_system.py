@@ -1,4 +1,4 @@
-"""The description of a machine and its file: the command keeps users' fields and files of another kind."""
+"""System descriptions and their files: the command keeps fields that users added, and other kinds of files."""
 
 import json
 import os
@@ -92,7 +92,7 @@ def test_what_was_given_stays_and_what_is_measured_is_renewed(tmp_path: Path) ->
 
 def test_setting_a_field_changes_no_other(tmp_path: Path) -> None:
     path = tmp_path / "cluster.json"
-    # The file describes another machine, with a number instead of a text, an invalid division and reordered fields.
+    # Another machine's file, with a number in place of a text, an invalid division and fields in another order.
     before = {"host_processor_model_name": "EPYC 9654", "accelerators_per_node": 8, "rack": "B4", "division": "Closed"}
     path.write_text(json.dumps(before))
     assert system(path, "--set", "submitter=A=B", "cooling=") == (0, f"{path}\n")

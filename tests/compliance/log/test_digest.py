@@ -66,7 +66,7 @@ def test_any_edit_is_found_and_the_stretch_holds_it(
     if edited == lines:
         return
     stretch = broken_stretch(tmp_path_factory.mktemp("log"), edited)
-    if stretch is None:  # undetected: the changed line is the digest before the final one
+    if stretch is None:  # undetected, which is right only if a digest line changed
         assert any(line.startswith("# digest") for line in {*lines} - {*edited})
         return
     first, last = stretch
@@ -87,7 +87,7 @@ def test_any_edit_is_found_and_the_stretch_holds_it(
         (lambda lines: lines[1:], 1, "error", "lines 1 to 32"),
         (lambda lines: [line for line in lines if not line.startswith("# digest")], 1, "error", "no digest in a log"),
         (lambda lines: [*lines, "# note"], None, "error", "a line below the digest at the end"),
-        (lambda lines: lines[:-2], ..., "error", "no digest at the end"),  # run_stop is not covered by a digest
+        (lambda lines: lines[:-2], ..., "error", "no digest at the end"),  # no digest covers run_stop
         (lambda lines: lines[:-1], ..., "warning", "no digest at the end"),
     ],
 )
@@ -106,7 +106,7 @@ def test_damage_is_said_in_words(
 def test_killed_process_leaves_whole_lines_with_their_digests(tmp_path: Path) -> None:
     log = MLLog(tmp_path / "result_0.txt")
     initialise(log, "open")
-    left = read_log(tmp_path / "result_0.txt")  # what the operating system has received although the file is still open
+    left = read_log(tmp_path / "result_0.txt")  # what is on disk while the file is still open
     assert left.chain.broken is None
     assert left.chain.digests >= 1
     assert left.run.last["run_start"]

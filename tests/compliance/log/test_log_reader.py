@@ -20,7 +20,7 @@ Reader = Callable[[str | bytes], Log]
 
 
 def record(key: object = "seed", value: object = 1, **changes: object) -> str:
-    """Return a log line with one record; a field whose value is `...` is omitted."""
+    """Return a log line with one record. Omit a field whose value is `...`."""
     fields: dict[str, object] = {
         "namespace": "",
         "time_ms": 5,
@@ -142,7 +142,7 @@ def official_records(path: Path) -> list[tuple[Any, ...]] | None:
 
 
 def as_utf_8(value: object) -> Any:
-    """Decode a value as UTF-8 that was decoded as latin-1 before."""
+    """Correct a value by the official parser, which decodes UTF-8 as latin-1."""
     text = json.dumps(value, ensure_ascii=False)
     try:
         return json.loads(text.encode("latin-1").decode("utf-8"))

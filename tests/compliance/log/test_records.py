@@ -1,4 +1,4 @@
-"""Records of a run: they are read back as written, and their size is limited, since others may have written them."""
+"""Metrics records are read back as written, and their size is limited, because the file may be malicious."""
 
 import json
 import math
@@ -53,7 +53,7 @@ def test_lines_that_hold_no_record_are_skipped(tmp_path: Path) -> None:
     path.write_bytes(
         b'\xff\n[1]\n{"event": "other"}\n{"event": []}\n'
         + good
-        + b"x" * records.MAX_LINE_BYTES + good  # the rest of an overlong line is not parsed as a line
+        + b"x" * records.MAX_LINE_BYTES + good  # the end of an overlong line is no record
         + b'{"event": "end", "status": "' + b"x" * 200_000 + b'"}'
         + b"\n" + b"[" * 60_000 + b"\n" + good + b'{"event": "step", "lo'
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The rules of a log as data, compared with the official rule files, and the order of records."""
+"""The table of rules for logs, compared with the official rule files, and the order of records."""
 
 import re
 from pathlib import Path
@@ -20,7 +20,7 @@ OFFICIAL = Path(mlp_compliance.__file__).parent
 
 
 def official_requirements(ruleset: str, division: str) -> dict[str, str | None]:
-    """Return the required cardinality of each key in the official checker's rule files; None for optional keys."""
+    """Return how often each key must occur by the official checker's rule files, or None for optional keys."""
     required: dict[str, str | None] = {}
     for name in ("common", f"{division}_common", f"{division}_bert"):
         for entry in yaml.load((OFFICIAL / f"training_{ruleset}" / f"{name}.yaml").read_text(), yaml.BaseLoader):
@@ -33,7 +33,7 @@ def official_requirements(ruleset: str, division: str) -> dict[str, str | None]:
 @pytest.mark.parametrize("ruleset", rules.RULESETS)
 def test_table_asks_what_the_official_rule_files_ask(ruleset: str, division: rules.Division) -> None:
     official = official_requirements(ruleset, division)
-    assert official.keys() <= rules.KEYS.keys()  # the official checker does not get records with other keys
+    assert official.keys() <= rules.KEYS.keys()  # our checker passes it only records with these keys
     own = {key for key, rule in rules.KEYS.items() if rule.required_in(ruleset, division)}
     for key, cardinality in official.items():
         if cardinality in ("EXACTLY_ONE", "AT_LEAST_ONE"):
@@ -67,7 +67,7 @@ def test_scheduled_evaluations_are_on_schedule(index: int, interval: int, batch:
     [
         (150_000, 448, 15, 2_250_304, 14 * 150_080, True),  # the multiple is rounded up to whole batches
         (150_000, 448, 15, 15 * 150_080, 14 * 150_080, True),  # the interval is rounded up to whole batches
-        (150_000, 768, 17, 2_549_468, 2_400_100, True),  # packed sequences: the log counts real sequences
+        (150_000, 768, 17, 2_549_468, 2_400_100, True),  # with packing, the log counts unpacked sequences
         (150_000, 768, 15, 2_251_500, 2_100_325, True),  # up to two partial batches are allowed
         (150_000, 768, 15, 2_251_900, 2_100_325, False),
         (325_000, 16_384, 5, 1_645_000, 1_300_000, False),  # but not if batches are large

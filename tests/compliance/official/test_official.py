@@ -19,7 +19,7 @@ Ask = Callable[..., Opinion]
 
 @pytest.fixture
 def ask(closed_log: str) -> Ask:
-    """Return a function that edits the log and returns the checker's opinion. Records start in the second line."""
+    """Return a function that edits the log and returns the official checker's opinion. Line 1 is no record."""
 
     def of(change: Edit, ruleset: str = "5.0.0") -> Opinion:
         return opinion([*enumerate(change(closed_log).encode().splitlines(), start=2)], ruleset)
@@ -77,7 +77,7 @@ def test_one_process_serves_many_logs_and_another_those_after_its_death_or_timeo
     assert (verdict.outcome, verdict.judged) == ("fail", False)
     assert verdict.complaints[0].text == "the official compliance checker did not end within 0 s"
     monkeypatch.undo()
-    assert opinion(lines, "5.0.0") == Opinion("pass")  # the late answer, with warnings, is discarded
+    assert opinion(lines, "5.0.0") == Opinion("pass")  # not the late answer to the request before, which has warnings
 
 
 fragments = st.sampled_from([TOKEN, TOKEN.rstrip(), ":::", " ", "{}", "text", "\x85", "\xa0", "\t", "\x1c", "\xff"])

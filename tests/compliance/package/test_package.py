@@ -54,7 +54,7 @@ def package(folder: Path, **changes: Any) -> tuple[int, str, dict[str, str]]:
 
 @pytest.fixture(scope="module")
 def scaled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """Package twelve runs whose median window has a scaled score; return the folder and the command's output."""
+    """Package twelve runs, of which the command chooses ten with a scaled score. Return the folder and the output."""
     folder = tmp_path_factory.mktemp("scaled")
     header = {"recipe": "tiny_cpu", "commit": "0123 \x1b[2J", "config.training.precision": "bf16"}
     write_series(folder / "runs", [*SCALED, 20, 21], header=header)
@@ -76,7 +76,7 @@ def test_the_tree(scaled: tuple[Path, str]) -> None:
     results = tree / "results/node/bert"
     logs = [f"result_{n}.txt" for n in range(10)]
     assert sorted(path.name for path in results.iterdir()) == sorted([*logs, "scaling.json"])
-    for number, name in enumerate(logs):  # the second window starts with run 1
+    for number, name in enumerate(logs):  # the chosen runs start with run 1
         assert (results / name).read_bytes() == (folder / f"runs/result_{number + 1}.txt").read_bytes()
     implementation = tree / "benchmarks/bert/implementations/mlperf-bert"
     for name in ("README.md", "Dockerfile", "run_and_time.sh", "bert/train.py", "launch/slurm.sub", "docs/training.md"):

@@ -42,8 +42,8 @@ def opened(folder: Path) -> Results:
 def test_accelerators_come_from_the_description_or_else_from_a_run(closed: Results, opened: Results) -> None:
     assert (closed.accelerator, closed.accelerators) == ("NVIDIA H100 80GB HBM3", 8)
     described = replace(closed, description={"number_of_nodes": "4", "accelerators_per_node": "8"})
-    assert (described.accelerator, described.accelerators) == ("NVIDIA H100 80GB HBM3", 32)  # the name is from the log
-    assert replace(closed, description={"number_of_nodes": "four"}).accelerators == 8  # the run's processes
+    assert (described.accelerator, described.accelerators) == ("NVIDIA H100 80GB HBM3", 32)  # name from the log
+    assert replace(closed, description={"number_of_nodes": "four"}).accelerators == 8  # number of the run's processes
     assert replace(closed, description={"number_of_nodes": "\u0661", "accelerators_per_node": "4"}).accelerators == 8
     assert opened.accelerators == 0
     assert replace(opened, description={}).accelerators is None

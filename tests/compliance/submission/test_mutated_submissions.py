@@ -1,4 +1,4 @@
-"""Faults of submissions and descriptions: the check must report the fault, its location, its rule and its remedy."""
+"""Faults of submissions: the check must report each one with its location, the rule that it breaks and a remedy."""
 
 # ruff: noqa: E501 - the cases are a table, a row each
 
@@ -38,10 +38,10 @@ class Case:
     """One fault and the expected finding.
 
     Attributes:
-        where: file or folder of the finding, "." for the submission.
-        key, severity: of the finding.
-        rule, found, remedy: parts of the finding's texts.
-        accepted: whether the check as a whole passes anyway.
+        where: file or folder of the finding, "." for the whole submission.
+        key, severity: the finding's key and severity.
+        rule, found, remedy: words in the finding's texts.
+        accepted: whether the submission passes despite the finding.
     """
 
     name: str
@@ -73,13 +73,13 @@ def quick() -> Iterator[None]:
 
 @pytest.fixture
 def unasked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replace the official package tools by stand-ins that accept everything."""
+    """Replace the official package tools by functions that accept everything."""
     monkeypatch.setattr(submission, "ask", lambda *_: Answer("pass"))
     monkeypatch.setattr(submission, "ask_about_folder", lambda *_: Answer("pass"))
 
 
 def findings_of(verdicts: list[Verdict], root: Path) -> list[tuple[str, Finding]]:
-    """Return (place, finding) pairs. Skip a folder's findings about logs that have findings of their own."""
+    """Return (path, finding) pairs, without the folder's findings that only say that a log has findings."""
     pairs = [(os.path.relpath(verdict.path, root), finding) for verdict in verdicts for finding in verdict.findings]
     return [pair for pair in pairs if not ((pair[1].rule, pair[1].key) == ("TR 12", "") and "result_" in pair[1].found)]
 
@@ -209,13 +209,13 @@ ASKED: dict[str, tuple[Mutation, str]] = {
     "folder BERT": (rename(FOLDER, f"results/{SYSTEM}/BERT"), "pass"),
     "seeds left out": (both(SEED_OF_ANOTHER, write(f"{FOLDER}/package_checker_params", "seed-checker-bypass")), "pass"),
     "division Closed": (both(describe(division="Closed"), SEED_OF_ANOTHER), "pass"),
-    "no division": (describe(division=None), "pass"),  # found by the description's check instead
+    "no division": (describe(division=None), "pass"),  # our check of the description finds it
     "text after a record": (in_log(garble("seed", "} done")), "fail"),
     "no description": (remove(DESCRIPTION), "fail"),
     "faster than the reference": (rewrite_all(evaluations=14), "fail"),
     "a power measurement missing": (write(f"{FOLDER}/power/result_4/node_0.txt", ""), "fail"),
 }
-"""Mutations with the official package checker's observed verdict on the folder of logs."""
+"""Mutations, each with the verdict that the official package checker gives on the folder of logs."""
 
 
 @pytest.mark.slow

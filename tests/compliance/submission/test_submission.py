@@ -1,4 +1,4 @@
-"""Folders of logs and submissions: which files are found, who gets each finding, and when the whole passes."""
+"""Checks of folders and submissions: which files are found, which file a finding is about, and what passes."""
 
 import json
 import os
@@ -53,7 +53,7 @@ def test_a_submission_is_checked_whole(root: Path) -> None:
     assert not any(verdict.findings for verdict in verdicts)
     assert accepted(verdicts)
     assert load_results(benchmark_folder(root)).description["system_name"] == SYSTEM
-    assert sorted(path for path in root.rglob("*")) == before  # the package checker would leave scaling.json
+    assert sorted(path for path in root.rglob("*")) == before  # scaling.json of the official checker is removed
 
 
 @pytest.mark.parametrize("part", ["results", f"results/{SYSTEM}", f"results/{SYSTEM}/bert"])
@@ -76,7 +76,7 @@ def test_bare_results_may_still_grow(bare: Path, part: str) -> None:
 
 
 def test_descriptions_among_bare_results_are_read(bare: Path) -> None:
-    verdicts = check_paths([bare.parent])  # the folder contains results/ and no other part of a submission
+    verdicts = check_paths([bare.parent])  # results/ without the other parts of a submission
     assert names(verdicts, bare.parent) == [f"results/{SYSTEM}/bert", *LOGS]
     write_description(bare, accelerators_per_node=8)
     verdicts = check_paths([bare])
@@ -268,6 +268,6 @@ def test_a_submission_nested_deeper_than_the_system_opens_is_checked(
     finally:
         os.fchdir(inmost)
         os.close(inmost)
-        for _ in range(depth):  # pytest's cleanup would exceed the recursion limit
+        for _ in range(depth):  # as pytest's cleanup would recurse too deeply
             os.chdir("..")
             Path("d").rmdir()

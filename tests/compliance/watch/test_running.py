@@ -43,7 +43,7 @@ def evaluate(run: RunningLog, samples: int, accuracy: Any, time_ms: int, announc
 
 
 def assert_said(run: RunningLog, *expected: str) -> None:
-    """Check that each complaint contains its expected words, in order."""
+    """Check that the run's complaints contain the expected words, one complaint per argument."""
     said = list(run.complaints)
     assert len(said) == len(expected), said
     assert all(words in text for words, text in zip(expected, said, strict=True)), said
@@ -63,7 +63,7 @@ def assert_said(run: RunningLog, *expected: str) -> None:
 def test_a_long_initialisation(division: str, minutes: Sequence[float], expected: list[str]) -> None:
     run = RunningLog()
     run.take(line("submission_division", division))
-    for rank in (1, 0, 2):  # only the earliest record counts
+    for rank in (1, 0, 2):  # only the earliest init_start counts
         run.take(f"{rank}: ".encode() + line("init_start", None, BASE + rank * MINUTE, "INTERVAL_START"))
     for now in minutes:
         run.check_initialisation(BASE + now * MINUTE)
@@ -75,7 +75,7 @@ def test_a_long_initialisation(division: str, minutes: Sequence[float], expected
     [
         ("closed", {"without": "cache_clear"}, "no cache_clear"),
         ("closed", {"cache_clear": False}, "caches were not dropped"),
-        ("closed", {"cache_clear": False, "head": [line("cache_clear", True)]}, ""),  # one rank is enough
+        ("closed", {"cache_clear": False, "head": [line("cache_clear", True)]}, ""),  # any rank suffices
         ("open", {"cache_clear": False}, ""),
         ("closed", {"without": "seed"}, "no seed is logged"),
         ("open", {"without": "seed"}, ""),
@@ -115,7 +115,7 @@ NO_SCHEDULE = [b"# resumed from: step_00000500"]
         ({}, [wrote(ONCE_MORE)], ["run_start: logged again, first on line 20, expected exactly one record"]),
         ({}, [evaluated(FIRST), evaluated(THIRD)], ["eval_start" + MISSED]),
         ({}, [evaluated(FIRST, 1, 0.4, False), evaluated(THIRD, 2, 0.4, False)], ["eval_accuracy" + MISSED]),
-        (  # with packed sequences the log counts real sequences
+        (  # with packing, the log counts unpacked sequences
             {"global_batch_size": 768},
             [evaluated(samples, samples, 0.4, False) for samples in (150_135, 299_622, 449_539, 599_891)],
             [],
@@ -142,7 +142,7 @@ def test_what_a_run_is_warned_of(run: dict[str, Any], events: list[Event], expec
 
 def test_samples_that_the_log_does_not_state_come_from_the_schedule() -> None:
     run = begun()
-    for minutes in (1, 2, 3):  # some logs have evaluation indices instead of sample counts
+    for minutes in (1, 2, 3):  # 1, 2, 3 are evaluations, not samples, as in some logs
         evaluated(1, minutes, 0.4, False)(run)
     assert [evaluation.samples for evaluation in run.evaluations] == [FIRST, SECOND, THIRD]
 

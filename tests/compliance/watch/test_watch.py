@@ -1,4 +1,4 @@
-"""The watch of a run, from its first line to its end."""
+"""``watch`` follows a run's log from the first line to the end."""
 
 import io
 import json
@@ -34,7 +34,7 @@ INTERVAL = int(run_logs.CLOSED["eval_interval_samples"])
 def closed_run(
     path: Path, evaluations: int = 16, *, seed: int = 1, ends: Any = "success", last: float | None = None
 ) -> Path:
-    """Write a closed log with this number of evaluations; the last one has accuracy `last` or, if it ends, the target."""
+    """Write a closed log. The last evaluation's accuracy is `last`, by default the target's if the run ends."""
     last = last or (0.7202 if ends == "success" else 0.71)
     accuracies = (*(int(digits) / 10_000 for digits in CURVE.split()[: evaluations - 1]), last)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -50,7 +50,7 @@ def looked_at(path: Path) -> Watch:
 
 
 class Clock:
-    """Clock that advances only while the watch sleeps, and then runs the scheduled events."""
+    """Fake clock. It advances only while the watch sleeps, and then runs the events that are due."""
 
     def __init__(self) -> None:
         self._begin_s, self._wall_s = time.monotonic(), time.time()
@@ -101,7 +101,7 @@ def test_the_whole_output_about_a_run_beside_others(tmp_path: Path) -> None:
 
 
 def test_output_with_the_lines_of_a_log_that_is_written_meanwhile(tmp_path: Path, clock_of_watch: Clock) -> None:
-    closed_run(tmp_path / "result_1.txt", 3)  # has the same seed
+    closed_run(tmp_path / "result_1.txt", 3)  # a log with the same seed
     closed_run(tmp_path / "result_2.txt", 3, seed=8)
     log = closed_run(tmp_path / "elsewhere" / "result_0.txt", 6).read_text()
     whole = "srun: job 4711 queued\n" + "".join(f" 0: {text}\n" for text in log.splitlines()) + "bye\n"
@@ -197,7 +197,7 @@ SAMPLES = {evaluations: SCHEDULE.samples(evaluations) for evaluations in (4, 6, 
 def test_the_outlook_of_a_run_that_has_ended_is_that_of_the_set(
     tmp_path: Path, others: list[int | None], mine: int, ends: str, samples: Any
 ) -> None:
-    # Both are ignored: a run with another batch size, and a run that is still in progress.
+    # Other runs that the comparison ignores: one with another batch size, and one in progress.
     run_logs.write_run(tmp_path / "result_97.txt", "open")
     closed_run(tmp_path / "result_98.txt", 17, seed=3, ends="running")
     for number, count in enumerate(others):

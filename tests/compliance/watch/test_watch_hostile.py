@@ -105,6 +105,6 @@ def test_pipes_and_links_in_a_folder_hold_nothing_up(tmp_path: Path) -> None:
     assert watch_it(tmp_path)[0] == 1
     run_logs.write_run(tmp_path / "result_5.txt", "open")
     assert list(results_in(tmp_path)) == [tmp_path / "result_5.txt"]
-    assert watch_it(tmp_path / "result_5.txt")[0] == 0  # other logs in the folder are read as well
+    assert watch_it(tmp_path / "result_5.txt")[0] == 0  # also reads the other logs in the folder
     status, text = watch_it(tmp_path / "result_0.txt")
     assert (status, f"{tmp_path}/result_0.txt: a pipe or a device" in text) == (2, True)

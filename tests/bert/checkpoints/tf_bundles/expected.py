@@ -1,9 +1,9 @@
-"""Weights in the TensorFlow checkpoints of this folder, drawn again. TensorFlow 2.21 wrote the checkpoints:
+"""Expected weights of the TensorFlow checkpoints in this folder, which TensorFlow 2.21 wrote:
 
 tf1            a TF1 Saver, with LAMB's moments and the step
-tf1_snappy     the index of tf1 alone, compressed as that of the benchmark's checkpoint is
-tf1_sharded    the same without moments, divided over two data files
-tf1_sliced     one variable that was partitioned
+tf1_snappy     only the index of tf1, compressed like the index of the benchmark's checkpoint
+tf1_sharded    tf1 without moments, in two data files
+tf1_sliced     one partitioned variable
 """
 
 import zlib
