@@ -82,7 +82,7 @@ def checkpoint_accuracy(config: "Config") -> float | None:
     from bert.checkpoints.initial_model import first_model
     from bert.evaluation.evaluator import Evaluator
     from bert.guards.preflight import check_evaluation
-    from bert.guards.triton_cache import require_private_cache
+    from bert.guards.triton import require_private_cache
     from bert.parallel.mesh import join_mesh
     from bert.parallel.tensor.shards import tensor_parallel
 
