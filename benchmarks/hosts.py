@@ -48,11 +48,6 @@ def bridged_hosts(hosts: int, rate: str | None = None) -> Iterator[list[str]]:
             subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
 
 
-def switch_of(names: Sequence[str]) -> str:
-    """Return the namespace of the bridge between hosts."""
-    return names[0].removesuffix("h0")
-
-
 def why_not() -> str | None:
     """Return why namespaces cannot be made here, or None if they can."""
     if os.geteuid() != 0:

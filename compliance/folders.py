@@ -84,11 +84,6 @@ class Tree:
     benchmarks: tuple[BenchmarkFolder, ...]
     descriptions: tuple[Path, ...]
 
-    @property
-    def is_submission(self) -> bool:
-        """Tell whether `path` is a whole submission."""
-        return self.submission is not None and self.submission == self.path
-
 
 def absolute(path: Path) -> Path:
     """Return the absolute path without ".." and without resolving links."""

@@ -42,8 +42,8 @@ def _extract(
     """
     from dataloading.text.wikipedia import extract
 
-    made = extract(inputs, out, options, jobs=jobs, report=_reporter("articles"))
-    say(f"{out}: {made.articles:,} articles in {made.parts} part(s), {made.held_out:,} held out in eval.txt")
+    parts, articles, held_out = extract(inputs, out, options, jobs=jobs, report=_reporter("articles"))
+    say(f"{out}: {articles:,} articles in {parts} part(s), {held_out:,} held out in eval.txt")
 
 
 @app.command(name="prepare")
@@ -212,10 +212,11 @@ def _convert(
         jobs: Processes to use.
     """
     from dataloading.dataset.folder import open_or_scan
-    from dataloading.preparation.convert import Packing, convert
+    from dataloading.preparation.convert import convert
 
     source = open_or_scan(folder, vocab)
-    dataset = convert(source, out, to, Packing(max_sequences, seed), jobs=jobs, report=_reporter("samples"))
+    report = _reporter("samples")
+    dataset = convert(source, out, to, max_sequences=max_sequences, seed=seed, jobs=jobs, report=report)
     say(f"{out}: {_counts(dataset)}, layout {to}")
 
 
@@ -295,7 +296,8 @@ def _parse_part(text: str) -> "WorkPart":
     from dataloading.jobs import WorkPart
 
     # int() alone would also accept signs, spaces and underscores.
-    if not (match := re.fullmatch(r"(\d+)/(\d+)", text)):
+    match = re.fullmatch(r"(\d+)/(\d+)", text)
+    if match is None or not 1 <= int(match[1]) <= int(match[2]):
         raise ValueError(f"--part is {text!r}; expected i/n, from 1/n to n/n")
     return WorkPart(int(match[1]), int(match[2]))
 

@@ -28,10 +28,6 @@ class WorkPart:
     index: int
     count: int
 
-    def __post_init__(self) -> None:
-        if not 1 <= self.index <= self.count:
-            raise ValueError(f"--part is {self}; expected i/n with i from 1 to n")
-
     def __str__(self) -> str:
         return f"{self.index}/{self.count}"
 

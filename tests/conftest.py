@@ -21,22 +21,22 @@ from dataloading.shards.shard import DatasetInfo
 from dataloading.text.tokenization import Vocabulary
 from tests.programs import REPOSITORY
 
-# Without bytecode, each of hundreds of processes would compile PyTorch and its other imports, half of its time.
+# Allow cached bytecode. Compiling PyTorch and other imports would take half of the time of hundreds of processes.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
-# An example's duration depends more on other processes on the machine than on the code.
+# Set no deadline, because an example's duration depends more on other processes than on the code.
 patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("patient", patient)
 settings.register_profile("quick", patient, max_examples=20)
 settings.load_profile("patient")
 
-# In background jobs and under nohup, programs inherit ignored signals. The tests send these signals.
+# Tests send these signals to programs, which would inherit that a background job or nohup ignores them.
 for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, handler)
 
-# The tests must not use what a developer has pinned or measured.
+# Use an empty cache, because a developer's saved choices and measurements would affect the tests.
 CACHE = tempfile.TemporaryDirectory(prefix="mlperf-bert-tests-", ignore_cleanup_errors=True)
 os.environ["MLPERF_BERT_CACHE"] = CACHE.name
 
@@ -49,7 +49,7 @@ MAX_SEQ_LENGTH = 48
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark slow tests and run them first, so that no worker starts the longest file when the others have finished."""
+    """Mark slow tests and run them first, so that no worker starts a long test when other workers are idle."""
 
     for item in items:
         if _room_of(item.path) < len(SLOW_ROOMS):
@@ -64,7 +64,7 @@ def _room_of(path: Path) -> int:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Skip folders of slow tests if none of them is selected: importing them takes half of the collection's time."""
+    """Skip folders of slow tests if they are deselected, because importing them takes half of the collection's time."""
     if config.option.markexpr != "not slow" or collection_path.is_file():
         return None
     return True if _room_of(collection_path) < len(SLOW_ROOMS) else None
@@ -74,8 +74,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
     """Repeat a test marked ``measured`` until it passes, at most ``TRIES`` times, each with fresh fixtures.
 
-    Such a test measures time, links or disks on a machine with other load. The load may spoil one try, but a real fault
-    fails every try. From the second try on, no other such test runs beside it. A spoilt try is reported as a warning.
+    Such a test measures time, links or disks. Other load on the machine may make one try fail, but a bug makes all fail.
+    From the second try on, no other ``measured`` test runs at the same time. A failed try is reported as a warning.
     """
     if item.get_closest_marker("measured") is None:
         return None
@@ -87,7 +87,7 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
                 item.warn(pytest.PytestWarning(f"try {number} failed: {failed[0].splitlines()[-1]}"))
             fcntl.flock(lock, fcntl.LOCK_EX if number else fcntl.LOCK_SH)
             reports = runtestprotocol(item, log=False, nextitem=nextitem)
-            fcntl.flock(lock, fcntl.LOCK_UN)  # otherwise a forked process might keep the lock
+            fcntl.flock(lock, fcntl.LOCK_UN)  # explicitly, because forked processes inherit the file
             if not any(report.failed for report in reports):
                 break
     for report in reports:
@@ -105,7 +105,7 @@ class SmallRun:
     evaluation: Samples
 
     def arguments(self, results: Path, **changes: object) -> list[str]:
-        """Return arguments for ``python -m bert.train``. In ``changes``, ``__`` stands for the dot in a setting's name."""
+        """Return arguments for ``python -m bert.train``. In the names of ``changes``, ``__`` stands for a dot."""
         settings: dict[str, object] = {
             "model__num_hidden_layers": 2,
             "model__hidden_size": 32,

@@ -1,4 +1,4 @@
-"""Parser for HTML pages, for tests of the code that writes pages."""
+"""Parser with which tests examine the HTML pages that programs write."""
 
 import re
 from html.parser import HTMLParser
@@ -14,7 +14,7 @@ ALLOWED = set(
 
 
 class Page(HTMLParser):
-    """The tags and the text of a page. The tags must be balanced, load nothing and run nothing."""
+    """Tags and text of a page. Fails if tags are unbalanced, or if the page could load a resource or run a script."""
 
     def __init__(self, text: str) -> None:
         super().__init__()

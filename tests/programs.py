@@ -1,11 +1,11 @@
-"""Programs of the repository as processes that need not import PyTorch, which saves two seconds of CPU time for each.
+"""Start the repository's programs as forks of a server, which saves each two seconds of CPU time for imports.
 
-A server imports packages once and forks. A fork behaves as ``python -m MODULE ARGUMENTS`` would, with its own
-arguments, environment, folder, output, signals and exit status. Only the interpreter is not finalized at the end,
-because that would copy its whole memory. All workers share two servers: one for ``Program``, which has also imported
-``bert.run``, and one for the ``python`` of repository copies, in which each fork imports the copy's own modules. Some
-tests start real interpreters: tests of scripts, of a run from its first start, and of signals to torchrun, and the
-command at the top of the README, which ``.ci/run`` runs.
+A server imports packages once and forks for each program. A fork behaves like ``python -m MODULE ARGUMENTS``, with its
+own arguments, environment, folder, output, signals and exit status. It only skips the interpreter's finalization, which
+would copy all shared memory. All pytest workers share two servers: one for ``Program``, which has also imported
+``bert.run``, and one for the ``python`` of copies of the repository, whose forks import the copy's own modules. Tests
+of scripts, of a run from its first start, and of signals to torchrun start real interpreters, and so does ``.ci/run``
+for the command at the top of the README.
 """
 
 import atexit
@@ -31,10 +31,10 @@ from typing import Any
 REPOSITORY = Path(__file__).resolve().parent.parent
 LARGEST_REQUEST = 200_000
 PATIENCE_S = 600.0
-"""Seconds after which a test gives up. A busy machine is many times slower than an idle one."""
+"""Timeout of tests, in seconds. It is long because a busy machine is many times slower than an idle one."""
 
 _SHARED = "MLPERF_BERT_TEST_SERVERS"
-"""Variable that tells workers the process that started them and the folder of its servers."""
+"""Environment variable with the id of the process that started pytest's workers, and its servers' folder."""
 _OWN = ("benchmarks", "bert", "cluster", "compliance", "console", "dataloading", "kernels", "tests")
 _FORKED_PYTHON = """#!{python} -IS
 # Becomes a fork of the server of tests/programs.py where a program is to run, and {python} for anything else.
@@ -69,7 +69,7 @@ class Program:
     """A running ``python -m MODULE ARGUMENTS`` with methods of ``subprocess.Popen``. stdout and stderr share one file."""
 
     def __init__(self, module: str, arguments: list[str], /, **environment: object) -> None:
-        """``environment`` has the variables that differ from the tests' environment."""
+        """Start the program. ``environment`` has variables that are added to the tests' environment."""
         variables = os.environ | {name: str(value) for name, value in environment.items()}
         self.returncode: int | None = None
         self._output = tempfile.TemporaryFile()  # noqa: SIM115, closed with the program that it belongs to
@@ -110,12 +110,10 @@ class Program:
         return self.output, None
 
     def send_signal(self, number: int) -> None:
-        """Send a signal to the program if it runs."""
         if self.poll() is None:
             os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """Kill the program if it runs."""
         self.send_signal(signal.SIGKILL)
 
     def _number(self) -> int:
@@ -123,13 +121,12 @@ class Program:
 
 
 def write_forked_python(folder: Path, imported: str = "packages") -> None:
-    """Write a ``python`` and a ``torchrun`` into a folder that ask a server to fork."""
+    """Write programs ``python`` and ``torchrun`` to a folder. Both ask a server to fork instead of starting anew."""
     (folder / "python").symlink_to(_forked_python(imported))
     write_script(folder / "torchrun", '#!/bin/bash\nexec "${0%/*}/python" -m torch.distributed.run "$@"\n')
 
 
 def write_script(path: Path, text: str) -> None:
-    """Write an executable file."""
     path.write_text(text)
     path.chmod(0o755)
 
@@ -145,7 +142,7 @@ def wait_for(condition: Callable[[], object], process: Program | subprocess.Pope
 
 
 def python(*arguments: object, **changes: object) -> subprocess.CompletedProcess[str]:
-    """Run a new interpreter in the repository's root. ``changes`` are variables of its environment, None for unset."""
+    """Run Python in the repository's root. ``changes`` sets environment variables, or unsets them if None."""
     environment = {name: str(value) for name, value in (os.environ | changes).items() if value is not None}
     command = [sys.executable, *map(str, arguments)]
     return subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=PATIENCE_S)
@@ -159,9 +156,9 @@ def git(folder: Path, *arguments: str) -> str:
 
 @cache
 def _forked_python(imported: str) -> str:
-    """Return the path of a program that asks a server to fork.
+    """Write a program that asks a server to fork, and return its path.
 
-    Each worker has its own, because a file cannot be executed while another process writes to it.
+    Each pytest worker writes its own, because a file cannot be executed while another process writes to it.
     """
     path = Path(_FOLDER, f"{os.getpid()} python of {imported}")
     text = _FORKED_PYTHON.format(python=sys.executable, own=_OWN, path=_server(imported), largest=LARGEST_REQUEST)
@@ -171,17 +168,17 @@ def _forked_python(imported: str) -> str:
 
 @cache
 def _server(imported: str) -> str:
-    """Return the address of a server, which ends with the tests. The first caller starts it."""
+    """Return the address of a server that has imported ``imported``, and start the server if none runs."""
     address = Path(_FOLDER, imported)
     if address.exists():
         return str(address)
     own = Path(_FOLDER, f"{os.getpid()} {imported}")
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as requests:
         requests.bind(str(own))
-        requests.listen(64)  # the server answers once it has imported everything
+        requests.listen(64)  # requests wait until the server has imported everything
         try:
             address.hardlink_to(own)
-        except FileExistsError:  # another worker came first
+        except FileExistsError:  # another pytest worker was faster
             return str(address)
         finally:
             own.unlink()
@@ -192,9 +189,9 @@ def _server(imported: str) -> str:
 
 
 def _shared() -> tuple[int, str]:
-    """Return the process whose end also ends the servers, and their folder. Workers share both with their parent."""
+    """Return the id of the process with which the servers end, and their folder. pytest's workers share both."""
     owner, _, folder = os.environ.get(_SHARED, "").partition(" ")
-    if owner == str(os.getppid()):  # tests that a test starts have servers of their own
+    if owner == str(os.getppid()):  # false if a test starts pytest, which gets its own servers
         return int(owner), folder
     made = tempfile.TemporaryDirectory(prefix="mlperf-bert-", ignore_cleanup_errors=True)
     atexit.register(made.cleanup)
@@ -203,9 +200,9 @@ def _shared() -> tuple[int, str]:
 
 
 def _serve(imported: str, requests: socket.socket, owner: int) -> dict[str, Any]:
-    """Fork for every request, and send back process id and exit status. Returns only in forks, with the request."""
+    """Fork for every request, and send back the process id and the exit status. Returns the request, in the fork."""
     tie = os.pidfd_open(owner)
-    atexit.register(_end)  # registered first, so that it is called last
+    atexit.register(_end)  # registered first, so it runs last
     _import_packages()
     if imported == "bert":
         _import_own()
@@ -213,16 +210,16 @@ def _serve(imported: str, requests: socket.socket, owner: int) -> dict[str, Any]
         del sys.path[0]
         for name in [name for name in sys.modules if name.partition(".")[0] in _OWN]:
             del sys.modules[name]
-    gc.freeze()  # otherwise each fork's garbage collection would copy all memory
-    # Otherwise a woken thread would interrupt the thread that woke it, whose lock gloo's loop requests meanwhile.
+    gc.freeze()  # otherwise garbage collection in forks would copy all memory
+    # With SCHED_BATCH, a woken thread does not preempt the waker, which may hold a lock that gloo's loop needs.
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     running: dict[int, socket.socket] = {}
-    """Connection of each fork's request, by the fork's pidfd."""
+    """Connection to each fork's client, by the fork's pidfd."""
     while True:
         ready, *_ = select.select([requests, tie, *running, *running.values()], [], [])
         for fork, connection in list(running.items()):
             if fork in ready or connection in ready or tie in ready:
-                if fork not in ready:  # the other end has closed the connection
+                if fork not in ready:  # the client has closed the connection
                     signal.pidfd_send_signal(fork, signal.SIGKILL)
                 ended = os.waitid(os.P_PIDFD, fork, os.WEXITED)
                 assert ended is not None
@@ -255,39 +252,39 @@ def _serve(imported: str, requests: socket.socket, owner: int) -> dict[str, Any]
 
 
 def _tell(connection: socket.socket, number: int) -> None:
-    with contextlib.suppress(OSError):  # the other end may have closed the connection
+    with contextlib.suppress(OSError):  # the client may have closed the connection
         connection.sendall(number.to_bytes(4, "little", signed=True))
 
 
 def _import_packages() -> None:
-    # What pipelines import takes 1.4 s for each of many ranks.
+    # Include packages that only pipeline parallelism needs: they would take 1.4 s on each of many ranks.
     packages = "h5py mlperf_logging numba safetensors.torch scipy.optimize tokenizers tyro torch.distributed.pipelining"
     for name in (*packages.split(), "torch.distributed.run"):
         importlib.import_module(name)
     from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
-    # Agents search all modules for a method's name. With this many modules, that takes a tenth of a CPU for each agent.
+    # torchrun's agents search all modules for a method's name, which takes a tenth of a CPU with this many modules.
     dynamic_rendezvous.get_method_name = lambda depth=2: sys._getframe(depth).f_code.co_name
 
 
 def _import_own() -> None:
-    import bert.run  # imports all that programs import
+    import bert.run  # imports nearly everything that programs need
     from bert.train import parse
 
-    parse(["tiny_cpu"])  # tyro also caches what it finds in the settings, which takes a fifth of a second
-    del sys.modules["bert.train"]  # a fork may run this module
-    inspect.getmodule(bert.run.run.__code__)  # caches the files of all modules, as a log's first record does
+    parse(["tiny_cpu"])  # fills tyro's cache, which takes 0.2 s
+    del sys.modules["bert.train"]  # a fork may run it as __main__
+    inspect.getmodule(bert.run.run.__code__)  # fills inspect's cache of modules' files
 
 
 def _run(request: dict[str, Any]) -> None:
-    """Run the requested program, and record the exit status if it ends normally."""
+    """Run the requested program in this fork, and record the exit status for ``_end`` if there is no error."""
     os.environ.clear()
     os.environ.update(request["environment"])
     os.chdir(request["folder"])
     os.sched_setaffinity(0, request["cores"])
     sys.modules["torch"].set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
     sys.executable = request["executable"]
-    tempfile.tempdir = None  # the server has cached this from its own environment
+    tempfile.tempdir = None  # the server has cached its own
     sys.stdin = open(0, closefd=False)  # noqa: SIM115, as are the others, which knew the server's files
     lines, encoding = 1 if request["unbuffered"] else -1, sys.stdout.encoding
     sys.stdout = open(1, "w", lines, encoding, sys.stdout.errors, closefd=False)  # noqa: SIM115

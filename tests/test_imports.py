@@ -19,7 +19,7 @@ ALLOWED = {
 }
 """For each package or subpackage, the packages and subpackages that its modules may import."""
 PROGRAM_OF_KERNELS = "kernels.__main__"
-"""It handles --version and Ctrl-C as all programs do. Importing the ops must import nothing of console."""
+"""Only module of kernels that may import console, for --version and Ctrl-C. Importing ops must not import it."""
 TORCH_ALLOWED_IN_DATALOADING = {f"dataloading.batches.{name}" for name in ("loader", "loader_choice", "dali")}
 
 
@@ -71,16 +71,16 @@ def test_kernels_import_torch_and_triton_only() -> None:
 
 
 def test_there_are_no_import_cycles() -> None:
-    # A package's __init__ counts as imported by its modules' importers only if they use something from it.
+    # Do not count the import of a package's __init__ that only comes with the import of one of its modules.
     edges = {module: own_imports(module) - {module} for module in MODULES}
     for module, targets in edges.items():
         deeper = {target for target in targets if any(other.startswith(target + ".") for other in targets)}
         edges[module] = targets - deeper
-    TopologicalSorter(edges).prepare()  # raises an error that shows a cycle
+    TopologicalSorter(edges).prepare()  # raises CycleError
 
 
 def test_rooms_of_a_package_are_in_no_circle() -> None:
-    """A room is a folder or a module of a package. Imports for type checking count too."""
+    """A room is a direct subpackage or module of a package. Imports that are only for type checking count too."""
     edges: dict[str, set[str]] = {}
     for module in MODULES:
         package, *place = module.split(".")

@@ -1,4 +1,4 @@
-"""Every file and module mentioned in code, comments and pages exists."""
+"""Every file and module that is mentioned in code, comments and pages exists."""
 
 import re
 import subprocess
@@ -16,7 +16,7 @@ MODULE = re.compile(rf"`((?:{'|'.join(PACKAGES)})(?:\.\w+)+)(?:\(\))?`")
 ELSEWHERE = re.compile(
     r"benchmarks/(bert|a)\b|benchmarks/results/|\w+/__pycache__|bert/(embeddings|encoder|pooler|result_|untracked)"
 )
-"""Paths in a submission or a checkpoint, and files that a command creates."""
+"""Paths that look like the repository's but are in a submission or a checkpoint, or are created by a command."""
 
 
 def texts() -> list[Path]:
@@ -36,7 +36,7 @@ def words_in(module: Path) -> set[str]:
 
 
 def is_there(dotted: str) -> bool:
-    """Tell whether a dotted name is a module or a name in a module."""
+    """Return whether a dotted name is a module or a name in a module."""
     parts = dotted.split(".")
     for length in range(len(parts), 0, -1):
         place, rest = REPOSITORY.joinpath(*parts[:length]), parts[length:]

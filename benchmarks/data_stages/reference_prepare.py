@@ -180,7 +180,8 @@ def samples_of_document(
             longer = first if len(first) > len(second) else second
             longer.pop(0 if rng.random() < 0.5 else -1)
         tokens = ["[CLS]", *first, "[SEP]", *second, "[SEP]"]
-        yield Sample(*mask(tokens, len(first) + 2, words, options, rng), is_random_next)
+        masked = mask(tokens, words, options, rng)
+        yield Sample(tokens, len(first) + 2, masked, is_random_next)
 
 
 def random_segment(documents: list[list[list[str]]], index: int, size: int, rng: random.Random) -> list[str]:
@@ -199,10 +200,8 @@ def random_segment(documents: list[list[list[str]]], index: int, size: int, rng:
     return segment
 
 
-def mask(
-    tokens: list[str], first_length: int, words: list[str], options: PretrainingOptions, rng: random.Random
-) -> tuple[list[str], int, list[tuple[int, str]]]:
-    """Return the tokens after masking, the unchanged length of the first segment, and (position, original token) pairs."""
+def mask(tokens: list[str], words: list[str], options: PretrainingOptions, rng: random.Random) -> list[tuple[int, str]]:
+    """Mask some of ``tokens`` in place, and return their (position, original token) pairs."""
     positions = [place for place, token in enumerate(tokens) if token not in ("[CLS]", "[SEP]")]
     rng.shuffle(positions)
     # Python's round() rounds half to even, as in the reference.
@@ -214,7 +213,7 @@ def mask(
             tokens[place] = "[MASK]"
         else:
             tokens[place] = token if rng.random() < 0.5 else words[rng.randint(0, len(words) - 1)]
-    return tokens, first_length, sorted(masked)
+    return sorted(masked)
 
 
 def as_arrays(samples: list[Sample], vocab: dict[str, int]) -> Samples:

@@ -95,13 +95,9 @@ def _split(context: Context, name: str, run: Callable[[], None], sequences: int)
     idle = "idle: launches, host", max(0.0, whole - sum(spent.values()))
     for key, microseconds in [*sorted(spent.items(), key=lambda item: -item[1])[:_MOST_ROWS], idle]:
         share = microseconds / whole
+        per_sequence = microseconds / sequences
         row = Figure(
-            f"{name}: {key[:100]}",
-            microseconds / 1e3,
-            microseconds / sequences,
-            "us a sequence",
-            share,
-            page=share > 0.01,
+            f"{name}: {key[:100]}", microseconds / 1e3, per_sequence, "us a sequence", share, page=share > 0.01
         )
         context.report.add(row)
 

@@ -6,7 +6,6 @@ starts, and so are results with weight decay 0, because some logs state 0 instea
 the table of results; it is the benchmark's 1e-6.
 """
 
-import csv
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from typing import NamedTuple
 from bert.configuration.config import Config
 from bert.configuration.recipes import RECIPES
 from bert.configuration.sections import ModelConfig, OptimizerConfig
-from cluster.published.results import SAMPLES_NOT_LOGGED, TABLE
+from cluster.published.results import SAMPLES_NOT_LOGGED, closed_rows
 from console.text import counted
 
 
@@ -75,17 +74,15 @@ def _is_benchmark(config: Config) -> bool:
 
 def _published() -> _Published:
     found: dict[_Key, list[Mapping[str, str]]] = defaultdict(list)
-    with TABLE.open(encoding="utf-8", newline="") as file:
-        for row in csv.DictReader(file):
-            # Open results may have changed the model or the target.
-            if row["division"] == "closed" and not any(each in row["accelerator"] for each in SAMPLES_NOT_LOGGED):
-                rate, beta_1, beta_2, steps, warmup = (
-                    float(row[f"opt_{name}"])
-                    for name in ("base_learning_rate", "lamb_beta_1", "lamb_beta_2", "learning_rate_training_steps",
-                                 "learning_rate_warmup_steps")
-                )  # fmt: skip
-                key = _Key(int(row["global_batch_size"]), rate, beta_1, beta_2, round(steps), round(warmup))
-                found[key].append(row)
+    for row in closed_rows():
+        if not any(each in row["accelerator"] for each in SAMPLES_NOT_LOGGED):
+            rate, beta_1, beta_2, steps, warmup = (
+                float(row[f"opt_{name}"])
+                for name in ("base_learning_rate", "lamb_beta_1", "lamb_beta_2", "learning_rate_training_steps",
+                             "learning_rate_warmup_steps")
+            )  # fmt: skip
+            key = _Key(int(row["global_batch_size"]), rate, beta_1, beta_2, round(steps), round(warmup))
+            found[key].append(row)
     return found
 
 

@@ -216,7 +216,8 @@ def link_rate(p: Parameters, machine: Machine) -> float:
     # A bridge joins only two cards, so traffic among more cards takes other links.
     if machine.is_bridged and machine.group == 2 and device.bridge_gb_s is not None:
         return exp(p["fabric_efficiency"]) * device.bridge_gb_s * 1e9
-    return exp(p["fabric_efficiency" if machine.has_fabric else "pcie_efficiency"]) * device.link_gb_s * 1e9
+    # On cards, no link faster than PCIe joins all devices of a group.
+    return exp(p["pcie_efficiency" if device.form in ("PCIe", "NVL") else "fabric_efficiency"]) * device.link_gb_s * 1e9
 
 
 def network_rate(p: Parameters, machine: Machine) -> float:

@@ -49,11 +49,6 @@ class Machine:
         """Number of groups. Only the network connects groups, and the last group may be smaller."""
         return -(-self.accelerators // self.group)
 
-    @property
-    def has_fabric(self) -> bool:
-        """Tell whether a link faster than PCIe joins all devices of a group."""
-        return self.device.form not in ("PCIe", "NVL")
-
 
 def describe_machine(
     device: Device, nodes: int, per_node: int, interconnect: str = "", networking: str = ""

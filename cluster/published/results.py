@@ -57,21 +57,24 @@ def _machine_of_row(row: Mapping[str, str]) -> Machine:
     return describe_machine(device_named(name), int(row["nodes"]), per_node, interconnect, networking)
 
 
+def closed_rows() -> list[dict[str, str]]:
+    """Return the rows of the table for closed results. Open results may have changed the model or the target."""
+    with TABLE.open(encoding="utf-8", newline="") as file:
+        return [row for row in csv.DictReader(file) if row["division"] == "closed"]
+
+
 @lru_cache
 def results() -> tuple[Result, ...]:
     """Return all closed results on known devices, in the order of the table."""
     found = []
-    with TABLE.open(encoding="utf-8", newline="") as file:
-        for row in csv.DictReader(file):
-            if row["division"] != "closed":
-                continue
-            try:
-                machine = _machine_of_row(row)
-            except ValueError:  # no data sheet for this device, such as a TPU
-                continue
-            samples = None if machine.device.model in SAMPLES_NOT_LOGGED else float(row["mean_train_samples"])
-            run = TimedRun(machine, int(row["global_batch_size"]), row["round"])
-            found.append(Result(run, row["submitter"], row["system"], 60 * float(row["minutes"]), samples))
+    for row in closed_rows():
+        try:
+            machine = _machine_of_row(row)
+        except ValueError:  # no data sheet for this device, such as a TPU
+            continue
+        samples = None if machine.device.model in SAMPLES_NOT_LOGGED else float(row["mean_train_samples"])
+        run = TimedRun(machine, int(row["global_batch_size"]), row["round"])
+        found.append(Result(run, row["submitter"], row["system"], 60 * float(row["minutes"]), samples))
     return tuple(found)
 
 

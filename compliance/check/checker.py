@@ -78,8 +78,7 @@ def _official_opinion(log: Log, ruleset: str) -> official.Opinion:
 
 def _unexplained(context: CheckedLog, own: list[Finding], opinion: official.Opinion) -> Iterator[Finding]:
     """Yield findings for the complaints of the official checker that `own` does not explain."""
-    errors = {finding.key for finding in own if finding.severity == "error"}
-    errors = errors.union(*(problem.keys for problem in context.log.problems if problem.severity == "error"))
+    errors = {finding.key for finding in own if finding.severity == "error"} | context.lost_keys
     # An official error is explained only by one of our errors. Otherwise a log could pass here and fail there.
     # An official warning is explained by any of our findings.
     explained = {"error": errors, "warning": errors | {finding.key for finding in own}}

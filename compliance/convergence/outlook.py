@@ -10,7 +10,7 @@ from compliance.convergence.reference_points import Reference, largest_batch_siz
 from compliance.convergence.selection import FAILED, olympic_mean
 from compliance.log import rules
 from compliance.log.rules import SUBMISSION_RUNS
-from compliance.log.schedule import evaluation_interval, evaluation_samples
+from compliance.log.schedule import EvaluationSchedule, evaluation_interval
 from console.text import counted
 
 Outcome = Literal["pass", "scaled", "fail", "no reference", "unfinished"]
@@ -48,15 +48,13 @@ def outlook(
     """Compare a set of runs with the reference, and say when the missing runs must converge.
 
     Args:
-        samples: number of sequences to the target of each run so far; None for a run that did not converge.
+        samples: number of sequences to the target of each run so far, of at most ten; None for a run that did not converge.
         division: in the open division there is no reference.
 
     Raises:
-        ValueError: as for `reference`, or there are more runs than a submission has.
+        ValueError: as for `reference`.
     """
     missing = SUBMISSION_RUNS - len(samples)
-    if missing < 0:
-        raise ValueError(f"{len(samples)} runs, expected at most {SUBMISSION_RUNS}")
     found = reference(ruleset, global_batch_size) if division == "closed" else None
     values = [FAILED if count is None else float(count) for count in samples]
     mean = _mean_so_far(values)
@@ -101,7 +99,7 @@ def _mean_so_far(values: Sequence[float]) -> float | None:
 
 def _samples(found: Reference, evaluation: int) -> int:
     batch = found.global_batch_size
-    return evaluation_samples(evaluation, evaluation_interval(batch), batch)
+    return EvaluationSchedule(evaluation_interval(batch), batch).samples(evaluation)
 
 
 def _first_evaluation(found: Reference, values: list[float], missing: int, bound: float) -> int | None:

@@ -10,6 +10,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from compliance.log.rules import SUBMISSION_RUNS
+
 FAILED = math.inf
 """Time to train of a run that did not converge or is invalid."""
 
@@ -34,16 +36,10 @@ class Selection:
         return self.scores[self.window]
 
 
-def select(started_ms: Sequence[int], times: Sequence[float], runs: int = 10) -> Selection:
-    """Choose the window of a series to submit, given the start time and the time to train (or `FAILED`) of each run.
-
-    Raises:
-        ValueError: there are fewer runs than a submission needs.
-    """
-    if len(times) < runs:
-        raise ValueError(f"{len(times)} runs, expected at least {runs}: run the missing ones")
+def select(started_ms: Sequence[int], times: Sequence[float]) -> Selection:
+    """Choose the window of ten or more runs to submit, given the start time and time to train (or `FAILED`) of each run."""
     order = sorted(range(len(times)), key=lambda run: started_ms[run])
-    windows = [order[first : first + runs] for first in range(len(times) - runs + 1)]
+    windows = [order[first : first + SUBMISSION_RUNS] for first in range(len(times) - SUBMISSION_RUNS + 1)]
     scores = [olympic_mean([times[run] for run in window]) for window in windows]
     median = sorted(range(len(scores)), key=lambda window: scores[window])[len(scores) // 2]
     return Selection(tuple(windows[median]), tuple(scores), median)

@@ -66,12 +66,10 @@ class ChainCheck:
         self.after_end: int | None = None
         self._chain = Chain()
 
-    def open(self, first_line: bytes) -> None:
-        """Record whether the first line opens a chain."""
-        self.opened = first_line == OPENING.encode()
-
     def take(self, number: int, line: bytes) -> bool:
         """Process line `number`, from 1. Return whether the line is the opening or a digest."""
+        if number == 1:
+            self.opened = line == OPENING.encode()
         match = _DIGEST.fullmatch(line) if line.startswith(b"# digest") else None
         if not self.opened and match is None:
             return False

@@ -114,8 +114,6 @@ def _read_lines(log: Log, file: IO[bytes]) -> None:
             log.chain.take(number, b"")
             continue
         content = line.encode("latin-1")
-        if number == 1:
-            log.chain.open(content)
         if log.chain.take(number, content):
             continue
         if TOKEN not in line:

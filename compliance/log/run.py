@@ -127,11 +127,6 @@ class LoggedRun:
         interval = evaluation_interval(batch) if self.division == "closed" else self.count_of("eval_interval_samples")
         return EvaluationSchedule(interval, batch) if interval else None
 
-    @property
-    def resumed_from(self) -> str | None:
-        """Checkpoint that the run resumed from, if any. Its log then does not cover the whole run."""
-        return self.header.get("resumed from")
-
     # Results
 
     @property

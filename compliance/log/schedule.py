@@ -19,11 +19,6 @@ def evaluation_interval(global_batch_size: int) -> int:
     return ten_thousandths // (10_000 * 25_000) * 25_000
 
 
-def evaluation_samples(index: int, interval: int, global_batch_size: int) -> int:
-    """Return the samples trained at the `index`-th evaluation (from 1): `index` intervals, rounded up to a whole batch."""
-    return -(-index * interval // global_batch_size) * global_batch_size
-
-
 @dataclass(frozen=True)
 class EvaluationSchedule:
     """Schedule of evaluations: every `interval` samples, rounded up to a whole batch."""
@@ -33,7 +28,7 @@ class EvaluationSchedule:
 
     def samples(self, index: int) -> int:
         """Return the samples trained at the `index`-th evaluation, from 1."""
-        return evaluation_samples(index, self.interval, self.global_batch_size)
+        return -(-index * self.interval // self.global_batch_size) * self.global_batch_size
 
     def index_after(self, samples: float) -> int:
         """Return the index of the first evaluation at `samples` or later."""

@@ -63,7 +63,9 @@ def opinion(lines: Sequence[tuple[int, bytes]], ruleset: str) -> Opinion:
     Raises:
         ValueError: mlperf-logging is not installed.
     """
-    answer = process.ask_about(b"\n".join(line for _, line in lines), ruleset, TIMEOUT_S)
+    path = process.the_worker().folder / "log.txt"
+    path.write_bytes(b"\n".join(line for _, line in lines))
+    answer = process.ask("log", path, ruleset, TIMEOUT_S)
     if "crash" in answer:
         return Opinion("fail", (Complaint(visible(answer["crash"], MAX_TEXT_CHARACTERS)),), judged=False)
     places = [number for number, _ in lines]

@@ -42,13 +42,6 @@ def ask(question: str, subject: Path | int, ruleset: str, timeout_s: float) -> d
     return the_worker().answer(question, subject if isinstance(subject, int) else str(subject), ruleset, timeout_s)
 
 
-def ask_about(log: bytes, ruleset: str, timeout_s: float) -> dict[str, Any]:
-    """Have the official compliance checker check the lines of a log. Raises as `ask` does."""
-    path = the_worker().folder / "log.txt"
-    path.write_bytes(log)
-    return ask("log", path, ruleset, timeout_s)
-
-
 class Worker:
     """A process that answers one question at a time."""
 

@@ -123,7 +123,7 @@ def _choose(logs: list[Log], request: PackageRequest) -> tuple[tuple[SubmittedRu
     # A log that fails a check counts as a failed run, even if its status is success.
     seconds = [log.run.seconds if verdict.passed else None for log, verdict in zip(logs, verdicts, strict=True)]
     times = [FAILED if each is None else each / 60 for each in seconds]
-    selection = select([log.run.start_ms or 0 for log in logs], times, SUBMISSION_RUNS)
+    selection = select([log.run.start_ms or 0 for log in logs], times)
     # The score is infinite if even the median window contains two failed runs.
     if selection.score == FAILED:
         failed = [verdict for verdict in verdicts if not verdict.passed]

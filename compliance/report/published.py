@@ -6,7 +6,6 @@ failed run counts as the slowest. Only results with the same accelerator and the
 """
 
 import csv
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -87,7 +86,11 @@ def placement(minutes: float, accelerator: str, accelerators: int) -> PublishedP
         return PublishedPlace(f"No published result of rounds v2.0 to v3.1 was trained on {kind}.")
     same = [result for result in alike if result.accelerators == accelerators]
     if not same:
-        return PublishedPlace(_scales(alike, accelerators, kind))
+        scales = ", ".join(map(str, sorted({result.accelerators for result in alike})))
+        return PublishedPlace(
+            f"No published result was trained on {accelerators} {kind}, only on {scales}. "
+            "Times at different scales do not compare, so no place is given."
+        )
     faster = [result for result in same if result.minutes < minutes]
     slower = same[len(faster) :]  # the list is sorted, so these are the slower results
     between = [
@@ -107,11 +110,3 @@ def placement(minutes: float, accelerator: str, accelerators: int) -> PublishedP
 def _slot(accelerator: str) -> str | None:
     # An H100 NVL is a PCIe card.
     return "PCIe" if form(accelerator) == "NVL" else form(accelerator)
-
-
-def _scales(alike: Sequence[Published], accelerators: int, kind: str) -> str:
-    published_ones = ", ".join(map(str, sorted({result.accelerators for result in alike})))
-    return (
-        f"No published result was trained on {accelerators} {kind}, only on {published_ones}. "
-        "Times at different scales do not compare, so no place is given."
-    )

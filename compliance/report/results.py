@@ -87,7 +87,7 @@ class Results:
         if len(self.runs) <= SUBMISSION_RUNS:
             return self.runs
         starts, times = [run.logged.start_ms or 0 for run in self.runs], [run.counted_seconds for run in self.runs]
-        return tuple(self.runs[index] for index in sorted(select(starts, times, SUBMISSION_RUNS).chosen))
+        return tuple(self.runs[index] for index in sorted(select(starts, times).chosen))
 
     @cached_property
     def valid(self) -> tuple[ReportedRun, ...]:

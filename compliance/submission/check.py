@@ -120,7 +120,7 @@ def _check_tree(tree: Tree, ruleset: str) -> list[Verdict]:
     checked = [(folder, *_read_runs(folder, ruleset)) for folder in tree.benchmarks]
     newest = max((chosen for *_, chosen in checked), key=rules.RULESETS.index)
     verdicts = []
-    if tree.is_submission:
+    if tree.submission == tree.path:
         answer = ask("repository", tree.path, newest)
         verdicts.append(_verdict(tree.path, newest, answer, [*repository_findings(tree)]))
     for path in tree.descriptions:

@@ -132,7 +132,7 @@ class RunningLog(LoggedRun):
             return
         for violation in violations(self, record, rules.NEWEST_RULESET):
             # If the run was resumed, earlier evaluations are in another log.
-            if _is_fatal(violation) and not (self.resumed_from and violation.kind == "schedule"):
+            if _is_fatal(violation) and not ("resumed from" in self.header and violation.kind == "schedule"):
                 is_count = violation.kind == "count"  # complain once for all records
                 self.complain(violation.sentence, "count" if is_count else violation.found + violation.expected)
         if key == "run_start" and key not in self.first:

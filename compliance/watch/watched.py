@@ -11,7 +11,7 @@ from pathlib import Path
 from compliance.artefact import open_regular
 from compliance.convergence.forecast import Forecast, forecast, time_left
 from compliance.convergence.outlook import outlook
-from compliance.convergence.reference_points import Reference, reference
+from compliance.convergence.reference_points import reference
 from compliance.log import rules
 from compliance.log.rules import SUBMISSION_RUNS
 from compliance.watch.running import RunningLog
@@ -88,19 +88,14 @@ class Watch:
                 self.run.complain(f"seed {seed} is the seed of {path.name} too: no seed may be chosen twice (TR 5.1)")
 
     @property
-    def reference(self) -> Reference | None:
-        """Reference at this batch size, for a closed run."""
-        batch = self.run.global_batch_size
-        return reference(self.ruleset, batch) if batch and self.run.division == "closed" else None
-
-    @property
     def forecast(self) -> Forecast | None:
         """Forecast of when the run reaches the target; None while the target is unknown, and after the run's end."""
         run, schedule = self.run, self.run.schedule
         if run.target is None or schedule is None or run.phase == "done" or self.has_reached:
             return None
         points = [(evaluation.samples, evaluation.accuracy) for evaluation in run.evaluations]
-        return forecast(points, run.target, schedule, self.reference)
+        found = reference(self.ruleset, schedule.global_batch_size) if run.division == "closed" else None
+        return forecast(points, run.target, schedule, found)
 
     @property
     def has_reached(self) -> bool:

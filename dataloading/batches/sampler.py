@@ -61,13 +61,6 @@ class BatchPlan:
     def __post_init__(self) -> None:
         if len(self.lengths) == 0:
             raise ValueError("the length index holds no samples: check data.train")
-        if len(self.lengths) != len(self.masked_counts):
-            raise ValueError(f"{len(self.lengths)} lengths but {len(self.masked_counts)} masked counts in the index")
-        if self.world_size < 1 or self.gradient_accumulation_steps < 1 or self.global_batch_size < 1:
-            raise ValueError(
-                f"world size {self.world_size}, training.gradient_accumulation_steps {self.gradient_accumulation_steps} "
-                f"and training.global_batch_size {self.global_batch_size} must all be at least 1"
-            )
         if self.global_batch_size < self.micro_batches:
             raise ValueError(
                 f"training.global_batch_size {self.global_batch_size} leaves some of {self.world_size} ranks x "

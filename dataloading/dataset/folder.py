@@ -237,11 +237,12 @@ def scan_shards(folder: Path, names: Sequence[str], info: DatasetInfo) -> Datase
         elif shard.info.without_sources() != info.without_sources():
             raise ValueError(f"{shard.path}: made with other settings than the other shards; prepare it again")
         sources |= shard.info.sources
-        record = shard.record()
-        other = names_by_digest.setdefault(record.digest, name)
-        if other != name and record.samples:  # empty shards are equal
+        digest = shard.digest or shard.read(0, len(shard)).digest()
+        other = names_by_digest.setdefault(digest, name)
+        if other != name and len(shard):  # empty shards are equal
             raise ValueError(f"{folder}: {name} holds the same samples as {other}; name each once")
-        records.append(record)
+        tokens, masked_tokens = int(shard.sequence_offsets[-1]), int(shard.masked_lm_offsets[-1])
+        records.append(ShardRecord(name, len(shard), tokens, masked_tokens, digest, shard.file_bytes))
         lengths.append(np.stack([shard.lengths, shard.masked_counts], axis=1).astype(np.uint16))
     return Dataset(folder, replace(info, sources=sources), tuple(records), np.concatenate(lengths))
 

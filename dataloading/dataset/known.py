@@ -108,8 +108,6 @@ def describe_samples(dataset: Dataset) -> str:
 
 def pick_evaluation(dataset: Dataset, count: int) -> NDArray[np.int64]:
     """Return the evenly spaced sample numbers [count] that the reference's ``pick_eval_samples`` picks."""
-    if not 1 <= count <= len(dataset):
-        raise ValueError(f"{dataset.folder}: {len(dataset):,} samples, of which {count:,} are to be picked")
     # Same arithmetic as the reference: a double-precision ratio, truncated.
     ratio = len(dataset) / count
     return np.array([int(index * ratio) for index in range(count)], np.int64)

@@ -1,6 +1,7 @@
 """Detection of a shard's layout from the content of the file."""
 
 import mmap
+from contextlib import closing
 from pathlib import Path
 
 import msgspec
@@ -55,23 +56,16 @@ def whole_shard(path: Path, digest: str | None = None) -> tuple[DatasetInfo, int
 
 def _open_hdf5(path: Path, content: mmap.mmap) -> Shard:
     try:
-        file = HDF5File(path, content)
-        try:
-            return _open_layout(path, file)
-        finally:
-            file.close()
+        with closing(HDF5File(path, content)) as file:
+            names = file.names
+            if "sequence_offsets" in names:
+                return open_native(path, file)
+            if "input_ids" not in names:
+                raise ValueError(f"of no known layout: it holds {', '.join(names) or 'nothing'}")
+            return RaggedShard(path, file) if file.is_ragged("input_ids") else open_fixed(path, file)
     # For a damaged file, h5py and NumPy can raise any of these errors.
     except (OSError, RuntimeError, LookupError, TypeError, ValueError, MemoryError, msgspec.MsgspecError) as error:
         complaint = str(error)
         if complaint.startswith(str(path)):
             raise ValueError(complaint) from None
         raise ValueError(f"{path}: damaged or of another kind ({shown(complaint)}); {REMEDY}") from None
-
-
-def _open_layout(path: Path, file: HDF5File) -> Shard:
-    names = file.names
-    if "sequence_offsets" in names:
-        return open_native(path, file)
-    if "input_ids" not in names:
-        raise ValueError(f"of no known layout: it holds {', '.join(names) or 'nothing'}")
-    return RaggedShard(path, file) if file.is_ragged("input_ids") else open_fixed(path, file)

@@ -4,6 +4,7 @@ Each array is stored contiguously and read through a memory map, so that reading
 """
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import msgspec
@@ -36,9 +37,9 @@ def write_shard(path: Path, samples: Samples, info: DatasetInfo) -> None:
     check_content(samples, info, path)
     digest = samples.digest()
     with new_hdf5_file(path) as file:
-        file.attrs.update(
-            {"format": FORMAT, "schema_version": SCHEMA_VERSION, "digest": digest, "info": info.to_json()}
-        )
+        # Keys are sorted, so that equal descriptions make equal files.
+        description = json.dumps(asdict(info), sort_keys=True)
+        file.attrs.update({"format": FORMAT, "schema_version": SCHEMA_VERSION, "digest": digest, "info": description})
         for name, dtype in DTYPES.items():
             file.create_dataset(name, data=getattr(samples, name), dtype=dtype)
 

@@ -1,9 +1,8 @@
 """The interface of a shard, a file of samples in any layout, and checks of its content."""
 
-import json
 import mmap
 from abc import ABC, abstractmethod
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Self
 
@@ -60,10 +59,6 @@ class DatasetInfo:
     def without_sources(self) -> Self:
         """Return the part of the description that all shards of a data set share."""
         return replace(self, sources={})
-
-    def to_json(self) -> str:
-        """Return one line of JSON. Keys are sorted, so that equal descriptions make equal files."""
-        return json.dumps(asdict(self), sort_keys=True)
 
 
 @dataclass(frozen=True)
@@ -154,17 +149,6 @@ class Shard(ABC):
             raise ValueError(f"{self.path}: content has digest {found[:16]}..., expected {expected[:16]}...; {REMEDY}")
         return samples
 
-    def record(self) -> ShardRecord:
-        """Return the manifest's entry for this file. Reads the whole file if it contains no digest."""
-        return ShardRecord(
-            name=self.path.name,
-            samples=len(self),
-            tokens=int(self.lengths.sum()),
-            masked_tokens=int(self.masked_counts.sum()),
-            digest=self.digest or self.read(0, len(self)).digest(),
-            file_bytes=self.file_bytes,
-        )
-
     def forget(self) -> None:
         """Release mapped pages, which count as memory of this process. They are read again when needed."""
         if self._content is not None:
@@ -212,7 +196,7 @@ class FlatShard(Shard):
             segment_ids[start:stop],
             masked_lm_positions[first:last],
             masked_lm_ids[first:last],
-            self._labels[index],
+            next_sentence_label=self._labels[index],
         )
 
 

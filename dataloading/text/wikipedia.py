@@ -27,17 +27,6 @@ _MAX_INPUT_BYTES = 64 << 20
 _MAX_RECORD_BYTES = 1 << 30
 
 
-@dataclass(frozen=True)
-class Extraction:
-    """Result of an extraction."""
-
-    parts: int
-    articles: int
-    """Number of training articles with text."""
-    held_out: int
-    """Number of articles held out for evaluation, including empty articles, as in the reference."""
-
-
 def find_inputs(paths: Sequence[Path]) -> list[Path]:
     """Return the WikiExtractor files in ``paths``: each file, and ``wiki_??`` and ``*/wiki_??`` in each folder."""
     files: list[Path] = []
@@ -56,12 +45,15 @@ def find_inputs(paths: Sequence[Path]) -> list[Path]:
 
 def extract(
     inputs: Sequence[Path], out: Path, options: ExtractionOptions, *, jobs: int = 1, report: Report = lambda _: None
-) -> Extraction:
+) -> tuple[int, int, int]:
     """Make text shards and the evaluation text in ``out`` from ``inputs`` (see `find_inputs`); continues after an
     interruption.
 
     The parts are byte-identical to the reference's parts, but their names contain the actual number of parts instead of
     500. Each process needs about 15 times the size of its largest input in memory, and 0.1 GB for punkt.
+
+    Returns the numbers of parts, of training articles with text, and of articles held out for evaluation. The last number
+    includes empty articles, as in the reference.
     """
     sentence_splitter(options.sentences)  # raises before any work is done if punkt is not installed
     tasks = _plan(find_inputs(inputs), out, options)
@@ -74,7 +66,7 @@ def extract(
         md5s = (hashlib.md5(article.rstrip().encode(), usedforsecurity=False).hexdigest() for article in evaluation)
         write_atomically(out / "eval.txt", joined(evaluation))
         write_atomically(out / "eval.md5", "".join(f"{md5}\n" for md5 in md5s).encode())
-    return Extraction(len(tasks), sum(record["articles"] for record in records), len(evaluation))
+    return len(tasks), sum(record["articles"] for record in records), len(evaluation)
 
 
 @dataclass(frozen=True)

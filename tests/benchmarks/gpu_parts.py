@@ -1,4 +1,4 @@
-"""Parts of the GPU benchmark for its tests. Most of them fail in some way."""
+"""Parts for tests of the GPU benchmark's command. Most of them fail in some way."""
 
 import os
 import signal
@@ -9,7 +9,7 @@ from benchmarks.gpu_parts.measuring.scale import Context
 
 
 def unlucky(context: Context) -> None:
-    """Report several rows, one of which is killed. A later row loses the device."""
+    """Report several rows. One of them kills the process, and a later one makes the device unusable."""
 
     def killed() -> Figure:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -37,10 +37,8 @@ def endless(context: Context) -> None:
 
 
 def right(context: Context) -> None:
-    """Report one row."""
     context.report.add(Figure("not on the page", figure=1.0))
 
 
 def wrong(context: Context) -> None:
-    """Report two rows, one of them with a wrong result."""
     context.report.add(Figure("not on the page"), Figure("wrong", note="WRONG: 3"))

@@ -43,7 +43,7 @@ def context(tmp_path: Path) -> Context:
 
 
 def other_packages() -> list[str]:
-    """Return the importable names of all packages that pyproject.toml names, except the requirements of the benchmark."""
+    """Return import names of packages that the project requires and the benchmark must not need."""
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
     lines = [*project["dependencies"], *chain(*project["optional-dependencies"].values())]
     # PyTorch requires Jinja2.
@@ -54,7 +54,7 @@ def other_packages() -> list[str]:
 
 @pytest.fixture(scope="module")
 def all_parts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Run all parts in one process, where the command starts one for each. Returns the folder of their figures."""
+    """Run all parts in one process, to save time, and return the folder of their results."""
     folder = tmp_path_factory.mktemp("gpu")
     program = f"""
 import sys; from pathlib import Path
@@ -109,7 +109,7 @@ def test_the_step_is_split_into_phases_and_kernels_that_add_up(all_parts: Path) 
 
 @pytest.fixture
 def capturing(context: Context, monkeypatch: pytest.MonkeyPatch) -> Iterator[Context]:
-    """Return a context that records steps instead of capturing them, with the micro-batch roles of a GPU."""
+    """Replace CUDA graphs by recordings, and make products add weight gradients themselves, as on a GPU."""
     monkeypatch.setattr(Context, "capturer", lambda _: Recording())
     monkeypatch.setattr(bert.build, "accumulates_products", lambda *_: True)
     with recordable_attention():
@@ -118,7 +118,7 @@ def capturing(context: Context, monkeypatch: pytest.MonkeyPatch) -> Iterator[Con
 
 def test_every_micro_batch_of_a_measured_step_is_captured(capturing: Context) -> None:
     ceilings = Ceilings(None, None, None)
-    four, _, _, one, _ = step._sizes(capturing)  # four and one micro-batches per step
+    four, _, _, one, _ = step._sizes(capturing)  # sizes with four micro-batches and with one per step
     for config, micro in (four, one):
         assert step.rate(capturing, "x", config, micro, ceilings).figure
     step._losses(capturing, "bf16")
@@ -159,7 +159,7 @@ def test_fp8_is_timed_and_right_and_learns_as_fp32(all_parts: Path) -> None:
     found = rows(all_parts, "fp8")
     assert found["step in FP8"]["figure"] > 0
     assert found["step in FP8"]["note"].startswith("fp8: ")
-    assert found["losses in bf16 against fp32"]["figure"] == 0  # tiny models use fp32 on both sides
+    assert found["losses in bf16 against fp32"]["figure"] == 0  # both are fp32 for tiny models
     assert 0 < found["losses in fp8 against bf16"]["figure"] < 0.05
     assert FULL.parity_steps == 200
     for part in ("kernels", "correctness"):
@@ -182,9 +182,7 @@ def test_an_fp8_cast_with_another_transpose_is_wrong() -> None:
 
 
 def test_inputs_are_those_of_training_by_type_and_alignment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compare with each op's inputs in a step. An odd vocabulary size misaligns all parameters after the decoder's
-    bias.
-    """
+    """The benchmark's inputs have the types and alignment of a step's inputs, even if the vocabulary size is odd."""
     norm = kernels.libraries.pytorch.dropout_add_layer_norm
     keeping_type = lambda x, *more: norm(x, *more).to(x.dtype)  # noqa: E731, as Triton's does
     monkeypatch.setattr(kernels.libraries.pytorch, "dropout_add_layer_norm", keeping_type)
@@ -198,7 +196,7 @@ def test_inputs_are_those_of_training_by_type_and_alignment(tmp_path: Path, monk
             for op in kernels.OPS.values():
                 observing.enter_context(op.observed(lambda op, args, _: seen[op.name].add(traits(*args))))
             trained(micro_batches(context, 4, 1))
-            trained.refresh_copies_()  # as after a warm-up; in a step, LAMB writes the casts
+            trained.refresh_copies_()  # this casts weights, which LAMB does in a step
             with torch.no_grad(), trained.autocast():
                 trained.model(*micro_batches(context, 4, 1))
     model = drawn_model(scale.model, CPU)
@@ -233,7 +231,7 @@ def test_drift_and_waiting_come_from_the_steps() -> None:
 
 @pytest.mark.parametrize("limit", [1, 139, 10_000])
 def test_the_search_for_memory_finds_the_limit(context: Context, monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
-    """Running out of memory counts even if the capture then reports another error. Other errors fail."""
+    """An out-of-memory error counts even if the capture replaces it by another error. Other errors end the search."""
 
     def train(_context: object, precision: str, sequences: int) -> None:
         if precision == "fp8":

@@ -24,7 +24,7 @@ no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU he
 
 @pytest.fixture
 def forked_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make this interpreter start programs as forks, which need not import PyTorch."""
+    """Make ``sys.executable`` a program that forks a server in which PyTorch is already imported."""
     (folder := tmp_path / "bin").mkdir()
     write_forked_python(folder)
     monkeypatch.setattr(sys, "executable", str(folder / "python"))
@@ -50,7 +50,7 @@ def test_wrong_input_is_one_line(arguments: list[str], complaint: str, capsys: p
 
 
 def test_parts_share_the_time_of_the_call(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Later parts get the time that earlier parts leave."""
+    """Time that a part leaves over is shared by the later parts."""
     clock, given = [0.0], {}
 
     def run_part(part: str, _function: str, _settings: gpu.Settings, seconds: float) -> PartReport:
@@ -87,7 +87,7 @@ def test_a_part_whose_process_ends_goes_on_behind_that_row(tmp_path: Path, capfd
 @pytest.mark.usefixtures("forked_python")
 def test_a_part_is_cut_off_at_its_limit_and_keeps_its_rows(tmp_path: Path) -> None:
     settings = gpu.Settings([], tmp_path, "cpu", True, 600)
-    for seconds in (4, 16, 64):  # a busy machine starts slowly
+    for seconds in (4, 16, 64):  # a busy machine may need longer
         report = gpu.run_part("endless", "tests.benchmarks.gpu_parts:endless", settings, seconds)
         if report.rows:
             break

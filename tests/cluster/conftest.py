@@ -12,7 +12,7 @@ Command = Callable[..., CompletedProcess[str]]
 
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
-    """Return a function that runs a command with the given arguments."""
+    """Return a function that runs a command and returns its exit status and output."""
 
     def run(*arguments: object) -> CompletedProcess[str]:
         monkeypatch.setattr("sys.argv", ["cluster", *map(str, arguments)])

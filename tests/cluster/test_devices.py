@@ -1,4 +1,4 @@
-"""Data-sheet facts of devices, and the names by which devices are recognized."""
+"""Data-sheet figures of accelerators, and recognition of accelerators by name."""
 
 import csv
 

@@ -1,4 +1,4 @@
-"""Order of hosts: a ring enters each subtree once, and groups stay within a leaf switch if they fit."""
+"""Order of hosts: a ring enters every switch's subtree once, and groups stay below one leaf switch if they fit."""
 
 import itertools
 import random

@@ -1,4 +1,4 @@
-"""Tuning: saved choices are loaded or ignored, noise does not count as a gain, and short runs measure choices."""
+"""Tuning of processes and threads: saved choices, noise that must not count as a gain, and measured short runs."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,7 +17,7 @@ FOUND = TunedRun(1, 2)
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache, on a machine where the user has set none of the tuned environment variables."""
+    """Return the folder of saved choices in an empty cache, and unset the variables that override a choice."""
     monkeypatch.setenv("MLPERF_BERT_CACHE", str(tmp_path))
     for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)

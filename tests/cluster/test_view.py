@@ -1,4 +1,4 @@
-"""A probe's file is read back unchanged or rejected with a one-line error; `show` prints it and writes a page."""
+"""A probe's file is read back unchanged or rejected with a one-line error. ``show`` prints it and writes a page."""
 
 import json
 from collections.abc import Callable

@@ -35,7 +35,7 @@ def test_parts_are_seconds_of_the_result(tmp_path: Path) -> None:
 
 
 def test_stragglers_cost_what_others_waited_for_them(tmp_path: Path) -> None:
-    """Two ranks of a host are slow, and the slower rank recovers."""
+    """Rank 2 (slower) and rank 3 of a host are slow, and rank 2 recovers halfway."""
     hosts, places = ["h0", "h0", "h1", "h1", "h2"], [f" (data {rank}, tensor 0)" for rank in range(5)]
     stragglers, records = Stragglers(hosts, [0] * 5, places), []
     for number, record in enumerate(steps(20), 1):

@@ -1,4 +1,4 @@
-"""Wrong command lines are refused in one line, before anything is written."""
+"""Invalid command lines cause a one-line error before anything is written."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from bert.log.mllog import MLLog
-from compliance.log.schedule import evaluation_interval, evaluation_samples
+from compliance.log.schedule import EvaluationSchedule, evaluation_interval
 
 START_MS = 1_700_000_000_000
 
@@ -64,10 +64,10 @@ def initialise(
 
 def train(log: MLLog, settings: dict[str, Any], accuracies: list[float]) -> int:
     """Log the blocks and evaluations of a run, and return the number of trained sequences."""
-    samples = 0
+    samples, schedule = 0, EvaluationSchedule(settings["eval_interval_samples"], settings["global_batch_size"])
     for index, accuracy in enumerate(accuracies, start=1):
         log.block_start(samples)
-        samples = evaluation_samples(index, settings["eval_interval_samples"], settings["global_batch_size"])
+        samples = schedule.samples(index)
         log.block_stop(samples)
         log.eval_start(samples)
         log.eval_accuracy(accuracy, samples)

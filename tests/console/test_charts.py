@@ -49,7 +49,7 @@ def test_marks_lie_where_their_values_say() -> None:
     assert [band[name] for name in ("x", "y", "width", "height")] == ["0.0", "600.0", "1000.0", "200.0"]
     assert [across[name] for name in ("x", "y", "width", "height")] == ["100.0", "0.0", "200.0", "1000.0"]
     assert page.of("path", "mean")[0]["d"] == "M0 500.0H1000"
-    assert page.text.endswith("bm\n")  # the key follows, without the guide that has no label
+    assert page.text.endswith("bm\n")  # the key has "b" and "m"; the third guide has no label
     single = line_chart([Line("a<b", [(0.0, 0.0)])], AXES)
     assert 'class="dots"' in single
     assert "a&lt;b" in single

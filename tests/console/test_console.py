@@ -1,4 +1,4 @@
-"""Text that programs print is harmless, and their ends are orderly."""
+"""Programs escape untrusted text, and end properly on errors, Ctrl-C and closed pipes."""
 
 import json
 import os
@@ -68,7 +68,7 @@ def test_a_document_is_ascii_that_every_parser_takes(document: object) -> None:
     text = json_document(document)
     assert all(letter == "\n" or " " <= letter <= "~" for letter in text)
     loaded = json.dumps(json.loads(text), ensure_ascii=False)
-    loaded.encode()  # no half of a surrogate pair anywhere
+    loaded.encode()  # fails if there is a lone surrogate
     clean = json.dumps(document, ensure_ascii=False)
     if clean.isascii():
         assert json.loads(text) == document
@@ -130,15 +130,15 @@ def test_what_modules_log_and_warn_of_is_harmless() -> None:
     ("arguments", "imported"),
     [
         *((f"{name} --help", "tyro") for name in WITH_TYRO),
-        ("bert.train tiny_cpu", "torch"),  # imported after the command line was parsed
+        ("bert.train tiny_cpu", "torch"),  # imported after parsing the command line
         ("bert.evaluate tiny_cpu", "torch"),
-        ("kernels", "torch"),  # imported by a command that needs it
+        ("kernels", "torch"),  # imported after parsing too
     ],
 )
 def test_ctrl_c_during_the_imports_is_one_line(arguments: str, imported: str, tmp_path: Path) -> None:
-    """The process ends by SIGINT, which a shell reports as 130."""
+    """The process kills itself by SIGINT, so that a shell sees status 130 and stops its script."""
     (tmp_path / f"{imported}.py").write_text("raise KeyboardInterrupt")
-    # Other tests set TRITON_INTERPRET, which disables compiling.
+    # Unset TRITON_INTERPRET, which the tests of kernels set and which disables compiling.
     done = python("-m", *arguments.split(), PYTHONPATH=tmp_path, TRITON_INTERPRET=None)
     assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "interrupted\n")
 
@@ -160,7 +160,7 @@ def test_other_errors_and_importers_are_left_alone(tmp_path: Path) -> None:
     ],
 )
 def test_a_reader_that_has_seen_enough_is_no_error(program: list[str], small_run: SmallRun) -> None:
-    """The reader closes the pipe early, as in ``python -m kernels | head -1``."""
+    """A program prints no error if its reader closes the pipe early, as in ``python -m kernels | head -1``."""
     command = [sys.executable, "-m", *(part.format(run=small_run.folder) for part in program)]
     with subprocess.Popen(
         command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

@@ -1,4 +1,4 @@
-"""A program prints its help before it imports the packages that it works with."""
+"""Programs print help and version without importing large packages."""
 
 import json
 
@@ -11,7 +11,7 @@ LARGE = "torch triton numpy numba h5py scipy tokenizers safetensors google_crc32
 """Packages that take from a tenth of a second to several seconds to import."""
 DATALOADING = "extract prepare demo index shuffle convert wikipedia verify dump"
 COMPLIANCE = "check report summary system convergence doctor package watch"
-COMMANDS = {  # whose help is shown unless they have an option; the empty string is the program without a command
+COMMANDS = {  # run with --help unless they have an option; "" stands for no command
     "dataloading": ("", *DATALOADING.split()),
     "compliance": ("", *COMPLIANCE.split()),
     "cluster": ("", "devices", "predict", "calibrate", "probe", "show", "tune", "whatif"),

@@ -1,4 +1,4 @@
-"""The version that programs print, and the commit that a result states."""
+"""The version that programs print, and the commit that is recorded in results."""
 
 import re
 import shutil
@@ -15,7 +15,7 @@ from tests.programs import git
 
 @pytest.fixture
 def commit_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Path], str]]:
-    """Return the result of ``commit()`` for a program in this folder."""
+    """Return a function that returns the commit of a program in a given folder."""
 
     def commit(folder: Path) -> str:
         monkeypatch.setattr(version, "REPOSITORY", folder)
@@ -31,7 +31,7 @@ def test_a_checkout_names_its_own_commit_and_changes(
 ) -> None:
     monkeypatch.delenv("MLPERF_BERT_COMMIT", raising=False)
     assert commit_of(tmp_path) == "unknown"
-    monkeypatch.setenv("MLPERF_BERT_COMMIT", "abc")  # as in an image
+    monkeypatch.setenv("MLPERF_BERT_COMMIT", "abc")  # as the container image does
     assert commit_of(tmp_path) == "abc"
     (tmp_path / "file").write_text("one")
     git(tmp_path, "init", "--quiet")

@@ -2,8 +2,8 @@
 
     python -m tests.convergence.golden        # overwrites tests/convergence/golden_losses.json
 
-A change that should not affect the numbers must match the file. A change that should affect them gives the reason and
-overwrites the file.
+A change to the program must reproduce the losses in this file, unless it is meant to change them. Then overwrite the
+file and give the reason in the commit message.
 """
 
 import json
@@ -25,14 +25,14 @@ STEPS = 30
 
 
 def predictable_samples() -> Samples:
-    """Make synthetic samples whose masked tokens follow from their positions, so that there is something to learn."""
+    """Return synthetic samples whose masked tokens depend on their positions, so that there is something to learn."""
     samples = synthetic_samples(np.random.default_rng(5).integers(8, 65, 400), vocab_size=128, seed=5)
     learnable = (samples.masked_lm_positions % 16 + 16).astype(np.uint16)
     return Samples(**{**samples.__dict__, "masked_lm_ids": learnable})
 
 
 def losses() -> list[dict[str, float]]:
-    """Return masked-LM loss, next-sentence loss and gradient norm of every step, without dropout."""
+    """Train without dropout, and return both losses and the gradient norm of every step."""
     torch.manual_seed(0)
     model = BertForPreTraining(ModelConfig(2, 64, 4, 128, 128, 64, hidden_dropout=0.0, attention_dropout=0.0))
     initialize_(model, torch.Generator().manual_seed(1))

@@ -1,10 +1,9 @@
 """Pretraining by independent code: Hugging Face's BERT on padded batches, and LAMB tensor by tensor.
 
-This is the benchmark's definition in its plainest form, with which ``test_agreement.py`` compares the program. Samples,
-settings and initial weights come from the program. LAMB, the schedule, and the parameters excluded from decay and
-adaptation follow the reference's ``lamb_optimizer_v1.py`` and ``optimization.py`` (MLPerf Training,
-``retired_benchmarks/bert``): variables are processed one by one and excluded by name. Norms are float64 for weights of
-any dtype.
+``test_agreement.py`` compares the program with this simple implementation of the benchmark. Samples, settings and
+initial weights come from the program. LAMB, the schedule, and the parameters excluded from decay and adaptation follow
+the reference's ``lamb_optimizer_v1.py`` and ``optimization.py`` (MLPerf Training, ``retired_benchmarks/bert``):
+variables are processed one by one and excluded by name. Norms are computed in float64 for weights of any dtype.
 """
 
 import math
@@ -27,14 +26,14 @@ NOT_ADAPTED = ("LayerNorm", "layer_norm", "bias")
 
 @dataclass(frozen=True)
 class Side:
-    """One side of a comparison: its number format and its order of summation."""
+    """Variant of the training in a comparison: its number format and its order of summation."""
 
     dtype: torch.dtype
     """Dtype of weights, gradients and moments."""
     micro_batches: int = 1
-    """Number of parts of a global batch. Each part is padded to its longest sample."""
+    """Number of micro-batches per global batch. Each one is padded to its longest sample."""
     reverse: bool = False
-    """Whether samples of a global batch are taken in reverse order."""
+    """Whether a global batch's samples are in reverse order."""
     attention: Literal["sdpa", "eager"] = "sdpa"
 
 
@@ -52,7 +51,7 @@ def train(side: Side, initial: BertForPreTraining, batches: Iterable[Samples], o
     """Train from the weights of ``initial``, one step for each global batch."""
     model: Any = model_with_weights_of(initial).to(side.dtype).train()
     model.set_attn_implementation(side.attention)
-    # Hugging Face does not train the embedding of [PAD]. The reference does, and masking draws [PAD] as a random token.
+    # Train the embedding of [PAD], as the reference does: masking may replace a token by [PAD], drawn at random.
     model.bert.embeddings.word_embeddings.padding_idx = None
     lamb, trained = ReferenceLamb(model, optimizer), Trained()
     for batch in batches:
@@ -77,7 +76,7 @@ def _backward(side: Side, model: Any, batch: Samples) -> tuple[float, float]:
         masked = inputs["labels"] >= 0
         # Apply the head only to masked tokens: other tokens' logits would be most of the work and have no gradient.
         logits = model.cls.predictions(encoded.last_hidden_state[masked])
-        # Divide by the counts of the whole batch, so that the parts add up to the batch's mean.
+        # Divide by the counts of the whole batch, so that the micro-batches' losses add up to the batch's mean.
         masked_lm = F.cross_entropy(logits, inputs["labels"][masked], reduction="sum") / len(batch.masked_lm_ids)
         logits = model.cls.seq_relationship(encoded.pooler_output)
         next_sentence = F.cross_entropy(logits, inputs["next_sentence_label"], reduction="sum") / len(batch)
@@ -102,16 +101,16 @@ class ReferenceLamb:
         """Apply the gradients and clear them. Returns their global norm before clipping."""
         # hypot adds the squared norms in fp64 without overflow.
         global_norm = math.hypot(*(_norm(_gradient(weight)) for weight in self._parameters.values()))
-        # Taking the maximum leaves a gradient within the limit unscaled.
+        # The maximum makes the scale 1 if the norm is within the limit.
         scale = self._config.max_grad_norm / max(global_norm, self._config.max_grad_norm)
-        # The rate comes before the increment, because the schedule's first step is 0.
+        # Compute the rate before counting the step, because the schedule starts with step 0.
         rate = self._learning_rate()
         self._steps += 1
         for name, weight in self._parameters.items():
             update = self._direction(name, _gradient(weight) * scale)
             # The reference excludes parameters by name.
             if not any(part in name for part in NOT_ADAPTED):
-                # Decay comes first, because the norm of the update includes it.
+                # Add the decay now, because it is part of the update whose norm is taken.
                 update += self._config.weight_decay_rate * weight
                 weight_norm, update_norm = _norm(weight), _norm(update)
                 if weight_norm > 0 and update_norm > 0:
@@ -123,7 +122,7 @@ class ReferenceLamb:
     def _direction(self, name: str, gradient: Tensor) -> Tensor:
         beta_1, beta_2 = self._config.beta_1, self._config.beta_2
         momentum, variance = self._momenta[name], self._variances[name]
-        # In this form the weights of the old and the new value add up to 1 in any precision.
+        # In this form, beta and 1 - beta add up to 1 exactly, despite rounding.
         momentum += (1 - beta_1) * (gradient - momentum)
         variance += (1 - beta_2) * (gradient * gradient - variance)
         unbiased_momentum = momentum / (1 - beta_1**self._steps)
@@ -133,7 +132,7 @@ class ReferenceLamb:
     def _learning_rate(self) -> float:
         """Return the next step's learning rate: warm-up, then linear decay to 0 on the absolute step."""
         config = self._config
-        # With start_warmup_step -1 the first step's rate is not 0.
+        # If start_warmup_step is -1, the first step's rate is above 0.
         warmed_up = self._steps - config.start_warmup_step
         if warmed_up < config.num_warmup_steps:
             return config.base_learning_rate * warmed_up / config.num_warmup_steps

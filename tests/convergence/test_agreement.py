@@ -2,11 +2,11 @@
 
 The program trains on two ranks over gloo, as a user runs it. Hugging Face's model with the reference's LAMB
 (``independent.py``) trains from the same weights on the same global batches, without dropout: once in float64, the
-ground truth, and twice in fp32 with different summation orders. The distances between these three runs show the
+ground truth, and twice in fp32 with different summation orders. The differences between these three runs show the
 accuracy that fp32 allows.
 
-Three steps of one layer detect a wrong loss, clipping, schedule, direction or global norm. AGREEMENT_STEPS=300
-AGREEMENT_LAYERS=4 also detects slowly growing errors, such as a drifting variance. It takes some minutes.
+By default, three steps of a one-layer model detect a wrong loss, clipping, schedule, direction or global norm. With the
+variables AGREEMENT_STEPS=300 AGREEMENT_LAYERS=4, the test takes minutes and also detects slowly growing errors.
 """
 
 import itertools
@@ -43,7 +43,7 @@ STEPS, LAYERS = int(os.environ.get("AGREEMENT_STEPS", "3")), int(os.environ.get(
 VOCABULARY = 30522
 OPTIMIZER = OptimizerConfig(1e-3, learning_rate_training_steps=400, num_warmup_steps=30, start_warmup_step=-1)
 GOALS = {"loss": 1e-6, "weight matrix": 5e-7, "bias or norm": 3e-5, "gradient norm": 1e-6}
-"""Largest relative distance from float64 for each kind of number."""
+"""Largest relative difference from float64, by kind of number. If the fp32 runs differ more, that counts."""
 
 
 def test_the_program_trains_as_an_independent_implementation_does(tmp_path: Path) -> None:
@@ -70,10 +70,10 @@ def test_the_program_trains_as_an_independent_implementation_does(tmp_path: Path
 
 
 def differences(one: Trained, other: Trained) -> dict[str, dict[str, float]]:
-    """Return relative differences by kind and place, for numbers of a step directly and for weights by the norm."""
+    """Return relative differences by kind, and by step or weight. A weight's is the norm of the difference."""
     weights: dict[bool, dict[str, float]] = {True: {}, False: {}}
     for name, weight in other.weights.items():
-        # Softmax ignores a key's bias, so its gradient is only rounding.
+        # Softmax ignores key biases, so their gradients are only rounding errors.
         if not name.endswith("key.bias"):
             distance = torch.linalg.vector_norm(one.weights[name] - weight) / torch.linalg.vector_norm(weight)
             weights[weight.ndim > 1][name] = distance.item()
@@ -92,7 +92,7 @@ def by_step(name: str, one: list[float], other: list[float]) -> dict[str, float]
 
 
 def train_by_the_program(model: ModelConfig, vocab: Path, folder: Path) -> Trained:
-    """Train with ``bert.train`` from the initial weights in ``folder``. The target is out of reach, so all steps run."""
+    """Train with ``bert.train`` from the initial weights in ``folder`` for all steps, with an unreachable target."""
     saved = folder / "trained.safetensors"
     settings: dict[str, object] = {f"model.{name}": value for name, value in asdict(model).items()}
     settings |= {f"optimizer.{name}": value for name, value in asdict(OPTIMIZER).items()}
@@ -121,13 +121,13 @@ def train_by_the_program(model: ModelConfig, vocab: Path, folder: Path) -> Train
 
 
 def global_batches(data: Dataset) -> Iterator[Samples]:
-    """Yield the samples of each global batch, over all ranks of the program."""
+    """Yield the samples of each global batch, which the program divides among its ranks."""
     plan = BatchPlan(data.lengths, data.masked_counts, BATCH, RANKS, gradient_accumulation_steps=1, seed=SEED)
     return (data.take(plan.global_batch(step)) for step in range(STEPS))
 
 
 def full_size_vocabulary(path: Path) -> Path:
-    """Write the shipped vocabulary, padded with unused tokens to BERT's size, so that norms cover as many elements."""
+    """Write the shipped vocabulary, with unused tokens added to reach BERT's size, which affects the norms."""
     tokens = (ARTIFACTS / "tiny_cpu" / "vocab.txt").read_text(encoding="utf-8").splitlines()
     tokens += [f"[unused{number}]" for number in range(VOCABULARY - len(tokens))]
     path.write_text("".join(f"{token}\n" for token in tokens), encoding="utf-8")

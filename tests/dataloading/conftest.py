@@ -14,7 +14,7 @@ Run = Callable[..., str]
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Return a function: ``run("verify", folder)`` returns the output; with ``fails`` a one-line error is expected."""
+    """Return a function that runs a command and returns its output. With ``fails``, expect a one-line error."""
 
     def run_command(*arguments: object, fails: bool = False) -> str:
         monkeypatch.setattr(sys, "argv", ["dataloading", *map(str, arguments)])
@@ -48,7 +48,7 @@ sys.addaudithook(lambda event, arguments: _opened.append(str(arguments[0])) if e
 
 @pytest.fixture
 def opened() -> list[str]:
-    """Growing list of the files that this process has opened since the start of the test."""
+    """List to which every file is added that this process opens during the test."""
     _opened.clear()
     return _opened
 

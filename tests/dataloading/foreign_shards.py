@@ -1,4 +1,4 @@
-"""Shards written row by row with h5py, as other programs write them, without any of this project's code."""
+"""Write shards row by row with h5py, as other programs do, without this project's writers."""
 
 from collections.abc import Iterator
 from itertools import pairwise
@@ -22,7 +22,7 @@ def array_of(file: h5py.File, name: str) -> h5py.Dataset:
 
 
 def pack_rows(samples: Samples, packs: np.ndarray) -> Iterator[dict[str, list[int]]]:
-    """Yield the rows of a packed file, composed sample by sample like in published packing scripts."""
+    """Yield the rows of a packed file. Each is built sample by sample, as in published packing scripts."""
     for first, stop in pairwise(packs):
         row: dict[str, list[int]] = {name: [] for name in (*RAGGED, *PACKED)}
         for index in range(first, stop):

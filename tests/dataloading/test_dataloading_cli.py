@@ -25,7 +25,7 @@ FLAGS = ["--max_seq_length", "32", "--max-predictions-per-seq=4", "--dupe_factor
 
 @pytest.mark.parametrize("one_call", [False, True])
 def test_prepare_verify_and_dump(run: Run, one_call: bool, tmp_path: Path, text: Path, vocab: Path) -> None:
-    """A dump reads data sets, folders without a manifest, and files. Damage is found by verify and dump."""
+    """``dump`` reads data sets, folders without a manifest, and files. ``verify`` and ``dump`` detect damage."""
     out, more, bare, dumped = (tmp_path / name for name in (NAME, "more.txt", "bare", f"{LONG[:200]}.npz"))
     more.write_text("w1 w2 w3\nw4 w5\n\nw6 w7\nw8\n")
     bare.mkdir()

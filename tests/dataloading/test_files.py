@@ -25,7 +25,7 @@ VOCAB = REPOSITORY / "bert" / "artifacts" / "tiny_cpu" / "vocab.txt"
 def test_a_link_under_the_name_of_the_unfinished_file_is_not_followed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """This holds even if an attacker guesses the random name."""
+    """An attacker who guesses the random name cannot make the program write through a symbolic link."""
     victim, known = tmp_path / "victim", "0123456789abcdef"
     victim.write_text("of somebody else")
     (tmp_path / f".new.{known}.partial").symlink_to(victim)
@@ -77,7 +77,7 @@ READERS: dict[str, Callable[[Path], object]] = {
 
 @pytest.mark.parametrize("reader", READERS)
 def test_what_is_no_file_is_refused_at_once(tmp_path: Path, reader: str) -> None:
-    """Reading a pipe would block."""
+    """Opening a named pipe to read it would block."""
     path = tmp_path / "manifest.json"
     os.mkfifo(path)
     with pytest.raises((ValueError, OSError)) as caught:
@@ -102,7 +102,7 @@ def test_a_line_that_is_no_sentence_is_named(tmp_path: Path) -> None:
 
 
 def test_a_shard_that_becomes_shorter_while_it_is_read_is_named(tmp_path: Path) -> None:
-    """The process would otherwise end by SIGBUS."""
+    """Reading a memory map beyond the end of its file would kill the process by SIGBUS."""
     code = """
 import os, sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Work in several processes that can be interrupted: leftover files, and rejected options."""
+"""Resumable jobs in several processes: leftover files of an interrupted job, and rejected options."""
 
 import os
 import signal

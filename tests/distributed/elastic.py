@@ -1,4 +1,4 @@
-"""Agents and ranks of a run that loses a host and gets it back."""
+"""Programs of ``test_adaptive.py``: torchrun's agents and ranks of a run that loses a host and gets it back."""
 
 import ctypes
 import os
@@ -13,11 +13,11 @@ from tests.distributed.worker import before_each
 CLONE_NEWUTS = 0x04000000
 HOSTS = 4
 AT_STEP = 12
-"""Step at which rank 0 waits, counted from each process's start and including warm-up steps."""
+"""Step at which rank 0 waits. Every process counts from 1 and includes warm-up steps."""
 
 
 def be_on(host: str) -> None:
-    """Set a host name in a private namespace, if the system permits this user to do so."""
+    """Give this process its own host name, in a new UTS namespace, if it has the permission."""
     if ctypes.CDLL(None).unshare(CLONE_NEWUTS) == 0:
         socket.sethostname(host)
 
@@ -36,10 +36,10 @@ def agent(host: str, folder: str, *arguments: str) -> None:
 
 
 def rank(host: str, folder: str, *arguments: str) -> int:
-    """Run ``bert.train``, and make rank 0 create a file for the test and wait until it is stopped.
+    """Run ``bert.train``. At step ``AT_STEP``, rank 0 creates a file for the test and waits for a signal to stop.
 
-    With all hosts the file is "whole" and with fewer hosts "fewer". Rank 0 does not wait if the file "whole-is-done" or
-    "fewer-is-done" exists.
+    The file's name is "whole" if all hosts take part, and "fewer" otherwise. If "whole-is-done" or "fewer-is-done"
+    exists, rank 0 creates no file of the corresponding name and does not wait.
     """
     import bert.train
     from bert.guards.interruption import Interruption

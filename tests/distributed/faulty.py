@@ -19,11 +19,11 @@ from dataloading.batches.loader import NumpyLoader
 from tests.distributed.worker import before_each
 
 AT_STEP = int(os.environ.get("AT_STEP", "50"))
-"""Step at which the rank fails, some evaluations after the start."""
+"""Number of the call at which the rank fails. The default is some evaluations after the start."""
 
 
 def faulty(breaks: str, *arguments: str) -> int:
-    """Run ``bert.train`` with the faults ``breaks``, given as WAY:RANK[,WAY:RANK]."""
+    """Run ``bert.train`` with faults given as WAY:RANK[,WAY:RANK], where WAY is a key of ``WAYS``."""
     for way, _, rank in (part.partition(":") for part in breaks.split(",")):
         if os.environ.get("RANK", "0") == rank:
             WAYS[way]()
@@ -31,12 +31,12 @@ def faulty(breaks: str, *arguments: str) -> int:
 
 
 def at_step(owner: type, name: str, act: Callable[[], object]) -> None:
-    """Act before the call of a method whose number is ``AT_STEP``."""
+    """Call ``act`` before the ``AT_STEP``-th call of a method."""
     before_each(owner, name, lambda count, _: act() if count == AT_STEP else None)
 
 
 def fail() -> None:
-    raise RuntimeError("broken on purpose" + 100_000 * "\N{GRINNING FACE}")  # a message too long for one line
+    raise RuntimeError("broken on purpose" + 100_000 * "\N{GRINNING FACE}")  # the watchdog must shorten this
 
 
 def die() -> None:
@@ -49,7 +49,7 @@ def hang() -> None:
 
 
 def delay(owner: type, name: str, times: int, first: int = 1) -> None:
-    """From the call ``first`` on, delay each call of a method by a multiple of the time since the previous call."""
+    """Delay each call of a method, from call number ``first``, by ``times`` the time since the previous call."""
     came = time.monotonic()
 
     def late(count: int, _: object) -> None:
@@ -62,7 +62,7 @@ def delay(owner: type, name: str, times: int, first: int = 1) -> None:
 
 
 def overflow() -> None:
-    """After ``AT_STEP``, make gradients infinite in every step, as on a rank that has lost its weights."""
+    """Make gradients infinite in every step after ``AT_STEP``, as if this rank's weights were damaged."""
 
     def infinite(count: int, step: TrainingStep) -> None:
         if count > AT_STEP:
@@ -72,12 +72,12 @@ def overflow() -> None:
 
 
 def hurry() -> None:
-    """Shorten a wait: if another host's ranks got a signal, this rank waits only one second for its own."""
+    """When another rank reports a signal, wait only one second for a signal to this rank."""
     bert.run._OWN_SIGNAL_S = 1.0
 
 
 def fill_disk() -> None:
-    """Fill the disk at ``$DISK`` with another file at step 8. If there are checkpoints, wait for that of step 4 first."""
+    """Fill the disk at ``$DISK`` with a large file at step 8, after the checkpoint of step 4 if there is to be one."""
 
     def filled(count: int, _: object) -> None:
         disk = Path(os.environ["DISK"])
@@ -93,7 +93,7 @@ def fill_disk() -> None:
 
 
 def show_port() -> None:
-    """Print the port of the watchdog. Nothing fails."""
+    """Cause no fault but print the port of the watchdog."""
     listen = watchdog.listen
 
     def shown(address: str) -> socket.socket:
@@ -106,7 +106,7 @@ def show_port() -> None:
 
 WAYS: dict[str, Callable[[], None]] = {
     "raise": lambda: at_step(TrainingStep, "__call__", fail),
-    # A resumed run of fewer than 2 * AT_STEP steps ends before it is killed again.
+    # A resumed run counts from 1 again, so it is not killed again if it ends before another AT_STEP steps.
     "die": lambda: at_step(TrainingStep, "__call__", die),
     "hang": lambda: at_step(NumpyLoader, "__next__", hang),
     "compute": lambda: at_step(PipelineModel, "through", hang),

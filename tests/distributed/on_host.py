@@ -1,6 +1,6 @@
 """Ranks on separate hosts: network namespaces with host names of their own (``benchmarks.hosts``).
 
-The processes measure time while other tests run, so they raise their priority if they may.
+The processes measure time while other tests run, so they raise their priority if they have the permission.
 """
 
 import os
@@ -25,9 +25,10 @@ def ranks_on_hosts(
     pinned: int | None = None,
     absent: int | None = None,
 ) -> Ranks:
-    """Start the ranks of a run, ``a_host`` on each host. With ``one_host`` the ranks take all hosts for one.
+    """Start the ranks of a run, ``a_host`` ranks on each host. With ``one_host``, all ranks get the same host name.
 
-    The rank ``pinned`` has one core, and a quarter of it while a probe measures. The rank ``absent`` does not start.
+    The rank ``pinned`` may use one core, and a probe's measurements get a quarter of it. The rank ``absent`` does not
+    start.
     """
     port, count, ranks = free_port(), len(namespaces) * a_host, []
     for rank in range(count):
@@ -42,7 +43,7 @@ def ranks_on_hosts(
 
 
 def on_host(namespace: str, host: str, core: str, module: str, *arguments: str) -> None:
-    """Enter a host and run a module as ``python -m`` would, pinned to ``core`` unless that is "any"."""
+    """Enter a host's namespaces and run a module as ``python -m`` would, pinned to ``core`` unless that is "any"."""
     go_first()
     enter(namespace, host)
     if core != "any":
@@ -50,7 +51,7 @@ def on_host(namespace: str, host: str, core: str, module: str, *arguments: str) 
     if module == "cluster":
         from cluster.probe import computations
 
-        computations._COPIES = 1  # copies would take a third of the probe's time, and no finding here depends on them
+        computations._COPIES = 1  # memory copies take a third of the probe's time and affect no test
         if core != "any":
             compete_while_measured()
     sys.argv = [module, *arguments]
@@ -58,7 +59,7 @@ def on_host(namespace: str, host: str, core: str, module: str, *arguments: str) 
 
 
 def compete_while_measured() -> None:
-    """Run competing processes from when the probe begins to measure devices and links until its later steps."""
+    """Run competing processes while the probe measures devices and links, and stop them before it goes on."""
     from cluster.probe import command
 
     busy = [sys.executable, "-c", f"import os\nwhile os.getppid() == {os.getpid()}:\n    pass"]

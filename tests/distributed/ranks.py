@@ -1,4 +1,4 @@
-"""Ranks of one run on this machine, started by torchrun or directly. Directly started ranks end independently."""
+"""Start the ranks of a run on this machine, directly or by torchrun, and read the results."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -15,25 +15,25 @@ WORKER = "tests.distributed.worker"
 
 
 class Ranks:
-    """Processes of one run. Leaving the block ends them."""
+    """Processes of one run, which are killed at the end of the block. No launcher ends a rank when another fails."""
 
     def __init__(
         self, arguments: Sequence[object], count: int, module: str | Callable[..., object] = "bert.train"
     ) -> None:
-        """``module`` is a program, or a function under tests that ``worker.py`` calls with the arguments."""
+        """Start ``count`` ranks of a module, or of ``worker.py`` with the name of a function that it calls."""
         module, arguments = program(module, arguments)
         self.master_port = free_port()
         self.processes = [Program(module, arguments, **self._launcher(rank, count)) for rank in range(count)]
 
     @classmethod
     def of(cls, processes: list[Program], master_port: int) -> "Ranks":
-        """Take over processes that were already started as ranks."""
+        """Return an object for processes that were already started as ranks."""
         ranks = cls([], 0)
         ranks.processes, ranks.master_port = processes, master_port
         return ranks
 
     def _launcher(self, rank: int, count: int) -> dict[str, object]:
-        """Return the environment variables that a launcher sets. A run of one process has none."""
+        """Return the environment variables that a launcher would set. A run of one process needs none."""
         if count == 1:
             return {}
         places: dict[str, object] = {"RANK": rank, "WORLD_SIZE": count, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": count}
@@ -64,13 +64,13 @@ class Ranks:
 
 
 def train(run: SmallRun, results: Path, count: int, **changes: object) -> list[dict[str, Any]]:
-    """Run training that misses its target, and return its step records."""
+    """Train until the end, missing the target (exit status 1), and return the step records."""
     trained(run, results, count, **changes)
     return records(results, "step")
 
 
 def trained(run: SmallRun, results: Path, count: int, **changes: object) -> str:
-    """Run training that misses its target, and return its output."""
+    """Train until the end, missing the target (exit status 1), and return the output."""
     with Ranks(run.arguments(results, **changes), count) as started:
         assert started.ends() == [1] * count, started.output
     return started.output
@@ -90,19 +90,19 @@ def records(results: Path, event: str) -> list[dict[str, Any]]:
 
 
 def program(module: str | Callable[..., object], arguments: Sequence[object]) -> tuple[str, list[str]]:
-    """Return a program's module and arguments. For a function, the program is ``worker.py``."""
+    """Return the module to run and its arguments. ``worker.py`` runs a function, whose name is its first argument."""
     texts = [str(each) for each in arguments]
     return (module, texts) if isinstance(module, str) else (WORKER, [name_of(module), *texts])
 
 
 def name_of(function: Callable[..., object]) -> str:
-    # Use the file's path, because pytest imports test modules under shorter names.
+    # Derive the module from the file's path, because pytest imports test modules under shorter names.
     file = Path(function.__code__.co_filename).relative_to(REPOSITORY).with_suffix("")
     return f"{'.'.join(file.parts)}:{function.__name__}"
 
 
 def run_on_ranks(folder: Path, count: int, function: Callable[..., object], *arguments: object) -> Any:
-    """Call a function with the mesh and the arguments on ``count`` ranks, and return rank 0's result."""
+    """Call a function on ``count`` ranks with the mesh and the arguments, and return rank 0's result."""
     out = folder / f"{count}.pt"
     with Ranks(["tests.distributed.worker:joined", out, name_of(function), *arguments], count, WORKER) as ranks:
         assert ranks.ends() == [0] * count, ranks.output

@@ -1,8 +1,8 @@
-"""The training step in a shape: how ranks share copies of the model and sum gradients.
+"""Training steps in a shape, which says how ranks divide the model and sum gradients.
 
 A shape is TENSOR,PIPELINE,VIRTUAL_STAGES,REDUCTION,ORDER,RANKS_OF_A_NODE,ACCUMULATION,STEPS,PRECISION. A + after the
-reduction means sharded gradients. The precision is fp32, fp8, or one of the fp64 variants fp64, dropout, recomputed
-and accumulating. In accumulating, products and embeddings add weight gradients themselves, as on a GPU.
+reduction means sharded gradients. The precision is fp32, fp8 or fp64, or fp64 with a variation: "dropout",
+"recomputed", or "accumulating", in which products and embeddings add weight gradients themselves, as on a GPU.
 """
 
 from dataclasses import replace
@@ -32,9 +32,9 @@ from tests.distributed.worker import end_groups, on_all, regrouped
 DRAWS = 20
 ALONE = "1,1,1,flat,block,1,1,4,fp64"
 DROPPING = "4,1,1,flat,block,4,1,4,fp64"
-"""Shape whose dropout is compared with that of one rank."""
+"""Shape whose losses with dropout are compared with the losses of one rank."""
 MODEL = ModelConfig(5, 24, 8, 40, 70, 64, hidden_dropout=0.0, attention_dropout=0.0, initializer_range=0.3)
-"""Model whose vocabulary size is divisible by no number of ranks. The last of four ranks holds no words."""
+"""Model whose vocabulary does not divide evenly. The last of four tensor-parallel ranks has no words."""
 MODELS = {
     "dropout": replace(MODEL, hidden_dropout=0.1, attention_dropout=0.1),
     "fp8": replace(MODEL, num_hidden_layers=3, hidden_size=64, intermediate_size=128, initializer_range=0.05),
@@ -59,9 +59,9 @@ def config(shape: str) -> Config:
 
 
 def global_batches(mesh: Mesh, accumulation: int, padded: bool, count: int) -> list[list[Batch]]:
-    """Make this rank's micro-batches of each step, with odd lengths or padded to shape buckets."""
+    """Make this rank's micro-batches of each step, unpadded or padded to shape buckets."""
     samples = synthetic_samples(np.random.default_rng(5).integers(4, 31, 160), MODEL.vocab_size, seed=5)
-    samples.masked_lm_ids[:] = samples.masked_lm_positions % 3 * 12 + 20  # learnable from the position
+    samples.masked_lm_ids[:] = samples.masked_lm_positions % 3 * 12 + 20  # so that there is something to learn
     plan = BatchPlan(samples.lengths, samples.masked_counts, 8, mesh.data_size, accumulation, 2)
 
     def batch(micro: MicroBatch) -> Batch:
@@ -81,9 +81,9 @@ def train_all(mesh: Mesh, *shapes: str) -> dict[str, dict[str, Any]]:
 
 
 def train(joined: Mesh, shape: str) -> dict[str, Any]:
-    """Return losses and norms of every step, and the state after the first and the last step.
+    """Return losses and gradient norms of every step, the state after the first and the last step, and sizes.
 
-    The state consists of whole vectors, which all ranks return.
+    The state has the whole model's tensors, gathered from all ranks.
     """
     order, local_size, accumulation, steps, precision = shape.split(",")[4:]
     chosen = config(shape)
@@ -141,7 +141,7 @@ def state(step: TrainingStep) -> dict[str, torch.Tensor]:
 
 
 def correct_predictions(step: TrainingStep, mesh: Mesh, batches: list[list[Batch]]) -> int:
-    """Count correct predictions over the batches of all ranks, each batch once."""
+    """Count the correct predictions in all ranks' batches. A batch counts once even if several ranks share it."""
     step.model.eval()
     counts = torch.zeros(1, dtype=torch.int64)
     with torch.inference_mode(), step.autocast():
@@ -156,7 +156,7 @@ def correct_predictions(step: TrainingStep, mesh: Mesh, batches: list[list[Batch
 
 
 def _losses_with_dropout(step: TrainingStep, mesh: Mesh, micro_batches: list[Batch]) -> list[float]:
-    """Return losses of one batch, summed over all ranks, for several draws of dropout."""
+    """Return the loss of one global batch for each of several draws of dropout."""
     config = replace(step.model.config, hidden_dropout=0.1, attention_dropout=0.1)
     for part in (step.model, step.model.embeddings, *step.model.layers):
         part.config = config  # type: ignore[assignment]
@@ -173,7 +173,7 @@ def _losses_with_dropout(step: TrainingStep, mesh: Mesh, micro_batches: list[Bat
 
 
 def skips(step: TrainingStep, mesh: Mesh) -> bool:
-    """Tell whether all ranks skip a step with a NaN gradient on one rank, and all take the next step."""
+    """Return whether all ranks skip a step if one rank has a NaN gradient, and all take the next step."""
 
     def own() -> torch.Tensor:
         step.gather_weights()
@@ -184,7 +184,7 @@ def skips(step: TrainingStep, mesh: Mesh) -> bool:
     for value in (torch.nan, 1e-3):
         with step._reduction.overlapped():
             for parameter in step.flat.places:
-                if parameter.grad is None:  # with sharded gradients, there is no gradient yet
+                if parameter.grad is None:  # with sharded gradients, only a backward pass allocates it
                     parameter.grad = torch.empty_like(parameter)
                 parameter.grad.fill_(1e-3)
             if mesh.rank == mesh.world_size - 1:

@@ -1,4 +1,4 @@
-"""Hosts are lost and come back under ``launch/elastic.sh``. The hosts are processes with different host names."""
+"""``launch/elastic.sh`` goes on when a host is lost and when it comes back. Hosts are simulated by host names."""
 
 import json
 import os
@@ -29,12 +29,12 @@ PYTHON = """#!/bin/bash
   set -- -m tests.distributed.worker tests.distributed.elastic:agent "$HOST" "$FOLDER" "${@:3}"
 exec "${0%/*}/forked/python" "$@"
 """
-"""The checkout's ``python``. It runs ``elastic.agent`` in place of torchrun."""
+"""The checkout's ``python``, a script that runs ``elastic.agent`` in place of torchrun."""
 
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """Make an installed checkout with everything that ``launch/elastic.sh`` needs."""
+    """Make a checkout that ``launch/elastic.sh`` accepts as installed."""
     root = tmp_path / "checkout"
     programs, installed = root / ".venv/bin", root / ".venv/installed"
     for folder in (programs / "forked", installed):
@@ -52,7 +52,7 @@ def checkout(tmp_path: Path) -> Path:
 
 
 class Elastic:
-    """``launch/elastic.sh`` on several hosts and their rendezvous. Leaving the block kills them all."""
+    """``launch/elastic.sh`` on several hosts, and its rendezvous server. All are killed at the end of the block."""
 
     def __init__(self, checkout: Path, folder: Path, arguments: list[str]) -> None:
         recipe, *settings = arguments
@@ -71,11 +71,11 @@ class Elastic:
             started.wait(PATIENCE_S)
 
     def add_host(self, number: int) -> subprocess.Popen[str]:
-        """Start the script on a host. Its address determines its position among the ranks."""
+        """Start the script on a host. Ranks are numbered in the order of their hosts' addresses."""
         return self._start(f"h{number}", *self._arguments, ADDRESS=f"127.0.0.{number + 1}")
 
     def kill_host(self, number: int) -> None:
-        """Kill an agent and its ranks, as a power failure does."""
+        """Kill a host's agent and ranks without warning, as a power failure does."""
         agent = int((self.folder / f"h{number}.agent").read_text())
         ranks = [int(pid) for pid in Path(f"/proc/{agent}/task/{agent}/children").read_text().split()]
         for process in (agent, *ranks):
@@ -97,7 +97,7 @@ class Elastic:
 
 
 def curve(results: Path) -> dict[int, dict[str, float]]:
-    """Return the record of each step over all attempts. If a step was trained twice, the later record counts."""
+    """Return the record of each step from the logs of all attempts. If there are several, the last one counts."""
     files = sorted((results / "tiny_cpu" / "bert").glob("metrics_*.jsonl"))
     lines = [json.loads(line) for file in files for line in file.read_text().splitlines()]
     return {line["step"]: line for line in lines if line["event"] == "step"}
@@ -113,7 +113,7 @@ def test_a_run_goes_on_without_a_host_and_with_it_again(small_run: SmallRun, che
             hosts = [elastic.add_host(number) for number in range(HOSTS)]
             wait_for((tmp_path / "whole").exists, hosts[1])
             (tmp_path / "whole-is-done").touch()
-            (tmp_path / "fewer").unlink(missing_ok=True)  # there is such a file if some hosts joined late
+            (tmp_path / "fewer").unlink(missing_ok=True)  # left from an attempt in which some hosts were late
             elastic.kill_host(0)
             wait_for((tmp_path / "fewer").exists, hosts[1])
             (tmp_path / "fewer-is-done").touch()
@@ -126,7 +126,7 @@ def test_a_run_goes_on_without_a_host_and_with_it_again(small_run: SmallRun, che
 
 
 def check_curve(unbroken: dict[int, dict[str, float]], broken: dict[int, dict[str, float]]) -> None:
-    """Compare up to rounding. With three ranks the shares are 6, 5 and 5 sequences, in micro-batches of 3 and 2."""
+    """Check that losses agree up to rounding, although three ranks divide a batch of 16 into 6, 5 and 5 sequences."""
     assert list(unbroken) == list(broken) == list(range(1, STEPS + 1))
     for step, expected in unbroken.items():
         for name in PARTS:
@@ -134,7 +134,7 @@ def check_curve(unbroken: dict[int, dict[str, float]], broken: dict[int, dict[st
 
 
 def check_logs(results: list[Path]) -> None:
-    """Check the last three logs: of the run on all hosts, on all but one, and on all hosts again."""
+    """Check the last three logs, of attempts on all hosts, on all hosts but one, and on all hosts again."""
     whole, fewer, again = (result.read_text() for result in results[-3:])
     host = "h0" if os.geteuid() == 0 else socket.gethostname()
     others = HOSTS if os.geteuid() == 0 else 1
@@ -145,7 +145,7 @@ def check_logs(results: list[Path]) -> None:
     assert "run_stop" not in whole  # rank 0 was killed
     resumed = re.search(r"# resumed from: .*/step_(\d{8})\n", again)
     assert resumed
-    assert int(resumed[1]) == int(re.findall(r"^step +(\d+) ", fewer, re.M)[-1])  # an orderly stop loses no step
+    assert int(resumed[1]) == int(re.findall(r"^step +(\d+) ", fewer, re.M)[-1])  # a requested stop writes a checkpoint
     for text, lines in (
         (fewer, (f"lost: host {host} (1 rank)", f"shares of the global batch: {three}; before {four}")),
         (again, (f"gained: host {host} (1 rank)", f"shares of the global batch: {four}; before {three}")),
@@ -157,4 +157,4 @@ def check_logs(results: list[Path]) -> None:
         for text in (whole, fewer, again)
     ]
     assert settings == [["16", "4", "1"], ["16", "3", "2"], ["16", "4", "1"]]
-    assert "eval_accuracy" in [finding.key for finding in check_log(read_log(results[-1])).findings]  # it was resumed
+    assert "eval_accuracy" in [finding.key for finding in check_log(read_log(results[-1])).findings]  # resumed

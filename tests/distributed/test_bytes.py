@@ -1,7 +1,7 @@
-"""Compare the bytes that a rank sends in a step, counted by its host's interface, with the formulas in docs/scaling.md.
+"""Compare the bytes that a rank sends in a step with the formulas in docs/scaling.md.
 
-Every rank is on its own host, a network namespace, so that all bytes pass the interface. Ranks are grouped into nodes
-as the formulas assume. A shape is TENSOR,PIPELINE,REDUCTION,REDUCE_DTYPE,RANKS_OF_A_NODE,ACCUMULATION.
+Each rank is in its own network namespace, whose interface counts all bytes that the rank sends. The ranks are told that
+RANKS_OF_A_NODE of them share a node. A shape is TENSOR,PIPELINE,REDUCTION,REDUCE_DTYPE,RANKS_OF_A_NODE,ACCUMULATION.
 """
 
 from dataclasses import replace
@@ -47,7 +47,7 @@ pytestmark = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 
 
 def measured(joined: Mesh, *shapes: str) -> dict[str, list[Any]]:
-    """Return the bytes that every rank sends in each shape, and the sizes for the formulas."""
+    """Return for each shape and rank the bytes sent in a step, and the sizes that the formulas need."""
     return {shape: in_shape(joined, shape) for shape in shapes}
 
 
@@ -62,7 +62,7 @@ def in_shape(joined: Mesh, shape: str) -> list[Any]:
     samples = synthetic_samples(np.full(49, 32), MODEL.vocab_size)
     batch = batch_of(samples, MicroBatch(np.arange(49), 49, len(samples.masked_lm_ids)), BUCKET)
     sent = []
-    for _ in range(1 + STEPS):  # the first step also opens connections
+    for _ in range(1 + STEPS):  # exclude the first step, which opens connections
         dist.barrier()
         before = sent_bytes()
         step([batch] * int(accumulation))
@@ -98,7 +98,7 @@ def all_reduce(size: float, ranks: int) -> float:
 
 
 reduce_scatter = all_reduce
-"""gloo computes the whole sum, of which each rank keeps its part."""
+"""gloo implements reduce-scatter as an all-reduce, after which each rank keeps its shard."""
 
 
 def reduced(reduction: str, dtype: str, size: float, ranks: int, node: int) -> float:
@@ -117,7 +117,7 @@ def reduced(reduction: str, dtype: str, size: float, ranks: int, node: int) -> f
 def exchanged(tensor: int, layers: int, has_ends: tuple[bool, bool]) -> float:
     """Return the bytes that a rank sends to its tensor group in a micro-batch, forward and backward.
 
-    Each row in ``rows`` stands for one all-gather and one reduce-scatter.
+    ``rows`` counts the rows of activations in all all-gathers. As many rows are in reduce-scatters.
     """
     first, last = has_ends
     heads = BUCKET.sequences + BUCKET.masked

@@ -1,7 +1,7 @@
-"""The training step on several ranks over gloo, with every order of reduction and weight gathering, on the same batches.
+"""Training steps on several ranks over gloo give the same results in every order of computation and communication.
 
-Overlapping reduction with backward, captured or eager, changes no result, and neither does gathering weights during the
-forward pass.
+Gradients are reduced after or during the backward pass, with or without CUDA graphs. Weights are gathered after the
+update or during the next forward pass.
 """
 
 import contextlib
@@ -46,7 +46,7 @@ def config(strategy: ReductionStrategy, accumulation: int, **training: Any) -> C
 
 @cache
 def global_batches(mesh: Mesh, accumulation: int) -> tuple[list[list[Batch]], list[ShapeBucket]]:
-    """Make this rank's micro-batches in one of two captured sizes. One in seven has a size without a graph."""
+    """Make this rank's micro-batches in two sizes, and every seventh in a third size. Return the first two sizes too."""
     samples = predictable_samples()
     longest = int(samples.lengths.max())
     kinds = [ShapeBucket(size, 8, 128, longest) for size in (288, 320, 352)]
@@ -64,7 +64,7 @@ def global_batches(mesh: Mesh, accumulation: int) -> tuple[list[list[Batch]], li
 def train(
     mesh: Mesh, strategy: ReductionStrategy, order: str, accumulation: int, recompute: Recompute = "none"
 ) -> dict[str, Any]:
-    """Return losses of every step, final weights and moments, and how many buckets started during backward."""
+    """Train in an order, and return losses, final weights and moments, and how many buckets started during backward."""
     end_groups()
     chosen = config(strategy, accumulation, recompute=recompute)
     capturer = Recording() if order == "captured" else None
@@ -89,13 +89,13 @@ def train(
     step.model.seed_dropout(9 + mesh.rank)
     step.warm_up(batches[0], 1, shape_buckets)
     if capturer is None:
-        early.clear()  # replays do not call the reduction, so a captured run keeps the counts of its warm-up
+        early.clear()  # drop the warm-up; a captured run has only its counts, as replays call no Python
     torch.manual_seed(9 + mesh.rank)
     means = []
     for micro_batches in batches:
         step(micro_batches)
         means.append(step.statistics.fetch()[0])
-    if held:  # no forward pass follows that could release the weights
+    if held:  # no forward pass follows that would end the delay
         del vars(step._gather)["_gather"]
     step.gather_weights()
     found = {
@@ -122,11 +122,11 @@ def gather_after_update(step: TrainingStep) -> None:
 
 
 def hold_weights_back(step: TrainingStep) -> list[slice | str]:
-    """Delay each bucket of weights until the part of the model before the one that needs it has started.
+    """Delay each bucket of weights until the forward pass is in the part of the model before the one that needs it.
 
-    A forward pass that waited for all buckets, or for the wrong ones, would wait forever, and one that did not wait
-    would use old weights. Returns a list to which steps append the delayed buckets and the watchdog's phase in each
-    forward pass.
+    The test hangs if a part waits for buckets that only a later part needs. A part that does not wait for its buckets
+    uses old weights and gives wrong results. Returns a list to which each forward pass appends the watchdog's phase
+    and the delayed buckets.
     """
     gather = step._gather
     assert gather is not None
@@ -145,7 +145,7 @@ def hold_weights_back(step: TrainingStep) -> list[slice | str]:
         start()
 
     def arriving(bucket: slice) -> None:
-        # Parts that end before the bucket need none of it.
+        # Number of parts whose weights all lie before the bucket. The next part is the first that needs it.
         before = sum(end <= bucket.start for end in ends)
         if before:
             assert began[before - 1].wait(60), bucket
@@ -157,13 +157,13 @@ def hold_weights_back(step: TrainingStep) -> list[slice | str]:
 
 
 def require_same(one: dict[str, Any], other: dict[str, Any]) -> None:
-    """Fail unless losses, weights and moments are bit-identical on every rank."""
+    """Fail unless two runs have bit-identical losses, weights and moments on every rank."""
     pairs = zip([one["weights"], *one["moments"]], [other["weights"], *other["moments"]], strict=True)
     assert on_all(one["means"] == other["means"] and all(torch.equal(*pair) for pair in pairs))
 
 
 def require_current_fp8_weights(mesh: Mesh, strategy: ReductionStrategy) -> None:
-    """Fail unless the FP8 copies match the gathered weights after some steps."""
+    """Fail unless, after some steps, the FP8 copies are casts of the gathered weights."""
     step = training_step(config(strategy, 1, precision="fp8"), mesh)
     batches, _ = global_batches(mesh, 1)
     for micro_batches in batches[:2]:
@@ -179,11 +179,11 @@ def require_current_fp8_weights(mesh: Mesh, strategy: ReductionStrategy) -> None
 
 
 def compare_orders(joined: Mesh, micro_batches: str, *strategies: ReductionStrategy) -> None:
-    """Train in every order, on nodes of two ranks."""
+    """Train with each strategy in every order, on simulated nodes of two ranks, and compare the results."""
     mesh, accumulation = regrouped(joined, "cyclic", 2), int(micro_batches)
     with recordable_attention():
-        # As on a GPU, products add weight gradients themselves, in fp32 too. So do the flat and sharded runs below. The
-        # other runs add the parts of the word table's gradient in another order and differ by rounding.
+        # In this run and in the flat and sharded runs below, products add weight gradients themselves, as on a GPU. In
+        # the other runs, the word table's gradient is added up in another order, so they differ by rounding.
         bert.build.accumulates_products = lambda *_: True
         whole = train(mesh, "flat", "one message", accumulation)
         for strategy in strategies:
@@ -197,12 +197,12 @@ def compare_with(whole: dict[str, Any], mesh: Mesh, strategy: ReductionStrategy,
     )
     require_same(after, last)
     require_same(after, captured)
-    # Backward fills the last bucket at its very end. With overlap, all buckets have started by then, else none.
+    # By the end of backward, all buckets have started if reduction overlaps with it, and none otherwise.
     buckets = after["buckets"]
     assert buckets > 5
     assert (after["early"], last["early"], set(captured["early"])) == ([0] * STEPS, [buckets] * STEPS, {buckets})
-    # Each of two sizes has a graph for the last micro-batch and one for earlier ones, if there are any. The update has
-    # another. One of eight micro-batches has a size without a graph.
+    # Each of two sizes has one graph for a step's last micro-batch and, with accumulation, one for the first. The
+    # update has a graph too. One micro-batch has a third size, which has no graph.
     assert captured["graphs"] == 2 * accumulation + 1
     assert captured["replays"] == (STEPS if accumulation == 1 else 2 * STEPS - 1) + STEPS
     order = "overlapped"
@@ -210,16 +210,16 @@ def compare_with(whole: dict[str, Any], mesh: Mesh, strategy: ReductionStrategy,
         order = "held"
         held = train(mesh, strategy, order, accumulation)
         require_same(after, held)
-        # In the warm-up step and those that follow, all weights except the embeddings' arrived while an earlier part of
-        # the model was computed.
+        # In the warm-up step and all steps, the buckets of all parts but the embeddings arrived while an earlier part
+        # of the model was computed.
         assert (STEPS + 1) * buckets / 2 <= held["held"] < (STEPS + 1) * buckets
         assert held["phases"] == ["forward_backward"]
         require_current_fp8_weights(mesh, strategy)
-    # Test each mode with one strategy and on few processes, because importing what it needs takes longer than a run.
+    # Test each recomputation mode once and on few ranks, because its imports take longer than the training.
     if accumulation == 2:
         mode = "full" if strategy == "flat" else "selective"
         require_same(after, train(mesh, strategy, order, accumulation, mode))
-    # Compare with a single message after backward, because the sum of two numbers is the same in either order.
+    # On two ranks, even a single all-reduce is bit-identical, because a sum of two numbers has only one order.
     if mesh.world_size == 2 and strategy == "flat":
         require_same(whole, after)
     assert (whole["weights"] - after["weights"]).norm() < 1e-6 * whole["weights"].norm()
@@ -235,5 +235,5 @@ def compare_with(whole: dict[str, Any], mesh: Mesh, strategy: ReductionStrategy,
 def test_every_order_of_the_step_gives_the_same_weights(
     tmp_path: Path, ranks: int, accumulation: int, strategies: Sequence[str]
 ) -> None:
-    """Compare on one host and on two, with micro-batches padded alternately to several shape buckets."""
+    """Two ranks are on one simulated node, four ranks on two nodes. Micro-batches have several shapes."""
     run_on_ranks(tmp_path, ranks, compare_orders, accumulation, *strategies)

@@ -1,4 +1,4 @@
-"""The probe on hosts that are network namespaces with shaped links: it names every fault and nothing else."""
+"""The probe on network namespaces with limited bandwidth: it reports every fault and nothing else."""
 
 import os
 import re
@@ -33,7 +33,7 @@ def shape(namespace: str, rate: str) -> None:
 
 
 def probe(names: Sequence[str], *arguments: object, **places: Any) -> tuple[list[int], str]:
-    """Run the probe with one rank on each host. Returns the exit statuses and all output."""
+    """Run the probe with one rank per host, and return the exit statuses and the output."""
     with ranks_on_hosts(names, ["cluster", "probe", *arguments], **places) as ranks:
         return ranks.ends(), ranks.output
 
@@ -84,7 +84,7 @@ def test_an_even_cluster_has_nothing_to_name(tmp_path: Path) -> None:
 def test_a_host_that_does_not_come_is_named_within_the_limit(tmp_path: Path) -> None:
     out = tmp_path / "cluster.json"
     with bridged_hosts(HOSTS, RATE) as names:
-        for limit in (4, 16, 64):  # a busy machine starts processes slowly
+        for limit in (4, 16, 64):  # a busy machine may need longer to start
             statuses, output = probe(names, "--out", out, "--limit", limit, absent=3)
             if f"1 of 4 ranks have not come within {limit} s (rank 3 on node 3 from 0)" in output:
                 break
@@ -97,7 +97,7 @@ def test_a_host_that_does_not_come_is_named_within_the_limit(tmp_path: Path) -> 
 
 
 def probe_with_a_wrong_sum(out: str) -> int:
-    """Run the probe with an all-reduce that gets one float wrong on rank 1."""
+    """Run the probe with an all-reduce that returns one wrong element on rank 1."""
     right = dist.all_reduce
 
     def wrong(tensor: torch.Tensor, *arguments: Any, **named: Any) -> Any:
@@ -107,7 +107,7 @@ def probe_with_a_wrong_sum(out: str) -> int:
         return work
 
     dist.all_reduce = wrong
-    computations._COPIES = 1  # copies involve no sum
+    computations._COPIES = 1  # skip memory copies to save time
     return command.probe(Path(out), seconds=1.0)
 
 

@@ -1,4 +1,4 @@
-"""Sums of gradients over ranks: their rounding errors, the choice of a strategy, and their buffers."""
+"""Reduction of gradients over ranks: rounding errors, the choice of a strategy, buckets and buffers."""
 
 import re
 import threading
@@ -24,13 +24,13 @@ from tests.distributed.worker import end_groups, fresh_model, regrouped
 
 
 def contribution(rank: int, size: int) -> torch.Tensor:
-    """Return one rank's contribution, with values over 8 powers of two: fp32 [size]."""
+    """Return one rank's gradient, fp32 [size], with magnitudes that differ by factors of up to 2^8."""
     generator = torch.Generator().manual_seed(rank)
     return torch.randn(size, generator=generator) * torch.exp2(-8 * torch.rand(size, generator=generator))
 
 
 def check_sums(joined: Mesh) -> None:
-    """Compare every reduction strategy, on nodes of every size, with a sum in fp64."""
+    """Compare the sums of every reduction strategy on nodes of every size with sums in fp64."""
     bounds = {0: (0, 1e-7), 1: (1.5e-3, 1.8e-3), 2: (2.2e-3, 2.5e-3), 3: (2.7e-3, 3.1e-3)}
     for local_size in (1, 2, 4, 8):
         mesh = regrouped(joined, "cyclic", local_size)
@@ -43,7 +43,7 @@ def check_sums(joined: Mesh) -> None:
             flat.gradients_N.copy_(contributions[mesh.rank])
             reduction.finish()
             reduction.close()
-            # Buckets share two buffers, as docs/scaling.md states, however many there are.
+            # Any number of buckets shares two buffers, as docs/scaling.md states.
             buffers = [value for value in vars(reduction._sums).values() if isinstance(value, torch.Tensor)]
             longest = max(bucket.stop - bucket.start for bucket in reduction.buckets)
             assert sum(buffer.nbytes for buffer in buffers) == (2 * 2 * longest if dtype == "bf16" else 0)
@@ -54,7 +54,7 @@ def check_sums(joined: Mesh) -> None:
             dist.all_gather(everyones, flat.gradients_N)
             assert all(torch.equal(everyones[0], other) for other in everyones), (strategy, dtype, local_size)
             roundings = {"flat": 2, "sharded_world": 1}.get(strategy, 2 if local_size in (1, 8) else 3)
-            if strategy == "sharded" and local_size == 8:  # each rank keeps its own sum unrounded
+            if strategy == "sharded" and local_size == 8:  # on one node, sums stay in fp32 shards
                 roundings = 1
             least, most = bounds[roundings if dtype == "bf16" else 0]
             assert least <= (flat.gradients_N - exact).norm() / exact.norm() < most, (strategy, dtype, local_size)
@@ -64,13 +64,13 @@ def check_sums(joined: Mesh) -> None:
 def test_gradients_in_bf16_are_rounded_a_fixed_number_of_times(tmp_path: Path) -> None:
     """Check sums over eight ranks, on nodes of 1, 2, 4 and 8 ranks.
 
-    Rounding once gives an error of 0.17 % in the norm. Rounding at every hop gives 0.35 to 0.39 %.
+    One rounding gives a relative error of 0.17 % in the norm. A rounding at every hop would give 0.35 to 0.39 %.
     """
     run_on_ranks(tmp_path, 8, check_sums)
 
 
 def check_choices(joined: Mesh) -> None:
-    """Choose a strategy on two nodes of two ranks. The fake clock of one rank advances only in all-reduces of one group."""
+    """Check that all ranks choose the faster strategy, although only rank 3's simulated clock shows one as slow."""
     mesh = regrouped(joined, "cyclic", 2)
     communicators = Communicators.create(mesh)
     all_reduce, slow, clock = dist.all_reduce, [None], [0.0]
@@ -105,7 +105,7 @@ def test_buckets_cover_the_vector_from_its_end_in_equal_and_aligned_pieces(size:
 def test_spans_cover_the_shard_and_know_their_segment() -> None:
     spans = segment_spans((5, 1, 6), [(8, 10), (3, 7)])
     assert spans == [(2, 0, 2), (0, 2, 4), (1, 4, 5), (2, 5, 6)]
-    assert segment_spans((5,), [(6, 8)]) == []  # padding
+    assert segment_spans((5,), [(6, 8)]) == []  # the shard has only padding
 
 
 def test_a_stream_keeps_order_and_hands_on_what_went_wrong() -> None:

@@ -1,4 +1,4 @@
-"""Ranks that share copies of the model and sum gradients in every way, over gloo, compared with one rank."""
+"""Ranks that divide the model and sum gradients in various ways, over gloo, compared with one rank."""
 
 import re
 from pathlib import Path
@@ -34,13 +34,13 @@ SHAPES = {
         "1,4,1,flat,block,4,4,3,dropout",
         "2,2,1,flat,cyclic,2,2,3,recomputed",
         "1,2,1,sharded,block,4,2,3,fp32",
-        "1,2,1,hierarchical,block,1,2,3,fp64",  # each copy on two hosts
+        "1,2,1,hierarchical,block,1,2,3,fp64",  # the stages of each copy are on two hosts
         *FP8,
     ],
     8: ["2,2,2,sharded_world,cyclic,4,2,3,fp64"],
 }
 MIXED = {"dropout": 4, "fp32": 4}
-"""Micro-batches of the one-rank run that a shape is compared with. Each one draws dropout, or rounds, separately."""
+"""Number of micro-batches of the one-rank run for a precision, as dropout and rounding depend on it. Default: 1."""
 
 
 def alone(shape: str) -> str:
@@ -50,7 +50,7 @@ def alone(shape: str) -> str:
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """Return the results of every shape on its number of ranks."""
+    """Train in every shape, and return the results by shape."""
     folder = tmp_path_factory.mktemp("shapes")
     one = {alone(shape) for shapes in SHAPES.values() for shape in shapes}
     results = dict(run_on_ranks(folder, 1, train_all, *sorted(one)))
@@ -60,7 +60,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
 
 
 def differences(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> dict[str, float]:
-    """Compare each tensor by its norm, except key biases: softmax ignores them, so their gradients are only rounding."""
+    """Return relative differences, without key biases: softmax ignores them, so their gradients are rounding errors."""
     assert one.keys() == other.keys()
     kept = {name: torch.ones_like(tensor) for name, tensor in one.items()}
     for name, ones in kept.items():
@@ -76,7 +76,7 @@ def differences(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) ->
 def test_every_shape_trains_as_one_rank(found: dict[str, dict[str, Any]], shape: str) -> None:
     """Compare losses and gradient norms of every step, the weights, and in fp64 the moments.
 
-    The first step's moments stand for its gradients.
+    The moments after the first step are proportional to its gradients, or to their squares.
     """
     tensor, pipeline, _, reduction, _, local_size, *_, precision = shape.split(",")
     precise = precision != "fp32"
@@ -96,14 +96,14 @@ def test_every_shape_trains_as_one_rank(found: dict[str, dict[str, Any]], shape:
         assert other["elements"] < one["elements"] * 0.72, "no rank has all layers"
     elif int(tensor) > 1:
         assert other["words"] == -(-MODEL.vocab_size // (8 * int(tensor))) * 8, "no rank has all words, or all logits"
-    else:  # the number of values per parameter that docs/scaling.md states
+    else:  # docs/scaling.md states the number of values per parameter
         shards = {"sharded": int(local_size), "sharded_world": 4}.get(reduction.rstrip("+"))
         values = 3 if shards is None else 5 / shards
         assert other["state_bytes"] == pytest.approx((8 if precise else 4) * values * other["elements"], rel=0.05)
 
 
 def test_dropout_is_as_random_as_on_one_rank(found: dict[str, dict[str, Any]]) -> None:
-    """Compare the mean and the standard deviation of a batch's loss over many draws. No two draws may be equal."""
+    """Losses of a batch over many dropout draws have the same mean and a similar deviation, and all differ."""
     one, other = (torch.tensor(found[shape]["dropped"]) for shape in (ALONE, DROPPING))
     error = ((one.var() + other.var()) / len(other)).sqrt()
     assert abs(other.mean() - one.mean()) < 3 * error
@@ -121,7 +121,7 @@ def test_fp8_has_the_scales_of_whole_tensors(found: dict[str, dict[str, Any]], s
 
 
 def test_a_run_that_shares_copies_is_the_run_of_one_rank(small_run: SmallRun, tmp_path: Path) -> None:
-    """Compare steps, evaluations and logs, and resume each run from the other one's checkpoint."""
+    """Compare steps, evaluations and saved weights, and resume each run from the other run's checkpoint."""
     common = without_dropout() | {"model__num_hidden_layers": 4}
     shape = {"parallel__tensor": 2, "parallel__pipeline": 2, "training__gradient_accumulation_steps": 2}
     for name, ranks, changes in (("one", 1, {}), ("shared", 4, shape)):
@@ -153,7 +153,7 @@ def without_dropout() -> dict[str, object]:
 
 
 def same_results(one: Path, other: Path) -> tuple[int, int]:
-    """Compare the steps, evaluations and saved weights of two runs. Returns the last evaluation's counts."""
+    """Compare steps, evaluations and saved weights of two runs. Returns the last evaluation's counts, correct and all."""
     same_steps(one, other)
     expected, found = (
         [(each["correct"], each["count"]) for each in records(folder, "eval")] for folder in (one, other)

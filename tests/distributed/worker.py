@@ -1,7 +1,6 @@
 """Program that runs a named function: ``python -m tests.distributed.worker MODULE:FUNCTION ARGUMENT...``.
 
-``tests.distributed.ranks`` starts it on every rank of a run. This module also has helpers for functions that run on
-ranks.
+``tests.distributed.ranks`` starts it on every rank of a run. This module also has helpers that such functions use.
 """
 
 import gc
@@ -26,7 +25,7 @@ def call(name: str, *arguments: Any) -> Any:
 
 
 def joined(out: str, name: str, *arguments: str) -> None:
-    """Join the other ranks, call a function with the mesh, and save rank 0's result."""
+    """Join the other ranks, call the function ``name`` with the mesh, and save rank 0's result to ``out``."""
     torch.set_num_threads(1)
     mesh = join_mesh("cpu")
     found = call(name, mesh, *arguments)
@@ -36,7 +35,7 @@ def joined(out: str, name: str, *arguments: str) -> None:
 
 
 def regrouped(mesh: Mesh, order: str, local_size: int) -> Mesh:
-    """Regroup the ranks into hosts of ``local_size`` ranks, in block or cyclic order."""
+    """Return a mesh in which ``local_size`` ranks share a node, numbered in block or cyclic order."""
     count = mesh.world_size // local_size
     if order == "block":
         nodes = tuple(tuple(range(node * local_size, (node + 1) * local_size)) for node in range(count))
@@ -46,10 +45,9 @@ def regrouped(mesh: Mesh, order: str, local_size: int) -> Mesh:
 
 
 def end_groups() -> None:
-    """Destroy all process groups but the default one: each has a gloo thread that wakes a hundred times a second.
+    """Destroy all process groups but the default one, as each has a gloo thread that wakes a hundred times a second.
 
-    The groups of a ``TrainingStep`` are destroyed only after its reduction is closed, whose hooks keep the groups
-    alive.
+    Close the reduction of a ``TrainingStep`` first, because its hooks keep the groups alive.
     """
     if (world := dist.group.WORLD) is None:
         return
@@ -59,7 +57,7 @@ def end_groups() -> None:
         dist.destroy_process_group(group)
     gc.collect()
     backend, store = groups[world]
-    groups[world] = backend, PrefixStore("next", store)  # new groups may reuse earlier names
+    groups[world] = backend, PrefixStore("next", store)  # a new group may have an old group's name
 
 
 def on_all(condition: bool) -> bool:
@@ -76,7 +74,7 @@ def fresh_model() -> BertForPreTraining:
 
 
 def before_each(owner: type, name: str, act: Callable[[int, Any], object]) -> None:
-    """Before every call of a method, call ``act`` with the number of the call and the object."""
+    """Patch a method to call ``act`` before each call, with the number of the call (from 1) and the object."""
     original, count = getattr(owner, name), 0
 
     def changed(self: object, *arguments: Any, **options: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Copies of the repository as a new user would have them."""
+"""Fixtures that copy the repository, as a new user would clone it."""
 
 import fcntl
 import os
@@ -17,11 +17,11 @@ from tests.programs import write_forked_python, write_script
 
 COMMITTED_RESULTS = "cpu_2cores"
 FEW = {"train": 2048, "evaluation": 128}
-"""Numbers of the demo's samples that suffice for short runs."""
+"""Number of samples of each demo data set that short runs use."""
 
 
 def left_behind(folder: str, names: list[str]) -> set[str]:
-    """Return the names that a clone would not have: environments, data and results. Code compiled by Numba is kept."""
+    """Return which names to omit, because a clone lacks them. Keep ``__pycache__``, which has code compiled by Numba."""
     at_top, in_results = Path(folder) == REPOSITORY, Path(folder) == REPOSITORY / "results"
     return {
         name
@@ -33,7 +33,7 @@ def left_behind(folder: str, names: list[str]) -> set[str]:
 
 @pytest.fixture(scope="session")
 def demo_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with the data of tiny_cpu and a small part of it. The first worker to ask makes both."""
+    """Return a folder with tiny_cpu's data and a small part of the data. The first pytest worker makes both."""
     base = tmp_path_factory.getbasetemp()
     shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
     made = shared / "demo"
@@ -50,9 +50,9 @@ def demo_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def real_checkout(tmp_path_factory: pytest.TempPathFactory, demo_data: Path) -> Path:
-    """Return a copy of the sources with this interpreter's packages as its .venv, marked as installed.
+    """Return a copy of the repository whose .venv has this interpreter's packages and is marked as installed.
 
-    It has a small part of tiny_cpu's data, so that evaluations are short.
+    The copy has a small part of tiny_cpu's data, so that evaluations are short.
     """
     copy = tmp_path_factory.mktemp("checkout") / "with a space"
     shutil.copytree(REPOSITORY, copy, ignore=left_behind)
@@ -68,9 +68,9 @@ def real_checkout(tmp_path_factory: pytest.TempPathFactory, demo_data: Path) -> 
 
 @pytest.fixture(scope="module")
 def checkout(real_checkout: Path) -> Path:
-    """Return the copy of the repository with a fast ``python``, which asks a server to fork instead of starting anew.
+    """Return a copy of the repository with a fast ``python``, which asks a server to fork instead of starting anew.
 
-    It is for tests that do not look at processes.
+    A test that looks for processes by parent or name needs ``real_checkout`` or ``launching_checkout``.
     """
     programs = real_checkout / ".venv/bin"
     programs.unlink()
@@ -84,9 +84,9 @@ def checkout(real_checkout: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def launching_checkout(checkout: Path) -> Path:
-    """Return such a copy in which torchrun is a real program and all other programs are forks.
+    """Return a copy of the repository in which torchrun starts as a real program, and other programs as forks.
 
-    Ranks are forks too, unless ``RANKS_PYTHON`` names their interpreter.
+    Ranks start as forks too, unless the variable ``RANKS_PYTHON`` names an interpreter for them.
     """
     python = checkout / ".venv/bin/python"
     (forked := python.with_name("forked")).mkdir()
@@ -99,14 +99,14 @@ def launching_checkout(checkout: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def checkout_with_all_data(checkout: Path, demo_data: Path) -> Path:
-    """Return a copy that also has all data of tiny_cpu, in ``data/whole``."""
+    """Return a copy of the repository that also has all data of tiny_cpu, in ``data/whole``."""
     shutil.copytree(demo_data / "tiny_cpu", checkout / "data/whole")
     return checkout
 
 
 @pytest.fixture(scope="module")
 def checkout_with_results(checkout: Path) -> Path:
-    """Return a copy with results, as if ``./run_and_time.sh`` had run: the committed results, named tiny_cpu."""
+    """Return a copy of the repository with the committed results as results of tiny_cpu, as if it had run."""
     results = checkout / "results"
     (results / "systems").mkdir()
     shutil.copytree(results / COMMITTED_RESULTS, results / "tiny_cpu")

@@ -1,8 +1,8 @@
-"""The image of ``Dockerfile``, built by buildah from a stand-in for NGC's image, trains as an ordinary user.
+"""A container of the image that ``Dockerfile`` describes trains as an ordinary user.
 
-Training ``tiny_cpu`` in it takes minutes and gigabytes, so the test runs only if BERT_TEST_BASE names an image that
-buildah has, with Python 3.11 and pip. BUILDAH_OPTIONS are global options of buildah (--root, --storage-driver). See
-docs/launching.md.
+buildah builds the image from a small replacement for NGC's PyTorch image. The test takes minutes and gigabytes, so it
+runs only if BERT_TEST_BASE names an image with Python 3.11 and pip that buildah has. BUILDAH_OPTIONS has global options
+of buildah, such as --root and --storage-driver. See docs/launching.md.
 """
 
 import json
@@ -18,7 +18,7 @@ from tests.conftest import REPOSITORY
 BASE = os.environ.get("BERT_TEST_BASE")
 IMAGE = "localhost/mlperf-bert-test"
 NGC = {"torch": "2.11.0", "numpy": "1.26.4", "setuptools": "81.0.0"}
-"""Packages of the stand-in, as in NGC's images. This PyTorch requires setuptools below 82."""
+"""Packages that are in NGC's images, to install in the replacement. This PyTorch requires setuptools below 82."""
 STAND_IN = f"""FROM {BASE}
 RUN python3 -m pip install --break-system-packages --quiet --no-cache-dir {" ".join(f"{k}=={v}" for k, v in NGC.items())}
 RUN mkdir -p /opt/nvidia && cd /opt/nvidia \\

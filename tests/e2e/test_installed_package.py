@@ -1,4 +1,4 @@
-"""The wheel built from this tree, in an empty environment: it is complete, and its programs name a missing extra."""
+"""The wheel has all files, and an installed program names the extra of dependencies that are not installed."""
 
 import os
 import shutil
@@ -19,7 +19,7 @@ OF_EXTRAS = ("torch", "triton", "h5py", "numba", "safetensors", "tokenizers", "g
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build the wheel as pip does, without downloading anything."""
+    """Build the wheel of this repository without downloads."""
     pytest.importorskip("setuptools", minversion="77")
     folder = tmp_path_factory.mktemp("wheel")
     tree = shutil.copytree(REPOSITORY, folder / "tree", ignore=left_behind)
@@ -30,7 +30,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Unpack the wheel beside this environment's packages, except those of the extras."""
+    """Unpack the wheel into a folder with links to all installed packages but those that extras install."""
     site = tmp_path_factory.mktemp("site")
     shutil.unpack_archive(wheel, site, "zip")
     for entry in Path(sysconfig.get_path("purelib")).iterdir():
@@ -63,7 +63,7 @@ def test_a_program_without_its_extra_names_it(installed: Path, tmp_path: Path, c
     done = run(installed, tmp_path, *command.split())
     assert done.returncode != 0
     assert " is not installed: pip install '.[train]'" in done.stderr
-    if not command.startswith("kernels"):  # programs of kernels import nothing that could print the error
+    if not command.startswith("kernels"):  # kernels must not import console, which prints errors
         assert (done.returncode, done.stderr.count("\n")) == (2, 1)
         assert done.stderr.startswith("error: ")
 

@@ -1,4 +1,4 @@
-"""Launchers: binding to cores, container options, and the Slurm script without Slurm."""
+"""Launchers: binding of processes to cores, options for containers, and the Slurm script without Slurm."""
 
 import os
 import re
@@ -17,7 +17,7 @@ BIND = REPOSITORY / "launch/bind.sh"
 
 
 class Machine:
-    """A copy of /sys with NUMA nodes, cores with two hardware threads, PCI devices and InfiniBand cards."""
+    """A folder like /sys that describes NUMA nodes, cores, PCI devices and InfiniBand cards."""
 
     def __init__(self, folder: Path) -> None:
         self.sys = folder / "sys"
@@ -29,7 +29,7 @@ class Machine:
         (self.sys / path).write_text(text + "\n")
 
     def pci(self, path: str, vendor: str, kind: str, numa: int) -> None:
-        """Add a device at ``path`` below the root complex. The path ends in the device's address."""
+        """Add a PCI device at ``path``, which begins with the host bridge and ends with the device's address."""
         for name, text in (("vendor", vendor), ("class", kind), ("numa_node", str(numa))):
             self.write(f"devices/{path}/{name}", text)
         (self.sys / "bus/pci/devices" / Path(path).name).symlink_to(self.sys / "devices" / path)
@@ -44,7 +44,7 @@ class Machine:
         (self.sys / "class/infiniband" / name).symlink_to(self.sys / f"devices/{path}/infiniband/{name}")
 
     def binding(self, rank: int, ranks: int, allowed: str, **env: str) -> str:
-        """Return what ``bind.sh`` would do for a process that may use the cores ``allowed``."""
+        """Return the binding that ``bind.sh`` prints for a process that may use the cores ``allowed``."""
         place = {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks), "ALLOWED_CPUS": allowed} | env
         done = start(BIND, "true", cwd=self.sys, SYSFS=str(self.sys), BIND="show", **place)
         assert done.returncode == 0, done.stderr
@@ -58,9 +58,9 @@ class Machine:
 
 @pytest.fixture
 def machine(tmp_path: Path) -> Machine:
-    """Make two NUMA nodes with network cards, and with four two-thread cores and two GPUs each.
+    """Make a machine with two NUMA nodes, each with four cores of two hardware threads and two GPUs.
 
-    The order of GPUs differs from the order of nodes.
+    GPUs 0 and 1 are on node 1, and GPUs 2 and 3 are on node 0.
     """
     machine = Machine(tmp_path)
     machine.write("devices/system/node/node0/cpulist", "0-3,8-11")
@@ -71,7 +71,7 @@ def machine(tmp_path: Path) -> Machine:
     machine.gpu("pci0000:80/0000:80:02.0/0000:02:00.0", numa=1)
     machine.gpu("pci0000:00/0000:00:01.0/0000:81:00.0", numa=0)
     machine.gpu("pci0000:00/0000:00:02.0/0000:82:00.0", numa=0)
-    machine.pci("pci0000:00/0000:00:1f.0", "0x1a03", "0x030000", 0)  # a server's display adapter
+    machine.pci("pci0000:00/0000:00:1f.0", "0x1a03", "0x030000", 0)  # a display adapter, not an accelerator
     machine.hca("mlx5_0", "pci0000:80/0000:80:02.0/0000:03:00.0")
     machine.hca("mlx5_1", "pci0000:80/0000:80:01.0/0000:04:00.0")
     return machine
@@ -98,9 +98,9 @@ def test_visible_gpus_decide(machine: Machine) -> None:
     first, second = {0, 1, 2, 3, 8, 9, 10, 11}, {4, 5, 6, 7, 12, 13, 14, 15}
     assert cores("3,0") == [first, second]
     assert cores("0,1") == [{4, 5, 12, 13}, {6, 7, 14, 15}]
-    evenly = [first, second]  # all cores are divided evenly
+    evenly = [first, second]  # the GPUs' nodes are not considered
     assert cores("GPU-8f2b3c,GPU-1d2e3f") == cores("a[$(touch opened)]") == cores("7,8") == evenly
-    # With several kinds of GPUs, CUDA orders them by speed.
+    # If GPUs differ, CUDA numbers them by speed and not by address.
     machine.write("devices/pci0000:80/0000:80:01.0/0000:01:00.0/device", "0x1fb0")
     machine.write("devices/pci0000:80/0000:80:02.0/0000:02:00.0/device", "0x2330")
     assert cores("") == evenly
@@ -110,7 +110,7 @@ def test_visible_gpus_decide(machine: Machine) -> None:
 def test_processes_stay_on_the_cores_they_were_given(machine: Machine) -> None:
     assert machine.cores(0, 4, "0-4") == {4}
     assert machine.cores(1, 4, "0-4") == {4}
-    # No core on the node of GPUs 0 and 1 is allowed, so their ranks share the allowed cores evenly.
+    # No core of GPUs 0 and 1's node is allowed, so ranks 0 and 1 get a share of all allowed cores.
     assert [machine.cores(rank, 4, "0-3") for rank in range(4)] == [{0}, {1}, {0, 1}, {2, 3}]
 
 
@@ -137,11 +137,11 @@ def test_without_a_place_the_command_runs_as_it_is(env: dict[str, str]) -> None:
 
 
 PRINTS = '#!/bin/bash\nprintf "%s\\n" "$@"\nexit 9\n'
-"""A container engine that prints its options, which the launchers have to choose."""
+"""Script in place of a container engine. It prints its arguments and exits with status 9."""
 
 
 def docker(folder: Path, *arguments: str, engine: str = "docker", **env: str) -> list[str]:
-    """Return the options that ``launch/docker.sh`` gives to the engine."""
+    """Run ``launch/docker.sh``, and return the arguments that it passes to the container engine."""
     write_script(folder / engine, PRINTS)
     env |= {"DATA": f"{folder}/data", "RESULTS": f"{folder}/my results", "CACHE": f"{folder}/kept"}
     done = start(REPOSITORY / "launch/docker.sh", *arguments, cwd=folder, ENGINE=str(folder / engine), **env)
@@ -152,7 +152,7 @@ def docker(folder: Path, *arguments: str, engine: str = "docker", **env: str) ->
 def test_docker_gets_folders_user_arguments_and_gpus_where_there_are_some(tmp_path: Path) -> None:
     given = docker(tmp_path, "tiny_cpu", "2", "--", "--log.run", "5")
     assert given[-6:] == ["mlperf-bert", "tiny_cpu", "2", "--", "--log.run", "5"]
-    # The home folder outlives the container, because Triton keeps compiled kernels there.
+    # The home folder is on the host, so that the kernels that Triton compiles are kept.
     assert {f"{tmp_path}/my results:/workspace/bert/results", f"{tmp_path}/kept:/cache", "HOME=/cache"} <= set(given)
     assert given[given.index("--user") + 1] == f"{os.getuid()}:{os.getgid()}"
     assert given[given.index("--security-opt") + 1] == "no-new-privileges"
@@ -172,7 +172,7 @@ def test_a_slurm_job_mounts_folders_in_its_container(checkout: Path, tmp_path: P
     job |= {"CONTAINER": "a.sif", "MOUNTS": "/a:/b --writable", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     done = start("bash", "launch/slurm.sub", "tiny_cpu", cwd=checkout, **job)
     assert done.returncode == 9
-    assert "/workspace/bert/results,/a:/b --writable\n--pwd\n" in done.stdout  # one word, not an option
+    assert "/workspace/bert/results,/a:/b --writable\n--pwd\n" in done.stdout  # part of an argument, not an option
 
 
 def test_kubernetes_objects_are_valid_agree_and_pass_the_restricted_profile() -> None:
@@ -197,7 +197,7 @@ def test_kubernetes_objects_are_valid_agree_and_pass_the_restricted_profile() ->
     ours = {"podSelector": {"matchLabels": {"job-name": job["metadata"]["name"]}}}
     assert policy["spec"] == ours | {"policyTypes": ["Ingress"], "ingress": [{"from": [ours]}]}
 
-    # The requirements of Pod Security's "restricted" profile for the settings in use.
+    # Check the requirements of Kubernetes' "restricted" Pod Security profile.
     assert not pod.keys() & {"hostNetwork", "hostPID", "hostIPC", "initContainers"}
     assert not any("hostPort" in port for port in container.get("ports", []))
     context = pod["securityContext"] | container["securityContext"]
@@ -212,7 +212,7 @@ def test_kubernetes_objects_are_valid_agree_and_pass_the_restricted_profile() ->
 
 
 def test_the_image_is_built_without_arguments_that_may_hold_a_password() -> None:
-    """An image's history shows the values of all build arguments."""
+    """Anyone with an image can read the values of its build arguments in the image's history."""
     dockerfile = (REPOSITORY / "Dockerfile").read_text(encoding="utf-8")
     assert set(re.findall(r"^ARG (\w+)", dockerfile, re.M)) == {"BASE", "EXTRAS", "REVISION"}
     assert "RUN --mount=type=secret,id=pip," in dockerfile

@@ -1,4 +1,4 @@
-"""Several nodes without a cluster manager: by hand, by mpirun, and the launchers' commands before and after a run."""
+"""Runs on several nodes, started by hand or by mpirun, with ``--prepare`` before and ``--verdict`` after the run."""
 
 import shutil
 import subprocess
@@ -13,7 +13,7 @@ from tests.programs import PATIENCE_S
 
 
 def two_nodes(checkout: Path, *settings: str) -> list[subprocess.Popen[str]]:
-    """Start the command on two nodes, both of which are this machine."""
+    """Start ``run_and_time.sh`` twice on this machine, as nodes 0 and 1 of a run."""
     shared = {"NNODES": "2", "NPROC": "1", "MASTER_ADDR": "localhost", "OMP_NUM_THREADS": "1"}
     shared["MASTER_PORT"] = str(free_port())
     script, run = checkout / "run_and_time.sh", ("tiny_cpu", "1", "--", *SHORT, *settings)

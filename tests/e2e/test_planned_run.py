@@ -1,4 +1,4 @@
-"""Probing this machine, planning for it, and a run that follows the plan and reports how it compares."""
+"""Probe this machine, make a plan for it, and train by the plan, comparing planned and measured step times."""
 
 import json
 import re
@@ -16,7 +16,7 @@ STEPS = 20
 
 
 def make_sums_slow(path: Path) -> None:
-    """Add a second to every collective except all-gather. Pipeline stages of one copy need none of these collectives."""
+    """Add a second to every collective but all-gather, so that the plan is two pipeline stages, which need none."""
     view = read_view(path)
     collectives = (
         replace(each, points=tuple((size, seconds + 1, busy) for size, seconds, busy in each.points))

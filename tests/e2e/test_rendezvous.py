@@ -1,6 +1,6 @@
-"""``run_and_time.sh`` from its first start to the verdict and the report, and the store where its processes meet.
+"""``run_and_time.sh`` from its first start to the verdict and the report, and the TCP store through which ranks meet.
 
-Everybody on the machine can write to the store, so nothing in it may be executed.
+Any user of the machine can write to the store, so the program must not unpickle values from it.
 """
 
 import base64
@@ -22,7 +22,7 @@ SETTINGS = ("--evaluation.interval-samples", "320", "--evaluation.target", "0.02
 
 
 class Opens:
-    """A pickle that creates a link when it is loaded."""
+    """Object whose pickle creates a symbolic link at ``path`` when it is loaded."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -32,7 +32,7 @@ class Opens:
 
 
 def launcher(folder: Path) -> psutil.Process | None:
-    """Return the launcher whose ranks train in ``folder``, or None if there is none yet."""
+    """Return the torchrun process whose ranks train in ``folder``, or None."""
     for process in psutil.process_iter(["cmdline", "cwd"]):
         command = process.info["cmdline"] or ()
         if process.info["cwd"] == str(folder) and {"torch.distributed.run", "bert.train"} <= set(command):
@@ -41,7 +41,7 @@ def launcher(folder: Path) -> psutil.Process | None:
 
 
 def stores(process: psutil.Process) -> list[TCPStore]:
-    """Return connections to all stores that listen in a process."""
+    """Return clients of all TCP stores whose servers are in a process."""
     sockets = process.net_connections("tcp")
     ports = {
         each.laddr.port for each in sockets if each.status == psutil.CONN_LISTEN and each.laddr.ip in ("0.0.0.0", "::")
@@ -66,14 +66,14 @@ def test_a_run_ends_with_verdict_and_report_and_opens_no_pickle_in_its_store(
     agent = launcher(real_checkout)
     assert agent
     ranks = agent.children()
-    for rank in ranks:  # otherwise the ranks could end before the stores have been read
+    for rank in ranks:  # otherwise ranks could end before the stores are read
         rank.suspend()
     for store in stores(agent):
         for key in store.list_keys():
             values[key] = store.get(key)
             if is_pickle(values[key]):
                 store.set(key, hostile)
-        store.set("torch.rendezvous.none", hostile)  # an elastic agent without a run id would look here
+        store.set("torch.rendezvous.none", hostile)  # key of an elastic agent without a run id
     for rank in ranks:
         rank.resume()
     process.wait(timeout=PATIENCE_S)
@@ -93,7 +93,7 @@ def test_a_run_ends_with_verdict_and_report_and_opens_no_pickle_in_its_store(
 
 
 def is_pickle(value: bytes) -> bool:
-    """Tell whether a value, plain or in base64, starts and ends like a pickle."""
+    """Return whether a value, or its base64 decoding, starts and ends like a pickle."""
     texts = [value]
     with suppress(ValueError):
         texts.append(base64.b64decode(value, validate=True))

@@ -1,7 +1,7 @@
-"""The report in a browser: as wide as a telephone and as a large screen, in light and dark mode, and printed.
+"""The report in a headless browser: at the widths of a phone and of a large screen, in light and dark mode, and printed.
 
-The unchanged pages are in frames of a page that measures them and writes its findings to the DOM that the browser
-dumps.
+An outer page has the unchanged reports in frames. Its script measures them and writes the results to its DOM, which the
+browser prints.
 """
 
 import json
@@ -78,7 +78,7 @@ addEventListener('load', () => {
 
 
 def browse(page: Path, text: str, action: str = "--dump-dom", scheme: str = "light") -> tuple[str, str]:
-    """Write a page, and return what the browser prints for it and the page's error messages."""
+    """Write a page, open it in the browser, and return the browser's output and the page's console messages."""
     assert BROWSER is not None
     page.write_text(text)
     command = [
@@ -93,7 +93,7 @@ def browse(page: Path, text: str, action: str = "--dump-dom", scheme: str = "lig
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Make pages of the committed results, of ten closed runs with published neighbours, and of a folder with failures."""
+    """Make reports of the committed results, of ten runs in the closed division, and of runs with failures."""
     root = tmp_path_factory.mktemp("folders")
     folders = {
         "tiny": REPOSITORY / "results/cpu_2cores/bert",
@@ -105,7 +105,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def measured(pages: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """Return the browser's measurements by colour scheme and by "page width"."""
+    """Return the measurements for each colour scheme, and for each "NAME WIDTH" of a report."""
     frames = "".join(
         f'<iframe name="{name} {width}" width="{width}" height="900" srcdoc="{escape(text)}"></iframe>'
         for name, text in pages.items()

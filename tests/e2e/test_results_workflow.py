@@ -1,4 +1,4 @@
-"""The script of the workflow that checks results, run in a repository with a pull request as GitHub's runner does."""
+"""The script in ``.github/workflows/results.yml``, run as GitHub runs it, on the changes of a pull request."""
 
 import os
 import shlex
@@ -17,7 +17,7 @@ from tests.programs import git, write_script
 WORKFLOW = yaml.safe_load((REPOSITORY / ".github/workflows/results.yml").read_text())
 (STEP,) = (step for step in WORKFLOW["jobs"]["check"]["steps"] if "mlperf-bert-compliance" in step.get("run", ""))
 SHELL = ("bash", "--noprofile", "--norc", "-eo", "pipefail", "-c")
-"""Command of the GitHub runner for a step with ``shell: bash``."""
+"""Command with which GitHub's runner runs a step that has ``shell: bash``."""
 
 
 class PullRequest:
@@ -54,7 +54,7 @@ class PullRequest:
 
     @property
     def checked(self) -> list[str]:
-        """Return the sorted folders that were passed to the command."""
+        """Return the sorted paths that the script passed to ``mlperf-bert-compliance``."""
         given = self.tools / "given"
         return sorted(word for word in given.read_text().splitlines() if "/" in word) if given.exists() else []
 
@@ -65,7 +65,7 @@ def pull_request(tmp_path: Path) -> PullRequest:
 
 
 def spoil_two_logs(system: Path) -> None:
-    """Spoil two of the ten logs, because one of the ten may fail."""
+    """Make two of ten logs invalid, because the rules allow one failed run of ten."""
     for run in (3, 7):
         log = system / f"bert/result_{run}.txt"
         log.write_text(log.read_text().replace('"', "'", 3))

@@ -1,4 +1,4 @@
-"""``run_and_time.sh`` trains in a copy of the checkout: with the user's own data, and twice at once."""
+"""``run_and_time.sh`` on one node: two runs at once, missing GPUs, binding to cores, and tuned settings."""
 
 import os
 import re
@@ -16,7 +16,7 @@ from tests.programs import PATIENCE_S
 
 
 def test_two_runs_at_once_in_one_folder_each_report_their_own(checkout: Path, demo_data: Path, tmp_path: Path) -> None:
-    """Both runs find no data and make it. They evaluate on fewer samples, because evaluation would take longest."""
+    """Both runs have to make the data first. They evaluate on few samples, to save time."""
     shutil.rmtree(checkout / "data", ignore_errors=True)
     folder = tmp_path / "my results" / "tiny_cpu" / "bert"
     folder.mkdir(parents=True)
@@ -52,7 +52,7 @@ def test_a_run_on_gpus_that_are_not_there_is_refused_before_anything_starts(
     (said,) = done.stderr.splitlines()
     assert said.startswith("error: training.device is cuda, but PyTorch sees no GPU here: set training.device to cpu")
     assert not (tmp_path / "results").exists()
-    # The data and settings of runs on other machines can be checked without GPUs.
+    # A dry run works without GPUs, to check data and settings for another machine.
     done = start(script, recipe, "1", "--", *settings, "--dry-run", cwd=tmp_path, NPROC="2")
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -67,7 +67,7 @@ def test_ranks_are_bound_where_there_are_gpus(checkout: Path, tmp_path: Path, sm
             assert not (tmp_path / "bound").exists()
             arguments = ("tiny_cpu", "1", "--", *small_run.arguments(tmp_path / "results")[1:])
             done = start(checkout / "run_and_time.sh", *arguments, cwd=tmp_path, NPROC="2", PATH=path)
-            assert done.returncode == 1, done.stdout + done.stderr  # it misses its target
+            assert done.returncode == 1, done.stdout + done.stderr  # 1 because it misses the target
             assert "end: aborted after 160 samples" in done.stdout
             assert f"FAIL {tmp_path}/results/tiny_cpu/bert/result_" in done.stdout
     finally:
@@ -78,7 +78,7 @@ def test_ranks_are_bound_where_there_are_gpus(checkout: Path, tmp_path: Path, sm
 def test_what_was_tuned_is_used_unless_something_is_set(
     checkout: Path, tmp_path: Path, small_run: SmallRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The tuned choice differs from the defaults. The documented search that finds one is tested in ``tests/e2e/docs``."""
+    """Save a choice that differs from the defaults. ``tests/e2e/docs`` tests the search for the fastest choice."""
     monkeypatch.setenv("MLPERF_BERT_CACHE", str(tmp_path / "cache"))
     recipe, *settings = small_run.arguments(tmp_path / "results", evaluation__target=0.001)
     config = parse([recipe, *settings])

@@ -1,4 +1,4 @@
-"""The two scripts: their environment and packages, wrong input and help. Also helpers for tests of their runs."""
+"""``run_and_time.sh``, ``run_tests.sh`` and ``launch/``: invalid input, help, and installation of packages."""
 
 import json
 import os
@@ -23,7 +23,7 @@ REACHED_AT_ONCE, NEVER_REACHED = "0.02", "0.99"
 
 @pytest.fixture
 def bare(tmp_path: Path) -> Path:
-    """Make a checkout without packages, and a ``python`` that records calls and installs nothing."""
+    """Make a checkout without .venv, and a ``python`` that only records calls of pip and installs nothing."""
     shutil.copytree(REPOSITORY / "launch", tmp_path / "launch")
     for name in ("constraints.txt", "pyproject.toml", "run_and_time.sh", "run_tests.sh"):
         shutil.copy(REPOSITORY / name, tmp_path)
@@ -42,7 +42,7 @@ def bare(tmp_path: Path) -> Path:
 
 
 def environment(**changes: str) -> dict[str, str]:
-    """Return the environment of a user's shell outside any launcher. Other tests read from the page cache, so keep it."""
+    """Return the environment of a shell outside any launcher. CLEAR_CACHES=0, because other tests use the page cache."""
     unset = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "NPROC", "NNODES", "NODE_RANK", "OMP_NUM_THREADS", "PYTHON")
     return {name: value for name, value in os.environ.items() if name not in unset} | {"CLEAR_CACHES": "0"} | changes
 
@@ -56,7 +56,8 @@ def start(program: Path | str, *arguments: str, cwd: Path, **env: str) -> subpro
 def begin(script: Path, *arguments: str, cwd: Path, **env: str) -> subprocess.Popen[str]:
     """Start the script in its own session, with all output in one stream.
 
-    In background jobs SIGINT is ignored, and a shell cannot trap a signal that was ignored when the shell started.
+    Restore the default action for SIGINT, because background jobs ignore it, and a shell that starts with an ignored
+    signal cannot trap it.
     """
     return subprocess.Popen(
         [script, *arguments],
@@ -118,7 +119,7 @@ OPENS = "a[$(>opened)]"
         ("./run_and_time.sh", TWO_NODES | {"MASTER_PORT": OPENS}, "MASTER_PORT is 'a["),
         ("./run_and_time.sh --verdict", {}, "--verdict: "),
         ("./run_and_time.sh --verdict 'a\nb'", {}, "--verdict: "),
-        # The version becomes part of a path that the script removes.
+        # The script uses the version in the path of a folder that it removes.
         ("bash -c 'source launch/venv.sh; prepare_torch ../../..'", {}, "TORCH is '"),
         ("bash -c 'source launch/venv.sh; prepare_torch 2.11.0/../..'", {}, "TORCH is '"),
         ("launch/bind.sh true", BOUND | {"LOCAL_RANK": OPENS}, "the local rank is 'a["),
@@ -219,7 +220,7 @@ def test_venv_is_made_once_and_again_for_new_pins_and_lost_packages(bare: Path) 
     assert prepare(bare).returncode == 0
     assert calls(bare) == ["venv", "pip"]
     assert prepare(bare).stdout == ""
-    prepare(bare, "test")  # the tests need more packages
+    prepare(bare, "test")  # the extra "test" needs more packages
     assert calls(bare) == ["venv", "pip", "pip"]
     packages = bare / ".venv/lib/python3.11/site-packages"
     for name in ("numpy", "torch", "torch-2.dist-info"):
@@ -229,7 +230,7 @@ def test_venv_is_made_once_and_again_for_new_pins_and_lost_packages(bare: Path) 
     prepare(bare, "test")
     assert calls(bare) == ["venv", "pip", "pip", "pip"]
     (packages / "flash_attn").mkdir()  # a package that the user has added
-    assert prepare(bare).stdout == ""  # the installed packages include those of a run
+    assert prepare(bare).stdout == ""  # the packages for a run are a part of the installed ones
     assert calls(bare) == ["venv", "pip", "pip", "pip"]
     (packages / "torch").rmdir()
     assert "==> python3.11/site-packages/torch is gone from .venv: making it anew" in prepare(bare).stdout
@@ -281,11 +282,11 @@ def test_failed_installation_is_tried_again(bare: Path) -> None:
     working = (bare / "python").read_text()
     (bare / "python").write_text(working.replace('echo pip "$@" >>calls', "exit 1"))
     assert one_error(prepare(bare)).endswith("pip could not install the packages, see above")
-    kept = f"PyTorch stays torch=={version('torch')}"  # it may be older than required
+    kept = f"PyTorch stays torch=={version('torch')}"  # the error names it, because it may be too old
     assert one_error(prepare(bare, SYSTEM_TORCH="1")).endswith(f"pip could not install the packages, see above; {kept}")
     (bare / "python").write_text(working)
     assert prepare(bare).returncode == 0
-    assert calls(bare) == ["venv", "venv", "venv", "pip"]  # every attempt starts from the beginning
+    assert calls(bare) == ["venv", "venv", "venv", "pip"]  # every attempt makes a new environment
 
 
 @pytest.mark.parametrize(
@@ -294,7 +295,7 @@ def test_failed_installation_is_tried_again(bare: Path) -> None:
 def test_preparation_that_is_stopped_ends_at_once_in_a_line_and_is_made_anew(
     bare: Path, script: str, number: signal.Signals, status: int
 ) -> None:
-    """While pip is installing a package, the script gets SIGTERM as from ``docker stop``, or all processes get Ctrl-C."""
+    """During pip's installation, the script gets SIGTERM as from ``docker stop``, or all processes get Ctrl-C."""
     working = (bare / "python").read_text()
     half = "mkdir -p .venv/half && echo $$ >pip; trap 'echo Operation cancelled' INT; while true; do sleep 0.1; done"
     (bare / "python").write_text(working.replace('echo pip "$@" >>calls', half))

@@ -1,6 +1,6 @@
 """``run_and_time.sh`` is interrupted while it makes data, or while one process, two processes or two nodes train.
 
-The script finds the ranks as children of torchrun. Therefore torchrun is a real program here and not a fork.
+torchrun must be a real program here, and not a fork of a server, because the script finds ranks as torchrun's children.
 """
 
 import re
@@ -22,7 +22,7 @@ from tests.programs import PATIENCE_S, wait_for
 def training(
     launching_checkout: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> Iterator[subprocess.Popen[str]]:
-    """Start a run with the given number of processes, wait for its first steps, and write results to ``tmp_path``."""
+    """Start a series of two runs with a number of processes, and wait for the first step. Results go to ``tmp_path``."""
     settings = (*SHORT, NEVER_REACHED, "--log.results", str(tmp_path))
     shared = {"NPROC": str(request.param), "OMP_NUM_THREADS": "1", "RANKS_PYTHON": sys.executable}
     process = begin(launching_checkout / "run_and_time.sh", "tiny_cpu", "2", "--", *settings, cwd=tmp_path, **shared)
@@ -62,7 +62,7 @@ def test_a_killed_launcher_ends_its_ranks_and_the_series(training: subprocess.Po
     output, _ = training.communicate(timeout=PATIENCE_S)
     assert training.returncode == 1, output
     assert "run 2 of 2" not in output
-    if not alone:  # without torchrun, this kills the run itself
+    if not alone:  # a single process has no launcher, so it was killed itself
         assert is_aborted(tmp_path)
         assert f"launcher, process {launcher.pid}, is gone" in (tmp_path / "tiny_cpu/bert/result_0.txt").read_text()
     assert not processes_of(tmp_path)
@@ -89,13 +89,13 @@ def test_a_series_goes_on_when_nobody_reads_its_output(launching_checkout: Path,
 
 
 def processes_of(results: Path, program: str = "") -> list[str]:
-    """Return the command lines that contain this folder and the program's name."""
+    """Return the command lines of processes that contain the results folder and the program's name."""
     commands = (" ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"]))
     return [command for command in commands if str(results) in command and program in command]
 
 
 def is_aborted(results: Path) -> bool:
-    """Tell whether there is a single log and its status is aborted."""
+    """Return whether the only log has the status aborted."""
     (log,) = (results / "tiny_cpu/bert").glob("result_*.txt")
     return status_of(log) == "aborted"
 

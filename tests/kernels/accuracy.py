@@ -36,11 +36,11 @@ def tensors_of(value: Any, omitted: str = "") -> Iterator[Tensor]:
 
 
 def outcome(function: Callable[..., Any], arguments: Arguments, dtype: torch.dtype | None = None) -> Outcome:
-    """Call a function with copies of the arguments, in ``dtype`` or their own types, and fixed upstream gradients."""
+    """Call a function with copies of the arguments, cast to ``dtype`` if given, and backpropagate fixed gradients."""
     args, kwargs = arguments
     args = [_copy(value, dtype) for value in args]
     kwargs = {name: _copy(value, dtype) for name, value in kwargs.items()}
-    inputs = [*tensors_of(args, "update_P"), *tensors_of(list(kwargs.values()))]  # LAMB's scratch is arbitrary
+    inputs = [*tensors_of(args, "update_P"), *tensors_of(list(kwargs.values()))]  # LAMB's scratch values do not matter
     before = [tensor.detach().clone() for tensor in inputs]
     returned = list(tensors_of(function(*args, **kwargs)))
     written = [now.detach() for now, then in zip(inputs, before, strict=True) if not same_bits(now, then)]
@@ -58,7 +58,7 @@ def _copy(value: Any, dtype: torch.dtype | None) -> Any:
         return dataclasses.replace(value, **{name: _copy(getattr(value, name), dtype) for name in names})
     if not isinstance(value, Tensor):
         return value
-    # FP8 tensors, ids and bounds keep their types.
+    # Do not convert FP8 tensors and integer tensors.
     wide = dtype if dtype is not None and value.is_floating_point() and value.element_size() > 1 else value.dtype
     # Keep views as views, so that strides are tested.
     copied = value.detach().to(wide, copy=value.is_contiguous())
@@ -80,11 +80,11 @@ def assert_within_twice(
     free: float,
     steps: float = 0,
 ) -> None:
-    """Check that errors against float64 are at most ``free`` plus twice the definition's error in the same types.
+    """Check that a function's error against float64 is at most twice the definition's error plus ``free``.
 
     An error is a root mean square over several draws, because the largest error of a few values is random. ``free`` is
-    relative to the root mean square of the exact values. FP8 results equal the definition's, except that a share of
-    ``steps`` may be neighboring FP8 numbers.
+    relative to the root mean square of the exact values. FP8 results must equal the definition's results, except that
+    a fraction ``steps`` of the elements may differ by one FP8 step.
     """
     found = [outcome(function, draw).tensors for draw in draws]
     plain = [outcome(definition, draw).tensors for draw in draws]
@@ -92,7 +92,7 @@ def assert_within_twice(
     for place, (mine, theirs, truth) in enumerate(
         zip(*(list(zip(*each, strict=True)) for each in (found, plain, exact)), strict=True)
     ):
-        if not theirs[0].numel():  # an empty tensor, or one that a kernel keeps for its own backward pass
+        if not theirs[0].numel():  # empty, or of interest only to the kernel's own backward pass
             continue
         assert [(x.shape, x.dtype) for x in mine] == [(x.shape, x.dtype) for x in theirs], place
         if mine[0].is_floating_point() and mine[0].element_size() == 1:
@@ -105,7 +105,7 @@ def assert_within_twice(
 
 
 def assert_same_fp8(found: Tensor, expected: Tensor, steps: float) -> None:
-    """Compare FP8 numbers. A share of ``steps`` may be neighbors of the expected numbers."""
+    """Check that FP8 numbers are equal. A fraction ``steps`` of the elements may differ by one FP8 step."""
     kind, mine, truth = torch.finfo(found.dtype), found.double(), expected.double()
     assert torch.equal(mine.isnan(), truth.isnan())
     mine, truth = mine.nan_to_num(), truth.nan_to_num()

@@ -3,9 +3,9 @@
     python -m tests.kernels.compiled        # prints them, and exits with 1 if a kernel spills or does not fit
 
 The function ``configurations()`` of each module in ``kernels/triton/`` lists the configurations that the module can choose.
-The numbers come from the compiler and cuobjdump that ship with Triton. Compiling everything takes minutes, so a file keeps
-the numbers by version of Triton and by a digest of everything that affects a compilation. The command adds what the file
-lacks, and tests compile that too.
+The numbers come from the compiler and cuobjdump that ship with Triton. Compiling everything takes minutes, so a file stores
+the numbers under Triton's version and a digest of everything that affects a compilation. Both the command and the tests
+compile configurations that the file lacks, but only the command adds them to the file.
 """
 
 import ast
@@ -99,9 +99,9 @@ def digest(item: Item) -> str:
 
 
 def known_costs() -> tuple[dict[str, Cost], list[str]]:
-    """Return the costs of all configurations by digest, and the names of those that were compiled.
+    """Return the costs of all configurations by digest, and the names of configurations that the file lacks.
 
-    The names are empty if the file has nothing for this version of Triton.
+    The list of names is empty if the file has no section for this version of Triton.
     """
     kept = _read().get(_version(), {})
     items = {digest(item): item for item in _items()}
@@ -112,12 +112,12 @@ def known_costs() -> tuple[dict[str, Cost], list[str]]:
 
 
 def specialized() -> list[str]:
-    """Return the numbers for which Triton compiles a kernel again if the value is 1 or a multiple of 16."""
+    """Return the kernels' integer arguments for which Triton specializes on the value 1 and on multiples of 16."""
     return sorted({f"{module}: {name}" for module, chosen, _ in _items() for name in _specialized(chosen)})
 
 
 def items_of(module: str, configurations: Iterable[Configuration], capabilities: Iterable[int]) -> list[Item]:
-    """Return pairs of a configuration and a GPU generation in ``capabilities`` that the configuration supports."""
+    """Return an item for each configuration and each of the ``capabilities`` that the configuration supports."""
     return [
         (module, configuration, capability)
         for configuration in configurations

@@ -1,4 +1,4 @@
-"""The tests of Triton kernels run in Triton's interpreter, on CPU tensors.
+"""Run the tests of Triton kernels in Triton's interpreter, on CPU tensors.
 
 Triton reads ``TRITON_INTERPRET`` once when it is imported, so it is set here, before test modules are imported.
 """
@@ -28,7 +28,7 @@ def launches_are_watched() -> None:
 
 @pytest.fixture(autouse=True)
 def uninitialized_memory_is_nan(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fill new tensors with NaN or the largest integer, so that elements that a kernel skips are not zero by chance."""
+    """Fill new tensors with NaN or the largest integer, so that an element that a kernel forgets is not 0 by chance."""
     in_triton = request.path.name.startswith("test_triton_")
     if in_triton:  # torch.use_deterministic_algorithms does this too, but imports PyTorch's compiler first
         torch._C._set_deterministic_algorithms(True, warn_only=True)

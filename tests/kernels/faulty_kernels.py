@@ -1,5 +1,5 @@
-"""A kernel with one fault at a time, to test that ``tests.kernels.interpreted`` detects it, and a kernel that needs too many
-registers, to test that ``tests.kernels.compiled`` detects it.
+"""Faulty kernels. ``tests.kernels.interpreted`` must detect each fault of the first kernel, and
+``tests.kernels.compiled`` must detect that the second kernel needs too many registers.
 """
 
 import triton

@@ -1,14 +1,14 @@
 """Test bench in Triton's interpreter that runs a launch's programs in any order and checks every memory access.
 
-A launch fails, even if its results are right, if a program
+Even if its results are right, a launch fails if one of its programs
 
-* reads or writes outside of the elements of its argument: unlimited guard zones surround every tensor;
+* reads or writes memory outside of its tensor arguments, at any distance from them;
 * reads or writes an element that another program writes or updates by atomics, except for the arguments named in
-  ``READ_WHILE_UPDATED``: programs run concurrently and in no order, so that such a launch is right only by luck;
+  ``READ_WHILE_UPDATED``: on a GPU programs run concurrently in any order, so the results would be right only by luck;
 * reads an element that it wrote itself without a barrier in between, or writes an element twice with one store: the
-  threads of a program run in no order either.
+  threads of a program also run in any order.
 
-Masked lanes of a load without a value for them are NaN or the largest number. Triton's own interpreter makes them 0.
+If a load has no ``other`` value, its masked lanes are NaN or the largest integer. Triton's own interpreter uses 0.
 """
 
 import inspect
@@ -41,7 +41,7 @@ _ADDRESS = np.uint64((1 << 48) - 1)
 
 
 class WrongAccessError(AssertionError):
-    """Memory access that this program must not make."""
+    """Memory access that breaks a rule of this module."""
 
 
 Launch = tuple[str, int]
@@ -49,23 +49,23 @@ Launch = tuple[str, int]
 
 
 class _Storage:
-    """Record of the programs that accessed each element of a tensor's memory."""
+    """Record of which programs accessed each element of a tensor's memory."""
 
     def __init__(self, elements: int) -> None:
         self._elements = elements
         self.written = False
-        """False for most memory, which is only read and needs no record of its readers."""
+        """Whether a program has written. Memory that is only read, like most, needs no record per element."""
         self._reads: list[tuple[int, np.ndarray]] = []
 
     def read(self, program: int, cells: np.ndarray) -> None:
         self._reads.append((program, cells))
 
     def will_be_written(self) -> None:
-        """Start to record the readers of each element."""
+        """Start recording accesses per element, beginning with the reads so far."""
         if not self.written:
             self.written = True
             self.writer, self.updater, self.reader, self.barriers = np.full((4, self._elements), _NOBODY, np.int32)
-            """In ``barriers``: the number of barriers that the writer had passed."""
+            """``barriers`` has the number of barriers that the writer had passed when it wrote the element."""
         for program, cells in self._reads:
             readers = self.reader[cells]
             self.reader[cells] = np.where((readers == program) | (readers == _NOBODY), program, _SEVERAL)
@@ -80,21 +80,21 @@ class _Argument:
         reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
         self.reach = reach if tensor.numel() else 0
         self.has: np.ndarray | None = None
-        """Mask of the elements that belong to a tensor with gaps, from its first to its last element."""
+        """For a strided tensor with gaps: which positions from its first to its last element belong to it."""
         if tensor.numel() not in (0, reach):
             has = torch.zeros(reach, dtype=torch.bool)
             has.as_strided(tensor.shape, tensor.stride()).fill_(True)
             self.has = has.numpy()
 
     def lacks(self, elements: np.ndarray) -> np.ndarray | None:
-        """Return the indices of elements outside of the tensor, counted from its first element, or None."""
+        """Return which of the indices lie outside of the tensor, or None. Index 0 is the tensor's first element."""
         if elements.min() < 0 or elements.max() >= self.reach:
             return elements[(elements < 0) | (elements >= self.reach)]
         return None if self.has is None or self.has[elements].all() else elements[~self.has[elements]]
 
 
 class _Memory:
-    """Arguments of a launch, and the record of accesses to them."""
+    """Tensor arguments of a launch, and the record of accesses to their memory."""
 
     def __init__(self, kernel: str, grid: Sequence[int]) -> None:
         self.kernel, self.grid = kernel, grid
@@ -106,9 +106,9 @@ class _Memory:
         self._storages: dict[int, tuple[_Storage, int]] = {}
 
     def pointer(self, name: str, tensor: Tensor) -> Any:
-        """Return the pointer that represents the tensor in a kernel."""
+        """Register a tensor argument, and return a kernel's pointer to it that is tagged with the argument's number."""
         memory, itemsize = tensor.untyped_storage(), tensor.element_size()
-        known = memory.data_ptr() or -len(self._arguments)  # empty tensors have no address and share no memory
+        known = memory.data_ptr() or -len(self._arguments)  # an empty tensor has no address, so make up a unique key
         storage, unit = self._storages.setdefault(known, (_Storage(memory.nbytes() // itemsize), itemsize))
         assert unit == itemsize, f"{self.kernel}: {name} has elements of another size in the same memory"
         self._arguments.append(_Argument(name, tensor, storage))
@@ -119,7 +119,7 @@ class _Memory:
     def access(
         self, kind: Literal["load", "store", "atomic", "maximum"], pointers: np.ndarray, mask: np.ndarray
     ) -> np.ndarray:
-        """Check an access and return its addresses."""
+        """Check an access by tagged pointers, and return the addresses without the tags."""
         used = pointers.reshape(-1) if mask.all() else pointers[np.broadcast_to(mask, pointers.shape)]
         while used.size:
             tag = used[0] >> _TAG_SHIFT
@@ -178,7 +178,7 @@ class _Memory:
 
 
 class _Bench:
-    """Settings for launches, and the record of launches."""
+    """Order in which programs of launches run, and the record of launches."""
 
     def __init__(self) -> None:
         self.order: Order = "forward"
@@ -188,7 +188,7 @@ class _Bench:
         self._patched: set[str] = set()
 
     def launch(self, executor: interpreter.GridExecutor, *args: Any, **kwargs: Any) -> None:
-        """Launch a kernel. This replaces ``GridExecutor.__call__``."""
+        """Launch a kernel in place of ``GridExecutor.__call__``."""
         function = executor.fn
         self.patch(function)
         known = {name: value for name, value in kwargs.items() if name in executor.arg_names}
@@ -216,7 +216,7 @@ class _Bench:
             function(**given)
 
     def patch(self, function: Any) -> None:
-        """Patch Triton's language once per module of kernels. Triton itself patches it at each call."""
+        """Patch ``triton.language`` once per module of kernels, to save time. Triton patches it at each call."""
         if function.__module__ not in self._patched:
             interpreter._patch_lang(function)
             self._patched.add(function.__module__)
@@ -260,7 +260,7 @@ _BENCH = _Bench()
 
 @contextmanager
 def walked(order: Order, seed: int = 0) -> Iterator[list[Launch]]:
-    """Run the programs of all launches in this block in the given order; yield the list of launches."""
+    """Run the programs of each launch in the block in the given order, and yield the growing list of launches."""
     before = _BENCH.order, _BENCH.seed, _BENCH.launches
     _BENCH.order, _BENCH.seed, _BENCH.launches = order, seed, []
     try:
@@ -288,7 +288,7 @@ def install() -> None:
 
 
 def _keep_types() -> None:
-    """Cache the types of tensors, which the interpreter otherwise creates for every operation, and compare shapes once."""
+    """Cache tensor types and the checks of their shapes, which the interpreter would repeat for every operation."""
     np_dtype, init = interpreter._get_np_dtype, tl.block_type.__init__
     dtypes: dict[str, np.dtype] = {}
     types: dict[tuple[object, ...], dict[str, Any]] = {}

@@ -13,7 +13,7 @@ HYPERPARAMETERS = LambHyperparameters(beta_1=0.9, beta_2=0.999, epsilon=1e-6, we
 
 
 class NumpyLamb:
-    """LAMB by the MLPerf reference's formulas in float64, tensor by tensor."""
+    """LAMB by the MLPerf reference's formulas in float64, applied to each tensor separately."""
 
     def __init__(self, flat: Tensor, segments: LambSegments, hyper: LambHyperparameters = HYPERPARAMETERS) -> None:
         self.segments = segments
@@ -48,5 +48,5 @@ class NumpyLamb:
 
 
 def at(step: int, rate: float) -> dict[str, Any]:
-    """Return the LAMB arguments that change from step to step."""
+    """Return the keyword arguments of ``lamb_step`` that change from step to step."""
     return {"step": torch.tensor(step), "learning_rate": torch.tensor(rate)}

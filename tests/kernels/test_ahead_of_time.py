@@ -9,7 +9,7 @@ import pytest
 from tests.kernels.compiled import Cost
 from tests.programs import REPOSITORY, python
 
-pytestmark = [  # the oldest PyTorch comes with Triton 3.6
+pytestmark = [  # the oldest supported PyTorch comes with Triton 3.6
     pytest.mark.slow,
     pytest.mark.oldest_torch,
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed"),
@@ -18,7 +18,7 @@ pytestmark = [  # the oldest PyTorch comes with Triton 3.6
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
-    """Return what a process finds in which Triton compiles."""
+    """Return the results of a new process, in which Triton compiles instead of interpreting kernels."""
     program = (
         "import json, triton; from dataclasses import asdict; from tests.kernels import compiled, faulty_kernels; "
         "costs, lacking = compiled.known_costs(); "
@@ -47,7 +47,7 @@ def test_every_configuration_compiles_without_spills_and_fits(found: dict[str, A
     assert all(0 < cost.registers <= 255 for cost in costs)
     attention = [cost for cost in costs if cost.module == "attention.launches"]
     assert all(cost.in_flight >= 2 for cost in attention), "a tile is on its way while one is computed with"
-    # Devices with capability 8.6, 8.9 or 12.0 use the launches for 8.0 and 9.0 but have only 99 KiB per block.
+    # Devices with capability 8.6, 8.9 or 12.0 use the configurations for 8.0 and 9.0 but have only 99 KiB per block.
     assert all(cost.shared <= 99 * 1024 for cost in attention)
 
 
@@ -60,7 +60,7 @@ def test_kernels_have_the_instructions_that_they_should(found: dict[str, Any]) -
         assert kinds & set(products.values()) == expected, cost
         assert not expected or kinds & {"cp.async", "TMA"}, cost
     assert {(cost.module, cost.kernel) for cost, kinds in costs if "f64" in kinds} == {
-        ("squares", "_kernel"),  # a norm over all parameters, whose speed is limited by memory
+        ("squares", "_kernel"),  # slow fp64 does not matter here: memory limits the norm's speed
         ("lamb", "squares_kernel"),
     }
     assert {cost.kernel for cost, kinds in costs if "vectors" not in kinds} == {"squares_kernel"}, "of partial sums"
@@ -71,7 +71,7 @@ def test_the_file_of_costs_is_complete(found: dict[str, Any]) -> None:
 
 
 def test_numbers_that_vary_are_not_compiled_in(found: dict[str, Any]) -> None:
-    """Token counts and call sites vary during training. Numbers that describe the model or the device do not."""
+    """Triton may specialize kernels on numbers of the model or the device, but not on token counts, which vary."""
     places = [name.partition(": ") for name in found["specialized"]]
     of_the_model = {"columns", "width", "programs", "vocabulary", "ignore_index", "adapted", "chunks"}
     assert {name for module, _, name in places if module not in ("fp8", "squares")} <= of_the_model

@@ -27,7 +27,7 @@ SPARE = 4
 
 
 def spoilt(x: Tensor, bounds: Tensor) -> Tensor:
-    """Return ``x`` with NaN in the rows after the last sequence, as the library leaves them."""
+    """Return ``x`` with NaN in the rows after the last sequence, which flash-attn leaves uninitialized."""
     return torch.where(torch.arange(len(x))[:, None, None] < bounds[-1], x, torch.nan)
 
 
@@ -160,7 +160,7 @@ def operands(tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_a_weight_gradient_is_added_in_fp32(dtype: torch.dtype, overwrite: bool) -> None:
-    """Autocast must not convert fp32 operands. 131,072 tokens correspond to a global batch on one GPU."""
+    """Autocast must not convert fp32 operands. A sum over 131,072 tokens (one GPU's batch) must stay accurate."""
     gradient, output_gradient, x = operands(131_072, dtype)
     exact = output_gradient.double().t() @ x.double() + (0 if overwrite else gradient.double())
     if overwrite:
@@ -172,7 +172,7 @@ def test_a_weight_gradient_is_added_in_fp32(dtype: torch.dtype, overwrite: bool)
 
 
 class Calls(TorchDispatchMode):
-    """Record of operators and arguments. Operators with ``out`` do not run, because PyTorch has them only on CUDA."""
+    """Record of called operators. Operators with ``out`` do not run, because PyTorch has them only for CUDA."""
 
     def __init__(self) -> None:
         super().__init__()

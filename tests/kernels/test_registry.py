@@ -1,4 +1,4 @@
-"""Choice of an op's implementation, by order and inputs or by name, with the reasons."""
+"""Choice of an op's implementation: the first that supports the inputs, or the named one, with the reasons."""
 
 from typing import Any
 
@@ -65,7 +65,7 @@ def test_auto_takes_what_was_measured_where_it_can(op: Op[[Tensor, float], Tenso
     ones = torch.ones(3)
     op.prefer({signature(ones, 2.0): "reference", signature(ones.double(), 2.0): "fast"})
     assert op(ones, 2.0).tolist() == [2, 2, 2]
-    assert op(torch.ones(4), 2.0).tolist() == [2, 2, 2, 2]  # 3 and 4 elements are in the same bucket
+    assert op(torch.ones(4), 2.0).tolist() == [2, 2, 2, 2]  # sizes 3 and 4 share one choice
     assert op(torch.ones(5), 2.0).tolist() == [3] * 5
     assert op(ones.double(), 2.0).tolist() == [2, 2, 2]  # "fast" does not support float64
     with op.using("fast"):
@@ -127,9 +127,9 @@ def attention_call(head_size: int, device: str = "cuda") -> tuple[Any, ...]:
 
 
 def test_a_step_that_is_captured_gets_no_attention_that_reads_lengths():
-    """Neither order, measurement, fallback nor an explicit name may choose it: ``tolist`` would break the capture."""
+    """Such attention calls ``tolist``, which breaks a capture. Not even a measurement or a name may choose it."""
     with FakeTensorMode():
-        usual, odd = attention_call(64), attention_call(24 * 8 + 4)  # no kernel supports the second head size
+        usual, odd = attention_call(64), attention_call(24 * 8 + 4)  # no kernel supports a head size of 196
         assert varlen_attention.chosen(*odd).name == "pytorch"
         varlen_attention.prefer({signature(*usual): "pytorch"})
         try:
@@ -159,7 +159,7 @@ OWN = [
 
 @pytest.mark.parametrize(("op", "implementation"), OWN, ids=lambda each: each.name)
 def test_what_reads_the_device_is_known_not_to_be_capturable(op: Op[..., Any], implementation: Implementation):
-    """Calls of ``tolist`` or ``item`` on a CPU would also happen on a GPU, where they break a capture."""
+    """An implementation that calls ``tolist`` or ``item`` on a CPU also does on a GPU, where this breaks a capture."""
     reads: list[str] = []
 
     class Watch(TorchFunctionMode):

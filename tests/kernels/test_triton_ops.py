@@ -27,7 +27,7 @@ IN_TRITON = [name for name, op in OPS.items() if "triton" in op.implementations]
 Inputs = tuple[list[Any], dict[str, Any]]
 Change = Callable[[list[Any]], None]
 STEPS = {op: 1e-3 if "gelu" in op else 0.1 for op in OPS if op.endswith("cast_fp8")}
-"""Share of FP8 numbers that may be a neighbor of the expected number, because values are rounded before the cast."""
+"""Fraction of FP8 results that may differ by one FP8 step, because values are rounded before the cast."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Case:
         return changed, kwargs
 
     def functions(self) -> dict[str, Callable[..., Any]]:
-        """Return implementations that support the case, except the definition and implementations with other dropout."""
+        """Return implementations to compare with the definition: they support the case and drop the same elements."""
         op, (args, kwargs) = OPS[self.op], self.draw(0)
         dropout = any(isinstance(value, Dropout) for value in args)
         return {
@@ -86,7 +86,7 @@ def lengths_of(lengths_q: Sequence[int], lengths_k: Sequence[int]) -> Change:
 
 
 def with_a_mean(args: list[Any]) -> None:
-    """Make the residual's mean large compared with its deviation."""
+    """Make the residual's mean large compared with its standard deviation."""
     residual = next(place for place in (4, 2) if args[place].ndim == 2)
     args[residual] = (args[residual].detach() + 5).requires_grad_(args[residual].requires_grad)
 
@@ -108,7 +108,7 @@ def counting(args: list[Any]) -> None:
 
 def attention_cases() -> Iterator[Case]:
     for lengths, rest, size, dtype, dropout in (
-        ([31, 32, 33, 65], 7, 32, FP32, DROPOUT),  # around a block of keys (fp32: 32, otherwise 64)
+        ([31, 32, 33, 65], 7, 32, FP32, DROPOUT),  # lengths near a block of keys (32 in fp32, otherwise 64)
         ([31, 64, 65], 0, 64, BF16, DROPOUT),
         ([0, 5, 0, 0, 9, 9, 0], 41, 16, FP16, None),
         ([70, 3], 7, 64, FP32, None),
@@ -119,7 +119,7 @@ def attention_cases() -> Iterator[Case]:
         ops = ["varlen_self_attention", *["attention_cast_fp8"] * (dtype == FP32)]
         if (
             sum(lengths) < 100
-        ):  # this op launches the same kernels, and the interpreter needs seconds for long sequences
+        ):  # the other op's cases test the same kernels, and the interpreter needs seconds for long sequences
             ops.append("varlen_attention")
         for op in ops:
             yield Case(op, sizes, dtype, dropout, unowned(rest))
@@ -131,7 +131,7 @@ def attention_cases() -> Iterator[Case]:
 
 
 def norm_cases() -> Iterator[Case]:
-    for tokens, columns, dtype, dropout in (  # sizes around tiles of rows and columns, and more rows than programs
+    for tokens, columns, dtype, dropout in (  # sizes near a tile's, and more rows than programs
         *((5, 128, dtype, dropout) for dropout in (DROPOUT, None) for dtype in (FP32, BF16)),
         *((0, 64, FP32, DROPOUT), (1, 16, FP32, DROPOUT), (5, 64, FP16, DROPOUT), (16, 48, BF16, None)),
         *((70, 96, FP32, DROPOUT), (37, 144, FP16, None), (3, 1024, BF16, DROPOUT), (3, 2064, FP32, None)),
@@ -162,11 +162,11 @@ def other_cases() -> Iterator[Case]:
     yield Case("sum_of_squares", Size(hidden=8, intermediate=5003))
     for op in ("lamb_directions", "lamb_apply"):
         yield Case(op, Size(hidden=8, intermediate=5003))
-    yield Case("lamb_step", Size(hidden=8, intermediate=5003), BF16)  # with bf16 copies of the weights
+    yield Case("lamb_step", Size(hidden=8, intermediate=5003), BF16)  # also writes bf16 copies of the weights
 
 
 def cast_cases() -> Iterator[Case]:
-    # Row counts around the padding and the tile. Columns: less than a tile, not a multiple of a tile, and many tiles.
+    # Row counts near the padding's and the tile's size. Column counts below a tile, and not multiples of a tile.
     shapes = [(0, 32), (1, 16), (15, 48), (16, 16), (17, 320), (128, 64), (129, 80), (255, 48), (300, 16)]
     for (tokens, columns), dtype in zip(shapes, 3 * (BF16, FP32, FP16), strict=True):
         size = Size((tokens,), hidden=columns, intermediate=columns)
@@ -181,13 +181,13 @@ CASES = [*attention_cases(), *norm_cases(), *other_cases(), *cast_cases()]
 
 @pytest.fixture(autouse=True)
 def wide_rows_are_summed_in_wide_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sum wide rows in wide tiles: narrow tiles need hundreds of programs and most of the interpreter's time."""
+    """Sum wide rows in wide tiles, because narrow tiles need hundreds of programs and would take most of the time."""
     monkeypatch.setitem(SUM_TILE, "COLUMNS", 512)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_error_is_at_most_twice_the_definitions(case: Case) -> None:
-    """Allow one unit in the last place, because the interpreter truncates to bf16, and a few units of fp32."""
+    """Besides, allow one bf16 rounding step, because the interpreter truncates, and a few steps of fp32."""
     elements = max(1, sum(case.size.lengths) * case.size.hidden)
     draws = [case.draw(seed) for seed in range(min(2, -(-4000 // elements)))]
     free = torch.finfo(case.dtype).eps + 16 * torch.finfo(FP32).eps
@@ -198,7 +198,7 @@ def test_error_is_at_most_twice_the_definitions(case: Case) -> None:
 def test_every_implementation_has_a_case() -> None:
     tested = {(case.op, name) for case in CASES for name in case.functions()}
     every = {(op.name, name) for op in OPS.values() for name in op.implementations if name in ("triton", "pytorch")}
-    # The first op needs tensors from a forward pass, the second runs on CUDA only, and the third has its own tests.
+    # The first op needs a forward pass's tensors, the second is for CUDA only, and the third has its own tests.
     others = {
         "attention_backward_cast_fp8": "triton",
         "accumulate_weight_gradient": "pytorch",
@@ -229,7 +229,7 @@ def _strided(x: Tensor) -> Tensor:
     "op", ["varlen_self_attention", "dropout_add_layer_norm", "dense_gelu", "embedding_layer_norm"]
 )
 def test_upstream_gradients_that_are_expanded(op: str) -> None:
-    """The upstream gradient of a sum is expanded, so its strides are zero."""
+    """The gradient that ``sum`` passes back is an expanded tensor, whose strides are 0."""
     args, _ = example_inputs(op, CPU, FP32, Size((9, 4), 9, 5, 64, 4, 64, 40))
     leaves = [x for x in args if isinstance(x, Tensor) and x.requires_grad]
     output = triton(op)(*args)
@@ -262,7 +262,7 @@ WITH_DROPOUT = (
     ("op", "dropout"), [*((op, None) for op in IN_TRITON), *((op, DROPOUT) for op in WITH_DROPOUT)]
 )
 def test_operators_have_the_right_schema_and_fake_function(op: str, dropout: Dropout | None) -> None:
-    """PyTorch checks mutation, aliasing and fake tensors, forward and backward."""
+    """PyTorch's ``opcheck`` checks mutation, aliasing and fake tensors in forward and backward."""
     case = Case(op, Size((5, 2), 5, 5, 32, 2, 48, 40), BF16, dropout)
     args, kwargs = case.draw(0)
     if "norm_backward" in op:
@@ -291,7 +291,7 @@ def triton(op: str) -> Callable[..., Any]:
 
 
 def casts_of(x_RC: Tensor, amax: float, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the casts, column sums and largest magnitude by the definition."""
+    """Return the casts, column sums and largest magnitude that the definition computes."""
     largest = torch.tensor(amax)
     *casts, sums = OPS["cast_transpose_sum_fp8"].definition(x_RC, torch.tensor(16.0), largest, dtype)
     return *casts, sums, largest
@@ -299,7 +299,7 @@ def casts_of(x_RC: Tensor, amax: float, dtype: torch.dtype) -> tuple[Tensor, Ten
 
 @pytest.mark.parametrize(("case", "amax"), list(zip(FUSED, cycle([0.0, 1e9]), strict=False)), ids=str)
 def test_kernels_with_casts_are_the_plain_ones_with_a_cast_behind(case: Case, amax: float) -> None:
-    """A fused cast equals a separate cast bit for bit, including unowned rows and the transpose's padding."""
+    """A fused cast equals a separate cast bit for bit, also in rows after the last sequence and in padding."""
     args, _ = case.draw(0)
     args = [x.detach() if isinstance(x, Tensor) else x for x in args]
     vectors_in_fp32(args)
@@ -308,7 +308,7 @@ def test_kernels_with_casts_are_the_plain_ones_with_a_cast_behind(case: Case, am
     upstream = torch.randn(plain.shape, generator=torch.Generator().manual_seed(1)).to(case.dtype)
     gradients = torch.autograd.grad(plain, leaves, upstream)
     given = [x.detach() if isinstance(x, Tensor) else x for x in args]
-    scale, largest = torch.tensor([1.0, 16.0])[1], torch.tensor([7.0, amax])[1]  # vector elements, as in training
+    scale, largest = torch.tensor([1.0, 16.0])[1], torch.tensor([7.0, amax])[1]  # elements of vectors, as in training
     backward_scale, backward_largest = scale.clone(), largest.clone()
     if "norm" in case.op:
         y, statistics, *casts = triton("add_norm_cast_fp8")(*given, scale, largest)
@@ -347,11 +347,11 @@ def test_two_gradients_of_a_norms_output_are_added_as_pytorch_adds_them() -> Non
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("op", ["add_norm_cast_fp8", "attention_cast_fp8"])
 def test_the_largest_magnitude_shows_what_is_not_finite(op: str, bad: float) -> None:
-    """The non-finite element may be in any block of rows."""
+    """The largest magnitude is not finite even if the bad element is not in the first block of rows."""
     args, _ = Case(op, Size((70,), 70, hidden=32, heads=2), FP32, None).draw(0)
     args[0][41, 1 if op.startswith("add") else 2] = bad
     y, *others = triton(op)(*args)
-    q = others[1 if op.startswith("add") else 0]  # the statistics come before the casts
+    q = others[1 if op.startswith("add") else 0]  # add_norm also returns statistics, before the casts
     assert not args[-1].isfinite()
     assert torch.equal(q.float().isnan(), y.flatten(1).isnan())
 
@@ -364,7 +364,7 @@ def test_without_a_scale_a_norm_casts_nothing() -> None:
 
 
 ADDING = [
-    # The embeddings' table is a parameter, whose gradient the products have written before.
+    # The embedding always adds, because the tied decoder has already written the table's gradient.
     *(("embedding_layer_norm", name, False, False) for name in ("reference", "pytorch", "triton")),
     *(("masked_lm_loss", name, *how) for name in ("reference", "triton") for how in product((False, True), repeat=2)),
 ]
@@ -374,7 +374,7 @@ ADDING = [
 def test_a_tables_gradient_is_added_or_written_where_it_is_asked_for(
     op: str, name: str, copied: bool, overwrite: bool
 ) -> None:
-    """The sum is fp32 even for 16-bit tables. Autograd gets no table gradient; other gradients do not change."""
+    """The op adds a 16-bit table's gradient to an fp32 tensor and returns none to autograd for the table."""
     inputs, _ = example_inputs(op, CPU, BF16, Size((9,), 9, 9, 64, vocabulary=40))
     args: list[Any] = [None if isinstance(x, Dropout) else x for x in inputs]
     place, option = (3, "word_gradient_VD") if op == "embedding_layer_norm" else (1, "decoder_gradient_VD")

@@ -41,11 +41,11 @@ def work_and_samples(model: ModelConfig) -> tuple[Work, Samples]:
 
 
 class Storages(TorchDispatchMode):
-    """Count the bytes of the storages that operators created in the body and that are still alive."""
+    """Record of the storages that operators create in the block, to count the bytes that are still in use."""
 
     def __init__(self) -> None:
         super().__init__()
-        # Weak references: counting a storage must not keep it alive.
+        # Weak references, because the record must not keep storages alive.
         self._made: list[tuple[StorageWeakRef, int]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -59,7 +59,7 @@ class Storages(TorchDispatchMode):
 
 
 def kept_bytes(forward: Callable[[Batch], object], known: list[Tensor], samples: Samples, precision: Precision) -> int:
-    """Return the total size of all storages that autograd keeps, except the ``known`` tensors and the batch."""
+    """Return the bytes of all storages that autograd saves, except those of ``known`` tensors and of the batch."""
     batch = batch_of(samples)
     kept: list[Tensor] = []
 
@@ -79,7 +79,7 @@ def kept_bytes(forward: Callable[[Batch], object], known: list[Tensor], samples:
 
 @pytest.fixture
 def fake_group() -> Iterator[dist.ProcessGroup]:
-    """Yield a two-rank process group, seen from rank 0, whose collectives return tensors with arbitrary values."""
+    """Yield rank 0's fake process group of two ranks, whose collectives return arbitrary values."""
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     group = dist.group.WORLD
     assert group is not None
@@ -109,7 +109,7 @@ def test_a_real_model_keeps_what_is_predicted(
     optimizer = Lamb(flat, OptimizerConfig(1e-4, 100))
     assert parts["weights"] + parts["gradients"] == flat.weights_N.nbytes + flat.gradients_N.nbytes
     assert parts["moments"] == sum(moment.nbytes for moment in optimizer.moments())
-    # Shared copies use sharded LAMB, which also holds contiguous copies of gradients and weights.
+    # With tensor parallelism, LAMB is sharded and also holds contiguous copies of gradients and weights.
     assert parts["update"] == (3 if tensor > 1 else 1) * optimizer.state.update_P.nbytes
 
 
@@ -175,7 +175,7 @@ def test_on_gpus_whole_updates_leave_copies_of_all_weights_and_heads_are_cast_be
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_recomputation_keeps_what_is_predicted(precision: Precision) -> None:
-    """Compare only the differences between modes: weights and weight copies are the same in every mode."""
+    """Compare the differences between modes, because weights and weight copies are alive in every mode."""
     config = ModelConfig(3, 128, 4, 512, 1024, 128)
     work, samples = work_and_samples(config)
     batch = batch_of(samples)

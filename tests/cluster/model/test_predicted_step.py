@@ -1,4 +1,4 @@
-"""Predicted steps: compared with hand calculations and with the cost model of published results; their properties."""
+"""Predicted steps, compared with calculations by hand and with the cost model of published results."""
 
 from dataclasses import replace
 from itertools import chain
@@ -75,7 +75,7 @@ def test_what_was_timed_in_16_bits_counts_where_a_run_computes_in_them() -> None
 
 @pytest.mark.parametrize("tensor", [2, 4])
 def test_ranks_that_share_a_copy_divide_its_products_and_pay_for_what_they_exchange(tensor: int) -> None:
-    """The first of two layers gathers and scatters all tokens four times; the last one only rows for the output heads."""
+    """The first of two layers gathers and scatters all tokens; the last one only the tokens of the output heads."""
     strategy = Strategy(16, tensor=tensor)
     sizes = TINY.micro_batches(strategy, 4, 0)
     assert sizes.tokens_AR.shape == (1, 4 // tensor)
@@ -130,7 +130,7 @@ def test_stages_share_the_layers_and_wait_for_each_other() -> None:
 
 
 def test_a_data_group_has_the_links_of_its_rails() -> None:
-    """Two data groups share a node's network, so a byte takes twice as long. Inside a node each has its own links."""
+    """Two data groups share a node's network, so each gets half of its bandwidth. Links inside a node are not shared."""
     found = rates(2, 4).of_data_groups(2)
     assert (found.ranks, found.world_size) == (2, 4)
     ring = (1 - 1 / 4) / (1 - 1 / 8)
@@ -161,7 +161,7 @@ def test_slower_links_and_computing_are_never_faster(way: str, accumulation: int
 
 @pytest.mark.parametrize("way", ["sharded", "sharded_world"])
 def test_the_wait_for_the_first_weights_is_none_of_computing(way: str) -> None:
-    """The model's weights all fit into one bucket."""
+    """All weights are in one bucket, so the forward pass waits for it at its start. That is no compute time."""
     fast, slow = (
         predict_step(TINY, Strategy(16, reduction=way), rates(seconds_per_byte=each))  # type: ignore[arg-type]
         for each in (1e-9, 1e-6)
@@ -212,7 +212,7 @@ def test_traffic_and_launches_of_a_sequence_are_those_of_its_computations() -> N
 
 
 def test_recomputation_costs_forward_parts_of_the_layers_but_the_last() -> None:
-    """The first of two layers repeats its forward pass, either completely or without the matrix products."""
+    """Of two layers, only the first is recomputed: all of its forward pass, or all but the matrix products."""
     alone = rates(1, 1)
     layer = parts_of(TINY.model, TINY.micro_batches(Strategy(16), 1, 0))[1]
     found = [predict_step(TINY, Strategy(16, recompute=mode), alone, steps=1) for mode in get_args(Recompute)]

@@ -1,4 +1,4 @@
-"""Small timelines, computed by hand."""
+"""Timelines of computation and communication, compared with calculations by hand."""
 
 import pytest
 
@@ -18,7 +18,7 @@ def test_a_piece_waits_for_the_messages_that_it_needs() -> None:
 
 
 def test_on_shared_processors_nothing_comes_for_nothing() -> None:
-    # Both tasks want all processors, so each gets half of them until one is done.
+    # Message and computation both demand all processors, so each gets half of them until one is done.
     ends = run([Piece(1.0), Piece(1.0)], [Message(1.0, after=1, share=1.0)], demand=1.0)
     assert (ends.computed, ends.arrived) == (pytest.approx(3.0), pytest.approx(3.0))
     # A message that needs a quarter of the processors gets them at once and slows computing down accordingly.

@@ -1,4 +1,4 @@
-"""Planner: its plans are feasible, the best plan is faster than all alternatives, and a run accepts the plan file."""
+"""The planner's plans are feasible, its best plan is the fastest, and a run accepts the plan file."""
 
 import re
 from collections.abc import Callable
@@ -48,7 +48,7 @@ def with_memory(target: Target, size: float) -> Target:
 
 
 def follow(config: Config, target: Target, best: Candidate, folder: Path) -> Config:
-    """Return the configuration of a run that follows a plan."""
+    """Write a plan file, and return the configuration of a run with ``--plan``."""
     write_plan(run_plan(config, target, best), folder / "plan.json")
     return parse([config.recipe, "--plan", str(folder / "plan.json")])
 
@@ -71,7 +71,7 @@ def test_every_batch_has_hyperparameters_that_reached_the_target() -> None:
 
 
 def test_the_best_is_the_fastest_of_all_ways_to_run_its_batch(found: Found, target: Target, work: Work) -> None:
-    """Predict every other candidate one by one, including candidates that the search skips."""
+    """Compare with a prediction of every candidate for the batch, including those that the search skips."""
     best = found.best[0]
     assert [each.seconds for each in found.best] == sorted(each.seconds for each in found.best)
     work = replace(work, samples=best.run.samples)
@@ -118,9 +118,9 @@ def test_smaller_memory_takes_other_ways_or_none(work: Work) -> None:
 def test_copies_are_shared_only_if_nothing_else_fits(
     ranks: int, per_host: int, memory: float, work: Work, tmp_path: Path
 ) -> None:
-    """With one rank per host, tensor parallelism is impossible."""
+    """The planner must use pipeline parallelism if hosts have one rank, because tensor parallelism needs several."""
     config, work = RECIPES["h100_1x8"](), replace(work, samples=1e6)
-    config = replace(config, log=replace(config.log, division="open"))  # the search keeps the recipe's own batch size
+    config = replace(config, log=replace(config.log, division="open"))  # only the recipe's batch size
     target = described(device_of("h100_1x8", None)[0], ranks, per_host)
     assert search(config, work, target).best[0].strategy.copy_ranks == 1
     best = search(config, work, with_memory(target, memory)).best[0]
@@ -152,7 +152,7 @@ def test_lines_say_why_every_other_value_loses(found: Found) -> None:
     losses = [float(line.split("%")[0].split()[-1]) for line in lines if line.startswith("  batch ") and "%" in line]
     assert losses == sorted(losses), "the nearest first"
     assert not re.search(r"  -\d+\.\d%", text), "nothing is faster than the first"
-    # A plan's step time is the same in every place where it is printed.
+    # The table and the list of rejected batches print the same step time for a batch.
     rows = {(row[2], row[12]) for row in (line.split() for line in lines[1:6])}
     rivals = re.findall(r"  batch ([\d,]+): .* steps of ([\d.]+) ms", text)
     assert {rival for rival in rivals if rival[0] in {batch for batch, _ in rows}} <= rows

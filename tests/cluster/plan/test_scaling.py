@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def points() -> list[ScalingPoint]:
-    """Points of a scaling curve with 4,096 accelerators per node, which keeps the number of points small."""
+    """Points of a scaling curve. There are few of them, because a node has 4,096 accelerators."""
     return list(scale(RECIPES["dgxa100_8x8"](), DEVICE, 4096))
 
 

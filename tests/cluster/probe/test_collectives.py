@@ -1,4 +1,4 @@
-"""The test data of timed collectives."""
+"""Data that the probe sends in collectives to detect wrong results."""
 
 from itertools import combinations
 from typing import get_args
@@ -13,7 +13,7 @@ from cluster.view import Operation
 @pytest.mark.parametrize("operation", get_args(Operation))
 @pytest.mark.parametrize("size", [256, 65_536])
 def test_what_is_late_lost_or_out_of_place_is_wrong(operation: Operation, size: int) -> None:
-    """Expected results differ from a rank's own data. Neighboring elements differ, and so do two ranks' chunks."""
+    """A rank's own data, shifted elements and another rank's chunk all differ from the expected result."""
     ranks = [4, 5, 6, 7]
     trials = [Trial.of(operation, ranks, rank, size // 16, torch.device("cpu"), None) for rank in ranks]
     right = [trial.right for trial in trials]

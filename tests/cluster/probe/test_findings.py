@@ -1,4 +1,4 @@
-"""Findings in words: which part is slow, how slow it is, and what it costs per step. All measurements are synthetic."""
+"""Reported outliers: which part is slow, by how much, and what it costs per step. Measurements are synthetic."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -31,7 +31,7 @@ def paths(rng: np.random.Generator, ranks: list[int], seconds_per_byte: float) -
 
 
 def cluster(hosts: int = 4, size: int = 2, seed: int = 0) -> Measured:
-    """A uniform CPU cluster with one network card per host."""
+    """Return synthetic measurements of CPU hosts with equal ranks and one network card per host."""
     rng = np.random.default_rng(seed)
     cells = [Cell("product", "fp32", 512, lambda: None), Cell("copy", "fp32", 1 << 25, lambda: None)]
     rates = np.array([5e-3, 4e-3]) * np.exp(rng.normal(0, 0.04, (hosts * size, TURNS, 2)))
@@ -49,7 +49,7 @@ def names(measured: Measured) -> list[str]:
 
 @pytest.mark.parametrize(("hosts", "size"), [(1, 1), (1, 8), (2, 1), (4, 1), (4, 2), (3, 4), (16, 8)])
 def test_an_even_cluster_has_no_outliers(hosts: int, size: int) -> None:
-    """Devices are compared only with devices of the same name."""
+    """Ranks on all hosts but the first are three times as slow, but their devices have another name."""
     for seed in range(10):
         measured = cluster(hosts, size, seed)
         measured.rates_RTC[size:] *= 3
@@ -62,7 +62,7 @@ def slow_ranks(measured: Measured, *ranks: int) -> None:
 
 
 def slow_paths(paths: Paths | None, source: int | None, target: int | None, factor: float, latency: float = 1) -> None:
-    """Slow down the paths from a source, to a target, or between both."""
+    """Slow down all paths from a source rank, all paths to a target rank, or the path from one to the other."""
     assert paths
     ends = ((paths.source_E, source), (paths.target_E, target))
     at = np.all([of_E == end for of_E, end in ends if end is not None], axis=0)
@@ -84,7 +84,7 @@ def slow_card(measured: Measured, factor: float = 3, latency: float = 1) -> None
         (slow_card, "network link of host h2, card v0, both directions"),
         (lambda m: [slow_paths(m.in_hosts, *ends, 2) for ends in ((10, 11), (11, 10))], "links in host h5"),
         (lambda m: slow_paths(m.between_hosts, 0, 6, 3), "path from rank 0 on host h0 to rank 6 on host h3"),
-        # A slow processor explains its slow paths, which are not reported besides.
+        # A rank with a slow processor also has slow paths, but only the rank is reported.
         (lambda m: (slow_ranks(m, 4), slow_card(m, 1.9, latency=30)), "rank 4 on host h2"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Facts about a machine from trees of files like /sys and from Slurm's output; its load; timing of its computations."""
+"""Facts about a machine from synthetic /sys trees and Slurm's output, load by other processes, and timing."""
 
 import time
 from pathlib import Path
@@ -60,7 +60,7 @@ def test_switches_come_from_the_environment_of_a_task_or_from_what_scontrol_prin
 
 @pytest.mark.parametrize(("busy", "own", "share"), [(40.0, 19.0, None), (40.0, 12.0, 0.16), (0.0, 19.0, None)])
 def test_a_machine_is_busy_if_others_take_a_tenth_of_it(busy: float, own: float, share: float | None) -> None:
-    """Host "a" has two ranks. Host "b" is idle."""
+    """Host "a" has two ranks. On host "b", only its rank uses the processor."""
     spent_R3 = np.array([[busy, 100.0, own]] * 2 + [[20.0, 100.0, 19.5]])
     every = [Facts(machine, Host(host, 4, 2**30, (), ()), "cpu", 0, "") for host, machine in ("ax", "ax", "by")]
     assert busy_machines(spent_R3, every) == ({} if share is None else {"a": pytest.approx(share)})

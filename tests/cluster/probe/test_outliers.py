@@ -1,4 +1,4 @@
-"""Outlier detection: it reports nothing for noise of any shape, and it reports parts that really are slow."""
+"""Outlier detection reports nothing in noise of any distribution, and reports parts that are slow."""
 
 from collections.abc import Callable
 
@@ -19,7 +19,7 @@ NOISES: dict[str, Noise] = {
     "bursts that hit all": lambda rng, shape: rng.normal(0, 0.03, shape) + rng.exponential(1, (shape[0], 1)),
 }
 TURNS = 10
-"""Number of turns in two looks; each decision uses that many measurements."""
+"""Number of measurements of each part. The probe has as many after its second look at suspicious parts."""
 
 
 @pytest.mark.parametrize("noise", NOISES.values(), ids=NOISES)

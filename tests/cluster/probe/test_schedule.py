@@ -1,4 +1,4 @@
-"""Rounds of pairs: disjoint, few, and enough to judge every node."""
+"""Rounds of pairs of nodes, in which the probe measures paths: disjoint, few, and equally many for every node."""
 
 import math
 

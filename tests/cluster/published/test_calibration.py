@@ -1,4 +1,4 @@
-"""The shipped calibration equals the command's output, and it predicts held-out results accurately."""
+"""The shipped calibration equals the command's output, and the model predicts held-out results accurately."""
 
 import hashlib
 import statistics

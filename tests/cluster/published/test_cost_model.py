@@ -1,4 +1,4 @@
-"""The fitted cost model obeys physics and reads descriptions of networks."""
+"""The fitted cost model: physically plausible predictions, and parsed descriptions of networks."""
 
 import dataclasses
 

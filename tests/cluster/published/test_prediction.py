@@ -65,7 +65,7 @@ def test_json_and_lines_show_the_prediction_and_its_parts(cluster: Command) -> N
 
 
 def probed(device: str, hosts: int = 4, gbit_s: float = 300.0) -> View:
-    """Return a view of hosts with eight ranks each and a network card for each rank."""
+    """Return a probe's view of hosts with eight ranks each and one network card per rank."""
     ranks = [Rank(h, r, device, 80 << 30, f"mlx5_{r}", ()) for h in range(hosts) for r in range(8)]
     pairs = [(8 * a, 8 * b) for a in range(hosts) for b in range(hosts) if a != b]
     links = [Link(a, b, 1e-5, 8e-9 / gbit_s) for a, b in pairs] + [Link(0, 1, 1e-6, 1e-12)]

@@ -51,12 +51,11 @@ def test_evaluation_interval_is_the_formula_of_the_rules(batch: int) -> None:
 
 @given(st.integers(1, 50), st.integers(1, 10**6), st.integers(1, 20_000))
 def test_scheduled_evaluations_are_on_schedule(index: int, interval: int, batch: int) -> None:
-    samples = schedule.evaluation_samples(index, interval, batch)
+    of_run = schedule.EvaluationSchedule(interval, batch)
+    samples = of_run.samples(index)
     assert samples % batch == 0
     assert index * interval <= samples < index * interval + batch
-    previous = schedule.evaluation_samples(index - 1, interval, batch)
-    of_run = schedule.EvaluationSchedule(interval, batch)
-    assert of_run.allows(index, samples, previous)
+    assert of_run.allows(index, samples, of_run.samples(index - 1))
     following = of_run.index_after(samples)
     assert of_run.samples(following) == samples
     assert of_run.samples(of_run.index_after(samples + 0.5)) > samples

@@ -173,7 +173,7 @@ def test_of_twelve_runs_ten_count_as_in_a_submission(closed: Results) -> None:
     later = tuple(replace(run, number=run.number + 10) for run in closed.runs[:2])
     results = replace(closed, runs=closed.runs + later)
     starts, times = [run.logged.start_ms or 0 for run in results.runs], [run.counted_seconds for run in results.runs]
-    chosen = select(starts, times, 10)
+    chosen = select(starts, times)
     assert [results.runs.index(run) for run in results.submitted] == sorted(chosen.chosen)
     assert results.score_seconds == pytest.approx(chosen.score)
     assert sorted(results.dropped.values()) == ["fastest", "not submitted", "not submitted", "slowest"]

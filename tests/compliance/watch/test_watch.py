@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from compliance.convergence.outlook import outlook
-from compliance.log.schedule import evaluation_samples
+from compliance.log.schedule import EvaluationSchedule
 from compliance.watch import screen as watching
 from compliance.watch import watched as following
 from compliance.watch.screen import watch
@@ -180,7 +180,8 @@ def test_the_newest_log_that_has_not_ended_is_chosen(tmp_path: Path) -> None:
 # Comparison with other runs in the folder
 
 
-SAMPLES = {evaluations: evaluation_samples(evaluations, INTERVAL, 448) for evaluations in (4, 6, 16, 17)}
+SCHEDULE = EvaluationSchedule(INTERVAL, 448)
+SAMPLES = {evaluations: SCHEDULE.samples(evaluations) for evaluations in (4, 6, 16, 17)}
 
 
 @pytest.mark.parametrize(
@@ -216,7 +217,7 @@ def test_the_outlook_of_a_run_in_progress_is_that_of_both_ends_of_its_forecast(t
     first, last = watched.forecast.earliest, watched.forecast.latest
     assert first and last and first < last  # noqa: PT018
     for index, said in zip((first, last), watched.outlooks(), strict=True):
-        of_set = [SAMPLES[17], SAMPLES[17], evaluation_samples(index, INTERVAL, 448)]
+        of_set = [SAMPLES[17], SAMPLES[17], SCHEDULE.samples(index)]
         assert said == f"ending at evaluation {index}: {outlook(of_set, 448, '5.0.0').sentence}"
 
 

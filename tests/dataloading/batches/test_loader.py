@@ -1,4 +1,4 @@
-"""Batches: the flat stream, its bookkeeping, and equal results from NumPy and DALI."""
+"""Batches: concatenated sequences, their offsets and counts, and equal results from NumPy and DALI."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -54,7 +54,7 @@ SHAPE_BUCKETS = {
     1: [ShapeBucket(256, 12, 48, MAX_SEQ_LENGTH), ShapeBucket(320, 12, 64, MAX_SEQ_LENGTH)],
     3: [ShapeBucket(128, 4, 16, MAX_SEQ_LENGTH)],
 }
-"""Shape buckets for each number of accumulation steps. Some batches fit each of them, and some fit none."""
+"""Shape buckets by number of accumulation steps. Every bucket fits some batches, and some batches fit no bucket."""
 
 
 @pytest.mark.parametrize("padded", [False, True])
@@ -81,7 +81,7 @@ def test_dali_gives_the_same_stream_as_numpy(small_run: SmallRun, accumulation: 
 def test_loaders_pad_to_the_smallest_shape_bucket_that_holds_the_batch_of_every_rank(
     small_run: SmallRun, accumulation: int
 ) -> None:
-    """NCCL requires all ranks to replay the same graph, or none."""
+    """All ranks choose the same bucket, because NCCL requires all ranks to replay the same graph, or none."""
     given, seen, ranks_differ = SHAPE_BUCKETS[accumulation], set(), False
     loaders = [
         NumpyLoader(small_run.train, rank_batches(small_run, accumulation, rank), CPU, 4, some)
@@ -109,7 +109,7 @@ def test_loaders_pad_to_the_smallest_shape_bucket_that_holds_the_batch_of_every_
 
 
 def assert_padded(padded: Batch, plain: Batch) -> None:
-    """Check that real slots are unchanged and that all padding holds values without effect."""
+    """Check that padding changes no existing value, and that added values have no effect on training."""
     empty = {
         "cu_seqlens": plain.tokens,
         "masked_lm_positions": plain.tokens,
@@ -152,7 +152,7 @@ def test_nothing_is_read_before_the_first_batch_and_an_error_reaches_the_trainin
 
 
 def test_uploads_select_their_gpu_before_anything_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A new thread uses the first GPU. Without one, any other call of CUDA raises another error here."""
+    """A new thread would use GPU 0 otherwise. On a machine without a GPU, any earlier CUDA call would raise here."""
 
     def select(device: torch.device) -> None:
         raise LookupError(device)

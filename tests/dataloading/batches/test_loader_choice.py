@@ -1,4 +1,4 @@
-"""The loader that ``data.loader`` selects: the named one, the faster one, or NumPy if DALI cannot start."""
+"""The setting ``data.loader`` selects the named loader, the faster loader, or NumPy's if DALI's cannot start."""
 
 import importlib.util
 import sys
@@ -27,7 +27,7 @@ class Dali(NumpyLoader):
     error: str | None = None
 
     def __init__(self, *arguments: Any) -> None:
-        if not self.error:  # DALI itself also fails only at its first step
+        if not self.error:  # the real DALI, too, fails only at the first step
             super().__init__(*arguments)
 
     def __next__(self) -> list[Batch]:

@@ -1,4 +1,4 @@
-"""Packing: it places every sequence once, respects limits, comes close to a valid bound, and is reproducible."""
+"""Packing places every sequence once, respects limits, needs hardly more packs than possible, and is reproducible."""
 
 import itertools
 from collections import Counter
@@ -49,7 +49,7 @@ def histograms(draw: st.DrawFn) -> tuple[list[int], int, int | None]:
 @example(([0, 1000], 512, 3))
 @example(([0, 1000], 512, None))
 @example(([0] * 170 + [3, 3, 3], 512, 3))
-@example(([0] * 7 + [198] + [0] * 107 + [107] + [0] * 13, 128, None))  # 107 packs of 115 + 7, then 18 of 7 per pack
+@example(([0] * 7 + [198] + [0] * 107 + [107] + [0] * 13, 128, None))  # 107 packs of 115 + 7, then packs of 18 x 7
 def test_every_sequence_is_packed_once_within_limits(given_: tuple[list[int], int, int | None]) -> None:
     histogram, capacity, limit = given_
     strategy = pack_histogram(histogram, capacity, limit)

@@ -1,4 +1,4 @@
-"""The order of an epoch: a permutation for every n, and the same in all versions."""
+"""The order of samples in an epoch: a permutation of every size, and the same in all versions."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ def whole(count: int, seed: int = 5, epoch: int = 0) -> NDArray[np.int64]:
 
 
 def test_every_small_n_is_permuted() -> None:
-    """A position's place does not depend on the other positions that are asked for."""
+    """Computing the order for some positions gives the same results as computing the whole permutation."""
     for count in range(1, 1201):
         places = whole(count, seed=count, epoch=count % 3)
         assert (np.bincount(places, minlength=count) == 1).all(), count
@@ -22,7 +22,7 @@ def test_every_small_n_is_permuted() -> None:
 
 
 def test_orders_never_change() -> None:
-    """Do not replace these expected orders: runs are reproducible across versions only while they stay the same."""
+    """Never update the expected orders: if they changed, a new version could not reproduce an old run."""
     assert whole(12, seed=0, epoch=0).tolist() == [4, 9, 2, 5, 6, 3, 11, 7, 10, 8, 1, 0]
     assert whole(12, seed=2**31 - 1, epoch=7).tolist() == [3, 7, 10, 5, 8, 11, 1, 9, 4, 0, 6, 2]
     far = np.array([0, 1, 2, 78_000_000, 155_999_999])

@@ -1,4 +1,4 @@
-"""The batch plan: every sample once per epoch, equal shares, balanced tokens, and the same plan on all ranks."""
+"""The batch plan: every sample once per epoch, ranks with equal numbers of samples and tokens, and reproducibility."""
 
 import tracemalloc
 from dataclasses import replace
@@ -40,7 +40,7 @@ def test_each_epoch_holds_every_sample_exactly_once(made: BatchPlan) -> None:
 @settings(max_examples=50)
 @given(plans(), st.integers(0, 20))
 def test_ranks_share_what_one_alone_trains_on_in_numbers_as_equal_as_may_be(made: BatchPlan, step: int) -> None:
-    """A new plan returns the same batches as a plan that was used before."""
+    """``replace`` makes a plan without cached batches. It must give the same batches as the other plan."""
     batch = replace(made).global_batch(step)
     shares = [made.rank_batches(step, rank) for rank in range(made.world_size)]
     assert {len(share) for share in shares} == {made.gradient_accumulation_steps}
@@ -62,7 +62,7 @@ def test_ranks_share_what_one_alone_trains_on_in_numbers_as_equal_as_may_be(made
 
 def test_a_step_costs_what_its_global_batch_does() -> None:
     samples = 156_000_000
-    index = np.broadcast_to(np.uint16(100), samples)  # a broadcast array takes no memory
+    index = np.broadcast_to(np.uint16(100), samples)  # broadcast, so that it needs no memory
     made = BatchPlan(index, index, 16384, 4096, 1, seed=9)
     last = samples // 16384  # this batch spans the end of the first epoch and the start of the second
     tracemalloc.start()
@@ -99,7 +99,7 @@ def test_cost_is_better_balanced_than_by_a_snake(micro_batches: int, sequences: 
 def test_one_gets_a_second_long_sequence_before_another_has_a_short_one() -> None:
     assert sorted(deal(np.array([1, 2, 3, 4, 5, 6]), 3).tolist()) == [[3, 2], [4, 1], [5, 0]]
     lengths = np.array([512, 512, 512, 300, 300, 20, 20, 20])
-    # Four rounds of one sequence each would put a 20 beside the 300 of round one, and the other 300 beside a 512.
+    # Dealing each micro-batch one sequence per round would join a 300 with a 20, and the other 300 with a 512.
     assert (300, 300) in map(tuple, lengths[deal(lengths, 4)].tolist())
 
 
@@ -111,7 +111,7 @@ def test_impossible_plans_say_what_to_change() -> None:
     for sizes, message in (
         (([], 4, 1, 1), "holds no samples"),
         (([5, 6], 5, 2, 3), "without a sequence"),
-        (([5, 6], 0, 1, 1), "at least 1"),
+        (([5, 6], 0, 1, 1), "without a sequence"),
     ):
         with pytest.raises(ValueError, match=message):
             plan(*sizes)

@@ -1,4 +1,4 @@
-"""Shape buckets: all drawn micro-batches fit, boundaries minimize padding, and larger batches get their own shape."""
+"""Shape buckets fit all micro-batches that they were chosen for and minimize padding. Larger batches are not padded."""
 
 import itertools
 import time
@@ -23,7 +23,7 @@ SIZES = st.lists(st.tuples(st.integers(8, 4000), st.integers(0, 8)), min_size=1,
 
 
 def waste(shape_buckets: list[ShapeBucket], tokens_N: np.ndarray) -> float:
-    """Return the share of token slots that stay empty."""
+    """Return the fraction of token slots that are padding."""
     sizes = np.array([shape_bucket.tokens for shape_bucket in shape_buckets])
     return 1 - tokens_N.sum() / sizes[np.searchsorted(sizes, tokens_N, side="right")].sum()
 
@@ -48,7 +48,7 @@ def test_what_was_drawn_fits_and_sizes_suit_the_kernels(sizes: list[tuple[int, i
 
 @given(st.lists(st.integers(1, 1200), min_size=1, max_size=12), st.integers(1, 4))
 def test_no_other_boundaries_waste_less(tokens: list[int], most: int) -> None:
-    """Compare with every choice of boundaries that has the same largest bucket."""
+    """Compare with every other choice of bucket sizes that has the same largest bucket."""
     tokens_N = np.array(tokens)
     chosen = choose_shape_buckets(tokens_N, np.ones_like(tokens_N), sequences=1200, max_seqlen=512, most=most)
     candidates = sorted({-(-(count + 1) // 64) * 64 for count in tokens} - {chosen[-1].tokens})
@@ -65,7 +65,7 @@ def test_a_batch_that_fits_nothing_gets_a_shape_bucket_of_its_own() -> None:
     for sizes in ((320, 4, 16, 64), (64, 5, 16, 64), (64, 4, 48, 64), (64, 4, 16, 65)):
         assert fitting(ShapeBucket(*sizes), shape_buckets) == ShapeBucket(*sizes)
     assert fitting(ShapeBucket.around(127, 4, 3, 64), shape_buckets) == shape_buckets[0]
-    # A bucket must have at least one padding row.
+    # 128 tokens do not fit into 128 slots, because a bucket needs at least one padding token.
     assert fitting(ShapeBucket.around(128, 4, 3, 64), shape_buckets) == shape_buckets[1]
     assert fitting(ShapeBucket.around(100, 4, 17, 60), shape_buckets) == shape_buckets[1]
 

@@ -1,4 +1,4 @@
-"""Data sets: folders of shards, their manifest and length index."""
+"""Data sets: folders of shards with a manifest and an index of sequence lengths."""
 
 import json
 import mmap

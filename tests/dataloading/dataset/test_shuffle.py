@@ -1,4 +1,4 @@
-"""The global shuffle: it keeps each sample once, and is reproducible, random, resumable and small in memory."""
+"""The global shuffle keeps each sample once, is random, reproducible and resumable, and needs little memory."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -61,7 +61,7 @@ def test_every_sample_comes_once_in_an_order_of_the_seed(source: Dataset, tmp_pa
 
 @pytest.mark.usefixtures("small")
 def test_the_order_is_uniform(source: Dataset, tmp_path: Path) -> None:
-    """A sample's new place is independent of its old one (chi-square, 10 x 10 table), and neighbors are separated."""
+    """New positions are independent of old ones (chi-square test, 10 x 10 table). Few neighbors stay together."""
     table = np.zeros((10, 10))
     followers = 0
     for seed in range(8):
@@ -69,7 +69,7 @@ def test_the_order_is_uniform(source: Dataset, tmp_path: Path) -> None:
         np.add.at(table, (np.arange(COUNT) * 10 // COUNT, order * 10 // COUNT), 1)
         followers += int((np.diff(order) == 1).sum())
     statistic = ((table - 80) ** 2 / 80).sum()
-    assert 40 < statistic < 145  # chi-square with 81 degrees of freedom: one in ten thousand falls outside
+    assert 40 < statistic < 145  # 81 degrees of freedom: 1 in 10,000 shuffles is outside
     assert followers < 25  # 8 are expected
 
 
@@ -89,7 +89,7 @@ def test_a_stopped_shuffle_goes_on(source: Dataset, tmp_path: Path, step: str, a
     before = {path.name: path.stat().st_ino for path in (tmp_path / "data").glob("part_*")}
     steps: list[str] = []
     found = shuffle(source, tmp_path / "data", shards=7, seed=1, report=lambda name, *_: steps.append(name))
-    # Unless the interruption came during reading, the buckets were complete, and nothing is read again.
+    # Only an interruption during reading leaves incomplete buckets, so that samples must be read again.
     assert ("read" in steps) == (step == "read")
     after = {path.name: path.stat().st_ino for path in (tmp_path / "data").glob("part_*")}
     assert len(after.items() - before.items()) == made_again
@@ -132,7 +132,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 
 
 def test_memory_does_not_grow_with_the_data(tmp_path: Path) -> None:
-    """Memory is measured by the operating system and includes mapped pages. All shards have the same size."""
+    """Shuffle 10 and 30 shards of equal size, and compare peak memory, including mapped pages."""
     grown = []
     samples = synthetic_samples(np.full(5_000, 500), 30522)
     info = replace(INFO, vocab_size=30522, max_seq_length=512, max_predictions_per_seq=80)

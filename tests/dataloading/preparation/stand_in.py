@@ -1,4 +1,4 @@
-"""Small stand-ins for MLCommons' downloads, with the names of the real files."""
+"""Small replacements for MLCommons' downloads, with the names of the real files and synthetic content."""
 
 import hashlib
 import shutil
@@ -13,12 +13,12 @@ _BUNDLES = REPOSITORY / "tests" / "bert" / "checkpoints" / "tf_bundles"
 _VOCAB = REPOSITORY / "bert" / "artifacts" / "tiny_cpu" / "vocab.txt"
 PARTS = 3
 EVALUATION_DOCUMENTS = 1100
-"""Number of evaluation documents, which give at least ten samples each."""
+"""Number of evaluation documents. Each gives at least ten samples, and the evaluation set needs 10,000."""
 
 
 @dataclass(frozen=True)
 class StandIn:
-    """The two downloads, and a file with the MD5 sums of all their files."""
+    """Paths of the two replaced downloads, and of a file with the MD5 sums of all their files."""
 
     files: Path
     text: Path
@@ -30,7 +30,6 @@ class StandIn:
 
 
 def write_stand_in(folder: Path) -> StandIn:
-    """Write both downloads to ``folder``."""
     files, text = folder / "bert-input-files", folder / "bert-preprocessed-wikipedia-dataset"
     for form in ("tf1_ckpt", "tf2_ckpt"):
         (files / form).mkdir(parents=True)
@@ -43,7 +42,7 @@ def write_stand_in(folder: Path) -> StandIn:
     for index in range(PARTS):
         (text / f"part-{index:05d}-of-{PARTS:05d}").write_text(documents(rng, 40, sentences=20))
     (text / "eval.txt").write_text(documents(rng, EVALUATION_DOCUMENTS, sentences=3))
-    (text / "eval.md5").write_text(f"{'0' * 32}\n")  # MD5 sums of articles, not in md5sum's format
+    (text / "eval.md5").write_text(f"{'0' * 32}\n")  # not in md5sum's format, like the real file
     for each in (files, text):
         (each / f"{each.name}.md5").write_text(_sums(each, each))
     checksums = folder / "checksums.md5"

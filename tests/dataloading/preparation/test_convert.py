@@ -1,4 +1,4 @@
-"""Conversions between layouts, and data sets from shards of other programs."""
+"""Conversions of data sets between layouts, and data sets made of other programs' shards."""
 
 import shutil
 from dataclasses import replace
@@ -12,7 +12,7 @@ from dataloading.dataset.folder import Dataset, open_dataset, shard_name, write_
 from dataloading.dataset.shuffle import multiset_digest, shuffle
 from dataloading.jobs import JobProgress
 from dataloading.options import Layout
-from dataloading.preparation.convert import Packing, convert
+from dataloading.preparation.convert import convert
 from dataloading.shards.ragged import RaggedShard
 from dataloading.shards.shard import DatasetInfo
 from dataloading.text.tokenization import Vocabulary
@@ -42,7 +42,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
 
 
 def from_elsewhere(source: Dataset, folder: Path, layout: str) -> np.ndarray:
-    """Write the samples of ``source`` as another program's shards, and return their digests in order."""
+    """Write the samples of ``source`` as another program would, and return each sample's digest in order."""
     folder.mkdir()
     for index in range(len(source.shards)):
         shard = source.open_listed(index)
@@ -71,7 +71,7 @@ def test_a_converted_data_set_holds_the_same_samples(source: Dataset, tmp_path: 
         assert 1 <= sizes.min() <= sizes.max() <= 3
         assert np.add.reduceat(shard.lengths, shard.row_offsets[:-1]).max() <= MOST_TOKENS
         rows += len(sizes)
-    assert rows * MOST_TOKENS < 1.15 * source.lengths.sum()  # packs are full
+    assert rows * MOST_TOKENS < 1.15 * source.lengths.sum()  # packs are nearly full
 
 
 @pytest.mark.parametrize("layout", ["fixed", "varlength", "packed"])
@@ -108,13 +108,13 @@ def test_a_stopped_conversion_goes_on(source: Dataset, tmp_path: Path, layout: L
     with pytest.raises(KeyboardInterrupt):
         convert(source, out, layout, report=stop)
     with pytest.raises(ValueError, match="begun with other settings"):
-        convert(source, out, layout, Packing(max_sequences=2))
+        convert(source, out, layout, max_sequences=2)
     (out / shard_name(0, 4)).write_bytes(b"damaged")
     kept = (out / shard_name(1, 4)).stat()
     found = convert(source, out, layout)
     assert multiset_digest(found.blocks()) == multiset_digest(source.blocks())
     assert (out / shard_name(1, 4)).stat().st_mtime_ns == kept.st_mtime_ns
-    # A shard with valid content that is not the one in the manifest is not converted.
+    # A valid shard is rejected if the manifest has another digest for it.
     shards = [replace(shard, digest="0" * 64) for shard in found.shards]
     with pytest.raises(ValueError, match=shard_name(0, 4)):
         convert(Dataset(out, found.info, tuple(shards), np.stack([found.lengths] * 2)), tmp_path / "other", layout)

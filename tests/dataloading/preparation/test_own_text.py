@@ -99,7 +99,7 @@ def test_a_vocabulary_that_is_given(text: Path, tmp_path: Path, form: str) -> No
     given = model / "vocab.txt" if form == "file" else model
     write_own_text(OwnText((text,), vocab=given), tmp_path / "out")
     assert Vocabulary.from_file(tmp_path / "out" / "vocab.txt").tokens == tuple(tokens)
-    assert open_dataset(tmp_path / "out" / "train").info.options["do_lower_case"] is False  # it contains Capital
+    assert open_dataset(tmp_path / "out" / "train").info.options["do_lower_case"] is False  # "Capital" is a token
 
 
 def test_each_file_is_a_document_where_paragraphs_have_empty_lines_between_them(tmp_path: Path) -> None:
@@ -113,7 +113,7 @@ def test_each_file_is_a_document_where_paragraphs_have_empty_lines_between_them(
 
 
 def test_lines_are_split_into_sentences_and_long_ones_cut(tmp_path: Path) -> None:
-    """Tokens of a sentence that exceed a sample's length would be lost otherwise."""
+    """Sentences longer than a sample are cut into parts, because tokens beyond that length would be lost."""
     long = " ".join(f"w{index}" for index in range(150))
     documents = [["First here. Second there", long], *(document(number) for number in range(30))]
     split = write_own_text(OwnText((write_text(tmp_path / "text.txt", documents),), vocab_size=120), tmp_path / "out")

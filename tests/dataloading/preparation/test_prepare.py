@@ -1,4 +1,4 @@
-"""Preparation in parts, in several processes, and after a crash gives the same samples as in one run."""
+"""Preparation in parts, in several processes or after a crash gives the same samples as one uninterrupted run."""
 
 import os
 import signal

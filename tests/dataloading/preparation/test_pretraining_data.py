@@ -1,4 +1,4 @@
-"""Samples, compared with the reference's output and with a definition in plain Python."""
+"""Creation of samples, compared with the reference's output and with a definition in plain Python."""
 
 import random
 from pathlib import Path
@@ -74,7 +74,7 @@ some_options = st.builds(
 
 @settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(texts, min_size=1, max_size=3), some_options, st.booleans())
-@example([["w1 w2 w3"]], PretrainingOptions(dupe_factor=1), False)  # a single document is its own random neighbor
+@example([["w1 w2 w3"]], PretrainingOptions(dupe_factor=1), False)  # random next sentences come from it too
 def test_equals_the_definition(
     tmp_path: Path, vocab_file: Path, files: list[list[str]], options: PretrainingOptions, ends_with_newline: bool
 ) -> None:

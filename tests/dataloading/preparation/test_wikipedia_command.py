@@ -1,4 +1,4 @@
-"""``python -m dataloading wikipedia``, run on small stand-ins for MLCommons' downloads."""
+"""``python -m dataloading wikipedia``, run on small replacements for MLCommons' downloads."""
 
 import hashlib
 import multiprocessing
@@ -34,7 +34,7 @@ def stand_in(tmp_path_factory: pytest.TempPathFactory) -> StandIn:
 
 @pytest.fixture
 def own(stand_in: StandIn, tmp_path: Path) -> StandIn:
-    """A private copy of the stand-in without checkpoints, which a test may damage."""
+    """Copy of the downloads without checkpoints, for a test that damages files."""
     files, text = (shutil.copytree(each, tmp_path / each.name) for each in (stand_in.files, stand_in.text))
     for form in ("tf1_ckpt", "tf2_ckpt"):
         shutil.rmtree(files / form)
@@ -45,12 +45,12 @@ def own(stand_in: StandIn, tmp_path: Path) -> StandIn:
 def whole(stand_in: StandIn, tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
     """The command's results from one run without interruption."""
     out = tmp_path_factory.mktemp("whole") / "out"
-    assert child(*arguments(stand_in, out)) == 1  # 1: there is no checkpoint
+    assert child(*arguments(stand_in, out)) == 1  # 1 because no checkpoint is given
     return results(out)
 
 
 def arguments(given: StandIn, out: Path, *more: object) -> list[object]:
-    """Return the command's arguments for the text and the vocabulary, without the checkpoint."""
+    """Return the command's arguments with the text and the vocabulary but without a checkpoint."""
     vocabulary = out.parent / "vocabulary"
     vocabulary.mkdir(exist_ok=True)
     shutil.copy2(given.files / "vocab.txt", vocabulary)
@@ -58,7 +58,7 @@ def arguments(given: StandIn, out: Path, *more: object) -> list[object]:
 
 
 def results(out: Path) -> dict[str, object]:
-    """Return the vocabulary, and each data set's settings, digests of its shards, and digests of its texts."""
+    """Return the vocabulary, and for each data set its metadata and the digests of its shards and source texts."""
     found: dict[str, object] = {"vocab.txt": (out / "vocab.txt").read_bytes()}
     for name in ("train", "evaluation"):
         dataset = open_dataset(out / name)
@@ -69,7 +69,7 @@ def results(out: Path) -> dict[str, object]:
 
 
 FRESH = multiprocessing.get_context("forkserver")
-"""Context whose children inherit neither this process's garbage nor locks that its threads hold."""
+"""Fork server: its children inherit neither this process's objects nor locks that its threads hold."""
 FRESH.set_forkserver_preload(["dataloading.preparation.wikipedia", "numba.np.arraymath", "tests.conftest"])
 
 
@@ -89,7 +89,7 @@ def run_command(prepare_child: Callable[[], object], words: list[str]) -> None:
 
 
 def die_at_third_name(out: Path, before: bool) -> None:
-    """Kill this process when it renames its third file in ``out``, before or after the renaming."""
+    """Make this process kill itself just before or just after it renames its third file to a name in ``out``."""
     names = 0
 
     def audit(event: str, arguments: tuple[Any, ...]) -> None:
@@ -97,7 +97,7 @@ def die_at_third_name(out: Path, before: bool) -> None:
         counted = names
         if event == "os.rename":
             target = Path(os.fsdecode(arguments[1]))
-            # Do not count files in hidden folders, which are renamed later themselves.
+            # Do not count files in hidden folders: they count when the whole folder is renamed.
             names += out in target.parents and not any(part[0] == "." for part in target.parts)
         if (names if before else counted) == 3 and event != "os.kill":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -118,7 +118,7 @@ def test_both_downloads_make_what_the_recipes_expect(run: Run, stand_in: StandIn
     for said in ("expected time with --jobs 2", "[ 99 %]", "GB are free"):
         assert said in printed
     for key, name in (("train", "train"), ("initial-checkpoint", "phase1.safetensors")):
-        assert printed.count(f"--data.{key} {out / name}") == 2  # once for bert.evaluate and once for the dry run
+        assert printed.count(f"--data.{key} {out / name}") == 2  # for bert.evaluate and for the dry run
     assert {path.suffix or path.name for path in (out / "preparation").iterdir()} == {".json", "lock"}
 
     texts = tuple(stand_in.text / f"part-{index:05d}-of-{PARTS:05d}" for index in range(PARTS))
@@ -159,7 +159,7 @@ def test_inputs_come_in_any_mixture(run: Run, stand_in: StandIn, whole: dict[str
     shutil.copy(stand_in.files / "vocab.txt", only)
     assert child("wikipedia", only, *base) == 1
     assert {path.name for path in out.iterdir()} == {"vocab.txt", "evaluation", "preparation"}
-    # The second call reuses the vocabulary in OUT. Its folder has the parts that the first call's folder lacked.
+    # The first call had only the evaluation text and the vocabulary. Give the second call only the training text.
     (only / "eval.txt").unlink()
     for path in stand_in.text.glob("part-*"):
         shutil.copy(path, only)
@@ -222,7 +222,7 @@ def test_known_sizes_and_sums_hold_without_a_list(run: Run, stand_in: StandIn, t
 def test_the_rest_is_compared_with_the_list_beside_it(stand_in: StandIn, tmp_path: Path) -> None:
     beside = Checksums(None, [stand_in.text / f"{stand_in.text.name}.md5", stand_in.text / "eval.md5"])
     assert beside.expected(stand_in.part) == {hashlib.md5(stand_in.part.read_bytes()).hexdigest()}
-    # Known MD5 sums take precedence over lists.
+    # MD5 sums in KNOWN take precedence over sums in lists beside the files.
     assert beside.expected(stand_in.text / "eval.txt") == {KNOWN["eval.txt"][1]}
     name = "tf1_ckpt/model.ckpt-28252.index"
     assert beside.expected(tmp_path / name) == beside.expected(tmp_path / "model.ckpt-28252.index") == {KNOWN[name][1]}
@@ -232,7 +232,7 @@ def test_the_rest_is_compared_with_the_list_beside_it(stand_in: StandIn, tmp_pat
 
 
 def test_it_goes_on_after_a_kill_at_every_step(stand_in: StandIn, whole: dict[str, object], tmp_path: Path) -> None:
-    """Kill each run at its third renaming in OUT, before or after it, until a run has fewer than three left."""
+    """Kill run after run at its third renaming of a file, until a run has fewer than three files left to make."""
     out, runs = tmp_path / "out", 0
     kept: dict[str, int] = {}
     while True:
@@ -269,9 +269,9 @@ def test_parts_make_the_same_and_the_last_one_makes_the_rest(
     for part, status in (("3/3", 0), ("1/3", 0)):
         assert child(*arguments(stand_in, out, "--part", part)) == status
         assert {path.name for path in out.iterdir()} == {"vocab.txt", "preparation"}
-    assert child(*arguments(stand_in, out, "--part", "2/3")) == 1  # 1: there is no checkpoint
+    assert child(*arguments(stand_in, out, "--part", "2/3")) == 1  # 1 because no checkpoint is given
     assert results(out) == whole
-    # A repeated part, for example in a requeued job, finds all results in place.
+    # A part that runs again, as in a requeued job, finds everything done.
     assert child(*arguments(stand_in, out, "--part", "1/3")) == 1
     assert results(out) == whole
 

@@ -1,4 +1,4 @@
-"""Malicious shards: small files that claim huge sizes or refer to other files. All are rejected in little memory."""
+"""Malicious shards: small files that claim huge sizes or refer to other files. Rejecting them takes little memory."""
 
 import json
 import struct
@@ -27,7 +27,7 @@ Make = Callable[[Path], object]
 
 
 def never_written(rows: int, ragged: bool = False, **storage: Any) -> Make:
-    """Return a writer of columns with many rows, none of which is stored."""
+    """Return a function that writes a file that declares many rows but stores none."""
 
     def make(path: Path) -> None:
         with h5py.File(path, "w") as file:
@@ -40,7 +40,7 @@ def never_written(rows: int, ragged: bool = False, **storage: Any) -> Make:
 
 
 def one_object_for_all_rows(path: Path) -> None:
-    """Write 7,000 rows that all refer to the same 0.7 MB on the heap."""
+    """Write 7,000 rows that all refer to the same 0.7 MB object on the file's heap."""
     with h5py.File(path, "w") as file:
         for name in RAGGED:
             storage = {"chunks": (7000,), "compression": "gzip"}
@@ -52,7 +52,7 @@ def one_object_for_all_rows(path: Path) -> None:
 
 
 def chunk_of(size: int) -> Make:
-    """Return a writer of a native shard whose ids are one chunk of 65,536 that inflates to ``size`` bytes."""
+    """Return a function that writes a native shard: the chunk of its 65,536 ids inflates to ``size`` bytes."""
 
     def make(path: Path) -> None:
         write_shard(path, make_samples(4), INFO)
@@ -66,7 +66,7 @@ def chunk_of(size: int) -> Make:
 
 
 def chunks_that_share_bytes(path: Path) -> None:
-    """Write one chunk of random numbers to which 600 index entries refer."""
+    """Write a chunk of random numbers, and 600 entries of the chunk index that all refer to it."""
     rows = np.random.default_rng(0).integers(0, 30_000, (600, 512), "<i2")
     rows[1:] = 0
     with h5py.File(path, "w") as file:
@@ -77,7 +77,7 @@ def chunks_that_share_bytes(path: Path) -> None:
         first = array_of(file, "input_ids").id.get_chunk_info(0)
     content = bytearray(path.read_bytes())
     small = zlib.compress(rows[1].tobytes(), 4)
-    # A key of the index: size, filter mask, the chunk's coordinates, the offset in an element. The address follows.
+    # An index entry has the chunk's size, filter mask, coordinates, offset in an element (always 0), and address.
     for row in range(1, 600):
         place = content.find(struct.pack("<IIQQQ", len(small), 0, row, 0, 0))
         assert place > 0
@@ -159,7 +159,7 @@ def test_what_promises_much_is_refused_in_little_memory(tmp_path: Path) -> None:
 
 
 def stored_elsewhere(file: h5py.File, folder: Path, way: str) -> None:
-    """Replace the ids by ids that are stored in another file or under another name, or compressed by a plug-in."""
+    """Replace the ids by ids that need another file, another name in the file, or a decompression plug-in."""
     data, other = array_of(file, "input_ids")[()], folder / "elsewhere"
     del file["input_ids"]
     if way == "plug-in":

@@ -1,4 +1,4 @@
-"""HDF5 layouts in use: we read files that other programs wrote, and other programs read files that we write."""
+"""HDF5 layouts: this project reads files of other programs, and other programs can read its files."""
 
 import json
 from collections.abc import Callable
@@ -26,7 +26,7 @@ CHOSEN = np.array([50, 3, 3, 0, 56])
 
 
 def make_samples(count: int = COUNT, seed: int = 5) -> Samples:
-    """Return samples without a mask at position 0, which these layouts cannot represent."""
+    """Return samples whose masked positions are not 0, because in these layouts 0 means padding."""
     lengths = np.random.default_rng(seed).integers(3, INFO.max_seq_length + 1, max(count, 1))
     return synthetic_samples(lengths, INFO.vocab_size, seed=seed).slice(0, count)
 
@@ -92,7 +92,7 @@ def test_packed_files_of_ours_are_read_by_other_programs(tmp_path: Path, count: 
 
 
 def test_rows_are_found_in_large_and_small_heap_collections(tmp_path: Path) -> None:
-    """Rows are written in shuffled order, next to rows of other sizes."""
+    """Write rows of very different sizes in shuffled order, so that HDF5 mixes them in its heap collections."""
     rng = np.random.default_rng(1)
     lengths = np.array([3, 30_000, 7, 4, 5000, 100, 4096, 2048, *rng.integers(3, 600, 300)])
     samples, path = synthetic_samples(lengths, 30_000), tmp_path / "file"
@@ -124,8 +124,8 @@ def test_truncated_and_flipped_files_are_refused_or_read_right(tmp_path: Path, l
 
     for size in range(0, len(content), len(content) // 40):
         assert read(content[:size]) is None
-    # Some bytes of a file have no effect (free space, padding, access hints), so a damaged file may be readable. Its
-    # samples must be unchanged then.
+    # A change to free space, padding or access hints does not matter. If a damaged file can be read, its samples must
+    # be unchanged.
     for place in np.random.default_rng(0).integers(0, len(content), 350).tolist():
         damaged = content[:place] + bytes([content[place] ^ 0xFF]) + content[place + 1 :]
         assert read(damaged) in (None, samples.digest())
@@ -149,7 +149,7 @@ def set_row(name: str, values: list[int]) -> Callable[[h5py.File], None]:
 
 
 def zero_positions_of_a_pack(file: h5py.File) -> None:
-    """Write zeros to positions at which the second sample of a pack cannot have any."""
+    """Set all masked positions of the first pack to 0, which lies before the start of its second sample."""
     column = array_of(file, "masked_lm_positions")
     column[0] = np.zeros_like(column[0])
 

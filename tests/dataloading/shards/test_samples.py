@@ -1,4 +1,4 @@
-"""Blocks of samples: selection, slicing, concatenation and digests."""
+"""``Samples``, a block of samples: selection, slicing, concatenation and digests."""
 
 import dataclasses
 

@@ -148,7 +148,7 @@ def test_a_flipped_bit_of_any_byte_and_every_truncation_is_noticed(tmp_path: Pat
 
 
 def test_messages_with_the_right_crc_never_do_harm(tmp_path: Path) -> None:
-    """Anyone can compute a CRC, so every damaged message with a valid CRC is either read or rejected."""
+    """An attacker can make the CRC valid, so a damaged message must be read or rejected without other errors."""
     message, path = example(SAMPLE), tmp_path / "file"
     refused = 0
     changes = [(place, flip) for place in range(len(message)) for flip in (0x01, 0x04, 0x80)]

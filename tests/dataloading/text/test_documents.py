@@ -1,4 +1,4 @@
-"""The demo corpus: prose from the standard library, reproducible, with whole modules held out."""
+"""The demo corpus: reproducible prose from Python's standard library. Whole modules are held out for evaluation."""
 
 import shutil
 import subprocess
@@ -32,7 +32,7 @@ def test_the_corpus_is_large_and_no_text_is_on_both_sides(documents: list[Docume
     assert all(document.sentences for document in documents)
     held_out, used = ([document for document in documents if document.held_out == side] for side in (True, False))
     names, others = ({document.name for document in some} for some in (held_out, used))
-    assert not names & others  # a module is held out as a whole
+    assert not names & others  # no module is in both sets
     assert 0.5 * HELD_OUT_PERCENT / 100 < len(names) / len(names | others) < 2 * HELD_OUT_PERCENT / 100
     assert not {document.sentences for document in used} & {document.sentences for document in held_out}
 
@@ -82,7 +82,7 @@ def test_data_are_made_once_and_other_content_and_damage_are_refused(
     assert not write_demo(made, VOCAB)
     assert open_dataset(made / "train").info.max_seq_length == 128
     shutil.rmtree(made / "evaluation")
-    assert write_demo(made, VOCAB)  # only what is missing
+    assert write_demo(made, VOCAB)  # makes only what is missing
     shard = next((made / "evaluation").glob("part_*"))
     content = bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 1

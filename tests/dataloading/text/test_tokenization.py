@@ -1,4 +1,4 @@
-"""The tokenizer, compared with a plain-Python definition on unusual Unicode; given and learned vocabularies."""
+"""The tokenizer, compared with a plain-Python definition on unusual Unicode, and the vocabularies."""
 
 import hashlib
 from itertools import pairwise

@@ -1,4 +1,4 @@
-"""Conversion of WikiExtractor files to text shards: same bytes as the reference's scripts, in one run or resumed."""
+"""WikiExtractor files become the same text shards, byte for byte, as by the reference's scripts, also after a stop."""
 
 import re
 import shutil
@@ -37,15 +37,15 @@ def test_shards_and_evaluation_text_have_the_references_bytes(sentences: Sentenc
         pytest.skip(str(error))
     options = replace(PLAIN, sentences=sentences)
     reports: list[JobProgress] = []
-    extraction = extract([TEXT], tmp_path / "out", options, jobs=jobs, report=reports.append)
+    parts, _, held_out = extract([TEXT], tmp_path / "out", options, jobs=jobs, report=reports.append)
     same_as_expected(tmp_path / "out", sentences)
     assert [(report.done, report.total, report.kept) for report in reports] == [(1, 2, False), (2, 2, False)]
-    assert (extraction.parts, extraction.held_out) == (2, 9)
+    assert (parts, held_out) == (2, 9)
     assert not list((tmp_path / "out").glob("**/*.partial"))
 
 
 def test_the_rules_of_the_cleanup_apply_in_their_order() -> None:
-    """Expected lines are the output of clean.sh's commands with GNU sed 4.9."""
+    """The expected lines were made by the commands of the reference's clean.sh with GNU sed 4.9."""
     for line, expected in (
         ("a [[b|c]] [[d]] [e] [[File:x|y [[z]] w]].", "a c d e y z w."),
         ("[[File:x|y|z]] [[:file:y|z|w]] [[image:a|b|[c]]] end", "   end"),
@@ -143,7 +143,7 @@ def test_files_fill_a_part_to_its_last_byte_and_a_larger_one_is_its_own(tmp_path
         file.write_bytes(bytes(size))
     tasks = _plan(files, tmp_path, replace(PLAIN, part_bytes=20, evaluation_articles=4))
     assert [task.inputs for task in tasks] == [tuple(files[:2]), (files[2],), (files[3],), tuple(files[4:])]
-    # 4 articles from 6 files: after n files, floor(n * 4 / 6) articles have been held out.
+    # 4 articles are held out from 6 files, floor(n * 4 / 6) of them from the first n files.
     assert [count for task in tasks for count, _ in task.held_out] == [0, 1, 1, 0, 1, 1]
 
 

@@ -1,6 +1,6 @@
-"""A rank dies, stops, fails or hangs during a run: all other ranks end, with one message that gives the reason.
+"""If a rank is killed, stopped, fails or hangs during a run, all other ranks end with one message that says why.
 
-The message also shows whether the run ended at once or after ``training.fault_seconds``. Time is no evidence for that,
+The message shows whether the run ended at once or after ``training.fault_seconds``. The duration would not show it,
 because a busy machine may be arbitrarily slow.
 """
 
@@ -40,7 +40,7 @@ Start = Callable[..., Ranks]
 
 @pytest.fixture
 def start(small_run: SmallRun, tmp_path: Path) -> Iterator[Start]:
-    """Start an endless run and return after its first evaluations, or at once if it has a fault, as ``faulty`` takes it."""
+    """Start an endless run, and wait for its second evaluation unless ``faulty`` is to break it as ``breaks`` says."""
     with ExitStack() as stack:
 
         def start(count: int = 3, breaks: str | None = None, **changes: object) -> Ranks:
@@ -86,7 +86,7 @@ def test_a_lost_rank_ends_all(
         assert f"# ended by a fault: {message.removeprefix('error: ')}\n" in result_of(tmp_path).read_text()
         assert '"status": "aborted"' in last_record(result_of(tmp_path))
     if number == signal.SIGSTOP:
-        ranks.processes[rank].send_signal(signal.SIGCONT)  # a stopped rank also ends once it continues
+        ranks.processes[rank].send_signal(signal.SIGCONT)  # when it continues, the stopped rank ends too
         assert ranks.ends(rank) == [FAULT_STATUS]
 
 
@@ -97,7 +97,7 @@ def test_an_error_on_one_rank_ends_all_at_once(start: Start, tmp_path: Path, ran
     [message] = ranks.errors
     assert message.startswith(f"error: rank {rank} on host {socket.gethostname()}: RuntimeError: broken on purpose")
     assert len(message) < 2000
-    assert ranks.output.count("Traceback") == 1  # only the failed rank prints one, not the ranks that lost it
+    assert ranks.output.count("Traceback") == 1  # only of the failed rank, not of the other ranks
     assert "# ended by a fault: " in result_of(tmp_path).read_text()
     assert '"status": "aborted"' in last_record(result_of(tmp_path))
 
@@ -127,9 +127,9 @@ def test_a_wait_of_all_ranks_blames_nobody_before_its_time(start: Start) -> None
 
 
 def test_strangers_at_the_ports_do_not_end_a_run(start: Start, tmp_path: Path) -> None:
-    """Attack the ports of the watchdog and of PyTorch's store: a flood, garbage, slow and half-open connections.
+    """Attack the ports of the watchdog and of PyTorch's store by a flood, garbage, slow and half-open connections.
 
-    The run is on one host. Only the store listens on all addresses, as PyTorch's store always does.
+    As all ranks are on one host, the watchdog must listen on local addresses only. PyTorch's store listens on all.
     """
     ranks, result = start(2, breaks="show:0"), result_of(tmp_path)
     ranks.wait_for(lambda: result.exists() and '"eval_stop"' in result.read_text())
@@ -148,7 +148,7 @@ def test_strangers_at_the_ports_do_not_end_a_run(start: Start, tmp_path: Path) -
 
 
 class Strangers:
-    """Threads that connect to these local ports until the end of the block."""
+    """Threads that attack the given local ports until the end of the block."""
 
     def __init__(self, ports: set[int]) -> None:
         self.connections = 0
@@ -168,7 +168,7 @@ class Strangers:
 
     def _attack(self, kind: Callable[[int], None], port: int) -> None:
         while not self._over.is_set():
-            with suppress(OSError):  # the connection may be closed, refused, or one too many
+            with suppress(OSError):  # the connection may be closed or refused
                 kind(port)
 
     def _connect(self, port: int) -> socket.socket:
@@ -196,7 +196,7 @@ class Strangers:
 
 
 def listening_ports(pid: int) -> set[int]:
-    """Return the ports on which a process listens for other hosts."""
+    """Return the ports of a process that other hosts can connect to."""
     addresses = [each.laddr for each in psutil.Process(pid).net_connections("tcp") if each.status == psutil.CONN_LISTEN]
     return {address.port for address in addresses if address.ip not in ("127.0.0.1", "::1")}
 

@@ -19,7 +19,7 @@ FULL = os.strerror(errno.ENOSPC)
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
-    """Mounts a disk of the given size in KiB."""
+    """Function that mounts a disk with a size in KiB and returns its folder."""
     mounted: list[Path] = []
 
     def mount(kibibytes: int) -> Path:
@@ -73,8 +73,8 @@ def test_a_file_that_cannot_be_written_ends_the_run_with_one_line(
     assert "Traceback" not in ranks.output
     assert "Exception" not in ranks.output
     *whole, _ = (written / "metrics_0.jsonl").read_text().splitlines()
-    # On a busy machine there may be warnings of slow ranks.
+    # A busy machine may cause warnings about slow ranks.
     assert {json.loads(line)["event"] for line in whole} - {"warning"} == {"run", "step", "eval"}
     text = (written / "result_0.txt").read_text()
     assert '"run_start"' in text
-    assert '"success"' not in text  # if the metrics failed first, the log may have room to end as aborted
+    assert '"success"' not in text  # the status may be "aborted", or missing without room for it

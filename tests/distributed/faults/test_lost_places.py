@@ -1,5 +1,5 @@
-"""One rank of a tensor or pipeline group is slow and another is killed. The messages name the position of each in the
-model, and the run resumes from its checkpoint.
+"""With tensor and pipeline parallelism, one rank is slow and another is killed. The messages name their positions in
+the mesh, and the run resumes from its checkpoint.
 """
 
 import re
@@ -18,7 +18,7 @@ from tests.distributed.test_shapes import same_steps, without_dropout
 EVERY, LENGTH = 4, 14
 SHAPE = ["--parallel.pipeline=2", "--parallel.tensor=2"]
 PLACES = "data 0, pipeline 0, tensor 1", "data 0, pipeline 1, tensor 1"
-"""Positions of ranks 1 and 3 of four."""
+"""Positions in the mesh of ranks 1 and 3, of four ranks."""
 
 
 def settings(folder: Path) -> dict[str, object]:
@@ -31,8 +31,8 @@ def settings(folder: Path) -> dict[str, object]:
 def test_slow_and_killed_ranks_are_named_with_their_places_and_the_run_goes_on(
     small_run: SmallRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All steps equal the steps of a run on one rank."""
-    monkeypatch.setenv("AT_STEP", str(LENGTH))  # two of these steps are warm-up steps
+    """The steps before the fault and after resuming equal the steps of an undisturbed run on one rank."""
+    monkeypatch.setenv("AT_STEP", str(LENGTH))  # rank 3 dies before the end, as warm-up steps count too
     unbroken, broken, resumed = (tmp_path / name for name in ("unbroken", "broken", "resumed"))
     trained(small_run, unbroken, 1, **settings(unbroken))
     changes = settings(tmp_path)
@@ -54,6 +54,6 @@ def test_slow_and_killed_ranks_are_named_with_their_places_and_the_run_goes_on(
         assert again.ends() == [1] * 4, again.output  # the target is missed because the tokens are random
     found = re.search(r"# resumed from: .*/step_(\d{8})\n", result_of(resumed).read_text())
     assert found
-    assert int(found[1]) in (EVERY, 2 * EVERY, 3 * EVERY)  # a checkpoint is written while later steps run
+    assert int(found[1]) in (EVERY, 2 * EVERY, 3 * EVERY)  # a checkpoint is written in the background
     same_steps(unbroken, resumed, since=int(found[1]) + 1)
     assert f'"samples_count": {16 * LENGTH}' in result_of(resumed).read_text()

@@ -1,6 +1,6 @@
-"""Captured runs of two ranks give the losses of an eager run, and leave no graph when the process groups are destroyed.
+"""Runs with CUDA graphs on two ranks: same losses as without graphs, and no graph is left when process groups end.
 
-They run on a CPU, with stand-ins for CUDA graphs and NCCL.
+They run on a CPU, with test doubles for CUDA graphs and NCCL.
 """
 
 import signal
@@ -23,14 +23,14 @@ SETTINGS: dict[str, object] = {
     "training__reduction": "sharded_world",
     "evaluation__interval_samples": 160,
 }
-"""With these settings, micro-batches have two roles and several shapes."""
+"""Settings with which micro-batches have two roles (first and last of a step) and several shapes."""
 
 
 def captured(mode: str, *arguments: str) -> int:
-    """Run ``bert.train`` in a mode on a rank.
+    """Run ``bert.train`` on a rank in one of several modes.
 
-    The mode "eager" pads as a captured run does but captures nothing, "few" captures only the smallest shape, and
-    "refused" raises an error after capturing.
+    The mode "eager" pads like a captured run but captures nothing, "few" captures only the smallest shape, "refused"
+    raises an error after capturing, and any other mode captures all shapes.
     """
     with ExitStack() as stack:
         stack.enter_context(recordable_attention())
@@ -55,7 +55,7 @@ def start(run: SmallRun, results: Path, mode: str, **changes: object) -> Ranks:
 
 
 def test_a_captured_run_is_the_run_and_ends(small_run: SmallRun, tmp_path: Path) -> None:
-    """The log also says whether some micro-batches ran without a graph."""
+    """The log also reports that some micro-batches ran without a graph, which is so in the mode "few"."""
     found, logs = [], []
     for mode in ("eager", "few"):
         with start(small_run, tmp_path / mode, mode) as ranks:

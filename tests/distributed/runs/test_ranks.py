@@ -1,4 +1,4 @@
-"""The same run on 1, 2 and 4 ranks over gloo gives the same losses and the same log."""
+"""Runs on 1, 2 and 4 ranks over gloo with the same settings give the same losses and logs."""
 
 import signal
 from pathlib import Path
@@ -30,7 +30,7 @@ def test_more_ranks_give_the_same_losses(small_run: SmallRun, tmp_path: Path) ->
 
 
 def test_evaluated_and_saved_weights_are_whole(small_run: SmallRun, tmp_path: Path) -> None:
-    """The run ends between evaluations. Its steps are so large that outdated weights would change the results."""
+    """Steps are so large that evaluating or saving old weights of another rank's shard would change the results."""
     saved, counts = [], []
     for reduction in ("flat", "sharded"):
         folder = tmp_path / reduction
@@ -80,7 +80,7 @@ def test_a_signal_ends_the_run_as_aborted_with_the_log_complete(small_run: Small
 def test_where_agents_start_again_a_rank_that_gets_no_signal_of_its_own_asks_for_it(
     small_run: SmallRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The signal means that one host is to leave the run, so the other host's rank ends as after a fault."""
+    """A signal to one rank means that its host leaves the run. The other rank ends as after a fault, to be restarted."""
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
     arguments = small_run.arguments(tmp_path, **ENDLESS)
     with Ranks(["hurry:0,hurry:1", *arguments], 2, faulty) as started:

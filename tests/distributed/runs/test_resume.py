@@ -1,4 +1,4 @@
-"""Runs that resume from a checkpoint: the same losses on any number of ranks, and after a kill under torchrun."""
+"""Resuming from a checkpoint: the same losses on any number of ranks, and a restart by torchrun after a kill."""
 
 import json
 import os
@@ -37,14 +37,14 @@ def settings(folder: Path, **changes: object) -> dict[str, object]:
 
 
 def kept(checkpoints: Path, target: Path, step: int) -> Path:
-    """Make a folder with only one checkpoint, as if the run had ended there."""
+    """Copy the checkpoint of one step to a new folder, as if the run had ended there."""
     target.mkdir()
     shutil.copytree(checkpoints / f"step_{step:08}", target / f"step_{step:08}")
     return target
 
 
 def assert_same(steps: list[dict[str, float]], resumed: list[dict[str, float]], one: Path, other: Path) -> None:
-    """Check that the steps of a run and of the resumed run, and checkpoints of both, are equal to the last bit."""
+    """Check that the steps and the checkpoints of a run and of the resumed run are equal bit for bit."""
     assert [[step[name] for name in PARTS] for step in resumed] == [[step[name] for name in PARTS] for step in steps]
     for name in ("model.safetensors", "momentum.safetensors", "variance.safetensors"):
         assert (one / name).read_bytes() == (other / name).read_bytes(), name
@@ -52,7 +52,7 @@ def assert_same(steps: list[dict[str, float]], resumed: list[dict[str, float]], 
 
 @pytest.fixture(scope="module")
 def whole(small_run: SmallRun, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, float]]]:
-    """Train on 2 ranks with dropout from beginning to end, writing checkpoints."""
+    """Train on 2 ranks with dropout and without interruption; return the folder and the step records."""
     folder = tmp_path_factory.mktemp("whole")
     steps = train(small_run, folder, 2, **settings(folder / "checkpoints", model__hidden_dropout=0.1))
     assert [record["step"] for record in steps] == list(range(1, STEPS + 1))
@@ -75,7 +75,7 @@ def test_the_same_ranks_go_on_with_the_same_losses_to_the_last_bit(
 
 
 def test_in_fp8_the_same_ranks_go_on_to_the_last_bit(small_run: SmallRun, tmp_path: Path) -> None:
-    """Each rank has its own scales until a checkpoint is written."""
+    """Ranks have different FP8 scales until they write a checkpoint, which unifies the scales."""
     changes = settings(tmp_path / "checkpoints", training__precision="fp8", model__num_hidden_layers=3)
     changes |= {"training__max_samples": 16 * 8, "evaluation__interval_samples": 16 * 8, "checkpoint__every_steps": 3}
     steps = train(small_run, tmp_path / "whole", 2, **changes)
@@ -93,7 +93,7 @@ def test_a_resumed_log_says_so_and_is_no_timed_result(
 ) -> None:
     start = kept(whole[0] / "checkpoints", tmp_path / "kept", 8)
     path = start / "step_00000008" / "state.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"optimizer_steps": 6}))  # as if two were skipped
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"optimizer_steps": 6}))  # as if two steps were skipped
     changes = {"model__hidden_dropout": 0.1, "resume": start, "training__max_samples": 16 * STEPS}
     assert "(resumed: no timed result)" in trained(small_run, tmp_path, 1, evaluation__interval_samples=96, **changes)
     rates = [record["learning_rate"] for record in records(tmp_path, "step")]
@@ -102,13 +102,13 @@ def test_a_resumed_log_says_so_and_is_no_timed_result(
     result = result_of(tmp_path)
     assert f"# resumed from: {start / 'step_00000008'}\n" in result.read_text()
     keys = [finding.key for finding in check_log(read_log(result)).findings]
-    assert "eval_accuracy" in keys  # the earlier evaluations are in another log
+    assert "eval_accuracy" in keys  # the checker misses the earlier evaluations
 
 
 def test_other_ranks_go_on_with_the_same_losses_to_rounding(small_run: SmallRun, tmp_path: Path) -> None:
     """Resume a run of 2 ranks on 4 ranks, and then resume that run on 1 rank.
 
-    There is no dropout, because its random numbers depend on the rank.
+    Dropout is off, because its masks depend on the number of ranks.
     """
     checkpoints = tmp_path / "checkpoints"
     steps = train(small_run, tmp_path, 2, **settings(checkpoints))
@@ -162,7 +162,7 @@ def test_two_runs_at_a_time_do_not_share_a_folder(
     first.send_signal(signal.SIGTERM)
     first.wait(PATIENCE_S)
     assert len(list(folder.glob("step_*"))) == 1
-    # A run that resumes from another folder must not take these checkpoints for its own.
+    # A run that resumes from another folder must not mix its checkpoints with those of the first run.
     changes = settings(folder, resume=whole[0] / "checkpoints", model__hidden_dropout=0.1)
     third = Program("bert.train", small_run.arguments(tmp_path / "third", **changes))
     assert third.wait(PATIENCE_S) == 2

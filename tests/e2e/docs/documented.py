@@ -1,8 +1,8 @@
-"""Run every command of the README and the pages unchanged in a fresh copy of the repository.
+"""Run every command of the README and the pages in docs/ in a fresh copy of the repository.
 
 The commands are the lines of the blocks marked ``sh``. The commands of a group of pages run in order in one copy, so
-that later commands find what earlier ones made. Each group has its own test file, so that workers share the groups.
-Long commands get settings that make them short.
+that later commands find files of earlier commands. Each group has its own test file, so that pytest's workers can run
+groups in parallel. Commands that take long are shortened by additional settings.
 """
 
 import os
@@ -19,11 +19,11 @@ DATA = ("data.md", "own_text.md", "checkpoints.md")
 RESULTS = tuple(page.name for page in PAGES if page.name not in ("README.md", *TRAINING, *DATA))
 
 EASY = " --evaluation.interval-samples 64 --evaluation.target 0.02"
-"""Makes a run reach its target at the first evaluation. ``.ci/run`` runs the README's first commands unchanged."""
+"""Settings with which a run reaches its target at once. ``.ci/run`` runs the README's first commands without them."""
 SHORT = " --training.max-samples 320 --evaluation.interval-samples 320 --evaluation.target 0.0001"
-"""Makes a run train to its end, with a target of one correct masked token in some hundreds."""
+"""Settings with which a run trains 320 samples and reaches a target that needs one correct masked token."""
 SHORTENED = {
-    r"^\./run_tests\.sh$": "./run_tests.sh --collect-only --numprocesses 0 tests/test_imports.py",  # avoids recursion
+    r"^\./run_tests\.sh$": "./run_tests.sh --collect-only --numprocesses 0 tests/test_imports.py",  # avoid recursion
     r"^\./run_tests\.sh tests/kernels$": "./run_tests.sh --collect-only --numprocesses 0 tests/kernels/test_registry.py",
     r"^PIP_EXTRA_INDEX_URL=.* \./run_and_time\.sh$": "./run_and_time.sh --prepare",
     r"^\./run_and_time\.sh h100_1x8$": "./run_and_time.sh tiny_cpu 1 --",
@@ -43,19 +43,19 @@ SHORTENED = {
     r"^python -m cluster tune tiny_cpu$": r"set -o pipefail; \g<0> --seconds 10 | grep 'kept for tiny_cpu on '",
     r"^python -m tests\.kernels\.compiled$": r"env -u TRITON_INTERPRET \g<0>",
     r"^python benchmarks/gpu\.py": r"env -u TRITON_INTERPRET \g<0> --device cpu --tiny --out results/gpu",
-    r"--part (step|fp8),\w+": r"--part \1",  # tests/benchmarks runs the other parts
+    r"--part (step|fp8),\w+": r"--part \1",  # tests/benchmarks tests the other parts
     r"benchmarks/data_stages/prepare\.py": r"\g<0> --rounds 1 --dupe-factor 2 --text README.md docs/data.md",
     r"benchmarks/training/cpu_step\.py": r"\g<0> --workload tiny --repeats 1",
 }
-"""Replacements of patterns in commands, applied in this order."""
+"""Patterns in commands and their replacements, applied in this order."""
 FIRST = "./run_and_time.sh"
-"""``tests/e2e/test_rendezvous.py`` runs this command and checks its output and files."""
+"""README command that ``tests/e2e/test_rendezvous.py`` runs, checking its output and files."""
 MAY_MISS_TARGET = re.compile(r"-m bert\.train tiny_cpu --training\.max-samples")
-"""The pages show these commands with too few samples on purpose. Exit status 1 means that the target was missed."""
+"""Commands that train on few samples and may miss the target, which gives exit status 1."""
 
 
 def commands(*names: str) -> list[str]:
-    """Return the commands of these pages in order. A command that is also on an earlier page belongs to that page only."""
+    """Return the commands of these pages in order, without commands that an earlier page shows."""
     first: dict[str, str] = {}
     for page in PAGES:
         for block in re.findall(r"```sh\n(.*?)```", page.read_text(encoding="utf-8"), re.S):
@@ -66,11 +66,11 @@ def commands(*names: str) -> list[str]:
 
 
 def assert_works(command: str, checkout: Path) -> None:
-    """Run a command in a copy of the repository as a reader would, with the environment's programs on the path."""
+    """Run a command in a copy of the repository as in an activated environment, and check that it succeeds."""
     shown = command
     for pattern, replacement in SHORTENED.items():
         shown = re.sub(pattern, replacement, shown)
-    # One thread per process: beside another busy test, two threads are many times slower than one.
+    # Use one thread per process, because two threads are many times slower if other tests use the cores.
     path = f"{checkout}/.venv/bin:{os.environ['PATH']}"
     done = start("bash", "-c", shown, cwd=checkout, PATH=path, OMP_NUM_THREADS="1")
     allowed = {0, 1} if MAY_MISS_TARGET.search(command) else {0}

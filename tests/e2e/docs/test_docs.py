@@ -1,4 +1,4 @@
-"""The README's commands, and the links and results on all pages. The pages' commands are tested in separate files."""
+"""The README's commands, and links and results on all pages. Other files in this folder test the pages' commands."""
 
 import re
 from pathlib import Path

@@ -1,8 +1,8 @@
-"""A Slurm cluster on this machine only: the real controller and one daemon per node, on the loopback interface.
+"""A Slurm cluster on this machine: the real controller and one daemon per node, on the loopback interface.
 
-It uses no systemd, no cgroups and no accounting, so that it runs in a container. The daemons need root. They run in the
-background and would outlive tests that are killed. Therefore a process of this file watches its standard input and
-stops the daemons when the tests close their end or die.
+The cluster uses no systemd, no cgroups and no accounting, so that it runs in a container. The daemons need root. They
+run in the background and would outlive tests that are killed. Therefore a helper process, which runs this file, stops
+the daemons when its standard input is closed, at the end of the tests or when they are killed.
 """
 
 import contextlib
@@ -57,7 +57,7 @@ PartitionName=debug Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 
 
 def missing() -> str | None:
-    """Return the reason why no cluster can start here, for ``pytest.mark.skipif``, or None."""
+    """Return the reason why no cluster can start here, or None."""
     if os.geteuid() != 0:
         return "Slurm's daemons need root"
     absent = [program for program in PROGRAMS if not shutil.which(program)]
@@ -93,7 +93,7 @@ class Cluster:
 
     def stop(self) -> None:
         """Stop all jobs and daemons. munged stops last, because the other daemons use it while they stop."""
-        with contextlib.suppress(AssertionError, subprocess.TimeoutExpired):  # the controller itself may have failed
+        with contextlib.suppress(AssertionError, subprocess.TimeoutExpired):  # the controller may be dead
             self.run("scancel", "--full", "--signal=KILL", "--user=root")
             self.run("scancel", "--user=root")
             self.wait_for(lambda: not self.run("squeue", "-h"), 20)
@@ -106,7 +106,7 @@ class Cluster:
                 daemon.kill()
 
     def run(self, *command: str, cwd: Path | None = None, **env: str) -> str:
-        """Run a command on the cluster and return its output. A dead controller would make it hang without the timeout."""
+        """Run a command and return its output. Slurm's commands hang if the controller is dead, hence the timeout."""
         variables = os.environ | self.environment | env
         done = subprocess.run(command, cwd=cwd, env=variables, capture_output=True, text=True, timeout=240, check=False)
         assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
@@ -117,7 +117,7 @@ class Cluster:
         return dict(re.findall(r"(\w+)=(\S*)", self.run("scontrol", "show", "job", number)))
 
     def wait_for(self, condition: Callable[[], bool], seconds: float = 600) -> None:
-        """Wait until ``condition()`` holds. ``sbatch --wait`` would poll at growing intervals."""
+        """Wait until ``condition()`` holds, with less delay than ``sbatch --wait``, whose polling interval grows."""
         deadline = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < deadline, f"not within {seconds} s; {self.run('squeue')}"
@@ -131,7 +131,7 @@ class Cluster:
 
 @contextlib.contextmanager
 def running_cluster(folder: Path) -> Iterator[Cluster]:
-    """Start a cluster. A helper process, which also runs this file, stops it at the end of the block or if the test dies."""
+    """Start a cluster, and a helper process that stops it at the end of the block or if the tests are killed."""
     watch = [sys.executable, "-m", "tests.e2e.slurm.slurm_cluster", str(folder)]
     with subprocess.Popen(watch, cwd=REPOSITORY, stdin=subprocess.PIPE, start_new_session=True):
         cluster = Cluster(folder)

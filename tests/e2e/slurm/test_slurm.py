@@ -20,7 +20,7 @@ from tests.e2e.test_scripts import status_of
 
 RESULTS = Path("results/tiny_cpu/bert")
 SHORT = ("--", "--evaluation.interval-samples", "160", "--log.interval-steps", "5", "--evaluation.target", "0.02")
-"""Settings with which the unchanged recipe reaches its target at once."""
+"""Settings with which tiny_cpu reaches its target at the first evaluation."""
 
 pytestmark = [
     pytest.mark.skipif(missing() is not None, reason=str(missing())),
@@ -36,7 +36,6 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 @pytest.fixture
 def no_results(checkout: Path) -> None:
-    """Empty the checkout's results folder."""
     shutil.rmtree(checkout / "results", ignore_errors=True)
     (checkout / "results").mkdir()
 
@@ -48,7 +47,7 @@ def submit(cluster: Cluster, checkout: Path, *arguments: str, options: tuple[str
 
 
 def small(run: SmallRun, results: str = "results", samples: int = 10_000_000, **changes: object) -> list[str]:
-    """Return settings of a very small, endless run with a target that it does not reach."""
+    """Return settings of a run with a very small model that by default goes on until it is stopped."""
     settings = {"training__max_samples": samples, "evaluation__interval_samples": 1600} | changes
     return ["--", *run.arguments(Path(results), **settings)[1:]]
 
@@ -59,7 +58,7 @@ def output(checkout: Path, job: str) -> str:
 
 
 def training(cluster: Cluster, checkout: Path, number: int, folder: Path = RESULTS) -> None:
-    """Wait until run ``number`` has trained for some steps."""
+    """Wait until run ``number`` has logged a step."""
     path = checkout / folder / f"metrics_{number}.jsonl"
     cluster.wait_for(lambda: path.exists() and '"event": "step"' in path.read_text())
 
@@ -83,7 +82,7 @@ def test_two_tasks_train_and_the_job_reports(cluster: Cluster, checkout: Path) -
 def test_tasks_come_in_the_order_of_place(
     cluster: Cluster, checkout: Path, small_run: SmallRun, tmp_path: Path
 ) -> None:
-    """Use the srun options of `launch/slurm.sub`. The cluster view reverses Slurm's default order of nodes."""
+    """``cluster place`` writes nodes in the reverse of Slurm's order, and tasks start in that order."""
     view, hosts = made_up(hosts=2, ranks=1), tmp_path / "hosts.txt"
     named = tuple(replace(host, name=name) for host, name in zip(view.hosts, ("n2", "n1"), strict=True))
     write_view(replace(view, hosts=named, collectives=(), outliers=()), tmp_path / "cluster.json")
@@ -117,7 +116,7 @@ def test_requeued_job_repeats_what_was_cut_off(cluster: Cluster, checkout: Path,
     (checkout / folder / "result_2.txt").write_text("of somebody else\n")
     cluster.run("scontrol", "requeue", job)
     cluster.wait_for(lambda: cluster.job(job)["JobState"] == "PENDING")
-    cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now")  # Slurm holds requeued jobs back for two minutes
+    cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now")  # do not wait the two minutes that Slurm would
     assert cluster.finish(job)["ExitCode"] == "1:0", output(checkout, job)
     assert "restart 1: 1 of 2 run(s) are done" in output(checkout, job)
     assert (checkout / folder / "result_0.txt").read_bytes() == first
@@ -136,7 +135,7 @@ def test_requeued_job_repeats_what_was_cut_off(cluster: Cluster, checkout: Path,
 def test_requeued_job_goes_on_with_the_nodes_that_are_left(
     cluster: Cluster, checkout: Path, small_run: SmallRun
 ) -> None:
-    """One node goes down while the job waits. The job restarts on the other node and redistributes the batch."""
+    """One node goes down while the requeued job waits. The job resumes on the other node with the same global batch."""
     checkpoints = {"log__division": "open", "checkpoint__folder": "results/checkpoints", "checkpoint__every_steps": 5}
     job = submit(cluster, checkout, "tiny_cpu", "1", *small(small_run, **checkpoints), options=("-N1-2",))
     cluster.wait_for(lambda: any((checkout / "results").glob("checkpoints/step_*/state.json")))
@@ -146,7 +145,7 @@ def test_requeued_job_goes_on_with_the_nodes_that_are_left(
     try:
         cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now")
         cluster.wait_for(lambda: (checkout / RESULTS / "result_0.txt.cut-off-1").exists())
-        # The new log exists only after the old metrics, too, have been moved.
+        # Wait for the new log, because until then the old metrics may not have been renamed.
         cluster.wait_for(lambda: (checkout / RESULTS / "result_0.txt").exists())
         training(cluster, checkout, 0)
         cluster.run("scancel", job)
@@ -192,7 +191,7 @@ def test_an_array_of_tasks_makes_the_data_and_one_of_them_ends_with_everything(
 def test_a_job_that_is_ended_leaves_an_aborted_log(
     cluster: Cluster, checkout: Path, small_run: SmallRun, signal_to: tuple[str, ...], state: str
 ) -> None:
-    """Near the time limit, ``#SBATCH --signal=B:TERM@120`` sends a signal only to the batch script."""
+    """``scancel`` signals all tasks. Near the time limit, ``--signal=B:TERM@120`` signals only the batch script."""
     job = submit(cluster, checkout, "tiny_cpu", "2", *small(small_run))
     training(cluster, checkout, 0)
     cluster.run("scancel", *signal_to, job)
@@ -207,7 +206,7 @@ def test_a_job_that_is_ended_leaves_an_aborted_log(
 def test_dead_task_fails_the_job(cluster: Cluster, checkout: Path, small_run: SmallRun) -> None:
     job = submit(cluster, checkout, "tiny_cpu", "2", *small(small_run))
     training(cluster, checkout, 0)
-    # Another cluster on this machine may have a job of the same number.
+    # Match the cluster too, because another one on this machine may have a job with this number.
     task = cluster.environment | {"SLURM_JOB_ID": job, "SLURM_PROCID": "1"}
     processes = psutil.process_iter(["cmdline", "environ"])
     victim = next(

@@ -25,7 +25,7 @@ def scalar(value: float) -> Tensor:
 
 @pytest.fixture(params=["reference", "triton"])
 def casts(request: pytest.FixtureRequest) -> ModuleType:
-    """The definitions of the casts, and Triton's kernels in its interpreter."""
+    """Module that implements the casts: the definitions, or Triton's kernels in the interpreter."""
     if request.param == "triton":
         pytest.importorskip("triton")
     return importlib.import_module(f"kernels.{request.param}.fp8")
@@ -89,7 +89,7 @@ def test_amax_is_raised_in_place_by_what_is_not_scaled(
 
 
 def test_columns_are_summed_in_fp32(casts: ModuleType):
-    """bf16 represents each of the 1,000 equal terms exactly, but not their sums. FP8 represents neither."""
+    """bf16 represents each of the 1,000 equal terms exactly but not their sums. FP8 represents neither exactly."""
     x = torch.full((1000, 16), 1.0078125, dtype=torch.bfloat16)
     *_, total = casts.cast_transpose_sum_fp8(x, scalar(1.0), scalar(0.0), E5M2)
     assert total.dtype == torch.float32

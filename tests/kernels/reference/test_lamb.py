@@ -1,5 +1,5 @@
 # pyright: reportArgumentType=false, reportCallIssue=false
-"""LAMB compared with float64 NumPy, the segments of a model, and the learning rate."""
+"""LAMB compared with NumPy in float64, the division of a model into segments, and the learning rate."""
 
 import importlib.util
 import math
@@ -34,7 +34,7 @@ EITHER = pytest.mark.parametrize("implementation", ["reference", pytest.param("t
     seed=st.integers(0, 2**31),
 )
 def test_matches_numpy(parts, zero_weights, gradient_scale, betas, weight_decay, seed):
-    """One segment starts at zero. Large gradients are clipped, and small ones are not."""
+    """Drawn inputs include weights that start at zero, and gradients above and below the clipping limit."""
     segments = LambSegments(tuple(size for size, _ in parts), tuple(adapted for _, adapted in parts))
     generator = torch.Generator().manual_seed(seed)
     flat = torch.randn(sum(segments.sizes), generator=generator, dtype=torch.float64)
@@ -64,7 +64,7 @@ def test_zero_update_and_zero_weight_leave_a_ratio_of_one(implementation: str):
 @EITHER
 @pytest.mark.parametrize(("bad", "where"), [(math.nan, 0), (math.inf, 71), (-math.inf, -1), (3e38, 4200)])
 def test_a_step_that_is_not_finite_changes_nothing(implementation: str, bad: float, where: int):
-    """A skipped step leaves no trace in the next good step. Finite gradients may have an infinite norm."""
+    """A skipped step does not affect the next step. Large finite gradients also have an infinite norm."""
     segments = LambSegments((70, 4126, 40), (True, True, False))
     flat, first, second = torch.randn(3, 4236, generator=torch.Generator().manual_seed(0)).unbind()
     state = LambState.zeros_like(flat)
@@ -106,7 +106,7 @@ def test_the_sum_of_squares(implementation: str, size: int, magnitude: float):
 
 @pytest.mark.parametrize("beta_2", [0.85437, 0.999])
 def test_the_variance_of_a_constant_gradient_is_its_square(beta_2: float):
-    """fp32 factors beta and 1 - beta would make it 1.3e-5 too large."""
+    """If beta and 1 - beta were rounded to fp32, the variance would be too large by a factor of 1 + 1.3e-5."""
     flat, gradient = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([0.1, -0.2, 0.3])
     state = LambState.zeros_like(flat)
     state.momentum_P.copy_(gradient)
@@ -120,7 +120,7 @@ def test_the_variance_of_a_constant_gradient_is_its_square(beta_2: float):
 
 
 def test_the_step_count_waits_for_a_step_that_is_taken():
-    """The schedule and the bias corrections wait too: the run equals a run without the bad gradients."""
+    """Skipped steps do not advance the schedule and the bias corrections either."""
     flats = [FlatParameters.of(small_model()) for _ in range(2)]
     disturbed, plain = (Lamb(flat, OptimizerConfig(0.1, 10, num_warmup_steps=4)) for flat in flats)
     for bad in (False, True, False, True, True, False):
@@ -149,7 +149,7 @@ def small_model() -> BertForPreTraining:
 
 
 def test_segments_follow_roles():
-    """A segment is a parameter or a third of one. Padding belongs to a parameter's last segment."""
+    """A segment is a parameter or a third of the fused QKV weight. A parameter's last segment includes its padding."""
     model = small_model()
     flat = FlatParameters.of(model)
     sizes = iter(zip(flat.segments.sizes, flat.segments.adapted, strict=True))
@@ -183,7 +183,7 @@ def test_everything_that_a_kernel_reads_is_aligned(recipe: str, ranks: int):
 
 
 def test_padding_stays_zero_and_has_no_part_in_any_norm():
-    """The vocabulary and hidden sizes are not multiples of the alignment, but pointers are aligned."""
+    """The sizes of this model are not multiples of the alignment, so parameters need padding."""
     model = BertForPreTraining(ModelConfig(2, 6, 2, 10, 31, 7))
     initialize_(model, torch.Generator().manual_seed(0))
     flat = FlatParameters.of(model, 3)
@@ -203,9 +203,9 @@ def test_padding_stays_zero_and_has_no_part_in_any_norm():
 @pytest.mark.parametrize(
     ("base", "train_steps", "warmup", "start", "expected"),
     [
-        # no warm-up: base * (1 - step / train_steps) from the first step
+        # no warm-up: the rate is base * (1 - step / train_steps) from the first step
         (4.25e-4, 6700, 0, 0, {0: 4.25e-4, 3350: 2.125e-4, 6700: 0.0, 7000: 0.0}),
-        # one round's 64-GPU schedule: 100 warm-up steps from step -25; then the absolute step counts, so the rate jumps
+        # as submitted on 64 GPUs: warm-up steps -25 to 74, then decay by the absolute step, so the rate jumps
         (1.5e-3, 1271, 100, -25, {0: 3.75e-4, 74: 1.485e-3, 75: 1.5e-3 * (1 - 75 / 1271)}),
         # "flat" schedule: nearly the base rate for 330 steps, then a drop to 0.529 of the base rate
         (2.58e-3, 700, 200330, -200000, {0: 2.58e-3 * 200000 / 200330, 330: 2.58e-3 * (1 - 330 / 700)}),

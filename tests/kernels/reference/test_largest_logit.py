@@ -1,4 +1,4 @@
-"""How evaluation picks the largest logit, tested for every implementation."""
+"""Counting correct predictions: which logit is the largest if several are equal, nearly equal or NaN."""
 
 import importlib
 import importlib.util
@@ -15,7 +15,7 @@ SIXTEEN_BITS = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16],
 
 @pytest.fixture(params=["reference.ops", "triton.loss"])
 def masked_lm_loss(request: pytest.FixtureRequest) -> Loss:
-    """Every implementation; Triton's kernels run in the interpreter."""
+    """Each implementation of the loss. Triton's kernels run in the interpreter."""
     if request.param == "triton.loss" and importlib.util.find_spec("triton") is None:
         pytest.skip("triton is not installed")
     return importlib.import_module(f"kernels.{request.param}").masked_lm_loss
@@ -31,7 +31,7 @@ def correct(masked_lm_loss: Loss, hidden: Tensor, decoder: Tensor, bias: Tensor,
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("vocabulary", [12, 5000])
 def test_of_equal_logits_the_lowest_index_counts(masked_lm_loss: Loss, vocabulary: int, dtype: torch.dtype):
-    """The largest logit is shared by an early, a middle and the last class."""
+    """Three classes have the largest logit: one near the start, one in the middle, and the last one."""
     tied = [3, vocabulary // 2, vocabulary - 1]
     decoder = torch.ones(vocabulary, 4, dtype=dtype)
     decoder[tied] = 2.0
@@ -43,7 +43,7 @@ def test_of_equal_logits_the_lowest_index_counts(masked_lm_loss: Loss, vocabular
 @SIXTEEN_BITS
 @pytest.mark.parametrize("autocast", [True, False])
 def test_what_16_bits_would_make_equal_is_not(masked_lm_loss: Loss, dtype: torch.dtype, autocast: bool):
-    """16.001 and 16.003 both round to 16 in bf16 and fp16."""
+    """The logits 16.001 and 16.003 both round to 16 in bf16 and fp16, but their fp32 values must be compared."""
     operands = torch.float32 if autocast else dtype
     for places in ((3, 9), (9, 3)):
         decoder = torch.zeros(40, 2, dtype=operands)

@@ -54,7 +54,7 @@ def test_every_argument_counts_and_gives_an_independent_mask(other: dict[str, in
 
 @pytest.mark.parametrize(("rows", "columns"), [(1, 0), (0, 1), (0, 2), (0, 7), (0, 8), (0, 16), (1, 1), (1, 16)])
 def test_neighbours_are_independent(rows: int, columns: int):
-    """The product of two indicators has the mean of independent indicators, within a draw and across draws."""
+    """Two neighbors are dropped as often as independent elements, even if one call of Philox yields both."""
     dropped = (~mask(0.5)).double()
     both = dropped[rows:, columns:] * dropped[: dropped.shape[0] - rows, : dropped.shape[1] - columns]
     assert abs(both.mean().item() - 0.25) < 5 * math.sqrt(0.25 * 0.75 / both.numel())

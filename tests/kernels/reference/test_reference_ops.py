@@ -1,4 +1,4 @@
-"""Dropout in the definitions and in PyTorch's implementations of ops.
+"""Dropout in the ops' definitions (implementation "reference") and in their implementations by PyTorch.
 
 Everything else in the definitions is compared with Hugging Face, through the whole model (``tests/bert/test_model.py``).
 """

@@ -1,5 +1,5 @@
 # pyright: reportCallIssue=false
-"""Extreme values: far tails, logits that overflow, sums that 16 bits cannot represent, and ignored slots."""
+"""Extreme values: very negative scores, logits whose exponentials overflow, and factors that bf16 cannot hold."""
 
 from typing import Any
 
@@ -31,14 +31,14 @@ def test_far_tails_of_gelu_and_zero() -> None:
 
 @pytest.mark.parametrize("scale", [1e-20, 10.0, 1e4])
 def test_extreme_scores_stay_finite(scale: float) -> None:
-    """All scores are far below 0, so that exponentials of positions after a sequence's end would overflow."""
+    """Scores are far below 0. If a masked position had the score 0, exp(score - maximum) would overflow."""
     sizes = Size((3, 35), 35, hidden=64, heads=2)
     query, key, value, *others, _ = example_inputs("varlen_attention", CPU, torch.float32, sizes)[0]
     arguments = [query.abs() * scale, -key.abs() * scale, value, *others], {}
     oracle = outcome(reference.varlen_attention, arguments, torch.float64).tensors
     for got, exact in zip(outcome(varlen_attention, arguments).tensors, oracle, strict=True):
         assert got.isfinite().all()
-        if scale < 1e4:  # at larger scales rounding alone decides which key has the largest score
+        if scale < 1e4:  # at larger scales, rounding decides which key wins
             assert (got - exact).abs().max() <= 1e-2 * exact.abs().max() + 1e-6
 
 
@@ -59,7 +59,7 @@ def test_ignored_slots_are_inert_whatever_they_hold() -> None:
 
 @pytest.mark.parametrize("height", [1e4, -1e4])
 def test_logits_far_from_zero_and_classes_that_cannot_be(height: float) -> None:
-    """Exponentials neither overflow nor vanish, and a class whose bias is -inf is excluded."""
+    """Exponentials of large logits neither overflow nor vanish, and a class with bias -inf gets no probability."""
     hidden, decoder, bias, labels = loss_inputs(4, 2000)
     bias = bias.detach() + height
     bias[:1100] = float("-inf")
@@ -72,7 +72,7 @@ def test_logits_far_from_zero_and_classes_that_cannot_be(height: float) -> None:
 
 
 def test_a_backward_pass_twice_and_in_part() -> None:
-    """A backward pass does not consume the saved gradient. Inputs that need no gradient get none."""
+    """A first backward pass leaves the saved gradient intact for a second one. Frozen inputs get no gradient."""
     hidden, decoder, bias, labels = loss_inputs(5, 70)
     found, _ = loss.masked_lm_loss(hidden, decoder.detach(), bias.detach(), labels)
     (once,) = torch.autograd.grad(found, hidden, retain_graph=True)
@@ -81,7 +81,7 @@ def test_a_backward_pass_twice_and_in_part() -> None:
 
 
 def test_the_upstream_gradient_is_not_rounded_to_the_operands_type() -> None:
-    """bf16 would round the factor to 1."""
+    """The upstream gradient is 1 + 2^-9, which bf16 would round to 1."""
     hidden, decoder = torch.zeros(32, 1, dtype=torch.bfloat16), torch.zeros(2, 1, dtype=torch.bfloat16)
     bias = torch.zeros(2, requires_grad=True)
     found, _ = loss.masked_lm_loss(hidden, decoder, bias, torch.ones(32, dtype=torch.int64))

@@ -14,7 +14,7 @@ from tests.kernels.accuracy import CPU
 IN_TRITON = [name for name, op in OPS.items() if "triton" in op.implementations]
 
 FIRST = {"embedding_layer_norm": 3, "attention_backward_cast_fp8": 1}
-"""Index of the input whose type is checked, for ops where it is not the first input."""
+"""Index of the input whose type an op checks, for ops that do not check the first input."""
 
 
 def reasons(op: str, changes: dict[int, Callable[[Any], object]]) -> str:

@@ -1,4 +1,4 @@
-"""LAMB in Triton's interpreter, compared with float64 and with plain PyTorch in the same type."""
+"""LAMB in Triton's interpreter, compared with NumPy in float64 and with plain PyTorch in the same type."""
 
 from dataclasses import replace
 from types import ModuleType
@@ -83,13 +83,13 @@ def test_as_exact_as_plain_pytorch(layout: str, scale: float, hyper: LambHyperpa
 
 
 def test_more_chunks_than_are_added_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A segment needs several rounds of sums, like BERT-Large's word embeddings."""
+    """Like BERT-Large's word embeddings, a segment has too many chunks to add up in one round."""
     monkeypatch.setattr(triton_lamb, "REDUCTION", 2)
     test_as_exact_as_plain_pytorch("as in BERT", 1.0, HYPERPARAMETERS)
 
 
 def test_a_first_step_that_is_not_finite_leaves_what_minus_zero_and_epsilon_zero_would_break() -> None:
-    """With new moments and epsilon 0, directions are 0 / 0. A weight of -0 keeps its sign."""
+    """With zero moments and epsilon 0, the update would be 0 / 0. Adding 0 would turn a weight of -0 into +0."""
     weights = torch.tensor([-0.0, 1.0, 2.0])
     state, segments = LambState.zeros_like(weights), LambSegments((3,), (True,))
     hyper = replace(HYPERPARAMETERS, epsilon=0.0)
@@ -101,7 +101,7 @@ def test_a_first_step_that_is_not_finite_leaves_what_minus_zero_and_epsilon_zero
 
 
 def test_groups_step_as_all_segments_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Results are equal bit for bit, and a skipped step counts once. The interpreter truncates the bf16 copies."""
+    """Results are equal bit for bit, except that the interpreter truncates to bf16. A skipped step counts once."""
     segments = LAYOUTS["as in BERT"]
     flat, gradients = weights_and_gradients(segments, 2)
     gradients.append(torch.full_like(flat, torch.nan))
@@ -123,7 +123,7 @@ def test_groups_step_as_all_segments_at_once(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("group", [1 << 30, 2100, 1])
 def test_casts_are_those_of_a_pass_of_their_own(monkeypatch: pytest.MonkeyPatch, group: int) -> None:
-    """Casts in the step equal separate casts. Weights have one or more segments and groups. The last step is skipped."""
+    """FP8 casts in a step equal separate casts of the new weights, also if the step is skipped, as the last one is."""
     monkeypatch.setattr(triton_lamb, "GROUP", group)
     segments = LambSegments((1024, 1024, 1024, 21, 43, 80 * 32), (True,) * 6)
     flat, gradients = weights_and_gradients(segments, 2)

@@ -46,7 +46,7 @@ def trained(implementation: str, config: ModelConfig, batch: Batch) -> Trained:
     ("p", "bucket"), [(0.1, None), (0.0, ShapeBucket(96, len(SAMPLES) + 2, 32, 48))], ids=["dropout", "padded"]
 )
 def test_losses_and_gradients_are_those_of_the_definitions(p: float, bucket: ShapeBucket | None):
-    """conftest fills new memory with NaN, so that rows that no program writes would affect the results."""
+    """conftest.py fills new memory with NaN, so a row that no program writes would change the results."""
     config = replace(MODEL, hidden_dropout=p, attention_dropout=p)
     expected_losses, definition = trained("reference", config, batch_of(SAMPLES))
     losses, gradients = trained("triton", config, batch_of(SAMPLES, shape_bucket=bucket))

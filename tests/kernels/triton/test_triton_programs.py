@@ -1,4 +1,4 @@
-"""All Triton ops with several orders of programs and many lengths, and tests of the test bench itself.
+"""All Triton ops with several orders of programs and several lengths, and tests of the test bench itself.
 
 Every test of kernels checks memory accesses, see ``tests.kernels.interpreted``. The tests here also check that the bench
 detects wrong accesses.
@@ -27,7 +27,7 @@ SEVERAL_PROGRAMS = Size((40, 0, 33, 56), 56, masked=5, hidden=64, heads=2, inter
 """Size for which every grid has several programs on each axis."""
 
 SAME_KERNELS = "varlen_attention"
-"""Op that launches the same kernels as ``varlen_self_attention``."""
+"""Op that is skipped because it launches the same kernels as ``varlen_self_attention``."""
 
 
 @cache
@@ -57,7 +57,7 @@ def test_results_do_not_depend_on_the_order_of_programs(op: str):
 
 
 def test_every_kernel_ran_in_several_programs():
-    """With a single program per kernel the order of programs would not be tested."""
+    """A kernel with a single program would not test the order of programs."""
     modules = [each.name for each in pkgutil.walk_packages(kernels.triton.__path__, "kernels.triton.")]
     known = {
         f"{configuration.kernel.fn.__module__}.{configuration.kernel.__name__}"
@@ -106,7 +106,7 @@ def test_memory_that_nobody_wrote_reaches_results(fault: str):
 
 
 def test_what_lies_between_a_views_elements_is_not_its_own():
-    """The gap may hold, for example, elements of another attention head."""
+    """The gap between a view's elements may hold, for example, elements of another attention head."""
     x, y = torch.arange(8.0), torch.zeros(8, 2)[:, 0]
     with pytest.raises(WrongAccessError, match="store of element 1 of y, which has 15"):
         faulty_kernels.copy[(1,)](x, y, torch.zeros(()), 8, FAULT="none", BLOCK=8)

@@ -1,9 +1,9 @@
 """The training step on the device "meta", whose tensors have no values, so that reading a value is an error.
 
 Forward and backward passes, LAMB and statistics run through Triton's operators, whose fake functions replace the kernels.
-The device is "meta", because PyTorch without CUDA cannot fake gradients on a CUDA device. Meta tensors are not on the
-host, so that transfers of numbers from the host are detected as well. With several ranks, their collectives and messages
-must match, and streams must wait for one another.
+The device is "meta", because PyTorch without CUDA cannot fake gradients on a CUDA device. Transfers from the host are
+detected as well, as they mix CPU and meta tensors. With several ranks, the collectives and messages of all ranks must
+match, and a stream must wait for data of another stream.
 """
 
 from collections import Counter
@@ -55,7 +55,7 @@ def traced_step(mesh: Mesh, config: Config, capturer: CudaCapturer | None = None
 
 
 class Watch(TorchDispatchMode):
-    """Record of all operators, and of operators that mix tensors of the host and the device."""
+    """Record of all operators, and of operators that have tensors on both the CPU and the device."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ def test_a_step_needs_no_value_on_the_host_and_none_from_it(monkeypatch: pytest.
     with ExitStack() as stack:
         for op in OPS.values():
             stack.enter_context(op.using("triton" if "triton" in op.implementations else "reference"))
-        step([BATCH])  # the first call creates tables
+        step([BATCH])  # not watched, because it creates cached tables
         with Watch() as watch:
             step([BATCH, BATCH])
     assert len(watch.operators) > 200
@@ -91,7 +91,7 @@ def test_a_step_needs_no_value_on_the_host_and_none_from_it(monkeypatch: pytest.
 
 @dataclass(frozen=True)
 class Shape:
-    """Configuration of ranks on hosts of ``local_size`` ranks."""
+    """Parallelism and reduction of a traced run, with ``local_size`` ranks on each host."""
 
     reduction: str = "flat"
     tensor: int = 1
@@ -125,11 +125,11 @@ Fault = Callable[[int, pytest.MonkeyPatch], object]
 
 @contextmanager
 def watched(rank: int) -> Iterator[tuple[Timeline, pytest.MonkeyPatch]]:
-    """Choose Triton's implementations and record a rank's timeline in the block."""
+    """Use Triton's implementations in the block, and yield the rank's recorded timeline."""
     with ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
         for op in OPS.values():
             stack.enter_context(op.using("triton" if "triton" in op.implementations else "reference"))
-        # "meta" has no autocast, and PyTorch raises if it is asked about it.
+        # PyTorch raises an error if autocast is used on "meta" or queried for it.
         patch.setattr(torch, "autocast", lambda *_, **__: nullcontext())
         patch.setattr(torch, "is_autocast_enabled", lambda _device=None: False)
         patch.setattr(Statistics, "fetch", lambda _: None)  # the host reads only at evaluations and after the warm-up
@@ -154,7 +154,7 @@ def step_on(rank: int, shape: Shape, capturer: CudaCapturer | None) -> TracedSte
 
 @contextmanager
 def first_step_of_stages() -> Iterator[None]:
-    """Allow one read by the host: a PyTorch schedule's first step asks whether all stages know their shapes."""
+    """Allow the host's read in the first step of PyTorch's schedule, which asks if all stages know their shapes."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Tensor, "item", lambda _: 1)
         # "meta" has no random state to restore.
@@ -176,12 +176,12 @@ def two_steps(rank: int, shape: Shape, captured: bool = False, fault: Fault = la
                 step(batches)
             step(batches)
         except RuntimeError as error:
-            raise error.__cause__ or error from None  # PyTorch's stages wrap errors of a pass in their own error
+            raise error.__cause__ or error from None  # PyTorch's pipeline stages wrap errors
     return timeline
 
 
 def all_ranks(shape: Shape, captured: bool = False, fault: Fault = lambda *_: None) -> list[Timeline]:
-    """Trace two steps of each rank and compare the ranks' calls.
+    """Trace two steps of each rank, and check that the ranks' collectives match and end.
 
     The timeline raises if a stream does not wait for data that it reads or overwrites, or if the host waits.
     """
@@ -202,7 +202,7 @@ def test_ranks_call_the_same_collectives_and_streams_wait(shape: Shape):
     assert len(reduced) >= 20, "beside the backward pass"
     assert (torch.bfloat16 in reduced) == (shape.reduce_dtype == "bf16")
     captured = two_steps(shape.ranks - 1, shape, captured=True)
-    # The warm-up has created the communicators.
+    # The captured run created its communicators during the warm-up, so ignore those of the eager run.
     made = [each for each in own.collectives if not each.name.startswith("communicator")]
     assert captured.collectives == made[-len(captured.collectives) :]
     assert len(captured.collectives) > 30
@@ -213,7 +213,7 @@ def test_ranks_call_the_same_collectives_and_streams_wait(shape: Shape):
 def test_messages_of_stages_meet_and_streams_wait(shape: Shape):
     timelines = all_ranks(shape)
     last = shape.pipeline * shape.virtual_stages - 1
-    for timeline in timelines[: shape.pipeline * shape.tensor]:  # the ranks of one copy
+    for timeline in timelines[: shape.pipeline * shape.tensor]:  # the ranks that share one copy of the model
         messages = Counter(each.group for each in timeline.collectives if each.name.startswith("message"))
         assert all(timeline.rank in ends for ends in messages)
         place = timeline.rank // shape.tensor

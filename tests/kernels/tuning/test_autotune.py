@@ -1,4 +1,4 @@
-"""Measured choice of implementations: it has no other effect on the run, and it drops implementations that fail."""
+"""Choosing implementations by measurement, which drops failing ones and has no other effect on the run."""
 
 import gc
 import weakref
@@ -33,7 +33,7 @@ def grown(x: Tensor) -> Tensor:
 
 
 class Grown:
-    """Op with one implementation per entry of ``times``, in that order. It records calls."""
+    """Test op with an implementation for each name in ``times``, which has the seconds that it seems to take."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, times: dict[str, float]) -> None:
         self.calls: list[str] = []
@@ -66,7 +66,7 @@ class Grown:
         return self._times[self.calls[-1]]
 
     def replayed(self, work: Work) -> Work:
-        """Run ``work``, and run it again as if a CUDA graph captured it."""
+        """Run ``work`` twice, the second time as if a CUDA graph captured it."""
         work()
         self.capturing = True
         try:
@@ -103,7 +103,7 @@ def test_the_fastest_is_measured_and_taken(monkeypatch: pytest.MonkeyPatch):
 def test_what_cannot_be_captured_is_dropped_and_the_next_is_taken(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, measured: int
 ):
-    """Otherwise the capture of the training step would fail."""
+    """An implementation that cannot be captured would make the training step's capture fail."""
     op = Grown(monkeypatch, {"first": 1.0, "second": 3.0, "third": 2.0})
     op.not_capturable = {"first"}
     (choice,) = tune([request_for(torch.rand(measured, 8))], op.replayed, op.timed)
@@ -145,7 +145,7 @@ def test_only_a_choice_is_measured(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.parametrize("in_fp8", [False, True])
 def test_casts_between_fp8_products_count_for_what_does_not_make_them(monkeypatch: pytest.MonkeyPatch, in_fp8: bool):
-    """The definitions replace Triton's kernels, which produce the casts, and a library's attention, which does not."""
+    """A library's attention needs separate FP8 casts, whose time counts. Triton's attention casts its output itself."""
     spent: list[float] = []
 
     def charged(function: Callable[..., Any], seconds: float) -> Callable[..., Any]:
