@@ -37,16 +37,6 @@ class RankModel:
     accumulates: bool
     """Whether the backward passes of matrix products add weight gradients directly to the flat gradient vector."""
 
-    @property
-    def pipeline(self) -> PipelineModel | None:
-        """The model if it is divided into pipeline stages, else None."""
-        return self.model if isinstance(self.model, PipelineModel) else None
-
-    @property
-    def adds_to_table(self) -> bool:
-        """Whether the decoder adds its gradient directly to the gradient of the word embedding table."""
-        return isinstance(self.model.placement, AccumulatingTable)
-
 
 def accumulates_products(device: torch.device, precision: Precision) -> bool:
     """Tell whether matrix products add weight gradients directly to the flat gradient: on a GPU, except in fp32."""

@@ -10,10 +10,10 @@ Exit status: 0 if the accuracy is as expected or no accuracy was expected, 1 if 
 itself exits with 1 in the last two cases.
 """
 
-import math
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from bert.parallel.launch import Launch
@@ -25,14 +25,11 @@ if TYPE_CHECKING:
     from bert.configuration.config import Config
 
 
-def _share(name: str, text: str | None, default: float | None) -> float | None:
-    try:
-        value = default if text is None else float(text)
-    except ValueError:
-        value = math.nan
-    if value is not None and not 0 <= value <= 1:
-        raise ValueError(f"{name} is {text}: expected a share from 0 to 1")
-    return value
+def _share(name: str, text: str) -> float:
+    with suppress(ValueError):
+        if 0 <= float(text) <= 1:
+            return float(text)
+    raise ValueError(f"{name} is {text}: expected a share from 0 to 1")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -45,7 +42,8 @@ def main(arguments: Sequence[str]) -> int:
             return 0
         expected, settings = without_option("--expect", arguments)
         within, settings = without_option("--tolerance", settings)
-        expect, tolerance = _share("--expect", expected, None), _share("--tolerance", within, 0.001)
+        expect = None if expected is None else _share("--expect", expected)
+        tolerance = _share("--tolerance", within or "0.001")
         config = parse(settings, "bert.evaluate")
         # Check this last, because it imports PyTorch.
         require_torch()
@@ -59,7 +57,7 @@ def main(arguments: Sequence[str]) -> int:
         return refused(error)
     finally:
         leave_mesh()
-    if accuracy is None or expect is None or tolerance is None:
+    if accuracy is None or expect is None:
         return 0
     is_met = abs(accuracy - expect) <= tolerance
     if Launch.from_environment().rank == 0:
@@ -82,7 +80,7 @@ def checkpoint_accuracy(config: "Config") -> float | None:
     from bert.checkpoints.initial_model import first_model
     from bert.evaluation.evaluator import Evaluator
     from bert.guards.preflight import check_evaluation
-    from bert.guards.triton_cache import require_private_cache
+    from bert.guards.triton import require_private_cache
     from bert.parallel.mesh import join_mesh
     from bert.parallel.tensor.shards import tensor_parallel
 

@@ -2,7 +2,6 @@
 
 import itertools
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -51,7 +50,8 @@ def train(run: Run) -> Status:
     run.evaluator.read_ahead()
     run.intervals.resume()
 
-    for due in _evaluation_points(run):
+    # The evaluation points never end, so the loop ends only when it has a status.
+    for due in map(run.schedule.samples, itertools.count(run.schedule.index_after(at.samples))):
         log.block_start(at.samples)
         end = min(due, training.sample_limit)
         while status is None and at.samples < end:
@@ -60,7 +60,7 @@ def train(run: Run) -> Status:
                 # The first call starts the prefetching; the loader has not read any data before.
                 micro_batches = next(run.loader)
             run.step(micro_batches)
-            at = at.after(training.global_batch_size)
+            at = Position(at.steps + 1, at.samples + training.global_batch_size)
 
             # These decisions depend only on position and settings, so that all ranks call the same collectives. A signal,
             # which only one rank may have received, is shared by ``report``.
@@ -88,7 +88,6 @@ def train(run: Run) -> Status:
         if status is not None:
             break
 
-    # The evaluation points never end, so the loop above ends only when it has a status.
     assert status is not None
     log.run_stop(status, samples=at.samples, eval_samples=run.evaluator.samples)
     seconds = run.reporter.seconds
@@ -112,11 +111,6 @@ def _evaluate(run: Run, at: Position) -> float:
         EvaluationRecord(at.steps, at.samples, run.reporter.seconds, seconds, found.value, found.correct, found.count)
     )
     return found.value
-
-
-def _evaluation_points(run: Run) -> Iterator[int]:
-    """Return an endless iterator over the numbers of samples at which evaluations are due."""
-    return map(run.schedule.samples, itertools.count(run.schedule.index_after(run.start.samples)))
 
 
 def _is_to_stop(run: Run) -> bool:

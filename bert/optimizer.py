@@ -186,11 +186,6 @@ class Lamb:
         if self.copies_P is not None:
             self.copies_P.copy_(self.flat.weights_P)
 
-    @property
-    def skipped(self) -> Tensor:
-        """Number of steps not taken because a gradient was not finite, int64 []."""
-        return self.state.skipped
-
     def moments(self) -> tuple[Tensor, Tensor]:
         """Return momentum and variance of all parameters, [P] each, without copying them."""
         return self.state.momentum_P, self.state.variance_P

@@ -3,8 +3,8 @@
 import os
 import shlex
 import time
-from collections.abc import Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 
@@ -17,10 +17,9 @@ from bert.configuration.config import Config
 from bert.execution.batches import captures
 from bert.execution.cuda_graphs import CudaCapturer
 from bert.guards.data_guard import DataGuard
-from bert.guards.faults import ended_together
-from bert.guards.interruption import Interruption, orderly
+from bert.guards.interruption import Interrupted, Interruption, orderly
 from bert.guards.preflight import Inputs, check, check_shares, refuse_others, result_folder
-from bert.guards.triton_cache import require_private_cache
+from bert.guards.triton import require_private_cache
 from bert.log.mllog import MLLog
 from bert.log.provenance import provenance
 from bert.log.result_files import CLAIM, claim, create_log
@@ -28,9 +27,9 @@ from bert.loop import train
 from bert.parallel.collectives import agreed_integer, all_reduce_, barrier
 from bert.parallel.launch import Launch, job, may_start_again, restarts
 from bert.parallel.mesh import Mesh, join_mesh, leave_mesh, require_gpus
-from bert.parallel.watchdog.watchdog import FAULT_STATUS
+from bert.parallel.watchdog.watchdog import FAULT_STATUS, Watchdog
 from bert.setup import build_run, log_settings
-from console.program import complain, drop_lost_output, say
+from console.program import complain, drop_lost_output, reason, say
 from console.version import commit
 
 __all__ = ["leave_mesh", "run"]
@@ -110,7 +109,7 @@ def _timed_run(config: Config, inputs: Inputs, mesh: Mesh, guard: DataGuard, int
     # The watchdog is closed before the log, because it may write last lines about a fault. Graphs are reset after the
     # watchdog has told the other ranks about an error.
     capturing = CudaCapturer(mesh.device) if captures(config, mesh) else nullcontext()
-    with log, capturing as capturer, ended_together(config, mesh, log) as watchdog:
+    with log, capturing as capturer, _ended_together(config, mesh, log) as watchdog:
         drop_lost_output(partial(_note_lost_output, log))
         if mesh.is_main:
             claim(inputs.result)
@@ -152,6 +151,37 @@ def _timed_run(config: Config, inputs: Inputs, mesh: Mesh, guard: DataGuard, int
         if mesh.is_main:
             say(f"{status}: {inputs.result}" + (" (resumed: no timed result)" if resumed else ""))
     return status
+
+
+@contextmanager
+def _ended_together(config: Config, mesh: Mesh, log: MLLog) -> Iterator[Watchdog]:
+    """End the run on all ranks, and log the reason, if the body raises an exception on this rank.
+
+    All ranks must enter this context at the same time.
+    """
+
+    def close_log(reason: str) -> None:
+        line = f"# ended by a fault: {' '.join(reason.split())}"
+        for act in (lambda: log.line(line), log.abort, log.close):
+            with suppress(OSError):  # the fault may be a full disk
+                act()
+
+    watchdog = Watchdog(mesh, config.training.fault_seconds, close_log)
+    try:
+        yield watchdog
+    except Interrupted as interrupted:
+        # Elastic agents on the other hosts restart their ranks without this one only if its exit status shows a failure.
+        watchdog.failed(str(interrupted), FAULT_STATUS if may_start_again() else interrupted.status)
+        raise
+    except (ValueError, OSError) as error:
+        # All ranks exit with status 2, which means invalid input.
+        watchdog.failed(reason(error), 2)
+        raise
+    except Exception as error:
+        watchdog.failed(f"{type(error).__name__}: {error}", error=error)
+        raise
+    finally:
+        watchdog.close()
 
 
 def _note_lost_output(log: MLLog, text: str) -> None:

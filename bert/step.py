@@ -21,13 +21,14 @@ from bert.execution.passes import Passes, Role
 from bert.model import BertForPreTraining, PretrainingOutput
 from bert.optimizer import FlatParameters, Lamb
 from bert.parallel.mesh import Mesh
+from bert.parallel.pipeline.stages import PipelineModel
 from bert.parallel.reduction.choice import choose
 from bert.parallel.reduction.gradients import Communicators, Reduction
 from bert.parallel.reduction.sharded_gradients import ShardedReduction
 from bert.parallel.reduction.sharded_lamb import ShardedLamb, WeightGather
 from bert.parallel.whole_vectors import WholeVectors
 from bert.products.recompute import RECOMPUTED_OPS
-from bert.products.weight_gradients import product_weights
+from bert.products.weight_gradients import AccumulatingTable, product_weights
 from bert.reporting.statistics import Statistics
 from bert.timing.stopwatch import Stopwatch, is_capturing
 from dataloading.batches.loader import Batch, inert_batch
@@ -58,15 +59,16 @@ class TrainingStep:
         self.precision, self._micro_batches = training.precision, training.gradient_accumulation_steps
         self._recomputed = () if training.recompute == "none" else RECOMPUTED_OPS
         built = build_model(whole, config, mesh, stopwatch.exchanging)
-        self.model, self.fp8 = built.model, built.fp8
-        self._weight_gradients, self._pipeline = built.weight_gradients, built.pipeline
+        self.model, self.fp8, self._weight_gradients = built.model, built.fp8, built.weight_gradients
+        self._pipeline = built.model if isinstance(built.model, PipelineModel) else None
         # Set up the reduction: groups of ranks, flat vectors, and then the strategy. The choice of a strategy may measure
         # reductions of these vectors.
         communicators = Communicators.create(mesh, in_network=training.sharp)
         is_sharded = shards_gradients(training, mesh)
         # A pipeline stage processes several micro-batches at once, so none of them may overwrite the gradients.
         overwrites = built.accumulates and self._pipeline is None and not is_sharded
-        overwritten = product_weights(self.model, built.adds_to_table) if overwrites else ()
+        adds_to_table = isinstance(self.model.placement, AccumulatingTable)
+        overwritten = product_weights(self.model, adds_to_table) if overwrites else ()
         self.flat = FlatParameters.of(self.model, communicators.world_size, overwritten, gradients=not is_sharded)
         self.whole = WholeVectors(self.model, self.flat, built.tensor, self._pipeline)
         self.strategy, self.reason = choose(training, self.flat, communicators)

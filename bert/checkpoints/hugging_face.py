@@ -29,11 +29,13 @@ _HUGGING_FACE = {
     "decoder_bias": "cls.predictions.bias",
 }
 _HUGGING_FACE_LAYER = {
-    "attention_output": "attention.output.dense",
-    "attention_norm": "attention.output.LayerNorm",
-    "intermediate": "intermediate.dense",
-    "output": "output.dense",
-    "output_norm": "output.LayerNorm",
+    # ``EncoderLayer`` splits the fused weight in this order.
+    "query_key_value": ("attention.self.query", "attention.self.key", "attention.self.value"),
+    "attention_output": ("attention.output.dense",),
+    "attention_norm": ("attention.output.LayerNorm",),
+    "intermediate": ("intermediate.dense",),
+    "output": ("output.dense",),
+    "output_norm": ("output.LayerNorm",),
 }
 
 _THEIR_NAMES = {"hidden_dropout": "hidden_dropout_prob", "attention_dropout": "attention_probs_dropout_prob"}
@@ -42,25 +44,17 @@ _THEIR_NAMES = {"hidden_dropout": "hidden_dropout_prob", "attention_dropout": "a
 
 def hugging_face_names(layers: int) -> dict[str, tuple[str, ...]]:
     """Map each of our names to one or more Hugging Face names, whose tensors are concatenated along the first dimension."""
-    pairs = dict(_HUGGING_FACE)
+    parts: dict[str, tuple[str, ...]] = {ours: (theirs,) for ours, theirs in _HUGGING_FACE.items()}
     for index in range(layers):
         for ours, theirs in _HUGGING_FACE_LAYER.items():
-            pairs[f"layers.{index}.{ours}"] = f"bert.encoder.layer.{index}.{theirs}"
+            parts[f"layers.{index}.{ours}"] = tuple(f"bert.encoder.layer.{index}.{part}" for part in theirs)
     # These names are parameters. The other names are modules, which have a weight and a bias.
     whole = ("embeddings.word", "embeddings.position", "embeddings.segment", "decoder_bias")
-    names: dict[str, tuple[str, ...]] = {
-        ours + suffix: (theirs + suffix,)
-        for ours, theirs in pairs.items()
+    return {
+        ours + suffix: tuple(part + suffix for part in theirs)
+        for ours, theirs in parts.items()
         for suffix in ([""] if ours in whole else [".weight", ".bias"])
     }
-    for index in range(layers):
-        attention = f"bert.encoder.layer.{index}.attention.self"
-        for kind in ("weight", "bias"):
-            # ``EncoderLayer`` splits the fused weight in this order.
-            names[f"layers.{index}.query_key_value.{kind}"] = tuple(
-                f"{attention}.{part}.{kind}" for part in ("query", "key", "value")
-            )
-    return names
 
 
 def to_hugging_face(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -109,7 +109,7 @@ def _open_tensorflow(prefix: Path, heads: int | None) -> CheckpointSource:
         return Weight(entry.shape[::-1], lambda: torch.from_numpy(bundle.array(variable).T))
 
     layers = _layers(r"bert/encoder/layer_(\d+)/", bundle.entries)
-    weights, missing = _found(find, layers)
+    weights, missing = _found(find, hugging_face_names(layers))
     _require_whole(str(bundle.index), missing)
     which = "the benchmark's phase-1 checkpoint" if bundle.is_published else "not the benchmark's published file"
     # The file does not contain the number of heads. In all of Google's models, a head has 64 columns.
@@ -120,7 +120,7 @@ def _open_tensorflow(prefix: Path, heads: int | None) -> CheckpointSource:
         kind=f"TensorFlow checkpoint (TF1), {which} by size and MD5 of its index",
         weights=weights,
         model=_model_of(weights, layers, _heads(str(bundle.index), None, heads), str(bundle.index)),
-        digest=lambda: f"sha256 of the index, which holds every tensor's checksum: {bundle.index_sha256}",
+        digest=lambda: f"sha256 of the index, which holds every tensor's checksum: {sha256_of(bundle.index)}",
     )
 
 
@@ -140,19 +140,18 @@ def _open_safetensors(path: Path, heads: int | None, whole: bool) -> CheckpointS
     shapes, metadata = read_header(path)
     is_ours = "embeddings.word" in shapes
     layers = _layers(r"layers\.(\d+)\." if is_ours else r"(?:bert\.)?encoder\.layer\.(\d+)\.", shapes)
+    names = hugging_face_names(layers)
     if is_ours:
-        names = hugging_face_names(layers)
-        weights = {name: Weight(shapes[name], partial(_read, path, name)) for name in names if name in shapes}
-        missing = {name: name for name in names if name not in shapes}
+        names = {name: (name,) for name in names}
         stated = stated_model(metadata, str(path))
     else:
-        keys = {_name_of_today(key): key for key in shapes}
-        weights, missing = _found(
-            lambda name: Weight(shapes[key], partial(_read, path, key)) if (key := keys.get(name)) else None, layers
-        )
-        if not whole:
-            missing = {name: theirs for name, theirs in missing.items() if not name.startswith(_HEADS)}
         stated = stated_configuration(path.with_name("config.json"))
+    keys = {key if is_ours else _name_of_today(key): key for key in shapes}
+    weights, missing = _found(
+        lambda name: Weight(shapes[key], partial(_read, path, key)) if (key := keys.get(name)) else None, names
+    )
+    if not (is_ours or whole):
+        missing = {name: theirs for name, theirs in missing.items() if not name.startswith(_HEADS)}
     _require_whole(str(path), missing)
     if not is_ours:
         _require_tied(path, shapes)
@@ -192,10 +191,12 @@ def _name_of_today(name: str) -> str:
     return name if name.startswith(("bert.", "cls.")) else f"bert.{name}"
 
 
-def _found(find: Callable[[str], Weight | None], layers: int) -> tuple[dict[str, Weight], dict[str, str]]:
-    """Return the weights by our names, and for each missing weight the Hugging Face name that ``find`` did not know."""
+def _found(
+    find: Callable[[str], Weight | None], names: Mapping[str, tuple[str, ...]]
+) -> tuple[dict[str, Weight], dict[str, str]]:
+    """Return the weights by our names, and for each missing weight the name in the file that ``find`` did not know."""
     weights, missing = {}, {}
-    for ours, theirs in hugging_face_names(layers).items():
+    for ours, theirs in names.items():
         parts = [find(name) for name in theirs]
         present = [part for part in parts if part is not None]
         if len(present) < len(parts):

@@ -73,7 +73,6 @@ class TensorBundle:
         self.prefix = prefix
         self.index = prefix.with_name(prefix.name + INDEX_SUFFIX)
         content = read_bounded(self.index, _MOST_INDEX_BYTES, _REMEDY)
-        self.index_sha256 = hashlib.sha256(content).hexdigest()
         try:
             records = dict(_sorted_table(content))
             self.shards = _shard_count(records)

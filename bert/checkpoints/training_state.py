@@ -16,7 +16,7 @@ import re
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -26,7 +26,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from bert.checkpoints.world import World
-from bert.configuration.config import Config
+from bert.configuration.config import Config, flattened
 from bert.parallel.collectives import agreed_text, broadcast_
 from bert.parallel.mesh import Mesh
 from bert.step import TrainingStep
@@ -196,11 +196,8 @@ def restore(step: TrainingStep, state: RunState, mesh: Mesh) -> None:
 
 def fixed_settings(config: Config, train: Dataset) -> dict[str, str]:
     """Collect the settings and data that, together with the seed, determine a run's losses."""
-    settings = {
-        f"{name}.{key}": str(value)
-        for name, section in (("model", config.model), ("optimizer", config.optimizer))
-        for key, value in asdict(section).items()
-    }
+    named = flattened("model", config.model) + flattened("optimizer", config.optimizer)
+    settings = {name: str(value) for name, value in named}
     settings["training.global_batch_size"] = str(config.training.global_batch_size)
     shards = "\n".join(f"{shard.name} {shard.samples} {shard.digest}" for shard in train.shards)
     settings["data.train"] = "sha256 " + hashlib.sha256(shards.encode()).hexdigest()
@@ -238,10 +235,8 @@ def _read_state(path: Path) -> RunState:
     """Read a checkpoint's state. Raises ``ValueError`` if the checkpoint is not complete."""
     state = _state_file(path)
     for name in FILES:
-        file, digest = path / name, state.files.get(name)
-        # Compare the size first, because computing a digest reads the whole file.
-        is_whole = digest is not None and file.is_file() and file.stat().st_size == digest.bytes
-        if not is_whole or Digest.of(file) != digest:
+        file = path / name
+        if not file.is_file() or Digest.of(file) != state.files.get(name):
             raise ValueError(f"{file} is missing, or not as it was written; {_REMEDY}")
     return replace(state, path=str(path))
 

@@ -41,11 +41,6 @@ class World:
         fitting = max(sequences, before.fitting if before else 0)
         return cls(dict(Counter(hosts)), steps, sequences, fitting, job())
 
-    @property
-    def ranks(self) -> int:
-        """Number of ranks on all hosts."""
-        return sum(self.hosts.values())
-
 
 def rebalance_batch(config: Config, before: World, data_size: int) -> Config:
     """Divide the global batch among ``data_size`` copies of the model, in as few micro-batches as fit in memory.
@@ -68,7 +63,7 @@ def changes(before: World, now: World) -> list[str]:
     gone, come = Counter(before.hosts), Counter(now.hosts)
     lines = [f"{what}: {_named(hosts)}" for what, hosts in (("lost", gone - come), ("gained", come - gone)) if hosts]
     shares = [
-        f"{counted(world.ranks, 'rank')} on {counted(len(world.hosts), 'host')}, a step of each with at most "
+        f"{counted(sum(world.hosts.values()), 'rank')} on {counted(len(world.hosts), 'host')}, a step of each with at most "
         f"{world.accumulation} x {counted(world.sequences, 'sequence')}"
         for world in (before, now)
     ]

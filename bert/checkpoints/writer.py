@@ -5,13 +5,11 @@ If a checkpoint cannot be written, the run prints a warning and continues.
 
 import shutil
 import time
-from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 
 import msgspec
 import torch
-from torch import Tensor
 
 from bert.checkpoints.training_state import FILES, Digest, RunState, fixed_settings, reseed, written_in
 from bert.checkpoints.weights import Weight, write_safetensors
@@ -135,7 +133,9 @@ class Checkpoints:
         with atomic_path(final) as partial:
             partial.mkdir()
             for name, copy in zip(FILES, self._copies, strict=True):
-                write_safetensors(partial / name, self._weights(copy), {})
+                parts = self._step.whole.parts(copy)
+                weights = {key: Weight(tuple(part.shape), part.detach().cpu) for key, part in parts}
+                write_safetensors(partial / name, weights, {})
                 sync(partial / name)  # the file must be on disk before the folder gets its name
             files = {name: Digest.of(partial / name) for name in FILES}
             content = msgspec.json.encode(replace(state, files=files))
@@ -151,6 +151,3 @@ class Checkpoints:
         for old in folders[folders.index(final) + self._config.keep :]:
             if old in self._removable:
                 shutil.rmtree(old)
-
-    def _weights(self, whole: Tensor) -> Mapping[str, Weight]:
-        return {name: Weight(tuple(part.shape), part.detach().cpu) for name, part in self._step.whole.parts(whole)}

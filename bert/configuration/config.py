@@ -51,11 +51,9 @@ class Config:
     def __post_init__(self) -> None:
         training = self.training
         # The sections check their values by comparisons, which do not detect NaN.
-        for section in (self.model, self.optimizer, training, self.evaluation):
-            for each in fields(section):
-                if isinstance(value := getattr(section, each.name), float) and not math.isfinite(value):
-                    name = f"{type(section).__name__.removesuffix('Config').lower()}.{each.name}"
-                    raise ValueError(f"{name} is {value}: expected a finite number")
+        for name, value in flattened("config", self):
+            is_finite = not isinstance(value, float) or math.isfinite(value)
+            refuse(not is_finite, f"{name.removeprefix('config.')} is {value}: expected a finite number")
         if self.log.division == "closed":
             self._check_closed()
         refuse(

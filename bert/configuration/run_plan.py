@@ -86,16 +86,6 @@ def settings_of(config: Config) -> dict[str, str]:
     return {name: str(values[f"config.{name}"]) for name in PLANNED}
 
 
-def write_plan(plan: RunPlan, path: Path) -> None:
-    """Write a plan with a digest that reveals later edits. Raises ``OSError`` if the file cannot be written."""
-    _FILE.write(plan, path)
-
-
-def read_plan(path: Path) -> RunPlan:
-    """Read and check a plan. Raises ``ValueError`` if it was not written by this version's planner."""
-    return _FILE.read(path)
-
-
 def _check(plan: RunPlan) -> None:
     known = plan.recipe in RECIPES and set(plan.step_seconds) == {*PHASES, "other"}
     if not known or set(plan.settings) != set(PLANNED) or min(plan.nodes, plan.ranks_per_node) < 1:
@@ -111,3 +101,4 @@ _FILE = FileKind(
     largest_bytes=64 * 2**10,
     check=_check,
 )
+write_plan, read_plan = _FILE.write, _FILE.read

@@ -1,1 +1,1 @@
-"""Guards of a run: preflight checks, the data guard, private caches, and the handling of faults and signals."""
+"""Guards of a run: preflight checks, the data guard, private caches, and the handling of signals."""

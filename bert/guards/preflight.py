@@ -18,7 +18,7 @@ from bert.checkpoints.training_state import BYTES_PER_PARAMETER, checkpoint_fold
 from bert.configuration.config import Config
 from bert.configuration.run_plan import RunPlan, read_plan
 from bert.execution.batches import plan_of
-from bert.guards.triton_compiler import lacks_of_triton
+from bert.guards.triton import lacks_of_triton
 from bert.log.result_files import choose_files
 from bert.model import parameter_shapes
 from bert.parallel.launch import job, may_start_again, restarts

@@ -169,7 +169,7 @@ def _computation(
 ) -> list[NDArray[np.float64]]:
     """Return the seconds [A, R] of the embeddings, an inner layer, and the last layer with the heads."""
     parts = parts_of(model, sizes, strategy.tensor)
-    exchanged = _exchanged(model, strategy.precision, strategy.tensor, rates, sizes)
+    exchanged = _exchanged(model, strategy, rates, sizes)
     found = [
         np.broadcast_to(_seconds(part, rates, strategy.precision), sizes.tokens_AR.shape) + seconds
         for part, seconds in zip(parts, exchanged, strict=True)
@@ -180,24 +180,22 @@ def _computation(
     return found
 
 
-def _exchanged(
-    model: ModelConfig, precision: Precision, tensor: int, rates: Rates, sizes: MicroBatches
-) -> tuple[float, float, float]:
+def _exchanged(model: ModelConfig, strategy: Strategy, rates: Rates, sizes: MicroBatches) -> tuple[float, float, float]:
     """Return the seconds of a tensor group's collectives in each part of `parts_of`, averaged over micro-batches.
 
     For each all-gather in one pass, the other pass (forward or backward) has a reduce-scatter of as many rows.
     """
-    if tensor == 1:
+    if strategy.tensor == 1:
         return 0.0, 0.0, 0.0
     # On CPUs, the ranks implement reduce-scatter as an all-to-all followed by a local sum.
     scatter: Operation = "reduce-scatter" if rates.demand == 0 else "all-to-all"
 
     def both(rows: float, element: int) -> float:
         size = element * model.hidden_size * rows
-        return sum(rates.tensor_seconds(each, tensor, size) for each in ("all-gather", scatter))
+        return sum(rates.tensor_seconds(each, strategy.tensor, size) for each in ("all-gather", scatter))
 
     # The embeddings are summed in fp32.
-    element = 4 if precision == "fp32" else 2
+    element = 4 if strategy.precision == "fp32" else 2
     T, M = float(sizes.tokens_AR.mean()), float(sizes.masked_AR.mean())
     Q = M + sizes.sequences
     return both(T, 4), 4 * both(T, element), both(T, element) + 4 * both(Q, element) + both(M, element)

@@ -27,7 +27,7 @@ _LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_",
 """Prefixes of launcher variables. Short runs that inherited them would join the launcher's own run."""
 
 
-def tune(recipe: str, settings: tuple[str, ...], seconds: float) -> TunedRun:
+def tune(recipe: str, settings: tuple[str, ...], seconds: float) -> None:
     """Measure for about ``seconds`` seconds, print the results, and store the best choice.
 
     Raises ``ValueError`` if the default choice cannot run.
@@ -76,7 +76,6 @@ def tune(recipe: str, settings: tuple[str, ...], seconds: float) -> TunedRun:
             best = default
     keep(config, best)
     say(f"kept for {recipe} on this machine: {best}{', the default' if best == default else ''}")
-    return best
 
 
 def is_faster(times: list[float], default: list[float]) -> bool:

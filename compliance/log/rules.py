@@ -48,8 +48,6 @@ EVAL_SAMPLES = 10_000
 INIT_LIMIT_MINUTES: dict[Division, int] = {"closed": 30, "open": 240}
 """Exclusive limit of the untimed initialisation since ruleset 2.0.0 (TR 11). Before 2.0.0, both limits were 30."""
 
-BERT_LARGE_LAYERS = 24
-
 FIXED_SETTINGS: dict[str, int | float] = {
     "opt_gradient_clip_norm": 1.0,
     "opt_lamb_learning_rate_decay_poly_power": 1.0,

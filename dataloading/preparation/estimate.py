@@ -4,7 +4,6 @@ import os
 import time
 from collections.abc import Collection, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from console.program import say
@@ -27,26 +26,15 @@ _PRIOR = 0.1
 """Share of the expected total time that counts as already measured, at the expected speed."""
 
 
-@dataclass(frozen=True)
-class Estimate:
-    """Expected time and disk space for the missing results."""
+def estimate(inputs: Inputs, existing: Collection[str], jobs: int) -> tuple[dict[str, float], float, float]:
+    """Estimate the time and disk space for all results that ``inputs`` allow and that do not exist yet.
 
-    seconds: Mapping[str, float]
-    """Seconds for each stage, in order. Empty if all results exist."""
-    result_bytes: float = 0
-    most_bytes: float = 0
-    """Highest disk usage while the results are made."""
-
-    def __str__(self) -> str:
-        parts = ", ".join(f"{name} {clock(seconds)}" for name, seconds in self.seconds.items())
-        return f"{clock(sum(self.seconds.values()))} ({parts})"
-
-
-def estimate(inputs: Inputs, existing: Collection[str], jobs: int) -> Estimate:
-    """Estimate the time and disk space for all results that ``inputs`` allow and that do not exist yet."""
+    Returns the seconds for each stage, in order and empty if all results exist; the bytes of the results; and the highest
+    disk usage in bytes while the results are made.
+    """
     missing = {name for name, files in inputs.by_result.items() if files and name not in existing}
     if missing <= {VOCABULARY}:
-        return Estimate({})
+        return {}, 0, 0
     workers = max(1, min(jobs, os.cpu_count() or 1))
     text, held_out, checkpoint = map(total_bytes, (inputs.text, inputs.evaluation, inputs.checkpoint))
     seconds = {"check": _CHECKING * total_bytes(inputs.files) / workers}
@@ -63,7 +51,7 @@ def estimate(inputs: Inputs, existing: Collection[str], jobs: int) -> Estimate:
         result += _SAMPLE_BYTES * text
         most += 2 * _SAMPLE_BYTES * text  # the unshuffled samples and the buckets of the shuffle
     seconds["verify"] = _VERIFYING * text
-    return Estimate(seconds, result, result + most)
+    return seconds, result, result + most
 
 
 class Progress:

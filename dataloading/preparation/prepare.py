@@ -85,7 +85,9 @@ def make_shards(
     # Processes that make other parts may use the same folder at the same time.
     with begun(out, JOB_NAME, description, finished="part_*", alone=part is None):
         if jobs > 1:
-            _compile(job, info)
+            # Compile the core before forking, so that the processes share it.
+            tokenizer = _tokenizer(job.vocab, info.vocabulary_sha256, job.options.do_lower_case)
+            create_samples(tokenize_documents([["a", "b"], ["c"]], tokenizer), job.options, tokenizer.vocabulary)
         make_files(partial(_make_shard, job, info, out), mine, jobs, report)
     return info
 
@@ -114,9 +116,3 @@ def _tokenizer(vocab: Path, sha256: str, do_lower_case: bool) -> Tokenizer:
     if tokenizer.vocabulary.sha256 != sha256:
         raise ValueError(f"{vocab}: changed while it was used; run the command again")
     return tokenizer
-
-
-def _compile(job: Job, info: DatasetInfo) -> None:
-    """Compile the core before forking, so that the processes share it."""
-    tokenizer = _tokenizer(job.vocab, info.vocabulary_sha256, job.options.do_lower_case)
-    create_samples(tokenize_documents([["a", "b"], ["c"]], tokenizer), job.options, tokenizer.vocabulary)

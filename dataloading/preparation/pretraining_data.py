@@ -62,8 +62,6 @@ def read_documents(paths: Sequence[Path]) -> list[list[str]]:
     """
     documents: list[list[str]] = [[]]
     for path in paths:
-        if not path.exists():
-            raise ValueError(f"{path}: no such file, expected a text with one sentence a line")
         lines = text_lines(read_bounded(path, _MAX_TEXT_BYTES, "split the text into smaller files"), path)
         if (longest := max(map(len, lines), default=0)) > _MAX_LINE:
             number = next(number for number, line in enumerate(lines, 1) if len(line) == longest)

@@ -24,6 +24,7 @@ from console.files import is_temporary, read_bounded, read_json, sha256_of, sync
 from console.locks import BusyError, lock_file
 from console.processes import run
 from console.program import say
+from console.text import clock
 from dataloading.dataset import known
 from dataloading.dataset.folder import MANIFEST_NAME, open_dataset, write_dataset
 from dataloading.dataset.shuffle import JOB_NAME, STEPS, shuffle
@@ -231,18 +232,19 @@ class _Preparation:
     def _announce(self) -> None:
         """Print the expected time and disk space, and start reporting progress; ValueError if the disk is too small."""
         existing = [name for name in self.inputs.by_result if (self.out / name).exists()]
-        expected = estimate(self.inputs, existing, self.request.jobs)
+        seconds, result_bytes, most_bytes = estimate(self.inputs, existing, self.request.jobs)
         if part := self.request.part:
-            own = {name: each / part.count for name, each in expected.seconds.items() if name in ("check", "samples")}
-            expected = replace(expected, seconds=own)
-        self.progress = Progress(expected.seconds)
-        if not expected.seconds:
+            seconds = {name: each / part.count for name, each in seconds.items() if name in ("check", "samples")}
+        self.progress = Progress(seconds)
+        if not seconds:
             return
         left_by_others = total_bytes([path for path in self.work.rglob("*") if path.is_file()])
-        free, needed = shutil.disk_usage(self.work).free, max(0, int(expected.most_bytes) - left_by_others)
+        free, needed = shutil.disk_usage(self.work).free, max(0, int(most_bytes) - left_by_others)
         room = f"{decimal(needed)} are needed, and {decimal(free)} are free"
-        say(f"to make in {self.out}: {decimal(int(expected.result_bytes))}; meanwhile {room}")
-        say(f"expected time with --jobs {self.request.jobs} on {os.cpu_count()} cores: {expected}")
+        say(f"to make in {self.out}: {decimal(int(result_bytes))}; meanwhile {room}")
+        stages = ", ".join(f"{name} {clock(each)}" for name, each in seconds.items())
+        time = f"{clock(sum(seconds.values()))} ({stages})"
+        say(f"expected time with --jobs {self.request.jobs} on {os.cpu_count()} cores: {time}")
         if needed > free:
             raise ValueError(f"{self.out}: {room}; make room, or name another --out")
 

@@ -115,16 +115,11 @@ class SampleBuilder:
         self._columns: tuple[list[memoryview | bytes], ...] = ([], [], [], [])
         self._labels = bytearray()
 
-    def add(
-        self,
-        input_ids: memoryview | bytes,
-        segment_ids: memoryview | bytes,
-        masked_lm_positions: memoryview | bytes,
-        masked_lm_ids: memoryview | bytes,
-        next_sentence_label: int,
-    ) -> None:
-        """Add one sample, given as the bytes of little-endian uint16 arrays, except ``segment_ids``, which are uint8."""
-        parts = (input_ids, segment_ids, masked_lm_positions, masked_lm_ids)
+    def add(self, *parts: memoryview | bytes, next_sentence_label: int) -> None:
+        """Add one sample, given as the bytes of its ids, segment ids, masked positions and masked ids.
+
+        The bytes are little-endian uint16 arrays, but those of the segment ids are a uint8 array.
+        """
         for column, part in zip(self._columns, parts, strict=True):
             column.append(part)
         self._labels.append(next_sentence_label)

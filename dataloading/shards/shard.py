@@ -196,7 +196,7 @@ class FlatShard(Shard):
             segment_ids[start:stop],
             masked_lm_positions[first:last],
             masked_lm_ids[first:last],
-            self._labels[index],
+            next_sentence_label=self._labels[index],
         )
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bert.guards import triton_cache
+from bert.guards import triton
 from console.files import is_private
 from tests.programs import python
 
@@ -89,15 +89,15 @@ def test_a_folder_is_private_if_nobody_can_reach_into_it(visible: Path, modes: d
 
 
 def test_triton_gets_a_folder_of_its_own_where_others_can_write(visible: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(triton_cache.VARIABLE, raising=False)
+    monkeypatch.delenv(triton.CACHE_VARIABLE, raising=False)
     monkeypatch.setenv("TRITON_HOME", str(visible))
-    assert triton_cache.require_private_cache() is None
-    assert triton_cache.VARIABLE not in os.environ
-    monkeypatch.setenv(triton_cache.VARIABLE, "")  # so that monkeypatch restores it
+    assert triton.require_private_cache() is None
+    assert triton.CACHE_VARIABLE not in os.environ
+    monkeypatch.setenv(triton.CACHE_VARIABLE, "")  # so that monkeypatch restores it
     (visible / ".triton" / "cache").chmod(0o777)
-    warning = triton_cache.require_private_cache()
+    warning = triton.require_private_cache()
     assert warning is not None
     assert str(visible / ".triton" / "cache") in warning
-    own = Path(os.environ[triton_cache.VARIABLE])
+    own = Path(os.environ[triton.CACHE_VARIABLE])
     assert own.stat().st_mode & 0o777 == 0o700
     assert list(own.iterdir()) == []

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from bert.guards.triton_compiler import LIBCUDA, lacks_of_triton
+from bert.guards.triton import LIBCUDA, lacks_of_triton
 
 
 def test_what_triton_lacks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -155,7 +155,7 @@ def test_steps_leave_fp8_weights_as_a_pass_of_their_own_does(small_run: SmallRun
         assert expected.fp8 is not None
         expected.fp8.refresh_weights_()
         assert all(map(torch.equal, *map(fp8_numbers, steps)))
-    assert found.optimizer.skipped.item() == 1
+    assert found.optimizer.state.skipped.item() == 1
 
 
 def fp8_numbers(step: TrainingStep) -> list[Tensor]:

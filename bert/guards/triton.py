@@ -1,14 +1,37 @@
-"""Software that Triton needs besides PyTorch to compile kernels on an NVIDIA GPU."""
+"""What Triton needs on a machine: the software that compiles its kernels, and a cache that other users cannot write to."""
 
+import atexit
 import os
 import shutil
 import sysconfig
+import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 
 from console import processes
+from console.files import is_private
 
 LIBCUDA = "libcuda.so.1"
+CACHE_VARIABLE = "TRITON_CACHE_DIR"
+
+
+def require_private_cache() -> str | None:
+    """Use a temporary cache and return a warning if other users can write to Triton's usual cache folder.
+
+    In a container, the home folder is often /tmp, where another user may have created ``.triton``.
+    """
+    home = Path(os.environ.get("TRITON_HOME") or Path.home())
+    folder = Path(os.environ.get(CACHE_VARIABLE) or home / ".triton" / "cache")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)  # a missing folder could be created by another user
+        if is_private(folder):
+            return None
+    except OSError:
+        pass  # the folder is not usable, so use a temporary one
+    own = tempfile.mkdtemp(prefix="triton-")
+    atexit.register(shutil.rmtree, own, ignore_errors=True)
+    os.environ[CACHE_VARIABLE] = own
+    return f"other users can write to {folder}: compiled kernels are not kept; set {CACHE_VARIABLE} to another folder"
 
 
 def lacks_of_triton() -> list[str]:
