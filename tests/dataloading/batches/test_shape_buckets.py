@@ -1,4 +1,4 @@
-"""Shape buckets fit all micro-batches that they were chosen for and minimize padding. Larger batches are not padded."""
+"""Shape buckets fit all micro-batches that they were chosen for and minimize padding. Other batches get their own."""
 
 import itertools
 import time
