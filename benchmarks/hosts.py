@@ -109,8 +109,8 @@ def run_ranks(
 ) -> None:
     """Run a program on several ranks, and write the output of each rank to a file in the folder ``output``.
 
-    ``order`` has the host index of each rank. With ``bound``, each rank is bound to a core. Raises ``SystemExit`` with
-    the ranks' output unless all end with status 0, or 1, which means that a target was missed.
+    ``order`` has the host index of each rank. With ``bound``, each rank is bound to a core. A rank must end with status 0,
+    or with 1 if it missed a target. Any other status raises ``SystemExit`` with the ranks' output.
     """
     # Forked ranks need not import PyTorch again.
     fork = multiprocessing.get_context("fork")

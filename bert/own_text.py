@@ -40,7 +40,7 @@ def _from_the_data(config: Config) -> Config:
         model = replace(open_source(data.initial_checkpoint, whole=False).model, vocab_size=vocab_size)
     optimizer = replace(config.optimizer, base_learning_rate=_RATE_TIMES_WIDTH / model.hidden_size)
     steps = max(steps, 1)
-    # Make the number of steps divisible, so that evaluations are evenly spaced and the last one is at the end.
+    # Round the steps up to a multiple of the evaluations, which are then evenly spaced, with the last one at the end.
     steps += -steps % _EVALUATIONS
     training = replace(training, max_samples=steps * training.global_batch_size)
     return replace(config, model=model, optimizer=optimizer, training=training)

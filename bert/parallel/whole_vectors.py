@@ -1,4 +1,4 @@
-"""Conversion between each rank's flat vectors and flat vectors of the whole model, if ranks share a copy of the model."""
+"""Conversion between each rank's flat vectors and the whole model's, if a copy of the model is split over several ranks."""
 
 import math
 from collections.abc import Iterator

@@ -319,7 +319,7 @@ Passes = Fp8Dense | FeedForward
 def apply_passes(
     passes: Passes, x_TK: Tensor, quantized_TK: Tensor, quantized_KT: Tensor, bias_N: Tensor | None = None
 ) -> Tensor:
-    """Compute ``passes`` of an input that is already quantized and transposed; return [T, N].
+    """Apply the products of ``passes`` to an input that is already quantized and transposed; return [T, N].
 
     ``x_TK`` only receives the gradient; its values are not read.
     """

@@ -178,7 +178,7 @@ class FusedLayer(Fp8Layer):
 
     def compute(self, hidden: Tensor | HiddenStates, cu_seqlens: Tensor, max_seqlen: int, sites: DropoutSites) -> Any:
         """Return the hidden states [T, D] of all tokens, with their casts except after the last fused layer."""
-        # An evaluation must not change the magnitudes of training.
+        # An evaluation must not change the recorded magnitudes, from which training computes its scales.
         if not torch.is_grad_enabled():
             assert isinstance(hidden, Tensor)
             return super().compute(hidden, cu_seqlens, max_seqlen, sites)

@@ -97,7 +97,7 @@ def measure_rates(
         slots: number of sharing ranks that measure at the same time.
         seconds: approximate duration of the whole measurement.
     """
-    # All ranks must pass as many barriers as the machine with the most groups.
+    # Every rank must enter the same number of barriers: the number of groups on the machine with the most groups.
     own_groups = math.ceil(len(sharers) / slots)
     groups = int(all_reduce_(torch.tensor([own_groups], device=mesh.device), "max").item())
     mine = list(sharers).index(mesh.rank) // slots

@@ -1,4 +1,4 @@
-"""Published results as observations of the cost model, and the results nearest to a run."""
+"""Published results, as data to which the cost model is fitted, and the results nearest to a run."""
 
 import csv
 from collections.abc import Mapping

@@ -121,7 +121,8 @@ class RunningLog(LoggedRun):
 
     def _quote(self, text: str) -> None:
         """Add a complaint that quotes the log. Limit their number, because the log may have any number of them."""
-        is_full = len(self.complaints) >= MAX_COMPLAINTS // 2  # the other half is reserved for broken rules
+        # Half of the complaints are reserved for those about broken rules.
+        is_full = len(self.complaints) >= MAX_COMPLAINTS // 2
         self.complain("there are more warnings in the log" if is_full else text)
 
     def _take_record(self, record: Record) -> None:

@@ -175,7 +175,7 @@ def choose(path: Path) -> Path | None:
             return path
         return None
     for folder in (path, path / "bert"):
-        # Never choose a finished log, because the watch may be started before its run.
+        # Never choose a finished log: the watch may be started before the run that it is for.
         if running := [log for log in results_in(folder) if not _is_finished(log)]:
             return running[-1]
     return None

@@ -187,7 +187,7 @@ def wide_rows_are_summed_in_wide_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_error_is_at_most_twice_the_definitions(case: Case) -> None:
-    """Besides, allow one bf16 rounding step, because the interpreter truncates, and a few steps of fp32."""
+    """Also allow one rounding step in bf16, because the interpreter truncates, and a few rounding steps in fp32."""
     elements = max(1, sum(case.size.lengths) * case.size.hidden)
     draws = [case.draw(seed) for seed in range(min(2, -(-4000 // elements)))]
     free = torch.finfo(case.dtype).eps + 16 * torch.finfo(FP32).eps
