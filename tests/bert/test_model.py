@@ -126,6 +126,11 @@ def test_dropout_acts_in_training_and_not_in_evaluation():
     assert model(batch).masked_lm_correct is None
     losses += [model.eval()(batch).masked_lm_loss for _ in range(2)]
     assert len({loss.item() for loss in losses}) == 3, losses
+    sites = model.train().next_sites()
+    of_layers = (sites.attention, sites.after_attention, sites.after_feed_forward)
+    drawn = [sites.embeddings(), *(site(layer) for site in of_layers for layer in range(SMALL.num_hidden_layers))]
+    streams = [dropout.stream for dropout in drawn if dropout]
+    assert len({*streams}) == len(streams) == 1 + 3 * SMALL.num_hidden_layers, "each place has its own random numbers"
 
 
 def test_bert_large_has_336_million_parameters():
