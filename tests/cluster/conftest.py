@@ -17,7 +17,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
     def run(*arguments: object) -> CompletedProcess[str]:
         monkeypatch.setattr("sys.argv", ["cluster", *map(str, arguments)])
         status, shown = main(), capsys.readouterr()
-        return CompletedProcess(arguments, status, shown.out, shown.err)
+        return CompletedProcess([*map(str, arguments)], status, shown.out, shown.err)
 
     return run
 

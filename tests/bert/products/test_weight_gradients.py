@@ -155,6 +155,7 @@ def test_steps_leave_fp8_weights_as_a_pass_of_their_own_does(small_run: SmallRun
         assert expected.fp8 is not None
         expected.fp8.refresh_weights_()
         assert all(map(torch.equal, *map(fp8_numbers, steps)))
+    assert isinstance(found.optimizer, Lamb)
     assert found.optimizer.state.skipped.item() == 1
 
 

@@ -97,8 +97,8 @@ def test_a_real_model_keeps_what_is_predicted(
     shape: tuple[int, ...], tensor: int, dropout: float, precision: Precision, fake_group: dist.ProcessGroup
 ) -> None:
     config = ModelConfig(*shape, hidden_dropout=dropout, attention_dropout=dropout)
-    placed = [TensorParallel(config, fake_group).placement] if tensor > 1 else []
-    model = BertForPreTraining(config, *placed)
+    whole = BertForPreTraining(config)
+    model = whole if tensor == 1 else BertForPreTraining(config, TensorParallel(config, fake_group).placement)
     initialize_(model, torch.Generator().manual_seed(0))
     flat = FlatParameters.of(model)
     work, samples = work_and_samples(config)
