@@ -55,7 +55,7 @@ def why_not() -> str | None:
     absent = [program for program in ("ip", "tc") if shutil.which(program) is None]
     if absent:
         return f"{absent[0]} is not installed: install iproute2"
-    name = f"probe{os.getpid()}"
+    name = f"probe{os.getpid()}{os.urandom(3).hex()}"  # killed processes leave names, and process ids are reused
     # The only reliable check is to try: a container may run as root without the right to make namespaces.
     if subprocess.run(["ip", "netns", "add", name], capture_output=True, check=False).returncode:
         return "the kernel refuses network namespaces here"
