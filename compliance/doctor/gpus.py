@@ -18,7 +18,7 @@ _THROTTLED = {
     0x40: "hardware thermal slowdown",
     0x80: "hardware power brake",
 }
-"""NVML's bits for the reasons of clock slowdowns, without those of normal power management."""
+"""Reason of a clock slowdown for each bit of NVML's mask. Bits of normal power management are omitted."""
 
 NVLINK, PCIE, ACROSS_NODES = "NVLink", "PCIe", "PCIe across NUMA nodes"
 

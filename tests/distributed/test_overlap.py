@@ -122,7 +122,7 @@ def gather_after_update(step: TrainingStep) -> None:
 
 
 def hold_weights_back(step: TrainingStep) -> list[slice | str]:
-    """Delay each bucket of weights until the forward pass is in the part of the model before the one that needs it.
+    """Delay each bucket of weights: it arrives while the forward pass is one part before the part that needs it.
 
     The test hangs if a part waits for buckets that only a later part needs. A part that does not wait for its buckets
     uses old weights and gives wrong results. Returns a list to which each forward pass appends the watchdog's phase

@@ -49,7 +49,7 @@ Launch = tuple[str, int]
 
 
 class _Storage:
-    """Record of which programs accessed each element of a tensor's memory."""
+    """Memory of a tensor, and for each element the programs that read or wrote it."""
 
     def __init__(self, elements: int) -> None:
         self._elements = elements

@@ -139,7 +139,7 @@ def test_steps_leave_copies_and_only_what_is_overwritten(small_run: SmallRun) ->
 
 @pytest.mark.usefixtures("as_on_a_gpu")
 def test_steps_leave_fp8_weights_as_a_pass_of_their_own_does(small_run: SmallRun) -> None:
-    """FP8 weights, scales and magnitudes equal those of a separate cast bit for bit, also after a skipped step."""
+    """LAMB's own cast and a separate cast give the same FP8 weights, scales and magnitudes, also after a skipped step."""
     found, expected = made("fp8"), made("fp8")
     assert isinstance(expected.optimizer, Lamb)
     expected.optimizer.casts = ()

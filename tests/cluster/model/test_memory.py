@@ -109,7 +109,7 @@ def test_a_real_model_keeps_what_is_predicted(
     optimizer = Lamb(flat, OptimizerConfig(1e-4, 100))
     assert parts["weights"] + parts["gradients"] == flat.weights_N.nbytes + flat.gradients_N.nbytes
     assert parts["moments"] == sum(moment.nbytes for moment in optimizer.moments())
-    # With tensor parallelism, LAMB is sharded and also holds contiguous copies of gradients and weights.
+    # Sharded LAMB, which tensor parallelism needs, also holds contiguous copies of its gradients and weights.
     assert parts["update"] == (3 if tensor > 1 else 1) * optimizer.state.update_P.nbytes
 
 

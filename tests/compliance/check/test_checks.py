@@ -275,7 +275,7 @@ def test_keys_that_steer_a_terminal_are_escaped(brief_log: str, checked) -> None
 
 
 def evaluated_offline(text: str) -> str:
-    """Move all evaluations after the training, but keep the time stamps, which are those of the checkpoints."""
+    """Move all evaluations behind the training. Each keeps its time stamp, which is the time of its checkpoint."""
     moved = ("eval_accuracy", "train_samples", "eval_samples", "run_stop")
     rest = [line for line in text.splitlines(True) if any(f'"key": "{key}"' in line for key in moved)]
     training = delete("eval_start", "eval_stop", *moved)(text)

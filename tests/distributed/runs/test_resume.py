@@ -162,7 +162,7 @@ def test_two_runs_at_a_time_do_not_share_a_folder(
     first.send_signal(signal.SIGTERM)
     first.wait(PATIENCE_S)
     assert len(list(folder.glob("step_*"))) == 1
-    # A run that resumes from another folder must not mix its checkpoints with those of the first run.
+    # The first run's checkpoints are in `folder`. A run that resumes from another folder must not write there.
     changes = settings(folder, resume=whole[0] / "checkpoints", model__hidden_dropout=0.1)
     third = Program("bert.train", small_run.arguments(tmp_path / "third", **changes))
     assert third.wait(PATIENCE_S) == 2
