@@ -1,4 +1,9 @@
-"""Published results, as data to which the cost model is fitted, and the results nearest to a run."""
+"""Published results, as data to which the cost model is fitted, and the results nearest to a run.
+
+`published_results.csv` was computed from the logs that MLCommons publishes (github.com/mlcommons/training_results_v2.0 to
+training_results_v3.1). It has every distinct entry with the mean minutes of its runs without the fastest and the slowest. A
+failed run counts as the slowest.
+"""
 
 import csv
 from collections.abc import Mapping
@@ -11,8 +16,7 @@ from cluster.devices import device_named
 from cluster.published.cost_model import TimedRun
 from cluster.published.machine import Machine, describe_machine
 
-TABLE = Path(__file__).parents[2] / "compliance/report/published_results.csv"
-"""Closed and open results of MLPerf Training v2.0 to v3.1; `compliance/report/published.py` describes the columns."""
+TABLE = Path(__file__).with_name("published_results.csv")
 
 SAMPLES_NOT_LOGGED = ("Gaudi2",)
 """Accelerators whose logs hold a fixed number instead of the samples trained."""

@@ -8,7 +8,6 @@ from compliance.artefact import write_whole
 from compliance.log.records import RunRecord
 from compliance.log.rules import NEWEST_RULESET
 from compliance.report import Format
-from compliance.report.published import SOURCE, Published
 from compliance.report.results import STEP_PARTS, ReportedRun, Results, breakdown, load_results
 from compliance.report.summary import COLUMNS, as_csv, as_json, as_markdown, cells, fraction, heading, rate, statements
 from console.html.charts import Axes, Bar, Guide, Line, level, line_chart, run_chart, short_count
@@ -70,9 +69,6 @@ def render(results: Results) -> str:
         time=_time_section(results),
         part_classes=PART_CLASSES,
         duration=duration,
-        neighbours=_neighbours(results),
-        rate=rate,
-        source=SOURCE,
         description={name.replace("_", " "): value for name, value in results.description.items() if value},
         environment={key: value for key, value in header.items() if not key.startswith("config.")},
         settings={key.removeprefix("config."): value for key, value in header.items() if key.startswith("config.")},
@@ -194,27 +190,6 @@ def _convergence(results: Results) -> Figure | None:
 def _in_score(results: Results, run: ReportedRun) -> str:
     dropped = results.dropped.get(run.number)
     return f"no, {dropped}" if dropped else "yes" if run in results.valid and results.dropped else "-"
-
-
-def _neighbours(results: Results) -> dict[str, Any]:
-    """Return the folder's score among the neighbouring published results; empty if no result is comparable."""
-    placement = results.placement
-    if not placement.compared:
-        return {}
-    rate_each = results.shown.logged.sequences_per_s
-    own = Published(
-        round="-",
-        submitter="this folder, unverified",
-        system=results.system,
-        accelerator=results.accelerator,
-        accelerators=results.accelerators or 0,
-        minutes=(results.scaled_seconds or 0.0) / 60,
-        global_batch_size=results.global_batch_size or 0,
-        rate=rate_each / results.accelerators if rate_each and results.accelerators else None,
-    )
-    shown = (*placement.faster, own, *placement.slower)
-    longest = max(each.minutes for each in shown)
-    return {"results": shown, "own": own, "longest": longest, "left_out": placement.compared - len(shown) + 1}
 
 
 # Where the time went

@@ -20,7 +20,6 @@ from compliance.log.reader import Log, read_log
 from compliance.log.records import Metrics, read_metrics
 from compliance.log.rules import SUBMISSION_RUNS
 from compliance.log.run import LoggedRun
-from compliance.report.published import PublishedPlace, placement
 from compliance.submission.check import check_paths, is_for_submission
 from compliance.submission.description import count_accelerators, read_description
 
@@ -183,19 +182,6 @@ class Results:
     def shown(self) -> ReportedRun:
         """Run whose settings and facts are shown: the last valid run, or else the last run."""
         return (self.valid or self.runs)[-1]
-
-    @cached_property
-    def placement(self) -> PublishedPlace:
-        """Place of the score among published results, or why it has no place."""
-        if self.division != "closed":
-            why = "Only closed runs can be compared with the published results, which are all closed."
-            return PublishedPlace(why)
-        if self.scaled_seconds is None:
-            return PublishedPlace("Without a score there is nothing to compare with published results.")
-        if self.accelerators is None:
-            why = "The system description names no number of accelerators: nothing published to compare with."
-            return PublishedPlace(why)
-        return placement(self.scaled_seconds / 60, self.accelerator, self.accelerators)
 
 
 def load_results(folder: Path, ruleset: str = rules.NEWEST_RULESET) -> Results:

@@ -6,7 +6,6 @@ from dataclasses import asdict
 from typing import Any, Literal, NamedTuple
 
 from compliance.log.rules import SUBMISSION_RUNS
-from compliance.report.published import SOURCE
 from compliance.report.results import MIN_RUNS_FOR_SCORE, ReportedRun, Results, breakdown
 from console.html.page import MAX_SENTENCE, MAX_TEXT
 from console.program import say
@@ -28,7 +27,7 @@ class Statement(NamedTuple):
 
 
 def statements(results: Results) -> list[Statement]:
-    """Return statements on the verdicts, the score, the convergence and the place among published results."""
+    """Return statements on the verdicts, the score and the convergence."""
     number = len(results.runs)
     official = sum(run.verdict.official == "pass" for run in results.runs)
     passed = sum(run.verdict.passed for run in results.runs)
@@ -50,7 +49,7 @@ def statements(results: Results) -> list[Statement]:
     if outlook := results.convergence:
         sentence = outlook.sentence[:1].upper() + outlook.sentence[1:]
         said.append(Statement(_KINDS.get(outlook.verdict, "plain"), "Convergence (RCP)", sentence))
-    return [*said, Statement("plain", "Published results", results.placement.sentence)]
+    return said
 
 
 # The score drops one invalid run as the slowest. With two invalid runs there is no score.
@@ -154,7 +153,6 @@ def as_dict(results: Results) -> dict[str, Any]:
         "scaled_score_seconds": results.scaled_seconds,
         "statements": [statement._asdict() for statement in statements(results)],
         "convergence": asdict(outlook) if outlook else None,
-        "published": asdict(results.placement) | {"source": SOURCE},
         "beside": [verdict.as_dict() for verdict in results.beside],
         "runs": [_run_as_dict(run, results.dropped.get(run.number)) for run in results.runs],
         "description": results.description,

@@ -23,8 +23,6 @@ official checker: 10 of 10
 target 0.7200, run 9
 reference 2.44M ± 192k sequences
 minimum of the mean 2.31M
-would stand between the 5.39 min of Supermicro
-this folder, unverified
 forward and backward 68
 1 settings of run 9
 NVLink 4, NVSwitch 3"""
@@ -44,7 +42,6 @@ def test_a_closed_folder_has_every_part(closed: Results) -> None:
     assert "lines not shown" not in page.text
     assert " parallel " not in page.text
     assert page.text.count("no, fastest") == page.text.count("no, slowest") == 1
-    assert [attrs["scope"] for attrs in page.of("th", "own")] == ["row"]
     header = closed.shown.log.header | {"config.parallel.tensor": "4", "config.parallel.pipeline": "2"}
     run = replace(closed.shown, log=replace(closed.shown.log, header=header))
     shared = Page(report.render(replace(closed, runs=(run,))))
@@ -91,7 +88,6 @@ def test_a_page_of_failures_needs_nothing_but_itself_and_says_what_its_parts_are
 def test_a_broken_run_and_a_bare_one(one: Path) -> None:
     page = Page(report.render(load_results(one)))
     assert "Where the time went" not in page.text
-    assert "Among published results" not in page.text
     assert page.of("section")
     assert page.charts == [
         "Masked-LM accuracy over sequences trained, 1 run",

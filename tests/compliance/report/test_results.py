@@ -11,7 +11,6 @@ from compliance.log import rules
 from compliance.log.accelerator import family, form
 from compliance.report import summary
 from compliance.report.page import render
-from compliance.report.published import placement, published
 from compliance.report.results import ReportedRun, Results, breakdown, load_results
 from tests.compliance import command
 from tests.compliance.result_folders import write_description, write_series
@@ -89,31 +88,6 @@ def test_families_of_accelerators(name: str, model: str | None, built: str | Non
     assert (family(name), form(name)) == (model, built)
 
 
-def test_every_published_accelerator_has_a_family_but_processors() -> None:
-    unknown = {result.accelerator for result in published() if family(result.accelerator) is None}
-    assert unknown == {"N/A"}
-    assert len(published()) == 150
-    assert [result.minutes for result in published()] == sorted(result.minutes for result in published())
-
-
-def test_a_time_stands_between_its_neighbours() -> None:
-    found = placement(5.30, "NVIDIA H100 80GB HBM3", 8)
-    minutes = [result.minutes for result in (*found.faster, *found.slower)]
-    assert minutes == [5.1569, 5.1757, 5.2642, 5.3175, 5.3646, 5.3715]
-    assert "before the 5.13 min" in placement(1, "NVIDIA H100 80GB HBM3", 8).sentence
-    assert "after the 6.38 min" in placement(60, "NVIDIA H100 80GB HBM3", 8).sentence
-
-
-def test_without_a_score_on_the_same_scale_there_is_no_place(opened: Results, closed: Results) -> None:
-    assert "Only closed runs" in opened.placement.sentence
-    assert "Without a score" in replace(closed, runs=closed.runs[:2]).placement.sentence
-    found = placement(5.3, "NVIDIA H100 80GB HBM3", 12)
-    assert (found.compared, found.faster, found.slower) == (0, (), ())
-    assert "12 H100 (SXM), only on 4, 8, 16, 32, " in found.sentence
-    for name, number, fact in (("NVIDIA B200", 8, "B200"), ("a thing", 8, "a thing"), ("N/A", 0, "no accelerator")):
-        assert fact in placement(5.3, name, number).sentence
-
-
 def test_a_summary_of_logs_of_other_software_calls_itself_unofficial_and_not_them(tmp_path: Path) -> None:
     folder = tmp_path / "results" / "node" / "bert"
     for log in write_series(folder, [17, 17, 17]):
@@ -133,7 +107,6 @@ def test_the_whole_summary_of_a_folder(name: str, request: pytest.FixtureRequest
     document = json.loads(summary.as_json(results), parse_constant=pytest.fail)
     assert document["accelerator"] == "NVIDIA H100 80GB HBM3"
     assert document["convergence"]["verdict"] == {"closed": "scaled", "failing": "fail"}[name]
-    assert document["published"]["compared"] == {"closed": 15, "failing": 0}[name]
 
 
 def test_the_whole_output_of_each_command_about_open_runs(folder: Path) -> None:

@@ -1,6 +1,6 @@
 """The network between two hosts is cut during a run. The ranks on both sides end in time and name the other host.
 
-Hosts are network namespaces with host names of their own, as in ``benchmarks/training/collectives.py``.
+Hosts are network namespaces with host names of their own.
 """
 
 import re
