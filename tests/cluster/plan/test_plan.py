@@ -20,7 +20,7 @@ from cluster.plan.command import run_plan
 from cluster.plan.lines import as_lines
 from cluster.plan.schedules import schedules
 from cluster.plan.search import RECOMPUTES, USABLE_MEMORY, Candidate, Found, search
-from cluster.plan.target import Target, described, device_of, target_of, work_for
+from cluster.plan.target import Target, described, device_of, target_of
 from cluster.view import write_view
 from tests.cluster.conftest import Command
 from tests.cluster.test_view import made_up
@@ -133,22 +133,9 @@ def test_copies_are_shared_only_if_nothing_else_fits(
         assert search(few, work, target).best[0].strategy.tensor > 1, "4 sequences on 8 ranks"
 
 
-def test_a_large_model_is_shared_as_its_memory_asks(tmp_path: Path) -> None:
-    config = RECIPES["bert_3_9b_8x8"]()
-    target = target_of(config.recipe, None, None)
-    assert (target.device, target.nodes, target.ranks_per_node) == ("A100-SXM-40GB", 8, 8)
-    best = search(config, work_for(config), target).best[0]
-    assert best.strategy.copy_ranks > 1
-    assert best.memory <= USABLE_MEMORY * 40e9
-    assert follow(config, target, best, tmp_path).parallel == best.strategy.parallel
-
-
-def test_lines_say_why_every_other_value_loses(found: Found) -> None:
+def test_lines_are_in_order_and_agree(found: Found) -> None:
     lines = list(as_lines(found, 8))
     text = "\n".join(lines)
-    for said in ("batch 768:", "  micro-batches ", "tensor 2:", "pipeline 2:", "precision bf16:", "reduction flat:",
-                 "sums fp32:", "precision fp32: the facts of H100-SXM-80GB"):  # fmt: skip
-        assert said in text
     losses = [float(line.split("%")[0].split()[-1]) for line in lines if line.startswith("  batch ") and "%" in line]
     assert losses == sorted(losses), "the nearest first"
     assert not re.search(r"  -\d+\.\d%", text), "nothing is faster than the first"

@@ -53,15 +53,13 @@ def test_the_nearest_result_of_a_published_system_is_one_of_its_kind() -> None:
         assert near.run.machine.accelerators == result.run.machine.accelerators
 
 
-def test_json_and_lines_show_the_prediction_and_its_parts(cluster: Command) -> None:
+def test_json_has_the_prediction_and_its_parts(cluster: Command) -> None:
     arguments = ("predict", "--accelerator", "A100-SXM", "--nodes", "8", "--batch", "3072")
-    shown, document = cluster(*arguments).stdout, json.loads(cluster(*arguments, "--json").stdout)
+    document = json.loads(cluster(*arguments, "--json").stdout)
     assert document["low"] < document["minutes"] < document["high"]
     assert set(document["parts"]) == set(PARTS)
     assert sum(document["parts"].values()) == pytest.approx(document["minutes"])
     assert document["minutes"] == predicted("A100-SXM", 8, 3072).minutes
-    for text in ("64 x A100-SXM-80GB", "8 nodes", "3,072", f"{document['minutes']:.2f} min", *PARTS.values(), "(v2.1)"):
-        assert text in shown
 
 
 def probed(device: str, hosts: int = 4, gbit_s: float = 300.0) -> View:
