@@ -44,7 +44,6 @@ def accumulates_products(device: torch.device, precision: Precision) -> bool:
 
 
 def shards_gradients(training: TrainingConfig, mesh: Mesh) -> bool:
-    """Tell whether a rank keeps only a shard of the gradients, which requires several copies of the model."""
     return training.shard_gradients and mesh.data_size > 1
 
 

@@ -43,11 +43,9 @@ class DropoutSites:
         return self._at(self.config.attention_dropout, 3 * layer + 1)
 
     def after_attention(self, layer: int) -> Dropout | None:
-        """Return the dropout of a layer's attention output."""
         return self._at(self.config.hidden_dropout, 3 * layer + 2)
 
     def after_feed_forward(self, layer: int) -> Dropout | None:
-        """Return the dropout of a layer's feed-forward output."""
         return self._at(self.config.hidden_dropout, 3 * layer + 3)
 
     # Streams are numbered by layer, not by call, so that pipeline stages draw the same numbers as a single rank.
@@ -74,7 +72,6 @@ class Dense(nn.Module):
         self.bias = nn.Parameter(torch.zeros(outputs))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return ``x @ weight.T + bias``."""
         return F.linear(x, self.weight, self.bias)
 
 

@@ -95,7 +95,6 @@ class BertForPreTraining(nn.Module):
         self.dropout_state.copy_(torch.tensor([seed, 0]))
 
     def forward(self, batch: "Batch") -> PretrainingOutput:
-        """Return the loss sums of a micro-batch."""
         return self.losses(*self.head_inputs(batch), batch)
 
     def losses(self, cls_SD: Tensor, masked_MD: Tensor, batch: "Batch") -> PretrainingOutput:

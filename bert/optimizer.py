@@ -119,7 +119,6 @@ def learning_rate(config: OptimizerConfig, step: Tensor) -> Tensor:
 
 
 def hyperparameters(config: OptimizerConfig) -> LambHyperparameters:
-    """Return the hyperparameters that are the same at every step."""
     return LambHyperparameters(
         config.beta_1, config.beta_2, config.epsilon, config.weight_decay_rate, config.max_grad_norm
     )

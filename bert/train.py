@@ -42,7 +42,6 @@ OLDEST_TORCH = (2, 11)
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Parse the command line, check the settings, run the training and return the exit status."""
     accept_any_text()
     answer_version(arguments)
     try:

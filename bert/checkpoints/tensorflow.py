@@ -91,7 +91,6 @@ class TensorBundle:
         self.is_published = (md5, self.data_file(0).stat().st_size) == _PUBLISHED
 
     def data_file(self, shard: int) -> Path:
-        """Return the path of one data file."""
         return self.prefix.with_name(f"{self.prefix.name}.data-{shard:05d}-of-{self.shards:05d}")
 
     def readable(self, name: str) -> Entry | None:

@@ -47,14 +47,11 @@ _Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]  # counters on the devic
 
 @dataclass(frozen=True)
 class Digest:
-    """Size and SHA-256 of a file."""
-
     bytes: int
     sha256: str
 
     @classmethod
     def of(cls, path: Path) -> "Digest":
-        """Compute the size and digest of a file."""
         return cls(path.stat().st_size, sha256_of(path))
 
 

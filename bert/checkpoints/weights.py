@@ -37,7 +37,6 @@ def save_weights(model: BertForPreTraining, path: Path, metadata: Mapping[str, s
 
 
 def model_metadata(model: ModelConfig) -> dict[str, str]:
-    """Return the metadata that describes a model, for ``stated_model``."""
     return {MODEL: json.dumps(asdict(model))}
 
 

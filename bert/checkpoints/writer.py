@@ -58,7 +58,6 @@ class Checkpoints:
         """Copies of the whole model's weights and moments in host memory, from which the thread writes."""
 
     def due(self, steps: int) -> bool:
-        """Tell whether a checkpoint is due after ``steps`` steps."""
         return self._folder is not None and steps % self._config.every_steps == 0
 
     def wait(self, at: Position) -> None:

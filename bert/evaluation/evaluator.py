@@ -27,7 +27,6 @@ class Accuracy:
 
     @property
     def value(self) -> float:
-        """Fraction of correct predictions, from 0 to 1."""
         return self.correct / self.count
 
 

@@ -63,7 +63,6 @@ class CudaCapturer:
         return graph.replay
 
     def capture(self) -> None:
-        """Capture all prepared functions in the order in which they were prepared."""
         for graph, function in self._waiting:
             # In the mode "global", calls from other threads would invalidate the capture: NCCL's watchdog queries
             # events, and autograd's thread allocates memory.
@@ -96,7 +95,6 @@ class Graph:
         self._replay = capturer.prepare(self._function)
 
     def __call__(self) -> None:
-        """Replay the graph if there is one, otherwise run the function."""
         self._replay()
 
 

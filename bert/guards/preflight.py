@@ -45,7 +45,6 @@ class Inputs:
     metrics: Path
     schedule: EvaluationSchedule
     plan: RunPlan | None = None
-    """Plan that the run follows, if any."""
 
 
 def check(config: Config, world_size: int, local_size: int = 0) -> Inputs:
@@ -90,7 +89,6 @@ def check_evaluation(config: Config) -> Dataset:
 
 
 def result_folder(config: Config) -> Path:
-    """Return the folder of this system's logs."""
     return config.log.results / config.log.system / "bert"
 
 

@@ -152,7 +152,6 @@ class Mesh:
         ]
 
     def __str__(self) -> str:
-        """Describe the shape for logs."""
         pipeline = f" x pipeline {self.pipeline}" if self.pipeline > 1 else ""
         return f"data {self.data_size}{pipeline} x tensor {self.tensor}"
 
@@ -273,6 +272,5 @@ def _in_network_options() -> Any:
 
 
 def leave_mesh() -> None:
-    """Destroy the process groups, if there are any."""
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -83,7 +83,6 @@ class Fp8Dense:
         return (self.dense.weight,)
 
     def refresh_(self) -> None:
-        """Cast the current weight to FP8."""
         weight_NK, site = self.dense.weight.detach(), self.weight
         cast_transpose_into_fp8(weight_NK, site.scale, site.amax, self.weight_NK, self.weight_KN)
 
@@ -252,7 +251,6 @@ class Fp8Products(MatrixProducts):
         self._fp8 = {fp8.dense: fp8 for fp8 in denses}
 
     def product(self, x: Tensor, dense: Dense, bias: Tensor | None) -> Tensor:
-        """Return ``x @ weight.T + bias``."""
         fp8 = self._fp8[dense]
         if torch.is_grad_enabled():
             return apply_passes(fp8, x, *fp8.cast_input(x), bias)
@@ -261,7 +259,6 @@ class Fp8Products(MatrixProducts):
         return fp8.product(quantized_TK, compute_dtype(x), bias)
 
     def feed_forward(self, x_TD: Tensor, wide: Dense, narrow: Dense) -> Tensor:
-        """Return ``gelu(x @ wide.T + bias) @ narrow.T``, [T, D], without the second bias."""
         fp8_wide, fp8_narrow = self._fp8[wide], self._fp8[narrow]
         if torch.is_grad_enabled():
             return apply_passes(FeedForward(fp8_wide, fp8_narrow), x_TD, *fp8_wide.cast_input(x_TD))
@@ -364,8 +361,6 @@ class _Fp8Function(torch.autograd.Function):
 
 
 class Fp8Layer(EncoderLayer):
-    """Encoder layer whose products are in FP8."""
-
     def __init__(
         self,
         config: ModelConfig,

@@ -62,7 +62,6 @@ class AccumulatingProducts(MatrixProducts):
         self._copies = copies
 
     def product(self, x: Tensor, dense: Dense, bias: Tensor | None) -> Tensor:
-        """Return ``x @ weight.T + bias``."""
         dtype = compute_dtype(x)
         # Cast outside of the autograd function, so that the tensors that it saves have 16 bits too.
         weight_NK = _copy(self._copies, dense.weight, dtype)
@@ -71,7 +70,6 @@ class AccumulatingProducts(MatrixProducts):
         return output_TN
 
     def feed_forward(self, x_TD: Tensor, wide: Dense, narrow: Dense) -> Tensor:
-        """Return ``gelu(x @ wide.T + bias) @ narrow.T``, [T, D], without the second bias."""
         return self.product(bias_gelu(self.product(x_TD, wide, None), wide.bias), narrow, None)
 
 
@@ -112,7 +110,6 @@ class AccumulatingTable(Placement):
     """Placement whose decoder and embeddings add to the word table's gradient. The decoder reads a 16-bit copy, if any."""
 
     def __init__(self, gradients: WeightGradients, copies: Mapping[nn.Parameter, Tensor]) -> None:
-        """``copies`` has the same meaning as in ``AccumulatingProducts``."""
         self._gradients = gradients
         self._copies = copies
 

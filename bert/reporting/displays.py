@@ -42,7 +42,6 @@ class StepLines:
         return clock_span(*time_left(found, self.schedule, samples, rate, self.max_samples))
 
     def write(self, record: Record) -> None:
-        """Write one line that describes the record."""
         self.records.add(record)  # first, because the time left depends on it
         text = self._text(record)
         for put in self.put:

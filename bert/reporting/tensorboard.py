@@ -34,7 +34,6 @@ class TensorBoard:
         self._writer = SummaryWriter(str(folder), flush_secs=10)
 
     def write(self, record: Record) -> None:
-        """Write the record's numbers as scalars."""
         # Other kinds of records have no values to plot over samples.
         if isinstance(record, StepRecord | EvaluationRecord):
             for group, names in _GROUPS.items():

@@ -23,7 +23,6 @@ class PhaseTracker:
         self._since = time.perf_counter()
 
     def enter(self, phase: str) -> None:
-        """Leave the current phase and enter ``phase``."""
         now = time.perf_counter()
         self.longest[self.phase] = max(self.longest.get(self.phase, 0.0), now - self._since)
         # No lock is needed: the watchdog tolerates values that are one heartbeat old.

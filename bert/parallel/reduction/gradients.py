@@ -194,7 +194,6 @@ class Reduction:
         return {"sharded": groups.node, "sharded_world": groups.world}.get(self.strategy)
 
     def close(self) -> None:
-        """Remove the hooks from the model."""
         for hook in self._hooks:
             hook.remove()
 

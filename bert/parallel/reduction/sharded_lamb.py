@@ -118,7 +118,6 @@ class ShardedLamb:
 
     @torch.no_grad()
     def reset(self) -> None:
-        """Reset moments, gradients and counts, as after warm-up."""
         for tensor in (self.momentum_W, self.variance_W, self._gradients, self.steps, self.skipped):
             tensor.zero_()
 

@@ -61,7 +61,6 @@ class Sums:
         vector_N.copy_(received_N)
 
     def all_reduce_(self, vector_N: Tensor, group: dist.ProcessGroup | None) -> None:
-        """Overwrite the vector with the sum over the ranks."""
         if len(self._sent) == 0 and group is not None:
             dist.all_reduce(vector_N, group=group)
             return

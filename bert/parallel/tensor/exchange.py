@@ -47,6 +47,5 @@ class Exchange:
         return own
 
     def all_reduce_(self, values: Tensor, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
-        """Overwrite the values on each rank with their sum over the ranks, or with another reduction."""
         with self._waiting():
             dist.all_reduce(values, operation, group=self._group)

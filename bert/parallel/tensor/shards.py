@@ -41,7 +41,6 @@ class Split:
 
     @property
     def shard_shape(self) -> tuple[int, ...]:
-        """Shape of a shard."""
         return (*self.shape[: self.dimension], self.blocks * self.length, *self.shape[self.dimension + 1 :])
 
     def shard(self, whole: Tensor, rank: int) -> Tensor:
@@ -86,7 +85,6 @@ class TensorParallel:
         """Division of each parameter, by name."""
 
     def own(self, name: str, whole: Tensor) -> Tensor:
-        """Return this rank's part of a parameter."""
         split = self.splits[name]
         return whole if split is None else split.shard(whole, self.rank)
 

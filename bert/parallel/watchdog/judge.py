@@ -54,13 +54,10 @@ class Member:
 
     @property
     def name(self) -> str:
-        """Return rank, host and place in the mesh, for messages."""
         return f"rank {self.rank} on host {self.host}{self.in_mesh}"
 
 
 class Judge:
-    """Judge of all ranks, based on their messages and the time that passes."""
-
     def __init__(self, places: Sequence[str], seconds: float, beat_s: float) -> None:
         """``places`` are the ranks' places in the mesh. Ranks report every ``beat_s`` and may be silent for ``seconds``."""
         self.members = [Member(rank, place) for rank, place in enumerate(places)]
@@ -139,7 +136,6 @@ class Judge:
 
 
 def encoded(message: dict[str, object]) -> bytes:
-    """Encode a message as a line."""
     text = json.dumps(message, ensure_ascii=False)
     return text.encode(errors="backslashreplace") + b"\n"  # backslashreplace escapes a lone surrogate as JSON does
 
