@@ -103,7 +103,7 @@ class Placement:
         return product
 
     def words(self, input_ids_T: Tensor, word_VD: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return the indices of this rank's words in a table, the table, and a gradient to add to (None: use autograd)."""
+        """Return word indices, the table that they index, and the table's gradient to add to, or None to use autograd."""
         return input_ids_T, word_VD, None
 
     def masked_lm_loss(
@@ -124,7 +124,7 @@ class Embeddings(nn.Module):
         super().__init__()
         self.config = config
         self.placement = placement
-        # Not nn.Embedding, because one op reads all three tables.
+        # Do not use nn.Embedding, because one op reads all three tables.
         self.word = nn.Parameter(torch.empty(placement.share_of_words(config.vocab_size), config.hidden_size))
         self.position = nn.Parameter(torch.empty(config.max_position_embeddings, config.hidden_size))
         self.segment = nn.Parameter(torch.empty(config.type_vocab_size, config.hidden_size))
@@ -161,7 +161,7 @@ class MatrixProducts:
 
 
 Recomputation = Callable[..., Any]
-"""Calls a function with the given arguments, and may call it again in the backward pass."""
+"""Wrapper that calls a function with the given arguments, and may call it again in the backward pass."""
 
 
 def compute_once(function: Callable[..., Any], *inputs: Any) -> Any:

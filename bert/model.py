@@ -47,11 +47,11 @@ class PretrainingOutput:
 
 
 MakeLayer = Callable[[ModelConfig, int, Placement], EncoderLayer]
-"""Builds the encoder layer with the given index."""
+"""Function that builds the encoder layer with the given index."""
 
 
 class BertForPreTraining(nn.Module):
-    """The model, or this rank's part of it."""
+    """BERT with its two pretraining heads, or this rank's part of it."""
 
     dropout_state: Tensor
 

@@ -210,7 +210,7 @@ class Fp8State:
             dense.refresh_()
 
     def calibrate_(self, forward_backward: Callable[[], object]) -> None:
-        """Find initial scales by running ``forward_backward`` a few times, which computes a loss and its gradients.
+        """Find initial scales by a few calls of ``forward_backward``, which computes a loss and its gradients.
 
         With a scale of 1, gradients of about 1e-7 vanish in E5M2. The residual stream still carries a gradient to every
         layer, so the first run yields the scales of FC2 and the attention output. The second run yields the scales of FC1
@@ -326,10 +326,10 @@ def apply_passes(
 
 
 class _Fp8Function(torch.autograd.Function):
-    """``Passes`` as an autograd function that quantizes the output's gradient. It keeps inputs in one byte per element.
+    """Autograd function of ``Passes``, which quantizes the output's gradient and keeps inputs in one byte per element.
 
     Parameters are arguments so that they get gradients. An FP8 weight is saved only so that autograd raises an error if the
-    backward pass comes after ``update_``, which overwrites it and the scales.
+    backward pass comes after ``update_``, which overwrites the weight and the scales.
     """
 
     @staticmethod

@@ -1,9 +1,9 @@
 """Matrix products that add weight gradients directly to the flat gradient, and that read 16-bit copies of the weights.
 
-Autograd makes three passes over a weight's gradient in every micro-batch: it writes it in 16 bits, casts it to fp32, and
-adds it to the flat gradient. Here the product's epilogue does all three. The first micro-batch of a step overwrites the
-previous step's gradients, so that they need not be set to zero. If the optimizer writes 16-bit copies of weights, the
-products need no casts.
+Autograd makes three passes over a weight's gradient in every micro-batch: it writes the gradient in 16 bits, casts it to
+fp32, and adds it to the flat gradient. Here the product's epilogue does all three. The first micro-batch of a step
+overwrites the previous step's gradients, so that they need not be set to zero. If the optimizer writes 16-bit copies of the
+weights, the products need no casts.
 
 This applies to autocast on a GPU; otherwise the model multiplies as PyTorch does. ``bert.products.fp8`` also accumulates
 its gradients here.
@@ -114,9 +114,9 @@ class AccumulatingTable(Placement):
         self._copies = copies
 
     def words(self, input_ids_T: Tensor, word_VD: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return indices, table and gradient.
+        """Return the indices, the table, and the table's gradient, to which the embeddings' part is added.
 
-        The embeddings' part is added to the gradient after the decoder's part, which may overwrite the old gradient.
+        The decoder's part comes first and may overwrite the old gradient.
         """
         return input_ids_T, word_VD, word_VD.grad
 

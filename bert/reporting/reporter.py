@@ -34,7 +34,7 @@ class Reporter:
     """Reporter that passes each record to every sink and measures the run's time. Only rank 0 has sinks."""
 
     def __init__(self, sinks: list[Sink], plan: tuple[RunPlan, Path] | None = None) -> None:
-        """``plan`` is the plan to compare the run with, and the path of its file."""
+        """``plan`` is the plan with which the run is compared, and the path of the plan's file."""
         self._sinks, self._plan = sinks, plan
         self._steps: list[StepRecord] = []
         self._began = time.perf_counter()

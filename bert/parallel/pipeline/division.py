@@ -27,7 +27,7 @@ class Stage:
         return self.index == self.count - 1
 
     def owns(self, name: str) -> bool:
-        """Tell whether the stage updates the parameter of this name."""
+        """Tell whether the stage updates the parameter ``name``."""
         match name.split("."):
             case ["embeddings", *_]:
                 return self.is_first

@@ -27,7 +27,7 @@ class Sums:
     """
 
     def __init__(self, bf16_elements: int, device: torch.device) -> None:
-        """Send vectors of up to ``bf16_elements`` in bf16, or in fp32 if it is 0.
+        """Send vectors of up to ``bf16_elements`` elements in bf16, or vectors of any length in fp32 if this number is 0.
 
         Calls must follow one another on one stream or thread, because they share buffers.
         """

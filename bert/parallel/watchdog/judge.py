@@ -100,7 +100,7 @@ class Judge:
         member.heard_s = self._now_s
 
     def pass_time(self, elapsed_s: float) -> Ending | None:
-        """Advance the time; return the verdict if there is one."""
+        """Advance the time by ``elapsed_s``, and return the verdict, or None if there is none yet."""
         self._now_s += elapsed_s
         if self._lost:  # checked before errors, because a lost rank causes errors on others
             text = f"{_names(self._lost)}: ended without a word, last in {self._lost[0].place}"
