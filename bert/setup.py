@@ -91,7 +91,6 @@ def build_run(
 
 
 def log_settings(log: MLLog, config: Config, inputs: Inputs, mesh: Mesh, seed: int) -> None:
-    """Log the submission, the seed and the hyperparameters under their MLPerf keys."""
     optimizer, training = config.optimizer, config.training
     settings = {
         "submission_benchmark": "bert",

@@ -105,7 +105,6 @@ def _configuration(model: ModelConfig) -> dict[str, object]:
 
 
 def _write_tokenizer(folder: Path, model: ModelConfig, vocabulary: Vocabulary) -> None:
-    """Write BERT's tokenizer, which lowercases text unless the vocabulary is cased."""
     special = {f"{name}_token": f"[{name.upper()}]" for name in ("pad", "unk", "cls", "sep", "mask")}
     cased = vocabulary.cased
     pieces = models.WordPiece(vocabulary.ids, unk_token="[UNK]", max_input_chars_per_word=MAX_CHARACTERS_PER_WORD)

@@ -175,7 +175,6 @@ RECIPES: dict[str, Callable[[], Config]] = {
 
 
 def described(name: str) -> str:
-    """Return a one-line description of a recipe."""
     config = RECIPES[name]()
     nodes, _, gpus = name.rpartition("_")[2].partition("x")
     # Recipes that are not plain BERT-Large are functions with a docstring.

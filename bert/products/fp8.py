@@ -279,7 +279,6 @@ class FeedForward:
 
     @property
     def parameters(self) -> tuple[nn.Parameter, ...]:
-        """Parameters whose gradients ``backward`` returns."""
         return self.first.dense.weight, self.first.dense.bias, self.last.dense.weight
 
     def forward(

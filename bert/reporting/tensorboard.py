@@ -16,7 +16,6 @@ _GROUPS = {
 
 
 def require_installed() -> None:
-    """Raise ``ValueError`` if the package tensorboard is not installed."""
     if find_spec("tensorboard") is None:
         raise ValueError(
             "log.tensorboard is set, but tensorboard is not installed: pip install '.[tensorboard]', or leave the "

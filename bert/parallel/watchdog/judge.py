@@ -33,8 +33,6 @@ class Ending:
 
 @dataclass
 class Member:
-    """State of a rank as known to the judge."""
-
     rank: int
     in_mesh: str = ""
     """Place of the rank in the mesh, appended to its name."""
