@@ -44,14 +44,13 @@ def accumulates_products(device: torch.device, precision: Precision) -> bool:
 
 
 def shards_gradients(training: TrainingConfig, mesh: Mesh) -> bool:
-    """Tell whether a rank keeps only a shard of the gradients, which requires several copies of the model."""
     return training.shard_gradients and mesh.data_size > 1
 
 
 def build_model(whole: BertForPreTraining, config: Config, mesh: Mesh, waiting: Waiting) -> RankModel:
-    """Build this rank's part of the model ``whole`` and copy its weights. All ranks must call this at the same time.
+    """Build this rank's part of the model ``whole`` for training with ``config``, and copy its weights.
 
-    Raises ``ValueError`` if the precision is FP8 and the GPU does not support it.
+    All ranks must call this at the same time. Raises ``ValueError`` if the precision is FP8 and the GPU does not support it.
     """
     training = config.training
     tensor = tensor_parallel(config.model, mesh, waiting)
@@ -79,7 +78,10 @@ def divided_model(
     placement: Placement | None = None,
     make_layer: MakeLayer = EncoderLayer,
 ) -> BertForPreTraining:
-    """Build this rank's part of the model ``whole`` and copy its weights. All ranks must call this at the same time."""
+    """Build this rank's part of the model ``whole`` and copy its weights. All ranks must call this at the same time.
+
+    By default, the layers multiply as PyTorch does and recompute nothing, which is sufficient for an evaluation.
+    """
     if placement is None and tensor is not None:
         placement = tensor.placement
     own: Callable[[str, Tensor], Tensor] = tensor.own if tensor is not None else lambda _, weight: weight

@@ -33,7 +33,6 @@ def _share(name: str, text: str) -> float:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Parse the command line, check the settings, evaluate the checkpoint and return the exit status."""
     accept_any_text()
     answer_version(arguments)
     try:

@@ -43,11 +43,9 @@ class DropoutSites:
         return self._at(self.config.attention_dropout, 3 * layer + 1)
 
     def after_attention(self, layer: int) -> Dropout | None:
-        """Return the dropout of a layer's attention output."""
         return self._at(self.config.hidden_dropout, 3 * layer + 2)
 
     def after_feed_forward(self, layer: int) -> Dropout | None:
-        """Return the dropout of a layer's feed-forward output."""
         return self._at(self.config.hidden_dropout, 3 * layer + 3)
 
     # Streams are numbered by layer, not by call, so that pipeline stages draw the same numbers as a single rank.
@@ -74,7 +72,6 @@ class Dense(nn.Module):
         self.bias = nn.Parameter(torch.zeros(outputs))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return ``x @ weight.T + bias``."""
         return F.linear(x, self.weight, self.bias)
 
 
@@ -106,7 +103,7 @@ class Placement:
         return product
 
     def words(self, input_ids_T: Tensor, word_VD: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return the indices of this rank's words in a table, the table, and a gradient to add to (None: use autograd)."""
+        """Return word indices, the table that they index, and the table's gradient to add to, or None to use autograd."""
         return input_ids_T, word_VD, None
 
     def masked_lm_loss(
@@ -127,7 +124,7 @@ class Embeddings(nn.Module):
         super().__init__()
         self.config = config
         self.placement = placement
-        # Not nn.Embedding, because one op reads all three tables.
+        # Do not use nn.Embedding, because one op reads all three tables.
         self.word = nn.Parameter(torch.empty(placement.share_of_words(config.vocab_size), config.hidden_size))
         self.position = nn.Parameter(torch.empty(config.max_position_embeddings, config.hidden_size))
         self.segment = nn.Parameter(torch.empty(config.type_vocab_size, config.hidden_size))
@@ -164,7 +161,7 @@ class MatrixProducts:
 
 
 Recomputation = Callable[..., Any]
-"""Calls a function with the given arguments, and may call it again in the backward pass."""
+"""Wrapper that calls a function with the given arguments, and may call it again in the backward pass."""
 
 
 def compute_once(function: Callable[..., Any], *inputs: Any) -> Any:

@@ -65,7 +65,7 @@ def train(run: Run) -> Status:
             # These decisions depend only on position and settings, so that all ranks call the same collectives. A signal,
             # which only one rank may have received, is shared by ``report``.
             keep = run.checkpoints.due(at.steps)
-            # Also report before an evaluation, so that its time does not count as step time, and at the end.
+            # Also report at the end and before an evaluation, so that the evaluation's time does not count as step time.
             if at.steps % run.config.log.interval_steps == 0 or at.samples >= end or keep:
                 if run.intervals.report(at, _is_to_stop(run)):
                     status, keep = "aborted", True

@@ -47,11 +47,11 @@ class PretrainingOutput:
 
 
 MakeLayer = Callable[[ModelConfig, int, Placement], EncoderLayer]
-"""Builds the encoder layer with the given index."""
+"""Function that builds the encoder layer with the given index."""
 
 
 class BertForPreTraining(nn.Module):
-    """The model, or this rank's part of it."""
+    """BERT with its two pretraining heads, or this rank's part of it."""
 
     dropout_state: Tensor
 
@@ -95,7 +95,6 @@ class BertForPreTraining(nn.Module):
         self.dropout_state.copy_(torch.tensor([seed, 0]))
 
     def forward(self, batch: "Batch") -> PretrainingOutput:
-        """Return the loss sums of a micro-batch."""
         return self.losses(*self.head_inputs(batch), batch)
 
     def losses(self, cls_SD: Tensor, masked_MD: Tensor, batch: "Batch") -> PretrainingOutput:

@@ -1,6 +1,6 @@
 """LAMB over the model's parameters: flat buffers, segments and learning rate schedule.
 
-Shape legend: P elements of all parameters, each with its padding; N elements of P with padding up to equal shards.
+Shape legend: P elements of all parameters, each parameter with its padding; N is P rounded up to equal shards.
 """
 
 from collections.abc import Collection, Mapping
@@ -38,7 +38,7 @@ class FlatParameters:
     places: Mapping[nn.Parameter, slice]
     """Slice of each parameter in the vectors, in the order of the model's parameters."""
     names: tuple[str, ...] = ()
-    """Name of each parameter, in the same order."""
+    """Name of each parameter, in the order of ``places``."""
 
     @classmethod
     @torch.no_grad()
@@ -106,8 +106,9 @@ def lamb_segments(model: BertForPreTraining, overwritten: Collection[nn.Paramete
 def learning_rate(config: OptimizerConfig, step: Tensor) -> Tensor:
     """Return the learning rate of an optimizer step in fp64. Steps count from 0, like the reference's ``global_step``.
 
-    Linear warm-up from ``start_warmup_step`` over ``num_warmup_steps``, then linear decay to 0, which starts at step 0. The
-    rate jumps if the two lines do not meet. ``step`` may have any shape and device, and so does the result.
+    The rate rises linearly from ``start_warmup_step`` over ``num_warmup_steps``. Then it follows a line from the base rate
+    at step 0 to 0 at ``learning_rate_training_steps``. The rate jumps if the two lines do not meet. The result has the
+    shape and device of ``step``.
     """
     steps = step.double()
     since_start = steps - config.start_warmup_step
@@ -119,7 +120,6 @@ def learning_rate(config: OptimizerConfig, step: Tensor) -> Tensor:
 
 
 def hyperparameters(config: OptimizerConfig) -> LambHyperparameters:
-    """Return the hyperparameters that are the same at every step."""
     return LambHyperparameters(
         config.beta_1, config.beta_2, config.epsilon, config.weight_decay_rate, config.max_grad_norm
     )

@@ -94,7 +94,7 @@ def _timed_run(config: Config, inputs: Inputs, mesh: Mesh, guard: DataGuard, int
     adaptive = config.log.division == "open" and (again or may_start_again())
     # Preflight skips this check if the shares may depend on the checkpoint, so check again.
     check_shares(config, inputs.train, mesh.data_size, uneven=adaptive)
-    # Each checkpoint stores this, so that a run on other hosts knows which micro-batch sizes fit in memory.
+    # Each checkpoint stores the world, so that a run on other hosts knows which micro-batch sizes fit in memory.
     world = World.of(mesh.hosts, config, before if again else None)
     # If no seed is set, each rank draws one, and all use rank 0's seed. The seed determines the order of the samples, so
     # it must be equal on all ranks.
@@ -106,8 +106,8 @@ def _timed_run(config: Config, inputs: Inputs, mesh: Mesh, guard: DataGuard, int
         # Creating the file reserves its number. The number that was free during the checks may be taken by now.
         log, files = create_log(result_folder(config), config.log.run)
         inputs = replace(inputs, **files._asdict())
-    # The watchdog is closed before the log, because it may write last lines about a fault. Graphs are reset after the
-    # watchdog has told the other ranks about an error.
+    # Contexts end in reverse order. The watchdog ends before the log, because it may log a fault. The graphs are reset after
+    # the watchdog has told the other ranks about an error.
     capturing = CudaCapturer(mesh.device) if captures(config, mesh) else nullcontext()
     with log, capturing as capturer, _ended_together(config, mesh, log) as watchdog:
         drop_lost_output(partial(_note_lost_output, log))
@@ -170,7 +170,7 @@ def _ended_together(config: Config, mesh: Mesh, log: MLLog) -> Iterator[Watchdog
     try:
         yield watchdog
     except Interrupted as interrupted:
-        # Elastic agents on the other hosts restart their ranks without this one only if its exit status shows a failure.
+        # Elastic agents on other hosts restart their ranks without this rank only if this rank's exit status is a failure.
         watchdog.failed(str(interrupted), FAULT_STATUS if may_start_again() else interrupted.status)
         raise
     except (ValueError, OSError) as error:
@@ -190,7 +190,7 @@ def _note_lost_output(log: MLLog, text: str) -> None:
 
 
 def _note_uncaptured(batches: int, mesh: Mesh, log: MLLog) -> None:
-    """Warn if micro-batches of any rank ran without a CUDA graph."""
+    """Warn if micro-batches of any rank ran without a CUDA graph. All ranks must call this at the same time."""
     batches = int(all_reduce_(torch.tensor([batches], device=mesh.device)).item())
     if batches:
         text = (

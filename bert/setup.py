@@ -70,7 +70,7 @@ def build_run(
         say(f"at most {steps:,} steps of {batch} sequences: about {clock(steps * step_seconds)} and the evaluations")
     log.weights_initialization(config.model.num_hidden_layers)
     loader = build_loader(config, inputs.train, mesh, seed, shape_buckets, start.steps, log)
-    # Create the reporter late, because the caller must close it.
+    # Create the reporter late, because nobody would close it if an earlier statement raised an error.
     reporter = _reporter(config, inputs, mesh, log, step, start.samples)
     stages = [stage for _, stage, _ in mesh.coordinates]
     stragglers = Stragglers(mesh.hosts, stages, mesh.places())
@@ -91,7 +91,6 @@ def build_run(
 
 
 def log_settings(log: MLLog, config: Config, inputs: Inputs, mesh: Mesh, seed: int) -> None:
-    """Log the submission, the seed and the hyperparameters under their MLPerf keys."""
     optimizer, training = config.optimizer, config.training
     settings = {
         "submission_benchmark": "bert",
@@ -203,6 +202,5 @@ def _reporter(
         StepLines([log.line, say], run.target, config.training.sample_limit, inputs.schedule, resumed_samples),
     ]
     if config.log.tensorboard is not None:
-        # Each run gets its own folder.
         sinks.append(TensorBoard(config.log.tensorboard / config.log.system / inputs.result.stem))
     return Reporter(sinks, (inputs.plan, config.plan) if inputs.plan and config.plan else None)

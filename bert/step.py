@@ -105,7 +105,6 @@ class TrainingStep:
         return Passes(self._forward_backward, duties, self._stopwatch)
 
     def __call__(self, micro_batches: Sequence[Batch]) -> None:
-        """Train on this rank's micro-batches of one global batch."""
         self.execution(micro_batches)
         with self._stopwatch.time("update"):
             self.update()
@@ -188,7 +187,6 @@ class TrainingStep:
             self.fp8.refresh_weights_()
 
     def autocast(self) -> torch.autocast:
-        """Return the autocast context in which the model runs."""
         return torch.autocast(self._mesh.device.type, torch.bfloat16, enabled=self.precision != "fp32")
 
     def warm_up(

@@ -42,7 +42,6 @@ OLDEST_TORCH = (2, 11)
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Parse the command line, check the settings, run the training and return the exit status."""
     accept_any_text()
     answer_version(arguments)
     try:
@@ -120,7 +119,10 @@ def parse(arguments: Sequence[str], module: str = "bert.train") -> Config:
 
 
 def without_option(name: str, arguments: Sequence[str]) -> tuple[str | None, list[str]]:
-    """Return the last value of an option, and the arguments without the option."""
+    """Return the last value of an option, or None if it is absent, and the arguments without the option.
+
+    Raises ``ValueError`` if the option has no value.
+    """
     value, others, words = None, [], iter(arguments)
     for word in words:
         option, equals, given = word.partition("=")

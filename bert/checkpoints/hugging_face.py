@@ -39,7 +39,7 @@ _HUGGING_FACE_LAYER = {
 }
 
 _THEIR_NAMES = {"hidden_dropout": "hidden_dropout_prob", "attention_dropout": "attention_probs_dropout_prob"}
-"""Fields of ``ModelConfig`` that have a different name in config.json, with that name."""
+"""Map from fields of ``ModelConfig`` to their names in config.json, where the names differ."""
 
 
 def hugging_face_names(layers: int) -> dict[str, tuple[str, ...]]:
@@ -105,7 +105,6 @@ def _configuration(model: ModelConfig) -> dict[str, object]:
 
 
 def _write_tokenizer(folder: Path, model: ModelConfig, vocabulary: Vocabulary) -> None:
-    """Write BERT's tokenizer, which lowercases text unless the vocabulary is cased."""
     special = {f"{name}_token": f"[{name.upper()}]" for name in ("pad", "unk", "cls", "sep", "mask")}
     cased = vocabulary.cased
     pieces = models.WordPiece(vocabulary.ids, unk_token="[UNK]", max_input_chars_per_word=MAX_CHARACTERS_PER_WORD)
@@ -116,7 +115,7 @@ def _write_tokenizer(folder: Path, model: ModelConfig, vocabulary: Vocabulary) -
         *((token, vocabulary.ids[token]) for token in ("[SEP]", "[CLS]"))
     )
     tokenizer.decoder = decoders.WordPiece()
-    # Otherwise [MASK] in a text would be split at its brackets.
+    # Without this, [MASK] in a text would be split at its brackets.
     tokenizer.add_special_tokens(list(special.values()))
     tokenizer.save(str(folder / "tokenizer.json"))
     # This file is for ``Vocabulary.from_folder`` and for tokenizers that do not read tokenizer.json.
@@ -150,7 +149,7 @@ class _Stated(msgspec.Struct, rename=_THEIR_NAMES):
     layer_norm_eps: _Fraction | None = None
     hidden_dropout: _Fraction | None = None
     attention_dropout: _Fraction | None = None
-    # Other values are not supported. An exact GELU becomes the tanh form, which differs by up to 5e-4 (docs/checkpoints.md).
+    # Only these values are supported. The tanh form replaces an exact GELU and differs by up to 5e-4 (docs/checkpoints.md).
     model_type: Literal["bert"] | None = None
     position_embedding_type: Literal["absolute"] | None = None
     hidden_act: Annotated[str, msgspec.Meta(pattern="^gelu")] | None = None

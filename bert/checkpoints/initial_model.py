@@ -24,7 +24,7 @@ _NOT_COMPARED = ("vocab_size", "hidden_dropout", "attention_dropout", "initializ
 
 
 def first_model(config: Config, mesh: Mesh, seed: int) -> BertForPreTraining:
-    """Return the model that training starts from, with the initial checkpoint's weights or random weights."""
+    """Return the model that training starts from. Weights that the checkpoint lacks are random, and rank 0 names them."""
     start = config.data.initial_checkpoint
     # A single file must contain all weights, so draw no random weights, which would take half a minute on a CPU.
     is_file = start is not None and not start.is_dir()
@@ -49,7 +49,7 @@ def _empty_model(config: Config, mesh: Mesh) -> BertForPreTraining:
 
 
 def check_initial_weights(path: Path, config: Config, vocabulary: "Vocabulary") -> None:
-    """Raise ``ValueError`` if ``load_initial_weights`` would, or if the model was trained with another vocabulary.
+    """Raise ``ValueError`` if the weights cannot be loaded, or if the model was trained with another vocabulary.
 
     This reads names, shapes and the configuration, but no weights except a decoder that is stored beside the word table.
     A Hugging Face folder may lack the heads, but only in the open division.

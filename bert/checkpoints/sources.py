@@ -50,9 +50,9 @@ class CheckpointSource:
 
 
 def open_source(path: Path, num_attention_heads: int | None = None, whole: bool = True) -> CheckpointSource:
-    """Open a checkpoint and check that it holds a BERT; ``num_attention_heads`` is for files that do not state it.
+    """Open a checkpoint and check that it holds a BERT. ``num_attention_heads`` is for files that do not state this number.
 
-    If not ``whole``, Hugging Face's files may lack pooler and heads, as files of ``BertForMaskedLM`` do. Raises
+    Unless ``whole`` is set, Hugging Face's files may lack pooler and heads, as files of ``BertForMaskedLM`` do. Raises
     ``ValueError`` if the checkpoint is missing, damaged or not supported.
     """
     if not path.exists() and path.with_name(path.name + INDEX_SUFFIX).is_file():
@@ -194,7 +194,7 @@ def _name_of_today(name: str) -> str:
 def _found(
     find: Callable[[str], Weight | None], names: Mapping[str, tuple[str, ...]]
 ) -> tuple[dict[str, Weight], dict[str, str]]:
-    """Return the weights by our names, and for each missing weight the name in the file that ``find`` did not know."""
+    """Return the weights that ``find`` knows, by our names, and the name in the file for each missing weight."""
     weights, missing = {}, {}
     for ours, theirs in names.items():
         parts = [find(name) for name in theirs]

@@ -81,7 +81,7 @@ class TensorBundle:
                 for key, value in records.items()
                 if not key.startswith(b"\0") and key  # neither a part of a partitioned variable nor the header
             }
-        except ValueError as error:  # a name that is not UTF-8 also raises this
+        except ValueError as error:  # includes UnicodeDecodeError, for a name that is not UTF-8
             raise ValueError(f"{self.index}: {error}; {_REMEDY}") from None
         if _OBJECT_GRAPH in self.entries:
             raise ValueError(f"{self.index} is a TF2 checkpoint: take the TF1 form, or a Hugging Face folder")
@@ -91,11 +91,10 @@ class TensorBundle:
         self.is_published = (md5, self.data_file(0).stat().st_size) == _PUBLISHED
 
     def data_file(self, shard: int) -> Path:
-        """Return the path of one data file."""
         return self.prefix.with_name(f"{self.prefix.name}.data-{shard:05d}-of-{self.shards:05d}")
 
     def readable(self, name: str) -> Entry | None:
-        """Return the entry of a tensor, or None if there is none. Raises ``ValueError`` unless it is a whole fp32 tensor."""
+        """Return a tensor's entry, or None if it is absent. Raises ``ValueError`` unless it is a whole fp32 tensor."""
         entry = self.entries.get(name)
         if entry is None:
             return None
@@ -112,7 +111,7 @@ class TensorBundle:
         return entry
 
     def array(self, name: str) -> np.ndarray:
-        """Read an fp32 tensor and verify its checksum. Raises ``ValueError``."""
+        """Read a tensor. Raises ``ValueError`` if its checksum is wrong, or if it is not a whole fp32 tensor."""
         entry = self.readable(name)
         assert entry is not None
         # Read into a writable array, because torch.from_numpy warns about read-only arrays.
@@ -154,7 +153,7 @@ def tf1_name(name: str) -> str:
 def _shard_count(records: dict[bytes, bytes]) -> int:
     if b"" not in records:
         raise ValueError("no header")
-    # BundleHeaderProto: num_shards 1, endianness 2. Fields with the value 0 are not written.
+    # Field numbers of BundleHeaderProto: num_shards 1, endianness 2. Fields with the value 0 are not written.
     header, _ = _fields(records[b""])
     shards = header.get(1, 0)
     if header.get(2, 0) != 0:
@@ -165,7 +164,7 @@ def _shard_count(records: dict[bytes, bytes]) -> int:
 
 
 def _entry(value: bytes) -> Entry:
-    # BundleEntryProto: dtype 1, shape 2, shard_id 3, offset 4, size 5, crc32c 6, slices 7.
+    # Field numbers of BundleEntryProto: dtype 1, shape 2, shard_id 3, offset 4, size 5, crc32c 6, slices 7.
     numbers, messages = _fields(value)
     dtype, shard, offset, size, checksum = (numbers.get(field, 0) for field in (1, 3, 4, 5, 6))
     # In TensorShapeProto, field 2 is dim. In each dim, field 1 is size.
@@ -178,7 +177,7 @@ def _entry(value: bytes) -> Entry:
 
 
 def _sorted_table(content: bytes) -> Iterator[tuple[bytes, bytes]]:
-    """Yield the keys and values of a sorted table."""
+    """Yield the keys and values of an index, with ascending keys. Raises ``ValueError`` if it is damaged."""
     if len(content) < _FOOTER_BYTES or not content.endswith(MAGIC):
         raise ValueError("not the index of a TensorFlow checkpoint (the mark at its end is missing)")
     blocks_end, footer = len(content) - _FOOTER_BYTES, content[-_FOOTER_BYTES:]

@@ -47,14 +47,11 @@ _Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]  # counters on the devic
 
 @dataclass(frozen=True)
 class Digest:
-    """Size and SHA-256 of a file."""
-
     bytes: int
     sha256: str
 
     @classmethod
     def of(cls, path: Path) -> "Digest":
-        """Compute the size and digest of a file."""
         return cls(path.stat().st_size, sha256_of(path))
 
 
@@ -69,7 +66,7 @@ class RunState:
     """Number of optimizer steps taken, fewer than ``step`` if steps were skipped."""
     seed: _Count
     dropout_draws: _Count
-    """Step number in the model's ``dropout_state``. The seed in it follows from the run's seed and the ranks."""
+    """Step number in the model's ``dropout_state``, whose seed follows from the run's seed and the ranks."""
     fp8_scales: list[Annotated[float, msgspec.Meta(gt=0)]] | None
     settings: dict[str, str]
     """Settings that must not change when the run continues."""
@@ -118,7 +115,7 @@ def lock(folder: Path, mesh: Mesh, again: bool) -> None:
             ) from None
         except OSError as error:
             return f"warning: no lock on {folder} ({error.strerror}): make sure that no other run writes there"
-        # These are left over from killed runs, because only the process that has the lock writes here.
+        # These folders are left over from killed runs, because only the process that has the lock writes here.
         for left in filter(is_temporary, folder.glob(".step_*.partial")):
             shutil.rmtree(left, ignore_errors=True)  # errors mean plain files or other users' folders, which remain
         return ""

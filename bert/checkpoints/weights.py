@@ -37,12 +37,14 @@ def save_weights(model: BertForPreTraining, path: Path, metadata: Mapping[str, s
 
 
 def model_metadata(model: ModelConfig) -> dict[str, str]:
-    """Return the metadata that describes a model, for ``stated_model``."""
     return {MODEL: json.dumps(asdict(model))}
 
 
 def stated_model(metadata: Mapping[str, str], source: str) -> dict[str, int | float]:
-    """Return the fields of ``ModelConfig`` that a file's metadata states. Raises ``ValueError`` if they are invalid."""
+    """Return the fields of ``ModelConfig`` in a file's metadata, or {} if there are none.
+
+    Raises ``ValueError`` if the fields are invalid.
+    """
     if MODEL not in metadata:
         return {}
     try:

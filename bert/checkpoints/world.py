@@ -35,7 +35,7 @@ class World:
 
     @classmethod
     def of(cls, hosts: Sequence[str], config: Config, before: "World | None" = None) -> "World":
-        """Return a run's world; ``hosts`` has each rank's host name, ``before`` the world of the run that it continues."""
+        """Return a run's world, given each rank's host name. ``before`` is the world of the run that this run continues."""
         steps, copies = config.training.gradient_accumulation_steps, len(hosts) // config.parallel.copy_ranks
         sequences = -(-config.training.global_batch_size // (copies * steps))
         fitting = max(sequences, before.fitting if before else 0)
@@ -49,7 +49,7 @@ def rebalance_batch(config: Config, before: World, data_size: int) -> Config:
     Nothing else needs an adjustment: reduction, shape buckets and kernels are chosen at every start.
     """
     batch = config.training.global_batch_size
-    # Use the largest micro-batch so far: the last run's may have been smaller because it had more hosts.
+    # Use the largest micro-batch so far: the last run may have had smaller ones, because it had more hosts.
     steps = -(-batch // (data_size * before.fitting))
     steps = max(1, min(steps, batch // data_size))  # every rank needs a sequence
     if config.parallel.pipeline > 1:  # pipeline schedules need rounds of equal size

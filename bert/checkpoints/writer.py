@@ -58,7 +58,6 @@ class Checkpoints:
         """Copies of the whole model's weights and moments in host memory, from which the thread writes."""
 
     def due(self, steps: int) -> bool:
-        """Tell whether a checkpoint is due after ``steps`` steps."""
         return self._folder is not None and steps % self._config.every_steps == 0
 
     def wait(self, at: Position) -> None:
@@ -72,7 +71,7 @@ class Checkpoints:
         """Warn if the last checkpoint could not be written, and record how long writing takes."""
         if self._written is None or not self._written.done():
             return
-        # The thread's error stays in its future, so the loop has to ask for it.
+        # An error in the thread is kept in the future, so the training loop has to ask for it here.
         error, self._written = self._written.exception(), None
         # The watchdog limits a phase to a multiple of its longest duration, and waiting may take as long as the writing did.
         self._tracker.longest["checkpoint_write"] = self._longest_s
@@ -140,11 +139,11 @@ class Checkpoints:
             files = {name: Digest.of(partial / name) for name in FILES}
             content = msgspec.json.encode(replace(state, files=files))
             write_atomically(partial / "state.json", msgspec.json.format(content, indent=1))
-            # A rename cannot replace a folder that has files. If this run may delete the existing folder, the folder
-            # is a broken checkpoint, which the run skipped when it resumed.
+            # A rename cannot replace a folder that contains files. A removable folder of this name is a broken
+            # checkpoint that this run skipped when it resumed.
             if final in self._removable:
                 shutil.rmtree(final, ignore_errors=True)
-        # Count only this and earlier checkpoints, so that broken later ones do not displace this run's own.
+        # Keep this and earlier checkpoints only, so that broken later checkpoints do not displace this run's checkpoints.
         self._removable.add(final)
         folders = written_in(self._folder)
         # Do not delete checkpoints that another run has written here since this run started.

@@ -68,7 +68,6 @@ def own_text_cpu() -> Config:
 
 
 def tiny_model() -> ModelConfig:
-    """Return the architecture of ``tiny_cpu``."""
     return ModelConfig(2, 128, 4, 512, 1024, max_position_embeddings=128, hidden_dropout=0.0, attention_dropout=0.0)
 
 
@@ -176,7 +175,6 @@ RECIPES: dict[str, Callable[[], Config]] = {
 
 
 def described(name: str) -> str:
-    """Return a one-line description of a recipe."""
     config = RECIPES[name]()
     nodes, _, gpus = name.rpartition("_")[2].partition("x")
     # Recipes that are not plain BERT-Large are functions with a docstring.

@@ -34,7 +34,6 @@ class RunPlan:
     """Settings of a run, and the predicted times.
 
     Attributes:
-        device: name of the devices that the plan is for.
         settings: values of the settings in `PLANNED`, in the form used on a command line.
         hyperparameters: source of the hyperparameters.
         step_seconds: seconds of each phase in `PHASES`, and of the rest of a step as ``other``.

@@ -298,7 +298,6 @@ class LogConfig:
 
 
 def refuse(is_wrong: bool, message: str) -> None:
-    """Raise ``ValueError`` with ``message`` if ``is_wrong``."""
     if is_wrong:
         raise ValueError(message)
 

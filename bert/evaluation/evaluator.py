@@ -27,7 +27,6 @@ class Accuracy:
 
     @property
     def value(self) -> float:
-        """Fraction of correct predictions, from 0 to 1."""
         return self.correct / self.count
 
 
@@ -85,7 +84,7 @@ class Evaluator:
         """Start to read this rank's share in the background. Call this only after the clock has started."""
         reader = ThreadPoolExecutor(1, "evaluation")
         self._read = reader.submit(self._read_all)
-        # The thread ends after this task.
+        # Do not wait here: the thread ends by itself after this task.
         reader.shutdown(wait=False)
 
     @torch.inference_mode()

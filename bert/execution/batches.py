@@ -28,7 +28,6 @@ def plan_of(config: Config, train: Dataset, data_size: int, seed: int) -> BatchP
 
 
 def captures(config: Config, mesh: Mesh) -> bool:
-    """Tell whether the step runs as CUDA graphs."""
     return mesh.device.type == "cuda" and config.training.cuda_graphs
 
 

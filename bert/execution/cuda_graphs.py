@@ -22,7 +22,7 @@ class CudaCapturer:
 
     Prepare the function that needs the most memory first, so that later functions reuse its memory blocks. All functions
     run once before any is captured, so that the memory of these first runs is freed before the pool is filled.
-    (``torch.cuda.use_mem_pool`` does not affect allocations in autograd's thread.)
+    ``torch.cuda.use_mem_pool`` is no alternative, because it does not affect allocations in autograd's thread.
 
     Close the capturer before its process groups are destroyed, or use it as a context manager: NCCL hangs when it
     destroys a communicator that a graph still refers to.
@@ -63,7 +63,6 @@ class CudaCapturer:
         return graph.replay
 
     def capture(self) -> None:
-        """Capture all prepared functions in the order in which they were prepared."""
         for graph, function in self._waiting:
             # In the mode "global", calls from other threads would invalidate the capture: NCCL's watchdog queries
             # events, and autograd's thread allocates memory.
@@ -96,7 +95,6 @@ class Graph:
         self._replay = capturer.prepare(self._function)
 
     def __call__(self) -> None:
-        """Replay the graph if there is one, otherwise run the function."""
         self._replay()
 
 

@@ -37,7 +37,6 @@ class Passes:
             for role in (Role(*each) for each in product((False, True), repeat=3))
         }
         self.uncaptured_batches = 0
-        """Number of micro-batches that ran without a CUDA graph."""
 
     def __call__(self, micro_batches: Sequence[Batch]) -> None:
         """Run the passes of one step's micro-batches and reduce the gradients."""
@@ -52,7 +51,6 @@ class Passes:
             self._graphs[role].prepare(batches, capturer)
 
     def _roles(self, count: int) -> list[Role]:
-        """Return the roles of a step's ``count`` micro-batches in order."""
         return [
             Role(
                 self.duties.gathers_weights and place == 0,

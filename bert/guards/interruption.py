@@ -14,7 +14,6 @@ class Interrupted(Exception):  # noqa: N818 an event, not an error
 
     @property
     def status(self) -> int:
-        """Exit status of a process that ends because of this signal."""
         return orderly(128 + self.number)
 
 

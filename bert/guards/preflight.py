@@ -45,7 +45,6 @@ class Inputs:
     metrics: Path
     schedule: EvaluationSchedule
     plan: RunPlan | None = None
-    """Plan that the run follows, if any."""
 
 
 def check(config: Config, world_size: int, local_size: int = 0) -> Inputs:
@@ -70,7 +69,7 @@ def check(config: Config, world_size: int, local_size: int = 0) -> Inputs:
     if not (may_go_on or job()):
         refuse_others(config)
     if config.dry_run and config.resume is not None:  # a real run reads the checkpoint after its ranks have joined
-        # A dry run does not join other ranks, so it reads the checkpoint as a single rank.
+        # A dry run joins no other ranks, so it reads the checkpoint as if it were the only rank.
         find(config.resume, config, train, Mesh(0, 1, 0, torch.device("cpu")))
     _check_places(config)
     # The run number is only a proposal until the log is created.
@@ -90,7 +89,6 @@ def check_evaluation(config: Config) -> Dataset:
 
 
 def result_folder(config: Config) -> Path:
-    """Return the folder of this system's logs."""
     return config.log.results / config.log.system / "bert"
 
 
@@ -150,7 +148,10 @@ def _open_inputs(config: Config, folders: Sequence[Path]) -> tuple[list[Dataset]
 
 
 def _schedule(config: Config) -> EvaluationSchedule:
-    """Raise ``ValueError`` if the run would end before its first evaluation, or without a required final evaluation."""
+    """Return the schedule of the evaluations.
+
+    Raises ``ValueError`` if the run would end before its first evaluation, or without a required final evaluation.
+    """
     interval = config.evaluation.interval_samples or evaluation_interval(config.training.global_batch_size)
     training = config.training
     if training.sample_limit < interval:

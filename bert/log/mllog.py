@@ -105,7 +105,6 @@ class MLLog:
         self.event("block_start", first_epoch_num=1, epoch_count=1, samples_count=samples)
 
     def block_stop(self, samples: int) -> None:
-        """Log the end of the training block that ``block_start`` opened."""
         self.event("block_stop", first_epoch_num=1, samples_count=samples)
 
     def eval_start(self, samples: int) -> None:
@@ -117,7 +116,6 @@ class MLLog:
         self.event("eval_accuracy", accuracy, epoch_num=samples, samples_count=samples)
 
     def eval_stop(self, samples: int) -> None:
-        """Log the end of the evaluation that ``eval_start`` opened."""
         self.event("eval_stop", epoch_num=samples, samples_count=samples)
 
     def run_stop(self, status: Literal["success", "aborted"], *, samples: int, eval_samples: int) -> None:

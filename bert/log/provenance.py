@@ -17,7 +17,6 @@ PACKAGES = ("torch", "numpy", "h5py", "tokenizers", "mlperf-logging", "nvidia-da
 
 
 def provenance(config: Config, mesh: Mesh, seed: int) -> dict[str, object]:
-    """Return names and values for the header of a result file."""
     head: dict[str, object] = {
         # This note is required for results that MLCommons has not reviewed (docs/compliance.md).
         "note": "not an MLPerf result: unverified, not reviewed by MLCommons",

@@ -26,7 +26,6 @@ class ResultFiles(NamedTuple):
 
     @classmethod
     def numbered(cls, folder: Path, number: int) -> "ResultFiles":
-        """Return the files of run ``number``."""
         return cls(folder / f"result_{number}.txt", folder / f"metrics_{number}.jsonl")
 
 

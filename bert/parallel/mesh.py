@@ -3,9 +3,9 @@
 The launcher's environment gives rank and world size; ``bert.parallel.rendezvous`` finds out which ranks share a host.
 
 Ranks are assigned host by host. The shards of a stage come first, because they exchange the most data and must share a
-host. The stages of a copy follow, on the same host or the next one, and then the other copies. A host holds whole copies,
-or a copy takes whole hosts, so if all ranks of a data group are on different hosts, they have the same local rank. PyTorch's
-DeviceMesh cannot describe this order, because it assumes that neighbouring ranks share a host.
+host. The stages of a copy follow, on the same host or the next one, and then the other copies. Each host holds whole copies,
+or each copy takes whole hosts. If all ranks of a data group are on different hosts, they therefore have the same local rank.
+PyTorch's DeviceMesh cannot describe this order, because it assumes that neighbouring ranks share a host.
 """
 
 import math
@@ -36,8 +36,8 @@ class Mesh:
 
     ``tensor`` neighbouring ranks on a node share a stage of the model. ``pipeline`` such groups share a copy of the model,
     and all ranks of a copy get the same micro-batches. Ranks with the same position in their copies have the same shards
-    of the same layers and sum their gradients. They form a data group. Between nodes, it communicates only along a rail: the
-    ranks with the same position on their nodes.
+    of the same layers. They form a data group, which sums their gradients. Between nodes, a data group communicates only
+    along rails. A rail consists of ranks with the same position on their nodes.
     """
 
     rank: int
@@ -69,7 +69,7 @@ class Mesh:
         """Ranks with this rank's position on their hosts and in their copies, ascending. They share a rail."""
         place = self.node_ranks.index(self.rank)
         data = set(self.data_ranks)
-        # Sort them, because PyTorch 2.11 only creates ascending groups. Their order does not matter for all-reduces.
+        # Sort the ranks, because PyTorch 2.11 creates only groups of ascending ranks. An all-reduce works in any order.
         return tuple(sorted(ranks[place] for ranks in self.nodes if ranks[place] in data)) or (self.rank,)
 
     @cached_property
@@ -152,7 +152,6 @@ class Mesh:
         ]
 
     def __str__(self) -> str:
-        """Describe the shape for logs."""
         pipeline = f" x pipeline {self.pipeline}" if self.pipeline > 1 else ""
         return f"data {self.data_size}{pipeline} x tensor {self.tensor}"
 
@@ -247,11 +246,8 @@ def require_whole_copies(parallel: ParallelConfig, hosts: int, a_host: int) -> N
 def process_group(ranks: Sequence[int], *, in_network: bool = False) -> dist.ProcessGroup | None:
     """Create a group of ranks in the given order, or return None for a single rank. All members must call this together.
 
-    Args:
-        in_network: Ask NCCL to let switches add what the ranks send (CollNet, SHARP).
-
-    Raises:
-        ValueError: this PyTorch cannot ask NCCL for in-network sums.
+    If ``in_network`` is set, NCCL is asked to let switches add what the ranks send (CollNet, SHARP). Raises ``ValueError``
+    if this version of PyTorch cannot ask for it.
     """
     if len(ranks) == 1:
         return None
@@ -273,6 +269,5 @@ def _in_network_options() -> Any:
 
 
 def leave_mesh() -> None:
-    """Destroy the process groups, if there are any."""
     if dist.is_initialized():
         dist.destroy_process_group()

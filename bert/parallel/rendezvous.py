@@ -96,7 +96,7 @@ def _open_store(launch: Launch, timeout: timedelta) -> Store:
 
 @contextmanager
 def explained_store_errors() -> Iterator[None]:
-    """Raise a ``ValueError`` that explains errors of PyTorch's store. Anyone who can reach its port can cause them."""
+    """Explain errors of PyTorch's store by a ``ValueError``. Anyone who can reach the store's port can cause such errors."""
     try:
         yield
     except (RuntimeError, ValueError, IndexError) as error:
@@ -114,9 +114,9 @@ def explained_store_errors() -> Iterator[None]:
 def agree_on_attempt(store: Store, launch: Launch, seconds: float) -> str:
     """Return a name for this attempt. All processes of the attempt get the name, and no other process does.
 
-    Rank 0 creates the name, and the other ranks reply to it. They accept it when rank 0 has received all replies. If this
-    happened before they replied, the name is that of an earlier attempt. Raises ``ValueError`` after ``seconds``; on rank 0,
-    the error names the missing ranks.
+    Rank 0 creates the name, and the other ranks reply to it. A rank accepts the name when rank 0 has received all replies.
+    If rank 0 already had all replies before this rank replied, the name belongs to an earlier attempt. Raises
+    ``ValueError`` after ``seconds``; on rank 0, the error names the missing ranks.
     """
     if launch.rank:
         return _follow(store, launch.rank, seconds)
@@ -131,7 +131,7 @@ def agree_on_attempt(store: Store, launch: Launch, seconds: float) -> str:
         return not missing
 
     if not _in_time(heard, seconds):
-        # The list may still contain ranks that have arrived, if they come before a missing rank.
+        # ``heard`` stops at the highest missing rank, so the list may still contain lower ranks that have arrived.
         absent = [int(key.partition("/")[2]) for key in missing if not store.check([key])]
         ranks = ", ".join(f"rank {rank}{host_of(rank, launch)}" for rank in absent[:8])
         raise ValueError(
@@ -165,9 +165,10 @@ def _follow(store: Store, rank: int, seconds: float) -> str:
 
 
 def _in_time(condition: Callable[[], bool], seconds: float) -> bool:
-    """Poll until the condition holds or the time is over, because a signal does not end a wait inside the store.
+    """Poll the condition, and return whether it held within ``seconds``.
 
-    Raises ``ValueError`` if the launcher of this process has ended.
+    Polling is needed, because a signal does not end a wait inside the store. Raises ``ValueError`` if the launcher of this
+    process has ended.
     """
     deadline, pause = time.monotonic() + seconds, 0.01
     while not condition():
@@ -185,6 +186,7 @@ def allow_descriptors(launch: Launch) -> None:
     """Raise this process's limit of open files to the number of connections that it may need.
 
     PyTorch's store and the watchdog connect rank 0 to all ranks. With gloo, every rank is connected to all other ranks.
+    Raises ``ValueError`` on rank 0 if the system's hard limit is too low.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted, is_limited = 3 * launch.world_size + _DESCRIPTORS, hard != resource.RLIM_INFINITY
@@ -214,8 +216,8 @@ def group_by_host(identities: Sequence[Identity], one_launcher: bool = True) -> 
     """Return the ranks of each host in ascending order; hosts are ordered by their lowest rank.
 
     Raises ``ValueError`` if hosts have different numbers of ranks, if a launcher announces more ranks per host than were
-    found there, or if a host's local ranks do not ascend with its ranks. If hosts must have ``one_launcher``, it is also
-    raised for equal local ranks, which would use the same device.
+    found there, or if a host's local ranks do not ascend with its ranks. If each host must have ``one_launcher``, equal
+    local ranks on a host are an error too, because they would use the same device.
     """
     hosts: dict[tuple[str, str], list[int]] = {}
     for rank, identity in enumerate(identities):

@@ -83,7 +83,6 @@ class Fp8Dense:
         return (self.dense.weight,)
 
     def refresh_(self) -> None:
-        """Cast the current weight to FP8."""
         weight_NK, site = self.dense.weight.detach(), self.weight
         cast_transpose_into_fp8(weight_NK, site.scale, site.amax, self.weight_NK, self.weight_KN)
 
@@ -211,7 +210,7 @@ class Fp8State:
             dense.refresh_()
 
     def calibrate_(self, forward_backward: Callable[[], object]) -> None:
-        """Find initial scales by running ``forward_backward`` a few times, which computes a loss and its gradients.
+        """Find initial scales by a few calls of ``forward_backward``, which computes a loss and its gradients.
 
         With a scale of 1, gradients of about 1e-7 vanish in E5M2. The residual stream still carries a gradient to every
         layer, so the first run yields the scales of FC2 and the attention output. The second run yields the scales of FC1
@@ -252,7 +251,6 @@ class Fp8Products(MatrixProducts):
         self._fp8 = {fp8.dense: fp8 for fp8 in denses}
 
     def product(self, x: Tensor, dense: Dense, bias: Tensor | None) -> Tensor:
-        """Return ``x @ weight.T + bias``."""
         fp8 = self._fp8[dense]
         if torch.is_grad_enabled():
             return apply_passes(fp8, x, *fp8.cast_input(x), bias)
@@ -261,7 +259,6 @@ class Fp8Products(MatrixProducts):
         return fp8.product(quantized_TK, compute_dtype(x), bias)
 
     def feed_forward(self, x_TD: Tensor, wide: Dense, narrow: Dense) -> Tensor:
-        """Return ``gelu(x @ wide.T + bias) @ narrow.T``, [T, D], without the second bias."""
         fp8_wide, fp8_narrow = self._fp8[wide], self._fp8[narrow]
         if torch.is_grad_enabled():
             return apply_passes(FeedForward(fp8_wide, fp8_narrow), x_TD, *fp8_wide.cast_input(x_TD))
@@ -282,7 +279,6 @@ class FeedForward:
 
     @property
     def parameters(self) -> tuple[nn.Parameter, ...]:
-        """Parameters whose gradients ``backward`` returns."""
         return self.first.dense.weight, self.first.dense.bias, self.last.dense.weight
 
     def forward(
@@ -329,10 +325,10 @@ def apply_passes(
 
 
 class _Fp8Function(torch.autograd.Function):
-    """``Passes`` as an autograd function that quantizes the output's gradient. It keeps inputs in one byte per element.
+    """Autograd function of ``Passes``, which quantizes the output's gradient and keeps inputs in one byte per element.
 
     Parameters are arguments so that they get gradients. An FP8 weight is saved only so that autograd raises an error if the
-    backward pass comes after ``update_``, which overwrites it and the scales.
+    backward pass comes after ``update_``, which overwrites the weight and the scales.
     """
 
     @staticmethod
@@ -364,8 +360,6 @@ class _Fp8Function(torch.autograd.Function):
 
 
 class Fp8Layer(EncoderLayer):
-    """Encoder layer whose products are in FP8."""
-
     def __init__(
         self,
         config: ModelConfig,

@@ -2,8 +2,8 @@
 
 The results equal ``EncoderLayer.forward`` with ``bert.products.fp8.Fp8Products``, in fewer passes over memory. A layer's
 norms also write their output in FP8 for the products that read it next, and they write the gradient of the preceding
-product only in FP8. Attention does the same if its implementation can. The norm's output is passed on twice, because the
-residual and the products each return a gradient for it, which the norm's backward pass reads.
+product only in FP8. Attention does the same if its implementation can. A norm returns its output twice, for the residual
+and for the products. Its backward pass reads the gradients of both.
 
 With tensor parallelism, communication comes between products and norms, so layers are not fused.
 
@@ -35,7 +35,7 @@ class HiddenStates(NamedTuple):
 
     residual_TD: Tensor
     input_TD: Tensor
-    """Input of the products, which read the casts instead and return the gradient through this tensor."""
+    """Input of the products. They read the casts instead of its values, and return the gradient through this tensor."""
     quantized_TD: Tensor | None
     quantized_DT: Tensor | None
 
@@ -47,7 +47,7 @@ class HiddenStates(NamedTuple):
 
 
 class _ProductAttention(torch.autograd.Function):
-    """Product that computes queries, keys and values, then self-attention."""
+    """Product for queries, keys and values, followed by self-attention."""
 
     @staticmethod
     def forward(
@@ -198,13 +198,14 @@ class FusedLayer(Fp8Layer):
     def _attention(
         self, hidden: HiddenStates, cu_seqlens: Tensor, max_seqlen: int, dropout: Dropout | None
     ) -> HiddenStates:
-        """Return the attention output with its casts, and the residual."""
+        """Return the residual and the attention output, with casts of the output if attention makes them."""
         dense, x_TD, bias_N = self._query_key_value, hidden.input_TD, self.query_key_value.bias
         casts, heads = hidden.casts(dense), self.config.num_attention_heads
         # The choice of an implementation depends on shape, dtype, device and whether a backward pass follows, not on values.
         shape = len(x_TD), 3, heads, x_TD.shape[1] // heads
         stand_in = x_TD.new_empty(shape, dtype=compute_dtype(x_TD)).requires_grad_()
-        # Unlike ``chosen``, ``decided`` lets the autotuner see this call, which is not made if attention makes the casts.
+        # ``decided`` also shows this call to the autotuner, unlike ``chosen``. If attention makes the casts, the op itself
+        # is never called.
         chosen = varlen_self_attention.decided(stand_in, cu_seqlens, max_seqlen, dropout)
         # If the implementation makes no casts, the next product makes them in a separate pass.
         if chosen.name not in attention_cast_fp8.implementations:

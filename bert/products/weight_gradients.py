@@ -1,9 +1,9 @@
 """Matrix products that add weight gradients directly to the flat gradient, and that read 16-bit copies of the weights.
 
-Autograd makes three passes over a weight's gradient in every micro-batch: it writes it in 16 bits, casts it to fp32, and
-adds it to the flat gradient. Here the product's epilogue does all three. The first micro-batch of a step overwrites the
-previous step's gradients, so that they need not be set to zero. If the optimizer writes 16-bit copies of weights, the
-products need no casts.
+Autograd makes three passes over a weight's gradient in every micro-batch: it writes the gradient in 16 bits, casts it to
+fp32, and adds it to the flat gradient. Here the product's epilogue does all three. The first micro-batch of a step
+overwrites the previous step's gradients, so that they need not be set to zero. If the optimizer writes 16-bit copies of the
+weights, the products need no casts.
 
 This applies to autocast on a GPU; otherwise the model multiplies as PyTorch does. ``bert.products.fp8`` also accumulates
 its gradients here.
@@ -62,7 +62,6 @@ class AccumulatingProducts(MatrixProducts):
         self._copies = copies
 
     def product(self, x: Tensor, dense: Dense, bias: Tensor | None) -> Tensor:
-        """Return ``x @ weight.T + bias``."""
         dtype = compute_dtype(x)
         # Cast outside of the autograd function, so that the tensors that it saves have 16 bits too.
         weight_NK = _copy(self._copies, dense.weight, dtype)
@@ -71,7 +70,6 @@ class AccumulatingProducts(MatrixProducts):
         return output_TN
 
     def feed_forward(self, x_TD: Tensor, wide: Dense, narrow: Dense) -> Tensor:
-        """Return ``gelu(x @ wide.T + bias) @ narrow.T``, [T, D], without the second bias."""
         return self.product(bias_gelu(self.product(x_TD, wide, None), wide.bias), narrow, None)
 
 
@@ -112,14 +110,13 @@ class AccumulatingTable(Placement):
     """Placement whose decoder and embeddings add to the word table's gradient. The decoder reads a 16-bit copy, if any."""
 
     def __init__(self, gradients: WeightGradients, copies: Mapping[nn.Parameter, Tensor]) -> None:
-        """``copies`` has the same meaning as in ``AccumulatingProducts``."""
         self._gradients = gradients
         self._copies = copies
 
     def words(self, input_ids_T: Tensor, word_VD: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return indices, table and gradient.
+        """Return the indices, the table, and the table's gradient, to which the embeddings' part is added.
 
-        The embeddings' part is added to the gradient after the decoder's part, which may overwrite the old gradient.
+        The decoder's part comes first and may overwrite the old gradient.
         """
         return input_ids_T, word_VD, word_VD.grad
 

@@ -11,14 +11,10 @@ from console.text import clock_span, visible
 
 @dataclass
 class StepLines:
-    """Sink that describes each record in one line.
+    """Sink that describes each record in one line and calls every function in ``put`` with the line.
 
-    Attributes:
-        put: functions that are called with each line.
-        max_samples: number of samples after which the run ends even if it has not reached the target.
-        schedule: schedule of the evaluations.
-        resumed_samples: number of samples trained before the run was resumed. The run's time does not include them.
-        records: records so far.
+    After ``max_samples`` samples, the run ends even if it has not reached the target. ``resumed_samples`` is the number of
+    samples trained before the run was resumed, which the run's time does not include.
     """
 
     put: Sequence[Callable[[str], None]]
@@ -42,7 +38,6 @@ class StepLines:
         return clock_span(*time_left(found, self.schedule, samples, rate, self.max_samples))
 
     def write(self, record: Record) -> None:
-        """Write one line that describes the record."""
         self.records.add(record)  # first, because the time left depends on it
         text = self._text(record)
         for put in self.put:

@@ -24,7 +24,7 @@ class Stragglers:
 
     All arguments have one entry per rank: ``hosts`` holds the host names, ``stages`` the pipeline stages, and ``places``
     descriptions of the ranks' places in the mesh, for messages. Ranks are compared only with ranks of the same stage,
-    because those have the same amount of work.
+    because only these ranks have the same amount of work.
     """
 
     def __init__(self, hosts: Sequence[str], stages: Sequence[int], places: Sequence[str]) -> None:

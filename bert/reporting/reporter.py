@@ -25,7 +25,6 @@ class Position:
 
 
 Sink = MetricsWriter | StepLines | TensorBoard
-"""Destination of records."""
 
 WORTH_SAYING = 0.2
 """Relative difference from the planned step time above which a warning is given."""
@@ -35,7 +34,7 @@ class Reporter:
     """Reporter that passes each record to every sink and measures the run's time. Only rank 0 has sinks."""
 
     def __init__(self, sinks: list[Sink], plan: tuple[RunPlan, Path] | None = None) -> None:
-        """``plan`` is the plan to compare the run with, and the path of its file."""
+        """``plan`` is the plan with which the run is compared, and the path of the plan's file."""
         self._sinks, self._plan = sinks, plan
         self._steps: list[StepRecord] = []
         self._began = time.perf_counter()
@@ -46,7 +45,6 @@ class Reporter:
 
     @property
     def seconds(self) -> float:
-        """Seconds since ``begin``."""
         return time.perf_counter() - self._began
 
     def __enter__(self) -> "Reporter":
@@ -63,7 +61,6 @@ class Reporter:
                 closing.callback(sink.close)
 
     def write(self, record: Record) -> None:
-        """Write ``record`` to all sinks."""
         if isinstance(record, StepRecord):
             self._steps.append(record)
         for sink in self._sinks:
@@ -80,7 +77,6 @@ class Reporter:
         self.write(record)
 
     def warn(self, steps: int, text: str, straggler: Straggler | None = None) -> None:
-        """Report a warning after ``steps`` steps."""
         self.write(WarningRecord(steps, self.seconds, text, straggler))
 
 

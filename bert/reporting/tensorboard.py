@@ -16,7 +16,6 @@ _GROUPS = {
 
 
 def require_installed() -> None:
-    """Raise ``ValueError`` if the package tensorboard is not installed."""
     if find_spec("tensorboard") is None:
         raise ValueError(
             "log.tensorboard is set, but tensorboard is not installed: pip install '.[tensorboard]', or leave the "
@@ -34,7 +33,6 @@ class TensorBoard:
         self._writer = SummaryWriter(str(folder), flush_secs=10)
 
     def write(self, record: Record) -> None:
-        """Write the record's numbers as scalars."""
         # Other kinds of records have no values to plot over samples.
         if isinstance(record, StepRecord | EvaluationRecord):
             for group, names in _GROUPS.items():

@@ -2,11 +2,10 @@
 
 import time
 
-# The phases are in the order of a step. The watchdog uses it to find the rank that is furthest behind.
 PHASES: tuple[str, ...] = ("data_wait", "forward_backward", "reduce", "update")
-"""Names of the phases of a step."""
+"""Names of the phases in the order of a step. By this order, the watchdog finds the rank that is furthest behind."""
 EXCHANGE = "exchange in "
-"""Prefix of the phase's name while a rank waits for the ranks that share its stage of the model."""
+"""Prefix of a phase's name while a rank waits for the ranks that share its stage of the model."""
 
 
 class PhaseTracker:
@@ -23,7 +22,6 @@ class PhaseTracker:
         self._since = time.perf_counter()
 
     def enter(self, phase: str) -> None:
-        """Leave the current phase and enter ``phase``."""
         now = time.perf_counter()
         self.longest[self.phase] = max(self.longest.get(self.phase, 0.0), now - self._since)
         # No lock is needed: the watchdog tolerates values that are one heartbeat old.

@@ -19,7 +19,6 @@ def cuda_event(captured: bool) -> torch.cuda.Event:
 
 
 def is_capturing() -> bool:
-    """Tell whether the current stream is being captured into a CUDA graph."""
     # Check for initialization first: a run on a CPU must not initialize CUDA.
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
@@ -84,7 +83,6 @@ class Stopwatch:
         return taken
 
     def reset(self) -> None:
-        """Set all times to zero."""
         self._seconds = dict.fromkeys(PHASES, 0.0)
         self.exchanged = 0.0
 
@@ -154,7 +152,6 @@ class DeviceStopwatch(Stopwatch):
         return super().take()
 
     def reset(self) -> None:
-        """Set all times to zero."""
         super().reset()
         self._spans = {phase: [] for phase in PHASES}
         self._inside_of = []

@@ -20,16 +20,14 @@ class Stage:
 
     @property
     def is_first(self) -> bool:
-        """Tell whether the stage has the embeddings."""
         return self.index == 0
 
     @property
     def is_last(self) -> bool:
-        """Tell whether the stage has the heads and the losses."""
         return self.index == self.count - 1
 
     def owns(self, name: str) -> bool:
-        """Tell whether the stage updates the parameter of this name."""
+        """Tell whether the stage updates the parameter ``name``."""
         match name.split("."):
             case ["embeddings", *_]:
                 return self.is_first
@@ -39,7 +37,6 @@ class Stage:
 
 
 def stages_of(config: ModelConfig, count: int) -> list[Stage]:
-    """Divide a model into ``count`` stages."""
     return [Stage(index, count, layers) for index, layers in enumerate(divided(layer_costs(config), count))]
 
 

@@ -45,7 +45,7 @@ class PipelineSchedule:
         self.sites: Sequence[DropoutSites] = ()
         """Dropout of each micro-batch. It is the same as on one rank, in whatever order the stages run."""
         self.rows = 0
-        """Rows W of the tensors that are sent: the largest number in any micro-batch so far, rounded up."""
+        """Number of rows W of the tensors that stages send: the largest number in any micro-batch so far, rounded up."""
         self._finish, self._stopwatch = finish, stopwatch
         # PyTorch splits a step's input along the first dimension. This input gives each micro-batch its number, with which a
         # stage finds the batch that its rank has loaded. Numbers on the host can be read without waiting for the device.

@@ -20,8 +20,8 @@ _ROUNDS = 4
 def choose(config: TrainingConfig, flat: FlatParameters, communicators: Communicators) -> Choice:
     """Choose this run's reduction strategy, the same on all ranks. Call it only at start-up: measuring zeroes the gradients.
 
-    ``auto`` measures flat and hierarchical if they differ here. It never chooses the sharded strategies, which save memory:
-    the time of their sums alone says too little about them.
+    ``auto`` measures flat and hierarchical if they differ here. It never chooses the sharded strategies: they save memory,
+    and the time of their sums alone does not show whether they are faster.
     """
     if communicators.world is None:
         return "flat", "one rank"
@@ -45,7 +45,7 @@ def measured_choice(
     """
     strategies: tuple[ReductionStrategy, ...] = ("flat", "hierarchical")
     reductions = [Reduction(flat, communicators, each, reduce_dtype, bucket_bytes) for each in strategies]
-    # The same memory is summed again and again, so any values but zeros would grow from round to round.
+    # Every round sums the same memory, so any values other than zeros would grow from round to round.
     flat.gradients_N.zero_()
     device = flat.gradients_N.device
     best, spent = [math.inf] * len(strategies), 0.0

@@ -110,8 +110,8 @@ class Reduction:
     If the backward pass of the last micro-batch runs in ``overlapped``, the sum of a bucket starts when the bucket's last
     gradient is complete. ``finish`` starts the sums of the remaining buckets and waits for all buckets.
 
-    ``reduce_dtype`` is the dtype in which vectors are sent; sums are fp32. With bf16, each gradient is rounded once
-    before it is sent, and so is each sum that is sent on: flat rounds twice, sharded_world once, and hierarchical and
+    ``reduce_dtype`` is the dtype in which vectors are sent; sums are fp32. With bf16, each gradient is rounded before it is
+    sent, and each sum is rounded before it is sent on. So flat rounds twice, sharded_world once, and hierarchical and
     sharded three times, or less often if there is no node or rail group.
     """
 
@@ -194,7 +194,6 @@ class Reduction:
         return {"sharded": groups.node, "sharded_world": groups.world}.get(self.strategy)
 
     def close(self) -> None:
-        """Remove the hooks from the model."""
         for hook in self._hooks:
             hook.remove()
 

@@ -101,7 +101,7 @@ class ShardedReduction(Reduction):
             packed_B[max(0, start) : min(size, stop)] = parameter.grad.reshape(-1)[
                 max(0, -start) : min(size, stop) - start
             ]
-            if start >= 0:  # the last part, because buckets go from the vector's end to its start
+            if start >= 0:  # this was the last part, because buckets go from the vector's end to its start
                 parameter.grad = None
         return packed_B
 

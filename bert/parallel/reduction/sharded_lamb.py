@@ -118,13 +118,12 @@ class ShardedLamb:
 
     @torch.no_grad()
     def reset(self) -> None:
-        """Reset moments, gradients and counts, as after warm-up."""
         for tensor in (self.momentum_W, self.variance_W, self._gradients, self.steps, self.skipped):
             tensor.zero_()
 
     @property
     def _gradients(self) -> Tensor:
-        # The tensor to which the next step's gradients are added.
+        # The next step's gradients are added to this tensor.
         return self.flat.gradients_N if self._reduction.own_sums is None else self._gradient_W
 
     @torch.no_grad()
@@ -148,7 +147,10 @@ class ShardedLamb:
             self._collect(moment_N, shard_W)
 
     def _squares_with_sums_(self) -> Tensor:
-        """Sum replicated parameters' gradients over the tensor group; return the squares this rank counts, fp64 []."""
+        """Sum replicated parameters' gradients over the tensor group, and return a sum of squares of gradients, fp64 [].
+
+        The squares of replicated parameters count on only one rank of the group.
+        """
         gradient_W, everywhere_I = self._gradient_W, self._everywhere_I
         if self._tensor is None or len(everywhere_I) == 0:
             return sum_of_squares(gradient_W)
@@ -207,9 +209,9 @@ class WeightGather:
     """Gathering of weights: all at once when called, or during the forward pass that follows ``start``.
 
     After an update, a rank has new weights only in its own shard. The next step gathers all buckets in the order in which
-    its forward pass needs them. When the embeddings or any layer except the last is called, the module waits for the buckets
-    of its own weights. When the last of these modules returns, it waits for all buckets, because the last layer and the
-    heads are not called as modules.
+    its forward pass needs them. Before the embeddings and before each layer except the last one, the forward pass waits for
+    the buckets of that module's weights. After the last of these modules, it waits for all buckets, because the last layer
+    and the heads are not called as modules.
     """
 
     def __init__(self, model: BertForPreTraining, flat: FlatParameters, reduction: Reduction) -> None:

@@ -27,7 +27,7 @@ class Sums:
     """
 
     def __init__(self, bf16_elements: int, device: torch.device) -> None:
-        """Send vectors of up to ``bf16_elements`` in bf16, or in fp32 if it is 0.
+        """Send vectors of up to ``bf16_elements`` elements in bf16, or vectors of any length in fp32 if this number is 0.
 
         Calls must follow one another on one stream or thread, because they share buffers.
         """
@@ -61,7 +61,6 @@ class Sums:
         vector_N.copy_(received_N)
 
     def all_reduce_(self, vector_N: Tensor, group: dist.ProcessGroup | None) -> None:
-        """Overwrite the vector with the sum over the ranks."""
         if len(self._sent) == 0 and group is not None:
             dist.all_reduce(vector_N, group=group)
             return

@@ -10,11 +10,11 @@ from torch import Tensor
 from bert.parallel.single import all_gather_single, reduce_scatter_single
 
 Waiting = Callable[[], AbstractContextManager[object]]
-"""Function that returns the context in which a collective runs, and so waits for the last rank to arrive."""
+"""Function that returns a context manager for a collective. The time in it includes the wait for the last rank."""
 
 
 class Exchange:
-    """Collectives of a group.
+    """Collectives of a tensor group. They run in the context that ``waiting`` returns.
 
     Shape legend: R ranks of the group, W rows of each.
     """
@@ -47,6 +47,5 @@ class Exchange:
         return own
 
     def all_reduce_(self, values: Tensor, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
-        """Overwrite the values on each rank with their sum over the ranks, or with another reduction."""
         with self._waiting():
             dist.all_reduce(values, operation, group=self._group)

@@ -34,7 +34,6 @@ class SharedPlacement(Placement):
         self._vocab_size = vocab_size
 
     def share(self, length: int) -> int:
-        """Return the length of each rank's shard of a dimension."""
         return -(-length // self._exchange.size)
 
     def share_of_words(self, vocab_size: int) -> int:

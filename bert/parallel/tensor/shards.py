@@ -20,9 +20,10 @@ from bert.parallel.tensor.placement import WORDS_MULTIPLE, SharedPlacement
 
 @dataclass(frozen=True)
 class Split:
-    """Division of a parameter along one dimension into equal shards. Its ``blocks`` equal parts are divided separately.
+    """Division of a parameter into equal shards along one dimension.
 
-    If the length is not divisible, the last shards are padded with zeros.
+    The parameter consists of ``blocks`` equal blocks along this dimension, and each block is divided separately. If a
+    block's length is not divisible, its last shards are padded with zeros.
     """
 
     shape: tuple[int, ...]
@@ -41,7 +42,6 @@ class Split:
 
     @property
     def shard_shape(self) -> tuple[int, ...]:
-        """Shape of a shard."""
         return (*self.shape[: self.dimension], self.blocks * self.length, *self.shape[self.dimension + 1 :])
 
     def shard(self, whole: Tensor, rank: int) -> Tensor:
@@ -67,7 +67,7 @@ def split_of(name: str, shape: tuple[int, ...], ranks: int) -> Split | None:
     match name.split("."):
         case ["layers", _, "query_key_value", _]:  # whole heads of queries, keys and values
             return Split(shape, ranks, 0, blocks=3)
-        case ["layers", _, "intermediate", _]:  # columns of the product; the bias is split as they are
+        case ["layers", _, "intermediate", _]:  # columns of the product, and the same part of the bias
             return Split(shape, ranks, 0)
         # Rows of the product. The bias is added after the sum over ranks, so it is replicated.
         case ["layers", _, "attention_output" | "output", "weight"]:
@@ -83,10 +83,9 @@ class TensorParallel:
         self.rank = group.rank()
         self.placement = SharedPlacement(Exchange(group, waiting), config.vocab_size)
         self.splits = {name: split_of(name, shape, group.size()) for name, shape in parameter_shapes(config).items()}
-        """Division of each parameter, by name."""
+        """Division of each parameter by name, or None if the parameter is replicated."""
 
     def own(self, name: str, whole: Tensor) -> Tensor:
-        """Return this rank's part of a parameter."""
         split = self.splits[name]
         return whole if split is None else split.shard(whole, self.rank)
 
@@ -95,7 +94,7 @@ class TensorParallel:
         named = zip(flat.names, flat.places.values(), strict=True)
         starts = {place.start for name, place in named if self.splits[name] is None}
         ends = torch.tensor(flat.segments.sizes).cumsum(0).tolist()
-        return [start in starts for start in [0, *ends[:-1]]]  # ``starts`` omits divided parameters
+        return [start in starts for start in [0, *ends[:-1]]]  # ``starts`` has only replicated parameters
 
 
 def tensor_parallel(config: ModelConfig, mesh: Mesh, waiting: Waiting = nullcontext) -> TensorParallel | None:

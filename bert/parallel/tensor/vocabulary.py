@@ -17,8 +17,8 @@ def shard_loss(
 ) -> tuple[Tensor, Tensor | None]:
     """Return the sum of cross-entropies [] and the number of correct predictions [] over all columns, on all ranks.
 
-    This rank's columns are the words from ``start`` on. Rows with the label -1 count for neither. A prediction is correct if
-    the label has the largest logit. The first of equal logits is the largest, and a row with a NaN is never correct.
+    This rank's columns are the words from ``start`` on. Rows with the label -1 are ignored. A prediction is correct if the
+    label has the largest logit. Of equal logits, the first one counts as the largest. A row with a NaN is never correct.
     """
     loss, label_logits_M = _ShardLoss.apply(logits_MV, labels_M, start, exchange)
     if not count_correct:

@@ -29,7 +29,7 @@ _LINGER_S = 5.0
 
 
 class Hub:
-    """Hub in a thread of its own, which ends after the verdict or after ``close``."""
+    """Hub in a separate thread. The thread ends after the verdict or after ``close``."""
 
     def __init__(
         self, listener: socket.socket, places: Sequence[str], seconds: float, beat_s: float, token: str
@@ -45,16 +45,17 @@ class Hub:
         threading.Thread(target=lambda: asyncio.run(self._run()), name="watchdog-hub", daemon=True).start()
 
     def close(self, patience_s: float) -> None:
-        """End the watch for all ranks."""
+        """Tell all ranks that the run is over. Wait at most ``patience_s`` seconds until they have been told."""
         self._closing.set()
         self.join(patience_s)
 
     def join(self, patience_s: float) -> None:
-        """Wait until all ranks have been sent the last message."""
+        """Wait until all ranks have been sent the last message, at most ``patience_s`` seconds."""
         self._done.wait(patience_s)
 
     async def _run(self) -> None:
-        # When descriptors run out, asyncio pauses accepting for a second. Any other error concerns one connection.
+        # The handler is called when file descriptors have run out; asyncio then accepts no connections for a second. Any
+        # other error concerns only one connection.
         asyncio.get_running_loop().set_exception_handler(lambda *_: self._send_strangers_away())
         await asyncio.start_server(self._serve, sock=self._listener, limit=LINE, backlog=BACKLOG)
         turn, told = time.monotonic(), 0.0
@@ -86,7 +87,7 @@ class Hub:
             finally:
                 self._strangers.pop(writer, None)
             member, host = self._known(greeting)
-            # A rank that has reported does not greet again: this is a stranger who has overheard its greeting.
+            # A rank that has reported does not greet again, so this is a stranger that has overheard the greeting.
             if member is not None and not member.beating:
                 await self._hear(member, host, reader, writer)
         writer.transport.abort()

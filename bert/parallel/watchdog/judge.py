@@ -33,8 +33,6 @@ class Ending:
 
 @dataclass
 class Member:
-    """State of a rank as known to the judge."""
-
     rank: int
     in_mesh: str = ""
     """Place of the rank in the mesh, appended to its name."""
@@ -54,13 +52,10 @@ class Member:
 
     @property
     def name(self) -> str:
-        """Return rank, host and place in the mesh, for messages."""
         return f"rank {self.rank} on host {self.host}{self.in_mesh}"
 
 
 class Judge:
-    """Judge of all ranks, based on their messages and the time that passes."""
-
     def __init__(self, places: Sequence[str], seconds: float, beat_s: float) -> None:
         """``places`` are the ranks' places in the mesh. Ranks report every ``beat_s`` and may be silent for ``seconds``."""
         self.members = [Member(rank, place) for rank, place in enumerate(places)]
@@ -103,7 +98,7 @@ class Judge:
         member.heard_s = self._now_s
 
     def pass_time(self, elapsed_s: float) -> Ending | None:
-        """Advance the time; return the verdict if there is one."""
+        """Advance the time by ``elapsed_s``, and return the verdict, or None if there is none yet."""
         self._now_s += elapsed_s
         if self._lost:  # checked before errors, because a lost rank causes errors on others
             text = f"{_names(self._lost)}: ended without a word, last in {self._lost[0].place}"
@@ -139,7 +134,6 @@ class Judge:
 
 
 def encoded(message: dict[str, object]) -> bytes:
-    """Encode a message as a line."""
     text = json.dumps(message, ensure_ascii=False)
     return text.encode(errors="backslashreplace") + b"\n"  # backslashreplace escapes a lone surrogate as JSON does
 

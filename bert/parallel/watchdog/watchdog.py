@@ -1,7 +1,7 @@
 """If a rank dies, stops or hangs, the watchdog ends the run on every rank, with one message.
 
-Collectives only wait, or fail on the surviving ranks without naming the cause. So every rank has a thread with a connection
-to a hub on rank 0 (``bert.parallel.watchdog.hub``), to which it regularly reports the rank's position. A closed connection
+Collectives only wait, or fail on the surviving ranks without naming the cause. A thread on every rank therefore connects to
+a hub on rank 0 (``bert.parallel.watchdog.hub``) and regularly reports the rank's position to the hub. A closed connection
 means that the process has ended. The hub decides which rank is to blame, and then all ranks end.
 """
 
@@ -30,7 +30,7 @@ __all__ = ["FAULT_STATUS", "Watchdog"]
 _GRACE_S = 5.0
 """Seconds for a rank's last work before it ends: closing the log, or waiting for the verdict."""
 _FIRST = 10
-"""Limit of a phase, as a multiple of its longest duration so far, or of ``seconds`` if it has never ended yet."""
+"""Limit of a phase, as a multiple of the phase's longest duration so far, or of ``seconds`` if it has never ended."""
 _ANSWER_S = 10.0
 """After this many seconds without an answer from the hub, a rank connects again."""
 
@@ -77,7 +77,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def expect_progress(self, tracker: PhaseTracker) -> Iterator[None]:
-        """Expect progress from this rank in the body, phase by phase."""
+        """Report this rank's phases while the body runs, so that the run ends if the rank stays in a phase for too long."""
         tracker.forget()
         self._tracker = tracker
         if self._mesh.world_size > 1:
