@@ -299,10 +299,7 @@ def _at_own_lengths(
 
 
 def _rounded(chosen: Mapping[Combination, float], counts: NDArray[np.int64], limit: int) -> Counter[Combination]:
-    """Round to whole packs: round down, round up where the fraction is largest, and pack the rest by first-fit decreasing.
-
-    ``limit`` is the largest number of sequences in a pack.
-    """
+    """Round to whole packs: round down, add packs with the largest fractions, and pack the rest by first-fit decreasing."""
     left = counts.tolist()
     packing: Counter[Combination] = Counter()
 
