@@ -73,7 +73,7 @@ class DaliLoader:
         )
 
     def __next__(self) -> list[Batch]:
-        # The prefetching thread has already read the samples. Only the number of micro-batches is needed here.
+        # The prefetching thread reads the samples. Only the number of micro-batches is needed here.
         return [self._next_batch() for _ in self._rank_batches(next(self._steps))]
 
     def close(self) -> None:

@@ -58,7 +58,6 @@ class Batch:
 
     @property
     def sequences(self) -> int:
-        """Number of sequence slots."""
         return self.next_sentence_labels.numel()
 
     @property
@@ -222,7 +221,7 @@ class Uploads:
         self._stream = torch.cuda.Stream(device)
 
     def start(self, batches: list[Batch]) -> Step:
-        """Start to copy ``batches``. Can be called from any thread, and does not wait for the copies."""
+        """Start to copy ``batches`` to the GPU, from any thread, without waiting for the copies."""
         # PyTorch's allocator keeps the pinned memory until the copies are complete.
         # Select the GPU: a new thread is on GPU 0, and the end of the `with` block would create a CUDA context there.
         torch.cuda.set_device(self._stream.device)

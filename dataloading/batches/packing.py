@@ -237,7 +237,7 @@ def _best_combinations(
 
 
 def _solve(columns: NDArray[np.int64], counts: NDArray[np.int64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Solve the linear program over ``columns`` [C, K]; return the number of packs of each column [C] and the prices [L].
+    """Solve the linear program over ``columns`` [C, K]. Return the number of packs of each column [C] and the prices [L].
 
     Every sequence must have a slot, and a slot may also hold the next shorter length that occurs. The permission to hold
     shorter lengths does not change the optimum. But it prevents longer lengths from having lower prices, which saves most
@@ -271,7 +271,7 @@ def _solve(columns: NDArray[np.int64], counts: NDArray[np.int64]) -> tuple[NDArr
 def _at_own_lengths(
     columns: NDArray[np.int64], amounts: NDArray[np.float64], counts: NDArray[np.int64]
 ) -> dict[Combination, float]:
-    """Change the combinations so that there are exactly ``counts`` slots of each length; return their new amounts.
+    """Change the combinations so that there are exactly ``counts`` slots of each length. Return their new amounts.
 
     From the longest length to the shortest, surplus slots of a length become slots of the next shorter length. Surplus
     slots of the shortest length are dropped.

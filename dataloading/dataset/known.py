@@ -27,7 +27,7 @@ _LONG_ENOUGH = 64
 """Smallest number of tokens for which two samples cannot be equal by chance: 10 of 64 tokens are masked, in one of more
 than 10^10 ways. Samples of a few words can be equal, because every document is drawn ten times."""
 _LONG_MARK = np.uint64(1)
-"""Bit of each sample's digest that is replaced: it tells whether the sample is long. This saves a second array."""
+"""Bit of each digest that is overwritten to store whether the sample is long. This saves a second array."""
 
 
 def verify(dataset: Dataset, visit: Callable[[ShardRecord], None] = lambda _: None) -> list[str]:

@@ -20,7 +20,7 @@ _STARTING_SECONDS = 5
 """Seconds that the checkpoint conversion takes to import PyTorch."""
 
 _SAMPLE_BYTES = 11
-"""Bytes of samples for each byte of text, from ten passes over the text."""
+"""Bytes of samples made from each byte of text, in ten passes over the text."""
 
 _PRIOR = 0.1
 """Share of the expected total time that is counted as already measured, which steadies the first estimates."""

@@ -77,7 +77,7 @@ def read_documents(paths: Sequence[Path]) -> list[list[str]]:
 
 
 def tokenize_documents(documents: Iterable[Sequence[str]], tokenizer: Tokenizer) -> TokenizedDocuments:
-    """Return documents as flat token ids, without empty sentences and documents. Raises ``ValueError`` if none remain."""
+    """Return documents as flat token ids, without empty sentences and documents. Raises ``ValueError`` without tokens."""
     documents = list(documents)
     token_ids, line_offsets = tokenizer.encode_lines(list(chain.from_iterable(documents)))
     if not len(token_ids):
