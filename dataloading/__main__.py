@@ -303,7 +303,6 @@ def _parse_part(text: str) -> "WorkPart":
 
 
 def main() -> int:
-    """Run the command and return the exit status."""
     return app.main("python -m dataloading")
 
 

@@ -1,7 +1,7 @@
 """Compilation with Numba, cached between runs in folders that no other user can write.
 
-Numba's cache contains pickles, which can run any code. The cache is beside the source, where it is as trustworthy as the
-source, or in ``NUMBA_CACHE_DIR`` or the user's cache folder, which in a container is often in /tmp.
+Numba's cache contains pickles, which can run any code. A cache beside the source is as trustworthy as the source. But Numba
+may also put its cache into ``NUMBA_CACHE_DIR`` or into the user's cache folder, which is often in /tmp in a container.
 """
 
 import logging

@@ -32,7 +32,7 @@ class WorkPart:
         return f"{self.index}/{self.count}"
 
     def share_of(self, tasks: int) -> range:
-        """Return this part's consecutive range of tasks; ValueError if there are fewer tasks than parts."""
+        """Return this part's consecutive range of tasks. Raises ``ValueError`` if there are fewer tasks than parts."""
         if self.count > tasks:
             raise ValueError(f"--part is {self} for {tasks} text(s); expected at most {tasks} parts")
         return range(tasks * (self.index - 1) // self.count, tasks * self.index // self.count)
@@ -40,10 +40,9 @@ class WorkPart:
 
 @dataclass(frozen=True)
 class JobProgress:
-    """Progress report after each finished file."""
+    """Report on a finished file. ``done`` counts the finished files of the job, and ``total`` all of its files."""
 
     name: str
-    """Name of the file."""
     count: int
     """Number of samples or training articles in the file."""
     done: int
@@ -61,11 +60,12 @@ Made = tuple[str, int, bool]
 def begun(
     folder: Path, name: str, description: Mapping[str, object], *, finished: str, alone: bool = True
 ) -> Iterator[None]:
-    """Make ``folder`` and the file ``name`` in it that describes the job. Both remain after the ``with`` block.
+    """Begin or continue a job: make ``folder``, and in it the file ``name`` with the job's ``description``.
 
-    Temporary files of a killed process are removed. If the work fails before a file that matches ``finished`` exists, the
-    folder is restored to its earlier state. ``alone`` is False if other processes may work on the same job in this folder.
-    Raises ``ValueError`` if the folder holds other files, or a job that was started with other settings.
+    The folder and the file remain after the ``with`` block. Temporary files of a killed process are removed. If the block
+    fails before a file that matches ``finished`` exists, the folder is restored to its earlier state. ``alone`` is False if
+    other processes may work on the same job in this folder. Raises ``ValueError`` if the folder holds other files, or a job
+    that was begun with other settings.
     """
     path = folder / name
     existed, new = folder.exists(), not path.exists()
@@ -90,15 +90,16 @@ def begun(
 
 
 def make_files(make: Callable[[Task], Made], tasks: Sequence[Task], jobs: int, report: Report) -> None:
-    """Run the tasks with `run_tasks`, each of which makes one file, and report each finished file."""
+    """Run ``tasks`` in up to ``jobs`` processes, and report each finished file. Each task makes one file."""
     for done, (name, count, kept) in enumerate(run_tasks(make, tasks, jobs), 1):
         report(JobProgress(name, count, done, len(tasks), kept))
 
 
 def run_tasks(make: Callable[[Task], Result], tasks: Sequence[Task], jobs: int) -> Iterator[Result]:
-    """Yield the result of ``make(task)`` as each task finishes. Up to ``jobs`` processes run; with 1, only this process.
+    """Yield the result of ``make(task)`` as each task finishes, in any order. Tasks run in up to ``jobs`` processes.
 
-    Processes are forked, so they share everything that this process has loaded or compiled. The first error ends them all.
+    If ``jobs`` is 1, the tasks run in this process. Otherwise, processes are forked, so they share everything that this
+    process has loaded or compiled. The first error ends all processes.
     """
     if jobs < 1:
         raise ValueError(f"--jobs is {jobs}; expected at least 1")
@@ -115,7 +116,7 @@ def run_tasks(make: Callable[[Task], Result], tasks: Sequence[Task], jobs: int) 
             "a process was killed, perhaps for lack of memory; run the same command again to continue, with fewer --jobs"
         ) from None
     except BaseException as error:
-        if not isinstance(error, Exception):  # end now, though a running task may take minutes
+        if not isinstance(error, Exception):  # do not wait for running tasks, which may take minutes
             for child in multiprocessing.active_children():
                 child.terminate()
         raise
@@ -124,7 +125,7 @@ def run_tasks(make: Callable[[Task], Result], tasks: Sequence[Task], jobs: int) 
 
 
 def _run_task(make: Callable[[Task], Result], task: Task) -> Result:
-    """Return ``make(task)``. On SystemExit, end this process, because the pool would return the exception as a result."""
+    """Return ``make(task)``. Ends this process on SystemExit, because the pool would return the exception as a result."""
     try:
         return make(task)
     except SystemExit as told:
@@ -132,7 +133,7 @@ def _run_task(make: Callable[[Task], Result], task: Task) -> Result:
 
 
 def _end_with_parent() -> None:
-    """End this process when its parent is killed. Otherwise it would wait for work forever."""
+    """Start a thread that ends this process when its parent is killed. Otherwise, this process would wait forever."""
     parent = multiprocessing.parent_process()
     assert parent is not None
 

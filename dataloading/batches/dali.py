@@ -39,7 +39,7 @@ FIELDS = {
     "next_sentence_labels": types.DALIDataType.INT8,
     "global_counts": types.DALIDataType.INT64,
 }
-"""Types of the arrays from ``flat_arrays`` in the pipeline, by name."""
+"""DALI type of each array that ``flat_arrays`` returns, by the array's name."""
 
 
 class DaliLoader:
@@ -73,12 +73,10 @@ class DaliLoader:
         )
 
     def __next__(self) -> list[Batch]:
-        """Return the micro-batches of the next step, on the loader's device."""
-        # The prefetching thread takes the samples from the plan. Here only the number of micro-batches is needed.
+        # The prefetching thread reads the samples. Only the number of micro-batches is needed here.
         return [self._next_batch() for _ in self._rank_batches(next(self._steps))]
 
     def close(self) -> None:
-        """Stop reading ahead."""
         self._micro_batches.close()
 
     def _read(self) -> Iterator[tuple[Samples, MicroBatch]]:
@@ -89,7 +87,7 @@ class DaliLoader:
     def _feed(self) -> tuple[NDArray[np.generic], ...]:
         samples, micro_batch = next(self._micro_batches)
         shape_bucket = shape_bucket_of(samples, self.shape_buckets, micro_batch)
-        # The pipeline keeps the order of the batches.
+        # The pipeline returns batches in the order in which it received them.
         self._in_flight.append(max_seqlen(samples, shape_bucket))
         arrays = flat_arrays(samples, micro_batch, shape_bucket)
         return tuple(arrays[name] for name in FIELDS)
@@ -116,6 +114,6 @@ def _pipeline(feed: Callable[[], tuple[NDArray[np.generic], ...]], on_gpu: bool)
     # Copy to the GPU before the conversion, because narrow token ids have a quarter of the final size.
     placed = [output.gpu() if on_gpu else output for output in narrow]
     return tuple(
-        output if name == "cu_seqlens" else fn.cast(output, dtype=types.DALIDataType.INT64)  # `Batch` has int32 here
+        output if name == "cu_seqlens" else fn.cast(output, dtype=types.DALIDataType.INT64)  # cu_seqlens stays int32
         for name, output in zip(FIELDS, placed, strict=True)
     )

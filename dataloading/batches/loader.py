@@ -58,7 +58,6 @@ class Batch:
 
     @property
     def sequences(self) -> int:
-        """Number of sequence slots."""
         return self.next_sentence_labels.numel()
 
     @property
@@ -68,7 +67,6 @@ class Batch:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """Return the tensor fields by name."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: value for name, value in values.items() if isinstance(value, Tensor)}
 
@@ -97,8 +95,8 @@ def shape_bucket_of(
 ) -> ShapeBucket | None:
     """Return the first shape bucket that a batch of ``samples`` fits, or None if there are no shape buckets.
 
-    With a ``micro_batch`` from a plan, the other ranks' concurrent micro-batches must fit too, because NCCL requires all
-    ranks to replay the same graph. A batch that fits no shape bucket gets a new shape bucket.
+    With a ``micro_batch`` from a plan, the micro-batches that the other ranks run at the same time must fit too, because
+    NCCL requires all ranks to replay the same graph. A batch that fits no shape bucket gets a new shape bucket.
     """
     if not shape_buckets:
         return None
@@ -127,7 +125,7 @@ def flat_arrays(
         ),
         "masked_lm_ids": samples.masked_lm_ids.astype(np.int32),
         "next_sentence_labels": samples.next_sentence_labels.astype(np.int8),
-        # The counts are a tensor, because a captured step is replayed with the counts of other batches.
+        # The counts are a tensor, so that a captured step can be replayed with the counts of other batches.
         "global_counts": np.array([micro_batch.global_sequences, micro_batch.global_masked]),
     }
     return arrays if shape_bucket is None else arrays | _padded(arrays, shape_bucket)
@@ -135,7 +133,7 @@ def flat_arrays(
 
 def _padded(arrays: dict[str, NDArray[Any]], shape_bucket: ShapeBucket) -> dict[str, NDArray[Any]]:
     tokens = len(arrays["input_ids"])
-    # All tensors except global_counts, which always has two numbers.
+    # Size and padding value of each array. global_counts is not padded: it always has two numbers.
     slots = {
         "input_ids": (shape_bucket.tokens, 0),
         "segment_ids": (shape_bucket.tokens, 0),
@@ -145,7 +143,7 @@ def _padded(arrays: dict[str, NDArray[Any]], shape_bucket: ShapeBucket) -> dict[
         "masked_lm_ids": (shape_bucket.masked, -1),
         "next_sentence_labels": (shape_bucket.sequences, -1),
     }
-    assert tokens < shape_bucket.tokens  # empty masked slots point to a spare row
+    assert tokens < shape_bucket.tokens  # empty masked slots point to the first unused row
     return {
         name: np.concatenate([arrays[name], np.full(size - len(arrays[name]), empty, arrays[name].dtype)])
         for name, (size, empty) in slots.items()
@@ -153,7 +151,10 @@ def _padded(arrays: dict[str, NDArray[Any]], shape_bucket: ShapeBucket) -> dict[
 
 
 def batch_of(samples: Samples, micro_batch: MicroBatch | None = None, shape_bucket: ShapeBucket | None = None) -> Batch:
-    """Make a ``Batch`` of samples, padded to ``shape_bucket``. Without a ``micro_batch``, they form a global batch."""
+    """Make a ``Batch`` of ``samples``, padded to ``shape_bucket``.
+
+    Without a ``micro_batch``, the samples are the whole global batch.
+    """
     whole = micro_batch or MicroBatch(np.arange(len(samples)), len(samples), len(samples.masked_lm_ids))
     tensors = {
         # astype() copies, so that the tensors do not share memory with a shard.
@@ -164,12 +165,15 @@ def batch_of(samples: Samples, micro_batch: MicroBatch | None = None, shape_buck
 
 
 def inert_batch(shape_bucket: ShapeBucket) -> Batch:
-    """Return a batch of empty slots, with zero losses and gradients. Its counts are 1, because they are divisors."""
+    """Return a batch of empty slots, whose losses and gradients are 0.
+
+    Its ``global_counts`` are 1, because the losses are divided by them.
+    """
     return batch_of(SampleBuilder().samples(), MicroBatch(np.empty(0, np.int64), 1, 1), shape_bucket)
 
 
 def max_seqlen(samples: Samples, shape_bucket: ShapeBucket | None) -> int:
-    """Return the shape bucket's ``max_seqlen``, which is part of the graph, or else the longest sample's length."""
+    """Return the shape bucket's ``max_seqlen``, which a captured graph fixes. Without one, return the longest length."""
     return int(samples.lengths.max()) if shape_bucket is None else shape_bucket.max_seqlen
 
 
@@ -186,7 +190,7 @@ class Loader(Protocol):
 
 
 class Prefetcher(Generic[Item]):
-    """Iterator that a background thread advances by a limited number of items. ``next()`` raises the thread's errors."""
+    """Iterator that reads ``depth`` items ahead in a background thread. ``next()`` raises the thread's errors."""
 
     def __init__(self, items: Iterator[Item], depth: int) -> None:
         self._items = items
@@ -195,13 +199,13 @@ class Prefetcher(Generic[Item]):
         self._ahead: deque[Future[Item]] = deque()
 
     def __next__(self) -> Item:
-        """Return the next item. The first call starts the thread, because nothing may be read before the clock starts."""
+        """Return the next item. The first call starts the thread, because no data may be read before the clock starts."""
         while len(self._ahead) <= self._depth:
             self._ahead.append(self._thread.submit(next, self._items))
         return self._ahead.popleft().result()
 
     def close(self) -> None:
-        """Stop the thread and discard its items."""
+        """Stop the thread after the item that it is reading, and discard all items."""
         self._thread.shutdown(cancel_futures=True)
 
 
@@ -217,8 +221,9 @@ class Uploads:
         self._stream = torch.cuda.Stream(device)
 
     def start(self, batches: list[Batch]) -> Step:
-        """Start the copies, from any thread. The allocator keeps the pinned memory until the copies are complete."""
-        # Select the GPU. A new thread uses the first GPU, and the end of the `with` block would create a context on it.
+        """Start to copy ``batches`` to the GPU, from any thread, without waiting for the copies."""
+        # PyTorch's allocator keeps the pinned memory until the copies are complete.
+        # Select the GPU: a new thread is on GPU 0, and the end of the `with` block would create a CUDA context there.
         torch.cuda.set_device(self._stream.device)
         with torch.cuda.stream(self._stream):
             copies = [batch.pin().to(self._device) for batch in batches]
@@ -228,7 +233,7 @@ class Uploads:
         return copies, arrived
 
     def finish(self, step: Step) -> list[Batch]:
-        """Return the copies. The current stream waits for them, but the host does not."""
+        """Return the copies that `start` began. The current stream waits for the copies, but the host does not."""
         copies, arrived = step
         assert arrived is not None
         current = torch.cuda.current_stream(self._device)
@@ -240,8 +245,10 @@ class Uploads:
 
 
 class NumpyLoader:
-    """Loader that assembles batches with NumPy in a background thread, ``prefetch`` steps ahead, and pads them to
-    ``shape_buckets``, if any."""
+    """Loader that assembles batches with NumPy in a background thread, ``prefetch`` steps ahead.
+
+    Batches are padded to ``shape_buckets``, if there are any.
+    """
 
     def __init__(
         self,
@@ -264,12 +271,10 @@ class NumpyLoader:
         self._prefetcher = Prefetcher(map(self._assemble, itertools.count()), prefetch)
 
     def __next__(self) -> list[Batch]:
-        """Return the micro-batches of the next step, on the loader's device."""
         step = next(self._prefetcher)
         return step[0] if self._uploads is None else self._uploads.finish(step)
 
     def close(self) -> None:
-        """Stop the background thread."""
         self._prefetcher.close()
 
     def _assemble(self, step: int) -> Step:

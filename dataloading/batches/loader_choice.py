@@ -26,13 +26,12 @@ MakeLoader = Callable[[SampleSource, RankBatches, torch.device, int, Sequence[Sh
 
 _TURNS, _STEPS = 3, 8
 _CLEARLY = 0.97
-"""Fraction of NumPy's time below which DALI is chosen. DALI must be clearly faster, as it uses GPU memory and threads."""
+"""DALI is chosen if it takes less than this fraction of NumPy's time. It must be clearly faster, because it occupies GPU
+memory and threads."""
 
 
 @dataclass(frozen=True)
 class LoaderChoice:
-    """The chosen loader, and the reason for the choice."""
-
     make: MakeLoader
     name: str
     reason: str
@@ -40,7 +39,6 @@ class LoaderChoice:
     """Whether DALI is installed but cannot start."""
 
     def __str__(self) -> str:
-        """Describe the choice in one line."""
         return f"loader: {self.name} ({self.reason})"
 
 
@@ -62,10 +60,8 @@ def choose_loader(
 ) -> LoaderChoice:
     """Choose a loader: "numpy", "dali", or "auto", which on a GPU chooses the faster of the two.
 
-    ``rank_batches(step)`` returns this rank's micro-batches. ``lengths_N`` are the lengths of all samples.
-
-    Raises:
-        ValueError: ``kind`` is "dali", but DALI is not installed or cannot load a synthetic step.
+    ``rank_batches(step)`` returns this rank's micro-batches. ``lengths_N`` are the lengths of all samples. Raises
+    ``ValueError`` if ``kind`` is "dali", but DALI is not installed or cannot load a synthetic step.
     """
     check_loader(kind)
     if kind == "numpy":
@@ -102,7 +98,7 @@ def choose_loader(
 
 
 def fastest_turns(loaders: Sequence[Loader], device: torch.device, prefetch: int) -> list[float]:
-    """Time the loaders in turns, close them, and return the seconds per step of each loader in its fastest turn."""
+    """Time each loader several times, and return the seconds per step in each loader's fastest turn. Closes the loaders."""
     best = [math.inf] * len(loaders)
     try:
         # Loaders take turns, so that a temporary slowdown of the machine affects all of them.

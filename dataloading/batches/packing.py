@@ -45,12 +45,10 @@ class PackingStrategy:
 
     @property
     def packs(self) -> int:
-        """Number of packs."""
         return sum(self.counts)
 
     @property
     def tokens(self) -> int:
-        """Number of real tokens in all packs."""
         return sum(sum(lengths) * count for lengths, count in zip(self.combinations, self.counts, strict=True))
 
     @property
@@ -181,7 +179,8 @@ def _linear_program(
     first-fit decreasing.
 
     Column generation: solve the program over a few combinations, take the dual solution as the prices of the lengths, add
-    the most valuable combination that contains each length, and repeat until no combination is worth more than a pack.
+    for each length the most valuable combination that contains it, and repeat until no combination is worth more than a
+    pack.
     Prices fluctuate between rounds, so the search first uses the mean of the current prices and the best prices so far
     (Wentges 1997). Any prices give a bound: the value of all sequences divided by the value of the best pack.
     """
@@ -217,7 +216,7 @@ def _linear_program(
 def _best_combinations(
     prices: NDArray[np.float64], lengths: NDArray[np.int64], limit: int
 ) -> tuple[NDArray[np.int64], float]:
-    """Return for each length the most valuable combination that contains it [C, K], zeros last, and the highest value."""
+    """Return for each length the most valuable combination that contains it [C, K], zeros last, and the largest value."""
     capacity = len(prices) - 1
     values, choices = np.zeros(capacity + 1), []
     # values[s] is the highest value that fits into a space of s tokens. Each round allows one more sequence.
@@ -238,10 +237,11 @@ def _best_combinations(
 
 
 def _solve(columns: NDArray[np.int64], counts: NDArray[np.int64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Solve the linear program over ``columns`` [C, K]; return the number of packs of each column [C] and the prices [L].
+    """Solve the linear program over ``columns`` [C, K]. Return the number of packs of each column [C] and the prices [L].
 
-    Each length must be covered, and a slot may also hold the next shorter length that occurs. This does not change the
-    optimum, but it prevents longer lengths from having lower prices, which saves most of the rounds.
+    Every sequence must have a slot, and a slot may also hold the next shorter length that occurs. The permission to hold
+    shorter lengths does not change the optimum. But it prevents longer lengths from having lower prices, which saves most
+    rounds of column generation.
     """
     from scipy import optimize, sparse  # importing SciPy takes longer than most packings
 
@@ -271,9 +271,10 @@ def _solve(columns: NDArray[np.int64], counts: NDArray[np.int64]) -> tuple[NDArr
 def _at_own_lengths(
     columns: NDArray[np.int64], amounts: NDArray[np.float64], counts: NDArray[np.int64]
 ) -> dict[Combination, float]:
-    """Return amounts of combinations with exactly ``counts`` slots of each length.
+    """Change the combinations so that there are exactly ``counts`` slots of each length. Return their new amounts.
 
-    From the longest length down, surplus slots of a length go to the next shorter length. The last surplus is dropped.
+    From the longest length to the shortest, surplus slots of a length become slots of the next shorter length. Surplus
+    slots of the shortest length are dropped.
     """
     chosen = {
         tuple(int(length) for length in columns[index] if length): float(amounts[index])

@@ -1,9 +1,9 @@
-"""Random permutations of n items that are evaluated at single positions. Neither time nor memory grows with n.
+"""Random permutations of n items that can be evaluated at single positions. Neither time nor memory grows with n.
 
 The permutation is a keyed bijection of [0, n). A position is written as two digits, (row, column), on a grid of at least n
-cells. Each round adds a random function of one digit to the other, modulo its base, which is a bijection (an
-alternating Feistel network, as in NIST SP 800-38G). Positions outside [0, n) go through the network again until they
-are inside (cycle walking: Black and Rogaway 2002).
+cells. Each round adds a random function of one digit to the other digit, modulo that digit's base. Such a round is a
+bijection, and the rounds form an alternating Feistel network, as in NIST SP 800-38G. Results outside [0, n) go through
+the network again until they are inside (cycle walking: Black and Rogaway 2002).
 
 The random functions are streams of SplitMix64 (Steele, Lea and Flood 2014) in exact integer arithmetic, so an order is
 the same on every machine and with every version of NumPy. Any change to the algorithm makes earlier runs unrepeatable.
@@ -17,19 +17,16 @@ from numpy.typing import NDArray
 from dataloading.shards.samples import SPLITMIX64_GAMMA, scrambled
 
 ROUNDS = 16
-"""Number of rounds. In 200 orders of 10,000 items, statistical tests of the grid structure detect 5 rounds, but not 6.
-Small n need more rounds, because a round draws few random numbers: after 16 rounds, the distance from a uniform choice of
-all n! orders is 2e-5 for n = 4 and 0.03 for n = 8."""
+"""Number of rounds. In 200 orders of 10,000 items, statistical tests find traces of the grid after 5 rounds, but not
+after 6. A small n needs more rounds, because each round draws few random numbers. After 16 rounds, the distance from a
+uniform choice among all n! orders is 2e-5 for n = 4 and 0.03 for n = 8."""
 
 
 def shuffled(positions: NDArray[np.integer], count: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    """Return the items at ``positions`` in the order of ``range(count)`` for ``(seed, epoch)``.
+    """Return the items at ``positions`` [P] in the random order of ``range(count)`` for ``(seed, epoch)``.
 
-    Args:
-        positions: [P], each at least 0 and less than ``count``.
-        count: at least 1 and at most 2**62.
-        seed: at least 0 and less than 2**64.
-        epoch: at least 0 and less than 2**64.
+    Positions are at least 0 and less than ``count``, which is from 1 to 2**62. Both ``seed`` and ``epoch`` are at least 0
+    and less than 2**64.
     """
     rows = math.isqrt(count - 1) + 1  # the square root, rounded up
     rows += rows % 2  # on a grid with odd sides, half of all orders could not occur
@@ -46,7 +43,7 @@ def shuffled(positions: NDArray[np.integer], count: int, seed: int, epoch: int) 
 
 
 def _network(cells: NDArray[np.uint64], rows: int, columns: int, keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Return the new position of each grid cell. Each key is used for one round, which changes rows and columns in turn."""
+    """Return the new position of each grid cell. There is one round for each key; rounds alternate rows and columns."""
     row, column = np.divmod(cells, np.uint64(columns))
     for number, key in enumerate(keys):
         if number % 2:

@@ -1,7 +1,7 @@
 """The batch plan. It determines the samples of each global batch and assigns them to ranks.
 
 The plan depends only on (seed, length index, batch sizes, world size), so every rank computes the same plan independently.
-Each epoch has a new random order. Within a global batch, samples are dealt by length, which only balances the cost
+Each epoch has a new random order. Within a global batch, samples are dealt to the ranks by length, to balance the cost
 (training_rules 6.6 allows sorting within a drawn batch). The time for planning a step depends on the global batch size and
 not on the size of the data set.
 """
@@ -14,15 +14,15 @@ from numpy.typing import NDArray
 from dataloading.batches.permutation import shuffled
 
 _LINEAR_COST = 6144
-"""6 h for BERT-Large's hidden size h. A layer takes 24 h^2 operations for each token and 4 h for each pair of tokens, so a
-token costs as much as 6 h pairs."""
+"""6 h for BERT-Large's hidden size h. A layer takes 24 h^2 operations for each token and 4 h for each pair of tokens, so
+one token costs as much as 6 h pairs."""
 
 _FEW = 16
-"""Largest number of sequences per micro-batch for which rounds over all micro-batches leave the costs unequal. With more
-sequences, the costs differ by at most 0.1 %."""
+"""Up to this number of sequences per micro-batch, giving each micro-batch one sequence per round leaves the costs unequal,
+so `deal` uses smaller rounds and then `_match`. With more sequences, the costs differ by at most 0.1 %."""
 
 _MATCHINGS = 2
-"""Rounds of `_match`. Each brings the highest cost closer to the mean, and takes half as long as the dealing before."""
+"""Number of calls of `_match`. Each call brings the highest cost closer to the mean. It takes half as long as dealing."""
 
 
 @dataclass(frozen=True)
@@ -38,12 +38,12 @@ class MicroBatch:
     largest_tokens: int = 0
     """Largest number of tokens in the micro-batches that all ranks run at the same time, or 0 without a plan."""
     largest_masked: int = 0
-    """Largest number of masked tokens in these micro-batches."""
+    """Largest number of masked tokens in the micro-batches that all ranks run at the same time, or 0 without a plan."""
 
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """A balanced plan over an endless stream of shuffled epochs.
+    """Plan of balanced micro-batches over an endless stream of shuffled epochs.
 
     Global batch b holds the positions ``[b * global_batch_size, (b + 1) * global_batch_size)`` of the stream, so each
     sample occurs exactly once per epoch, even if the batch size does not divide the number of samples.
@@ -88,7 +88,7 @@ class BatchPlan:
     def rank_batches(self, step: int, rank: int) -> list[MicroBatch]:
         """Return the micro-batches of ``rank`` in step ``step``, whose costs are as equal as possible.
 
-        All have equal numbers of sequences unless the global batch cannot be divided evenly. None is empty.
+        No micro-batch is empty. If the global batch can be divided evenly, all have the same number of sequences.
         """
         batch = self.global_batch(step)
         micro_batches = deal(self.lengths[batch], self.micro_batches)
@@ -108,7 +108,7 @@ class BatchPlan:
 
 
 def sums_of(sizes: NDArray[np.integer], dealt: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the sum of ``sizes`` over each micro-batch of `deal`."""
+    """Return the sum of ``sizes`` over each micro-batch in ``dealt``, which `deal` returned."""
     return np.append(sizes, 0)[dealt].sum(axis=1, dtype=np.int64)  # an empty place, -1, reads the appended 0
 
 
@@ -119,13 +119,14 @@ def cost(lengths: NDArray[np.integer]) -> NDArray[np.int64]:
 
 
 def deal(lengths: NDArray[np.integer], micro_batches: int) -> NDArray[np.int64]:
-    """Deal n ``lengths`` (< 65,536) to micro-batches; return positions [micro_batches, n / micro_batches rounded up].
+    """Deal n sequences with ``lengths`` below 65,536 to micro-batches, and return the positions of each micro-batch's
+    sequences [micro_batches, n / micro_batches rounded up], longest first.
 
     In each round, the longest remaining sequences go to the cheapest micro-batches that have room. With few sequences per
     micro-batch, a round serves only half of the micro-batches, because some need a second long sequence before others
-    get a short one. Then `_match` makes the costs more equal. All micro-batches get the same number of sequences, longest
-    first, which keeps the number of captured shapes small. If n is not divisible, empty places (position -1) are dealt
-    last, as sequences of length 0. Exact integers and stable sorts give the same result on every machine.
+    get a short one. Then `_match` makes the costs more equal. All micro-batches get the same number of sequences, which
+    keeps the number of captured shapes small. If n is not divisible by ``micro_batches``, empty places (position -1) are
+    dealt last, like sequences of length 0. Exact integers and stable sorts give the same result on every machine.
     """
     empty = -len(lengths) % micro_batches
     if empty:

@@ -16,7 +16,7 @@ from dataloading.batches.sampler import deal, sums_of
 Size = TypeVar("Size", int, NDArray[np.int64])
 
 TOKENS_MULTIPLE = 64
-"""Token slots are a multiple of a kernel's tile size. (FP8 products need only a multiple of 16.)"""
+"""The number of token slots is a multiple of a kernel's tile size. (FP8 products need only a multiple of 16.)"""
 MASKED_MULTIPLE = 16
 _MICRO_BATCHES = 2048
 _GLOBAL_BATCHES = 64
@@ -36,7 +36,7 @@ class ShapeBucket:
 
     @classmethod
     def around(cls, tokens: int, sequences: int, masked: int, max_seqlen: int) -> "ShapeBucket":
-        """Return the smallest shape bucket of at least this size."""
+        """Return the smallest shape bucket for a batch of this size."""
         return cls(
             _rounded_up(tokens + 1, TOKENS_MULTIPLE),
             sequences,
@@ -45,7 +45,6 @@ class ShapeBucket:
         )
 
     def holds(self, other: "ShapeBucket") -> bool:
-        """Tell whether a batch with the shape ``other`` fits."""
         return (
             self.tokens >= other.tokens
             and self.sequences >= other.sequences
@@ -76,7 +75,7 @@ def choose_shape_buckets(
     counts_U[-1] -= 1  # the top size was not drawn
     ratio = float((masked_N / tokens_N).max())
     return [
-        # Subtract the spare row, which around() adds and these sizes already include.
+        # Subtract 1, because these sizes already include the unused row that around() adds.
         ShapeBucket.around(tokens - 1, sequences, int(np.ceil(ratio * tokens)), max_seqlen)
         for tokens in _boundaries(sizes_U, counts_U, most).tolist()
     ]
@@ -101,14 +100,16 @@ def draw_sizes(
 
 
 def _boundaries(sizes_U: NDArray[np.int64], counts_U: NDArray[np.int64], most: int) -> NDArray[np.int64]:
-    """Choose at most ``most`` of the ascending ``sizes_U``, including the last, to minimize the total number of
-    slots."""
+    """Choose at most ``most`` of the ascending ``sizes_U``, with the last one, that minimize the total number of slots.
+
+    ``counts_U`` is the number of drawn micro-batches of each size.
+    """
     below = np.concatenate([[0], np.cumsum(counts_U)])
     # slots_UU[i, j]: number of slots for sizes i to j in a bucket of size j.
     slots_UU = (sizes_U * (below[1:] - below[:-1, None])).astype(np.float64)
     slots_UU[np.tril_indices(len(sizes_U), -1)] = np.inf
     # best_U[j]: fewest slots for sizes up to j if the last boundary is j. Each round allows one more boundary.
-    # firsts: for each round, the first size in that last bucket, for backtracking.
+    # firsts: for each round and each j, the first size in the last bucket, for backtracking.
     best_U, firsts = slots_UU[0], [np.zeros(len(sizes_U), np.int64)]
     for _ in range(min(most, len(sizes_U)) - 1):
         totals_UU = np.concatenate([[0.0], best_U[:-1]])[:, None] + slots_UU

@@ -45,13 +45,10 @@ _MAX_HELD_BYTES = 512 << 20
 
 @dataclass(frozen=True)
 class _Manifest:
-    """The content of a data set's manifest."""
-
     format: Literal["mlperf-bert-samples"]
     schema_version: Literal[1]
     samples: int
     lengths_sha256: str
-    """Digest of the length index."""
     info: DatasetInfo
     shards: tuple[ShardRecord, ...]
 
@@ -62,9 +59,9 @@ def shard_name(index: int, count: int) -> str:
 
 
 def write_dataset(folder: Path, samples: Samples, *, shards: int, info: DatasetInfo) -> None:
-    """Write a data set with ``shards`` shards, and the samples in order and evenly divided.
+    """Write a data set. The samples keep their order and are divided evenly over ``shards`` shards.
 
-    The folder must be absent or empty; it appears complete or not at all.
+    The folder must be absent or empty. It appears complete or not at all.
     """
     if not 1 <= shards <= len(samples):
         raise ValueError(f"shards is {shards} for {len(samples):,} samples; expected 1 to the number of samples")
@@ -175,7 +172,10 @@ class Dataset:
                 shard.forget()
 
     def verify(self, visit: Callable[[ShardRecord, Samples], None] = lambda *_: None) -> None:
-        """Read every shard and pass it to ``visit``; ValueError if a shard does not match its digest or the length index."""
+        """Read every shard, and call ``visit`` with the shard's record and samples.
+
+        Raises ``ValueError`` if a shard does not match its digest or the length index.
+        """
         for index, record in enumerate(self.shards):
             shard = self.open_listed(index)
             samples = shard.verify(record.digest)
@@ -194,7 +194,10 @@ class Dataset:
                 raise ValueError(f"{path}: {found}, {MANIFEST_NAME} lists {record.file_bytes:,} bytes; {REMEDY}")
 
     def open_listed(self, index: int) -> Shard:
-        """Open a shard and compare it with the manifest, as far as possible without reading the whole shard."""
+        """Open shard ``index`` and compare it with its record in the manifest, without reading the samples.
+
+        Raises ``ValueError`` if they differ.
+        """
         record = self.shards[index]
         shard = open_shard(self.folder / record.name)
         agrees = (len(shard), shard.file_bytes) == (record.samples, record.file_bytes)
@@ -202,12 +205,12 @@ class Dataset:
             agrees &= shard.digest == record.digest and shard.info.without_sources() == self.info.without_sources()
         if not agrees:
             raise ValueError(f"{shard.path}: not the shard that {MANIFEST_NAME} lists; {REMEDY}")
-        # Check the content against the manifest's description, because files of other layouts contain none.
+        # Check the content against the manifest's description, because only native shards contain a description.
         shard.info = self.info
         return shard
 
     def _shard(self, index: int) -> Shard:
-        """Return an open shard. To stay within the limits, close the shards that were opened first."""
+        """Return shard ``index``, and open it if needed. Closes the shards that were opened first to stay within limits."""
         if index not in self._open_shards:
             shard = self.open_listed(index)
             if self._verified_on_opening:
@@ -222,10 +225,9 @@ class Dataset:
 
 
 def scan_shards(folder: Path, names: Sequence[str], info: DatasetInfo) -> Dataset:
-    """Return a data set of the shards ``names`` in ``folder``. Reads every shard.
+    """Read the shards ``names`` in ``folder``, and return them as a data set. ``info`` describes the samples.
 
-    ``info`` describes the samples. Shards that contain a description must agree with it, and no two shards may hold
-    the same samples.
+    Raises ``ValueError`` if a shard contains another description, or if two shards hold the same samples.
     """
     records, lengths = [], [np.empty((0, 2), np.uint16)]
     sources = dict(info.sources)
@@ -248,7 +250,7 @@ def scan_shards(folder: Path, names: Sequence[str], info: DatasetInfo) -> Datase
 
 
 def index_shards(folder: Path, names: Sequence[str], info: DatasetInfo) -> Dataset:
-    """Turn shards into a data set: scan them with `scan_shards`, and write a length index and then a manifest."""
+    """Turn shards into a data set: scan them with `scan_shards`, write a length index, and then write a manifest."""
     found = scan_shards(folder, names, info)
     index = io.BytesIO()
     np.save(index, np.stack([found.lengths, found.masked_counts], axis=1).astype("<u2"), allow_pickle=False)
@@ -260,7 +262,7 @@ def index_shards(folder: Path, names: Sequence[str], info: DatasetInfo) -> Datas
 
 
 def shard_names(folder: Path) -> list[str]:
-    """Return the names of the shards in a folder without a manifest."""
+    """Return the sorted names of the shards in a folder. Raises ``ValueError`` for a folder with a manifest or no file."""
     if not folder.is_dir():
         raise ValueError(f"{folder}: no such folder")
     # Skip hidden files, which an interrupted command may have left.
@@ -296,7 +298,7 @@ def info_of(folder: Path, names: Sequence[str], vocab: Path) -> DatasetInfo:
 
 
 def open_or_scan(folder: Path, vocab: Path | None) -> Dataset:
-    """Open a data set. If the folder has no manifest, scan its shards."""
+    """Open a data set. If the folder has no manifest, scan its shards, for which ``vocab`` is required."""
     if (folder / MANIFEST_NAME).exists():
         dataset = open_dataset(folder)
         if vocab is not None:
@@ -320,7 +322,7 @@ def _most_open_shards(count: int) -> int:
 
 
 def _read_manifest(folder: Path) -> _Manifest:
-    """Read the manifest of a data set; ValueError if it is missing, damaged or has another version."""
+    """Read the manifest of a data set. Raises ``ValueError`` if it is missing, damaged or has another version."""
     path = folder / MANIFEST_NAME
     found = read_json(path, _MAX_MANIFEST_BYTES, _remedy_without_manifest(folder))
     try:

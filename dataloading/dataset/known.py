@@ -20,14 +20,14 @@ from dataloading.shards.shard import DatasetInfo, ShardRecord
 VOCABULARY_MD5 = "64800d5d8528ce344256daf115d4965e"
 TRAINING_SAMPLES = 156_726_829
 TRAINING_SAMPLES_4320 = 156_725_280
-"""4,320 shards of 36,279 samples, as in published sets, which drop the last few samples."""
+"""Size of the training set in 4,320 shards of 36,279 samples, as published. The last few samples are dropped."""
 EVALUATION_CONTENT_MD5 = "611d8bae26646145e1c33338a27ba124"
 
 _LONG_ENOUGH = 64
-"""Number of tokens from which two samples cannot be equal by chance: 10 of 64 tokens are masked, in one of more than 10^10
-ways. Samples of a few words can be equal, because every document is drawn ten times."""
+"""Smallest number of tokens for which two samples cannot be equal by chance: 10 of 64 tokens are masked, in one of more
+than 10^10 ways. Samples of a few words can be equal, because every document is drawn ten times."""
 _LONG_MARK = np.uint64(1)
-"""Bit of a sample's digest that instead stores whether the sample is long, so that no second array is needed."""
+"""Bit of each digest that is overwritten to store whether the sample is long. This saves a second array."""
 
 
 def verify(dataset: Dataset, visit: Callable[[ShardRecord], None] = lambda _: None) -> list[str]:
@@ -71,13 +71,11 @@ def content_md5(blocks: Iterable[Samples]) -> str:
 
 
 def describe_vocabulary(info: DatasetInfo) -> str:
-    """Describe whether the vocabulary is the benchmark's."""
     whose = "the benchmark's," if info.vocabulary_md5 == VOCABULARY_MD5 else "not the benchmark's;"
     return f"vocabulary: {whose} {info.vocab_size:,} tokens, md5 {info.vocabulary_md5}"
 
 
 def describe_options(info: DatasetInfo) -> str:
-    """Describe whether the samples were made with the benchmark's settings."""
     expected = PretrainingOptions().__dict__  # the defaults are the benchmark's values
     recorded = {name: info.options[name] for name in expected if name in info.options}
     if len(recorded) < len(expected):
@@ -88,7 +86,10 @@ def describe_options(info: DatasetInfo) -> str:
 
 
 def describe_samples(dataset: Dataset) -> str:
-    """Describe whether the samples are the benchmark's training or evaluation set. A set of 10,000 samples is read."""
+    """Describe whether the samples are the benchmark's training or evaluation set.
+
+    Reads the whole data set if it has 10,000 samples, as the evaluation set does.
+    """
     count = len(dataset)
     if TRAINING_SAMPLES_4320 <= count <= TRAINING_SAMPLES:
         return f"samples: {count:,}, as many as the benchmark's training set has"
@@ -114,7 +115,7 @@ def pick_evaluation(dataset: Dataset, count: int) -> NDArray[np.int64]:
 
 
 def _describe_repeats(folder: Path, marked_digests: NDArray[np.uint64]) -> str:
-    """Describe how many samples repeat another sample; ValueError if some are too long to be equal by chance."""
+    """Describe how many samples repeat another sample. Raises ``ValueError`` if one is too long to repeat by chance."""
     marked_digests.sort()
     repeated = marked_digests[1:][marked_digests[1:] == marked_digests[:-1]]
     if long := int(np.count_nonzero(repeated & _LONG_MARK)):

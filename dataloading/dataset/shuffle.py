@@ -30,11 +30,11 @@ from dataloading.shards.shard import REMEDY, DatasetInfo
 JOB_NAME = "shuffle.json"
 BUCKETS_NAME = "buckets"
 
-# One bucket is in memory at a time, along with the shard that is being made. With the buffer, a shuffle takes under 2 GiB.
+# One bucket and one shard are in memory at a time. Together with the buffers, a shuffle needs less than 2 GiB.
 _BUCKET_BYTES = 192 << 20
 _BUFFERED_BYTES = 192 << 20
 _SHARD_BYTES = 256 << 20
-"""Largest shard. Writing holds it in memory three times: the gathered samples, the file image, and the check."""
+"""Maximum size of a shard. Its samples are in memory three times: as arrays, as the file's image, and for the check."""
 _BLOCK_SAMPLES = 1 << 15
 
 STEPS = ("read", "written", "checked")
@@ -45,11 +45,10 @@ Report = Callable[[str, int, int], None]
 
 
 def shuffle(source: Dataset, out: Path, *, shards: int, seed: int, report: Report = lambda *_: None) -> Dataset:
-    """Write the samples of ``source`` in random order to ``shards`` shards in ``out``; continues an interrupted
-    shuffle.
+    """Write the samples of ``source`` in random order to ``shards`` shards in ``out``. Continues an interrupted shuffle.
 
-    While it runs, it needs temporary disk space of the size of the result. At the end, the multisets of samples before and
-    after the shuffle are compared by digest.
+    A shuffle needs as much temporary disk space as its result. At the end, a digest of the result is compared with the
+    source's digest, to check that no sample was lost or changed.
     """
     least = -(-_stored_bytes(source) // _SHARD_BYTES)
     if not max(1, least) <= shards <= len(source):
@@ -134,7 +133,7 @@ def _write_shards(info: DatasetInfo, out: Path, counts: list[int], shards: int, 
     for index in range(shards):
         path = out / shard_name(index, shards)
         start, stop = int(bounds[index]), int(bounds[index + 1])
-        if whole_shard(path) != (info, stop - start):  # `begun` has checked that seed and source are equal
+        if whole_shard(path) != (info, stop - start):  # `begun` has checked that seed and source have not changed
             pieces = []
             while start < stop:
                 # side="right", because an empty bucket has the same start as the next bucket, which has the sample.
@@ -151,7 +150,7 @@ def _write_shards(info: DatasetInfo, out: Path, counts: list[int], shards: int, 
 
 
 def _permuted(path: Path, seed: int) -> tuple[Samples, NDArray[np.int64]]:
-    """Read a bucket; return its samples and a permutation of them."""
+    """Read a bucket's file, and return its samples and a random permutation of their numbers."""
     blocks = []
     with path.open("rb") as file:
         while file.tell() < path.stat().st_size:

@@ -18,9 +18,10 @@ SHARDS = 4
 
 
 def write_demo(folder: Path, vocab: Path) -> bool:
-    """Write ``folder/train`` and ``folder/evaluation``; return False if this Python made both and they are intact.
+    """Write ``folder/train`` and ``folder/evaluation``, unless this version of Python already made them.
 
-    Raises ``ValueError`` if this Python lacks the text, the vocabulary is invalid, or the folder holds other files.
+    Returns False if both exist and are intact. Raises ``ValueError`` if this Python lacks the text, the vocabulary is
+    invalid, or the folder holds other files.
     """
     tokenizer = Tokenizer(Vocabulary.from_file(vocab))
     splits = (("train", False, TRAIN_OPTIONS), ("evaluation", True, EVALUATION_OPTIONS))
@@ -43,7 +44,7 @@ def _recorded(options: PretrainingOptions) -> dict[str, int | float | bool | str
 
 
 def _is_current(folder: Path, tokenizer: Tokenizer, options: PretrainingOptions) -> bool:
-    """Return whether the data set exists; raise ``ValueError`` if the folder holds anything else."""
+    """Return whether the data set exists, intact. Raises ``ValueError`` if the folder holds anything else."""
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return False
     dataset = open_dataset(folder)

@@ -20,17 +20,17 @@ _STARTING_SECONDS = 5
 """Seconds that the checkpoint conversion takes to import PyTorch."""
 
 _SAMPLE_BYTES = 11
-"""Bytes in shards for each byte of text. Samples are made in ten passes over the text."""
+"""Bytes of samples made from each byte of text, in ten passes over the text."""
 
 _PRIOR = 0.1
-"""Share of the expected total time that counts as already measured, at the expected speed."""
+"""Share of the expected total time that is counted as already measured, which steadies the first estimates."""
 
 
 def estimate(inputs: Inputs, existing: Collection[str], jobs: int) -> tuple[dict[str, float], float, float]:
     """Estimate the time and disk space for all results that ``inputs`` allow and that do not exist yet.
 
-    Returns the seconds for each stage, in order and empty if all results exist; the bytes of the results; and the highest
-    disk usage in bytes while the results are made.
+    Returns the seconds for each stage, in order; the bytes of the results; and the highest disk usage in bytes while the
+    results are made. There are no stages if all results exist.
     """
     missing = {name for name, files in inputs.by_result.items() if files and name not in existing}
     if missing <= {VOCABULARY}:
@@ -79,7 +79,6 @@ class Progress:
             say(f"[{self._percent:3} %] {stage}, about {clock(slowness * (total - done))} left")
 
     def add(self, stage: str, share: float) -> None:
-        """Increase the completed share of a stage."""
         self.set(stage, self._shares.get(stage, 0.0) + share)
 
 

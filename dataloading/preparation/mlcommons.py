@@ -30,7 +30,7 @@ KNOWN: Mapping[str, tuple[int, str]] = {
     "part-00498-of-00500": (24_575_505, "e6d68a7632e9f4aa1a94128cce556dc9"),
     "part-00499-of-00500": (21_873_644, "b3b087ad24e3770d879a351664cebc5a"),
 }
-"""Size and MD5 by file name. The downloader stores a list with the MD5 sums of all other parts of the text."""
+"""Size in bytes and MD5 sum, by file name. For the other parts of the text, the downloader stores a list of MD5 sums."""
 
 _PART = re.compile(r"part-(\d{5})-of-(\d{5})")
 _WIKI = re.compile(r"wiki_\d\d")
@@ -42,7 +42,7 @@ _MOST_NAMED = 10
 
 @dataclass(frozen=True)
 class Inputs:
-    """Input files; each tuple is empty if the folders do not hold such files."""
+    """Input files that were found. A tuple is empty if there are no such files."""
 
     vocabulary: tuple[Path, ...] = ()
     config: tuple[Path, ...] = ()
@@ -65,7 +65,6 @@ class Inputs:
 
     @property
     def by_result(self) -> dict[str, tuple[Path, ...]]:
-        """Return the input files of each result."""
         return {
             VOCABULARY: self.vocabulary,
             CHECKPOINT: self.checkpoint,
@@ -112,7 +111,7 @@ def _single(names: Mapping[str, list[Path]], name: str) -> tuple[Path, ...]:
 
 
 def _parts(names: Mapping[str, list[Path]]) -> tuple[Path, ...]:
-    """Return the parts of the text in order; raise ``ValueError`` if a part is missing."""
+    """Return the parts of the text in order. Raises ``ValueError`` if a part is missing or does not belong to the text."""
     matches = [match for name in names if (match := _PART.fullmatch(name))]
     counts = sorted({int(match[2]) for match in matches})
     if len(counts) > 1:
@@ -128,7 +127,10 @@ def _parts(names: Mapping[str, list[Path]]) -> tuple[Path, ...]:
 
 
 def _checkpoint(names: Mapping[str, list[Path]]) -> tuple[Path, ...]:
-    """Return the files of the TensorFlow 1 checkpoint. A TensorFlow 2 checkpoint is skipped."""
+    """Return the files of the TensorFlow 1 checkpoint. A TensorFlow 2 checkpoint is skipped.
+
+    Raises ``ValueError`` if a file is missing or if there are two checkpoints.
+    """
     matches = [
         (path.with_name(match[1]), int(match[2] or 1))
         for name in names
@@ -150,7 +152,11 @@ def _checkpoint(names: Mapping[str, list[Path]]) -> tuple[Path, ...]:
 
 
 class Checksums:
-    """Expected sizes and MD5 sums by file name, from a given list or else built in, and from the lists beside the data."""
+    """Expected sizes and MD5 sums of files.
+
+    They come from the list ``given``, or else from `KNOWN`. The ``lists`` that were found beside the data add the MD5 sums
+    of other files. A list contains no sizes.
+    """
 
     def __init__(self, given: Path | None, lists: Iterable[Path]) -> None:
         self._sizes: dict[str, int] = {}
@@ -170,11 +176,11 @@ class Checksums:
                 self._md5s.setdefault(key, set()).add(md5)
 
     def expected(self, path: PurePath) -> set[str]:
-        """Return the MD5 sums that a file may have, by its folder and name or else by its name; empty if unknown."""
+        """Return the MD5 sums that a file may have, listed by its folder and name or else by its name. Empty if unknown."""
         return self._md5s.get(_with_folder(path)) or self._md5s.get(path.name) or set()
 
     def check_sizes(self, files: Iterable[Path]) -> None:
-        """Raise ``ValueError`` with the names of all files that do not have the known size."""
+        """Raise ``ValueError`` with the names of all files whose size differs from the known size."""
         sizes = {path: path.stat().st_size for path in files}
         _refuse(
             f"{path} ({size:,} bytes, expected {self._sizes[path.name]:,})"
@@ -183,7 +189,7 @@ class Checksums:
         )
 
     def check(self, md5s: Mapping[Path, str]) -> int:
-        """Raise ``ValueError`` with the names of all files whose MD5 sum is wrong; return the number of files in no list."""
+        """Return the number of files in no list. Raises ``ValueError`` with the names of all files with wrong MD5 sums."""
         wanted = {path: self.expected(path) for path in md5s}
         _refuse(
             f"{path} (MD5 {md5}, expected {' or '.join(sorted(wanted[path]))})"
@@ -198,7 +204,10 @@ def _with_folder(path: PurePath) -> str:
 
 
 def _read_list(path: Path, *, strict: bool) -> Iterator[tuple[PurePosixPath, str]]:
-    """Yield the entries of a list in md5sum's format; other lines are errors if ``strict``, and skipped otherwise."""
+    """Yield name and MD5 sum from each line of a list in md5sum's format.
+
+    Other lines are skipped. If ``strict``, lines with other text raise ``ValueError``.
+    """
     lines = text_lines(read_bounded(path, _MAX_LIST_BYTES, "name a list that md5sum made"), path)
     for number, line in enumerate(lines, 1):
         if match := _LISTED.fullmatch(line):
@@ -216,7 +225,7 @@ def _refuse(described: Iterable[str]) -> None:
 
 
 def digest_of(path: Path) -> tuple[Path, str]:
-    """Return a file and its MD5 sum."""
+    """Return ``path`` and its MD5 sum. The path tells which task of `run_tasks` a result belongs to."""
     with open_regular(path) as file:
         # Without usedforsecurity=False, FIPS builds refuse MD5.
         return path, hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()

@@ -28,13 +28,12 @@ FEWEST_DOCUMENTS = 20
 
 _FEWEST_HELD_OUT = 5
 _SHARD_CHARACTERS = 27 << 20
-"""Characters of text per shard, as many as in a part of the benchmark's text. Making a shard takes 30 bytes of memory for
-each character."""
+"""Characters of text per shard, as in a part of the benchmark's text. A shard takes 30 bytes of memory per character."""
 
 _SEED_OF_EVALUATION = 54321
 
 _FREQUENT = 20
-"""Minimum number of occurrences for a character to be part of the alphabet."""
+"""Minimum number of occurrences of each character in a learned vocabulary's alphabet."""
 
 Document = list[str]
 """List of sentences."""
@@ -51,7 +50,10 @@ class TextSplit:
 
 
 def write_own_text(own: OwnText, out: Path) -> TextSplit:
-    """Write ``out/train``, ``out/evaluation`` and ``out/vocab.txt`` atomically; return the documents of both sets."""
+    """Write ``out/train``, ``out/evaluation`` and ``out/vocab.txt``, and return the documents of both data sets.
+
+    ``out`` appears complete or not at all.
+    """
     texts = text_files(own.text)
     split = split_documents([document for path in texts for document in _documents(path, own)], own.evaluation_share)
     with new_folder(out) as aside:
@@ -76,7 +78,10 @@ def write_own_text(own: OwnText, out: Path) -> TextSplit:
 
 
 def text_files(places: Sequence[Path]) -> list[Path]:
-    """Resolve files, folders and patterns to files, each once. Hidden files in folders are skipped."""
+    """Return the files that ``places`` (files, folders and patterns) name, each once. Skips hidden files in folders.
+
+    Raises ``ValueError`` if one of the places names no file.
+    """
     found: dict[Path, None] = {}
     for place in places:
         if place.is_dir():
@@ -92,9 +97,10 @@ def text_files(places: Sequence[Path]) -> list[Path]:
 
 
 def split_documents(documents: Sequence[Document], share: float) -> TextSplit:
-    """Hold out the ``share`` of documents with the smallest digests, independently of the order of the documents.
+    """Drop repeated documents, and hold out the ``share`` of documents with the smallest digests.
 
-    No document is in both sets.
+    The choice does not depend on the order of the documents. Raises ``ValueError`` if there are fewer than 20 different
+    documents.
     """
     # The dictionary removes duplicates and keeps the order.
     different = {hashlib.sha256("\n".join(document).encode()).digest(): document for document in documents}
@@ -113,10 +119,10 @@ def split_documents(documents: Sequence[Document], share: float) -> TextSplit:
 
 
 def learn_vocabulary(lines: Sequence[str], size: int, *, lower: bool = True) -> list[str]:
-    """Learn at most ``size`` tokens; return special tokens, characters and learned pieces in id order.
+    """Learn at most ``size`` tokens. Return the special tokens, characters and learned pieces in id order.
 
-    ``lower`` lower-cases the text and strips accents. The alphabet is passed to the trainer as sorted special tokens: the
-    trainer would number the alphabet differently in each run, and the learned pieces depend on these numbers.
+    ``lower`` lower-cases the text and strips accents. The alphabet is passed to the trainer as sorted special tokens.
+    Otherwise the trainer would number the characters differently in each run, and the learned pieces depend on the numbers.
     """
     normalizer = BertNormalizer(lowercase=lower)
     text = [normalizer.normalize_str(line) for line in lines]
@@ -140,7 +146,7 @@ def learn_vocabulary(lines: Sequence[str], size: int, *, lower: bool = True) -> 
 
 
 def _documents(path: Path, own: OwnText) -> list[Document]:
-    """Return the documents of a file. Split sentences longer than half a sample, because their ends would be lost."""
+    """Return the documents of a file. Sentences over half a sample long are split, because their ends would be lost."""
     split, most = sentence_splitter("plain"), max(1, own.max_seq_length // 2)
     documents = [
         [part for line in lines for sentence in split(line) for part in _cut(sentence, most)]

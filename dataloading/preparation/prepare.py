@@ -51,12 +51,10 @@ class Job:
 
     @property
     def calls(self) -> list[tuple[Path, ...]]:
-        """The texts of each call."""
         return [self.texts] if self.one_call else [(path,) for path in self.texts]
 
     @property
     def shard_names(self) -> list[str]:
-        """The file name of each call's shard."""
         return [shard_name(index, len(self.calls)) for index in range(len(self.calls))]
 
 
@@ -72,7 +70,7 @@ def prepare(job: Job, out: Path, *, jobs: int = 1, report: Report = lambda _: No
 def make_shards(
     job: Job, out: Path, *, jobs: int = 1, part: WorkPart | None = None, report: Report = lambda _: None
 ) -> DatasetInfo:
-    """Make the shards of a data set, or one part of them, without a manifest."""
+    """Make all shards of a data set, or only one ``part``, without a manifest. Return the shards' common description."""
     info = samples_info(Vocabulary.from_file(job.vocab), job.options)
     mine = part.share_of(len(job.calls)) if part else range(len(job.calls))
     # Check first, so that an unreadable text does not end the job after hours.
@@ -93,7 +91,7 @@ def make_shards(
 
 
 def _make_shard(job: Job, info: DatasetInfo, out: Path, index: int) -> Made:
-    """Make the shard of one call unless it exists."""
+    """Make the shard of call ``index`` unless it exists."""
     texts = job.calls[index]
     info = replace(info, sources={path.as_posix(): sha256_of(path) for path in texts})
     path = out / job.shard_names[index]

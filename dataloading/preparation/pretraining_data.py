@@ -77,7 +77,7 @@ def read_documents(paths: Sequence[Path]) -> list[list[str]]:
 
 
 def tokenize_documents(documents: Iterable[Sequence[str]], tokenizer: Tokenizer) -> TokenizedDocuments:
-    """Return documents as flat token ids, without empty sentences and documents; ValueError if no tokens remain."""
+    """Return documents as flat token ids, without empty sentences and documents. Raises ``ValueError`` without tokens."""
     documents = list(documents)
     token_ids, line_offsets = tokenizer.encode_lines(list(chain.from_iterable(documents)))
     if not len(token_ids):
@@ -95,14 +95,16 @@ def tokenize_documents(documents: Iterable[Sequence[str]], tokenizer: Tokenizer)
 def samples_info(
     vocabulary: Vocabulary, options: PretrainingOptions, sources: dict[str, str] | None = None
 ) -> DatasetInfo:
-    """Describe samples before they are made. The options include the version of Python's Unicode tables, which
-    determine how words are split."""
+    """Return the description of samples that will be made with these settings.
+
+    It includes the version of Python's Unicode tables, because these tables determine how words are split.
+    """
     recorded = asdict(options) | {"unicode": unicodedata.unidata_version}
     return DatasetInfo.of(vocabulary, options.max_seq_length, options.max_predictions_per_seq, recorded, sources)
 
 
 def create_samples(documents: TokenizedDocuments, options: PretrainingOptions, vocabulary: Vocabulary) -> Samples:
-    """Return the samples of the reference script for these documents, in its order.
+    """Return the samples that the reference script makes from these documents, in the same order.
 
     The first call in a process compiles the core, or loads it from Numba's cache. Needs about 10 bytes of memory per
     token, including 3 for the result.
@@ -111,7 +113,7 @@ def create_samples(documents: TokenizedDocuments, options: PretrainingOptions, v
     twister = np.array(random.Random(options.random_seed).getstate()[1], np.uint32)
     document_order = np.arange(len(documents.document_offsets) - 1)
     _shuffle(twister, document_order)
-    # The counts are computed in Python, because the reference depends on round() to even in double precision.
+    # Computed in Python, because the reference's round() rounds halves to even, in double precision.
     masked_count_by_length = np.array(
         [
             min(options.max_predictions_per_seq, max(1, round(length * options.masked_lm_prob)), max(0, length - 3))
@@ -213,10 +215,10 @@ def _draw_samples(
 ) -> tuple:
     """Draw the samples of all passes over the documents.
 
-    ``bounds_D2``: first sentence of each document, and the sentence after its last; ``masked_count_by_length``:
-    [max_seq_length + 1]; ``special_ids``: [CLS], [SEP], [MASK]. Returns input_ids [T],
-    masked_lm_positions [M] and masked_lm_ids [M], and for each sample its length, the length up to the first [SEP], and
-    its next-sentence label.
+    ``bounds_D2`` holds the first sentence of each document and the sentence after its last. ``masked_count_by_length``
+    [max_seq_length + 1] is the number of masked tokens in a sample of each length. ``special_ids`` are the ids of [CLS],
+    [SEP] and [MASK]. Returns input_ids [T], masked_lm_positions [M] and masked_lm_ids [M], and for each sample its length,
+    the length up to and including the first [SEP], and its next-sentence label.
     """
     max_num_tokens = len(masked_count_by_length) - 4  # max_seq_length without [CLS] and two [SEP]
     # Buffers are doubled when they are full, because the number of samples is unknown until all are drawn.
@@ -355,7 +357,7 @@ def _mask(
 
 @compiled
 def _with_room(array: np.ndarray, needed: int) -> np.ndarray:
-    """Return ``array`` if it has ``needed`` elements, otherwise a copy of twice its length."""
+    """Return ``array`` if it has at least ``needed`` elements, otherwise a copy of twice its length."""
     if needed <= len(array):
         return array
     larger = np.empty(2 * len(array), array.dtype)

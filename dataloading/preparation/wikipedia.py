@@ -79,9 +79,10 @@ class Request:
 
 
 def make_wikipedia(request: Request) -> bool:
-    """Make all results that the inputs allow, or one part of the samples; return whether all results exist in the end.
+    """Make all results that the inputs allow, or one part of the samples.
 
-    The process that completes the last part also makes the other results.
+    The process that completes the last part also makes the other results. Returns False if the folders lack the files for a
+    result, which was therefore not made.
     """
     inputs = find_inputs(request.folders, request.out)
     if not inputs.files and not inputs.articles:
@@ -113,7 +114,7 @@ def make_wikipedia(request: Request) -> bool:
 
 
 def _with_extracted_text(request: Request, inputs: Inputs) -> Inputs:
-    """Extract the text of WikiExtractor's files unless both data sets exist; return the inputs with the extracted text."""
+    """Extract the text of WikiExtractor's files unless both data sets exist. Return the inputs with the extracted text."""
     if all((request.out / name).exists() for name in (TRAIN, EVALUATION)):
         return inputs
     job = [asdict(request.extraction), *((str(path), path.stat().st_size) for path in inputs.articles)]
@@ -174,7 +175,7 @@ def _conclude(out: Path, inputs: Inputs) -> bool:
 
 
 class _Preparation:
-    """One run of the command, which holds the folder's lock."""
+    """One run of the command ``wikipedia``. The caller holds the lock of the output folder."""
 
     def __init__(self, request: Request, inputs: Inputs, checksums: Checksums) -> None:
         self.out, self.work = request.out, request.work
@@ -200,7 +201,7 @@ class _Preparation:
                 _delete(path)
 
     def make_part(self, part: WorkPart) -> bool:
-        """Make one part of the samples; return whether all parts exist."""
+        """Make one part of the samples, and return whether all parts exist now."""
         text = self.inputs.text
         if not text:
             raise ValueError("--part shares the work of making samples, and there is no text; leave it out")
@@ -230,7 +231,7 @@ class _Preparation:
             raise ValueError(f"{self.vocab} is another vocabulary than {given}; {_ELSEWHERE}")
 
     def _announce(self) -> None:
-        """Print the expected time and disk space, and start reporting progress; ValueError if the disk is too small."""
+        """Print the expected time and disk space. Raises ``ValueError`` if the free disk space is too small."""
         existing = [name for name in self.inputs.by_result if (self.out / name).exists()]
         seconds, result_bytes, most_bytes = estimate(self.inputs, existing, self.request.jobs)
         if part := self.request.part:
@@ -249,9 +250,10 @@ class _Preparation:
             raise ValueError(f"{self.out}: {room}; make room, or name another --out")
 
     def _make(self, result: str, make: Callable[[Path], None], settings: Callable[[], _MadeFrom]) -> None:
-        """Make a result if its inputs exist and the result does not.
+        """Make a result unless it exists or its inputs are missing.
 
-        ``make`` gets a path for the result, and continues an earlier attempt there.
+        ``make`` is called with the path of the unfinished result, where an earlier attempt may have left files. Raises
+        ``ValueError`` if the result exists but was made from other inputs or with other settings.
         """
         if not (sources := self.inputs.by_result[result]):
             return

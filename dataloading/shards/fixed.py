@@ -21,12 +21,12 @@ _ROWS_AT_A_TIME = 4096
 
 
 def unknown_info(max_seq_length: int = MAX_ID, max_predictions_per_seq: int = MAX_ID) -> DatasetInfo:
-    """Return the description of a file that contains no description."""
+    """Return the description of a file that contains none: no vocabulary, and by default the largest possible sizes."""
     return DatasetInfo(MAX_ID + 1, max_seq_length, max_predictions_per_seq, "", "", {}, {})
 
 
 def open_fixed(path: Path, file: HDF5File) -> FlatShard:
-    """Read a shard of the fixed layout into memory without its padding; ValueError if it is damaged."""
+    """Read a shard of the fixed layout into memory without its padding. Raises ``ValueError`` if it is damaged."""
     names = ("input_ids", "input_mask", "segment_ids", "masked_lm_positions", "masked_lm_ids")
     columns = {name: file.array(name).values for name in names}
     shape, masked_shape = columns["input_ids"].shape, columns["masked_lm_ids"].shape
@@ -59,7 +59,7 @@ def _without_padding(columns: dict[str, NDArray[Any]], path: Path) -> Samples:
 
 
 def narrow(values: NDArray[Any], dtype: Any, name: str) -> NDArray[Any]:
-    """Cast non-negative integers to another type; ValueError if a value does not fit."""
+    """Cast non-negative integers to another type. Raises ``ValueError`` if a value does not fit."""
     most = np.iinfo(dtype).max
     if values.dtype.kind not in "iu":
         raise ValueError(f"{name} holds {values.dtype}, expected integers; {REMEDY}")
@@ -69,7 +69,7 @@ def narrow(values: NDArray[Any], dtype: Any, name: str) -> NDArray[Any]:
 
 
 def one_value_a_row(array: HDF5Array, rows: int) -> NDArray[Any]:
-    """Return next-sentence labels, stored as [n] or [n, 1]; ValueError if their number is not ``rows``."""
+    """Return next-sentence labels [n], stored as [n] or [n, 1]. Raises ``ValueError`` if n is not ``rows``."""
     if array.row_dtype is not None or array.values.size != rows:
         raise ValueError(f"next_sentence_labels has shape {array.values.shape}, expected {rows} integers")
     return array.values.reshape(-1)

@@ -21,10 +21,7 @@ def open_shard(path: Path) -> Shard:
 
     The layouts are native, the fixed, varlength and packed HDF5 layouts in circulation, and TFRecord files of the
     reference script. TFRecord, fixed and compressed files are unpacked into memory; other files are read when samples
-    are requested.
-
-    Raises:
-        ValueError: the file is missing, truncated, inconsistent, or in an unknown layout.
+    are requested. Raises ``ValueError`` if the file is missing, truncated, inconsistent, or in an unknown layout.
     """
     content = map_file(path)
     if content[: len(_HDF5_SIGNATURE)] == _HDF5_SIGNATURE:
@@ -42,8 +39,8 @@ def open_shard(path: Path) -> Shard:
 def whole_shard(path: Path, digest: str | None = None) -> tuple[DatasetInfo, int] | None:
     """Return the description and the number of samples of a shard that an earlier attempt left at ``path``.
 
-    Returns None if the shard is missing or damaged, or if its content does not match ``digest``, by default the
-    digest in the file. Equal samples have equal digests in all layouts.
+    Returns None if the shard is missing or damaged, or if its content does not match ``digest``. The default is the digest
+    in the file, if there is one. Equal samples have equal digests in all layouts.
     """
     if not path.exists():
         return None

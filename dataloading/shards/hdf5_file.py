@@ -72,11 +72,13 @@ class HDF5File:
 
     @property
     def names(self) -> list[str]:
-        """Sorted names in the root group."""
         return sorted(self._file)
 
     def attribute(self, name: str) -> str | int:
-        """Return a string or integer attribute; ValueError if it is missing or claims more bytes than the file has."""
+        """Return a string or integer attribute of the root group.
+
+        Raises ``ValueError`` if the attribute is missing, has another type, or claims more bytes than the file has.
+        """
         key = name.encode()
         found = h5py.h5a.open(self._file.id, key) if h5py.h5a.exists(self._file.id, key) else None
         # Arrays are refused, because in a hostile file an array could repeat one string any number of times.
@@ -92,11 +94,13 @@ class HDF5File:
         return value.item().decode() if found.dtype.kind == "O" else value.item()
 
     def is_ragged(self, name: str) -> bool:
-        """Tell whether an array has rows of variable length."""
         return h5py.check_vlen_dtype(self._open(name).dtype) is not None
 
     def array(self, name: str) -> HDF5Array:
-        """Return an array as a read-only view of the file, or unpacked into memory."""
+        """Return an array as a read-only view of the file, or unpacked into memory if it is stored in chunks.
+
+        Raises ``ValueError`` if the array holds other values than integers or is not stored completely in this file.
+        """
         dataset = self._open(name)
         row_dtype = h5py.check_vlen_dtype(dataset.dtype)
         dtype = dataset.dtype if row_dtype is None else row_dtype
@@ -176,8 +180,10 @@ _MOST_MESSAGES = 4096
 
 
 def _text_sizes(content: mmap.mmap, header: int, key: bytes) -> Iterator[int]:
-    """Yield the size that each variable-length attribute ``key`` claims in an object header of version 1, which
-    h5py writes."""
+    """Yield the size that each variable-length attribute ``key`` claims in an object header.
+
+    Only headers of version 1, which h5py writes, are read. For other headers, nothing is yielded.
+    """
     blocks = [(header + 16, int.from_bytes(content[header + 8 : header + 12], "little"))]
     found = 0
     # A header may continue in other blocks, which the loop appends to `blocks`.

@@ -29,9 +29,9 @@ DTYPES = {
 
 
 def write_shard(path: Path, samples: Samples, info: DatasetInfo) -> None:
-    """Write one shard; the file appears complete or not at all.
+    """Write one shard. The file appears complete or not at all.
 
-    Equal samples and info give identical files. Needs as much memory as the size of the file.
+    Equal samples and descriptions give identical files. Needs as much memory as the size of the file.
     """
     check_offsets(samples, path)
     check_content(samples, info, path)
@@ -45,7 +45,10 @@ def write_shard(path: Path, samples: Samples, info: DatasetInfo) -> None:
 
 
 def open_native(path: Path, file: HDF5File) -> FlatShard:
-    """Open a file that `write_shard` wrote, and read its offsets; ValueError if it is damaged or has another version."""
+    """Open a file that `write_shard` wrote, and check its offsets.
+
+    Raises ``ValueError`` if the file is damaged or has another version.
+    """
     version = file.attribute("format"), file.attribute("schema_version")
     if version != (FORMAT, SCHEMA_VERSION):
         raise ValueError(f"{version[0]}, schema version {version[1]}; expected {FORMAT}, {SCHEMA_VERSION}")

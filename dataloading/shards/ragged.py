@@ -5,7 +5,7 @@
                packed_masked_lm_len have one number for each sample in a row
 
 A row is stored as a reference into the file's global heap (HDF5 File Format Specification 3.0, section III.E). The HDF5
-library follows one reference at a time and allocates memory for each. This module reads rows from a map of the file.
+library follows one reference at a time and allocates memory for each row. This module reads rows from a map of the file.
 """
 
 import mmap
@@ -31,8 +31,10 @@ _OBJECT_HEADER = struct.Struct("<H6xQ")
 
 
 class RaggedColumn:
-    """Column whose rows are integer arrays of different lengths. Raises ``ValueError`` if the array is not such a
-    column, or claims more bytes than the file has."""
+    """Column whose rows are integer arrays of different lengths.
+
+    Raises ``ValueError`` if the array ``name`` is not such a column, or if it claims more bytes than the file has.
+    """
 
     def __init__(self, path: Path, file: HDF5File, name: str) -> None:
         array = file.array(name)
@@ -53,7 +55,7 @@ class RaggedColumn:
             raise ValueError(f"{name} claims {claimed:,} bytes in a file of {len(file.content):,}")
 
     def row(self, index: int, start: int = 0, stop: int | None = None) -> memoryview:
-        """Return the bytes of a row or of a range of its elements; ValueError if the row's reference is invalid."""
+        """Return the bytes of a row, or of a range of its elements. Raises ``ValueError`` for an invalid reference."""
         size = int(self.counts[index]) * self.dtype.itemsize
         place, found = 0, 0
         if size:
@@ -64,7 +66,7 @@ class RaggedColumn:
         return self._content[place + start * self.dtype.itemsize : end]
 
     def narrowed(self, values: NDArray[Any], dtype: Any) -> NDArray[Any]:
-        """Convert values of this column to another type; ValueError if a value does not fit."""
+        """Convert values of this column to another type. Raises ``ValueError`` if a value does not fit."""
         return narrow(values, dtype, self._name)
 
 
@@ -107,7 +109,6 @@ class RaggedShard(Shard):
                 raise ValueError(f"{name} has rows of other lengths than its neighbours")
 
     def add_to(self, builder: SampleBuilder, index: int) -> None:
-        """Add one sample to ``builder`` without checking its content."""
         row = int(self._row_of[index])
         first_of_row = self.row_offsets[row]
         (start, stop), (first, last) = (
@@ -161,10 +162,10 @@ def write_packed(path: Path, samples: Samples, pack_offsets: NDArray[np.int64], 
 
 
 def _objects_of(content: mmap.mmap, address: int) -> dict[int, tuple[int, int]]:
-    """Return each object's offset and size in a heap collection, by object number. Empty if there is no collection.
+    """Return the offset and size of each object in the heap collection at ``address``, by object number.
 
-    Objects are stored consecutively. Each has a header of 16 bytes and is padded to 8 bytes. Number 0 marks the free
-    space at the end.
+    The result is empty if there is no collection. Objects are stored consecutively. Each has a header of 16 bytes and is
+    padded to 8 bytes. Number 0 marks the free space at the end.
     """
     objects: dict[int, tuple[int, int]] = {}
     if content[address : address + 5] != b"GCOL\x01" or address + 16 > len(content):

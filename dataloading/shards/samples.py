@@ -53,7 +53,6 @@ class Samples:
 
     @property
     def nbytes(self) -> int:
-        """Total size of all arrays in bytes."""
         return sum(getattr(self, field.name).nbytes for field in fields(self))
 
     def take(self, indices: NDArray[np.int64]) -> "Samples":
@@ -100,7 +99,7 @@ class Samples:
         ):
             for rows in row_blocks(offsets):
                 digests[rows.start : rows.stop] += _ragged_digests(kind, offsets[rows.start : rows.stop + 1], values)
-        # Mix again for each sample. Otherwise the sum over samples would not show which elements form a sample.
+        # Mix again for each sample. Otherwise, exchanging elements between samples would not change the sum of digests.
         return _mix(digests)
 
 
@@ -118,7 +117,7 @@ class SampleBuilder:
     def add(self, *parts: memoryview | bytes, next_sentence_label: int) -> None:
         """Add one sample, given as the bytes of its ids, segment ids, masked positions and masked ids.
 
-        The bytes are little-endian uint16 arrays, but those of the segment ids are a uint8 array.
+        Segment ids have one byte each. The other values are little-endian uint16.
         """
         for column, part in zip(self._columns, parts, strict=True):
             column.append(part)
@@ -164,8 +163,6 @@ def ragged_indices(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDA
 
 
 def concatenate(blocks: Sequence[Samples]) -> Samples:
-    """Join several blocks into one, in the given order."""
-
     def joined(name: str) -> NDArray[Any]:
         return np.concatenate([getattr(block, name) for block in blocks])
 

@@ -52,7 +52,6 @@ class DatasetInfo:
         options: dict[str, int | float | bool | str] | None = None,
         sources: dict[str, str] | None = None,
     ) -> Self:
-        """Describe samples that are made with ``vocabulary``."""
         sizes = vocabulary.size, max_seq_length, max_predictions_per_seq
         return cls(*sizes, vocabulary.md5, vocabulary.sha256, options or {}, sources or {})
 
@@ -75,10 +74,10 @@ class ShardRecord:
 
 
 class Shard(ABC):
-    """An open file of samples in any layout, which are read from a memory map of the file if the layout allows it."""
+    """An open file of samples in any layout. Samples are read from a memory map of the file if the layout allows it."""
 
     layout: str
-    """Name of the layout, as in ``convert --to``."""
+    """native, fixed, varlength, packed or tfrecord."""
     digest: str | None = None
     """`Samples.digest` of the content, if the file contains it."""
     held_bytes: int = 0
@@ -89,7 +88,7 @@ class Shard(ABC):
     """[n + 1] start of each sample among the masked tokens of all samples."""
 
     def __init__(self, path: Path, info: DatasetInfo, content: mmap.mmap | None) -> None:
-        """Set up a shard. ``content`` is the map of the whole file, or None if the samples are held in memory."""
+        """Set the attributes. ``content`` is the map of the whole file, or None if the samples are held in memory."""
         self.path = path
         self.info = info
         self.file_bytes = path.stat().st_size
@@ -119,9 +118,9 @@ class Shard(ABC):
         return builder.samples()
 
     def read(self, start: int, stop: int) -> Samples:
-        """Return samples ``start`` to ``stop``; IndexError if they are outside the shard, ValueError for invalid content.
+        """Return samples ``start`` to ``stop`` in arrays that may be read-only views of the file.
 
-        The arrays may be read-only views of the file.
+        Raises ``IndexError`` if the samples are outside the shard, and ``ValueError`` if their content is invalid.
         """
         if not 0 <= start <= stop <= len(self):
             raise IndexError(f"{self.path}: samples {start} to {stop} asked for; it holds {len(self):,}")
@@ -131,13 +130,13 @@ class Shard(ABC):
         return samples
 
     def require_whole(self) -> None:
-        """Raise ``ValueError`` if the file has become shorter: reading missing pages would end the process (SIGBUS)."""
+        """Raise ``ValueError`` if the file has become shorter. Reading missing pages would kill the process (SIGBUS)."""
         # size() returns the current size of the file, and len() the size when it was mapped.
         if self._content is not None and self._content.size() < len(self._content):
             raise ValueError(f"{self.path}: it has become shorter while it was read; {REMEDY}")
 
     def verify(self, digest: str | None = None) -> Samples:
-        """Read and return all samples; ValueError if the content does not match its digest.
+        """Read and return all samples. Raises ``ValueError`` if the content does not match its digest.
 
         ``digest`` is the expected digest from a manifest. By default, the file's own digest is used, if it has one.
         """
@@ -150,7 +149,7 @@ class Shard(ABC):
         return samples
 
     def forget(self) -> None:
-        """Release mapped pages, which count as memory of this process. They are read again when needed."""
+        """Release the mapped pages, which count as memory of this process. They are read again when they are needed."""
         if self._content is not None:
             self._content.madvise(mmap.MADV_DONTNEED)
 
@@ -161,7 +160,7 @@ class Shard(ABC):
 
 
 class FlatShard(Shard):
-    """A shard with flat arrays that are either views of the mapped file or held in memory."""
+    """A shard whose samples are flat arrays: either views of the mapped file, or arrays in memory."""
 
     def __init__(
         self, path: Path, info: DatasetInfo, layout: str, samples: Samples, content: mmap.mmap | None = None
@@ -185,7 +184,6 @@ class FlatShard(Shard):
         return self._samples.slice(start, stop)
 
     def add_to(self, builder: SampleBuilder, index: int) -> None:
-        """Add one sample to ``builder`` without checking its content."""
         input_ids, segment_ids, masked_lm_positions, masked_lm_ids = self._bytes
         sequence_offsets, masked_lm_offsets = self._offsets
         # Offsets count elements. Ids and positions have two bytes each.
@@ -201,7 +199,7 @@ class FlatShard(Shard):
 
 
 def map_file(path: Path) -> mmap.mmap:
-    """Return a read-only memory map of a whole file; ValueError if it is missing, empty or unreadable."""
+    """Return a read-only memory map of a whole file. Raises ``ValueError`` if it is missing, empty or unreadable."""
     # Python's open() raises the audit event "open", which lets a timed run detect access to data.
     try:
         with open_regular(path) as file:

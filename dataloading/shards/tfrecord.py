@@ -36,7 +36,7 @@ _Lists = dict[str, NDArray[np.int64]]
 
 
 def is_tfrecord(first_bytes: bytes) -> bool:
-    """Tell whether a file's first bytes (at least 12) are those of a TFRecord file, a length and the matching CRC."""
+    """Tell whether a file begins with a record's length and its CRC. ``first_bytes`` should hold at least 12 bytes."""
     if len(first_bytes) < _HEADER.size:
         return False
     length, crc = _HEADER.unpack_from(first_bytes)
@@ -44,7 +44,7 @@ def is_tfrecord(first_bytes: bytes) -> bool:
 
 
 def open_tfrecord(path: Path, content: mmap.mmap) -> FlatShard:
-    """Read all samples of a mapped file into memory, without padding, and check the CRC of each record."""
+    """Read all samples of a mapped file into memory, without padding. Raises ``ValueError`` if a record is damaged."""
     builder = SampleBuilder()
     sizes = (1, 1)
     place = 0
@@ -84,7 +84,7 @@ def _masked_crc(data: bytes) -> int:
 
 
 def _add_sample(lists: _Lists, builder: SampleBuilder) -> None:
-    """Add a sample without its padding; ValueError if the lists do not form a sample."""
+    """Add a sample without its padding. Raises ``ValueError`` if the lists do not form a sample."""
     for names, width in ((_TOKEN_LISTS, len(lists["input_ids"])), (_MASKED_LISTS, len(lists["masked_lm_ids"]))):
         if any(len(lists[name]) != width for name in names) or len(lists["next_sentence_labels"]) != 1:
             raise ValueError("its lists disagree in length")
@@ -106,7 +106,7 @@ def _add_sample(lists: _Lists, builder: SampleBuilder) -> None:
 
 
 def _lists_of(example: bytes) -> _Lists:
-    """Return the known features of an Example; ValueError if one is missing or repeated."""
+    """Return the known features of an Example. Raises ``ValueError`` if a feature is missing or repeated."""
     lists: _Lists = {}
     for features in _messages(example, 1):
         for entry in _messages(features, 1):

@@ -59,7 +59,7 @@ _SENTENCE_END = re.compile(r"(?<=[.!?])\s+(?=[A-Z0-9\"(])")
 def articles(text: str) -> str:
     """Return the articles of one WikiExtractor file, with an empty line before each article. (cleanup_file.py.)
 
-    The line after a ``<doc`` line, which is the title, is dropped.
+    Titles are dropped. A title is the line after a ``<doc`` line.
     """
     kept = []
     lines = iter(_lines(text))
@@ -74,7 +74,7 @@ def articles(text: str) -> str:
 
 
 def clean(text: str) -> str:
-    """Remove the remaining wiki markup, line by line; a non-empty result ends in a line feed. (clean.sh.)"""
+    """Remove the remaining wiki markup, line by line. A non-empty result ends in a line feed. (clean.sh.)"""
     # The whole line is dropped if it contains a category.
     cleaned = [_clean_line(line.removesuffix("\n")) for line in _lines(text) if not _CATEGORY.search(line)]
     return "".join(line + "\n" for line in cleaned)
@@ -92,10 +92,10 @@ def segment(text: str, split: Callable[[str], list[str]]) -> str:
 
 
 def hold_out(text: str, count: int, seed: int) -> tuple[list[str], list[str]]:
-    """Draw ``count`` articles for evaluation; return (training articles, evaluation articles), in their original order.
-    (seperate_test_set.py.)
+    """Draw ``count`` articles for evaluation. (seperate_test_set.py.)
 
-    The text after the last empty line, which is usually empty, counts as an article and can be drawn.
+    Returns the training articles and the evaluation articles, both in their original order. The text after the last empty
+    line, which is usually empty, counts as an article and can be drawn.
     """
     found = text.split("\n\n")
     if count > len(found):
@@ -103,7 +103,7 @@ def hold_out(text: str, count: int, seed: int) -> tuple[list[str], list[str]]:
     rng = random.Random(seed)
     drawn: set[int] = set()
     while len(drawn) < count:
-        # randrange() would draw other numbers from the same seed than the reference does.
+        # The reference's expression. randrange() would draw other numbers from the same seed.
         drawn.add(int(rng.random() * len(found)))
     training = [article for index, article in enumerate(found) if index not in drawn]
     return training, [found[index] for index in sorted(drawn)]
@@ -116,7 +116,7 @@ def gathered(training: Sequence[str]) -> bytes:
 
 
 def sentence_splitter(sentences: Sentences) -> Callable[[str], list[str]]:
-    """Return the function that splits a line into sentences."""
+    """Return a function that splits a line into sentences. Raises ``ValueError`` if nltk or its data is missing."""
     if sentences == "plain":
         return _split_plainly
     try:
@@ -153,7 +153,7 @@ def _clean_line(line: str) -> str:
     # No later rule matches a line without "<".
     if "<" not in line:
         return line
-    # The reference splits the line at </doc>.
+    # The reference splits the line at </doc>. `segment` treats the carriage return as the end of a line.
     line = line.replace("</doc>", "\r")
     for pattern in _UNWRAPPED:
         line = pattern.sub(r"\1", line)

@@ -36,7 +36,6 @@ class Document:
 
     @property
     def held_out(self) -> bool:
-        """Return whether the document belongs to the evaluation set."""
         # hash() of a string differs between processes.
         return int.from_bytes(hashlib.sha256(self.name.encode()).digest()[:4], "big") % 100 < HELD_OUT_PERCENT
 
@@ -70,7 +69,7 @@ def _topics(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def _docstrings(folder: Path) -> Iterator[tuple[str, str]]:
-    """Yield (module, text) for each module's docstring, and for each of its top-level objects."""
+    """Yield (module, text) for the docstring of each module, and for the docstrings of each top-level object in it."""
     for path in sorted(_modules(folder), key=lambda path: path.relative_to(folder).parts):
         try:
             tree = ast.parse(path.read_bytes())
@@ -84,7 +83,7 @@ def _docstrings(folder: Path) -> Iterator[tuple[str, str]]:
 
 
 def _modules(folder: Path) -> Iterator[Path]:
-    """Yield the modules to read. Excluded folders, which hold most files, are not listed."""
+    """Yield the modules to read. Excluded folders hold most of the files, so their contents are not even listed."""
     for place, folders, files in os.walk(folder):
         excluded = EXCLUDED_PACKAGES | {"pydoc_data"} if place == str(folder) else EXCLUDED_PACKAGES
         folders[:] = [name for name in folders if name not in excluded]

@@ -53,11 +53,10 @@ class Vocabulary:
 
     @classmethod
     def from_file(cls, path: Path) -> Self:
-        """Read a file with one token a line. As in the reference, blanks around a token are dropped and a repeated token
-        keeps its first id.
+        """Read a file with one token a line.
 
-        Raises:
-            ValueError: the file cannot be read, is not UTF-8, lacks a special token, or has too many tokens for 16 bits.
+        As in the reference, blanks around a token are dropped, and a repeated token keeps its first id. Raises
+        ``ValueError`` if the file cannot be read, is not UTF-8, lacks a special token, or has too many tokens for 16 bits.
         """
         remedy = (
             "name a BERT vocabulary, one token a line; `python -m dataloading wikipedia` puts the benchmark's in place"
@@ -66,10 +65,9 @@ class Vocabulary:
 
     @classmethod
     def from_folder(cls, folder: Path) -> Self | None:
-        """Read ``vocab.txt`` or ``tokenizer.json`` from a model's folder; return None if the folder has neither.
+        """Read ``vocab.txt`` or ``tokenizer.json`` from a model's folder. Return None if the folder has neither.
 
-        Raises:
-            ValueError: as in `from_file`, or the tokenizer is not WordPiece.
+        Raises the same ``ValueError`` as `from_file`, and also if the tokenizer is not WordPiece.
         """
         path = folder / "vocab.txt"
         if path.is_file():
@@ -81,8 +79,8 @@ class Vocabulary:
     def of_tokens(cls, tokens: Sequence[str], path: Path) -> Self:
         """Return the vocabulary with these tokens, as if they were read from a file. ``path`` is for error messages.
 
-        Raises:
-            ValueError: a token is repeated or contains outer blanks or line breaks, or `from_file` would refuse the file.
+        Raises the same ``ValueError`` as `from_file`, and also if a token is repeated, has blanks around it, or contains a
+        line break.
         """
         vocabulary = cls._of(_lines(tokens), path)
         if vocabulary.tokens != tuple(tokens):
@@ -113,18 +111,16 @@ class Vocabulary:
 
     @property
     def cased(self) -> bool:
-        """Whether ordinary tokens contain capital letters or accents. If so, the text must keep its own."""
+        """Whether ordinary tokens contain capital letters. If so, the text must keep its capital letters and accents."""
         plain = (token for token in self.tokens if token not in SPECIAL_TOKENS)
         return any(token != token.lower() for token in plain)
 
     @cached_property
     def ids(self) -> dict[str, int]:
-        """Mapping from token to id."""
         return {token: index for index, token in enumerate(self.tokens)}
 
     @property
     def size(self) -> int:
-        """Number of ids."""
         return len(self.tokens)
 
 
@@ -167,8 +163,7 @@ class Tokenizer:
         self._word_ids = _WordIds(vocabulary)
 
     def encode_lines(self, lines: Sequence[str]) -> tuple[NDArray[np.uint16], NDArray[np.int64]]:
-        """Return the concatenated token ids of all lines [T], without [CLS] and [SEP], and each line's start
-        [lines + 1]."""
+        """Return the concatenated token ids of all lines [T], without [CLS] and [SEP], and their offsets [lines + 1]."""
         # __getitem__ of a dict subclass calls __missing__ for a new word.
         ids_of = self._word_ids.__getitem__
         encoded = [b"".join(map(ids_of, split_words(line, self.do_lower_case))) for line in lines]
@@ -205,8 +200,8 @@ def split_words(line: str, do_lower_case: bool) -> list[str]:
             line = line.translate(_ASCII_CONTROLS)
         return _ASCII_WORD.findall(line.lower() if do_lower_case else line)
     line = line.translate(_CLEAN)
-    # The reference lower-cases and decomposes each word separately. Doing it for the whole line gives the same result:
-    # a blank ends the context in which lower() chooses the form of a sigma, and NFD reorders no combining mark across it.
+    # The reference lower-cases and decomposes each word separately. The whole line gives the same result: a blank ends the
+    # context in which lower() chooses the form of a sigma, and NFD moves no combining mark across a blank.
     if do_lower_case:
         return unicodedata.normalize("NFD", line.lower()).translate(_SPLIT_AND_STRIP_ACCENTS).split()
     return line.translate(_SPLIT).split()

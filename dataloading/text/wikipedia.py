@@ -1,7 +1,7 @@
 """Conversion of WikiExtractor files to text shards, byte-identical to the reference's clean-up scripts.
 
-The scripts are in mlcommons/training, bert. Each file goes through the steps of `dataloading.text.cleanup`; then
-neighbouring files are joined to parts:
+The scripts are in mlcommons/training, bert. Each file goes through the steps of `dataloading.text.cleanup`. Then
+neighbouring files are joined into parts:
 
     OUT/extract.json                 settings and inputs of the job; a job with other settings is refused
     OUT/part-00007-of-00500          training text: one sentence a line, empty lines between articles
@@ -31,7 +31,7 @@ def find_inputs(paths: Sequence[Path]) -> list[Path]:
     """Return the WikiExtractor files in ``paths``: each file, and ``wiki_??`` and ``*/wiki_??`` in each folder."""
     files: list[Path] = []
     for path in paths:
-        # The order determines the part that a file belongs to and the seed that draws its articles.
+        # The order of the files determines each file's part, and the seed for drawing articles from the file.
         within = [path] if path.is_file() else sorted([*path.glob("*/wiki_??"), *path.glob("wiki_??")], key=str)
         if not within:
             raise ValueError(f"{path}: no wiki_?? or */wiki_?? there; expected WikiExtractor's files or their folder")
@@ -46,8 +46,9 @@ def find_inputs(paths: Sequence[Path]) -> list[Path]:
 def extract(
     inputs: Sequence[Path], out: Path, options: ExtractionOptions, *, jobs: int = 1, report: Report = lambda _: None
 ) -> tuple[int, int, int]:
-    """Make text shards and the evaluation text in ``out`` from ``inputs`` (see `find_inputs`); continues after an
-    interruption.
+    """Make text shards and the evaluation text in ``out`` from ``inputs`` (see `find_inputs`).
+
+    Continues after an interruption.
 
     The parts are byte-identical to the reference's parts, but their names contain the actual number of parts instead of
     500. Each process needs about 15 times the size of its largest input in memory, and 0.1 GB for punkt.
@@ -71,7 +72,7 @@ def extract(
 
 @dataclass(frozen=True)
 class _Task:
-    """Extraction of one text shard: its articles, and the files to write."""
+    """Task of making one text shard: the input files, and the files to write."""
 
     path: Path
     record_path: Path
