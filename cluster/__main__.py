@@ -251,7 +251,6 @@ def whatif(metrics: Positional[Path]) -> None:
 
 
 def main() -> int:
-    """Run the command and return the exit status."""
     return app.main("python -m cluster")
 
 
