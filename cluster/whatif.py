@@ -83,7 +83,6 @@ def _without(account: Account, is_removed: Callable[[Straggler], bool]) -> float
 
 
 def report(account: Account) -> list[str]:
-    """Return lines that say where the time went, and what the run would have taken without each bottleneck."""
     total = account.seconds
     lines = [f"{total:.2f} s from start to end, {account.steps:,} steps"]
     for name, seconds in account.parts.items():

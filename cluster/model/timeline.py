@@ -1,7 +1,7 @@
 """Timeline of a rank: a sequence of computation pieces and a concurrent sequence of messages, which wait for one another.
 
 Computation and messages both need processors. If there are too few for both, messages get as many as they need, but at most
-half of them, and computation gets the rest. On a GPU, messages need no processors.
+half of all, and computation gets the rest. On a GPU, messages need no processors.
 """
 
 from collections.abc import Sequence

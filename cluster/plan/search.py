@@ -50,7 +50,6 @@ class Candidate:
 
     @property
     def seconds(self) -> float:
-        """Predicted time to train."""
         return self.run.total
 
     @property
@@ -61,8 +60,6 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Refusal:
-    """An infeasible value of a setting, and the reason."""
-
     setting: str
     value: object
     reason: str
@@ -101,8 +98,6 @@ def _may_be_among_best(least_seconds: float, found: Sequence[Candidate]) -> bool
 
 
 class _Search:
-    """Predictor of all ways to run one recipe on one target."""
-
     def __init__(self, config: Config, work: Work, target: Target) -> None:
         self._config, self._work, self._target = config, work, target
         self.refusals = [Refusal("precision", *missing) for missing in target.missing.items()]

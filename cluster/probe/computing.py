@@ -40,7 +40,6 @@ class Cell:
 
 
 def cells_of(device: torch.device) -> list[Cell]:
-    """Return the operations that are timed on a device to compare ranks."""
     if device.type == "cpu":
         # 32 MiB does not fit a core's cache.
         source, target = torch.ones(2, 8 * 2**20)

@@ -7,7 +7,7 @@ from functools import cached_property
 from cluster.devices import Device
 
 MOST_ACCELERATORS = 1 << 20
-"""Limit that catches typing errors. No cluster is as large."""
+"""Limit that catches typing errors. No cluster has this many accelerators."""
 
 _GBIT_S = {"XDR": 800, "NDR": 400, "HDR100": 100, "HDR": 200, "EDR": 100, "E810": 100}
 """Rate of a port in Gbit/s, by the product name that implies the rate."""
