@@ -30,7 +30,7 @@ zero the gradient), parameter update (4 written). Reading a tensor again hits th
 
 
 def kernels(context: Context) -> None:
-    """Time ops on one micro-batch, without and then with the backward pass. Peers come last, because most of them compile."""
+    """Time ops on one micro-batch, without and then with the backward pass. Peers come last, because most compile."""
     ceilings, report = Ceilings.of(context), context.report
     # The fixed seed gives the same samples in every part.
     samples = samples_of(context.scale, context.scale.sequences)

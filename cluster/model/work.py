@@ -53,7 +53,6 @@ class Work:
 
     Attributes:
         lengths, masked_counts: Number of tokens and of masked tokens of each sequence [N], from the length index.
-        evaluation_sequences: Number of sequences of the evaluation set.
         evaluation_batch_size: Sequences in a rank's evaluation batch.
         samples: Samples to the target; None to assume the convergence of the reference and of published runs.
         interval_samples: Training samples between evaluations; None for the formula of the benchmark's rules.
