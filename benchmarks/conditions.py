@@ -1,4 +1,4 @@
-"""The conditions that a figure depends on besides the code under test. They are stored with every result."""
+"""Conditions that a figure depends on besides the code under test. Every file of results contains them."""
 
 import importlib.metadata
 import json
@@ -17,7 +17,7 @@ _PACKAGES = ("torch", "triton", "numpy", "scipy", "transformers", "flash-attn")
 
 
 def conditions() -> dict[str, object]:
-    """Return the commit, date, machine, load, and the versions of Python and of each relevant package that is installed."""
+    """Return the commit, date, machine, load, and the versions of Python and of the relevant packages."""
     versions = {"python": platform.python_version()}
     for name in _PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):
@@ -27,13 +27,13 @@ def conditions() -> dict[str, object]:
         "date": datetime.now(UTC).date().isoformat(),
         # Figures are comparable only if the instruction set and the number of cores are the same.
         "machine": f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}, {os.cpu_count()} logical cores",
-        # Shows whether other programs were running and may have slowed the measurement.
+        # A high load shows that other programs may have slowed the measurement.
         "load_average": os.getloadavg(),
         "versions": versions,
     }
 
 
 def write_figures(path: Path, figures: Mapping[str, object]) -> None:
-    """Write ``figures`` as JSON, with the conditions under which they were measured."""
+    """Write ``figures`` and the present conditions as JSON. Makes the folder if it is absent."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({**figures, **conditions()}, indent=1) + "\n", encoding="utf-8")

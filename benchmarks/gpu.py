@@ -31,7 +31,7 @@ from console.program import RaisingParser
 
 
 class Part(NamedTuple):
-    """Measuring function as ``MODULE:FUNCTION``, and the part's weight when the selected parts divide the time."""
+    """Measuring function as ``MODULE:FUNCTION``, and the part's weight when the parts of a run divide its time."""
 
     function: str
     share: int
@@ -58,8 +58,6 @@ SECONDS = 530
 
 @dataclass(frozen=True)
 class Settings:
-    """Options of the command: parts to measure, time limit, and output folder."""
-
     parts: list[str]
     folder: Path
     device: str
@@ -67,9 +65,8 @@ class Settings:
     seconds: float
 
 
-# The signal handler raises this, so that the running part is ended and the table is still printed.
 class StoppedError(Exception):
-    """Error for a signal that asks this process to end."""
+    """Error that the signal handler raises, so that the running part is ended and the table is still printed."""
 
     def __init__(self, number: int) -> None:
         super().__init__(f"cut off by {signal.Signals(number).name}")
@@ -112,10 +109,10 @@ def _folder_of_the_gpu(out: Path | None) -> Path:
 
 
 def measure(settings: Settings) -> bool:
-    """Run the parts one after another, and return whether all succeeded. Unused time goes to the later parts."""
+    """Run the parts one after another, and return whether all succeeded."""
     end, well = time.monotonic() + settings.seconds, True
     for at, part in enumerate(settings.parts):
-        # Divide by the weights of the remaining parts, so that time that a part does not use goes to the later parts.
+        # Divide the remaining time among the remaining parts, so that the later parts get unused time.
         later = sum(PARTS[other].share for other in settings.parts[at:])
         seconds = (end - time.monotonic()) * PARTS[part].share / later
         report = run_part(part, f"benchmarks.gpu_parts.{PARTS[part].function}", settings, seconds)
@@ -130,7 +127,7 @@ def run_part(part: str, function: str, settings: Settings, seconds: float) -> Pa
     after that row.
     """
     path = settings.folder / f"{part}.json"
-    # The rows of an earlier run would be taken for rows of this run.
+    # Rows of an earlier run must not count as rows of this run.
     path.unlink(missing_ok=True)
     end, rows = time.monotonic() + seconds, -1
     while True:
@@ -145,8 +142,8 @@ def run_part(part: str, function: str, settings: Settings, seconds: float) -> Pa
         # Status 1 means that rows failed, which is a result. With any other status, the process died early.
         if status in (0, 1) and report.error != CUT_OFF:
             return report
-        # If the process died while it measured a row, that row has failed and the next process continues after it. If
-        # it died between two rows, the part is restarted, but only once at the same place.
+        # If the process died during a row, that row has failed, and the next process continues after it. If it died
+        # between two rows because the device was lost, the part is restarted, but only once at the same place.
         if report.measuring:
             report.add(Figure(report.measuring, note=f"failed: the process ended with {_ending(status)}"))
         elif status != LOST or len(report.rows) == rows:
@@ -155,10 +152,10 @@ def run_part(part: str, function: str, settings: Settings, seconds: float) -> Pa
 
 
 def _run(function: str, path: Path, settings: Settings, seconds: float) -> int | None:
-    """Return the exit status of one process, or None if its time was up, and end all of its child processes."""
+    """Run one process, and then end all of its child processes. Returns its exit status, or None if its time was up."""
     program, scale = Path(__file__).parent / "gpu_parts" / "part.py", "tiny" if settings.tiny else "full"
     command = [sys.executable, str(program), function, str(path), str(seconds), settings.device, scale]
-    # The process group shields the part from Ctrl-C, and lets all of its child processes be ended together.
+    # A process group of its own shields the part from Ctrl-C, and makes it possible to end all child processes at once.
     # process_group needs Python 3.11, the oldest supported version.
     process = subprocess.Popen(command, process_group=0)
     try:
@@ -166,7 +163,7 @@ def _run(function: str, path: Path, settings: Settings, seconds: float) -> int |
     except subprocess.TimeoutExpired:
         return None
     finally:
-        # End the whole group, because a part also starts compilers.
+        # A part also starts compilers, so end the whole group.
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
@@ -194,7 +191,6 @@ def _stop(number: int, _frame: FrameType | None) -> NoReturn:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the benchmark, print the table, and return the exit status."""
     try:
         settings = parse(arguments)
         for number in _SIGNALS:

@@ -19,7 +19,7 @@ PORT = 29600
 
 @contextlib.contextmanager
 def bridged_hosts(hosts: int, rate: str | None = None) -> Iterator[list[str]]:
-    """Make namespaces that act as hosts on one bridge; ``tc tbf`` limits each host's sending to ``rate``."""
+    """Make namespaces that act as hosts on one bridge. Each host sends at most at ``rate`` (as for ``tc tbf``), if given."""
     # Namespaces of a killed process remain, and process ids are reused, so the name has random digits.
     switch = f"reduce{os.getpid()}{os.urandom(3).hex()}"
     names = [f"{switch}h{host}" for host in range(hosts)]
@@ -31,7 +31,7 @@ def bridged_hosts(hosts: int, rate: str | None = None) -> Iterator[list[str]]:
         for host, name in enumerate(names):
             ip("netns", "add", name)
             ip("-n", name, "link", "set", "lo", "up")
-            # A veth pair is a cable: one end in the host, the other at the bridge.
+            # A veth pair acts as a cable with one end in the host and the other end at the bridge.
             ip("link", "add", "v0", "netns", name, "type", "veth", "peer", "name", f"p{host}", "netns", switch)
             ip("-n", name, "addr", "add", f"10.77.0.{host + 1}/24", "dev", "v0")
             ip("-n", name, "link", "set", "v0", "up")
@@ -56,7 +56,7 @@ def why_not() -> str | None:
     if absent:
         return f"{absent[0]} is not installed: install iproute2"
     name = f"probe{os.getpid()}{os.urandom(3).hex()}"  # killed processes leave names, and process ids are reused
-    # The only reliable check is to try: a container may run as root without the right to make namespaces.
+    # Only trying is reliable, because a container may run as root without the right to make namespaces.
     if subprocess.run(["ip", "netns", "add", name], capture_output=True, check=False).returncode:
         return "the kernel refuses network namespaces here"
     ip("netns", "del", name)
@@ -71,7 +71,7 @@ def require_hosts() -> None:
 
 
 def ip(*arguments: str) -> None:
-    """Run ``ip``; raise ``RuntimeError`` if it fails."""
+    """Run ``ip``. Raises ``RuntimeError`` if it fails."""
     done = subprocess.run(["ip", *arguments], capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"ip {' '.join(arguments)}: {done.stderr.strip()}")
@@ -109,10 +109,10 @@ def run_ranks(
 ) -> None:
     """Run a program on several ranks, and write the output of each rank to a file in the folder ``output``.
 
-    ``order`` has the host index of each rank. With ``bound``, each rank is bound to a core. A rank must end with status 0,
-    or with 1 if it missed a target. Any other status raises ``SystemExit`` with the ranks' output.
+    ``order`` has the host index of each rank. With ``bound``, each rank is bound to a core. Raises ``SystemExit`` with the
+    ranks' output if a rank ends with any status but 0 or 1, or has not ended after ``limit_s`` seconds.
     """
-    # Forked ranks need not import PyTorch again.
+    # Forks, so that ranks need not import PyTorch again.
     fork = multiprocessing.get_context("fork")
     # Daemon processes, so that the ranks end with this process.
     make = partial(fork.Process, target=_rank, daemon=True)
@@ -127,7 +127,7 @@ def run_ranks(
         # Ranks may still run after Ctrl-C, or if one rank has failed while the other ranks wait for it.
         for rank in ranks:
             rank.kill()
-    # Status 1 is not a failure: a target was missed, or a probe has found something slow.
+    # Status 1 is not a failure: it means that training missed its target, or that a probe found something slow.
     if not {*statuses} <= {0, 1}:
         said = "".join(path.read_text() for path in sorted(output.glob("rank_*.txt")))[-4000:]
         raise SystemExit(f"error: ranks ended with {statuses}:\n{said}")
@@ -144,7 +144,7 @@ def _rank(
     if bound:  # launchers also bind ranks, so that no rank migrates between cores
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {cores[rank % len(cores)]})
-    # Local ranks number the ranks of one host in ascending order.
+    # The local rank is the place of a rank among the ranks of its host.
     local = [other for other, host in enumerate(order) if host == order[rank]]
     place = {"RANK": rank, "WORLD_SIZE": len(order), "LOCAL_RANK": local.index(rank), "LOCAL_WORLD_SIZE": len(local)}
     # The master is rank 0's host. Without the interface name, gloo would use the address that the host name resolves to.

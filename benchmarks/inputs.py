@@ -13,23 +13,22 @@ from dataloading.text.tokenization import SPECIAL_TOKENS, Vocabulary
 
 
 def flags(settings: Mapping[str, object]) -> list[str]:
-    """Return settings as command-line arguments."""
     # Names of settings have underscores in Python and hyphens on a command line.
     return [text for name, value in settings.items() for text in (f"--{name.replace('_', '-')}", str(value))]
 
 
-def made_up_vocabulary(path: Path, size: int) -> Vocabulary:
+def synthetic_vocabulary(path: Path, size: int) -> Vocabulary:
     """Write a synthetic vocabulary, and return it."""
-    # A vocabulary of BERT must contain the special tokens.
+    # BERT needs the special tokens.
     words = [*SPECIAL_TOKENS, *(f"word{number}" for number in range(len(SPECIAL_TOKENS), size))]
     path.write_text("".join(f"{word}\n" for word in words), encoding="utf-8")
     return Vocabulary.from_file(path)
 
 
-def write_made_up_set(
+def write_synthetic_set(
     folder: Path, lengths_N: NDArray[np.integer], longest: int, vocabulary: Vocabulary, shards: int, seed: int
 ) -> None:
-    """Write a data set of random tokens."""
+    """Write a data set of random tokens with the given lengths."""
     samples = synthetic_samples(lengths_N, vocabulary.size, seed)
     info = DatasetInfo.of(vocabulary, longest, int(samples.masked_counts.max()))
     write_dataset(folder, samples, shards=shards, info=info)

@@ -16,7 +16,7 @@ import numpy as np
 
 from benchmarks.conditions import write_figures
 from benchmarks.hosts import bridged_hosts, go_first, require_hosts, run_ranks
-from benchmarks.inputs import flags, made_up_vocabulary, write_made_up_set
+from benchmarks.inputs import flags, synthetic_vocabulary, write_synthetic_set
 from bert.train import main as train
 from bert.train import parse
 from cluster.__main__ import main as cluster
@@ -43,7 +43,11 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Case:
-    """A cluster, the model that it trains, and the reductions to compare."""
+    """A cluster, the model that it trains, and the reductions to compare.
+
+    ``ranks`` is the number of ranks of a host. ``rate`` limits what a host sends, as in ``tc tbf``; None means no limit.
+    ``model`` is a key of `MODELS`, and ``batch`` is the global batch size.
+    """
 
     hosts: int
     ranks: int
@@ -55,7 +59,6 @@ class Case:
 
     @property
     def name(self) -> str:
-        """Description of the case in one line."""
         settings = [f"{name.rpartition('.')[2]} {value}" for name, value in self.settings]
         shape = f"{self.hosts} x {self.ranks}"
         return ", ".join([shape, self.rate or "unshaped", self.model, str(self.batch), *settings])
@@ -105,7 +108,7 @@ def _run(case: Case, folder: Path, seconds: float) -> list[dict[str, Any]]:
         rates = rates_of_view(read_view(view))
         configs = {each: parse(given) for each, given in arguments.items()}
         predicted = {each: predict_step(work_of(c), strategy_of(c), rates) for each, c in configs.items()}
-        # Each round runs all reductions, so that a temporary slowdown of the machine does not affect only one of them.
+        # Each round runs all reductions, so that a temporary slowdown of the machine affects all reductions.
         for _ in range(_ROUNDS):
             for each, given in arguments.items():
                 # Each log record covers about 0.4 s, which is long compared with the time to write it.
@@ -125,12 +128,12 @@ def _run(case: Case, folder: Path, seconds: float) -> list[dict[str, Any]]:
 
 def _settings(case: Case, folder: Path) -> list[str]:
     """Make the data for a case, and return the arguments for `bert.train`."""
-    vocabulary = made_up_vocabulary(folder / "vocab.txt", MODELS[case.model][-1])
+    vocabulary = synthetic_vocabulary(folder / "vocab.txt", MODELS[case.model][-1])
     for part, count in (("train", _SAMPLES), ("evaluation", 200)):
         generator = np.random.default_rng(len(part))
         # Two sequences in five are full, as in Wikipedia's data.
         lengths = np.where(generator.random(count) < 0.4, _LONGEST, generator.integers(8, _LONGEST, count))
-        write_made_up_set(folder / part, lengths, _LONGEST, vocabulary, shards=2, seed=len(part))
+        write_synthetic_set(folder / part, lengths, _LONGEST, vocabulary, shards=2, seed=len(part))
     settings: dict[str, object] = {f"data.{part}": folder / part for part in ("train", "evaluation")}
     shape = ("num-hidden-layers", "hidden-size", "num-attention-heads", "intermediate-size", "vocab-size")
     settings |= {f"model.{name}": size for name, size in zip(shape, MODELS[case.model], strict=True)}
@@ -150,7 +153,7 @@ def _settings(case: Case, folder: Path) -> list[str]:
 
 
 def _steady(metrics: Path) -> dict[str, float]:
-    """Return the medians over a run's records, without the first record, which includes reading the first batches."""
+    """Return the medians over a run's records except the first record, which includes reading the first batches."""
     steps = read_metrics(metrics).steps
     kept = steps[1:] or steps
     return {name: statistics.median(getattr(each, name) for each in kept) for name in ("step_ms", *PARTS)}
@@ -165,7 +168,7 @@ def _print(rows: list[dict[str, Any]]) -> None:
 
 
 def _summary(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Return the prediction errors, and the number of cases where the reduction that was predicted fastest was fastest."""
+    """Return the prediction errors, and the number of cases whose predicted fastest reduction was the fastest."""
     errors = [abs(row["predicted_ms"] / row["measured_ms"] - 1) for row in rows]
     cases = {row["case"]: [each for each in rows if each["case"] == row["case"]] for row in rows}
     chosen = [(min(ways, key=lambda row: row["predicted_ms"]), ways) for ways in cases.values()]

@@ -76,13 +76,13 @@ def main(
 
 
 def of_errors(deviations: list[float]) -> dict[str, float]:
-    """Return the median, 75 % and 90 % quantiles of the absolute log ratios of predicted to observed time."""
+    """Return the number of log ratios, and the median, 75 % and 90 % quantiles of their absolute values."""
     ranked = statistics.quantiles(map(abs, deviations), n=20, method="inclusive")
     return {"results": len(deviations), "median": ranked[9], "three_quarters": ranked[14], "nine_tenths": ranked[17]}
 
 
 def look_up_errors() -> list[float]:
-    """Return log ratios of looked-up to observed time, for results whose system and recipe another submitter also used."""
+    """Return log ratios of looked-up to observed time, for results whose system and recipe other submitters used too."""
     errors = []
     for result in results():
         alike = [other for other in results() if other.kind == result.kind and other.company != result.company]

@@ -100,7 +100,7 @@ def probe(out: Path, seconds: float = 30.0, limit: float = 60.0) -> int:
 
     Args:
         out: File to write, such as cluster.json.
-        seconds: Approximate duration, at least 5. If something looks slow, a second measurement follows.
+        seconds: Approximate duration, at least 1. If something looks slow, a second measurement follows.
         limit: Seconds within which all processes must have connected.
     """
     from cluster.probe.command import probe as measure
@@ -251,7 +251,6 @@ def whatif(metrics: Positional[Path]) -> None:
 
 
 def main() -> int:
-    """Run the command and return the exit status."""
     return app.main("python -m cluster")
 
 

@@ -47,7 +47,6 @@ class Device:
 
 @lru_cache
 def devices() -> tuple[Device, ...]:
-    """Return all devices, in the order of the file."""
     with TABLE.open("rb") as file:
         return tuple(Device(**entry) for entry in tomllib.load(file)["device"])
 

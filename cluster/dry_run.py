@@ -16,7 +16,6 @@ from console.program import say
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the checks and the forecast, and return the exit status."""
     if status := train([*arguments, "--dry-run"]):
         return status
     config, launch = parse(arguments), Launch.from_environment()

@@ -38,7 +38,7 @@ _TO_SIGMA = 1.4826
 _MEDIAN_ERROR = 1.2533
 """Ratio of a median's standard error to a mean's standard error: sqrt(pi / 2)."""
 _OWN_MEDIAN = 1.4
-"""Correction of the number of turns, because deviations from the median of few turns are too small (from simulation)."""
+"""Subtracted from the number of turns, because deviations from the median of few turns are too small. From simulation."""
 _EFFICIENCY = 0.37
 """Statistical efficiency of a median absolute deviation, relative to a standard deviation."""
 _FAR = 1e6
@@ -63,9 +63,8 @@ class Judgement:
 def judge(times_TP: Array, comparisons: int, chance: int = CHANCE, fitted: int = 1) -> Judgement:
     """Compare parts P by the logarithms of their times in turns T.
 
-    Args:
-        comparisons: number of comparisons that share the ``chance`` of a false outlier.
-        fitted: number of parameters that were fitted to the parts, which makes their residuals smaller.
+    In one of ``chance`` probes, one of ``comparisons`` comparisons reports a false outlier. ``fitted`` is the number of
+    parameters that were fitted to the times, because fitting makes the residuals smaller.
     """
     turns, parts = times_TP.shape
     centred_TP = times_TP - np.median(times_TP, axis=1, keepdims=True)
@@ -75,7 +74,7 @@ def judge(times_TP: Array, comparisons: int, chance: int = CHANCE, fitted: int =
     free = max(1, parts - fitted)
     residual = np.sqrt(max(1, parts - 1) / free)
     few = _TO_SIGMA * _MEDIAN_ERROR * residual * turns / (turns - _OWN_MEDIAN if turns > 2 else 1)
-    # A part's few turns may agree by luck, so assume at least the typical error.
+    # A part's few times may agree by luck, so assume at least the typical error of all parts.
     repeated_P = few * np.maximum(np.median(rest_TP, axis=0), np.median(rest_TP)) / np.sqrt(turns)
     between = _TO_SIGMA * _small_sample(parts) * np.median(np.abs(excess_P)) * residual
     # Variance between parts in excess of the measurement error.
@@ -87,7 +86,7 @@ def judge(times_TP: Array, comparisons: int, chance: int = CHANCE, fitted: int =
     enough = turns >= _FEWEST_TURNS and parts > 2
     # A one-sided test, with the chance divided by the number of comparisons (Bonferroni).
     limit_P = -stdtrit(np.maximum(1.0, freedom_P), 1 / (chance * max(1, comparisons))) if enough else np.inf
-    # If all other parts tie, a difference in the clock's last digit would make an outlier, so require an excess.
+    # If all other parts have equal times, the clock's last digit could make an outlier. So require an excess of 0.1 %.
     is_outlier = (deviations_P > limit_P) & (excess_P > 1e-3)
     return Judgement(np.exp(excess_P), np.clip(deviations_P, -1e6, 1e6), is_outlier)
 
@@ -147,23 +146,21 @@ def take_apart(
 
 
 def _medians(times_TE: Array, group_E: NDArray[np.integer], groups: int) -> Array:
-    """Return the median time of each group in each turn."""
     return np.stack([ndimage.median(times_E, group_E, np.arange(groups)) for times_E in times_TE])
 
 
 def leaves_of(times_TE: Array, one_E: NDArray[np.int64], other_E: NDArray[np.int64], hosts: int) -> list[int] | None:
     """Return the leaf switch of each host, numbered from 0 in host order, or None if the paths do not separate leaves.
 
+    ``times_TE`` has the logarithms of path times between hosts, by turn, without the shares of the path ends.
+
     Hosts are joined by their shortest measured paths first (single linkage), which needs only some of the pairs. The widest
     gap between the lengths at which groups join separates the leaves. The leaves are accepted only if, for the middle half
     of both kinds, paths between groups are longer than paths within groups by more than the measurement error.
-
-    Args:
-        times_TE: logarithms of path times between hosts, by turn, after the shares of the path ends were subtracted.
     """
     if not 4 <= hosts <= _LARGEST or not times_TE.size:
         return None
-    # Average both directions and all rails.
+    # Average the paths of each pair of hosts over both directions and all rails.
     pairs, place_E = np.unique(
         np.stack([np.minimum(one_E, other_E), np.maximum(one_E, other_E)]), axis=1, return_inverse=True
     )

@@ -20,7 +20,7 @@ def climb(one: Path, other: Path) -> int:
 
 
 def cost(order: Sequence[Path], group: int = 1) -> int:
-    """Return the number of levels that traffic climbs, summed over ring neighbours and over all pairs in a group."""
+    """Return the levels that traffic climbs, summed over neighbours in the ring and over all pairs within groups."""
     ring = sum(climb(order[place - 1], each) for place, each in enumerate(order) if place or len(order) > 2)
     starts = range(0, len(order), group)
     pairs = ((a, b) for start in starts for a in range(start, start + group) for b in range(start, a))
@@ -30,9 +30,8 @@ def cost(order: Sequence[Path], group: int = 1) -> int:
 def place(paths: Sequence[Path], nodes: int, group: int = 1) -> list[int]:
     """Choose and order ``nodes`` hosts, and return their indices in ``paths``.
 
-    Consecutive hosts form groups of ``group`` hosts, which communicate more within a group than with other groups.
-
-    Raises ``ValueError`` if the cluster has too few hosts, or if they do not divide into groups.
+    Each ``group`` consecutive hosts form a group. Hosts communicate more within their group than with other groups.
+    Raises ``ValueError`` if the cluster has too few hosts, or if ``nodes`` is no multiple of ``group``.
     """
     if nodes < 1 or group < 1 or nodes % group:
         raise ValueError(f"--nodes is {nodes} and --group {group}: expected a positive multiple of a positive group")

@@ -19,11 +19,9 @@ Source = Literal["slurm", "measured", "unknown"]
 
 @dataclass(frozen=True)
 class Host:
-    """A host.
+    """A host, with the names of its network cards in use.
 
-    Attributes:
-        cards: names of the host's network cards that are in use.
-        switches: switches above the host, from the top of the network to the host's leaf; empty if they are unknown.
+    ``switches`` lists the switches above the host, from the top of the network to its leaf. It is empty if unknown.
     """
 
     name: str
@@ -35,11 +33,7 @@ class Host:
 
 @dataclass(frozen=True)
 class Rate:
-    """Time of one operation on a device.
-
-    Attributes:
-        size: n for a product of two n x n matrices, 1 for a kernel launch, otherwise bytes.
-    """
+    """Time of one operation on a device. ``size`` is n for a product of n x n matrices, 1 for a launch, otherwise bytes."""
 
     quantity: Quantity
     dtype: str
@@ -73,8 +67,8 @@ class Link:
 class Collective:
     """Times of a collective over ``ranks`` ranks.
 
-    ``points`` has a row for each size: bytes of the whole vector (which all-reduce sums on each rank, reduce-scatter reads,
-    and all-gather writes), seconds on the slowest rank, and processor seconds of all ranks together.
+    ``points`` has a row for each size: bytes of the whole vector, seconds on the slowest rank, and processor seconds summed
+    over all ranks. The whole vector is what a rank sums in all-reduce, reads in reduce-scatter, and writes in all-gather.
     """
 
     operation: Operation
@@ -103,8 +97,8 @@ class Contention:
         processors: number of processors of all machines. A machine counts once, even if several hosts share it.
         threads: number of threads of each rank.
         alone_s, together_s: a rank's time for the same work while the other ranks wait, and while they compute as well.
-        mean_s, last_s: mean time and longest time of all ranks, if they begin the work together. Ranks that finish free
-            their processors for the remaining ranks.
+        mean_s, last_s: mean and longest time of all ranks, if they begin the work together. Ranks that have finished leave
+            their processors to the remaining ranks.
     """
 
     processors: int
@@ -146,13 +140,12 @@ class Outlier:
 
     @property
     def sentence(self) -> str:
-        """The outlier in one line."""
         return f"SLOW  {self.name}: {self.finding}" if self.ratio else f"BROKEN  {self.name}"
 
 
 @dataclass(frozen=True)
 class View:
-    """All measurements and findings of one probe of a cluster."""
+    """One probe of a cluster. ``made`` is its time in UTC, in ISO 8601. ``backend`` is "none" if there is one rank."""
 
     made: str
     commit: str
@@ -169,7 +162,7 @@ class View:
     outliers: tuple[Outlier, ...]
 
     def links_of(self, between_hosts: bool) -> list[Link]:
-        """Return the links between hosts, or the links within hosts."""
+        """Return the links between hosts, or those within hosts if ``between_hosts`` is False."""
         ends = ((link, self.ranks[link.source].host != self.ranks[link.target].host) for link in self.links)
         return [link for link, is_between in ends if is_between == between_hosts]
 

@@ -15,7 +15,10 @@ PARTS = ("data_wait_ms", "forward_backward_ms", "reduce_ms", "update_ms")
 
 @dataclass
 class Account:
-    """Seconds of a run by part, the number of steps, and for each interval its number of steps and its stragglers."""
+    """A run's seconds in all and by part, and its steps.
+
+    ``slow`` has the number of steps and the stragglers of each interval between two records.
+    """
 
     seconds: float
     steps: int
@@ -31,7 +34,7 @@ def read_run(path: Path) -> Account:
     warnings = [(each.step, each.straggler) for each in metrics.warnings if each.straggler]
     slow: dict[int, Straggler] = {}
     for record in metrics.steps:
-        # A record holds means over all steps since the last record.
+        # A record holds means over all steps since the previous record.
         steps = max(0, record.step - account.steps)
         for name in PARTS:
             account.parts[name] += steps * getattr(record, name) / 1000
@@ -80,7 +83,6 @@ def _without(account: Account, is_removed: Callable[[Straggler], bool]) -> float
 
 
 def report(account: Account) -> list[str]:
-    """Return lines that say where the time went, and what the run would have taken without each bottleneck."""
     total = account.seconds
     lines = [f"{total:.2f} s from start to end, {account.steps:,} steps"]
     for name, seconds in account.parts.items():

@@ -46,7 +46,7 @@ def main(histogram: Path = HISTOGRAM, out: Path | None = None) -> None:
 
 
 def packed(by_length: NDArray[np.int64], limit: int | None) -> dict[str, Any]:
-    """Pack a histogram [capacity + 1] and return the figures. Exit if a sequence is missing from the packs."""
+    """Pack a histogram [capacity + 1] and return the figures. Exit if a pack is too long or a sequence is missing."""
     capacity, started = len(by_length) - 1, time.perf_counter()
     strategy = pack_histogram(by_length, capacity, limit)
     seconds = time.perf_counter() - started

@@ -66,12 +66,12 @@ def main(
             "plain Python": lambda: reference_prepare.prepare(paths, reference_prepare.read_vocab(vocab), options),
             "dataloading": compiled,
         }
-        sides["dataloading"]()  # the first call compiles Numba functions or loads them from the cache
+        sides["dataloading"]()  # the first call compiles Numba functions or loads them from their cache
         seconds: dict[str, list[float]] = {name: [] for name in sides}
         first: Samples | None = None
         for _ in range(rounds):
             for name, prepare in sides.items():
-                gc.collect()  # so that neither implementation collects the other one's garbage
+                gc.collect()  # neither implementation may spend time on the other one's garbage
                 started = time.perf_counter()
                 samples = prepare()
                 seconds[name].append(time.perf_counter() - started)
@@ -90,7 +90,6 @@ def main(
 
 
 def equal(one: Samples, other: Samples) -> bool:
-    """Tell whether all arrays of two sample sets are equal."""
     return all(np.array_equal(value, getattr(other, name)) for name, value in vars(one).items())
 
 

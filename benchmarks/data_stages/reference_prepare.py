@@ -1,4 +1,4 @@
-"""Conversion of text to samples in plain Python, which serves as definition, as test oracle and as benchmark baseline.
+"""Conversion of text to samples in plain Python. It serves as definition, as test oracle and as benchmark baseline.
 
 This module defines what ``dataloading.text.tokenization`` and ``dataloading.preparation.pretraining_data`` must produce. It
 follows the description in Devlin et al. 2018 (arXiv 1810.04805) and the behaviour of the benchmark's data scripts. It
@@ -30,7 +30,7 @@ CJK = (
 
 
 class Sample(NamedTuple):
-    """A training sample with tokens as strings."""
+    """A training sample. ``first_length`` includes [CLS] and the first [SEP]; ``masked`` has (position, original token)."""
 
     tokens: list[str]
     first_length: int
@@ -40,8 +40,7 @@ class Sample(NamedTuple):
 
 def prepare(paths: Sequence[Path], vocab: dict[str, int], options: PretrainingOptions) -> Samples:
     """Return the samples of the text files in the reference script's order."""
-    # One generator makes all choices in the reference's order. An additional draw or another order would change every
-    # later choice.
+    # One generator makes all choices in the reference's order. An additional draw would change every later choice.
     rng = random.Random(options.random_seed)
     documents = list(read_documents(paths, vocab, options.do_lower_case))
     rng.shuffle(documents)
@@ -60,7 +59,6 @@ def read_vocab(path: Path) -> dict[str, int]:
     # Read in binary, because universal newlines would end a line at a lone carriage return.
     with path.open("rb") as file:
         for raw in file:
-            # Ids count distinct tokens, so a repeated token must not advance them.
             vocab.setdefault(raw.replace(b"\r", b"").decode().strip(), len(vocab))
     return vocab
 
@@ -85,7 +83,6 @@ def read_documents(paths: Iterable[Path], vocab: dict[str, int], do_lower_case: 
 
 
 def tokenize(line: str, vocab: dict[str, int], do_lower_case: bool) -> list[str]:
-    """Return the word pieces of a line."""
     cleaned: list[str] = []
     for char in line:
         # Tab, line feed and carriage return count as spaces. Other control characters are dropped.
@@ -125,16 +122,15 @@ def split_punctuation(word: str) -> Iterator[str]:
 
 
 def is_punctuation(char: str) -> bool:
-    """Tell whether a character is an ASCII symbol or in a Unicode punctuation category."""
     return char in string.punctuation or unicodedata.category(char).startswith("P")
 
 
 def word_pieces(word: str, vocab: dict[str, int]) -> list[str]:
-    """Split a word into the longest pieces from the left. Return [UNK] if no piece fits or above 200 characters."""
+    """Take the longest pieces of a word from the left. Return [UNK] if none fits, or if the word exceeds 200 characters."""
     if len(word) > 200:
         return ["[UNK]"]
     pieces: list[str] = []
-    # Taking the longest piece each time can fail even if another division would succeed.
+    # Taking the longest piece can fail even if another division would succeed. Then the whole word is unknown.
     start = 0
     while start < len(word):
         prefix = "##" if start else ""
@@ -145,7 +141,6 @@ def word_pieces(word: str, vocab: dict[str, int]) -> list[str]:
                 start = end
                 break
         else:
-            # The whole word is unknown if any part of it matches no piece.
             return ["[UNK]"]
     return pieces
 
@@ -166,13 +161,13 @@ def samples_of_document(
             chunk.append(document[position])
             size += len(document[position])
             position += 1
-        # Draw even if the second segment will be replaced, because the order of draws is part of the definition.
+        # Draw even if a random segment will replace the second one, because the order of draws is part of the definition.
         split = rng.randint(1, len(chunk) - 1) if len(chunk) > 1 else 1
         first = [token for sentence in chunk[:split] for token in sentence]
         is_random_next = len(chunk) == 1 or rng.random() < 0.5
         if is_random_next:
             second = random_segment(documents, index, target - len(first), rng)
-            position -= len(chunk) - split  # the replaced sentences are used by the next sample
+            position -= len(chunk) - split  # the next sample uses the sentences that were not used
         else:
             second = [token for sentence in chunk[split:] for token in sentence]
         # Drop tokens from a random end of the longer segment.
@@ -187,7 +182,7 @@ def samples_of_document(
 def random_segment(documents: list[list[list[str]]], index: int, size: int, rng: random.Random) -> list[str]:
     """Return sentences from a random place, normally in another document."""
     other = index
-    # After ten draws of the same document, that document is used.
+    # If ten draws in a row give the document itself, its own sentences are used.
     for _ in range(10):
         other = rng.randint(0, len(documents) - 1)
         if other != index:
@@ -217,7 +212,6 @@ def mask(tokens: list[str], words: list[str], options: PretrainingOptions, rng: 
 
 
 def as_arrays(samples: list[Sample], vocab: dict[str, int]) -> Samples:
-    """Convert samples to flat arrays of ids."""
     lengths = [len(sample.tokens) for sample in samples]
     masked_counts = [len(sample.masked) for sample in samples]
     segments = [[0] * sample.first_length + [1] * (len(sample.tokens) - sample.first_length) for sample in samples]

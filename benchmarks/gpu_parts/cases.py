@@ -1,4 +1,4 @@
-"""Inputs for every op as in training, and the least work that a call must do.
+"""Arguments for every op as in training, and the least work that a call must do.
 
 Parameters are fp32 views of a flat buffer, even if autocast runs the matrix products in 16 bits. All other arguments have
 the types that the model passes. Shape legend in ``kernels/__init__.py``.
@@ -42,38 +42,34 @@ class Case:
     work: LeastWork
 
     def fresh(self) -> "Case":
-        """Return this case with new leaf tensors."""
-        # The old leaves hold the gradients of earlier calls.
+        """Return this case with new leaf tensors, because the old leaves hold the gradients of earlier calls."""
         return replace(self, arguments=tuple(map(_leaf, self.arguments)))
 
     def exact(self) -> "Case":
-        """Return this case in float64, without autocast."""
         return replace(self, arguments=tuple(_leaf(value, torch.float64) for value in self.arguments), autocast=None)
 
     @property
     def leaves(self) -> list[Tensor]:
-        """The tensors that require gradients."""
         return [value for value in self.arguments if isinstance(value, Tensor) and value.requires_grad]
 
     def outputs(self, function: Callable[..., object]) -> list[Tensor]:
-        """Call a function with the arguments, and return its results as a list."""
+        """Call a function with the arguments, and return its results except None."""
         device = self.leaves[0].device.type
         with torch.autocast(device, self.autocast, enabled=self.autocast is not None):
-            # Autocast as in training, because it determines the types that the op receives.
+            # As in training, autocast determines the types that the op receives.
             returned = function(*self.arguments)
         outputs = returned if isinstance(returned, tuple) else (returned,)
         return [cast("Tensor", output) for output in outputs if output is not None]
 
     def upstream(self, function: Callable[..., object]) -> Tensor:
-        """Draw a random gradient for the first output, with a fixed seed."""
+        """Draw a random gradient for the first output. A fixed seed gives all implementations the same gradient."""
         with torch.no_grad():
             output = self.outputs(function)[0]
-        # The fixed seed gives all implementations of a case the same gradient.
         generator = torch.Generator(output.device).manual_seed(1)
         return torch.randn(output.shape, generator=generator, device=output.device).to(output.dtype)
 
     def forward_and_gradients(self, function: Callable[..., object], upstream: Tensor) -> list[Tensor]:
-        """Call a function with the arguments, and return its results and the gradients of the leaves."""
+        """Return a function's results, followed by the gradients of its first result with respect to the leaves."""
         outputs = self.outputs(function)
         gradients = torch.autograd.grad(outputs[0], self.leaves, upstream.to(outputs[0].dtype))
         return [*(output.detach() for output in outputs), *gradients]
@@ -122,8 +118,7 @@ def cases(
         after_norm = F.layer_norm(
             torch.zeros(1, hidden, dtype=dtype, device=device), (hidden,), norm.weight, norm.bias
         ).dtype
-    # The backward pass has two products for each product of the forward pass.
-    # A multiply-add counts as two operations.
+    # A multiply-add counts as two operations. The backward pass has two products for each product of the forward pass.
     feed_forward, decoder = 2.0 * sum(lengths) * hidden * wide, 2.0 * masked * hidden * config.vocab_size
     scores = 4.0 * hidden * sum(length**2 for length in lengths)
     # The embedding tables are fp32 parameters, independent of the type of the matrix products.

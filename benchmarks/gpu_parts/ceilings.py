@@ -1,5 +1,5 @@
 # pyright: reportPrivateImportUsage=false
-"""Measure the device's highest rates: of matrix products in bf16 and FP8, and of a copy."""
+"""Highest rates that a device reaches: matrix products in bf16 and FP8, and a copy."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,8 +26,10 @@ class Ceilings:
 
     @classmethod
     def of(cls, context: Context, *, page: bool = False) -> "Ceilings":
-        """Measure the ceilings. Each part does this once and reports them as its first rows."""
-        # Every part measures the ceilings itself, so that its figures are compared with rates of the same process.
+        """Measure the ceilings, and add a row for each.
+
+        Every part does this itself, so that its figures are compared with rates of the same process.
+        """
         makers = {"bf16 product": _large_product, "FP8 product": _large_fp8_product, "device copy": _large_copy}
         rates = []
         for what, make in makers.items():
@@ -38,9 +40,12 @@ class Ceilings:
         return cls(*rates)
 
     def floor(self, flop: float = 0.0, moved: float = 0.0, *, fp8: bool = False) -> tuple[float | None, str]:
-        """Return the seconds that the work takes at the ceilings, and the name of the ceiling that limits it."""
+        """Return the seconds that the work takes at the ceilings, and the name of the ceiling that limits it.
+
+        The seconds are None if a ceiling that the work needs was not measured.
+        """
         rate = self.fp8_flop_per_s if fp8 else self.flop_per_s
-        # Without one of the needed ceilings there is no floor: the other ceiling alone would give too low a value.
+        # One of two needed ceilings alone would give too low a floor.
         if (flop and not rate) or (moved and not self.bytes_per_s):
             return None, ""
         by_product, by_copy = flop / (rate or 1), moved / (self.bytes_per_s or 1)
@@ -50,7 +55,6 @@ class Ceilings:
 
 
 def ceilings(context: Context) -> None:
-    """Measure only the ceilings."""
     Ceilings.of(context, page=True)
 
 
@@ -84,7 +88,7 @@ def _best_row(
     context: Context, name: str, make: Callable[[Context], tuple[Callable[[], Tensor], int, str]], page: bool
 ) -> Figure:
     work, amount, unit = make(context)
-    # A ceiling is the highest rate, so the cache is warm and the best time counts.
+    # The shortest time counts and the cache is warm, because a ceiling is the highest rate.
     seconds = measured(work, context.device, 3 * context.scale.repeats, cold=False)
     best = min(seconds)
     return Figure(

@@ -31,7 +31,7 @@ def correctness(context: Context) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         for case in cases(model, _awkward_lengths(context), 101, dtype, counting=True):
             for name in OPS[case.op].implementations:
-                # The other implementations are compared with the reference.
+                # The reference implementation is the definition itself, so there is nothing to check.
                 if name != "reference":
                     title = f"{case.op}, {name}, {str(dtype).removeprefix('torch.')}"
                     context.report.attempt(title, partial(_error_row, title, case, name, dtype))
@@ -44,7 +44,7 @@ def correctness(context: Context) -> None:
     for name in accumulate_weight_gradient.implementations:
         title = f"{accumulate_weight_gradient.name}, {name}"
         context.report.attempt(title, partial(_sum_error_row, context, title, name))
-    # A row without a figure says that an implementation is not usable on this device, which is not an error.
+    # A row has no figure if the implementation is not usable on this device, which is not an error.
     checked = [row for row in context.report.rows if row.figure is not None]
     worst = max((row.figure or 0 for row in checked), default=None)
     note = f"{len(checked)} checked, {len(context.report.failures)} wrong"
@@ -59,8 +59,7 @@ def _awkward_lengths(context: Context) -> list[int]:
 
 
 def _error_row(title: str, case: Case, name: str, dtype: torch.dtype) -> Figure:
-    """Return the row of one implementation. Dropout is off if its random generator differs from the oracle's."""
-    # With dropout masks of another generator, elements cannot be compared.
+    """Return the row of one implementation. Dropout is off unless the implementation draws the same masks as the oracle."""
     if name != "triton":
         arguments = tuple(None if isinstance(value, Dropout) else value for value in case.arguments)
         case = replace(case, arguments=arguments)
@@ -91,7 +90,7 @@ def judged(title: str, oracle: list[Tensor], plain: list[Tensor], ours: list[Ten
         errors = [((x.double() - exact).abs().max() / scale).item() for x in (expected, got)]
         ratios.append(
             errors[1] / (2 * errors[0] + torch.finfo(dtype).eps)
-        )  # eps, because plain PyTorch's error may be 0
+        )  # plain PyTorch's error may be 0, so add eps
     # NaN compares as false with everything, so it is treated as the worst ratio.
     worst = max(range(len(ratios)), key=lambda index: ratios[index] if ratios[index] == ratios[index] else float("inf"))
     place = "output" if worst == 0 else f"result {worst} of {len(ratios) - 1}"
@@ -100,7 +99,7 @@ def judged(title: str, oracle: list[Tensor], plain: list[Tensor], ours: list[Ten
 
 
 def _lamb_error_row(context: Context, name: str) -> Figure:
-    """Return the row of five LAMB steps on 400 segments of 2 to 60,000 elements, comparing parameters and both moments."""
+    """Return the row of five LAMB steps on 400 segments of 2 to 60,000 elements. It compares parameters and both moments."""
     steps = partial(_lamb_steps, context)
     oracle, plain = (steps(lamb_step.definition, dtype) for dtype in (torch.float64, torch.float32))
     ours = steps(partial(call, lamb_step.name, name), torch.float32)
@@ -115,7 +114,7 @@ def _sum_error_row(context: Context, title: str, name: str) -> Figure:
 
     def of_two(function: Callable[..., Tensor], dtype: torch.dtype) -> list[Tensor]:
         first, x, second, y = drawn.bfloat16().to(dtype).unbind()
-        # The buffer holds NaN, so that an error shows if the first micro-batch reads it instead of overwriting it.
+        # The buffer holds NaN. If the first micro-batch reads the buffer instead of overwriting it, the result is NaN.
         total = drawn.new_full((width, width), torch.nan, dtype=torch.promote_types(dtype, torch.float32))
         function(total, first, x, True)
         return [function(total, second, y)]

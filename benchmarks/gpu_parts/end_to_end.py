@@ -28,8 +28,8 @@ _LIKELY_RATE = 600.0
 
 
 def end_to_end(context: Context) -> None:
-    """Train the one-GPU recipe for about five minutes, until its only evaluation, whose target every model reaches."""
-    # Check for missing packages before making the data; otherwise the training program would fail after that work.
+    """Train the one-GPU recipe for about five minutes. Every model reaches the target of its only evaluation, at the end."""
+    # Check for missing packages before making the data, because the training program would fail only afterwards.
     if missing := [name for name in NEEDS if importlib.util.find_spec(name) is None]:
         raise NotUsableError(f"not installed, which training needs: {', '.join(missing)}")
     # The evaluation set has the benchmark's size, because evaluation time is part of the result.
@@ -45,7 +45,6 @@ def end_to_end(context: Context) -> None:
 def _samples(context: Context) -> int:
     """Return the number of samples for five minutes of training at the rate that the part ``step`` has measured."""
     rows = PartReport.load(context.report.path.with_name("step.json")).rows
-    # Read the rate of the same recipe from the file of the part `step` in the same folder.
     rate = next((row.figure for row in rows if row.figure and row.unit == "sequences/s"), _LIKELY_RATE)
     return int(rate * _SECONDS)
 
@@ -79,18 +78,18 @@ def rows_of(metrics: "Metrics") -> list[Figure]:
 
 def _write_data(context: Context, folder: Path, counts: dict[str, int]) -> None:
     """Write a synthetic vocabulary, and data sets of ``counts`` samples with random tokens and Wikipedia's lengths."""
-    from benchmarks.inputs import made_up_vocabulary, write_made_up_set  # imported here: needs packages in NEEDS
+    from benchmarks.inputs import synthetic_vocabulary, write_synthetic_set  # imported here: needs packages in NEEDS
 
     model = context.scale.model
     size, longest = (1024, 128) if context.tiny else (model.vocab_size, model.max_position_embeddings)
-    vocabulary = made_up_vocabulary(folder / "vocab.txt", size)
+    vocabulary = synthetic_vocabulary(folder / "vocab.txt", size)
     for seed, (split, count) in enumerate(counts.items(), 1):
         lengths = clipped_lengths(count, longest, seed)
-        write_made_up_set(folder / split, lengths, longest, vocabulary, shards=4, seed=seed)
+        write_synthetic_set(folder / split, lengths, longest, vocabulary, shards=4, seed=seed)
 
 
 def _train(context: Context, folder: Path, samples: int) -> None:
-    """Start the run, and update the rows from its metrics until it ends."""
+    """Start the run, and update the rows from its metrics until it ends. Raises ``RuntimeError`` if the run fails."""
     settings = {
         "training.device": context.device.type,
         "data.train": folder / "train",
@@ -101,7 +100,7 @@ def _train(context: Context, folder: Path, samples: int) -> None:
         "evaluation.target": 1e-12,
         # Evaluate once, at the end.
         "evaluation.interval-samples": samples,
-        # These settings are not allowed in the closed division.
+        # The closed division does not allow these settings.
         "log.division": "open",
         "log.system": "benchmark",
         "log.results": folder / "results",

@@ -1,4 +1,4 @@
-"""Measure the FP8 ops: errors relative to an unrounded float64 result, and times relative to the floor.
+"""Cases for the FP8 ops, with exact float64 results for their errors and the least work for their times.
 
 Shape legend in ``kernels/__init__.py``. These ops have no gradients. They only ever increase ``amax``, so repeated
 calls with the same input give the same result.
@@ -26,7 +26,7 @@ class Fp8Case:
     op: str
     arguments: tuple[object, ...]
     exact: Callable[[], list[Tensor]]
-    """Function that computes the result in float64, scaled if the result is in FP8, without transposed copies."""
+    """Function that computes the result in float64, without transposed copies. FP8 results include their scale."""
     flop: float = 0.0
     moved: float = 0.0
     variant: str = ""
@@ -34,7 +34,6 @@ class Fp8Case:
 
     @property
     def title(self) -> str:
-        """Name of the op and the variant."""
         return f"{self.op}{self.variant}"
 
     def results(self, function: Callable[..., object]) -> list[Tensor]:
@@ -45,7 +44,7 @@ class Fp8Case:
         outputs = [cast("Tensor", each) for each in (returned if isinstance(returned, tuple) else written)]
         if len(outputs) > 1:
             rows = outputs[0]
-            # Further columns are padding, which adds zeros to the products.
+            # The remaining columns are padding, which adds zeros to the products.
             transposed = outputs.pop(1)[:, : len(rows)]
             if not torch.equal(transposed.t().float(), rows.float()):
                 raise ValueError("the transposed copy is another tensor")
@@ -72,11 +71,11 @@ def fp8_cases(model: BertForPreTraining, tokens: int) -> list[Fp8Case]:
         return torch.full((), value, device=device)
 
     def gradient(*shape: int) -> Tensor:
-        # Typical size of the gradients when the loss is divided by the global batch size.
+        # Gradients have this size if the loss is divided by the global batch size.
         return (1e-6 * torch.randn(shape, generator=generator, device=device)).bfloat16()
 
     def in_fp8(rows: int, dtype: torch.dtype) -> Tensor:
-        # Rows are padded, because the gradient of a weight contracts over the tokens.
+        # The number of tokens is padded, because a weight's gradient is a product that contracts over the tokens.
         return torch.randn(rows, padded(tokens), generator=generator, device=device).to(dtype)
 
     generator = torch.Generator(device).manual_seed(0)

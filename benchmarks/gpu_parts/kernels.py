@@ -30,7 +30,7 @@ zero the gradient), parameter update (4 written). Reading a tensor again hits th
 
 
 def kernels(context: Context) -> None:
-    """Time ops on one training micro-batch, without and then with the backward pass. Peers that need compiling come last."""
+    """Time ops on one micro-batch, without and then with the backward pass. Peers come last, because most compile."""
     ceilings, report = Ceilings.of(context), context.report
     # The fixed seed gives the same samples in every part.
     samples = samples_of(context.scale, context.scale.sequences)
@@ -39,7 +39,7 @@ def kernels(context: Context) -> None:
     made = cases(model, lengths, masked, context.low_precision)
     for case in made:
         names = list(OPS[case.op].implementations)
-        # At the tiny scale the reference is fast enough, and the run shows that it works.
+        # At the tiny scale the reference is fast enough to show that it works.
         if case.op.startswith("varlen") and not context.tiny:
             names.remove("reference")  # it processes one sequence at a time, which takes seconds and shows nothing
         _time(context, case, {name: partial(call, case.op, name) for name in names}, ceilings)
@@ -47,7 +47,7 @@ def kernels(context: Context) -> None:
         for name in OPS[case.op].implementations:
             title = f"{case.title}, {name}"
             report.attempt(title, partial(_fp8_time_row, context, title, case, name, ceilings))
-        # Compare after each op, so that a part that is cut off still has the comparisons of its timed ops.
+        # Compare after each op, so that a part that is cut off has compared all ops that it has timed.
         _compare(context, case.op, case.title)
     for name in lamb_step.implementations:
         report.attempt(f"lamb_step, {name}", partial(_lamb_time_row, context, name, ceilings))
@@ -74,7 +74,7 @@ def _compare(context: Context, op: str, what: str) -> None:
     """Add a row that compares the first usable implementation with the fastest alternative timed so far."""
     rows = [row for row in context.report.rows if row.name.startswith(f"{what}, ") and row.milliseconds]
     order = [f"{what}, {implementation.name}" for implementation in OPS[op].orders[context.device.type]]
-    # Take the first usable implementation in the registry's order. Training measures all and may choose a faster one.
+    # `orders` lists the implementations by preference. Training measures all of them and may choose a later one.
     ours = min((row for row in rows if row.name in order), key=lambda row: order.index(row.name), default=None)
     if ours is None:
         return
@@ -106,7 +106,7 @@ def _time_row(
     def forward() -> None:
         case.outputs(side)
 
-    # The cache is cold, because in a training step other kernels have replaced its content.
+    # The L2 cache is cold, because other kernels of a training step replace its content.
     work, repeats = both if both_ways else forward, 3 * context.scale.repeats
     seconds = measured(work, context.device, repeats, cold=True, capturable=capturable)
     flop, moved = case.work.flop[both_ways], case.work.moved[both_ways]
@@ -127,7 +127,6 @@ def _fp8_time_row(context: Context, title: str, case: Fp8Case, name: str, ceilin
 
 def _lamb_time_row(context: Context, name: str, ceilings: Ceilings) -> Figure:
     """Return the row of the optimizer's step on the flat buffers of the whole model."""
-    # Make the flat buffers directly on the device, as in training.
     with context.device:
         flat = FlatParameters.of(BertForPreTraining(context.scale.model))
     optimizer = Lamb(flat, RECIPES["h100_1x1"]().optimizer)
@@ -139,7 +138,7 @@ def _lamb_time_row(context: Context, name: str, ceilings: Ceilings) -> Figure:
             optimizer.step()
 
     def draw() -> None:
-        flat.gradients_P.copy_(drawn_P)  # a step zeroes the gradients, so restore them
+        flat.gradients_P.copy_(drawn_P)  # a step zeroes the gradients
 
     flat.weights_P.copy_(drawn_P)
     # The registry raises ValueError if an implementation does not support the arguments.

@@ -15,7 +15,7 @@ from dataloading.batches.shape_buckets import ShapeBucket, choose_shape_buckets,
 
 _FITS, _DOES_NOT_FIT = "fits", "does not fit"
 _SHAPE_BUCKETS = 4
-"""Number of shape buckets. Training uses 16, but all buckets share the memory of the largest, and capturing takes time."""
+"""Number of shape buckets. Training uses 16. Fewer need the same memory, that of the largest bucket, and save time."""
 
 
 def memory(context: Context) -> None:
@@ -30,7 +30,7 @@ def _search(context: Context, precision: Precision) -> None:
     # Start with a quarter of the usual size.
     most, failing, size = 0, None, max(1, context.scale.sequences // 4)
     limit = context.scale.sequences * (1 if context.tiny else 16)
-    # Stop when the bounds differ by at most 8 sequences or 1/16.
+    # Stop when the bounds differ by at most 8 sequences, or by a sixteenth.
     while size <= limit and (failing is None or failing - most > max(8, most // 16)):
         name = f"{precision}, {size} sequences"
         row = report.attempt(name, partial(_peak, context, name, precision, size))
@@ -45,7 +45,7 @@ def _search(context: Context, precision: Precision) -> None:
 def _peak(context: Context, name: str, precision: Precision, sequences: int) -> Figure:
     """Return the row with the peak memory of start-up, capture and one replay for a micro-batch size."""
     if context.on_gpu:
-        # An earlier, higher peak would hide the peak of this size.
+        # A higher peak of an earlier size would hide the peak of this size.
         torch.cuda.reset_peak_memory_stats()
     try:
         _train(context, precision, sequences)
@@ -84,13 +84,13 @@ def _shape_buckets(context: Context, sequences: int) -> list[ShapeBucket]:
     count = RECIPES["h100_1x1"]().training.gradient_accumulation_steps
     lengths = clipped_lengths(20_000, longest, seed=0)
     masked = np.maximum(1, np.rint(0.15 * lengths).astype(np.int64))
-    # Shape buckets are chosen from randomly drawn sizes, because the choice depends on the spread of the sizes.
+    # Draw the sizes at random, because the choice of shape buckets depends on the spread of the sizes.
     tokens, masked_tokens = draw_sizes(lengths, masked, count * sequences, count)
     return choose_shape_buckets(tokens, masked_tokens, sequences, longest, _SHAPE_BUCKETS)
 
 
 def _is_lack_of_memory(error: BaseException | None) -> bool:
-    """Tell whether an error was caused by lack of memory. A capture that runs out of memory can end with another error."""
+    """Tell whether lack of memory caused an error. A capture that runs out of memory can raise another error."""
     while error is not None and not isinstance(error, torch.OutOfMemoryError):
         error = error.__cause__ or error.__context__
     return error is not None

@@ -18,11 +18,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 LOST = 3
 _GRACE = 30
-"""Seconds after its time limit at which a part ends itself, in case the parent process, which should end it, is gone."""
+"""Seconds after its time limit at which a part ends itself. Usually the parent process ends it earlier."""
 
 
 def main(function: str, file: str, seconds: str, device: str, scale: str) -> int:
-    """Measure for a limited time, and return the exit status."""
     # An alarm ends the process even if Python code cannot run, for example inside a hanging kernel launch.
     signal.alarm(int(float(seconds)) + _GRACE)
     try:
@@ -32,7 +31,6 @@ def main(function: str, file: str, seconds: str, device: str, scale: str) -> int
 
 
 def run(function: str, file: Path, device_type: str, *, tiny: bool) -> int:
-    """Measure, write each row as soon as it exists, and return the exit status."""
     import torch  # the import takes seconds, which count towards the part's time
 
     from benchmarks.conditions import conditions
@@ -41,12 +39,12 @@ def run(function: str, file: Path, device_type: str, *, tiny: bool) -> int:
     from benchmarks.gpu_parts.measuring.timing import device_name, settle
     from kernels.precision import set_product_precision
 
-    # The precision must be set before any matrix product runs and before an implementation is chosen.
+    # Set the precision before any matrix product runs and before implementations are chosen.
     set_product_precision()
 
     # Device 0 is the first visible device, which the caller may have selected.
     device = torch.device(device_type, 0)
-    # Rows that an earlier process of this part has measured are kept.
+    # The report keeps rows that an earlier process of this part has measured.
     report = PartReport.load(file)
     report.settle = partial(settle, device)
     about = {"part": file.stem, "device": device_name(device), "cuda": torch.version.cuda}
@@ -61,7 +59,7 @@ def run(function: str, file: Path, device_type: str, *, tiny: bool) -> int:
         report.end(None)
     except DeviceLostError:
         traceback.print_exc()
-        # The report stays open, because another process continues after this row.
+        # Do not end the report, because another process continues after this row.
         return LOST
     except Exception as error:  # the file records why it is incomplete
         traceback.print_exc()

@@ -1,4 +1,4 @@
-"""Measure the training rate of other implementations on the same samples and device, in the same run.
+"""Measure the training rates of other implementations, on the same samples, the same device and in the same run as ours.
 
 Shape legend in ``kernels/__init__.py``.
 """
@@ -43,7 +43,7 @@ def peers(context: Context) -> None:
 
 
 def _against_fastest(context: Context, names: list[str]) -> Figure:
-    # Only peers that were measured. A peer that is not installed has no figure.
+    # A peer that is not installed has no figure.
     rates = {name: row.figure for name in names if (row := context.report.row(name)) and row.figure}
     ours = context.report.row(OURS)
     if not (ours and ours.figure and rates):
@@ -61,7 +61,7 @@ def _peer_row(context: Context, name: str, side: Callable[[Context, int], Callab
         with suppress(torch.OutOfMemoryError):
             seconds = measured(side(context, sequences), context.device, context.scale.repeats, cold=False)
         if not seconds:
-            # Release the memory that the failed attempt has cached.
+            # Release the memory that PyTorch has cached for the failed attempt.
             release(context.device)
             continue
         row = timed_row(name, seconds, sequences, "sequences/s", note=f"{sequences} sequences at once", page=True)
@@ -82,13 +82,13 @@ def _hugging_face(context: Context, sequences: int, *, compiled: bool = False) -
     }
     called = model
     if compiled:
-        # Shapes are static, because all padded batches have the same shape.
+        # All padded batches have the same shape.
         called = torch.compile(model, dynamic=False, backend="inductor" if context.on_gpu else "aot_eager")
     return _step(context, model, lambda: called(**inputs).loss)
 
 
 def _plain_varlen(context: Context, sequences: int) -> Callable[[], None]:
-    """Prepare a step of our model in plain PyTorch ops. PyTorch's varlen attention has no dropout, which makes it faster."""
+    """Prepare a step of our model in plain PyTorch ops. PyTorch's varlen attention saves time by having no dropout."""
     model = context.model()
     (batch,) = micro_batches(context, sequences, 1)
     return _step(context, model, lambda: plain_loss(model, batch))

@@ -31,7 +31,7 @@ _MOST_ROWS = 24
 
 
 def step(context: Context) -> None:
-    """Measure the captured step of the one-GPU recipe, of two eight-GPU recipes, and of 96 sequences at once, on one GPU."""
+    """Measure captured steps on one GPU: of the one-GPU recipe, of 96 sequences at once, and of two eight-GPU recipes."""
     ceilings, report = Ceilings.of(context), context.report
     for index, (config, micro) in enumerate(_sizes(context)):
         count = config.training.gradient_accumulation_steps
@@ -44,7 +44,7 @@ def step(context: Context) -> None:
 
 
 def _sizes(context: Context) -> list[tuple[Config, int]]:
-    """Return recipes, each with the number of sequences in a micro-batch on one of its GPUs."""
+    """Return recipes, each with the number of sequences in its micro-batches."""
     found = []
     for config, gpus in (
         (recipe("h100_1x1"), 1),
@@ -67,13 +67,13 @@ def _look_into(context: Context, name: str, precision: Precision) -> None:
     trained = training_step(context, recipe("h100_1x1", gradient_accumulation_steps=1, precision=precision))
     prepare(context, trained, batches)
     run = partial(take_step, trained, batches)
-    # Check this before profiling, which needs permissions that a container may not have.
+    # Check this before profiling, because profiling needs permissions that a container may not have.
     context.report.add(_synchronisations(context, f"host synchronisations in a step, {precision}", run))
     _split(context, name, run, sequences)
 
 
 def _split(context: Context, name: str, run: Callable[[], None], sequences: int) -> None:
-    """Add a row for each kernel that takes the most time in one step, and one for the time when the device is idle."""
+    """Add rows for the kernels that take the most time in a step, and a row for the time when the device is idle."""
     on_gpu = context.on_gpu
     # Measure the step's time before the profiler starts, because profiling slows launches down.
     seconds = statistics.median(measured(run, context.device, context.scale.repeats, cold=False))
@@ -103,7 +103,7 @@ def _split(context: Context, name: str, run: Callable[[], None], sequences: int)
 
 
 def _synchronisations(context: Context, name: str, run: Callable[[], None]) -> Figure:
-    """Return a row that says whether PyTorch detects that the host waits for the device in a step."""
+    """Return a row that says whether PyTorch detects that the host waits for the device during a step."""
     if not context.on_gpu:
         return Figure(name, note="nothing to see on a CPU")
     torch.cuda.synchronize()  # the host must not wait for work that was queued before
@@ -118,7 +118,7 @@ def _synchronisations(context: Context, name: str, run: Callable[[], None]) -> F
 
 
 def fp8(context: Context) -> None:
-    """Measure the step in FP8, and the losses of many steps in each precision with equal weights and samples, no dropout."""
+    """Measure the step in FP8. Then compare losses between precisions, with equal weights and samples and no dropout."""
     report, sequences = context.report, context.scale.sequences
     config = recipe("h100_1x1", gradient_accumulation_steps=1, precision="fp8")
     report.attempt("step in FP8", partial(rate, context, "step in FP8", config, sequences, Ceilings.of(context)))
@@ -154,7 +154,6 @@ def _parity_row(context: Context, name: str, low: Precision, high: Precision) ->
 
 
 def recipe(name: str, **training: Any) -> Config:
-    """Return a recipe with changed settings in its section ``training``."""
     config = RECIPES[name]()
     return replace(config, training=replace(config.training, **training))
 
@@ -162,7 +161,10 @@ def recipe(name: str, **training: Any) -> Config:
 def training_step(
     context: Context, config: Config, *, dropout: bool = True, stopwatch: Stopwatch | None = None
 ) -> TrainingStep:
-    """Return a recipe's training step on the context's model. Precision bf16 becomes the context's low precision."""
+    """Return a recipe's training step on the context's model. Precision bf16 becomes the context's low precision.
+
+    Raises ``NotUsableError`` if the recipe uses FP8 and the device lacks it.
+    """
     precision = config.training.precision
     if precision == "fp8" and (reasons := capability_reasons(context.device)):
         raise NotUsableError("; ".join(reasons))
@@ -224,7 +226,7 @@ def rate(
 def _add_phases(
     context: Context, trained: TrainingStep, batches: list[Batch], stopwatch: Stopwatch, step_seconds: float
 ) -> None:
-    """Add a row for each phase that training's stopwatch measures. The phases should add up to the time of the step."""
+    """Add a row for each phase that training's stopwatch measures. Together, the phases should take the time of the step."""
     repeats = max(1, context.scale.repeats // 3)
     # Discard the times of the warm-up.
     stopwatch.reset()

@@ -35,7 +35,7 @@ from dataloading.batches.synthetic import synthetic_samples
 from dataloading.shards.samples import Samples
 
 Loss = Callable[[Samples], Callable[[], Tensor]]
-"""Function that collates samples and returns the computation of their loss. Only the latter is timed."""
+"""Function that collates samples and returns the computation of their loss. Only the computation is timed."""
 
 SEQUENCES = 32
 OURS, HUGGING_FACE = "ours", "Hugging Face, padded"
@@ -114,7 +114,6 @@ def samples_of(config: ModelConfig, seed: int) -> Samples:
 
 
 def our_loss(model: BertForPreTraining, samples: Samples) -> Callable[[], Tensor]:
-    """Collate samples, and return a function that computes our model's loss."""
     batch = batch_of(samples)
 
     def loss() -> Tensor:

@@ -40,12 +40,12 @@ def model_with_weights_of(model: BertForPreTraining) -> torch.nn.Module:
 
 def padded(samples: Samples, length: int) -> dict[str, Tensor]:
     """Return keyword arguments for Hugging Face's model: int64 [n, length], except the next-sentence labels [n]."""
-    # Index all tokens at once, without a loop over samples.
+    # Row and column of every token in the padded batch.
     rows = np.repeat(np.arange(len(samples)), samples.lengths)
     columns = np.arange(len(rows)) - np.repeat(samples.sequence_offsets[:-1], samples.lengths)
     masked_rows = np.repeat(np.arange(len(samples)), samples.masked_counts)
     input_ids, token_type_ids, attention_mask = (np.zeros((len(samples), length), np.int64) for _ in range(3))
-    labels = np.full((len(samples), length), -100)  # the index that their cross-entropy ignores
+    labels = np.full((len(samples), length), -100)  # Hugging Face's cross-entropy ignores this label
     input_ids[rows, columns] = samples.input_ids
     token_type_ids[rows, columns] = samples.segment_ids
     attention_mask[rows, columns] = 1

@@ -29,7 +29,6 @@ def lines(view: View) -> Iterator[str]:
 
 
 def heading(view: View) -> str:
-    """Return the number of hosts and ranks, and the names of the devices."""
     names = sorted({rank.device for rank in view.ranks})
     return f"{counted(len(view.hosts), 'host')}, {counted(len(view.ranks), 'rank')}, {', '.join(names[:3])}"
 
@@ -87,7 +86,6 @@ def leaves(view: View) -> list[tuple[str, list[int]]]:
 
 
 def switch_source(view: View) -> str:
-    """Say how the switches were found."""
     return {
         "slurm": "switches by Slurm's topology",
         "measured": "switches by measured paths: hosts with shorter paths to one another share a leaf",

@@ -33,7 +33,6 @@ def write_page(view: View, path: Path) -> None:
 
 
 def render(view: View) -> str:
-    """Render the view as HTML."""
     hosts, places = [rank.host for rank in view.ranks], [rank.place for rank in view.ranks]
     place_names = [f"rank {place}" for place in range(max(places) + 1)]
     maps = [

@@ -18,7 +18,7 @@ from cluster.model.work import MicroBatches
 
 Count = float | NDArray[np.float64]
 
-# Each kind has few terms, because a probe times only a handful of shapes, too few to fit more costs.
+# A probe times only a handful of shapes of each kind, which is too few to fit the costs of more terms.
 TERMS = {
     "linear": ("calls", "rows x inputs x outputs", "rows x (inputs + outputs)", "inputs x outputs"),
     "attention": ("calls", "tokens x hidden", "pairs x heads", "pairs x hidden"),
@@ -43,10 +43,8 @@ REPEATED: dict[Recompute, tuple[str, ...]] = {
 class Computation:
     """A kind of computation with a count for each of its terms. Counts that are arrays describe many computations.
 
-    Attributes:
-        dropout: Whether the computation applies dropout.
-        in_encoder: Whether the computation belongs to an inner layer (any layer but the last). FP8 computes the products
-            of inner layers in 8 bits.
+    ``in_encoder`` marks computations of inner layers, which are all layers but the last. FP8 computes the products of inner
+    layers in 8 bits.
     """
 
     kind: str

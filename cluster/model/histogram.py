@@ -18,6 +18,5 @@ def length_counts(path: Path = HISTOGRAM) -> tuple[NDArray[np.int64], NDArray[np
 
 
 def drawn_lengths(generator: np.random.Generator, count: int) -> NDArray[np.int64]:
-    """Draw ``count`` lengths from the histogram's distribution."""
     lengths, counts = length_counts()
     return generator.choice(lengths, count, p=counts / counts.sum())

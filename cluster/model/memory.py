@@ -22,7 +22,7 @@ _STEPS = 16
 """Number of steps of the plan that are searched for the largest micro-batch."""
 
 _KEYS_A_GROUP = 64
-"""Attention stores dropout bits in groups. This is the number of keys of a group, as in `kernels.triton.attention.tiles`."""
+"""Number of keys whose dropout bits attention stores together, as in `kernels.triton.attention.tiles`."""
 
 
 def memory_of_rank(work: Work, strategy: Strategy, nodes: int, ranks: int, on_gpu: bool = False) -> dict[str, float]:
@@ -53,7 +53,7 @@ def _largest_micro_batch(work: Work, strategy: Strategy, ranks: int, on_gpu: boo
     for step in range(_STEPS):
         sizes = work.micro_batches(strategy, ranks, step)
         kept_AR = kept_by_forward(work, strategy, sizes, on_gpu, share)
-        # On a CPU the loss casts logits to fp32 first.
+        # On a CPU, the loss casts the logits to fp32.
         logits_AR = (
             sizes.masked_AR * work.model.vocab_size * (2.0 if on_gpu else 4.0) / strategy.tensor * share.has_last
         )
@@ -111,15 +111,15 @@ def kept_by_forward(
     D, F, H = model.hidden_size, model.intermediate_size, model.num_attention_heads
     T, S, M = sizes.tokens_AR, sizes.sequences, sizes.masked_AR
     Q = S + M
-    # With dropout, PyTorch's attention on a CPU keeps scores, probabilities and the mask. It also copies keys and values
+    # With dropout on a CPU, PyTorch's attention keeps scores, probabilities and the mask. It also copies the keys and values
     # of sequences that share their length with another sequence.
     cpu_dropout = model.attention_dropout > 0 and not on_gpu
-    # A norm stores its input, which is a sum that autocast computes in fp32 (on a GPU it stores both terms instead), the
-    # fp32 mean and deviation of each row, and on a CPU the dropout mask.
+    # A norm stores the fp32 mean and deviation of each row. On a CPU it also stores its input, a sum that autocast computes
+    # in fp32, and the dropout mask. On a GPU it stores both terms of the sum instead.
     norm = (2 * size if on_gpu else 4) * D + 8 + (4 * D if model.hidden_dropout and not on_gpu else 0)
 
     def attention(rows: NDArray[np.float64], pairs: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return the bytes of two output-sized tensors and softmax statistics (on a CPU: scores, probabilities, mask)."""
+        """Return the bytes of two output-sized tensors, and of the softmax statistics or scores, probabilities and mask."""
         return rows * 2 * size * D + (3 * size * pairs * H if cpu_dropout else rows * 4 * H)
 
     def rest(rows: NDArray[np.float64], norms_kept: int) -> NDArray[np.float64]:

@@ -37,12 +37,12 @@ LINEAR_FLOPS = 6.0
 """Floating-point operations of a linear layer for each row x input x output: three products of two operations each."""
 
 ACCESSES = {"attention": 8.0, "norm": 10.0, "gelu": 5.0, "embedding": 8.0, "loss": 6.0}
-"""Number of memory accesses per element that the second cost term counts. Used for GPUs if nothing was measured."""
+"""Memory accesses for each unit of a kind's second cost term. Used for data-sheet rates, where nothing was measured."""
 
 SEQUENCE_BYTES, LAUNCHES = 599_294_086, 1406
-"""Memory traffic in bytes of a BERT-Large sequence, without matrix products and averaged over Wikipedia's lengths, and
-kernel launches of a micro-batch. They follow from `cluster.model.computations` if an access moves 2 bytes, a product takes
-6 launches, and any other computation takes 8."""
+"""Bytes of memory traffic of a BERT-Large sequence, without matrix products and averaged over Wikipedia's lengths, and
+number of kernel launches of a micro-batch. Both follow from `cluster.model.computations` if an access moves 2 bytes, a
+product takes 6 launches, and any other computation takes 8."""
 
 Costs = Mapping[str, tuple[float, ...]]
 """Seconds per unit of each cost term, by kind of computation."""
@@ -50,7 +50,7 @@ Costs = Mapping[str, tuple[float, ...]]
 
 @dataclass(frozen=True)
 class Curve:
-    """Points (bytes of the whole vector, seconds) of a collective, ascending, and the share of processors it keeps busy."""
+    """Time of a collective: ascending points (bytes of the whole vector, seconds), and the share of processors it uses."""
 
     points: tuple[tuple[float, float], ...]
     share: float = 0.0
@@ -73,7 +73,7 @@ class Rates:
 
     Attributes:
         ranks: Number of ranks of a node.
-        memory_bytes: Memory of a rank's device, or a rank's part of its host's memory.
+        memory_bytes: Memory of a rank's device; on CPUs, an equal part of the host's memory.
         costs: Costs by kind. A linear layer's key ends with its data type: "linear bf16". Other keys end with "bf16" if 16
             bits were measured separately, followed by "with dropout" if dropout was measured separately.
         collectives: Curve of each collective, by operation and scope.
@@ -99,11 +99,10 @@ class Rates:
 
     @property
     def world_size(self) -> int:
-        """Number of all ranks."""
         return self.nodes * self.ranks
 
     def seconds(self, computation: Computation, precision: str = "fp32") -> Count:
-        """Return the seconds of a computation's forward and backward pass."""
+        """Return the seconds of a forward and backward pass. Raises ``ValueError`` if the rate is unknown."""
         kind = computation.kind
         if kind == "linear":
             kind = f"linear {'bf16' if precision == 'fp8' and not computation.in_encoder else precision}"
@@ -118,11 +117,13 @@ class Rates:
         return sum((cost * count for cost, count in zip(self.costs[kind], computation.counts, strict=True)), 0.0)
 
     def members(self, scope: Scope) -> int:
-        """Return the number of ranks in a collective of a scope."""
         return {"world": self.world_size, "node": self.ranks, "rail": self.nodes}[scope]
 
     def collective(self, operation: Operation, scope: Scope, size: float) -> tuple[float, float]:
-        """Return the seconds of a collective on a vector of ``size`` bytes, and the share of processors it keeps busy."""
+        """Return the seconds of a collective on ``size`` bytes, and the share of processors it keeps busy.
+
+        Both are 0 if the scope has one rank. Raises ``ValueError`` if the probe did not measure the collective.
+        """
         if self.members(scope) == 1:
             return 0.0, 0.0
         # If a scope contains all ranks, the probe measured it only as "world".
@@ -183,7 +184,7 @@ class Rates:
         """
         ordered = sorted(work_R)
         now, done, many = 0.0, 0.0, len(ordered)
-        # Until the next rank finishes, the remaining ranks have equal speed, but no more than with a processor of their own.
+        # Until the next rank finishes, all remaining ranks are equally fast, at most as fast as on a processor of their own.
         for place, work in enumerate(ordered):
             now += (work - done) * max(1.0, self.sharing * (many - place) / many) / self.sharing
             done = work
@@ -191,12 +192,11 @@ class Rates:
 
 
 def _shorter_ring(members: int, of: int) -> float:
-    """Return how much each of ``members`` ranks in a ring sends, relative to a rank in a ring of ``of`` ranks."""
+    """Return the bytes that a rank sends in a ring of ``members`` ranks, relative to a ring of ``of`` ranks."""
     return ring_share(members) / ring_share(of) if of > 1 else 0.0
 
 
 def rates_of_view(view: View) -> Rates:
-    """Return the rates that a probe measured."""
     hosts, contention = len(view.hosts), view.contention
     ranks = len(view.ranks) // hosts
     # With NCCL each rank has a device with its own memory, and messages take no processor time from computation.

@@ -18,7 +18,7 @@ WORD = "embeddings.word"
 
 @dataclass(frozen=True)
 class ModelShare:
-    """Layers of a rank, and the flat vector of the rank's parameters.
+    """Part of the model that a rank holds: its layers, and the flat vector of its parameters.
 
     Attributes:
         has_embeddings, has_last: Whether the rank holds the embeddings, and whether it holds the last layer with the heads.
@@ -28,7 +28,8 @@ class ModelShare:
         shared: Elements that are replicated on every rank of a tensor group.
         segments: Number of tensors whose norms LAMB computes.
         copied: Elements of the rank's copy of the word table, which is not part of the vector.
-        ends: Offsets at which the embeddings and each layer end. The decoder's bias comes first, the heads last.
+        ends: Offsets in the vector at which the embeddings and each layer end. The vector begins with the decoder's bias
+            and ends with the other parameters of the heads.
     """
 
     has_embeddings: bool
@@ -50,7 +51,7 @@ class ModelShare:
         return bucket_slices(self.padded(shards), shards, bucket_bytes)
 
 
-# Cached, because a search repeats the same few shapes.
+# Cached, because a search asks for the same few divisions many times.
 @functools.cache
 def model_shares(
     model: ModelConfig, tensor: int = 1, pipeline: int = 1, virtual_stages: int = 1

@@ -41,12 +41,10 @@ class PredictedStep:
 
     @property
     def total(self) -> float:
-        """Seconds of the whole step."""
         return sum(self.parts.values())
 
     @property
     def parts(self) -> dict[str, float]:
-        """Seconds by part."""
         return asdict(self)
 
 
@@ -65,7 +63,7 @@ def least_step(work: Work, strategy: Strategy, rates: Rates) -> PredictedStep:
     sequences = strategy.sequences(rates.world_size) * strategy.gradient_accumulation_steps
     parts = _computation(work.model, strategy, rates, work.typical(sequences))
     stages = [float(each.sum()) for each in _of_stages(parts, work.model, strategy.parallel)]
-    # A pipeline needs at least one micro-batch per stage. Filling and draining are not counted: they may take little.
+    # A pipeline needs at least one micro-batch per stage. Filling and draining may take little, so they do not count.
     through = (max(stages) + rates.micro_batch_s * strategy.pipeline) / min(rates.sharing, strategy.pipeline)
     return PredictedStep(0.0, through, 0.0, 0.0)
 
@@ -100,7 +98,7 @@ def _predicted_in_stages(work: Work, strategy: Strategy, rates: Rates, step: int
     The computation is the first stage's, as in the records of rank 0. The rest of the pipeline's time counts as waiting.
     """
     shares = model_shares(work.model, strategy.tensor, strategy.pipeline, strategy.virtual_stages)
-    # All stages reduce at once, and the one with the most elements is the last to finish.
+    # All stages reduce at once, and the stage with the most elements is the last to finish.
     largest = max(shares, key=lambda share: share.elements)
     data_rates = rates.of_data_groups(strategy.tensor, strategy.pipeline)
     sizes = work.micro_batches(strategy, rates.world_size, step)

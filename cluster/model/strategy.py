@@ -32,11 +32,10 @@ class Strategy:
     pipeline: int = 1
     virtual_stages: int = 1
     shard_gradients: bool = False
-    """Reduces the predicted memory of a rank. The predicted step time does not yet include the reduction per micro-batch."""
+    """Affects only the predicted memory. The predicted step time does not include the reduction after every micro-batch."""
 
     @property
     def parallel(self) -> ParallelConfig:
-        """Configuration of the ranks that share a copy of the model."""
         return ParallelConfig(self.tensor, self.pipeline, self.virtual_stages)
 
     @property
@@ -51,7 +50,7 @@ class Strategy:
 
     @property
     def copy_ranks(self) -> int:
-        """Ranks that share a copy of the model."""
+        """Number of ranks that share a copy of the model."""
         return self.tensor * self.pipeline
 
     def shards(self, node_copies: int, copies: int) -> int:

@@ -1,7 +1,7 @@
 """Timeline of a rank: a sequence of computation pieces and a concurrent sequence of messages, which wait for one another.
 
-Computation and messages both need processors. If there are too few, messages get as many as they need, up to half, and
-computation gets the rest. On a GPU, messages need no processors.
+Computation and messages both need processors. If there are too few for both, messages get as many as they need, but at most
+half of all, and computation gets the rest. On a GPU, messages need no processors.
 """
 
 from collections.abc import Sequence
@@ -70,7 +70,7 @@ def run(pieces: Sequence[Piece], messages: Sequence[Message], demand: float) -> 
 
 
 def _speeds(demand: float, share: float) -> tuple[float, float]:
-    """Return the speeds of concurrent computation and message, each relative to running alone."""
+    """Return the speeds of a piece and of a message that run at the same time, each relative to running alone."""
     if demand + share <= 1 or share == 0:
         return 1.0, 1.0
     given = min(share, max(0.5, 1 - demand))

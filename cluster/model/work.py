@@ -46,14 +46,13 @@ class MicroBatches:
     equal_AR: NDArray[np.float64]
 
 
-# eq=False, so that the caches below compare by identity.
+# eq=False makes the caches below compare instances by identity, because arrays cannot be hashed.
 @dataclass(frozen=True, eq=False)
 class Work:
     """The model that a run trains, the data, and the stopping point.
 
     Attributes:
         lengths, masked_counts: Number of tokens and of masked tokens of each sequence [N], from the length index.
-        evaluation_sequences: Number of sequences of the evaluation set.
         evaluation_batch_size: Sequences in a rank's evaluation batch.
         samples: Samples to the target; None to assume the convergence of the reference and of published runs.
         interval_samples: Training samples between evaluations; None for the formula of the benchmark's rules.
@@ -94,7 +93,6 @@ class Work:
 
     @functools.cached_property
     def distinct_lengths(self) -> int:
-        """Number of different lengths in the data set."""
         return int(np.count_nonzero(np.bincount(self.lengths)))
 
     def micro_batches(self, strategy: Strategy, ranks: int, step: int) -> MicroBatches:
@@ -105,7 +103,7 @@ class Work:
         strategy.sequences(ranks)
         copies = ranks // strategy.copy_ranks
         count = copies * strategy.gradient_accumulation_steps
-        # The plan balances the micro-batches, so it does not matter which copy computes which one.
+        # The plan balances the micro-batches, so it does not matter which copy of the model computes which micro-batch.
         sequences, *sizes = self._dealt(strategy.global_batch_size, count, step)
         return MicroBatches(sequences, *(size.reshape(-1, copies) for size in sizes))
 

@@ -30,7 +30,7 @@ def recipe_named(name: str) -> Config:
 def plan(
     recipe: str, cluster: Path | None, gpus: int | None, accelerator: str | None, networking: str, out: Path
 ) -> None:
-    """Print the best plans and why the others lose, and write the best. Raises ``ValueError`` if nothing is feasible."""
+    """Print the best plans and why others lose, and write the best plan. Raises ``ValueError`` if no plan is feasible."""
     require_writable(out)
     config = recipe_named(recipe)
     target = target_of(recipe, cluster, gpus, accelerator, networking)
@@ -49,7 +49,6 @@ def plan(
 
 
 def run_plan(config: Config, target: Target, chosen: Candidate) -> RunPlan:
-    """Convert a candidate to the plan of a run."""
     return RunPlan(
         recipe=config.recipe,
         device=target.device,

@@ -15,8 +15,7 @@ from cluster.plan.target import described, device_of
 def forecast(config: Config, world_size: int, local_size: int = 0) -> Iterator[str]:
     """Return lines about a rank's memory with each recomputation mode, and about the step time if the device is known.
 
-    Args:
-        local_size: ranks of a node. If it is 0 (unknown), nodes have the device's usual size.
+    ``local_size`` is the number of ranks of a node, or 0 if it is unknown. Then nodes have the device's usual size.
     """
     try:
         device, per_node = device_of(config.recipe, None)

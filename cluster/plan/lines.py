@@ -41,7 +41,6 @@ def summary(candidate: Candidate) -> str:
 
 
 def _row(place: int, each: Candidate, world_size: int) -> dict[str, str]:
-    """Return the cells of a plan's row by column."""
     step = each.step
     # Use enough digits to tell the best plans apart.
     minutes = f"{each.seconds / 60:.3f}" if each.seconds < 600 else f"{each.seconds / 60:,.1f}"

@@ -46,12 +46,10 @@ class ScalingPoint:
 
     @property
     def accelerators(self) -> int:
-        """Number of accelerators."""
         return self.machine.accelerators
 
     @property
     def minutes(self) -> float:
-        """Predicted time to train."""
         return self.plan.seconds / 60
 
     def share(self, cause: str) -> float:

@@ -1,9 +1,9 @@
 """Global batch sizes with hyperparameters that have reached the target, and the number of samples that each needed.
 
 Each global batch size has its own learning rate, decay and betas. They come from the recipe, from other recipes, and from
-published closed results whose logs state all of them. Results with warm-up are excluded, because logs do not state when it
-starts, and so are results with weight decay 0, because some logs state 0 instead of the true value. LAMB's epsilon is not in
-the table of results; it is the benchmark's 1e-6.
+published closed results whose logs state all of them. Results with warm-up are excluded, because logs do not state when the
+warm-up starts. Results with weight decay 0 are excluded, because some logs state 0 instead of the true value. LAMB's epsilon
+is not in the table of results; it is the benchmark's 1e-6.
 """
 
 from collections import defaultdict
@@ -20,7 +20,7 @@ from console.text import counted
 
 
 class _Key(NamedTuple):
-    """Hyperparameters that all logs state."""
+    """Global batch size and the hyperparameters that all logs state."""
 
     batch: int
     rate: float

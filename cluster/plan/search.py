@@ -50,7 +50,6 @@ class Candidate:
 
     @property
     def seconds(self) -> float:
-        """Predicted time to train."""
         return self.run.total
 
     @property
@@ -61,8 +60,6 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Refusal:
-    """An infeasible value of a setting, and the reason."""
-
     setting: str
     value: object
     reason: str
@@ -89,7 +86,7 @@ def search(config: Config, work: Work, target: Target) -> Found:
         if _may_be_among_best(each.least_seconds, ranked):
             ranked += search.other_reductions(each)
     ranked.sort(key=lambda candidate: candidate.seconds)
-    # Predicting one step was enough to find the slow ways. Comparing the fast ways takes several steps.
+    # One predicted step was enough to find the slow ways. Several predicted steps are needed to compare the fast ways.
     limit = _REACH * ranked[:BEST][-1].seconds
     ranked = [search.refine(each) if each.seconds <= limit else each for each in ranked]
     ranked.sort(key=lambda candidate: candidate.seconds)
@@ -101,8 +98,6 @@ def _may_be_among_best(least_seconds: float, found: Sequence[Candidate]) -> bool
 
 
 class _Search:
-    """Predictor of all ways to run one recipe on one target."""
-
     def __init__(self, config: Config, work: Work, target: Target) -> None:
         self._config, self._work, self._target = config, work, target
         self.refusals = [Refusal("precision", *missing) for missing in target.missing.items()]
@@ -126,8 +121,8 @@ class _Search:
         """Return candidates for all ways to compute that may be among the best, with the least-memory reduction.
 
         Sharing a copy of the model among ranks only saves memory and reduction time. If sharing among some number of ranks
-        is too slow even with a free reduction, only one way with this number is predicted, to explain in the output why it
-        loses.
+        is too slow even with a free reduction, only one way with this number is predicted. It explains in the output why
+        this number loses.
         """
         found: list[Candidate] = []
         groups = [([tensor], 1) for tensor in self._tensors] + [(self._tensors, each) for each in PIPELINES[1:]]
@@ -172,7 +167,8 @@ class _Search:
                     if precision != "fp8" or pipeline == 1:  # FP8 scales span the whole model
                         reduction = self._reductions[-1]
                         yield schedule, Strategy(batch, 1, precision, reduction, tensor=tensor, pipeline=pipeline)
-            # The largest tensor groups make the fewest copies. If this number does not divide the batch, no other does.
+            # The largest tensor groups make the fewest copies. If the batch does not divide over so few copies, it does not
+            # divide over more copies.
             elif pipeline == 1 and tensor == self._tensors[-1]:
                 reason = "is no multiple of" if batch > copies else "is less than"
                 self.refusals.append(Refusal("batch", batch, f"{reason} {self._target.world_size:,} ranks"))
@@ -245,7 +241,7 @@ class _Search:
                     self._too_many[memory_by] = sequences
                 return None
             step = predict_step(work, strategy, target.rates[precision], steps=1)
-        # The probe may not have measured a collective.
+        # A rate is missing if the probe has not measured a collective.
         except ValueError as error:
             self.refusals.append(
                 Refusal("way", f"{precision} with {strategy.reduction} in {strategy.reduce_dtype}", str(error))
@@ -254,7 +250,7 @@ class _Search:
         return Candidate(schedule, strategy, step, self._run(schedule, strategy, step), memory)
 
     def refine(self, each: Candidate) -> Candidate:
-        """Predict a candidate's times again, this time by going through several whole steps."""
+        """Predict a candidate's times again, from several steps instead of one."""
         step = predict_step(self._work, each.strategy, self._target.rates[each.strategy.precision])
         return replace(each, step=step, run=self._run(each.schedule, each.strategy, step))
 

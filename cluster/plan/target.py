@@ -23,13 +23,9 @@ _SIZED = re.compile(r"([a-z0-9_]+)_(\d+)x(\d+)")
 
 @dataclass(frozen=True)
 class Target:
-    """Ranks to plan for.
+    """Ranks to plan for, with their device's name.
 
-    Attributes:
-        device: name of the device.
-        rates: rates by precision.
-        missing: reason why a precision has no rates, by precision.
-        on_gpu: whether each rank has a device of its own.
+    ``missing`` has the reason for each precision without rates. ``on_gpu`` tells whether each rank has its own device.
     """
 
     device: str
@@ -41,7 +37,6 @@ class Target:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks."""
         return self.nodes * self.ranks_per_node
 
 

@@ -31,7 +31,7 @@ _PERIOD = 61
 
 @dataclass(frozen=True)
 class WrongResult:
-    """A wrong result of a collective on a rank."""
+    """A wrong result of a collective on one rank, with its number of wrong elements."""
 
     operation: Operation
     scope: Scope
@@ -40,9 +40,9 @@ class WrongResult:
 
 
 def measure_collectives(mesh: Mesh, seconds: float) -> tuple[list[Collective], list[WrongResult]]:
-    """Time all collectives in all scopes. All ranks must call this function at the same time, and all get the same result.
+    """Time all collectives in all scopes. All ranks must call this function at the same time, and get the same result.
 
-    Each collective gets an equal part of ``seconds``. The message size grows until the next size would exceed that time.
+    Each collective gets an equal part of ``seconds``. The message size grows until the next size would exceed its part.
     """
     groups = Communicators.create(mesh)
     scopes: dict[Scope, tuple[dist.ProcessGroup | None, list[int]]] = {
@@ -70,7 +70,7 @@ def _times(
     points, wrong, spent, size = [], [], 0.0, _SMALLEST_BYTES
     while size <= _LARGEST_BYTES:
         left, next_one = seconds - spent, _FACTOR * points[-1][1] if points else 0.0
-        # All ranks use the slowest rank's seconds, so they stop at the same size.
+        # `spent` and `points` hold the slowest rank's seconds on all ranks, so all ranks stop at the same size.
         if len(points) >= _FEWEST_SIZES and left < _FEWEST_REPEATS * next_one:
             break
         piece = max(1, size // 4 // len(ranks))

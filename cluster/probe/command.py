@@ -49,7 +49,7 @@ def probe(out: Path, seconds: float = 30.0, limit: float = 60.0) -> int:
         raise ValueError(f"--seconds is {seconds:g} and --limit is {limit:g}, expected at least 1")
     try:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        # The timeout must allow for waiting for the slowest rank.
+        # A rank may have to wait this long for the slowest rank.
         timeout = timedelta(seconds=max(60.0, 4 * seconds))
         mesh = join_mesh(device, timeout, arrival=timedelta(seconds=limit))
         view = _measure(mesh, seconds)
@@ -137,7 +137,7 @@ def _measure(mesh: Mesh, seconds: float) -> View | None:
 
 
 def gather_facts(own: Facts, mesh: Mesh) -> list[Facts]:
-    """Return the facts of all ranks."""
+    """Return the facts of all ranks, which must call this function at the same time."""
     # Pad the content with spaces, because the ranks gather arrays of equal size.
     content = msgspec.json.encode(own).ljust(_FACTS_BYTES)
     rows = gather_numbers(np.frombuffer(bytearray(content), np.uint8), mesh)
@@ -155,7 +155,7 @@ def _schedules(nodes: Sequence[Sequence[int]], every: Sequence[Facts]) -> tuple[
     ]
     # The rounds pair neighbours in this order. Hosts with neighbouring names often share a leaf switch.
     by_name = sorted(nodes, key=lambda ranks: _natural(every[ranks[0]].host.name))
-    # Iterate in reverse, so that the first rank at each card is kept.
+    # The last entry of a key stays in a dictionary, so iterate in reverse to keep the first rank at each card.
     at_cards = [list({every[rank].card: rank for rank in reversed(ranks)}.values())[::-1] for ranks in by_name]
     rails = list(zip(*at_cards, strict=False))
     rounds = rounds_of_pairs(len(by_name))

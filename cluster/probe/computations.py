@@ -1,8 +1,8 @@
 """Timing of a training step's computations, forward and backward, on all ranks at once.
 
 Each kind of computation is timed in a few shapes. The costs of its terms (`cluster.model.computations.TERMS`) are fitted to
-these times. As in a model, several computations of a kind run forward before any of them runs backward. So their inputs have
-left the caches, and memory is allocated and freed in the order of a model.
+these times. As in a model, several computations of a kind run forward before the first of them runs backward. By then, their
+inputs have left the caches. Memory is also allocated and freed in the same order as in a model.
 """
 
 import time
@@ -82,11 +82,10 @@ class Trial:
 
 
 def trials_of(device: torch.device) -> list[Trial]:
-    """Return the computations that are timed on a device."""
     # The CPU's shapes would not fill a GPU.
     factor = 8 if device.type == "cuda" else 1
     dtypes = [torch.float32]
-    # Without native bf16 products this would time an emulation.
+    # Without native bf16 products, PyTorch would emulate them.
     if device.type == "cuda" or torch.ops.mkldnn._is_mkldnn_bf16_supported():
         dtypes.append(torch.bfloat16)
     with device:
@@ -153,7 +152,7 @@ def measure_contention(mesh: Mesh, processors: int, seconds: float) -> Contentio
         # Do the work once, as in a step: a rank that has finished leaves its processors to the other ranks.
         begun.append(work())
         barrier()
-    # Only rank 0's row is used. The other ranks send an array of the same shape.
+    # Only rank 0's row of this gathering is used. The other ranks send any array of the same shape.
     first_T = gather_numbers(np.array(alone if mesh.rank == 0 else together), mesh)[0]
     together_RT, begun_RT = (gather_numbers(np.array(times), mesh) for times in (together, begun))
     times = (first_T, together_RT.mean(axis=0), begun_RT.mean(axis=0), begun_RT.max(axis=0))

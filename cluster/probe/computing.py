@@ -2,7 +2,7 @@
 
 A rate is measured over a window of time and not over single operations, because a rank that shares a processor gets it in
 time slices. Ranks that share a machine's cores take turns, because they would slow each other down. Ranks with their own
-GPU measure at the same time. A turn visits all ranks before the next one begins.
+GPU measure at the same time. Each turn measures on every rank before the next turn begins.
 """
 
 import math
@@ -40,7 +40,6 @@ class Cell:
 
 
 def cells_of(device: torch.device) -> list[Cell]:
-    """Return the operations that are timed on a device to compare ranks."""
     if device.type == "cpu":
         # 32 MiB does not fit a core's cache.
         source, target = torch.ones(2, 8 * 2**20)
@@ -92,10 +91,8 @@ def measure_rates(
 ) -> NDArray[np.float64]:
     """Return this rank's seconds for every turn T and cell C. All ranks must call this function at the same time.
 
-    Args:
-        sharers: ranks that share this rank's cores, including this one.
-        slots: number of sharing ranks that measure at the same time.
-        seconds: approximate duration of the whole measurement.
+    ``sharers`` are the ranks that share this rank's cores, including this rank. ``slots`` of them measure at the same time.
+    The whole measurement takes about ``seconds`` seconds.
     """
     # Every rank must enter the same number of barriers: the number of groups on the machine with the most groups.
     own_groups = math.ceil(len(sharers) / slots)
@@ -107,7 +104,7 @@ def measure_rates(
         cell.action()
     for turn in range(turns):
         for group in range(groups):
-            # Ranks that share cores never measure at the same time.
+            # Ranks of different groups never measure at the same time.
             barrier()
             if group == mine:
                 times_TC[turn] = [time_in_window(cell.action, window, mesh.device) / cell.times for cell in cells]
@@ -115,7 +112,7 @@ def measure_rates(
 
 
 def gather_numbers(own: NDArray[Any], mesh: Mesh) -> NDArray[Any]:
-    """Return the stacked arrays of all ranks, which must have the same shape and type."""
+    """Return the stacked arrays of all ranks, which must have the same shape and type. All ranks must call this function."""
     if mesh.world_size == 1:
         return own[None]
     sent = torch.from_numpy(own).to(mesh.device).reshape(-1)

@@ -41,16 +41,15 @@ class Measured:
 
     @property
     def hosts(self) -> int:
-        """Number of hosts."""
         return max(self.host_of) + 1
 
 
 _Step = Mapping[str, float]
-"""Seconds of a step on a typical device and path, by the quantity that decides them."""
+"""Seconds of a step on a typical device and path, divided among the measured quantities that determine them."""
 
 
 def _outlier(ranks: tuple[int, ...], way: str, quantity: str, judgement: Judgement, place: int, step: _Step) -> Outlier:
-    """Return an outlier that is still named by its kind: "" (rank), "sending", "receiving", "path" or "part"."""
+    """Return an outlier whose name is only its kind so far: "" (rank), "sending", "receiving", "path" or "part"."""
     ratio = float(judgement.ratios[place])
     # Launches (in CUDA graphs) and transfers (hidden by computation) add no time to a step.
     share = (ratio - 1) * step.get(quantity.split()[0], 0.0) / sum(step.values())
@@ -161,14 +160,14 @@ def _slow_paths(
         judgement = judge(parts.rest_TE, comparisons, chance, fitted=fitted)
         for e in np.flatnonzero(judgement.is_outlier):
             pair = (int(paths.source_E[e]), int(paths.target_E[e]))
-            # After subtracting the ends' shares, name a path with a slow end only if its ratio exceeds that end's ratio.
+            # Name a path with a slow end only if the path is even slower, after subtracting the shares of its ends.
             if judgement.ratios[e] > max(slow.get(rank, 1.0) for rank in pair):
                 found.append(_outlier(pair, "path", quantity, judgement, int(e), step))
     return found
 
 
 def _is_explained(each: Outlier, slow: dict[int, Outlier]) -> bool:
-    """Tell whether a slow rank explains a slow path, because its processor handles the messages."""
+    """Tell whether a path is slow only because a slow rank's processor handles its messages."""
     ratios = [slow[rank].ratio for rank in each.ranks if rank in slow]
     return bool(ratios) and (each.quantity == "latency" or each.ratio <= _AS_SLOW * max(ratios))
 

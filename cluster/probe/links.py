@@ -1,4 +1,4 @@
-"""Latency and bandwidth of paths between ranks. Many pairs of ranks communicate at once, but no rank has two partners.
+"""Latency and bandwidth of paths between ranks. Many pairs communicate at once, each rank with one partner at a time.
 
 Bandwidth is measured in one direction at a time on the receiver's clock, over the last three quarters of a message. This
 excludes latency, the sender's start time, and data that buffers and traffic shapers pass immediately. Latency is half of
@@ -87,8 +87,6 @@ def _run(*operations: dist.P2POp) -> None:
 
 
 class _Messages:
-    """Message buffers, and methods to exchange messages with another rank."""
-
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
         self._largest = _LARGEST_BYTES[mesh.device.type]
@@ -172,6 +170,6 @@ class _Messages:
             start = time.perf_counter()
             other[0].wait()
             end = time.perf_counter()
-            # A receiver that wakes up late finds that all data has arrived. Then use the time of the whole message.
+            # If the receiver wakes up late, all data has arrived already. Then estimate from the time of the whole message.
             seconds = max(end - start, 0.75 * (end - begin) / 2)
         return max(seconds, 1e-9) / (size - size // 4)

@@ -14,7 +14,7 @@ import psutil
 from bert.parallel.launch import scontrol_show
 from cluster.view import Host
 
-if TYPE_CHECKING:  # avoids importing PyTorch to name a processor
+if TYPE_CHECKING:  # `cluster.tuning.choice` uses this module without PyTorch
     from bert.parallel.mesh import Mesh
 
 _MOST_CARDS = 16
@@ -33,7 +33,6 @@ class Facts:
 
 
 def facts_of(mesh: "Mesh") -> Facts:
-    """Collect the facts about this rank."""
     sys = Path("/sys")
     cards = network_cards(sys)
     if mesh.device.type == "cuda":

@@ -1,7 +1,7 @@
 """Schedule of the node pairs whose paths are measured, in rounds in which each node has at most one partner.
 
-The nodes form a circle, and each round has pairs at one distance. The distances are the powers of two and ``SAMPLED``
-others. A distance takes two rounds, or three if the steps of this distance visit an odd number of nodes, or one if it is
+The nodes form a circle, and each round has pairs at one distance. The distances are the powers of two and ``SAMPLED`` more.
+Usually a distance takes two rounds. It takes three if steps of this distance visit an odd number of nodes, and one if it is
 half of the circle. Among up to 8 nodes every pair is measured. A node has 13 partners among 32 nodes, and 27 among 4,096.
 
 These pairs suffice to judge each node's own link, because all nodes have the same number of partners, and to find leaf

@@ -33,7 +33,6 @@ class Calibration:
     """Parameters of the cost model, fitted to published results.
 
     Attributes:
-        parameters: Values by name.
         covariance: Covariance of the parameters, in their order.
         models: Accelerator models among the results.
         known, unknown: Bounds of log(observed / predicted time), in units of `spread`, that contain `INTERVAL` of the
@@ -49,7 +48,7 @@ class Calibration:
     source: str
 
     def interval(self, run: TimedRun) -> tuple[float, float]:
-        """Return a low and a high factor: the share `INTERVAL` of results lies between low and high times the prediction."""
+        """Return two factors of the predicted time. A share `INTERVAL` of results lies between the two products."""
         low, high = self.bounds(run.machine.device.model in self.models, spread(self, run))
         return math.exp(low), math.exp(high)
 
@@ -74,7 +73,7 @@ def spread(calibration: Calibration, run: TimedRun) -> float:
     moved = ({**calibration.parameters, name: value + step} for name, value in calibration.parameters.items())
     slopes = np.array([(log_time(each) - base) / step for each in moved])
     variance = float(slopes @ np.array(calibration.covariance) @ slopes)
-    # If no result has this chip, only the prior of the chip's own parameter is known.
+    # If no result has this model, the chip's own parameter adds the uncertainty of its prior.
     if run.machine.device.model not in calibration.models:
         variance += CHIP.deviation**2
     return math.sqrt(variance + TIME_SCALE**2 + SAMPLES_SCALE**2)
@@ -94,7 +93,7 @@ def fit(
     mean = np.array([prior_of(name).mean for name in names])
     deviation = np.array([prior_of(name).deviation for name in names])
     alike = Counter(result.kind for result in observed)
-    # The squares of n equal results are summed, so a factor n ** -0.25 gives them the total weight of n ** 0.5 results.
+    # The loss sums squares, so a factor n ** -0.25 gives n equal results the total weight of n ** 0.5 results.
     weighted = [(result, alike[result.kind] ** -0.25) for result in observed]
 
     def residuals(x: np.ndarray) -> np.ndarray:
@@ -131,7 +130,7 @@ class Held:
 
     Attributes:
         seconds: Predicted time.
-        spread: Standard deviation of the logarithm of the time.
+        spread: Standard deviation of the logarithm of the predicted time.
         model_seen, scale_seen: Whether the fit had results with this accelerator, and with this number of accelerators.
     """
 
@@ -147,7 +146,6 @@ class Held:
         return math.log(self.result.seconds / self.seconds)
 
     def is_inside(self, calibration: Calibration) -> bool:
-        """Tell whether the result lies in the prediction's interval."""
         low, high = calibration.bounds(self.model_seen, self.spread)
         return low <= self.deviation <= high
 
@@ -182,7 +180,7 @@ def calibrate() -> tuple[Calibration, dict[str, list[Held]]]:
     validation = {name: held_out(group, parameters) for name, group in GROUPS.items()}
     seen = [held for name in ("submitter", "scale") for held in validation[name] if held.model_seen]
     known, unknown = _quantiles(seen), _quantiles(validation["accelerator"])
-    # A test compares this digest with the table's, to detect a fit that is older than its data.
+    # Comparing this digest with the table's detects a fit that is older than its data.
     source = hashlib.sha256(TABLE.read_bytes()).hexdigest()
     return Calibration(parameters, covariance, _models(results()), known, unknown, source), validation
 
@@ -200,5 +198,4 @@ def _quantiles(held: Iterable[Held]) -> tuple[float, float]:
 
 @lru_cache
 def calibration() -> Calibration:
-    """Return the shipped calibration."""
     return msgspec.json.decode(CALIBRATION.read_bytes(), type=Calibration)

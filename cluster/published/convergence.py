@@ -26,10 +26,10 @@ SEQUENCES_PER_GB = 1.2
 """Sequences of a 16-bit micro-batch that fit per GB of memory, from published runs with 24 to 80 GB."""
 
 TUNED_ACCELERATORS = 256
-"""Number of accelerators from which even round v2.0 used recipes that were tuned for the run."""
+"""Scale of the decay of the old recipes' effect. Runs on more accelerators had tuned recipes even in round v2.0."""
 
 LONG_RUN_MINUTES = 17
-"""Time to train of eight A100, for which the widely copied recipes were made."""
+"""Time to train on eight A100s. The recipes that many submitters copied were made for eight A100s."""
 
 
 def log_samples(
@@ -52,7 +52,7 @@ def log_samples(
 
 
 def _line(points: Sequence[tuple[float, float]], x: float) -> float:
-    """Interpolate linearly: constant before the first point; beyond the last point, the line through the last two."""
+    """Interpolate linearly. Values are constant before the first point, and the last segment continues beyond its end."""
     if x <= points[0][0]:
         return points[0][1]
     at = min(bisect_left(points, (x,)), len(points) - 1)

@@ -3,8 +3,8 @@
 A step consists of the time of its sequences on a device, a constant cost per micro-batch, the gradient's reduction, and the
 update. A sequence takes the time of its matrix products at a share of the peak rate plus its memory traffic, and at least
 its energy divided by the device's power. The reductions inside and between nodes form one pipeline, whose slower half
-determines the time. Published runs do not tell how much reduction the backward pass hides, so the link efficiency includes
-this overlap.
+determines the time. Published runs do not tell how much of the reduction the backward pass hides, so the link efficiency
+includes this overlap.
 """
 
 import re
@@ -49,7 +49,7 @@ LARGEST_BATCH = 8 * REFERENCE_POINTS[-1][0]
 """Limit that catches typing errors. It is far above every batch size that has converged."""
 
 SWITCHED = 8
-"""Number of devices per node from which a board has PCIe switches."""
+"""Boards with at least this many devices have PCIe switches."""
 
 ROUND = re.compile(r"v[0-9]\.[0-9]")
 """Name of a round of MLPerf Training."""
@@ -59,14 +59,10 @@ OLD_ROUNDS = ("v0.5", "v0.6", "v0.7", "v1.0", "v1.1", "v2.0")
 
 @dataclass(frozen=True)
 class TimedRun:
-    """A run whose time is predicted.
+    """A run whose time is predicted, with its global batch size.
 
-    Attributes:
-        batch: Global batch size.
-        round: Round of MLPerf Training whose software the run uses, such as "v2.1"; None for the newest.
-
-    Raises:
-        ValueError: the batch is below the number of devices or above `LARGEST_BATCH`, or the round is malformed.
+    ``round`` is the round of MLPerf Training whose software the run uses, such as "v2.1"; None for the newest. Raises
+    ``ValueError`` if the batch is below the number of devices or above `LARGEST_BATCH`, or if the round is malformed.
     """
 
     machine: Machine
@@ -121,7 +117,7 @@ def run_time(
     samples = samples or exp(log_samples_needed(p, run, step))
     sequences = run.batch / run.machine.accelerators
     sequence = (step["matrix"] + step["memory"] + step["power"]) / sequences
-    # Sequences are distributed evenly, so the device with one sequence more than the others decides.
+    # Sequences are distributed evenly. The devices that get one sequence more than the others decide.
     evaluation = FORWARD_SHARE * (ceil(EVALUATION_SEQUENCES / run.machine.accelerators) * sequence + step["launch"])
     evaluations = samples / evaluation_interval(run.batch)
     once = {"evaluation": evaluations * evaluation, "start": exp(p["start"])}
@@ -161,7 +157,6 @@ def step_parts(p: Parameters, run: TimedRun) -> dict[str, float]:
 
 
 def update_bytes_per_s(device: Device) -> float:
-    """Return the memory bandwidth that LAMB reaches on a device."""
     return UPDATE_EFFICIENCY * device.memory_gb_s * 1e9
 
 

@@ -10,7 +10,7 @@ MOST_ACCELERATORS = 1 << 20
 """Limit that catches typing errors. No cluster has this many accelerators."""
 
 _GBIT_S = {"XDR": 800, "NDR": 400, "HDR100": 100, "HDR": 200, "EDR": 100, "E810": 100}
-"""Rate of a port, by the product name that implies it."""
+"""Rate of a port in Gbit/s, by the product name that implies the rate."""
 
 _MOST_PORTS = 64
 
@@ -36,7 +36,6 @@ class Machine:
 
     @cached_property
     def accelerators(self) -> int:
-        """Number of devices in all nodes."""
         return self.nodes * self.per_node
 
     @cached_property

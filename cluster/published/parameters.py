@@ -13,7 +13,7 @@ Parameters = Mapping[str, float]
 
 @dataclass(frozen=True)
 class Prior:
-    """Prior normal distribution of a parameter, before any result is seen, and the meaning of the parameter."""
+    """Normal distribution of a parameter before any result is seen, and the meaning of the parameter."""
 
     mean: float
     deviation: float
@@ -56,10 +56,8 @@ CHIP = Prior(0.0, 0.08, "speed of a chip relative to all of the above")
 
 
 def chip_parameter(chip: str) -> str:
-    """Return the name of a chip's own parameter."""
     return f"chip_{chip}"
 
 
 def prior_of(name: str) -> Prior:
-    """Return the prior of a parameter."""
     return PRIORS.get(name, CHIP)

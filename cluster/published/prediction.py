@@ -46,7 +46,6 @@ class Prediction:
 
 
 def predict(run: TimedRun) -> Prediction:
-    """Predict the time to train of a run."""
     time = run_time(calibration().parameters, run)
     low, high = calibration().interval(run)
     return Prediction(run, time, time.total / 60 * low, time.total / 60 * high, _extrapolates(run), nearest(run))
@@ -69,7 +68,7 @@ def machine_of(view: View) -> Machine:
     if not links:
         return machine
     gbit_s = 8e-9 / statistics.median(link.seconds_per_byte for link in links)
-    # The model applies this efficiency to nominal rates; a measured rate already includes it.
+    # The model multiplies nominal rates by this efficiency, which a measured rate already includes.
     nominal = gbit_s / math.exp(calibration().parameters["network_efficiency"])
     ports = len({(rank.host, rank.card) for rank in view.ranks}) // len(view.hosts)
     return replace(machine, network=Network(max(1, ports), nominal))
@@ -106,7 +105,6 @@ def as_document(prediction: Prediction) -> dict[str, object]:
 
 
 def as_lines(prediction: Prediction) -> list[str]:
-    """Return a prediction as lines of text."""
     run, machine, time = prediction.run, prediction.run.machine, prediction.time
     minutes, low, high = map(minutes_in_digits, (prediction.minutes, prediction.low, prediction.high))
     lines = [

@@ -16,7 +16,7 @@ from console.processes import Output, run
 from console.program import say
 
 GAIN = 0.01
-"""Share of the default's time that a choice must save even in its worst comparison."""
+"""Share of the default's time that a choice must save, even if its slowest run is compared with the default's fastest."""
 _CONFIRMATIONS = 2
 _FIRST_STEPS, _FEWEST_STEPS = 12, 8
 _INTERVALS = 4
@@ -79,7 +79,7 @@ def tune(recipe: str, settings: tuple[str, ...], seconds: float) -> None:
 
 
 def is_faster(times: list[float], default: list[float]) -> bool:
-    """Tell whether there are enough times, and all are shorter by `GAIN` than all times of the default."""
+    """Tell whether there are enough times, and all times are shorter by `GAIN` than every time of the default."""
     return len(times) > _CONFIRMATIONS and max(times) < (1 - GAIN) * min(default)
 
 
@@ -132,7 +132,7 @@ def _complaint(done: Output) -> str:
 
 
 def layouts(default: TunedRun, batch: int, cores: int) -> list[TunedRun]:
-    """Return alternatives to the default, on all cores and on half of them. The processes must divide the batch evenly."""
+    """Return alternatives to the default, on all cores and on half of them. Their processes divide the batch evenly."""
     counts = [2**power for power in range(cores.bit_length()) if batch % 2**power == 0]
     every = [TunedRun(count, cores // used // count) for used in (1, 2) for count in counts if cores // used >= count]
     return [each for each in dict.fromkeys(every) if each != default]

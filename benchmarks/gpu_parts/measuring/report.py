@@ -1,4 +1,4 @@
-"""The rows of a part, the part's file, and the table of all parts that is printed last.
+"""Rows that a part measures, the file of a part, and the table of all parts that is printed last.
 
 The file is rewritten after every row, so that no row is lost if the part is cut off. This module does not import PyTorch,
 because the process that starts and ends the parts also writes these files.
@@ -12,10 +12,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 CUT_OFF = "cut off"
-"""Error in the file of a part that still runs. It stays there if the part is killed."""
+"""Value of the field ``error`` while a part runs. It remains in the file if the part is killed."""
 
 _COLUMNS = ("part", "what", "ms", "figure", "", "of ceiling", "x peer", "note")
-# Columns fit the longest usual cell. Longer cells are cut, so that a row fits into a terminal.
+# Width of each column, which fits the usual cells. Longer cells are cut, so that a row fits into a terminal.
 _WIDEST = (13, 58, 9, 9, 18, 10, 6, 62)
 
 _OWN_PACKAGES = ("benchmarks", "bert", "dataloading", "kernels")
@@ -82,7 +82,7 @@ class PartReport:
             return cls(path, {"part": path.stem})
         found = json.loads(path.read_text(encoding="utf-8"))
         rows = [Figure(**row) for row in found.pop("rows")]
-        # `complete` follows from `error`. It is written only for people who read the file.
+        # `complete` follows from `error`, and is in the file only for people who read it.
         del found["complete"]
         state = {name: found.pop(name) for name in ("measuring", "error", "took")}
         return cls(path, found, rows=rows, **state)
@@ -94,11 +94,9 @@ class PartReport:
 
     @property
     def failures(self) -> list[Figure]:
-        """The rows that are wrong or could not be measured."""
         return [row for row in self.rows if row.failed]
 
     def row(self, name: str) -> Figure | None:
-        """Return the row with this name, if any."""
         return next((row for row in self.rows if row.name == name), None)
 
     def add(self, *rows: Figure, quiet: bool = False) -> None:
@@ -111,9 +109,10 @@ class PartReport:
             print(f"{self.path.stem}: {text(row)}", flush=True)
 
     def attempt(self, name: str, measure: Callable[[], Figure | None]) -> Figure | None:
-        """Add the row that ``measure`` returns. If ``measure`` fails, add a row with the reason instead of raising an error.
+        """Add and return the row that ``measure`` returns. If ``measure`` raises an error, the row has the reason.
 
-        Returns the row. A row that an earlier process of this part has tried is not measured again.
+        A row that an earlier process of this part has tried is not measured again. Raises ``DeviceLostError`` if the device
+        no longer responds.
         """
         if found := self.row(name):
             return found
@@ -129,7 +128,7 @@ class PartReport:
             self.settle()
         except DeviceLostError as error:
             self.measuring = None
-            # Record the row that lost the device as failed before the process ends.
+            # This process ends now, so record that the row has failed.
             self.add(row if row and row.failed else Figure(name, note=f"failed: {first_line(error)}"))
             raise
         self.measuring = None
@@ -143,9 +142,9 @@ class PartReport:
         self.write()
 
     def write(self) -> None:
-        """Replace the file atomically: a reader finds either the old or the new content, even if this process is killed."""
+        """Replace the file atomically: even if this process is killed, the file has either the old or the new content."""
         now = time.monotonic()
-        # Add the seconds since the last write, so that the times of several processes of a part add up.
+        # Add the seconds since the previous write, so that the times of several processes of a part add up.
         self.took, self._since = self.took + now - self._since, now
         figures = {
             **self.about,
@@ -156,20 +155,18 @@ class PartReport:
             "rows": [{name: _json_value(value) for name, value in asdict(row).items()} for row in self.rows],
         }
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        # Renaming a temporary file is atomic.
         aside = self.path.with_name(f".{self.path.name}.partial")
         aside.write_text(json.dumps(figures, indent=1, allow_nan=False) + "\n", encoding="utf-8")
         aside.replace(self.path)
 
 
 def first_line(error: BaseException) -> str:
-    """Return an error's type and the start of its message."""
+    """Return an error's type and the start of its message. A ``NotUsableError`` is described by its message alone."""
     message = str(error).strip().partition("\n")[0][:200]
     return message if isinstance(error, NotUsableError) else f"{type(error).__name__}: {message}"
 
 
 def text(row: Figure) -> str:
-    """Format a row as one line."""
     cells = [row.name]
     if row.milliseconds is not None:
         cells.append(f"{number(row.milliseconds)} ms")
@@ -183,17 +180,15 @@ def text(row: Figure) -> str:
 
 
 def number(value: float | None) -> str:
-    """Format a number with four digits."""
     return "" if value is None else f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}"
 
 
 def percent(value: float | None) -> str:
-    """Format a fraction as a percentage."""
     return "" if value is None else f"{100 * value:.1f} %"
 
 
 def _kind(error: Exception) -> str:
-    """Describe an error: an import error means that a library is missing, unless it is a module of this repository."""
+    """Return "not usable here" if an external library is missing or cannot be used, and "failed" for any other error."""
     of_this_repository = (getattr(error, "name", None) or "").startswith(_OWN_PACKAGES)
     absent = isinstance(error, NotUsableError) or (isinstance(error, ImportError) and not of_this_repository)
     return "not usable here" if absent else "failed"

@@ -27,8 +27,6 @@ from dataloading.shards.samples import Samples
 
 @dataclass(frozen=True)
 class Scale:
-    """Sizes of the measurements."""
-
     model: ModelConfig
     sequences: int
     """Sequences of one micro-batch."""
@@ -40,45 +38,39 @@ class Scale:
     """Bytes of the large copy."""
     parity_steps: int
     parity_sequences: int
+    """Steps of each run whose losses are compared, and sequences of each step."""
 
 
-# FULL has 96 sequences per micro-batch, 10 repeats, a matrix product of size 8192, a copy of 2 GiB, and 200 steps of 16
-# sequences for the losses.
 FULL = Scale(ModelConfig(), 96, 10, 8192, 2**31, 200, 16)
 TINY = Scale(ModelConfig(2, 64, 2, 128, 500, 64), 4, 1, 64, 2**16, 3, 4)
 
 
 @dataclass(frozen=True)
 class Context:
-    """Device, scale and report of a part."""
-
     device: torch.device
     scale: Scale
     report: PartReport
 
     @property
     def tiny(self) -> bool:
-        """Whether the scale is tiny, which only shows that the code runs."""
+        """Whether the scale is tiny. Such figures only show that the code runs."""
         return self.scale is TINY
 
     @property
     def on_gpu(self) -> bool:
-        """Whether the device is a GPU. On a CPU, a run only shows that the code works."""
         return self.device.type == "cuda"
 
     @property
     def low_precision(self) -> torch.dtype:
-        """The low-precision type: bf16, or fp32 for the tiny scale on a CPU."""
         return torch.bfloat16 if self.on_gpu or not self.tiny else torch.float32
 
     @property
     def mesh(self) -> Mesh:
-        """A mesh of one rank on the device."""
         return Mesh(0, 1, 0, self.device)
 
     @cached_property
     def _weights(self) -> dict[str, Tensor]:
-        """Initial weights, drawn once a process and kept on the host to save device memory."""
+        """Initial weights, drawn once in each process and kept on the host to save device memory."""
         recipe = RECIPES["h100_1x1"]()
         config = replace(recipe, model=self.scale.model, log=replace(recipe.log, division="open"))
         model = draw_model(config, self.mesh, seed=0)
@@ -106,14 +98,14 @@ def wikipedia_lengths(sequences: int, longest: int) -> NDArray[np.int64]:
     """Return quantiles of Wikipedia's lengths, [sequences], longest first."""
     length, count = length_counts()
     below = np.cumsum(count) / count.sum()
-    # Quantiles are used because the lengths of a small random batch, and so the figures, would vary.
+    # Random lengths of a small batch would vary with the seed, and so would the figures.
     quantiles = (np.arange(sequences) + 0.5) / sequences
-    # The loader also returns the longest sample first.
+    # The longest length is first, as in batches of the loader.
     return np.clip(length[np.searchsorted(below, quantiles)][::-1], 3, longest)
 
 
 def samples_of(scale: Scale, sequences: int, seed: int = 0) -> Samples:
-    """Draw samples of random tokens with Wikipedia's lengths."""
+    """Draw samples of random tokens. Their lengths are quantiles of Wikipedia's lengths, longest first."""
     lengths = wikipedia_lengths(sequences, scale.model.max_position_embeddings)
     return synthetic_samples(lengths, scale.model.vocab_size, seed)
 
@@ -122,7 +114,6 @@ def micro_batches(context: Context, sequences: int, count: int, seed: int = 0, *
     """Return a global batch of ``count`` micro-batches on the device. ``padded`` pads each of them to its shape bucket."""
     batches = []
     for index in range(count):
-        # Each micro-batch has different samples.
         samples = samples_of(context.scale, sequences, seed + index)
         longest = context.scale.model.max_position_embeddings
         sizes = len(samples.input_ids), sequences, len(samples.masked_lm_ids), longest
@@ -133,7 +124,7 @@ def micro_batches(context: Context, sequences: int, count: int, seed: int = 0, *
 
 
 def training_flop(model: ModelConfig, batch: Batch) -> float:
-    """Return the model FLOP of a training step on an unpadded micro-batch, which is three times the forward pass's FLOP."""
+    """Return the model FLOP of a training step on an unpadded micro-batch: three times the FLOP of the forward pass."""
     hidden, layers = model.hidden_size, model.num_hidden_layers
     lengths = batch.cu_seqlens.diff().double()
     # Matrix products of the layers: query, key, value, output, and two in the feed-forward block.

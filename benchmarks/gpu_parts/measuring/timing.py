@@ -49,7 +49,7 @@ def measured(
 
 
 def _in_a_row(work: Callable[[], object], repeats: int) -> list[float]:
-    # Creating events takes time on the host, so they are made before the loop.
+    # The host takes time to create events, so create them before the loop.
     events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
     # The first measurement must not include work that was queued before.
     torch.cuda.synchronize()
@@ -57,7 +57,7 @@ def _in_a_row(work: Callable[[], object], repeats: int) -> list[float]:
         start.record()
         work()
         stop.record()
-    # Synchronizing after each call would empty the queue.
+    # Synchronize only once, because the device would wait for the host after each synchronization.
     torch.cuda.synchronize()
     return [start.elapsed_time(stop) / 1e3 for start, stop in events]
 
@@ -87,11 +87,7 @@ def release(device: torch.device) -> None:
 
 
 def settle(device: torch.device) -> None:
-    """Clean up the device after a measurement.
-
-    Raises:
-        DeviceLostError: the device no longer responds to this process.
-    """
+    """Clean up the device after a measurement. Raises ``DeviceLostError`` if it no longer responds to this process."""
     if device.type == "cuda":
         try:
             torch.cuda.set_stream(torch.cuda.default_stream(device))  # a failed capture leaves its stream current
@@ -102,5 +98,4 @@ def settle(device: torch.device) -> None:
 
 
 def device_name(device: torch.device) -> str:
-    """Return the device's name, such as ``NVIDIA H100 80GB HBM3``."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
