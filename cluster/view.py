@@ -81,7 +81,7 @@ class Collective:
 class ComputationTime:
     """Mean time of one kind of computation, forward and backward, while all ranks compute.
 
-    ``counts`` has a count for each cost term of the kind, in the order of ``cluster.model.computations.TERMS``.
+    ``counts`` has a count for each cost term of the kind, in the order of ``cluster.model.work.TERMS``.
     """
 
     kind: str

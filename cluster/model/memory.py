@@ -14,8 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bert.configuration.sections import ModelConfig, Precision, Recompute
-from cluster.model.shares import ModelShare, hidden_bytes, model_shares, under_way
-from cluster.model.strategy import Strategy
+from cluster.model.strategy import ModelShare, Strategy, hidden_bytes, model_shares, under_way
 from cluster.model.work import MicroBatches, Work
 
 _STEPS = 16

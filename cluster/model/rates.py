@@ -15,8 +15,8 @@ from scipy.optimize import nnls
 
 from bert.configuration.sections import ParallelConfig
 from bert.parallel.mesh import require_whole_copies
-from cluster.model.computations import TERMS, Computation, Count
 from cluster.model.strategy import BUCKET_BYTES
+from cluster.model.work import TERMS, Computation, Count
 from cluster.published.calibration import calibration
 from cluster.published.cost_model import (
     FP8_SHARE,
@@ -41,7 +41,7 @@ ACCESSES = {"attention": 8.0, "norm": 10.0, "gelu": 5.0, "embedding": 8.0, "loss
 
 SEQUENCE_BYTES, LAUNCHES = 599_294_086, 1406
 """Bytes of memory traffic of a BERT-Large sequence, without matrix products and averaged over Wikipedia's lengths, and
-number of kernel launches of a micro-batch. Both follow from `cluster.model.computations` if an access moves 2 bytes, a
+number of kernel launches of a micro-batch. Both follow from `cluster.model.work` if an access moves 2 bytes, a
 product takes 6 launches, and any other computation takes 8."""
 
 Costs = Mapping[str, tuple[float, ...]]

@@ -15,12 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bert.configuration.sections import ModelConfig, ParallelConfig, Precision
-from cluster.model.computations import REPEATED, Computation, Count, parts_of
 from cluster.model.rates import Rates
-from cluster.model.shares import ModelShare, hidden_bytes, model_shares
-from cluster.model.strategy import Strategy
+from cluster.model.strategy import ModelShare, Strategy, hidden_bytes, model_shares
 from cluster.model.timeline import Ends, Message, Piece, run
-from cluster.model.work import MicroBatches, Work
+from cluster.model.work import REPEATED, Computation, Count, MicroBatches, Work, parts_of
 from cluster.published.calibration import calibration
 from cluster.published.convergence import log_samples
 from cluster.published.cost_model import FORWARD_SHARE, RunTime

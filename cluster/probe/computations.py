@@ -1,6 +1,6 @@
 """Timing of a training step's computations, forward and backward, on all ranks at once.
 
-Each kind of computation is timed in a few shapes. The costs of its terms (`cluster.model.computations.TERMS`) are fitted to
+Each kind of computation is timed in a few shapes. The costs of its terms (`cluster.model.work.TERMS`) are fitted to
 these times. As in a model, several computations of a kind run forward before the first of them runs backward. By then, their
 inputs have left the caches. Memory is also allocated and freed in the same order as in a model.
 """
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from bert.parallel.collectives import agreed_integer, barrier
 from bert.parallel.mesh import Mesh
-from cluster.model.computations import linear
+from cluster.model.work import linear
 from cluster.probe.computing import gather_numbers, time_in_window
 from cluster.view import ComputationTime, Contention
 from dataloading.batches.loader import batch_of

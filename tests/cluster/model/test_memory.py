@@ -23,8 +23,7 @@ from bert.parallel.pipeline.stages import PipelineModel
 from bert.parallel.tensor.shards import TensorParallel
 from bert.products.recompute import recomputation
 from cluster.model.memory import held_by_rank, kept_by_forward, memory_of_rank
-from cluster.model.shares import hidden_bytes, model_shares, under_way
-from cluster.model.strategy import Strategy
+from cluster.model.strategy import Strategy, hidden_bytes, model_shares, under_way
 from cluster.model.work import Work
 from dataloading.batches.loader import Batch, batch_of
 from dataloading.batches.synthetic import synthetic_samples
