@@ -54,9 +54,8 @@ def _predict(
         cluster: File that `probe` wrote. It replaces the options that describe the machines.
         json: Print one JSON document.
     """
-    from cluster.devices import device_named
+    from cluster.devices import describe_machine, device_named
     from cluster.published.cost_model import TimedRun
-    from cluster.published.machine import describe_machine
     from cluster.published.prediction import as_document, as_lines, machine_of, predict, usual_run
 
     if cluster is not None:

@@ -1,19 +1,28 @@
-"""Data-sheet facts of accelerators, and a lookup that finds the accelerator by any of its names.
+"""Data-sheet facts of accelerators, a lookup that finds the accelerator by any of its names, and machines of accelerators.
 
 Names come from drivers ("NVIDIA H100 80GB HBM3"), from system descriptions ("NVIDIA A100-SXM4-80GB (400W)") and from people
-("h100-sxm"). The model name selects the candidates; form factor and memory size choose among them.
+("h100-sxm"). The model name selects the candidates; form factor and memory size choose among them. A machine's links and
+network are parsed from the free text of a system description.
 """
 
 import difflib
 import re
 import tomllib
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 
 from compliance.log.accelerator import MAX_NAME, form
 
 TABLE = Path(__file__).with_name("devices.toml")
+
+MOST_ACCELERATORS = 1 << 20
+"""Limit that catches typing errors. No cluster has this many accelerators."""
+
+_GBIT_S = {"XDR": 800, "NDR": 400, "HDR100": 100, "HDR": 200, "EDR": 100, "E810": 100}
+"""Rate of a port in Gbit/s, by the product name that implies the rate."""
+
+_MOST_PORTS = 64
 
 
 @dataclass(frozen=True)
@@ -69,3 +78,82 @@ def device_named(name: str) -> Device:
     memory = re.search(r"(\d{2,3}) ?GB\b", words)
     # Choose the nearest memory size because names round it in different ways.
     return min(alike, key=lambda device: abs(device.memory_gb - int(memory[1]))) if memory else alike[0]
+
+
+@dataclass(frozen=True)
+class Network:
+    """Network ports of a node, with the one-way rate of each. ``is_assumed`` is set if the description names no ports."""
+
+    ports: int
+    gbit_s: float
+    is_assumed: bool = False
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A machine of equal nodes with equal devices. ``is_bridged`` is set if bridges join pairs of cards."""
+
+    device: Device
+    nodes: int
+    per_node: int
+    is_bridged: bool
+    network: Network
+
+    @cached_property
+    def accelerators(self) -> int:
+        return self.nodes * self.per_node
+
+    @cached_property
+    def group(self) -> int:
+        """Number of devices joined by the fast link: the devices of a node, or of a rack if the link reaches that far."""
+        return min(self.accelerators, max(self.per_node, self.device.link_domain or 0))
+
+    @cached_property
+    def groups(self) -> int:
+        """Number of groups. Only the network connects groups, and the last group may be smaller."""
+        return -(-self.accelerators // self.group)
+
+
+def describe_machine(
+    device: Device, nodes: int, per_node: int, interconnect: str = "", networking: str = ""
+) -> Machine:
+    """Return a machine, given its numbers and two texts in the words of MLPerf's system descriptions.
+
+    ``interconnect`` describes the links within a node, such as "NVLINK BRIDGE". ``networking`` describes the network between
+    nodes, such as "Compute: 8x ConnectX-7 IB NDR 400Gb/s, Management: ...".
+
+    Raises ``ValueError`` if a number is out of range.
+    """
+    for name, value in (("nodes", nodes), ("GPUs per node", per_node), ("GPUs in all", nodes * per_node)):
+        if not 0 < value <= MOST_ACCELERATORS:
+            raise ValueError(f"{name}: {value:,}, expected 1 to {MOST_ACCELERATORS:,}")
+    is_bridged = device.bridge_gb_s is not None and re.search(r"nvlink|bridge", interconnect, re.I) is not None
+    return Machine(device, nodes, per_node, is_bridged, _network(networking) or _usual_network(device, per_node))
+
+
+def _network(text: str) -> Network | None:
+    """Parse the ports that carry training traffic: the ports labelled Compute, or else the fastest ports."""
+    text = text[:1000]  # the text is untrusted, and no real description is longer
+    if compute := re.search(r"Compute\s*:?(.*?)(?:Management|Storage|$)", text, re.S):
+        text = compute[1]
+    parts = [part for part in re.split(r"[,;+]", text) if not re.search("Management|Storage", part)]
+    found = [network for part in parts if (network := _ports(part))]
+    # Compare total rates, because eight slow ports may carry more than one fast port.
+    return max(found, key=lambda network: network.ports * network.gbit_s, default=None)
+
+
+def _ports(part: str) -> Network | None:
+    """Parse ports of one kind, such as "8x ConnectX-6 IB HDR 200Gb/Sec" or "1x ConnectX-5 IB EDR"."""
+    count = re.search(r"\b(\d{1,3}) ?x(?![a-z])", part)
+    ports = min(max(int(count[1]), 1), _MOST_PORTS) if count else 1
+    if rate := re.search(r"(?<!\d)(\d{1,4}) ?G(?:b|B|igabit|\b)", part):
+        return Network(ports, float(rate[1])) if int(rate[1]) else None
+    named = next((rate for word, rate in _GBIT_S.items() if re.search(rf"\b{word}\b", part)), None)
+    return Network(ports, named) if named else None
+
+
+def _usual_network(device: Device, per_node: int) -> Network:
+    """Assume one port of the device's generation per SXM or OAM module, or one 100 Gbit/s port for a node of cards."""
+    if device.form in ("PCIe", "NVL", "CPU"):
+        return Network(1, 100, is_assumed=True)
+    return Network(per_node, 200 if device.year <= 2020 else 400, is_assumed=True)

@@ -15,6 +15,7 @@ from scipy.optimize import nnls
 
 from bert.configuration.sections import ParallelConfig
 from bert.parallel.mesh import require_whole_copies
+from cluster.devices import Machine
 from cluster.model.strategy import BUCKET_BYTES
 from cluster.model.work import TERMS, Computation, Count
 from cluster.published.calibration import calibration
@@ -30,7 +31,6 @@ from cluster.published.cost_model import (
     sequence_time,
     update_bytes_per_s,
 )
-from cluster.published.machine import Machine
 from cluster.view import Collective, Operation, Scope, View
 
 LINEAR_FLOPS = 6.0

@@ -20,8 +20,7 @@ from cluster.model.strategy import ModelShare, Strategy, hidden_bytes, model_sha
 from cluster.model.timeline import Ends, Message, Piece, run
 from cluster.model.work import REPEATED, Computation, Count, MicroBatches, Work, parts_of
 from cluster.published.calibration import calibration
-from cluster.published.convergence import log_samples
-from cluster.published.cost_model import FORWARD_SHARE, RunTime
+from cluster.published.cost_model import FORWARD_SHARE, RunTime, log_samples
 from cluster.view import Operation, Scope
 
 _STEPS = 4

@@ -1,4 +1,4 @@
-"""Strategy of a run: how ranks divide the work and the model, and sum gradients. It affects time and memory, not results."""
+"""Strategy of a run: how ranks divide work and model, and sum gradients. It affects time and memory, not results."""
 
 import functools
 import math

@@ -6,13 +6,12 @@ from math import log2, log10
 from pathlib import Path
 
 from bert.configuration.config import Config
-from cluster.devices import Device
+from cluster.devices import Device, Machine, describe_machine
 from cluster.model.work import wikipedia_work
 from cluster.plan.search import Candidate, search
 from cluster.plan.target import described
 from cluster.published.calibration import calibration
 from cluster.published.cost_model import TimedRun
-from cluster.published.machine import Machine, describe_machine
 from cluster.published.prediction import minutes_in_digits
 from cluster.published.results import results
 from console.files import write_atomically

@@ -8,10 +8,9 @@ from pathlib import Path
 from bert.configuration.config import Config
 from bert.configuration.recipes import RECIPES
 from bert.configuration.sections import Precision
-from cluster.devices import Device, device_named
+from cluster.devices import Device, describe_machine, device_named
 from cluster.model.rates import Rates, rates_of_machine, rates_of_view
 from cluster.model.work import Work, wikipedia_work, work_of
-from cluster.published.machine import describe_machine
 from cluster.view import read_view
 from console.text import counted
 

@@ -19,9 +19,8 @@ from cluster.probe.collectives import measure_collectives
 from cluster.probe.computations import measure_computations, measure_contention
 from cluster.probe.computing import busy_machines, cells_of, gather_numbers, measure_rates, processor_seconds
 from cluster.probe.findings import SCREENING, Measured, find_leaves, find_outliers
-from cluster.probe.links import measure_paths
+from cluster.probe.links import Pairs, measure_paths, rounds_of_pairs
 from cluster.probe.machine import Facts, facts_of
-from cluster.probe.schedule import Pairs, rounds_of_pairs
 from cluster.view import Link, Rank, Rate, View, write_view
 from console.files import require_writable
 from console.program import complain, say

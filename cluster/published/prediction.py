@@ -4,10 +4,9 @@ import math
 import statistics
 from dataclasses import dataclass, replace
 
-from cluster.devices import device_named
+from cluster.devices import Machine, Network, describe_machine, device_named
 from cluster.published.calibration import INTERVAL, calibration
 from cluster.published.cost_model import RunTime, TimedRun, run_time
-from cluster.published.machine import Machine, Network, describe_machine
 from cluster.published.results import Result, nearest, results, usual_batches
 from cluster.view import View
 from console.text import counted

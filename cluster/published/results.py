@@ -12,9 +12,8 @@ from functools import lru_cache
 from math import log2
 from pathlib import Path
 
-from cluster.devices import device_named
+from cluster.devices import Machine, describe_machine, device_named
 from cluster.published.cost_model import TimedRun
-from cluster.published.machine import Machine, describe_machine
 
 TABLE = Path(__file__).with_name("published_results.csv")
 

@@ -14,14 +14,13 @@ from bert.configuration.recipes import tiny_model
 from bert.configuration.sections import ModelConfig, Recompute
 from bert.model import BertForPreTraining
 from bert.optimizer import lamb_segments
-from cluster.devices import device_named
+from cluster.devices import describe_machine, device_named
 from cluster.model.rates import ACCESSES, LAUNCHES, SEQUENCE_BYTES, Curve, Rates, rates_of_machine, rates_of_view
 from cluster.model.step import predict_run, predict_step, through_stages
 from cluster.model.strategy import BUCKET_BYTES, Strategy, model_shares
 from cluster.model.work import TERMS, Computation, MicroBatches, Work, parts_of, wikipedia_work
 from cluster.published.calibration import calibration
 from cluster.published.cost_model import TimedRun, run_time, step_parts
-from cluster.published.machine import describe_machine
 from cluster.view import Contention, Operation, Scope
 from tests.cluster.test_view import made_up
 

@@ -16,8 +16,7 @@ from cluster.model.memory import memory_of_rank
 from cluster.model.step import predict_run, predict_step
 from cluster.model.strategy import Strategy
 from cluster.model.work import Work, wikipedia_work
-from cluster.plan.command import run_plan
-from cluster.plan.lines import as_lines
+from cluster.plan.command import as_lines, run_plan
 from cluster.plan.schedules import schedules
 from cluster.plan.search import RECOMPUTES, USABLE_MEMORY, Candidate, Found, search
 from cluster.plan.target import Target, described, device_of, target_of

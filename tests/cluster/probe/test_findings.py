@@ -9,9 +9,8 @@ import pytest
 from cluster.probe.collectives import WrongResult
 from cluster.probe.computing import Cell
 from cluster.probe.findings import Measured, find_leaves, find_outliers
-from cluster.probe.links import Paths
+from cluster.probe.links import Paths, rounds_of_pairs
 from cluster.probe.machine import Facts
-from cluster.probe.schedule import rounds_of_pairs
 from cluster.view import Host
 
 TURNS = 10

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.outliers import judge, leaves_of, take_apart
-from cluster.probe.schedule import rounds_of_pairs
+from cluster.probe.links import rounds_of_pairs
 
 Noise = Callable[[np.random.Generator, tuple[int, int]], np.ndarray]
 NOISES: dict[str, Noise] = {

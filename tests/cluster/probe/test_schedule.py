@@ -5,7 +5,7 @@ import math
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from cluster.probe.schedule import SAMPLED, rounds_of_pairs
+from cluster.probe.links import SAMPLED, rounds_of_pairs
 
 
 @given(st.integers(1, 700))

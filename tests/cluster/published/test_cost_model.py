@@ -6,11 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.devices import Device, device_named, devices
+from cluster.devices import Device, Machine, describe_machine, device_named, devices
 from cluster.published.calibration import calibration
-from cluster.published.convergence import REFERENCE_POINTS
-from cluster.published.cost_model import SEQUENCE_FLOPS, TimedRun, run_time, step_parts
-from cluster.published.machine import Machine, describe_machine
+from cluster.published.cost_model import REFERENCE_POINTS, SEQUENCE_FLOPS, TimedRun, run_time, step_parts
 from cluster.published.parameters import BATCH_KNOTS
 from compliance.convergence.reference_points import reference
 

@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.devices import device_named, devices
+from cluster.devices import describe_machine, device_named, devices
 from cluster.published.cost_model import TimedRun
-from cluster.published.machine import describe_machine
 from cluster.published.prediction import PARTS, Prediction, machine_of, predict, usual_run
 from cluster.published.results import results
 from cluster.view import Link, Rank, View, write_view
