@@ -115,8 +115,7 @@ def show(view: Positional[Path], out: Path | None = None) -> None:
         view: File of a probe, such as cluster.json.
         out: Page to write; by default the name of the probe's file with the suffix .html.
     """
-    from cluster.display.lines import lines
-    from cluster.display.page import write_page
+    from cluster.display import lines, write_page
     from cluster.view import read_view
 
     found = read_view(view)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cluster.display.page import MOST_CELLS, render
+from cluster.display import MOST_CELLS, render
 from cluster.view import (
     Collective,
     ComputationTime,

@@ -1,1 +1,0 @@
-"""Output of `python -m cluster show`."""
