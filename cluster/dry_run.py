@@ -20,7 +20,7 @@ def main(arguments: Sequence[str]) -> int:
         return status
     config, launch = parse(arguments), Launch.from_environment()
     if config.training.device == "cuda" or config.parallel.copy_ranks > 1:
-        from cluster.plan.forecast import forecast  # these imports take a second
+        from cluster.plan.command import forecast  # these imports take a second
 
         for line in forecast(config, launch.world_size, launch.local_size):
             say(f"{config.recipe}: {line}")

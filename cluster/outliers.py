@@ -76,7 +76,8 @@ def judge(times_TP: Array, comparisons: int, chance: int = CHANCE, fitted: int =
     few = _TO_SIGMA * _MEDIAN_ERROR * residual * turns / (turns - _OWN_MEDIAN if turns > 2 else 1)
     # A part's few times may agree by luck, so assume at least the typical error of all parts.
     repeated_P = few * np.maximum(np.median(rest_TP, axis=0), np.median(rest_TP)) / np.sqrt(turns)
-    between = _TO_SIGMA * _small_sample(parts) * np.median(np.abs(excess_P)) * residual
+    small_sample = _SMALL_SAMPLE.get(parts, parts / (parts - 0.8) if parts > 1 else 1.0)
+    between = _TO_SIGMA * small_sample * np.median(np.abs(excess_P)) * residual
     # Variance between parts in excess of the measurement error.
     beyond_P = np.maximum(0.0, between**2 - repeated_P**2)
     scale_P = np.sqrt(repeated_P**2 + beyond_P)
@@ -96,10 +97,6 @@ def _freedom(one_P: Array, of_one: float, other_P: Array, of_other: float) -> Ar
     with np.errstate(divide="ignore", invalid="ignore"):
         freedom_P = (one_P + other_P) ** 2 / (one_P**2 / max(1, of_one) + other_P**2 / max(1, of_other))
     return np.nan_to_num(freedom_P, nan=1.0)
-
-
-def _small_sample(number: int) -> float:
-    return _SMALL_SAMPLE.get(number, number / (number - 0.8) if number > 1 else 1.0)
 
 
 @dataclass(frozen=True)

@@ -293,7 +293,7 @@ def predict_run(
     evaluations = max(1, math.ceil(samples / work.interval(batch)))
     evaluation = evaluations * _evaluation(work, strategy.precision, strategy.parallel, rates)
     once = {"evaluation": evaluation, "start": rates.start_s}
-    return RunTime.of(samples, math.ceil(samples / batch), evaluations, step.parts, **once)
+    return RunTime.of(samples, math.ceil(samples / batch), step.parts, **once)
 
 
 @functools.lru_cache(maxsize=256)  # a search repeats a few evaluations many times

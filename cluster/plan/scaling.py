@@ -6,7 +6,7 @@ from math import log2, log10
 from pathlib import Path
 
 from bert.configuration.config import Config
-from cluster.devices import Device, Machine, describe_machine
+from cluster.devices import Device, describe_machine
 from cluster.model.work import wikipedia_work
 from cluster.plan.search import Candidate, search
 from cluster.plan.target import described
@@ -35,17 +35,13 @@ class ScalingPoint:
         samples_factor: samples to converge, relative to a single node. Large batches need more samples.
     """
 
-    machine: Machine
+    accelerators: int
     plan: Candidate
     seconds: dict[str, float]
     low: float
     high: float
     efficiency: float
     samples_factor: float
-
-    @property
-    def accelerators(self) -> int:
-        return self.machine.accelerators
 
     @property
     def minutes(self) -> float:
@@ -85,7 +81,13 @@ def scale(config: Config, device: Device, per_node: int, networking: str = "") -
         efficiency = plan.run.samples / plan.seconds / nodes / (first.run.samples / first.seconds)
         minutes = plan.seconds / 60
         yield ScalingPoint(
-            machine, plan, seconds, low * minutes, high * minutes, efficiency, plan.run.samples / first.run.samples
+            nodes * per_node,
+            plan,
+            seconds,
+            low * minutes,
+            high * minutes,
+            efficiency,
+            plan.run.samples / first.run.samples,
         )
         nodes *= 2
 

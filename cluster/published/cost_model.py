@@ -116,11 +116,10 @@ class TimedRun:
 
 @dataclass(frozen=True)
 class RunTime:
-    """Seconds of a run by part, with its numbers of samples, steps and evaluations, averaged over seeds."""
+    """Seconds of a run by part, with its numbers of samples and steps, averaged over seeds."""
 
     samples: float
     steps: float
-    evaluations: float
     parts: dict[str, float]
 
     @property
@@ -129,9 +128,9 @@ class RunTime:
         return sum(self.parts.values())
 
     @classmethod
-    def of(cls, samples: float, steps: float, evaluations: float, step: dict[str, float], **others: float) -> "RunTime":
+    def of(cls, samples: float, steps: float, step: dict[str, float], **others: float) -> "RunTime":
         """Sum the parts of all steps, and add ``others`` once."""
-        return cls(samples, steps, evaluations, {name: steps * seconds for name, seconds in step.items()} | others)
+        return cls(samples, steps, {name: steps * seconds for name, seconds in step.items()} | others)
 
 
 def run_time(
@@ -146,7 +145,7 @@ def run_time(
     evaluation = FORWARD_SHARE * (ceil(EVALUATION_SEQUENCES / run.machine.accelerators) * sequence + step["launch"])
     evaluations = samples / evaluation_interval(run.batch)
     once = {"evaluation": evaluations * evaluation, "start": exp(p["start"])}
-    return RunTime.of(samples, samples / run.batch, evaluations, step, **once)
+    return RunTime.of(samples, samples / run.batch, step, **once)
 
 
 def log_samples_needed(p: Parameters, run: TimedRun, step: dict[str, float]) -> float:
