@@ -25,8 +25,8 @@ from typing import NamedTuple, NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.gpu_parts.measuring.report import CUT_OFF, Figure, PartReport, page
 from benchmarks.gpu_parts.part import LOST
+from benchmarks.gpu_parts.report import CUT_OFF, Figure, PartReport, page
 from console.program import RaisingParser
 
 
@@ -38,13 +38,13 @@ class Part(NamedTuple):
 
 
 PARTS = {
-    "ceilings": Part("ceilings:ceilings", 30),
+    "ceilings": Part("timing:ceilings", 30),
     "correctness": Part("correctness:correctness", 100),
     "step": Part("step:step", 90),
     "kernels": Part("kernels:kernels", 80),
     "fp8": Part("step:fp8", 70),
     "peers": Part("peers:peers", 120),
-    "memory": Part("memory:memory", 60),
+    "memory": Part("step:memory", 60),
     "end-to-end": Part("end_to_end:end_to_end", 450),
 }
 """Parts in the order in which they run. Later parts use the results of earlier parts."""

@@ -15,6 +15,7 @@ from pathlib import Path
 CLONE_NEWUTS, CLONE_NEWNET = 0x04000000, 0x40000000
 # This port is below the system's range of ephemeral ports.
 PORT = 29600
+_LIMIT_S = 120.0
 
 
 @contextlib.contextmanager
@@ -98,30 +99,22 @@ def go_first() -> None:
         os.nice(-19)
 
 
-def run_ranks(
-    namespaces: Sequence[str],
-    order: Sequence[int],
-    program: Callable[[], int],
-    output: Path,
-    limit_s: float,
-    *,
-    bound: bool = False,
-) -> None:
+def run_ranks(namespaces: Sequence[str], order: Sequence[int], program: Callable[[], int], output: Path) -> None:
     """Run a program on several ranks, and write the output of each rank to a file in the folder ``output``.
 
-    ``order`` has the host index of each rank. With ``bound``, each rank is bound to a core. Raises ``SystemExit`` with the
-    ranks' output if a rank ends with any status but 0 or 1, or has not ended after ``limit_s`` seconds.
+    ``order`` has the host index of each rank, which is bound to a core. Raises ``SystemExit`` with the ranks' output if a
+    rank ends with any status but 0 or 1, or has not ended after two minutes.
     """
     # Forks, so that ranks need not import PyTorch again.
     fork = multiprocessing.get_context("fork")
     # Daemon processes, so that the ranks end with this process.
     make = partial(fork.Process, target=_rank, daemon=True)
-    ranks = [make(args=(namespaces, order, rank, program, output, bound)) for rank in range(len(order))]
+    ranks = [make(args=(namespaces, order, rank, program, output)) for rank in range(len(order))]
     for rank in ranks:
         rank.start()
     try:
         for rank in ranks:
-            rank.join(limit_s)
+            rank.join(_LIMIT_S)
         statuses = [rank.exitcode for rank in ranks]
     finally:
         # Ranks may still run after Ctrl-C, or if one rank has failed while the other ranks wait for it.
@@ -133,17 +126,15 @@ def run_ranks(
         raise SystemExit(f"error: ranks ended with {statuses}:\n{said}")
 
 
-def _rank(
-    namespaces: Sequence[str], order: Sequence[int], rank: int, program: Callable[[], int], output: Path, bound: bool
-) -> None:
+def _rank(namespaces: Sequence[str], order: Sequence[int], rank: int, program: Callable[[], int], output: Path) -> None:
     with (output / f"rank_{rank}.txt").open("a", encoding="utf-8") as file:
         # Redirect the descriptors instead of sys.stdout, because C libraries write to the descriptors.
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     enter(namespaces[order[rank]], f"h{order[rank]}")
-    if bound:  # launchers also bind ranks, so that no rank migrates between cores
-        cores = sorted(os.sched_getaffinity(0))
-        os.sched_setaffinity(0, {cores[rank % len(cores)]})
+    # Launchers also bind ranks, so that no rank migrates between cores.
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[rank % len(cores)]})
     # The local rank is the place of a rank among the ranks of its host.
     local = [other for other, host in enumerate(order) if host == order[rank]]
     place = {"RANK": rank, "WORLD_SIZE": len(order), "LOCAL_RANK": local.index(rank), "LOCAL_WORLD_SIZE": len(local)}

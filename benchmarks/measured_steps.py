@@ -104,7 +104,7 @@ def _run(case: Case, folder: Path, seconds: float) -> list[dict[str, Any]]:
     with bridged_hosts(case.hosts, case.rate) as names:
         # The ranks are forks of this process and parse this command line.
         sys.argv = ["cluster", "probe", "--out", str(view), "--seconds", str(seconds)]
-        run_ranks(names, order, cluster, folder, limit_s=120, bound=True)
+        run_ranks(names, order, cluster, folder)
         rates = rates_of_view(read_view(view))
         configs = {each: parse(given) for each, given in arguments.items()}
         predicted = {each: predict_step(work_of(c), strategy_of(c), rates) for each, c in configs.items()}
@@ -114,7 +114,7 @@ def _run(case: Case, folder: Path, seconds: float) -> list[dict[str, Any]]:
                 # Each log record covers about 0.4 s, which is long compared with the time to write it.
                 interval = max(1, min(20, round(0.4 / predicted[each].total)))
                 given = [*given, "--log.interval-steps", str(interval)]
-                run_ranks(names, order, lambda given=given: train(given), folder, limit_s=120, bound=True)
+                run_ranks(names, order, lambda given=given: train(given), folder)
                 newest = max(folder.glob(f"{each}/bert/metrics_*.jsonl"), key=lambda path: path.stat().st_mtime)
                 measured[each].append(_steady(newest))
     rows = []

@@ -10,10 +10,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from benchmarks.gpu_parts.cases import Case, call, cases, drawn_model
-from benchmarks.gpu_parts.fp8 import Fp8Case, fp8_cases
-from benchmarks.gpu_parts.measuring.report import Figure
-from benchmarks.gpu_parts.measuring.scale import Context
+from benchmarks.gpu_parts.cases import Case, Fp8Case, call, cases, drawn_model, fp8_cases
+from benchmarks.gpu_parts.report import Figure
+from benchmarks.gpu_parts.scale import Context
 from kernels import (
     OPS,
     Dropout,

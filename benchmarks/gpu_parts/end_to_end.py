@@ -12,8 +12,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benchmarks.gpu_parts.measuring.report import Figure, NotUsableError, PartReport
-from benchmarks.gpu_parts.measuring.scale import Context, clipped_lengths
+from benchmarks.gpu_parts.report import Figure, NotUsableError, PartReport
+from benchmarks.gpu_parts.scale import Context, clipped_lengths
 
 if TYPE_CHECKING:
     from compliance.log.records import Metrics

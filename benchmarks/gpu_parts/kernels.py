@@ -12,12 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.gpu_parts.cases import Case, call, cases, drawn_model
-from benchmarks.gpu_parts.ceilings import Ceilings
-from benchmarks.gpu_parts.fp8 import Fp8Case, fp8_cases
-from benchmarks.gpu_parts.measuring.report import Figure, NotUsableError
-from benchmarks.gpu_parts.measuring.scale import Context, samples_of
-from benchmarks.gpu_parts.measuring.timing import measured, timed_row
+from benchmarks.gpu_parts.cases import Case, Fp8Case, call, cases, drawn_model, fp8_cases
+from benchmarks.gpu_parts.report import Figure, NotUsableError
+from benchmarks.gpu_parts.scale import Context, samples_of
+from benchmarks.gpu_parts.timing import Ceilings, measured, timed_row
 from bert.configuration.recipes import RECIPES
 from bert.model import BertForPreTraining
 from bert.optimizer import FlatParameters, Lamb

@@ -34,9 +34,9 @@ def run(function: str, file: Path, device_type: str, *, tiny: bool) -> int:
     import torch  # the import takes seconds, which count towards the part's time
 
     from benchmarks.conditions import conditions
-    from benchmarks.gpu_parts.measuring.report import DeviceLostError, PartReport, first_line
-    from benchmarks.gpu_parts.measuring.scale import FULL, TINY, Context
-    from benchmarks.gpu_parts.measuring.timing import device_name, settle
+    from benchmarks.gpu_parts.report import DeviceLostError, PartReport, first_line
+    from benchmarks.gpu_parts.scale import FULL, TINY, Context
+    from benchmarks.gpu_parts.timing import device_name, settle
     from kernels.precision import set_product_precision
 
     # Set the precision before any matrix product runs and before implementations are chosen.

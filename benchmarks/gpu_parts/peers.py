@@ -13,11 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.gpu_parts.ceilings import Ceilings
-from benchmarks.gpu_parts.measuring.report import Figure, NotUsableError
-from benchmarks.gpu_parts.measuring.scale import Context, micro_batches, samples_of
-from benchmarks.gpu_parts.measuring.timing import measured, release, timed_row
+from benchmarks.gpu_parts.report import Figure, NotUsableError
+from benchmarks.gpu_parts.scale import Context, micro_batches, samples_of
 from benchmarks.gpu_parts.step import rate, recipe
+from benchmarks.gpu_parts.timing import Ceilings, measured, release, timed_row
 from benchmarks.training.hugging_face import new_model, padded
 from bert.layers import EncoderLayer, LayerNorm
 from bert.model import BertForPreTraining

@@ -4,8 +4,8 @@ import os
 import signal
 import time
 
-from benchmarks.gpu_parts.measuring.report import DeviceLostError, Figure
-from benchmarks.gpu_parts.measuring.scale import Context
+from benchmarks.gpu_parts.report import DeviceLostError, Figure
+from benchmarks.gpu_parts.scale import Context
 
 
 def unlucky(context: Context) -> None:

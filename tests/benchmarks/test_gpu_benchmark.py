@@ -23,12 +23,11 @@ import bert.build
 import kernels
 import kernels.libraries.pytorch
 from benchmarks import gpu
-from benchmarks.gpu_parts import correctness, end_to_end, memory, peers, step
-from benchmarks.gpu_parts.cases import cases, drawn_model
-from benchmarks.gpu_parts.ceilings import Ceilings
-from benchmarks.gpu_parts.fp8 import fp8_cases
-from benchmarks.gpu_parts.measuring.report import PartReport, page
-from benchmarks.gpu_parts.measuring.scale import FULL, TINY, Context, micro_batches, training_flop, wikipedia_lengths
+from benchmarks.gpu_parts import correctness, end_to_end, peers, step
+from benchmarks.gpu_parts.cases import cases, drawn_model, fp8_cases
+from benchmarks.gpu_parts.report import PartReport, page
+from benchmarks.gpu_parts.scale import FULL, TINY, Context, micro_batches, training_flop, wikipedia_lengths
+from benchmarks.gpu_parts.timing import Ceilings
 from bert.configuration.sections import ModelConfig
 from compliance.log.records import EndRecord, EvaluationRecord, Metrics, StepRecord
 from tests.bert.recording import Recording, recordable_attention
@@ -242,8 +241,8 @@ def test_the_search_for_memory_finds_the_limit(context: Context, monkeypatch: py
         except torch.OutOfMemoryError:
             raise RuntimeError("operation failed due to a previous error during capture")  # noqa: B904
 
-    monkeypatch.setattr(memory, "_train", train)
-    memory.memory(replace(context, scale=FULL))
+    monkeypatch.setattr(step, "_train", train)
+    step.memory(replace(context, scale=FULL))
     *_, found, failed = context.report.rows
     assert found.name == "bf16, most sequences that fit"
     assert found.figure is not None

@@ -14,7 +14,7 @@ import torch
 
 from benchmarks import gpu
 from benchmarks.gpu_parts import part as gpu_part
-from benchmarks.gpu_parts.measuring.report import Figure, NotUsableError, PartReport, page
+from benchmarks.gpu_parts.report import Figure, NotUsableError, PartReport, page
 from tests.conftest import REPOSITORY
 from tests.programs import PATIENCE_S, write_forked_python
 

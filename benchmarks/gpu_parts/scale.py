@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from benchmarks.gpu_parts.measuring.report import PartReport
+from benchmarks.gpu_parts.report import PartReport
 from bert.checkpoints.initial_model import draw_model
 from bert.configuration.recipes import RECIPES
 from bert.configuration.sections import ModelConfig

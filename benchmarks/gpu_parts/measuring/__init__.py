@@ -1,1 +1,0 @@
-"""Code that the parts share: sizes, timing, the report's rows, and the table."""
