@@ -39,9 +39,9 @@ class Part(NamedTuple):
 
 PARTS = {
     "ceilings": Part("timing:ceilings", 30),
-    "correctness": Part("correctness:correctness", 100),
+    "correctness": Part("ops:correctness", 100),
     "step": Part("step:step", 90),
-    "kernels": Part("kernels:kernels", 80),
+    "kernels": Part("ops:kernels", 80),
     "fp8": Part("step:fp8", 70),
     "peers": Part("peers:peers", 120),
     "memory": Part("step:memory", 60),

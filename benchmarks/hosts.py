@@ -64,13 +64,6 @@ def why_not() -> str | None:
     return None
 
 
-def require_hosts() -> None:
-    """Exit with status 2 if namespaces cannot be made here."""
-    if missing := why_not():
-        print(f"error: {missing}", file=sys.stderr)
-        raise SystemExit(2)
-
-
 def ip(*arguments: str) -> None:
     """Run ``ip``. Raises ``RuntimeError`` if it fails."""
     done = subprocess.run(["ip", *arguments], capture_output=True, text=True, check=False)

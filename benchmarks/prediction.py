@@ -7,33 +7,99 @@ With --published, the results of one submitter, one number of accelerators, or o
 model is fitted to the other results and predicts the held-out results. For comparison, a look-up predicts the median of
 other submitters' results on the same system, which shows how much results of equal systems differ.
 
-With --measured, steps on this machine are predicted from a probe alone and then run (`benchmarks/measured_steps.py`). Hosts
-are network namespaces with links of several rates, which need root.
+With --measured, steps on this machine are predicted from a probe's file, the length index and the settings alone, and then
+run. Hosts are network namespaces with links of several rates, which need root.
 """
 
+import json
 import math
 import os
 import statistics
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # set before PyTorch is imported, because ranks share few cores
 
+import numpy as np
 import tyro
 
 from benchmarks.conditions import write_figures
+from benchmarks.hosts import bridged_hosts, go_first, run_ranks, why_not
+from benchmarks.inputs import flags, synthetic_vocabulary, write_synthetic_set
+from bert.train import main as train
+from bert.train import parse
+from cluster.__main__ import main as cluster
+from cluster.model.rates import rates_of_view
+from cluster.model.step import predict_step
+from cluster.model.strategy import strategy_of
+from cluster.model.work import work_of
 from cluster.published.calibration import Held, calibrate
 from cluster.published.results import results
+from cluster.view import read_view
+from cluster.whatif import PARTS
+from compliance.log.records import read_metrics
 
-CASES: tuple[tuple[str, str, Callable[[Held], bool]], ...] = (
+PUBLISHED_LINES: tuple[tuple[str, str, Callable[[Held], bool]], ...] = (
     ("submitter", "accelerator and scale in the data", lambda held: held.model_seen and held.scale_seen),
     ("submitter", "all", lambda _: True),
     ("scale", "accelerator in the data", lambda held: held.model_seen),
     ("accelerator", "all", lambda _: True),
 )
 """Kind of the held-out groups, title of the printed line, and a filter for the predictions that the line covers."""
+
+_SAMPLES, _LONGEST = 20_000, 128
+_ROUNDS = 2
+"""Number of runs of each reduction. The fastest run counts, because disturbances only make a run slower."""
+
+MODELS = {
+    "2 x 128": (2, 128, 4, 512, 1024),
+    "4 x 256": (4, 256, 4, 1024, 1024),
+    "3 x 256, 16,384 words": (3, 256, 8, 1024, 16384),
+    "6 x 320": (6, 320, 5, 1280, 2048),
+}
+"""Layers, hidden size, heads, intermediate size and vocabulary size of each model, by name."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A cluster, the model that it trains, and the reductions to compare.
+
+    ``ranks`` is the number of ranks of a host. ``rate`` limits what a host sends, as in ``tc tbf``; None means no limit.
+    ``model`` is a key of `MODELS`, and ``batch`` is the global batch size.
+    """
+
+    hosts: int
+    ranks: int
+    rate: str | None
+    model: str
+    batch: int
+    reductions: tuple[str, ...]
+    settings: tuple[tuple[str, object], ...] = ()
+
+    @property
+    def name(self) -> str:
+        settings = [f"{name.rpartition('.')[2]} {value}" for name, value in self.settings]
+        shape = f"{self.hosts} x {self.ranks}"
+        return ", ".join([shape, self.rate or "unshaped", self.model, str(self.batch), *settings])
+
+
+_DROPOUT = (("model.hidden-dropout", 0.1), ("model.attention-dropout", 0.1))
+CASES = (
+    Case(1, 2, None, "2 x 128", 32, ("flat", "sharded")),
+    Case(2, 1, "1gbit", "3 x 256, 16,384 words", 32, ("flat", "sharded_world")),
+    Case(2, 2, None, "4 x 256", 64, ("flat", "hierarchical", "sharded"), _DROPOUT),
+    Case(2, 2, "300mbit", "4 x 256", 64, ("flat", "hierarchical", "sharded")),
+    Case(4, 2, None, "2 x 128", 64, ("flat", "hierarchical", "sharded_world")),
+    Case(4, 2, "50mbit", "2 x 128", 64, ("flat", "hierarchical", "sharded")),
+    Case(4, 1, "100mbit", "2 x 128", 64, ("flat",), (("training.gradient-accumulation-steps", 4),)),
+    Case(2, 2, "100mbit", "2 x 128", 64, ("flat", "hierarchical"), (("training.reduce-dtype", "bf16"),)),
+    Case(2, 2, "1gbit", "6 x 320", 32, ("flat", "hierarchical"), (("training.gradient-accumulation-steps", 2),)),
+)
 
 
 def main(
@@ -55,13 +121,11 @@ def main(
     if published == measured:
         raise SystemExit("error: expected either --published or --measured")
     if measured:
-        from benchmarks import measured_steps  # imported here because it imports PyTorch
-
-        measured_steps.measured(cases or range(len(measured_steps.CASES)), seconds, out)
+        compare_steps(cases or range(len(CASES)), seconds, out)
         return
     calibration, validation = calibrate()
     figures: dict[str, dict[str, float]] = {}
-    for name, title, counts in CASES:
+    for name, title, counts in PUBLISHED_LINES:
         held = [each for each in validation[name] if counts(each)]
         inside = statistics.mean(each.is_inside(calibration) for each in held)
         figures[f"{name}: {title}"] = of_errors([each.deviation for each in held]) | {"in_interval": inside}
@@ -89,6 +153,113 @@ def look_up_errors() -> list[float]:
         if alike:
             errors.append(math.log(statistics.median(other.seconds for other in alike) / result.seconds))
     return errors
+
+
+def compare_steps(cases: Iterable[int], seconds: float, out: Path | None) -> None:
+    """Run the cases with these numbers, print predicted and measured step times, and add them to the figures in ``out``."""
+    if missing := why_not():
+        print(f"error: {missing}", file=sys.stderr)
+        raise SystemExit(2)
+    go_first()
+    rows: list[dict[str, Any]] = json.loads(out.read_text())["rows"] if out is not None and out.exists() else []
+    with tempfile.TemporaryDirectory() as folder:
+        for number in cases:
+            found = _run(CASES[number], Path(folder) / str(number), seconds)
+            rows = [row for row in rows if row["case"] != CASES[number].name] + found
+            _print(found)
+            # Write after each case, so that nothing is lost if a later case fails.
+            if out is not None:
+                write_figures(out, {**_summary(rows), "rows": rows})
+    print("  ".join(f"{name} {value:.3g}" for name, value in _summary(rows).items()))
+
+
+def _run(case: Case, folder: Path, seconds: float) -> list[dict[str, Any]]:
+    """Probe the case's hosts, and train on them with each of its reductions."""
+    folder.mkdir()
+    common = _settings(case, folder)
+    arguments = {each: [*common, "--training.reduction", each, "--log.system", each] for each in case.reductions}
+    order, view = sorted([*range(case.hosts)] * case.ranks), folder / "cluster.json"
+    measured: dict[str, list[dict[str, float]]] = {each: [] for each in arguments}
+    with bridged_hosts(case.hosts, case.rate) as names:
+        # The ranks are forks of this process and parse this command line.
+        sys.argv = ["cluster", "probe", "--out", str(view), "--seconds", str(seconds)]
+        run_ranks(names, order, cluster, folder)
+        rates = rates_of_view(read_view(view))
+        configs = {each: parse(given) for each, given in arguments.items()}
+        predicted = {each: predict_step(work_of(c), strategy_of(c), rates) for each, c in configs.items()}
+        # Each round runs all reductions, so that a temporary slowdown of the machine affects all reductions.
+        for _ in range(_ROUNDS):
+            for each, given in arguments.items():
+                # Each log record covers about 0.4 s, which is long compared with the time to write it.
+                interval = max(1, min(20, round(0.4 / predicted[each].total)))
+                given = [*given, "--log.interval-steps", str(interval)]
+                run_ranks(names, order, lambda given=given: train(given), folder)
+                newest = max(folder.glob(f"{each}/bert/metrics_*.jsonl"), key=lambda path: path.stat().st_mtime)
+                measured[each].append(_steady(newest))
+    rows = []
+    for each, runs in measured.items():
+        step, found = predicted[each], min(runs, key=lambda run: run["step_ms"])
+        row = {"case": case.name, "reduction": each, "predicted_ms": 1000 * step.total, "measured_ms": found["step_ms"]}
+        parts = {f"{name}_ms": 1000 * seconds for name, seconds in step.parts.items()}
+        rows.append(row | {"predicted_parts": parts, "measured_parts": {name: found[name] for name in PARTS}})
+    return rows
+
+
+def _settings(case: Case, folder: Path) -> list[str]:
+    """Make the data for a case, and return the arguments for `bert.train`."""
+    vocabulary = synthetic_vocabulary(folder / "vocab.txt", MODELS[case.model][-1])
+    for part, count in (("train", _SAMPLES), ("evaluation", 200)):
+        generator = np.random.default_rng(len(part))
+        # Two sequences in five are full, as in Wikipedia's data.
+        lengths = np.where(generator.random(count) < 0.4, _LONGEST, generator.integers(8, _LONGEST, count))
+        write_synthetic_set(folder / part, lengths, _LONGEST, vocabulary, shards=2, seed=len(part))
+    settings: dict[str, object] = {f"data.{part}": folder / part for part in ("train", "evaluation")}
+    shape = ("num-hidden-layers", "hidden-size", "num-attention-heads", "intermediate-size", "vocab-size")
+    settings |= {f"model.{name}": size for name, size in zip(shape, MODELS[case.model], strict=True)}
+    settings |= {
+        "data.vocab": folder / "vocab.txt",
+        "data.initial-checkpoint": None,
+        "model.hidden-dropout": 0.0,
+        "model.attention-dropout": 0.0,
+        "training.global-batch-size": case.batch,
+        "training.max-samples": 10_000_000,
+        "training.max-minutes": 0.055,
+        "training.seed": 1,
+        "evaluation.interval-samples": 5_000_000,
+        "log.results": folder,
+    }
+    return ["tiny_cpu", *flags(settings | dict(case.settings))]
+
+
+def _steady(metrics: Path) -> dict[str, float]:
+    """Return the medians over a run's records except the first record, which includes reading the first batches."""
+    steps = read_metrics(metrics).steps
+    kept = steps[1:] or steps
+    return {name: statistics.median(getattr(each, name) for each in kept) for name in ("step_ms", *PARTS)}
+
+
+def _print(rows: list[dict[str, Any]]) -> None:
+    print(rows[0]["case"])
+    for row in rows:
+        parts = (f"{name} {row['predicted_parts'][name]:.1f}/{row['measured_parts'][name]:.1f}" for name in PARTS)
+        total = f"{row['predicted_ms']:8.1f} / {row['measured_ms']:8.1f} ms"
+        print(f"  {row['reduction']:14} {total}   {', '.join(parts)}", flush=True)
+
+
+def _summary(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """Return the prediction errors, and the number of cases whose predicted fastest reduction was the fastest."""
+    errors = [abs(row["predicted_ms"] / row["measured_ms"] - 1) for row in rows]
+    cases = {row["case"]: [each for each in rows if each["case"] == row["case"]] for row in rows}
+    chosen = [(min(ways, key=lambda row: row["predicted_ms"]), ways) for ways in cases.values()]
+    # A reduction within 3 % of the fastest time counts as the fastest.
+    right = sum(best["measured_ms"] <= 1.03 * min(row["measured_ms"] for row in ways) for best, ways in chosen)
+    return {
+        "configurations": len(rows),
+        "median_error": statistics.median(errors),
+        "worst_error": max(errors),
+        "cases": len(cases),
+        "fastest_chosen": right,
+    }
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ import bert.build
 import kernels
 import kernels.libraries.pytorch
 from benchmarks import gpu
-from benchmarks.gpu_parts import correctness, end_to_end, peers, step
+from benchmarks.gpu_parts import end_to_end, ops, peers, step
 from benchmarks.gpu_parts.cases import cases, drawn_model, fp8_cases
 from benchmarks.gpu_parts.report import PartReport, page
 from benchmarks.gpu_parts.scale import FULL, TINY, Context, micro_batches, training_flop, wikipedia_lengths
@@ -254,17 +254,17 @@ def test_a_wrong_op_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     right = kernels.libraries.pytorch.dropout_add_layer_norm
     model = drawn_model(TINY.model, CPU)
     case = next(case for case in cases(model, [20, 11], 7, torch.bfloat16) if case.op == right.__name__)
-    assert not correctness._error_row("x", case, "pytorch", torch.bfloat16).failed
+    assert not ops._error_row("x", case, "pytorch", torch.bfloat16).failed
     monkeypatch.setattr(
         kernels.libraries.pytorch, "dropout_add_layer_norm", lambda *arguments: right(*arguments) * 1.02
     )
-    assert correctness._error_row("x", case, "pytorch", torch.bfloat16).failed
+    assert ops._error_row("x", case, "pytorch", torch.bfloat16).failed
 
 
 def test_not_a_number_is_wrong() -> None:
     exact = [torch.ones(3, dtype=torch.float64)] * 2
     plain, ours = [torch.ones(3)] * 2, [torch.ones(3), torch.tensor([1.0, float("nan"), 1.0])]
-    judged = functools.partial(correctness.judged, "x", exact, plain)
+    judged = functools.partial(ops.judged, "x", exact, plain)
     assert judged(ours, torch.float32).note.startswith("WRONG, worst in the result 1")
     assert judged(plain, torch.float32).note.startswith("right")
 
