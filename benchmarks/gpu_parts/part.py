@@ -36,7 +36,7 @@ def run(function: str, file: Path, device_type: str, *, tiny: bool) -> int:
     from benchmarks.conditions import conditions
     from benchmarks.gpu_parts.report import DeviceLostError, PartReport, first_line
     from benchmarks.gpu_parts.scale import FULL, TINY, Context
-    from benchmarks.gpu_parts.timing import device_name, settle
+    from benchmarks.gpu_parts.timing import settle
     from kernels.precision import set_product_precision
 
     # Set the precision before any matrix product runs and before implementations are chosen.
@@ -47,7 +47,8 @@ def run(function: str, file: Path, device_type: str, *, tiny: bool) -> int:
     # The report keeps rows that an earlier process of this part has measured.
     report = PartReport.load(file)
     report.settle = partial(settle, device)
-    about = {"part": file.stem, "device": device_name(device), "cuda": torch.version.cuda}
+    device_name = torch.cuda.get_device_name(device) if device_type == "cuda" else "cpu"
+    about = {"part": file.stem, "device": device_name, "cuda": torch.version.cuda}
     report.about = about | conditions()
     # Write at the start, so that the file exists even if the process dies before the first row.
     report.write()

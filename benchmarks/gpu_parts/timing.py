@@ -103,10 +103,6 @@ def settle(device: torch.device) -> None:
     release(device)
 
 
-def device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-
-
 @dataclass(frozen=True)
 class Ceilings:
     """Highest rates that the device reaches in this process. A rate that could not be measured is None."""

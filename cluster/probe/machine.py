@@ -33,7 +33,7 @@ class Facts:
 
 
 def facts_of(mesh: "Mesh") -> Facts:
-    sys = Path("/sys")
+    sys, host_memory = Path("/sys"), psutil.virtual_memory().total
     cards = network_cards(sys)
     if mesh.device.type == "cuda":
         import torch
@@ -44,7 +44,7 @@ def facts_of(mesh: "Mesh") -> Facts:
         bus, slot = properties.pci_bus_id, properties.pci_device_id
         card = nearest_card(sys, f"{properties.pci_domain_id:04x}:{bus:02x}:{slot:02x}.0", cards)
     else:
-        device, memory = processor_name(), host_memory()
+        device, memory = processor_name(), host_memory
         interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
         card = interface if interface in cards else next(iter(cards), "")
     name = socket.gethostname()[:128]
@@ -52,7 +52,7 @@ def facts_of(mesh: "Mesh") -> Facts:
     boot = Path("/proc/sys/kernel/random/boot_id")  # the id is the same in all containers of a machine
     return Facts(
         boot.read_text().strip() if boot.exists() else name,
-        Host(name, cores, host_memory(), tuple(cards), slurm_switches()),
+        Host(name, cores, host_memory, tuple(cards), slurm_switches()),
         device[:128],
         memory,
         card,
@@ -64,11 +64,6 @@ def processor_name() -> str:
     path = Path("/proc/cpuinfo")
     found = re.search(r"^model name\s*: (.*)$", path.read_text(errors="replace"), re.M) if path.exists() else None
     return found[1].strip() if found else "CPU"
-
-
-def host_memory() -> int:
-    """Return the memory of this machine in bytes."""
-    return psutil.virtual_memory().total
 
 
 def network_cards(sys: Path) -> list[str]:

@@ -20,10 +20,11 @@ from pathlib import Path
 from typing import Annotated
 
 import msgspec
+import psutil
 
 from bert.configuration.config import Config, flattened
 from bert.train import parse
-from cluster.probe.machine import host_memory, processor_name
+from cluster.probe.machine import processor_name
 from console.files import read_bounded, write_atomically
 from console.program import say
 
@@ -98,7 +99,7 @@ def _file(config: Config) -> Path:
         "processor": processor_name(),
         # Use the affinity, because containers and batch systems may allow fewer cores than the machine has.
         "cores": len(os.sched_getaffinity(0)),
-        "memory_gib": round(host_memory() / 2**30),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30),
         "python": platform.python_version(),
         # Read the package's metadata, because importing PyTorch takes longer than most choices save.
         "torch": metadata.version("torch"),
