@@ -23,7 +23,6 @@ class Commands:
         self._functions: dict[str, Callable[..., Any]] = {}
 
     def command(self, function: Callable[..., Any] | None = None, *, name: str | None = None) -> Any:
-        """Register a function as a command, under its own name or another."""
         if function is None:
             return partial(self.command, name=name)
         self._functions[name or function.__name__.replace("_", "-")] = function

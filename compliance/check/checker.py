@@ -32,7 +32,7 @@ def check_log(log: Log, ruleset: str = rules.NEWEST_RULESET) -> Verdict:
 
 
 def _newest_acceptance(log: Log) -> Verdict:
-    """Return the verdict of the newest ruleset that accepts the log, or else the one with the fewest official errors."""
+    """Return the verdict of the newest ruleset that accepts the log, else of the ruleset with the fewest official errors."""
     opinion = _official_opinion(log, rules.NEWEST_RULESET)
     best = _verdict(log, rules.NEWEST_RULESET, opinion)
     # Logs of this repository open a digest chain. They are written for all rulesets, so older rulesets cannot help.

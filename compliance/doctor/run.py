@@ -86,7 +86,7 @@ class ExaminedRun:
         return self.intended.results or self._named("log", "results")
 
     def _named(self, section: str, name: str) -> Path | None:
-        """Return a path setting, which is relative to `run_root`, as a path from the current folder."""
+        """Return a path setting as a path from the current folder. The recipe states it relative to `run_root`."""
         named = self.setting(section, name)
         return Path(os.path.relpath(run_root() / named)) if named else None
 
@@ -187,8 +187,7 @@ def check_recipe(run: ExaminedRun) -> Diagnosis:
 def check_files(run: ExaminedRun, host: ExaminedHost, mounts: Sequence[Mount], revision: str) -> Iterator[Diagnosis]:
     """Check caches, data, results and source, the slowest checks last.
 
-    Args:
-        revision: commit of the source (see `console.version.commit`).
+    `revision` is the commit of the source, from `console.version.commit`.
     """
     yield _caches(run, host)
     yield from _storage(run, mounts)

@@ -294,7 +294,7 @@ def weight_tensors(num_hidden_layers: int) -> tuple[str, ...]:
 
 
 def check_ruleset(ruleset: str) -> None:
-    """Raise ValueError if BERT cannot be checked under this ruleset."""
+    """Raise ``ValueError`` if BERT cannot be checked under this ruleset."""
     if ruleset not in RULESETS:
         raise ValueError(
             f"ruleset is {ruleset!r}, expected one of {', '.join(RULESETS)}: "

@@ -196,7 +196,7 @@ class LoggedRun:
 
 
 def samples_of(metadata: Mapping[str, object]) -> int | None:
-    """Return the sequences trained at a record, from samples_count or epoch_num, which for BERT also counts sequences."""
+    """Return the sequences trained at a record: samples_count, or epoch_num, which counts sequences in BERT logs."""
     samples = metadata.get("samples_count", metadata.get("epoch_num"))
     return samples if rules.is_integer(samples) and samples >= 0 else None
 

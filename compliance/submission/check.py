@@ -74,7 +74,7 @@ class FolderRun:
 
     @property
     def complete_verdict(self) -> Verdict:
-        """The verdict including the findings from comparison, which replace warnings about the same record."""
+        """The verdict including `findings`. An error in `findings` replaces warnings about the same record."""
         places = {(finding.line, finding.key) for finding in self.findings if finding.severity == "error"}
         kept = [own for own in self.verdict.findings if own.severity == "error" or (own.line, own.key) not in places]
         found = sorted((*kept, *self.findings), key=lambda finding: finding.line or 0)
@@ -132,7 +132,10 @@ def _check_tree(tree: Tree, ruleset: str) -> list[Verdict]:
 
 
 def _verdict(path: Path, ruleset: str, answer: Answer, findings: list[Finding]) -> Verdict:
-    """Return a verdict. If the official tool rejects the part and `findings` has no error, add its message as an error."""
+    """Return a verdict. If the official tool rejects the part, at least one finding is an error.
+
+    If `findings` contains no error, the message of the tool is added to it as an error.
+    """
     if answer.outcome == "fail" and not any(finding.severity == "error" for finding in findings):
         found = f"the official tool does not accept it, expected no objection: {answer.message}"
         findings.append(Finding(None, "", f"mlperf-logging, ruleset {ruleset}", found, "see its message"))

@@ -81,7 +81,11 @@ class RunningLog(LoggedRun):
 
     @property
     def rate(self) -> float | None:
-        """Sequences per second, including evaluations, over the last evaluations; after a single one, since run_start."""
+        """Sequences per second, including evaluations, over the last four evaluations; None if unknown.
+
+        After a single evaluation it is the rate since run_start, and before the first evaluation the rate of the latest
+        steps.
+        """
         # Use recent evaluations, because the rate of the whole run would hide that the run became slower.
         recent = self.evaluations[-4:]
         if len(recent) >= 2 and recent[-1].time_ms > recent[0].time_ms:

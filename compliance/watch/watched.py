@@ -106,7 +106,6 @@ class Watch:
         return target is not None and bool(evaluations) and evaluations[-1].accuracy >= target
 
     def forecast_words(self, now_ms: float) -> str:
-        """Return the forecast in words: evaluations, samples and time left."""
         run, schedule, found = self.run, self.run.schedule, self.forecast
         if self.has_reached:
             return "reached"
