@@ -1,8 +1,7 @@
 """All public ops with their implementations, and functions that choose the implementations of several ops at once.
 
 Users import the ops from ``kernels``. Each of the functions ``_pytorch``, ``_apex``, ``_flash_attn`` and ``_triton``
-imports one library and returns its implementations. It is called only when one of these implementations is first
-needed.
+imports one library and returns its implementations. It is called only when one of these implementations is first needed.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping

@@ -29,10 +29,11 @@ Observer = Callable[["Op[..., Any]", tuple[Any, ...], dict[str, Any]], None]
 
 
 Functions = Mapping[str, tuple[Callable[..., Any], Callable[..., list[str]] | None]]
-"""Map from the name of an op to two functions of a library. The first function computes the op. The second function
-takes
-the same arguments and returns the reasons why the first function cannot handle them, or an empty list if it can. It is
-None if the first function can handle all arguments."""
+"""Map from the name of an op to two functions of a library. The first function computes the op. The second takes the
+same
+arguments and returns the reasons why the first cannot handle them, or an empty list if it can. The second is None if
+the
+first can handle all arguments."""
 
 
 @dataclass(frozen=True)

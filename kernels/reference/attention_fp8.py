@@ -21,8 +21,7 @@ def attention_cast_fp8(
     """
     context_THE = varlen_self_attention(qkv_T3HE, cu_seqlens, max_seqlen, dropout)
     casts = cast_transpose_fp8(context_THE.flatten(1), scale, amax, E4M3)
-    # The backward pass below recomputes the forward pass, so it needs neither the logarithms of softmax's sums nor
-    # masks.
+    # The backward pass below recomputes the forward pass, so it needs neither the logarithms of softmax's sums nor masks.
     return context_THE, *casts, context_THE.new_empty(0), context_THE.new_empty(0)
 
 

@@ -40,8 +40,7 @@ def padded(rows: int) -> int:
 
 
 def largest_scaled(dtype: torch.dtype) -> float:
-    """Return the limit of ``scale * amax``: the largest finite value of ``dtype``, reduced by the headroom for
-    growth."""
+    """Return the limit of ``scale * amax``: the largest finite value of ``dtype``, divided by the headroom."""
     return LARGEST[dtype] / 2 ** HEADROOM_BITS[dtype]
 
 

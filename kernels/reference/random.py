@@ -49,7 +49,6 @@ class Dropout:
 
     @property
     def scale(self) -> float:
-        """Factor by which kept elements are multiplied."""
         return 1 / (1 - self.p)
 
     def mask(self, rows: Tensor, columns: int) -> Tensor:

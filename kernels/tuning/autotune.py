@@ -44,7 +44,7 @@ class KernelChoice:
     milliseconds: dict[str, float]
     """Median time of each implementation that ran. The chosen implementation comes first, then the others by time."""
     errors: dict[str, str]
-    """Map from implementations that failed to run or could not be captured to the reasons."""
+    """Reason of the failure, for each implementation that failed to run or could not be captured."""
 
     def __str__(self) -> str:
         times = [f"{name} {milliseconds:.3g} ms" for name, milliseconds in self.milliseconds.items()]
@@ -83,8 +83,7 @@ def run_once(work: Work) -> Work:
 def tune(
     requests: Iterable[CallKind], repeatable: Callable[[Work], Work] = run_once, timed: Timing | None = None
 ) -> list[KernelChoice]:
-    """Measure all kinds of calls that several implementations can compute, and choose the fastest implementation of
-    each.
+    """Measure all kinds of calls that several implementations can compute, and choose the fastest implementations.
 
     Only one process of a run calls this, and all processes apply the result. Ops with an explicit choice are skipped.
     ``repeatable`` runs a given function and returns a function that repeats it under the conditions of the run, for
@@ -172,7 +171,7 @@ def _candidates(request: CallKind, arguments: Arguments) -> list[Implementation]
 
 
 def _run(implementation: Implementation, request: CallKind, arguments: Arguments) -> None:
-    """Make one call, and compute the gradients of its inputs if any of them requires a gradient."""
+    """Make one call and, if any input requires a gradient, compute the gradients of these inputs."""
     args, kwargs = arguments
     with request.state():
         returned = implementation.function(request.op)(*args, **kwargs)
