@@ -22,8 +22,7 @@ from numpy.typing import NDArray
 from console.files import read_json, write_atomically
 from dataloading.dataset.folder import Dataset, index_shards, shard_name
 from dataloading.jobs import begun
-from dataloading.shards.formats import whole_shard
-from dataloading.shards.native import write_shard
+from dataloading.shards.formats import whole_shard, write_shard
 from dataloading.shards.samples import Samples, concatenate, offsets_of
 from dataloading.shards.shard import REMEDY, DatasetInfo
 

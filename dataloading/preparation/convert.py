@@ -9,9 +9,8 @@ from dataloading.batches.packing import pack_samples
 from dataloading.dataset.folder import Dataset, index_shards, shard_name
 from dataloading.jobs import Made, Report, begun, make_files
 from dataloading.options import Layout
-from dataloading.shards.formats import whole_shard
-from dataloading.shards.native import write_shard
-from dataloading.shards.ragged import write_packed
+from dataloading.shards.formats import whole_shard, write_shard
+from dataloading.shards.hdf5_layouts import write_packed
 
 JOB_NAME = "convert.json"
 

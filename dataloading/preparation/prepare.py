@@ -24,8 +24,7 @@ from dataloading.preparation.pretraining_data import (
     samples_info,
     tokenize_documents,
 )
-from dataloading.shards.formats import whole_shard
-from dataloading.shards.native import write_shard
+from dataloading.shards.formats import whole_shard, write_shard
 from dataloading.shards.shard import DatasetInfo
 from dataloading.text.tokenization import Tokenizer, Vocabulary
 

@@ -103,6 +103,18 @@ class Samples:
         return _mix(digests)
 
 
+DTYPES = {
+    "input_ids": np.dtype("<u2"),
+    "segment_ids": np.dtype("u1"),
+    "sequence_offsets": np.dtype("<i8"),
+    "masked_lm_positions": np.dtype("<u2"),
+    "masked_lm_ids": np.dtype("<u2"),
+    "masked_lm_offsets": np.dtype("<i8"),
+    "next_sentence_labels": np.dtype("u1"),
+}
+"""Stored type of each array."""
+
+
 class SampleBuilder:
     """Collector of individual samples. It keeps references to their bytes and copies the bytes once at the end.
 

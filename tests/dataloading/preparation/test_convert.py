@@ -13,7 +13,7 @@ from dataloading.dataset.shuffle import multiset_digest, shuffle
 from dataloading.jobs import JobProgress
 from dataloading.options import Layout
 from dataloading.preparation.convert import convert
-from dataloading.shards.ragged import RaggedShard
+from dataloading.shards.hdf5_layouts import RaggedShard
 from dataloading.shards.shard import DatasetInfo
 from dataloading.text.tokenization import Vocabulary
 from tests.conftest import REPOSITORY

@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 
 from dataloading.batches.synthetic import synthetic_samples
-from dataloading.shards.formats import open_shard
-from dataloading.shards.native import write_shard
-from dataloading.shards.ragged import write_packed
+from dataloading.shards.formats import open_shard, write_shard
+from dataloading.shards.hdf5_layouts import write_packed
 from dataloading.shards.samples import SampleBuilder, Samples
 from dataloading.shards.shard import Shard
 from tests.dataloading import made_up
