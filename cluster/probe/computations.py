@@ -22,7 +22,7 @@ from cluster.probe.computing import gather_numbers, time_in_window
 from cluster.view import ComputationTime, Contention
 from dataloading.batches.loader import batch_of
 from dataloading.batches.sampler import BatchPlan
-from dataloading.batches.synthetic import synthetic_samples
+from dataloading.shards.samples import synthetic_samples
 from kernels import (
     Dropout,
     LambHyperparameters,

@@ -23,7 +23,7 @@ from bert.timing.stopwatch import Stopwatch
 from dataloading.batches.loader import batch_of
 from dataloading.batches.sampler import MicroBatch
 from dataloading.batches.shape_buckets import ShapeBucket
-from dataloading.batches.synthetic import synthetic_samples
+from dataloading.shards.samples import synthetic_samples
 from tests.bert.small_models import CPU, step_config
 from tests.distributed.on_host import ranks_on_hosts
 from tests.distributed.ranks import WORKER, name_of

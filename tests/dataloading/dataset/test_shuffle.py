@@ -6,12 +6,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dataloading.batches.synthetic import synthetic_samples
 from dataloading.dataset import shuffle as shuffle_module
 from dataloading.dataset.folder import Dataset, open_dataset, shard_name, write_dataset
 from dataloading.dataset.shuffle import shuffle
 from dataloading.shards.formats import write_shard
-from dataloading.shards.samples import Samples
+from dataloading.shards.samples import Samples, synthetic_samples
 from tests.dataloading.made_up import INFO, make_samples
 from tests.programs import python
 

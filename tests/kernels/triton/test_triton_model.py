@@ -12,7 +12,7 @@ from bert.configuration.sections import ModelConfig
 from bert.model import BertForPreTraining, initialize_
 from dataloading.batches.loader import Batch, batch_of
 from dataloading.batches.shape_buckets import ShapeBucket
-from dataloading.batches.synthetic import synthetic_samples
+from dataloading.shards.samples import synthetic_samples
 from kernels import OPS
 
 MODEL = ModelConfig(2, 32, 2, 64, 100, 48)
