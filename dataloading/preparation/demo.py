@@ -17,9 +17,9 @@ from pathlib import Path
 
 from dataloading.dataset.folder import open_dataset, write_dataset
 from dataloading.options import PretrainingOptions
-from dataloading.preparation.pretraining_data import create_samples, tokenize_documents
+from dataloading.preparation.pretraining_data import create_samples
 from dataloading.shards.shard import DatasetInfo
-from dataloading.text.tokenization import Tokenizer, Vocabulary
+from dataloading.text.tokenization import Tokenizer, Vocabulary, tokenize_documents
 
 TRAIN_OPTIONS = PretrainingOptions(max_seq_length=128, max_predictions_per_seq=19, dupe_factor=10)
 EVALUATION_OPTIONS = replace(TRAIN_OPTIONS, dupe_factor=2, random_seed=54321)
