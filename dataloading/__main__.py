@@ -175,7 +175,7 @@ def _shuffle(folder: tyro.conf.Positional[Path], out: Path, shards: int, seed: i
         seed: Seed of the random order.
     """
     from dataloading.dataset.folder import open_dataset
-    from dataloading.dataset.shuffle import shuffle
+    from dataloading.dataset.rewrite import shuffle
 
     started = time.perf_counter()
     reported = ("", 0)
@@ -212,7 +212,7 @@ def _convert(
         jobs: Processes to use.
     """
     from dataloading.dataset.folder import open_or_scan
-    from dataloading.preparation.convert import convert
+    from dataloading.dataset.rewrite import convert
 
     source = open_or_scan(folder, vocab)
     report = _reporter("samples")

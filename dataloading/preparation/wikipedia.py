@@ -27,7 +27,7 @@ from console.program import say
 from console.text import clock
 from dataloading.dataset import known
 from dataloading.dataset.folder import MANIFEST_NAME, open_dataset, write_dataset
-from dataloading.dataset.shuffle import JOB_NAME, STEPS, shuffle
+from dataloading.dataset.rewrite import SHUFFLE_JOB, STEPS, shuffle
 from dataloading.jobs import Report, WorkPart, run_tasks
 from dataloading.options import EVALUATION_SAMPLES, ExtractionOptions, PretrainingOptions
 from dataloading.preparation.estimate import Progress, estimate, total_bytes
@@ -301,7 +301,7 @@ class _Preparation:
     def _make_train(self, place: Path) -> None:
         samples = self._samples_folder()
         # A shuffle is complete once it has deleted the description of its job.
-        if not (place / MANIFEST_NAME).exists() or (place / JOB_NAME).exists():
+        if not (place / MANIFEST_NAME).exists() or (place / SHUFFLE_JOB).exists():
             if not (samples / MANIFEST_NAME).exists():
                 job = Job(self.inputs.text, self.vocab, self.options)
                 prepare(job, samples, jobs=self.request.jobs, report=self._report_files("samples"))

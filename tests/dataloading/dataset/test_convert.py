@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 
 from dataloading.dataset.folder import Dataset, open_dataset, shard_name, write_dataset
-from dataloading.dataset.shuffle import multiset_digest, shuffle
+from dataloading.dataset.rewrite import convert, multiset_digest, shuffle
 from dataloading.jobs import JobProgress
 from dataloading.options import Layout
-from dataloading.preparation.convert import convert
 from dataloading.shards.hdf5_layouts import RaggedShard
 from dataloading.shards.samples import synthetic_samples
 from dataloading.shards.shard import DatasetInfo
