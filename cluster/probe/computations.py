@@ -21,7 +21,7 @@ from cluster.model.computations import linear
 from cluster.probe.computing import gather_numbers, time_in_window
 from cluster.view import ComputationTime, Contention
 from dataloading.batches.loader import batch_of
-from dataloading.batches.sampler import BatchPlan
+from dataloading.batches.plan import BatchPlan
 from dataloading.shards.samples import synthetic_samples
 from kernels import (
     Dropout,
