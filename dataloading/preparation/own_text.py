@@ -20,8 +20,8 @@ from dataloading.dataset.folder import index_shards, new_folder, shard_name
 from dataloading.options import OwnText, PretrainingOptions
 from dataloading.preparation.pretraining_data import create_samples, samples_info
 from dataloading.shards.formats import write_shard
-from dataloading.text.cleanup import sentence_splitter
 from dataloading.text.tokenization import SPECIAL_TOKENS, Tokenizer, Vocabulary, read_documents, tokenize_documents
+from dataloading.text.wikipedia import sentence_splitter
 
 FEWEST_DOCUMENTS = 20
 """Smallest number of documents that gives a meaningful evaluation set."""
