@@ -84,7 +84,8 @@ def wikipedia(
 ) -> int:
     """Make all data for the GPU recipes from MLCommons' files, and verify it. Continues after an interruption.
 
-    The exit status is 0 if all results exist, 1 if the folders lack files for a result, and 2 after an error.
+    The exit status is 0 if all results exist, 1 if the folders lack files for a result, and 2 after an error. With
+    --part, it is also 0 while other processes still have to make results.
 
     Args:
         folders: Folders from the downloader (docs/data.md) with text, checkpoint and vocab.txt, or WikiExtractor's output.

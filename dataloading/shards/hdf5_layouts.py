@@ -99,7 +99,7 @@ class RaggedColumn:
         """[rows] number of elements in each row."""
         self.held_bytes = 0 if array.in_place else array.values.nbytes
         self.dtype = array.row_dtype
-        self._name = f"{path}: {name}"
+        self.name = f"{path}: {name}"
         # Valid values have the same bytes in the stored signed type as in the unsigned type of `Samples`.
         self.is_as_in_samples = self.dtype.newbyteorder("<") == self.dtype and self.dtype.itemsize == _SIZES.get(name)
         self._addresses, self._numbers = array.values["address"], array.values["object"]
@@ -116,13 +116,9 @@ class RaggedColumn:
         if size:
             place, found = self._objects(int(self._addresses[index])).get(int(self._numbers[index]), (0, 0))
         if found != size:
-            raise ValueError(f"{self._name}: the reference of row {index} leads to no such object; {REMEDY}")
+            raise ValueError(f"{self.name}: the reference of row {index} leads to no such object; {REMEDY}")
         end = place + size if stop is None else place + stop * self.dtype.itemsize
         return self._content[place + start * self.dtype.itemsize : end]
-
-    def narrowed(self, values: NDArray[Any], dtype: Any) -> NDArray[Any]:
-        """Convert values of this column to another type. Raises ``ValueError`` if a value does not fit."""
-        return narrow(values, dtype, self._name)
 
 
 class RaggedShard(Shard):
@@ -144,7 +140,7 @@ class RaggedShard(Shard):
             if len(samples_in_row) != rows or any(not np.array_equal(each.counts, samples_in_row) for each in packed):
                 raise ValueError(f"{', '.join(names)} disagree")
             lengths, masked_counts, labels = (
-                column.narrowed(np.frombuffer(b"".join(map(column.row, range(rows))), column.dtype), np.uint16)
+                narrow(np.frombuffer(b"".join(map(column.row, range(rows))), column.dtype), np.uint16, column.name)
                 for column in packed
             )
         else:
@@ -177,7 +173,7 @@ class RaggedShard(Shard):
             shift = start if name == "masked_lm_positions" else 0  # stored positions are relative to the row
             if shift or not column.is_as_in_samples:
                 values = np.frombuffer(part, column.dtype).astype(np.int64) - shift
-                part = column.narrowed(values, DTYPES[name]).tobytes()
+                part = narrow(values, DTYPES[name], column.name).tobytes()
             parts.append(part)
         builder.add(*parts, next_sentence_label=int(self._labels[index]))
 
