@@ -11,7 +11,7 @@ from benchmarks.gpu_parts.step import recipe, take_step, training_step
 from bert.configuration.recipes import RECIPES
 from bert.configuration.sections import Precision
 from dataloading.batches.loader import batch_of, shape_bucket_of
-from dataloading.batches.shape_buckets import ShapeBucket, choose_shape_buckets, draw_sizes
+from dataloading.batches.plan import ShapeBucket, choose_shape_buckets, draw_sizes
 
 _FITS, _DOES_NOT_FIT = "fits", "does not fit"
 _SHAPE_BUCKETS = 4

@@ -27,8 +27,7 @@ from cluster.model.shares import hidden_bytes, model_shares, under_way
 from cluster.model.strategy import Strategy
 from cluster.model.work import Work
 from dataloading.batches.loader import Batch, batch_of
-from dataloading.batches.synthetic import synthetic_samples
-from dataloading.shards.samples import Samples
+from dataloading.shards.samples import Samples, synthetic_samples
 
 SEQUENCES = 16
 
