@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from dataloading.batches.synthetic import synthetic_samples
 from dataloading.dataset.folder import write_dataset
+from dataloading.shards.samples import synthetic_samples
 from dataloading.shards.shard import DatasetInfo
 from dataloading.text.tokenization import SPECIAL_TOKENS, Vocabulary
 

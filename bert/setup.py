@@ -30,7 +30,7 @@ from compliance.log.records import MetricsWriter, RunRecord
 from console.program import say
 from console.text import clock
 from console.version import commit
-from dataloading.batches.shape_buckets import ShapeBucket
+from dataloading.batches.plan import ShapeBucket
 from dataloading.dataset.folder import Dataset
 from kernels.tuning import autotune
 

@@ -32,7 +32,7 @@ from bert.products.weight_gradients import AccumulatingTable, product_weights
 from bert.reporting.statistics import Statistics
 from bert.timing.stopwatch import Stopwatch, is_capturing
 from dataloading.batches.loader import Batch, inert_batch
-from dataloading.batches.shape_buckets import ShapeBucket
+from dataloading.batches.plan import ShapeBucket
 from kernels import captured
 
 if TYPE_CHECKING:

@@ -230,7 +230,6 @@ def watch(
 
 
 def main() -> int:
-    """Run the command and return the exit status."""
     end_in_order()  # called here, because the installed command runs only this function
     installed = Path(sys.argv[0]).name
     return app.main(installed if installed == "mlperf-bert-compliance" else "python -m compliance")

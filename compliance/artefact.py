@@ -10,10 +10,9 @@ MAX_FILE_BYTES = 50 * 2**20
 
 
 def open_regular(path: Path) -> BufferedReader:
-    """Open a regular file for reading. Refuse a pipe instead of blocking on it.
+    """Open a regular file for reading. Raises ``ValueError`` if the file is missing or not regular.
 
-    Raises:
-        ValueError: there is no such file, or it is not regular.
+    A pipe is refused without blocking on it.
     """
     try:
         return files.open_regular(path)
@@ -23,14 +22,13 @@ def open_regular(path: Path) -> BufferedReader:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a text file atomically: write a temporary file, flush it to disk, and rename it.
+    """Write a text file atomically, creating parent folders if needed, and flush the file to disk.
 
-    Raises:
-        ValueError: the file cannot be written.
+    Raises ``ValueError`` if the file cannot be written.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Python represents file names that are not UTF-8 by lone surrogates, which need escaping.
+        # Escape lone surrogates, which stand for bytes of file names that are not UTF-8.
         files.write_atomically(path, text.encode("utf-8", "backslashreplace"))
     except OSError as error:
         raise ValueError(f"{path} cannot be written: {error.strerror}; choose another folder") from error

@@ -4,9 +4,9 @@
 <org>/results/<system>/bert/result_<n>.txt   its logs
 <org>/benchmarks/                            its source
 
-A round is a folder of such submissions. A bare results folder is one outside of a submission. It has the same layout,
-results/<system>/bert beside results/systems, and its runs may still be in progress. In a submission, symbolic links to
-folders are not followed.
+A round is a folder of such submissions. A bare results folder lies outside of a submission. It contains the logs in
+results/<system>/bert and the descriptions in results/systems, and its runs may still be in progress. Symbolic links to
+folders are followed in bare results but not in a submission.
 """
 
 import fnmatch
@@ -37,7 +37,7 @@ COUNTED = "result_*.txt"
 """File name pattern that the official package checker accepts as a log."""
 
 LIKE_A_LOG = re.compile(r"results?[-_. ]*\d*(\.(txt|log|out))?(\.(gz|xz|zst|zip|bak|old))?", re.IGNORECASE)
-"""Pattern of file names that were probably meant for logs."""
+"""Pattern of names of files that were probably meant as logs."""
 
 MAX_ENTRIES = 10_000  # in one folder
 MAX_DEPTH = 64  # of nested folders
@@ -66,18 +66,17 @@ class BenchmarkFolder:
 
     @property
     def system(self) -> str:
-        """Name of the system's folder."""
         return absolute(self.path).parent.name
 
     @property
     def severity(self) -> Severity:
-        """Severity of a missing part: an error in a submission, a warning in bare results, which may still get the part."""
+        """Severity of a missing part: "error" in a submission, "warning" in bare results, whose runs may be in progress."""
         return "error" if self.submission else "warning"
 
 
 @dataclass(frozen=True)
 class Tree:
-    """Contents of a path. `submission` is `path` or the submission that contains it, and None for bare results."""
+    """Contents of `path`. `submission` is the submission that `path` is or lies in; None for bare results."""
 
     path: Path
     submission: Path | None
@@ -93,8 +92,7 @@ def absolute(path: Path) -> Path:
 def find_all(path: Path) -> list[Tree]:
     """Return the submissions of a round that contain BERT results. For any other folder, return the result of `find`.
 
-    Raises:
-        ValueError: as for `find`.
+    Raises ``ValueError`` if a round contains no BERT logs, or as `find` does.
     """
     # Do not follow links, which may lead out of the round or back into it.
     submissions = [folder for folder in _folders(path, path) if _is_submission(folder)]
@@ -102,7 +100,7 @@ def find_all(path: Path) -> list[Tree]:
         return [find(path)]
     trees = []
     for submission in submissions:
-        with suppress(ValueError):  # it has results of other benchmarks only
+        with suppress(ValueError):  # the submission has results of other benchmarks only
             trees.append(find(submission))
     if not trees:
         raise ValueError(f"{path}: no logs of {BENCHMARK} in the {counted(len(submissions), 'submission')} below it")
@@ -112,8 +110,7 @@ def find_all(path: Path) -> list[Tree]:
 def find(path: Path) -> Tree:
     """Return the benchmark folders in a benchmark folder, a system's folder, a results folder or a submission.
 
-    Raises:
-        ValueError: the path is not a folder, or contains no benchmark folder.
+    Raises ``ValueError`` if `path` is not a folder or contains no benchmark folder.
     """
     if not path.is_dir():
         raise ValueError(f"{path}: no such folder, expected a log, results/<system>/bert, or a folder above it")
@@ -141,10 +138,9 @@ def find(path: Path) -> Tree:
 
 
 def numbered_logs(folder: Path) -> list[tuple[int, Path]]:
-    """Return (number, log) for each log of a folder, in order of the numbers.
+    """Return (number, log) for each log of a folder, ordered by number.
 
-    Raises:
-        ValueError: the folder is missing or contains no logs.
+    Raises ``ValueError`` if the folder is missing or contains no logs.
     """
     if not folder.is_dir():
         raise ValueError(f"{folder}: no such folder, expected results/<system>/bert")
@@ -160,8 +156,7 @@ def numbered_logs(folder: Path) -> list[tuple[int, Path]]:
 def layout_findings(folder: BenchmarkFolder, runs: int | None) -> Iterator[Finding]:
     """Yield findings about the names and the number of a folder's entries, without opening any entry.
 
-    Args:
-        runs: number of logs that a submission needs; None if the logs are not meant for a submission.
+    A submission needs `runs` logs. None means that the logs are not meant for a submission.
     """
     if absolute(folder.path).name != BENCHMARK:
         found = f"the folder is named {_name(folder.path)}: the official package checker skips it and reports success"
@@ -232,7 +227,7 @@ def _of_system(system: Path, submission: Path | None) -> list[BenchmarkFolder]:
 
 
 def _is_benchmark(folder: Path) -> bool:
-    """Tell whether a folder is meant for BERT logs: it contains a log, or it is named after BERT and no subfolder is."""
+    """Tell whether a folder is for BERT logs: it contains a log, or "bert" is in its name and in no subfolder's name."""
     if folder.name in OTHER_BENCHMARKS:
         return False
     entries = _entries(folder)

@@ -21,10 +21,8 @@ class Commands:
 
     def __init__(self) -> None:
         self._functions: dict[str, Callable[..., Any]] = {}
-        """Commands by name."""
 
     def command(self, function: Callable[..., Any] | None = None, *, name: str | None = None) -> Any:
-        """Register a function as a command, under its own name or another."""
         if function is None:
             return partial(self.command, name=name)
         self._functions[name or function.__name__.replace("_", "-")] = function
@@ -33,8 +31,7 @@ class Commands:
     def run(self, program: str, arguments: Sequence[str] | None = None) -> Any:
         """Run the command that the first argument names, and return its result. `arguments` defaults to the command line.
 
-        Raises:
-            ValueError: see `parsed`.
+        Raises ``ValueError`` if the command or its options are wrong, see `parsed`.
         """
         given = sys.argv[1:] if arguments is None else arguments
         answer_version(given)

@@ -22,7 +22,7 @@ class _Document(msgspec.Struct):
 
 @dataclass(frozen=True)
 class FileKind(Generic[Content]):
-    """A kind of file.
+    """Format of a file that one command writes and another reads.
 
     Attributes:
         kind: dataclass of the content. It consists of texts, numbers, literals, tuples, dictionaries and dataclasses.
@@ -48,7 +48,10 @@ class FileKind(Generic[Content]):
         write_atomically(path, msgspec.json.format(msgspec.json.encode(document), indent=1) + b"\n")
 
     def read(self, path: Path) -> Content:
-        """Read and validate a file. Raises ``ValueError`` with one line if this version did not write it."""
+        """Read and validate a file.
+
+        Raises ``ValueError``, in one line, if the file is damaged, edited, or of another format or version.
+        """
         remedy = f"run `{self.maker}` again"
         text = read_bounded(path, self.largest_bytes, remedy)
         try:

@@ -26,7 +26,7 @@ _TEMPORARY = re.compile(r"\..+\.[0-9a-f]+\.partial")
 def atomic_path(path: Path) -> Iterator[Path]:
     """Yield a temporary path for the block to create. If the block succeeds, sync it to disk and rename it to ``path``.
 
-    The block may create a file or a folder, whose name nobody else can guess and which is removed if the block fails.
+    The block may create a file or a folder. Nobody can guess its temporary name, and it is removed if the block fails.
     """
     temporary = path.absolute().with_name(f".{path.absolute().name}.{secrets.token_hex(8)}.partial")
     try:
@@ -98,8 +98,8 @@ def sha256_of(path: Path) -> str:
 def read_bounded(path: Path, limit: int, remedy: str) -> bytes:
     """Return the bytes of a file of at most ``limit`` bytes.
 
-    Raises:
-        ValueError: the file cannot be read, or is larger; ``remedy`` says what to do then.
+    Raises ``ValueError`` if the file cannot be read or is larger. The message ends with ``remedy``, which says what to
+    do.
     """
     try:
         with open_regular(path) as file:
@@ -115,8 +115,8 @@ def read_bounded(path: Path, limit: int, remedy: str) -> bytes:
 def read_json(path: Path, limit: int, remedy: str) -> Any:
     """Read a JSON file of at most ``limit`` bytes.
 
-    Raises:
-        ValueError: as `read_bounded`, or the file is no JSON, is nested too deeply, or has a number of thousands of digits.
+    Raises ``ValueError`` as `read_bounded` does, or if the file is not JSON, is nested too deeply, or has a number of
+    thousands of digits.
     """
     content = read_bounded(path, limit, remedy)
     try:
@@ -127,7 +127,7 @@ def read_json(path: Path, limit: int, remedy: str) -> Any:
 
 def is_private(folder: Path) -> bool:
     """Tell whether only this user and root can write to a folder or replace it."""
-    # From the root down, because whoever may replace a parent folder may replace everything in it.
+    # Check from the root down, because whoever may replace a parent folder may replace everything in it.
     for place in reversed([folder.resolve(), *folder.resolve().parents]):
         state = place.stat()
         is_ours, mode = state.st_uid == os.geteuid(), state.st_mode
@@ -136,7 +136,7 @@ def is_private(folder: Path) -> bool:
         if not (is_ours or state.st_uid == 0) or (by_others and (place == folder.resolve() or not mode & stat.S_ISVTX)):
             return False
         if is_ours and not mode & (stat.S_IRWXG | stat.S_IRWXO):
-            return True  # no other user gets past this folder
+            return True  # no other user can enter this folder
     return True
 
 

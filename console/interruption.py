@@ -17,7 +17,7 @@ def show_in_one_line() -> None:
 
 
 def in_one_line(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Show an error that ends the program, and Ctrl-C in one line. This is a `sys.excepthook`."""
+    """Print an error with its traceback, but Ctrl-C in one line. This function is a `sys.excepthook`."""
     if issubclass(kind, KeyboardInterrupt):
         sys.stderr.write("interrupted\n")
     else:
@@ -25,7 +25,7 @@ def in_one_line(kind: type[BaseException], error: BaseException, trace: Tracebac
 
 
 def reader_has_gone() -> int:
-    """Close standard output after its reader, such as ``head``, has ended; return the exit status."""
+    """Close standard output after its reader, such as ``head``, has ended. Return the exit status."""
     # Python flushes standard output when it ends, and would complain about the missing reader once more.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 1

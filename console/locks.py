@@ -22,16 +22,11 @@ class BusyError(ValueError):
 
 
 def lock_file(path: Path, *, shared: bool = False, patience_s: float = 0.0) -> int:
-    """Lock a file, which is created if need be, until this process ends or closes the descriptor that is returned.
+    """Lock ``path``, creating it if needed, until this process ends or closes the descriptor that is returned.
 
-    Args:
-        path: the file, in the folder that the lock protects.
-        shared: whether other processes may hold the lock at the same time, if they share it too.
-        patience_s: seconds to wait for another process to end.
-
-    Raises:
-        BusyError: another process holds the lock.
-        OSError: the file cannot be written, or its file system has no locks.
+    The file lies in the folder that the lock protects. Several processes may hold the lock at once if all of them pass
+    ``shared``. Another process that holds the lock gets ``patience_s`` seconds to release it. Raises `BusyError` if it
+    does not, and ``OSError`` if the file cannot be written or its file system has no locks.
     """
     # Other users may be able to write to the folder, so do not follow a link or wait for a pipe.
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)

@@ -45,9 +45,7 @@ def run(
     """Run a program without standard input. A program that is missing, fails or hangs raises no exception.
 
     The program gets a session of its own. After `timeout_s`, and on Ctrl-C, it is killed with its children.
-
-    Args:
-        environment: all variables of the program; by default the variables of this process.
+    `environment` has all variables of the program; by default the variables of this process.
     """
     name = Path(command[0]).name
     try:

@@ -31,7 +31,7 @@ def say_document(text: str) -> None:
 
 
 def say_json(document: object) -> None:
-    """Print a document as JSON. No text in it is a command to a build server."""
+    """Print a document as JSON. Text that a build server would take for a command is escaped."""
     print(json_document(document).replace("##", "#\\u0023"), flush=True)  # Azure's commands begin with ##
 
 
@@ -41,12 +41,11 @@ def say_annotation(level: str, message: object, properties: Mapping[str, object]
 
 
 def complain(error: object, kind: str = "error") -> None:
-    """Print "error: ..." on standard error."""
     print(visible(f"{kind}: {reason(error)}"), file=sys.stderr, flush=True)
 
 
 def reason(error: object) -> str:
-    """Return an error's message; for a failed system call, the file and the reason without the error number."""
+    """Return an error's message. For a failed system call, return the file and the reason without the error number."""
     if isinstance(error, OSError) and error.filename is not None:  # the name is bytes if the call was given bytes
         return f"{os.fsdecode(error.filename)}: {error.strerror}"
     return str(error)
@@ -66,7 +65,7 @@ def accept_any_text() -> None:
 def drop_lost_output(note: Callable[[str], None]) -> None:
     """From now on, drop output that standard output or error cannot take, for example after `tee` has ended.
 
-    `note` gets a sentence when a stream fails for the first time.
+    `note` is called with a sentence when a stream fails for the first time.
     """
     for name, title in (("stdout", "standard output"), ("stderr", "standard error")):
         stream = getattr(sys, name)
@@ -86,7 +85,6 @@ class _Expendable(io.FileIO):
         self._note: Callable[[str], None] | None = note
 
     def write(self, data: Any, /) -> int:
-        """Write ``data``, or drop it."""
         written: int | None = None  # stays None if a non-blocking terminal has no room
         try:
             written = super().write(data)
@@ -98,7 +96,7 @@ class _Expendable(io.FileIO):
 
 
 class _Visible(logging.Formatter):
-    """Formatter that escapes a log message into one line; a traceback below it keeps its lines."""
+    """Formatter that escapes a log message into one line. A traceback below it keeps its own lines."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - the name is logging's
         return visible(super().formatMessage(record))
@@ -124,15 +122,13 @@ class RaisingParser(argparse.ArgumentParser):
     """Parser that raises ``ValueError`` for wrong options, in one line, instead of printing its usage and exiting."""
 
     def error(self, message: str) -> NoReturn:
-        """Raise the complaint."""
         raise ValueError(message)
 
 
 def parsed(parse: Callable[[], Result]) -> Result:
     """Return the result of `parse`, which calls tyro on the command line.
 
-    Raises:
-        ValueError: the options are wrong; the message is one line instead of tyro's frame.
+    Raises ``ValueError`` if the options are wrong. Its message is one line instead of tyro's frame.
     """
     complaint = io.StringIO()
     try:

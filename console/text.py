@@ -1,11 +1,11 @@
 """Make untrusted text safe to print: names of files, settings, output of logs and other programs.
 
 A file name may hold line feeds that forge a verdict, escape sequences that clear the screen, marks that reverse the order
-of letters, and bytes that are not UTF-8. Characters that `str.isprintable` accepts pass. All other characters, and those
-without a width, become the escapes that `ascii` writes, so that a text stays on one line. HTML and Markdown are escaped for
-their own format in addition.
+of letters, and bytes that are not UTF-8. Printable characters (`str.isprintable`) are kept. All other characters, and
+printable characters without a width, become the escapes that `ascii` writes, so that a text stays on one line. Text in HTML
+and Markdown is also escaped for these formats.
 
-Backslashes pass, so escaping a text twice changes nothing.
+Backslashes are not escaped, so escaping a text twice changes nothing.
 """
 
 import difflib
@@ -18,14 +18,13 @@ _INVISIBLE = re.compile("[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u3164\ufe0
 """Invisible characters (Unicode's Default_Ignorable_Code_Point) that `str.isprintable` accepts."""
 
 _COMMAND = re.compile(r"^(\s*):(?=:)|#(?=#\w*\[)|:(?=::MLLOG *\{)")
-"""Text that build servers (GitHub, Azure) take for a command, and log readers for a record."""
+"""Text that build servers (GitHub, Azure) execute as a command, or that log readers parse as a record."""
 
 
 def visible(text: object, limit: int | None = None) -> str:
     r"""Return the text on one line, with control and invisible characters as escapes: \x1b, \n, \u202e, \udcff.
 
-    Args:
-        limit: maximum number of characters; a longer text ends in "...".
+    A text of more than `limit` characters is shortened to `limit` and ends in "...".
     """
     shown = str(text)
     if limit is not None:
@@ -42,12 +41,9 @@ def visible(text: object, limit: int | None = None) -> str:
 def annotation(level: str, message: object, properties: Mapping[str, object]) -> str:
     """Return the command that lets GitHub's runner show `message` beside a line. No text can add another command.
 
-    Specification: GitHub Docs, "Workflow commands for GitHub Actions", and the runner's ActionCommand, which undoes only
-    these escapes. Control characters are also escaped, by `visible`.
-
-    Args:
-        level: error, warning or notice.
-        properties: file, line, title.
+    `level` is error, warning or notice, and `properties` may have file, line and title. Specification: GitHub Docs,
+    "Workflow commands for GitHub Actions", and the runner's ActionCommand, which undoes only these escapes. `visible`
+    also escapes control characters.
     """
     given = ",".join(f"{name}={visible(str(value).translate(_IN_PROPERTY))}" for name, value in properties.items())
     return f"::{level}{' ' if given else ''}{given}::{visible(str(message).translate(_IN_MESSAGE))}"
@@ -58,10 +54,9 @@ _IN_PROPERTY = _IN_MESSAGE | str.maketrans({":": "%3A", ",": "%2C"})
 
 
 def json_document(document: object) -> str:
-    """Return a document as JSON in ASCII; half a surrogate pair, which no parser accepts, becomes a visible escape.
+    """Return a document as JSON in ASCII. Raises ``ValueError`` if it holds a number that is not finite.
 
-    Raises:
-        ValueError: the document holds a number that is not finite.
+    Half of a surrogate pair, which no parser accepts, becomes a visible escape.
     """
     text = json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False)
     return re.sub(r"[^\n\x20-\x7e]", _in_json, text)  # outside of strings JSON has only ASCII
@@ -84,7 +79,6 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """Return a number with its noun."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 

@@ -31,7 +31,7 @@ def version_line() -> str:
 
 @functools.cache
 def commit() -> str:
-    """Return the checkout's commit, marked if tracked files differ; in an image, its source's commit or "unknown"."""
+    """Return the checkout's commit, marked if tracked files differ; in an image, the commit of its source or "unknown"."""
     revision = _git("rev-parse", "HEAD")
     # Untracked files do not count, because results and data lie beside the source.
     changed = _git("status", "--porcelain", "--untracked-files=no")

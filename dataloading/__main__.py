@@ -84,7 +84,8 @@ def wikipedia(
 ) -> int:
     """Make all data for the GPU recipes from MLCommons' files, and verify it. Continues after an interruption.
 
-    The exit status is 0 if all results exist, 1 if the folders lack files for a result, and 2 after an error.
+    The exit status is 0 if all results exist, 1 if the folders lack files for a result, and 2 after an error. With
+    --part, it is also 0 while other processes still have to make results.
 
     Args:
         folders: Folders from the downloader (docs/data.md) with text, checkpoint and vocab.txt, or WikiExtractor's output.
@@ -175,7 +176,7 @@ def _shuffle(folder: tyro.conf.Positional[Path], out: Path, shards: int, seed: i
         seed: Seed of the random order.
     """
     from dataloading.dataset.folder import open_dataset
-    from dataloading.dataset.shuffle import shuffle
+    from dataloading.dataset.rewrite import shuffle
 
     started = time.perf_counter()
     reported = ("", 0)
@@ -212,7 +213,7 @@ def _convert(
         jobs: Processes to use.
     """
     from dataloading.dataset.folder import open_or_scan
-    from dataloading.preparation.convert import convert
+    from dataloading.dataset.rewrite import convert
 
     source = open_or_scan(folder, vocab)
     report = _reporter("samples")

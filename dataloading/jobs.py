@@ -1,10 +1,11 @@
-"""Jobs that run in several processes and can be continued after an interruption."""
+"""Jobs that run in several processes and can be continued after an interruption, and reports on their progress."""
 
 import json
 import multiprocessing
 import os
 import shutil
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -14,11 +15,16 @@ from pathlib import Path
 from typing import TypeVar
 
 from console.files import is_temporary, read_json, write_atomically
+from console.program import say
+from console.text import clock
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
 
 _MAX_DESCRIPTION_BYTES = 64 << 20
+
+_PRIOR = 0.1
+"""Share of the expected total time of all stages that is counted as already measured, which steadies the first estimates."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +55,34 @@ class JobProgress:
     total: int
     kept: bool
     """Whether an earlier attempt made the file."""
+
+
+class StageProgress:
+    """Progress over stages with known expected seconds. Prints a line for each percent of the expected time."""
+
+    def __init__(self, seconds: Mapping[str, float]) -> None:
+        self._seconds = seconds
+        self._shares = dict.fromkeys(seconds, 0.0)
+        self._kept = 0.0
+        """Estimated seconds for the results that earlier attempts made."""
+        self._started = time.perf_counter()
+        self._percent = -1
+
+    def set(self, stage: str, share: float, *, kept: bool = False) -> None:
+        """Set the completed share of a stage. ``kept`` means that an earlier attempt completed it."""
+        if stage not in self._seconds:
+            return
+        self._kept += kept * (share - self._shares[stage]) * self._seconds[stage]
+        self._shares[stage] = min(1.0, share)
+        total = sum(self._seconds.values())
+        done = sum(self._shares[name] * self._seconds[name] for name in self._seconds)
+        if int(100 * done / total) > self._percent:
+            self._percent = int(100 * done / total)
+            slowness = (time.perf_counter() - self._started + _PRIOR * total) / (done - self._kept + _PRIOR * total)
+            say(f"[{self._percent:3} %] {stage}, about {clock(slowness * (total - done))} left")
+
+    def add(self, stage: str, share: float) -> None:
+        self.set(stage, self._shares.get(stage, 0.0) + share)
 
 
 Report = Callable[[JobProgress], None]

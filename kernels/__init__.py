@@ -1,7 +1,7 @@
 """The public ops, which take and return tensors. The model uses no other functions of this package.
 
 Shape legend: T tokens of the flat stream, Q query tokens, S sequences, M masked tokens, D hidden, H heads, E head size,
-F intermediate, V vocabulary, N rows, C classes, P parameters.
+F intermediate, V vocabulary, L positions, N rows, C classes, P parameters.
 """
 
 from importlib import import_module

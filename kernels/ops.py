@@ -1,8 +1,7 @@
-"""All public ops with their implementations, and functions that affect the choice for all ops.
+"""All public ops with their implementations, and functions that choose the implementations of several ops at once.
 
-Users import the ops from `kernels`. ``_pytorch``, ``_apex``, ``_flash_attn`` and ``_triton`` map each op to the function
-that implements it and to the function that returns the reasons why the implementation cannot handle given arguments. They
-import a library only when one of its implementations is first needed.
+Users import the ops from ``kernels``. Each of the functions ``_pytorch``, ``_apex``, ``_flash_attn`` and ``_triton``
+imports one library and returns its implementations. It is called only when one of these implementations is first needed.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -92,7 +91,7 @@ _APEX_NORM = Implementation("apex", _apex, requires="fused_layer_norm_cuda", rep
 _APEX_LOSS = Implementation("apex", _apex, requires="xentropy_cuda")
 _PYTORCH = Implementation("pytorch", _pytorch)
 _PYTORCH_NORM = Implementation("pytorch", _pytorch, repeatable=False)
-# Like the reference, this implementation reads the sequence lengths on the host.
+# Like the reference, PyTorch's attention reads the sequence lengths on the host, so a CUDA graph cannot capture it.
 _PYTORCH_ATTENTION = Implementation("pytorch", _pytorch, capturable=False, repeatable=False)
 
 
@@ -138,14 +137,13 @@ scaled_matmul = Op(fp8.scaled_matmul, {"cuda": (_PYTORCH, _REFERENCE_PRODUCT), "
 
 # Collect the ops from the module's globals, so that none can be forgotten.
 OPS: dict[str, Op[..., Any]] = {op.name: op for op in tuple(globals().values()) if isinstance(op, Op)}
-"""All ops by name, in the order above."""
+"""All ops by name, in the order of their definitions in this module."""
 
 
 def choose(implementations: Mapping[str, str]) -> None:
     """Choose implementations explicitly, such as ``{"varlen_attention": "triton"}``. ``auto`` undoes an earlier choice.
 
-    Raises:
-        ValueError: an op or an implementation does not exist. In that case no choice is changed.
+    Raises ``ValueError``, and changes no choice, if an op or an implementation does not exist.
     """
     for op, name in implementations.items():
         if op not in OPS:
@@ -160,11 +158,8 @@ def captured(recomputed: Collection[str] = ()) -> Iterator[None]:
     """Restrict choices on a GPU to implementations that a CUDA graph can capture, inside a ``with`` block.
 
     Choices made inside the block remain in effect afterwards. The ops named in ``recomputed`` are called again in the
-    backward pass, so only implementations that then draw the same dropout mask are chosen for them.
-
-    Raises:
-        ValueError: an op is called inside the block and has no such implementation for its inputs. The message contains
-            the reasons.
+    backward pass, so only implementations that then draw the same dropout mask are chosen for them. An op that is
+    called inside the block raises ``ValueError`` with the reasons if no such implementation can handle its inputs.
     """
     with ExitStack() as stack:
         for op in OPS.values():

@@ -29,8 +29,11 @@ Observer = Callable[["Op[..., Any]", tuple[Any, ...], dict[str, Any]], None]
 
 
 Functions = Mapping[str, tuple[Callable[..., Any], Callable[..., list[str]] | None]]
-"""Map from ops to a library's functions: the implementation, and a function that takes the same arguments and returns the
-reasons why the implementation cannot handle them, or None if the implementation can handle all arguments."""
+"""Map from the name of an op to two functions of a library. The first function computes the op. The second takes the
+same
+arguments and returns the reasons why the first cannot handle them, or an empty list if it can. The second is None if
+the
+first can handle all arguments."""
 
 
 @dataclass(frozen=True)
@@ -43,17 +46,15 @@ class Implementation:
     requires: str | None = None
     """Package that must be installed, if any."""
     capturable: bool = True
-    """Whether a CUDA graph can capture it. This requires that no value is copied from the device to the host."""
+    """Whether a CUDA graph can capture the implementation. It must then copy no values from the device to the host."""
     repeatable: bool = True
     """Whether a second call can draw the same dropout mask inside a CUDA graph. This requires that the mask does not come
     from PyTorch's generator."""
 
     def function(self, op: str) -> Callable[..., Any]:
-        """Return the function that implements the op named ``op``."""
         return self.functions()[op][0]
 
     def unsupported_reasons(self, op: str, *args: Any, **kwargs: Any) -> list[str]:
-        """Return the reasons why this implementation cannot compute the op for these arguments; empty if it can."""
         if self.requires is not None and importlib.util.find_spec(self.requires) is None:
             return [f"{self.requires} is not installed"]
         reasons = self.functions()[op][1]
@@ -83,7 +84,7 @@ class Op(Generic[Parameters, Returned]):
         self._chosen: dict[tuple[object, ...], Callable[Parameters, Returned]] = {}
 
     def __call__(self, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Returned:
-        """Run the chosen implementation. Raises ``ValueError`` if an explicitly chosen one cannot compute the call."""
+        """Run the chosen implementation. Raises ``ValueError`` if an explicit choice cannot compute the call."""
         key = _key(args, kwargs)
         function = self._chosen.get(key)
         if function is None:
@@ -104,9 +105,8 @@ class Op(Generic[Parameters, Returned]):
     def chosen(self, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Implementation:
         """Return the implementation for these arguments.
 
-        Raises:
-            ValueError: the explicitly chosen implementation cannot compute the call, or no implementation can be captured.
-                The message contains the reasons.
+        Raises ``ValueError`` with the reasons if the explicitly chosen implementation cannot compute the call, or if a
+        CUDA graph must capture the call and no implementation allows it.
         """
         if self.asked != AUTO:
             asked = self.implementations[self.asked]
@@ -124,7 +124,7 @@ class Op(Generic[Parameters, Returned]):
             if not reasons:
                 return each
             against.append(f"{each.name}: {', '.join(reasons)}")
-        # This is reached only in a ``captured`` block: otherwise the definition can compute any call.
+        # Only calls inside a ``captured`` block get here. Outside of it, the op's definition can compute any call.
         raise ValueError(
             f"{self.name} has no implementation that a CUDA graph can capture for such inputs ({'; '.join(against)}): "
             "set training.cuda_graphs to False, or use inputs that an implementation supports"

@@ -1,7 +1,7 @@
 """The op that adds a matrix product to a weight's gradient, by cuBLAS on a GPU.
 
-``torch.addmm`` has supported adding products of 16-bit operands to fp32 since PyTorch 2.10, on CUDA only. The op is defined
-apart from the other ops because Triton's loss also calls it.
+``torch.addmm`` has supported adding products of 16-bit operands to fp32 since PyTorch 2.10, on CUDA only. The op is not
+defined in ``kernels.ops``, because Triton's loss also calls it.
 """
 
 import torch
@@ -14,7 +14,7 @@ from kernels.registry import Implementation, Op
 def add_product(gradient_NK: Tensor, output_gradient_TN: Tensor, input_TK: Tensor, overwrite: bool = False) -> Tensor:
     """Add ``output_gradient.T @ input`` to an fp32 gradient in place, or overwrite the gradient, and return it."""
     transposed_NT = output_gradient_TN.t()
-    # mm does not read the old gradient, which may be NaN.
+    # Unlike addmm, mm does not read the old gradient, which may contain NaN.
     if overwrite:
         return torch.mm(transposed_NT, input_TK, out_dtype=torch.float32, out=gradient_NK)
     # With the gradient as ``out``, cuBLAS adds in the product's epilogue, without another pass over memory.
@@ -24,7 +24,6 @@ def add_product(gradient_NK: Tensor, output_gradient_TN: Tensor, input_TK: Tenso
 def unsupported_reasons(
     gradient_NK: Tensor, output_gradient_TN: Tensor, input_TK: Tensor, *_: object, **__: object
 ) -> list[str]:
-    """Return the reasons why PyTorch cannot compute this product; empty if it can."""
     reasons = []
     if not gradient_NK.is_cuda:
         reasons.append(f"tensors on {gradient_NK.device.type}: PyTorch supports this product on CUDA only")

@@ -14,9 +14,8 @@ import pytest
 from _pytest.runner import runtestprotocol
 from hypothesis import HealthCheck, settings
 
-from dataloading.batches.synthetic import synthetic_samples
 from dataloading.dataset.folder import write_dataset
-from dataloading.shards.samples import Samples
+from dataloading.shards.samples import Samples, synthetic_samples
 from dataloading.shards.shard import DatasetInfo
 from dataloading.text.tokenization import Vocabulary
 from tests.programs import REPOSITORY

@@ -4,7 +4,7 @@
 
 Both implementations read the text, load the vocabulary, tokenize and draw samples. Their runs alternate in one process, and
 their outputs must be equal. Compilation is not timed. By default, the input is the standard library's prose
-(``dataloading.text.documents``) with the vocabulary that ships with the built-in recipe.
+(``dataloading.preparation.demo``) with the vocabulary that ships with the built-in recipe.
 """
 
 import gc
@@ -25,10 +25,10 @@ from benchmarks.conditions import write_figures
 from benchmarks.data_stages import reference_prepare
 from bert.configuration.recipes import ARTIFACTS
 from dataloading.options import PretrainingOptions
-from dataloading.preparation.pretraining_data import create_samples, read_documents, tokenize_documents
+from dataloading.preparation.demo import demo_documents
+from dataloading.preparation.pretraining_data import create_samples
 from dataloading.shards.samples import Samples
-from dataloading.text.documents import demo_documents
-from dataloading.text.tokenization import Tokenizer, Vocabulary
+from dataloading.text.tokenization import Tokenizer, Vocabulary, read_documents, tokenize_documents
 
 SHIPPED_VOCAB = ARTIFACTS / "tiny_cpu" / "vocab.txt"
 

@@ -20,9 +20,8 @@ from bert.model import BertForPreTraining
 from bert.parallel.mesh import Mesh
 from cluster.model.histogram import drawn_lengths, length_counts
 from dataloading.batches.loader import Batch, batch_of
-from dataloading.batches.shape_buckets import ShapeBucket
-from dataloading.batches.synthetic import synthetic_samples
-from dataloading.shards.samples import Samples
+from dataloading.batches.plan import ShapeBucket
+from dataloading.shards.samples import Samples, synthetic_samples
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from bert.execution.cuda_graphs import replay_of
 from bert.step import TrainingStep
 from bert.timing.stopwatch import DeviceStopwatch, Stopwatch
 from dataloading.batches.loader import Batch, batch_of, shape_bucket_of
-from dataloading.batches.shape_buckets import ShapeBucket, choose_shape_buckets, draw_sizes
+from dataloading.batches.plan import ShapeBucket, choose_shape_buckets, draw_sizes
 from kernels.reference.fp8 import capability_reasons
 from kernels.tuning import autotune
 

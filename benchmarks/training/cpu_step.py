@@ -31,8 +31,7 @@ from bert.model import BertForPreTraining, initialize_
 from bert.optimizer import FlatParameters, Lamb
 from cluster.model.histogram import drawn_lengths
 from dataloading.batches.loader import batch_of
-from dataloading.batches.synthetic import synthetic_samples
-from dataloading.shards.samples import Samples
+from dataloading.shards.samples import Samples, synthetic_samples
 
 Loss = Callable[[Samples], Callable[[], Tensor]]
 """Function that collates samples and returns the computation of their loss. Only the computation is timed."""

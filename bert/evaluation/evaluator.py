@@ -13,7 +13,7 @@ from bert.model import BertForPreTraining
 from bert.parallel.collectives import all_reduce_
 from bert.parallel.mesh import Mesh
 from dataloading.batches.loader import Batch, batch_of, inert_batch, shape_bucket_of
-from dataloading.batches.shape_buckets import ShapeBucket, choose_shape_buckets
+from dataloading.batches.plan import ShapeBucket, choose_shape_buckets
 from dataloading.dataset.folder import Dataset
 from kernels import captured
 

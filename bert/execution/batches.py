@@ -8,10 +8,9 @@ from bert.parallel.mesh import Mesh
 from console.program import complain
 from dataloading.batches.loader import Batch, Loader, batch_of, shape_bucket_of
 from dataloading.batches.loader_choice import choose_loader
-from dataloading.batches.sampler import BatchPlan, MicroBatch
-from dataloading.batches.shape_buckets import ShapeBucket, choose_shape_buckets, draw_sizes
-from dataloading.batches.synthetic import synthetic_samples
+from dataloading.batches.plan import BatchPlan, MicroBatch, ShapeBucket, choose_shape_buckets, draw_sizes
 from dataloading.dataset.folder import Dataset
+from dataloading.shards.samples import synthetic_samples
 
 
 def plan_of(config: Config, train: Dataset, data_size: int, seed: int) -> BatchPlan:

@@ -12,7 +12,7 @@ from typing import Self
 import torch
 
 from dataloading.batches.loader import Batch
-from dataloading.batches.shape_buckets import ShapeBucket
+from dataloading.batches.plan import ShapeBucket
 
 Function = Callable[[], None]
 

@@ -20,7 +20,7 @@ from cluster.model.histogram import drawn_lengths
 from cluster.model.strategy import WORD, Strategy
 from cluster.published.cost_model import EVALUATION_SEQUENCES
 from compliance.log.schedule import evaluation_interval
-from dataloading.batches.sampler import BatchPlan, deal
+from dataloading.batches.plan import BatchPlan, deal
 from dataloading.dataset.folder import open_dataset
 
 _DRAWN = 200_000

@@ -21,8 +21,8 @@ from cluster.model.work import linear
 from cluster.probe.computing import gather_numbers, time_in_window
 from cluster.view import ComputationTime, Contention
 from dataloading.batches.loader import batch_of
-from dataloading.batches.sampler import BatchPlan
-from dataloading.batches.synthetic import synthetic_samples
+from dataloading.batches.plan import BatchPlan
+from dataloading.shards.samples import synthetic_samples
 from kernels import (
     Dropout,
     LambHyperparameters,

@@ -18,8 +18,7 @@ from compliance.official import checker as official
 def check_file(path: Path, ruleset: str = rules.NEWEST_RULESET) -> Verdict:
     """Read and check one log.
 
-    Raises:
-        ValueError: the file or the ruleset does not exist, or the official checker is not installed.
+    Raises ``ValueError`` if the file or the ruleset does not exist, or if the official checker is not installed.
     """
     return check_log(read_log(path), ruleset)
 
@@ -33,10 +32,10 @@ def check_log(log: Log, ruleset: str = rules.NEWEST_RULESET) -> Verdict:
 
 
 def _newest_acceptance(log: Log) -> Verdict:
-    """Return the verdict of the newest ruleset that accepts the log, or else the one with the fewest official errors."""
+    """Return the verdict of the newest ruleset that accepts the log, else of the ruleset with the fewest official errors."""
     opinion = _official_opinion(log, rules.NEWEST_RULESET)
     best = _verdict(log, rules.NEWEST_RULESET, opinion)
-    # Logs of this repository, which open a digest chain, are written for all rulesets: do not try the other rulesets.
+    # Logs of this repository open a digest chain. They are written for all rulesets, so older rulesets cannot help.
     if best.passed or log.chain.opened or not opinion.judged:
         return best
     fewest = opinion.errors
@@ -55,7 +54,7 @@ def _newest_acceptance(log: Log) -> Verdict:
 def _verdict(log: Log, ruleset: str, opinion: official.Opinion) -> Verdict:
     context = CheckedLog(log, ruleset)
     own = [finding for check in checks_of(context) for finding in check(context)]
-    # If the file is not the log of one complete run, the official checker's complaints are consequences of that.
+    # If the file is not the log of one complete run, this defect causes the official checker's complaints.
     findings = own if context.defect else [*own, *_unexplained(context, own, opinion)]
     return Verdict(
         path=log.path,
@@ -113,7 +112,7 @@ def _unexplained(context: CheckedLog, own: list[Finding], opinion: official.Opin
 
 
 def _collapse(findings: list[Finding]) -> list[Finding]:
-    """Merge the findings of each fault into the first of them, and store the number of the others in its `more`."""
+    """Keep the first finding of each fault, and store the number of further findings of this fault in its `more`."""
     kinds: dict[tuple[str, ...], list[Finding]] = {}
     for finding in findings:
         # Do not compare `found`: its numbers differ from record to record.

@@ -22,7 +22,6 @@ CHECKPOINT_MS = 1000
 
 
 def check_lines(context: CheckedLog) -> Iterator[Finding]:
-    """Yield findings about the file and its lines."""
     for problem in context.log.problems:
         remedy = "write every record from one process, whole, on a line of its own"
         found = f"{problem.found}; expected {problem.expected}"
@@ -91,7 +90,7 @@ def _check_whole_run(context: CheckedLog) -> Iterator[Finding]:
 def _check_presence(context: CheckedLog) -> Iterator[Finding]:
     if not context.log.token_lines:
         return
-    # Records that cannot be read are reported already, so they count as present.
+    # Unreadable records are already reported, so they count as present.
     present = {*context.log.by_key}.union(*(problem.keys for problem in context.log.problems))
     for rule in rules.KEYS.values():
         if rule.key in present or (context.aborted and rule.key not in TIMELINE):
@@ -115,7 +114,7 @@ def _check_presence(context: CheckedLog) -> Iterator[Finding]:
 
 
 def _check_time(context: CheckedLog) -> Iterator[Finding]:
-    """Check that times never decrease. Before run_start, where several processes log, compare only starts of phases."""
+    """Check that times never decrease. Before run_start, several processes log, so only phase starts must be in order."""
     start = context.run.first.get("run_start")
     run_line = start.line if start else sys.maxsize
     offline = _is_evaluated_offline(context)
@@ -149,7 +148,7 @@ _OFFLINE = ("eval_start", "eval_accuracy", "eval_stop", "train_samples", "eval_s
 def _is_evaluated_offline(context: CheckedLog) -> bool:
     """Tell whether all evaluations come after training, in order, with the times of their checkpoints (TR 9.4).
 
-    The run then ends with the checkpoint that reached the target, at the end of a block.
+    The run must then end with the checkpoint that reached the target, at the end of a block.
     """
     log, first = context.log, context.run.first
     evaluations, trained = log.all("eval_accuracy"), log.all("block_stop") or log.all("epoch_stop")
@@ -192,7 +191,7 @@ def _check_result(context: CheckedLog) -> Iterator[Finding]:
             yield finding_of(run.accuracies[-1], violation)
         # Placeholders in epoch_num cannot be compared with train_samples.
         elif trained and is_counted and trained.value >= (batch or 0) and not counts_no_sequences(samples, batch):
-            # Other software logs the planned number of samples, or the size of the data set.
+            # Other software logs the planned number of samples or the size of the data set as train_samples.
             yield finding_of(trained, violation, "error" if trained.value < samples[-1] else "warning")
     if trained and is_counted and trained.value < (batch or 0):
         remedy = "log the samples at convergence"
@@ -200,7 +199,6 @@ def _check_result(context: CheckedLog) -> Iterator[Finding]:
 
 
 def checks_of(context: CheckedLog) -> tuple[Callable[[CheckedLog], Iterator[Finding]], ...]:
-    """Return the checks that apply to a log."""
     # The other checks would complain about records that were not read or that belong to another run.
     if context.log.given_up:
         return (check_lines,)

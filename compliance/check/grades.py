@@ -1,8 +1,8 @@
 """Grade the violations of a log's records: errors, warnings if accepted submissions have them too, or no finding.
 
-`compliance.log.order` yields the violations. Some do not apply to logs of other software, in which settings may be anywhere,
-and every process may log the start of initialisation. The consequences of a reported fault, such as a missing record, are
-not reported again.
+`compliance.log.order` yields the violations. Some do not apply to logs of other software, where settings may be on any
+line and every process may log the start of initialisation. Consequences of a reported fault, such as a missing record, are
+not reported.
 """
 
 from collections.abc import Iterator
@@ -29,9 +29,7 @@ Defect = Literal["joined", "cut off", "headless"]
 class CheckedLog:
     """A log under check.
 
-    Attributes:
-        run: state of the run at the end of the log.
-        broken: pairs of a record and its violation, in file order.
+    `run` is the state of the run at the end of the log. `broken` holds (record, violation) pairs in file order.
     """
 
     log: Log
@@ -50,7 +48,6 @@ class CheckedLog:
 
     @property
     def aborted(self) -> bool:
-        """Tell whether the log says that the run was aborted."""
         return self.run.status == "aborted"
 
     @cached_property
@@ -98,12 +95,10 @@ def at(
 
 
 def finding_of(record: Record, violation: Violation, severity: Severity = "error") -> Finding:
-    """Return the finding for a record's violation."""
     return at(record, violation.found, violation.expected, violation.remedy, violation.rule, severity)
 
 
 def check_records(context: CheckedLog) -> Iterator[Finding]:
-    """Yield the graded violations of the records."""
     if context.disorder:
         record, earlier = context.disorder
         found = f"before {earlier} on line {context.run.first[earlier].line}"
@@ -140,7 +135,7 @@ def _grade(context: CheckedLog, record: Record, violation: Violation) -> Severit
             return _grade_of_pair(context, record.key)
         case "metadata" | "init time":
             return "error"
-        # The other kinds bind only our writer ("span", "evaluation"), or are graded with all evaluations below.
+        # "span" and "evaluation" bind only our writer. `_check_evaluations` grades "schedule" and "count".
         case _:
             return None
 
@@ -172,7 +167,7 @@ def _grade_of_value(record: Record) -> Severity:
 
 
 def _grade_of_pair(context: CheckedLog, key: str) -> Severity | None:
-    # An epoch may end with the run (common.yaml); open submissions open one block for many evaluations.
+    # An epoch may end with the run (common.yaml), and open submissions log one block for many evaluations.
     name, division = key.partition("_")[0], context.run.division
     start, stop = f"{name}_start", f"{name}_stop"
     if start in TIMELINE or start not in context.run.first or {start, stop} & context.lost_keys:
@@ -186,7 +181,7 @@ def _grade_of_pair(context: CheckedLog, key: str) -> Severity | None:
 
 
 def _check_evaluations(context: CheckedLog) -> Iterator[Finding]:
-    """Check when the run evaluated, unless the evaluations count no sequences."""
+    """Check evaluations against the schedule. If epoch_num does not count sequences, only warn about that."""
     run, schedule, batch = context.run, context.run.schedule, context.run.global_batch_size
     samples = epoch_nums(run)
     is_complete = len(samples) == len(context.log.all("eval_accuracy")) and "eval_accuracy" not in context.lost_keys
@@ -227,8 +222,9 @@ def counts_no_sequences(samples: list[int], batch: int | None) -> bool:
 def _is_regular(samples: list[int], run: LoggedRun) -> bool:
     """Tell whether the evaluations follow a regular interval near the interval of the rules.
 
-    Accepted submissions count a partial last batch, round the interval differently, or use the interval of a neighbouring
-    batch size. So intervals may deviate from their median by 3 % or a batch, and the median from the rules by 25,000.
+    Accepted submissions count a partial last batch, round the interval differently, or use the interval of a
+    neighbouring batch size. Each interval may therefore differ from the median interval by 3 % or a batch, and the
+    median interval from the rules' interval by 25,000 samples plus a batch.
     """
     if not samples or run.schedule is None:
         return False

@@ -19,11 +19,7 @@ Known = frozenset[tuple[str, str, str, str]]
 
 
 def read_known(path: Path) -> Known:
-    """Read the findings that an earlier `check --json` printed.
-
-    Raises:
-        ValueError: the file cannot be read, or is not the output of `check --json`.
-    """
+    """Read the findings that an earlier `check --json` printed. Raises ``ValueError`` for any other file."""
     verdicts = read_json(path, MAX_FILE_BYTES, "write it by `python -m compliance check PATH... --json > FILE`")
     try:
         found = [(verdict["file"], finding) for verdict in verdicts for finding in verdict["findings"]]

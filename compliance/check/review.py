@@ -22,16 +22,12 @@ from console.text import json_document, visible
 
 SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
 TOOL = "compliance"
-# GitHub code scanning's name of the root of the checked-out source.
+# GitHub code scanning's name for the root of the checked-out source.
 ROOT = "%SRCROOT%"
 
 
 def sarif(verdicts: Sequence[Verdict], root: Path) -> dict[str, Any]:
-    """Build a SARIF log with one run.
-
-    Args:
-        root: the folder to which the paths are relative. A file outside of it keeps its absolute path.
-    """
+    """Build a SARIF log with one run. Paths are relative to `root`, except for files outside of `root`."""
     pairs = [(verdict, finding) for verdict in verdicts for finding in verdict.findings]
     # List each rule once. Results refer to a rule by its index in this list.
     texts = {_rule_id(finding): finding.rule or "log format" for _, finding in pairs}
@@ -95,7 +91,7 @@ def _rule(name: str, text: str) -> dict[str, Any]:
 def _result(verdict: Verdict, finding: Finding, places: dict[str, int], root: Path) -> dict[str, Any]:
     name = _rule_id(finding)
     artifact = _location(_shown_file(verdict.path), root)
-    # Escape characters that UTF-8 cannot encode, which paths and values may contain.
+    # Paths and values may contain characters that UTF-8 cannot encode, so escape them.
     identity = "\n".join((artifact["uri"], name, finding.key, finding.found)).encode("utf-8", "backslashreplace")
     return {
         "ruleId": name,
@@ -118,7 +114,7 @@ def _describe(verdict: Verdict, finding: Finding) -> str:
 
 
 def _shown_file(path: Path) -> Path:
-    # Code review shows only files. The pattern includes misnamed logs, because a finding may be about these.
+    # Code review shows only files. Include misnamed logs, because a finding may be about one of them.
     logs = sorted(path.glob("result*")) if path.is_dir() else []
     return next((log for log in logs if log.is_file()), path)
 

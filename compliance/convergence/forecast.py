@@ -52,9 +52,8 @@ def forecast(
 ) -> Forecast:
     """Forecast the end of a run that has not reached its target.
 
-    Args:
-        evaluations: (samples trained, accuracy) of each evaluation, in order.
-        reference: reference of a closed run; None in the open division and above the largest reference point.
+    `evaluations` are pairs (samples trained, accuracy) in order. `reference` is None in the open division and above the
+    largest reference point.
     """
     # Only BERT-Large has the jump in its curve, and only BERT-Large has this target.
     is_large = target == rules.QUALITY_TARGET
@@ -78,7 +77,7 @@ def forecast(
 
 
 def reach(points: Sequence[tuple[int, float]], power: float, target: float) -> float | None:
-    """Return the samples at which a curve linear in samples ** power reaches the target; None if above `MAX_SAMPLES`.
+    """Return the samples at which a curve linear in samples ** power reaches the target; None if not within `MAX_SAMPLES`.
 
     The curve has the least-squares slope of the points and goes through the last point.
     """
@@ -107,10 +106,8 @@ def time_left(
 ) -> tuple[float | None, float | None]:
     """Return the seconds until the early and until the late end of a forecast; None for an unknown end.
 
-    Args:
-        samples: samples trained so far.
-        rate: samples per second, including the time of evaluations.
-        limit: number of samples at which the run ends even without reaching the target.
+    `samples` is the number trained so far, and `rate` the samples per second including evaluations. At `limit` samples
+    the run ends even without reaching the target.
     """
     longest = math.inf if limit is None else limit / rate
 

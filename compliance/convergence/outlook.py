@@ -20,16 +20,16 @@ MAX_EVALUATIONS = 2**20
 
 @dataclass(frozen=True)
 class Outlook:
-    """The standing of a set of runs.
+    """Comparison of a set of runs with the reference. Runs of the set may be missing.
 
     Attributes:
         reference: the reference; None in the open division and above the largest reference point.
-        mean: mean samples to the target. From three runs on, the fastest and the slowest run are excluded. None before the
-            first run has converged.
+        mean: mean samples to the target. From three runs on, the fastest and the slowest run are excluded. None before
+            the first run has converged, and after two runs did not converge.
         verdict: "fail" as soon as two runs did not converge or the missing runs can no longer help, otherwise
             "unfinished" while runs are missing.
         scaling: factor of the score, if `mean` were final.
-        sentence: the standing in words.
+        sentence: the comparison in words.
     """
 
     reference: Reference | None
@@ -47,12 +47,8 @@ def outlook(
 ) -> Outlook:
     """Compare a set of runs with the reference, and say when the missing runs must converge.
 
-    Args:
-        samples: number of sequences to the target of each run so far, of at most ten; None for a run that did not converge.
-        division: in the open division there is no reference.
-
-    Raises:
-        ValueError: as for `reference`.
+    `samples` has the sequences to the target of each run so far, of at most ten; None stands for a run that did not
+    converge. The open division has no reference. Raises ``ValueError`` as `reference` does.
     """
     missing = SUBMISSION_RUNS - len(samples)
     found = reference(ruleset, global_batch_size) if division == "closed" else None
@@ -72,7 +68,7 @@ def outlook(
         return Outlook(None, mean, "no reference", 1.0, f"{head}; no reference convergence point: {why}.")
     basis = f"mean {found.mean:,.0f}, minimum {found.minimum:,.0f}, {found.description}"
     if not missing:
-        assert mean is not None  # at most one run has not converged, out of three or more
+        assert mean is not None  # at most one of the ten runs has not converged
         verdict = found.verdict(mean)
         said = {
             "pass": "the set passes, and its score stands as it is",

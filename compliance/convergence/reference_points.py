@@ -43,14 +43,12 @@ class Reference:
         return max(1.0, self.mean / mean)
 
     def verdict(self, mean: float) -> Literal["pass", "scaled", "fail"]:
-        """Return the outcome of a complete submission with this mean."""
         if mean < self.minimum:
             return "fail"
         return "scaled" if mean < self.mean else "pass"
 
     @property
     def description(self) -> str:
-        """Origin of the reference in words."""
         if self.origin == "exact":
             return f"reference point at batch size {self.points[0]}"
         if self.origin == "interpolated":
@@ -61,8 +59,8 @@ class Reference:
 def reference(ruleset: str, global_batch_size: int) -> Reference | None:
     """Return the reference for a submission at a global batch size; None above the largest reference point.
 
-    Raises:
-        ValueError: the ruleset has no points for BERT, the batch size is not positive, or mlperf-logging is missing.
+    Raises ``ValueError`` if the ruleset has no points for BERT, the batch size is not positive, or mlperf-logging is
+    missing.
     """
     # The batch size may come from a log, which may contain true or 448.0 instead of an integer.
     if not rules.POSITIVE_INTEGER.accepts(global_batch_size):

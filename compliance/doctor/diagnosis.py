@@ -8,10 +8,8 @@ State = Literal["ok", "warn", "fail"]
 class Diagnosis(NamedTuple):
     """Result of one check before a run.
 
-    Attributes:
-        state: "fail" if the run would not start, would fail or would be invalid; "warn" if it may be slower or if
-            something could not be checked.
-        remedy: what the user should do; "" if nothing is wrong.
+    `state` is "fail" if the run would not start, would fail or would be invalid, and "warn" if it may be slower or if
+    something could not be checked. `remedy` says what the user should do; it is "" if nothing is wrong.
     """
 
     subject: str
@@ -21,20 +19,16 @@ class Diagnosis(NamedTuple):
 
 
 def ok(subject: str, found: str) -> Diagnosis:
-    """Return the diagnosis that nothing is wrong."""
     return Diagnosis(subject, "ok", found)
 
 
 def warn(subject: str, found: str, remedy: str) -> Diagnosis:
-    """Return the diagnosis that the run would work, but perhaps more slowly."""
     return Diagnosis(subject, "warn", found, remedy)
 
 
 def fail(subject: str, found: str, remedy: str) -> Diagnosis:
-    """Return the diagnosis that the run would fail or would be invalid."""
     return Diagnosis(subject, "fail", found, remedy)
 
 
 def fail_or_warn(subject: str, is_fatal: bool, found: str, remedy: str) -> Diagnosis:
-    """Return a failure if the fault is fatal, otherwise a warning."""
     return Diagnosis(subject, "fail" if is_fatal else "warn", found, remedy)

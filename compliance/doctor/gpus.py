@@ -58,9 +58,8 @@ class Gpu:
 class Gpus:
     """The GPUs of a machine.
 
-    Attributes:
-        trouble: why NVIDIA's driver lists no GPUs; "" on a machine without the driver.
-        ways: number of GPU pairs by the way in which they are connected.
+    `trouble` says why NVIDIA's driver lists no GPUs; it is "" on a machine without the driver. `ways` counts the pairs
+    of GPUs by their connection: `NVLINK`, `PCIE` or `ACROSS_NODES`.
     """
 
     gpus: tuple[Gpu, ...] = ()
@@ -70,7 +69,7 @@ class Gpus:
 
     @property
     def topology(self) -> str:
-        """Describe how the GPUs are connected; "" for a single GPU."""
+        """How the GPUs are connected, in words; "" for a single GPU."""
         if len(self.ways) == 1:
             return f"every GPU to every other: {next(iter(self.ways))}"
         return ", ".join(f"{count} of {self.ways.total()} pairs: {way}" for way, count in self.ways.most_common())
@@ -163,7 +162,7 @@ IDLE_MEMORY_BYTES = 2**30
 
 
 def check_gpus(run: ExaminedRun, found: Gpus, pytorch: Mapping[str, Any]) -> Iterator[Diagnosis]:
-    """Check all GPUs, and what PyTorch reports about them (see `compliance.doctor.system.ask_pytorch`)."""
+    """Check all GPUs. `pytorch` is the answer of `compliance.doctor.system.ask_pytorch`."""
     if not run.on_gpus:
         note = f"{len(found.gpus)} here, none used by {run.recipe or 'a run without a recipe'}"
         yield ok("GPUs", note if found.gpus else "none here and none needed")
@@ -253,7 +252,7 @@ def _pytorch(run: ExaminedRun, found: Gpus, pytorch: Mapping[str, Any]) -> Diagn
         remedy = "try `python -c 'import torch'`; install the packages again: rm -r .venv, and run run_and_time.sh"
         return fail("PyTorch", "it cannot be imported, or gives no answer", remedy)
     named, seen = f"PyTorch {pytorch.get('PyTorch')}", pytorch.get("gpus") or 0
-    # PyTorch's own message tells of an outdated driver and of a build without CUDA.
+    # PyTorch's own message names the cause, such as an outdated driver or a build without CUDA.
     if trouble := pytorch.get("trouble"):
         remedy = "install a PyTorch for this GPU and driver (rm -r .venv, see README), or a newer driver"
         return fail("PyTorch", f"{named} cannot compute on the GPU: {trouble}", remedy)

@@ -30,7 +30,7 @@ class ExaminedHost:
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
 
     def path(self, name: str) -> Path:
-        """Return the path, below the root folder, of the file with the absolute path `name`."""
+        """Return the path below `root` that stands for the absolute path `name`."""
         return self.root / name.lstrip("/")
 
     def read(self, name: str) -> str:
@@ -51,10 +51,9 @@ class ExaminedHost:
     def run(
         self, *command: str, timeout_s: float = COMMAND_TIMEOUT_S, environment: Mapping[str, str] | None = None
     ) -> Output:
-        """Run a command in `run_root`, in the C locale, because the parsers expect English output."""
+        """Run a command in `run_root`. It runs in the C locale, because the parsers expect English output."""
         variables = {**self.environment, "LC_ALL": "C", **(environment or {})}
         return processes.run(command, timeout_s=timeout_s, folder=run_root(), environment=variables)
 
     def python(self, *arguments: str, timeout_s: float, environment: Mapping[str, str] | None = None) -> Output:
-        """Run this Python interpreter in the same way as `run` runs a command."""
         return self.run(sys.executable, *arguments, timeout_s=timeout_s, environment=environment)

@@ -25,7 +25,7 @@ class AdapterPort:
 
 @dataclass(frozen=True)
 class Machine:
-    """Facts of a machine.
+    """Resources, load and settings of a machine.
 
     Attributes:
         cores: number of cores that this process may use, given its affinity and the container's limit.
@@ -57,7 +57,7 @@ def read_machine(host: ExaminedHost) -> Machine:
 
     memory, frequency = psutil.virtual_memory(), psutil.cpu_freq()
     limit = host.read("/sys/fs/cgroup/memory.max")  # "max" if there is no limit
-    # A quota of "max" means no limit.
+    # The quota is also "max" if there is no limit.
     quota = re.fullmatch(r"(\d+) ([1-9]\d*)", host.read("/sys/fs/cgroup/cpu.max"))
     allowed = len(os.sched_getaffinity(0))
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
@@ -103,7 +103,6 @@ def _ports(host: ExaminedHost) -> list[AdapterPort]:
 
 
 def check_machine(machine: Machine, run: ExaminedRun) -> Iterator[Diagnosis]:
-    """Check memory, processors, network and limits against what the run needs."""
     yield from _memory(machine, run)
     yield from _processors(machine, run)
     yield from _network(machine, run)

@@ -28,7 +28,7 @@ print(json.dumps(asdict(RECIPES[name]()) if name in RECIPES else sorted(RECIPES)
 
 @dataclass(frozen=True)
 class IntendedRun:
-    """The run that the user requests. None stands for the recipe's value."""
+    """The run that the user requests. None stands for the recipe's value. Without a recipe, only the machine is checked."""
 
     recipe: str = ""
     data: Path | None = None
@@ -61,17 +61,14 @@ class ExaminedRun:
 
     @property
     def on_gpus(self) -> bool:
-        """Whether the recipe trains on GPUs."""
         return self.setting("training", "device") == "cuda"
 
     @property
     def is_closed(self) -> bool:
-        """Whether the run is for the closed division."""
         return self.setting("log", "division") == "closed"
 
     @property
     def world_size(self) -> int:
-        """Number of ranks on all nodes."""
         return self.nodes * self.ranks
 
     def folder(self, name: Literal["train", "evaluation"]) -> Path | None:
@@ -85,17 +82,17 @@ class ExaminedRun:
 
     @property
     def results(self) -> Path | None:
-        """The run's results/ folder."""
+        """The run's results/ folder; None if neither the user nor a recipe names one."""
         return self.intended.results or self._named("log", "results")
 
     def _named(self, section: str, name: str) -> Path | None:
-        """Return a path setting, which is relative to `run_root`, as a path from the current folder."""
+        """Return a path setting as a path from the current folder. The recipe states it relative to `run_root`."""
         named = self.setting(section, name)
         return Path(os.path.relpath(run_root() / named)) if named else None
 
 
 def shape_in_name(recipe: str) -> tuple[int, int] | None:
-    """Return the number of nodes and of GPUs per node from a recipe's name, such as dgxa100_8x8."""
+    """Return the nodes and the GPUs per node in a recipe's name, such as dgxa100_8x8; None if it states none."""
     match = re.search(r"_(\d+)x(\d+)$", recipe)
     return (int(match[1]), int(match[2])) if match else None
 
@@ -103,8 +100,8 @@ def shape_in_name(recipe: str) -> tuple[int, int] | None:
 def lay_out(intended: IntendedRun, host: ExaminedHost, gpus_here: int) -> ExaminedRun:
     """Return the requested run with the nodes and ranks that the launchers would choose.
 
-    Raises:
-        ValueError: the recipe is unknown, the number of nodes is below 1, or a given file or folder does not exist.
+    Raises ``ValueError`` if the recipe is unknown, the number of nodes is below 1, a given file or folder does not
+    exist, or a checkpoint is given without a recipe.
     """
     for path in (intended.data, intended.checkpoint):
         if path is not None and not path.exists():
@@ -156,7 +153,7 @@ LAYERED = frozenset({"overlay", "aufs"})
 
 
 class Mount(NamedTuple):
-    """A mounted file system."""
+    """A mounted file system. `kind` is its type, such as ext4 or tmpfs."""
 
     point: str
     kind: str
@@ -190,8 +187,7 @@ def check_recipe(run: ExaminedRun) -> Diagnosis:
 def check_files(run: ExaminedRun, host: ExaminedHost, mounts: Sequence[Mount], revision: str) -> Iterator[Diagnosis]:
     """Check caches, data, results and source, the slowest checks last.
 
-    Args:
-        revision: commit of the source (see `console.version.commit`).
+    `revision` is the commit of the source, from `console.version.commit`.
     """
     yield _caches(run, host)
     yield from _storage(run, mounts)
@@ -205,7 +201,7 @@ def check_files(run: ExaminedRun, host: ExaminedHost, mounts: Sequence[Mount], r
 def _caches(run: ExaminedRun, host: ExaminedHost) -> Diagnosis:
     switch = host.path("/proc/sys/vm/drop_caches")
     try:
-        # Opening the file drops nothing. In a container even root may fail.
+        # Opening this file does not drop the caches. In a container even root may be refused.
         os.close(os.open(switch, os.O_WRONLY))
     except OSError as error:
         # -l only tests whether sudo allows the command, and -n prevents a password prompt.
@@ -276,7 +272,7 @@ def _data(run: ExaminedRun, host: ExaminedHost) -> Iterator[Diagnosis]:
     """Check every byte of the data against the manifest, which takes as long as reading the data."""
     for name in ("train", "evaluation"):
         folder = run.folder(name)
-        if folder is None or not folder.exists():  # the dry run reports this, with the command that makes the data
+        if folder is None or not folder.exists():  # the dry run reports a missing folder
             continue
         if run.intended.quick:
             yield warn("data", f"{folder} was not read", "omit --quick once, before the first run")

@@ -49,13 +49,9 @@ print(json.dumps({
 def renew(path: Path, given: Mapping[str, str], *, measure_again: bool = False) -> None:
     """Write the description of this machine to `path`, or change the given fields of an existing description.
 
-    Args:
-        given: fields that take precedence over the file and the machine.
-        measure_again: also replace the fields of an existing description that this machine provides.
-
-    Raises:
-        ValueError: the file is not a system description or cannot be written, a field or value is unknown, or there is
-            nothing to change.
+    Fields in `given` take precedence over the file and the machine. With `measure_again`, the fields of an existing
+    description that this machine provides are replaced too. Raises ``ValueError`` if the file is not a system
+    description or cannot be written, a field or value is unknown, or there is nothing to change.
     """
     before = _read(path)
     if before and not measure_again:
@@ -67,7 +63,7 @@ def renew(path: Path, given: Mapping[str, str], *, measure_again: bool = False) 
         return
     host = ExaminedHost()
     measured = {name: value for name, value in measure(host, read_machine(host)).items() if value}
-    # Drop the measured fields, which may have changed since the file was written. Convert numbers to text.
+    # Drop the fields measured now, because the file's values may be outdated. Convert numbers to text.
     kept = {
         name: str(value) for name, value in before.items() if name in SYSTEM_FIELDS and name not in measured and value
     }
@@ -89,7 +85,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def write(path: Path, fields: Mapping[str, Any]) -> None:
-    """Write a description as JSON atomically. Raises ValueError if the file cannot be written."""
+    """Write a description as JSON atomically. Raises ``ValueError`` if the file cannot be written."""
     write_whole(path, json.dumps(dict(fields), indent=2, ensure_ascii=False) + "\n")
 
 
@@ -106,8 +102,7 @@ def measure(host: ExaminedHost, machine: Machine) -> dict[str, str]:
 def complete(measured: Mapping[str, str], given: Mapping[str, str]) -> dict[str, str]:
     """Return all `SYSTEM_FIELDS` in order: the given value, or else the measured value, the usual value, or "".
 
-    Raises:
-        ValueError: a division, field or status is unknown, or a count is not a number.
+    Raises ``ValueError`` if a division, field or status is unknown, or if a count is not a number.
     """
     fields = dict.fromkeys(SYSTEM_FIELDS, "")
     fields |= {"division": "open", "status": SYSTEM_STATUSES["research"]}
@@ -146,11 +141,11 @@ def _processors(host: ExaminedHost, machine: Machine) -> dict[str, str]:
 def _networking(host: ExaminedHost, machine: Machine) -> str:
     kinds: Counter[str] = Counter()
     for port in machine.ports:
-        # /sys has the form "200 Gb/sec (4X HDR)".
+        # /sys states a rate as "200 Gb/sec (4X HDR)".
         speed = re.sub(r"Gb/sec.*", "Gb/s", port.rate)
         kinds[f"{'RoCE' if port.link_layer == 'Ethernet' else 'InfiniBand'} {speed}".strip()] += 1
     for name in host.names("/sys/class/net"):
-        # Bridges and loopback have no device behind them; InfiniBand was counted above.
+        # Bridges and loopback have no device behind them. InfiniBand was already counted.
         if host.path(f"/sys/class/net/{name}/device").exists() and not name.startswith("ib"):
             megabits = host.read(f"/sys/class/net/{name}/speed")
             kinds["Ethernet" + (f" {int(megabits) / 1000:g} Gb/s" if megabits.isdecimal() else "")] += 1
@@ -188,7 +183,7 @@ def _software(pytorch: Mapping[str, Any], driver: str, host: ExaminedHost) -> di
     packages = ("numpy", "triton", "nvidia-dali-cuda130", "mlperf-logging")
     stack += [f"{name} {number}" for name in packages if (number := _version(name))]
     stack += [f"Python {platform.python_version()}"]
-    # The values may be quoted or unquoted.
+    # Values in os-release may be quoted.
     release = dict(re.findall(r'^(\w+)="?(.*?)"?$', host.read("/etc/os-release"), re.MULTILINE))
     ngc = host.environment.get("NVIDIA_PYTORCH_VERSION")
     framework = f"PyTorch {pytorch.get('PyTorch') or _version('torch')}".strip()

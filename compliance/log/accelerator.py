@@ -10,7 +10,7 @@ Form = Literal["SXM", "PCIe", "NVL"]
 
 
 def family(name: str) -> str | None:
-    """Return the model that a name contains, such as H100 or, for "Habana Gaudi2", GAUDI 2; None if it contains none."""
+    """Return the model in a name: "H100", or "GAUDI 2" for "Habana Gaudi2"; None if the name contains no model."""
     text = name[:MAX_NAME].upper()
     if match := re.search(r"\b(GAUDI|TPU)[ -]?V?(\d*)", text):
         return " ".join(filter(None, match.groups()))

@@ -18,7 +18,7 @@ _DIGEST = re.compile(rb"# digest( at the end)?: ([0-9a-f]{64})")
 
 
 class Chain:
-    """Running digest over the lines so far."""
+    """Running digest over the lines of a log."""
 
     def __init__(self) -> None:
         self._hash = hashlib.sha256()
@@ -34,14 +34,13 @@ class Chain:
         self.pending += 1
 
     def close_stretch(self, at_end: bool = False) -> bytes:
-        """Return the digest line for all lines so far, and add it as the next line."""
+        """Return the digest line for all lines so far, and add this line to the digest."""
         line = f"# digest{' at the end' if at_end else ''}: {self._hash.hexdigest()}".encode()
         self.add(line)
         self.pending = 0
         return line
 
     def matches(self, hexadecimal: bytes) -> bool:
-        """Tell whether `hexadecimal` is the digest of all lines so far."""
         return self._hash.hexdigest().encode() == hexadecimal
 
 

@@ -45,7 +45,6 @@ class Finding:
         return f"{self.severity}: {where}{key}{self.sentence} [{self.rule}{logged_at}]; {self.remedy}"
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the fields for JSON."""
         fields = asdict(self) | {"found": self.sentence}
         del fields["more"]  # the sentence includes it
         return fields
@@ -70,17 +69,14 @@ class Verdict:
 
     @property
     def errors(self) -> tuple[Finding, ...]:
-        """Findings that make the check fail."""
         return tuple(finding for finding in self.findings if finding.severity == "error")
 
     @property
     def passed(self) -> bool:
-        """Tell whether there are no findings except warnings."""
         return not self.errors
 
     @property
     def ours(self) -> Outcome:
-        """Our verdict in one word, "pass" or "fail"."""
         return "pass" if self.passed else "fail"
 
     @property
@@ -96,7 +92,6 @@ class Verdict:
         return f"{aborted}{said}, ruleset {self.ruleset}"
 
     def as_dict(self) -> dict[str, Any]:
-        """Return a dictionary for JSON."""
         return {
             "file": str(self.path),
             "ruleset": self.ruleset,

@@ -1,7 +1,7 @@
 """Rules for the order of a log's records: which rules a record would break as the next record of a log.
 
 `LoggedRun` is the state, and `violations` yields the broken rules. The writer raises an error for a broken rule and
-does not write the record. The check collects and grades violations. The watch warns if one invalidates the run.
+does not write the record. The check collects and grades violations. The watch warns if a violation invalidates the run.
 """
 
 from collections.abc import Iterator, Mapping
@@ -44,7 +44,6 @@ class Violation(NamedTuple):
 
     @property
     def sentence(self) -> str:
-        """What is wrong, in words, without the remedy."""
         return f"{self.key}: {self.found}, expected {self.expected} ({self.rule})"
 
     def __str__(self) -> str:
@@ -54,9 +53,8 @@ class Violation(NamedTuple):
 def violations(run: LoggedRun, record: Record, ruleset: str | None = None) -> Iterator[Violation]:
     """Yield the rules that `record` would break as the next record of the log of `run`.
 
-    Args:
-        ruleset: the ruleset to check. None means the writer, whose log must satisfy all rulesets and whose evaluations must
-            follow the schedule exactly.
+    The ruleset None stands for this repository's writer, whose log must satisfy all rulesets and whose evaluations must
+    follow the schedule exactly.
     """
     key = record.key
     rule = rules.KEYS.get(key)
@@ -95,9 +93,9 @@ def _misstated(rule: rules.KeyRule, record: Record, ruleset: str | None) -> Iter
     if rule.value is not None and not rule.value.accepts(record.value):
         remedy = "correct the value that is logged"
         yield Violation("value", key, f"value {shown(record.value)}", rule.value.wording, remedy, rule.source)
-    # No rule accepts None, which stands for a missing field.
+    # A missing field is None here, which no rule accepts.
     wrong = [(name, wanted) for name, wanted in rule.metadata if not wanted.accepts(metadata.get(name))]
-    # Some rulesets accept another field with a count in place of these fields.
+    # Some rulesets accept one other field with a count in place of all required fields.
     if not wrong or (ruleset and rules.COUNT.accepts(metadata.get(rules.alternative_metadata(key, ruleset) or ""))):
         return
     for name, wanted in wrong:
@@ -134,7 +132,7 @@ def _slow_start(run: LoggedRun, record: Record, ruleset: str | None) -> Iterator
     if minutes < 0:
         found, remedy = f"{-minutes:.1f} min before every init_start", KEEP_THE_CLOCK
         yield Violation("init time", "init_stop", found, "a later time", remedy, where)
-    # The limit is exclusive: the rule files compare with <.
+    # The rule files compare with <, so the limit itself is too long.
     if minutes >= limit:
         found, remedy = f"initialisation took {minutes:.1f} min", "shorten compilation and warm-up"
         yield Violation("init time", "init_stop", found, f"less than {limit} min", remedy, where)
@@ -167,7 +165,7 @@ def _misplaced_evaluation(run: LoggedRun, record: Record, *, is_exact: bool) -> 
         elif run.is_evaluated:
             found = "a second time for one evaluation"
             yield Violation("evaluation", record.key, found, "eval_stop", remedy, where)
-    # Outside of the run there is no schedule, and the wrong place is reported separately.
+    # Outside of the timed run there is no schedule. Another check reports the wrong place.
     if rules.is_integer(samples) and run.phase == "run":
         yield from _off_schedule(run, record.key, samples, is_exact=is_exact)
 
@@ -198,7 +196,7 @@ def _off_schedule(run: LoggedRun, key: str, samples: int, *, is_exact: bool) -> 
 
 
 def own_settings(run: LoggedRun) -> Iterator[Violation]:
-    """Yield the settings of a closed run that differ from the benchmark's."""
+    """Yield the settings of a closed run that differ from the benchmark's settings."""
     if run.division != "closed":
         return
     batch = run.global_batch_size
@@ -217,7 +215,7 @@ def own_settings(run: LoggedRun) -> Iterator[Violation]:
 
 
 def left_open(run: LoggedRun) -> Iterator[Violation]:
-    """Yield the intervals inside the run that have not been closed."""
+    """Yield the blocks, epochs and evaluations that have not been closed."""
     # For an open phase, another check reports the missing record.
     for key in run.open:
         if key not in rules.NEXT_PHASE:
@@ -226,7 +224,7 @@ def left_open(run: LoggedRun) -> Iterator[Violation]:
 
 
 def unearned_success(run: LoggedRun, train_samples: object) -> Iterator[Violation]:
-    """Yield the contradictions to the claim that the run reached its target with `train_samples`."""
+    """Yield each contradiction to the claim that the run reached its target after `train_samples` sequences."""
     target, last = run.target, run.accuracies[-1] if run.accuracies else None
     if last is None:
         found, remedy = "no evaluation", "train to the target, or log the run as aborted"

@@ -26,7 +26,7 @@ MAX_LINE_BYTES = 2**20
 """Maximum length of a line that is parsed as a record."""
 
 MAX_RECORD_LINES_BYTES = MAX_FILE_BYTES
-"""Maximum total bytes of record lines. More do not fit into a submission, and parsed records take even more memory."""
+"""Maximum total bytes of record lines. A larger log does not fit into a submission, and parsing multiplies its size."""
 
 MAX_HEADER_LINES = 2_000
 MAX_HEADER_BYTES = 2**14
@@ -40,13 +40,12 @@ class Log:
     Attributes:
         size: in bytes.
         problems: faults of the lines with the token :::MLLOG.
-        header: values by key of the plain lines "# key: value". The first line of a repeated key counts. Empty if the log
-            has no records: it may be a link to an arbitrary file, whose lines must not be shown.
+        header: values by key of the plain lines "# key: value". The first line of a repeated key counts. Empty if the
+            log has no records, because such a file may be a link to an arbitrary file, whose lines must not be shown.
         token_lines: number of lines with the token.
-        evidence: (line number, bytes) of the lines that the official checker gets: broken records, and records whose key
-            is in its rule files.
+        evidence: (line number, bytes) of the lines that the official checker gets: broken records, and records whose
+            key is in its rule files.
         overlong: whether a line with the token was longer than `MAX_LINE_BYTES`.
-        chain: state of the digest chain.
         given_up: why the log was not read to its end; "" if it was read completely.
     """
 
@@ -63,7 +62,6 @@ class Log:
 
     @cached_property
     def by_key(self) -> dict[str, list[Record]]:
-        """Records by key, in file order."""
         groups: dict[str, list[Record]] = {}
         for record in self.records:
             groups.setdefault(record.key, []).append(record)
@@ -75,7 +73,6 @@ class Log:
 
     @cached_property
     def run(self) -> LoggedRun:
-        """State of the run according to the log."""
         run = LoggedRun(self.header)
         for record in self.records:
             run.add(record)
@@ -83,11 +80,7 @@ class Log:
 
 
 def read_log(path: Path) -> Log:
-    """Parse the log at `path`.
-
-    Raises:
-        ValueError: the file is missing, not a regular file, or unreadable.
-    """
+    """Parse a log. Raises ``ValueError`` if the file is missing, not a regular file, or unreadable."""
     try:
         with open_regular(path) as file:
             log = Log(path, os.fstat(file.fileno()).st_size)
@@ -153,7 +146,7 @@ def _lines(file: IO[bytes]) -> Iterator[str | None]:
 
 
 def take_header(line: bytes, header: dict[str, str]) -> None:
-    """Add a plain line "# key: value" to a header of bounded size. Other lines, and repeated keys, are ignored."""
+    """Add a plain line "# key: value" to a header of bounded size. Ignore other lines and repeated keys."""
     if not line.startswith(b"# ") or len(header) >= MAX_HEADER_LINES or len(line) > MAX_HEADER_BYTES:
         return
     key, colon, value = line[2:].decode("utf-8", "replace").partition(": ")

@@ -23,12 +23,7 @@ MAX_SHOWN = 60  # characters of a wrong field in a message
 
 
 class Record(NamedTuple):
-    """An MLLOG record.
-
-    Attributes:
-        line: line in the file, from 1.
-        time_ms: milliseconds since the Unix epoch.
-    """
+    """An MLLOG record. `line` counts the lines of the file from 1, and `time_ms` milliseconds since the Unix epoch."""
 
     line: int
     time_ms: int
@@ -48,9 +43,8 @@ class Record(NamedTuple):
 class Problem(NamedTuple):
     """Fault in a log line that contains the token ``:::MLLOG``.
 
-    Attributes:
-        keys: keys in the line, as far as they can be recognised.
-        severity: "error" if a record is lost or cannot be parsed by any parser.
+    `keys` has the keys in the line, as far as they can be recognised. `severity` is "error" if a record is lost or
+    cannot be parsed by any parser.
     """
 
     line: int
@@ -61,15 +55,13 @@ class Problem(NamedTuple):
 
 
 class _RecordError(Exception):
-    """The line is not a record. The arguments are what was found and what was expected."""
+    """Error for a line that is not a record. Its arguments are what was found and what was expected."""
 
 
 def parse_line(line: bytes, number: int) -> tuple[Record | None, list[Problem]]:
     """Parse a line that contains the token ":::MLLOG". Return its record, if it has a readable one, and its faults.
 
-    Args:
-        line: the line without its line end.
-        number: line in the file, from 1.
+    `line` is given without its line end, and `number` counts lines from 1.
     """
     problems: list[Problem] = []
     # If a line has several records, the official parser reads only the last one.
@@ -122,7 +114,7 @@ def _parse_record(content: bytes, number: int, problems: list[Problem]) -> Recor
         warn(f"time_ms {shown(time_ms, MAX_SHOWN)}", expected)
     if event_type not in EVENT_TYPES:
         warn(f"event_type {shown(event_type, MAX_SHOWN)}", " or ".join(EVENT_TYPES))
-        event_type = ""  # already reported
+        event_type = ""  # marks the wrong event_type as already reported
     if metadata is None:
         warn("metadata null", "an object")
         metadata = {}

@@ -53,7 +53,7 @@ class StepRecord:
     reduce_ms: Time = 0.0
     update_ms: Time = 0.0
     loss: float = NAN
-    """This and the next two fields are not finite if a non-finite loss caused a skipped step."""
+    """The three losses are not finite if a step was skipped because of a non-finite loss."""
     masked_lm_loss: float = NAN
     next_sentence_loss: float = NAN
     learning_rate: float = NAN
@@ -111,7 +111,7 @@ class PlanRecord:
     reduce_ms: Time
     update_ms: Time
     other_ms: Time
-    """Time outside of the four parts above."""
+    """Time of the step outside of the four other parts."""
     planned_step_ms: Time
     planned_data_wait_ms: Time
     planned_forward_backward_ms: Time
@@ -122,8 +122,6 @@ class PlanRecord:
 
 @dataclass(frozen=True)
 class EndRecord:
-    """End of the run."""
-
     status: str
     time_s: Time = 0.0
     samples: Count = 0
@@ -155,7 +153,6 @@ class Metrics:
     end: EndRecord | None = None
 
     def add(self, record: RunRecord | Record) -> None:
-        """Add one record."""
         match record:
             case StepRecord():
                 self.steps.append(record)
@@ -184,7 +181,7 @@ class MetricsWriter:
         self.write(run)
 
     def write(self, record: RunRecord | Record) -> None:
-        """Append one line."""
+        """Append a record as one line of JSON. A number that is not finite becomes null."""
         values = {"event": _EVENTS[type(record)], **asdict(record)}
         # JSON has no NaN. Nine digits distinguish every fp32 number from its neighbours.
         line = {
@@ -197,7 +194,6 @@ class MetricsWriter:
             raise OSError(error.errno, error.strerror, str(self._path)) from None
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
 

@@ -142,7 +142,7 @@ class KeyRule:
         value: rule for the value; None if the value has no meaning.
         metadata: required metadata fields, each with its rule.
         closed, open: rulesets in which a log of that division must contain the key.
-        written: whether our writer requires the key in every log, before the clock starts.
+        written: whether this repository's writer requires the key in every log, before the clock starts.
         source: document that states the rule.
     """
 
@@ -158,7 +158,6 @@ class KeyRule:
     written: bool = True
 
     def required_in(self, ruleset: str, division: Division) -> bool:
-        """Tell whether a complete log of `division` must contain this key under `ruleset`."""
         return ruleset in (self.closed if division == "closed" else self.open)
 
 
@@ -256,14 +255,14 @@ _RULES = (
 )
 
 KEYS: dict[str, KeyRule] = {rule.key: rule for rule in _RULES}
-"""Rules of all known keys, in the order in which our writer logs them."""
+"""Rules of all known keys, in the order in which this repository's writer logs them."""
 
 # Since 3.1.0 a count of samples may replace the epoch fields.
 _COUNTED_BY = {"3.1.0": "step_num", "4.0.0": "samples_count", "4.1.0": "samples_count", "5.0.0": "samples_count"}
 
 
 def alternative_metadata(key: str, ruleset: str) -> str | None:
-    """Return the field that may replace all required metadata of an interval inside the run; None if there is none."""
+    """Return the field that may replace all required metadata of a block, epoch or evaluation; None if there is none."""
     name, _, end = key.partition("_")
     has_one = name in ("block", "eval") or (name == "epoch" and ruleset == "5.0.0")
     return _COUNTED_BY.get(ruleset) if has_one and end in ("start", "stop") else None
@@ -295,7 +294,7 @@ def weight_tensors(num_hidden_layers: int) -> tuple[str, ...]:
 
 
 def check_ruleset(ruleset: str) -> None:
-    """Raise ValueError if BERT cannot be checked under this ruleset."""
+    """Raise ``ValueError`` if BERT cannot be checked under this ruleset."""
     if ruleset not in RULESETS:
         raise ValueError(
             f"ruleset is {ruleset!r}, expected one of {', '.join(RULESETS)}: "

@@ -18,11 +18,9 @@ OPENED_BY = {closing: opening for opening, closing in rules.INTERVALS.items()}
 class LoggedRun:
     """A run according to its log. Times are in milliseconds since the Unix epoch, None before they are logged.
 
-    If a record is repeated, the first one defines a setting, and the last run_stop defines the end.
-
-    Args:
-        header: the plain lines "# key: value" of the log.
-        settings: first record of each key in the whole log, if known, because other software may log settings anywhere.
+    If a record is repeated, the first one defines a setting, and the last run_stop defines the end. `header` has the
+    plain lines "# key: value" of the log. `settings` has the first record of each key in the whole log, if known,
+    because other software may log settings anywhere.
 
     Attributes:
         first, last: first and last record of each known key.
@@ -51,7 +49,6 @@ class LoggedRun:
         self._at_end: Record | None = None  # the last eval_accuracy record before the run ended
 
     def add(self, record: Record) -> None:
-        """Update the state with the next record of the log."""
         key, time_ms = record.key, record.time_ms
         # Records of several processes may be out of order.
         self.last_ms = max(self.last_ms, time_ms)
@@ -95,7 +92,7 @@ class LoggedRun:
 
     @property
     def division(self) -> rules.Division:
-        """Division from the log (in any letter case), else from the header, else closed, which has stricter rules."""
+        """Division in the log (in any letter case), else in the header, else closed, which has stricter rules."""
         text = self.value("submission_division") or self.header.get("config.log.division")
         return "open" if str(text).lower() == "open" else "closed"
 
@@ -114,7 +111,6 @@ class LoggedRun:
 
     @property
     def seed(self) -> int | None:
-        """Seed of the run."""
         seed = self.value("seed")
         return seed if rules.is_integer(seed) else None
 
@@ -168,7 +164,6 @@ class LoggedRun:
 
     @property
     def run_start_ms(self) -> int | None:
-        """Time at which the clock was started."""
         start = self.first.get("run_start")
         return start.time_ms if start else None
 
@@ -190,7 +185,7 @@ class LoggedRun:
     def converged_samples(self) -> int | None:
         """Return the sequences to the target as the RCP checker reads them: `epoch_num` of the last eval_accuracy (TR 24.6).
 
-        None if the run did not end with status success, or did not log the number.
+        The result is None if the run did not end with status success, or did not log the number.
         """
         if self.status != "success" or self._at_end is None:
             return None
@@ -201,7 +196,7 @@ class LoggedRun:
 
 
 def samples_of(metadata: Mapping[str, object]) -> int | None:
-    """Return the sequences trained at a record, from samples_count or epoch_num, which for BERT also counts sequences."""
+    """Return the sequences trained at a record: samples_count, or epoch_num, which counts sequences in BERT logs."""
     samples = metadata.get("samples_count", metadata.get("epoch_num"))
     return samples if rules.is_integer(samples) and samples >= 0 else None
 

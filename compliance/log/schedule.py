@@ -7,10 +7,8 @@ from dataclasses import dataclass
 def evaluation_interval(global_batch_size: int) -> int:
     """Return the number of samples between two evaluations of a closed run.
 
-    The rule is 5 % of (230.23 x global batch size + 3,000,000), rounded down to a multiple of 25,000.
-
-    Raises:
-        ValueError: the batch size is not positive.
+    The rule is 5 % of (230.23 x global batch size + 3,000,000), rounded down to a multiple of 25,000. Raises
+    ``ValueError`` if the batch size is not positive.
     """
     if global_batch_size <= 0:
         raise ValueError(f"global_batch_size is {global_batch_size}, expected a positive integer")
@@ -40,9 +38,10 @@ class EvaluationSchedule:
     def allows(self, index: int, samples: int, previous: int) -> bool:
         """Tell whether the `index`-th evaluation (from 1) may be at `samples` if the previous one was at `previous`.
 
-        Two readings of "rounded up to a whole batch" are accepted: rounding each multiple of the interval, which is never
-        wrong by a whole batch, or rounding the interval itself, whose error adds up. Packed runs and partial last batches
-        count real sequences against a nominal batch size, which differs by up to two small batches.
+        The rule "rounded up to a whole batch" has two readings, and both are accepted. Rounding each multiple of the
+        interval gives errors below one batch. Rounding the interval itself gives errors that add up. The slack of up to
+        two small batches is for packed runs and partial last batches, which count real sequences against a nominal
+        batch size.
         """
         batch = self.global_batch_size
         slack = max(batch, min(2 * batch, self.interval // 100))

@@ -1,6 +1,6 @@
 """Ask the official compliance checker for its verdict on a log, and parse its messages.
 
-The checker's messages contain record indices, expressions and dumps of its state, and some logs crash the checker. Send it
+The checker's messages contain record indices, expressions and dumps of its state, and some logs crash the checker. It gets
 only the lines with records, because it skips all other lines.
 """
 
@@ -40,8 +40,7 @@ class Complaint:
 class Opinion:
     """Verdict of the official checker on one log. Its warnings do not count as errors.
 
-    Attributes:
-        judged: False if the checker was not run, crashed or timed out.
+    `judged` is False if the checker was not run, crashed or timed out.
     """
 
     outcome: Outcome
@@ -55,13 +54,9 @@ class Opinion:
 
 
 def opinion(lines: Sequence[tuple[int, bytes]], ruleset: str) -> Opinion:
-    """Return the official checker's verdict on a log.
+    """Return the official checker's verdict on a log. Raises ``ValueError`` if mlperf-logging is not installed.
 
-    Args:
-        lines: (line number from 1, bytes without the line end) of each line with the token.
-
-    Raises:
-        ValueError: mlperf-logging is not installed.
+    `lines` has (line number from 1, bytes without the line end) of each line with the token.
     """
     path = process.the_worker().folder / "log.txt"
     path.write_bytes(b"\n".join(line for _, line in lines))

@@ -33,10 +33,9 @@ class Answer:
 
 
 def ask(part: str, path: Path, ruleset: str) -> Answer:
-    """Have the official tool check a system description (part "system") or a whole submission (part "repository").
+    """Ask the tool for `part`: "system" (a description), "package" (benchmark folders) or "repository" (a submission).
 
-    Raises:
-        ValueError: mlperf-logging is not installed.
+    Raises ``ValueError`` if mlperf-logging is not installed.
     """
     answer = process.ask(part, absolute(path), ruleset, TIMEOUT_S)
     if "crash" in answer:

@@ -32,18 +32,14 @@ NAMES = {
 def ask(question: str, subject: Path | int, ruleset: str, timeout_s: float) -> dict[str, Any]:
     """Ask an official tool. If the tool dies twice on the question or times out, the answer is {"crash": reason}.
 
-    Args:
-        question: a key of `NAMES`.
-        subject: a path, or the global batch size for the question "reference".
-
-    Raises:
-        ValueError: mlperf-logging is not installed.
+    `question` is a key of `NAMES`. `subject` is a path, or the global batch size for the question "reference". Raises
+    ``ValueError`` if mlperf-logging is not installed.
     """
     return the_worker().answer(question, subject if isinstance(subject, int) else str(subject), ruleset, timeout_s)
 
 
 class Worker:
-    """A process that answers one question at a time."""
+    """Client of one process that runs the official tools and answers one question at a time."""
 
     def __init__(self) -> None:
         self.process: subprocess.Popen[bytes] | None = None
@@ -52,7 +48,7 @@ class Worker:
         atexit.register(self.end)
 
     def answer(self, question: str, subject: str | int, ruleset: str, timeout_s: float) -> dict[str, Any]:
-        """Return the answer to a question, or {"crash": reason} if there is none."""
+        """Return the answer to a question, or {"crash": reason} if the tool died twice or timed out."""
         request = json.dumps([question, subject, ruleset]).encode() + b"\n"
         # Try twice, because the process may have died on the previous question.
         for _ in range(2):

@@ -36,7 +36,7 @@ def token_lines(lines: Iterable[str], token: str = ":::MLLOG ") -> list[str]:
 
 
 def enqueue_config(name: str) -> None:
-    """Queue a rule file of the package for checking. Refuse any other file that a log names."""
+    """Queue a rule file of the package for checking. Raises ``ValueError`` for any other file that a log names."""
     if not RULE_FILE.fullmatch(name):
         raise ValueError(name)
     mlp_compliance.enqueued_configs.append(name)
@@ -51,7 +51,6 @@ class RuleFiles:
         self._rules: dict[str, Any] = {}
 
     def load(self, file: TextIO, Loader: type[yaml.BaseLoader]) -> Any:  # the checker passes `Loader` by name
-        """Return the content of a rule file."""
         if file.name not in self._rules:
             self._rules[file.name] = yaml.load(file, Loader)
         return self._rules[file.name]
@@ -74,7 +73,7 @@ class _Messages(logging.Handler):
 def judge_log(path: str, ruleset: str) -> dict[str, Any]:
     """Return the compliance checker's verdict on a log and its keyed messages."""
     mlp_compliance.enqueued_configs.clear()  # a crash may leave queued files
-    # Disable logging to save time. The checker also stores its messages in fields.
+    # Disable logging to save time. The messages are read from the checker's fields.
     logging.disable(logging.CRITICAL)
     # quiet would drop warnings, and werror would count them as errors.
     checker = mlp_compliance.make_checker("training", ruleset, quiet=False, werror=False)
@@ -94,7 +93,7 @@ def judge_log(path: str, ruleset: str) -> dict[str, Any]:
 def _shorten(text: str) -> str:
     if len(text) <= MAX_MESSAGE_CHARACTERS:
         return text
-    # The condition is between the record and the checker's state, which may both be long.
+    # Keep the condition, which follows the record and may lie beyond the cut.
     test = re.search(r"^failed test: .*$", text, re.MULTILINE)
     return text[: MAX_MESSAGE_CHARACTERS // 2] + ("\n" + test[0] if test else "")
 

@@ -1,6 +1,6 @@
 """`python -m compliance package`: choose the runs, write the tree, run the official tools on it, and compare their figures.
 
-A fault raises ValueError only if nothing can be packaged. The check of the written tree finds all other faults.
+A fault raises ``ValueError`` only if nothing can be packaged. The check of the written tree finds all other faults.
 """
 
 import math
@@ -37,11 +37,8 @@ TIMEOUT_S = 600
 def run(request: PackageRequest) -> int:
     """Make the submission, run all checks on it, and print the findings.
 
-    Returns:
-        0 if all tools pass and their figures agree with ours, else 1.
-
-    Raises:
-        ValueError: the request does not allow a submission.
+    Returns 0 if all tools pass and their figures agree with ours, else 1. Raises ``ValueError`` if the request does not
+    allow a submission.
     """
     package = make_package(request)
     # Check the written tree, with its copied and renamed files, because a reviewer gets this tree.
@@ -79,13 +76,13 @@ def run(request: PackageRequest) -> int:
 def make_package(request: PackageRequest) -> Package:
     """Write the submission tree request.out/request.org.
 
-    Raises:
-        ValueError: the logs, the description or the location do not allow a submission. Nothing was written.
+    Raises ``ValueError`` without writing anything if the logs, the description or the location do not allow a
+    submission.
     """
     if request.tree.exists():
         raise ValueError(f"{request.tree} exists already: choose another --out, or remove it")
     folder, system = absolute(request.runs), request.system.stem
-    # Only a folder named bert must lie in a folder with the system's name. Other folders may be anywhere.
+    # A folder named bert must lie in a folder with the system's name. A folder of another name may be anywhere.
     if folder.name == BENCHMARK and folder.parent.name != system:
         raise ValueError(
             f"{request.runs} holds the runs of {folder.parent.name!r}, but --system {request.system} describes {system!r}. "

@@ -59,7 +59,6 @@ class PackageRequest:
 
     @property
     def tree(self) -> Path:
-        """The folder of the submission."""
         return self.out / self.org
 
 
@@ -76,9 +75,8 @@ class SubmittedRun:
 class Package:
     """A submission tree.
 
-    Attributes:
-        runs: chosen runs, in the order of their numbers in the tree.
-        findings: faults of the source that do not prevent the submission.
+    `runs` are the chosen runs in the order of their numbers in the tree. `findings` are faults of the source that do
+    not prevent the submission.
     """
 
     request: PackageRequest
@@ -90,7 +88,6 @@ class Package:
 
     @property
     def results(self) -> Path:
-        """Folder of the logs in the tree."""
         return self.request.tree / "results" / self.request.system.stem / "bert"
 
     @property
@@ -119,14 +116,10 @@ class Package:
 
 @dataclass(frozen=True)
 class SourceTree:
-    """Files of a source tree, as sorted paths below its root.
+    """Source files of a submission, as sorted paths below `root`. The files in `modified` differ from `commit`.
 
-    It excludes links, hidden files, files of more than 50 MiB, and names with spaces or unprintable characters, which a
-    submission must not contain.
-
-    Attributes:
-        commit: the commit that is checked out.
-        modified: files that differ from the commit.
+    `commit` is checked out. The files exclude links, hidden files, files of more than 50 MiB, and names with spaces or
+    unprintable characters, because a submission must not contain any of them.
     """
 
     root: Path
@@ -136,10 +129,9 @@ class SourceTree:
 
 
 def tracked_source(root: Path = REPOSITORY) -> SourceTree:
-    """Return the source below `root`, which must be a git checkout.
+    """Return the source below `root`.
 
-    Raises:
-        ValueError: `root` is not a git checkout, or lacks README.md, Dockerfile, LICENSE or run_and_time.sh.
+    Raises ``ValueError`` if `root` is not a git checkout, or lacks README.md, Dockerfile, LICENSE or run_and_time.sh.
     """
     # Require .git, because in a folder inside another checkout git would list the other repository's files.
     commit = run_program(["git", "rev-parse", "HEAD"], folder=root, timeout_s=TIMEOUT_S)
@@ -163,7 +155,7 @@ def _may_be_submitted(path: Path, name: str) -> bool:
 
 
 def _git(root: Path, *arguments: str) -> list[str]:
-    """Return the names that a git command prints."""
+    """Return the file names that a git command prints, sorted. Raises ``ValueError`` if the command fails."""
     output = run_program(["git", *arguments, "-z"], folder=root, timeout_s=TIMEOUT_S)
     if output.trouble:
         raise ValueError(f"{root}: {output.complaint}")
@@ -171,7 +163,7 @@ def _git(root: Path, *arguments: str) -> list[str]:
 
 
 def write_tree(package: Package, description: Mapping[str, Any], source: SourceTree) -> None:
-    """Write the tree atomically. If that fails, raise ValueError and leave nothing behind."""
+    """Write the tree atomically. Raises ``ValueError`` if that fails, and leaves nothing behind."""
     tree = package.request.tree
     try:
         tree.parent.mkdir(parents=True, exist_ok=True)

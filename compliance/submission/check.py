@@ -1,8 +1,8 @@
 """Check folders of logs: each log by itself, the logs against each other, and the logs against the description.
 
 Faults that do not belong to a single log go into the folder's own verdict. A fault of one log, such as a seed that another
-log also has, is added to the verdict of that log. One log of ten may fail. It counts as the slowest run, which the score
-drops.
+log also has, is added to the verdict of that log. One log of ten may fail: it counts as the slowest run, and the score drops
+the slowest run.
 """
 
 import hashlib
@@ -47,12 +47,10 @@ MAX_NAMED = 3
 
 @dataclass(frozen=True)
 class FolderRun:
-    """A run of a folder with the verdict on its log by itself, to be compared with the other runs.
+    """A run of a folder, with the verdict on its log alone.
 
-    Attributes:
-        seeds: seed records of the log.
-        digest: digest of the log's record lines; empty without records.
-        findings: faults found by comparison with the other logs.
+    `digest` covers the record lines of the log and is empty if there are none. `findings` are faults found by
+    comparison with the other logs.
     """
 
     verdict: Verdict
@@ -63,7 +61,7 @@ class FolderRun:
 
     @property
     def name(self) -> str:
-        """File name, for messages."""
+        """File name of the log, escaped for messages."""
         return visible(self.verdict.path.name)
 
     def object(
@@ -76,7 +74,7 @@ class FolderRun:
 
     @property
     def complete_verdict(self) -> Verdict:
-        """The verdict including the findings from comparison, which replace warnings about the same record."""
+        """The verdict including `findings`. An error in `findings` replaces warnings about the same record."""
         places = {(finding.line, finding.key) for finding in self.findings if finding.severity == "error"}
         kept = [own for own in self.verdict.findings if own.severity == "error" or (own.line, own.key) not in places]
         found = sorted((*kept, *self.findings), key=lambda finding: finding.line or 0)
@@ -86,12 +84,9 @@ class FolderRun:
 def check_paths(paths: Iterable[Path], ruleset: str = rules.NEWEST_RULESET) -> list[Verdict]:
     """Check logs and folders: a benchmark folder, a system, a results folder, a submission, a round of submissions.
 
-    Args:
-        ruleset: ruleset to check under. `rules.AUTO` uses the newest ruleset that accepts the log or benchmark folder.
-
-    Raises:
-        ValueError: a path or the ruleset does not exist, a folder contains no logs, or the official checker is not
-            installed.
+    With `rules.AUTO`, each log or benchmark folder is checked under the newest ruleset that accepts it. Raises
+    ``ValueError`` if a path or the ruleset does not exist, a folder contains no logs, or the official checker is not
+    installed.
     """
     if ruleset != rules.AUTO:
         rules.check_ruleset(ruleset)
@@ -137,7 +132,10 @@ def _check_tree(tree: Tree, ruleset: str) -> list[Verdict]:
 
 
 def _verdict(path: Path, ruleset: str, answer: Answer, findings: list[Finding]) -> Verdict:
-    """Return a verdict. If the official tool rejects the part and `findings` has no error, add its message as an error."""
+    """Return a verdict. If the official tool rejects the part, at least one finding is an error.
+
+    If `findings` contains no error, the message of the tool is added to it as an error.
+    """
     if answer.outcome == "fail" and not any(finding.severity == "error" for finding in findings):
         found = f"the official tool does not accept it, expected no objection: {answer.message}"
         findings.append(Finding(None, "", f"mlperf-logging, ruleset {ruleset}", found, "see its message"))
@@ -181,7 +179,7 @@ def _check_folder(folder: BenchmarkFolder, runs: list[FolderRun], ruleset: str) 
         fields = {"division": division} | read_description(folder.description).fields
         answer = ask_about_folder(folder, fields, ruleset)
     else:
-        # Bare results may be incomplete, which the package checker does not accept. One log of ten may fail.
+        # The package checker rejects incomplete folders, but bare results may be incomplete. One log of ten may fail.
         failed = sum(run.verdict.official == "fail" for run in runs)
         answer = Answer("pass" if failed <= (len(runs) >= SUBMISSION_RUNS) else "fail")
     originals = _without_copies(runs)
@@ -251,8 +249,8 @@ def _comparable(value: Any) -> object:
 def _compare_seeds(runs: Sequence[FolderRun], division: rules.Division, submission: Severity) -> None:
     """Add a finding to each log whose seed equals the seed of an earlier log.
 
-    The official seed checker compares source position and seed. Here the first seeds of any two logs must differ, even if
-    logged at different positions, because otherwise the runs would be identical.
+    The official seed checker compares pairs of source position and seed. Here the first seeds of any two logs must differ,
+    even if logged at different positions, because otherwise the runs would be identical.
     """
     severity, rule = "error" if division == "closed" else "warning", "TR 5.1; seed checker"
     # Seed records by (position, seed). The first record of each log is also stored by its seed alone.
@@ -293,7 +291,7 @@ def _seed(record: Record) -> int | None:
 
 
 def _failed_runs(runs: Sequence[FolderRun], answer: Answer) -> Finding:
-    """Return the finding about how failing logs affect the folder."""
+    """Return a finding that says whether the folder can pass despite its failing logs."""
     failed = [run for run in runs if not run.complete_verdict.passed]
     names = ", ".join(run.name for run in failed[:MAX_NAMED]) + (", ..." if len(failed) > MAX_NAMED else "")
     verdict, found = failed[0].verdict, f"{names} is not a valid result"

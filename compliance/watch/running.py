@@ -32,7 +32,7 @@ class LoggedEvaluation:
 
 
 class RunningLog(LoggedRun):
-    """A run, its steps, and the complaints about it. Input lines come from the log, or from an output that contains the log.
+    """Progress of a run and the complaints about it. The lines come from the log, or from program output that contains it.
 
     Attributes:
         evaluations: evaluations with an accuracy. If the log does not state the samples, they come from the schedule.
@@ -54,7 +54,6 @@ class RunningLog(LoggedRun):
         self._cleared = False
 
     def take(self, line: bytes) -> None:
-        """Process one line of the log."""
         self._line += 1
         line = _LABEL.sub(b"", line, count=1)
         if TOKEN_BYTES in line:
@@ -69,7 +68,6 @@ class RunningLog(LoggedRun):
             take_header(line, self._head)
 
     def take_metrics(self, line: bytes) -> None:
-        """Process one line of the metrics file."""
         record = parse_record(line)
         if isinstance(record, StepRecord):
             self.step_samples, self.step_rate = max(self.step_samples, record.samples), record.sequences_per_s
@@ -83,7 +81,11 @@ class RunningLog(LoggedRun):
 
     @property
     def rate(self) -> float | None:
-        """Sequences per second, including evaluations, over the last evaluations; after a single one, since run_start."""
+        """Sequences per second, including evaluations, over the last four evaluations; None if unknown.
+
+        After a single evaluation it is the rate since run_start, and before the first evaluation the rate of the latest
+        steps.
+        """
         # Use recent evaluations, because the rate of the whole run would hide that the run became slower.
         recent = self.evaluations[-4:]
         if len(recent) >= 2 and recent[-1].time_ms > recent[0].time_ms:
@@ -93,7 +95,7 @@ class RunningLog(LoggedRun):
         return self.step_rate
 
     def check_initialisation(self, now_ms: float) -> None:
-        """Add a complaint if the initialisation takes long."""
+        """Add a complaint if the initialisation nears or exceeds its time limit."""
         if self.phase == "init" and self.init_start_ms is not None:
             limit = rules.INIT_LIMIT_MINUTES[self.division]
             minutes = (now_ms - self.init_start_ms) / 60_000
@@ -120,7 +122,7 @@ class RunningLog(LoggedRun):
         self.complaints[text] = None
 
     def _quote(self, text: str) -> None:
-        """Add a complaint that quotes the log. Limit their number, because the log may have any number of them."""
+        """Add a complaint that quotes the log. Their number is limited, because a log may cause any number of them."""
         # Half of the complaints are reserved for those about broken rules.
         is_full = len(self.complaints) >= MAX_COMPLAINTS // 2
         self.complain("there are more warnings in the log" if is_full else text)
@@ -147,7 +149,7 @@ class RunningLog(LoggedRun):
         self.add(record)
 
     def _check_settings(self) -> None:
-        """Add complaints about records that must be logged before the clock starts."""
+        """Add complaints about missing or wrong records that must be logged before the clock starts."""
         is_closed = self.division == "closed"
         if "cache_clear" not in self.first:
             self.complain("no cache_clear before run_start: caches must be dropped, and that logged (TR 6.1)")

@@ -24,7 +24,7 @@ from console.text import clock, visible
 
 POLL_S = 1.0
 INIT_STALE_S = 3600.0
-"""Seconds that a run may be silent while it compiles and tunes. The rules limit initialisation to less than this."""
+"""Seconds that a run may be silent during initialisation, while it compiles and tunes."""
 MAX_COMPLAINTS_SHOWN = 8
 _BARS = "▁▂▃▄▅▆▇█"
 _MAX_BARS = 60
@@ -33,10 +33,8 @@ _MAX_BARS = 60
 def watch(path: Path, ruleset: str, timeout_s: float, stale_s: float, console: Console | None = None) -> int:
     """Follow a run to its end. Return 0 if it ended with success, 130 after Ctrl-C, and otherwise 1.
 
-    Args:
-        path: a log, an output that contains a log's lines, or a folder with logs.
-        timeout_s: seconds to wait for a log that does not exist yet.
-        stale_s: seconds without new lines after which the watch gives up.
+    `path` is a log, an output that contains a log's lines, or a folder with logs. The watch gives up after `timeout_s`
+    seconds without a log, and after `stale_s` seconds without new lines.
     """
     rules.check_ruleset(ruleset)
     for name, seconds in (("--timeout", timeout_s), ("--stale", stale_s)):
@@ -103,7 +101,6 @@ class EvaluationLines:
         self._phase = ""
 
     def show(self, now_ms: float) -> None:
-        """Print new evaluations, new complaints and the end."""
         watched, run = self._watched, self._watched.run
         if run.phase != self._phase and run.phase in ("init", "run"):
             _put(self._console, f"{watched.path}: {_phase_words(run, now_ms)}")
@@ -126,7 +123,7 @@ class EvaluationLines:
 
 
 def view(watched: Watch, now_ms: float) -> Panel:
-    """Draw the state of the run as a panel, with rows for what is known."""
+    """Draw the state of the run as a panel. Rows without a known value are left out."""
     run = watched.run
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold", no_wrap=True)

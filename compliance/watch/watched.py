@@ -57,7 +57,10 @@ class Follower:
 
 @dataclass
 class Watch:
-    """A log being followed, judged by the rules and reference points of a ruleset."""
+    """A log being followed, judged by the rules and reference points of a ruleset.
+
+    `siblings` are the other runs of its folder. `news_s` is the monotonic time of the last new line.
+    """
 
     path: Path
     ruleset: str
@@ -99,12 +102,10 @@ class Watch:
 
     @property
     def has_reached(self) -> bool:
-        """Tell whether the last accuracy reaches the target."""
         target, evaluations = self.run.target, self.run.evaluations
         return target is not None and bool(evaluations) and evaluations[-1].accuracy >= target
 
     def forecast_words(self, now_ms: float) -> str:
-        """Return the forecast in words: evaluations, samples and time left."""
         run, schedule, found = self.run, self.run.schedule, self.forecast
         if self.has_reached:
             return "reached"
@@ -124,7 +125,7 @@ class Watch:
         return f"{words}, {found.basis}"
 
     def outlooks(self) -> Iterator[str]:
-        """Yield the outlook of the set of runs if this run ended at the early or at the late end of its forecast."""
+        """Yield the outlook of the set including this run: for each end of its forecast, or for its actual end."""
         run, schedule, batch = self.run, self.run.schedule, self.run.global_batch_size
         others = [each for each in self.siblings if each.is_ended and each.global_batch_size == batch]
         reached = tuple(each.converged_samples() for each in others)
@@ -164,10 +165,9 @@ def _read_log(path: Path, _written: float) -> RunningLog:
 
 
 def choose(path: Path) -> Path | None:
-    """Return the log to watch: `path`, or the newest unfinished log in a folder; None if the folder has no such log yet.
+    """Return the log to watch: `path`, or the newest unfinished log in a folder; None if there is no such log yet.
 
-    Raises:
-        ValueError: `path` is neither a folder nor a regular file, such as a pipe.
+    Raises ``ValueError`` if `path` is neither a folder nor a regular file, such as a pipe.
     """
     if not path.is_dir():
         if path.exists():

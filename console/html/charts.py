@@ -19,12 +19,12 @@ CHART = TEMPLATES / "chart.html"
 SIDE = 1000.0
 """Width and height of the drawing in its own units."""
 MAX_POINTS = 240
-"""Maximum points drawn of one line; further points are averaged."""
+"""Maximum number of points drawn for one line. A longer line is averaged down to this number."""
 MAX_POINTS_A_CHART = 1500
-"""Maximum points drawn of all lines of a chart without dots, so that many lines stay legible."""
+"""Maximum number of points drawn for all lines of a chart without dots."""
 MAX_BAR_NAMES = 12
 MAX_BAR_NOTES = 24
-"""Maximum number of columns that are wide enough for a word in them."""
+"""Maximum number of columns of a chart that leaves room for a word in each column."""
 
 Format = Callable[[float], str]
 Points = Sequence[tuple[float, float]]
@@ -56,7 +56,7 @@ class Guide:
     Attributes:
         kind: class of the style sheet.
         along: the axis on which `low` and `high` lie.
-        label: goes into the key below the chart.
+        label: text in the key below the chart.
     """
 
     kind: str
@@ -113,7 +113,7 @@ def run_chart(bars: Sequence[Bar], axes: Axes, *, columns: bool) -> "Markup":
 
 
 class _Frame:
-    """The frame of a chart: scales of both axes, and the numbers and names beside them with their positions."""
+    """Frame of a chart: the scales of both axes, and the numbers and names beside the axes with their positions."""
 
     def __init__(self, axes: Axes, ys: Sequence[float], x: Callable[[float], float] = float) -> None:
         # Include the guides, so that the frame shows a target that no run has come near.
@@ -135,7 +135,7 @@ def _scale(marks: Sequence[float], start: float, stop: float) -> Callable[[float
 
 
 def thin(points: Points, limit: int = MAX_POINTS) -> list[tuple[float, float]]:
-    """Thin out to at most `limit` points: the means of stretches of equal length, and the last point as it is."""
+    """Return at most `limit` points: the means of stretches of equal length, and the last point unchanged."""
     if len(points) <= limit:
         return list(points)
     # Round up, so that the means and the last point together are at most `limit`.
@@ -170,5 +170,5 @@ def short_count(value: float, digits: int = 3) -> str:
 
 
 def level(value: float) -> str:
-    """Format a number at the y axis."""
+    """Format a number of the y axis with at most six significant digits."""
     return f"{value:,.6g}"

@@ -30,7 +30,7 @@ def render_page(template: Path, **facts: Any) -> str:
 
 
 def render_part(template: Path, **facts: Any) -> "Markup":
-    """Render a part of a page, which other templates then take as markup."""
+    """Render a part of a page as markup, which other templates do not escape again."""
     from markupsafe import Markup
 
     return Markup(render_page(template, **facts))
@@ -44,7 +44,7 @@ def _environment(folder: Path) -> "Environment":
         loader=FileSystemLoader([folder, TEMPLATES]),
         autoescape=True,
         undefined=StrictUndefined,
-        # Control characters and direction marks would survive the escaping for HTML, which follows.
+        # Escaping for HTML comes later and would leave control characters and direction marks as they are.
         finalize=lambda value: value if hasattr(value, "__html__") else visible(value, MAX_SENTENCE),
         trim_blocks=True,
         lstrip_blocks=True,

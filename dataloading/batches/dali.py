@@ -25,8 +25,7 @@ from dataloading.batches.loader import (
     max_seqlen,
     shape_bucket_of,
 )
-from dataloading.batches.sampler import MicroBatch
-from dataloading.batches.shape_buckets import ShapeBucket
+from dataloading.batches.plan import MicroBatch, ShapeBucket
 from dataloading.shards.samples import Samples
 
 FIELDS = {

@@ -15,8 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dataloading.batches.sampler import MicroBatch
-from dataloading.batches.shape_buckets import ShapeBucket, fitting
+from dataloading.batches.plan import MicroBatch, ShapeBucket, fitting
 from dataloading.shards.samples import SampleBuilder, Samples
 
 Item = TypeVar("Item")

@@ -16,10 +16,8 @@ from numpy.typing import NDArray
 
 from console.program import reason
 from dataloading.batches.loader import Loader, NumpyLoader, RankBatches, SampleSource
-from dataloading.batches.sampler import MicroBatch
-from dataloading.batches.shape_buckets import ShapeBucket
-from dataloading.batches.synthetic import synthetic_samples
-from dataloading.shards.samples import Samples
+from dataloading.batches.plan import MicroBatch, ShapeBucket
+from dataloading.shards.samples import Samples, synthetic_samples
 
 MakeLoader = Callable[[SampleSource, RankBatches, torch.device, int, Sequence[ShapeBucket]], Loader]
 """Class of a loader. The int argument is the number of steps to read ahead."""

@@ -23,8 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from console.files import atomic_path, read_json, sha256_of, shown, write_atomically
-from dataloading.shards.formats import open_shard
-from dataloading.shards.native import FORMAT, SCHEMA_VERSION, write_shard
+from dataloading.shards.formats import FORMAT, SCHEMA_VERSION, open_shard, write_shard
 from dataloading.shards.samples import SampleBuilder, Samples
 from dataloading.shards.shard import REMEDY, DatasetInfo, Shard, ShardRecord, check_content
 from dataloading.text.tokenization import Vocabulary

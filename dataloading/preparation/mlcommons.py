@@ -1,4 +1,5 @@
-"""The benchmark's files as MLCommons distributes them: finding them in folders, and checking their sizes and MD5 sums.
+"""The benchmark's files as MLCommons distributes them: finding them in folders, checking their sizes and MD5 sums, and
+estimating how long it takes to prepare them.
 
 The known values come from the README of the benchmark's reference (mlcommons/training, retired_benchmarks/bert).
 """
@@ -6,7 +7,8 @@ The known values come from the README of the benchmark's reference (mlcommons/tr
 import hashlib
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePath, PurePosixPath
 
@@ -38,6 +40,18 @@ _CHECKPOINT = re.compile(r"(.+)\.(?:index|data-\d{5}-of-(\d{5}))")
 _LISTED = re.compile(r"([0-9a-fA-F]{32}) [ *](.+)")
 _MAX_LIST_BYTES = 64 << 20
 _MOST_NAMED = 10
+
+# Seconds for each input byte of a stage, on one core of a virtual server. These constants determine the reported
+# percentage. After the first file, the remaining time is corrected for this machine's speed.
+_CHECKING = 2e-9
+_PREPARING = 1.7e-7
+_SHUFFLING = 1.2e-7
+_VERIFYING = 3.1e-8
+_STARTING_SECONDS = 5
+"""Seconds that the checkpoint conversion takes to import PyTorch."""
+
+_SAMPLE_BYTES = 11
+"""Bytes of samples made from each byte of text, in ten passes over the text."""
 
 
 @dataclass(frozen=True)
@@ -224,11 +238,48 @@ def _refuse(described: Iterable[str]) -> None:
         )
 
 
+def total_bytes(paths: Collection[Path]) -> int:
+    """Return the total size of files. Files that another process has deleted count as empty."""
+    size = 0
+    for path in paths:
+        with suppress(FileNotFoundError):
+            size += path.stat().st_size
+    return size
+
+
 def digest_of(path: Path) -> tuple[Path, str]:
     """Return ``path`` and its MD5 sum. The path tells which task of `run_tasks` a result belongs to."""
     with open_regular(path) as file:
         # Without usedforsecurity=False, FIPS builds refuse MD5.
         return path, hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
+
+
+def estimate(inputs: Inputs, existing: Collection[str], jobs: int) -> tuple[dict[str, float], float, float]:
+    """Estimate the time and disk space for all results that ``inputs`` allow and that do not exist yet.
+
+    Returns the seconds for each stage, in order; the bytes of the results; and the highest disk usage in bytes while the
+    results are made. There are no stages if all results exist.
+    """
+    missing = {name for name, files in inputs.by_result.items() if files and name not in existing}
+    if missing <= {VOCABULARY}:
+        return {}, 0, 0
+    workers = max(1, min(jobs, os.cpu_count() or 1))
+    text, held_out, checkpoint = map(total_bytes, (inputs.text, inputs.evaluation, inputs.checkpoint))
+    seconds = {"check": _CHECKING * total_bytes(inputs.files) / workers}
+    result, most = 0.0, 0.0
+    if CHECKPOINT in missing:
+        seconds[CHECKPOINT] = _STARTING_SECONDS + _CHECKING * checkpoint
+        result += checkpoint / 3  # a TF1 checkpoint also contains two moments for each weight
+    if EVALUATION in missing:
+        seconds[EVALUATION] = _PREPARING * held_out
+        most += _SAMPLE_BYTES * held_out
+    if TRAIN in missing:
+        seconds["samples"] = _PREPARING * text / workers
+        seconds[TRAIN] = _SHUFFLING * text
+        result += _SAMPLE_BYTES * text
+        most += 2 * _SAMPLE_BYTES * text  # the unshuffled samples and the buckets of the shuffle
+    seconds["verify"] = _VERIFYING * text
+    return seconds, result, result + most
 
 
 def _named(names: Sequence[object]) -> str:

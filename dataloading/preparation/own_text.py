@@ -18,10 +18,10 @@ from tokenizers.trainers import WordPieceTrainer
 from console.files import sha256_of, write_atomically
 from dataloading.dataset.folder import index_shards, new_folder, shard_name
 from dataloading.options import OwnText, PretrainingOptions
-from dataloading.preparation.pretraining_data import create_samples, read_documents, samples_info, tokenize_documents
-from dataloading.shards.native import write_shard
-from dataloading.text.cleanup import sentence_splitter
-from dataloading.text.tokenization import SPECIAL_TOKENS, Tokenizer, Vocabulary
+from dataloading.preparation.pretraining_data import create_samples, samples_info
+from dataloading.shards.formats import write_shard
+from dataloading.text.tokenization import SPECIAL_TOKENS, Tokenizer, Vocabulary, read_documents, tokenize_documents
+from dataloading.text.wikipedia import sentence_splitter
 
 FEWEST_DOCUMENTS = 20
 """Smallest number of documents that gives a meaningful evaluation set."""

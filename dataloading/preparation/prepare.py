@@ -17,17 +17,10 @@ from console.files import open_regular, sha256_of
 from dataloading.dataset.folder import Dataset, index_shards, shard_name
 from dataloading.jobs import Made, Report, WorkPart, begun, make_files
 from dataloading.options import PretrainingOptions
-from dataloading.preparation.pretraining_data import (
-    NO_TEXT,
-    create_samples,
-    read_documents,
-    samples_info,
-    tokenize_documents,
-)
-from dataloading.shards.formats import whole_shard
-from dataloading.shards.native import write_shard
+from dataloading.preparation.pretraining_data import create_samples, samples_info
+from dataloading.shards.formats import whole_shard, write_shard
 from dataloading.shards.shard import DatasetInfo
-from dataloading.text.tokenization import Tokenizer, Vocabulary
+from dataloading.text.tokenization import NO_TEXT, Tokenizer, Vocabulary, read_documents, tokenize_documents
 
 JOB_NAME = "prepare.json"
 

@@ -8,31 +8,26 @@ Consecutive sentences are a range of one flat token array, so choosing and trunc
 bounds. Tokens are copied once, when the sample is written.
 """
 
+import logging
 import random
 import unicodedata
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
-from itertools import chain
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import lru_cache
 from pathlib import Path
+from typing import Any, TypeVar
 
+import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from console.files import read_bounded
-from dataloading.compiled import compiled
+from console.files import is_private
 from dataloading.options import PretrainingOptions
 from dataloading.shards.samples import Samples, offsets_of
 from dataloading.shards.shard import DatasetInfo
-from dataloading.text.tokenization import Tokenizer, Vocabulary, text_lines
+from dataloading.text.tokenization import TokenizedDocuments, Vocabulary
 
-NO_TEXT = "no text found; expected one sentence a line, an empty line between documents"
-
-_MAX_TEXT_BYTES = 4 << 30
-"""Largest size of a text. Processing needs 30 times as much memory. The benchmark's texts have 27 MB each."""
-
-_MAX_LINE = 16 << 20
-"""Longest line in characters. The limit detects text without line feeds, which would be one sentence."""
-
+Function = TypeVar("Function", bound=Callable[..., Any])
 Twister = NDArray[np.uint32]
 """State [625] of CPython's generator: 624 words and the next word's index (Matsumoto and Nishimura 1998, MT19937)."""
 Ids = NDArray[np.uint16]
@@ -41,55 +36,7 @@ Integers = NDArray[np.int64]
 _DRAWS_OF_ANOTHER_DOCUMENT = 10
 """Number of times that the reference tries to draw another document for a random next segment."""
 
-
-@dataclass(frozen=True)
-class TokenizedDocuments:
-    """D documents with S sentences and T tokens in total. No sentence and no document is empty."""
-
-    token_ids: NDArray[np.uint16]
-    """[T]"""
-    sentence_offsets: NDArray[np.int64]
-    """[S + 1] start of each sentence in ``token_ids``; the last entry is T."""
-    document_offsets: NDArray[np.int64]
-    """[D + 1] start of each document among the sentences; the last entry is S."""
-
-
-def read_documents(paths: Sequence[Path]) -> list[list[str]]:
-    """Read documents as lists of sentences, from text with one sentence a line and an empty line between documents.
-
-    As in the reference, only an empty line ends a document, so the first lines of a file continue the last document of
-    the previous file.
-    """
-    documents: list[list[str]] = [[]]
-    for path in paths:
-        lines = text_lines(read_bounded(path, _MAX_TEXT_BYTES, "split the text into smaller files"), path)
-        if (longest := max(map(len, lines), default=0)) > _MAX_LINE:
-            number = next(number for number, line in enumerate(lines, 1) if len(line) == longest)
-            raise ValueError(f"{path}: line {number:,} has {longest:,} characters; expected one sentence a line")
-        if not any(lines):
-            raise ValueError(f"{path}: {NO_TEXT}")
-        for line in lines:
-            if line:
-                documents[-1].append(line)
-            else:
-                documents.append([])
-    return [document for document in documents if document]
-
-
-def tokenize_documents(documents: Iterable[Sequence[str]], tokenizer: Tokenizer) -> TokenizedDocuments:
-    """Return documents as flat token ids, without empty sentences and documents. Raises ``ValueError`` without tokens."""
-    documents = list(documents)
-    token_ids, line_offsets = tokenizer.encode_lines(list(chain.from_iterable(documents)))
-    if not len(token_ids):
-        raise ValueError("the text has no tokens (only blanks and control characters); expected sentences, one a line")
-    line_lengths = np.diff(line_offsets)
-    document_of_line = np.repeat(np.arange(len(documents)), [len(document) for document in documents])
-    sentence_counts = np.bincount(document_of_line[line_lengths > 0])
-    return TokenizedDocuments(
-        token_ids=token_ids,
-        sentence_offsets=offsets_of(line_lengths[line_lengths > 0]),
-        document_offsets=offsets_of(sentence_counts[sentence_counts > 0]),
-    )
+_LOG = logging.getLogger(__name__)
 
 
 def samples_info(
@@ -147,6 +94,35 @@ def create_samples(documents: TokenizedDocuments, options: PretrainingOptions, v
 
 
 # The compiled core.
+
+
+def compiled(function: Function) -> Function:
+    """Compile ``function`` when it is first called, or load it from a cache that no other user can write.
+
+    Numba's cache contains pickles, which can run any code. A cache beside the source is as trustworthy as the source. But
+    Numba may also put its cache into ``NUMBA_CACHE_DIR`` or into the user's cache folder, which is often in /tmp in a
+    container.
+    """
+    njit: Any = numba.njit
+    try:
+        kept = njit(cache=True)(function)
+    except RuntimeError:  # no folder is writable
+        return njit(function)
+    if kept is function:  # NUMBA_DISABLE_JIT is set
+        return function
+    return kept if _is_trusted(Path(kept.stats.cache_path)) else njit(function)
+
+
+# Cache the result, so that each folder gets only one warning.
+@lru_cache
+def _is_trusted(folder: Path) -> bool:
+    if Path(__file__).parent in folder.parents or is_private(folder):
+        return True
+    _LOG.warning(
+        "%s can be written by others, so compiled functions are not cached there; set NUMBA_CACHE_DIR to another folder",
+        folder,
+    )
+    return False
 
 
 @compiled

@@ -27,10 +27,9 @@ from console.program import say
 from console.text import clock
 from dataloading.dataset import known
 from dataloading.dataset.folder import MANIFEST_NAME, open_dataset, write_dataset
-from dataloading.dataset.shuffle import JOB_NAME, STEPS, shuffle
-from dataloading.jobs import Report, WorkPart, run_tasks
+from dataloading.dataset.rewrite import SHUFFLE_JOB, STEPS, shuffle
+from dataloading.jobs import Report, StageProgress, WorkPart, run_tasks
 from dataloading.options import EVALUATION_SAMPLES, ExtractionOptions, PretrainingOptions
-from dataloading.preparation.estimate import Progress, estimate, total_bytes
 from dataloading.preparation.mlcommons import (
     CHECKPOINT,
     EVALUATION,
@@ -39,7 +38,9 @@ from dataloading.preparation.mlcommons import (
     Checksums,
     Inputs,
     digest_of,
+    estimate,
     find_inputs,
+    total_bytes,
 )
 from dataloading.preparation.prepare import Job, make_shards, prepare
 from dataloading.text.wikipedia import extract
@@ -182,7 +183,7 @@ class _Preparation:
         self.request, self.inputs, self.checksums = request, inputs, checksums
         self.vocab = (self.out / VOCABULARY).resolve()
         self.options = PretrainingOptions()
-        self.progress = Progress({})
+        self.progress = StageProgress({})
         self.md5s: dict[Path, str] = {}
 
     def make(self) -> None:
@@ -236,7 +237,7 @@ class _Preparation:
         seconds, result_bytes, most_bytes = estimate(self.inputs, existing, self.request.jobs)
         if part := self.request.part:
             seconds = {name: each / part.count for name, each in seconds.items() if name in ("check", "samples")}
-        self.progress = Progress(seconds)
+        self.progress = StageProgress(seconds)
         if not seconds:
             return
         left_by_others = total_bytes([path for path in self.work.rglob("*") if path.is_file()])
@@ -301,7 +302,7 @@ class _Preparation:
     def _make_train(self, place: Path) -> None:
         samples = self._samples_folder()
         # A shuffle is complete once it has deleted the description of its job.
-        if not (place / MANIFEST_NAME).exists() or (place / JOB_NAME).exists():
+        if not (place / MANIFEST_NAME).exists() or (place / SHUFFLE_JOB).exists():
             if not (samples / MANIFEST_NAME).exists():
                 job = Job(self.inputs.text, self.vocab, self.options)
                 prepare(job, samples, jobs=self.request.jobs, report=self._report_files("samples"))

@@ -1,17 +1,25 @@
-"""Detection of a shard's layout from the content of the file."""
+"""Opening of shards in any layout, which the content of the file tells, and writing of shards in the native layout.
 
+The native layout is an HDF5 file with the flat arrays of `Samples`. Root attributes describe the samples. Each array is
+stored contiguously and read through a memory map, so that reading a sample costs one copy.
+"""
+
+import json
 import mmap
 from contextlib import closing
+from dataclasses import asdict
 from pathlib import Path
 
 import msgspec
 
 from console.files import shown
-from dataloading.shards.fixed import open_fixed
-from dataloading.shards.hdf5_file import HDF5File
-from dataloading.shards.native import open_native
-from dataloading.shards.ragged import RaggedShard
-from dataloading.shards.shard import REMEDY, DatasetInfo, Shard, map_file
+from dataloading.shards.hdf5_file import HDF5File, new_hdf5_file
+from dataloading.shards.hdf5_layouts import RaggedShard, open_fixed
+from dataloading.shards.samples import DTYPES, Samples
+from dataloading.shards.shard import REMEDY, DatasetInfo, FlatShard, Shard, check_content, check_offsets, map_file
+
+FORMAT = "mlperf-bert-samples"
+SCHEMA_VERSION = 1
 
 _HDF5_SIGNATURE = b"\x89HDF\r\n\x1a\n"
 
@@ -51,12 +59,28 @@ def whole_shard(path: Path, digest: str | None = None) -> tuple[DatasetInfo, int
         return None
 
 
+def write_shard(path: Path, samples: Samples, info: DatasetInfo) -> None:
+    """Write one shard. The file appears complete or not at all.
+
+    Equal samples and descriptions give identical files. Needs as much memory as the size of the file.
+    """
+    check_offsets(samples, path)
+    check_content(samples, info, path)
+    digest = samples.digest()
+    with new_hdf5_file(path) as file:
+        # Keys are sorted, so that equal descriptions make equal files.
+        description = json.dumps(asdict(info), sort_keys=True)
+        file.attrs.update({"format": FORMAT, "schema_version": SCHEMA_VERSION, "digest": digest, "info": description})
+        for name, dtype in DTYPES.items():
+            file.create_dataset(name, data=getattr(samples, name), dtype=dtype)
+
+
 def _open_hdf5(path: Path, content: mmap.mmap) -> Shard:
     try:
         with closing(HDF5File(path, content)) as file:
             names = file.names
             if "sequence_offsets" in names:
-                return open_native(path, file)
+                return _open_native(path, file)
             if "input_ids" not in names:
                 raise ValueError(f"of no known layout: it holds {', '.join(names) or 'nothing'}")
             return RaggedShard(path, file) if file.is_ragged("input_ids") else open_fixed(path, file)
@@ -66,3 +90,23 @@ def _open_hdf5(path: Path, content: mmap.mmap) -> Shard:
         if complaint.startswith(str(path)):
             raise ValueError(complaint) from None
         raise ValueError(f"{path}: damaged or of another kind ({shown(complaint)}); {REMEDY}") from None
+
+
+def _open_native(path: Path, file: HDF5File) -> FlatShard:
+    """Open a file that `write_shard` wrote, and check its offsets.
+
+    Raises ``ValueError`` if the file is damaged or has another version.
+    """
+    version = file.attribute("format"), file.attribute("schema_version")
+    if version != (FORMAT, SCHEMA_VERSION):
+        raise ValueError(f"{version[0]}, schema version {version[1]}; expected {FORMAT}, {SCHEMA_VERSION}")
+    arrays = {name: file.array(name) for name in DTYPES}
+    for name, array in arrays.items():
+        if array.row_dtype is not None or array.values.dtype != DTYPES[name] or array.values.ndim != 1:
+            raise ValueError(f"{name} is {array.values.dtype} {array.values.shape}, expected a flat {DTYPES[name]}")
+    samples = Samples(**{name: array.values for name, array in arrays.items()})
+    in_place = all(array.in_place for array in arrays.values())
+    info = msgspec.convert(json.loads(str(file.attribute("info"))), DatasetInfo)
+    shard = FlatShard(path, info, "native", samples, file.content if in_place else None)
+    shard.digest = str(file.attribute("digest"))
+    return shard

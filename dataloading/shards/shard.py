@@ -4,7 +4,7 @@ import mmap
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Self
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
 import numpy as np
 from msgspec import Meta
@@ -198,6 +198,11 @@ class FlatShard(Shard):
         )
 
 
+def unknown_info(max_seq_length: int = MAX_ID, max_predictions_per_seq: int = MAX_ID) -> DatasetInfo:
+    """Return the description of a file that contains none: no vocabulary, and by default the largest possible sizes."""
+    return DatasetInfo(MAX_ID + 1, max_seq_length, max_predictions_per_seq, "", "", {}, {})
+
+
 def map_file(path: Path) -> mmap.mmap:
     """Return a read-only memory map of a whole file. Raises ``ValueError`` if it is missing, empty or unreadable."""
     # Python's open() raises the audit event "open", which lets a timed run detect access to data.
@@ -238,3 +243,13 @@ def check_content(samples: Samples, info: DatasetInfo, path: Path) -> None:
     ):
         if len(values) and not (values.min() >= least and values.max() <= most):
             raise ValueError(f"{path}: {name}: {values.min()} to {values.max()}, expected {least} to {most}; {REMEDY}")
+
+
+def narrow(values: NDArray[Any], dtype: Any, name: str) -> NDArray[Any]:
+    """Cast non-negative integers to another type. Raises ``ValueError`` if a value does not fit."""
+    most = np.iinfo(dtype).max
+    if values.dtype.kind not in "iu":
+        raise ValueError(f"{name} holds {values.dtype}, expected integers; {REMEDY}")
+    if len(values) and not (values.min() >= 0 and values.max() <= most):
+        raise ValueError(f"{name}: {values.min()} to {values.max()}, expected 0 to {most}; {REMEDY}")
+    return values.astype(dtype, copy=False)

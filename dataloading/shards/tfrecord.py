@@ -19,9 +19,8 @@ import google_crc32c
 import numpy as np
 from numpy.typing import NDArray
 
-from dataloading.shards.fixed import narrow, unknown_info
 from dataloading.shards.samples import SampleBuilder
-from dataloading.shards.shard import REMEDY, FlatShard
+from dataloading.shards.shard import REMEDY, FlatShard, narrow, unknown_info
 
 _HEADER = struct.Struct("<QI")
 _MAX_RECORD_BYTES = 1 << 20

@@ -1,4 +1,4 @@
-"""WordPiece tokenization with the same ids as the reference BERT tokenizer for every text.
+"""Reading of documents, and WordPiece tokenization with the same ids as the reference BERT tokenizer for every text.
 
 The reference (Devlin et al. 2018, arXiv 1810.04805) splits lines into words by Unicode categories from Python's
 ``unicodedata``. The normalizer of the ``tokenizers`` library uses Rust's tables, drops characters that the reference
@@ -10,9 +10,10 @@ import hashlib
 import re
 import unicodedata
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Self
 
@@ -21,6 +22,14 @@ from numpy.typing import NDArray
 from tokenizers import models
 
 from console.files import read_bounded, read_json
+
+NO_TEXT = "no text found; expected one sentence a line, an empty line between documents"
+
+_MAX_TEXT_BYTES = 4 << 30
+"""Largest size of a text. Processing needs 30 times as much memory. The benchmark's texts have 27 MB each."""
+
+_MAX_LINE = 16 << 20
+"""Longest line in characters. The limit detects text without line feeds, which would be one sentence."""
 
 MAX_CHARACTERS_PER_WORD = 200
 """Length of the longest word that is tokenized. Longer words become [UNK]."""
@@ -247,3 +256,53 @@ def _split_and_strip_accents(character: str) -> str | None:
 _CLEAN = _CharacterMap(_clean)
 _SPLIT = _CharacterMap(_split)
 _SPLIT_AND_STRIP_ACCENTS = _CharacterMap(_split_and_strip_accents)
+
+
+@dataclass(frozen=True)
+class TokenizedDocuments:
+    """D documents with S sentences and T tokens in total. No sentence and no document is empty."""
+
+    token_ids: NDArray[np.uint16]
+    """[T]"""
+    sentence_offsets: NDArray[np.int64]
+    """[S + 1] start of each sentence in ``token_ids``; the last entry is T."""
+    document_offsets: NDArray[np.int64]
+    """[D + 1] start of each document among the sentences; the last entry is S."""
+
+
+def read_documents(paths: Sequence[Path]) -> list[list[str]]:
+    """Read documents as lists of sentences, from text with one sentence a line and an empty line between documents.
+
+    As in the reference, only an empty line ends a document, so the first lines of a file continue the last document of
+    the previous file.
+    """
+    documents: list[list[str]] = [[]]
+    for path in paths:
+        lines = text_lines(read_bounded(path, _MAX_TEXT_BYTES, "split the text into smaller files"), path)
+        if (longest := max(map(len, lines), default=0)) > _MAX_LINE:
+            number = next(number for number, line in enumerate(lines, 1) if len(line) == longest)
+            raise ValueError(f"{path}: line {number:,} has {longest:,} characters; expected one sentence a line")
+        if not any(lines):
+            raise ValueError(f"{path}: {NO_TEXT}")
+        for line in lines:
+            if line:
+                documents[-1].append(line)
+            else:
+                documents.append([])
+    return [document for document in documents if document]
+
+
+def tokenize_documents(documents: Iterable[Sequence[str]], tokenizer: Tokenizer) -> TokenizedDocuments:
+    """Return documents as flat token ids, without empty sentences and documents. Raises ``ValueError`` without tokens."""
+    documents = list(documents)
+    token_ids, line_offsets = tokenizer.encode_lines(list(chain.from_iterable(documents)))
+    if not len(token_ids):
+        raise ValueError("the text has no tokens (only blanks and control characters); expected sentences, one a line")
+    line_lengths = np.diff(line_offsets)
+    document_of_line = np.repeat(np.arange(len(documents)), [len(document) for document in documents])
+    sentence_counts = np.bincount(document_of_line[line_lengths > 0])
+    return TokenizedDocuments(
+        token_ids=token_ids,
+        sentence_offsets=np.append(0, line_lengths[line_lengths > 0].cumsum()),
+        document_offsets=np.append(0, sentence_counts[sentence_counts > 0].cumsum()),
+    )

@@ -90,18 +90,14 @@ def _layer_norm(x_TD: Tensor, weight_D: Tensor, bias_D: Tensor, eps: float) -> T
 
 
 def norm_unsupported_reasons(*inputs: Any, **_: Any) -> list[str]:
-    """Return the reasons why apex cannot compute a norm of these inputs; empty if it can."""
     first = next(x for x in inputs if isinstance(x, Tensor) and x.is_floating_point())
     return _reasons(first, first.dtype)
 
 
 def loss_unsupported_reasons(hidden_MD: Tensor, decoder_VD: Tensor, *_: Any, **__: Any) -> list[str]:
-    """Return the reasons why apex cannot compute the loss of these inputs; empty if it can.
-
-    Old releases of apex also refuse bfloat16, but only when they are called.
-    """
+    """Return the known reasons. Old releases of apex also refuse bfloat16, but only when they are called."""
     reasons = _reasons(hidden_MD, compute_dtype(hidden_MD))
-    # The kernels use 32-bit element indices.
+    # apex's kernels use 32-bit element indices.
     if len(hidden_MD) * len(decoder_VD) >= 2**32:
         reasons.append(f"{len(hidden_MD)} x {len(decoder_VD)} logits, expected fewer than 2^32")
     return reasons

@@ -21,7 +21,6 @@ def varlen_attention(
     max_seqlen: int,
     dropout: Dropout | None = None,
 ) -> Tensor:
-    """Return softmax attention inside each sequence, [Q, H, E]."""
     from flash_attn import flash_attn_varlen_func  # pyright: ignore[reportMissingImports]
 
     output_QHE = flash_attn_varlen_func(
@@ -54,14 +53,15 @@ def _owned_rows(x: Tensor, cu_seqlens: Tensor) -> Tensor:
 
     The library leaves these rows uninitialized in the output and in the gradients.
     """
-    # Compare on the device: reading the last bound would make the host wait, and would prevent a capture of the step.
+    # Compare on the device. If the host read the last bound, it would have to wait, and no CUDA graph could capture the
+    # step.
     owned = torch.arange(len(x), device=x.device) < cu_seqlens[-1]
     # Multiplying by the mask would keep NaN, so select with ``where``.
     return torch.where(owned.view(-1, *(1,) * (x.dim() - 1)), x, 0.0)
 
 
 def unsupported_reasons(query_QHE: Tensor, *_: Any, **__: Any) -> list[str]:
-    """Return the reasons why the library cannot handle this query or packed tensor [T, 3, H, E]; empty if it can."""
+    """Check the query, or the packed tensor [T, 3, H, E] of self-attention."""
     reasons = [] if query_QHE.is_cuda else [f"the tensors are on {query_QHE.device.type}, expected a GPU"]
     if query_QHE.dtype not in (torch.float16, torch.bfloat16):
         reasons.append(f"{query_QHE.dtype}, expected float16 or bfloat16")

@@ -1,4 +1,4 @@
-"""Ops by PyTorch's own fused functions, which are used on a CPU.
+"""Ops by PyTorch's own fused functions, the usual implementations on a CPU.
 
 The functions have the same contracts as in ``kernels.reference.ops``, except that PyTorch's generator draws the dropout
 mask, with the same probability. Shape legend in ``kernels/__init__.py``.
@@ -25,14 +25,15 @@ def varlen_attention(
 ) -> Tensor:
     """Return softmax attention inside each sequence, [Q, H, E], by PyTorch's fused attention.
 
-    Adjacent sequences of equal length share one call on views of the stream, so that the inputs need no padding, masks or
-    copies. The loader sorts batches by length, which makes sequences of equal length adjacent. The host reads the lengths.
+    Adjacent sequences of equal length share one call of the fused attention, on views of the token stream. The inputs
+    therefore need no padding, masks or copies. The loader sorts batches by length, which makes sequences of equal
+    length adjacent. The host reads the lengths.
     """
     del max_seqlen
     lengths = zip(_lengths(cu_seqlens_q), _lengths(cu_seqlens_k), strict=True)
     groups = [(*pair, len(list(equal))) for pair, equal in groupby(lengths)]
-    # The backward pass of a split is one concatenation. The backward pass of each slice would fill a whole stream with
-    # zeros.
+    # Split instead of slicing: the backward pass of a split is one concatenation, but the backward pass of each slice
+    # would allocate a gradient for the whole stream, filled with zeros.
     *queries, unowned = _split(query_QHE, [length_q * count for length_q, _, count in groups])
     *keys, _ = _split(key_THE, [length_k * count for _, length_k, count in groups])
     *values, _ = _split(value_THE, [length_k * count for _, length_k, count in groups])
@@ -47,7 +48,6 @@ def varlen_attention(
 def varlen_self_attention(
     qkv_T3HE: Tensor, cu_seqlens: Tensor, max_seqlen: int, dropout: Dropout | None = None
 ) -> Tensor:
-    """Return ``varlen_attention`` of the three parts of one tensor, [T, H, E]."""
     query_THE, key_THE, value_THE = qkv_T3HE.unbind(1)
     return varlen_attention(query_THE, key_THE, value_THE, cu_seqlens, cu_seqlens, max_seqlen, dropout)
 
@@ -61,7 +61,6 @@ def dropout_add_layer_norm(
     eps: float,
     dropout: Dropout | None = None,
 ) -> Tensor:
-    """Return ``layer_norm(residual + dropout(x + bias))``, [T, D]."""
     biased_TD = x_TD + bias_D
     if dropout is None or x_TD.is_cuda:
         summed_TD = residual_TD + drop(biased_TD, dropout)
@@ -83,21 +82,20 @@ def embedding_layer_norm(
     dropout: Dropout | None = None,
     word_gradient_VD: Tensor | None = None,
 ) -> Tensor:
-    """Return ``dropout(layer_norm(sum of the three embeddings))``, [T, D]."""
     word_VD = adding_gradient(word_VD, word_gradient_VD)
     summed_TD = summed_embeddings(input_ids_T, position_ids_T, segment_ids_T, word_VD, position_LD, segment_2D)
     return drop(F.layer_norm(summed_TD, weight_D.shape, weight_D, bias_D, eps), dropout)
 
 
 def drop(x: Tensor, dropout: Dropout | None) -> Tensor:
-    """Return ``x``, of any shape, after dropout: elements are set to 0 at random, and the remaining ones are scaled."""
+    """Apply dropout to ``x``, of any shape: set random elements to 0 and scale the remaining elements."""
     if dropout is None:
         return x
     return F.dropout(x, dropout.p) if x.is_cuda else x * _kept(x, dropout)
 
 
 def _kept(x: Tensor, dropout: Dropout) -> Tensor:
-    """Draw the factors by which dropout multiplies ``x`` on a CPU: 0, or the scale of the kept elements.
+    """Draw the factors by which dropout multiplies ``x`` on a CPU: 0 for a dropped element, otherwise dropout's scale.
 
     Drawing random numbers is most of the work on a CPU, so each 64-bit number serves four elements. With 16 bits per
     element, the probability is exact to within 1 / 131072.

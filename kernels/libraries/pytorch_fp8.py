@@ -21,7 +21,8 @@ def scaled_matmul(
 ) -> Tensor:
     """Return ``(a * inverse_a) @ (b * inverse_b).T + bias``, [M, N] in ``out_dtype``.
 
-    Without ``use_fast_accum``, cuBLASLt accumulates in fp32 outside Hopper's tensor cores.
+    Hopper's tensor cores keep only about 14 bits of a sum. Without ``use_fast_accum``, cuBLASLt adds their partial sums
+    in fp32 outside of the tensor cores.
     """
     return torch._scaled_mm(
         a_MK,
@@ -38,13 +39,12 @@ def scaled_matmul(
 def unsupported_reasons(
     a_MK: Tensor, b_NK: Tensor, _inverse_a: Tensor, _inverse_b: Tensor, out_dtype: torch.dtype, *_: Any, **__: Any
 ) -> list[str]:
-    """Return the reasons why these operands cannot be multiplied; empty if they can."""
     reasons = capability_reasons(a_MK.device)
     if {a_MK.dtype, b_NK.dtype} not in ({E4M3}, {E4M3, E5M2}):
         reasons.append(f"operands in {a_MK.dtype} and {b_NK.dtype}: expected E4M3, or one of E4M3 and one of E5M2")
     if out_dtype not in (torch.bfloat16, torch.float16, torch.float32):
         reasons.append(f"a product in {out_dtype}, expected bfloat16, float16 or float32")
-    # M, the number of tokens in a micro-batch, need not be a multiple.
+    # M, the number of tokens in a micro-batch, need not be a multiple of ALIGNMENT.
     if any(size % ALIGNMENT for size in (*b_NK.shape, a_MK.shape[1])):
         reasons.append(f"sizes {list(a_MK.shape)} by {list(b_NK.shape)}: N and K are not multiples of {ALIGNMENT}")
     return reasons

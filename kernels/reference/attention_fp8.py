@@ -21,7 +21,7 @@ def attention_cast_fp8(
     """
     context_THE = varlen_self_attention(qkv_T3HE, cu_seqlens, max_seqlen, dropout)
     casts = cast_transpose_fp8(context_THE.flatten(1), scale, amax, E4M3)
-    # The backward pass below recomputes the forward pass, so it needs no log-sums and masks.
+    # The backward pass below recomputes the forward pass, so it needs neither the logarithms of softmax's sums nor masks.
     return context_THE, *casts, context_THE.new_empty(0), context_THE.new_empty(0)
 
 
@@ -42,7 +42,7 @@ def attention_backward_cast_fp8(
     ``gradient_THE`` is the output's gradient. ``context_THE``, ``lse_HT`` and ``kept`` were returned by the forward pass.
     """
     del context_THE, lse_HT, kept
-    # Autograd calls this in a backward pass, where gradients are disabled.
+    # Autograd disables gradients while it runs a backward pass.
     with torch.enable_grad():
         qkv_T3HE = qkv_T3HE.detach().requires_grad_()
         output_THE = varlen_self_attention(qkv_T3HE, cu_seqlens, max_seqlen, dropout)

@@ -35,12 +35,12 @@ _MANTISSA_BITS, _EXPONENT_BIAS = 23, 127  # of fp32
 
 
 def padded(rows: int) -> int:
-    """Round up to a multiple of 16, which is the row length of a transposed result."""
+    """Return the row length of a transposed result: ``rows`` rounded up to a multiple of 16."""
     return -(-rows // ALIGNMENT) * ALIGNMENT
 
 
 def largest_scaled(dtype: torch.dtype) -> float:
-    """Return the limit up to which scaling may bring the last step's largest magnitude, below the headroom for growth."""
+    """Return the limit of ``scale * amax``: the largest finite value of ``dtype``, divided by the headroom."""
     return LARGEST[dtype] / 2 ** HEADROOM_BITS[dtype]
 
 
@@ -65,7 +65,7 @@ def cast_fp8(x_RC: Tensor, scale: Tensor, amax: Tensor, dtype: torch.dtype) -> T
     x_RC = _full(x_RC)
     # Tensor.amax raises an error for an empty tensor.
     largest = x_RC.abs().amax() if x_RC.numel() else x_RC.new_zeros(())
-    torch.maximum(amax, largest, out=amax)  # propagates NaN, which fmax does not
+    torch.maximum(amax, largest, out=amax)  # unlike fmax, maximum propagates NaN
     # Clamp first, because PyTorch's cast to E5M2 turns values that are too large into infinities.
     return (x_RC * scale).clamp(-LARGEST[dtype], LARGEST[dtype]).to(dtype)
 
@@ -100,9 +100,10 @@ def bias_gelu_cast_fp8(product_TF: Tensor, bias_F: Tensor, scale: Tensor, amax: 
 def bias_gelu_backward_cast_fp8(
     output_gradient_TF: Tensor, product_TF: Tensor, bias_F: Tensor, scale: Tensor, amax: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradient of ``product`` in ``gelu(product + bias)``, cast to E5M2, its transpose, and the bias gradient.
+    """Return the gradient of ``product`` cast to E5M2, the transpose of this cast, and the bias gradient.
 
-    The shapes are [T, F], [F, padded(T)] and fp32 [F]. The bias gradient is the sum of values before rounding to E5M2.
+    They are the gradients of ``gelu(product + bias)``. The shapes are [T, F], [F, padded(T)] and fp32 [F]. The bias
+    gradient is the sum of values before rounding to E5M2.
     """
     y_TF = _full(product_TF) + _full(bias_F)
     gradient_TF = torch.ops.aten.gelu_backward(_full(output_gradient_TF), y_TF, approximate="tanh")
@@ -145,7 +146,7 @@ def new_scales(amax_N: Tensor, scale_N: Tensor, largest_N: Tensor) -> Tensor:
     """
     amax_fraction_N, amax_exponent_N = torch.frexp(amax_N)
     largest_fraction_N, largest_exponent_N = torch.frexp(largest_N)
-    # Fractions lie between 0.5 and 1. If the fraction of amax is larger, the exponent of the scale is one less.
+    # frexp's fractions are at least 0.5 and below 1. If amax has the larger fraction, the scale's exponent is one less.
     exponent_N = largest_exponent_N - amax_exponent_N - (amax_fraction_N > largest_fraction_N).int()
     exponent_N = exponent_N.clamp(1 - _EXPONENT_BIAS, _EXPONENT_BIAS - 1)
     power_N = ((exponent_N + _EXPONENT_BIAS) << _MANTISSA_BITS).view(torch.float32)  # build 2^exponent from its bits

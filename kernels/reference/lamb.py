@@ -33,15 +33,13 @@ class LambSegments:
     be cleared."""
 
     def views(self, flat_P: Tensor) -> list[Tensor]:
-        """Return the segments of a flat vector, as views."""
         return list(torch.split(flat_P, list(self.sizes)))
 
     def adapted_views(self, flat_P: Tensor) -> list[Tensor]:
-        """Return the adapted segments of a flat vector, as views."""
         return [view for view, adapted in zip(self.views(flat_P), self.adapted, strict=True) if adapted]
 
     def clear_(self, gradients_P: Tensor) -> None:
-        """Set a gradient to zero, except in segments that are overwritten."""
+        """Set the gradients to zero in place, except in segments whose gradients the next step overwrites."""
         if not self.overwritten:
             gradients_P.zero_()
             return
@@ -75,7 +73,6 @@ class LambState:
 
     @classmethod
     def zeros_like(cls, parameters_P: Tensor) -> "LambState":
-        """Return the initial optimizer state for a flat parameter vector."""
         momentum_P, variance_P, update_P = (torch.zeros_like(parameters_P) for _ in range(3))
         return cls(momentum_P, variance_P, update_P, torch.zeros((), dtype=torch.int64, device=parameters_P.device))
 
@@ -92,7 +89,6 @@ class WeightCast:
     q_KN: Tensor
 
     def weight(self, parameters_P: Tensor) -> Tensor:
-        """Return the weight [N, K] as a view of the parameters."""
         return parameters_P[self.start : self.start + self.q_NK.numel()].view(self.q_NK.shape)
 
 
@@ -121,7 +117,8 @@ def lamb_step(
     If the norm is not finite, the step is skipped: parameters and moments do not change, and ``state.skipped`` is
     incremented. The caller then passes the same ``step`` again.
 
-    Source: You et al., arXiv 1904.00962, with the tensors that the reference excludes from weight decay and adaptation.
+    Source: You et al., arXiv 1904.00962. As in the MLPerf reference, weight decay and adaptation apply only to adapted
+    segments.
     """
     norm = sum_of_squares(gradients_P).sqrt().to(gradients_P.dtype)
     squares_2A = lamb_directions(parameters_P, gradients_P, state, segments, hyperparameters, norm=norm, step=step)
@@ -152,13 +149,13 @@ def lamb_directions(
     momentum_P, variance_P, update_P = state.momentum_P, state.variance_P, state.update_P
     beta_1, beta_2 = hyperparameters.beta_1, hyperparameters.beta_2
     root_factor, epsilon_factor = bias_corrections(step, beta_1, beta_2)
-    # A skipped step uses factors that leave everything unchanged, so that the host need not read the norm.
+    # A skipped step runs the same operations with factors that change nothing, so that the host need not read the norm.
     taken = norm < torch.inf  # False for NaN
     clip = torch.where(taken, clip_factor(norm, hyperparameters.max_grad_norm), 0.0)
     torch.nan_to_num(gradients_P, nan=0.0, posinf=0.0, neginf=0.0, out=gradients_P)  # NaN times zero is NaN
     gradients_P.mul_(clip)
-    # Interpolate, because beta and 1 - beta do not add up to 1 after rounding to fp32, which would make the variance drift
-    # by 1.3e-5.
+    # Use lerp: as fp32 numbers, beta and 1 - beta do not add up to 1, so a sum of two products would let the variance
+    # drift by 1.3e-5.
     momentum_P.lerp_(gradients_P, (1 - beta_1) * taken.to(momentum_P.dtype))
     torch.square(gradients_P, out=update_P)
     variance_P.lerp_(update_P, (1 - beta_2) * taken.to(variance_P.dtype))

@@ -1,11 +1,11 @@
 """Reference implementation of dropout, residual and layer norm between FP8 products, forward and backward.
 
-It computes ``kernels.reference.ops.dropout_add_layer_norm`` and its gradients, with FP8 casts for the products before and
-after it. The output is used twice, by the next residual connection and by the next FP8 products, so its gradient has two
-parts.
+It computes ``kernels.reference.ops.dropout_add_layer_norm`` and its gradients, and casts results to FP8 for the
+neighbouring products. Both the next residual connection and the next FP8 products use the output, so its gradient is a
+sum of two parts.
 
-In the forward pass, values are rounded to the type of the output before ``cast_transpose_fp8``, and in the backward pass to
-the type of x. None of these functions has a gradient.
+Before the cast to FP8, values are rounded to the type of the output in the forward pass, and to the type of x in the
+backward pass. None of these functions has a gradient.
 """
 
 import torch

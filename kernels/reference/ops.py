@@ -202,14 +202,14 @@ class _Adding(torch.autograd.Function):
 def masked_lm_logits(hidden_MD: Tensor, decoder_VD: Tensor, bias_V: Tensor) -> Tensor:
     """Return ``hidden @ decoder.T + bias`` in at least fp32, [M, V].
 
-    The operands are cast to ``compute_dtype``. The product is accumulated in fp32 and never rounded to 16 bits, and neither
-    is the bias.
+    The operands are cast to ``compute_dtype``. The product is accumulated in fp32. Neither the product nor the bias is
+    rounded to 16 bits.
     """
     dtype = compute_dtype(hidden_MD)
     hidden_MD, decoder_VD = hidden_MD.to(dtype), decoder_VD.to(dtype)
     wide = torch.promote_types(dtype, torch.float32)
-    # A product with out_dtype has no derivative. Casting the operands to fp32 gives the same result, but autograd then
-    # stores fp32 copies of both.
+    # PyTorch cannot differentiate a product with out_dtype. Casting the operands to fp32 gives the same result, but
+    # autograd then stores fp32 copies of both operands.
     differentiable = torch.is_grad_enabled() and (hidden_MD.requires_grad or decoder_VD.requires_grad)
     with torch.autocast(hidden_MD.device.type, enabled=False):
         if dtype != wide and not differentiable:
@@ -218,7 +218,7 @@ def masked_lm_logits(hidden_MD: Tensor, decoder_VD: Tensor, bias_V: Tensor) -> T
 
 
 def fp32_product(a_MK: Tensor, b_NK: Tensor, out: Tensor | None = None) -> Tensor:
-    """Return ``a @ b.T`` of 16-bit operands, [M, N], accumulated and stored in fp32. It has no gradient.
+    """Return ``a @ b.T`` of 16-bit operands, [M, N], accumulated and stored in fp32. The function has no gradient.
 
     PyTorch does not support this product on a CPU. There, the operands are cast to fp32, in which the product of two
     16-bit numbers is exact.
@@ -241,7 +241,7 @@ def compute_dtype(x: Tensor) -> torch.dtype:
 def correct_predictions(logits_MV: Tensor, labels_M: Tensor) -> Tensor:
     """Count the rows whose label has the largest logit, [] int64.
 
-    If several logits are equally large, the one with the lowest index counts. A row that contains NaN is never correct.
+    If several logits are equally large, the prediction is the lowest index. A row that contains NaN is never correct.
     """
     largest_M, predicted_M = logits_MV.detach().max(dim=-1)  # max returns the first of equal logits
     # max treats NaN as the largest value, so a row with NaN could be correct by chance.

@@ -49,18 +49,20 @@ class Dropout:
 
     @property
     def scale(self) -> float:
-        """Factor by which kept elements are multiplied."""
         return 1 / (1 - self.p)
 
     def mask(self, rows: Tensor, columns: int) -> Tensor:
         """Return which elements are kept in the rows with these numbers (int64), bool [len(rows), columns].
 
-        Element (r, c) uses 8 bits of the draw with counter (c // 16, stream, r, step mod 2^32) and the seed as key. From low
-        to high, they are bit 16 + c % 16 of each of its four words, then bit c % 16 of each word. If this 8-bit number is
-        above threshold // 256, the element is kept; if it is below, the element is dropped. If it is equal, the element is
-        kept if the draw's tie is at least threshold % 256. The tie makes the probability exact. It is an 8-bit number that
-        depends on all 128 bits of the draw. All elements of a draw share the tie, which affects two of
-        them only if both 8-bit numbers are equal to threshold // 256: one pair in 65,536.
+        Element (r, c) uses an 8-bit number from the draw with counter (c // 16, stream, r, step mod 2^32) and the seed
+        as key. A draw has four 32-bit words. From low to high, the number consists of bit 16 + c % 16 of each word and
+        then bit c % 16 of each word. The element is kept if the number is above threshold // 256, and dropped if it is
+        below.
+
+        If the number equals threshold // 256, the element is kept if the draw's tie is at least threshold % 256. The
+        tie is an 8-bit number that depends on all 128 bits of the draw. It makes the probability exact. All elements of
+        a draw share the tie, but it decides two of them only if both of their numbers equal threshold // 256: for one
+        pair in 65,536.
         """
         draws = torch.arange(-(-columns // PLACES_A_DRAW), device=rows.device)
         seed, step = self.state.to(rows.device).unbind()

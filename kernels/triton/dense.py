@@ -16,8 +16,9 @@ from torch import Tensor
 
 from kernels.configuration import Configuration
 
-# Tiles are wide, so that 128 threads read 16 bytes each along a row. A program of the backward pass walks down 64 tokens: at
-# 24,576 tokens x 4,096 that makes 3,072 programs, whose partial sums are 2 % of the traffic and stay in the L2 cache.
+# Tiles are wide, so that 128 threads read 16 bytes each along a row. A program of the backward pass processes 64
+# tokens, four at a time. For 24,576 tokens and 4,096 columns, this makes 3,072 programs. Their partial sums are 2 % of
+# the memory traffic and stay in the L2 cache.
 _COLUMNS = 512
 _ROWS = 4
 _ROWS_A_PROGRAM = 64
@@ -39,8 +40,8 @@ def dense_gelu(x_TD: Tensor, weight_FD: Tensor, bias_F: Tensor) -> Tensor:
 def gelu_gates(y):
     """Return sigmoid(2 u) and sigmoid(-2 u) with u = sqrt(2 / pi) (y + 0.044715 y^3).
 
-    ``gelu(y) = y (1 + tanh u) / 2`` is ``y`` times the first. Both have full relative precision, without the cancellation of
-    ``1 - sigmoid`` and without an exponential that overflows.
+    GELU's tanh form, ``y (1 + tanh u) / 2``, is ``y`` times the first result. Both results have full relative
+    precision: computing ``1 - sigmoid`` would lose digits to cancellation, and no exponential overflows here.
     """
     exponent = 1.5957691216057308 * y * (1.0 + 0.044715 * y * y)  # 2 u; the first factor is 2 sqrt(2 / pi)
     small = tl.exp(-tl.abs(exponent))
@@ -51,10 +52,9 @@ def gelu_gates(y):
 
 @triton.jit
 def gelu_derivative(y):
-    """Return the derivative of ``gelu(y)`` by ``y``."""
     gate, rest = gelu_gates(y)
     slope = 1.5957691216057308 * (1.0 + 3.0 * 0.044715 * y * y)
-    # The product rule on y sigmoid(2 u), where sigmoid' = sigmoid(2 u) sigmoid(-2 u).
+    # Product rule for y * sigmoid(2 u). The derivative of sigmoid(v) is sigmoid(v) * sigmoid(-v).
     return gate * (1.0 + y * rest * slope)
 
 
@@ -79,7 +79,7 @@ def _backward_kernel(
     output_gradient, product, bias, product_gradient, bias_partials, rows, columns,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, ROWS_A_PROGRAM: tl.constexpr,
 ):  # fmt: skip
-    """Write the product's gradient over [ROWS_A_PROGRAM, COLUMNS], and its sum over these rows in fp32."""
+    """Write [ROWS_A_PROGRAM, COLUMNS] elements of the product's gradient, and their sums over the rows in fp32."""
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     in_columns = column < columns
     b = tl.load(bias + column, mask=in_columns, other=0.0).to(tl.float32)[None, :]
@@ -95,7 +95,7 @@ def _backward_kernel(
         upstream = tl.load(output_gradient + place, mask=inside, other=0.0).to(tl.float32)
         y = tl.load(product + place, mask=inside, other=0.0).to(tl.float32) + b
         gradient = upstream * gelu_derivative(y)
-        total += gradient  # in fp32, before the gradient is rounded
+        total += gradient  # summed in fp32, before the gradient is rounded to the output's type
         tl.store(product_gradient + place, gradient, mask=inside)
     tl.store(bias_partials + tl.program_id(0) * columns + column, tl.sum(total, axis=0), mask=in_columns)
 
@@ -144,7 +144,7 @@ bias_gelu.register_autograd(_backward, setup_context=_setup_context)
 
 
 def configurations() -> list[Configuration]:
-    """Return the kernels that BERT-Large runs: in bf16, with a bias in bf16 or, under autocast, in fp32."""
+    """Return the configurations for BERT-Large: in bf16, with a bias in bf16 or, under autocast, in fp32."""
     types = dict.fromkeys(("product", "output", "output_gradient", "product_gradient"), "*bf16")
     types |= {"bias_partials": "*fp32", "rows": "i32", "columns": "i32"}
     tile = {"ROWS": _ROWS, "COLUMNS": _COLUMNS, "ROWS_A_PROGRAM": _ROWS_A_PROGRAM}

@@ -1,7 +1,8 @@
 """Dropout's draws in Triton, equal to ``kernels.reference.random`` bit for bit.
 
-A draw decides which of 16 adjacent columns of a row are kept, and returns one bit for each. The random numbers are compared
-with the threshold bit by bit, for all columns at once. This takes a tenth of the operations of separate comparisons.
+A draw decides which of 16 adjacent columns of a row are kept, and returns one bit for each column. It compares the
+columns' random numbers with the threshold bit by bit, for all 16 columns at once. This takes a tenth of the operations
+of 16 separate comparisons.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
@@ -22,14 +23,16 @@ _TIE_MULTIPLIER = tl.constexpr(TIE_MULTIPLIER)
 
 @triton.jit
 def draw_kept(seed, step, stream, threshold, rows, draws):
-    """Draw which of 16 columns are kept, one bit each: int32, of the shape to which ``rows`` and ``draws`` broadcast.
+    """Draw which of 16 columns are kept: bit i of the int32 result is 1 if column i of the draw is kept.
 
-    ``seed`` and ``step`` are the two int64 numbers of the dropout's state.
+    The result has the shape to which ``rows`` and ``draws`` broadcast. ``seed`` and ``step`` are the two int64 numbers
+    of the dropout's state.
     """
     word_0, word_1, word_2, word_3 = _philox(seed, draws, stream, rows, step)
-    # Bits 16 to 31 of the words are the low halves of the numbers and bits 0 to 15 the high halves, both from low to high.
-    # The definition compares the tie's highest eight bits; comparing all 32 is the same, because the limit's other bits are
-    # 0.
+    # Each of the 16 columns has an 8-bit number. The low four bits of column c's number are bit 16 + c of words 0 to 3,
+    # and its high four bits are bit c of words 0 to 3.
+    # ``Dropout.mask`` compares only the highest 8 bits of ``tie``. Comparing all 32 bits gives the same result, because
+    # the limit's other 24 bits are 0.
     tie = (word_0 ^ word_1 ^ word_2 ^ word_3) * tl.cast(_TIE_MULTIPLIER, tl.uint32)
     reached = tl.where(tie >= (threshold & 0xFF).to(tl.uint32) << 24, tl.cast(-1, tl.int32), 0).to(tl.uint32)
     limits = ~threshold
@@ -37,7 +40,7 @@ def draw_kept(seed, step, stream, threshold, rows, draws):
     limit_2, limit_3 = _limit(limits, 2), _limit(limits, 3)
     for half in tl.static_range(2):
         if half == 1:
-            reached >>= 16  # to the columns' places in the other halves of the words
+            reached >>= 16  # moves column c's bit to bit c, where the words have the high bits of the numbers
         reached = _majority(reached, word_0, limit_0)
         reached = _majority(reached, word_1, limit_1)
         reached = _majority(reached, word_2, limit_2)
@@ -47,23 +50,30 @@ def draw_kept(seed, step, stream, threshold, rows, draws):
 
 @triton.jit
 def _limit(limits, place: tl.constexpr):
-    """Return one bit of a byte's low half and one of its high half, each repeated for 16 columns."""
+    """Return a uint32 with two bits of ``limits``, each repeated 16 times for 16 columns.
+
+    Bit 8 + ``place`` fills the high half, and bit 12 + ``place`` fills the low half.
+    """
     low, high = -((limits >> 8 + place) & 1), -((limits >> 12 + place) & 1)
     return ((low << 16) | (high & 0xFFFF)).to(tl.uint32)
 
 
 @triton.jit
 def _majority(reached, word, limit):
-    """Compare one more bit: a bit above or below the threshold's decides, and an equal bit leaves it to the lower bits."""
+    """Compare one more bit of each column's number with the threshold, from low to high bits.
+
+    ``limit`` is the inverted bit of the threshold. A bit that differs from the threshold's bit decides the comparison.
+    If both bits are equal, ``reached``, the result for the lower bits, remains.
+    """
     return (reached & word) | (reached & limit) | (word & limit)
 
 
 @triton.jit
 def _philox(seed, draws, stream, rows, step):
-    """Return four words for each counter (draw, stream, row, step).
+    """Return four random 32-bit words for each counter (draw, stream, row, step).
 
-    Unlike ``tl.philox`` it broadcasts late, so that two of seven rounds compute on rows or draws alone, and one
-    multiplication gives both halves of a product.
+    Unlike ``tl.philox``, this function broadcasts late, so that two of the seven rounds compute on the smaller tensors
+    ``rows`` or ``draws`` alone. It also gets both halves of a 64-bit product from one multiplication.
     """
     key_0, key_1 = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
     c0, c1, c2, c3 = draws.to(tl.uint32), stream.to(tl.uint32), rows.to(tl.uint32), step.to(tl.uint32)
@@ -79,7 +89,7 @@ def _philox(seed, draws, stream, rows, step):
 
 @triton.jit
 def _wide_product(word, MULTIPLIER: tl.constexpr):
-    """Return the product of 32-bit words in 64 bits. In PTX, because the compiler sometimes uses two instructions."""
+    """Return the 64-bit product of two 32-bit words, by PTX, because the compiler sometimes uses two instructions."""
     if _INTERPRETED:
         return word.to(tl.uint64) * tl.cast(MULTIPLIER, tl.uint64)
     return tl.inline_asm_elementwise(

@@ -3,8 +3,8 @@
 # pyright: reportArgumentType=false
 """FP8 casts in Triton: the cast, its transpose and column sums in one pass over an input.
 
-A program reads a tile once, computes in fp32, and writes the tile in FP8, its transpose and its column sums, if an op
-needs them. Bytes of memory traffic for one element of bf16 inputs:
+A program reads a tile once, computes in fp32, and writes the tile in FP8. If the op needs them, it also writes the
+transpose and the column sums of the tile. Bytes of memory traffic for one element of bf16 inputs:
 
 | op | reads | writes |
 |---|---|---|
@@ -13,8 +13,9 @@ needs them. Bytes of memory traffic for one element of bf16 inputs:
 | ``cast_transpose_sum_fp8`` | 2 | 2, and 4 / 128 of partial sums, which are read again |
 | ``bias_gelu_backward_cast_fp8`` | 4 | the same |
 
-An fp32 weight takes 4 bytes, which LAMB has left in the cache. Results equal ``kernels.reference.fp8`` bit for bit, except
-after a GELU. The same module has the shape legend; in addition, P programs along the rows.
+Reading an fp32 weight takes 4 bytes, but LAMB has left the weight in the cache. The ops are defined in
+``kernels.reference.fp8``, which also has the shape legend. In addition, P is the number of tiles in a column of tiles.
+Results equal the definitions bit for bit, except after a GELU.
 """
 
 import torch
@@ -28,14 +29,17 @@ from kernels.triton.dense import gelu_derivative, gelu_gates
 from kernels.triton.inputs import tensor_reasons
 from kernels.triton.quantize import POINTERS, SCALARS, aligned, cast_reasons, fp8_pair, quantized, raise_amax
 
-# A row of a tile is 128 bytes in bf16, 64 in FP8, and 128 in the transpose: whole sectors of memory. A thread has 32
-# elements and 48 to 75 registers, so that three or more blocks fit a multiprocessor. No tile has been timed.
+# A row of a tile has 128 bytes in bf16, 64 bytes in FP8, and 128 bytes in the transpose, which are whole sectors of
+# memory. A thread has 32 elements and 48 to 75 registers, so that a multiprocessor holds three or more blocks. No tile
+# size has been timed.
 _ROWS = 128
 _COLUMNS = 64
 _WARPS = 8
 _STAGES = 1
 _ONCE = "evict_first"
-"""Eviction hint for data that is not read soon, which would push LAMB's next group out of the L2 cache."""
+"""Eviction hint for data that is not read again soon. Without the hint, this data would evict LAMB's next group from
+the
+L2 cache."""
 
 
 @triton.jit(do_not_specialize_on_alignment=SCALARS)
@@ -43,7 +47,7 @@ def _cast_kernel(
     x, scale, amax, q, transposed, partials, rows, columns,
     LARGEST: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EVICTION: tl.constexpr = "",
 ):  # fmt: skip
-    """Cast one tile."""
+    """Cast one tile, and write its transpose and column sums unless ``transposed`` and ``partials`` are None."""
     value = _tile(x, rows, columns, ROWS, COLUMNS, EVICTION)
     _write(value, scale, amax, q, transposed, partials, rows, columns, LARGEST, ROWS, COLUMNS, EVICTION)
 
@@ -53,7 +57,7 @@ def _gelu_kernel(
     product, bias, scale, amax, q, transposed, rows, columns,
     LARGEST: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Cast one tile of ``gelu(product + bias)``."""
+    """Cast one tile of ``gelu(product + bias)``, and write its transpose."""
     y = _tile(product, rows, columns, ROWS, COLUMNS, "") + _bias(bias, columns, ROWS, COLUMNS)
     gate, _ = gelu_gates(y)
     _write(y * gate, scale, amax, q, transposed, None, rows, columns, LARGEST, ROWS, COLUMNS, "")
@@ -64,7 +68,7 @@ def _gelu_backward_kernel(
     output_gradient, product, bias, scale, amax, q, transposed, partials, rows, columns,
     LARGEST: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Cast one tile of the product's gradient, and sum its columns."""
+    """Cast one tile of the gradient of ``product`` in ``gelu(product + bias)``; write its transpose and column sums."""
     upstream = _tile(output_gradient, rows, columns, ROWS, COLUMNS, "")
     y = _tile(product, rows, columns, ROWS, COLUMNS, "") + _bias(bias, columns, ROWS, COLUMNS)
     gradient = upstream * gelu_derivative(y)
@@ -73,16 +77,16 @@ def _gelu_backward_kernel(
 
 @triton.jit
 def _tile(x, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EVICTION: tl.constexpr):
-    """Load this program's [ROWS, COLUMNS] in fp32, with zeros outside of [rows, columns]."""
+    """Load this program's tile [ROWS, COLUMNS] of ``x`` [rows, columns] in fp32, with zeros outside of ``x``."""
     places, inside = _places(x, rows, columns, ROWS, COLUMNS)
     return tl.load(places, mask=inside, other=0.0, eviction_policy=EVICTION).to(tl.float32)
 
 
 @triton.jit
 def _places(x, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Return pointers to this program's tile of [rows, columns], and which of them are inside.
+    """Return pointers to this program's tile of ``x`` [rows, columns], and a mask of the pointers inside ``x``.
 
-    Only the tile's start needs 64 bits. Offsets inside it have 32, which saves registers.
+    Only the offset of the tile's start needs 64 bits. Offsets inside the tile have 32 bits, which saves registers.
     """
     columns = aligned(columns)
     first_row, first_column = _first(columns, ROWS, COLUMNS)
@@ -93,7 +97,7 @@ def _places(x, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _first(columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Return the first row and column of this program's tile. Consecutive programs are neighbours in a row."""
+    """Return the first row and column of this program's tile. Consecutive programs process tiles side by side."""
     across = tl.cdiv(columns, COLUMNS)
     return tl.program_id(0) // across * ROWS, tl.program_id(0) % across * COLUMNS
 
@@ -111,9 +115,13 @@ def _write(
     value, scale, amax, q, transposed, partials, rows, columns,
     LARGEST: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EVICTION: tl.constexpr,
 ):  # fmt: skip
-    """Write all results of a tile; ``transposed`` and ``partials`` may be None. ``amax`` points to its bits, int32."""
+    """Write a tile's cast, transpose and column sums, and raise ``amax``, which points to the bits of an fp32 number.
+
+    ``transposed`` and ``partials`` may be None.
+    """
     places, inside = _places(q, rows, columns, ROWS, COLUMNS)
-    # Outside of the tensor, GELU of a bias is not zero, and must not count for amax, sums and the padded transpose.
+    # Outside of the tensor, ``value`` may be the GELU of a bias. It must be 0 there for amax, the sums and the padding
+    # of the transpose.
     value = tl.where(inside, value, 0.0)
     raise_amax(amax, tl.max(value.to(tl.int32, bitcast=True) & 0x7FFFFFFF))
     cast = quantized(value * tl.load(scale), LARGEST, q.dtype.element_ty)
@@ -124,17 +132,16 @@ def _write(
     in_columns = first_column + column < columns
     if transposed is not None:
         transposed += first_column.to(tl.int64) * padded_rows
-        inside = in_columns[:, None] & (row < padded_rows)[None, :]  # products contract over the padding as well
+        inside = in_columns[:, None] & (row < padded_rows)[None, :]  # write zeros to the padding, which products read
         places = transposed + (column[:, None] * padded_rows + row[None, :])
         tl.store(places, tl.trans(cast), mask=inside, eviction_policy=EVICTION)
     if partials is not None:
         partials += (first_row // ROWS).to(tl.int64) * columns + first_column
-        tl.store(partials + column, tl.sum(value, axis=0), mask=in_columns)  # before rounding to FP8
+        tl.store(partials + column, tl.sum(value, axis=0), mask=in_columns)  # sums of values before rounding to FP8
 
 
 @torch.library.custom_op("mlperf_bert::cast_fp8", mutates_args=("amax",))
 def cast_fp8(x_RC: Tensor, scale: Tensor, amax: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the cast of x, [R, C], in ``dtype``."""
     q_RC = x_RC.new_empty(x_RC.shape, dtype=dtype)
     _launch(_cast_kernel, (x_RC,), scale, amax, q_RC, None, None)
     return q_RC
@@ -142,7 +149,6 @@ def cast_fp8(x_RC: Tensor, scale: Tensor, amax: Tensor, dtype: torch.dtype) -> T
 
 @torch.library.custom_op("mlperf_bert::cast_transpose_fp8", mutates_args=("amax",))
 def cast_transpose_fp8(x_RC: Tensor, scale: Tensor, amax: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return the cast of x, [R, C], and its transpose, [C, padded(R)], in ``dtype``."""
     q_RC, q_CR = fp8_pair(x_RC, dtype)
     _launch(_cast_kernel, (x_RC,), scale, amax, q_RC, q_CR, None)
     return q_RC, q_CR
@@ -150,7 +156,7 @@ def cast_transpose_fp8(x_RC: Tensor, scale: Tensor, amax: Tensor, dtype: torch.d
 
 @torch.library.custom_op("mlperf_bert::cast_transpose_into_fp8", mutates_args=("amax", "q_RC", "q_CR"))
 def cast_transpose_into_fp8(x_RC: Tensor, scale: Tensor, amax: Tensor, q_RC: Tensor, q_CR: Tensor) -> None:
-    """Write the cast [R, C] and its transpose [C, padded(R)] of a weight, which LAMB has left in the cache."""
+    """Write the cast of a weight to ``q_RC`` and its transpose to ``q_CR``. LAMB has left the weight in the cache."""
     _launch(_cast_kernel, (x_RC,), scale, amax, q_RC, q_CR, None, EVICTION=_ONCE)
 
 
@@ -158,7 +164,6 @@ def cast_transpose_into_fp8(x_RC: Tensor, scale: Tensor, amax: Tensor, q_RC: Ten
 def cast_transpose_sum_fp8(
     x_RC: Tensor, scale: Tensor, amax: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the cast [R, C] and its transpose [C, padded(R)] in ``dtype``, and the sums of x's columns, fp32 [C]."""
     q_RC, q_CR = fp8_pair(x_RC, dtype)
     partials_PC = _partials(x_RC)
     _launch(_cast_kernel, (x_RC,), scale, amax, q_RC, q_CR, partials_PC)
@@ -167,7 +172,6 @@ def cast_transpose_sum_fp8(
 
 @torch.library.custom_op("mlperf_bert::bias_gelu_cast_fp8", mutates_args=("amax",))
 def bias_gelu_cast_fp8(product_TF: Tensor, bias_F: Tensor, scale: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
-    """Return ``gelu(product + bias)`` in E4M3, [T, F], and its transpose, [F, padded(T)]."""
     q_TF, q_FT = fp8_pair(product_TF, E4M3)
     _launch(_gelu_kernel, (product_TF, bias_F), scale, amax, q_TF, q_FT)
     return q_TF, q_FT
@@ -177,7 +181,6 @@ def bias_gelu_cast_fp8(product_TF: Tensor, bias_F: Tensor, scale: Tensor, amax: 
 def bias_gelu_backward_cast_fp8(
     output_gradient_TF: Tensor, product_TF: Tensor, bias_F: Tensor, scale: Tensor, amax: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the product's gradient in E5M2, [T, F], its transpose, [F, padded(T)], and the bias gradient, fp32 [F]."""
     q_TF, q_FT = fp8_pair(product_TF, E5M2)
     partials_PF = _partials(product_TF)
     _launch(_gelu_backward_kernel, (output_gradient_TF, product_TF, bias_F), scale, amax, q_TF, q_FT, partials_PF)
@@ -198,7 +201,7 @@ def _sums(x_RC: Tensor) -> Tensor:
 
 
 def _partials(x_RC: Tensor) -> Tensor:
-    """Allocate the column sums of each row of tiles."""
+    """Allocate column sums for each row of tiles, fp32 [P, C]."""
     return x_RC.new_empty((-(-len(x_RC) // _ROWS), x_RC.shape[1]), dtype=torch.float32)
 
 
@@ -220,13 +223,12 @@ def _launch(
 
 
 def unsupported_reasons(x_RC: Tensor, *others: object) -> list[str]:
-    """Return the reasons why a cast cannot take these arguments; empty if it can."""
     inputs = (x for x in others if isinstance(x, Tensor) and x.dtype not in LARGEST)
     return tensor_reasons(x_RC, *inputs) + cast_reasons(x_RC)
 
 
 def configurations() -> list[Configuration]:
-    """Return the kernels that BERT-Large runs: activations and gradients in bf16, weights in fp32, biases in either."""
+    """Return BERT-Large's configurations: activations and gradients in bf16, weights in fp32, biases in either."""
 
     def configuration(name: str, kernel: triton.JITFunction, types: dict[str, str], fp8: torch.dtype) -> Configuration:
         fixed: dict[str, object] = {"LARGEST": LARGEST[fp8], "ROWS": _ROWS, "COLUMNS": _COLUMNS}

@@ -1,5 +1,5 @@
 # pyright: reportAttributeAccessIssue=false
-"""Inputs that Triton's kernels cannot take, with the reasons."""
+"""Checks that return the reasons why Triton's kernels cannot take given inputs."""
 
 from collections.abc import Collection
 from typing import Any
@@ -12,7 +12,7 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def tensor_reasons(*tensors: Tensor, dtypes: Collection[torch.dtype] = FLOATS) -> list[str]:
-    """Return the reasons why a kernel cannot take these tensors: their device or their types; empty if it can."""
+    """Check the device and the types of these tensors."""
     reasons = []
     device = tensors[0].device.type
     if device != "cuda" and not triton.knobs.runtime.interpret:
@@ -23,12 +23,12 @@ def tensor_reasons(*tensors: Tensor, dtypes: Collection[torch.dtype] = FLOATS) -
 
 
 def vector_reasons(vector_P: Tensor, *_: Any, **__: Any) -> list[str]:
-    """Return the reasons why a kernel cannot take this fp32 vector, the op's first argument; empty if it can."""
+    """Check the first argument of an op on vectors, which must be fp32."""
     return tensor_reasons(vector_P, dtypes=(torch.float32,))
 
 
 def mixed_reasons(names: str, *tensors: Tensor) -> list[str]:
-    """Return the reason to refuse these tensors if they do not share a dtype; empty if they do."""
+    """Check that these tensors share a dtype. ``names`` describes the tensors in the reason."""
     dtypes = {x.dtype for x in tensors}
     return [] if len(dtypes) == 1 else [f"{names} are in {_names(dtypes)}: expected one type"]
 

@@ -33,7 +33,7 @@ from kernels.triton.fp8 import cast_transpose_into_fp8
 from kernels.triton.lamb_passes import apply_kernel, direction_kernel, squares_kernel
 from kernels.triton.squares import sum_of_squares
 
-# A thread uses 62 registers, so that a multiprocessor holds 32 warps. With twice as many elements it would hold only 16.
+# A thread uses 62 registers, so that a multiprocessor holds 32 warps. With chunks twice as long, it would hold only 16.
 CHUNK = 2048
 ALIGNMENT = 16
 """Chunks start at multiples of this many elements, so that whole chunks are read in vectors of 16 bytes."""
@@ -113,7 +113,6 @@ def lamb_apply(
 
 
 def configurations() -> list[Configuration]:
-    """Return the configurations of all kernels."""
     types = dict.fromkeys(("parameters", "gradients", "momentum", "variance", "update", "partial_sums"), "*fp32")
     types |= {"norm": "*fp32", "learning_rate": "*fp32", "skipped": "*i64"}
     types |= dict.fromkeys(("squares", "root_correction", "epsilon_correction"), "*fp64")
@@ -163,7 +162,8 @@ def _groups(segments: LambSegments, device: torch.device, most: int | None = Non
             groups.append((rows, spans, start))
             rows, spans, begin = [], [], start
         before = len(rows)
-        # The first chunk starts at an aligned element. Elements of the previous segment are masked.
+        # The first chunk of a segment starts at an aligned element, so it may begin in the previous segment. The
+        # kernels mask the elements of the previous segment.
         for chunk in range(start // ALIGNMENT * ALIGNMENT, stop, CHUNK):
             rows.append((segment, chunk // ALIGNMENT, max(start - chunk, 0), min(stop - chunk, CHUNK)))
         adapted = segments.adapted[segment]
@@ -224,7 +224,7 @@ def _directions(
     partial_sums = parameters_P.new_empty(2 * chunks)
     squares_2A = parameters_P.new_empty(2, adapted, dtype=torch.float64)
     fast_1, fast_2 = beta_1 < 0.5, beta_2 < 0.5
-    # Compute 1 - beta in double precision. Like torch.lerp, the kernel interpolates from the nearer end.
+    # Compute 1 - beta in double precision. Like torch.lerp, the kernel starts from the nearer of the old and new values.
     weights = beta_1 if fast_1 else 1 - beta_1, beta_2 if fast_2 else 1 - beta_2
     direction_kernel[(chunks,)](
         parameters_P, gradients_P, momentum_P, variance_P, update_P, skipped, partial_sums, table_C4, traits_G2, norm,
@@ -252,7 +252,7 @@ def _apply(
     norm: Tensor,
     learning_rate: Tensor,
 ) -> None:
-    """Take a group's step along the directions at the start of ``update_P``."""
+    """Update a group's parameters along its directions, which are at the start of ``update_P``."""
     apply_kernel[(len(table_C4),)](
         parameters_P, update_P, copies_P, squares_2A, table_C4, traits_G2, norm, learning_rate, squares_2A.shape[1],
         CHUNK=CHUNK, ALIGNMENT=ALIGNMENT, num_warps=WARPS, num_stages=1,

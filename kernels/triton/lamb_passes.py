@@ -3,13 +3,15 @@
 # ruff: noqa: ANN001, ANN201, ANN202  (the compiler has its own types)
 """The kernels of ``kernels.triton.lamb``. Each program processes one chunk.
 
-Parameters and directions are read again soon, so the other data is loaded with hints to leave the L2 cache first.
+Parameters and directions are read again soon. Data that is not read again soon has the hint ``evict_first``, so that it
+leaves the L2 cache first.
 """
 
 import triton
 import triton.language as tl
 
-# A group's launch begins anywhere in the tables. By default Triton would compile again for an aligned start.
+# Pointers of varying alignment, for which Triton must not compile a kernel again. By default, it does so if a pointer
+# is aligned to 16 bytes.
 _TABLES = ["table", "traits", "spans", "squares"]
 
 
@@ -19,19 +21,22 @@ def direction_kernel(
     epsilon_correction, weight_1, weight_2, epsilon, weight_decay, max_grad_norm,
     CHUNK: tl.constexpr, ALIGNMENT: tl.constexpr, FAST_1: tl.constexpr, FAST_2: tl.constexpr,
 ):  # fmt: skip
-    """Write moments and update direction of a chunk, and its sums of squared parameters and directions."""
+    """Write the moments and the direction of a chunk, and the sums of its squared parameters and squared directions.
+
+    The gradient is set to zero unless the next step overwrites it.
+    """
     segment, offsets, own, first, stop = _chunk(table, tl.program_id(0), CHUNK, ALIGNMENT)
     size = tl.load(norm)
     taken = _finite(size)
-    if tl.program_id(0) == 0 and tl.load(table + 1) == 0:  # the first launch of a step
+    if tl.program_id(0) == 0 and tl.load(table + 1) == 0:  # the first chunk of the vector, so once per step
         tl.store(skipped, tl.load(skipped) + tl.where(taken, 0, 1))
-    # Triton's operators divide approximately; the definition rounds to nearest.
+    # Triton's operator / divides approximately. The reference implementation rounds to nearest, like div_rn.
     clip = tl.div_rn(max_grad_norm, tl.maximum(size, max_grad_norm))
     root_factor = tl.load(root_correction).to(tl.float32)
     epsilon *= tl.load(epsilon_correction).to(tl.float32)
     decay = tl.where(tl.load(traits + 2 * segment) >= 0, weight_decay, 0.0)
     overwritten = tl.load(traits + 2 * segment + 1)
-    # With a mask, elements would be read one by one.
+    # A whole chunk needs no mask, with which elements would be read one by one.
     if stop - first == CHUNK:
         _directions(
             parameters, gradients, momentum, variance, update, partial_sums, taken, clip, root_factor,
@@ -53,7 +58,7 @@ def _directions(
     weight = _load(parameters + offsets, mask, "")
     gradient = _load(gradients + offsets, mask, "evict_first") * clip
     mean, square = _load(momentum + offsets, mask, "evict_first"), _load(variance + offsets, mask, "evict_first")
-    # A product with zero would keep a gradient that is not finite.
+    # In a skipped step, select the old moments. A gradient that is not finite would stay NaN if it were multiplied by 0.
     mean = tl.where(taken, _interpolated(mean, gradient, weight_1, FAST_1), mean)
     square = tl.where(taken, _interpolated(square, gradient * gradient, weight_2, FAST_2), square)
     tl.store(momentum + offsets, mean, mask=mask, eviction_policy="evict_first")
@@ -69,10 +74,10 @@ def _directions(
 
 @triton.jit
 def _interpolated(old, new, weight, FAST: tl.constexpr):
-    """Return ``beta * old + (1 - beta) * new``, interpolated from the nearer end.
+    """Return ``beta * old + (1 - beta) * new``, as a correction of the nearer of the two values.
 
-    ``weight`` is beta if FAST (beta below 0.5), else 1 - beta. A sum of two products would drift: fp32(0.999) + fp32(0.001)
-    is not 1, and the variance would become 1.3e-5 too large.
+    If FAST (beta below 0.5), the nearer value is ``new`` and ``weight`` is beta; otherwise, ``weight`` is 1 - beta. A
+    sum of two products would drift: fp32(0.999) + fp32(0.001) is not 1, and the variance would become 1.3e-5 too large.
     """
     if FAST:
         return new + weight * (old - new)
@@ -82,7 +87,7 @@ def _interpolated(old, new, weight, FAST: tl.constexpr):
 
 @triton.jit(do_not_specialize_on_alignment=_TABLES)
 def squares_kernel(partial_sums, squares, spans, chunks, adapted, REDUCTION: tl.constexpr):
-    """Write the sums of squared parameters and directions of an adapted segment; ``squares`` is [2, ``adapted``]."""
+    """Write one adapted segment's sums of squared parameters and of squared directions to ``squares`` [2, adapted]."""
     place = tl.program_id(0)
     begin, end = tl.load(spans + 2 * place), tl.load(spans + 2 * place + 1)
     weights, directions = tl.zeros((REDUCTION,), tl.float64), tl.zeros((REDUCTION,), tl.float64)
@@ -99,8 +104,9 @@ def apply_kernel(
     parameters, update, copies, squares, table, traits, norm, learning_rate, adapted,
     CHUNK: tl.constexpr, ALIGNMENT: tl.constexpr,
 ):  # fmt: skip
-    """Take the step of a chunk; ``squares`` is [2, ``adapted``], and ``copies`` may be None."""
-    chunk = tl.num_programs(0) - 1 - tl.program_id(0)  # the newest directions in the cache first
+    """Update a chunk's parameters, and their copies unless ``copies`` is None. ``squares`` is [2, ``adapted``]."""
+    # Start with the last chunks, whose directions were written last and are the most likely to be in the cache.
+    chunk = tl.num_programs(0) - 1 - tl.program_id(0)
     segment, offsets, own, first, stop = _chunk(table, chunk, CHUNK, ALIGNMENT)
     taken = _finite(tl.load(norm))
     step_size = tl.load(learning_rate).to(tl.float32)
@@ -132,7 +138,11 @@ def _finite(norm):
 
 @triton.jit
 def _chunk(table, chunk, CHUNK: tl.constexpr, ALIGNMENT: tl.constexpr):
-    """Return a chunk's segment, its offsets [CHUNK] in the flat buffers and in the launch, and the range in the segment."""
+    """Return a chunk's segment, two vectors of offsets [CHUNK], and the range of the chunk that the segment owns.
+
+    The first offsets are positions in the flat buffers. The second offsets are positions in ``update``, where the
+    group's directions start at 0.
+    """
     row = table + 4 * chunk
     start = tl.load(row + 1)
     places = tl.arange(0, CHUNK)
@@ -149,7 +159,7 @@ def _inside(first, stop, CHUNK: tl.constexpr):
 
 @triton.jit
 def _load(pointers, mask, EVICTION: tl.constexpr):
-    """Load, with 0 where the mask is False; None stands for no mask."""
+    """Load values, with 0 where the mask is False. If the mask is None, load all values."""
     if mask is None:
         return tl.load(pointers, eviction_policy=EVICTION)
     else:  # noqa: RET505  Triton compiles one of the branches

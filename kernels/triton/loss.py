@@ -4,10 +4,11 @@
 
 Shape legend in ``kernels/__init__.py``; in addition, W is the length of a row of logits, V rounded up to a multiple of 64.
 
-A row of logits is read twice, the second time from the L2 cache, and overwritten by its gradient. The upstream gradient is
-known only in the backward pass, which multiplies small tensors by it, so that no tensor of size [M, V] is written twice.
-Rows are W elements apart so that each starts on a cache line; V = 30,522 is not even a multiple of four. An evaluation
-counts correct predictions and writes no gradient. Its logits are fp32.
+In training, the kernel reads a row of logits twice, the second time from the L2 cache, and overwrites it with its
+gradient. The upstream gradient is known only in the backward pass. The backward pass multiplies small tensors by it, so
+that no tensor of size [M, V] is written twice. Rows are W elements apart so that each row starts on a cache line;
+BERT's V, 30,522, is not even a multiple of four. In an evaluation, the kernel counts correct predictions and writes no
+gradient, and the logits are fp32.
 """
 
 from typing import Any, NamedTuple
@@ -51,8 +52,9 @@ def masked_lm_loss(
     """Return the sum of the masked tokens' cross-entropies, fp32 [], and the number of correct predictions, int64 [].
 
     A label outside 0 to V - 1, other than ``ignore_index``, makes the loss NaN. Products follow autocast. Logits have the
-    type of the products, or fp32 if correct predictions are counted. For the backward pass, it saves the two operands
-    and the gradient of the logits, [M, W] in the logits' type. The decoder's gradient is added to its sum without rounding.
+    type of the products, or fp32 if correct predictions are counted. The op saves the two operands and the gradient of
+    the logits, [M, W] in the logits' type, for the backward pass. The decoder's gradient is added to
+    ``decoder_gradient_VD`` without rounding it to 16 bits first.
     """
     dtype = compute_dtype(hidden_MD)
     hidden_MD, decoder_VD = hidden_MD.to(dtype), decoder_VD.to(dtype)
@@ -64,15 +66,14 @@ def masked_lm_loss(
 
 
 def unsupported_reasons(hidden_MD: Tensor, decoder_VD: Tensor, bias_V: Tensor, *_: Any, **__: Any) -> list[str]:
-    """Return the reasons why ``masked_lm_loss`` cannot take these arguments; empty if it can."""
     return tensor_reasons(hidden_MD, decoder_VD, bias_V)
 
 
 @triton.jit
 def _load(logits, bias, column, vocabulary, width):
-    """Load logits with their bias in fp32, -inf past the vocabulary.
+    """Load logits and add their bias, in fp32. Columns past the vocabulary become -inf.
 
-    Logits bypass the L1 cache, which keeps the bias for the next rows.
+    Loads of logits bypass the L1 cache, so that it keeps the bias for the next rows.
     """
     inside = column < width
     x = tl.load(logits + column, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
@@ -85,7 +86,7 @@ def _kernel(
     logits, bias, labels, losses, correct, vocabulary, width, ignore_index,
     WITH_GRADIENT: tl.constexpr, COUNT_CORRECT: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Compute a row's loss, and whether it is correct, and overwrite its logits by the gradient of its loss."""
+    """Store a row's loss and whether its prediction is correct. Overwrite its logits with their gradient."""
     row = tl.program_id(0)
     logits += row.to(tl.int64) * width
     label = tl.load(labels + row).to(tl.int32)
@@ -99,11 +100,12 @@ def _kernel(
                 tl.store(logits + column, tl.zeros([COLUMNS], tl.float32), mask=column < width)
     else:
         known = (label >= 0) & (label < vocabulary)
-        # An unknown label makes it NaN, and so the loss.
+        # A label outside of the vocabulary makes ``label_logit`` NaN, which makes the loss NaN.
         label_logit = tl.load(logits + label, mask=known, other=float("nan")).to(tl.float32)
         label_logit += tl.load(bias + label, mask=known, other=0.0).to(tl.float32)
         largest = label_logit
-        # One sum for each column of a tile; the threads add theirs after the loop.
+        # Keep a separate sum for each column of a tile. The columns are added once after the loop, so that threads need
+        # not exchange sums in each iteration.
         total = tl.zeros([COLUMNS], tl.float32)
         beaten = tl.zeros([COLUMNS], tl.int32)
         for start in range(0, width, COLUMNS):
@@ -114,7 +116,7 @@ def _kernel(
             total = total * tl.exp(before - largest) + tl.exp(x - largest)
             if COUNT_CORRECT:
                 behind = (x < label_logit) | ((x == label_logit) & (column >= label))
-                beaten |= tl.where(behind, 0, 1)  # a NaN beats the label
+                beaten |= tl.where(behind, 0, 1)  # a NaN logit compares as False, so it beats the label
         summed = tl.sum(total, axis=0)
         tl.store(losses + row, largest - label_logit + tl.log(summed))
         if COUNT_CORRECT:
@@ -155,7 +157,7 @@ def _masked_lm_loss(
     losses_M = hidden_MD.new_empty(rows, dtype=torch.float32)
     correct_M = hidden_MD.new_empty(rows if count_correct else 0, dtype=torch.int32)
     tile = _tile(vocabulary)
-    padded_bias_W = F.pad(bias_V, (0, width - vocabulary))  # so that both loads share a mask
+    padded_bias_W = F.pad(bias_V, (0, width - vocabulary))  # so that loads of logits and bias share a mask
     _kernel[(rows,)](
         logits_MW, padded_bias_W, labels_M.contiguous(), losses_M, correct_M,
         vocabulary, width, ignore_index, WITH_GRADIENT=with_gradient, COUNT_CORRECT=count_correct,
@@ -170,10 +172,11 @@ def _masked_lm_loss(
 def _masked_lm_loss_backward(
     upstream: Tensor, logits_gradient_MW: Tensor, hidden_MD: Tensor, decoder_VD: Tensor, bias_V: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradient of hidden [M, D], hidden times ``upstream`` for the decoder's gradient, and the bias gradient [V].
+    """Return the gradient of hidden [M, D], the product ``hidden * upstream`` [M, D], and the bias gradient [V].
 
-    The results have the types of hidden and bias; ``upstream`` is [] in fp32. The bias gradient reads the logits' gradient
-    once more, which moves less memory than atomic additions in the first kernel would.
+    The second result is an operand of the product that computes the decoder's gradient. The results have the types of
+    hidden and bias; ``upstream`` is [] in fp32. The bias gradient is summed in another pass over the logits' gradient,
+    which moves less memory than atomic additions in the forward kernel would.
     """
     logits_gradient_MV = logits_gradient_MW[:, : len(decoder_VD)]
     hidden_gradient_MD = _scaled(torch.mm(_factor(logits_gradient_MW, decoder_VD), decoder_VD), upstream)
@@ -187,7 +190,10 @@ def _factor(logits_gradient_MW: Tensor, decoder_VD: Tensor) -> Tensor:
 
 
 def _scaled(x: Tensor, factor: Tensor) -> Tensor:
-    """Multiply in fp32 and round once, in one pass. Only a factor with a dimension takes part in type promotion."""
+    """Return ``x * factor`` in the type of ``x``, multiplied in fp32 and rounded once, in one pass.
+
+    The factor gets a dimension, because PyTorch's type promotion ignores tensors without dimensions.
+    """
     return torch.mul(x, factor.reshape(1), out=x.new_empty(x.shape))
 
 
@@ -227,7 +233,8 @@ def _setup_context(ctx, inputs, output) -> None:
     ctx.mark_non_differentiable(correct, logits_gradient_MW)
     ctx.set_materialize_grads(False)  # otherwise autograd would create a gradient of zeros, [M, W]
     ctx.save_for_backward(logits_gradient_MW, hidden_MD, decoder_VD, bias_V)
-    # Kept outside of save_for_backward, which refuses a tensor that another backward pass has changed.
+    # The decoder's gradient is kept outside of save_for_backward, which refuses a tensor that another backward pass has
+    # changed.
     ctx.decoder_gradient, ctx.overwrite = decoder_gradient_VD, overwrite
 
 
@@ -248,7 +255,7 @@ _masked_lm_loss.register_autograd(_backward, setup_context=_setup_context)
 
 
 def configurations() -> list[Configuration]:
-    """Return the kernels of BERT-Large: logits in bf16 for training and fp32 for evaluation, a bias in bf16 or fp32."""
+    """Return BERT-Large's configurations: logits in bf16 for training and fp32 for evaluation, bias in bf16 or fp32."""
     types = {"labels": "*i64", "losses": "*fp32", "correct": "*i32"}
     types |= dict.fromkeys(("vocabulary", "width", "ignore_index"), "i32")
     return [

@@ -13,18 +13,18 @@ _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 POINTERS = {E4M3: "*fp8e4nv", E5M2: "*fp8e5"}
 """Triton pointer type for each torch dtype."""
-# Scale and amax are elements of vectors, with any alignment. By default Triton would compile again for aligned ones.
+# ``scale`` and ``amax`` point to elements of vectors, so their alignment varies. Triton must not compile a kernel again
+# for them, as it does by default if a pointer is aligned to 16 bytes.
 SCALARS = ["scale", "amax"]
 
 
 def fp8_pair(x_RC: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Allocate a cast and its transpose."""
+    """Allocate a cast [R, C] and its transpose [C, padded(R)]."""
     rows, columns = x_RC.shape
     return x_RC.new_empty((rows, columns), dtype=dtype), x_RC.new_empty((columns, padded(rows)), dtype=dtype)
 
 
 def cast_reasons(x_RC: Tensor) -> list[str]:
-    """Return the reasons why rows of this width cannot be cast on this device; empty if they can."""
     reasons = capability_reasons(x_RC.device)
     if x_RC.shape[1] % ALIGNMENT:
         reasons.append(f"{x_RC.shape[1]} columns, not a multiple of {ALIGNMENT}")
@@ -33,16 +33,17 @@ def cast_reasons(x_RC: Tensor) -> list[str]:
 
 @triton.jit
 def aligned(size):
-    """Round up to a multiple of 16 in a form that the compiler recognises, so that it accesses 16 bytes at a time."""
+    """Round ``size`` up to a multiple of 16. The compiler recognises this form, and accesses 16 bytes at a time."""
     return (size + 15) // 16 * 16
 
 
 @triton.jit
 def raise_amax(amax, largest):
-    """Raise ``amax`` to the bits of a magnitude, both int32.
+    """Raise ``amax`` to ``largest`` if it is below. Both are magnitudes: the bits of fp32 numbers, as int32.
 
-    Magnitudes order like their bits, with infinity above all numbers and NaN above infinity. An outdated amax is too small,
-    so that comparing it first skips the atomic in most programs and never wrongly.
+    As integers, the bits have the same order as the magnitudes, with infinity above all numbers and NaN above infinity.
+    The load may return an outdated ``amax``, which can only be too small. The comparison with it skips the atomic
+    operation in most programs, and never skips one that is needed.
     """
     tl.atomic_max(amax, largest, mask=largest > tl.load(amax), sem="relaxed")
 
@@ -52,10 +53,11 @@ def cast_rows(
     value, scale, amax, q, transposed, sums, start, rows, stop, tokens,
     STRIDE: tl.constexpr, SIZE: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
-    """Cast fp32 ``value`` [rows, SIZE] for ``rows`` below ``stop``, which count from row ``start``.
+    """Write the cast, the transposed cast and the column sums of fp32 ``value`` [rows, SIZE], and raise ``amax``.
 
-    ``q`` points to a column of [tokens, STRIDE], ``transposed`` to a row of [STRIDE, tokens rounded up to 16], and ``sums``,
-    which may be None, to SIZE sums of columns.
+    ``rows`` are row numbers that count from row ``start``. Rows from ``stop`` on are ignored. ``q`` points to a column
+    of [tokens, STRIDE], ``transposed`` to a row of [STRIDE, tokens rounded up to 16], and ``sums``, which may be None,
+    to SIZE column sums.
     """
     live, column = rows < stop, tl.arange(0, SIZE)
     value = tl.where(live[:, None], value, 0.0)
@@ -73,7 +75,7 @@ def cast_rows(
 def cast_zeros(
     q, transposed, start, tokens, step, STRIDE: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Write zeros to every ``step``-th block of rows from ``start`` on, and to the transpose, including its padding."""
+    """Write zeros to BLOCK rows at ``start``, at ``start + step`` and so on, and to the transpose with its padding."""
     padded, column = aligned(tokens), tl.arange(0, SIZE)
     for first in range(0, padded - start, step):
         rows = start + first + tl.arange(0, BLOCK).to(tl.int64)
@@ -94,16 +96,17 @@ def quantized(value, LARGEST: tl.constexpr, DTYPE: tl.constexpr):
 
 @triton.jit
 def _fp8_bits(value, DTYPE: tl.constexpr):
-    """Convert fp32 numbers within the range of an FP8 type as the GPU does, by arithmetic on their bits."""
+    """Convert fp32 numbers within an FP8 type's range to the type's bits, uint8. Round to nearest even, as a GPU
+    does."""
     MANTISSA: tl.constexpr = DTYPE.fp_mantissa_width
     bits = value.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
-    # Adding 2^23 times the distance between neighbouring FP8 numbers rounds to one of them.
-    smallest = 128 - DTYPE.exponent_bias  # exponent field, in fp32, of the smallest normal number
+    # Adding 2^23 times the distance between neighbouring FP8 numbers rounds the sum to a multiple of this distance.
+    smallest = 128 - DTYPE.exponent_bias  # fp32 exponent field of the smallest normal FP8 number
     exponent = tl.maximum(magnitude >> 23, smallest)
     large = (exponent + (23 - MANTISSA)) << 23
     rounded = magnitude.to(tl.float32, bitcast=True) + large.to(tl.float32, bitcast=True)
     steps = rounded.to(tl.int32, bitcast=True) - large
     found = ((exponent - smallest) << MANTISSA) + steps
-    found = tl.where(magnitude > 0x7F800000, 0x7F, found)  # a NaN of either type
+    found = tl.where(magnitude > 0x7F800000, 0x7F, found)  # 0x7F is NaN in both FP8 types
     return (found | ((bits >> 24) & 0x80)).to(tl.uint8)

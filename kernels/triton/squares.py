@@ -23,7 +23,6 @@ def sum_of_squares(vector_P: Tensor) -> Tensor:
 
 
 def configurations() -> list[Configuration]:
-    """Return the kernel's configuration."""
     types = {"vector": "*fp32", "partial_sums": "*fp64", "size": "i32"}
     return [Configuration.of("fp32", _kernel, types, {"BLOCK": BLOCK}, WARPS, 1)]
 
@@ -44,9 +43,8 @@ _partial_sums.register_fake(lambda vector_P: vector_P.new_empty(-(-len(vector_P)
 
 @triton.jit
 def _kernel(vector, partial_sums, size, BLOCK: tl.constexpr):
-    """Sum the squares of a block."""
     start = tl.program_id(0).to(tl.int64) * BLOCK
     offsets = start + tl.arange(0, BLOCK)
-    # BERT-Large's 1.3 GB do not fit the cache.
+    # The gradient of BERT-Large has 1.3 GB and does not fit in the cache, so its elements need not stay there.
     x = tl.load(vector + offsets, mask=offsets < size, other=0.0, eviction_policy="evict_first").to(tl.float64)
     tl.store(partial_sums + tl.program_id(0), tl.sum(x * x))

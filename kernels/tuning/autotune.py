@@ -44,7 +44,7 @@ class KernelChoice:
     milliseconds: dict[str, float]
     """Median time of each implementation that ran. The chosen implementation comes first, then the others by time."""
     errors: dict[str, str]
-    """Map from implementations that failed to run or could not be captured to the reasons."""
+    """Reason of the failure, for each implementation that failed to run or could not be captured."""
 
     def __str__(self) -> str:
         times = [f"{name} {milliseconds:.3g} ms" for name, milliseconds in self.milliseconds.items()]
@@ -57,7 +57,6 @@ def to_json(choices: Iterable[KernelChoice]) -> str:
 
 
 def from_json(text: str) -> list[KernelChoice]:
-    """Decode the JSON text that ``to_json`` returned."""
     return [KernelChoice(**choice) for choice in json.loads(text)]
 
 
@@ -84,19 +83,16 @@ def run_once(work: Work) -> Work:
 def tune(
     requests: Iterable[CallKind], repeatable: Callable[[Work], Work] = run_once, timed: Timing | None = None
 ) -> list[KernelChoice]:
-    """Measure all kinds of calls that several implementations can compute.
+    """Measure all kinds of calls that several implementations can compute, and choose the fastest implementations.
 
-    Only one process of a run calls this, and all processes apply the result.
-
-    Args:
-        requests: the kinds of calls. Ops with an explicit choice are skipped.
-        repeatable: function that runs a given function and returns a function that repeats it under the conditions of the
-            run, for example by replaying its CUDA graph. If it raises an error, the implementation is dropped.
-        timed: function that returns the seconds of a call; by default a ``Timer`` on the call's device.
+    Only one process of a run calls this, and all processes apply the result. Ops with an explicit choice are skipped.
+    ``repeatable`` runs a given function and returns a function that repeats it under the conditions of the run, for
+    example by replaying its CUDA graph. If ``repeatable`` raises an error, the implementation is dropped. ``timed``
+    calls a given function and returns its seconds; the default is a ``Timer`` on the device of the request.
     """
     requests = list(requests)
-    # In FP8, Triton's attention also makes the casts that encoder layers need. Other implementations need separate passes
-    # for the casts, so the time of these passes is included.
+    # In FP8, Triton's attention also casts its results, as encoder layers need. Other implementations need separate
+    # passes for these casts, so their times include the passes.
     in_fp8 = any(request.op == attention_cast_fp8.name for request in requests)
     kinds = {(request.op, request.signature): request for request in requests if OPS[request.op].asked == AUTO}
     choices = []
@@ -170,12 +166,12 @@ def _candidates(request: CallKind, arguments: Arguments) -> list[Implementation]
     with request.state():
         usable = [each for each in order if not op.unsupported_reasons(each, *args, **kwargs)]
     names = [each.name for each in usable]
-    # On a CPU, Triton's interpreter comes after the reference and is too slow to be measured.
+    # On a CPU, Triton runs in its interpreter. It comes after the reference, and is too slow to be measured.
     return usable[: names.index(_LAST_RESORT) + 1] if _LAST_RESORT in names else usable
 
 
 def _run(implementation: Implementation, request: CallKind, arguments: Arguments) -> None:
-    """Make one call, and compute the gradients of its inputs if any of them requires a gradient."""
+    """Make one call and, if any input requires a gradient, compute the gradients of these inputs."""
     args, kwargs = arguments
     with request.state():
         returned = implementation.function(request.op)(*args, **kwargs)
@@ -183,7 +179,7 @@ def _run(implementation: Implementation, request: CallKind, arguments: Arguments
     outputs = [output for output in outputs if isinstance(output, Tensor) and output.requires_grad]
     if outputs:
         leaves = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.requires_grad]
-        # backward() would also accumulate into .grad.
+        # Unlike backward(), grad() does not add to the inputs' .grad.
         torch.autograd.grad(outputs, leaves, [torch.ones_like(output) for output in outputs], allow_unused=True)
 
 
@@ -206,7 +202,7 @@ def _run_between_fp8_products(implementation: Implementation, request: CallKind,
 
 
 def _first_line(error: BaseException) -> str:
-    # A failed capture raises a second error that does not name the cause, so go back to the first error.
+    # A failed graph capture raises a second error that does not name the cause, so go back to the first error.
     while error.__context__ is not None:
         error = error.__context__
     line = str(error).strip().partition("\n")[0]

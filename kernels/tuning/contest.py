@@ -10,10 +10,8 @@ SAME = 0.03
 """Times that differ by less than this fraction count as equal."""
 ROUNDS = 11
 HEAD_START_CYCLES = 2_000_000
-"""Clock cycles, about a millisecond, for which the device waits while the host queues the work.
-
-Launch latency then does not count.
-"""
+"""Clock cycles (about a millisecond) that the device waits while the host queues the work, so that launch latency does
+not count."""
 
 
 def fastest(seconds: Mapping[str, float]) -> str:
@@ -37,8 +35,6 @@ def medians(
 
 
 class Timer:
-    """Timer of calls on a device."""
-
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
         if self._on_gpu:

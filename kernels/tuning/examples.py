@@ -56,7 +56,6 @@ class _Maker:
         self._generator = torch.Generator().manual_seed(seed)
 
     def values(self, *shape: int) -> Tensor:
-        """Return normally distributed numbers that require a gradient."""
         return torch.randn(shape, generator=self._generator).to(self.device, self.dtype).requires_grad_()
 
     def all_values(self, *shapes: tuple[int, ...]) -> list[Tensor]:
@@ -66,7 +65,6 @@ class _Maker:
         return [self.values(*shape).detach() for shape in shapes]
 
     def ids(self, limit: int, count: int) -> Tensor:
-        """Return ``count`` random int64 numbers below ``limit``."""
         return torch.randint(limit, (count,), generator=self._generator).to(self.device)
 
     def number(self, value: float, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -129,7 +127,7 @@ def _op_without_gradient(op: str, make: _Maker) -> tuple[Any, ...]:
         case "attention_cast_fp8":
             qkv_T3HE, *others = make.self_attention()
             return qkv_T3HE.detach(), *others, make.dropout, *site
-        case "attention_backward_cast_fp8":  # no dropout, because that needs a mask from the forward pass
+        case "attention_backward_cast_fp8":  # without dropout, which would need a mask from the forward pass
             qkv_T3HE, bounds, longest = make.self_attention()
             gradient, context = make.detached(*[tuple(qkv_T3HE[:, 0].shape)] * 2)
             lse_HT = torch.full((size.heads, tokens), 10.0, device=make.device)

@@ -13,7 +13,6 @@ from torch import Tensor
 from kernels.registry import signature
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-"""Positional arguments and keyword arguments."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +81,7 @@ def _made(value: Any, device: torch.device) -> Any:
 
 
 def _rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Apply ``change`` to the items of a tuple or the fields of a dataclass."""
+    """Apply ``change`` to the items of a tuple or the fields of a dataclass. Other values are returned unchanged."""
     if isinstance(value, tuple):
         return tuple(change(each) for each in value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):

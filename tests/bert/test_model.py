@@ -17,8 +17,7 @@ from bert.checkpoints.hugging_face import hugging_face_names
 from bert.configuration.sections import ModelConfig
 from bert.model import BertForPreTraining
 from dataloading.batches.loader import batch_of
-from dataloading.batches.synthetic import synthetic_samples
-from dataloading.shards.samples import Samples
+from dataloading.shards.samples import Samples, synthetic_samples
 from tests.bert.small_models import SMALL, assert_near, drawn_model, gradients, mean_loss, random_model
 
 LENGTHS = np.array([32, 32, 31, 17, 9, 3])

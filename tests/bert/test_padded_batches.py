@@ -15,8 +15,8 @@ from bert.configuration.sections import Precision
 from bert.execution.batches import captures, choose_shapes, synthetic_batches
 from bert.parallel.mesh import Mesh
 from dataloading.batches.loader import Batch, batch_of, inert_batch
-from dataloading.batches.shape_buckets import ShapeBucket
-from dataloading.batches.synthetic import synthetic_samples
+from dataloading.batches.plan import ShapeBucket
+from dataloading.shards.samples import synthetic_samples
 from kernels import OPS
 from tests.bert.small_models import SMALL, assert_near, gradients, random_model
 

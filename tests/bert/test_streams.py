@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from dataloading.batches.loader import Uploads, inert_batch
-from dataloading.batches.shape_buckets import ShapeBucket
+from dataloading.batches.plan import ShapeBucket
 from tests.bert.process_groups import TimelineError
 from tests.bert.timeline import Stream, Timeline
 

@@ -1,4 +1,4 @@
-"""The whole output of commands that need no machine: a change of the cost model shows here as changed numbers.
+"""The whole output of commands that measure nothing: a change of the cost model shows here as changed numbers.
 
 If they are meant to change, write the new output to the file, and read the difference.
 """
@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.conftest import Command
+from tests.programs import REPOSITORY
 
 
 @pytest.mark.parametrize(
@@ -18,6 +19,7 @@ from tests.cluster.conftest import Command
         ("plan bert_3_9b_8x8", "plan_3_9b.txt"),
         ("predict --accelerator A100-SXM --nodes 8 --gpus-per-node 8", "predict_a100.txt"),
         ("predict --accelerator B200 --nodes 9 --gpus-per-node 8", "predict_b200.txt"),
+        (f"whatif {REPOSITORY}/results/cpu_2cores/bert/metrics_0.jsonl", "whatif.txt"),
     ],
 )
 def test_the_whole_output(

@@ -16,9 +16,8 @@ from bert.configuration.sections import ModelConfig, OptimizerConfig
 from bert.model import BertForPreTraining, initialize_
 from bert.optimizer import FlatParameters, Lamb
 from dataloading.batches.loader import batch_of
-from dataloading.batches.sampler import BatchPlan
-from dataloading.batches.synthetic import synthetic_samples
-from dataloading.shards.samples import Samples
+from dataloading.batches.plan import BatchPlan
+from dataloading.shards.samples import Samples, synthetic_samples
 
 FILE = Path(__file__).with_name("golden_losses.json")
 STEPS = 30

@@ -27,7 +27,7 @@ from bert.configuration.recipes import ARTIFACTS
 from bert.configuration.sections import ModelConfig, OptimizerConfig
 from bert.model import BertForPreTraining, initialize_
 from compliance.log.records import read_metrics
-from dataloading.batches.sampler import BatchPlan
+from dataloading.batches.plan import BatchPlan
 from dataloading.dataset.folder import Dataset, write_dataset
 from dataloading.options import PretrainingOptions
 from dataloading.preparation.prepare import Job, prepare

@@ -13,9 +13,8 @@ from console.files import atomic_path, read_json, write_atomically
 from dataloading.dataset.folder import open_dataset, write_dataset
 from dataloading.options import PretrainingOptions
 from dataloading.preparation.prepare import Job, prepare
-from dataloading.preparation.pretraining_data import read_documents
 from dataloading.shards.formats import open_shard
-from dataloading.text.tokenization import Vocabulary
+from dataloading.text.tokenization import Vocabulary, read_documents
 from tests.dataloading.made_up import INFO, make_samples
 from tests.programs import REPOSITORY, python
 

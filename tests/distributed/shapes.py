@@ -22,9 +22,8 @@ from bert.parallel.mesh import Mesh
 from bert.step import TrainingStep
 from bert.timing.stopwatch import Stopwatch
 from dataloading.batches.loader import Batch, batch_of
-from dataloading.batches.sampler import BatchPlan, MicroBatch
-from dataloading.batches.shape_buckets import ShapeBucket
-from dataloading.batches.synthetic import synthetic_samples
+from dataloading.batches.plan import BatchPlan, MicroBatch, ShapeBucket
+from dataloading.shards.samples import synthetic_samples
 from kernels import choose
 from tests.bert.small_models import CPU, step_config
 from tests.distributed.worker import end_groups, on_all, regrouped

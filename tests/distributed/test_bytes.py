@@ -21,9 +21,8 @@ from bert.parallel.reduction.sharded_lamb import ShardedLamb
 from bert.step import TrainingStep
 from bert.timing.stopwatch import Stopwatch
 from dataloading.batches.loader import batch_of
-from dataloading.batches.sampler import MicroBatch
-from dataloading.batches.shape_buckets import ShapeBucket
-from dataloading.batches.synthetic import synthetic_samples
+from dataloading.batches.plan import MicroBatch, ShapeBucket
+from dataloading.shards.samples import synthetic_samples
 from tests.bert.small_models import CPU, step_config
 from tests.distributed.on_host import ranks_on_hosts
 from tests.distributed.ranks import WORKER, name_of

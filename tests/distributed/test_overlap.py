@@ -24,8 +24,7 @@ from bert.execution.passes import Passes
 from bert.parallel.mesh import Mesh
 from bert.step import TrainingStep
 from dataloading.batches.loader import Batch, batch_of
-from dataloading.batches.sampler import BatchPlan, MicroBatch
-from dataloading.batches.shape_buckets import ShapeBucket
+from dataloading.batches.plan import BatchPlan, MicroBatch, ShapeBucket
 from kernels import cast_fp8
 from tests.bert.recording import Recording, recordable_attention
 from tests.bert.small_models import step_config, training_step

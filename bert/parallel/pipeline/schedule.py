@@ -15,7 +15,7 @@ from bert.parallel.pipeline.division import Stage
 from bert.parallel.pipeline.stages import PipelineModel
 from bert.timing.stopwatch import Stopwatch
 from dataloading.batches.loader import Batch
-from dataloading.batches.shape_buckets import TOKENS_MULTIPLE
+from dataloading.batches.plan import TOKENS_MULTIPLE
 
 
 class PipelineSchedule:

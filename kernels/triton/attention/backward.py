@@ -38,9 +38,11 @@ def attention_backward_queries(
     QUERY_GRADIENT_STRIDE: tl.constexpr, HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr, DROPOUT: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradient of a block of queries, with the grid of ``attention_forward``, and ``delta``, fp32 [H, Q].
+    """Write the gradient of one block of queries of one head of one sequence, and ``delta``, fp32 [H, Q].
 
-    ``delta`` is each row's sum of output times output gradient, without dropout's scale.
+    ``delta`` is the sum over a row of output times output gradient, divided by dropout's scale. The grid is the grid of
+    ``attention_forward``: (blocks of queries, heads, sequences + 1). The programs with the last index on axis 2 write
+    zeros to the rows after all sequences.
     """
     OUTPUT_STRIDE: tl.constexpr = HEADS * HEAD_SIZE
     SCORE_SCALE: tl.constexpr = 1.4426950408889634 / HEAD_SIZE**0.5
@@ -76,11 +78,13 @@ def attention_backward_queries(
     context = load_rows(output + output_offset, rows, length_q, OUTPUT_STRIDE, HEAD_SIZE)
     delta_Q = tl.sum(upstream.to(tl.float32) * context.to(tl.float32), 1)
     if DROPOUT:
-        # Dropout's scale is a factor of the whole gradient, which is multiplied by it once at the end.
+        # Dropout's scale is a factor of the whole gradient, so the final sum is multiplied by it once. ``delta_Q``
+        # already contains the scale, because the output does, and is divided by it here.
         delta_Q /= kept_scale
     head_row = head.to(tl.int64) * queries + start_q
     tl.store(delta + head_row + rows, delta_Q, mask=valid_q)
-    lse_Q = tl.load(lse + head_row + rows, mask=valid_q, other=float("inf"))  # gives rows past the end weights of 0
+    # Rows past the end get infinity, which makes their softmax weights exp2(score - lse) zero.
+    lse_Q = tl.load(lse + head_row + rows, mask=valid_q, other=float("inf"))
     places = places_of_keys(BLOCK_K)
     if DROPOUT:
         kept = of_sequence(kept, queries, groups, head, start_q)
@@ -96,7 +100,8 @@ def attention_backward_queries(
         if DROPOUT:
             drawn = load_kept(of_keys(kept, queries, first_k, BLOCK_K), upper_rows, length_q, BLOCK_K // PLACES)
             weight_gradient = keep_columns(weight_gradient, drawn)
-        # The derivative of softmax. Weights are taken before dropout, and only the upstream gradient has passed it.
+        # The derivative of softmax. ``weights`` are softmax's results before dropout, and dropout has already been
+        # applied to ``weight_gradient``.
         score_gradient = weights * (weight_gradient - delta_Q[:, None])
         if not INTERPRETED:
             score_gradient = score_gradient.to(key_KE.dtype)
@@ -109,7 +114,7 @@ def attention_backward_queries(
         store_rows(query_gradient, total, rows, length_q, QUERY_GRADIENT_STRIDE, HEAD_SIZE)
     else:
         sums = place_of_sums(sums, start_q, sequence, head * HEAD_SIZE, QUERY_GRADIENT_STRIDE, BLOCK_Q)
-        # Rounded before the cast, like the output.
+        # Round to the input's type before the cast to FP8, as the forward pass rounds the output.
         value = total.to(query.dtype.element_ty).to(tl.float32)
         cast_rows(
             value, scale, amax, cast, transposed, sums, start_q, rows, length_q, queries,
@@ -125,9 +130,10 @@ def attention_backward_keys(
     VALUE_GRADIENT_STRIDE: tl.constexpr, HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr, DROPOUT: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradients of a block of keys and values of one head of one sequence.
+    """Write the gradients of one block of keys and values of one head of one sequence.
 
-    It reads ``delta`` and so runs after ``attention_backward_queries``.
+    This kernel reads ``delta``, so it must run after ``attention_backward_queries``. The grid is (blocks of keys,
+    heads, sequences + 1). The programs with the last index on axis 2 write zeros to the rows after all sequences.
     """
     DRAWS: tl.constexpr = BLOCK_K // PLACES
     OUTPUT_STRIDE: tl.constexpr = HEADS * HEAD_SIZE
@@ -136,7 +142,7 @@ def attention_backward_keys(
     if cast is None:
         key_gradient += head * HEAD_SIZE
         value_gradient += head * HEAD_SIZE
-    else:  # the columns of keys come before the columns of values
+    else:  # the columns of the key gradients come before the columns of the value gradients
         key_column, value_column = head * HEAD_SIZE, (HEADS + head) * HEAD_SIZE
         key_transposed = transposed + transposed_rows(key_column, keys)
         value_transposed = transposed + transposed_rows(value_column, keys)
@@ -178,12 +184,13 @@ def attention_backward_keys(
         valid_q = rows < length_q
         query_QE = load_rows(query, rows, length_q, QUERY_STRIDE, HEAD_SIZE)
         upstream = load_rows(output_gradient, rows, length_q, OUTPUT_STRIDE, HEAD_SIZE)
-        # Rows past the end have finite weights, and upstream and delta of zero: they add nothing to either sum.
+        # For query rows past the end, ``weights`` are finite, and ``upstream`` and ``delta_Q`` are zero. These rows
+        # therefore add nothing to the gradients of keys and values.
         lse_Q = tl.load(lse + rows, mask=valid_q, other=0.0)
         delta_Q = tl.load(delta + rows, mask=valid_q, other=0.0)
-        # Rows of the scores are keys, as in the sums of the key and value gradients, so that the products for these sums
-        # take their operands from registers. Keys past the end are zero rows, whose weights may overflow. They do not mix
-        # with other rows, and their sums are not stored.
+        # Compute transposed scores, [keys, queries], so that the products for the gradients of keys and values take
+        # their left operand from registers. Keys past the end are rows of zeros, and their weights may overflow. These
+        # rows do not mix with other rows, and their gradients are not stored.
         scores = product(key_KE, tl.trans(query_QE))
         weights = tl.exp2(scores * SCORE_SCALE - lse_Q[None, :])
         dropped = weights
@@ -207,7 +214,7 @@ def attention_backward_keys(
         store_rows(value_gradient, value_total, positions, length_k, VALUE_GRADIENT_STRIDE, HEAD_SIZE)
     else:
         sums = place_of_sums(sums, start_k, sequence, 0, KEY_GRADIENT_STRIDE, BLOCK_K)
-        # A block of keys and values has one row of sums, with the columns of keys before the columns of values.
+        # A block writes one row of sums: first the columns of the key gradients, then the columns of the value gradients.
         values = key_total.to(key.dtype.element_ty).to(tl.float32)
         cast_rows(
             values, scale, amax, cast + key_column, key_transposed, sums + key_column, start_k, positions, length_k,

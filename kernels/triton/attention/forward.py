@@ -34,12 +34,14 @@ def attention_forward(
     QUERY_STRIDE: tl.constexpr, KEY_STRIDE: tl.constexpr, VALUE_STRIDE: tl.constexpr, HEADS: tl.constexpr,
     HEAD_SIZE: tl.constexpr, DROPOUT: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
-    """Attend from a block of queries of one head of one sequence.
+    """Compute attention for one block of queries of one head of one sequence.
 
-    The last program on axis 2 writes zeros to the rows after all sequences.
+    The grid is (blocks of queries, heads, sequences + 1). The programs with the last index on axis 2 write zeros to the
+    rows after all sequences.
     """
     DRAWS: tl.constexpr = BLOCK_K // PLACES
-    SCORE_SCALE: tl.constexpr = 1.4426950408889634 / HEAD_SIZE**0.5  # base 2, because the hardware has exp2
+    # log2(e) / sqrt(E). The factor log2(e) is there because the hardware computes exp2, not exp.
+    SCORE_SCALE: tl.constexpr = 1.4426950408889634 / HEAD_SIZE**0.5
     head, sequence = tl.program_id(1), tl.program_id(2)
     STRIDE: tl.constexpr = HEADS * HEAD_SIZE
     output += head * HEAD_SIZE
@@ -55,7 +57,7 @@ def attention_forward(
             cast_zeros(cast, transposed, start_q + first, queries, step, STRIDE, HEAD_SIZE, BLOCK_Q)
         return
     length_q = tl.load(cu_seqlens_q + sequence + 1) - start_q
-    # The grid fits the longest sequence.
+    # The grid has enough blocks for the longest possible sequence. In a shorter sequence, some programs have no queries.
     if first >= length_q:
         return
     start_k = tl.load(cu_seqlens_k + sequence)
@@ -72,8 +74,8 @@ def attention_forward(
         seed, step = tl.load(state), tl.load(state + 1)
         upper_rows = first + upper_rows_of(BLOCK_Q)
         kept = of_sequence(kept, queries, groups, head, start_q)
-    # Every block has a key, so that the maximum is finite after the first block, and exp2 never gets -inf - -inf = NaN. The
-    # first rescaling is by exp2(-inf) = 0.
+    # Every block contains at least one key, so the maximum is finite after the first block, and the arguments of exp2
+    # are never NaN, as -inf - -inf would be. In the first block, the factor ``rescale`` is exp2(-inf) = 0.
     maximum = tl.full((BLOCK_Q,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_Q,), tl.float32)
     context = tl.zeros((BLOCK_Q, HEAD_SIZE), tl.float32)
@@ -84,7 +86,7 @@ def attention_forward(
         new_maximum = tl.maximum(maximum, tl.max(scores, 1))
         weights = tl.exp2(scores * SCORE_SCALE - (new_maximum * SCORE_SCALE)[:, None])
         rescale = tl.exp2((maximum - new_maximum) * SCORE_SCALE)
-        total = total * rescale + tl.sum(weights, 1)  # before dropout, which follows softmax
+        total = total * rescale + tl.sum(weights, 1)  # before dropout, which applies to softmax's results
         if DROPOUT:
             draws = tl.arange(0, DRAWS) + first_k // PLACES
             drawn = draw_kept(seed, step, stream, threshold, ((start_q + rows) * HEADS + head)[:, None], draws[None, :])
@@ -95,13 +97,13 @@ def attention_forward(
             weights = weights.to(value_KE.dtype)
         context = context * rescale[:, None] + product(weights, value_KE)
         maximum = new_maximum
-    total = tl.where(total > 0, total, 1.0)  # a sequence without keys
+    total = tl.where(total > 0, total, 1.0)  # prevents 0 / 0 in a sequence without keys
     if DROPOUT:
         context *= kept_scale
     context /= total[:, None]
-    # In base 2 and of scaled scores, because the backward kernels subtract it inside exp2.
+    # Store log2 of the sum of exp2(score * SCORE_SCALE), because the backward kernels subtract it inside exp2.
     tl.store(lse + head.to(tl.int64) * queries + start_q + rows, maximum * SCORE_SCALE + tl.log2(total), mask=valid_q)
-    # Rounded before the cast, so that FP8 equals a cast of the stored output.
+    # Round to the output's type before the cast to FP8, so that the FP8 result equals a cast of the stored output.
     context = context.to(output.dtype.element_ty)
     output += start_q.to(tl.int64) * STRIDE
     store_rows(output, context, rows, length_q, STRIDE, HEAD_SIZE)

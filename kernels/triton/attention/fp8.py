@@ -1,8 +1,8 @@
-"""Self-attention between FP8 products, in Triton: the kernels of ``varlen``, which also cast their results to FP8.
+"""Self-attention between FP8 products, in Triton. It uses the kernels of ``varlen``, which here also cast to FP8.
 
-The forward pass writes the output in bf16, for the backward pass, and in FP8 with its transpose. The backward pass writes
-the gradient of query, key and value only in FP8. Definitions in ``kernels.reference.attention_fp8``; shape legend in
-``kernels/__init__.py``.
+The forward pass writes the output in bf16, for the backward pass, and in FP8 with its transpose. The backward pass
+writes the gradient of query, key and value only in FP8. The ops are defined in ``kernels.reference.attention_fp8``. The
+shape legend is in ``kernels/__init__.py``.
 """
 
 from dataclasses import replace
@@ -78,7 +78,10 @@ def _(_gradient: Tensor, qkv: Tensor, *_: object) -> tuple[Tensor, Tensor, Tenso
 def attention_cast_fp8(
     qkv_T3HE: Tensor, cu_seqlens: Tensor, max_seqlen: int, dropout: Dropout | None, scale: Tensor, amax: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the output, its casts [T, HE] and [HE, padded(T)], logarithms of softmax's sums, and dropout's mask bits."""
+    """Return the output, its cast [T, HE], the transposed cast [HE, padded(T)], log-sums [H, T], and mask bits.
+
+    The log-sums are the logarithms of softmax's sums. The mask bits are dropout's.
+    """
     state, p, stream = dropout_arguments(dropout)
     return _forward(qkv_T3HE, cu_seqlens, max_seqlen, state, p, stream, scale, amax)
 
@@ -95,29 +98,26 @@ def attention_backward_cast_fp8(
     scale: Tensor,
     amax: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradient's casts [T, 3HE] and [3HE, padded(T)], and its sums over tokens, fp32 [3HE]."""
     _, p, _ = dropout_arguments(dropout)
     forward = context_THE, lse_HT, kept
     return _backward(gradient_THE, qkv_T3HE, cu_seqlens, *forward, max_seqlen, p, scale, amax)
 
 
 def unsupported_reasons(qkv_T3HE: Tensor, *_: Any) -> list[str]:
-    """Return the reasons why ``attention_cast_fp8`` cannot take these inputs; empty if it can."""
     return self_attention_unsupported_reasons(qkv_T3HE) + cast_reasons(qkv_T3HE[:, 0].flatten(1))
 
 
 def backward_unsupported_reasons(*arguments: Any) -> list[str]:
-    """Return the reasons why ``attention_backward_cast_fp8`` cannot take these inputs; empty if it can."""
     _gradient, qkv_T3HE, _cu_seqlens, _context, lse_HT, *_ = arguments
     reasons = [] if lse_HT.ndim == 2 else ["the forward pass was another implementation's"]
     return reasons + unsupported_reasons(qkv_T3HE)
 
 
 def configurations() -> list[Configuration]:
-    """Return the kernels of ``varlen`` with casts, as all layers but the last launch them."""
+    """Return the configurations of the attention kernels with FP8 casts, which all layers but the last use."""
     found = []
     for plain in launches.configurations():
-        if "last layer" in plain.name or 90 not in plain.capabilities:  # FP8 needs 8.9
+        if "last layer" in plain.name or 90 not in plain.capabilities:  # FP8 needs compute capability 8.9
             continue
         dtype = E4M3 if plain.name.startswith("forward") else E5M2
         types: dict[str, Any] = {"scale": "*fp32", "amax": "*i32", "sums": "*fp32"}

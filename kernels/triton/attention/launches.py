@@ -23,28 +23,25 @@ from kernels.triton.attention.tiles import KEYS_A_GROUP
 
 @dataclass(frozen=True)
 class _Launch:
-    """Block sizes, warps and pipeline stages of one kernel."""
-
     block_q: int
     block_k: int
     num_warps: int
     num_stages: int
     max_registers: int | None = None
-    """Maximum number of registers per thread, so that a multiprocessor holds one more block."""
+    """Maximum number of registers per thread, set so that a multiprocessor holds one more block. None means no limit."""
 
     def options(self) -> dict[str, int]:
-        """Keyword arguments of the launch."""
         limit = {} if self.max_registers is None else {"maxnreg": self.max_registers}
         return {"num_warps": self.num_warps, "num_stages": self.num_stages, **limit}
 
 
 @dataclass(frozen=True)
 class Casts:
-    """Tensors to which results are written in FP8."""
+    """Tensors to which a kernel writes its results in FP8, and the scale of the results."""
 
     scale: Tensor
     amax: Tensor
-    """Bits of the largest magnitude, int32."""
+    """Largest magnitude so far: the bits of an fp32 number, as int32."""
     rows: Tensor
     """[T, columns], with a stride of 1 along the columns."""
     transposed: Tensor
@@ -53,7 +50,7 @@ class Casts:
     """Sums of columns, fp32 [blocks, columns], initially zero. Each block writes a row."""
 
     def split(self, columns: int) -> tuple["Casts", "Casts"]:
-        """Return views of the columns before ``columns`` and of the remaining columns."""
+        """Split the tensors by columns: return views of the first ``columns`` columns and of the remaining columns."""
         assert self.sums is not None
         first, others = (
             Casts(self.scale, self.amax, self.rows[:, part], self.transposed[part], self.sums[:, part])
@@ -92,12 +89,12 @@ def _groups(max_seqlen: int) -> int:
 
 
 def _written(casts: Casts | None) -> tuple[Tensor | None, ...]:
-    """Return scale, amax, rows, transposed and sums, or None for each."""
+    """Return scale, amax, rows, transposed and sums, or five times None without casts."""
     return (None,) * 5 if casts is None else (casts.scale, casts.amax, casts.rows, casts.transposed, casts.sums)
 
 
 def fake_saved(query: Tensor, max_seqlen: int, state: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return tensors like those that the forward pass saves for the backward pass."""
+    """Allocate tensors with the shapes and types of the log-sums and mask bits that the forward pass saves."""
     queries, heads, _size = query.shape
     shape = _kept_shape(heads, queries, max_seqlen, state is not None)
     return query.new_empty((heads, queries), dtype=torch.float32), query.new_empty(shape, dtype=torch.int16)
@@ -113,7 +110,7 @@ def launch_forward(
     stream: int,
     casts: Casts | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the output, the logarithms of softmax's sums, and dropout's mask bits."""
+    """Return the output [Q, H, E], the logarithms of softmax's sums, fp32 [H, Q], and dropout's mask bits, int16."""
     qkv = [_rows_of_heads(x) for x in qkv]
     queries, heads, head_size = qkv[0].shape
     output = torch.empty((queries, heads, head_size), dtype=qkv[0].dtype, device=qkv[0].device)
@@ -178,7 +175,7 @@ def launch_backward(
 
 
 def configurations() -> list[Configuration]:
-    """Return every kernel as BERT-Large (H = 16, E = 64) and the small default model (H = 4, E = 32) launch it in bf16."""
+    """Return the kernels' bf16 configurations for BERT-Large (H = 16, E = 64) and the default model (H = 4, E = 32)."""
     kernels = {"forward": attention_forward, "dq": attention_backward_queries, "dkv": attention_backward_keys}
     devices = {oldest: tuple(c for c in SHARED_MEMORY_LIMITS if _oldest(c) == oldest) for oldest in _LAUNCHES}
     chosen = []
@@ -216,7 +213,7 @@ def _constants(
     launch: _Launch,
     casts: Casts | None,
 ) -> dict[str, Any]:
-    """Return the constants that are parameters of a kernel; ``strides`` are between rows of query, key and value."""
+    """Return a kernel's compile-time constants. ``strides`` are the row strides of query, key and value."""
     names = ("QUERY", "KEY", "VALUE")
     constants = {f"{name}_STRIDE": stride for name, stride in zip(names, strides, strict=True)}
     constants |= {f"{name}_GRADIENT_STRIDE": stride for name, stride in zip(names, gradient_strides, strict=True)}
@@ -240,6 +237,6 @@ def _oldest(capability: int) -> int:
 
 
 def smallest_block(x: Tensor) -> int:
-    """Return the rows of the smallest block in the backward pass."""
+    """Return the number of rows in the smallest block of the backward kernels."""
     queries, keys = _launch("dq", x), _launch("dkv", x)
     return min(queries.block_q, keys.block_k)

@@ -1,14 +1,14 @@
 """Parts of the attention kernels: tiles of queries and keys, scores, and dropout.
 
-Shape legend in ``kernels/__init__.py``. Products use the keys of a block in another order (``places_of_keys``), in which the
-thread that makes a draw for 16 adjacent keys also holds their scores in the product's result.
+Shape legend in ``kernels/__init__.py``. Matrix products take the keys of a block in the order of ``places_of_keys``. In
+this order, the thread that makes a dropout draw for 16 adjacent keys also holds the scores of these keys.
 
-Drawing is most of the cost of dropout. Therefore the forward pass stores the mask, one bit per element, and the backward
-kernels read 1 / 8 byte per element instead of doing some six integer operations. The mask ``kept`` is int16 [H, ``groups``,
-Q, 4]. An entry is a draw for 16 keys, and a group has four draws.
+Drawing is most of the cost of dropout. Therefore the forward pass stores the mask, one bit per element, and the
+backward kernels read 1 / 8 byte per element instead of doing some six integer operations. The mask ``kept`` is int16
+[H, ``groups``, Q, 4]. Each entry holds the bits of one draw, for 16 adjacent keys. A group has four draws, for 64 keys.
 
-If ``cast``, ``transposed`` and ``sums`` are given, results are also cast to FP8, transposed, and summed by columns, for the
-FP8 products that follow. Gradients are then written only in FP8.
+If a kernel gets ``cast``, ``transposed`` and ``sums``, it also casts its results to FP8, transposes the casts and sums
+the columns, for the FP8 products that follow. Gradients are then written only in FP8.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
@@ -23,22 +23,29 @@ from kernels.triton.dropout import PLACES
 KEYS_A_GROUP = 64
 DRAWS_A_GROUP = tl.constexpr(KEYS_A_GROUP // PLACES.value)
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
-# By default Triton compiles a kernel again when one of these is 1 or a multiple of 16.
+# Integer arguments for which Triton must not compile a kernel again. By default, it does so for 1 and multiples of 16.
 VARYING = ["queries", "keys", "groups", "stream", "threshold"]
 
 
 @triton.jit
 def places_of_keys(BLOCK_K: tl.constexpr):
-    """Return the order of a block's keys as columns of a product: pairs of a draw's 16 keys, from each draw in turn."""
+    """Return which key of a block each column of a score matrix holds, [BLOCK_K].
+
+    The columns take two adjacent keys from each draw in turn: keys 0 and 1 of every draw, then keys 2 and 3 of every
+    draw, and so on. All columns of a thread then belong to the same draw.
+    """
     DRAWS: tl.constexpr = BLOCK_K // PLACES
-    # In a result of mma and of wgmma, thread t of each four has columns 2 t and 2 t + 1 of every eight.
+    # In the results of mma and wgmma, thread t of each four threads holds columns 2 t and 2 t + 1 of every eight columns.
     columns = tl.arange(0, BLOCK_K)
     return columns // 2 % DRAWS * PLACES + columns // (2 * DRAWS) * 2 + columns % 2
 
 
 @triton.jit
 def keep_columns(x, kept):
-    """Zero dropped elements of fp32 ``x`` [rows, 16 * draws] by int32 [rows, draws]; keys as in ``places_of_keys``."""
+    """Set the dropped elements of fp32 ``x`` [rows, 16 * draws] to 0. Its columns have the order of ``places_of_keys``.
+
+    ``kept`` is int32 [rows, draws]. Bit i of a draw tells whether the element of the draw's key i is kept.
+    """
     ROWS: tl.constexpr = kept.shape[0]
     DRAWS: tl.constexpr = kept.shape[1]
     pairs, ones = tl.arange(0, PLACES // 2)[None, :, None, None], tl.arange(0, 2)[None, None, None, :]
@@ -48,7 +55,10 @@ def keep_columns(x, kept):
 
 @triton.jit
 def keep_rows(x, kept):
-    """Zero dropped elements of fp32 ``x`` [16 * draws, columns] by int32 [draws, columns]; keys in their own order."""
+    """Set the dropped elements of fp32 ``x`` [16 * draws, columns] to 0. Its rows are keys in ascending order.
+
+    ``kept`` is int32 [draws, columns]. Bit i of a draw tells whether the element of the draw's key i is kept.
+    """
     DRAWS: tl.constexpr = kept.shape[0]
     COLUMNS: tl.constexpr = kept.shape[1]
     kept, bits = tl.broadcast(kept[:, None, :], 1 << tl.arange(0, PLACES)[None, :, None])
@@ -57,9 +67,9 @@ def keep_rows(x, kept):
 
 @triton.jit
 def _keep(x, kept, bit):
-    """Return fp32 ``x`` where ``kept`` has the bit, else 0.
+    """Return fp32 ``x`` where ``kept & bit`` is not 0, and 0 elsewhere.
 
-    This is PTX, because the compiler turns ``tl.where`` into more instructions.
+    The function uses PTX, because Triton compiles ``tl.where`` to more instructions.
     """
     if INTERPRETED:
         return tl.where((kept & bit) != 0, x, 0.0)
@@ -81,13 +91,20 @@ def _keep(x, kept, bit):
 
 @triton.jit
 def of_sequence(kept, queries, groups, head, start_q):
-    """Return a pointer to a sequence's first draw for a head."""
+    """Return a pointer to the mask entry of a head's first group and a sequence's first query.
+
+    ``kept`` is int16 [H, ``groups``, ``queries``, 4], and ``start_q`` is the row of the sequence's first query.
+    """
     return kept + ((head * groups).to(tl.int64) * queries + start_q) * DRAWS_A_GROUP
 
 
 @triton.jit
 def of_keys(kept, queries, first_k, BLOCK_K: tl.constexpr):
-    """Return a pointer to the draws for the block of keys that starts at ``first_k``; draws of 64 keys are neighbours."""
+    """Return a pointer to the mask entries for the block of keys that starts at ``first_k``.
+
+    ``kept`` points to a sequence's mask entries, int16 [groups, ``queries``, 4]. The entries of a row and 64 keys are
+    neighbours, so a block may have at most 64 keys.
+    """
     tl.static_assert(BLOCK_K <= 64)
     kept += first_k // 64 * queries * DRAWS_A_GROUP
     if BLOCK_K < 64:
@@ -97,18 +114,22 @@ def of_keys(kept, queries, first_k, BLOCK_K: tl.constexpr):
 
 @triton.jit
 def upper_rows_of(ROWS: tl.constexpr):
-    """Return every other eight of the rows: half of them, and a thread holds one row of each half in a product's result.
+    """Return the numbers of the first eight of every sixteen rows, [ROWS / 2].
 
-    Loads and stores of a half then use the registers of the thread that draws or needs the bits.
+    In the result of a matrix product, the thread that holds row r of these also holds row r + 8. Dropout's bits are
+    loaded and stored in two halves, rows r and rows r + 8, so that each thread accesses the bits that it draws or needs.
     """
-    # In a result of mma and of wgmma a thread has rows g and g + 8 of every sixteen.
+    # In the results of mma and wgmma, a thread holds rows g and g + 8 of every sixteen rows.
     rows = tl.arange(0, ROWS // 2)
     return rows // 8 * 16 + rows % 8
 
 
 @triton.jit
 def store_kept(kept, drawn, rows, stop):
-    """Store the low 16 bits of draws, int32 [rows, draws], for ``rows`` of ``upper_rows_of`` below ``stop``."""
+    """Store the low 16 bits of the draws ``drawn``, int32 [ROWS, draws], for the rows below ``stop``.
+
+    ``rows`` [ROWS / 2] comes from ``upper_rows_of``: draws are stored for each of these rows and for the row 8 further down.
+    """
     ROWS: tl.constexpr = drawn.shape[0]
     DRAWS: tl.constexpr = drawn.shape[1]
     upper, lower = tl.split(tl.permute(tl.reshape(drawn, (ROWS // 16, 2, 8, DRAWS)), (0, 2, 3, 1)))
@@ -120,7 +141,7 @@ def store_kept(kept, drawn, rows, stop):
 
 @triton.jit
 def load_kept(kept, rows, stop, DRAWS: tl.constexpr):
-    """Load draws that ``store_kept`` stored, int32 [rows, draws]."""
+    """Load draws that ``store_kept`` stored, int32 [ROWS, draws], with 0 for rows from ``stop`` on."""
     ROWS: tl.constexpr = 2 * rows.shape[0]
     pointers = kept + (rows * DRAWS_A_GROUP)[:, None] + tl.arange(0, DRAWS)[None, :]
     upper = tl.load(pointers, mask=(rows < stop)[:, None], other=0)
@@ -134,14 +155,15 @@ def product(left, right):
     """Return the matrix product in fp32."""
     if INTERPRETED:  # the interpreter treats bf16 operands as integers
         return tl.dot(left.to(tl.float32), right.to(tl.float32), input_precision="ieee")
-    return tl.dot(left, right, input_precision="ieee")  # otherwise fp32 operands become TF32
+    return tl.dot(left, right, input_precision="ieee")  # by default, Triton rounds fp32 operands to TF32
 
 
 @triton.jit
 def scores_of(query_QE, key_KE, positions, first_k, length_k):
-    """Return the unscaled scores of the block of keys that starts at ``first_k``, -inf past the end of the sequence."""
+    """Return the unscaled scores for the block of keys that starts at ``first_k``, and -inf for keys past the end."""
     scores = product(query_QE, tl.trans(key_KE))
-    # All threads take the same branch, which is cheaper than a selection for every block.
+    # Only a sequence's last block has keys past the end. All threads take the same branch, so the branch costs less
+    # than a selection in every block.
     if first_k + key_KE.shape[0] > length_k:
         scores = tl.where((positions < length_k)[None, :], scores, float("-inf"))
     return scores
@@ -149,37 +171,42 @@ def scores_of(query_QE, key_KE, positions, first_k, length_k):
 
 @triton.jit
 def load_rows(base, rows, stop, STRIDE: tl.constexpr, HEAD_SIZE: tl.constexpr):
-    """Load a head's ``rows``, 0 from ``stop`` on."""
+    """Load ``rows`` of one head, [rows, HEAD_SIZE], with zeros for rows from ``stop`` on."""
     pointers = base + rows[:, None] * STRIDE + tl.arange(0, HEAD_SIZE)[None, :]
-    # These rows take part in products, where a weight of 0 would not undo a NaN.
+    # Rows past the end take part in matrix products with weights of 0. They must be zeros, because 0 times NaN is NaN.
     return tl.load(pointers, mask=(rows < stop)[:, None], other=0.0)
 
 
 @triton.jit
 def store_rows(base, tile, rows, stop, STRIDE: tl.constexpr, HEAD_SIZE: tl.constexpr):
-    """Store a head's ``rows`` below ``stop``."""
+    """Store ``tile`` [rows, HEAD_SIZE] to the ``rows`` of one head that are below ``stop``."""
     pointers = base + rows[:, None] * STRIDE + tl.arange(0, HEAD_SIZE)[None, :]
     tl.store(pointers, tile.to(base.dtype.element_ty), mask=(rows < stop)[:, None])
 
 
 @triton.jit
 def transposed_rows(row, tokens):
-    """Return the offset of a row of a transposed cast."""
+    """Return the offset of a row in a transposed cast, whose row length is ``tokens`` rounded up to a multiple of
+    16."""
     return row.to(tl.int64) * ((tokens + 15) // 16 * 16)
 
 
 @triton.jit
 def place_of_sums(sums, start, sequence, column, STRIDE: tl.constexpr, BLOCK: tl.constexpr):
-    """Return a pointer to the row in which a block of a sequence stores its sums of columns."""
-    # Sequence s has rows start // BLOCK + s to at most stop // BLOCK + s, and the next sequence begins a row later.
+    """Return a pointer into ``sums`` to the place where this program's block of a sequence stores its column sums.
+
+    The place is in the row of the block, at the given column.
+    """
+    # No two blocks share a row. Sequence s uses rows start // BLOCK + s to at most stop // BLOCK + s, and the next
+    # sequence starts one row after this.
     return sums + (start // BLOCK + sequence + tl.program_id(0)).to(tl.int64) * STRIDE + column
 
 
 @triton.jit
 def zero_rows(base, start, stop, step, STRIDE: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """Write zeros to every ``step``-th block of a head's rows from ``start`` to ``stop``."""
+    """Write zeros to BLOCK rows of one head at ``start``, at ``start + step`` and so on, up to row ``stop``."""
     base += start.to(tl.int64) * STRIDE
     for first in range(0, stop - start, step):
         zeros = tl.zeros((BLOCK, HEAD_SIZE), tl.float32)
-        rows = first + tl.arange(0, BLOCK).to(tl.int64)  # unowned rows may exceed 32-bit offsets
+        rows = first + tl.arange(0, BLOCK).to(tl.int64)  # rows after all sequences may need 64-bit offsets
         store_rows(base, zeros, rows, stop - start, STRIDE, HEAD_SIZE)

@@ -1,9 +1,9 @@
 """Variable-length attention in Triton, forward and backward, with the dropout of ``kernels.reference.random``.
 
-Shape legend in ``kernels/__init__.py``; the definition is ``kernels.reference.ops.varlen_attention``. The forward pass uses
-the online softmax of FlashAttention-2 (Dao, arXiv 2307.08691) and saves the output and the logarithm of each row's sum. The
-backward pass has a kernel for the gradient of the queries and one for the gradients of keys and values. Both kernels
-recompute the scores, so that there are no atomic sums and every run gives the same results.
+Shape legend in ``kernels/__init__.py``; the definition is ``kernels.reference.ops.varlen_attention``. The forward pass
+uses the online softmax of FlashAttention-2 (Dao, arXiv 2307.08691). It saves the output and, for each row, the
+logarithm of softmax's sum. The backward pass has a kernel for the gradient of the queries and one for the gradients of
+keys and values. Both kernels recompute the scores, so that there are no atomic sums and every run gives the same results.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
@@ -43,12 +43,11 @@ def varlen_attention(
 def varlen_self_attention(
     qkv_T3HE: Tensor, cu_seqlens: Tensor, max_seqlen: int, dropout: Dropout | None = None
 ) -> Tensor:
-    """Return ``varlen_attention`` of the three parts of one tensor [T, 3, H, E], with one gradient of the same shape."""
+    """Return ``varlen_attention`` of query, key and value in one tensor [T, 3, H, E], which gets one gradient."""
     return _attention([qkv_T3HE], cu_seqlens, cu_seqlens, max_seqlen, *dropout_arguments(dropout))[0]
 
 
 def unsupported_reasons(query_QHE: Tensor, key_THE: Tensor, value_THE: Tensor, *_: Any) -> list[str]:
-    """Return the reasons why ``varlen_attention`` cannot take these inputs; empty if it can."""
     tensors = query_QHE, key_THE, value_THE
     reasons = tensor_reasons(*tensors) + mixed_reasons("query, key and value", *tensors)
     if query_QHE.shape[-1] not in _HEAD_SIZES:
@@ -57,7 +56,6 @@ def unsupported_reasons(query_QHE: Tensor, key_THE: Tensor, value_THE: Tensor, *
 
 
 def self_attention_unsupported_reasons(qkv_T3HE: Tensor, *_: Any) -> list[str]:
-    """Return the reasons why ``varlen_self_attention`` cannot take these inputs; empty if it can."""
     return unsupported_reasons(*qkv_T3HE.unbind(1))
 
 

@@ -1,8 +1,9 @@
 """The sum of three embeddings, its layer norm and dropout in Triton, in one forward and one backward pass.
 
-Shape legend in ``kernels/__init__.py``; the definition is in ``kernels.reference.ops``, the mask in
-``kernels.reference.random``. For each token, the forward pass gathers 3 rows and writes 1. The backward pass gathers 3,
-reads 1 and adds to 2 in fp32. These additions are atomic, so the last bits of the two gradients depend on their order.
+Shape legend in ``kernels/__init__.py``; the definition is in ``kernels.reference.ops``, and dropout's mask in
+``kernels.reference.random``. For each token, the forward pass gathers 3 table rows and writes 1 row. The backward pass
+gathers 3 table rows, reads 1 row, and adds to 2 rows of table gradients in fp32. These additions are atomic, so the
+last bits of the word and position tables' gradients depend on the order of the additions.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false, reportReturnType=false
@@ -45,7 +46,7 @@ WARPS = 16
 
 @triton.jit
 def _summed_embeddings(word, position, segment, words, positions, segments, columns, mask, D: tl.constexpr):
-    """Return the sums of rows of three tables, [ROWS, BLOCK / 8, 8], by ids [ROWS, 1, 1]."""
+    """Return the sum of each token's rows in the three tables, fp32 [ROWS, BLOCK / 8, 8]. Ids are [ROWS, 1, 1]."""
     summed = load_fp32(word + words * D + columns, mask) + load_fp32(position + positions * D + columns, mask)
     return summed + load_fp32(segment + segments * D + columns, mask)
 
@@ -83,7 +84,11 @@ def _embedding_norm_backward(
     state, tokens, threshold, scale, stream,
     D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
-    """Add to ``dword`` and ``dposition``, fp32; write ``partials`` [programs, 4, D] of weight, bias and the two segments."""
+    """Add the gradients of the word and position tables to ``dword`` and ``dposition``, fp32, by atomic additions.
+
+    Each program sums the gradients of weight, bias and the two segment rows, and writes the sums to ``partials``, which
+    is [programs, 4, D].
+    """
     columns = columns_of(BLOCK)
     inside = columns < D
     gain = load_fp32(weight + columns, inside)
@@ -107,7 +112,7 @@ def _embedding_norm_backward(
         gradient = norm_gradient(upstream, normalised, gain, rstd, D)
         tl.atomic_add(dword + words * D + columns, gradient, mask=live & inside, sem="relaxed")
         tl.atomic_add(dposition + positions * D + columns, gradient, mask=live & inside, sem="relaxed")
-        # Atomics on these two rows would make all programs wait for the same addresses.
+        # The segment table has only two rows. Atomic additions would make all programs wait for the same addresses.
         dsegment_0 += tl.where(segments == 0, gradient, 0.0)
         dsegment_1 += tl.where(segments == 1, gradient, 0.0)
     partial = partials + tl.program_id(0) * 4 * D + columns
@@ -134,7 +139,10 @@ def _embedding_norm(
     stream: int,
     word_gradient: Tensor | None = None,  # noqa: ARG001
 ) -> tuple[Tensor, Tensor]:
-    """Return the output [T, D], and means and reciprocal deviations, fp32 [2, T]. Only backward uses the last argument."""
+    """Return the output [T, D], and the rows' means and reciprocal standard deviations, fp32 [2, T].
+
+    Only the backward pass uses ``word_gradient``.
+    """
     tokens, columns = len(input_ids), word.shape[1]
     layout = Layout.of(columns)
     inputs = (input_ids, position_ids, segment_ids, word, position, segment, weight, bias)
@@ -195,10 +203,11 @@ def _(*inputs: Any) -> tuple[Tensor, Tensor]:
 def _save_embedding_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     *tensors, _, _, state, threshold, scale, stream, word_gradient = inputs
     ctx.scalars = threshold, scale, stream
-    # Kept outside of save_for_backward, which refuses a tensor that another backward pass (the decoder's) has changed.
+    # ``word_gradient`` is kept outside of save_for_backward, which refuses a tensor that another backward pass (the
+    # decoder's) has changed.
     ctx.word_gradient = word_gradient
     ctx.mark_non_differentiable(output[1])
-    ctx.set_materialize_grads(False)  # otherwise autograd makes zeros as the gradient of the statistics
+    ctx.set_materialize_grads(False)  # otherwise autograd would allocate a gradient of zeros for the statistics
     ctx.save_for_backward(*tensors, output[1], state)
 
 
@@ -226,10 +235,10 @@ def embedding_layer_norm(
     dropout: Dropout | None = None,
     word_gradient_VD: Tensor | None = None,
 ) -> Tensor:
-    """Return dropout of the layer norm of the sum of the three embeddings, [T, D] in the tables' dtype.
+    """Return ``dropout(layer_norm(sum of the three embeddings))``, [T, D] in the tables' dtype.
 
-    Ids are int32 or int64 inside their tables, which is not checked. Tables and vectors share a dtype. The backward pass
-    needs the inputs and 8 bytes for each token.
+    Ids are int32 or int64. The op does not check that they are inside their tables. Tables and vectors share a dtype.
+    The op saves the inputs and 8 bytes per token for the backward pass.
     """
     tables = (word_VD, position_LD, segment_2D)
     others = weight_D, bias_D, eps, *dropout_scalars(dropout), word_gradient_VD
@@ -237,12 +246,10 @@ def embedding_layer_norm(
 
 
 def unsupported_reasons(*arguments: Any, **_: Any) -> list[str]:
-    """Return the reasons why this op cannot take these inputs; empty if it can."""
     tensors = arguments[3:8]
     reasons = tensor_reasons(*tensors) + width_reasons(tensors[0].shape[1])
     return reasons + mixed_reasons("tables, weight and bias", *tensors)
 
 
 def configurations() -> list[Configuration]:
-    """Return the configurations of both kernels, in fp32."""
     return norm_configurations("fp32", _embedding_norm_forward, _embedding_norm_backward)

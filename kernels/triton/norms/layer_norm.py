@@ -1,6 +1,6 @@
 """Dropout, residual and layer norm in Triton, in one forward and one backward pass.
 
-Shape legend in ``kernels/__init__.py``; the definition is in ``kernels.reference.ops``, the mask in
+Shape legend in ``kernels/__init__.py``; the definition is in ``kernels.reference.ops``, and dropout's mask in
 ``kernels.reference.random``.
 
 The backward pass recomputes the normalised sum and the mask from the inputs. For each token, the forward pass reads x
@@ -54,7 +54,10 @@ def add_norm_rows(
     x, offset, residual, gain, shift, rows, places, live, inside,
     state, eps, threshold, scale, stream, D: tl.constexpr, BLOCK: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
-    """Return rows of the output, their means and their reciprocal deviations."""
+    """Return ``layer_norm(residual + dropout(x + bias))`` of a tile, and its rows' means and reciprocal deviations.
+
+    ``offset`` is the bias. ``gain`` and ``shift`` are the layer norm's weight and bias.
+    """
     summed = load_fp32(x + places, live & inside) + offset
     shortcut = load_fp32(residual + places, live & inside)
     if DROPOUT:
@@ -69,14 +72,18 @@ def add_norm_row_gradients(
     upstream, x, offset, residual, gain, statistics, rows, places, live, inside, tokens,
     state, threshold, scale, stream, D: tl.constexpr, BLOCK: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
-    """Return the rows' gradients of the residual and of x, which are equal without dropout, and the normalised rows."""
+    """Return the gradients of residual and of x for a tile, which are equal without dropout, and its normalised rows.
+
+    ``offset`` is the bias, and ``gain`` is the layer norm's weight.
+    """
     summed = load_fp32(x + places, live & inside) + offset
     shortcut = load_fp32(residual + places, live & inside)
     mean, rstd = load_statistics(statistics, rows, tokens)
     if DROPOUT:
         kept = kept_places(rows, state, threshold, stream, BLOCK)
         summed = tl.where(kept, summed * scale, 0.0)
-    # It is not zero past the last column, but the gain and upstream are, and so are all gradients there.
+    # Past the last column, ``normalised`` is not zero, but ``gain`` and ``upstream`` are. These columns therefore add
+    # nothing to the sums over a row.
     normalised = (summed + shortcut - mean) * rstd
     dresidual = norm_gradient(upstream, normalised, gain, rstd, D)
     dx = dresidual
@@ -109,14 +116,17 @@ def _add_norm_backward(
     state, tokens, threshold, scale, stream,
     D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
-    """Write gradients, and ``partials`` [programs, 3, D] of bias, weight and norm_bias; ``dx`` only with dropout."""
+    """Write the gradient of residual and, with dropout, the gradient of x. Without dropout, both are equal.
+
+    Each program writes its sums of the gradients of bias, weight and norm_bias to ``partials`` [programs, 3, D].
+    """
     columns = columns_of(BLOCK)
     inside = columns < D
     offset, gain = load_fp32(bias + columns, inside), load_fp32(weight + columns, inside)
     dbias = tl.zeros([ROWS, BLOCK // PLACES, PLACES], tl.float32)
     dweight = tl.zeros_like(dbias)
     dnorm_bias = tl.zeros_like(dbias)
-    # Tiles of several rows, for narrow models, leave too few registers.
+    # Prefetch only if a tile is one row. Tiles of several rows, for narrow models, leave too few registers.
     STAGES: tl.constexpr = PREFETCH if ROWS == 1 else 1
     for tile in tl.range(tl.program_id(0), tl.cdiv(tokens, ROWS), tl.num_programs(0), num_stages=STAGES):
         rows, live, places = places_of(tile * ROWS, tokens, columns, D, ROWS)
@@ -147,7 +157,7 @@ def _add_norm(
     scale: float,
     stream: int,
 ) -> tuple[Tensor, Tensor]:
-    """Return the output [T, D], and means and reciprocal deviations, fp32 [2, T]."""
+    """Return the output [T, D], and the rows' means and reciprocal standard deviations, fp32 [2, T]."""
     (tokens, columns), layout = x.shape, Layout.of(x.shape[1])
     inputs = (tensor.contiguous() for tensor in (x, bias, residual, weight, norm_bias))
     outputs = x.new_empty(tokens, columns), x.new_empty(2, tokens, dtype=torch.float32)
@@ -197,14 +207,14 @@ def _(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
 def _save_add_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     x, bias, residual, weight, _, _, state, *ctx.scalars = inputs
     ctx.mark_non_differentiable(output[1])
-    ctx.set_materialize_grads(False)  # otherwise autograd makes zeros as the gradient of the statistics
+    ctx.set_materialize_grads(False)  # otherwise autograd would allocate a gradient of zeros for the statistics
     ctx.save_for_backward(x, bias, residual, weight, output[1], state)
 
 
 def _add_norm_autograd(ctx: Any, dy: Tensor, _: None) -> tuple[Tensor | None, ...]:
     dx, dresidual, vectors_3D = _add_norm_gradients(dy, *ctx.saved_tensors, *ctx.scalars)
     dbias, dweight, dnorm_bias = vectors_3D.unbind()
-    # Without dropout both branches of the sum share a gradient.
+    # Without dropout, x and the residual have the same gradient.
     return dx if len(dx) else dresidual, dbias, dresidual, dweight, dnorm_bias, *(None,) * 5
 
 
@@ -222,7 +232,8 @@ def dropout_add_layer_norm(
 ) -> Tensor:
     """Return ``layer_norm(residual + dropout(x + bias))``, [T, D] in x's dtype.
 
-    x and residual share a dtype, and so do the three vectors. The backward pass needs the inputs and 8 bytes for each token.
+    x and residual share a dtype, and so do the three vectors. The op saves the inputs and 8 bytes per token for the
+    backward pass.
     """
     return _add_norm(x_TD, bias_D, residual_TD, weight_D, norm_bias_D, eps, *dropout_scalars(dropout))[0]
 
@@ -230,12 +241,10 @@ def dropout_add_layer_norm(
 def unsupported_reasons(
     x_TD: Tensor, bias_D: Tensor, residual_TD: Tensor, weight_D: Tensor, norm_bias_D: Tensor, *_: Any
 ) -> list[str]:
-    """Return the reasons why this op cannot take these inputs; empty if it can."""
     rows, vectors = (x_TD, residual_TD), (bias_D, weight_D, norm_bias_D)
     reasons = tensor_reasons(*rows, *vectors) + width_reasons(x_TD.shape[1])
     return reasons + mixed_reasons("x and residual", *rows) + mixed_reasons("bias, weight and norm_bias", *vectors)
 
 
 def configurations() -> list[Configuration]:
-    """Return the configurations of both kernels; the residual stream is bf16."""
     return norm_configurations("bf16", _add_norm_forward, _add_norm_backward)

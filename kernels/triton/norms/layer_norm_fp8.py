@@ -1,13 +1,15 @@
 """Dropout, residual and layer norm between products in FP8: the passes of ``layer_norm`` with FP8 casts.
 
-The forward pass also writes the output in FP8 and its transpose. The backward pass takes the gradients of the output from
-the next residual and from products, and writes the gradient of x only in FP8. For each token, both passes move 10 rows of D
-bf16 elements. Separate casts and a separate sum of the gradients would move 16 more.
+The forward pass also writes the output in FP8 and its transpose. The backward pass takes two gradients of the output,
+from the next residual connection and from the next products. It writes the gradient of x only in FP8. For each token,
+the two passes together move as many bytes as 10 rows of D bf16 elements. Separate casts and a separate sum of the
+gradients would move 16 rows more.
 
-A program processes 32 rows, one tile at a time like the plain kernel. Then it reads its FP8 results from the cache, 32 bytes
-per column, and writes them transposed. These are whole sectors of memory, and registers need not hold 32 rows.
+A program processes 32 rows, one tile at a time, like the kernels of ``layer_norm``. Then it reads its FP8 results from
+the cache and writes them transposed, 32 bytes per column, which is a whole sector of memory. Registers therefore need
+not hold 32 rows.
 
-Definitions in ``kernels.reference.layer_norm_fp8``; shape legend in ``kernels/__init__.py``.
+The ops are defined in ``kernels.reference.layer_norm_fp8``. The shape legend is in ``kernels/__init__.py``.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false, reportReturnType=false
@@ -43,11 +45,12 @@ from kernels.triton.norms.rows import (
 from kernels.triton.quantize import POINTERS, SCALARS, cast_reasons, fp8_pair, quantized, raise_amax
 
 WARPS = 16
-"""Warps of the backward kernel on each multiprocessor. ``layer_norm`` uses more, because its warps load one row fewer."""
+"""Warps of the backward kernel per multiprocessor. ``layer_norm`` uses more, because it loads one row fewer per
+token."""
 
 _GROUP = 32
 _COLUMNS = 32
-"""Columns that are transposed at a time."""
+"""Number of columns that are transposed at a time."""
 
 
 @triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=SCALARS)
@@ -57,7 +60,7 @@ def _add_norm_cast_forward(
     D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, DROPOUT: tl.constexpr,
     GROUP: tl.constexpr, COLUMNS: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
-    """Cast only if ``q`` is not None."""
+    """Process GROUP rows like ``layer_norm``. Unless ``q`` is None, also write their FP8 cast and its transpose."""
     columns = columns_of(BLOCK)
     inside = columns < D
     offset, gain = load_fp32(bias + columns, inside), load_fp32(weight + columns, inside)
@@ -72,7 +75,8 @@ def _add_norm_cast_forward(
             x, offset, residual, gain, shift, rows, places, live, inside,
             state, eps, threshold, kept_scale, stream, D, BLOCK, DROPOUT,
         )  # fmt: skip
-        # Zeros outside, for amax. Rounded before the cast, so that FP8 equals a cast of the stored output.
+        # Values outside of the tensor become 0, because amax must ignore them. Rounding to the output's type comes
+        # before the cast, so that the FP8 result equals a cast of the stored output.
         output = tl.where(live & inside, output, 0.0).to(y.dtype.element_ty)
         tl.store(y + places, output, mask=live & inside)
         store_statistics(statistics, mean, rstd, rows, tokens)
@@ -90,7 +94,11 @@ def _add_norm_cast_backward(
     D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, DROPOUT: tl.constexpr,
     GROUP: tl.constexpr, COLUMNS: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
-    """Write gradients, and ``partials`` [programs, 3, D] of bias, weight and norm_bias; ``shortcut_dy`` may be None."""
+    """Write the FP8 cast of x's gradient, the transpose of the cast, and the gradient of residual.
+
+    Each program writes its sums of the gradients of bias, weight and norm_bias to ``partials`` [programs, 3, D].
+    ``shortcut_dy`` may be None.
+    """
     columns = columns_of(BLOCK)
     inside = columns < D
     offset, gain = load_fp32(bias + columns, inside), load_fp32(weight + columns, inside)
@@ -100,12 +108,13 @@ def _add_norm_cast_backward(
     largest = tl.zeros([ROWS, BLOCK // PLACES], tl.int32)
     multiplier = tl.load(scale)
     STAGES: tl.constexpr = PREFETCH if ROWS == 1 else 1
-    # A program has whole groups, because only the program that wrote a group's rows can transpose them without waiting.
+    # A program processes whole groups of GROUP rows. It transposes only rows that it has written itself, because it
+    # would have to wait for other programs' rows.
     for group in range(tl.program_id(0), tl.cdiv(tokens, GROUP), tl.num_programs(0)):
         for row in tl.range(0, GROUP, ROWS, num_stages=STAGES):
             rows, live, places = places_of(group * GROUP + row, tokens, columns, D, ROWS)
             upstream = load_fp32(dy + places, live & inside)
-            if shortcut_dy is not None:  # rounded like PyTorch's sum
+            if shortcut_dy is not None:  # the sum is rounded to the type of dy, as PyTorch does
                 upstream += load_fp32(shortcut_dy + places, live & inside)
                 upstream = upstream.to(dy.dtype.element_ty).to(tl.float32)
             gradient, product_gradient, normalised = add_norm_row_gradients(
@@ -126,7 +135,7 @@ def _add_norm_cast_backward(
 
 @triton.jit
 def _cast(value, multiplier, largest, q, places, mask, LARGEST: tl.constexpr):
-    """Write rows of ``q``; return the bits of the largest magnitudes so far, [ROWS, BLOCK / 8]."""
+    """Write the cast of ``value`` to ``q``. Return the bits of the largest magnitudes so far, [ROWS, BLOCK / 8]."""
     tl.store(q + places, quantized(value * multiplier, LARGEST, q.dtype.element_ty), mask=mask)
     return tl.maximum(largest, tl.max(value.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=2))
 
@@ -135,9 +144,12 @@ def _cast(value, multiplier, largest, q, places, mask, LARGEST: tl.constexpr):
 def _transpose_rows(
     q, transposed, first, tokens, D: tl.constexpr, GROUP: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
-    """Transpose ``GROUP`` rows of ``q``, which this program has written, to ``transposed`` [D, tokens rounded up to 16]."""
+    """Transpose GROUP rows of ``q``, from row ``first`` on, to ``transposed`` [D, tokens rounded up to 16].
+
+    This program must have written the rows.
+    """
     tl.debug_barrier()  # a thread reads what other threads wrote
-    padded = (tokens + 15) // 16 * 16  # the compiler sees a multiple of 16, and writes 16 bytes at a time
+    padded = (tokens + 15) // 16 * 16  # the compiler recognises a multiple of 16, and writes 16 bytes at a time
     row, column = tl.arange(0, GROUP), tl.arange(0, COLUMNS)
     q += tl.cast(first, tl.int64) * D
     transposed += first
@@ -166,7 +178,7 @@ def _forward(
     scale: Tensor | None,
     amax: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the output, statistics, and both casts, which are empty without a scale."""
+    """Return the output, its statistics, its cast and the transposed cast. The casts are empty if ``scale`` is None."""
     (tokens, columns), layout = x.shape, Layout.of(x.shape[1])
     inputs = (tensor.contiguous() for tensor in (x, bias, residual, weight, norm_bias))
     y, statistics = x.new_empty(tokens, columns), x.new_empty(2, tokens, dtype=torch.float32)
@@ -202,7 +214,10 @@ def _backward(
     scale: Tensor,
     amax: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return both casts of x's gradient, the gradient of the residual, and of bias, weight and norm_bias [3, D]."""
+    """Return the cast of x's gradient, its transpose, and the gradients of residual and of three vectors, [3, D].
+
+    The vectors are bias, weight and norm_bias.
+    """
     (tokens, columns), layout = x.shape, Layout.of(x.shape[1])
     whole = Layout(layout.block, _GROUP, layout.num_warps)
     programs = backward_programs(x.device, tokens, whole, WARPS)
@@ -238,7 +253,6 @@ def add_norm_cast_fp8(
     scale: Tensor | None,
     amax: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Return the output [T, D], statistics fp32 [2, T], and the output in E4M3 and its transpose, or None without scale."""
     scalars = dropout_scalars(dropout)
     y_TD, statistics_2T, *pair = _forward(x_TD, bias_D, residual_TD, weight_D, norm_bias_D, eps, *scalars, scale, amax)
     q_TD, q_DT = (None, None) if scale is None else pair
@@ -257,26 +271,22 @@ def add_norm_backward_cast_fp8(
     scale: Tensor,
     amax: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return x's gradient in E5M2 and its transpose, and the gradients of residual, bias, weight and norm_bias."""
     inputs = dy_TD, shortcut_dy_TD, x_TD, bias_D, residual_TD, weight_D, statistics_2T
     q_TD, q_DT, dresidual_TD, vectors_3D = _backward(*inputs, *dropout_scalars(dropout), scale, amax)
     return q_TD, q_DT, dresidual_TD, *vectors_3D.unbind()
 
 
 def unsupported_reasons(x_TD: Tensor, *others: Any) -> list[str]:
-    """Return the reasons why ``add_norm_cast_fp8`` cannot take these inputs; empty if it can."""
     return layer_norm.unsupported_reasons(x_TD, *others) + cast_reasons(x_TD)
 
 
 def backward_unsupported_reasons(*arguments: Any) -> list[str]:
-    """Return the reasons why ``add_norm_backward_cast_fp8`` cannot take these inputs; empty if it can."""
     dy_TD, _shortcut, x_TD, bias_D, residual_TD, weight_D, *_ = arguments
     reasons = mixed_reasons("x and its output's gradient", x_TD, dy_TD)
     return reasons + unsupported_reasons(x_TD, bias_D, residual_TD, weight_D, bias_D)
 
 
 def configurations() -> list[Configuration]:
-    """Return the configurations of both kernels in training; the residual stream is bf16."""
     found = []
     for kernel, dtype in ((_add_norm_cast_forward, E4M3), (_add_norm_cast_backward, E5M2)):
         types = {"scale": "*fp32", "amax": "*i32", "kept_scale": "fp32", "shortcut_dy": "*bf16"}

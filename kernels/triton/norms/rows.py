@@ -1,8 +1,9 @@
 """Parts of Triton's layer norms: tiles of rows, statistics and gradients, sums over programs, and the launch.
 
-A program's tile is [ROWS, BLOCK / 8, 8]: a thread's eight neighbouring columns are 16 bytes of bf16. All sums are in fp32. A
-fixed number of programs walk over the rows and sum the gradients of vectors (biases, gains, the two segment rows) in
-registers; a second kernel adds the sums of the programs.
+A program processes tiles of shape [ROWS, BLOCK / 8, 8]. A thread holds eight neighbouring columns, which are 16 bytes
+in bf16. All sums are in fp32. In a backward pass, a fixed number of programs share the rows. Each program sums the
+gradients of vectors (biases, gains, the two segment rows) over its rows in registers, and a second kernel adds the sums
+of all programs.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false, reportReturnType=false
@@ -26,39 +27,41 @@ from kernels.triton.dropout import draw_kept
 
 MAX_COLUMNS = 4096
 PLACES = tl.constexpr(8)
-# By default Triton compiles a kernel again when one of these is 1 or a multiple of 16.
+# Integer arguments for which Triton must not compile a kernel again. By default, it does so for 1 and multiples of 16.
 VARYING = ["tokens", "threshold", "stream"]
 
 
 @triton.jit
 def columns_of(BLOCK: tl.constexpr):
-    """Return column numbers, [1, BLOCK / 8, 8]."""
+    """Return the numbers of a tile's columns, [1, BLOCK / 8, 8]."""
     columns = tl.arange(0, BLOCK // PLACES)[:, None] * PLACES + tl.arange(0, PLACES)[None, :]
     return columns[None, :, :]
 
 
 @triton.jit
 def places_of(first, tokens, columns, D: tl.constexpr, ROWS: tl.constexpr):
-    """Return the rows' numbers from ``first`` on, whether they exist, [ROWS, 1, 1], and the offsets of their elements."""
+    """Return row numbers [ROWS] from ``first`` on, a mask of existing rows [ROWS, 1, 1], and the elements' offsets."""
     rows = first + tl.arange(0, ROWS)
     return rows, (rows < tokens)[:, None, None], rows.to(tl.int64)[:, None, None] * D + columns
 
 
 @triton.jit
 def load_fp32(pointers, mask):
-    """Load values as fp32, 0 where the mask is False."""
     return tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def row_means(tile, D: tl.constexpr):
-    """Return the means [ROWS, 1, 1] of rows [ROWS, BLOCK / 8, 8], which are zero past the last column."""
+    """Return the means [ROWS, 1, 1] of a tile's rows, [ROWS, BLOCK / 8, 8], which must be zero past the last column."""
     return (tl.sum(tl.sum(tile, axis=2), axis=1) / D)[:, None, None]
 
 
 @triton.jit
 def kept_places(rows, state, threshold, stream, BLOCK: tl.constexpr):
-    """Return ``Dropout.mask``, bool [ROWS, BLOCK / 8, 8]; two neighbouring threads make the same draw."""
+    """Return ``Dropout.mask`` for a tile, bool [ROWS, BLOCK / 8, 8].
+
+    A draw is for 16 columns and a thread has eight, so two neighbouring threads make the same draw.
+    """
     eights = tl.arange(0, BLOCK // PLACES)[None, :]
     drawn = draw_kept(tl.load(state), tl.load(state + 1), stream, threshold, rows[:, None], eights // (DRAW // PLACES))
     drawn >>= eights % (DRAW // PLACES) * PLACES
@@ -67,9 +70,9 @@ def kept_places(rows, state, threshold, stream, BLOCK: tl.constexpr):
 
 @triton.jit
 def normalised_rows(summed, inside, eps, D: tl.constexpr):
-    """Normalise rows; return them, their means and their reciprocal deviations, both [ROWS, 1, 1]."""
+    """Return the normalised rows, their means and their reciprocal standard deviations, both [ROWS, 1, 1]."""
     mean = row_means(summed, D)
-    # The mean of squares minus the squared mean would cancel in fp32.
+    # In fp32, the mean of squares minus the squared mean would lose digits to cancellation.
     centred = tl.where(inside, summed - mean, 0.0)
     rstd = tl.rsqrt(row_means(centred * centred, D) + eps)
     return centred * rstd, mean, rstd
@@ -77,7 +80,7 @@ def normalised_rows(summed, inside, eps, D: tl.constexpr):
 
 @triton.jit
 def store_statistics(statistics, mean, rstd, rows, tokens):
-    """Store ``statistics`` [2, T]: means, then reciprocal deviations."""
+    """Store the rows' means and reciprocal standard deviations in ``statistics`` [2, T], in this order."""
     rows = rows[:, None, None]
     tl.store(statistics + rows, mean, mask=rows < tokens)
     tl.store(statistics + tokens + rows, rstd, mask=rows < tokens)
@@ -85,9 +88,10 @@ def store_statistics(statistics, mean, rstd, rows, tokens):
 
 @triton.jit
 def load_statistics(statistics, rows, tokens):
-    """Load means and reciprocal deviations, with zeros past the last row, so that the gradients there are zero too.
+    """Load the rows' means and reciprocal standard deviations, both [ROWS, 1, 1].
 
-    They get the dimensions of a tile after the load, or a thread would load them once for each of its columns.
+    Both are 0 for rows past the end, which makes the gradients of these rows 0. The values get a tile's dimensions
+    after the load, because otherwise a thread would load a row's values once for each of its columns.
     """
     mean, rstd = load_fp32(statistics + rows, rows < tokens), load_fp32(statistics + tokens + rows, rows < tokens)
     return mean[:, None, None], rstd[:, None, None]
@@ -95,7 +99,7 @@ def load_statistics(statistics, rows, tokens):
 
 @triton.jit
 def norm_gradient(dy, normalised, weight, rstd, D: tl.constexpr):
-    """Return the gradient of the normalisation's input."""
+    """Return the gradient of a layer norm's input. ``dy`` is the gradient of its output."""
     gradient = dy * weight
     along = row_means(gradient * normalised, D)
     return (gradient - row_means(gradient, D) - normalised * along) * rstd
@@ -103,13 +107,13 @@ def norm_gradient(dy, normalised, weight, rstd, D: tl.constexpr):
 
 @triton.jit
 def store_partial(pointers, accumulator, inside):
-    """Store the sum of a tile's rows."""
+    """Store the sum over the rows of ``accumulator`` [ROWS, BLOCK / 8, 8]."""
     tl.store(pointers, tl.sum(accumulator, axis=0)[None, :, :], mask=inside)
 
 
 @triton.jit
 def store_vectors(partials, dbias, dweight, dnorm_bias, columns, inside, D: tl.constexpr):
-    """Store a program's sums of the gradients of bias, weight and norm_bias; ``partials`` [programs, 3, D]."""
+    """Store a program's sums of the gradients of bias, weight and norm_bias in ``partials`` [programs, 3, D]."""
     partial = partials + tl.program_id(0) * 3 * D + columns
     store_partial(partial, dbias, inside)
     store_partial(partial + D, dweight, inside)
@@ -130,7 +134,7 @@ def sum_partials(partials, sums, programs, width, PROGRAMS: tl.constexpr, COLUMN
 
 @dataclass(frozen=True)
 class Layout:
-    """Tile and warps of a kernel for rows of one width."""
+    """Tile size and number of warps of a kernel for rows of one width."""
 
     block: int
     rows: int
@@ -144,7 +148,6 @@ class Layout:
         return cls(block, max(1, 1024 // block), max(4, block // 256))
 
     def options(self, columns: int, dropout: bool) -> dict[str, Any]:
-        """Return keyword arguments of the launch."""
         tile = {"D": columns, "BLOCK": self.block, "ROWS": self.rows, "DROPOUT": dropout}
         return {**tile, "num_warps": self.num_warps, "num_stages": 1}
 
@@ -154,7 +157,7 @@ SUM_PIPELINE = {"num_warps": 4, "num_stages": 1}
 
 
 def backward_programs(device: torch.device, tokens: int, layout: Layout, warps: int) -> int:
-    """Return the number of programs that share the rows."""
+    """Return the number of programs of a backward kernel that has ``warps`` warps per multiprocessor."""
     return max(1, min(multiprocessors(device) * (warps // layout.num_warps), triton.cdiv(tokens, layout.rows)))
 
 
@@ -164,12 +167,11 @@ def multiprocessors(device: torch.device) -> int:
 
 
 def forward_grid(tokens: int, layout: Layout) -> tuple[int]:
-    """Return the grid of a forward kernel."""
     return (max(1, triton.cdiv(tokens, layout.rows)),)
 
 
 def sums_over_programs(partials_PND: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the sums over the programs, [N, D]."""
+    """Add the sums that the programs of a backward kernel stored, and return the totals, [N, D]."""
     programs, vectors, columns = partials_PND.shape
     sums_ND = partials_PND.new_empty(vectors, columns, dtype=dtype)
     width = vectors * columns
@@ -182,14 +184,13 @@ Scalars = tuple[Tensor | None, int, float, int]
 
 
 def dropout_scalars(dropout: Dropout | None) -> Scalars:
-    """Return state, threshold, scale and stream; the state is None if nothing is dropped."""
+    """Return dropout's state, threshold, scale and stream; the state is None if nothing is dropped."""
     if dropout is None or dropout.p == 0:
         return None, 0, 1.0, 0
     return dropout.state, dropout.threshold, dropout.scale, dropout.stream
 
 
 def width_reasons(columns: int) -> list[str]:
-    """Return the reasons why rows with this many columns cannot be normalised on this device; empty if they can."""
     if columns % PLACES.value or not 0 < columns <= MAX_COLUMNS:
         return [f"a hidden size of {columns}; expected a multiple of {PLACES.value} up to {MAX_COLUMNS}"]
     return []
@@ -230,5 +231,5 @@ def norm_configurations(
 
 
 def configurations() -> list[Configuration]:
-    """Return the configuration of the kernel that adds the sums of the programs, which both norms launch."""
+    """Return the configuration of ``sum_partials``, which the backward passes of all norms launch."""
     return [Configuration.of("fp32", sum_partials, _TYPES, SUM_TILE, **SUM_PIPELINE)]

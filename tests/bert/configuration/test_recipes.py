@@ -15,7 +15,7 @@ from bert.execution.batches import plan_of
 from bert.guards.preflight import check
 from bert.model import parameter_shapes
 from bert.train import parse
-from dataloading.batches.synthetic import synthetic_samples
+from dataloading.shards.samples import synthetic_samples
 from tests.conftest import MAX_SEQ_LENGTH, REPOSITORY, write_small_dataset
 from tests.programs import PATIENCE_S, Program
 

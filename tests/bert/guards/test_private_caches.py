@@ -22,7 +22,7 @@ import doubling
 print(doubling.double(4))
 """
 MODULE = """
-from dataloading.compiled import compiled
+from dataloading.preparation.pretraining_data import compiled
 
 @compiled
 def double(number):

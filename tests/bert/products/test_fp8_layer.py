@@ -16,7 +16,7 @@ from bert.model import BertForPreTraining
 from bert.products.fp8 import Fp8Layer, Fp8State
 from bert.products.fp8_layer import FusedLayer
 from dataloading.batches.loader import Batch, batch_of
-from dataloading.batches.synthetic import synthetic_samples
+from dataloading.shards.samples import synthetic_samples
 from kernels import OPS
 from tests.bert.small_models import fp8_model, gradients, mean_loss
 

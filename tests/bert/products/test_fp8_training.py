@@ -19,7 +19,7 @@ from bert.model import BertForPreTraining
 from bert.optimizer import FlatParameters, Lamb
 from bert.products.fp8 import Fp8Products, Fp8State, require_fp8
 from dataloading.batches.loader import Batch, batch_of
-from dataloading.batches.synthetic import synthetic_samples
+from dataloading.shards.samples import synthetic_samples
 from kernels import OPS
 from kernels.reference.fp8 import E4M3, E5M2, largest_scaled
 from tests.bert.small_models import drawn_model, fp8_model, gradients, mean_loss

@@ -26,8 +26,7 @@ from cluster.model.memory import held_by_rank, kept_by_forward, memory_of_rank
 from cluster.model.strategy import Strategy, hidden_bytes, model_shares, under_way
 from cluster.model.work import Work
 from dataloading.batches.loader import Batch, batch_of
-from dataloading.batches.synthetic import synthetic_samples
-from dataloading.shards.samples import Samples
+from dataloading.shards.samples import Samples, synthetic_samples
 
 SEQUENCES = 16
 

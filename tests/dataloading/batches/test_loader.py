@@ -8,11 +8,9 @@ import pytest
 import torch
 
 from dataloading.batches.loader import Batch, Loader, NumpyLoader, Uploads, batch_of
-from dataloading.batches.sampler import BatchPlan, MicroBatch
-from dataloading.batches.shape_buckets import ShapeBucket, fitting
-from dataloading.batches.synthetic import synthetic_samples
+from dataloading.batches.plan import BatchPlan, MicroBatch, ShapeBucket, fitting
 from dataloading.dataset.folder import Dataset, open_dataset
-from dataloading.shards.samples import Samples
+from dataloading.shards.samples import Samples, synthetic_samples
 from tests.conftest import MAX_SEQ_LENGTH, VOCAB_SIZE, SmallRun
 
 pytestmark = pytest.mark.oldest_torch

@@ -12,7 +12,7 @@ import torch
 
 from dataloading.batches.loader import Batch, NumpyLoader
 from dataloading.batches.loader_choice import check_loader, choose_loader, fastest_turns
-from dataloading.batches.sampler import MicroBatch
+from dataloading.batches.plan import MicroBatch
 
 CPU = torch.device("cpu")
 LENGTHS = np.array([5, 40, 3, 17, 9, 30])

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.model.histogram import drawn_lengths
-from dataloading.batches.sampler import BatchPlan
-from dataloading.batches.shape_buckets import (
+from dataloading.batches.plan import (
     MASKED_MULTIPLE,
     TOKENS_MULTIPLE,
+    BatchPlan,
     ShapeBucket,
     choose_shape_buckets,
     draw_sizes,

@@ -8,11 +8,10 @@ import h5py
 import numpy as np
 import pytest
 
-from dataloading.batches.synthetic import synthetic_samples
 from dataloading.dataset import known
 from dataloading.dataset.folder import Dataset, open_dataset, write_dataset
 from dataloading.options import PretrainingOptions
-from dataloading.shards.samples import concatenate
+from dataloading.shards.samples import concatenate, synthetic_samples
 from tests.dataloading import made_up
 from tests.dataloading.foreign_shards import write_like_others
 

@@ -6,12 +6,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dataloading.batches.synthetic import synthetic_samples
-from dataloading.dataset import shuffle as shuffle_module
+from dataloading.dataset import rewrite as shuffle_module
 from dataloading.dataset.folder import Dataset, open_dataset, shard_name, write_dataset
-from dataloading.dataset.shuffle import shuffle
-from dataloading.shards.native import write_shard
-from dataloading.shards.samples import Samples
+from dataloading.dataset.rewrite import shuffle
+from dataloading.shards.formats import write_shard
+from dataloading.shards.samples import Samples, synthetic_samples
 from tests.dataloading.made_up import INFO, make_samples
 from tests.programs import python
 
@@ -121,7 +120,7 @@ def test_other_samples_on_the_disk_are_noticed(source: Dataset, tmp_path: Path) 
 
 _MEASURED = """
 import pathlib, resource, sys
-from dataloading.dataset import shuffle as module
+from dataloading.dataset import rewrite as module
 from dataloading.dataset.folder import open_dataset
 module._BUCKET_BYTES = module._BUFFERED_BYTES = 2 << 20
 module._BLOCK_SAMPLES = 4096

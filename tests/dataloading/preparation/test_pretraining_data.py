@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from benchmarks.data_stages import reference_prepare
 from dataloading.options import PretrainingOptions
-from dataloading.preparation.pretraining_data import create_samples, read_documents, tokenize_documents
+from dataloading.preparation.pretraining_data import create_samples
 from dataloading.shards.samples import Samples
-from dataloading.text.tokenization import Tokenizer, Vocabulary
+from dataloading.text.tokenization import Tokenizer, Vocabulary, read_documents, tokenize_documents
 
 SHARED = Path(__file__).parents[4] / "shared/data"
 GOLDEN = Path(__file__).parent / "golden"

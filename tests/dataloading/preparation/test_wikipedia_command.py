@@ -18,7 +18,7 @@ from bert.configuration.recipes import RECIPES
 from console.locks import lock_file
 from dataloading.__main__ import main
 from dataloading.dataset.folder import open_dataset
-from dataloading.dataset.shuffle import shuffle
+from dataloading.dataset.rewrite import shuffle
 from dataloading.options import PretrainingOptions
 from dataloading.preparation.mlcommons import KNOWN, Checksums
 from dataloading.preparation.prepare import Job, prepare

@@ -11,8 +11,7 @@ import h5py
 import numpy as np
 import pytest
 
-from dataloading.shards.formats import open_shard
-from dataloading.shards.native import write_shard
+from dataloading.shards.formats import open_shard, write_shard
 from tests.dataloading.foreign_shards import RAGGED, array_of
 from tests.dataloading.made_up import INFO, make_samples
 from tests.dataloading.shards import test_layouts

@@ -10,11 +10,9 @@ import h5py
 import numpy as np
 import pytest
 
-from dataloading.batches.synthetic import synthetic_samples
-from dataloading.shards.formats import open_shard
-from dataloading.shards.native import write_shard
-from dataloading.shards.ragged import write_packed
-from dataloading.shards.samples import SampleBuilder, Samples
+from dataloading.shards.formats import open_shard, write_shard
+from dataloading.shards.hdf5_layouts import write_packed
+from dataloading.shards.samples import SampleBuilder, Samples, synthetic_samples
 from dataloading.shards.shard import Shard
 from tests.dataloading import made_up
 from tests.dataloading.foreign_shards import RAGGED, array_of, write_like_others

@@ -8,9 +8,8 @@ import h5py
 import numpy as np
 import pytest
 
-from dataloading.shards.formats import open_shard
-from dataloading.shards.native import DTYPES, write_shard
-from dataloading.shards.samples import Samples
+from dataloading.shards.formats import open_shard, write_shard
+from dataloading.shards.samples import DTYPES, Samples
 from tests.dataloading.foreign_shards import array_of
 from tests.dataloading.made_up import INFO, make_samples
 

@@ -10,8 +10,17 @@ import pytest
 
 from dataloading.jobs import JobProgress
 from dataloading.options import ExtractionOptions, Sentences
-from dataloading.text.cleanup import articles, clean, gathered, hold_out, segment, sentence_splitter
-from dataloading.text.wikipedia import _plan, extract, find_inputs
+from dataloading.text.wikipedia import (
+    _plan,
+    articles,
+    clean,
+    extract,
+    find_inputs,
+    gathered,
+    hold_out,
+    segment,
+    sentence_splitter,
+)
 from tests.conftest import REPOSITORY
 
 pytestmark = pytest.mark.slow

@@ -11,8 +11,8 @@ from torch import Tensor
 from bert.configuration.sections import ModelConfig
 from bert.model import BertForPreTraining, initialize_
 from dataloading.batches.loader import Batch, batch_of
-from dataloading.batches.shape_buckets import ShapeBucket
-from dataloading.batches.synthetic import synthetic_samples
+from dataloading.batches.plan import ShapeBucket
+from dataloading.shards.samples import synthetic_samples
 from kernels import OPS
 
 MODEL = ModelConfig(2, 32, 2, 64, 100, 48)

@@ -29,7 +29,7 @@ from bert.reporting.statistics import Statistics
 from bert.step import TrainingStep
 from bert.timing.stopwatch import Stopwatch
 from dataloading.batches.loader import inert_batch
-from dataloading.batches.shape_buckets import ShapeBucket
+from dataloading.batches.plan import ShapeBucket
 from kernels import OPS
 from tests.bert.operators import Operators
 from tests.bert.process_groups import TimelineError, require_an_end, require_same_order

@@ -1,9 +1,9 @@
 """The samples of edge_64.tfrecord, which TensorFlow 2.21 wrote (the script is in the history: tfrecord/make.py)."""
 
 from dataloading.options import PretrainingOptions
-from dataloading.preparation.pretraining_data import create_samples, read_documents, tokenize_documents
+from dataloading.preparation.pretraining_data import create_samples
 from dataloading.shards.samples import Samples
-from dataloading.text.tokenization import Tokenizer, Vocabulary
+from dataloading.text.tokenization import Tokenizer, Vocabulary, read_documents, tokenize_documents
 from tests.conftest import REPOSITORY
 
 MAX_SEQ_LENGTH = 64

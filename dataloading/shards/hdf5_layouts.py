@@ -1,11 +1,18 @@
-"""The HDF5 layouts with rows of variable length: one sample per row (varlength) or several samples per row (packed).
+"""The HDF5 layouts of other programs.
 
-    varlength  input_ids, segment_ids, masked_lm_positions, masked_lm_ids [n rows], next_sentence_labels [n]
+    fixed      padded rows with one sample per row, as in NVIDIA's submissions: input_ids, input_mask, segment_ids [n, 512],
+               masked_lm_positions, masked_lm_ids [n, 76], next_sentence_labels [n]
+    varlength  rows of variable length with one sample per row: input_ids, segment_ids, masked_lm_positions, masked_lm_ids
+               [n rows], next_sentence_labels [n]
     packed     the same columns with several concatenated samples in a row; next_sentence_labels, packed_input_len and
                packed_masked_lm_len have one number for each sample in a row
 
-A row is stored as a reference into the file's global heap (HDF5 File Format Specification 3.0, section III.E). The HDF5
-library follows one reference at a time and allocates memory for each row. This module reads rows from a map of the file.
+The layouts contain neither a digest nor the name of the vocabulary. Position 0 holds [CLS], which is never masked, so 0
+marks padding among the masked positions of the fixed layout.
+
+A row of variable length is stored as a reference into the file's global heap (HDF5 File Format Specification 3.0, section
+III.E). The HDF5 library follows one reference at a time and allocates memory for each row. This module reads such rows
+from a map of the file.
 """
 
 import mmap
@@ -18,16 +25,64 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from dataloading.shards.fixed import COLUMNS, narrow, one_value_a_row, unknown_info
-from dataloading.shards.hdf5_file import HDF5File, new_hdf5_file
-from dataloading.shards.native import DTYPES
-from dataloading.shards.samples import SampleBuilder, Samples, offsets_of
-from dataloading.shards.shard import REMEDY, DatasetInfo, Shard, check_content, check_offsets
+from dataloading.shards.hdf5_file import HDF5Array, HDF5File, new_hdf5_file
+from dataloading.shards.samples import DTYPES, SampleBuilder, Samples, concatenate, offsets_of
+from dataloading.shards.shard import (
+    REMEDY,
+    DatasetInfo,
+    FlatShard,
+    Shard,
+    check_content,
+    check_offsets,
+    narrow,
+    unknown_info,
+)
 
-_SIZES = {name: DTYPES[name].itemsize for name in COLUMNS}
+_COLUMNS = ("input_ids", "segment_ids", "masked_lm_positions", "masked_lm_ids")
+_ROWS_AT_A_TIME = 4096
+_SIZES = {name: DTYPES[name].itemsize for name in _COLUMNS}
 
 _OBJECT_HEADER = struct.Struct("<H6xQ")
 """Header of an object in a heap collection: its number and size."""
+
+
+def open_fixed(path: Path, file: HDF5File) -> FlatShard:
+    """Read a shard of the fixed layout into memory without its padding. Raises ``ValueError`` if it is damaged."""
+    names = ("input_ids", "input_mask", "segment_ids", "masked_lm_positions", "masked_lm_ids")
+    columns = {name: file.array(name).values for name in names}
+    shape, masked_shape = columns["input_ids"].shape, columns["masked_lm_ids"].shape
+    for name, values in columns.items():
+        wanted = masked_shape if name.startswith("masked") else shape
+        if values.shape != wanted or len(wanted) != 2 or wanted[0] != shape[0]:
+            raise ValueError(f"{name} has shape {values.shape}, input_ids {shape}")
+    columns["next_sentence_labels"] = _one_value_a_row(file.array("next_sentence_labels"), shape[0])
+    starts = range(0, max(1, shape[0]), _ROWS_AT_A_TIME)
+    blocks = [
+        _without_padding({name: values[start : start + _ROWS_AT_A_TIME] for name, values in columns.items()}, path)
+        for start in starts
+    ]
+    return FlatShard(path, unknown_info(shape[1], masked_shape[1]), "fixed", concatenate(blocks))
+
+
+def _without_padding(columns: dict[str, NDArray[Any]], path: Path) -> Samples:
+    real, masked = columns["input_mask"] != 0, columns["masked_lm_positions"] != 0
+    for name, marked in (("input_mask", real), ("masked_lm_positions", masked)):
+        if (marked[:, 1:] > marked[:, :-1]).any():
+            raise ValueError(f"{path}: {name} has a gap: real entries after padding; {REMEDY}")
+    values = {name: columns[name][where] for name, where in zip(_COLUMNS, (real, real, masked, masked), strict=True)}
+    values["next_sentence_labels"] = columns["next_sentence_labels"]
+    return Samples(
+        **{name: narrow(array, DTYPES[name], f"{path}: {name}") for name, array in values.items()},
+        sequence_offsets=offsets_of(real.sum(axis=1)),
+        masked_lm_offsets=offsets_of(masked.sum(axis=1)),
+    )
+
+
+def _one_value_a_row(array: HDF5Array, rows: int) -> NDArray[Any]:
+    """Return next-sentence labels [n], stored as [n] or [n, 1]. Raises ``ValueError`` if n is not ``rows``."""
+    if array.row_dtype is not None or array.values.size != rows:
+        raise ValueError(f"next_sentence_labels has shape {array.values.shape}, expected {rows} integers")
+    return array.values.reshape(-1)
 
 
 class RaggedColumn:
@@ -44,7 +99,7 @@ class RaggedColumn:
         """[rows] number of elements in each row."""
         self.held_bytes = 0 if array.in_place else array.values.nbytes
         self.dtype = array.row_dtype
-        self._name = f"{path}: {name}"
+        self.name = f"{path}: {name}"
         # Valid values have the same bytes in the stored signed type as in the unsigned type of `Samples`.
         self.is_as_in_samples = self.dtype.newbyteorder("<") == self.dtype and self.dtype.itemsize == _SIZES.get(name)
         self._addresses, self._numbers = array.values["address"], array.values["object"]
@@ -61,13 +116,9 @@ class RaggedColumn:
         if size:
             place, found = self._objects(int(self._addresses[index])).get(int(self._numbers[index]), (0, 0))
         if found != size:
-            raise ValueError(f"{self._name}: the reference of row {index} leads to no such object; {REMEDY}")
+            raise ValueError(f"{self.name}: the reference of row {index} leads to no such object; {REMEDY}")
         end = place + size if stop is None else place + stop * self.dtype.itemsize
         return self._content[place + start * self.dtype.itemsize : end]
-
-    def narrowed(self, values: NDArray[Any], dtype: Any) -> NDArray[Any]:
-        """Convert values of this column to another type. Raises ``ValueError`` if a value does not fit."""
-        return narrow(values, dtype, self._name)
 
 
 class RaggedShard(Shard):
@@ -79,7 +130,7 @@ class RaggedShard(Shard):
     def __init__(self, path: Path, file: HDF5File) -> None:
         super().__init__(path, unknown_info(), file.content)
         self.layout = "packed" if "packed_input_len" in file.names else "varlength"
-        self._columns = {name: RaggedColumn(path, file, name) for name in COLUMNS}
+        self._columns = {name: RaggedColumn(path, file, name) for name in _COLUMNS}
         self.held_bytes = sum(column.held_bytes for column in self._columns.values())
         rows = len(self._columns["input_ids"].counts)
         if self.layout == "packed":
@@ -89,13 +140,13 @@ class RaggedShard(Shard):
             if len(samples_in_row) != rows or any(not np.array_equal(each.counts, samples_in_row) for each in packed):
                 raise ValueError(f"{', '.join(names)} disagree")
             lengths, masked_counts, labels = (
-                column.narrowed(np.frombuffer(b"".join(map(column.row, range(rows))), column.dtype), np.uint16)
+                narrow(np.frombuffer(b"".join(map(column.row, range(rows))), column.dtype), np.uint16, column.name)
                 for column in packed
             )
         else:
             samples_in_row = np.ones(rows, np.int64)
             lengths, masked_counts = (self._columns[name].counts for name in ("input_ids", "masked_lm_ids"))
-            labels = one_value_a_row(file.array("next_sentence_labels"), rows)
+            labels = _one_value_a_row(file.array("next_sentence_labels"), rows)
         self.sequence_offsets, self.masked_lm_offsets = offsets_of(lengths), offsets_of(masked_counts)
         self._labels = narrow(labels, np.uint8, f"{path}: next_sentence_labels")
         self.row_offsets = offsets_of(samples_in_row)
@@ -104,7 +155,7 @@ class RaggedShard(Shard):
         tokens, masked = (
             np.diff(offsets[self.row_offsets]) for offsets in (self.sequence_offsets, self.masked_lm_offsets)
         )
-        for name, expected in zip(COLUMNS, (tokens, tokens, masked, masked), strict=True):
+        for name, expected in zip(_COLUMNS, (tokens, tokens, masked, masked), strict=True):
             if not np.array_equal(expected, self._columns[name].counts):
                 raise ValueError(f"{name} has rows of other lengths than its neighbours")
 
@@ -116,13 +167,13 @@ class RaggedShard(Shard):
             for offsets in (self.sequence_offsets, self.masked_lm_offsets)
         )
         parts: list[memoryview | bytes] = []
-        for name, begin, end in zip(COLUMNS, (start, start, first, first), (stop, stop, last, last), strict=True):
+        for name, begin, end in zip(_COLUMNS, (start, start, first, first), (stop, stop, last, last), strict=True):
             column = self._columns[name]
             part = column.row(row, begin, end)
             shift = start if name == "masked_lm_positions" else 0  # stored positions are relative to the row
             if shift or not column.is_as_in_samples:
                 values = np.frombuffer(part, column.dtype).astype(np.int64) - shift
-                part = column.narrowed(values, DTYPES[name]).tobytes()
+                part = narrow(values, DTYPES[name], column.name).tobytes()
             parts.append(part)
         builder.add(*parts, next_sentence_label=int(self._labels[index]))
 

@@ -7,13 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dataloading.batches.synthetic import synthetic_samples
 from dataloading.dataset.folder import Dataset, open_dataset, shard_name, write_dataset
-from dataloading.dataset.shuffle import multiset_digest, shuffle
+from dataloading.dataset.rewrite import convert, multiset_digest, shuffle
 from dataloading.jobs import JobProgress
 from dataloading.options import Layout
-from dataloading.preparation.convert import convert
-from dataloading.shards.ragged import RaggedShard
+from dataloading.shards.hdf5_layouts import RaggedShard
+from dataloading.shards.samples import synthetic_samples
 from dataloading.shards.shard import DatasetInfo
 from dataloading.text.tokenization import Vocabulary
 from tests.conftest import REPOSITORY

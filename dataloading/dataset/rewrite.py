@@ -1,9 +1,9 @@
-"""Shuffling of a data set into uniformly random order, with any number of shards and bounded memory.
+"""Rewriting of a data set: shuffling, and conversion to another layout. Either can continue after an interruption.
 
-The algorithm makes two passes over the disk (Sandelius 1962; Rao 1961). Each sample is appended to a random one of B
-buckets; then each bucket, which fits into memory, is permuted. The concatenated buckets are a uniformly random permutation
-of the whole set and are divided into shards. The result depends only on (seed, data set), so an interrupted shuffle can
-continue.
+A shuffle brings the samples into uniformly random order, with any number of shards and bounded memory. Its algorithm makes
+two passes over the disk (Sandelius 1962; Rao 1961). Each sample is appended to a random one of B buckets; then each bucket,
+which fits into memory, is permuted. The concatenated buckets are a uniformly random permutation of the whole set and are
+divided into shards. The result depends only on (seed, data set).
 
     OUT/shuffle.json          description of the job
     OUT/buckets/00042         the samples of a bucket in the order of the source; deleted at the end
@@ -14,21 +14,25 @@ import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, fields
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from console.files import read_json, write_atomically
+from dataloading.batches.packing import pack_samples
 from dataloading.dataset.folder import Dataset, index_shards, shard_name
-from dataloading.jobs import begun
-from dataloading.shards.formats import whole_shard
-from dataloading.shards.native import write_shard
+from dataloading.jobs import Made, Report, begun, make_files
+from dataloading.options import Layout
+from dataloading.shards.formats import whole_shard, write_shard
+from dataloading.shards.hdf5_layouts import write_packed
 from dataloading.shards.samples import Samples, concatenate, offsets_of
 from dataloading.shards.shard import REMEDY, DatasetInfo
 
-JOB_NAME = "shuffle.json"
+SHUFFLE_JOB = "shuffle.json"
 BUCKETS_NAME = "buckets"
+_CONVERT_JOB = "convert.json"
 
 # One bucket and one shard are in memory at a time. Together with the buffers, a shuffle needs less than 2 GiB.
 _BUCKET_BYTES = 192 << 20
@@ -40,11 +44,11 @@ _BLOCK_SAMPLES = 1 << 15
 STEPS = ("read", "written", "checked")
 """Steps of a shuffle. Each step processes all samples."""
 
-Report = Callable[[str, int, int], None]
+StepReport = Callable[[str, int, int], None]
 """Function that is called with a step, the number of samples that it has processed, and the total number of samples."""
 
 
-def shuffle(source: Dataset, out: Path, *, shards: int, seed: int, report: Report = lambda *_: None) -> Dataset:
+def shuffle(source: Dataset, out: Path, *, shards: int, seed: int, report: StepReport = lambda *_: None) -> Dataset:
     """Write the samples of ``source`` in random order to ``shards`` shards in ``out``. Continues an interrupted shuffle.
 
     A shuffle needs as much temporary disk space as its result. At the end, a digest of the result is compared with the
@@ -59,7 +63,7 @@ def shuffle(source: Dataset, out: Path, *, shards: int, seed: int, report: Repor
     buckets = max(1, -(-_stored_bytes(source) // _BUCKET_BYTES))
     settings = {"shards": shards, "seed": seed, "buckets": buckets}
     description = {"info": asdict(source.info), "source": [record.digest for record in source.shards]} | settings
-    with begun(out, JOB_NAME, description, finished=f"{BUCKETS_NAME}/*"):
+    with begun(out, SHUFFLE_JOB, description, finished=f"{BUCKETS_NAME}/*"):
         spill = out / BUCKETS_NAME
         if not (spill / "complete.json").exists():
             _fill_buckets(source, spill, buckets, seed, report)
@@ -71,7 +75,7 @@ def shuffle(source: Dataset, out: Path, *, shards: int, seed: int, report: Repor
             raise ValueError(f"{out}: its samples differ from the samples of {source.folder}; {REMEDY}")
     # Delete the buckets before the job's file, which identifies them.
     shutil.rmtree(spill)
-    (out / JOB_NAME).unlink()
+    (out / SHUFFLE_JOB).unlink()
     return dataset
 
 
@@ -88,7 +92,7 @@ def _stored_bytes(source: Dataset) -> int:
     return 3 * tokens + 4 * masked + 17 * len(source)
 
 
-def _fill_buckets(source: Dataset, spill: Path, buckets: int, seed: int, report: Report) -> None:
+def _fill_buckets(source: Dataset, spill: Path, buckets: int, seed: int, report: StepReport) -> None:
     # Buckets without complete.json are left over from an interrupted attempt.
     shutil.rmtree(spill, ignore_errors=True)
     spill.mkdir()
@@ -126,7 +130,7 @@ def _append(spill: Path, bucket: int, waiting: list[Samples]) -> None:
     waiting.clear()
 
 
-def _write_shards(info: DatasetInfo, out: Path, counts: list[int], shards: int, seed: int, report: Report) -> None:
+def _write_shards(info: DatasetInfo, out: Path, counts: list[int], shards: int, seed: int, report: StepReport) -> None:
     firsts = offsets_of(np.array(counts))
     bounds = np.linspace(0, firsts[-1], shards + 1).astype(np.int64)
     bucket, permuted = -1, None
@@ -160,9 +164,53 @@ def _permuted(path: Path, seed: int) -> tuple[Samples, NDArray[np.int64]]:
     return samples, np.random.default_rng([seed, 1, int(path.name)]).permutation(len(samples))
 
 
-def _reported(dataset: Dataset, report: Report) -> Iterator[Samples]:
+def _reported(dataset: Dataset, report: StepReport) -> Iterator[Samples]:
     done = 0
     for block in dataset.blocks(_BLOCK_SAMPLES):
         yield block
         done += len(block)
         report("checked", done, len(dataset))
+
+
+def convert(
+    source: Dataset,
+    out: Path,
+    to: Layout,
+    *,
+    max_sequences: int = 3,
+    seed: int = 24,
+    jobs: int = 1,
+    report: Report = lambda _: None,
+) -> Dataset:
+    """Convert each shard of ``source`` to a native or packed shard with the same samples.
+
+    Native shards keep the order of the samples. The samples of each pack and the order of the packs are random within
+    their shard, and determined by ``seed``. A pack has at most ``max_sequences`` samples and ``max_seq_length`` tokens. An
+    interrupted conversion is continued: existing shards with the right samples are kept.
+    """
+    names = [shard_name(index, len(source.shards)) for index in range(len(source.shards))]
+    # The processes get the source without its length index, which may be large.
+    shards = Dataset(source.folder, source.info, source.shards, np.empty((0, 2), np.uint16))
+    # The source is described by its digests, because its folder may hold other data when the job continues.
+    description = {"source": [record.digest for record in source.shards], "to": to}
+    description |= {"max_sequences": max_sequences, "seed": seed}
+    with begun(out, _CONVERT_JOB, description, finished="part_*"):
+        make_files(partial(_convert_shard, shards, out, to, max_sequences, seed), range(len(names)), jobs, report)
+        dataset = index_shards(out, names, source.info)
+    # Deleted only after success, because a failed conversion needs the file to continue.
+    (out / _CONVERT_JOB).unlink()
+    return dataset
+
+
+def _convert_shard(source: Dataset, out: Path, to: Layout, max_sequences: int, seed: int, index: int) -> Made:
+    samples = source.open_listed(index).verify(source.shards[index].digest)
+    # The manifest lists the source texts of all shards.
+    info = source.info.without_sources()
+    write, path = write_shard, out / shard_name(index, len(source.shards))
+    if to == "packed":
+        packs = pack_samples(samples.lengths, info.max_seq_length, max_sequences, [seed, index])
+        samples, write = samples.take(packs.samples), partial(write_packed, pack_offsets=packs.offsets)
+    kept = whole_shard(path, samples.digest()) is not None
+    if not kept:
+        write(path, samples, info=info)
+    return path.name, len(samples), kept

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from cluster.model.histogram import drawn_lengths
 from dataloading.batches.permutation import shuffled
-from dataloading.batches.sampler import BatchPlan, cost, deal
+from dataloading.batches.plan import BatchPlan, cost, deal
 
 pytestmark = pytest.mark.slow
 

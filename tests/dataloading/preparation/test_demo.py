@@ -9,8 +9,7 @@ import pytest
 
 from dataloading.dataset.folder import open_dataset
 from dataloading.preparation import demo
-from dataloading.preparation.demo import write_demo
-from dataloading.text.documents import HELD_OUT_PERCENT, Document, demo_documents
+from dataloading.preparation.demo import HELD_OUT_PERCENT, Document, demo_documents, write_demo
 from tests.conftest import REPOSITORY, SmallRun
 
 pytestmark = pytest.mark.slow
@@ -40,7 +39,7 @@ def test_the_corpus_is_large_and_no_text_is_on_both_sides(documents: list[Docume
 def test_another_process_finds_the_same_and_imports_nothing_of_the_standard_library(documents: list[Document]) -> None:
     code = """
 import sys
-from dataloading.text.documents import demo_documents
+from dataloading.preparation.demo import demo_documents
 before = set(sys.modules)
 documents = demo_documents()
 imported = set(sys.modules) - before
