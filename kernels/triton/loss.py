@@ -20,9 +20,9 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.configuration import Configuration
+from kernels.products import accumulate_weight_gradient
 from kernels.reference.ops import compute_dtype, fp32_product
 from kernels.triton.inputs import tensor_reasons
-from kernels.weight_gradient import accumulate_weight_gradient
 
 _ROW_MULTIPLE = 64
 

@@ -1,7 +1,7 @@
 """Self-attention between FP8 products, in Triton. It uses the kernels of ``varlen``, which here also cast to FP8.
 
 The forward pass writes the output in bf16, for the backward pass, and in FP8 with its transpose. The backward pass
-writes the gradient of query, key and value only in FP8. The ops are defined in ``kernels.reference.attention_fp8``. The
+writes the gradient of query, key and value only in FP8. The ops are defined in ``kernels.reference.fp8``. The
 shape legend is in ``kernels/__init__.py``.
 """
 

@@ -9,7 +9,7 @@ A program processes 32 rows, one tile at a time, like the kernels of ``layer_nor
 the cache and writes them transposed, 32 bytes per column, which is a whole sector of memory. Registers therefore need
 not hold 32 rows.
 
-The ops are defined in ``kernels.reference.layer_norm_fp8``. The shape legend is in ``kernels/__init__.py``.
+The ops are defined in ``kernels.reference.fp8``. The shape legend is in ``kernels/__init__.py``.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false, reportReturnType=false
