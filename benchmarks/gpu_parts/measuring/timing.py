@@ -8,7 +8,7 @@ import torch
 
 from benchmarks.gpu_parts.measuring.report import DeviceLostError, Figure, first_line
 from bert.execution.cuda_graphs import replay_of
-from kernels.tuning.contest import Timer
+from kernels.tuning.autotune import Timer
 
 # Compilation, allocation and the choice of an implementation are complete after three calls.
 _WARM_UP = 3
