@@ -30,13 +30,12 @@ _ROW_MULTIPLE = 64
 class _Tile(NamedTuple):
     columns: int
     warps: int
-    stages: int
 
 
 # Each thread loads 16 bytes at a time. With 16 warps, the rows of all resident programs (61 KB each in bf16) fit the L2
 # cache.
-_WIDE = _Tile(columns=4096, warps=16, stages=1)
-_NARROW = _Tile(columns=1024, warps=4, stages=1)
+_WIDE = _Tile(columns=4096, warps=16)
+_NARROW = _Tile(columns=1024, warps=4)
 
 
 def masked_lm_loss(
@@ -156,12 +155,12 @@ def _masked_lm_loss(
         fp32_product(hidden_MD, decoder_VD, out=logits_MW[:, :vocabulary])
     losses_M = hidden_MD.new_empty(rows, dtype=torch.float32)
     correct_M = hidden_MD.new_empty(rows if count_correct else 0, dtype=torch.int32)
-    tile = _tile(vocabulary)
+    tile = _WIDE if vocabulary > _WIDE.columns else _NARROW
     padded_bias_W = F.pad(bias_V, (0, width - vocabulary))  # so that loads of logits and bias share a mask
     _kernel[(rows,)](
         logits_MW, padded_bias_W, labels_M.contiguous(), losses_M, correct_M,
         vocabulary, width, ignore_index, WITH_GRADIENT=with_gradient, COUNT_CORRECT=count_correct,
-        COLUMNS=tile.columns, num_warps=tile.warps, num_stages=tile.stages,
+        COLUMNS=tile.columns, num_warps=tile.warps, num_stages=1,
     )  # fmt: skip
     kept_MW = logits_MW if with_gradient else logits_MW.new_empty((0, width))
     correct = correct_M.sum() if count_correct else hidden_MD.new_empty(0, dtype=torch.int64)
@@ -203,10 +202,6 @@ def _logits_dtype(hidden_MD: Tensor, count_correct: bool) -> torch.dtype:
 
 def _width(vocabulary: int) -> int:
     return -(-vocabulary // _ROW_MULTIPLE) * _ROW_MULTIPLE
-
-
-def _tile(vocabulary: int) -> _Tile:
-    return _WIDE if vocabulary > _WIDE.columns else _NARROW
 
 
 @_masked_lm_loss.register_fake
@@ -265,7 +260,7 @@ def configurations() -> list[Configuration]:
             types | {"logits": "*bf16" if training else "*fp32", "bias": f"*{bias}"},
             {"WITH_GRADIENT": training, "COUNT_CORRECT": not training, "COLUMNS": tile.columns},
             tile.warps,
-            tile.stages,
+            1,
         )
         for name, tile in (("wide", _WIDE), ("narrow", _NARROW))
         for bias in ("bf16", "fp32")

@@ -15,8 +15,9 @@ from kernels.configuration import Configuration
 from kernels.reference.fp8 import E4M3, E5M2, LARGEST
 from kernels.reference.random import Dropout
 from kernels.triton.attention import launches
-from kernels.triton.attention.launches import Casts, fake_saved, launch_backward, launch_forward, smallest_block
-from kernels.triton.attention.varlen import dropout_arguments, self_attention_unsupported_reasons
+from kernels.triton.attention.launches import Casts, empty_saved, launch_backward, launch_forward, smallest_block
+from kernels.triton.attention.varlen import self_attention_unsupported_reasons
+from kernels.triton.dropout import dropout_scalars
 from kernels.triton.quantize import POINTERS, cast_reasons, fp8_pair
 
 
@@ -26,22 +27,23 @@ def _forward(
     cu_seqlens: Tensor,
     max_seqlen: int,
     state: Tensor | None,
-    p: float,
+    threshold: int,
+    kept_scale: float,
     stream: int,
     scale: Tensor,
     amax: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     q_TD, q_DT = fp8_pair(qkv[:, 0].flatten(1), E4M3)
     casts = Casts(scale, amax.view(torch.int32), q_TD, q_DT)
-    parts = list(qkv.unbind(1))
-    context, lse, kept = launch_forward(parts, cu_seqlens, cu_seqlens, max_seqlen, state, p, stream, casts)
+    inputs = list(qkv.unbind(1)), cu_seqlens, cu_seqlens, max_seqlen
+    context, lse, kept = launch_forward(*inputs, state, threshold, kept_scale, stream, casts)
     return context, q_TD, q_DT, lse, kept
 
 
 @_forward.register_fake
 def _(qkv: Tensor, _cu_seqlens: Tensor, max_seqlen: int, state: Tensor | None, *_: object) -> tuple[Tensor, ...]:
     query = qkv[:, 0]
-    saved = fake_saved(query, max_seqlen, state)
+    saved = empty_saved(query, max_seqlen, state)
     return query.new_empty(query.shape), *fp8_pair(query.flatten(1), E4M3), *saved
 
 
@@ -54,7 +56,7 @@ def _backward(
     lse: Tensor,
     kept: Tensor,
     max_seqlen: int,
-    p: float,
+    kept_scale: float,
     scale: Tensor,
     amax: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -65,7 +67,7 @@ def _backward(
     casts = Casts(scale, amax.view(torch.int32), q_TN, q_NT, sums)
     parts, gradients = list(qkv.unbind(1)), list(q_TN.view(qkv.shape).unbind(1))
     bounds = cu_seqlens, cu_seqlens
-    launch_backward(gradient, parts, context, lse, kept, gradients, *bounds, max_seqlen, p, casts)
+    launch_backward(gradient, parts, context, lse, kept, gradients, *bounds, max_seqlen, kept_scale, casts)
     return q_TN, q_NT, sums.sum(0)
 
 
@@ -82,8 +84,7 @@ def attention_cast_fp8(
 
     The log-sums are the logarithms of softmax's sums. The mask bits are dropout's.
     """
-    state, p, stream = dropout_arguments(dropout)
-    return _forward(qkv_T3HE, cu_seqlens, max_seqlen, state, p, stream, scale, amax)
+    return _forward(qkv_T3HE, cu_seqlens, max_seqlen, *dropout_scalars(dropout), scale, amax)
 
 
 def attention_backward_cast_fp8(
@@ -98,9 +99,9 @@ def attention_backward_cast_fp8(
     scale: Tensor,
     amax: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    _, p, _ = dropout_arguments(dropout)
+    _state, _threshold, kept_scale, _stream = dropout_scalars(dropout)
     forward = context_THE, lse_HT, kept
-    return _backward(gradient_THE, qkv_T3HE, cu_seqlens, *forward, max_seqlen, p, scale, amax)
+    return _backward(gradient_THE, qkv_T3HE, cu_seqlens, *forward, max_seqlen, kept_scale, scale, amax)
 
 
 def unsupported_reasons(qkv_T3HE: Tensor, *_: Any) -> list[str]:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from kernels.configuration import Configuration
 from kernels.reference.random import Dropout
+from kernels.triton.dropout import dropout_scalars
 from kernels.triton.inputs import mixed_reasons, tensor_reasons
 from kernels.triton.norms.rows import (
     PLACES,
@@ -28,7 +29,6 @@ from kernels.triton.norms.rows import (
     Layout,
     backward_programs,
     columns_of,
-    dropout_scalars,
     forward_grid,
     kept_places,
     load_fp32,

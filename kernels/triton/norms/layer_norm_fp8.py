@@ -25,6 +25,7 @@ from torch import Tensor
 from kernels.configuration import Configuration
 from kernels.reference.fp8 import E4M3, E5M2, LARGEST
 from kernels.reference.random import Dropout
+from kernels.triton.dropout import dropout_scalars
 from kernels.triton.inputs import mixed_reasons
 from kernels.triton.norms import layer_norm
 from kernels.triton.norms.layer_norm import PREFETCH, add_norm_row_gradients, add_norm_rows
@@ -34,7 +35,6 @@ from kernels.triton.norms.rows import (
     Layout,
     backward_programs,
     columns_of,
-    dropout_scalars,
     load_fp32,
     norm_configurations,
     places_of,
@@ -45,8 +45,7 @@ from kernels.triton.norms.rows import (
 from kernels.triton.quantize import POINTERS, SCALARS, cast_reasons, fp8_pair, quantized, raise_amax
 
 WARPS = 16
-"""Warps of the backward kernel per multiprocessor. ``layer_norm`` uses more, because it loads one row fewer per
-token."""
+"""Warps of the backward kernel per multiprocessor. ``layer_norm`` uses more, because it loads one row fewer per token."""
 
 _GROUP = 32
 _COLUMNS = 32
