@@ -89,7 +89,7 @@ _TRITON = Implementation("triton", _triton, requires="triton")
 _FLASH_ATTN = Implementation("flash_attn", _flash_attn, requires="flash_attn", repeatable=False)
 _APEX_NORM = Implementation("apex", _apex, requires="fused_layer_norm_cuda", repeatable=False)
 _APEX_LOSS = Implementation("apex", _apex, requires="xentropy_cuda")
-_PYTORCH = Implementation("pytorch", _pytorch)
+_PYTORCH_PRODUCT = Implementation("pytorch", _pytorch)
 _PYTORCH_NORM = Implementation("pytorch", _pytorch, repeatable=False)
 # Like the reference, PyTorch's attention reads the sequence lengths on the host, so a CUDA graph cannot capture it.
 _PYTORCH_ATTENTION = Implementation("pytorch", _pytorch, capturable=False, repeatable=False)
@@ -100,13 +100,14 @@ def _op(
 ) -> Op[Parameters, Returned]:
     """Create an op from its definition and faster implementations, in their order of preference on a GPU.
 
-    ``capturable`` tells whether a CUDA graph can capture the definition. On a CPU, Triton's implementation comes last,
-    because interpreting a kernel takes seconds to minutes.
+    ``capturable`` tells whether a CUDA graph can capture the definition. On a CPU, two implementations come last: Triton's,
+    because interpreting a kernel takes seconds to minutes, and PyTorch's FP8 product, which is several times slower than
+    the definition.
     """
     plain = Implementation("reference", lambda: {definition.__name__: (definition, None)}, capturable=capturable)
-    compiled = tuple(each for each in fast if each is _TRITON)
-    others = tuple(each for each in fast if each is not _TRITON)
-    return Op(definition, {"cuda": (*fast, plain), "cpu": (*others, plain, *compiled)})
+    slow = tuple(each for each in fast if each in (_TRITON, _PYTORCH_PRODUCT))
+    others = tuple(each for each in fast if each not in slow)
+    return Op(definition, {"cuda": (*fast, plain), "cpu": (*others, plain, *slow)})
 
 
 _ATTENTIONS = _TRITON, _FLASH_ATTN, _PYTORCH_ATTENTION
@@ -131,9 +132,7 @@ attention_cast_fp8 = _op(fp8.attention_cast_fp8, _TRITON, capturable=False)
 attention_backward_cast_fp8 = _op(fp8.attention_backward_cast_fp8, _TRITON, capturable=False)
 add_norm_cast_fp8 = _op(fp8.add_norm_cast_fp8, _TRITON)
 add_norm_backward_cast_fp8 = _op(fp8.add_norm_backward_cast_fp8, _TRITON)
-_REFERENCE_PRODUCT = Implementation("reference", lambda: {"scaled_matmul": (fp8.scaled_matmul, None)})
-# On a CPU, PyTorch's FP8 product is several times slower than the reference.
-scaled_matmul = Op(fp8.scaled_matmul, {"cuda": (_PYTORCH, _REFERENCE_PRODUCT), "cpu": (_REFERENCE_PRODUCT, _PYTORCH)})
+scaled_matmul = _op(fp8.scaled_matmul, _PYTORCH_PRODUCT)
 
 # Collect the ops from the module's globals, so that none can be forgotten.
 OPS: dict[str, Op[..., Any]] = {op.name: op for op in tuple(globals().values()) if isinstance(op, Op)}

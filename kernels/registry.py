@@ -230,8 +230,7 @@ def _key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
     Reasons against an implementation are computed once per key, so they may depend only on properties in the key.
     """
     autocast = [torch.get_autocast_dtype(device) for device in _DEVICES if torch.is_autocast_enabled(device)]
-    traits = [_trait(value) for value in args]
-    traits += [_trait(value) for value in kwargs.values()]
+    traits = [_trait(value) for value in (*args, *kwargs.values())]
     return tuple(autocast), torch.is_grad_enabled(), tuple(kwargs), *traits
 
 

@@ -6,7 +6,6 @@ of 16 separate comparisons.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
-# ruff: noqa: ANN001, ANN201, ANN202  (the compiler has its own types)
 
 import triton
 import triton.language as tl

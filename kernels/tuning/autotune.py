@@ -33,7 +33,7 @@ Work = Callable[[], None]
 Timing = Callable[[Callable[[], object]], float]
 
 SAME = 0.03
-"""Times that differ by less than this fraction count as equal."""
+"""Times that differ by less than this fraction count as equal, and the implementation that comes first is taken."""
 ROUNDS = 11
 HEAD_START_CYCLES = 2_000_000
 """Clock cycles (about a millisecond) that the device waits while the host queues the work, so that launch latency does
@@ -235,7 +235,8 @@ def _measure(
     finally:
         if devices:
             torch.cuda.empty_cache()
-    taken = fastest(seconds) if seconds else None
+    best = min(seconds.values(), default=0.0)
+    taken = next((name for name, each in seconds.items() if each <= best * (1 + SAME)), None)
     by_time = sorted(seconds, key=lambda name: (name != taken, seconds[name]))
     milliseconds = {name: 1e3 * seconds[name] for name in by_time}
     return KernelChoice(request.op, request.signature, request.label, milliseconds, errors)
@@ -290,12 +291,6 @@ def _first_line(error: BaseException) -> str:
         error = error.__context__
     line = str(error).strip().partition("\n")[0]
     return f"{type(error).__name__}: {line[:200]}"
-
-
-def fastest(seconds: Mapping[str, float]) -> str:
-    """Return the first name, in order, whose time is within ``SAME`` of the best time."""
-    best = min(seconds.values())
-    return next(name for name, each in seconds.items() if each <= best * (1 + SAME))
 
 
 def medians(works: Mapping[str, Work], timed: Timing) -> dict[str, float]:

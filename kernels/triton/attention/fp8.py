@@ -123,7 +123,7 @@ def configurations() -> list[Configuration]:
         dtype = E4M3 if plain.name.startswith("forward") else E5M2
         types: dict[str, Any] = {"scale": "*fp32", "amax": "*i32", "sums": "*fp32"}
         types |= dict.fromkeys(("cast", "transposed"), POINTERS[dtype])
-        without = {} if dtype == E4M3 else dict.fromkeys(("query_gradient", "key_gradient", "value_gradient"))
+        without = ("query_gradient", "key_gradient", "value_gradient")
         kept = {name: value for name, value in plain.constexprs.items() if name not in types}
         constexprs = kept | {"LARGEST": LARGEST[dtype]}
         constexprs |= {name: None for name in without if name in plain.signature}
@@ -131,6 +131,6 @@ def configurations() -> list[Configuration]:
             name: "constexpr" if name in constexprs else types.get(name, kind) for name, kind in plain.signature.items()
         }
         narrow = launches.NARROW.get(int(str(constexprs["HEAD_SIZE"]))) if dtype == E4M3 else None
-        fused = replace(plain, name=f"{plain.name}, casts", signature=signature, constexprs=constexprs)
-        found.append(replace(fused, max_registers=narrow or plain.max_registers))
+        settings = {"signature": signature, "constexprs": constexprs, "max_registers": narrow or plain.max_registers}
+        found.append(replace(plain, name=f"{plain.name}, casts", **settings))
     return found

@@ -7,7 +7,6 @@ last bits of the word and position tables' gradients depend on the order of the 
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false, reportReturnType=false
-# ruff: noqa: ANN001, ANN202  (the compiler has its own types)
 
 from typing import Any
 

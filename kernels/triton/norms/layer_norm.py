@@ -10,7 +10,6 @@ dresidual and is not written.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false, reportReturnType=false
-# ruff: noqa: ANN001, ANN201, ANN202  (the compiler has its own types)
 
 from typing import Any
 

@@ -13,7 +13,6 @@ The ops are defined in ``kernels.reference.fp8``. The shape legend is in ``kerne
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false, reportReturnType=false
-# ruff: noqa: ANN001, ANN202  (the compiler has its own types)
 
 from typing import Any
 

@@ -8,10 +8,10 @@ of all programs.
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false, reportReturnType=false
 # pyright: reportGeneralTypeIssues=false
-# ruff: noqa: ANN001, ANN201  (the compiler has its own types)
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
@@ -205,15 +205,13 @@ def norm_configurations(
     parameters of the kernels. ``devices`` is passed to ``Configuration.of``.
     """
     found = []
-    for columns in (128, 1024):
-        for kernel in kernels:
-            for dropout in (True, False):
-                options = Layout.of(columns).options(columns, dropout)
-                num_warps, num_stages = options.pop("num_warps"), options.pop("num_stages")
-                constants = {**options, **fixed} if dropout else {**options, **fixed, "state": None}
-                kinds = {**_TYPES, "y": f"*{stream}", "dy": f"*{stream}", **types}
-                name = f"{stream}, D = {columns}{', dropout' if dropout else ''}"
-                found.append(Configuration.of(name, kernel, kinds, constants, num_warps, num_stages, **devices))
+    for columns, kernel, dropout in product((128, 1024), kernels, (True, False)):
+        options = Layout.of(columns).options(columns, dropout)
+        num_warps, num_stages = options.pop("num_warps"), options.pop("num_stages")
+        constants = {**options, **fixed} if dropout else {**options, **fixed, "state": None}
+        kinds = {**_TYPES, "y": f"*{stream}", "dy": f"*{stream}", **types}
+        name = f"{stream}, D = {columns}{', dropout' if dropout else ''}"
+        found.append(Configuration.of(name, kernel, kinds, constants, num_warps, num_stages, **devices))
     return found
 
 
