@@ -191,7 +191,7 @@ def _scaled(x: Tensor, factor: Tensor) -> Tensor:
 
 def _empty_logits(rows: int, hidden_MD: Tensor, decoder_VD: Tensor, count_correct: bool) -> Tensor:
     """Allocate logits [rows, W]: in fp32 if predictions are counted, otherwise in the type of the products."""
-    width = triton.cdiv(len(decoder_VD), _ROW_MULTIPLE) * _ROW_MULTIPLE
+    width = -(-len(decoder_VD) // _ROW_MULTIPLE) * _ROW_MULTIPLE
     return hidden_MD.new_empty((rows, width), dtype=torch.float32 if count_correct else hidden_MD.dtype)
 
 
